@@ -1,4 +1,4 @@
-"""Plan a run before it is launched: memory, speed, and the best mesh.
+"""Predict the memory and speed of a run, and find its best mesh.
 
 `parallel3d plan --config gpt3-175b.json --hardware a100-80gb --devices 1024` prints a ranked
 table of meshes. --calibrate measures this machine, for --hardware this-machine.
@@ -19,33 +19,33 @@ from parallel3d.plan.report import plan_rows
 
 @named("plan")
 def main() -> int:
-    """Run the command `plan`: 0, 1 where nothing fits or a check fails, 2 for bad input."""
+    """Run `plan`. Return 0, or 1 if nothing fits; bad input exits with 2."""
     args, overrides = parse_args()
     console = terminal.console(args.json)
     if args.calibrate:
         return calibrate(args.json, console)
     if args.validate is not None:
         raise ConfigError(
-            "--validate: has moved; run `python -m benchmarks.published FILE` in a checkout"
+            "--validate: was removed; run `python -m benchmarks.published FILE` in a checkout"
         )
     if not args.config:
-        raise ConfigError("--config: is missing; name a config file, or one in configs/")
+        raise ConfigError("--config: is missing; set a config file, or the name of one in configs/")
     config = RunConfig.from_json(args.config, overrides)
     machine = plan_rows.hardware_of(config, args.hardware)
     devices = args.devices if args.devices is not None else plan_rows.devices_of(config, machine)
     request = plan_rows.ask(config, machine, devices, args.fix)
-    found = plan_rows.find(request, args.rows)
+    ranking = plan_rows.find(request, args.rows)
     if args.explain:
-        plan_rows.explain(found, args.explain, args.svg, args.trace, console)
+        plan_rows.explain(ranking, args.explain, args.svg, args.trace, console)
     else:
-        plan_rows.show(found, request, console)
+        plan_rows.show(ranking, request, console)
     if args.json:
-        print(json.dumps(plan_rows.to_json(found, request)))
-    return DONE if found.plans else FAILED
+        print(json.dumps(plan_rows.to_json(ranking, request)))
+    return DONE if ranking.plans else FAILED
 
 
 def calibrate(as_json: bool, console: Console) -> int:
-    """Measure this machine and write it as the hardware `this-machine`."""
+    """Measure this machine and save the figures as the hardware `this-machine`."""
     from parallel3d.calibrate.describe import calibrate
 
     measured = calibrate(console.print)
@@ -55,22 +55,22 @@ def calibrate(as_json: bool, console: Console) -> int:
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """Read the command line of `plan`, and what it sets in the config."""
+    """Parse the command line of `plan`. Return its options and the overrides of the config."""
     parser = Parser(
-        __doc__, "Every value of the config can be set by its path: --train_batch_size 512."
+        __doc__, "Every config value can be overridden by its path: --train_batch_size 512."
     )
     parser.add_config(required=False)
     parser.add_argument(
         "--hardware", metavar="NAME",
-        help=f"{hardware.THIS_MACHINE}, {', '.join(hardware.names())}, or a file like theirs",
+        help=f"{hardware.THIS_MACHINE}, {', '.join(hardware.names())}, or a hardware file's path",
     )  # fmt: skip
     parser.add_argument(
         "--devices", type=whole_number(most=plan_rows.MOST_DEVICES), metavar="N",
-        help="how many; else those of the config's mesh",
+        help="number of devices (default: those of the config's mesh, else of one node)",
     )  # fmt: skip
     parser.add_argument(
         "--rows", type=whole_number(), metavar="N",
-        help=f"rows to show; else {plan_rows.ROWS} that fit, and faster ones that do not",
+        help=f"rows to show (default: {plan_rows.ROWS} that fit, and faster ones that do not)",
     )  # fmt: skip
     parser.add_argument(
         "--fix", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=plan_rows.FIX
@@ -78,12 +78,12 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--explain", type=whole_number(), metavar="N", help="show row N in detail")
     parser.add_pictures("the timeline of --explain's row")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine")
-    parser.add_argument("--validate", nargs="?", const="", help=argparse.SUPPRESS)  # has moved
+    parser.add_argument("--validate", nargs="?", const="", help=argparse.SUPPRESS)  # removed
     parser.add_json()
     args, overrides = parser.parse_known_args()
     for flag, picture in (("--svg", args.svg), ("--trace", args.trace)):
         if picture and not args.explain:
-            parser.error(f"{flag} = {picture}: no row is named to draw; add --explain 1")
+            parser.error(f"{flag} = {picture}: needs a row to draw; add --explain 1")
     return args, overrides
 
 

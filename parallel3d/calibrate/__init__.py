@@ -1,1 +1,1 @@
-"""Measurement of a machine, written as the hardware file that the planner reads."""
+"""Measure a machine and write the hardware file that the planner reads."""

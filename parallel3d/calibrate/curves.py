@@ -1,6 +1,6 @@
-"""Fits of the planner's efficiency curves and link figures to measurements of this machine.
+"""Fit the planner's efficiency curves and link figures to measurements of this machine.
 
-They call the planner's own formulas, so a plan of what was measured gives just that.
+The fits use the planner's own formulas, so plans reproduce the measurements.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,15 +25,15 @@ from parallel3d.plan.time.operators import (
 from parallel3d.plan.time.step import step_time
 
 Bounds = tuple[float, float]
-_PRIOR = 0.05  # how much a parameter that nothing determines stays where it was
-_STEP = 1e-4  # of the logarithm of a parameter, for gradients
-_MOST = 40  # steps of a fit
+_PRIOR = 0.05  # weight that keeps an undetermined parameter near its start
+_STEP = 1e-4  # change of a parameter's logarithm for numerical gradients
+_MOST = 40  # iterations of a fit
 _TRIED = "a value that the fit tries"
-# The figures of a Hardware that is measured have in them what data sheets leave open.
+# Measured figures of a Hardware include the efficiencies that data sheets leave out.
 _MEASURED = dict.fromkeys(("datasheet", "link", "network", "latency", "host"), 1.0) | {
     "overhead_per_collective": 1e-6
 }
-# Cores have no waves of tiles to speak of, nor a queue of kernels; what there is, the fit finds.
+# Starting values for cores, which have small waves of tiles and no queue of kernels.
 _ON_CPU = {
     "wave": 100.0, "depth": 5.0, "flash": 0.5, "traffic": 0.5, "optimizer": 0.1,
     "overhead_per_collective": 1e-5, "overhead_per_gather": 2e-4, "overhead_per_message": 2e-4,
@@ -44,15 +44,15 @@ _PRODUCTS: dict[str, Bounds] = {
 }  # fmt: skip
 _FLASH: dict[str, Bounds] = {"flash": (0.005, 3.0), "flash_backward": (0.02, 5.0)}
 _TRAFFIC: dict[str, Bounds] = {"traffic": (0.005, 20.0)}
-# Whole steps alone tell these. For one process, until the gradients are reduced: memory-bound work
-# as the model has it, passes over whole gradients, and the program's own time.
+# Only complete steps determine the following. One process, up to the reduction of gradients:
+# memory-bound work of the model, passes over all gradients, and the host's time.
 _ONE: dict[str, Bounds] = {
     "traffic": (0.005, 20.0), "optimizer": (0.005, 20.0), "overhead_per_layer": (1e-6, 0.1),
     "overhead_per_action": (1e-6, 0.1), "overhead_per_gather": (1e-7, 0.1),
 }  # fmt: skip
 _UPDATE: dict[str, Bounds] = {"overhead_per_param": (1e-7, 0.1), "overhead_per_step": (1e-6, 1.0)}
-_CROWD = "crowd"  # no curve: by how much the program's own time is longer among several
-# For several: the cost of gathers and collectives in a step.
+_CROWD = "crowd"  # not a curve: the factor on host time if several processes run
+# Several processes: the cost of gathers and collectives in a step.
 _SEVERAL: dict[str, Bounds] = {
     "link": (0.02, 5.0), "latency": (0.5, 5.0), "overhead_per_collective": (1e-7, 0.1),
     "overhead_per_message": (1e-7, 0.1), _CROWD: (1.0, 2.0),
@@ -71,18 +71,18 @@ def fit(
 ) -> dict[str, float]:
     """Return the parameters within `bounds` whose predictions are nearest to `measured`.
 
-    Least squares of log(predicted / measured) by Levenberg and Marquardt, over logarithms; what the
-    measurements do not determine is drawn to its start.
+    Least squares of log(predicted / measured) over the parameters' logarithms, by
+    Levenberg-Marquardt. Parameters that the measurements do not determine stay near their start.
     """
     names = list(bounds)
     low, high = (np.log([bounds[name][i] for name in names]) for i in (0, 1))
     origin = np.clip(np.log([max(start[name], 1e-12) for name in names]), low, high)
-    wanted = np.log(np.asarray(measured, dtype=float))
+    log_measured = np.log(np.asarray(measured, dtype=float))
 
     def residuals(x: np.ndarray) -> np.ndarray:
         values = {name: exp(value) for name, value in zip(names, x, strict=True)}
         predicted = np.asarray(predict({**start, **values}), dtype=float)
-        return np.concatenate([np.log(predicted) - wanted, _PRIOR * (x - origin)])
+        return np.concatenate([np.log(predicted) - log_measured, _PRIOR * (x - origin)])
 
     x, damping = origin, 1e-2
     now = residuals(x)
@@ -104,7 +104,7 @@ def fit(
 
 
 def fit_link(links: Mapping[str, Sequence[tuple[int, float]]], ranks: int) -> tuple[float, float]:
-    """Return the bandwidth and latency that explain the timings of all collectives best."""
+    """Return the bandwidth and latency that best fit the timings of all collectives."""
     size, seconds = max(links["all_gather"])
     rows = [(kind, size, seconds) for kind, timed in links.items() for size, seconds in timed]
     curves = Curves(**{**asdict(Curves()), **_MEASURED})
@@ -113,13 +113,13 @@ def fit_link(links: Mapping[str, Sequence[tuple[int, float]]], ranks: int) -> tu
         hardware = _with_link(values["bandwidth"], values["latency"])
         return [_transfer(kind, size, ranks, hardware, curves) for kind, size, _ in rows]
 
-    found = fit(
+    fitted_link = fit(
         {"bandwidth": size / seconds, "latency": min(seconds for *_, seconds in rows)},
         {"bandwidth": (1e6, 1e13), "latency": (1e-8, 1.0)},
         predict,
         [seconds for *_, seconds in rows],
     )
-    return found["bandwidth"], found["latency"]
+    return fitted_link["bandwidth"], fitted_link["latency"]
 
 
 def _transfer(kind: Any, size: int, ranks: int, hardware: Hardware, curves: Curves) -> float:
@@ -137,7 +137,7 @@ def _with_link(bandwidth: float, latency: float) -> Hardware:
 def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu: bool) -> Curves:
     """Return fitted efficiency curves of matrix products, attention and memory-bound operators.
 
-    On a GPU the others are those of published runs.
+    The other curves are those of published runs on a GPU, and starting values on a CPU.
     """
     first = together[0]
     values = asdict(fitted()) | _MEASURED if on_gpu else asdict(Curves()) | _MEASURED | _ON_CPU
@@ -186,9 +186,9 @@ def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu
 def fit_program(
     curves: Curves, hardware: Hardware, timed: Mapping[SmallRun, Timed]
 ) -> tuple[Curves, Hardware]:
-    """Return curves and hardware with the host program's own time, fitted to steps of small runs.
+    """Return curves and hardware with the host's time, fitted to steps of small runs.
 
-    The hardware has the rates of the whole update, and how much faster a process alone is.
+    The hardware gets the rates of complete updates, and the speedup of a process that runs alone.
     """
     settings = {run: Setting.from_config(run.config()) for run in timed}
     alone = {settings[run]: one for run, one in timed.items() if run.ranks == 1}
@@ -203,7 +203,7 @@ def fit_program(
         return [step_time(setting, there, fitted).seconds for setting in of]
 
     if alone:
-        # What the program does once a step is in the update, and in the reduction before it.
+        # Host time once per step is partly in the update, partly in the reduction before it.
         after = {name: values[name] for name in _UPDATE}
         reduced = [t.seconds - t.update for t in alone.values()]
         no_adam = _with_adam(hardware, never, never)
@@ -220,9 +220,9 @@ def fit_program(
 def _fit_updates(
     values: dict[str, float], hardware: Hardware, alone: Mapping[Setting, Timed]
 ) -> tuple[Hardware, dict[str, float]]:
-    """Return the hardware with parameters a second that `engine.step` updates, and its own time.
+    """Return the hardware with the update rates of `engine.step`, and its fitted host time.
 
-    The rates are those of the largest models, the program's time that of small ones.
+    The rates come from the largest models, the host time from small ones.
     """
     assert hardware.adam_params and hardware.host
     slowdown = hardware.slowdown("traffic", 1)
@@ -231,7 +231,7 @@ def _fit_updates(
     for offload, figure in rates.items():
         chosen = {s: t.update for s, t in alone.items() if s.offload_optimizer == offload}
         largest = max(chosen, key=lambda setting: setting.num_params, default=None)
-        if largest and chosen[largest] > 2 * fixed:  # else it is too small to tell
+        if largest and chosen[largest] > 2 * fixed:  # smaller updates do not determine a rate
             rate = slowdown * largest.num_params / (chosen[largest] - fixed)
             rates[offload] = Figure(value=float(f"{rate:.4g}"), source=figure.source)
     small = {s: t.update for s, t in alone.items() if t.update < 4 * fixed}

@@ -1,6 +1,6 @@
-"""Calibration: measure this machine and write this-machine.json in the user's own folder.
+"""Calibration: measure this machine and write this-machine.json to the user's config folder.
 
-Each GPU is a device; on a CPU a process with its share of the cores, all of them busy.
+A device is a GPU, or on a CPU a process with its share of the cores while all processes are busy.
 """
 
 import os
@@ -26,15 +26,16 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import run_locally
 
 NAME = "this-machine"
-_MOST_PROCESSES = 8  # on a CPU: more of them tell nothing new
+_MOST_PROCESSES = 8  # on a CPU; more would not change the figures
 Say = Callable[[str], None]
-Rows = list[dict[str, Any]]  # what each rank measured (a Measured in JSON)
+Rows = list[dict[str, Any]]  # [ranks]: a Measured as JSON
 
 
 def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None = None) -> Hardware:
     """Measure this machine, write the figures as a Hardware to `path`, and return them.
 
-    `say` hears of it. Raises TrainingError, and writes nothing, if a figure cannot be measured.
+    `say` prints progress. Raises TrainingError if a figure cannot be measured or `path` cannot be
+    written; then nothing is written.
     """
     effort = effort or Effort()
     if path is None:
@@ -42,17 +43,17 @@ def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None 
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            why = f"{error.strerror}; set XDG_CONFIG_HOME to a folder that is yours"
+            why = f"{error.strerror}; set XDG_CONFIG_HOME to a writable folder"
             raise TrainingError(f"cannot write {path}: {why}") from None
     if not os.access(path.parent, os.W_OK):
-        raise TrainingError(f"cannot write {path}: give a folder that is there, and yours")
+        raise TrainingError(f"cannot write {path}: use an existing, writable folder")
     on_gpu, ranks = _devices()
     say(f"measuring {ranks} {'GPUs' if on_gpu else 'processes on the CPU'} at once")
     together = _measure(ranks, effort)
     links = together[0].pop("links")
     alone: Rows = []
     if not on_gpu:
-        say("measuring one process by itself")
+        say("measuring one process alone")
         alone = _measure(1, effort)
     for rank in (*together, *alone):
         _check(rank)
@@ -63,7 +64,7 @@ def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None 
         hardware = hardware.model_copy(update={"link": link})
     curves = fit_curves(together, hardware, on_gpu)
     if not on_gpu:
-        # On a GPU the program's own time is hidden behind the kernels that wait in its queue.
+        # On a GPU the host's time is hidden behind queued kernels.
         say("timing training steps of small models")
         timed = dict(_steps(ranks, effort))
         curves, hardware = fit_program(curves, hardware, timed)
@@ -87,7 +88,7 @@ def summary(hardware: Hardware, left_out: Sequence[str] = ()) -> list[str]:
     products = hardware.matmul_flops.items()
     lines = [
         *(f"{dtype} products: {rate.value / 1e9:,.0f} GFLOP/s" for dtype, rate in products),
-        f"memory: {hardware.memory_bytes.value / 1e9:,.1f} GB for each, "
+        f"memory: {hardware.memory_bytes.value / 1e9:,.1f} GB per device, "
         f"{hardware.memory_bandwidth.value / 1e9:,.1f} GB/s",
         f"Adam: {hardware.adam_params.value / 1e6:,.0f} M parameters/s on the device, "
         f"{hardware.host.adam_params.value / 1e6:,.0f} M on the host",
@@ -95,15 +96,15 @@ def summary(hardware: Hardware, left_out: Sequence[str] = ()) -> list[str]:
     ]
     if hardware.link:
         rate, latency = hardware.link.bandwidth.value, hardware.link.latency.value
-        lines.append(f"between ranks: {rate / 1e9:,.2f} GB/s after {1e6 * latency:,.0f} us")
+        lines.append(f"between ranks: {rate / 1e9:,.2f} GB/s, latency {1e6 * latency:,.0f} us")
     return [*lines, *(f"not measured: {text}" for text in left_out)]
 
 
 def _devices() -> tuple[bool, int]:
-    """Return True for GPUs (or other accelerators), and the number of processes to measure with."""
+    """Return True if there are accelerators, and the number of processes to measure with."""
     if torch.accelerator.is_available():
         return True, torch.accelerator.device_count()
-    # Two on a single core: there is no other way to measure what is between ranks.
+    # At least two, even on a single core: measuring communication takes two ranks.
     return False, max(2, min(_MOST_PROCESSES, len(os.sched_getaffinity(0))))
 
 
@@ -135,7 +136,7 @@ def _figure(value: float, note: str = "") -> Figure:
 
 
 def _describe(together: Rows, alone: Rows, on_gpu: bool) -> Hardware:
-    """Return what the ranks measured, without the link and the curves."""
+    """Return the ranks' measurements as a Hardware, without link and curves."""
 
     def mean(name: str) -> float:
         return fmean(row[name] for row in together)
@@ -162,7 +163,7 @@ def _describe(together: Rows, alone: Rows, on_gpu: bool) -> Hardware:
 
 
 def _cores(together: Rows, alone: Rows) -> Cores | None:
-    """Return by how much a process alone is faster than all of them at once."""
+    """Return the time of a process alone over that of all at once, by kind of operator."""
     if not alone:
         return None
     one, among = alone[0], together[0]
@@ -182,12 +183,12 @@ def _cores(together: Rows, alone: Rows) -> Cores | None:
 
 
 def _steps(ranks: int, effort: Effort) -> Iterator[tuple[SmallRun, Timed]]:
-    """Yield small runs, alone and on all processes, with the least seconds of their steps."""
+    """Yield small runs on one and on all processes, with the shortest of their steps."""
     chosen = small_runs(ranks)[: effort.small_runs]
     for world_size in (ranks, 1):
         runs = [run for run in chosen if run.ranks == world_size]
-        taken = run_locally(time_steps, world_size, runs, effort.steps, True, timeout=600)[0]
-        for run, steps in zip(runs, taken, strict=True):
+        timings = run_locally(time_steps, world_size, runs, effort.steps, True, timeout=600)[0]
+        for run, steps in zip(runs, timings, strict=True):
             yield run, Timed(*map(min, zip(*steps, strict=True)))
 
 
@@ -201,6 +202,6 @@ def _check(measured: Any, place: str = "") -> None:
             _check(inner, place)
     elif type(measured) in (int, float) and not 0 < measured < inf:
         raise TrainingError(
-            f"cannot calibrate: {place} came out as {measured:g}; nothing is written. Leave the "
-            "machine alone meanwhile, and try again"
+            f"cannot calibrate: {place} was measured as {measured:g}, which is not a positive "
+            "number; nothing is written. Try again while nothing else runs on this machine"
         )

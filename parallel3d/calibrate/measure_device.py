@@ -1,4 +1,4 @@
-"""Measurement of what the ranks of this machine compute and move, on CPU or GPU."""
+"""Measure computes, memory and communication of this machine's ranks, on CPU or GPU."""
 
 import os
 import time
@@ -23,31 +23,33 @@ _ATTENTIONS = (  # batch, heads, seq, head size
     (2, 4, 64, 64), (2, 4, 128, 64), (2, 8, 256, 64), (1, 8, 512, 64), (2, 8, 1024, 64),
     (2, 16, 2048, 128),
 )  # fmt: skip
-_BATCH = 0.002  # seconds of operators that are timed as one
+_BATCH = 0.002  # seconds; shorter operators are timed in batches of this length
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 SIZES = tuple(4 * 1024 * 4**i for i in range(8))  # bytes of a gathered tensor, 4 KiB to 64 MiB
-_HOPELESS = 0.05  # seconds of a product of 256 x 256: no such type in this device's hardware
+_HOPELESS = 0.05  # seconds of a product of 256 x 256; slower types are not measured
 
 
 @dataclass(frozen=True)
 class Effort:
     """Length and size of the measurements."""
 
-    seconds: float = 0.06  # of each figure
-    longest: float = 0.12  # seconds of an operator
-    largest: int = 8192  # rows of an operator
+    seconds: float = 0.06  # per figure
+    longest: float = 0.12  # the most seconds of an operator
+    largest: int = 8192  # the most rows of an operator
     adam_params: int = 4_000_000
     copied_bytes: int = 64 * 2**20
-    steps: int = 6  # of each small training run
-    small_runs: int = 100
+    steps: int = 6  # per small training run
+    small_runs: int = 100  # the most small training runs
 
 
 @dataclass
 class Measured:
-    """Measurements of one rank; rates are a second, and each list has rows that end in seconds.
+    """Measurements of one rank. Rates are per second.
 
-    `matmul`: (m, k, n, seconds) by dtype. `attention`: (batch, heads, seq, head size, seconds
-    forward, backward). `traffic`: (operator, bytes, seconds). `left_out`: what failed, and why.
+    - `matmul`: rows (m, k, n, seconds) by dtype.
+    - `attention`: rows (batch, heads, seq, head size, seconds forward, seconds backward).
+    - `traffic`: rows (operator, bytes, seconds).
+    - `left_out`: failed measurements and their reasons.
     """
 
     device_name: str = ""
@@ -58,47 +60,47 @@ class Measured:
     bandwidth: float = 0.0
     adam_params: float = 0.0
     host_adam_params: float = 0.0
-    host_adam: str = ""  # the name of the CPU's Adam
+    host_adam: str = ""  # name of the CPU's Adam
     host_copy: float = 0.0
     left_out: list[str] = field(default_factory=list)
 
 
 def set_threads(mesh: Mesh) -> None:
-    """Set the threads that training would have: OMP_NUM_THREADS, else a share of the cores."""
+    """Set the number of threads as in training: OMP_NUM_THREADS, else a share of the cores."""
     share = (os.cpu_count() or 1) // mesh.local_size
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", share))))
 
 
 def clock_of(mesh: Mesh) -> Callable[[], float]:
-    """Return the clock that times computing; on one thread, that thread's own CPU time."""
+    """Return the clock for computes: wall time, or the CPU time of a single thread."""
     single = mesh.device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if single else time.perf_counter
 
 
 def slowest(mesh: Mesh, seconds: float) -> float:
-    """Return the largest of all ranks' seconds, so that each rank comes to the same answer."""
+    """Return the largest of all ranks' seconds, the same on every rank. Collective."""
     return max(row[0] for row in mesh.gather_floats([seconds]))
 
 
 class Timer:
-    """A timer of operators on a device, for all ranks of the mesh at once."""
+    """Times operators on a device, on all ranks of the mesh at once."""
 
     def __init__(self, mesh: Mesh, effort: Effort) -> None:
         self.mesh, self.device, self.effort = mesh, mesh.device, effort
         self.clock = clock_of(mesh)
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return the least time of one `run`, over `effort.seconds` and at least 3 times."""
+        """Return the shortest time of a `run`, from `effort.seconds` of runs and at least 3."""
         run()
         self.mesh.barrier()
         first = self._once(run, 1)
-        # A GPU is given many at once: training does not wait for each either.
+        # Many runs are queued at once on a GPU, as in training.
         number = max(1, min(50, int(_BATCH / max(first, 1e-7))))
-        taken: list[float] = []
+        timings: list[float] = []
         until = time.perf_counter() + self.effort.seconds
-        while len(taken) < 3 or time.perf_counter() < until:
-            taken.append(self._once(run, number))
-        return min(taken)
+        while len(timings) < 3 or time.perf_counter() < until:
+            timings.append(self._once(run, number))
+        return min(timings)
 
     def _once(self, run: Callable[[], object], number: int) -> float:
         backend = torch.get_device_module(self.device)
@@ -111,7 +113,7 @@ class Timer:
 
 
 def measure_device(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return this rank's figures as a Measured in JSON; collective, all at the same time."""
+    """Return this rank's figures, a Measured as JSON. Collective: all ranks measure together."""
     timer, result = Timer(mesh, effort), Measured()
     result.device_name, result.memory_bytes = describe(mesh)
     for name, dtype in DTYPES.items():
@@ -135,7 +137,7 @@ def measure_device(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> di
 
 
 def describe(mesh: Mesh) -> tuple[str, float]:
-    """Return the name of a device, and the bytes of memory that one rank has."""
+    """Return the name of a device, and the bytes of memory of one rank."""
     if mesh.device.type == "cpu":
         return "", psutil.virtual_memory().total / mesh.local_size
     backend = torch.get_device_module(mesh.device)
@@ -159,7 +161,7 @@ def _matmuls(timer: Timer, dtype: torch.dtype) -> Iterator[tuple[int, int, int, 
 def _product(
     m: int, k: int, n: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Tensor]:
-    """Return a linear layer's product; its weights take turns, so that no cache holds them."""
+    """Return a linear layer's product. It cycles through several weights to defeat caches."""
     x = torch.randn(m, k, device=device).to(dtype)
     count = max(1, min(16, 2**24 // (k * n)))
     weights = cycle([torch.randn(n, k, device=device).to(dtype) for _ in range(count)])
@@ -219,7 +221,7 @@ def _adam(timer: Timer, device: torch.device, cpu_adam: bool) -> float:
 
 
 def _host_copy(timer: Timer) -> float:
-    """Return bytes a second in the slower of the two directions."""
+    """Return the bytes per second of the slower direction."""
     size, on_gpu = timer.effort.copied_bytes, timer.device.type != "cpu"
     host = torch.ones(size // 4, pin_memory=on_gpu)
     device = torch.empty(size // 4, device=timer.device)
@@ -230,14 +232,14 @@ def _host_copy(timer: Timer) -> float:
 def measure_links(
     mesh: Mesh, effort: Effort, say: Callable[[str], None]
 ) -> dict[str, list[tuple[int, float]]]:
-    """Return (gathered bytes, slowest rank's seconds) by size for each collective and a send."""
+    """Return for each collective and a send the rows (gathered bytes, slowest rank's seconds)."""
     results: dict[str, list[tuple[int, float]]] = {}
     for kind in KINDS:
         say(f"{kind} between {mesh.size('world')} ranks")
         rows = results[kind] = []
         for size in SIZES:
             rows.append((size, _collective_seconds(_collective(kind, size, mesh), mesh, effort)))
-            # A line needs two sizes, however slow a busy machine is.
+            # The fit of bandwidth and latency needs two sizes, however slow the machine is.
             if len(rows) > 1 and 4 * rows[-1][1] > effort.longest:
                 break
     return results
@@ -245,31 +247,31 @@ def measure_links(
 
 def _collective_seconds(run: Callable[[], object], mesh: Mesh, effort: Effort) -> float:
     run()
-    taken: list[float] = []
-    while len(taken) < 3 or (sum(taken) < effort.seconds and len(taken) < 20):
+    timings: list[float] = []
+    while len(timings) < 3 or (sum(timings) < effort.seconds and len(timings) < 20):
         mesh.barrier()
         torch.get_device_module(mesh.device).synchronize()
         start = time.perf_counter()
         run()
         torch.get_device_module(mesh.device).synchronize()
-        # The same on each rank, so that all stop together.
-        mine = time.perf_counter() - start
-        taken.append(slowest(mesh, mine))
-    return min(taken)
+        # The same value on each rank, so that all stop together.
+        elapsed = time.perf_counter() - start
+        timings.append(slowest(mesh, elapsed))
+    return min(timings)
 
 
 def _collective(kind: str, size: int, mesh: Mesh) -> Callable[[], Any]:
     group, ranks, coord = mesh.group("world"), mesh.size("world"), mesh.coord("world")
     part = torch.ones(max(1, size // 4 // ranks), device=mesh.device)
-    whole = torch.ones(len(part) * ranks, device=mesh.device)
+    gathered = torch.ones(len(part) * ranks, device=mesh.device)
     if kind == "all_reduce":
-        return partial(dist.all_reduce, whole, group=group)
+        return partial(dist.all_reduce, gathered, group=group)
     if kind == "all_gather":
-        return partial(all_gather_single, whole, part, group=group)
+        return partial(all_gather_single, gathered, part, group=group)
     if kind == "reduce_scatter":
-        return partial(reduce_scatter_single, part, whole, group=group)
+        return partial(reduce_scatter_single, part, gathered, group=group)
     if coord == 0:
-        return partial(dist.send, whole, group=group, group_dst=1)
+        return partial(dist.send, gathered, group=group, group_dst=1)
     if coord == 1:
-        return partial(dist.recv, whole, group=group, group_src=0)
+        return partial(dist.recv, gathered, group=group, group_src=0)
     return lambda: None

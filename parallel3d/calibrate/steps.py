@@ -1,4 +1,4 @@
-"""Timings of training steps of the real engine on ranks of this machine."""
+"""Time training steps of the real engine on this machine."""
 
 import gc
 import time
@@ -17,7 +17,7 @@ HEAD_SIZE = 64
 
 
 class SmallRun(NamedTuple):
-    """A small training run to time: sizes under the names of the config's keys."""
+    """The sizes and choices of a small training run to time."""
 
     mesh: tuple[int, int, int]  # pp, dp, tp
     zero: int
@@ -47,7 +47,7 @@ class SmallRun(NamedTuple):
             "num_attention_heads": max(1, self.hidden // HEAD_SIZE),
             "max_position_embeddings": self.seq, "vocab_size": self.vocab,
         }  # fmt: skip
-        # Tokens are drawn at random; nothing is read.
+        # Tokens are random; no text is read.
         data = {
             "source": "python-stdlib", "sequence_length": self.seq, "vocab_size": self.vocab,
         }  # fmt: skip
@@ -59,7 +59,7 @@ class SmallRun(NamedTuple):
             "bf16": {"enabled": self.precision == "bf16"},
             "zero_optimization": {
                 "stage": self.zero, "offload_optimizer": {"device": self.offload},
-                # Small parameters are sharded, too, as those of a large model would be.
+                # Shard small parameters too, as the parameters of a large model would be.
                 "stage3_param_persistence_threshold": 0,
             },
             "parallel3d": {
@@ -74,31 +74,31 @@ class SmallRun(NamedTuple):
 
     def __str__(self) -> str:
         pp, dp, tp = self.mesh
-        said = [
+        words = [
             f"{pp}x{dp}x{tp}",
             f"ZeRO-{self.zero}",
             f"{self.family} {self.hidden} x {self.layers}",
         ]
-        said += [f"offload {self.offload}"] * (self.offload != "none")
-        said += [f"recompute {self.recompute}"] * (self.recompute != "none")
-        said += [self.schedule] * (pp > 1) + [self.precision] * (self.precision != "fp32")
-        return ", ".join(said)
+        words += [f"offload {self.offload}"] * (self.offload != "none")
+        words += [f"recompute {self.recompute}"] * (self.recompute != "none")
+        words += [self.schedule] * (pp > 1) + [self.precision] * (self.precision != "fp32")
+        return ", ".join(words)
 
 
 class Timed(NamedTuple):
-    """Seconds of a step on its slowest rank; `update`: norm, clipping, Adam, new weights."""
+    """Seconds of a step on its slowest rank; `update`: norm, clipping, Adam and new weights."""
 
     seconds: float
     update: float
 
 
 def small_runs(ranks: int) -> list[SmallRun]:
-    """Return small runs, each unlike another in little, on one process and on `ranks`."""
+    """Return small runs on one process and on `ranks`, similar enough to compare."""
     tiny = SmallRun((1, ranks, 1), 1, 64, 2, micro=1, seq=32)
     wide = SmallRun((1, ranks, 1), 1, 256, 2, micro=4)
-    # Few tokens and many parameters, more than a cache holds: reduction, norm, Adam, gathering.
+    # Few tokens and more parameters than fit a cache: dominated by reduction, norm, Adam, gathers.
     heavy = SmallRun((1, ranks, 1), 1, 1024, 1, micro=1, microbatches=1, seq=32)
-    heads = ranks * -(-4 // ranks)  # four at least, of which each tp rank has as many
+    heads = ranks * -(-4 // ranks)  # at least four, and a multiple of the tp ranks
     alone: dict[str, Any] = {"mesh": (1, 1, 1), "zero": 0}
     return [
         tiny,
@@ -129,24 +129,24 @@ def small_runs(ranks: int) -> list[SmallRun]:
 def time_steps(
     rank: int, runs: Sequence[SmallRun], steps: int, own_time: bool = False
 ) -> list[list[Timed]]:
-    """Return seconds of `steps` training steps of each run, all on as many ranks as there are.
+    """Return the seconds of `steps` training steps of each run, all on this world's ranks.
 
-    The runs take turns, so that whatever disturbs the machine disturbs all alike; one round comes
-    first. `own_time`: of a process alone, count what it computes, not what it waits.
+    The runs take turns, so that disturbances affect all alike. The first round is a warm-up.
+    `own_time`: for a single process, use `clock_of`, which leaves out waits.
     """
     built = [_build(run) for run in runs]
-    taken: list[list[Timed]] = [[] for _ in runs]
+    timings: list[list[Timed]] = [[] for _ in runs]
     gc.collect()
-    gc.disable()  # many engines in one process make it slow
+    gc.disable()  # garbage collection is slow with many engines in one process
     try:
         for step in range(1 + steps):
-            for one, times in zip(built, taken, strict=True):
-                found = _step(*one, step, own_time)
+            for one, times in zip(built, timings, strict=True):
+                step_time = _step(*one, step, own_time)
                 if step > 0:
-                    times.append(found)
+                    times.append(step_time)
     finally:
         gc.enable()
-    return taken
+    return timings
 
 
 def _step(

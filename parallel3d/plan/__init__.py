@@ -1,1 +1,1 @@
-"""Prediction of a run's memory and speed, and search for its best mesh, before launch."""
+"""Predict a run's memory and speed, and search for its best mesh, before launch."""

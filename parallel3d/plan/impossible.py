@@ -11,22 +11,21 @@ from parallel3d.model.spec import STATE_BYTES
 from parallel3d.plan.setting import BYTES
 
 MOST_LAYERS = 2_000
-"""Layers that are listed one by one; the deepest model that was published has 1,000
-(arXiv:2203.00555)."""
+"""The most layers of a model. The deepest published model has 1,000 (arXiv:2203.00555)."""
 MOST_MICROBATCHES = 1_000_000
-"""Microbatches of a step, each of which is an entry of every rank's program."""
+"""The most microbatches of a step. Each is an entry of every rank's program."""
 MOST_SAMPLES = 10_000_000
-"""Samples of a step, whose divisors the planner tries."""
+"""The most samples of a step. The planner tries all their divisors."""
 MOST_BYTES = 32 * 2**40
-"""Memory of one rank, device and host together, that no machine has more of (32 TiB)."""
+"""Device and host memory of one rank together: no machine has more than 32 TiB."""
 _TOKEN = 16  # bytes of a token and its label, int64
 
 
 def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> None:
     """Raise ConfigError if the config cannot fit `ranks` ranks of `room` bytes each.
 
-    `room`: device and host memory of a rank together. It is compared with less than any schedule,
-    ZeRO stage or recomputation needs. Takes milliseconds for sizes of any kind.
+    `room` is device and host memory of a rank together. It is compared with a lower bound that
+    holds for every schedule, ZeRO stage and recomputation. Takes milliseconds for any size.
     """
     model = config.parallel3d.model
     if problems := _counts(config, model):
@@ -36,35 +35,35 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
         return
     path = max(sizes, key=lambda path: sizes[path])
     if path == "parallel3d.model":
-        name = _to_blame(model)
+        name = _decisive_size(model)
         path, value = f"{path}.{name}", getattr(model, name)
     else:
         value = config.data.sequence_length
     each = f"for each of {ranks:,} ranks" if ranks > 1 else "for one rank"
-    rule = f"wants at least {_shown(total)} {each}, and none has more than {_shown(room)}"
+    rule = f"needs at least {_shown(total)} {each}, but a rank has at most {_shown(room)}"
     raise Problems([Problem(path, value, rule, "lower it, or use more ranks")])
 
 
 def _counts(config: RunConfig, model: Any) -> list[Problem]:
-    """Problems for each count (layers, samples, microbatches) too large to be listed."""
+    """Return a problem for each count (layers, samples, microbatches) that is too large."""
     limits = (
         ("parallel3d.model.num_hidden_layers", MOST_LAYERS, "layers"),
         ("gradient_accumulation_steps", MOST_MICROBATCHES, "microbatches"),
         ("train_batch_size", MOST_SAMPLES, "samples"),
         ("train_micro_batch_size_per_gpu", MOST_SAMPLES, "samples"),
     )
-    found = []
-    for path, most, what in limits:
+    problems = []
+    for path, most, unit in limits:
         *block, name = path.split(".")
         value = getattr(model if block else config, name, None)
         if isinstance(value, int) and value > most:
-            rule, remedy = f"is more {what} than can be listed", f"use {most:,} or less"
-            found.append(Problem(path, value, rule, remedy))
-    return found
+            rule, remedy = f"is above the limit of {most:,} {unit}", f"use {most:,} or less"
+            problems.append(Problem(path, value, rule, remedy))
+    return problems
 
 
 def _least_bytes(config: RunConfig, model: Any, ranks: int) -> dict[str, int]:
-    """Bytes that some rank holds at least, on device and host, by the config key they come from."""
+    """Return a lower bound on the bytes of the fullest rank, device and host, by config key."""
     zero, element = config.zero_optimization, BYTES[config.precision]
     mesh, data = config.parallel3d.mesh, config.parallel3d.data
     split, tp, weights, optimizer = ranks, ranks, 1, 1
@@ -79,7 +78,7 @@ def _least_bytes(config: RunConfig, model: Any, ranks: int) -> dict[str, int]:
         states += params * STATE_BYTES // (split * optimizer)
     seq, samples = data.sequence_length, config.train_micro_batch_size_per_gpu or 1
     tokens = samples * seq * _TOKEN
-    stream = samples * seq * model.hidden_size * element // tp  # what enters a layer
+    stream = samples * seq * model.hidden_size * element // tp  # the input of a layer
     return {"parallel3d.model": states, "parallel3d.data.sequence_length": tokens + stream}
 
 
@@ -90,20 +89,19 @@ def _num_params(model: Any, data: DataConfig) -> int:
     return models.num_params(model)
 
 
-def _to_blame(model: Any) -> str:
-    """The model size that most of the parameters come from; of equals, the largest."""
+def _decisive_size(model: Any) -> str:
+    """Return the model size that contributes most parameters; among equals, the largest."""
     sizes = {
         name: value
         for name in type(model).model_fields
         if type(value := getattr(model, name)) is int and value > 1
     }
     model = model.model_copy(update={"vocab_size": sizes.get("vocab_size", 1)})
-
-    whole = models.num_params(model)
+    num_params = models.num_params(model)
 
     def left(name: str) -> float:
         half = model.model_copy(update={name: sizes[name] // 2})
-        return round(models.num_params(half) / whole, 2)
+        return round(models.num_params(half) / num_params, 2)
 
     worst: str = min(sizes, key=lambda name: (left(name), -sizes[name]))
     return worst

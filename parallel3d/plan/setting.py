@@ -17,44 +17,45 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # an activation or weight o
 
 @dataclass(frozen=True)
 class Software:
-    """A training program's properties that its memory and speed depend on.
+    """Properties of a training program that determine its memory and speed.
 
-    The default is this project's engine; others are programs whose published runs the planner is
-    checked against. Each field is a fact about a program, none is fitted.
+    The defaults describe this project's engine. Other values describe the programs whose published
+    runs the planner is checked against. Every field is a fact about a program; none is fitted.
     """
 
     name: str = "parallel3d"
     attention: Literal["flash", "classic"] = "flash"
     """"classic" writes the scores to memory: seq x seq for each head."""
     causal_skips: bool = True
-    """Whether the attention kernel leaves out the masked half."""
+    """True if the attention kernel skips the masked half."""
     handles_small: bool = True
-    """ZeRO-3: whether parameters that are too small to be sharded cost the program's time, too.
-    DeepSpeed's hooks do: a step of ds.json on two ranks takes 0.70 s with its threshold, 0.84 with
-    0, and 0.34 at ZeRO-1."""
+    """ZeRO-3: True if parameters that are too small to be sharded still cost host time. They do
+    with DeepSpeed's hooks: a step of ds.json on two ranks takes 0.70 s with its threshold, 0.84 s
+    with 0, and 0.34 s at ZeRO-1."""
     overlaps_gather: bool = False
-    """ZeRO-3: whether gathers run behind computes."""
+    """ZeRO-3: True if gathers overlap with computes."""
     overlaps_reduction: bool = False
-    """Whether gradients are reduced behind the backward pass."""
+    """True if gradient reductions overlap with the backward pass."""
     overlaps_tensor: bool = False
-    """Whether tensor-parallel collectives run behind matrix products, in forwards too. Ours do in
-    backwards alone (train.overlap), which a plan leaves out: no GPU has measured how much."""
+    """True if tensor-parallel collectives overlap with matrix products, in forwards too. This
+    engine overlaps them in backwards (train.overlap), which plans ignore until a GPU has measured
+    the gain."""
     overlaps_offload: bool = False
-    """Whether offload traffic runs behind computes."""
+    """True if offload traffic overlaps with computes."""
     overlaps_sends: bool = False
-    """Whether messages between pipeline stages run behind computes of other microbatches."""
+    """True if messages between pipeline stages overlap with computes of other microbatches."""
     scatters_sends: bool = False
-    """Whether the tp ranks each send a part of what goes to the next stage, and gather it there."""
+    """True if each tp rank sends its part of a message to the next stage, which gathers them."""
     one_ring: bool = False
-    """ZeRO-3: whether its collectives pass from node to node by one network interface only."""
+    """ZeRO-3: True if collectives use only one network interface between nodes."""
     fused: bool = False
-    """Whether memory-bound operators that follow one another are one kernel."""
+    """True if consecutive memory-bound operators are fused into one kernel."""
     hopper: bool = True
-    """Whether its attention kernel is written for Hopper and later, not only for Ampere."""
+    """True if the attention kernel is written for Hopper and later, not only for Ampere."""
     gradient_bytes: int = 4
-    """Bytes of an accumulated gradient."""
+    """Bytes of an accumulated gradient element."""
     reduction_bytes: int = 4
-    """Bytes of a gradient on its way through the reduction."""
+    """Bytes of a gradient element during its reduction."""
 
 
 ENGINE = Software()
@@ -77,9 +78,10 @@ class Buffers:
 class Setting:
     """One way to run one model: its layers, batch, mesh, schedule, ZeRO stage and precision.
 
-    `shape`: one microbatch of one data-parallel rank. `num_microbatches`: of a step.
-    `reduces_once`: whether gradients are reduced once a step. `weights`: how long ZeRO-3's stay
-    gathered.
+    - `shape`: of one microbatch of one data-parallel rank.
+    - `num_microbatches`: per step.
+    - `reduces_once`: True if gradients are reduced once per step.
+    - `weights`: how long ZeRO-3's weights stay gathered.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -105,12 +107,12 @@ class Setting:
 
     @property
     def cp(self) -> int:
-        """Number of context-parallel ranks: 1 in this engine, other programs may have more."""
+        """Number of context-parallel ranks: 1 in this engine; other programs may have more."""
         return 1
 
     @property
     def holds_weights(self) -> bool:
-        """Whether ZeRO-3's weights stay gathered for more than one microbatch."""
+        """True if ZeRO-3's weights stay gathered for more than one microbatch."""
         return self.zero_stage == 3 and self.weights != "per_microbatch"
 
     @property
@@ -120,7 +122,7 @@ class Setting:
 
     @property
     def devices(self) -> int:
-        """Number of devices in the whole mesh."""
+        """Number of devices in the mesh."""
         return self.pp * self.dp * self.tp * self.cp
 
     @property
@@ -140,12 +142,12 @@ class Setting:
 
     @property
     def num_params(self) -> int:
-        """Parameters of the whole model; a tied weight counts once."""
+        """Number of parameters of the model; a tied weight counts once."""
         return sum(layer.num_params for layer in self.layers)
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "Setting":
-        """The setting of a resolved config, whose mesh, batch and vocabulary are known."""
+        """Return the setting of a resolved config, whose mesh, batch and vocabulary are known."""
         zero, pipeline, mesh = config.zero_optimization, config.pipeline, config.mesh
         assert isinstance(mesh.dp, int), "resolve(world_size) comes first"
         return cls(
@@ -167,23 +169,23 @@ class Setting:
         )  # fmt: skip
 
     def but(self, **changes: Any) -> Self:
-        """A copy of this setting with some fields changed."""
+        """Return a copy of this setting with some fields changed."""
         return replace(self, **changes)
 
 
 @lru_cache(maxsize=64)
 def layers_of(model: Any) -> tuple[LayerSpec, ...]:
-    """A model's layers, made once: settings of one model share the layer objects."""
+    """Return a model's layers, built once: settings of one model share the layer objects."""
     return tuple(models.layers(model))
 
 
 def leaves_weights_open(config: RunConfig) -> bool:
-    """Whether parallel3d.pipeline.weights is "auto" at ZeRO-3, the only stage that uses it."""
+    """Return True if parallel3d.pipeline.weights is "auto" at ZeRO-3, the only stage using it."""
     return config.zero_optimization.stage == 3 and config.pipeline.weights == "auto"
 
 
 def with_weights(config: RunConfig, weights: str, note: str) -> RunConfig:
-    """The config with parallel3d.pipeline.weights set, and the note that says so."""
+    """Return the config with parallel3d.pipeline.weights set and `note` added to its notes."""
     pipeline = config.pipeline.model_copy(update={"weights": weights})
     block = config.parallel3d.model_copy(update={"pipeline": pipeline})
     return config.model_copy(update={"parallel3d": block}).with_notes(*config.notes, note)

@@ -132,7 +132,7 @@ def test_what_cannot_be_measured_writes_nothing(machine, tmp_path, broken):
     )
     path = tmp_path / "this-machine.json"
     path.write_text("as it was")
-    with pytest.raises(TrainingError, match=f"{next(iter(broken))} came out as .*nothing is"):
+    with pytest.raises(TrainingError, match=f"{next(iter(broken))} was measured as .*nothing is"):
         calibration.calibrate(lambda text: None, path)
     assert path.read_text() == "as it was"
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
@@ -145,9 +145,9 @@ def test_it_is_written_to_the_users_own_folder(machine, tmp_path, monkeypatch):
     assert load("this-machine").name == "this-machine"
     (tmp_path / "a file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "a file"))
-    with pytest.raises(TrainingError, match=r"cannot write .*; set XDG_CONFIG_HOME to a folder"):
+    with pytest.raises(TrainingError, match=r"cannot write .*; set XDG_CONFIG_HOME to a writable"):
         calibration.calibrate(lambda text: None)
-    with pytest.raises(TrainingError, match=r"cannot write .*missing.*: give a folder"):
+    with pytest.raises(TrainingError, match=r"cannot write .*missing.*: use an existing"):
         calibration.calibrate(lambda text: None, tmp_path / "missing" / "this-machine.json")
 
 

@@ -72,7 +72,7 @@ LADDERS = {
             "base": base(parallel3d__run={"hardware": "V100-SXM2-16GB"}, fp16={"enabled": True}),
             "sizes": [6e10, 9e10], "head_size": 128, "mesh": "plan", "devices": 2,
         },
-        "the ladder has runs that cannot be: 6", "NOTHING FITS on 2 x V100-SXM2-16GB: the least is",
+        "the ladder has runs that cannot be: 6", "NOTHING FITS on 2 x V100-SXM2-16GB: the smallest",
     ),
     "tp that does not divide": (
         {"mesh": {"pp": 1, "dp": 1, "tp": 3}}, "parallel3d.mesh.tp = 3", "does not divide",

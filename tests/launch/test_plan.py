@@ -86,7 +86,7 @@ def test_a_row_in_detail(tmp_path):
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
     outside = plan(*ON_A_NODE, "--rows", 2, "--explain", 99)
-    assert outside.returncode == BAD_INPUT and "--explain 99: there are" in outside.stderr
+    assert outside.returncode == BAD_INPUT and "--explain 99: must be at most" in outside.stderr
 
 
 def test_where_nothing_fits_it_exits_with_1():
@@ -94,8 +94,8 @@ def test_where_nothing_fits_it_exits_with_1():
     done = plan("--config", "gpt3-13b.json", "--hardware", "a100-40gb", "--devices", 8, *fixed,
                 "--parallel3d.mesh", "plan", "--train_batch_size", 1024)  # fmt: skip
     assert done.returncode == FAILED, done.stderr
-    assert "NOTHING FITS on 8 x A100-SXM4-40GB: the least is" in done.stdout
-    assert "use fix less than zero_stage" in done.stdout
+    assert "NOTHING FITS on 8 x A100-SXM4-40GB: the smallest plan needs" in done.stdout
+    assert "use fewer fixed choices (now zero_stage" in done.stdout
 
 
 def test_it_starts_in_a_second():

@@ -45,8 +45,8 @@ COMMANDS = [
     (("--explain", "0"), "--explain = 0: is too few"),
     (("--explain", "-1"), "--explain = -1: is too few"),
     (("--explain", "1.5"), "--explain = 1.5: must be a whole number"),
-    (("--svg", "row.svg"), "--svg = row.svg: no row is named to draw; add --explain 1"),
-    (("--trace", "row.json"), "--trace = row.json: no row is named to draw"),
+    (("--svg", "row.svg"), "--svg = row.svg: needs a row to draw; add --explain 1"),
+    (("--trace", "row.json"), "--trace = row.json: needs a row to draw"),
     (("--explain", "1", "--svg", "/"), '--svg = "/": is a folder; name a file in it'),
     (("--explain", "1", "--svg", "/nowhere/a.svg"), "there is no folder '/nowhere'; make it"),
     (("--explain", "1", "--trace", "/nowhere/a.json"), "--trace = \"/nowhere/a.json\": there is"),
@@ -54,33 +54,33 @@ COMMANDS = [
     (("--explain", "1", "--svg", "a\0b"), "name another file"),
     (("--fix", "pp"), "--fix pp: has no value; write NAME=VALUE"),
     (("--fix", "pp=x"), '--fix pp = "x": must be a whole number'),
-    (("--fix", "pp=2", "--fix", "pp=4"), "--fix pp: stands twice; keep one"),
+    (("--fix", "pp=2", "--fix", "pp=4"), "--fix pp: is set twice; set it once"),
     (("--fix", "schedul=gpipe"), 'the nearest one is "schedule"'),
-    (("--fix", "zero_stage=true"), "--fix zero_stage = true: is not one of its values"),
+    (("--fix", "zero_stage=true"), "--fix zero_stage = true: is not an allowed value"),
     (("--fix", "zero_stage=9"), "use 0, 1, 2, 3"),
     (("--fix", "sequence_parallel=1"), "use true, false"),
     (("--fix", "schedule=zz"), "use breadth_first, gpipe, interleaved"),
     (("--fix", "micro_batch=" + "[" * 100_000), "must be a whole number"),
-    (("--fix", "tp=3"), "tp=3 is a mesh of 3 ranks or a multiple, which 8 devices are not"),
+    (("--fix", "tp=3"), "--devices = 8: is not a multiple of the 3 ranks of tp=3"),
     (("--fix",), "--fix: has no value"),
     (("--hardware", "abacus"), '--hardware = "abacus": is not described; use one of: A100'),
     (("--hardware", "/"), '--hardware = "/": is not described'),
     (("--hardware", ""), '--hardware = "": is not described'),
     (("--hardware", "nowhere.json"), "cannot read nowhere.json: No such file"),
-    (("--hardware", "v100-32gb"), "bf16.enabled = true: V100-SXM2-32GB has fp16, but no bf16"),
+    (("--hardware", "v100-32gb"), "V100-SXM2-32GB supports fp16, but not bf16"),
     (("--config", "gpt5.json"), "no config file 'gpt5.json'"),
     (("--config", "/"), "no config file '/': it is a folder"),
     (("--config", "a\0b"), "no config file"),
     (("--json=yes",), "--json = 'yes': takes no value"),
     (("--parallel3d.model.vocab_size", "1000000000000"), "lower it, or use more ranks"),
-    (("--parallel3d.model.num_hidden_layers", "1000000000"), "is more layers than can be listed"),
+    (("--parallel3d.model.num_hidden_layers", "1000000000"), "is above the limit of 2,000 layers"),
     (("--gradient_accumulation_steps", "1" + 30 * "0"), "gradient_accumulation_steps = 1000"),
     (("--parallel3d.mesh.pp", "1000000000"), "parallel3d.mesh.pp"),
     (("--nonsense", "3"), "nonsense = 3: is no setting"),
     (("gpt2",), "'gpt2' sets nothing; write --dotted.path value"),
     (("--train_batch_size", "1000"), "is not train_micro_batch_size_per_gpu=4 x"),
     (("--parallel3d.model.hidden_size", "1601"), "num_attention_heads"),
-    (("--parallel3d.model.vocab_size", "auto"), '"gpt2", which planning does not load; write'),
+    (("--parallel3d.model.vocab_size", "auto"), '"gpt2", which planning does not load; set'),
     (("--validate", "nowhere.csv"), "python -m benchmarks.published"),
 ]  # fmt: skip
 
@@ -91,12 +91,12 @@ def test_a_bad_command_line_is_one_message(refused, arguments, words):
 
 
 def test_a_config_must_be_named(refused):
-    assert "--config: is missing; name a config file" in refused("--hardware", "h100")
+    assert "--config: is missing; set a config file" in refused("--hardware", "h100")
 
 
 def test_there_is_no_such_row(refused):
     said = refused(*ON_A_NODE, "--fix", "pp=8", "tp=1", "--rows", "1", "--explain", "9")
-    assert "--explain 9: there are 1 rows; use 1 to 1" in said
+    assert "--explain 9: must be at most 1" in said
 
 
 def changed(path: str, value: object) -> dict:
@@ -130,7 +130,7 @@ FIGURES = [
     ("host.nvme_reed", FIGURE, 'the nearest one is "nvme_read"'),
     ("name", 3, "name = 3: must be a string"),
     ("cores", {"count": FIGURE, "alone": {"matmul": FIGURE}}, "matmul.value = 1000000000000.0: "),
-    ("curves", {"matmull": 0.8}, 'curves.matmull = 0.8: is no curve; the nearest one is "matmul"'),
+    ("curves", {"matmull": 0.8}, 'is not a curve; the nearest one is "matmul"'),
     ("curves", {"network": 1.5}, "curves.network = 1.5: must be above 0 and at most 1"),
     ("curves", {"traffic": -0.5}, "curves.traffic = -0.5: must be above 0"),
     ("curves", {"traffic": True}, "curves.traffic = true: must be a number"),

@@ -23,14 +23,20 @@ LONG = [
     for name in ("data.sequence_length", "model.max_position_embeddings")
 ]
 HUGE = [
-    ((f"{MODEL}vocab_size", "1000000000000"), "parallel3d.model.vocab_size = 1000000000000: wants"),
-    ((f"{MODEL}hidden_size", "4000000"), "parallel3d.model.hidden_size = 4000000: wants at least"),
+    ((f"{MODEL}vocab_size", "1000000000000"), "parallel3d.model.vocab_size = 1000000000000: needs"),
+    ((f"{MODEL}hidden_size", "4000000"), "parallel3d.model.hidden_size = 4000000: needs at least"),
     ((f"{MODEL}intermediate_size", "100000000000"), "parallel3d.model.intermediate_size"),
-    ((f"{MODEL}num_hidden_layers", "1000000000"), "is more layers than can be listed; use 2,000"),
-    ((f"{MODEL}num_hidden_layers", "1" + 30 * "0"), "is more layers than can be listed"),
-    (("--gradient_accumulation_steps", "1000000000000"), "is more microbatches than can be"),
-    (("--train_micro_batch_size_per_gpu", "1000000000000"), "is more samples than can be"),
-    (LONG, "sequence_length = 10000000000000: wants at least"),
+    ((f"{MODEL}num_hidden_layers", "1000000000"), "is above the limit of 2,000 layers; use 2,000"),
+    ((f"{MODEL}num_hidden_layers", "1" + 30 * "0"), "is above the limit of 2,000 layers"),
+    (
+        ("--gradient_accumulation_steps", "1000000000000"),
+        "above the limit of 1,000,000 microbatches",
+    ),
+    (
+        ("--train_micro_batch_size_per_gpu", "1000000000000"),
+        "above the limit of 10,000,000 samples",
+    ),
+    (LONG, "sequence_length = 10000000000000: needs at least"),
 ]
 
 
@@ -64,7 +70,7 @@ def test_the_bound_is_what_the_ranks_must_hold():
     samples = cut.train_micro_batch_size_per_gpu or 1
     needed = 4 * params + 12 * params // 4 + samples * seq * (16 + 4 * hidden)
     refuse_impossible(cut, 4, room=needed)
-    with pytest.raises(ConfigError, match=r"for each of 4 ranks, and none has more than"):
+    with pytest.raises(ConfigError, match=r"for each of 4 ranks, but a rank has at most"):
         refuse_impossible(cut, 4, room=needed - 1)
     assert needed < MOST_BYTES
 

@@ -1,1 +1,1 @@
-"""Where layers live, which of them are alike, and how many elements they have."""
+"""Placement of layers on ranks, their kinds, and their numbers of elements."""

@@ -1,7 +1,7 @@
-"""Which stage holds each layer, and how many microbatches each coordinate has in flight.
+"""Layers of each stage, and microbatches in flight on each pipeline coordinate.
 
-A search asks a hundred thousand times, so answers are cached; a model is identified by its tuple of
-layers, as to hash the layers takes longer than to look up an answer.
+A search calls these functions a hundred thousand times, so their results are cached. A model is
+identified by the id of its tuple of layers: hashing the layers would take longer than the lookup.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,11 @@ from parallel3d.schedule.schedules import load
 
 @dataclass(eq=False)
 class LayerKinds:
-    """A model's layers, and one layer of each of the few kinds; `kind_of` [layers]: its kind."""
+    """A model's layers sorted into a few kinds of equal layers.
+
+    - `kind_of` [layers]: the kind of each layer.
+    - `kinds` [kinds]: one layer of each kind.
+    """
 
     layers: tuple[LayerSpec, ...]
     kind_of: tuple[int, ...]
@@ -28,28 +32,28 @@ _models: dict[int, LayerKinds] = {}
 
 
 def model_of(layers: tuple[LayerSpec, ...]) -> LayerKinds:
-    """A model's layers sorted into kinds; one object for each tuple of layers."""
+    """Return a model's layers sorted into kinds; the same object for the same tuple of layers."""
     model = _models.get(id(layers))
     if model is None:
         seen: dict[Any, int] = {}
         alike = ((layer.build, layer.params, layer.tied, layer.config) for layer in layers)
         kind_of = tuple(seen.setdefault(key, len(seen)) for key in alike)
         kinds = tuple(layers[kind_of.index(k)] for k in range(len(seen)))
-        # It holds on to the tuple, so that its id is not given to another.
+        # LayerKinds keeps the tuple alive, so that no other object can get its id.
         model = _models[id(layers)] = LayerKinds(layers, kind_of, kinds)
     return model
 
 
 @lru_cache(maxsize=4096)
 def stages_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[range, ...]:
-    """The layers of each stage, cut as pipeline/stages.py cuts them."""
-    shape = Shape(1, seq)  # every cost is proportional to the batch, so it moves no boundary
+    """Return the layers of each stage, cut as in pipeline/stages.py."""
+    shape = Shape(1, seq)  # costs are proportional to the batch, which moves no boundary
     costs = [float(cost_of(model, k, shape).forward_flops) for k in range(len(model.kinds))]
     return partition([costs[k] for k in model.kind_of], num_stages)
 
 
 class StageLayers(NamedTuple):
-    """The layers of one stage by their kinds; `ends`: whether its last layer is the model's."""
+    """The kinds of one stage's layers; `ends` is True if its last layer is the model's last."""
 
     model: LayerKinds
     kinds: tuple[int, ...]
@@ -58,7 +62,7 @@ class StageLayers(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def parts_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[StageLayers, ...]:
-    """Return the layers of each stage by their kinds."""
+    """Return the kinds of each stage's layers."""
     return tuple(
         StageLayers(
             model, model.kind_of[layers.start : layers.stop], layers.stop == len(model.layers)
@@ -72,13 +76,13 @@ def cost_of(
     model: LayerKinds, kind: int, shape: Shape, tp: int = 1, sequence_parallel: bool = False,
     recompute: Recompute = "none",
 ) -> LayerCost:  # fmt: skip
-    """FLOPs, bytes and activations of one layer of a kind on one tensor-parallel rank."""
+    """Return FLOPs, bytes and activations of one layer of a kind on one tensor-parallel rank."""
     return model.kinds[kind].cost(shape, tp, sequence_parallel, recompute)
 
 
 @lru_cache(maxsize=4096)
 def stages_on(schedule: str, pp: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
-    """The stages of each pipeline coordinate, first to last."""
+    """Return the stages of each pipeline coordinate, first to last."""
     placement = load(schedule).schedule(pp, 1, stages_per_rank).pp_coord_of_stage
     return tuple(tuple(s for s, c in enumerate(placement) if c == coord) for coord in range(pp))
 
@@ -92,16 +96,17 @@ def most_in_flight(
 
 
 _GROUPS = 4
-MicrobatchCounts = tuple[int, ...]  # microbatches in flight of each of a coordinate's stages
+MicrobatchCounts = tuple[int, ...]  # [stages of a coordinate]: microbatches in flight
 
 
 @lru_cache(maxsize=16384)
 def in_flight(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
 ) -> tuple[tuple[MicrobatchCounts, ...], ...]:
-    """For each coordinate, the largest counts of microbatches in flight in each of its stages.
+    """Return for each coordinate the counts of microbatches in flight at its fullest moments.
 
-    Of several stages no one moment need be the worst: all moments before a backward are given.
+    With several stages per rank, no single moment need have the most of all stages: every moment
+    before a run of backwards is returned.
     """
     if stages_per_rank == 1:
         return tuple(((n,),) for n in most_in_flight(schedule, pp, num_microbatches, 1))
@@ -111,7 +116,7 @@ def in_flight(
 
 @lru_cache(maxsize=16384)
 def few_microbatches(schedule: str, pp: int, num_microbatches: int, stages_per_rank: int) -> int:
-    """The fewest microbatches whose schedule has as much in flight as all of them would."""
+    """Return the number of microbatches to simulate: few, if they have as much in flight as all."""
     few = _few(pp, num_microbatches)
     most = most_in_flight(schedule, pp, num_microbatches, stages_per_rank)
     same = most_in_flight(schedule, pp, few, stages_per_rank) == most
@@ -119,9 +124,9 @@ def few_microbatches(schedule: str, pp: int, num_microbatches: int, stages_per_r
 
 
 def _few(pp: int, num_microbatches: int) -> int:
-    """A number of microbatches that fills the pipeline; the schedule repeats itself after them.
+    """Return a number of microbatches that fills the pipeline, after which the schedule repeats.
 
-    It covers the first four groups in which they enter and leave (see schedules/interleaved.py).
+    They form the first four of the groups that schedules/interleaved.py describes.
     """
     groups, surplus = divmod(num_microbatches, pp)
     if groups <= _GROUPS:
@@ -135,9 +140,9 @@ def _few(pp: int, num_microbatches: int) -> int:
 def _counted(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
 ) -> tuple[tuple[MicrobatchCounts, ...], ...]:
-    """Microbatches in flight before each run of backwards, from the schedule's own list."""
+    """Return the microbatches in flight before each run of backwards of the schedule."""
     programs = load(schedule).schedule(pp, num_microbatches, stages_per_rank).programs
-    found = []
+    by_coord = []
     for stages, program in zip(stages_on(schedule, pp, stages_per_rank), programs, strict=True):
         place = {stage: i for i, stage in enumerate(stages)}
         counts, seen, rising = [0] * len(stages), set(), False
@@ -150,20 +155,20 @@ def _counted(
                     seen.add(tuple(counts))
                     rising = False
                 counts[place[stage]] -= 1
-        found.append(tuple(sorted(seen)))
-    return tuple(found)
+        by_coord.append(tuple(sorted(seen)))
+    return tuple(by_coord)
 
 
-Counts = tuple[int, ...]  # of each class or kind, how many
+Counts = tuple[int, ...]  # [classes] or [kinds]: a number of each
 
 
 @dataclass(eq=False)
 class Outer:
     """A pipeline coordinate that can be the slowest: none of its class has more stages before it.
 
-    `stages_before` [classes]: how many stages of each class come before the coordinate's first.
-    `home`: the coordinate's stages. `stages_from` [own stages, classes]: how many stages of each
-    class lie from that own stage to the last stage of the model.
+    - `stages_before` [classes]: numbers of stages before the coordinate's first stage.
+    - `home`: the coordinate's stages.
+    - `stages_from` [own stages, classes]: numbers of stages from that stage to the model's last.
     """
 
     coord: int
@@ -175,12 +180,15 @@ class Outer:
 
 @dataclass(eq=False)
 class StageClasses:
-    """The stages of a pipeline, sorted into classes that hold the same kinds of layers.
+    """The stages of a pipeline, sorted into classes with the same numbers of each kind of layer.
 
-    `stages` [classes]: how many layers of each kind. `class_of` [stages]. `homes` [coordinates]:
-    the stages of each, first to last. `coords` [coordinate classes]: the stage classes of each.
-    `coord_class_of` [coordinates]. `crossings` [stages - 1]: the coordinates of a stage and of its
-    successor.
+    - `stages` [stage classes]: numbers of layers of each kind.
+    - `class_of` [stages]: the class of each stage.
+    - `homes` [coordinates]: the stages of each coordinate, first to last.
+    - `coords` [coordinate classes]: the stage classes of each class of coordinates.
+    - `coord_class_of` [coordinates]: the class of each coordinate.
+    - `crossings` [stages - 1]: the coordinates of a stage and of its successor.
+    - `outer`: the coordinates that can be the slowest.
     """
 
     model: LayerKinds
@@ -199,7 +207,7 @@ class StageClasses:
 
 
 def stage_classes_of(setting: Setting) -> StageClasses:
-    """The classes of a setting's stages; equal ones are one object."""
+    """Return the classes of a setting's stages; the same object for equal classes."""
     model, s = model_of(setting.layers), setting
     return _layout(model, s.shape.seq, s.schedule, s.pp, s.stages_per_rank)
 

@@ -1,4 +1,4 @@
-"""Elements of the weights that one tensor-parallel rank holds, by kind of layer."""
+"""Numbers of weight elements on one tensor-parallel rank, by kind of layer."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -9,12 +9,16 @@ from parallel3d.plan.layers.placement import Counts, LayerKinds, StageLayers
 
 
 class WeightSizes(NamedTuple):
-    """Elements of the weights of some layers on the tensor-parallel rank that holds most of them.
+    """Elements of the weights of some layers, on the tensor-parallel rank that holds most of them.
 
-    `small`: of parameters up to ZeRO-3's persistence threshold, kept whole. `largest`: of the
-    largest parameter. `module`: held at most to gather one module, in one buffer and copied out of
-    it if it has several parameters; `copied`: the copies of a whole layer. `layer`: of the largest
-    layer.
+    - `params`, `num_params`: elements of all parameters, and their number.
+    - `small`, `num_small`: the same for parameters up to ZeRO-3's persistence threshold, which are
+      not sharded.
+    - `largest`: the largest parameter.
+    - `module`: the most that gathering one module takes. A module with several parameters arrives
+      in one buffer and is copied out of it, so it counts twice.
+    - `copied`: such copies for a complete layer.
+    - `layer`: the largest layer.
     """
 
     params: int
@@ -28,7 +32,7 @@ class WeightSizes(NamedTuple):
 
     @property
     def gathered(self) -> int:
-        """Elements that ZeRO-3 keeps in shards."""
+        """Elements that ZeRO-3 shards."""
         return self.params - self.small
 
 
@@ -51,23 +55,23 @@ def weights_of_kind(model: LayerKinds, kind: int, tp: int, threshold: int = 0) -
 def weights_of(
     model: LayerKinds, held: Counts, tp: int, threshold: int
 ) -> list[tuple[int, WeightSizes]]:
-    """Return how many layers there are of each kind (`held` [kinds]), and the sizes of one.
+    """Return the number of layers of each kind that is present, and the sizes of one layer.
 
-    A tied weight whose two copies are both among these layers is counted once.
+    `held` [kinds]: numbers of layers. A tied weight counts once if both its layers are present.
     """
-    found = []
+    by_kind = []
     for kind, count in enumerate(held):
         if count:
             one = weights_of_kind(model, kind, tp, threshold)
             if (original := _tied_kind(model, kind)) is not None and held[original]:
                 own = one.params - _copies(model, kind, tp)
                 one = one._replace(params=own, num_params=one.num_params - 1)
-            found.append((count, one))
-    return found
+            by_kind.append((count, one))
+    return by_kind
 
 
 def together(layers: Iterable[tuple[int, WeightSizes]]) -> WeightSizes:
-    """Return the sizes of layers, of each of which there are so many."""
+    """Return the combined sizes of layers; each comes with its number."""
     layers = list(layers)
     sums = [sum(count * one[i] for count, one in layers) for i in range(4)]
     most = [max(one[i] for _, one in layers) for i in range(4, 8)]
@@ -85,14 +89,14 @@ def sizes(stages: tuple[StageLayers, ...], tp: int, threshold: int) -> WeightSiz
 
 @lru_cache(maxsize=4096)
 def partial(model: LayerKinds, kind: int, tp: int, sequence_parallel: bool) -> int:
-    """Return the elements of a layer of a kind whose gradients the tp ranks must sum."""
+    """Return the elements of a kind's layer whose gradients the tp ranks must sum."""
     params = model.kinds[kind].params
     return sum(p.elements(tp) for p in params if p.is_partial(tp, sequence_parallel))
 
 
 @lru_cache(maxsize=4096)
 def _tied_kind(model: LayerKinds, kind: int) -> int | None:
-    """Return the kind of the layer that holds the original of this kind's tied weight, if any."""
+    """Return the kind of layer with the original of this kind's tied weight, if it has one."""
     for _, original in model.kinds[kind].tied:
         for layer, k in zip(model.layers, model.kind_of, strict=True):
             if original.startswith(layer.name + "."):
@@ -102,14 +106,14 @@ def _tied_kind(model: LayerKinds, kind: int) -> int | None:
 
 @lru_cache(maxsize=4096)
 def _copies(model: LayerKinds, kind: int, tp: int) -> int:
-    """Return the elements of a kind's weights that copy another layer's."""
+    """Return the elements of a kind's weights that are copies of another layer's."""
     layer = model.kinds[kind]
     copies = {name for name, _ in layer.tied}
     return sum(p.elements(tp) for p in layer.params if p.name in copies)
 
 
 def tied_elsewhere(model: LayerKinds, held: Counts, tp: int) -> int:
-    """Return the elements of these layers' tied weights whose other copy lies in other layers."""
+    """Return the elements of these layers' tied weights whose other copy is in other layers."""
     for kind in range(len(held)):
         original = _tied_kind(model, kind)
         if original is not None and bool(held[kind]) != bool(held[original]):

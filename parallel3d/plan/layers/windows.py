@@ -1,6 +1,6 @@
-"""When a coordinate's stage weights are gathered under ZeRO-3, and its gradients are whole.
+"""Lifetimes of a coordinate's gathered weights (ZeRO-3) and of its unreduced gradients.
 
-Read from the schedule's own list with its GATHERs and RELEASEs (schedule/sharding.py).
+They follow from the schedule's actions with GATHERs and RELEASEs (schedule/sharding.py).
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,16 @@ from parallel3d.schedule.action import Action, Op
 from parallel3d.schedule.schedules import load
 from parallel3d.schedule.sharding import Weights, with_sharding
 
-Held = tuple[int, ...]  # some of a coordinate's stages, by place
+Held = tuple[int, ...]  # some of a coordinate's stages, as indices into its list of stages
 
 
 class Arrival(NamedTuple):
     """A moment at which a compute waits for the gathered weights of its stage.
 
-    `place`: the stage, by its place among the coordinate's stages. `forward`: whether a forward
-    waits. `flight` [stages]: microbatches in flight at that moment. `held`: the places of all
-    stages whose weights are gathered then, `place` among them.
+    - `place`: the stage, as an index into the coordinate's stages.
+    - `forward`: True if a forward waits.
+    - `flight` [stages]: microbatches in flight at that moment.
+    - `held`: all stages whose weights are gathered then, including `place`.
     """
 
     place: int
@@ -33,9 +34,10 @@ class Arrival(NamedTuple):
 class Windows:
     """The stage weights that one pipeline coordinate gathers in a step, and when.
 
-    `times` [stages]: gathers of each stage in a step. `forward` and `backward` [stages]: the sets
-    of stages whose weights are gathered during some forward, or backward, of that stage.
-    `arrivals`: all waits for weights, in order.
+    - `times` [stages]: gathers of each stage in a step.
+    - `forward`, `backward` [stages]: the sets of stages whose weights are gathered during some
+      forward, or backward, of that stage.
+    - `arrivals`: all waits for weights, in order.
     """
 
     times: tuple[int, ...]
@@ -45,12 +47,13 @@ class Windows:
 
 
 class Gradients(NamedTuple):
-    """The life of one stage's gradients, from its first backward to the reduction after its last.
+    """The lifetime of one stage's gradients, from its first backward to the final reduction.
 
-    `arrival`, `first` and `last` [stages]: microbatches in flight before the stage's first forward,
-    before its first backward and after its last backward. `beside` and `left`: the other stages
-    whose unreduced gradients exist at `first` and at `last`. `forward`: the sets of stages whose
-    unreduced gradients exist during some forward of this stage.
+    - `arrival`, `first`, `last` [stages]: microbatches in flight before the stage's first forward,
+      before its first backward, and after its last backward.
+    - `beside`, `left`: the other stages whose unreduced gradients exist at `first` and at `last`.
+    - `forward`: the sets of stages whose unreduced gradients exist during some forward of this
+      stage.
     """
 
     arrival: MicrobatchCounts
@@ -68,12 +71,12 @@ _ONE_STAGE = Windows((1,), (_ALONE,), (_ALONE,), (Arrival(0, True, (0,), (0,)),)
 def windows(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, weights: Weights
 ) -> tuple[Windows, ...]:
-    """The weight gathers of each pipeline coordinate in a step."""
+    """Return the weight gathers of each pipeline coordinate in a step."""
     if stages_per_rank == 1:
         return (_ONE_STAGE,) * pp
     few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
     if weights == "per_step":
-        return _whole_step(schedule, pp, few, stages_per_rank)
+        return _per_step(schedule, pp, few, stages_per_rank)
     return _windows(schedule, pp, few, stages_per_rank, weights)
 
 
@@ -90,17 +93,17 @@ def _windows(
 
 
 @lru_cache(maxsize=1024)
-def _whole_step(
+def _per_step(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
 ) -> tuple[Windows, ...]:
-    """Weight gathers where each stage stays gathered from its first forward to the step's end."""
+    """Return the weight gathers of "per_step": from a stage's first forward to the step's end."""
     places = tuple(range(stages_per_rank))
-    found = []
+    by_coord = []
     for own in gradients(schedule, pp, num_microbatches, stages_per_rank):
         every = (frozenset({places}),) * stages_per_rank
         arrivals = [Arrival(p, True, own[p].arrival, places[: p + 2]) for p in places]
-        found.append(Windows((1,) * stages_per_rank, every, every, tuple(arrivals)))
-    return tuple(found)
+        by_coord.append(Windows((1,) * stages_per_rank, every, every, tuple(arrivals)))
+    return tuple(by_coord)
 
 
 def _of(program: tuple[Action, ...], home: tuple[int, ...]) -> Windows:
@@ -133,7 +136,7 @@ def _of(program: tuple[Action, ...], home: tuple[int, ...]) -> Windows:
 def gradients(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
 ) -> tuple[tuple[Gradients, ...], ...]:
-    """The life of the gradients of each pipeline coordinate's stages."""
+    """Return the lifetimes of the gradients of each pipeline coordinate's stages."""
     few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
     programs = load(schedule).schedule(pp, few, stages_per_rank).programs
     homes = stages_on(schedule, pp, stages_per_rank)
@@ -143,7 +146,7 @@ def gradients(
 def _gradients(program: tuple[Action, ...], home: tuple[int, ...]) -> tuple[Gradients, ...]:
     place_of = {stage: place for place, stage in enumerate(home)}
     last = {action.stage: i for i, action in enumerate(program) if action.op in (Op.B, Op.W)}
-    counts, whole = [0] * len(home), set[int]()
+    counts, unreduced = [0] * len(home), set[int]()
     forward: list[set[Held]] = [set() for _ in home]
     arrival: dict[int, MicrobatchCounts] = {}
     begun: dict[int, tuple[MicrobatchCounts, Held]] = {}
@@ -152,14 +155,14 @@ def _gradients(program: tuple[Action, ...], home: tuple[int, ...]) -> tuple[Grad
         place = place_of[stage]
         if op == Op.F:
             arrival.setdefault(place, tuple(counts))
-            forward[place].add(tuple(sorted(whole)))
-        elif place not in whole:
-            begun[place] = tuple(counts), tuple(sorted(whole))
-            whole.add(place)
+            forward[place].add(tuple(sorted(unreduced)))
+        elif place not in unreduced:
+            begun[place] = tuple(counts), tuple(sorted(unreduced))
+            unreduced.add(place)
         if op != Op.I:
             counts[place] += 1 if op == Op.F else -1
         if i == last[stage]:
-            whole.discard(place)
-            ended[place] = tuple(counts), tuple(sorted(whole))
+            unreduced.discard(place)
+            ended[place] = tuple(counts), tuple(sorted(unreduced))
     places = range(len(home))
     return tuple(Gradients(arrival[p], *begun[p], *ended[p], frozenset(forward[p])) for p in places)

@@ -1,7 +1,7 @@
-"""Bytes that a rank of a pipeline coordinate holds at each moment that may be the step's fullest.
+"""Bytes of a pipeline coordinate's rank at each moment that may be the fullest of a step.
 
-The candidate moments: as weights gathered by the program arrive, as a forward begins, as it ends,
-in a stage's first backward, in a later one, in a gradient reduction, and in the optimizer's step.
+The candidates are: the arrival of weights that the program gathers; the beginning and the end of a
+forward; a stage's first backward and a later one; a gradient reduction; the optimizer's step.
 """
 
 from bisect import bisect_left
@@ -23,10 +23,11 @@ Moment = tuple[int, int, int, int, int]
 
 
 class GatheredBytes(NamedTuple):
-    """Bytes of gathered weights at the moments of a stage's step.
+    """Bytes of gathered weights during the passes of a stage.
 
-    `forward` and `backward`: during them; `beginning`: as a forward begins; `reducing`: after the
-    stage's last backward, while its gradients are reduced.
+    - `forward`, `backward`: during the pass.
+    - `beginning`: when a forward begins.
+    - `reducing`: after the stage's last backward, while its gradients are reduced.
     """
 
     forward: int
@@ -37,7 +38,7 @@ class GatheredBytes(NamedTuple):
 
 @dataclass(eq=False)
 class CoordinateRank:
-    """One rank of a pipeline coordinate, its stages (`home`), and what each of them holds."""
+    """One rank of a pipeline coordinate: its stages (`home`), their layers and activations."""
 
     setting: Setting
     coord: int
@@ -46,7 +47,7 @@ class CoordinateRank:
     stages: tuple[StageActivations, ...]
     on_cpu: bool
     held: StateBytes = field(init=False)
-    """What it holds whatever the moment."""
+    """Weights, gradients and optimizer states, the same at any moment of the step."""
 
     def __post_init__(self) -> None:
         s = self.setting
@@ -57,7 +58,7 @@ class CoordinateRank:
         self._every = self._sizes(self._places)
         self.held = states(s, self._every, self.on_cpu)
         self._shard = self.held.shard if self.held.standing else 0
-        # Weights must be gathered or fetched where they are cut over several ranks or offloaded.
+        # Weights are gathered or fetched if they are sharded over several ranks or offloaded.
         self._gathers = s.zero_stage == 3 and (
             s.dp > 1 or (s.offload_param != "none" and not self.on_cpu)
         )
@@ -65,7 +66,7 @@ class CoordinateRank:
         self._always += sum([stage.resident_bytes for stage in self.stages])
 
     def moments(self) -> Iterator[Moment]:
-        """Every candidate for the fullest moment of a step, as bytes by part."""
+        """Yield every candidate for the fullest moment of a step, as bytes by part."""
         held, always = self.held, self._always
         reduced = held.buffers + held.bucket + held.reducing
         yield 0, held.shard, always, 0, held.buffers + held.stepping
@@ -80,18 +81,17 @@ class CoordinateRank:
             weights = [self._by_program(coming, place) for place in self._places]
         else:
             weights = [self._by_hooks(place) for place in self._places]
-        for place, (whole, its) in enumerate(zip(weights, own, strict=True)):
-            yield from self._of_stage(place, whole, its)
+        for place, (gathered, its) in enumerate(zip(weights, own, strict=True)):
+            yield from self._of_stage(place, gathered, its)
             if its:
                 body, logits = self._activations(its.last)
                 there = self._whole((*its.left, place)) + held.shard
-                yield whole.reducing, there, body, logits, reduced
+                yield gathered.reducing, there, body, logits, reduced
 
     def _of_arrivals(self, coming: Windows) -> Iterator[Moment]:
-        """Yield the moments at which weights gathered by the program arrive.
+        """Yield the moments at which weights that the program gathers arrive.
 
-        Weights of a layer come in one buffer and are copied out of it, unless one process has them
-        whole.
+        A layer's weights arrive in one buffer and are copied out of it, except with dp = 1.
         """
         held, copies = self.held, self.setting.dp > 1
         for arrival in coming.arrivals:
@@ -102,39 +102,39 @@ class CoordinateRank:
             yield gathered, there, body, logits, held.buffers
 
     def _by_program(self, coming: Windows, place: int) -> GatheredBytes:
-        """Return the bytes of gathered weights in a stage's passes, where the program gathers."""
+        """Return the bytes of gathered weights in a stage's passes if the program gathers."""
         forward = max(map(self._gathered, coming.forward[place]))
         backward = max(map(self._gathered, coming.backward[place]))
         others = {tuple(p for p in held if p != place) for held in coming.backward[place]}
         return GatheredBytes(forward, backward, forward, max(map(self._gathered, others)))
 
     def _by_hooks(self, place: int) -> GatheredBytes:
-        """Return the bytes of gathered weights in a stage's passes, where DeepSpeed's hooks gather.
+        """Return the bytes of gathered weights in a stage's passes if DeepSpeed's hooks gather.
 
-        They fetch ahead along the trace of each pass (engine/quirks/tracing.py): soon all of the
-        stage is there, or as much as may be, and it goes again module by module. What is too small
-        to be cut stays, of all stages. Full recomputation uses a layer's weights twice in a
-        backward.
+        The hooks prefetch along the trace of each pass (engine/quirks/tracing.py). Soon the stage
+        is gathered up to the limit of live parameters; it is released module by module. Parameters
+        that are too small to be sharded stay, for all stages. Full recomputation uses a layer's
+        weights twice in a backward.
         """
         if not self._gathers:
             return GatheredBytes(0, 0, 0)
         setting, s = self.setting, self._sizes((place,))
         element, buffers = setting.bytes_per_element, setting.buffers
         one = (s.module + self._every.small) * element
-        whole = self._gathered((place,))
+        stage_bytes = self._gathered((place,))
         ahead = buffers.stage3_prefetch_bucket_size
         if not ahead:
             again = 0
             if setting.recompute == "full":
                 again = min(s.layer, buffers.stage3_max_reuse_distance) * element
-            return GatheredBytes(one, min(one + again, whole + s.module * element), one)
-        live = max(min(one, whole), min(whole, buffers.stage3_max_live_parameters * element))
-        # What is fetched ahead comes in one buffer and is copied out of it.
+            return GatheredBytes(one, min(one + again, stage_bytes + s.module * element), one)
+        live = min(stage_bytes, max(one, buffers.stage3_max_live_parameters * element))
+        # Prefetched weights arrive in one buffer and are copied out of it.
         copied = min(s.params - s.small, ahead + s.largest) * element
         return GatheredBytes(live, live + copied, live + copied)
 
     def _gathered(self, places: Held) -> int:
-        """Return the bytes of some stages' gathered weights, with all small ones, never cut."""
+        """Return the bytes of some stages' gathered weights, plus all stages' unsharded ones."""
         if not self._gathers:
             return 0
         elements = self._every.small
@@ -146,11 +146,15 @@ class CoordinateRank:
     def _of_stage(
         self, place: int, weights: GatheredBytes, own: Gradients | None
     ) -> Iterator[Moment]:
-        """The moments of one stage's passes; `own`: its gradients, if reduced as they are made."""
+        """Yield the moments of one stage's passes.
+
+        `own` is the lifetime of the stage's gradients if the rank has several stages whose
+        gradients are reduced once per step.
+        """
         held, s, once = self.held, self.stages[place], self.held.whole > 0
         buffers = held.buffers if once or held.standing else held.buffers + held.bucket
         counts = self._most(place)
-        # Whether a forward comes after a backward, and so finds its gradients.
+        # True if some forward runs after a backward, and so beside its gradients.
         alternates = sum(counts) < self.setting.num_microbatches * len(self.stages)
         before = self._shard
         if alternates and own:
@@ -161,7 +165,7 @@ class CoordinateRank:
         beginning = BackwardMoment(s.saved_bytes, 0, -s.logits_bytes, 0)
         yield self._at(counts, beginning, weights.beginning, before, held.buffers)
         if once and not alternates:
-            # Gradients come into being while activations go.
+            # The first backward creates gradients while it frees activations.
             there, first = self._shard + s.first.gradients_bytes, counts
             if own:
                 there += self._whole(own.beside)
@@ -170,7 +174,7 @@ class CoordinateRank:
         else:
             yield self._at(counts, s.later, weights.backward, before, buffers)
         if not once:
-            # The first full bucket is reduced, and makes the shards where there are none.
+            # The reduction of the first full bucket creates the shards if there are none.
             full = bisect_left(s.produced, self.setting.buffers.reduce_bucket_size)
             at_full = s.backwards[min(full, len(s.backwards) - 1)]
             reducing = buffers + held.reducing
@@ -183,13 +187,13 @@ class CoordinateRank:
         return sizes(held, self.setting.tp, threshold)
 
     def _whole(self, places: Held) -> int:
-        """Bytes of the unreduced gradients of some stages."""
+        """Return the bytes of the unreduced gradients of some stages."""
         if not places:
             return 0
         return self._sizes(tuple(sorted(places))).params * self.setting.software.gradient_bytes
 
     def _activations(self, counts: MicrobatchCounts) -> tuple[int, int]:
-        """Bytes of `counts` microbatches in flight in each stage: without logits, and of logits."""
+        """Return the bytes of `counts` microbatches in flight: all but logits, and logits."""
         if counts not in self._in:
             logits = sum(map(mul, counts, [stage.logits_bytes for stage in self.stages]))
             saved = sum(map(mul, counts, [stage.saved_bytes for stage in self.stages])) - logits
@@ -197,24 +201,29 @@ class CoordinateRank:
         return self._in[counts]
 
     def _at(
-        self, counts: MicrobatchCounts, m: BackwardMoment, whole: int, gradients: int, buffers: int
+        self,
+        counts: MicrobatchCounts,
+        m: BackwardMoment,
+        gathered: int,
+        grads: int,
+        buffers: int,
     ) -> Moment:
         """Return the moment of a pass beside `counts` microbatches in flight."""
         body, logits = self._activations(counts)
         body += m.working_bytes - m.freed_bytes - m.logits_bytes
-        return whole, gradients, body, logits + m.logits_bytes, buffers
+        return gathered, grads, body, logits + m.logits_bytes, buffers
 
     def _most(self, place: int) -> MicrobatchCounts:
-        """The fullest counts of microbatches in flight that include one in the stage at `place`."""
+        """Return the fullest counts of microbatches in flight with at least one at `place`."""
         if len(self._flight) == 1:
             return self._flight[0]
         saved = [stage.saved_bytes for stage in self.stages]
-        # Its own backward is not before its own forward.
+        # A stage's backward needs a microbatch of its own in flight.
         possible = [counts for counts in self._flight if counts[place]]
         return max(possible, key=lambda counts: sum(map(mul, counts, saved)))
 
     def _passing(self, counts: MicrobatchCounts) -> int:
-        """Bytes being sent between this coordinate's stages and its neighbours'."""
+        """Return the bytes of messages to and from the stages of neighbouring coordinates."""
         s, total = self.setting, 0
         last = s.pp * s.stages_per_rank - 1
         count_of = dict(zip(self.home, counts, strict=True))
@@ -223,12 +232,12 @@ class CoordinateRank:
             waiting = before + (index < last and index + 1 not in count_of)
             # A receive is posted one compute ahead of its use.
             if self.on_cpu and before:
-                # gloo does not say that a message has left: a gradient is held to the step's end.
+                # gloo does not report that a message has left: gradients stay until the step ends.
                 waiting += s.num_microbatches - count
             if self.on_cpu and index + 1 in count_of:
-                # What a stage gives is what the next one takes, and is counted with both.
+                # The output of a stage is the input of the next one, and was counted with both.
                 waiting -= min(count, count_of[index + 1])
             elif index < last and index + 1 not in count_of and not self.on_cpu:
-                waiting += 1  # what was sent last is let go of when the next one is
+                waiting += 1  # a sent message is freed when the next one is sent
             total += waiting * stage.hidden_bytes
         return total

@@ -27,9 +27,11 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a rank of one pipeline coordinate holds at its fullest moment.
+    """Bytes of a pipeline coordinate's rank at its fullest moment.
 
-    `parts`: on the device, by the names of PARTS. `host`, `nvme`: of offloaded states.
+    - `parts`: device memory, by the names of PARTS.
+    - `host`, `nvme`: offloaded states.
+    - `pp_coord`: the pipeline coordinate.
     """
 
     parts: Mapping[str, int]
@@ -44,20 +46,20 @@ class Memory:
 
 
 def per_rank(setting: Setting, hardware: Hardware | None = None) -> tuple[Memory, ...]:
-    """The peak memory of each pipeline coordinate.
+    """Return the peak memory of each pipeline coordinate.
 
-    A GPU has a margin for memory beyond tensors. Without `hardware` the run is on CPUs.
+    A GPU needs a margin for memory beside tensors. Without `hardware` the run is on CPUs.
     """
     return tuple(at(setting, coord, hardware) for coord in range(setting.pp))
 
 
 def fullest(setting: Setting, hardware: Hardware | None = None) -> Memory:
-    """The peak memory of the pipeline coordinate that needs most on its device."""
+    """Return the peak memory of the pipeline coordinate that needs the most device memory."""
     return max(per_rank(setting, hardware), key=lambda memory: memory.total)
 
 
 def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory:
-    """The peak memory of one pipeline coordinate, under this engine."""
+    """Return the peak memory of one pipeline coordinate under this engine."""
     on_cpu = is_cpu(hardware)
     home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
     parts = _parts(setting)
@@ -65,18 +67,18 @@ def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory
     stages = tuple([_stage(setting, part, on_cpu) for part in layers])
     rank = CoordinateRank(setting, coord, home, layers, stages, on_cpu)
     most = max(rank.moments(), key=sum)
-    found = dict.fromkeys(PARTS, 0)
-    found["weights"], found["optimizer"] = rank.held.weights, rank.held.optimizer
-    found |= zip(("gathered", "gradients", "activations", "logits", "buffers"), most, strict=True)
-    # Where the head alone is a stage, its input is with the logits, and was counted twice there.
-    found["logits"] += min(0, found["activations"])
-    found["activations"] = max(0, found["activations"])
-    found["margin"] = margin(sum(found.values()), hardware)
-    return Memory(found, rank.held.host, rank.held.nvme, coord)
+    by_part = dict.fromkeys(PARTS, 0)
+    by_part["weights"], by_part["optimizer"] = rank.held.weights, rank.held.optimizer
+    by_part |= zip(("gathered", "gradients", "activations", "logits", "buffers"), most, strict=True)
+    # If the head is a stage by itself, its input belongs to the logits and was counted twice.
+    by_part["logits"] += min(0, by_part["activations"])
+    by_part["activations"] = max(0, by_part["activations"])
+    by_part["margin"] = margin(sum(by_part.values()), hardware)
+    return Memory(by_part, rank.held.host, rank.held.nvme, coord)
 
 
 def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, int]:
-    """Return a cheap lower bound on the first rank's bytes: on its device, and on its host."""
+    """Return cheap lower bounds on the first rank's bytes of device and of host memory."""
     s, parts = setting, _parts(setting)
     layers = tuple([parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]])
     weights = sizes(layers, s.tp, s.buffers.stage3_param_persistence_threshold)
@@ -84,7 +86,7 @@ def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, in
     shard = held.shard if held.standing else 0
     device = held.weights + held.optimizer + held.buffers + shard + least_in_flight(s, hardware)
     most = most_in_flight(s.schedule, s.pp, s.num_microbatches, s.stages_per_rank)[0]
-    if most < s.num_microbatches * s.stages_per_rank:  # a forward comes after a backward
+    if most < s.num_microbatches * s.stages_per_rank:  # some forward runs after a backward
         device += held.whole or held.shard - shard
     return device + margin(device, hardware), held.host
 
@@ -100,12 +102,12 @@ def least_in_flight(setting: Setting, hardware: Hardware | None) -> int:
 
 
 def saved_bytes(setting: Setting, hardware: Hardware | None = None) -> tuple[int, ...]:
-    """For each stage, the bytes of activations that one microbatch leaves in flight."""
+    """Return for each stage the bytes of activations that one microbatch leaves in flight."""
     return tuple(_stage(setting, part, is_cpu(hardware)).saved_bytes for part in _parts(setting))
 
 
 def is_cpu(hardware: Hardware | None) -> bool:
-    """Whether devices are processes on a machine's cores; so they are if no hardware is named."""
+    """Return True if devices are processes on a machine's cores, as they are without hardware."""
     return hardware is None or hardware.cores is not None
 
 
@@ -116,9 +118,9 @@ def _parts(setting: Setting) -> tuple[StageLayers, ...]:
 
 def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivations:
     software, shape = setting.software, setting.shape
-    # From I to W the inputs of all linear layers are held, whatever was computed again for I.
-    kept = setting.recompute == "full" and splits_backward(setting.schedule)
-    recompute: Recompute = "none" if kept else setting.recompute
+    # From I to W the inputs of all linear layers stay, so full recomputation saves nothing.
+    saves_nothing = setting.recompute == "full" and splits_backward(setting.schedule)
+    recompute: Recompute = "none" if saves_nothing else setting.recompute
     return stage(
         part, shape.batch, shape.seq, setting.tp, setting.sequence_parallel, recompute,
         setting.hidden_size, setting.bytes_per_element, software.gradient_bytes,
@@ -127,17 +129,17 @@ def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivation
 
 
 CONTEXT = 1113 * 2**20
-"""Bytes of a process's CUDA context and kernels: bigscience experiments/tr3m-1B3.md, "calibration"
-(the same on a V100 of 16 GB and of 32 GB)."""
+"""Bytes of a process's CUDA context and kernels. Source: bigscience experiments/tr3m-1B3.md,
+"calibration" (the same on a V100 of 16 GB and of 32 GB)."""
 ALLOCATOR = 0.1
-"""What torch's caching allocator reserves beyond the tensors at their fullest moment, as a share of
-them: blocks that are free but of no fitting size. The same for every program and device. What runs
-reported that had room to spare is 0.13 to 0.16 (published_memory.py, each group left out in turn);
-an allocator that runs out first gives back what is free."""
+"""Memory that torch's caching allocator reserves beside the tensors at their peak, as a share of
+them: free blocks of the wrong size. One value for all programs and devices. Published runs with
+room to spare reported 0.13 to 0.16 (`python -m benchmarks.published`, each group left out in turn);
+an allocator that runs out of memory first releases its free blocks."""
 
 
 def margin(tensors: int, hardware: Hardware | None) -> int:
-    """Bytes of device memory beside `tensors` bytes of tensors; 0 where no GPU is named."""
+    """Return the bytes of device memory beside `tensors` bytes of tensors; 0 without a GPU."""
     if hardware is None or hardware.cores is not None:
         return 0
     return CONTEXT + round(ALLOCATOR * tensors)

@@ -1,6 +1,7 @@
-"""Bytes of weights, gradients and optimizer states that a rank holds under ZeRO.
+"""Bytes of a rank's weights, gradients and optimizer states under ZeRO.
 
-Figures of the engine, DeepSpeed 0.19.8 (docs/planner/memory.md), and of a program's Software.
+The rules are those of the engine, DeepSpeed 0.19.8 (docs/planner/memory.md), with the properties of
+a program's Software.
 """
 
 from typing import NamedTuple
@@ -10,17 +11,24 @@ from parallel3d.plan.layers.weight_counts import WeightSizes
 from parallel3d.plan.setting import Setting
 
 _SWAP_BUFFERS = 4  # DeepSpeed's offload_optimizer.buffer_count
-_PARAM_BUFFERS = 5 * 100_000_000  # elements: its offload_param.buffer_count x buffer_size
+_PARAM_BUFFERS = 5 * 100_000_000  # elements: DeepSpeed's offload_param.buffer_count x buffer_size
 
 
 class StateBytes(NamedTuple):
-    """Bytes of weights, gradients and optimizer states of one rank: on the device, unless named so.
+    """Bytes of weights, gradients and optimizer states of one rank.
 
-    `shard`: bytes of reduced gradients; `standing`: whether these exist at any time (at ZeRO 0 to 2
-    only from the reduction on). `whole`: bytes of unreduced gradients, if they are reduced once a
-    step. `buffers`: bytes that exist at any time; `bucket`: bytes during all backwards, if each
-    reduces; `reducing`: further bytes of a reduction; `stepping`: further bytes of the optimizer's
-    step. `host` and `nvme`: bytes of offloaded states.
+    Device memory:
+
+    - `weights`, `optimizer`: at any time.
+    - `shard`: reduced gradients. `standing`: True if they exist at any time; at ZeRO 0 to 2 they
+      exist only from the reduction on.
+    - `whole`: unreduced gradients, if they are reduced once per step.
+    - `buffers`: at any time.
+    - `bucket`: during all backwards, if each of them reduces.
+    - `reducing`: additional bytes of a reduction.
+    - `stepping`: additional bytes of the optimizer's step.
+
+    Offloaded states: `host`, `nvme`.
     """
 
     weights: int
@@ -37,31 +45,31 @@ class StateBytes(NamedTuple):
 
 
 def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
-    """Bytes of weights, gradients and optimizer states for weights of these sizes."""
+    """Return the bytes of weights, gradients and optimizer states for weights of sizes `s`."""
     software, buffers = setting.software, setting.buffers
     element, gradient = setting.bytes_per_element, software.gradient_bytes
     shards, zero3 = setting.dp, setting.zero_stage == 3
     share = -(-s.params // shards) if setting.zero_stage else s.params
-    kept = (share if zero3 else s.params) * element
+    weight_bytes = (share if zero3 else s.params) * element
     optimizer = share * STATE_BYTES
     if element == MASTER_BYTES and setting.offload_optimizer == setting.offload_param == "none":
         optimizer -= share * MASTER_BYTES  # the weights are their own masters
     shard = share * gradient
     places = {"none": 0, "cpu": 0, "nvme": 0}
     places[setting.offload_optimizer] += optimizer
-    places[setting.offload_param] += kept
+    places[setting.offload_param] += weight_bytes
     offloads = setting.offload_optimizer != "none"
     swaps = setting.offload_optimizer == "nvme"
-    # Where no type changes, DeepSpeed's stage 2 keeps gradients one by one, not in one buffer.
+    # Below ZeRO-3, if no type changes, DeepSpeed keeps gradients one by one, not in one buffer.
     loose = not zero3 and element == gradient
     host, standing, bucket = places["cpu"], 0, 0
 
     def locked(num_bytes: int) -> int:
-        """Page-locked memory of the host, which torch rounds up to a power of two."""
+        """Return the bytes of page-locked host memory, which torch rounds to a power of two."""
         return num_bytes if on_cpu or not num_bytes else 1 << (num_bytes - 1).bit_length()
 
     def in_groups(elements: int, size: int) -> int:
-        """One locked buffer for each of ZeRO-3's groups of parameters."""
+        """Return the bytes of one locked buffer for each of ZeRO-3's groups of parameters."""
         groups, rest = divmod(elements, buffers.sub_group_size)
         return groups * locked(buffers.sub_group_size * size) + locked(rest * size)
 
@@ -70,24 +78,23 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     content = min(buffers.reduce_bucket_size, s.params)
     if zero3:
         reduced = software.reduction_bytes
-        # Reduced once a step, gradients go from where they added up.
+        # Gradients that are reduced once per step need no bucket of their own.
         standing = 0 if setting.reduces_once else content * reduced
-        # What is in the bucket is copied rank by rank, and gloo makes a copy of its own.
+        # The bucket is copied rank by rank, and gloo makes another copy.
         reducing = content * reduced * (1 + on_cpu)
         if reduced != gradient:
             reducing += -(-content // shards) * gradient
-        if offloads:  # the reduced gradients, and the same again as the host's Adam takes them
+        if offloads:  # the reduced gradients, and a copy for the host's Adam
             again = 0 if swaps else in_groups(share, gradient)
             host, shard = host + locked(shard) + again, 0
     else:
-        # Its bucket is in the training type; what is in it is copied once more, and again in fp32.
+        # The bucket is in the training type; its content is copied once, and once more in fp32.
         bucket = content * element
-        if loose and shards > 1:  # a parameter that two ranks share is whole with both
+        if loose and shards > 1:  # both ranks that share a parameter hold all of its gradient
             shard += s.largest * gradient
         reducing = content * (element + software.reduction_bytes)
-        if (
-            offloads
-        ):  # gradients and new weights, on their way; of its states the masters are locked
+        if offloads:
+            # Gradients and new weights in transit. Only the masters of the states are locked.
             host += locked(shard) + locked(share * element) + locked(s.largest * element)
             host += locked(share * MASTER_BYTES) - share * MASTER_BYTES
             standing = s.largest * element
@@ -99,9 +106,9 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     stepping = 0
     if not offloads:
         group = min(share, buffers.sub_group_size) * MASTER_BYTES
-        stepping = group * (zero3 or loose)  # what is not in one buffer is copied together
+        stepping = group * (zero3 or loose)  # separate tensors are copied into one buffer
     return StateBytes(
-        weights=kept if setting.offload_param == "none" else 0,
+        weights=weight_bytes if setting.offload_param == "none" else 0,
         optimizer=optimizer if not offloads else 0, shard=shard, standing=zero3,
         whole=s.params * gradient if setting.reduces_once or not setting.zero_stage else 0,
         buffers=standing, bucket=bucket, reducing=reducing, stepping=stepping, host=host,

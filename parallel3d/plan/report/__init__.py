@@ -1,1 +1,1 @@
-"""Output of the planner: tables, drawings, JSON, and choices written into a config."""
+"""Output of the planner: tables, drawings, JSON, and configs with its choices."""

@@ -1,4 +1,4 @@
-"""The planner's choices written into a config: pure functions, alike on every rank."""
+"""Write the planner's choices into a config. Pure functions: every rank gets the same config."""
 
 from typing import Any
 
@@ -14,30 +14,30 @@ from parallel3d.plan.search.remedy import choose_weights, gib
 from parallel3d.plan.setting import Setting
 from parallel3d.schedule.sharding import Weights
 
-_HEADER_ENTRY = 130  # bytes of a chunk's entry in a checkpoint file's header, about
+_HEADER_ENTRY = 130  # approximate bytes of a chunk's entry in the header of a checkpoint file
 
 
 def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConfig, Plan]:
-    """The config with its mesh and open choices made by the planner, and the chosen plan.
+    """Return the config with the best plan's mesh and choices, and that plan.
 
-    The choices in parallel3d.plan.fix stay. Raises ConfigError where nothing fits.
+    The choices in parallel3d.plan.fix stay as they are. Raises ConfigError if nothing fits.
     """
     request = request_of(config, hardware, devices, fixed_by(config))
-    found = search(request, rows=1)
-    if not found.plans:
-        assert found.least is not None
-        raise ConfigError(f'parallel3d.mesh = "plan": {nothing_fits(found.least)}')
-    plan = found.plans[0]
+    ranking = search(request, rows=1)
+    if not ranking.plans:
+        assert ranking.least is not None
+        raise ConfigError(f'parallel3d.mesh = "plan": {nothing_fits(ranking.least)}')
+    plan = ranking.plans[0]
     return apply(config, plan), plan
 
 
 def weights_for(config: RunConfig, hardware: Hardware | None) -> tuple[Weights, str]:
-    """For how long a resolved config's weights stay gathered, and a note that says why.
+    """Return how long a resolved config's weights stay gathered, and a note with the reason.
 
-    `hardware`: None where its memory is unknown. The vocabulary size must be known.
+    `hardware` is None if its memory is unknown. The vocabulary size must be known.
     """
     weights: Weights = "per_microbatch"
-    why = "how much memory a device has is not known"
+    why = "the memory of a device is not known"
     if hardware is not None:
         weights, memory = choose_weights(Setting.from_config(config), hardware)
         room = gib(hardware.memory_bytes.value)
@@ -46,7 +46,7 @@ def weights_for(config: RunConfig, hardware: Hardware | None) -> tuple[Weights, 
 
 
 def fixed_by(config: RunConfig) -> dict[str, Any]:
-    """The choices that the config fixes itself, by the planner's names."""
+    """Return the choices in parallel3d.plan.fix with their values, by the planner's names."""
     zero, pipeline = config.zero_optimization, config.pipeline
     values: dict[str, Any] = {
         "zero_stage": zero.stage, "offload_optimizer": zero.offload_optimizer.device,
@@ -64,7 +64,7 @@ def fixed_by(config: RunConfig) -> dict[str, Any]:
 
 
 def apply(config: RunConfig, plan: Plan) -> RunConfig:
-    """The config with a plan's choices written into it, and notes that name them."""
+    """Return the config with a plan's choices, and notes that name them."""
     s = plan.setting
     mesh = {"pp": s.pp, "dp": s.dp, "tp": s.tp, "sequence_parallel": s.sequence_parallel}
     raw = config.to_dict()
@@ -93,7 +93,7 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
 
 
 def checkpoint_bytes(setting: Setting) -> int:
-    """Approximate bytes of a checkpoint: fp32 weights, two moments, and headers of its files."""
+    """Return the approximate bytes of a checkpoint: fp32 weights, two moments, file headers."""
     s = setting
     num_tensors = sum(len(layer.own_params) for layer in s.layers)
     return STATE_BYTES * s.num_params + 3 * _HEADER_ENTRY * (num_tensors * s.tp + s.devices)

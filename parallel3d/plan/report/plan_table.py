@@ -11,7 +11,7 @@ from parallel3d.base.terminal import Cell, Column
 from parallel3d.config.deepspeed import offload_in_words
 from parallel3d.config.hardware import Hardware
 from parallel3d.plan.memory.peak import PARTS, Memory, at
-from parallel3d.plan.search.best_first import FoundPlans
+from parallel3d.plan.search.best_first import Ranking
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
@@ -27,34 +27,38 @@ _COLOURS = {
 }  # fmt: skip
 
 
-FilledColumn = tuple[Column, Sequence[Cell]]  # with a cell for each row
+FilledColumn = tuple[Column, Sequence[Cell]]  # a column and its cells, one per row
 
 
-def show(found: FoundPlans, request: Request, out: Console) -> None:
-    """Print the rows that fit, faster ones that do not with their remedies, and all by parts."""
+def show(ranking: Ranking, request: Request, out: Console) -> None:
+    """Print plans that fit, faster plans that do not, and the former by parts.
+
+    Each plan that does not fit is followed by the reason and the smallest change that makes it fit.
+    """
     say_heading(request, out)
-    if found.plans:
-        _show(found.plans, 1, request, out)
-    if found.too_large:
-        word = "faster, but too large" if found.plans else "too large"
+    if ranking.plans:
+        _show(ranking.plans, 1, request, out)
+    if ranking.too_large:
+        word = "faster, but too large" if ranking.plans else "too large"
         out.print(Text(f"\n{word}", "bold"))
-        _show(found.too_large, len(found.plans) + 1, request, out)
-        for number, plan in enumerate(found.too_large, len(found.plans) + 1):
+        _show(ranking.too_large, len(ranking.plans) + 1, request, out)
+        for number, plan in enumerate(ranking.too_large, len(ranking.plans) + 1):
             terminal.say(out, f"{number:>2}  {plan.reason}", "    ")
             terminal.say(out, f"    smallest change: {plan.remedy}", "    ")
-    if found.plans:
-        _show_parts(found.plans, request, out)
-        each = "the best" if found.per_mesh == 1 else f"the best {found.per_mesh}"
-        tail = '--explain N shows row N; "mesh": "plan" in a config takes row 1'
-        said = f"{each} of each mesh, {found.num_simulated} simulated; {tail}"
-        terminal.say(out, Text(f"\n{said}", "dim"))
-    if found.num_hidden:
-        word = "faster ones do not fit" if found.num_hidden > 1 else "faster one does not fit"
-        terminal.say(out, Text(f"{found.num_hidden} {word}; without --rows they are shown", "dim"))
+    if ranking.plans:
+        _show_parts(ranking.plans, request, out)
+        each = "the best" if ranking.per_mesh == 1 else f"the best {ranking.per_mesh}"
+        tail = '--explain N shows row N; "mesh": "plan" in a config uses row 1'
+        summary = f"{each} of each mesh, {ranking.num_simulated} simulated; {tail}"
+        terminal.say(out, Text(f"\n{summary}", "dim"))
+    if hidden := ranking.num_hidden:
+        which = "plans do" if hidden > 1 else "plan does"
+        text = f"{hidden} faster {which} not fit; omit --rows to list all"
+        terminal.say(out, Text(text, "dim"))
 
 
 def say_heading(request: Request, out: Console) -> None:
-    """Print what was asked of the planner, in a line or two."""
+    """Print the request: model, precision, devices, tokens of a step, and fixed choices."""
     config, hardware = request.config, request.hardware
     seq, batch = request.base.shape.seq, request.global_batch_size
     tokens = "" if request.num_tokens is None else f", {count(request.num_tokens)} tokens in all"
@@ -71,7 +75,7 @@ def say_heading(request: Request, out: Console) -> None:
 
 
 def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -> None:
-    # What one comes for is on the first line of a row, how it is reached on the second.
+    # On a narrow terminal a row takes two lines: the plan's mesh, memory and speed come first.
     settings, flops = [plan.setting for plan in plans], request.flops.full
     room = request.hardware.memory_bytes.value
     columns: list[FilledColumn] = [
@@ -128,7 +132,7 @@ def _print_columns(columns: Sequence[FilledColumn], first: str, out: Console) ->
 
 
 def _offload(s: Setting) -> str:
-    """Return a setting's offloads in the words of the table."""
+    """Return a setting's offloads as a cell of the table."""
     short = {"cpu": "{}", "nvme": "{} nvme"}
     places = (("opt", s.offload_optimizer), ("param", s.offload_param))
     return (
@@ -137,7 +141,7 @@ def _offload(s: Setting) -> str:
 
 
 def _bar(share: float) -> Text:
-    """A bar as long as the share of the memory in use; red above all of it."""
+    """Return a bar for the share of memory in use; red if it exceeds 1."""
     if share > 1:
         return Text("█" * _BAR + f" {share:.1f}×", "red")
     eighths = round(share * _BAR * 8)
@@ -148,36 +152,36 @@ def _bar(share: float) -> Text:
 
 
 def explain(plan: Plan, out: Console) -> None:
-    """Print a plan in detail: memory and time by parts, FLOP/s by each convention, the duration."""
+    """Print a plan's memory and time by parts, FLOP/s by each convention, and its duration."""
     request, flops = plan.request, plan.request.flops
     say_heading(request, out)
     for line in lines_of(plan.setting):
         terminal.say(out, line, " " * 10)
     show_memory(plan.memory, plan.setting, request.hardware, out)
     out.print(Text("\nstep of the busiest pp rank", "bold"))
-    whole = plan.time.seconds
+    total = plan.time.seconds
     parts = {
         {"bubble": "waiting"}.get(name, name): part
         for name, part in plan.time.parts.items()
-        if part > 1e-6 * whole
+        if part > 1e-6 * total
     }
-    _print_parts(parts, whole, lambda part: f"{seconds(part):>8} s  ", out)
+    _print_parts(parts, total, lambda part: f"{seconds(part):>8} s  ", out)
     if plan.setting.pp > 1:
-        said = f"bubble {100 * plan.time.bubble:.1f} % of the time of all pp ranks in their passes"
-        terminal.say(out, f"\n{said}")
+        share = f"{100 * plan.time.bubble:.1f} %"
+        terminal.say(out, f"\nbubble: pp ranks idle for {share} of the time of their passes")
     added = flops.recomputed[plan.setting.recompute]
     terminal.say(
         out,
         f"\n{count(plan.tokens_per_second)} tokens/s; TFLOP/s of a device: "
-        f"{plan.per_device(flops.full) / 1e12:.4g} by the model, "
-        f"{plan.per_device(flops.full + added) / 1e12:.4g} with recomputation",
+        f"{plan.per_device(flops.full) / 1e12:.4g} without recomputation, "
+        f"{plan.per_device(flops.full + added) / 1e12:.4g} with it",
     )
     if (full := plan.mfu(flops.full)) is not None:
         causal = plan.mfu(flops.causal)
         terminal.say(
             out,
-            f"MFU {100 * full:.1f} % with attention in full, {100 * (causal or 0):.1f} % with its "
-            "causal half",
+            f"MFU {100 * full:.1f} % counting full attention, {100 * (causal or 0):.1f} % counting "
+            "its causal half",
         )
     if plan.days is not None and plan.device_hours is not None:
         unit, days = _unit(plan.days)
@@ -187,26 +191,26 @@ def explain(plan: Plan, out: Console) -> None:
             f"{three(plan.device_hours)} device-hours",
         )
     else:
-        terminal.say(out, "how long the run takes is open: its length is in epochs of a corpus")
+        terminal.say(out, "the duration is not known: the run's length is set in epochs")
     if not plan.fits:
-        said = f"\ndoes not fit: {plan.reason}\nsmallest change: {plan.remedy}"
-        terminal.say(out, Text(said, "red"))
+        problem = f"\ndoes not fit: {plan.reason}\nsmallest change: {plan.remedy}"
+        terminal.say(out, Text(problem, "red"))
 
 
 def show_memory(memory: Memory, setting: Setting, hardware: Hardware | None, out: Console) -> None:
-    """Print the memory of the fullest rank by parts, and why a large buffer is there."""
+    """Print the memory of the fullest rank by parts, and the settings behind large buffers."""
     parts = {name: size for name, size in memory.parts.items() if size}
-    out.print(Text(f"\nmemory of pp rank {memory.pp_coord}, the fullest", "bold"))
+    out.print(Text(f"\nmemory of pp rank {memory.pp_coord} (the fullest)", "bold"))
     _print_parts(parts, memory.total, lambda size: f"{gib(size):>8} GiB", out)
     for name, size in (("host", memory.host), ("nvme", memory.nvme)):
         if size:
-            out.print(f"  {name:<14}{gib(size):>8} GiB for each device")
+            out.print(f"  {name:<14}{gib(size):>8} GiB per device")
     for remark in on_buffers(setting, memory, hardware):
         terminal.say(out, f"  {remark}", "    ")
 
 
 def lines_of(setting: Setting) -> Iterator[str]:
-    """The choices of a setting, in the config's words."""
+    """Yield lines that describe a setting's choices, with the values of the config."""
     s = setting
     split = ", sequence parallel" if s.sequence_parallel else ""
     several = f" with {s.stages_per_rank} stages a rank" if s.stages_per_rank > 1 else ""
@@ -224,7 +228,7 @@ def lines_of(setting: Setting) -> Iterator[str]:
 
 
 def _unit(days: float) -> tuple[str, float]:
-    """The unit that suits a duration, and how many days that unit lasts."""
+    """Return a readable unit for a duration, and the length of that unit in days."""
     for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
         if days >= 2 * size:
             return unit, size
@@ -242,17 +246,17 @@ def _print_parts(
 
 
 def seconds(value: float) -> str:
-    """A number of seconds as text, with three digits or more."""
+    """Return seconds as text: three digits from 0.1 on, two below."""
     return three(value) if value >= 0.1 else f"{value:.2g}"
 
 
 def three(value: float) -> str:
-    """A number as text with three digits or more: 0.123, 26.0, 1,234."""
+    """Return a number as text with three digits or more: 0.123, 26.0, 1,234."""
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def count(number: float) -> str:
-    """A number as text with a suffix for its magnitude: 1.01T, 3.15M, 812."""
+    """Return a number as text with a suffix for its magnitude: 1.01T, 3.15M, 812."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{three(number / size)}{unit}"
@@ -260,7 +264,7 @@ def count(number: float) -> str:
 
 
 LARGE = 0.05
-"""Share of a rank's device memory from which a buffer is remarked upon."""
+"""The smallest share of a rank's device memory for which a buffer is mentioned."""
 _SIZES = (
     "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size",
     "stage3_max_live_parameters", "sub_group_size",
@@ -268,9 +272,9 @@ _SIZES = (
 
 
 def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> Iterator[str]:
-    """A line for each DeepSpeed buffer size that makes the fullest rank LARGE times larger.
+    """Yield a line for each DeepSpeed buffer size that costs at least LARGE of the rank's memory.
 
-    It is compared with the size of the largest layer, the most that is reduced or gathered at once.
+    The alternative is a buffer of the largest layer's size: no more is reduced or gathered at once.
     """
     layer = largest_layer(setting)
     for name in _SIZES:
@@ -281,13 +285,13 @@ def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> I
         saved = memory.total - at(lower, memory.pp_coord, hardware).total
         if saved >= LARGE * memory.total:
             yield (
-                f"{gib(saved)} GiB: DeepSpeed's {name} = {size:,} elements; lower it to that of "
-                f"the largest layer: --zero_optimization.{name} {layer}"
+                f"{gib(saved)} GiB: DeepSpeed's {name} = {size:,} elements; lower it to the size "
+                f"of the largest layer: --zero_optimization.{name} {layer}"
             )
 
 
 def largest_layer(setting: Setting) -> int:
-    """Parameters of the largest layer on a tensor-parallel rank, rounded up to two digits."""
+    """Return the parameters of the largest layer on a tp rank, rounded up to two digits."""
     exact = max(sum(p.elements(setting.tp) for p in layer.params) for layer in setting.layers)
     unit: int = 10 ** max(0, len(str(exact)) - 2)
     return -(-exact // unit) * unit
@@ -300,9 +304,10 @@ _SHORT = {
 
 
 def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None:
-    """Print the memory of the fullest rank and the seconds of the busiest by parts that plans have.
+    """Print the memory of the fullest rank and the seconds of the busiest rank by parts.
 
-    TFLOP/s count recomputation; MFU counts half of the attention, as its causal mask does.
+    Parts that no plan has are omitted. TFLOP/s count recomputation; MFU counts the causal half of
+    the attention.
     """
     memory = [part for part in PARTS if any(plan.memory.parts.get(part) for plan in plans)]
     times = [part for part in TIMES if any(_shown(plan, part) != "–" for plan in plans)]
@@ -327,7 +332,7 @@ def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None
     if request.num_tokens is not None:
         hours = [three(plan.device_hours or 0) for plan in plans]
         columns.append((Column("dev-hours", line=2), hours))
-    title = "by parts: GiB of the fullest rank │ seconds of the busiest │ with recomputation"
+    title = "by parts: GiB, fullest rank │ seconds, busiest rank │ with recomputation"
     out.print(Text(f"\n{title}", "bold"))
     _print_columns(columns, "bold", out)
 

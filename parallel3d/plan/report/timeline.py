@@ -1,4 +1,4 @@
-"""A plan as a picture: each pipeline rank's actions over time, and the fullest rank's memory."""
+"""Picture of a plan: each pipeline rank's actions over time, and the fullest rank's memory."""
 
 from html import escape
 from itertools import accumulate
@@ -13,14 +13,14 @@ from parallel3d.schedule import draw
 from parallel3d.schedule.action import Op
 from parallel3d.schedule.schedule import Spans
 
-_MOST_BOXES = 60_000  # computes that are simulated in some seconds; a picture folds them
+_MOST_BOXES = 60_000  # computes; simulating these takes seconds, and the picture folds them
 _LEFT, _RIGHT, _TOP, _HEIGHT = 72, 24, 50, 130  # of the panel of memory, in pixels
 
 Points = list[tuple[float, float]]  # (seconds, bytes), in order
 
 
 def spans_of(plan: Plan) -> tuple[Setting, Spans]:
-    """The simulated step as spans, with fewer microbatches where all could not be drawn."""
+    """Return the simulated step and its setting, with fewer microbatches if all are too many."""
     s = plan.setting
     most = max(2 * s.pp, _MOST_BOXES // (2 * s.pp * s.stages_per_rank))
     if s.num_microbatches > most:
@@ -29,9 +29,10 @@ def spans_of(plan: Plan) -> tuple[Setting, Spans]:
 
 
 def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float, Points]:
-    """The fullest rank's constant bytes, and its device bytes at the end of each compute.
+    """Return the fullest rank's constant bytes, and its device bytes at each change.
 
-    Activations last from a forward's begin to its backward's end; the maximum is the plan's total.
+    Activations live from the start of a forward to the end of its backward. The maximum equals the
+    plan's total.
     """
     saved = saved_bytes(setting, plan.request.hardware)
     computes = [span for span in spans[plan.memory.pp_coord] if span.action.is_compute]
@@ -52,12 +53,12 @@ def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float,
 
 
 def drawing(plan: Plan) -> tuple[str, Any]:
-    """The SVG of a plan's timeline and memory, and its trace for Perfetto."""
+    """Return the SVG of a plan's timeline and memory, and its trace for Perfetto."""
     setting, spans = spans_of(plan)
-    s, whole = setting, plan.setting.num_microbatches
-    some = "" if s.num_microbatches == whole else f" ({s.num_microbatches} of {whole} drawn)"
+    s, total = setting, plan.setting.num_microbatches
+    some = "" if s.num_microbatches == total else f" ({s.num_microbatches} of {total} drawn)"
     title = (
-        f"pp {s.pp} × dp {s.dp} × tp {s.tp}, {s.schedule}, {whole} microbatches of "
+        f"pp {s.pp} × dp {s.dp} × tp {s.tp}, {s.schedule}, {total} microbatches of "
         f"{s.shape.batch}{some}"
     )
     above = draw.figure([(title, spans)], plan.time.bubble)
@@ -84,9 +85,9 @@ def _panel(plan: Plan, setting: Setting, spans: Spans) -> list[str]:
     line = at(begin, room).split(",")[1]
     return [
         f'<text x="{_LEFT}" y="20" font-size="14" font-weight="bold">device memory of rank '
-        f"{plan.memory.pp_coord}, the fullest: {escape(gib(plan.memory.total))} of "
+        f"{plan.memory.pp_coord} (the fullest): {escape(gib(plan.memory.total))} of "
         f"{gib(room)} GiB</text>",
-        f'<text x="{_LEFT}" y="38" fill="#868e96">dark: the most that is there besides '
+        f'<text x="{_LEFT}" y="38" fill="#868e96">dark: constant '
         f"({gib(base)} GiB); light: activations in flight; line: the device's memory</text>",
         f'<polygon points="{at(begin, base)} {curve} {at(end, base)}" fill="#ffd8a8"/>',
         f'<polygon points="{floor}" fill="#748ffc"/>',

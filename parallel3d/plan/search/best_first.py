@@ -1,9 +1,12 @@
 """Best-first search for the fastest plans of a request, without evaluating every plan.
 
-A heap holds nodes by a lower bound on the seconds of a step. The first is split: a mesh with its
-micro batch and recomputation into schedules and ZeRO stages, these into the offloads that fit, and
-such a setting is simulated. A simulated plan that comes first is the fastest of all; a test
-compares the rows with an exhaustive search.
+1. A heap orders nodes by a lower bound on the seconds of a step. It starts with one node per mesh,
+   micro batch and recomputation.
+2. The first node is split: into schedules and ZeRO stages, then into the offloads that fit. A
+   setting that remains is simulated and goes back with its exact seconds.
+3. A simulated plan at the top of the heap is the fastest that is left.
+
+A test compares the rows with an exhaustive search.
 """
 
 from collections import Counter, defaultdict
@@ -31,22 +34,22 @@ from parallel3d.plan.time.cost import costs_of
 from parallel3d.plan.time.operators import Curves, curves_for
 from parallel3d.plan.time.step import lower_bound, step_time
 
-TOO_LARGE = 5  # plans that would be faster than the first row, but do not fit
-_TRIED = 4  # of a mesh, to find the smallest of these
-_SAFE = 1 - 1e-9  # a bound and a simulation may round differently
+TOO_LARGE = 5  # the most plans that are faster than the first row, but do not fit
+_TRIED = 4  # settings of a mesh that are compared to find the smallest of these
+_SAFE = 1 - 1e-9  # a bound and a simulation may be rounded differently
 
 
 @dataclass(frozen=True)
-class FoundPlans:
-    """The rows of a search: plans that fit, fastest first, and faster plans that do not fit."""
+class Ranking:
+    """The outcome of a search: plans that fit, fastest first, and faster plans that do not."""
 
     plans: tuple[Plan, ...]
     too_large: tuple[Plan, ...]
     num_simulated: int
     per_mesh: int
     least: Plan | None = None
-    """Where nothing fits, the plan that needs least memory."""
-    num_hidden: int = 0  # faster plans that do not fit, for which there are not rows enough
+    """If nothing fits, the plan that needs the least memory."""
+    num_hidden: int = 0  # faster plans that do not fit, omitted because of a limit on rows
 
     @property
     def rows(self) -> tuple[Plan, ...]:
@@ -56,11 +59,11 @@ class FoundPlans:
 
 def search(
     request: Request, rows: int = 20, per_mesh: int | None = None, curves: Curves | None = None
-) -> FoundPlans:
+) -> Ranking:
     """Return the `rows` fastest plans that fit, at most `per_mesh` of one mesh.
 
-    By default the table has room for all meshes. A plan that fits without an offload is not listed
-    with it. Raises ConfigError where no mesh is possible, or the hardware lacks a figure.
+    The default of `per_mesh` leaves room for all meshes. A plan that fits without an offload is not
+    listed with it. Raises ConfigError if no mesh is possible or the hardware lacks a figure.
     """
     candidates.check_fixed(request.fixed)
     candidates.refuse_empty(request)
@@ -69,13 +72,13 @@ def search(
     plans = tuple(islice(work.best_first(per_mesh), rows))
     too_large = work.too_large(plans[0].time.seconds if plans else float("inf"))
     least = None if plans else evaluate(request, work.leanest(), curves)
-    return FoundPlans(plans, tuple(too_large), work.num_simulated, per_mesh, least)
+    return Ranking(plans, tuple(too_large), work.num_simulated, per_mesh, least)
 
 
 class Untested(NamedTuple):
     """A flow with a schedule and ZeRO states that may fit.
 
-    `groups`: alternative states, fastest first, and their fallback (candidates.alternatives).
+    `groups`: alternative states, fastest first, then their fallback (candidates.alternatives).
     """
 
     flow: Flow
@@ -84,7 +87,7 @@ class Untested(NamedTuple):
 
 
 class Fitting(NamedTuple):
-    """A setting that fits, and is not simulated yet."""
+    """A setting that fits and is not simulated yet."""
 
     setting: Setting
     memory: Memory
@@ -97,26 +100,26 @@ class _Search:
         self.request, self.curves, self.hardware = request, curves, request.hardware
         self.room = room_of(request.hardware)  # of a device, and of its host
         self.num_simulated = 0
-        # Adding up gradients depends on the ZeRO stage; without it the floor is one for all.
+        # The time to accumulate gradients depends on the ZeRO stage; floors leave it out.
         self._software = replace(request.base.software, gradient_bytes=0)
         self.meshes = tuple(candidates.meshes(request))
         flows = [flow for mesh in self.meshes for flow in candidates.flows(request, mesh)]
         self.floors = sorted((self._floor(flow), flow) for flow in flows)
-        # Where host and device are the same cores, an offload may be faster than none.
+        # If host and device are the same cores, an offload may be faster than none.
         self._offload_may_help = request.hardware.cores is not None
 
     def best_first(self, per_mesh: int) -> Iterator[Plan]:
         """Yield the plans that fit, fastest first; among equally fast plans the simplest first."""
-        serial, taken = count(), Counter[MeshSizes]()
+        serial, num_plans = count(), Counter[MeshSizes]()
         heap: list[tuple[float, tuple[Any, ...], int, MeshSizes, Any]] = [
             (floor, (), next(serial), flow.mesh, flow) for floor, flow in self.floors
-        ]  # being sorted, it is a heap
+        ]  # a sorted list is a heap
         while heap:
             *_, mesh, node = heappop(heap)
-            if taken[mesh] >= per_mesh:
+            if num_plans[mesh] >= per_mesh:
                 continue
             if isinstance(node, Plan):
-                taken[mesh] += 1
+                num_plans[mesh] += 1
                 yield node
                 continue
             for bound, part in self._split(node):
@@ -126,7 +129,7 @@ class _Search:
     def _split(
         self, node: Flow | Untested | Fitting
     ) -> Iterator[tuple[float, Untested | Fitting | Plan]]:
-        """Yield the parts of a node, each with its lower bound in seconds."""
+        """Yield the nodes that a node is split into, each with its lower bound in seconds."""
         if isinstance(node, Flow):
             for order in candidates.orders(self.request, node):
                 plain = setting_of(self.request, node, order, PLAIN)
@@ -155,26 +158,29 @@ class _Search:
     ) -> Iterator[tuple[float, Untested]]:
         """Yield the node of these groups with its lower bound, if any of their states may fit.
 
-        The first state of a group adds least time; at ZeRO-3 the next may be faster, if the first
-        must gather weights more often to fit.
+        The first state of a group adds the least time. At ZeRO-3 the next may be faster, if the
+        first must gather weights more often to fit.
         """
         fastest = []
         for states in groups:
             may_fit = (s for s in states if self._may_fit(setting_of(self.request, flow, order, s)))
             most = 2 if states and states[0].zero_stage == 3 else 1
-            found = [*islice(may_fit, None if self._offload_may_help else most)]
-            fastest += [setting_of(self.request, flow, order, state) for state in found]
-            if found[:1] == [*states[:1]]:
-                break  # only if that does not fit, the fallback is looked at
+            fitting_states = [*islice(may_fit, None if self._offload_may_help else most)]
+            fastest += [setting_of(self.request, flow, order, state) for state in fitting_states]
+            if fitting_states[:1] == [*states[:1]]:
+                break  # the fallback counts only if the group's first state does not fit
         if fastest:
             yield min(map(self._bound, fastest)), Untested(flow, order, groups)
 
     def _with_longest_gather(
         self, flow: Flow, order: Order, state: ZeroState
     ) -> tuple[Setting, Memory | None]:
-        """Return the setting with weights gathered for as long as fits, and its memory, if any."""
-        for kept in (state, *candidates.shorter_gathers(self.request, order, state)):
-            setting = setting_of(self.request, flow, order, kept)
+        """Return the setting with the longest gathers that fit, and its memory.
+
+        The memory is None if no setting fits.
+        """
+        for variant in (state, *candidates.shorter_gathers(self.request, order, state)):
+            setting = setting_of(self.request, flow, order, variant)
             if not self._may_fit(setting):
                 break
             if memory := fitting(setting, self.hardware):
@@ -182,7 +188,7 @@ class _Search:
         return setting, None
 
     def _may_fit(self, setting: Setting) -> bool:
-        """Return whether the lower bound on the first rank's memory fits."""
+        """Return True if the lower bound on the first rank's memory fits."""
         device, host = least_on_first(setting, self.hardware)
         return device <= self.room[0] and host <= self.room[1]
 
@@ -191,7 +197,7 @@ class _Search:
         return _SAFE * lower_bound(setting, self.hardware, self.curves)
 
     def _floor(self, flow: Flow) -> float:
-        """Return a bound for a flow: the seconds of all layers' passes, shared by the ranks."""
+        """Return a flow's lower bound: the seconds of all layers' passes divided by the ranks."""
         request, mesh = self.request, flow.mesh
         alone = flow._replace(mesh=MeshSizes(1, request.devices // mesh.tp, mesh.tp))
         setting = setting_of(request, alone, Order(1, "gpipe"), PLAIN)
@@ -201,7 +207,7 @@ class _Search:
         return seconds * (request.global_batch_size / mesh.dp / flow.micro_batch / mesh.pp)
 
     def leanest(self) -> Setting:
-        """Return the setting with the least memory, of those whose first rank needs least."""
+        """Return the setting with the least memory, among the 40 whose first rank needs least."""
         sizes: list[tuple[int, int, Choices]] = []
         for mesh in self.meshes:
             flows = candidates.flows(self.request, mesh)
@@ -210,16 +216,17 @@ class _Search:
                     for size, choices in self._sizes(flow, state):
                         sizes.append((size, len(sizes), choices))
         settings = [
-            setting_of(self.request, flow, order, kept)
+            setting_of(self.request, flow, order, variant)
             for *_, (flow, order, state) in nsmallest(40, sizes)
-            for kept in (state, *candidates.shorter_gathers(self.request, order, state))[-2:]
+            for variant in (state, *candidates.shorter_gathers(self.request, order, state))[-2:]
         ]
         return min(settings, key=lambda s: worst(s, self.hardware).total)
 
     def too_large(self, fastest: float) -> list[Plan]:
-        """Return faster plans that do not fit, for each mesh the one that comes nearest to fitting.
+        """Return plans that are faster but do not fit, at most one per mesh.
 
-        They are at the simplest ZeRO stage that shards the optimizer's state.
+        Among a mesh's plans it is the smallest. All are at the simplest ZeRO stage that shards the
+        optimizer's state.
         """
         near = defaultdict[MeshSizes, list[tuple[int, int, Choices]]](list)
         for number, (floor, flow) in enumerate(self.floors):
@@ -244,7 +251,7 @@ class _Search:
         return sorted(plans, key=lambda plan: plan.time.seconds)
 
     def _sizes(self, flow: Flow, state: ZeroState) -> Iterator[tuple[int, Choices]]:
-        """Yield a flow's schedules with a state, and the least bytes of the first rank's device."""
+        """Yield a flow's choices with this state, and lower bounds on the first rank's bytes."""
         for order in candidates.orders(self.request, flow):
             if candidates.go_together(order, state):
                 choices = flow, order, state
@@ -252,7 +259,7 @@ class _Search:
 
 
 def simplicity(plan: Plan) -> tuple[Any, ...]:
-    """Return the sort key of equally fast plans: fewer stages, less offload and so on, first."""
+    """Return the sort key of equally fast plans: fewer stages first, then less offload, etc."""
     s = plan.setting
     flow, order, state = candidates.choices_of(s)
     return (

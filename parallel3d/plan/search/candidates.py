@@ -1,7 +1,7 @@
-"""Every choice of mesh, microbatch, schedule, ZeRO stage and offload that a request allows.
+"""The choices of mesh, microbatch, schedule, ZeRO stage and offload that a request allows.
 
-Choices that the config would refuse are refused by its own checks; schedules are the files of
-parallel3d/schedule/schedules, where each is valid.
+The config's own checks rule out what the config would refuse. The schedules are the files of
+parallel3d/schedule/schedules.
 """
 
 from collections import defaultdict
@@ -20,8 +20,8 @@ from parallel3d.plan.setting import Device, Setting
 from parallel3d.schedule import schedules
 from parallel3d.schedule.sharding import Weights
 
-UNEVEN = 4  # stages of a rank; more only where all stages, or all but the ends, are equally long
-MOST_STAGES = 64  # of a rank; each has its messages, and a list of hundreds takes minutes
+UNEVEN = 4  # stages per rank; more only if all stages, or all but the ends, are equally long
+MOST_STAGES = 64  # per rank; a search over hundreds takes minutes, and each stage adds messages
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 WEIGHTS: tuple[Weights, ...] = ("per_step", "per_pass", "per_microbatch")  # fastest first
@@ -36,7 +36,7 @@ class MeshSizes(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """A mesh with its micro batch size, recomputation and sequence parallelism; no schedule yet."""
+    """A mesh with its micro batch size, recomputation and sequence parallelism."""
 
     mesh: MeshSizes
     micro_batch: int
@@ -52,14 +52,14 @@ class Order(NamedTuple):
 
 
 class ZeroState(NamedTuple):
-    """A ZeRO stage with its reduction and offloads; the simplest sorts first."""
+    """A ZeRO stage with its reduction and offloads. The simplest sorts first."""
 
     num_offloads: int
     zero_stage: int
     reduces_once: bool
     offload_optimizer: Device
     offload_param: Device
-    weights: Weights = "per_microbatch"  # of ZeRO-3 alone
+    weights: Weights = "per_microbatch"  # used by ZeRO-3 only
 
 
 PLAIN = ZeroState(0, 0, True, "none", "none")  # nothing sharded, nothing offloaded
@@ -67,7 +67,7 @@ Choices = tuple[Flow, Order, ZeroState]
 
 
 def meshes(request: Request) -> Iterator[MeshSizes]:
-    """Yield every mesh of the request's devices, fewest stages first, then smallest tp first."""
+    """Yield every mesh of the request's devices, ordered by pp, then tp."""
     for pp in _divisors(request.devices):
         for tp in _divisors(request.devices // pp):
             mesh = MeshSizes(pp, request.devices // pp // tp, tp)
@@ -77,7 +77,7 @@ def meshes(request: Request) -> Iterator[MeshSizes]:
 
 @lru_cache(maxsize=1024)
 def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
-    """Return every micro batch, recomputation and sequence parallelism, simplest first."""
+    """Return a mesh's flows: every micro batch, recomputation and sequence parallelism."""
     may_split = mesh.tp > 1 and not request.base.shape.seq % mesh.tp
     return tuple(
         Flow(mesh, micro_batch, recompute, split)
@@ -91,43 +91,43 @@ def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
 @lru_cache(maxsize=65536)
 def orders(request: Request, flow: Flow) -> tuple[Order, ...]:
     """Return every schedule that can run the flow, fewest stages first."""
-    found = []
+    allowed = []
     pp, num_layers, names = flow.mesh.pp, len(request.base.layers), schedules.names()
     count = request.global_batch_size // flow.mesh.dp // flow.micro_batch
-    # A pipeline of one rank has one stage: more would be the same computes in the same order.
+    # One rank has one stage: more stages would run the same computes in the same order.
     for stages_per_rank in range(1, 1 + (1 if pp == 1 else min(num_layers // pp, MOST_STAGES))):
-        # All layers, or all but embedding and head.
+        # Either all layers, or all but embedding and head, must divide evenly.
         lengths = {num % (pp * stages_per_rank) for num in (num_layers, num_layers - 2)}
         if stages_per_rank > UNEVEN and 0 not in lengths:
             continue
         for name in names:
             if flow.recompute == "full" and schedules.splits_backward(name):
-                continue  # what W needs is kept, whatever is computed again
+                continue  # recomputation saves nothing: W's inputs stay until W
             order = Order(stages_per_rank, name)
             runs = schedules.why_not(name, pp, count, stages_per_rank) is None
             if runs and _is_open(request, **order._asdict()):
-                found.append(order)
-    return tuple(found)
+                allowed.append(order)
+    return tuple(allowed)
 
 
 def go_together(order: Order, state: ZeroState) -> bool:
-    """Return whether a schedule can be run with a ZeRO stage's gradient reductions."""
+    """Return True if a schedule can run with a ZeRO state's gradient reductions."""
     return state.reduces_once or not schedules.splits_backward(order.schedule)
 
 
 @lru_cache(maxsize=1024)
 def states(request: Request, mesh: MeshSizes) -> tuple[ZeroState, ...]:
-    """Every ZeRO stage, reduction and offload that the engine supports, simplest first.
+    """Return every ZeRO stage, reduction and offload that the engine supports, simplest first.
 
-    On one data-parallel rank nothing is sharded. Stages 1 and 2 differ in the reduction alone
-    (docs/deepspeed.md). Weights stay gathered in the fastest way.
+    On one data-parallel rank nothing is sharded. Stages 1 and 2 differ only in the reduction
+    (docs/deepspeed.md). `weights` is the fastest choice.
     """
-    found = []
+    allowed = []
     once = request.fixed.get("gradient_reduction") != "per_microbatch"
     kinds = [(0, True), (3, once)]
     if mesh.dp > 1:
         kinds = [(0, True), (1, True), (2, False), (3, True), (3, False)]
-        if "zero_stage" in request.fixed:  # 1 and 2 as they are written
+        if "zero_stage" in request.fixed:  # stages 1 and 2 with either reduction
             kinds += [(1, False), (2, True)]
     elif "zero_stage" in request.fixed:
         kinds = [(stage, once or not stage) for stage in range(4)]
@@ -139,36 +139,37 @@ def states(request: Request, mesh: MeshSizes) -> tuple[ZeroState, ...]:
         ):
             num_offloads = DEVICES.index(optimizer) + DEVICES.index(param)
             way = ways(request, stage, param)[0]
-            found.append(ZeroState(num_offloads, stage, once, optimizer, param, way))
-    return tuple(sorted(found, key=lambda s: (s.num_offloads, s.zero_stage, not s.reduces_once)))
+            allowed.append(ZeroState(num_offloads, stage, once, optimizer, param, way))
+    return tuple(sorted(allowed, key=lambda s: (s.num_offloads, s.zero_stage, not s.reduces_once)))
 
 
 @lru_cache(maxsize=1024)
 def alternatives(
     request: Request, mesh: MeshSizes
 ) -> tuple[tuple[tuple[ZeroState, ...], ...], ...]:
-    """Return the states of a mesh in groups that differ in their offload alone, with fallbacks.
+    """Return a mesh's states in groups that differ only in their offload, with fallbacks.
 
-    A fallback is looked at if the first state of the group does not fit. ZeRO-3 is the fallback of
-    the highest stage below it that reduces as often: where that one fits, ZeRO-3 gathers no less.
+    A fallback counts only if the first state of its group does not fit. ZeRO-3 is the fallback of
+    the highest lower stage that reduces as often: if that stage fits, ZeRO-3 is not faster, as it
+    gathers at least as much.
     """
     groups = defaultdict[tuple[int, bool], list[ZeroState]](list)
     for state in states(request, mesh):
         groups[state.zero_stage, state.reduces_once].append(state)
     highest = {once: zero for zero, once in sorted(groups) if zero < 3}
-    found: list[tuple[tuple[ZeroState, ...], ...]] = []
+    with_fallbacks: list[tuple[tuple[ZeroState, ...], ...]] = []
     for (zero, once), group in groups.items():
         if zero < 3 and highest[once] == zero and (3, once) in groups:
-            found.append((tuple(group), tuple(groups[3, once])))
+            with_fallbacks.append((tuple(group), tuple(groups[3, once])))
         elif zero < 3 or once not in highest:
-            found.append((tuple(group),))
-    return tuple(found)
+            with_fallbacks.append((tuple(group),))
+    return tuple(with_fallbacks)
 
 
 def ways(request: Request, zero_stage: int, offload_param: Device) -> tuple[Weights, ...]:
-    """The choices for how long weights stay gathered, the fastest first.
+    """Return the choices for how long weights stay gathered, fastest first.
 
-    "per_step" would keep offloaded parameters on the device, so it is left out there.
+    Offloaded parameters have no "per_step", which would keep them on the device.
     """
     if zero_stage != 3:
         return ("per_microbatch",)
@@ -179,12 +180,12 @@ def ways(request: Request, zero_stage: int, offload_param: Device) -> tuple[Weig
 
 
 def gathered_longest(offload_param: Device) -> tuple[Weights, ...]:
-    """The choices for how long ZeRO-3's weights stay gathered, if none is fixed, fastest first."""
+    """Return the choices for how long ZeRO-3's weights stay gathered, if none is fixed."""
     return WEIGHTS if offload_param == "none" else WEIGHTS[1:]
 
 
 def shorter_gathers(request: Request, order: Order, state: ZeroState) -> tuple[ZeroState, ...]:
-    """A state's variants with weights gathered for less long, the fastest first."""
+    """Return a state's variants with shorter gathers, fastest first."""
     all_ways = ways(request, state.zero_stage, state.offload_param)
     less = all_ways[all_ways.index(state.weights) + 1 :]
     return tuple(
@@ -195,16 +196,16 @@ def shorter_gathers(request: Request, order: Order, state: ZeroState) -> tuple[Z
 
 
 def has_state(request: Request, mesh: MeshSizes, state: ZeroState) -> bool:
-    """Return whether a mesh offers this state, or the same with longer gathers."""
+    """Return True if a mesh allows this state, or the same state with longer gathers."""
     all_ways = ways(request, state.zero_stage, state.offload_param)
     fastest = state._replace(weights=all_ways[0])
     return state.weights in all_ways and fastest in states(request, mesh)
 
 
 def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> Setting:
-    """The Setting that a flow, an order and a state make."""
+    """Return the Setting of a flow, an order and a state."""
     base, mesh = request.base, flow.mesh
-    # Not dataclasses.replace, which costs three times as much.
+    # dataclasses.replace would take three times as long.
     return Setting(
         layers=base.layers, hidden_size=base.hidden_size,
         shape=Shape(flow.micro_batch, base.shape.seq),
@@ -218,7 +219,7 @@ def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> 
 
 
 def choices_of(setting: Setting) -> Choices:
-    """The flow, order and state of a setting."""
+    """Return the flow, order and state of a setting."""
     mesh = MeshSizes(setting.pp, setting.dp, setting.tp)
     flow = Flow(mesh, setting.shape.batch, setting.recompute, setting.sequence_parallel)
     offloads = setting.offload_optimizer, setting.offload_param
@@ -229,19 +230,19 @@ def choices_of(setting: Setting) -> Choices:
 
 
 def _is_open(request: Request, **choices: Any) -> bool:
-    """Whether none of these choices is fixed to another value."""
+    """Return True if none of these choices is fixed to another value."""
     fixed = request.fixed
     return all(fixed.get(name, value) == value for name, value in choices.items())
 
 
 def _reduces(request: Request, zero_stage: int, once: bool) -> bool:
-    """Whether gradients may be reduced once a step, or not; "auto" leaves it to the ZeRO stage."""
+    """Return True if this reduction is allowed. "auto" leaves it to the ZeRO stage."""
     mode = request.fixed.get("gradient_reduction")
     return mode is None or zero_stage == 0 or once == reduces_once(zero_stage, mode)
 
 
 def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: Device) -> bool:
-    """Whether the engine supports an offload (parallel3d/config/checks.py) on this machine."""
+    """Return True if engine (parallel3d/config/checks.py) and hardware support an offload."""
     places = {optimizer, param} - {"none"}
     if not places:
         return True
@@ -250,7 +251,7 @@ def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: De
     host, config = request.hardware.host, request.config
     if host is None or config.optimizer.params.torch_adam:
         return False
-    # A place on disk is not the planner's to choose.
+    # The planner does not choose a path on disk: NVMe offload needs the config's nvme_path.
     zero = config.zero_optimization
     paths = {"optimizer": zero.offload_optimizer.nvme_path, "param": zero.offload_param.nvme_path}
     has_speed = host.nvme_read is not None and host.nvme_write is not None
@@ -261,7 +262,7 @@ def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: De
 
 
 def problem_of(request: Request, mesh: MeshSizes) -> Problem | None:
-    """The problem for which the config would refuse a mesh, or None."""
+    """Return the config's first problem with a mesh, or None."""
     config = request.config
     settings = {
         "mesh": MeshConfig(pp=mesh.pp, dp=mesh.dp, tp=mesh.tp),
@@ -270,10 +271,10 @@ def problem_of(request: Request, mesh: MeshSizes) -> Problem | None:
     }
     problems = checks.find_problems(settings)
     if mesh.pp > len(request.base.layers):
-        rule = f"is more stages than the {len(request.base.layers)} layers"
+        rule = f"exceeds the {len(request.base.layers)} layers of the model"
         problems.append(Problem("pp", mesh.pp, rule, f"use {len(request.base.layers)} or less"))
     if request.global_batch_size % mesh.dp:
-        rule = f"does not divide {request.global_batch_size} samples a step"
+        rule = f"does not divide the {request.global_batch_size} samples of a step"
         problems.append(Problem("dp", mesh.dp, rule, "use another dp or train_batch_size"))
     return problems[0] if problems else None
 
@@ -284,34 +285,35 @@ def _divisors(number: int) -> list[int]:
 
 
 def refuse_empty(request: Request) -> None:
-    """Raise ConfigError if the request has no possible mesh, or no schedule on any mesh."""
+    """Raise ConfigError if no mesh is possible, or no schedule can run on any mesh."""
     possible = [flow for mesh in meshes(request) for flow in flows(request, mesh)]
     if any(orders(request, flow) for flow in possible):
         return
     fixed, devices = request.fixed, request.devices
-    asked = ", ".join(f"{name}={value}" for name, value in fixed.items())
+    fixed_choices = ", ".join(f"{name}={value}" for name, value in fixed.items())
     mesh = MeshSizes(fixed.get("pp", 1), fixed.get("dp", 1), fixed.get("tp", 1))
     size = mesh.pp * mesh.dp * mesh.tp
     if possible:
-        rule, remedy = f"no schedule can be run with {asked}", "fix less, or something else"
+        rule, remedy = f"no schedule can run with {fixed_choices}", "fix fewer or other choices"
     elif devices % size:
-        rule = f"{asked} is a mesh of {size} ranks or a multiple, which {devices} devices are not"
-        remedy = f"use a number of devices that {size} divides, or fix less"
+        rule = f"is not a multiple of the {size} ranks of {fixed_choices}"
+        remedy = f"use a multiple of {size} devices, or fix fewer choices"
     elif size == devices and (problem := problem_of(request, mesh)):
         rule, remedy = f"{problem.path} = {problem.value}: {problem.rule}", problem.remedy
     else:
         rule = (
-            f"no mesh of {devices} devices divides the model's heads and layers and "
-            f"{request.global_batch_size} samples a step" + (f" with {asked}" if asked else "")
+            f"no mesh of {devices} devices divides the model's heads and layers and the "
+            f"{request.global_batch_size} samples of a step"
+            + (f" with {fixed_choices}" if fixed_choices else "")
         )
         remedy = "use another number of devices or another train_batch_size" + (
-            ", or fix less" if asked else ""
+            ", or fix fewer choices" if fixed_choices else ""
         )
     raise Problems([Problem("--devices", devices, rule, remedy)], "the plan")
 
 
 def check_fixed(fixed: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a fixed choice that is not one of the planner's choices."""
+    """Raise ConfigError for a fixed choice with an unknown name or value."""
     allowed: dict[str, tuple[Any, ...]] = {
         "schedule": schedules.names(), "recompute": RECOMPUTES, "zero_stage": (0, 1, 2, 3),
         "gradient_reduction": ("auto", "per_step", "per_microbatch"), "weights": ("auto", *WEIGHTS),
@@ -324,12 +326,12 @@ def check_fixed(fixed: Mapping[str, Any]) -> None:
             known = ", ".join(CHOICES)
             near = get_close_matches(name, CHOICES, n=1)
             remedy = f'the nearest one is "{near[0]}"' if near else f"use {known}"
-            problems.append(Problem(path, value, "is no choice of the planner", remedy))
+            problems.append(Problem(path, value, "is not a choice of the planner", remedy))
         elif name in allowed and (type(value), value) not in (
             [(type(choice), choice) for choice in allowed[name]]  # 1, 1.0 and true are not the same
         ):
             words = ", ".join(str(choice).lower() for choice in allowed[name])
-            problems.append(Problem(path, value, "is not one of its values", f"use {words}"))
+            problems.append(Problem(path, value, "is not an allowed value", f"use {words}"))
         elif name not in allowed and (type(value) is not int or value < 1):
             problems.append(Problem(path, value, "must be a whole number", "use 1 or more"))
     if problems:

@@ -1,4 +1,4 @@
-"""A request to the planner, and a plan: one row of the planner's table."""
+"""Requests to the planner, and plans: the rows of its table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,11 +24,12 @@ CHOICES = (
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What to plan: a model and a global batch on a number of devices.
+    """A model and a global batch to plan on a number of devices.
 
-    `config`: the run, its vocabulary size known. `base`: a Setting of the run, whose choices are to
-    be replaced. `fixed`: choices made already, by the names of CHOICES. `num_tokens`: tokens of the
-    whole run, None where the config does not tell.
+    - `config`: the run, with a known vocabulary size.
+    - `base`: a Setting of the run, whose choices the planner replaces.
+    - `fixed`: fixed choices, by the names of CHOICES.
+    - `num_tokens`: tokens of the run; None if its length is not set in tokens or steps.
     """
 
     config: RunConfig
@@ -49,7 +50,8 @@ class Request:
 class Flops:
     """FLOPs of a forward and a backward, counted by each convention.
 
-    `causal` counts half of the attention. `recomputed`: what each mode of recomputation adds.
+    - `full` counts all of the attention, `causal` half of it.
+    - `recomputed`: the FLOPs that each mode of recomputation adds.
     """
 
     full: float
@@ -63,7 +65,7 @@ class Flops:
 
 @lru_cache(maxsize=64)
 def flops_of(layers: tuple[LayerSpec, ...], seq: int) -> Flops:
-    """FLOPs of one sample; the sums of metrics.jsonl are the same."""
+    """Return the FLOPs of one sample, the same sums as in metrics.jsonl."""
     full = attention = 0.0
     recomputed = {"none": 0.0, "selective": 0.0, "full": 0.0}
     for layer in layers:
@@ -94,41 +96,41 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether device, host and NVMe have room for the plan."""
+        """True if device and host have room for the plan."""
         return not self.reason
 
     @property
     def offload(self) -> str:
-        """What the plan offloads where, in words."""
+        """The plan's offloads in words."""
         return offload_in_words(self.setting.offload_optimizer, self.setting.offload_param)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all devices together."""
+        """Tokens per second of all devices."""
         return self.setting.tokens_per_step / self.time.seconds
 
     @property
     def days(self) -> float | None:
-        """Days of the whole run without evaluation and checkpoints; None if its length is open."""
+        """Days of the run without evaluation and checkpoints; None if its length is unknown."""
         tokens = self.request.num_tokens
         return None if tokens is None else tokens / self.tokens_per_second / 86400
 
     @property
     def device_hours(self) -> float | None:
-        """Device-hours of the whole run; None where its length is open."""
+        """Device-hours of the run; None if its length is unknown."""
         return None if self.days is None else self.days * 24 * self.request.devices
 
     def per_device(self, flops: float) -> float:
-        """FLOP/s of one device, if a step takes `flops` FLOPs on all devices together."""
+        """Return the FLOP/s of one device, for steps of `flops` FLOPs on all devices."""
         return flops / self.time.seconds / self.request.devices
 
     def mfu(self, flops: float) -> float | None:
-        """A device's FLOP/s over its peak, for `flops` FLOPs a step; None if no peak is known."""
+        """Return a device's FLOP/s over its peak, for steps of `flops`; None without a peak."""
         peak = self.request.hardware.peak(self.setting.precision)
         return None if peak is None else self.per_device(flops) / peak
 
     def to_json(self) -> dict[str, Any]:
-        """The row that launch/plan.py --json prints; its keys are published and do not change."""
+        """Return the plan's row in `parallel3d plan --json`. Its keys must not change."""
         flops = self.request.flops
         added = flops.recomputed[self.setting.recompute]
         return {
@@ -143,7 +145,7 @@ class Plan:
 
 
 def choices_json(setting: Setting, memory: Memory) -> dict[str, Any]:
-    """The choices of a setting, and the memory of its fullest rank, as JSON."""
+    """Return a setting's choices and the memory of its fullest rank as JSON."""
     s = setting
     return {
         "pp": s.pp, "dp": s.dp, "tp": s.tp, "sequence_parallel": s.sequence_parallel,
@@ -161,21 +163,21 @@ def choices_json(setting: Setting, memory: Memory) -> dict[str, Any]:
 def request_of(
     config: RunConfig, hardware: Hardware, devices: int, fixed: Mapping[str, Any] | None = None
 ) -> Request:
-    """The request of a config on `devices` devices.
+    """Return the request of a config on `devices` devices.
 
     Without train_batch_size the global batch follows from micro batch, accumulation and mesh.
-    Raises ConfigError where it or the vocabulary is unknown, for sizes that no devices can hold,
-    and for bf16 on hardware without it.
+    Raises ConfigError if the batch or the vocabulary is unknown, for sizes that no devices can
+    hold, and for bf16 on hardware without it.
     """
     peaks = hardware.peak_flops
     if config.bf16.enabled and "fp16" in peaks and "bf16" not in peaks:
-        rule = f"{hardware.name} has fp16, but no bf16"
+        rule = f"{hardware.name} supports fp16, but not bf16"
         remedy = "use --bf16.enabled false --fp16.enabled true"
         raise Problems([Problem("bf16.enabled", True, rule, remedy)])
     config = with_vocabulary(config)
     refuse_impossible(config, devices)
     if config.is_planned:
-        assert config.train_batch_size, "the config's checks want it"
+        assert config.train_batch_size, "the config's checks require it"
         batch = config.train_batch_size
     else:
         mesh = config.mesh
@@ -190,7 +192,7 @@ def request_of(
 
 
 def _on_one(config: RunConfig, batch: int) -> RunConfig:
-    """The config on one device with the whole batch, for figures that depend on no mesh."""
+    """Return the config on one device with the whole batch, for figures independent of a mesh."""
     raw = config.to_dict()
     raw["parallel3d"] |= {"mesh": {"pp": 1, "dp": 1, "tp": 1}, "plan": {}}
     raw["parallel3d"]["pipeline"] = {"schedule": "gpipe"}
@@ -202,11 +204,11 @@ def _on_one(config: RunConfig, batch: int) -> RunConfig:
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """The config with a number for its vocabulary size; ConfigError where none is known."""
+    """Return the config with a number for its vocabulary size; ConfigError if it is unknown."""
     if config.model.vocab_size != "auto":
         return config
     if not config.data.has_own_size:
-        rule = f'is that of the tokenizer "{config.data.tokenizer}", which planning does not load'
-        remedy = "write the number of its tokens"
+        rule = f'depends on tokenizer "{config.data.tokenizer}", which planning does not load'
+        remedy = "set the tokenizer's number of tokens"
         raise Problems([Problem("parallel3d.model.vocab_size", "auto", rule, remedy)])
     return config.with_vocab_size(config.data.vocab_size)

@@ -1,4 +1,4 @@
-"""Whether a setting fits, how many bytes it lacks, and the smallest change that makes it fit."""
+"""Check whether a setting fits, and find the smallest change that makes it fit."""
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
@@ -14,47 +14,53 @@ from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time
 from parallel3d.schedule.sharding import Weights
 
-MOST_CHANGES = 400  # settings that are tried for a remedy
+MOST_CHANGES = 400  # the most settings tried for a remedy
 
 
 def room_of(hardware: Hardware) -> tuple[int, int]:
-    """Return the bytes of memory that one device has, and its share of the host's."""
+    """Return the bytes of memory of one device, and of its share of the host."""
     host = hardware.host
     return int(hardware.memory_bytes.value), int(host.memory_bytes.value) if host else 0
 
 
 def fits(memory: Memory, hardware: Hardware) -> bool:
-    """Return whether device and host have room for a rank's memory."""
+    """Return True if device and host have room for a rank's memory."""
     device, host = room_of(hardware)
     return memory.total <= device and memory.host <= host
 
 
 def _reason(memory: Memory, hardware: Hardware) -> str:
-    """Return the memory that has no room, by how much, and its largest part; "" if all fits."""
+    """Return what exceeds device or host memory, by how much, and the largest part of it.
+
+    The text is empty if the rank fits.
+    """
     device, host = room_of(hardware)
-    said = []
+    reasons = []
     if (over := memory.total - device) > 0:
         part = max(memory.parts, key=lambda name: memory.parts[name])
-        said.append(
+        reasons.append(
             f"device memory: {over:,} bytes over ({gib(memory.total)} of {gib(device)} GiB on "
             f"pp rank {memory.pp_coord}, {gib(memory.parts[part])} of them {part})"
         )
     if (over := memory.host - host) > 0:
-        said.append(
+        reasons.append(
             f"host memory: {over:,} bytes over ({gib(memory.host)} of {gib(host)} GiB "
             "for each device)"
         )
-    return "; ".join(said)
+    return "; ".join(reasons)
 
 
 def gib(num_bytes: float) -> str:
-    """A number of bytes as text in GiB, with three digits or more."""
+    """Return a number of bytes as text in GiB: 123, 12.3, 0.123."""
     size = num_bytes / 2**30
     return f"{size:.0f}" if size >= 100 else f"{size:.1f}" if size >= 1 else f"{size:.3f}"
 
 
 def fitting(setting: Setting, hardware: Hardware) -> Memory | None:
-    """Return the memory of the fullest rank if all ranks fit; the first rank is tried first."""
+    """Return the memory of the fullest rank, or None if a rank does not fit.
+
+    The first rank is checked first: it most often decides.
+    """
     if not fits(at(setting, 0, hardware), hardware):
         return None
     memory = worst(setting, hardware)
@@ -62,7 +68,7 @@ def fitting(setting: Setting, hardware: Hardware) -> Memory | None:
 
 
 def worst(setting: Setting, hardware: Hardware) -> Memory:
-    """Return the memory of the rank that decides: the fullest, or one that lacks host memory."""
+    """Return the memory of the decisive rank: the fullest, or one that exceeds host memory."""
     memory, (device, host) = fullest(setting, hardware), room_of(hardware)
     if memory.host and memory.total <= device:
         return max(per_rank(setting, hardware), key=lambda m: (m.host > host, m.total))
@@ -81,9 +87,10 @@ def evaluate(request: Request, setting: Setting, curves: Curves | None = None) -
 
 
 def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | None:
-    """The cheapest change that makes a setting fit, in words, and the choices it leads to.
+    """Return the cheapest change that makes a setting fit, in words, and the changed choices.
 
-    A change of several choices costs their sum (`_nearby`). None if none of MOST_CHANGES fits.
+    A change of several choices costs their sum (`_nearby`). Returns None if none of MOST_CHANGES
+    fits.
     """
     meshes, serial = frozenset(candidates.meshes(request)), count()
     heap = [(0, next(serial), start)]
@@ -118,11 +125,14 @@ def _is_allowed(
 def _nearby(
     request: Request, flow: Flow, order: Order, state: ZeroState
 ) -> Iterator[tuple[int, Choices]]:
-    """The choices one change away, each with its cost, from 1 (free) to 10 (slow).
+    """Yield the choices one change away, each with its cost, from 1 (free) to 10 (slow).
 
-    1: sequence parallelism, a schedule that holds less, shorter gathers. 2: selective
-    recomputation, the next ZeRO stage, a smaller micro batch. 4: full recomputation, twice the tp.
-    5: twice the pp. 6: the optimizer to the host. 7: parameters to the host. 3 more for NVMe.
+    - 1: sequence parallelism, another schedule, shorter gathers.
+    - 2: selective recomputation, the next ZeRO stage, a smaller micro batch.
+    - 4: full recomputation, twice the tp.
+    - 5: twice the pp.
+    - 6: the optimizer to the host; 9 to NVMe.
+    - 7: parameters to the host; 10 to NVMe.
     """
     mesh = flow.mesh
     if mesh.tp > 1 and not flow.sequence_parallel:
@@ -149,8 +159,8 @@ def _nearby(
         (5, MeshSizes(mesh.pp * 2, mesh.dp, mesh.tp // 2)),
     ):
         if wider.pp * wider.dp * wider.tp == request.devices:
-            for kept in (state, _on(request, wider, state)):
-                yield cost, (flow._replace(mesh=wider), order, kept)
+            for allowed in (state, _on(request, wider, state)):
+                yield cost, (flow._replace(mesh=wider), order, allowed)
     for near in candidates.states(request, mesh):
         more = near.num_offloads - state.num_offloads
         if near[1:3] == state[1:3] and more == 1:
@@ -161,12 +171,12 @@ def _nearby(
 
 
 def _on(request: Request, mesh: MeshSizes, state: ZeroState) -> ZeroState:
-    """The state on another mesh, where ZeRO stages may not differ."""
+    """Return the state, or the next higher one that `mesh` allows."""
     return next((s for s in candidates.states(request, mesh) if s[1:] >= state[1:]), state)
 
 
 def _words(flow: Flow, order: Order, state: ZeroState) -> tuple[str, ...]:
-    """Return choices in the config's words, one text for each that a remedy may change."""
+    """Return one text for each choice that a remedy may change."""
     several = f" x{order.stages_per_rank}" if order.stages_per_rank > 1 else ""
     each = "" if state.reduces_once else " reduced per microbatch"
     return (
@@ -181,9 +191,9 @@ def _words(flow: Flow, order: Order, state: ZeroState) -> tuple[str, ...]:
 
 
 def choose_weights(setting: Setting, hardware: Hardware) -> tuple[Weights, Memory]:
-    """The fastest `weights` choice that fits, and the memory of its fullest rank.
+    """Return the fastest `weights` choice that fits, and the memory of its fullest rank.
 
-    Where none fits, the one of "per_pass" and "per_microbatch" that holds less.
+    If none fits, return the one of "per_pass" and "per_microbatch" that needs less memory.
     """
     ways = candidates.gathered_longest(setting.offload_param)
     tried = {way: worst(setting.but(weights=way), hardware) for way in ways}

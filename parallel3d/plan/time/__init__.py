@@ -1,1 +1,1 @@
-"""Seconds of a step: operators, collectives, transfers, and the schedule's own list."""
+"""Seconds of a step: operators, collectives, transfers, and the simulated schedule."""

@@ -1,7 +1,7 @@
-"""Seconds of each action of a setting by part, and of the work done once a step.
+"""Seconds of each action of a setting by part, and of the work done once per step.
 
-A search asks for many settings that differ in little: passes, transfers and sends are each cached
-by what they depend on (passes.py, sharding.py), and combined here.
+A search compares many similar settings. So passes, transfers and sends are cached separately, by
+what they depend on (passes.py, sharding.py), and combined here.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from parallel3d.schedule.schedule import Action, Op
 
 
 class SecondsByPart(NamedTuple):
-    """Seconds of a rank by the kind of work; transfers count only where no compute hides them."""
+    """Seconds of a rank by kind of work. Only exposed transfers count."""
 
     compute: float = 0.0
     tensor: float = 0.0
@@ -36,7 +36,7 @@ class SecondsByPart(NamedTuple):
     optimizer: float = 0.0
 
     def plus(self, other: "SecondsByPart", times: float = 1.0) -> "SecondsByPart":
-        """The sum of these seconds and `times` times the `other` ones."""
+        """Return the sum of these seconds and `times` times the `other` ones."""
         return SecondsByPart(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
@@ -49,11 +49,18 @@ class SendSeconds(NamedTuple):
 
 @dataclass(eq=False)
 class ActionCosts:
-    """Seconds of everything that happens in a step, by class of stages and coordinates.
+    """Seconds of all work of a step, by class of stages and of coordinates.
 
-    `forward` and `backward` [stage classes]: of one microbatch. `before`, `reduce` and `after`
-    [coordinate classes]: once a step, before the first forward, after the coordinate's last
-    backward, and after the last backward of all coordinates.
+    Per microbatch, [stage classes]: `forward`, `backward`.
+
+    Once per step, [coordinate classes]:
+
+    - `before` the first forward.
+    - `reduce`: after the coordinate's last backward.
+    - `hideable`: the part of `reduce` that waits between the last backwards can hide.
+    - `after` the last backward of all coordinates.
+
+    `gather` [stage classes]: one GATHER. `before` includes all of them.
     """
 
     layout: StageClasses
@@ -63,13 +70,11 @@ class ActionCosts:
     before: list[SecondsByPart]
     reduce: list[SecondsByPart]
     hideable: list[float]
-    """[coordinate classes]: how much of `reduce` a wait between the last backwards hides."""
     after: list[SecondsByPart]
     gather: list[float]
-    """[stage classes]: of a GATHER, all of which `before` has."""
 
     def seconds(self, action: Action) -> float:
-        """Seconds of one action; a receive takes none."""
+        """Return the seconds of one action; a receive takes none."""
         op, stage, _ = action
         match op:
             case Op.F:
@@ -89,7 +94,7 @@ class ActionCosts:
 
 
 def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCosts:
-    """Return the seconds of all actions of a step; ConfigError if the hardware lacks a figure."""
+    """Return the seconds of all work of a step; ConfigError if the hardware lacks a figure."""
     machine = machine_of(hardware, setting.software, curves)
     layout = stage_classes_of(setting)
     slowdown = hardware.slowdown("overhead", sharing(setting.devices, hardware))
@@ -126,7 +131,7 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
 def _exposed(
     own: PassSeconds, moves: StageTransfers, backward: bool, machine: Machine, slowdown: float
 ) -> tuple[SecondsByPart, float]:
-    """A pass with the transfers that computes do not hide, and the compute seconds still free."""
+    """Return a pass with its exposed transfers, and the compute seconds that hide nothing yet."""
     software, curves = machine.software, machine.curves
     compute = own.compute + slowdown * (curves.overhead_per_action + moves.overhead_seconds)
     data, offload, free = moves.gather_seconds, moves.fetch_seconds, own.free
@@ -150,12 +155,13 @@ def _once(
     once: OncePerStep, ahead: float, but_last: float, behind: float, machine: Machine,
     slowdown: float,
 ) -> tuple[SecondsByPart, SecondsByPart, float, SecondsByPart]:  # fmt: skip
-    """Seconds of a coordinate's work once a step: before, after its last backward, and after all.
+    """Return the `before`, `reduce`, `hideable` and `after` of ActionCosts for a coordinate.
 
-    The third value is what a wait hides of the reduction. `ahead`, `but_last`, `behind`: free
-    compute seconds of the first forwards, of those without the last stage, and of the last
-    backwards. A GATHER goes a window ahead, except where a device is the program's own cores. The
-    search needs that ZeRO-3 is not faster than ZeRO-1 with its one message.
+    - `ahead`: free compute seconds of the first forwards; `but_last`: without the last stage's.
+    - `behind`: free compute seconds of the last backwards.
+
+    A GATHER is issued one window ahead, unless the device is the program's own cores. The search
+    relies on ZeRO-3 not being faster than ZeRO-1, which gathers all weights in one message.
     """
     software, curves = machine.software, machine.curves
     reduce, first, last = once.reduce_seconds, once.gather_before_seconds, once.gather_after_seconds
@@ -163,7 +169,7 @@ def _once(
     if software.overlaps_reduction:
         hideable = curves.overlap * reduce - (hidden := min(behind, curves.overlap * reduce))
         reduce -= hidden
-    if software.overlaps_gather:  # what comes first is waited for, the rest comes behind it
+    if software.overlaps_gather:  # the first weights are exposed, the others come behind computes
         first -= min(ahead, curves.overlap * first)
         last -= min(ahead, curves.overlap * last)
     elif machine.hardware.cores is None:
@@ -184,9 +190,11 @@ def _once(
 def _sends(
     layout: StageClasses, num_bytes: int, tp: int, stride: int, split: bool, machine: Machine
 ) -> SendSeconds:
-    """Return the seconds to send `num_bytes`, before any cut, between all stages.
+    """Return the seconds of the sends between all stages.
 
-    `stride`: devices of a pipeline coordinate. `split`: whether sequence parallelism cuts them.
+    - `num_bytes`: of a message before it is split.
+    - `stride`: devices of a pipeline coordinate.
+    - `split`: True if sequence parallelism splits the message over the tp ranks.
     """
     hardware, curves = machine.hardware, machine.curves
     devices, gather = stride * layout.pp, 0.0
@@ -203,5 +211,5 @@ def _sends(
             leaves = crosses(stride, here, there, devices, hardware)
             message = send_seconds(num_bytes, leaves, hardware, curves)
             seen = 1 - curves.overlap if machine.software.overlaps_sends else 1.0
-            seconds.append(seen * message + gather)  # it comes in the receiver's program
+            seconds.append(seen * message + gather)  # the receiver gathers inside its own program
     return SendSeconds(tuple(seconds), tuple(accumulate(seconds, initial=0.0)))

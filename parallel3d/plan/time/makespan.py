@@ -1,7 +1,7 @@
-"""The time at which each coordinate ends its step, as `simulate` has it, without all spans.
+"""The time at which each coordinate ends its step, as in `simulate`, without computing all spans.
 
-All computes but the first and the last repeat earlier ones, so a long list is timed by two short
-lists of the same schedule, and extended from there in equal steps.
+A schedule's middle part repeats. So a long schedule is timed by simulating two short ones and
+extrapolating their difference.
 """
 
 from collections.abc import Callable
@@ -12,17 +12,18 @@ from typing import NamedTuple
 from parallel3d.schedule.schedule import Action, Op, sequence
 from parallel3d.schedule.schedules import load
 
-SHORT = 32  # microbatches after which a pipeline of any depth has settled, but see `counts`
+SHORT = 32  # microbatches after which a pipeline has settled, rounded up by `counts`
 
 
 @dataclass(eq=False)
 class Steps:
-    """A schedule's sequence as numbers.
+    """A schedule's sequence of actions as numbers.
 
-    `priced`: one action of each op and stage; a place in it stands for its cost. `rows`: of each
-    compute (place of its cost, coordinate, -1, place of the receive that it waits for or 0, whether
-    it follows another of the coordinate's last backwards); of each send (place of its cost,
-    coordinate, peer, channel, place of its receive).
+    - `priced`: one action of each op and stage. Its index is the index of the cost.
+    - `rows`: one row per compute and send.
+      Compute: (cost, coordinate, -1, the receive that it waits for or 0, 1 if it follows another of
+      the coordinate's last backwards).
+      Send: (cost, coordinate, peer, channel, its receive).
     """
 
     pp: int
@@ -33,16 +34,16 @@ class Steps:
 
 
 class CoordinateEnd(NamedTuple):
-    """The time of a coordinate's last compute, and how long its `last_passes` backwards waited."""
+    """The end of a coordinate's last compute, and how long its `last_passes` backwards waited."""
 
     seconds: float
     waited: float
 
 
 def last_passes(pp: int, num_microbatches: int, stages_per_rank: int) -> int:
-    """Number of a stage's first, or last, microbatches that can hide work done once a step.
+    """Return how many of a stage's first, or last, microbatches can hide work done once per step.
 
-    An interleaved schedule takes them pp at a time (arXiv:2104.04473, section 2.2).
+    Interleaved schedules run pp microbatches at a time (arXiv:2104.04473, section 2.2).
     """
     return min(pp, num_microbatches) if stages_per_rank > 1 else 1
 
@@ -51,7 +52,7 @@ def ends(
     name: str, pp: int, num_microbatches: int, stages_per_rank: int,
     cost: Callable[[Action], float], sends: bool = True,
 ) -> list[CoordinateEnd]:  # fmt: skip
-    """The end of each coordinate's step; `cost` is the same for all microbatches."""
+    """Return the end of each coordinate's step; `cost` is the same for all microbatches."""
     fewer, more = counts(pp, num_microbatches)
     last = _ends(steps_of(name, pp, more, stages_per_rank), cost, sends)
     if more == num_microbatches:
@@ -64,9 +65,10 @@ def ends(
 
 
 def counts(pp: int, num_microbatches: int) -> tuple[int, int]:
-    """Two numbers of microbatches, a round apart, from which the time of all is extrapolated.
+    """Return two numbers of microbatches, from whose times the time of all is extrapolated.
 
-    A round is a multiple of the ranks; few microbatches are simulated all (both numbers).
+    They differ by a multiple of the ranks. If there are few microbatches, both are their number:
+    all are simulated.
     """
     round_ = pp * -(-SHORT // pp)
     fewer = round_ + num_microbatches % round_
@@ -76,7 +78,7 @@ def counts(pp: int, num_microbatches: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def steps_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int) -> Steps:
-    """The named schedule's sequence, from which `add_communication` cuts each rank's program."""
+    """Return the sequence of the named schedule, which `add_communication` splits by rank."""
     schedule = load(name).schedule(pp, num_microbatches, stages_per_rank)
     homes = schedule.pp_coord_of_stage
     window = stages_per_rank * last_passes(pp, num_microbatches, stages_per_rank)

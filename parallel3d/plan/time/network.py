@@ -10,7 +10,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 class RankGroup(NamedTuple):
-    """A group of communicating ranks: its size, and how many of them share a node."""
+    """A group of communicating ranks: its size, and the number that share a node."""
 
     ranks: int
     per_node: int
@@ -22,9 +22,9 @@ class RankGroup(NamedTuple):
 
 
 def group_of(ranks: int, stride: int, devices: int, hardware: Hardware) -> RankGroup:
-    """The group of every `stride`-th device in a mesh of `devices` consecutive devices.
+    """Return the group of every `stride`-th device in a mesh of `devices` consecutive devices.
 
-    Of groups that lie unevenly on the nodes, the one with fewest members in a node counts.
+    If groups are spread unevenly over nodes, the one with the fewest members per node counts.
     """
     node = sharing(devices, hardware)
     if ranks == 1 or devices == node or node % (ranks * stride) == 0:
@@ -33,7 +33,7 @@ def group_of(ranks: int, stride: int, devices: int, hardware: Hardware) -> RankG
 
 
 def crosses(stride: int, here: int, there: int, devices: int, hardware: Hardware) -> bool:
-    """Whether any message between two coordinates of `stride` devices each leaves its node."""
+    """Return True if any message between two coordinates of `stride` devices leaves its node."""
     node = sharing(devices, hardware)
     if devices == node:
         return False
@@ -42,12 +42,12 @@ def crosses(stride: int, here: int, there: int, devices: int, hardware: Hardware
 
 
 def node_size(hardware: Hardware) -> int | None:
-    """Devices of a node; None where all devices are in one."""
+    """Return the devices of a node; None if all devices are in one node."""
     return int(hardware.devices_per_node.value) if hardware.devices_per_node else None
 
 
 def sharing(devices: int, hardware: Hardware) -> int:
-    """Return how many devices of a mesh share a node, equally many on each; over half of it."""
+    """Return how many devices of a mesh share a node: equally many on each, over half a node."""
     node = node_size(hardware)
     if node is None or devices <= node:
         return devices
@@ -58,11 +58,15 @@ def collective_seconds(
     kind: Kind, num_bytes: float, ranks: int, ranks_per_node: int, hardware: Hardware,
     curves: Curves, sharers: int = 1, one_ring: bool = False,
 ) -> float:  # fmt: skip
-    """Seconds of one collective; `num_bytes` of the whole (gathered) tensor.
+    """Return the seconds of one collective.
 
     In a ring of n ranks each sends (n-1)/n of the bytes, twice in an all-reduce (arXiv:1910.02054,
-    section 7.1). Across nodes NCCL runs a ring for each of a node's r members, each over its own
-    network interface. `sharers`: ranks that share a device's network. `one_ring`: one ring alone.
+    section 7.1). Across nodes NCCL runs one ring per member of a node, each over its own network
+    interface.
+
+    - `num_bytes`: of the gathered tensor.
+    - `sharers`: ranks that share a device's network.
+    - `one_ring`: True if there is only one ring.
     """
     if ranks == 1 or num_bytes == 0:
         return 0.0
@@ -81,7 +85,7 @@ def collective_seconds(
         crowd = 1 + curves.congestion * log2(nodes)
         seconds = max(seconds, moved / rate * crowd)
         ring = waiting + (nodes if nodes < ranks else ranks - 1) * network.latency.value
-        # A tree is up and down again as deep as the nodes double; the node's ring feeds it.
+        # A tree over the nodes has log2(nodes) levels; each node's ring feeds it.
         inside = (ranks_per_node - 1) * _link(hardware).latency.value if ranks_per_node > 1 else 0.0
         tree = inside + log2(nodes) * network.latency.value
         waiting = min(ring, tree) if kind == "all_reduce" else ring
@@ -89,19 +93,19 @@ def collective_seconds(
 
 
 def send_seconds(num_bytes: float, crosses: bool, hardware: Hardware, curves: Curves) -> float:
-    """Seconds of a message between two devices; `crosses`: whether it leaves the node."""
+    """Return the seconds of a message between two devices; `crosses`: it leaves the node."""
     channel = _network(hardware) if crosses else _link(hardware)
     share = curves.network if crosses else curves.link
     return curves.latency * channel.latency.value + num_bytes / (channel.bandwidth.value * share)
 
 
 def _link(hardware: Hardware) -> Link:
-    problem = "nothing is known of the link between devices"
+    problem = "the link between devices is not described"
     return hardware.link or refuse(hardware, problem, "`link`", "plan for one device")
 
 
 def _network(hardware: Hardware) -> Link:
     size = node_size(hardware)
     instead = f"plan for at most {size} devices" if size else "plan for one node"
-    problem = "nothing is known of the network between nodes"
+    problem = "the network between nodes is not described"
     return hardware.network or refuse(hardware, problem, "`network`", instead)

@@ -1,7 +1,7 @@
-"""Seconds of a matrix product, of attention and of memory-bound work on one device.
+"""Seconds of matrix products, attention and memory-bound work on one device.
 
-A roofline: an operator takes the longer of its FLOPs and its bytes, at an efficiency by size
-(`Curves`), and the time of its launch.
+A roofline model: an operator takes the longer of the times of its FLOPs and of its bytes, at an
+efficiency that depends on its size (`Curves`), plus the time of its launch.
 """
 
 import json
@@ -20,91 +20,90 @@ from parallel3d.plan.setting import BYTES, Precision, Software
 
 @dataclass(frozen=True)
 class Curves:
-    """Fraction of the hardware's figures that programs reach, and their overheads in seconds.
+    """The fraction of each hardware figure that programs reach, and overheads in seconds.
 
-    One set holds for all devices and programs, fitted on published runs (curves.json, which
-    benchmarks/fit_curves.py writes; docs/planner/validation.md has its output); a machine on which
-    `launch/plan.py --calibrate` ran has its own.
+    One set, fitted on published runs, serves all devices and programs. benchmarks/fit_curves.py
+    writes it to curves.json; docs/planner/validation.md shows its output. A machine that was
+    measured with `parallel3d plan --calibrate` has its own set.
     """
 
     datasheet: float = 0.82
-    """The highest measured FLOP/s of a product as a fraction of the data sheet's, where no
-    measurement is known."""
+    """The highest FLOP/s of a matrix product over the data sheet's peak, if it is not measured."""
     matmul: float = 0.9
-    """Fraction of the highest measured FLOP/s that an endlessly large product reaches."""
+    """Fraction of the highest measured FLOP/s that a very large product reaches."""
     wave: float = 1.2e6
-    """Elements of the output whose time is lost at the end of a product: devices compute tiles in
-    waves, the last of which is not full."""
+    """Output elements whose time is lost at the end of a product: devices compute tiles in waves,
+    and the last wave is not full."""
     depth: float = 100.0
     """Inner size (k) of a product that costs as much as starting its tiles."""
     fp8: float = 0.85
-    """Part that products in fp8 have of what the data sheet gives fp8 over bf16."""
+    """Fraction of the data sheet's speedup of fp8 over bf16 that products reach."""
     flash: float = 0.6
     """Fraction of the highest product rate that flash attention reaches with large heads."""
     flash_head: float = 32.0
-    """Head size with which flash attention reaches half of that."""
+    """Head size at which flash attention reaches half of `flash`."""
     flash_backward: float = 0.85
-    """The rate of its backward pass as a fraction of its forward's."""
+    """Rate of flash attention's backward over that of its forward."""
     ported: float = 0.65
-    """The rate of an attention kernel for older chips as a fraction of one written for the chip."""
+    """Rate of an attention kernel for older chips over that of a kernel written for the chip."""
     traffic: float = 0.75
     """Fraction of the memory bandwidth that memory-bound operators reach."""
     fused: float = 0.5
-    """Part of their traffic that is left where the program fuses those that follow one another."""
+    """Fraction of their traffic that remains if the program fuses consecutive ones."""
     optimizer: float = 0.75
     """Fraction of the memory bandwidth that the device's optimizer reaches."""
     link: float = 0.75
     """Fraction of a link's bandwidth inside a node that collectives reach."""
     network: float = 0.75
-    """Fraction of the network's bandwidth that they reach between two nodes."""
+    """Fraction of the network's bandwidth that collectives reach between two nodes."""
     congestion: float = 0.03
-    """Time that each doubling of the number of nodes adds to the network's, as a fraction."""
+    """Relative increase of the network's time with each doubling of the number of nodes."""
     latency: float = 1.0
-    """Factor of the latencies in the description of the hardware."""
+    """Factor on the latencies in the description of the hardware."""
     overlap: float = 0.7
-    """Part of a transfer that costs nothing where it runs behind computes that last longer."""
+    """Fraction of a transfer that is hidden if it overlaps with longer computes."""
     tensor_overlap: float = 0.7
-    """Part of a tensor-parallel collective that costs nothing behind matrix products."""
+    """Fraction of a tensor-parallel collective that matrix products hide."""
     host: float = 0.8
     """Fraction of the bandwidth to host and NVMe that offload reaches."""
     overhead_per_operator: float = 6e-6
-    """Seconds that each operator takes to start."""
+    """Seconds to start an operator."""
     overhead_per_collective: float = 1e-5
-    """Seconds that the ranks of a collective take to meet."""
+    """Seconds to synchronise the ranks of a collective."""
     overhead_per_layer: float = 4.2e-4
-    """Seconds of the program in each layer, in each forward; twice that in a backward (0.33 ms was
-    measured for eager PyTorch at toy sizes, without the launches of kernels). A device of its own
-    computes meanwhile, so that there the longer of both counts."""
+    """Host seconds per layer and forward; a backward takes twice as long (eager PyTorch at toy
+    sizes was measured at 0.33 ms, without kernel launches). A separate device computes meanwhile,
+    so the longer of host and device counts there."""
     overhead_per_action: float = 1e-4
-    """Seconds of the program in each forward or backward of a stage."""
+    """Host seconds per forward or backward of a stage."""
     overhead_per_gather: float = 1e-5
-    """Seconds of the program for each parameter that ZeRO-3 gathers or reduces."""
+    """Host seconds per parameter that ZeRO-3 gathers or reduces."""
     overhead_per_message: float = 0.0
-    """The same, more, where the parameter's shards are on several ranks: between processes on
-    cores, where ranks meet slowly; a device's own network hides it."""
+    """Additional host seconds if the parameter's shards are on several ranks. Only between
+    processes on cores, which synchronise slowly; a device's network hides it."""
     overhead_per_param: float = 1e-6
-    """Seconds of the program for each parameter once a step."""
+    """Host seconds per parameter and step."""
     overhead_per_step: float = 5e-3
-    """Seconds of the program once a step."""
+    """Host seconds per step."""
 
 
 FILE = Path(__file__).with_name("curves.json")
-# Fractions that no device passes. Calibrated ones of a CPU's work can: what is in its caches is
-# faster than the memory that it was measured against.
+# Fractions that cannot exceed 1. Others can on a CPU, whose caches are faster than the memory that
+# they are compared with.
 _FRACTIONS = frozenset({"datasheet", "fp8", "ported", "fused", "network", "host"})
 _MAY_BE_0 = frozenset({"overlap", "tensor_overlap", "congestion"})  # and every overhead
 _MOST = dict.fromkeys((*_FRACTIONS, "overlap", "tensor_overlap"), 1.0)
-_MOST_OF_ALL = 1e12  # a size in elements, say; beyond it sums overflow
+_MOST_OF_ALL = 1e12  # larger values (of a size in elements, for example) would overflow sums
 
 
 @lru_cache(maxsize=1)
 def fitted() -> Curves:
-    """Return the curves fitted on all published runs, with which the planner plans."""
+    """Return the curves fitted on all published runs, the planner's default."""
     return Curves(**json.loads(FILE.read_text(encoding="utf-8"))["all"]["curves"])
 
 
 def curves_for(hardware: Hardware) -> Curves:
-    """Return this machine's own curves, else the fitted ones; ConfigError for impossible ones."""
+    """Return the hardware's own curves, else the fitted ones; ConfigError for invalid ones."""
     if problems := [p for item in (hardware.curves or {}).items() if (p := _problem(*item))]:
         raise Problems(problems, f"the hardware {hardware.name}")
     return Curves(**hardware.curves) if hardware.curves else fitted()
@@ -115,7 +114,7 @@ def _problem(name: str, value: float) -> Problem | None:
     if name not in known:
         near = get_close_matches(name, known, n=1)
         remedy = f'the nearest one is "{near[0]}"' if near else f"use {', '.join(known)}"
-        return Problem(path, value, "is no curve", remedy)
+        return Problem(path, value, "is not a curve", remedy)
     least = "at least 0" if name in _MAY_BE_0 or name.startswith("overhead") else "above 0"
     most = _MOST.get(name, _MOST_OF_ALL)
     if (value > 0 or (least == "at least 0" and value == 0)) and value <= most:
@@ -139,25 +138,25 @@ def machine_of(hardware: Hardware, software: Software, curves: Curves) -> Machin
     """Return the machine of this hardware, software and curves; equal ones are one object."""
     if len(_machines) > 4096:  # a fit tries thousands of curves
         _machines.clear()
-    # It holds on to the hardware, so that its id is not given to another.
+    # Machine keeps the hardware alive, so that no other object can get its id.
     return _machines.setdefault(
         (id(hardware), software, curves), Machine(hardware, software, curves)
     )
 
 
-KERNELS = 8  # memory-bound operators of a layer, of which each must start
-# Times that attention scores pass to or from memory besides the products that write or read them:
-# masked softmax reads and writes, dropout reads and writes (and a mask of one byte).
+KERNELS = 8  # memory-bound operators of a layer
+# Reads and writes of the attention scores in memory, apart from the products: masked softmax reads
+# and writes them, dropout reads and writes them (with a mask of one byte).
 SCORE_PASSES = 4.5
-SCORE_PASSES_BACKWARD = 5.5  # dropout as forward, softmax reads two and writes one
-FLASH_BACKWARD_FLOPS = 2.5  # five products for two: arXiv:2307.08691, section 4.1
+SCORE_PASSES_BACKWARD = 5.5  # dropout as in the forward; softmax reads two and writes one
+FLASH_BACKWARD_FLOPS = 2.5  # five products instead of two: arXiv:2307.08691, section 4.1
 
 
 def matmul_flops(hardware: Hardware, precision: Precision, curves: Curves) -> float:
-    """The highest FLOP/s of a matrix product: measured, or a fraction of the data sheet's.
+    """Return the highest FLOP/s of a matrix product: measured, or a fraction of the data sheet's.
 
-    bf16 and fp16 stand in for each other; fp8 is bf16 times the data sheet's ratio of the two.
-    Raises ConfigError where nothing is known.
+    A missing bf16 or fp16 figure is replaced by the other's. fp8 is bf16 times the data sheet's
+    ratio of the two. Raises ConfigError if no figure is known.
     """
     if precision == "fp8" and (eight := hardware.peak("fp8")) and (full := hardware.peak("bf16")):
         return matmul_flops(hardware, "bf16", curves) * eight / full * curves.fp8
@@ -176,9 +175,9 @@ def matmul_flops(hardware: Hardware, precision: Precision, curves: Curves) -> fl
 def matmul_seconds(
     product: MatMul, precision: Precision, hardware: Hardware, curves: Curves
 ) -> float:
-    """Seconds of a matrix product: of its FLOPs, or of its bytes if these take longer.
+    """Return the seconds of a matrix product: the longer of its FLOPs and its bytes.
 
-    The last wave of tiles, which is not full, and the start of each tile are added.
+    The FLOPs include the partial last wave of tiles and the start of each tile.
     """
     m, k, n, batch = product
     flops = product.flops * (1 + curves.wave / (m * n * batch)) * (1 + curves.depth / k)
@@ -189,7 +188,7 @@ def matmul_seconds(
 
 
 def backward_products(product: MatMul) -> tuple[MatMul, MatMul]:
-    """The two products of a product's backward: the gradients of its input and its weight."""
+    """Return the two products of a product's backward: gradients of its input and its weight."""
     m, k, n, batch = product
     return MatMul(m, n, k, batch), MatMul(k, m, n, batch)
 
@@ -198,10 +197,10 @@ def attention_seconds(
     attention: Attention, precision: Precision, hardware: Hardware, curves: Curves,
     software: Software, backward: bool = False,
 ) -> float:  # fmt: skip
-    """Seconds of softmax attention by the kernel that `software` has.
+    """Return the seconds of softmax attention with the kernel of `software`.
 
-    "flash": FLOPs at a rate of its own, half of them where the kernel leaves out what the causal
-    mask hides. "classic": two batched products, and the scores to and from memory.
+    - "flash": FLOPs at a rate of their own; half of them if the kernel skips the masked half.
+    - "classic": two batched products, and traffic of the scores.
     """
     half: Precision = "bf16" if precision == "fp8" else precision  # scores are not in fp8
     batch, heads, _, seq, size = attention
@@ -226,7 +225,7 @@ def attention_seconds(
 def traffic_seconds(
     elements: int, precision: Precision, hardware: Hardware, curves: Curves
 ) -> float:
-    """Seconds of memory-bound operators that read and write `elements` elements in all."""
+    """Return the seconds of memory-bound operators that read and write `elements` in total."""
     return elements * BYTES[precision] / (bandwidth_of(hardware) * curves.traffic)
 
 
@@ -242,7 +241,7 @@ def work_seconds(
     work: Work, precision: Precision, hardware: Hardware, curves: Curves, software: Software,
     devices: int = 1, backward: bool = False,
 ) -> WorkSeconds:  # fmt: skip
-    """Seconds of a Work, or of its backward; `devices`: how many of them share the machine."""
+    """Return the seconds of a Work or of its backward; `devices` of them share the machine."""
     products: tuple[MatMul, ...] = work.matmuls
     if backward:
         products = tuple(p for product in products for p in backward_products(product))
@@ -254,7 +253,7 @@ def work_seconds(
         )
     if work.traffic:
         traffic = KERNELS * curves.overhead_per_operator
-        # The loss was seldom fused: its fp32 copies of the logits pass memory one by one.
+        # Few programs fuse the loss: each of its fp32 copies of the logits goes through memory.
         left = curves.fused if software.fused and work.attention else 1.0
         traffic += left * traffic_seconds(work.traffic, precision, hardware, curves)
         traffic *= 2 if backward else 1
@@ -266,10 +265,10 @@ def work_seconds(
 
 
 def bandwidth_of(hardware: Hardware) -> float:
-    """Bytes a second of a device's memory; raises ConfigError where they are not known."""
+    """Return a device's memory bandwidth in bytes per second; ConfigError if it is unknown."""
     known = hardware.memory_bandwidth
     key, instead = "memory_bandwidth", "plan for other hardware"
-    return (known or refuse(hardware, "its memory's speed is not known", key, instead)).value
+    return (known or refuse(hardware, "its memory bandwidth is not known", key, instead)).value
 
 
 def refuse(hardware: Hardware, problem: str, key: str, instead: str) -> NoReturn:

@@ -9,19 +9,19 @@ from parallel3d.plan.setting import BYTES, Precision, Setting
 from parallel3d.plan.time.network import collective_seconds, group_of, send_seconds, sharing
 from parallel3d.plan.time.operators import Machine, work_seconds
 
-# The program's time for a layer under full recomputation over that without: 2.8 ms to 1.3 ms, as
-# eager PyTorch takes for a GPT block of toy size on a CPU (2.07 and 0.75), with 5 us for each of
-# the 140 and 105 kernels that a GPU's program must launch besides.
+# Host time of a layer with full recomputation over that without, beyond the repeated forward.
+# Eager PyTorch takes 2.07 and 0.75 ms for a GPT block of toy size on a CPU; launching 140 and 105
+# kernels on a GPU adds 5 us each: 2.8 and 1.3 ms.
 CHECKPOINT = 1.6
-# That of a collective over a layer's forward: some five calls (copies, the collective, its wait)
-# of 10 us each.
+# Host time of a collective over that of a layer's forward: five calls (copies, the collective, its
+# wait) of 10 us each.
 COLLECTIVE = 0.12
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of a microbatch's pass: operators, and tensor-parallel collectives not hidden.
+    """Seconds of a microbatch's pass: operators, and exposed tensor-parallel collectives.
 
-    `free`: the operators' seconds that hide no collective or transfer yet.
+    `free`: seconds of operators that hide no collective or transfer yet.
     """
 
     compute: float = 0.0
@@ -29,11 +29,11 @@ class PassSeconds(NamedTuple):
     free: float = 0.0
 
     def plus(self, other: "PassSeconds", times: float) -> "PassSeconds":
-        """The sum of these seconds and `times` times the `other` ones."""
+        """Return the sum of these seconds and `times` times the `other` ones."""
         return PassSeconds(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-# Forward and backward (with recomputation) of each kind of layer or class of stages.
+# [kinds of layers or classes of stages]: forward, and backward with recomputation.
 Passes = tuple[tuple[PassSeconds, PassSeconds], ...]
 
 
@@ -86,8 +86,8 @@ def _layers(
 
 
 def _units(cost: LayerCost, share: float, machine: Machine) -> tuple[float, float]:
-    """Seconds of the host program in a forward, and a backward, over those of a plain forward."""
-    if machine.hardware.cores is not None:  # fitted to runs on this very machine
+    """Return the host time of a forward and of a backward, relative to that of a plain forward."""
+    if machine.hardware.cores is not None:  # the overhead was fitted on this machine
         return 1.0, 2 + share
     again = (*cost.backward_collectives, *cost.recomputed.collectives)
     wrapped = CHECKPOINT if share == 1 else 1.0
@@ -98,7 +98,7 @@ def _units(cost: LayerCost, share: float, machine: Machine) -> tuple[float, floa
 
 
 def _with_program(own: PassSeconds, program: float, machine: Machine) -> PassSeconds:
-    """A pass with the host program, which a device of its own runs beside, and cores do not."""
+    """Return a pass with its host time, which overlaps with a device but not with cores."""
     waits = program
     if machine.hardware.cores is None:
         waits = max(0.0, program - own.compute - own.tensor)
@@ -121,9 +121,9 @@ def _priced(
     hidden = 0.0
     if software.overlaps_tensor:
         hidden = min(seconds.matmuls, curves.tensor_overlap * tensor)
-    attention = seconds.attention * cp  # its queries meet the keys of all cp ranks
+    attention = seconds.attention * cp  # queries attend to the keys of all cp ranks
     if work.attention and cp > 1:
-        # Ring attention (arXiv:2310.01889) sends keys and values on behind the computes, and their
+        # Ring attention (arXiv:2310.01889) passes keys and values on behind the computes, and their
         # gradients in a backward.
         batch, _, kv_heads, seq, head_size = work.attention
         block = 2 * batch * kv_heads * seq * head_size * size

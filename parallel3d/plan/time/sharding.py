@@ -1,8 +1,8 @@
 """Seconds of ZeRO's collectives, of offload, and of the optimizer's update.
 
-Volumes are those of arXiv:1910.02054, section 7: an all-reduce of gradients without ZeRO; a
-reduce-scatter and an all-gather of new weights under ZeRO-1 and 2; under ZeRO-3 all-gathers for
-each pass, or once or twice a step.
+Volumes follow arXiv:1910.02054, section 7: an all-reduce of gradients without ZeRO; a
+reduce-scatter and an all-gather of new weights at ZeRO-1 and 2; all-gathers for each pass, or once
+or twice per step, at ZeRO-3.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from parallel3d.plan.time.operators import Machine, bandwidth_of, refuse
 
 
 class Sharding(NamedTuple):
-    """The fields of a setting that decide what its data-parallel ranks move and update."""
+    """The fields of a setting that determine what its data-parallel ranks move and update."""
 
     tp: int
     dp: int
@@ -31,14 +31,14 @@ class Sharding(NamedTuple):
     zero_stage: int
     reduces_once: bool
     gathers: tuple[int, ...]
-    """How often each of a coordinate's stages is gathered in a step; () where each pass does."""
+    """[stages of a coordinate]: gathers per step; () if every pass gathers."""
     offload_optimizer: Device
     offload_param: Device
     persistence: int
 
     @classmethod
     def of(cls, setting: Setting) -> "Sharding":
-        """The sharding of a setting."""
+        """Return the sharding of a setting."""
         return cls(
             setting.tp, setting.dp, setting.cp, setting.devices, setting.sequence_parallel,
             setting.precision, setting.zero_stage, setting.reduces_once,
@@ -58,12 +58,13 @@ def _gathers(setting: Setting) -> tuple[int, ...]:
 
 
 class StageTransfers(NamedTuple):
-    """Seconds of a stage's transfers per microbatch, or of one GATHER, before computes hide any.
+    """Seconds of a stage's transfers per microbatch, or of one GATHER, without overlap.
 
-    `gather`: of the stage's weights, in each forward and backward; `fetch`: of their shards from
-    the host; `overhead`: the host program's own, for each parameter, or layer of a GATHER.
-    `reduce`, `store`: of gradients in a backward, and of their shards to the host. `accumulate`:
-    adding them to those of other microbatches, which is no transfer.
+    - `gather`: the stage's weights, in each forward and backward.
+    - `fetch`: their shards, from the host.
+    - `overhead`: host time for each parameter, or for each layer of a GATHER.
+    - `reduce`: gradients, in a backward. `store`: their shards, to the host.
+    - `accumulate`: adding gradients to those of other microbatches, which is not a transfer.
     """
 
     gather_seconds: float
@@ -75,13 +76,18 @@ class StageTransfers(NamedTuple):
 
 
 class OncePerStep(NamedTuple):
-    """Seconds of a coordinate's transfers and updates that happen once a step.
+    """Seconds of a coordinate's transfers and updates that happen once per step.
 
-    `gather_before`: of the weights before the first forward, all of a step's where they stay
-    gathered; `gather_later`: its part that is sent for a window ahead; `gather_least`: of all
-    weights in one message, as ZeRO-1 has it; `gather_after`: of the new weights. `tensor`: sums of
-    partial gradients over the tp ranks; `tied`: of a tied weight's two. `program_before`: the host
-    program's own in the gathers before the first forward.
+    - `gather_before`, `fetch_before`: all GATHERs of the step, if weights stay gathered, and the
+      offloaded shards for them.
+    - `gather_later`: the part of them that is issued one window ahead.
+    - `gather_least`: all weights in one message, as at ZeRO-1.
+    - `gather_after`: the new weights.
+    - `program_before`: host time of all GATHERs.
+    - `reduce`: gradients.
+    - `tensor`: sums of partial gradients over the tp ranks.
+    - `tied`: the sum of a tied weight's two gradients.
+    - `optimizer`: the update. `offload`: what it moves to and from the host.
     """
 
     gather_before_seconds: float
@@ -101,7 +107,7 @@ Transfers = tuple[tuple[StageTransfers, ...], tuple[OncePerStep, ...]]
 
 
 def transfers_of(layout: StageClasses, setting: Setting, machine: Machine) -> Transfers:
-    """Return the transfers of each class of stages a microbatch, and of coordinates a step."""
+    """Return transfers per microbatch by class of stages, and per step by class of coordinates."""
     return _transfers(layout, Sharding.of(setting), machine)
 
 
@@ -115,7 +121,7 @@ def _transfers(layout: StageClasses, sharding: Sharding, machine: Machine) -> Tr
     return stages, coords
 
 
-class _Held:
+class _HeldWeights:
     """The weights of some layers on one tensor-parallel rank, and the seconds to move them."""
 
     def __init__(
@@ -132,7 +138,7 @@ class _Held:
     def collective(
         self, kind: Kind, num_bytes: float, group: RankGroup | None = None, one_ring: bool = False
     ) -> float:
-        """Return the seconds of a collective, of the data-parallel group if none is given."""
+        """Return the seconds of a collective, by default of the data-parallel group."""
         hardware, curves = self._machine.hardware, self._machine.curves
         ranks = group or self._replicas
         return collective_seconds(kind, num_bytes, *ranks, hardware, curves, one_ring=one_ring)
@@ -146,11 +152,11 @@ class _Held:
 
     @property
     def num_gathers(self) -> int:
-        """Collectives that gather the weights, one a layer that has any to gather."""
+        """Number of collectives that gather the weights: one per layer with sharded weights."""
         return sum(count for count, one in self._layers if one.gathered)
 
     def reduce(self) -> float:
-        """Return the seconds to reduce the gradients, which lie in one contiguous buffer."""
+        """Return the seconds to reduce the gradients, which are in one contiguous buffer."""
         kind: Kind = "reduce_scatter" if self._sharding.zero_stage else "all_reduce"
         moved = self.total.params * self._machine.software.reduction_bytes
         return self.collective(kind, moved, one_ring=self._one_ring)
@@ -158,25 +164,25 @@ class _Held:
 
 def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine) -> StageTransfers:
     software, curves = machine.software, machine.curves
-    mine = _Held(model, held, sharding, machine)
-    weights, replicas = mine.total, sharding.dp * sharding.cp
+    weights = _HeldWeights(model, held, sharding, machine)
+    sizes, replicas = weights.total, sharding.dp * sharding.cp
     size = BYTES[sharding.precision]
     gather = fetch = overhead = reduce = store = 0.0
-    kept: float = weights.params
+    num_accumulated: float = sizes.params
     if sharding.zero_stage == 3:
-        gather = mine.gather(size)
-        fetch = fetch_seconds(weights.params / replicas * size, sharding.offload_param, machine)
-        handled = weights.num_params - (0 if software.handles_small else weights.num_small)
+        gather = weights.gather(size)
+        fetch = fetch_seconds(sizes.params / replicas * size, sharding.offload_param, machine)
+        handled = sizes.num_params - (0 if software.handles_small else sizes.num_small)
         apart = curves.overhead_per_message if replicas > 1 else 0.0
-        overhead = mine.num_gathers if sharding.gathers else handled
+        overhead = weights.num_gathers if sharding.gathers else handled
         overhead *= curves.overhead_per_gather + apart
     if not sharding.reduces_once:
-        reduce = mine.reduce()
+        reduce = weights.reduce()
         if sharding.offload_optimizer != "none" and sharding.zero_stage >= 1:
-            store = to_host_seconds(weights.params / replicas * software.gradient_bytes, machine)
+            store = to_host_seconds(sizes.params / replicas * software.gradient_bytes, machine)
         if sharding.zero_stage >= 2:
-            kept /= replicas
-    added = _touch(2 * kept * software.gradient_bytes, sharding, machine, curves.traffic)
+            num_accumulated /= replicas
+    added = _touch(2 * num_accumulated * software.gradient_bytes, sharding, machine, curves.traffic)
     return StageTransfers(gather, fetch, overhead, reduce, store, added)
 
 
@@ -187,46 +193,46 @@ def _coord(
     model, software, curves = layout.model, machine.software, machine.curves
     hardware = machine.hardware
     held = tuple(sum(counts) for counts in zip(*(layout.stages[c] for c in classes), strict=True))
-    mine = _Held(model, held, sharding, machine)
-    weights, replicas = mine.total, sharding.dp * sharding.cp
+    weights = _HeldWeights(model, held, sharding, machine)
+    sizes, replicas = weights.total, sharding.dp * sharding.cp
     zero, size = sharding.zero_stage, BYTES[sharding.precision]
-    own = weights.params / (replicas if zero else 1)
+    own = sizes.params / (replicas if zero else 1)
     before = fetch = program = later = least = reduce = after = tensor = tied = 0.0
     for times, move in zip(sharding.gathers, moves, strict=False):
         later += times * move.gather_seconds - (0.0 if before else move.gather_seconds)
         before += times * move.gather_seconds
         program += times * move.overhead_seconds
         fetch += times * move.fetch_seconds
-    if sharding.gathers:  # what is too small to be cut comes once more after a step, together
-        least = mine.collective("all_gather", weights.params * size)
-        after = mine.collective("all_gather", weights.small * size)
+    if sharding.gathers:  # unsharded parameters are gathered once more after the update, together
+        least = weights.collective("all_gather", sizes.params * size)
+        after = weights.collective("all_gather", sizes.small * size)
     if sharding.reduces_once:
-        reduce = mine.reduce()
+        reduce = weights.reduce()
     if zero in (1, 2):
-        after = mine.collective("all_gather", weights.params * size)
+        after = weights.collective("all_gather", sizes.params * size)
     split = sharding.sequence_parallel
     partials = sum(
         count * partial(model, kind, sharding.tp, split) for kind, count in enumerate(held)
     )
     if partials:
         group = group_of(sharding.tp, 1, sharding.devices, hardware)
-        tensor = mine.collective("all_reduce", partials * software.gradient_bytes, group)
+        tensor = weights.collective("all_reduce", partials * software.gradient_bytes, group)
     if (elements := tied_elsewhere(model, held, sharding.tp)) > 0:
         in_one_node = sharing(sharding.devices, hardware) == sharding.devices
         pair = RankGroup(2, 2 if in_one_node else 1)
-        tied = mine.collective("all_reduce", elements * software.gradient_bytes, pair)
+        tied = weights.collective("all_reduce", elements * software.gradient_bytes, pair)
     devices = sharing(sharding.devices, hardware)
-    optimizer = weights.num_params * curves.overhead_per_param
+    optimizer = sizes.num_params * curves.overhead_per_param
     optimizer *= hardware.slowdown("overhead", devices)
     offload = 0.0
-    if sharding.reduces_once:  # all gradients are read, and written one behind the other
-        flat = 2 * weights.params * software.gradient_bytes
+    if sharding.reduces_once:  # all gradients are read, and written to one buffer
+        flat = 2 * sizes.params * software.gradient_bytes
         optimizer += _touch(flat, sharding, machine, curves.optimizer)
     if sharding.offload_optimizer == "none":
         if hardware.adam_params:
             adam = own / hardware.adam_params.value * hardware.slowdown("traffic", devices)
         else:
-            # Read and write the state, read the gradient (for its norm, too), write the weight.
+            # Read and write the state, read the gradient twice (for its norm), write the weight.
             touched = own * (2 * STATE_BYTES + 2 * software.gradient_bytes + size)
             adam = _touch(touched, sharding, machine, curves.optimizer)
         optimizer += adam
@@ -240,7 +246,7 @@ def _coord(
 
 
 def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float) -> float:
-    """Seconds to read or write `num_bytes` of device memory."""
+    """Return the seconds to read or write `num_bytes` of device memory."""
     slowdown = machine.hardware.slowdown("traffic", sharing(sharding.devices, machine.hardware))
     return num_bytes / (bandwidth_of(machine.hardware) * share) * slowdown
 
@@ -248,9 +254,9 @@ def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float)
 def update_seconds(
     elements: float, device: Device, moved_bytes: float, machine: Machine
 ) -> tuple[float, float]:
-    """Seconds of the CPU's Adam for `elements` elements, and of what it moves.
+    """Return the seconds of the CPU's Adam for `elements` elements, and of its transfers.
 
-    `moved_bytes`: of gradients and new weights. "nvme" reads and writes the state, too.
+    `moved_bytes`: of gradients and new weights. On "nvme" the state is read and written, too.
     """
     adam = elements / host_of(machine).adam_params.value
     moved = to_host_seconds(moved_bytes, machine)
@@ -262,7 +268,7 @@ def update_seconds(
 
 
 def fetch_seconds(num_bytes: float, device: Device, machine: Machine) -> float:
-    """Seconds until `num_bytes` of offloaded weights are on the device."""
+    """Return the seconds until `num_bytes` of offloaded weights are on the device."""
     if device == "none":
         return 0.0
     disk = nvme_seconds(num_bytes, machine, writes=False) if device == "nvme" else 0.0
@@ -270,15 +276,15 @@ def fetch_seconds(num_bytes: float, device: Device, machine: Machine) -> float:
 
 
 def to_host_seconds(num_bytes: float, machine: Machine) -> float:
-    """Seconds to move `num_bytes` between device and host, in either direction."""
+    """Return the seconds to move `num_bytes` between device and host, in either direction."""
     return num_bytes / (host_of(machine).device_bandwidth.value * machine.curves.host)
 
 
 def nvme_seconds(num_bytes: float, machine: Machine, writes: bool) -> float:
-    """Seconds to read `num_bytes` from NVMe, and also to write them if `writes`."""
+    """Return the seconds to read `num_bytes` from NVMe, and also to write them if `writes`."""
     host, keys = host_of(machine), "host.nvme_read and host.nvme_write"
     if host.nvme_read is None or host.nvme_write is None:
-        problem = "the speed of its NVMe is not known"
+        problem = "its NVMe speed is not known"
         refuse(machine.hardware, problem, keys, 'offload to "cpu"')
     seconds = num_bytes / host.nvme_read.value
     seconds += num_bytes / host.nvme_write.value if writes else 0.0
@@ -286,6 +292,6 @@ def nvme_seconds(num_bytes: float, machine: Machine, writes: bool) -> float:
 
 
 def host_of(machine: Machine) -> Host:
-    """The figures of the device's host; raises ConfigError where none are known."""
-    hardware, problem = machine.hardware, "nothing is known of its host"
+    """Return the figures of the device's host; ConfigError if they are unknown."""
+    hardware, problem = machine.hardware, "its host is not described"
     return hardware.host or refuse(hardware, problem, "`host`", "plan without offload")

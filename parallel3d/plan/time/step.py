@@ -1,4 +1,4 @@
-"""Seconds of a step: the schedule's own list, with each action at its cost."""
+"""Seconds of a step: the simulated schedule, with the cost of each action."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,10 +19,11 @@ TIMES = ("compute", "bubble", "tensor", "pipeline", "data", "offload", "optimize
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, and its parts by the names of TIMES, of the busiest pipeline coordinate.
+    """Seconds of a step, and their parts on the busiest pipeline coordinate.
 
-    "pipeline": seconds that sends between stages add. "bubble": all other waits. `bubble`: the idle
-    fraction of all coordinates, as schedule.bubble finds it.
+    - `parts`: by the names of TIMES. "pipeline": seconds that sends between stages add. "bubble":
+      all other waits.
+    - `bubble`: the idle fraction of all coordinates, defined as in schedule.bubble.
     """
 
     seconds: float
@@ -31,7 +32,10 @@ class StepTime:
 
 
 def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> StepTime:
-    """The time of a step; ConfigError for a schedule that cannot run, or a figure not known."""
+    """Return the time of a step.
+
+    Raises ConfigError if the schedule cannot run or the hardware lacks a figure.
+    """
     check(setting)
     costs = costs_of(setting, hardware, curves or curves_for(hardware))
     passes = _ends(setting, costs)
@@ -39,7 +43,7 @@ def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None
     pipeline -= (
         _step(costs, _ends(setting, costs, sends=False)) if any(costs.sends.seconds) else seconds
     )
-    # A long list goes on in equal steps from a short one, which can be off by some thousandths.
+    # The extrapolation of long schedules can fall some thousandths below the lower bound.
     seconds, pipeline = max(seconds, _bound(costs, setting)), max(0.0, pipeline)
     busiest = max(_busy(costs, setting.num_microbatches), key=sum)
     parts = {**busiest._asdict(), "pipeline": pipeline}
@@ -49,9 +53,9 @@ def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None
 
 
 def step_spans(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> Spans:
-    """The span of each action of the step, with what ZeRO gathers and reduces by the program.
+    """Return the span of each action of the step, with ZeRO's GATHERs and REDUCEs.
 
-    The optimizer is not in it. A coordinate's reductions are shared out evenly among its stages.
+    The optimizer is left out. A coordinate's reductions are divided evenly among its stages.
     """
     costs = costs_of(setting, hardware, curves or curves_for(hardware))
     sizes = setting.pp, setting.num_microbatches, setting.stages_per_rank
@@ -85,9 +89,9 @@ def _ends(setting: Setting, costs: ActionCosts, sends: bool = True) -> list[Coor
 
 
 def _step(costs: ActionCosts, ends: list[CoordinateEnd]) -> float:
-    """Seconds of a step, from the times at which the coordinates' last actions end.
+    """Return the seconds of a step, from the times at which the coordinates' last actions end.
 
-    No rank updates before all gradients exist. Waits between last backwards hide reductions.
+    No rank updates before all gradients exist. Waits between the last backwards hide reductions.
     """
     classes = costs.layout.coord_class_of
     begins = max(sum(parts) for parts in costs.before)
@@ -107,7 +111,7 @@ def _bubble(costs: ActionCosts, setting: Setting, passes: list[CoordinateEnd]) -
 
 
 def _busy(costs: ActionCosts, num_microbatches: int) -> list[SecondsByPart]:
-    """Seconds of each class of coordinates in a step, by kind of work."""
+    """Return the busy seconds of each class of coordinates in a step, by kind of work."""
     busy = []
     for i, classes in enumerate(costs.layout.coords):
         total = costs.before[i].plus(costs.reduce[i]).plus(costs.after[i])
@@ -118,12 +122,18 @@ def _busy(costs: ActionCosts, num_microbatches: int) -> list[SecondsByPart]:
 
 
 def lower_bound(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> float:
-    """Lower bound on the seconds of a step, never above `step_time`, found without its actions.
+    """Return a lower bound on the seconds of a step, without simulating its actions.
 
-    Each coordinate waits for the first microbatch, does its work, and the stages before it do
-    theirs. It holds no more microbatches at once than the schedule lets it, each for a whole way to
-    the last stage and back. No stage beats the fastest, whose bubble has a closed form. Where
-    backwards are split, nobody waits for the weights' half.
+    It is never above `step_time` and is the largest of:
+
+    - for each coordinate: the wait for the first microbatch, its own work, and the backwards of the
+      stages before it;
+    - for each coordinate: the time of a microbatch from its stage to the last one and back, times
+      the microbatches, over the number that the schedule keeps in flight;
+    - the step of a pipeline whose stages are all as fast as the fastest, whose bubble has a closed
+      form.
+
+    If backwards are split, other stages do not wait for the half that computes weight gradients.
     """
     return _bound(costs_of(setting, hardware, curves or curves_for(hardware)), setting)
 
@@ -137,7 +147,7 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
     sends = costs.sends.before
     way, around, back = both, both, 2
     if splits_backward(setting.schedule):
-        way = [f + (whole - f) / 2 for f, whole in zip(forward, both, strict=True)]
+        way = [f + (full - f) / 2 for f, full in zip(forward, both, strict=True)]
         around, back = forward, 1
     held = most_in_flight(setting.schedule, *sizes) if sends[-1] else ()
     reduced = 0.0
