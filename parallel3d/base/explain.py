@@ -16,7 +16,7 @@ from parallel3d.base.section import ABSENT, Choice, Problem, Problems, Section
 
 # Rule and remedy for each type of pydantic error; {..} are filled from pydantic's context.
 _WORDING = {
-    "int_type": ("must be an integer", "write digits only: no quotes, point or exponent"),
+    "int_type": ("must be an integer", "write a whole number without quotes, point or exponent"),
     "float_type": ("must be a number", "write a number without quotes"),
     "finite_number": ("must be finite", "write a finite number"),
     "bool_type": ("must be true or false", "write true or false without quotes"),
@@ -159,8 +159,9 @@ def _problems_of(
     elif value == "auto":
         auto_paths = [s.path for s in known() if '"auto"' in s.type + s.doc]
         allowed = ", ".join(dict.fromkeys([*root.autos, *auto_paths]))
-        remedy = f'write a value; "auto" is allowed for: {allowed}'
-        yield Problem(path, value, 'cannot be "auto"', remedy)
+        yield Problem(
+            path, value, 'cannot be "auto"', f'write a value; "auto" is allowed for: {allowed}'
+        )
     else:
         rule, remedy = _WORDING.get(detail["type"], (detail["msg"], "see --help"))
         shown = {name: _json_word(word) for name, word in words.items()}

@@ -1,4 +1,4 @@
-"""A quick check whether the Hugging Face hub can be reached, before libraries retry for a minute."""
+"""A quick check that the Hugging Face hub can be reached: its libraries retry for a minute."""
 
 import os
 import socket

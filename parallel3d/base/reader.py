@@ -85,7 +85,7 @@ def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     words = iter(overrides)
     for word in words:
         if not re.match(r"--\w", word):
-            raise ConfigError(f"unexpected argument {word!r}; write --dotted.path value")
+            raise ConfigError(f"{word!r}: unexpected argument; write --dotted.path value")
         path, equals, text = word[2:].partition("=")
         if not all(path.split(".")):
             raise ConfigError(f"--{path}: a name in the path is empty; write --dotted.path value")

@@ -35,7 +35,7 @@ class Column:
 
 
 def console(as_json: bool) -> Console:
-    """Return a command's console, as wide as the terminal or COLUMNS; standard error with --json."""
+    """Return a command's console, as wide as the terminal or COLUMNS; on stderr with --json."""
     out = Console(stderr=as_json, highlight=False, markup=False, soft_wrap=True)
     if not out.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         out.width = PIPED

@@ -52,7 +52,7 @@ def evaluation_config(
     mesh = _mesh_of(raw)
     apply_overrides(raw, overrides)
     overridden_axes = {axis for axis, size in _mesh_of(raw).items() if size != mesh.get(axis)}
-    _place(raw, launch.world_size, overridden_axes, is_theirs=file is None)
+    _place(raw, launch.world_size, overridden_axes, is_own_config=file is None)
     if samples is not None:
         reader.set_values(raw, [("parallel3d.train.evaluate_samples", str(samples))])
     config = RunConfig.from_dict(raw, file or str(checkpoint / STATE))
@@ -72,7 +72,9 @@ def _mesh_of(raw: dict[str, Any]) -> dict[str, Any]:
     return dict(mesh) if isinstance(mesh, dict) else {}
 
 
-def _place(raw: dict[str, Any], world_size: int, overridden_axes: set[str], is_own_config: bool) -> None:
+def _place(
+    raw: dict[str, Any], world_size: int, overridden_axes: set[str], is_own_config: bool
+) -> None:
     """Set the mesh of `raw` for `world_size` ranks, except `overridden_axes`."""
     mesh, block = _mesh_of(raw), raw.get("parallel3d")
     if not mesh or not isinstance(block, dict):
@@ -88,14 +90,18 @@ def _place(raw: dict[str, Any], world_size: int, overridden_axes: set[str], is_o
         changed = {"dp": "auto"}
     changed = {axis: size for axis, size in changed.items() if axis not in overridden_axes}
     block["mesh"] = mesh | changed
-    batch_sizes = [raw.get(n) for n in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
+    batch_sizes = [
+        raw.get(n) for n in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    ]
     if "dp" in changed and all(isinstance(number, int) for number in batch_sizes):
         raw.pop("train_batch_size", None)  # it may belong to another dp
 
 
 def _differing(trained: Any, evaluated: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield each differing model setting that can change results: name, trained, evaluated."""
-    trained_values, evaluated_values = (model.model_dump(mode="json") for model in (trained, evaluated))
+    trained_values, evaluated_values = (
+        model.model_dump(mode="json") for model in (trained, evaluated)
+    )
     for name in evaluated_values if trained.family == evaluated.family else ("family",):
         # Initialisation and dropout affect training only; the corpus decides what "auto" means.
         is_trainings = name in ("from_pretrained", "initializer_range") or name.endswith("_pdrop")

@@ -52,7 +52,9 @@ def ready(config: RunConfig, launch: Launch) -> RunConfig:
     return config.resolve(launch.world_size)
 
 
-def claim(requested: RunConfig, config: RunConfig, launch: Launch, say: Callable[[str], None]) -> Claim:
+def claim(
+    requested: RunConfig, config: RunConfig, launch: Launch, say: Callable[[str], None]
+) -> Claim:
     """Claim the folder in which a run resumes, or a new one; called on rank 0 of a launch.
 
     `requested` is the config as it was read, `config` the one resolved for the launched ranks.

@@ -26,8 +26,10 @@ _IN_WORDS = {
     BAD_INPUT: "bad config or input: do not retry",
     STOPPED: "stopped on request",
 }
-_LAUNCHERS = {"torchrun", "deepspeed", "accelerate", "srun"}
-_MODULES = {"torch.distributed.run", "deepspeed.launcher.runner", "deepspeed.launcher.launch"}
+_LAUNCHERS = {
+    *("torchrun", "deepspeed", "accelerate", "srun"),
+    *("torch.distributed.run", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
+}
 _SEEN = 2.0  # seconds that rank 0, which serves the store, waits for others to read a request
 _FLUSH = 3.0  # seconds to flush open files when another rank's fault ends this one
 
@@ -179,7 +181,6 @@ def _launches(line: list[str], program: list[str]) -> bool:
     """
     is_python = bool(line) and os.path.basename(line[0]).startswith("python")
     first = next((word for word in line[is_python:] if not word.startswith("-")), "")
-    if os.path.basename(first) not in _LAUNCHERS | _MODULES:
-        return False
     names = [*map(os.path.basename, line)]
-    return program[0] in line if len(program) == 1 else program in map(list, pairwise(names))
+    runs = program[0] in line if len(program) == 1 else program in map(list, pairwise(names))
+    return runs and os.path.basename(first) in _LAUNCHERS
