@@ -48,7 +48,7 @@ COMMANDS = [
     (("--svg", "row.svg"), "--svg = row.svg: no row is named to draw; add --explain 1"),
     (("--trace", "row.json"), "--trace = row.json: no row is named to draw"),
     (("--explain", "1", "--svg", "/"), '--svg = "/": is a folder; name a file in it'),
-    (("--explain", "1", "--svg", "/nowhere/a.svg"), "the folder '/nowhere' does not exist; create it"),
+    (("--explain", "1", "--svg", "/nowhere/a.svg"), "'/nowhere' does not exist; create it"),
     (("--explain", "1", "--trace", "/nowhere/a.json"), "--trace = \"/nowhere/a.json\": the folder"),
     (("--explain", "1", "--svg", ""), "--svg = \"\": is a folder"),
     (("--explain", "1", "--svg", "a\0b"), "name another file"),

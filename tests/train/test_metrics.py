@@ -163,7 +163,7 @@ def test_a_full_disk_keeps_the_lines_in_memory(tmp_path, monkeypatch):
     with closing(MetricsWriter(tmp_path, say=said.append)) as writer:
         for step in (1, 2, 3):
             writer.write(step_metrics(step))
-        assert len(said) == 1 and "No space left on device). Training goes on" in said[0]
+        assert len(said) == 1 and "No space left on device). Training continues" in said[0]
         room[0] = 10**6
         writer.write(step_metrics(4))
         assert len(said) == 2

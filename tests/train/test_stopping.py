@@ -134,7 +134,7 @@ def test_a_second_ctrl_c_interrupts(stop, monkeypatch):
     send(signal.SIGINT)
     stop._since -= 2.5  # so long ago
     send(signal.SIGTERM)  # this one repeats itself
-    with pytest.raises(TrainingError, match="second time"):
+    with pytest.raises(TrainingError, match="second Ctrl-C"):
         send(signal.SIGINT)
 
 

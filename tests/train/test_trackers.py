@@ -181,7 +181,7 @@ def test_a_package_that_is_not_there(tmp_path, monkeypatch):
     running.finish()
     assert len(said) == 3
     for text, package in zip(said, ("wandb", "comet_ml", "mlflow"), strict=True):
-        assert f"pip install {package}, or take it out" in text
+        assert f"pip install {package}, or remove it" in text
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
