@@ -1,1 +1,1 @@
-"""The commands, one file each: `python launch/NAME.py`, or `parallel3d NAME` once installed."""
+"""The commands, one file each: `python launch/NAME.py`, or `parallel3d NAME` if installed."""

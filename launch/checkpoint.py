@@ -1,7 +1,7 @@
-"""Look into checkpoints: `parallel3d checkpoint inspect PATH`, or `verify PATH`.
+"""Inspect or verify checkpoints: `parallel3d checkpoint inspect PATH`, or `verify PATH`.
 
-PATH is a checkpoint's folder, step-N, or that of a run: of several checkpoints, inspect shows the
-newest, and verify reads all. Nothing is changed.
+PATH is a checkpoint (a folder step-N) or a run's folder. If there are several checkpoints, inspect
+shows the newest, and verify reads all of them. Nothing is changed.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from rich.filesize import decimal
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, named
 
-SHOWN_FROM = 2**28  # bytes of a checkpoint whose checking shows its progress
+SHOWN_FROM = 2**28  # bytes of a checkpoint from which verifying it shows progress
 
 
 @named("checkpoint")
 def main() -> int:
-    """Run the command `checkpoint`: 0, 1 where something is damaged, 2 without a checkpoint."""
+    """Run the command `checkpoint`; return 1 if a checkpoint is damaged, 2 if there is none."""
     args = parse_args()
     console = terminal.console(args.json)
     if args.command == "verify":
@@ -31,28 +31,28 @@ def main() -> int:
 
 
 def inspect(args: argparse.Namespace, console: Console) -> int:
-    """Print what is in a checkpoint, or in the newest of a run."""
+    """Print the contents of a checkpoint, or of the newest of a run; return the exit code."""
     from parallel3d.checkpoint import describe
 
-    found = describe.describe(describe.find_checkpoints(args.path)[0])
+    description = describe.describe(describe.find_checkpoints(args.path)[0])
     if args.show_config:
-        print(json.dumps(found["config"], indent=2))
+        print(json.dumps(description["config"], indent=2))
     elif args.json:
-        print(json.dumps(found))
+        print(json.dumps(description))
     else:
-        describe.show(found, console)
+        describe.show(description, console)
     return DONE
 
 
 def verify_all(path: Path, as_json: bool, console: Console) -> int:
-    """Read every checkpoint that the path means to its end, and say of each whether it holds."""
+    """Read every checkpoint at `path` and print whether it is intact; return the exit code."""
     from parallel3d.checkpoint.describe import find_checkpoints, find_left_over
 
     bad: list[dict[str, Any]] = []
     for folder in find_checkpoints(path):
-        wrong, said = verify_one(folder)
+        wrong, summary = verify_one(folder)
         bad += [{"file": f"{folder.absolute().name}/{f}", "reason": reason} for f, reason in wrong]
-        console.print(_row(folder.absolute().name, f"{'DAMAGED' if wrong else 'ok':<10}{said}"))
+        console.print(_row(folder.absolute().name, f"{'DAMAGED' if wrong else 'ok':<10}{summary}"))
         for file, reason in wrong:
             console.print(_row("", f"{file}: {reason}"))
     rest = find_left_over(path)
@@ -69,7 +69,7 @@ def _row(name: str, text: str) -> str:
 
 
 def verify_one(folder: Path) -> tuple[list[Any], str]:
-    """The faults of a checkpoint, and how much was read in what time."""
+    """Return a checkpoint's damaged files with reasons, and a text: bytes read, seconds."""
     from parallel3d.checkpoint.manifest import verify
     from parallel3d.data.prepare_progress import shown_progress
 
@@ -88,21 +88,21 @@ def verify_one(folder: Path) -> tuple[list[Any], str]:
 
 
 def parse_args() -> argparse.Namespace:
-    """Read the command line of `checkpoint`."""
+    """Return the options of `checkpoint`."""
     parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text in (
-        ("inspect", "print what is in a checkpoint; of several the newest"),
-        ("verify", "read every byte and compare it with the manifest; of several all"),
+        ("inspect", "print the contents of a checkpoint (of a run's newest one)"),
+        ("verify", "read every byte and compare with the manifest (all checkpoints of a run)"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument("path", type=Path, help="a folder step-N, or a run's folder")
+        command.add_argument("path", type=Path, help="folder of a checkpoint (step-N) or of a run")
         command.add_json()
         if name == "inspect":
             shown = command.add_argument(
                 "--show-config", action="store_true", help="print the config of the run"
             )
-            command.add_alias(shown, "--config")  # elsewhere the file that trains
+            command.add_alias(shown, "--config")  # not documented: elsewhere it names a file
     return parser.parse_args()
 
 

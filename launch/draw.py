@@ -1,7 +1,7 @@
-"""Print a pipeline schedule: who runs what when, how long ranks idle, what they hold.
+"""Draw a pipeline schedule: what each rank runs when, its idle time, and its peak in flight.
 
-With --measured it draws a profiled step instead, and above it the same program simulated with the
-mean of what each stage's forwards and backwards took.
+With --measured, draw a profiled step instead, and above it the same program simulated with the mean
+durations of each stage's forwards and backwards.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from parallel3d.schedule.schedule import (
 from parallel3d.schedule.schedules import make_schedule, names
 from parallel3d.schedule.sharding import Weights
 
-MOST = 200_000  # forwards that can be drawn in some seconds
-Panels = list[tuple[str, Spans]]  # titles and what is drawn
+MOST = 200_000  # forwards that can be drawn within seconds
+Panels = list[tuple[str, Spans]]  # titles and timelines
 
 
 @named("draw")
 def main() -> int:
-    """Draw the schedule that the command line asks for; gives the exit code."""
+    """Run the command `draw`; return the exit code."""
     args = parse_args()
     schedule, panels = measured(args.measured) if args.measured else planned(args)
     _, spans = panels[-1]
@@ -49,15 +49,15 @@ def main() -> int:
             print(f"\n{title}")
         print(draw.text_grid(drawn))
         print(f"\nbubble          {bubble(drawn):.1%} of the time of all ranks")
-    print("peak in flight ", *peak_in_flight(schedule), "forwards that a rank holds at once")
+    print("peak in flight ", *peak_in_flight(schedule), "forwards held at once, by rank")
     if args.communication:
-        print("\nprograms, as they run")
+        print("\nprograms of the ranks")
         print(schedule.show())
     return DONE
 
 
 def planned(args: argparse.Namespace) -> tuple[Schedule, Panels]:
-    """The named schedule, simulated with a forward of 1, a backward of 2, a gather of 1."""
+    """Return the named schedule, simulated with costs forward 1, backward 2, gather 1."""
     schedule = make_schedule(args.schedule, args.pp, args.microbatches, args.stages_per_rank)
     title = f"{schedule.name}: {args.pp} ranks, {args.microbatches} microbatches"
     if args.weights:
@@ -67,14 +67,14 @@ def planned(args: argparse.Namespace) -> tuple[Schedule, Panels]:
 
 
 def measured(file: Path) -> tuple[Schedule, Panels]:
-    """The step in a run's profile/spans.json, as it was, and simulated with its own mean costs.
+    """Return the step in a run's profile/spans.json, simulated with its mean costs and measured.
 
-    Raises ConfigError for a file that cannot be read.
+    Raises ConfigError if the file cannot be read.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--measured {file}: {error}; name a run's profile/spans.json") from None
+        raise ConfigError(f"--measured {file}: {error}; use a run's profile/spans.json") from None
     schedule, spans = draw.spans_from_json(data)
     both = {"simulated": simulate(schedule, draw.mean_costs(spans)), "measured": spans}
     return schedule, [
@@ -84,7 +84,7 @@ def measured(file: Path) -> tuple[Schedule, Panels]:
 
 
 def report(schedule: Schedule, spans: Spans) -> dict[str, object]:
-    """The schedule as the object that --json prints."""
+    """Return the schedule as an object for --json."""
     return {
         "name": schedule.name,
         "num_microbatches": schedule.num_microbatches,
@@ -96,36 +96,38 @@ def report(schedule: Schedule, spans: Spans) -> dict[str, object]:
 
 
 def parse_args() -> argparse.Namespace:
-    """Read the command line of `draw`."""
+    """Return the options of `draw`."""
     parser = Parser(__doc__)
     parser.add_argument("--schedule", default="gpipe", metavar="NAME", help=", ".join(names()))
     parser.add_argument(
-        "--pp", type=whole_number(most=MOST), default=4, metavar="N", help="ranks of the pipeline"
+        "--pp", type=whole_number(most=MOST), default=4, metavar="N", help="pipeline ranks"
     )
     microbatches = parser.add_argument(
         "--microbatches", type=whole_number(most=MOST), default=8, metavar="N",
-        help="microbatches in one step",
+        help="microbatches per step",
     )  # fmt: skip
     parser.add_alias(microbatches, "--num-microbatches", "--num_microbatches")
     stages = parser.add_argument(
         "--stages-per-rank", type=whole_number(most=MOST), default=1, metavar="N",
-        help="for interleaved 2 or more, for v_shape 2")  # fmt: skip
+        help="stages on each rank: 2 or more for interleaved, 2 for v_shape")  # fmt: skip
     parser.add_alias(stages, "--stages_per_rank")
     parser.add_argument(
         "--weights", choices=get_args(Weights), help="show what ZeRO-3 gathers, holds and reduces"
     )
     parser.add_argument(
         "--measured", type=Path, metavar="FILE",
-        help="draw this spans.json of a profiled run (train.profile)",
+        help="draw the spans.json of a profiled run (see train.profile)",
     )  # fmt: skip
-    parser.add_argument("--communication", action="store_true", help="print sends and receives")
+    parser.add_argument(
+        "--communication", action="store_true", help="print the programs with sends and receives"
+    )
     parser.add_pictures("the timeline")
     parser.add_json()
     args = parser.parse_args()
     if args.pp * args.microbatches * args.stages_per_rank > MOST:
         parser.error(
-            f"--microbatches = {args.microbatches}: more than {MOST:,} forwards on all ranks; "
-            "use fewer of them, or of --pp or --stages-per-rank"
+            f"--microbatches = {args.microbatches}: the ranks have more than {MOST:,} forwards in "
+            "all; lower --microbatches, --pp or --stages-per-rank"
         )
     return args
 

@@ -1,7 +1,7 @@
-"""Evaluate a checkpoint: `parallel3d evaluate runs/first`, or under deepspeed or torchrun.
+"""Evaluate a checkpoint: `parallel3d evaluate runs/first`, also under deepspeed or torchrun.
 
-PATH is a run's folder, of which it takes the newest checkpoint, or that of a checkpoint, step-N.
-Without --config it is evaluated by its own: the held-out text and every validation set.
+PATH is a checkpoint (a folder step-N), or a run's folder for its newest checkpoint. Evaluates the
+held-out text and every validation set of the run's config, or of --config.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from parallel3d.train.stopping import StopRequest, end_with, join
 if TYPE_CHECKING:
     from parallel3d.data.evaluation_samples import SetLoss
 
-ALL = 10**12  # more samples than there are
-SHOWN = ("loss", "standard_error", "tokens", "perplexity", "bits_per_byte")  # of each set in JSON
+ALL = 10**12  # more samples than any set has
+SHOWN = ("loss", "standard_error", "tokens", "perplexity", "bits_per_byte")  # keys of a set in JSON
 
 
 def main() -> NoReturn:
-    """Run the command `evaluate`, and end with its exit code; the first rank alone speaks."""
+    """Run the command `evaluate`, and exit with its code; only rank 0 prints."""
     args, overrides = parse_args()
     end_with(lambda end, stop: evaluate(args, overrides, end.launch, stop))
 
@@ -33,15 +33,15 @@ def main() -> NoReturn:
 def evaluate(
     args: argparse.Namespace, overrides: list[str], launch: Launch, stop: StopRequest
 ) -> int:
-    """Evaluate, and print what it came to; return the exit code."""
-    # They load torch, for which a wrong path does not wait.
+    """Evaluate the checkpoint and print the losses; return the exit code."""
+    # These load torch, which is slow; invalid arguments have been refused before.
     from parallel3d.train.checkpoint_config import checkpoint_in, evaluation_config
 
     checkpoint = checkpoint_in(args.path)
-    asked = evaluation_config(
+    requested = evaluation_config(
         checkpoint, launch, file=args.config, overrides=overrides, samples=args.samples
     )
-    config = ready(asked, launch)
+    config = ready(requested, launch)
     from parallel3d.train.evaluate_checkpoint import evaluate as losses_of
 
     mesh = join(config, launch)
@@ -60,24 +60,24 @@ def evaluate(
 
 
 def numbers(loss: "SetLoss") -> dict[str, Any]:
-    """The numbers of an evaluated set for `--json`; null if not finite, or not known."""
-    found = loss.to_json() | {"perplexity": loss.perplexity}
-    return {k: x if (x := found[k]) is not None and math.isfinite(x) else None for k in SHOWN}
+    """Return the numbers of an evaluated set for `--json`; None if not finite or not known."""
+    fields = loss.to_json() | {"perplexity": loss.perplexity}
+    return {k: x if (x := fields[k]) is not None and math.isfinite(x) else None for k in SHOWN}
 
 
 def number_of_samples(text: str) -> int:
-    """Read "all", or a whole number."""
+    """Return the number of samples that a text means: a whole number, or "all"."""
     return ALL if text == "all" else whole_number()(text)
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """Read the command line of `evaluate`, and what it sets in the config."""
-    parser = Parser(__doc__, f"Every value of the config can be set by its path:\n\n{help_text()}")
-    parser.add_argument("path", type=Path, metavar="PATH", help="a run, or a checkpoint")
+    """Return the options of `evaluate`, and the rest of the command line: settings by path."""
+    parser = Parser(__doc__, f"Every setting of the config is also an option:\n\n{help_text()}")
+    parser.add_argument("path", type=Path, metavar="PATH", help="folder of a run or a checkpoint")
     parser.add_config(required=False)
     parser.add_argument(
         "--samples", type=number_of_samples, metavar="N",
-        help="of each set, or all (train.evaluate_samples of the config)",
+        help='samples of each set, or "all" (default: train.evaluate_samples of the config)',
     )  # fmt: skip
     parser.add_json()
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it

@@ -15,7 +15,7 @@ from parallel3d.train.claim import Claim, claim, ready
 from parallel3d.train.ending import command_to_go_on
 from parallel3d.train.stopping import StopRequest, end_with, join
 
-if TYPE_CHECKING:  # torch and DeepSpeed wait for a config that is right and a folder that is ours
+if TYPE_CHECKING:  # torch and DeepSpeed are loaded after the config and the folder are checked
     from parallel3d.mesh.mesh import Mesh
 
 
@@ -23,7 +23,7 @@ def train(
     config: RunConfig, mesh: "Mesh", claimed: Claim | None, stop: StopRequest, as_json: bool
 ) -> int:
     """Train from a valid config to the closing summary; return the exit code."""
-    # They load DeepSpeed, for which a config that is refused does not wait.
+    # These load DeepSpeed, which is slow; an invalid config has been refused before.
     from parallel3d.checkpoint.save import Saver
     from parallel3d.engine import EngineSettings
     from parallel3d.engine.selftest import self_test
@@ -69,17 +69,17 @@ def train(
 def run(
     args: argparse.Namespace, overrides: list[str], end: ending.Ending, stop: StopRequest
 ) -> int:
-    """Read the config, and train, or say what training would be; return the exit code."""
+    """Read the config, then train or do the dry run; return the exit code."""
     launch = end.launch
-    asked = RunConfig.from_json(args.config, overrides)
+    requested = RunConfig.from_json(args.config, overrides)
     if args.dry_run is not None:
         from parallel3d.train.dry_run import dry_run  # it loads the planner
 
-        return dry_run(asked, launch, devices=args.dry_run, as_json=args.json)
-    config = ready(asked, launch)
+        return dry_run(requested, launch, devices=args.dry_run, as_json=args.json)
+    config = ready(requested, launch)
     claimed = None
     if launch.rank == 0:
-        claimed = claim(asked, config, launch, ending.say)
+        claimed = claim(requested, config, launch, ending.say)
         end.at_end.append(claimed.release)
     mesh = join(config, launch)
     code = train(config, mesh, claimed, stop, args.json)
@@ -88,25 +88,27 @@ def run(
 
 
 def main() -> NoReturn:
-    """Run the command `train`, and end with its exit code; the first rank alone speaks."""
+    """Run the command `train`, and exit with its code; only rank 0 prints."""
     args, overrides = parse_args()
     end_with(partial(run, args, overrides))
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """Read the command line of `train`, and what it sets in the config."""
-    parser = Parser(__doc__, f"Every value of the config can be set by its path:\n\n{help_text()}")
+    """Return the options of `train`, and the rest of the command line: settings by their path."""
+    parser = Parser(__doc__, f"Every setting of the config is also an option:\n\n{help_text()}")
     parser.add_config()
     parser.add_json()
     parser.add_argument(
         "--dry-run", type=whole_number(0), nargs="?", const=0, metavar="DEVICES",
-        help="print mesh, memory, time and checkpoint of the startup, and train nothing",
+        help="print mesh, memory, time and checkpoint size without training",
     )  # fmt: skip
-    parser.add_argument("--devices", type=whole_number(), metavar="N", help="of a dry run")
+    parser.add_argument(
+        "--devices", type=whole_number(), metavar="N", help="number of devices for --dry-run"
+    )
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     args, overrides = parser.parse_known_args()
     if args.devices and args.dry_run is None:
-        parser.error(f"--devices = {args.devices}: is for a dry run; add --dry-run")
+        parser.error(f"--devices = {args.devices}: only works with --dry-run; add --dry-run")
     args.dry_run = args.devices or args.dry_run
     return args, overrides
 

@@ -1,8 +1,8 @@
-"""Prove a config on this machine: `parallel3d verify --config ds.json`.
+"""Verify a config on this machine's CPU: `parallel3d verify --config ds.json`.
 
-Every mesh trains the config's model in small, and is compared with one process of plain
-transformers: loss, gradient norm and weights. `python -m tests.museum` proves this check: it plants
-published silent bugs one at a time, each of which must be seen (docs/museum.md).
+Trains a small version of the config's model on several meshes, and compares loss, gradient norm and
+weights with one process of plain transformers. `python -m tests.museum` tests this check itself: it
+plants published silent bugs one at a time, and each must be detected (docs/museum.md).
 """
 
 import argparse
@@ -22,19 +22,19 @@ from parallel3d.plan.impossible import refuse_impossible
 
 @named("verify")
 def main() -> int:
-    """Run the command `verify`: 0 all equal, 1 a difference, 2 bad config."""
+    """Run the command `verify`; return 0 if all is equal, 1 for a difference, 2 for bad input."""
     args, overrides = parse_args()
-    # On the CPU, wherever it runs: a mesh of eight wants eight devices.
+    # Always on the CPU, because a mesh of eight ranks would need eight GPUs.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     console = terminal.console(args.json)
     if args.museum:
-        raise ConfigError("--museum: has moved; run `python -m tests.museum` in a checkout")
+        raise ConfigError("--museum: was removed; run `python -m tests.museum` in a checkout")
     if args.config is None:
         raise ConfigError("--config: is missing; add it")
     config = RunConfig.from_json(args.config, overrides)
     refuse_impossible(config, ranks_of(config))
     with TemporaryDirectory(prefix="parallel3d-verify-") as folder:
-        # Only now: torch and DeepSpeed wait for a config that is right.
+        # Imported late, because these load torch and DeepSpeed; an invalid config ends before.
         from parallel3d.verify.shrink import MESHES, parse_meshes
         from parallel3d.verify.table import verify
 
@@ -46,21 +46,22 @@ def main() -> int:
 
 
 def ranks_of(config: RunConfig) -> int:
-    """Number of ranks that the config's mesh names, "auto" counting as one on its axis."""
+    """Return the number of ranks of the config's mesh; "auto" counts as one on its axis."""
     sizes = () if config.is_planned else (config.mesh.pp, config.mesh.dp, config.mesh.tp)
     return math.prod(size for size in sizes if isinstance(size, int))
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """Read the command line of `verify`, and what is left of it: settings by their path."""
+    """Return the options of `verify`, and the rest of the command line: settings by their path."""
     parser = Parser(
-        __doc__, "Every value of the config can be set by its path: --zero_optimization.stage 1"
+        __doc__, "Every setting of the config is also an option: --zero_optimization.stage 1"
     )
     parser.add_config(required=False)
     parser.add_argument(
-        "--meshes", metavar="MESHES", help="pp x dp x tp, as in 1x1x1,2x2x2; else eight of them"
-    )
-    parser.add_argument("--museum", action="store_true", help=argparse.SUPPRESS)  # has moved
+        "--meshes", metavar="MESHES",
+        help="meshes as PPxDPxTP, such as 1x1x1,2x2x2 (default: eight meshes)",
+    )  # fmt: skip
+    parser.add_argument("--museum", action="store_true", help=argparse.SUPPRESS)  # was removed
     parser.add_json()
     return parser.parse_known_args()
 

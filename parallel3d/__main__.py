@@ -1,6 +1,6 @@
-"""The program `parallel3d`: `parallel3d train` is `launch/train.py`, and so on for each command.
+"""The program `parallel3d`: `parallel3d train` runs `launch/train.py`, and so on for each command.
 
-`python -m parallel3d`, `torchrun -m parallel3d` and `deepspeed --module parallel3d` start the same.
+`python -m parallel3d`, `torchrun -m parallel3d` and `deepspeed --module parallel3d` do the same.
 """
 
 import sys
@@ -11,22 +11,22 @@ from parallel3d.base.arguments import BAD_INPUT
 
 COMMANDS = {
     "train": "train a model",
-    "plan": "memory, speed and the best mesh of a run, before it is started",
-    "verify": "prove a config on this machine's CPU",
-    "draw": "show a pipeline schedule, or a measured step",
+    "plan": "predict memory and speed, and find the best mesh, before a run",
+    "verify": "compare small runs of a config with plain transformers on the CPU",
+    "draw": "draw a pipeline schedule, or a measured step",
     "prepare": "tokenise the corpus of a config",
-    "checkpoint": "look into checkpoints, and check them",
-    "convert": "to and from folders of transformers",
-    "generate": "have a trained model write on",
-    "evaluate": "losses of a checkpoint",
-    "scale": "plan, run and fit ladders of runs",
+    "checkpoint": "inspect and verify checkpoints",
+    "convert": "convert weights to and from transformers",
+    "generate": "generate text with a trained model",
+    "evaluate": "evaluate a checkpoint on held-out text and validation sets",
+    "scale": "plan, run and fit scaling ladders",
 }
 
 
 def main() -> int:
-    """Run the command that the first word names; gives its exit code, 2 for a word that is none."""
+    """Run the command that the first word names; return its exit code, 2 if it is unknown."""
     words = sys.argv[1:]
-    # deepspeed's launcher puts its own flag before all that the user wrote.
+    # deepspeed's launcher puts its own flag before the user's arguments.
     launchers = [word for word in words[:1] if word.startswith("--local_rank=")]
     command, *rest = words[len(launchers) :] or ["--help"]
     if command in ("-h", "--help"):
@@ -37,9 +37,9 @@ def main() -> int:
         return 0
     if command not in COMMANDS:
         known = ", ".join(COMMANDS)
-        print(f"parallel3d: {command} is no command; use one of {known}", file=sys.stderr)
+        print(f"parallel3d: unknown command {command}; use one of {known}", file=sys.stderr)
         return BAD_INPUT
-    # What the command calls itself in its help and its messages.
+    # The name of the command in its help and its messages.
     sys.argv = [f"parallel3d {command}", *rest, *launchers]
     code: int = import_module(f"parallel3d.launch.{command}").main()
     return code

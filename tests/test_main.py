@@ -34,7 +34,9 @@ def test_help_names_the_commands(monkeypatch, capsys):
 def test_a_word_that_is_no_command(monkeypatch, capsys):
     assert call(monkeypatch, "trian", "--config", "ds.json") == 2
     said = capsys.readouterr()
-    assert not said.out and said.err.startswith("parallel3d: trian is no command; use one of train")
+    assert not said.out and said.err.startswith(
+        "parallel3d: unknown command trian; use one of train"
+    )
 
 
 def test_a_command_has_its_words_and_its_name(monkeypatch, capsys):

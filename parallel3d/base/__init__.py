@@ -1,1 +1,1 @@
-"""What every room may use: errors, files, locks, terminal (no torch, no config)."""
+"""Helpers that every package may use: errors, files, locks, terminal (no torch, no config)."""

@@ -1,6 +1,6 @@
-"""Replaces files whole or not at all, whoever is killed and whenever the power goes (floor 0).
+"""Atomic replacement of files: a killed process or a power failure leaves the old or the new file.
 
-Each step has a fault point, under the name that its caller gives, at which a test ends the process.
+Each step passes a fault point, named by the caller, at which a test can end the process (floor 0).
 """
 
 import os
@@ -13,9 +13,10 @@ from parallel3d.base.fault import fault_point
 
 @contextmanager
 def replaced(path: Path, *, shared: bool = False, points: str = "atomic") -> Iterator[Path]:
-    """Yield a path to write a file to, which replaces `path` whole, on disk, as the block ends.
+    """Yield a path to write to; when the block ends, that file replaces `path` and is on disk.
 
-    On any error it vanishes and the old file stays. `shared`: other processes may be at the same.
+    On any error the new file is removed and the old one stays. Set `shared` if other processes may
+    replace the same file at the same time.
     """
     own = f".{os.getpid()}" if shared else ""
     partial = path.with_name(f"{path.name}{own}.partial")
@@ -33,13 +34,13 @@ def replaced(path: Path, *, shared: bool = False, points: str = "atomic") -> Ite
 
 
 def replace_text(path: Path, text: str, *, shared: bool = False) -> None:
-    """Write a text file in place of the old one, as `replaced` does."""
+    """Replace a text file atomically; see `replaced`."""
     with replaced(path, shared=shared) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def rename(old: Path, new: Path, points: str = "atomic") -> None:
-    """Give a file or folder its name, in one instant, on disk when this returns."""
+    """Rename a file or folder atomically; the new name is on disk when this returns."""
     fault_point(f"{points}.before_rename")
     os.rename(old, new)
     fault_point(f"{points}.after_rename")
@@ -47,14 +48,14 @@ def rename(old: Path, new: Path, points: str = "atomic") -> None:
 
 
 def sync_folder(path: Path, points: str = "atomic") -> None:
-    """Write the names in a folder through to the disk."""
+    """Flush the names in a folder to disk."""
     fault_point(f"{points}.before_folder_fsync")
     sync(path)
     fault_point(f"{points}.after_folder_fsync")
 
 
 def sync(path: Path) -> None:
-    """Write the contents of a file, or the names in a folder, through to the disk."""
+    """Flush the contents of a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

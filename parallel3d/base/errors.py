@@ -1,12 +1,12 @@
-"""The errors that a user can cause; each message gives place, value, rule and remedy."""
+"""Errors that a user can cause. Each message names the place, the value, the rule and a remedy."""
 
 
 class Parallel3DError(ValueError):
-    """What the user's input broke; commands print it without a traceback and exit with code 2."""
+    """Invalid input; commands print the message without a traceback and exit with code 2."""
 
 
 class ConfigError(Parallel3DError):
-    """A setting that cannot be used: what it is, the rule it breaks, and what to write instead."""
+    """A setting that cannot be used: its path and value, the rule it breaks, and a remedy."""
 
 
 class DataError(Parallel3DError):
@@ -26,18 +26,18 @@ class TrainingError(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """What one rank met alone, such as a file that shrank; commands exit with code 1."""
+    """An error of a single rank, such as a file that shrank; commands exit with code 1."""
 
 
 def packed(error: Exception) -> str:
-    """One of parallel3d's errors as text, for another process to raise; "" for any other error."""
+    """Return one of this module's errors as text for another process; "" for any other error."""
     kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
     kind = next(kinds, "")
     return f"{kind} {error}" if kind else ""
 
 
 def unpacked(text: str) -> Exception:
-    """The error that `packed` made text of."""
+    """Return the error that `packed` turned into text."""
     kind, _, message = text.partition(" ")
     error: Exception = globals()[kind](message)
     return error

@@ -1,4 +1,4 @@
-"""The settings as a list (for `--help`), and pydantic's errors as problems with remedies."""
+"""The list of settings (for `--help`), and pydantic's errors as problems with remedies."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from parallel3d.base.section import ABSENT, Choice, Problem, Problems, Section
 
-# The rule and the remedy of each kind of error that pydantic finds; {..} are pydantic's words.
+# Rule and remedy for each type of pydantic error; {..} are filled from pydantic's context.
 _WORDING = {
     "int_type": ("must be an integer", "write a whole number without quotes, point or exponent"),
     "float_type": ("must be a number", "write a number without quotes"),
@@ -24,7 +24,7 @@ _WORDING = {
     "tuple_type": ("must be a list", "write [...]"),
     "too_long": ("has too many items", "write exactly {max_length}"),
     "string_too_short": ("must not be empty", "write a name"),
-    "string_pattern_mismatch": ("must be a plain name", "write it without / and \\"),
+    "string_pattern_mismatch": ("must be a plain name", "remove / and \\"),
     "greater_than": ("must be greater than {gt}", "raise it"),
     "greater_than_equal": ("must be at least {ge}", "write {ge} or more"),
     "less_than": ("must be less than {lt}", "lower it"),
@@ -34,14 +34,19 @@ _WORDING = {
     "dict_type": ("must be a table of blocks", 'write {{"NAME": {{...}}}}'),
     "model_type": ("must be a block of settings", "write {{...}}"),
 }
-_TYPO = 0.8  # as alike as a word and its misspelling; below that, the same word elsewhere is nearer
-_SWAPPED = 0.75  # a word of four letters, two of them swapped
+# difflib ratios: a misspelt key in this block, and a four-letter block name with two letters
+# swapped. Between them, a key with exactly this name elsewhere is the better suggestion.
+_TYPO = 0.8
+_SWAPPED = 0.75
 _OURS = "parallel3d."
 
 
 @dataclass(frozen=True)
 class SettingDoc:
-    """One setting: path, type, default as JSON ("" if required), doc, and the choices having it."""
+    """One setting of the config.
+
+    `default` is JSON, "" if the setting is required; `only` names the choices that have it.
+    """
 
     path: str
     type: str
@@ -72,47 +77,50 @@ def _settings_of_section(section: type[Section], prefix: str) -> Iterator[Settin
             each = "[]" if origin is tuple else ".NAME" if origin is Mapping else ""
             for setting in settings(inner, path + each):
                 same = section.model_fields.get(setting.path.rpartition(".")[2])
-                if each and same and _doc(same) == setting.doc:  # of a base that both have
+                if each and same and _doc(same) == setting.doc:  # inherited from a common base
                     doc = f"As {prefix.removeprefix(_OURS)}.{setting.path.rpartition('.')[2]}."
                     setting = replace(setting, doc=doc)
                 yield setting
 
 
 def _settings_of_choice(choice: Choice, path: str) -> Iterator[SettingDoc]:
-    """Yield the settings of every class that may be chosen; one that several share comes once."""
+    """Yield the settings of every class that may be chosen, shared ones once."""
     key, names = f"{path}.{choice.key}", list(choice.names())
     words = " | ".join(map(json.dumps, names))
-    yield SettingDoc(key, words, "", f"Which {choice.key}; it decides what else is here.")
-    found: dict[SettingDoc, list[str]] = {}
+    yield SettingDoc(key, words, "", f"The {choice.key}; it decides which settings follow.")
+    choices_of_setting: dict[SettingDoc, list[str]] = {}
     for name in names:
         for setting in settings(choice.class_of(name), path):
-            found.setdefault(setting, []).append(json.dumps(name))
-    for setting, having in found.items():
-        only = f"{choice.key} {', '.join(having)}" if len(having) < len(names) else ""
+            choices_of_setting.setdefault(setting, []).append(json.dumps(name))
+    for setting, choice_names in choices_of_setting.items():
+        only = f"{choice.key} {', '.join(choice_names)}" if len(choice_names) < len(names) else ""
         if setting.path != key:
             yield replace(setting, only=only)
 
 
 def problems_in(error: ValidationError, raw: Any, root: type[Section]) -> list[Problem]:
-    """Return what pydantic found in `raw`, whose model is `root`: one problem for each path."""
-    found: dict[str, list[Problem]] = {}
+    """Return pydantic's errors in `raw`, a config of model `root`, as one problem per path."""
+    problems_by_path: dict[str, list[Problem]] = {}
     known = cache(lambda: settings(root))
     for detail in error.errors():
         for problem in _problems_of(detail, raw, root, known):
-            found.setdefault(problem.path, []).append(problem)
-    return [_either(problems) for problems in found.values()]
+            problems_by_path.setdefault(problem.path, []).append(problem)
+    return [_either(problems) for problems in problems_by_path.values()]
 
 
 def sound_settings(
     raw: dict[str, Any], problems: Sequence[Problem], root: type[Section]
 ) -> dict[str, Any]:
-    """The settings of `raw`, and of its "parallel3d" block, that have no problem of their own."""
+    """Return the valid top-level settings of `raw` and of its "parallel3d" block."""
     broken = {".".join(p.path.split(".")[:n]) for p in problems for n in (1, 2)}
-    ours = _section_of(root.model_fields["parallel3d"].annotation)
-    assert ours, "the root has a parallel3d block"
+    parallel3d_block = _section_of(root.model_fields["parallel3d"].annotation)
+    assert parallel3d_block, "the root has a parallel3d block"
     sound: dict[str, Any] = {}
-    for model, prefix, given in ((root, "", raw), (ours, _OURS, raw.get("parallel3d"))):
-        block: Any = given
+    for model, prefix, raw_block in (
+        (root, "", raw),
+        (parallel3d_block, _OURS, raw.get("parallel3d")),
+    ):
+        block: Any = raw_block
         for name, field in model.model_fields.items() if isinstance(block, dict) else ():
             if prefix + name in broken:
                 continue
@@ -123,7 +131,7 @@ def sound_settings(
     return sound
 
 
-@cache  # making one takes milliseconds
+@cache  # building one takes milliseconds
 def _reader(model: type[Section], name: str) -> TypeAdapter[Any]:
     field = model.model_fields[name]
     annotation: Any = Annotated[field.annotation, field]
@@ -149,9 +157,11 @@ def _problems_of(
     elif cause is not None:
         yield Problem(path, value, *_split(str(cause)))
     elif value == "auto":
-        ours = [s.path for s in known() if '"auto"' in s.type + s.doc]
-        remedy = f"write a value; auto may be: {', '.join(dict.fromkeys([*root.autos, *ours]))}"
-        yield Problem(path, value, "cannot be auto", remedy)
+        auto_paths = [s.path for s in known() if '"auto"' in s.type + s.doc]
+        allowed = ", ".join(dict.fromkeys([*root.autos, *auto_paths]))
+        yield Problem(
+            path, value, 'cannot be "auto"', f'write a value; "auto" is allowed for: {allowed}'
+        )
     else:
         rule, remedy = _WORDING.get(detail["type"], (detail["msg"], "see --help"))
         shown = {name: _json_word(word) for name, word in words.items()}
@@ -173,7 +183,7 @@ def _unknown(
     path: str, value: Any, model: type[Section] | None, root: type[Section],
     settings: Callable[[], list[SettingDoc]],
 ) -> Iterator[Problem]:  # fmt: skip
-    """Yield the problem of a key that is no setting: why it is refused, else what it may mean."""
+    """Yield the problem of an unknown key: why it is refused, else the setting it may mean."""
     section, _, key = path.rpartition(".")
     refused, inside = root.refused.get(section, {}), root.refused.get(path, {})
     if key in refused:
@@ -189,28 +199,28 @@ def _unknown(
     here = f"this block has: {', '.join(known)}" if known else "remove it"
     names, key = [*known, *refused], key.lower()
     if only := listed.get(path):
-        yield Problem(path, value, f"is a setting of {only} alone", f"remove it; {here}")
+        yield Problem(path, value, f"is only a setting of {only}", f"remove it; {here}")
     elif near := get_close_matches(key, names, n=1, cutoff=_TYPO):
-        yield Problem(path, value, "is no setting", f'the nearest one is "{near[0]}"')
-    elif meant := _elsewhere(path, key, listed):
-        yield Problem(path, value, "is no setting here", f"did you mean {meant}?")
+        yield Problem(path, value, "is not a setting", f'the nearest one is "{near[0]}"')
+    elif intended := _elsewhere(path, key, listed):
+        yield Problem(path, value, "is not a setting here", f"did you mean {intended}?")
     elif near := get_close_matches(key, names, n=1):
-        yield Problem(path, value, "is no setting", f'the nearest one is "{near[0]}"')
+        yield Problem(path, value, "is not a setting", f'the nearest one is "{near[0]}"')
     else:
-        yield Problem(path, value, "is no setting", here)
+        yield Problem(path, value, "is not a setting", here)
 
 
 def _elsewhere(path: str, key: str, settings: Iterable[str]) -> str:
-    """Return the setting or block that a key in the wrong place means; "" if none."""
+    """Return the setting or block that a misplaced key probably means; "" if none."""
     parts = [setting.split(".") for setting in settings]
     places = {".".join(names[:n]) for names in parts for n in range(1, len(names) + 1)}
     same = [p for p in places if p.rpartition(".")[2] == key and p != path]
     if not same:
         blocks = sorted(names[1] for names in parts if names[0] == "parallel3d")
         return "".join(_OURS + n for n in get_close_matches(path.lower(), blocks, 1, _SWAPPED))
-    meant = min(same, key=lambda p: (not p.startswith(_OURS), p.count("."), p))
-    outside = path.startswith(_OURS) and not meant.startswith(_OURS)
-    return f'{meant}, outside the block "parallel3d"' if outside else meant
+    nearest = min(same, key=lambda p: (not p.startswith(_OURS), p.count("."), p))
+    outside = path.startswith(_OURS) and not nearest.startswith(_OURS)
+    return f'{nearest}, outside the block "parallel3d"' if outside else nearest
 
 
 def _located(
@@ -218,7 +228,7 @@ def _located(
 ) -> tuple[str, Any, type[Section] | None]:
     """Return an error's dotted path and value, and the section that the last name belongs to."""
     path: list[str] = []
-    section: type[Section] | None = root  # the one that `raw` is, or that its items are
+    section: type[Section] | None = root  # the section of `raw`, or of its items
     owner, of_items = section, False
     for part in detail["loc"]:
         if isinstance(raw, dict) and (part in raw or detail["type"] == "missing"):
@@ -226,7 +236,7 @@ def _located(
         elif isinstance(raw, list | tuple) and isinstance(part, int):
             raw = raw[part] if part < len(raw) else ABSENT
         else:
-            break  # a member of a union, which pydantic names at the end of a path
+            break  # pydantic appends the member of a union to the path
         path.append(str(part))
         owner = None if of_items else section
         if of_items:
@@ -242,7 +252,7 @@ def _located(
 
 
 def _either(problems: list[Problem]) -> Problem:
-    """One problem for a value that fits no member of a union."""
+    """Return one problem for a value that matches no member of a union."""
     rules = dict.fromkeys(p.rule for p in problems)
     remedies = dict.fromkeys(p.remedy for p in problems)
     first = problems[0]
@@ -263,13 +273,13 @@ def _as_json(value: Section) -> Any:
 
 
 def _choice_of(field: FieldInfo) -> Choice | None:
-    """The choice of classes that a field is validated by, if it is one."""
+    """Return the Choice that validates a field, if there is one."""
     functions = (m.func for m in field.metadata if isinstance(m, PlainValidator))
     return next((function for function in functions if isinstance(function, Choice)), None)
 
 
 def _section_of(annotation: Any) -> type[Section] | None:
-    """The section class in the annotation, if it is one (or one or null)."""
+    """Return the section class in an annotation (also in `Section | None`), if there is one."""
     for candidate in (annotation, *get_args(annotation)):
         if get_origin(candidate) is Annotated:
             candidate = get_args(candidate)[0]
@@ -279,7 +289,7 @@ def _section_of(annotation: Any) -> type[Section] | None:
 
 
 def _json_word(word: Any) -> str:
-    """One of pydantic's words, which it writes as Python does, in the file's way."""
+    """Return a value of pydantic's context, which is written as Python, as JSON text."""
     if isinstance(word, float) and word.is_integer():
         word = int(word) if abs(word) < 1e15 else f"{word:g}"  # 1e+40, not its 41 digits
     return {"True": "true", "False": "false"}.get(str(word), str(word).replace("'", '"'))

@@ -1,11 +1,14 @@
-"""Named points at which a test ends the process, or lets the disk be full (floor 0, no torch).
+"""Named points at which a test can kill the process or simulate a full disk (floor 0, no torch).
 
-`PARALLEL3D_FAULT="<action> <name> <occurrence> <rank>"`: on that rank, the so many-th time (from 1)
-that a point of that name is passed ("*": of any name), `kill` ends the process as kill -9 does,
-`full` raises the operating system's "no space left on device", from then on each time. `record`
-does nothing but append each point's name to the file `<path>-<rank>`: `record <path>`.
+PARALLEL3D_FAULT="<action> <name> <occurrence> <rank>" acts on that rank when the point of that name
+("*": any name) is passed for the <occurrence>-th time, counted from 1:
 
-Unset, a point is one comparison.
+- `kill` ends the process as kill -9 does;
+- `full` raises "no space left on device", from then on each time.
+
+PARALLEL3D_FAULT="record <path>" appends the name of each point to the file <path>-<rank>.
+
+Without the variable a point costs one look-up in the environment.
 """
 
 import errno
@@ -14,11 +17,11 @@ import signal
 
 _VARIABLE = "PARALLEL3D_FAULT"
 _rank = 0
-_passed = 0  # points of the fault's name, so far
+_passed = 0  # how often the fault's point was passed so far
 
 
 def fault_point(name: str) -> None:
-    """A place where a process may be killed or its disk be full, if a test says so."""
+    """Kill this process or raise ENOSPC here if PARALLEL3D_FAULT asks for it."""
     fault = os.environ.get(_VARIABLE)
     if fault is not None:
         _happen(name, *fault.split(" "))
@@ -40,6 +43,6 @@ def _happen(name: str, action: str, where: str, occurrence: str = "0", rank: str
 
 
 def set_rank(rank: int) -> None:
-    """Say which rank this process is."""
+    """Set the rank that this process compares faults with."""
     global _rank
     _rank = rank

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached: asked once, before libraries ask for a minute."""
+"""A quick check that the Hugging Face hub can be reached: its libraries retry for a minute."""
 
 import os
 import socket
@@ -7,24 +7,23 @@ from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-# The libraries' own retries take a minute.
-SECONDS = 0.8
+SECONDS = 0.8  # time limit of the check
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 @cache
 def why_unreachable() -> str:
-    """Say why the hub cannot be reached; "" where a connection can be made."""
+    """Return why the hub cannot be reached; "" if a connection succeeds. Checked once a process."""
     for name in OFFLINE:
         if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
             return f"{name} is set"
     hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     proxies = getproxies()
     proxy = proxies.get(hub.scheme) or proxies.get("all") or ""
-    asked = hub
+    server = hub
     if proxy and not proxy_bypass(hub.netloc):
-        asked = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    place = (asked.hostname or "", asked.port or (80 if asked.scheme == "http" else 443))
+        server = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    place = (server.hostname or "", server.port or (80 if server.scheme == "http" else 443))
     answer = [f"no answer from {place[0]} within {SECONDS} s"]
 
     def connect() -> None:
@@ -34,7 +33,7 @@ def why_unreachable() -> str:
         except OSError as error:
             answer[0] = f"{place[0]}: {error.strerror or error}"
 
-    # A look-up of a name has no limit of its own.
+    # In a thread, because resolving a name has no time limit.
     thread = Thread(target=connect, daemon=True)
     thread.start()
     thread.join(SECONDS)

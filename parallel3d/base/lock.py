@@ -1,12 +1,13 @@
-"""One holder at a time, on any file system, and a dead one never in the way (floor 0).
+"""A lock file with one holder at a time, on any file system; a dead holder's lock is taken over.
 
-A lock is a file that its holder makes and then rewrites every `BEAT` seconds. Whether a holder
-lives is known at once on its own machine, by its process; elsewhere by its heartbeat. It needs no
-`flock`, no links and no exchange of two names, which network file systems may not have.
+The holder creates the file and rewrites it every `BEAT` seconds. On the same machine a holder is
+known to be alive by its process, on other machines by this heartbeat. The lock needs no `flock`, no
+links and no atomic exchange of two names, which network file systems may lack (floor 0).
 
-filelock's `SoftFileLease` (4.2) does not do: without an exchange of names (NFS) it never follows a
-dead holder; it takes the lock of a living one on another machine of the same name, and of a stopped
-one on its own; it waits for a zombie, and for ever at an empty file; it has no room for a job.
+filelock's `SoftFileLease` (4.2) is not enough. Without an exchange of names (NFS) it never takes
+over a dead holder's lock. It takes the lock of a living holder on another machine with the same
+host name, and of a stopped process on its own machine. It waits for a zombie, and forever at an
+empty file. It cannot store the holder's job.
 """
 
 import json
@@ -24,30 +25,29 @@ from pathlib import Path
 from uuid import uuid4
 
 BEAT = 2.0  # seconds between two heartbeats
-MISSED = 15  # heartbeats without which a holder on another machine is dead
-_NAP = 0.25  # seconds between two looks at a lock
+MISSED = 15  # missed heartbeats after which a holder on another machine counts as dead
+_NAP = 0.25  # seconds between two reads of a lock
 
 Job = tuple[str, str, int]
-"""What a launcher starts again: its kind, its identity, how often it has been started before."""
+"""A job that a launcher may restart: its kind, its identity, how often it was restarted."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock, as its file says."""
+    """The holder of a lock, as written in its file."""
 
     token: str
-    """Of this lock alone: no two are equal."""
+    """Unique to this lock."""
     host: str
     place: str
-    """The boot of the machine and the namespace within which `pid` means anything."""
+    """The machine's boot id and the pid namespace in which `pid` is valid."""
     pid: int
     started: str
-    """When the process was started, "" where only a heartbeat can tell; its pid may be another's
-    later."""
+    """Start time of the process, because a pid may be reused; "" if only the heartbeat can tell."""
     jobs: tuple[Job, ...] = ()
     since: str = ""
     about: str = ""
-    """What the lock is taken for, in its owner's words."""
+    """The purpose of the lock, a text of its owner."""
     beat: int = 0
 
     def __str__(self) -> str:
@@ -55,22 +55,24 @@ class Holder:
         return f"process {self.pid} on {self.host}{jobs}, since {self.since}"
 
     def is_alive(self, jobs: tuple[Job, ...] = ()) -> bool | None:
-        """Whether the holder lives; None if only its heartbeat can tell. `jobs` are the asker's."""
+        """Return True if the holder is alive, None if only its heartbeat can tell.
+
+        `jobs` are the jobs of the caller.
+        """
         here = (socket.gethostname(), place_of_this_process())
         if self.started and (self.host, self.place) == here:
             return start_of(self.pid) == self.started
         for kind, name, count in self.jobs:
-            # Slurm starts a job again after it has ended it. What a torchrun starts again may have
-            # the name of another's: users choose it (--rdzv-id).
-            if kind == "slurm" and any(
-                mine[:2] == (kind, name) and mine[2] > count for mine in jobs
-            ):
+            # Slurm ends a job before it restarts it, so an earlier start of the same job is dead.
+            # For torchrun this does not hold: users choose the name (--rdzv-id), and two launches
+            # may have the same one.
+            if kind == "slurm" and any(job[:2] == (kind, name) and job[2] > count for job in jobs):
                 return False
         return None
 
 
 class LockHeld(Exception):
-    """The error that a living process holds a lock."""
+    """Raised when a living process holds a lock."""
 
     def __init__(self, holder: Holder) -> None:
         super().__init__(str(holder))
@@ -78,16 +80,17 @@ class LockHeld(Exception):
 
 
 def end_this_process(text: str) -> None:
-    """End this process without cleaning up, after a lost lock: nothing more may be written."""
+    """End this process at once after it lost a lock: it may not write anything any more."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
     os._exit(1)
 
 
 class Lock:
-    """The lock at `path`, whose folder must exist; `about` says what for, `jobs` under which.
+    """A lock file at `path`; its folder must exist.
 
-    This process ends if another one takes it for dead and takes the lock over.
+    `about` is the purpose and `jobs` are the jobs that the file stores. If another process believes
+    that this one is dead and takes over the lock, this process ends.
     """
 
     def __init__(self, path: Path, *, about: str = "", jobs: tuple[Job, ...] = ()) -> None:
@@ -101,23 +104,24 @@ class Lock:
         self._heart: threading.Thread | None = None
 
     def take(self, say: Callable[[str], None] = lambda text: None) -> None:
-        """Take the lock; raises LockHeld if a living process has it, OSError for want of a file.
+        """Take the lock.
 
-        It waits for the heartbeat of a holder on another machine, and says so.
+        If the holder is on another machine, waits for its heartbeat and reports that by `say`.
+        Raises LockHeld if a living process has the lock, OSError if the file cannot be written.
         """
         dead = ""
         while holder := self.try_to_take(dead):
             if holder.is_alive(self._jobs):
                 raise LockHeld(holder)
             say(
-                f"{self.path} is held by {holder}; waiting for its heartbeat, at most "
-                f"{BEAT * MISSED:.0f} s"
+                f"{self.path} is held by {holder}; waiting up to {BEAT * MISSED:.0f} s for its "
+                "heartbeat"
             )
             dead = self._listen(holder)
 
     def wait(self, on_wait: Callable[[], None]) -> None:
-        """Take the lock once nobody has it; `on_wait` is called if somebody has it now, or may."""
-        waiting = cache(on_wait)  # called once
+        """Take the lock as soon as it is free; call `on_wait` once if it may be held now."""
+        waiting = cache(on_wait)  # so that it is called once
         while True:
             try:
                 return self.take(lambda text: waiting())
@@ -126,7 +130,10 @@ class Lock:
                 time.sleep(_NAP)
 
     def try_to_take(self, dead: str = "") -> Holder | None:
-        """Take the lock if it is free or its holder dead (as `dead`'s token is); else return it."""
+        """Take the lock if it is free or its holder is dead; otherwise return the holder.
+
+        A holder whose token is `dead` counts as dead.
+        """
         while not self._create(self.path):
             holder = read(self.path)
             if holder is None:
@@ -140,7 +147,7 @@ class Lock:
         return None
 
     def release(self) -> None:
-        """Let go of the lock; without effect where it is not held."""
+        """Release the lock; do nothing if it is not held."""
         if self._heart is None:
             return
         self._ended.set()
@@ -152,7 +159,7 @@ class Lock:
                 self.path.unlink()
 
     def _create(self, path: Path) -> bool:
-        """Make a file that names this process; False if there is one."""
+        """Create a file that names this process; return False if the file exists."""
         try:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
@@ -166,25 +173,28 @@ class Lock:
         return True
 
     def _replace(self, dead: Holder) -> bool:
-        """Take over a dead holder's lock; False if another process has done it."""
-        # Of all who find it dead, the one that makes this file replaces the lock by it, in one
-        # step. It is there for longer only if its maker was killed at that.
-        mine = self.path.with_name(f"{self.path.name}.{dead.token}")
+        """Take over a dead holder's lock; return False if another process did it first."""
+        # Several processes may find the holder dead. The one that creates this file renames it over
+        # the lock in one step. The file stays longer only if its creator was killed in between.
+        claim = self.path.with_name(f"{self.path.name}.{dead.token}")
         deadline = time.monotonic() + BEAT * MISSED
-        while not self._create(mine):
-            other = read(mine)
+        while not self._create(claim):
+            other = read(claim)
             if other and (other.is_alive() is False or time.monotonic() > deadline):
-                mine.unlink(missing_ok=True)
+                claim.unlink(missing_ok=True)
             time.sleep(0.01)
         now = read(self.path)
         if now is None or now.token != dead.token:
-            mine.unlink()
+            claim.unlink()
             return False
-        os.replace(mine, self.path)
+        os.replace(claim, self.path)
         return True
 
     def _listen(self, holder: Holder) -> str:
-        """Wait for a sign of life; LockHeld if there is one. Gives the token if there is none."""
+        """Wait for a heartbeat of `holder`; return its token, or "" if the lock changed hands.
+
+        Raises LockHeld if there is a heartbeat.
+        """
         deadline = time.monotonic() + BEAT * MISSED
         while time.monotonic() < deadline:
             time.sleep(_NAP)
@@ -196,25 +206,28 @@ class Lock:
         return holder.token
 
     def _beat(self) -> None:
-        mine, number = self._mine, 0
+        own, number = self._mine, 0
         while not self._ended.wait(BEAT):
             number += 1
-            # A full disk or a server that is away for a moment is no reason to end.
+            # A full disk or a file server that is briefly away must not end the process.
             with suppress(OSError):
                 holder = read(self.path)
                 if holder is None and self._create(self.path):
                     continue
-                if holder is None or holder.token != mine.token:
+                if holder is None or holder.token != own.token:
                     return end_this_process(
-                        f"{self.path} was taken over by {holder or 'another process'}: this "
-                        "process was silent for too long; it ends, and writes nothing more"
+                        f"{self.path} was taken over by {holder or 'another process'} because "
+                        "this process sent no heartbeat for too long; it ends without writing more"
                     )
                 with open(self.path, "r+") as file:
-                    file.write(text_of(replace(mine, beat=number)))
+                    file.write(text_of(replace(own, beat=number)))
 
 
 def read(path: Path) -> Holder | None:
-    """Return who holds the lock at `path`, None if nobody; a damaged file is a silent holder."""
+    """Return the holder of the lock at `path`, or None.
+
+    A damaged file counts as a holder without a heartbeat.
+    """
     try:
         text = path.read_text(errors="replace")
         if not text:  # its holder is about to write it
@@ -223,23 +236,26 @@ def read(path: Path) -> Holder | None:
     except FileNotFoundError:
         return None
     try:
-        said = json.loads(text)
-        jobs = tuple((str(k), str(n), int(c)) for k, n, c in said.pop("jobs"))
-        return Holder(**{**said, "jobs": jobs})
+        fields = json.loads(text)
+        jobs = tuple((str(k), str(n), int(c)) for k, n, c in fields.pop("jobs"))
+        return Holder(**{**fields, "jobs": jobs})
     except (ValueError, TypeError, KeyError, AttributeError):
         token = f"damaged-{blake2b(text.encode(), digest_size=16).hexdigest()}"
         return Holder(token, host="?", place="?", pid=0, started="")
 
 
 def text_of(holder: Holder) -> str:
-    """The text of a lock's file, always of one length: a heartbeat overwrites the one before."""
-    said = asdict(holder)
-    beat = said.pop("beat")
-    return f'{json.dumps(said)[:-1]}, "beat": {beat:12}}}\n'
+    """Return the text of a lock file; its length is constant, so a heartbeat overwrites it."""
+    fields = asdict(holder)
+    beat = fields.pop("beat")
+    return f'{json.dumps(fields)[:-1]}, "beat": {beat:12}}}\n'
 
 
 def place_of_this_process() -> str:
-    """What tells two machines apart, and two containers of one machine; "" where nothing does."""
+    """Return an id of this machine's boot and pid namespace; "" if there is none.
+
+    It differs between two machines and between two containers of one machine.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -248,7 +264,7 @@ def place_of_this_process() -> str:
 
 
 def start_of(pid: int) -> str | None:
-    """When a process was started, by the kernel's count; None if there is only its remains."""
+    """Return the start time of a process in kernel ticks; None if it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,7 @@
-"""The reader of ds.json: JSON with comments and trailing commas, and settings of the command line.
+"""Reader of ds.json (JSON with comments and trailing commas) and of command-line settings.
 
-DeepSpeed reads its file with hjson, which takes `lr: 1e-3 # fast` for a string and trains with it.
-Here everything beyond comments and trailing commas is an error with its line.
+DeepSpeed reads its file with hjson, which reads `lr: 1e-3 # fast` as a string and trains with it.
+Here only comments and trailing commas are allowed; anything else is an error with its line.
 """
 
 import json
@@ -20,70 +20,75 @@ CONFIGS = Path(parallel3d.__file__).parent / "configs"
 
 _STRING = r'"(?:\\.|[^"\\\n])*"'
 _COMMENT = re.compile(rf"{_STRING}|(//[^\n]*|/\*.*?\*/)", re.DOTALL)
-# The middle choice leaves `[,` and `,,` as they are: errors.
+# The middle alternative keeps `[,` and `,,`, which are errors.
 _TRAILING_COMMA = re.compile(rf"{_STRING}|[\[{{,]\s*,|(,)(?=\s*[\]}}])")
 
 
 def find(name: str) -> Path:
-    """Return the config file of a path, or of configs/NAME that is shipped; raises ConfigError."""
+    """Return the path of a config file: `name` as a path, else the shipped configs/NAME.
+
+    Raises ConfigError if neither exists.
+    """
     path = Path(name)
     shipped = [CONFIGS / name, CONFIGS / f"{name}.json"] if path.name == name else []
     if path.parts[:1] == ("configs",):
         shipped = [CONFIGS.joinpath(*path.parts[1:])]
     for candidate in [path, *shipped]:
-        if os.path.isfile(candidate):  # which a name is not that no file system takes
+        if os.path.isfile(candidate):  # False for invalid names; Path.is_file would raise
             return candidate
     names = ", ".join(sorted(p.name for p in CONFIGS.glob("*.json")))
     what = ": it is a folder" if os.path.isdir(path) else ""
-    raise ConfigError(f"no config file {name!r}{what}; give a path, or one of configs/: {names}")
+    raise ConfigError(
+        f"no config file {name!r}{what}; use a path, or one of those in configs/: {names}"
+    )
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the object in a config file; raises ConfigError with the line where it is not JSON."""
+    """Return the object in a config file; raise ConfigError with the line of a syntax error."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot read {path}: {why}; give a UTF-8 text file") from None
+        raise ConfigError(f"cannot read {path}: {why}; use a UTF-8 text file") from None
     return parse(text, str(path))
 
 
 def parse(text: str, source: str = "config") -> dict[str, Any]:
-    """The object that `text` holds; comments and trailing commas are left out of it."""
+    """Return the JSON object in `text`, which may have comments and trailing commas."""
     value = _load(text, source)
     if not isinstance(value, dict):
-        raise ConfigError(f"{source} holds {value!r}; write one object: {{...}}")
+        raise ConfigError(f"{source}: must be one object, not {value!r}; write {{...}}")
     return value
 
 
 def set_values(raw: dict[str, Any], values: Iterable[tuple[str, str]]) -> None:
-    """Set values in `raw`, each a dotted path and its text; the last one of a path wins."""
+    """Set values in `raw`, each given as dotted path and text; the last value of a path wins."""
     for path, text in values:
         *sections, key = path.split(".")
         block = raw
         for section in sections:
             block = block.setdefault(section, {})
             if not isinstance(block, dict):
-                raise ConfigError(f"--{path}: {section!r} holds {block!r}, which has no settings")
+                raise ConfigError(f"--{path}: {section!r} is {block!r}, which has no settings")
         block[key] = value(text)
 
 
 def at(raw: Any, path: str) -> Any:
-    """The value at a dotted path of an object; ABSENT where there is none."""
+    """Return the value at a dotted path of an object; ABSENT if there is none."""
     for name in path.split(".") if path else ():
         raw = raw.get(name, ABSENT) if isinstance(raw, dict) else ABSENT
     return raw
 
 
 def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of each setting of a command line: `--a.b 2` or `--a.b=2`."""
+    """Yield path and text of each setting on the command line: `--a.b 2` or `--a.b=2`."""
     words = iter(overrides)
     for word in words:
         if not re.match(r"--\w", word):
-            raise ConfigError(f"{word!r} sets nothing; write --dotted.path value")
+            raise ConfigError(f"{word!r}: unexpected argument; write --dotted.path value")
         path, equals, text = word[2:].partition("=")
         if not all(path.split(".")):
-            raise ConfigError(f"--{path} has a dot too many; write --dotted.path value")
+            raise ConfigError(f"--{path}: a name in the path is empty; write --dotted.path value")
         if not equals:
             following = next(words, None)
             if following is None or following.startswith("--"):
@@ -93,7 +98,7 @@ def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def value(text: str) -> Any:
-    """Return a value of a command line: JSON where it is JSON, else the text itself."""
+    """Return a command-line value: parsed as JSON if it is JSON, else the text itself."""
     try:
         return _load(text, "the command line")
     except ConfigError:
@@ -109,7 +114,7 @@ def _load(text: str, source: str) -> Any:
                 places = re.finditer(re.escape(json.dumps(key)) + r"\s*:", clean)
                 lines = ", ".join(str(clean.count("\n", 0, m.start()) + 1) for m in places)
                 raise ConfigError(
-                    f"{source}: the key {key!r} stands {count} times in one block (it is on lines "
+                    f"{source}: the key {key!r} appears {count} times in one block (on lines "
                     f"{lines}); keep one of them"
                 )
         return dict(pairs)
@@ -120,7 +125,7 @@ def _load(text: str, source: str) -> Any:
     try:
         return json.loads(clean, object_pairs_hook=unique, parse_constant=refuse_constant)
     except json.JSONDecodeError as error:
-        line = text.split("\n")[error.lineno - 1].strip()  # lines as json counts them
+        line = text.split("\n")[error.lineno - 1].strip()  # as json counts lines
         line = line if len(line) <= 80 else f"{line[:76]} ..."
         shown = repr(line) if error.pos < len(clean.rstrip()) else "the text ends there"
         raise ConfigError(
@@ -129,12 +134,14 @@ def _load(text: str, source: str) -> Any:
         ) from None
     except ConfigError:
         raise
-    except (RecursionError, ValueError) as error:  # blocks in blocks, or digits, by the thousand
-        raise ConfigError(f"{source}: cannot be read as JSON ({error}); write less of it") from None
+    except (RecursionError, ValueError) as error:  # thousands of nested blocks, or of digits
+        raise ConfigError(
+            f"{source}: cannot be read as JSON ({error}); shorten or flatten it"
+        ) from None
 
 
 def _blank(match: re.Match[str]) -> str:
-    """White space in place of a comment or comma, so that line and column stay true."""
+    """Return spaces in place of a comment or comma, so that lines and columns do not change."""
     if match[1] is None:
         return match[0]
     return re.sub(r"[^\n]", " ", match[1])

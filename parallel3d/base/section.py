@@ -1,4 +1,4 @@
-"""What every section of a config is made of: strict frozen models, and problems with a remedy."""
+"""Base classes of a config's sections: strict frozen models, and problems with a remedy."""
 
 import json
 import re
@@ -15,11 +15,11 @@ from parallel3d.base.errors import ConfigError
 class Section(BaseModel):
     """One frozen block of settings: unknown keys and wrong types are errors, never converted."""
 
-    # Read of the outermost section alone.
+    # Only those of the outermost section are used.
     refused: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    """Keys that are known and refused, by the path of their block: "rule; remedy"."""
+    """Known keys that are refused, by the path of their block; the texts are "rule; remedy"."""
     autos: ClassVar[Sequence[str]] = ()
-    """Paths where "auto" may stand, besides those whose type or text says so."""
+    """Paths that accept "auto", besides those whose type or text says so."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -28,7 +28,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a config: where, the value found there, the rule, and the remedy."""
+    """One problem in a config: the path, the value there, the broken rule, and a remedy."""
 
     path: str
     value: Any
@@ -36,7 +36,7 @@ class Problem:
     remedy: str
 
     def under(self, prefix: str) -> "Problem":
-        """A problem as seen from the section around its own, which stands there at `prefix`."""
+        """Return this problem with its path below `prefix`, as seen from an outer section."""
         return replace(self, path=".".join(part for part in (prefix, self.path) if part))
 
     def __str__(self) -> str:
@@ -44,12 +44,12 @@ class Problem:
         return f"{self.path}{value}: {self.rule}; {self.remedy}"
 
 
-ABSENT: Any = object()  # the value of a key that is not there
-_MOST_OF_A_LIST = 5  # problems in one list that a message has
+ABSENT: Any = object()  # the value of a missing key
+_MOST_OF_A_LIST = 5  # problems in one list that a message shows
 
 
 class Problems(ConfigError):
-    """All that is wrong with a config, at once."""
+    """All problems of a config in one error."""
 
     def __init__(self, problems: Sequence[Problem], source: str = "the config") -> None:
         self.problems = tuple(problems)
@@ -58,7 +58,7 @@ class Problems(ConfigError):
 
 
 def _lines(problems: Iterable[Problem]) -> list[str]:
-    """Return a line a problem; of those in one list only the first few, and how many more."""
+    """Return one line per problem; in a list only the first few, and the number of the others."""
     lines, counts = [], Counter[str]()
     for problem in problems:
         name, *inside = re.split(r"\.\d+(?=\.|$)", problem.path, maxsplit=1)
@@ -74,9 +74,9 @@ def _lines(problems: Iterable[Problem]) -> list[str]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A validator of a block of one class or another: its setting `key` names the class.
+    """A validator of a block whose class is chosen by its setting `key`.
 
-    `what`: the word for a name; `names`: all of them; `class_of`: the class of one.
+    `what` describes a name in messages, `names` returns all names, `class_of` the class of a name.
     """
 
     key: str
@@ -92,7 +92,7 @@ class Choice:
         name, names = value.get(self.key, ABSENT), list(self.names())
         if name not in names:
             remedy = f"use one of: {', '.join(names)}"
-            raise Problems([Problem(self.key, name, f"names no {self.what}", remedy)])
+            raise Problems([Problem(self.key, name, f"is not a known {self.what}", remedy)])
         return self.class_of(name).model_validate(value)
 
 
@@ -108,11 +108,11 @@ Strings = Annotated[tuple[str, ...], Strict(False)]
 
 def _path_text(text: str) -> str:
     if hidden := next((c for c in text if c < " " or c == "\x7f"), ""):
-        raise ValueError(f"holds the invisible character U+{ord(hidden):04X}; write it without")
+        raise ValueError(f"contains the control character U+{ord(hidden):04X}; remove it")
     return text
 
 
-# A path that can be typed: what no file system or terminal takes is seen before anything starts.
+# A path without control characters, which no terminal or file system should see.
 PathText = Annotated[str, AfterValidator(_path_text)]
 
 

@@ -1,7 +1,6 @@
-"""Tables and paragraphs for a terminal of any width: nothing is cut off, rows fold instead.
+"""Tables and paragraphs for a terminal of any width: rows fold, nothing is cut off.
 
-A table that is too wide for one line gives each row a second one, and a third, below the first,
-with heads of their own.
+If a table is too wide, each row continues on further lines below the first, and so do the heads.
 """
 
 import os
@@ -12,19 +11,20 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-PIPED = 132  # columns where there is no terminal to ask, nor COLUMNS
-_INDENT = 4  # of the second line of a row, at most
-_LEAST = 20  # columns that a text is wrapped to
+PIPED = 132  # width without a terminal and without COLUMNS
+_INDENT = 4  # largest indent of a row's further lines
+_LEAST = 20  # smallest width that a text is wrapped to
 
 Cell = str | Text
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its head, its side, and on which of a row's lines it stands in a narrow table.
+    """One column of a table.
 
-    `wraps`: the text of a cell goes on in further lines; the last column alone may. `rule`: a line
-    between columns, which is left out where it would stand at an end.
+    `right` aligns its cells right. `line` is the line of a row on which it stands in a narrow
+    table. `wraps` wraps long cells (last column only). `rule` marks a line between columns, which
+    is left out at the ends.
     """
 
     head: str
@@ -35,7 +35,7 @@ class Column:
 
 
 def console(as_json: bool) -> Console:
-    """Return a command's console: standard error beside --json; as wide as terminal or COLUMNS."""
+    """Return a command's console, as wide as the terminal or COLUMNS; on stderr with --json."""
     out = Console(stderr=as_json, highlight=False, markup=False, soft_wrap=True)
     if not out.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         out.width = PIPED
@@ -51,7 +51,7 @@ def show(
 
 
 def say(out: Console, text: Cell, indent: str = "") -> None:
-    """Print a paragraph, wrapped at words, with paths whole; later lines begin with `indent`."""
+    """Print a paragraph wrapped at spaces, so that paths stay whole; indent its further lines."""
     plain = text.plain if isinstance(text, Text) else text
     style = text.style if isinstance(text, Text) else ""
     for part in plain.split("\n"):
@@ -62,25 +62,25 @@ def say(out: Console, text: Cell, indent: str = "") -> None:
 def table(
     columns: Sequence[Column], rows: Iterable[Sequence[Cell]], width: int, *, first: str = ""
 ) -> list[Text]:
-    """Return the lines of a table, heads first unless all are empty, none wider than `width`."""
+    """Return the lines of a table, at most `width` wide; without heads if all are empty."""
     cells = [[Text.assemble(cell) for cell in row] for row in rows]
     heads = [Text(column.head, "bold underline") for column in columns]
     widths = [max(text.cell_len for text in column) for column in zip(heads, *cells, strict=True)]
     lines, gap = _lines(columns, widths, width)
-    found = []
+    texts = []
     for place, row in enumerate([heads, *cells]):
         if place or any(column.head for column in columns if not column.rule):
             for number, line in enumerate(lines):
                 indent = min(_INDENT, widths[0] + gap) if number else 0
-                found += _row(columns, row, line, widths, width, gap, indent)
+                texts += _row(columns, row, line, widths, width, gap, indent)
                 if place == 1 and first:
-                    for text in found[-1:]:
+                    for text in texts[-1:]:
                         text.stylize_before(first)
-    return found
+    return texts
 
 
 def _lines(columns: Sequence[Column], widths: list[int], width: int) -> tuple[list[list[int]], int]:
-    """Which columns stand on which line of a row, and the gap between two."""
+    """Return the columns on each line of a row, and the gap between two columns."""
     everything = list(range(len(columns)))
     least = [_LEAST if c.wraps and w > _LEAST else w for c, w in zip(columns, widths, strict=True)]
     for gap in (2, 1):
@@ -92,8 +92,8 @@ def _lines(columns: Sequence[Column], widths: list[int], width: int) -> tuple[li
         room = width - (_INDENT if len(lines) > 1 else 0)
         return _width(_trimmed(columns, line), least, 2) <= room
 
-    for wanted in sorted({column.line for column in columns}):
-        group = [i for i in everything if columns[i].line == wanted]
+    for number in sorted({column.line for column in columns}):
+        group = [i for i in everything if columns[i].line == number]
         if not fits(lines[-1] + group):
             lines.append([])
         for i in group:
@@ -104,7 +104,7 @@ def _lines(columns: Sequence[Column], widths: list[int], width: int) -> tuple[li
 
 
 def _trimmed(columns: Sequence[Column], line: list[int]) -> list[int]:
-    """The columns of a line without the rules at its ends."""
+    """Return the columns of a line without the rules at its ends."""
     while line and columns[line[0]].rule:
         line = line[1:]
     while line and columns[line[-1]].rule:
@@ -120,23 +120,23 @@ def _row(
     columns: Sequence[Column], row: list[Text], line: list[int], widths: list[int],
     width: int, gap: int, indent: int,
 ) -> list[Text]:  # fmt: skip
-    """One line of a row, or several where its last cell wraps."""
-    found = Text(" " * indent)
+    """Return the text of one line of a row, several if its last cell wraps."""
+    line_text = Text(" " * indent)
     for place, i in enumerate(line):
         if place:
-            found.append(" " * gap)
-        if columns[i].wraps and len(found) + row[i].cell_len > width:
-            at = len(found)
+            line_text.append(" " * gap)
+        if columns[i].wraps and len(line_text) + row[i].cell_len > width:
+            at = len(line_text)
             first, *rest = _wrapped(row[i].plain, width - at, breaks=True)
-            return [found.append(first), *(Text(" " * at + text) for text in rest)]
+            return [line_text.append(first), *(Text(" " * at + text) for text in rest)]
         pad = " " * (widths[i] - row[i].cell_len)
         last = place == len(line) - 1
-        found += Text(pad) + row[i] if columns[i].right else row[i] + Text("" if last else pad)
-    return [found]
+        line_text += Text(pad) + row[i] if columns[i].right else row[i] + Text("" if last else pad)
+    return [line_text]
 
 
 def _wrapped(text: str, width: int, indent: str = "", breaks: bool = False) -> list[str]:
-    """Cut at spaces; `breaks`: also within a word that is longer than a line."""
+    """Return `text` wrapped at spaces; with `breaks` also within words longer than a line."""
     width = max(width, _LEAST)
     return textwrap.wrap(
         text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=breaks,

@@ -1,7 +1,7 @@
-"""A user's own model families and schedules: folders outside the package that it looks into.
+"""Search folders for a user's own model families and schedules.
 
-They come last in the `__path__` of `parallel3d.models` and `parallel3d.schedule.schedules`. An
-environment variable tells every process that is started from then on.
+They are appended to the `__path__` of `parallel3d.models` and `parallel3d.schedule.schedules`, and
+to an environment variable that processes started later inherit.
 """
 
 import importlib
@@ -9,16 +9,16 @@ import os
 from collections.abc import MutableSequence
 
 MODELS, SCHEDULES = "PARALLEL3D_MODELS", "PARALLEL3D_SCHEDULES"
-"""The environment's lists of folders, with ":" between them."""
+"""Environment variables that list folders, separated by ":"."""
 
 
 def from_environment(variable: str) -> list[str]:
-    """The folders that an environment variable lists."""
+    """Return the folders that an environment variable lists."""
     return [folder for folder in os.environ.get(variable, "").split(os.pathsep) if folder]
 
 
 def add(folder: str, search_path: MutableSequence[str], variable: str) -> None:
-    """Search `folder` from now on, behind what `search_path` has; a second time does nothing."""
+    """Append `folder` to `search_path` and to the environment variable, if it is not there yet."""
     folder = os.path.abspath(folder)
     if folder not in search_path:
         search_path.append(folder)

@@ -1,1 +1,1 @@
-"""A training run from its start to its end: folder, corpus, steps, metrics, requests to stop."""
+"""A training run: its folder, corpus, steps, metrics, and requests to stop."""

@@ -1,4 +1,4 @@
-"""Assembly of a run's parts, for every command that trains."""
+"""Construction of a run's model, engine and executors, for every command that trains."""
 
 import logging
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Assembly:
-    """The parts of one rank of a run: engine, executors and schedule.
+    """The model, engine and executors of one rank.
 
     `executor` trains; `evaluator` runs the same stages forward only.
     """
@@ -36,7 +36,7 @@ class Assembly:
 
     @property
     def flops_per_token(self) -> float:
-        """The model's FLOPs, forward and backward, for one token."""
+        """The model's FLOPs per token, forward and backward."""
         return sum(layer.cost(self.shape).train_flops for layer in self.layers) / self.shape.tokens
 
 
@@ -49,7 +49,7 @@ def assemble(
 ) -> Assembly:
     """Build a resolved config's stages, engine and executors on this rank of `mesh`.
 
-    Raises ConfigError or ScheduleError for what cannot be run together.
+    Raises ConfigError or ScheduleError if the settings cannot be combined.
     """
     pulse.doing("building the model")
     settings = EngineSettings.from_config(config)
@@ -85,9 +85,10 @@ def assemble(
 def build(
     config: RunConfig, mesh: Mesh, settings: EngineSettings, *, seed: int | None
 ) -> tuple[list[LayerSpec], Shape, Schedule, BuiltStages]:
-    """The layers of a resolved config and this rank's stages; without a seed, weights stay unset.
+    """Return a resolved config's layers and shape, its schedule, and this rank's stages.
 
-    Raises ConfigError or ScheduleError for what cannot be run together.
+    Without a seed the weights are not initialised. Raises ConfigError or ScheduleError if the
+    settings cannot be combined.
     """
     compiled.use(config.train.compile)
     layers, pipeline = models.layers(config.model), config.pipeline
@@ -110,7 +111,7 @@ def build(
 
 
 def hidden_shape(config: RunConfig) -> tuple[int, int, int]:
-    """Shape of the tensors between stages: [batch, seq, hidden], or a rank's part of them."""
+    """Return the shape of tensors between stages: [batch, seq, hidden], or a rank's part."""
     parts = config.mesh.tp if config.mesh.sequence_parallel else 1
     seq = config.data.sequence_length // parts
     return config.micro_batch_size, seq, config.model.hidden_size

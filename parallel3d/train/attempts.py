@@ -1,6 +1,6 @@
-"""Restarts: the folder of this launch, and whether a run dies at every attempt (no torch).
+"""Restarts: the run folder of this launch, and a limit on failed attempts (no torch).
 
-Both are in `attempts.json` in the run's folder, which rank 0 alone reads and writes.
+Both are recorded in `attempts.json` in the run's folder, which only rank 0 reads and writes.
 """
 
 import json
@@ -20,7 +20,7 @@ from parallel3d.mesh.launch import jobs_of_this_process
 from parallel3d.train.stopping import Stopped
 
 FILE = "attempts.json"
-MOST_DEATHS = 3  # at one step, in a row
+MOST_DEATHS = 3  # failed attempts in a row at one step
 
 
 class Record(Section):
@@ -29,17 +29,17 @@ class Record(Section):
     launch: str = ""
     settings: str = ""
     deaths: tuple[int, ...] = ()
-    """The steps reached, the newest last."""
+    """The last step that each failed attempt finished, newest last."""
     running: bool = False
     stopped: bool = False
     config: str = ""
 
 
 def launch_identity() -> str:
-    """Return an identity of this launch that stays when its launcher restarts the ranks.
+    """Return an identity of this launch that does not change when its launcher restarts the ranks.
 
-    The job's own name (`torchrun --rdzv_id`, Slurm's number); else the host, number and start of
-    the launcher, the parent process. Plain python processes of one shell share an identity.
+    It is the job's own name (`torchrun --rdzv_id`, Slurm's job id), else host, pid and start time
+    of the parent process, the launcher. Plain python processes of one shell share an identity.
     """
     if jobs := jobs_of_this_process():
         kind, name, _ = jobs[-1]
@@ -49,12 +49,12 @@ def launch_identity() -> str:
 
 
 def folder_of_this_launch(directory: Path, config: str) -> Path | None:
-    """Return the newest run that an earlier attempt of this launch began; only after a restart.
+    """Return the newest run that an earlier attempt of this launch began, for use after a restart.
 
-    `config` is the digest of what is trained: a run of another belongs to another launch.
+    `config` is the digest of what is trained; runs with another digest are ignored.
     """
-    mine = launch_identity()
-    return _newest(directory, lambda record: (record.launch, record.config) == (mine, config))
+    identity = launch_identity()
+    return _newest(directory, lambda record: (record.launch, record.config) == (identity, config))
 
 
 def unfinished(directory: Path, config: str) -> Path | None:
@@ -68,16 +68,16 @@ def unfinished(directory: Path, config: str) -> Path | None:
 
 
 def _newest(directory: Path, fits: Callable[[Record], bool]) -> Path | None:
-    found = []
+    runs_by_time = []
     for path in directory.glob(f"*/{FILE}"):
         if fits(_read(path)):
-            with suppress(OSError):  # it is being removed
-                found.append((path.stat().st_mtime_ns, path.parent))
-    return max(found)[1] if found else None
+            with suppress(OSError):  # the folder is being removed
+                runs_by_time.append((path.stat().st_mtime_ns, path.parent))
+    return max(runs_by_time)[1] if runs_by_time else None
 
 
 def _read(path: Path) -> Record:
-    """Read a record; a new one if the file is damaged or missing."""
+    """Return the record in a file; a new one if the file is damaged or missing."""
     try:
         return Record.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
@@ -85,9 +85,9 @@ def _read(path: Path) -> Record:
 
 
 class Attempts:
-    """The attempts at one run; each leaves its death on record unless it ends clean.
+    """The recorded attempts at one run; an attempt counts as failed unless it ends cleanly.
 
-    With other `settings` it has a fresh chance; `config` is the digest that `unfinished` looks for.
+    Changed `settings` reset the count. `config` is the digest that `unfinished` looks for.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], config: str = "") -> None:
@@ -96,15 +96,15 @@ class Attempts:
         self._settings = blake2b(text.encode(), digest_size=16).hexdigest()
 
     def begin(self, step: int, restart: bool = False) -> None:
-        """Record a new attempt; `step` is the last step that the attempt before it finished.
+        """Record a new attempt; `step` is the last step that the previous attempt finished.
 
-        Raises TrainingError if the last three attempts died at one step, and Stopped if the
-        launcher `restart`s what ended on request.
+        Raises TrainingError if the last three attempts failed at one step, and Stopped if the
+        launcher restarts (`restart`) a run that ended on request.
         """
         self._write(deaths=self.check(step, restart), running=True)
 
     def check(self, step: int, restart: bool = False) -> tuple[int, ...]:
-        """The steps at which the last attempts died; raises as `begin` does, and enters nothing."""
+        """Return the steps of the last failed attempts; raise as `begin` does, record nothing."""
         record = _read(self._path)
         if restart and record.stopped and record.launch == launch_identity():
             raise Stopped
@@ -114,15 +114,14 @@ class Attempts:
         if len(deaths) == MOST_DEATHS and len(set(deaths)) == 1:
             self._write(deaths=deaths)
             raise TrainingError(
-                f"the last {MOST_DEATHS} attempts at this run all died after step {deaths[-1]}, in "
-                f"step {deaths[-1] + 1}: it is not started again. Look into the log for what "
-                "happened there; then change the config, or remove "
-                f"{self._path} to try once more"
+                f"the last {MOST_DEATHS} attempts at this run all failed after step {deaths[-1]}, "
+                f"in step {deaths[-1] + 1}; the run is not restarted. Find the cause in the log. "
+                f"Then change the config, or remove {self._path} to try again"
             )
         return deaths
 
     def end(self, stopped: bool = False) -> None:
-        """Record a clean end, done or `stopped` on request, and forget earlier deaths."""
+        """Record a clean end, finished or `stopped` on request, and clear the failed attempts."""
         self._write(stopped=stopped)
 
     def _write(self, **values: Any) -> None:

@@ -1,4 +1,4 @@
-"""The config of an evaluation: a checkpoint's own, or another file's, for the launched ranks."""
+"""The config of an evaluation: the checkpoint's own or another file, on the launched ranks."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,17 +15,17 @@ from parallel3d.mesh.launch import Launch
 
 
 def checkpoint_in(path: Path) -> Path:
-    """The folder of the checkpoint at a path: the path itself, or the newest of a run.
+    """Return the checkpoint folder at a path: the path itself, or a run's newest checkpoint.
 
-    Raises CheckpointError where there is none, and for a folder of transformers.
+    Raises CheckpointError if there is none, also for a transformers model folder.
     """
     try:
         return find_checkpoints(path)[0]
     except CheckpointError:
         if any(path.glob("*.safetensors")):
             raise CheckpointError(
-                f"{path}: is a model's folder without a checkpoint, of which evaluate.py reads "
-                "none; give the run that it came from, or one of its checkpoints"
+                f"{path}: is a transformers folder without a checkpoint, which evaluate.py cannot "
+                "read; use the run that it came from, or one of its checkpoints"
             ) from None
         raise
 
@@ -38,42 +38,44 @@ def evaluation_config(
     overrides: Sequence[str] = (),
     samples: int | None = None,
 ) -> RunConfig:
-    """Return the unresolved config by which a checkpoint is evaluated.
+    """Return the unresolved config for evaluating a checkpoint.
 
-    It is that of its run, or of `file`, with `overrides`; `samples` replaces
-    train.evaluate_samples. One process is a mesh of 1 x 1 x 1; for a run's own config dp takes what
-    pp and tp leave. Raises ConfigError, also for another model.
+    It is the config of the checkpoint's run, or `file` if given, with `overrides` applied;
+    `samples` replaces train.evaluate_samples. On one process the mesh is 1 x 1 x 1. With the run's
+    own config dp takes the ranks that pp and tp leave. Raises ConfigError for a wrong setting, and
+    if the model differs from the trained one.
     """
-    theirs = read_state(checkpoint).get("config")
-    if not isinstance(theirs, dict):
+    own_config = read_state(checkpoint).get("config")
+    if not isinstance(own_config, dict):
         raise CheckpointError(f"{checkpoint / STATE}: has no config; use another checkpoint")
-    raw = reader.read(reader.find(file)) if file else json.loads(json.dumps(theirs))
+    raw = reader.read(reader.find(file)) if file else json.loads(json.dumps(own_config))
     mesh = _mesh_of(raw)
     apply_overrides(raw, overrides)
-    asked = {axis for axis, size in _mesh_of(raw).items() if size != mesh.get(axis)}
-    _place(raw, launch.world_size, asked, is_theirs=file is None)
+    overridden_axes = {axis for axis, size in _mesh_of(raw).items() if size != mesh.get(axis)}
+    _place(raw, launch.world_size, overridden_axes, is_own_config=file is None)
     if samples is not None:
         reader.set_values(raw, [("parallel3d.train.evaluate_samples", str(samples))])
     config = RunConfig.from_dict(raw, file or str(checkpoint / STATE))
-    trained = RunConfig.from_dict(theirs, str(checkpoint / STATE))
+    trained = RunConfig.from_dict(own_config, str(checkpoint / STATE))
     for name, there, here in _differing(trained.model, config.model):
         raise ConfigError(
             f"parallel3d.model.{name} = {json.dumps(here)}: {checkpoint} was trained with "
-            f"{json.dumps(there)}; "
-            "give the model as it was trained, or leave --config out"
+            f"{json.dumps(there)}; use the model as it was trained, or leave out --config"
         )
     return config
 
 
 def _mesh_of(raw: dict[str, Any]) -> dict[str, Any]:
-    """The block of the mesh; an empty one where it is "plan", or wrong, which is said later."""
+    """Return the mesh block; {} if it is "plan" or invalid, which is reported later."""
     block = raw.get("parallel3d")
     mesh = block.get("mesh") if isinstance(block, dict) else None
     return dict(mesh) if isinstance(mesh, dict) else {}
 
 
-def _place(raw: dict[str, Any], world_size: int, asked: set[str], is_theirs: bool) -> None:
-    """Set the mesh of `raw` for so many ranks, but for the axes that the command line has set."""
+def _place(
+    raw: dict[str, Any], world_size: int, overridden_axes: set[str], is_own_config: bool
+) -> None:
+    """Set the mesh of `raw` for `world_size` ranks, except `overridden_axes`."""
     mesh, block = _mesh_of(raw), raw.get("parallel3d")
     if not mesh or not isinstance(block, dict):
         return
@@ -81,23 +83,27 @@ def _place(raw: dict[str, Any], world_size: int, asked: set[str], is_theirs: boo
     if world_size == 1:
         changed = {"pp": 1, "dp": "auto", "tp": 1}
         pipeline = block.get("pipeline")
-        if isinstance(pipeline, dict) and "pp" not in asked:
-            # Which stages there are on one rank changes nothing.
+        if isinstance(pipeline, dict) and "pp" not in overridden_axes:
+            # On one rank the schedule and the stages do not change the numbers.
             block["pipeline"] = pipeline | {"schedule": "gpipe", "stages_per_rank": 1}
-    elif is_theirs:
+    elif is_own_config:
         changed = {"dp": "auto"}
-    changed = {axis: size for axis, size in changed.items() if axis not in asked}
+    changed = {axis: size for axis, size in changed.items() if axis not in overridden_axes}
     block["mesh"] = mesh | changed
-    given = [raw.get(n) for n in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
-    if "dp" in changed and all(isinstance(number, int) for number in given):
-        raw.pop("train_batch_size", None)  # it may be for another dp
+    batch_sizes = [
+        raw.get(n) for n in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    ]
+    if "dp" in changed and all(isinstance(number, int) for number in batch_sizes):
+        raw.pop("train_batch_size", None)  # it may belong to another dp
 
 
-def _differing(trained: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Each setting of the model that may change its numbers: name, theirs, ours, as in JSON."""
-    theirs, mine = (model.model_dump(mode="json") for model in (trained, ours))
-    for name in mine if trained.family == ours.family else ("family",):
-        # Where weights begin and what is dropped is training's; a corpus says what "auto" is.
+def _differing(trained: Any, evaluated: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each differing model setting that can change results: name, trained, evaluated."""
+    trained_values, evaluated_values = (
+        model.model_dump(mode="json") for model in (trained, evaluated)
+    )
+    for name in evaluated_values if trained.family == evaluated.family else ("family",):
+        # Initialisation and dropout affect training only; the corpus decides what "auto" means.
         is_trainings = name in ("from_pretrained", "initializer_range") or name.endswith("_pdrop")
-        if not is_trainings and mine[name] not in (theirs[name], "auto"):
-            yield name, theirs[name], mine[name]
+        if not is_trainings and evaluated_values[name] not in (trained_values[name], "auto"):
+            yield name, trained_values[name], evaluated_values[name]

@@ -1,4 +1,4 @@
-"""The claim on a run's folder, made before anything costs time (no torch)."""
+"""The claim on a run's folder, made before anything slow is loaded (no torch)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,31 +20,31 @@ SUFFIX = ".lock"  # of a run's lock, beside its folder
 
 @dataclass
 class Claim:
-    """A run's folder, which no other launch writes to until `release`."""
+    """A run's folder, locked against other launches until `release`."""
 
     folder: Path
     config: str
-    """The digest of what is trained: the same config finds its unfinished run by it."""
+    """The digest of what is trained, by which the same config finds its unfinished run."""
     lock: Lock
-    made: Path | None
-    """The directory of all runs, where it was made for this one."""
+    created_directory: Path | None
+    """The directory of all runs, if it was created for this one."""
 
     def release(self) -> None:
-        """Release the folder, so that another launch may have it."""
+        """Unlock the folder for other launches, and remove an empty directory created for it."""
         self.lock.release()
-        if self.made:
-            with suppress(OSError):  # there is a run in it now
-                self.made.rmdir()
+        if self.created_directory:
+            with suppress(OSError):  # it contains a run
+                self.created_directory.rmdir()
 
 
 def ready(config: RunConfig, launch: Launch) -> RunConfig:
-    """The config resolved for the launched ranks, its mesh planned if it asks for that.
+    """Return the config resolved for the launched ranks, planned first if its mesh is "plan".
 
-    Every rank comes to the same. Raises ConfigError, for sizes that no machine can hold too.
+    The result is the same on every rank. Raises ConfigError, also for impossibly large sizes.
     """
     refuse_impossible(config, launch.world_size)
     if config.is_planned:
-        # The planner, which other configs do not need, and torch.
+        # Imported here because they load the planner and torch, which other configs do not need.
         from parallel3d.plan.report.choose import choose
         from parallel3d.train.known_hardware import machine_of
 
@@ -52,22 +52,24 @@ def ready(config: RunConfig, launch: Launch) -> RunConfig:
     return config.resolve(launch.world_size)
 
 
-def claim(asked: RunConfig, config: RunConfig, launch: Launch, say: Callable[[str], None]) -> Claim:
-    """Claim the folder in which a run resumes, or a new name, on one process of a launch.
+def claim(
+    requested: RunConfig, config: RunConfig, launch: Launch, say: Callable[[str], None]
+) -> Claim:
+    """Claim the folder in which a run resumes, or a new one; called on rank 0 of a launch.
 
-    `asked` is the config as it was read, `config` the same for the processes that were started.
-    Raises ConfigError where a living process writes to the folder, or nobody can.
+    `requested` is the config as it was read, `config` the one resolved for the launched ranks.
+    Raises ConfigError if another process writes to the folder, or if it is not writable.
     """
-    directory, same = Path(config.run.directory), digest_of(asked)
-    made = None if directory.exists() else directory.absolute()
+    directory, same = Path(config.run.directory), digest_of(requested)
+    created_directory = None if directory.exists() else directory.absolute()
     try:
         folder, lock = _find(config, launch, directory, same, say)
     except OSError as error:
         raise ConfigError(
             f'parallel3d.run.directory = "{directory}": cannot be written '
-            f"({error.strerror}); name a folder that can"
+            f"({error.strerror}); use a writable folder"
         ) from None
-    claimed = Claim(folder, same, lock, made)
+    claimed = Claim(folder, same, lock, created_directory)
     try:
         with written_to(folder):
             if folder.exists():
@@ -80,13 +82,13 @@ def claim(asked: RunConfig, config: RunConfig, launch: Launch, say: Callable[[st
 
 @contextmanager
 def written_to(folder: Path) -> Iterator[None]:
-    """Raise ConfigError, with a remedy, if a run's folder cannot be written."""
+    """Turn an OSError in the block into a ConfigError that names the run's folder."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"the run's folder {folder} cannot be written ({error.strerror}); make room, or name "
-            "another with parallel3d.run.directory"
+            f"the run's folder {folder} cannot be written ({error.strerror}); free some space, or "
+            "set parallel3d.run.directory to another folder"
         ) from None
 
 
@@ -94,58 +96,59 @@ def _find(
     config: RunConfig, launch: Launch, directory: Path, same: str, say: Callable[[str], None]
 ) -> tuple[Path, Lock]:
     chosen, resume = config.run.name, config.checkpoint.resume
-    found = None
+    existing = None
     if chosen != "auto":
-        found = directory / chosen
-        if resume == "none" and found.exists() and not launch.restart_count:
+        existing = directory / chosen
+        if resume == "none" and existing.exists() and not launch.restart_count:
             raise ConfigError(
-                f'parallel3d.run.name = "{chosen}": {found} exists, and '
+                f'parallel3d.run.name = "{chosen}": {existing} exists, and '
                 'checkpoint.resume = "none" starts afresh; use another name, or resume "auto"'
             )
     elif launch.restart_count:
-        found = folder_of_this_launch(directory, same)
-    if found is None and (resume == "auto" or isinstance(resume, int)):
-        found = unfinished(directory, same)  # as the first attempt did
-    if isinstance(resume, int) and not (found and found.exists()):
+        existing = folder_of_this_launch(directory, same)
+    if existing is None and (resume == "auto" or isinstance(resume, int)):
+        existing = unfinished(directory, same)
+    if isinstance(resume, int) and not (existing and existing.exists()):
         raise ConfigError(
-            f"parallel3d.checkpoint.resume = {resume}: a step is one of an existing run; set "
-            "parallel3d.run.name to it, or give the checkpoint's path"
+            f"parallel3d.checkpoint.resume = {resume}: a step needs an existing run; set "
+            "parallel3d.run.name to that run, or use the path of a checkpoint"
         )
     directory.mkdir(parents=True, exist_ok=True)
     for number in count(1):
-        folder = found or directory / (name_of(config) + (f"-{number}" if number > 1 else ""))
-        if folder.exists() and not found:
+        folder = existing or directory / (name_of(config) + (f"-{number}" if number > 1 else ""))
+        if folder.exists() and not existing:
             continue
         lock = Lock(directory / f"{folder.name}{SUFFIX}", about=same, jobs=launch.jobs)
         try:
             lock.take(say)
         except LockHeld as error:
-            # Another run has the name; the same run, starting too, is not to be trained twice.
-            if found or (error.holder.about == same and resume != "none"):
+            # The folder belongs to this run, or a second launch of the same config is starting;
+            # any other run only has this name, so the next number is tried.
+            if existing or (error.holder.about == same and resume != "none"):
                 raise ConfigError(_held(folder, error.holder)) from None
             continue
-        if found or not folder.exists():  # another may have had it meanwhile
+        if existing or not folder.exists():  # another launch may have created it meanwhile
             return folder, lock
         lock.release()
     raise AssertionError("count() does not end")
 
 
 def token_of(folder: Path) -> str:
-    """A text that the lock of a run's folder alone holds; "" where there is no lock."""
+    """Return the unique token of the lock of a run's folder; "" if there is no lock."""
     holder = read(folder.with_name(f"{folder.name}{SUFFIX}"))
     return holder.token if holder else ""
 
 
 def _held(folder: Path, holder: Holder) -> str:
     return (
-        f"{folder} is being trained by {holder}: two launches cannot write to one run. Wait for "
-        f"it, or stop it (`touch {folder / 'STOP'}`) and start again to go on; for a second run "
-        "of the same config, --parallel3d.run.name NAME"
+        f"{folder} is being trained by {holder}; two launches cannot write to one run. Wait for "
+        f"it, or stop it (`touch {folder / 'STOP'}`) and run this command again to resume. For a "
+        "second run of the same config add --parallel3d.run.name NAME"
     )
 
 
 def name_of(config: RunConfig) -> str:
-    """The default name of a run: its model and its mesh."""
+    """Return the default name of a run, made of its model and its mesh."""
     sizes = "x".join(str(getattr(config.mesh, axis)) for axis in ("pp", "dp", "tp"))
     model = config.model
     return f"{model.family}-h{model.hidden_size}-l{model.num_hidden_layers}-{sizes}"

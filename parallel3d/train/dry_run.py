@@ -1,4 +1,4 @@
-"""The planner applied to a run: the mesh that a config leaves open, and the dry run."""
+"""The dry run: what the planner predicts for a run, without training."""
 
 import json
 from pathlib import Path
@@ -19,14 +19,14 @@ from parallel3d.plan.report import plan_rows, plan_table
 from parallel3d.plan.report.choose import checkpoint_bytes, choose, weights_for
 from parallel3d.plan.search.plans import Plan, choices_json, request_of, with_vocabulary
 from parallel3d.plan.setting import Setting, leaves_weights_open, with_weights
-from parallel3d.train.known_hardware import described, machine_of
+from parallel3d.train.known_hardware import described_hardware, machine_of
 
 
 def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -> int:
-    """Print what a run would be: mesh, memory, checkpoint, and time if the machine is known.
+    """Print mesh, memory, checkpoint size and, if the hardware is known, time; on rank 0.
 
-    `devices`: for how many; 0 for those of the config's mesh, or those launched. Rank 0 prints.
-    Returns the exit code: 1 if it does not fit.
+    `devices` is the number of devices; 0 takes those of the config's mesh, else those launched.
+    Returns the exit code: 1 if the run does not fit into memory.
     """
     mesh = None if config.is_planned else config.mesh
     own = mesh.pp * mesh.dp * mesh.tp if mesh and isinstance(mesh.dp, int) else launch.world_size
@@ -38,7 +38,7 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
     else:
         config = with_vocabulary(config).resolve(devices)
         refuse_impossible(config, devices)
-        known = described(config, pick_device(launch))
+        known = described_hardware(config, pick_device(launch))
         if leaves_weights_open(config):
             config = with_weights(config, *weights_for(config, known))
         if known:
@@ -54,7 +54,7 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
 
 
 def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
-    """Print it; gives what `--dry-run --json` prints."""
+    """Print the dry run; return the object for `--json`."""
     setting = plan.setting if plan else Setting.from_config(config)
     if plan:
         plan_table.explain(plan, out)
@@ -66,13 +66,13 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
         plan_table.show_memory(memory, setting, None, out)
         terminal.say(
             out,
-            "\nhow long a step takes is not known: `parallel3d plan --calibrate` measures "
-            "this machine; or name one, --parallel3d.run.hardware",
+            "\nThe time of a step is unknown: measure this machine with `parallel3d plan "
+            "--calibrate`, or name its hardware with --parallel3d.run.hardware",
         )
         row = choices_json(setting, memory)
     size, folder = checkpoint_bytes(setting), Path(config.run.directory)
     lacks = free_space.disk_lacks(folder, size)
-    missing = f"; {folder.absolute()} has {decimal(lacks)} too little for one" if lacks else ""
+    missing = f"; {folder.absolute()} lacks {decimal(lacks)} for one" if lacks else ""
     terminal.say(out, f"a checkpoint is about {decimal(size)}{missing}")
     out.print("dry run: nothing was trained")
     return {

@@ -1,4 +1,4 @@
-"""The end of a launch: exit code, last line, the command that resumes it (no torch)."""
+"""The end of a launch: exit code, last line, and the command that resumes it (no torch)."""
 
 import os
 import shlex
@@ -26,21 +26,24 @@ _IN_WORDS = {
     BAD_INPUT: "bad config or input: do not retry",
     STOPPED: "stopped on request",
 }
-_COMMANDS = {"torchrun", "deepspeed", "parallel3d"}
-_SEEN = 2.0  # seconds that rank 0, which keeps the store, waits for the others to hear of a request
-_FLUSH = 3.0  # seconds for what a run has open, where another rank's fault ends it
+_LAUNCHERS = {
+    *("torchrun", "deepspeed", "accelerate", "srun"),
+    *("torch.distributed.run", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
+}
+_SEEN = 2.0  # seconds that rank 0, which serves the store, waits for others to read a request
+_FLUSH = 3.0  # seconds to flush open files when another rank's fault ends this one
 
 
 def say(text: str) -> None:
-    """Write one line on standard error, in one write."""
+    """Write one line to standard error in a single write."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
 class Ending:
-    """The end of the process, from the main thread or, if that one hangs, from another.
+    """Ends the process, from the main thread or, if that one hangs, from another thread.
 
-    `launch` is set as soon as it is known, and so is what is to be done `at_end`.
+    `launch` is set as soon as it is known. The functions in `at_end` are called before the exit.
     """
 
     def __init__(self) -> None:
@@ -48,7 +51,7 @@ class Ending:
         self.at_end: list[Callable[[], None]] = []
 
     def leave(self, code: int) -> NoReturn:
-        """End with this exit code, or the code that the launcher takes for it."""
+        """End the process with this exit code, adapted to the launcher by `exit_code`."""
         pulse.leave(code)
         if swap := sys.modules.get("parallel3d.engine.swap"):  # it loads DeepSpeed
             swap.remove_folders()
@@ -57,52 +60,54 @@ class Ending:
         if (text := last_line(code, self.launch)) and self.launch.rank == 0:
             say(text)
         sys.stdout.flush()
-        # Not through the interpreter's end, where gloo's threads can abort the process (code -6).
+        # Skip the interpreter's shutdown, where gloo's threads can abort the process (code -6).
         os._exit(exit_code(code, self.launch))
 
     def on_request(self) -> int:
-        """End before training, as a user asked; the judge tells the other ranks. Return 3."""
+        """Stop before training on a user's request, which the judge passes on; return 3."""
         tell_of_request()
         if self.launch.rank == 0:
             say(
-                "stopped on request before the first step; what is prepared is kept: start again "
-                "to go on"
+                "stopped on request before the first step; prepared data is kept. Run the same "
+                "command to start again"
             )
             pulse.verdict(_SEEN)
         return STOPPED
 
     def on_verdict(self, verdict: Verdict, flush: Callable[[], None]) -> NoReturn:
-        """End the process as the judge says, from a thread that waits for nothing."""
+        """End the process on the judge's verdict, from a thread that does not wait for others."""
         pulse.leave(verdict.code)
         say_verdict(verdict)
         flushing = threading.Thread(target=flush, daemon=True)
         flushing.start()
-        flushing.join(_FLUSH)  # what it needs may be held by the main thread
+        flushing.join(_FLUSH)  # the main thread may hold a lock that it needs
         self.leave(verdict.code)
 
     def on_shared_error(self, error: Exception) -> int:
-        """Say on rank 0 why the run ends, where all ranks raise the same; return the exit code."""
+        """Print an error that all ranks raise, on rank 0 only; return the exit code."""
         code = FAILED if isinstance(error, TrainingError) else BAD_INPUT
         pulse.leave(code)
-        if self.launch.world_size == 1:  # without torch, which it may have come before
+        if self.launch.world_size == 1:  # the error may have come before torch was loaded
             say(str(error))
             return code
         from parallel3d.mesh.join import rank_0_first
 
         def speak() -> None:
             say(str(error))
-            # A launcher that sees the others end first must not cut off the last line.
+            # The launcher terminates the remaining ranks when the first one ends; rank 0 must
+            # still print its last line.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
         rank_0_first(self.launch, speak, error)
         return code
 
     def on_own_error(self, error: Exception) -> int:
-        """Say why this rank ends alone, and tell the judge; return the exit code."""
+        """Print an error of this rank alone and report it to the judge; return the exit code."""
         from parallel3d.mesh.join import lost_peer  # it loads torch
 
         lost = lost_peer(error)
-        # The backend may see a loss first, but not who it was and what they did.
+        # The backend may notice a lost peer first, but only the judge knows which rank it was and
+        # what it was doing.
         if lost and (verdict := pulse.verdict(pulse.SOON)):
             if verdict.code == STOPPED:
                 return self.on_request()
@@ -117,42 +122,42 @@ class Ending:
 
 
 def tell_of_request() -> None:
-    """Have the judge tell the other ranks that this one was asked to stop before training."""
+    """Report to the judge, for the other ranks, that this one was asked to stop early."""
     pulse.leave(STOPPED, "was asked to stop before the first step")
 
 
 def say_verdict(verdict: Verdict) -> None:
-    """Say on one line per machine which rank ended the run, where, and what it did."""
+    """Print which rank ended the run, where, and what it was doing; one line per machine."""
     if verdict.speaks:
         say(f"{verdict.text}; the run ends")
 
 
 def last_line(code: int, launch: Launch) -> str:
-    """A line that names the exit code if the launcher replaces it; else ""."""
+    """Return a line with the exit code if a launcher may replace it, else ""."""
     return f"{_IN_WORDS[code]} (exit code {code})" if code and launch.launcher else ""
 
 
 def exit_code(code: int, launch: Launch) -> int:
-    """The exit code of the process; torchrun would take a stop for a failure and restart."""
+    """Return the exit code for the launcher: 0 for a stop that torchrun would restart."""
     return DONE if code == STOPPED and launch.restarts_left else code
 
 
 def command_of_this_launch() -> str:
-    """The command that the user typed: the outermost process that runs this script.
+    """Return the command that the user typed: the outermost launcher's, else this process's own.
 
-    A shell's quotes are put anew.
+    Arguments are quoted for a shell.
     """
     script, *arguments = sys.argv
-    # parallel3d/__main__.py calls itself by two words.
-    named = script.split() if script.startswith("parallel3d ") else [script]
-    words = [*([sys.executable] if len(named) == 1 else []), *named, *arguments]
+    # parallel3d/__main__.py sets a name of two words.
+    program = script.split() if script.startswith("parallel3d ") else [script]
+    words = [*([sys.executable] if len(program) == 1 else []), *program, *arguments]
     with suppress(psutil.Error):
         for process in psutil.Process().parents():
             line = process.cmdline()
-            if _starts(line, named):
+            if _launches(line, program):
                 words = line
-    if len(words) > 1 and os.path.basename(words[1]) in _COMMANDS:
-        words = words[1:]  # a script that an interpreter runs
+    if len(words) > 1 and os.path.basename(words[1]) in {*_LAUNCHERS, "parallel3d"}:
+        words = words[1:]  # drop the interpreter of an installed script
     words[0] = os.path.basename(words[0])
     if words[0].startswith("python"):
         words[0] = "python"
@@ -160,7 +165,7 @@ def command_of_this_launch() -> str:
 
 
 def command_to_go_on(config: RunConfig, folder: Path) -> str:
-    """The command of this launch, with what it needs to find `folder` again."""
+    """Return the command of this launch, with the settings that make it resume in `folder`."""
     command = command_of_this_launch()
     if config.run.name == "auto" and config.checkpoint.resume != "auto":
         command += f" --parallel3d.run.name {shlex.quote(folder.name)}"
@@ -169,8 +174,13 @@ def command_to_go_on(config: RunConfig, folder: Path) -> str:
     return command
 
 
-def _starts(line: list[str], named: list[str]) -> bool:
-    """Whether a process' words have the script's path, or the program's name and its command."""
-    if len(named) == 1:
-        return named[0] in line
-    return named in map(list, pairwise([*map(os.path.basename, line)]))
+def _launches(line: list[str], program: list[str]) -> bool:
+    """Return True if a process's command line is a launcher's that runs `program`.
+
+    `program` is a script's path, or "parallel3d" and its command.
+    """
+    is_python = bool(line) and os.path.basename(line[0]).startswith("python")
+    first = next((word for word in line[is_python:] if not word.startswith("-")), "")
+    names = [*map(os.path.basename, line)]
+    runs = program[0] in line if len(program) == 1 else program in map(list, pairwise(names))
+    return runs and os.path.basename(first) in _LAUNCHERS

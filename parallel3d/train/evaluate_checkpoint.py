@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint on any mesh, as the trainer evaluates its model."""
+"""Evaluation of a checkpoint on any mesh, by the trainer's own code."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -32,33 +32,34 @@ from parallel3d.train.stopping import StopRequest
 def evaluate(
     config: RunConfig, mesh: Mesh, checkpoint: Path, stop: StopRequest, console: Console
 ) -> Losses | None:
-    """Return the loss of each evaluation set by a checkpoint's weights; collective.
+    """Return the loss of each evaluation set for a checkpoint's weights; collective.
 
-    None if somebody asked to stop. Nothing is written beside the checkpoint. Raises ConfigError
-    where there is nothing to evaluate, CheckpointError where the checkpoint cannot be used.
+    Returns None after a request to stop. Nothing is written to the checkpoint's run. Raises
+    ConfigError if there is nothing to evaluate, CheckpointError if the checkpoint cannot be used.
     """
     begin(config, mesh, console)
     corpus = open_corpus(config, mesh, find_nodes(mesh), console)
     if not evaluated(corpus):
         raise ConfigError(
-            "nothing is held out (parallel3d.data.held_out_fraction = 0), and there is no "
-            'validation set; add one: --data.validation \'{"mine": {"source": "text", "paths": '
+            "there is nothing to evaluate: no held-out text (parallel3d.data.held_out_fraction = "
+            "0) and no validation set; add one: "
+            '--data.validation \'{"mine": {"source": "text", "paths": '
             '["mine/*.txt"]}}\''
         )
     config = config.with_corpus(corpus.vocab_size, len(corpus.train))
     pulse.doing("comparing the checkpoint's hashes")
     folder = Path(on_first(mesh, lambda: str(checkpoint)))
     try:
-        found = find.verified(folder, mesh)
+        source = find.verified(folder, mesh)
     except CheckpointError as error:
         raise CheckpointError(f"{folder} {error}; use another checkpoint") from None
-    refuse_other_text(found, corpus, console.print)
+    refuse_other_text(source, corpus, console.print)
     pulse.doing("building the model")
     settings = forward_settings(EngineSettings.from_config(config))
     layers, _, schedule, stages = build(config, mesh, settings, seed=None)
     pulse.doing("reading the weights")
-    load_weights(found, stages.held, mesh, layers=layers)
-    console.print(f"weights of {found.folder}")
+    load_weights(source, stages.held, mesh, layers=layers)
+    console.print(f"weights of {source.folder}")
     with (
         closing(ForwardEngine(stages.module, settings, mesh)) as engine,
         closing(Feed(config, mesh, corpus, schedule)) as feed,
@@ -66,7 +67,7 @@ def evaluate(
         evaluator = Executor(
             make_evaluation(schedule),
             mesh,
-            cast(Engine, engine),  # a program without backwards asks no more of it
+            cast(Engine, engine),  # enough for a program without backwards
             key=stages.key,
             hidden_shape=hidden_shape(config),
         )
@@ -78,26 +79,28 @@ def evaluate(
 
 
 def refuse_other_text(
-    found: find.FoundCheckpoint, corpus: Corpus, say: Callable[[str], None]
+    source: find.FoundCheckpoint, corpus: Corpus, say: Callable[[str], None]
 ) -> None:
-    """Raise CheckpointError if the corpus or its held-out part is not the checkpoint's.
+    """Raise CheckpointError if the tokenizer or the rule of the split is not the checkpoint's.
 
-    Says where the text is another one: some of what is held out may have been trained on.
+    Warns by `say` if the corpus is another one.
     """
-    folder, state = found.folder, found.state
+    folder, state = source.folder, source.state
     if state["tokenizer"] != tokenizer_digest(corpus.tokenizer_directory):
         own = folder / TOKENIZER
-        remedy = f"add --data.tokenizer {own}" if own.is_dir() else "set data.tokenizer back"
+        remedy = f"add --data.tokenizer {own}" if own.is_dir() else "use its data.tokenizer"
         raise CheckpointError(
-            f"{folder} was trained on another tokenizer: its tokens have other meanings; {remedy}"
+            f"{folder} was trained with another tokenizer, so its token ids mean something else; "
+            f"{remedy}"
         )
     if state.get("split", 1) != SPLIT_FORMAT and len(corpus.held_out):
         raise CheckpointError(
-            f"{folder} is of a parallel3d that held out other documents: it was trained on text "
-            "that is held out now; add --data.held_out_fraction 0, and evaluate validation sets"
+            f"{folder} was written by a version of parallel3d that held out other documents, so it "
+            "was trained on text that is held out now; add --data.held_out_fraction 0, and "
+            "evaluate validation sets"
         )
     if state["corpus"] != corpus.key:
         say(
-            "WARNING: the corpus is not the one that the checkpoint was trained on; some of what "
-            "is held out now may have been trained on"
+            "WARNING: the corpus has changed since the checkpoint was trained; it may have been "
+            "trained on text that is held out now"
         )

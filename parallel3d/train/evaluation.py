@@ -1,4 +1,4 @@
-"""Losses of held-out text and validation sets, with standard errors over documents."""
+"""Losses on held-out text and validation sets, with standard errors over documents."""
 
 from collections.abc import Mapping
 
@@ -24,9 +24,9 @@ Losses = Mapping[str, SetLoss]
 
 
 class Evaluation:
-    """Evaluation of the model on every set: held-out text, a mixture's parts, validation sets.
+    """Evaluates the model on every set: held-out text, a mixture's parts, validation sets.
 
-    Each set's samples are the same on every mesh, in every run and at every global batch.
+    The samples of a set are the same on every mesh, in every run and at every global batch.
     """
 
     def __init__(
@@ -47,21 +47,21 @@ class Evaluation:
         }
 
     def run(self) -> Losses | None:
-        """The loss of each evaluation set; collective.
+        """Return the loss of each evaluation set; collective.
 
-        None if somebody asks to stop meanwhile; then every rank leaves after the same batch.
+        Returns None after a request to stop, on every rank after the same batch.
         """
-        found = {}
+        losses = {}
         for name, samples in self._sets.items():
             pulse.doing(f"evaluating {name}")
             loss = self._run(samples)
             if loss is None:
                 return None
-            found[name] = loss
-        return found
+            losses[name] = loss
+        return losses
 
     def _run(self, samples: EvaluationSamples) -> SetLoss | None:
-        # The last one is of samples that fill the last batch up.
+        # The last entry collects the samples that fill up the last batch.
         like = {"dtype": torch.float64, "device": self._mesh.device}
         sums, weights = torch.zeros(2, samples.num_documents + 1, **like)  # type: ignore[call-overload]
         for start in range(0, samples.num_samples, self._batch):
@@ -79,7 +79,7 @@ class Evaluation:
             self._stop.agree(self._mesh.gather_floats(self._stop.flags()))
             if self._stop.stopping:
                 return None
-        # Every tp rank of the last stage has the losses of its dp coordinate.
+        # Every tp rank of the last stage adds the losses of its dp coordinate.
         tp = self._mesh.size("tp")
         total = np.array(self._mesh.sum_floats(sums)[:-1]) / tp
         if not samples.batches.weighs:
@@ -88,6 +88,6 @@ class Evaluation:
 
 
 def evaluated(corpus: Corpus) -> dict[str, Corpus]:
-    """The corpora whose held-out text is evaluated, by name; empty if nothing is held out."""
-    found = {HELD_OUT: corpus, **parts_of(corpus), **corpus.validation}
-    return {name: part for name, part in found.items() if len(part.held_out)}
+    """Return the corpora whose held-out text is evaluated, by name; {} if nothing is held out."""
+    corpora = {HELD_OUT: corpus, **parts_of(corpus), **corpus.validation}
+    return {name: part for name, part in corpora.items() if len(part.held_out)}

@@ -1,6 +1,6 @@
-"""The microbatches of each step: built ahead of it in host memory, then moved to the device.
+"""The microbatches of each step: built ahead in host memory, then copied to the device.
 
-They lie where the device reads them by itself, once a step and while the host goes on.
+They are built in pinned memory, so that each step's copy runs while the host goes on.
 """
 
 from functools import partial
@@ -22,24 +22,20 @@ from parallel3d.tensor.segments import Segments
 
 
 class _Step(NamedTuple):
-    """A rank's part of a step, in host memory: int64 [microbatches, kinds, batch, seq].
+    """A rank's part of a step, in host memory."""
 
-    `segments`: of each microbatch, for isolated documents; `weights` of labels, float32, and
-    `documents` of the labels of an evaluation, both [microbatches, batch, seq].
-    """
-
-    arrays: torch.Tensor
-    segments: tuple[Segments, ...] = ()
-    weights: torch.Tensor | None = None
-    documents: torch.Tensor | None = None
+    arrays: torch.Tensor  # int64 [microbatches, kinds, batch, seq]
+    segments: tuple[Segments, ...] = ()  # one per microbatch, for isolated documents
+    weights: torch.Tensor | None = None  # of the labels: float32 [microbatches, batch, seq]
+    documents: torch.Tensor | None = None  # of an evaluation's labels: [microbatches, batch, seq]
 
 
 class Feed:
     """The samples of a corpus, cut into microbatches for one dp coordinate.
 
-    A rank gets what its stages use: the first one tokens, the last one labels, each the segments.
-    Threads build `data.read_ahead` steps ahead until `close`. Raises RankError for unreadable
-    samples.
+    A rank gets the arrays that its stages use: the first stage tokens, the last stage labels, each
+    stage the segments. Threads build `data.read_ahead` steps ahead until `close`. Raises RankError
+    if samples cannot be read.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, corpus: Corpus, schedule: Schedule) -> None:
@@ -50,26 +46,26 @@ class Feed:
         self._kinds = [name for name, is_used in used.items() if is_used]
         self._isolates = config.data.isolate_documents
         training = Batches(corpus.train, length, config.train.seed)
-        # Each its own: an evaluation does not let go of the steps that come after it.
+        # One read-ahead for each: an evaluation must not discard the training steps built ahead.
         self._training = ReadAhead(partial(self._step, training))
         self._evaluations: dict[EvaluationSamples, ReadAhead[_Step]] = {}
 
     def training(self, start: int) -> list[Microbatch]:
-        """One data-parallel coordinate's microbatches of the step that begins at sample `start`."""
+        """Return this dp coordinate's microbatches of the step that begins at sample `start`."""
         then = [start + n for n in self._further()]
         return self._cut(self._taken(self._training, start, then))
 
     def evaluation(
         self, samples: EvaluationSamples, start: int
     ) -> tuple[list[Microbatch], torch.Tensor | None]:
-        """One data-parallel coordinate's evaluation microbatches, with the labels' documents.
+        """Return this dp coordinate's evaluation microbatches and the documents of their labels.
 
-        Documents are given as [microbatches, batch, seq].
+        The documents are [microbatches, batch, seq]; None except on the last stage.
         """
         if samples not in self._evaluations:
             self._evaluations[samples] = ReadAhead(partial(self._evaluated, samples))
         size = self._config.global_batch_size
-        end = -(-samples.num_samples // size) * size  # every evaluation reads the same
+        end = -(-samples.num_samples // size) * size  # the next evaluation starts again at 0
         then = [(start + n) % end for n in self._further()]
         step = self._taken(self._evaluations[samples], start, then)
         documents = None if step.documents is None else self._on_device(step.documents)
@@ -82,7 +78,7 @@ class Feed:
             ahead.close()
 
     def _further(self) -> list[int]:
-        """How many samples further the steps begin that are built ahead."""
+        """Return the offsets in samples of the steps that are built ahead."""
         return [
             i * self._config.global_batch_size for i in range(1, self._config.data.read_ahead + 1)
         ]
@@ -116,7 +112,7 @@ class Feed:
         return step._replace(documents=self._readable(documents))
 
     def _share(self, start: int) -> tuple[int, int]:
-        """The first of this coordinate's samples of a step, and how many follow on each other."""
+        """Return this dp coordinate's first sample of a step, and the number of its samples."""
         config = self._config
         first = first_sample(
             start,
@@ -132,27 +128,31 @@ class Feed:
         try:
             return ahead.take(start, then)
         except DataError as error:
-            # Other ranks read other samples, and meet nothing.
+            # Other ranks read other samples, without this error.
             size = self._config.global_batch_size
-            raise RankError(f"{error} (among the {size:,} samples from {start:,} on)") from error
+            raise RankError(f"{error} (in samples {start:,} to {start + size - 1:,})") from error
 
     def _cut(self, step: _Step) -> list[Microbatch]:
         tensor, device = self._on_device(step.arrays), self._mesh.device
-        found = [Microbatch(**dict(zip(self._kinds, own, strict=True))) for own in tensor]
+        microbatches = [Microbatch(**dict(zip(self._kinds, own, strict=True))) for own in tensor]
         if step.segments:
             moved = [s.on(device) for s in step.segments]
-            found = [m._replace(segments=s) for m, s in zip(found, moved, strict=True)]
+            microbatches = [
+                m._replace(segments=s) for m, s in zip(microbatches, moved, strict=True)
+            ]
         if step.weights is not None:
             weights = self._on_device(step.weights)
-            found = [m._replace(weights=w) for m, w in zip(found, weights, strict=True)]
-        return found
+            microbatches = [
+                m._replace(weights=w) for m, w in zip(microbatches, weights, strict=True)
+            ]
+        return microbatches
 
     def _readable(self, array: np.ndarray) -> torch.Tensor:
-        """In memory that the device reads while the host goes on; in whatever thread."""
+        """Return an array as a tensor in pinned memory, from any thread."""
         tensor, device = torch.from_numpy(array), self._mesh.device
         if device.type == "cpu":
             return tensor
-        with torch.accelerator.device_index(device.index):  # a thread begins with the first device
+        with torch.accelerator.device_index(device.index):  # a new thread uses device 0
             return tensor.pin_memory()
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The hardware of a run: its description, and the peak that MFU is measured against."""
+"""The hardware of a run: its description, and the peak FLOP/s that MFU is relative to."""
 
 import time
 
@@ -11,15 +11,15 @@ from parallel3d.mesh.mesh import Mesh
 
 
 def machine_of(config: RunConfig, launch: Launch) -> hardware.Hardware:
-    """The hardware of a run: named by the config, else by the device, else this machine.
+    """Return the hardware of a run: named by the config, else recognised, else this machine.
 
-    Raises ConfigError, with what to do, where nothing is known of it.
+    Raises ConfigError with a remedy if none of them is known.
     """
-    return described(config, pick_device(launch)) or hardware.load(hardware.THIS_MACHINE)
+    return described_hardware(config, pick_device(launch)) or hardware.load(hardware.THIS_MACHINE)
 
 
 def known_hardware(config: RunConfig, device: torch.device) -> hardware.Hardware | None:
-    """The hardware that the config names, or the `device` if configs/hardware describes it."""
+    """Return the hardware that the config names, else `device` if configs/hardware has it."""
     if config.run.hardware != "auto":
         return hardware.load(config.run.hardware)
     if device.type == "cpu":
@@ -27,8 +27,8 @@ def known_hardware(config: RunConfig, device: torch.device) -> hardware.Hardware
     return hardware.recognise(torch.get_device_module(device).get_device_name(device))
 
 
-def described(config: RunConfig, device: torch.device) -> hardware.Hardware | None:
-    """The description of a run's hardware, this machine's measured figures as a last resort."""
+def described_hardware(config: RunConfig, device: torch.device) -> hardware.Hardware | None:
+    """Return `known_hardware`, else this machine's measured figures, if it was calibrated."""
     known = known_hardware(config, device)
     if known is None and hardware.THIS_MACHINE in hardware.names():
         return hardware.load(hardware.THIS_MACHINE)
@@ -36,9 +36,9 @@ def described(config: RunConfig, device: torch.device) -> hardware.Hardware | No
 
 
 def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
-    """Return a name for what MFU is measured against, and the FLOP/s of one device.
+    """Return the name and the FLOP/s of one device's peak, which MFU is relative to.
 
-    The peak in configs/hardware, else the fastest matmul while all ranks compute at once.
+    It is the peak in configs/hardware, else the fastest matmul measured on all ranks at once.
     """
     tf32 = config.train.tf32 and config.precision == "fp32" and mesh.device.type != "cpu"
     dtype = "tf32" if tf32 else config.precision
@@ -49,23 +49,23 @@ def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
 
     torch_dtype = EngineSettings.from_config(config).dtype
     mesh.barrier()
-    measured = mesh.gather_floats([measure_peak_flops(mesh.device, torch_dtype)])
-    return "a measured matmul", sum(row[0] for row in measured) / len(measured)
+    rows = mesh.gather_floats([measure_peak_flops(mesh.device, torch_dtype)])
+    return "a measured matmul", sum(row[0] for row in rows) / len(rows)
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """FLOP/s of the fastest square matmul found in about `seconds`.
+    """Return the FLOP/s of the fastest square matmul, measured for about `seconds`.
 
-    It is what the process reaches now, while other ranks may be using the same cores.
+    Other ranks may use the same cores meanwhile, as they do in training.
     """
     best, size, start = 0.0, 128, time.perf_counter()
     while size <= 8192:
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        left @ right  # the first call of a size also picks the kernel
+        left @ right  # the first call of a size also chooses the kernel
         elapsed = min(_timed_matmul(left, right) for _ in range(3))
         best = max(best, 2 * size**3 / elapsed)
         size *= 2
-        # Doubling the size makes each of the four calls eight times as long.
+        # At twice the size each of the four calls takes eight times as long.
         if time.perf_counter() - start + 4 * 8 * elapsed > seconds:
             break
     return best

@@ -1,6 +1,6 @@
-"""Metrics of a run: one JSON line for each step.
+"""Metrics of a run: one line of JSON per step.
 
-Nothing here knows ranks: the process that constructs a writer is the one that reports.
+This module does not know ranks: the process that constructs a writer is the one that reports.
 """
 
 import json
@@ -21,15 +21,15 @@ from parallel3d.train.evaluation import HELD_OUT, Losses
 from parallel3d.train.trackers import Trackers
 
 METRICS = "metrics.jsonl"
-_TAIL = 2**20  # bytes of it, far more than its last line
+_TAIL = 2**20  # bytes read from its end, far more than the last line
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of metrics.jsonl; its keys are published and do not change."""
+    """One line of metrics.jsonl. Its keys are published and must not change."""
 
     step: int
-    """Steps done, from 1."""
+    """Steps done, counted from 1."""
     loss: float
     """Mean training loss of the step, nats per token."""
     grad_norm: float
@@ -39,27 +39,27 @@ class StepMetrics:
     tokens: int
     """Tokens trained on since the start of the run."""
     tokens_per_second: float
-    """Over the whole mesh."""
+    """Tokens per second of the whole mesh."""
     tflops_per_device: float
     """Model FLOPs (no recomputation, attention in full) per device and second, in 1e12."""
     mfu: float | None
-    """tflops_per_device over the device's peak, from 0 to 1; null where no peak is known."""
+    """tflops_per_device divided by the device's peak, from 0 to 1; null if no peak is known."""
     peak_memory_bytes: int
-    """Largest of the ranks."""
+    """Largest peak memory of all ranks."""
     step_seconds: float
     """Wall-clock time of the step."""
     validation: Losses = field(default_factory=dict)
-    """Only on lines of steps after which the model was evaluated: of each set its loss and standard
-    error in nats, tokens, documents and bits_per_byte. That of "held_out" is held_out_loss, too."""
+    """Only after steps with an evaluation: for each set its loss and standard error in nats,
+    tokens, documents and bits_per_byte. The loss of "held_out" is also written as held_out_loss."""
     loss_scale: float | None = None
-    """Only in fp16; a step whose gradients overflowed under it was skipped: grad_norm is null."""
+    """Only in fp16. If the gradients of a step overflow, it is skipped and grad_norm is null."""
     role_lr: dict[str, float] = field(default_factory=dict)
-    """Only where the model's parametrization gives roles rates of their own: the rate of each."""
+    """Learning rate of each role; only if the model's parametrization scales rates by role."""
     checkpoint_stall_seconds: float | None = None
-    """Only on the line after a save: the seconds for which it held training up."""
+    """Seconds for which a save held up training; only on the line after the save."""
 
     def to_json(self) -> str:
-        """One line of JSON without its newline; a number that is not finite is null."""
+        """Return one line of JSON without a newline; numbers that are not finite are null."""
         values: dict[str, Any] = {name: finite(getattr(self, name)) for name in _ALWAYS}
         values |= _in_json(self.validation)
         if self.role_lr:
@@ -70,28 +70,28 @@ class StepMetrics:
         return json.dumps(values, allow_nan=False)
 
     def flat(self) -> dict[str, float]:
-        """The numbers of a step under trackers' names: validation/<set>/loss."""
+        """Return the numbers of a step by the names that trackers get: validation/<set>/loss."""
         values = {name: getattr(self, name) for name in (*_ALWAYS[1:], *_SOMETIMES)}
-        found = {name: value for name, value in values.items() if value is not None}
-        found |= {f"lr/{role}": lr for role, lr in self.role_lr.items()}
-        return found | _flat(self.validation)
+        numbers = {name: value for name, value in values.items() if value is not None}
+        numbers |= {f"lr/{role}": lr for role, lr in self.role_lr.items()}
+        return numbers | _flat(self.validation)
 
 
 def _in_json(validation: Losses) -> dict[str, Any]:
-    """The keys that an evaluation adds to a line."""
+    """Return the keys that an evaluation adds to a line."""
     values: dict[str, Any] = {}
     if HELD_OUT in validation:
         values[_HELD_OUT_LOSS] = finite(validation[HELD_OUT].loss)
     if validation:
-        values["validation"] = {name: found.to_json() for name, found in validation.items()}
+        values["validation"] = {name: loss.to_json() for name, loss in validation.items()}
     return values
 
 
 def _flat(validation: Losses) -> dict[str, float]:
-    """The numbers of an evaluation under trackers' names."""
+    """Return the numbers of an evaluation by the names that trackers get."""
     values = {_HELD_OUT_LOSS: validation[HELD_OUT].loss} if HELD_OUT in validation else {}
-    for name, found in validation.items():
-        numbers = vars(found).items()
+    for name, loss in validation.items():
+        numbers = vars(loss).items()
         values |= {f"validation/{name}/{key}": x for key, x in numbers if x is not None}
     return values
 
@@ -103,10 +103,10 @@ _ALWAYS = tuple(f.name for f in fields(StepMetrics) if f.name not in (*_BLOCKS, 
 
 
 class MetricsWriter:
-    """A writer that appends to <directory>/metrics.jsonl and calls `trackers`.
+    """Appends metrics to <directory>/metrics.jsonl and passes them to `trackers`.
 
-    If the disk is full or away, lines are kept until there is room, and `say` hears of it once.
-    OSError if the file cannot be created.
+    While the disk is full or unreachable, lines are kept in memory, which is reported once by
+    `say`. Raises OSError if the file cannot be created.
     """
 
     def __init__(
@@ -115,21 +115,18 @@ class MetricsWriter:
         self.path, self._trackers, self._say = directory / METRICS, trackers, say
         directory.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        self._kept = b""  # what is not written yet, from where the last write was cut off
+        self._unwritten = b""  # starts where the last write was cut off
         self._full = False
 
     def write(self, metrics: StepMetrics) -> None:
-        """Add one step; the system has it on return, if the disk has room."""
-        self._kept += f"{metrics.to_json()}\n".encode()
+        """Append one step; on return it was passed to the system, unless the disk is full."""
+        self._unwritten += f"{metrics.to_json()}\n".encode()
         self._flush()
         if self._trackers is not None:
             self._trackers.log(metrics.flat(), metrics.step)
 
     def complete(self, validation: Losses) -> None:
-        """Add to the last line the evaluation that a request to stop had cut off.
-
-        The line of a step that was evaluated stays as it is.
-        """
+        """Add an evaluation to the last line, if a request to stop had cut it off there."""
         try:
             text = self.path.read_text(encoding="utf-8")
             *before, last = text.splitlines(keepends=True) or [""]
@@ -140,7 +137,7 @@ class MetricsWriter:
             replace_text(self.path, "".join(before) + added + "\n", shared=True)
             file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         except (OSError, ValueError) as error:
-            self._say(f"METRICS: {self.path} lacks the last evaluation ({error})")
+            self._say(f"METRICS NOT WRITTEN: {self.path} lacks the last evaluation ({error})")
             return
         os.close(self._file)
         self._file = file
@@ -148,10 +145,10 @@ class MetricsWriter:
             self._trackers.log(_flat(validation), values["step"])
 
     def close(self) -> None:
-        """Close the files; say which metrics are lost if the disk is still full."""
+        """Close the files; report lost metrics if the disk is still full."""
         self._flush()
-        if self._kept:
-            lines = self._kept.count(b"\n")
+        if self._unwritten:
+            lines = self._unwritten.count(b"\n")
             self._say(f"METRICS LOST: the last {lines} lines of {self.path} could not be written")
         with suppress(OSError):
             os.close(self._file)
@@ -160,41 +157,40 @@ class MetricsWriter:
 
     def _flush(self) -> None:
         try:
-            while self._kept:
-                # A disk that fills takes a part of a line; the rest follows when it has room.
-                self._kept = self._kept[os.write(self._file, self._kept) :]
+            while self._unwritten:
+                # A disk that fills up takes a part of a line; the rest follows later.
+                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
         except OSError as error:
             if not self._full:
                 self._say(
-                    f"METRICS NOT WRITTEN: {self.path} ({error.strerror}). Training goes on; the "
-                    "lines are kept in memory and written as soon as there is room"
+                    f"METRICS NOT WRITTEN: {self.path} ({error.strerror}). Training continues; the "
+                    "lines stay in memory and are written as soon as there is room"
                 )
             self._full = True
             return
         if self._full:
             self._full = False
-            self._say(f"the metrics that were kept are in {self.path} now")
+            self._say(f"the delayed metrics are now in {self.path}")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most bytes of memory that this process has held on `device`.
+    """Return this process's peak memory on `device` in bytes.
 
-    On an accelerator what torch allocated; on a CPU the process's peak resident set.
+    On an accelerator it is torch's allocated memory, on a CPU the process's resident set.
     """
     if device.type != "cpu":
-        peak: int = torch.get_device_module(device).max_memory_allocated(device)
-        return peak
+        return int(torch.get_device_module(device).max_memory_allocated(device))
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return resident if sys.platform == "darwin" else resident * 1024  # Linux counts KiB
 
 
 def finite(number: float | None) -> float | None:
-    """The number if it is finite, else None, as JSON has no NaN."""
+    """Return the number if it is finite, else None, because JSON has no NaN."""
     return number if number is not None and math.isfinite(number) else None
 
 
 def step_reached(folder: Path) -> int:
-    """The last step in a folder's metrics.jsonl, whose last line may be torn; 0 without one."""
+    """Return the last complete step in a folder's metrics.jsonl; 0 if there is none."""
     try:
         with open(folder / METRICS, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -205,16 +201,16 @@ def step_reached(folder: Path) -> int:
 
 
 def forget_after(metrics: Path, step: int) -> None:
-    """Drop the lines of steps after `step`, which will be done again, from metrics.jsonl."""
+    """Remove the lines of steps after `step`, which will be repeated, from metrics.jsonl."""
     if metrics.exists():
         lines = _lines(metrics.read_text(errors="replace"))
         replace_text(metrics, "".join(line for number, line in lines if number <= step))
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
-    """Each line that is whole, and its step; a kill may have cut off only the end of the last."""
-    result = []
+    """Return (step, line) of each complete line; a killed writer may leave part of the last."""
+    lines = []
     for line in text.split("\n"):
         with suppress(ValueError, KeyError, TypeError):
-            result.append((int(json.loads(line)["step"]), f"{line}\n"))
-    return result
+            lines.append((int(json.loads(line)["step"]), f"{line}\n"))
+    return lines

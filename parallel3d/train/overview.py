@@ -1,4 +1,4 @@
-"""A run's report of itself: its stages at the start, its results at the end."""
+"""The printed overview of a run: its model and stages at the start, its results at the end."""
 
 import time
 from collections.abc import Mapping
@@ -32,23 +32,23 @@ class Summary:
 
     result: Result
     unigram_loss: float | None
-    """Nats per token of the held-out samples by the frequencies of training: what a model that has
-    learnt anything of order is below. None where nothing is held out."""
+    """Loss on the held-out samples, in nats per token, of a model that knows only how often each
+    token occurs in training. None if nothing is held out."""
     peak_name: str
-    """The peak that the MFU is measured against, "H100-SXM5-80GB" or "a measured matmul"."""
+    """The peak that MFU is relative to, such as "H100-SXM5-80GB's bf16 peak"."""
     files: Mapping[str, Path]
-    """The name and the path of each file."""
+    """The path of each file, by its name in the summary."""
     seconds: float = 0.0
-    """Since this process was started."""
+    """Seconds since this process was started."""
 
     def rows(self) -> list[tuple[str, str]]:
-        """Names and values of the closing results, as text."""
+        """Return names and values of the closing results as text."""
         result, mean = self.result, finite(self.result.mean_loss)
         memory = ", ".join(f"{size / 2**20:,.0f}" for size in result.peak_memory_bytes)
         of_peak = f" of {self.peak_name}" if result.mfu is not None else ""
         steps, spread = f"{result.steps:,}", ""
         if result.trained < result.steps:
-            steps += f", {result.trained:,} of them now"
+            steps += f", {result.trained:,} of them in this launch"
         if result.mean_loss_of > 1:
             spread = f" ± {result.loss_deviation:.4f} over the last {result.mean_loss_of} steps"
         rows: dict[str, str | None] = {"steps": steps}
@@ -57,14 +57,14 @@ class Summary:
                 "total time": in_words(self.seconds),
                 "training loss": None if mean is None else f"{mean:.4f}{spread}",
             }
-        for name, found in result.validation.items():
+        for name, loss in result.validation.items():
             title = "held-out loss" if name == HELD_OUT else f"loss of {name}"
-            rows[title] = found.in_words()
-        if (loss := result.held_out_loss) is not None and self.unigram_loss is not None:
-            below = "is below" if loss < self.unigram_loss else "is NOT below"
-            rows["loss of unigrams"] = (
-                f"{self.unigram_loss:.4f} (the same tokens by how often each occurs in training; "
-                f"the model {below} it)"
+            rows[title] = loss.in_words()
+        if (held_out := result.held_out_loss) is not None and self.unigram_loss is not None:
+            below = "is below" if held_out < self.unigram_loss else "is NOT below"
+            rows["unigram loss"] = (
+                f"{self.unigram_loss:.4f} (the same tokens by their frequencies in training; the "
+                f"model {below} it)"
             )
         if result.trained:
             rows |= {
@@ -77,15 +77,15 @@ class Summary:
         return [(name, text) for name, text in rows.items() if text is not None]
 
     def to_json(self) -> dict[str, Any]:
-        """The closing summary as one JSON object."""
+        """Return the closing summary as one JSON object."""
         names = ("loss", "mean_loss", "loss_deviation", "held_out_loss")
         losses = {name: finite(getattr(self.result, name)) for name in names}
         return {
             **asdict(self.result),
             **losses,
             "validation": {
-                name: {**found.to_json(), "perplexity": finite(found.perplexity)}
-                for name, found in self.result.validation.items()
+                name: {**loss.to_json(), "perplexity": finite(loss.perplexity)}
+                for name, loss in self.result.validation.items()
             },
             "seconds": self.seconds,
             "unigram_loss": self.unigram_loss,
@@ -94,7 +94,7 @@ class Summary:
 
 
 def print_placement(console: Console, config: RunConfig, parts: Assembly) -> None:
-    """Print how large the model is and which layers each stage has."""
+    """Print the size of the model and the layers of each stage."""
     layers, schedule, stages = parts.layers, parts.schedule, parts.stages
     total = sum(layer.num_params for layer in layers)
     zero = config.zero_optimization
@@ -134,7 +134,7 @@ def print_placement(console: Console, config: RunConfig, parts: Assembly) -> Non
 
 
 def summarise(start: Start, result: Result, peak_name: str, is_said: bool) -> Summary:
-    """Return the closing summary of a run; `is_said`: whether this rank prints it."""
+    """Return the closing summary of a run; `is_said` is True on the rank that prints it."""
     config, corpus, directory = start.config, start.corpus, start.folder
     files = {
         "run": directory,
@@ -149,29 +149,29 @@ def summarise(start: Start, result: Result, peak_name: str, is_said: bool) -> Su
     length, most = config.data.sequence_length, config.train.evaluate_samples
     unigrams = None
     if is_said and HELD_OUT in result.validation:
-        with suppress(DataError):  # the run is done, and its numbers stand
+        with suppress(DataError):  # the run has ended well; only this row is missing
             unigrams = held_out_samples(corpus, length, most).unigram_loss(corpus)
     return Summary(result, unigrams, peak_name, files, seconds)
 
 
 def print_summary(summary: Summary, console: Console, go_on: str) -> None:
-    """The closing lines, aligned; paths are never cut, so that they can be copied.
+    """Print the closing lines, aligned; paths are never cut, so that they can be copied.
 
-    `go_on` is the command by which a run that was stopped goes on.
+    `go_on` is the command that resumes a stopped run.
     """
     result, run = summary.result, summary.files["run"]
     if result.stopped:
-        console.print(f"stopped on request after step {result.steps}, all saved; to go on:")
+        console.print(f"stopped on request after step {result.steps}, everything saved; to resume:")
         console.print(f"        {go_on}")
     elif not result.trained:
         console.print(
-            f"{run} is finished: it has its {result.steps} steps, and none was trained now; for "
-            "more raise the one of steps, max_tokens and epochs that parallel3d.train has, for "
-            "another run give another parallel3d.run.name"
+            f"{run} is finished: all its {result.steps} steps were done before. To train longer, "
+            "raise parallel3d.train.steps, max_tokens or epochs, whichever the config sets; for "
+            "another run set another parallel3d.run.name"
         )
     rows = summary.rows()
     if result.trained and not result.stopped:
-        rows.append(("look into it", f"parallel3d checkpoint inspect {run}"))
+        rows.append(("inspect it", f"parallel3d checkpoint inspect {run}"))
     width = max(len(name) for name, _ in rows)
     console.print()
     for name, value in rows:

@@ -1,11 +1,13 @@
-"""Profiles of chosen steps on every rank, put on one timeline.
+"""Profiles of chosen steps on every rank, merged into one timeline.
 
-In `<run>/profile/`: `rank-N.json`, torch's own trace of a rank; `timeline.json`, actions and
-torch's events with a lane for each rank, for Perfetto (ui.perfetto.dev); `timeline.svg` and
-`spans.json` (for launch/draw.py), the actions of the last recorded step.
+Files in `<run>/profile/`:
 
-All times are unix times of rank 0's node. The clock of another node is set by barriers, which end
-at about the same moment everywhere: the median difference of a few.
+- `rank-N.json`: torch's own trace of a rank;
+- `timeline.json`: actions and torch's events of all ranks for Perfetto (ui.perfetto.dev);
+- `timeline.svg`, `spans.json` (for launch/draw.py): the actions of the last recorded step.
+
+All times are unix times of rank 0's node. The clock of another node is corrected by the median
+difference over a few barriers, which end at about the same moment on all ranks.
 """
 
 import json
@@ -31,7 +33,7 @@ from parallel3d.pipeline.clock import timing
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule import draw
 from parallel3d.schedule.schedule import Action, Span
-from parallel3d.train.trackers import wanted
+from parallel3d.train.trackers import requested_trackers
 
 _BARRIERS = 5
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -39,7 +41,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class _Step:
-    """A step as one rank saw it, in unix seconds; spans count from `actions`."""
+    """A step as recorded by one rank, in unix seconds; spans are relative to `actions`."""
 
     number: int
     start: float
@@ -50,7 +52,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Lane:
-    """The record of one rank, and by how many seconds its clock is ahead of rank 0's."""
+    """The recorded steps of one rank, and how many seconds its clock is ahead of rank 0's."""
 
     rank: int
     pp_dp_tp: tuple[int, int, int]
@@ -58,16 +60,17 @@ class _Lane:
     ahead: float
 
     def spans(self, step: int) -> tuple[Span, ...]:
-        """The actions of the `step`-th recorded step, on rank 0's clock."""
+        """Return the actions of the `step`-th recorded step, on rank 0's clock."""
         seen = self.steps[step]
         zero = seen.actions - self.ahead
         return tuple(Span(Action.parse(a), zero + s, zero + e) for a, s, e in seen.spans)
 
 
 class Profiler:
-    """A profiler of the steps that `chosen` names, which writes to `run / "profile"`.
+    """Profiles the steps that `chosen` selects, and writes to `run / "profile"`.
 
-    With `tensorboard`, each rank's trace is also put where TensorBoard's PyTorch profiler looks.
+    With `tensorboard`, each rank's trace is also copied to where TensorBoard's PyTorch profiler
+    plugin reads it.
     """
 
     def __init__(
@@ -89,16 +92,16 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Wrap a step, counted from 0; after the last chosen one everything is written."""
+        """Record the step in the block, counted from 0, if chosen; write after the last one."""
         if number not in self._chosen:
             yield
             return
         if self._torch is None:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports each start and stop
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # do not log each start and stop
             self._torch = profile(activities=supported_activities(), acc_events=True)
             self._torch.start()
         if self._mesh.device.type != "cpu":
-            # The device has nothing left to do, so the first action starts when it is queued.
+            # With an idle device, the first action starts as soon as it is queued.
             torch.accelerator.synchronize()
         start = time.time()
         with timing(self._executor):
@@ -109,7 +112,7 @@ class Profiler:
             self.finish()
 
     def finish(self) -> None:
-        """Write what was recorded, if anything is left; collective over the world."""
+        """Write the recorded steps that are not yet written; collective over the world."""
         if self._torch is None or not self._steps:
             return
         self._torch.stop()
@@ -118,7 +121,7 @@ class Profiler:
         self._torch.export_chrome_trace(str(trace))
         if self._tensorboard:
             self._tensorboard.mkdir(parents=True, exist_ok=True)
-            # The plugin tells workers apart by what stands before the time.
+            # The plugin takes the part before the time as the worker's name.
             name = f"rank-{self._mesh.rank}.{time.time_ns()}.pt.trace.json"
             shutil.copy(trace, self._tensorboard / name)
         lanes = self._gather()
@@ -130,23 +133,23 @@ class Profiler:
         return self._directory / f"rank-{rank}.json"
 
     def _gather(self) -> list[_Lane]:
-        """Every rank's steps; the traces of all ranks are written when this returns."""
+        """Return the steps of every rank; all ranks have written their traces on return."""
         ends = []
         for _ in range(_BARRIERS):
             self._mesh.barrier()
             ends.append(time.time())
         clock = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
         coords = [self._mesh.coord(axis) for axis in ("pp", "dp", "tp")]
-        mine = {"clock": clock, "ends": ends, "coords": coords}
-        mine["steps"] = [asdict(step) for step in self._steps]
-        everyone = gather_json(self._mesh, mine)
-        first = {said["clock"]: said["ends"] for said in reversed(everyone)}
-        zero = everyone[0]["ends"]
+        record = {"clock": clock, "ends": ends, "coords": coords}
+        record["steps"] = [asdict(step) for step in self._steps]
+        rows = gather_json(self._mesh, record)
+        first = {row["clock"]: row["ends"] for row in reversed(rows)}
+        zero = rows[0]["ends"]
         lanes = []
-        for rank, said in enumerate(everyone):
-            ahead = median(a - b for a, b in zip(first[said["clock"]], zero, strict=True))
-            steps = [_Step(**step) for step in said["steps"]]
-            lanes.append(_Lane(rank, tuple(said["coords"]), steps, ahead))
+        for rank, row in enumerate(rows):
+            ahead = median(a - b for a, b in zip(first[row["clock"]], zero, strict=True))
+            steps = [_Step(**step) for step in row["steps"]]
+            lanes.append(_Lane(rank, tuple(row["coords"]), steps, ahead))
         return lanes
 
     def _write(self, lanes: list[_Lane]) -> None:
@@ -156,21 +159,20 @@ class Profiler:
         for lane in lanes:
             events += _own_events(lane, origin)
             trace = self._trace_of(lane.rank)
-            if trace.exists():  # another node's may lie on its own disk
+            if trace.exists():  # on another node it may be on a local disk
                 events += _torch_events(json.loads(trace.read_text()), lane, origin)
         timeline = {"traceEvents": events, "displayTimeUnit": "ms"}
         (self._directory / "timeline.json").write_text(json.dumps(timeline))
         title = f"{schedule.name}: step {lanes[0].steps[-1].number}, measured"
         picture = draw.figure([(title, tuple(lane.spans(-1) for lane in lanes))])
         (self._directory / "timeline.svg").write_text(picture)
-        pipeline = [lane for lane in lanes if lane.pp_dp_tp[1:] == (0, 0)]
-        spans = tuple(lane.spans(-1) for lane in pipeline)
+        spans = tuple(lane.spans(-1) for lane in lanes if lane.pp_dp_tp[1:] == (0, 0))
         measured = draw.spans_to_json(schedule, spans)
         (self._directory / "spans.json").write_text(json.dumps(measured) + "\n")
 
 
 def _own_events(lane: _Lane, origin: float) -> Iterator[dict[str, Any]]:
-    """The rank's name, its steps, and their actions, in microseconds since `origin`."""
+    """Yield a rank's name, steps and actions as trace events, in microseconds since `origin`."""
     pp, dp, tp = lane.pp_dp_tp
     name = f"rank {lane.rank} (pp {pp}, dp {dp}, tp {tp})"
     yield _name("process", lane.rank, 0, name)
@@ -189,7 +191,7 @@ def _own_events(lane: _Lane, origin: float) -> Iterator[dict[str, Any]]:
 
 
 def _torch_events(trace: dict[str, Any], lane: _Lane, origin: float) -> Iterator[dict[str, Any]]:
-    """torch's events of a rank under the rank's own lane, in microseconds since `origin`."""
+    """Yield torch's events of a rank in the rank's lane, in microseconds since `origin`."""
     shift = (trace.get("baseTimeNanoseconds", 0) - round((origin + lane.ahead) * 1e9)) / 1e3
     named = {
         (event["pid"], event["tid"]): event["args"]["name"]
@@ -199,7 +201,7 @@ def _torch_events(trace: dict[str, Any], lane: _Lane, origin: float) -> Iterator
     threads: dict[tuple[int, int], int] = {}
     for event in trace["traceEvents"]:
         place = event.get("pid"), event.get("tid")
-        # Its marks of the recording itself are on lanes with names for numbers.
+        # Events about the recording itself have names instead of numbers for pid and tid.
         if event["ph"] == "M" or not all(isinstance(number, int) for number in place):
             continue
         if place not in threads:
@@ -207,7 +209,7 @@ def _torch_events(trace: dict[str, Any], lane: _Lane, origin: float) -> Iterator
             name = named.get(place) or f"device {place[0]}, stream {place[1]}"
             yield _name("thread", lane.rank, threads[place], name)
         moved = {"pid": lane.rank, "tid": threads[place], "ts": round(event["ts"] + shift, 3)}
-        if "id" in event:  # arrows between events, numbered by each rank from 1
+        if "id" in event:  # an arrow between events; each rank counts them from 1
             moved["id"] = f"{lane.rank}.{event['id']}"
         yield event | moved
 
@@ -220,8 +222,8 @@ def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 def make_profiler(
     config: RunConfig, mesh: Mesh, executor: Executor, folder: Path
 ) -> Profiler | None:
-    """Return the profiler of the steps of train.profile, or None."""
+    """Return the profiler that train.profile asks for, or None."""
     if config.train.profile is None:
         return None
-    tensorboard = "tensorboard" in wanted(config)
+    tensorboard = "tensorboard" in requested_trackers(config)
     return Profiler(config.train.profile, mesh, executor, run=folder, tensorboard=tensorboard)

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, lines in a log; nothing here knows ranks."""
+"""Progress of a run: a bar on a terminal, lines in a log. This module does not know ranks."""
 
 import time
 
@@ -7,14 +7,11 @@ from rich.console import Console
 
 from parallel3d.train.metrics import StepMetrics
 
-_MEAN_OVER = 3600.0  # seconds, for the time that is left
+_MEAN_OVER = 3600.0  # seconds of steps whose mean predicts the time left
 
 
 class Progress:
-    """A display of steps as they end: a bar on a terminal, aligned lines in a log.
-
-    A log gets a line every `every` steps.
-    """
+    """Displays finished steps: as a bar on a terminal, as a line per `every` steps in a log."""
 
     def __init__(
         self, num_steps: int, every: int = 10, console: Console | None = None, first: int = 0
@@ -35,7 +32,7 @@ class Progress:
         self._bar.start()
 
     def show(self, metrics: StepMetrics) -> None:
-        """Show a step that has ended."""
+        """Show a finished step."""
         step, last, has_bar = metrics.step, self._num_steps, not self._bar.disable
         self._bar.update(self._task, completed=step)
         numbers = f"{_numbers(metrics, brief=True)}  {self._times(brief=True)}"
@@ -47,7 +44,7 @@ class Progress:
             self.say(f"{of_day}{line}  {self._times()}")
 
     def _times(self, brief: bool = False) -> str:
-        """The time since the start, and what is left, without the first step, which warms up."""
+        """Return the time since the start and the time left, as text."""
         task = self._bar.tasks[self._task]
         elapsed = in_words(task.elapsed or 0.0)
         if task.finished:
@@ -57,16 +54,16 @@ class Progress:
         return f"{elapsed}<{left}" if brief else f"{elapsed} elapsed, {left} left"
 
     def say(self, text: str) -> None:
-        """Show a line of text."""
+        """Print a line of text."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Stop the display and restore the terminal."""
         self._bar.stop()
 
 
 def in_words(seconds: float) -> str:
-    """A number of seconds as text: 12s, 3m05s, 2h07m, 3d04h."""
+    """Return a number of seconds as text: 12s, 3m05s, 2h07m, 3d04h."""
     if seconds < 59.5:
         return f"{seconds:.0f}s"
     minutes, rest = divmod(round(seconds), 60)
@@ -77,17 +74,17 @@ def in_words(seconds: float) -> str:
 
 
 def _numbers(metrics: StepMetrics, brief: bool = False) -> str:
-    """The numbers of a step as text; `brief` leaves room for a bar on a terminal of 80 columns."""
+    """Return the numbers of a step as text; `brief` fits beside a bar in 80 columns."""
     parts = [f"loss {metrics.loss:.4f}"]
     if not brief:
         parts += [f"norm {metrics.grad_norm:.3f}", f"lr {metrics.lr:.1e}"]
     parts += [f"{metrics.tokens_per_second:,.0f} tokens/s", f"MFU {percent(metrics.mfu)}"]
     if not brief:
-        for place, (name, found) in enumerate(metrics.validation.items(), 1):
-            parts.insert(place, f"{name.replace('_', '-')} {found.loss:.4f}")
+        for place, (name, loss) in enumerate(metrics.validation.items(), 1):
+            parts.insert(place, f"{name.replace('_', '-')} {loss.loss:.4f}")
     return "  ".join(parts)
 
 
 def percent(share: float | None) -> str:
-    """A fraction of 1 as text in percent; "-" where it is not known."""
+    """Return a fraction as text in percent; "-" if it is not known."""
     return "-" if share is None else f"{100 * share:.1f} %"

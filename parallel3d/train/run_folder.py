@@ -1,4 +1,4 @@
-"""The folder of a run: its config, metrics, tokenizer and checkpoints; rank 0 alone writes."""
+"""The folder of a run: its config, metrics, tokenizer and checkpoints; only rank 0 writes."""
 
 import json
 import shutil
@@ -20,14 +20,14 @@ from parallel3d.train.progress import Progress
 from parallel3d.train.start import Start
 from parallel3d.train.trackers import Trackers
 
-_SAVING_TIMEOUT = 1800.0  # seconds that a rank waits for another's disk
+_SAVING_TIMEOUT = 1800.0  # seconds that a rank waits for another rank's disk
 
 
 class Output:
-    """The run's folder, its metrics and its progress; rank 0 alone writes.
+    """The run's folder, its metrics and its progress display; only rank 0 writes.
 
-    Raises on all ranks: Parallel3DError if the folder cannot be made, and what `Attempts.begin`
-    raises.
+    Raises on all ranks: Parallel3DError if the folder cannot be created, and the errors of
+    `Attempts.begin`.
     """
 
     def __init__(self, start: Start, mesh: Mesh, console: Console) -> None:
@@ -40,7 +40,7 @@ class Output:
         self._attempts = Attempts(self.directory, start.settings, start.digest)
         tokenizer = start.corpus.tokenizer_directory
         if names := find.set_aside(self.checkpoints, step, mesh):
-            console.print(f"resume  not part of the run any more: {', '.join(names)}")
+            console.print(f"resume  set aside, no longer part of the run: {', '.join(names)}")
         on_first(mesh, lambda: self._begin(start, restart=mesh.restart_count > 0))
         on_first(mesh, lambda: self._copy_tokenizer(tokenizer))
         if mesh.rank == 0:
@@ -57,12 +57,12 @@ class Output:
             forget_after(self.directory / METRICS, step)
             resolved = json.dumps(config.to_dict(), indent=1)
             replace_text(self.directory / "config.json", f"{resolved}\n")
-            # Scaling laws of repeated data are fitted by it.
+            # Fits of scaling laws for repeated data need this number.
             counted = json.dumps({"training_tokens": len(start.corpus.train)})
             replace_text(self.directory / "corpus.json", f"{counted}\n")
 
     def _copy_tokenizer(self, tokenizer: Path) -> None:
-        """The run's own copy of its tokenizer: a cache may be emptied."""
+        """Copy the tokenizer into the run's folder, because a cache may be emptied."""
         own = self.directory / TOKENIZER
         if own.exists() or not any(tokenizer.iterdir()):
             return
@@ -74,7 +74,7 @@ class Output:
             partial.rename(own)
 
     def finish(self, stopped: bool, engine: Engine) -> None:
-        """Write the weights of a run that is done, and record that it ended well; collective."""
+        """Write the weights of a finished run, and record its clean end; collective."""
         config = self._start.config
         if config.run.save_weights and not stopped:
             from parallel3d.huggingface.from_ranks import save_weights  # it loads transformers
@@ -91,7 +91,7 @@ class Output:
                 self._console.print(f"{self.directory} cannot be written ({error.strerror})")
 
     def close(self) -> None:
-        """Close the files that rank 0 has open."""
+        """Close the files and the progress display of rank 0."""
         for part in (self.writer, self.progress):
             if part:
                 part.close()

@@ -1,4 +1,4 @@
-"""The beginning of a run: its folder, corpus and checkpoint, and with them its final config."""
+"""The start of a run: its folder, corpus, checkpoint and final config."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -36,7 +36,7 @@ from parallel3d.train.assembly import Assembly
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import Claim, token_of
 from parallel3d.train.ending import command_to_go_on
-from parallel3d.train.known_hardware import described as described_hardware
+from parallel3d.train.known_hardware import described_hardware
 from parallel3d.train.metrics import step_reached
 from parallel3d.train.progress import in_words
 
@@ -45,62 +45,62 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Start:
-    """The beginning of a run, the same on every rank before its model is built."""
+    """The start of a run before the model is built; the same on every rank."""
 
     config: RunConfig
-    """The final config: the corpus's vocabulary, and the number of steps from `position` on."""
+    """The final config, with the corpus's vocabulary and the number of steps."""
     settings: Mapping[str, Any]
-    """The config as the user gave it; an attempt with other settings is a fresh chance."""
+    """The config as the user wrote it; changed settings reset the count of failed attempts."""
     folder: Path
-    """The run's folder, which need not exist yet."""
+    """The run's folder, which may not exist yet."""
     digest: str
     """The digest by which the same config finds its unfinished run."""
     corpus: Corpus
-    found: find.FoundCheckpoint | None = None
-    """The checkpoint to load; None where training starts afresh."""
+    checkpoint: find.FoundCheckpoint | None = None
+    """The checkpoint to load; None if training starts from step 0."""
     position: Position = field(default_factory=Position)
     """The position in the run and in its data."""
     pretrained: Path | None = None
-    """The folder of the model whose weights training starts from, without a checkpoint."""
+    """The folder of published weights to start from, if there is no checkpoint."""
 
     @property
     def tokenizer(self) -> Path | None:
-        """The folder of what the ids mean; None where the corpus is ids alone."""
+        """The corpus's tokenizer folder; None if the corpus consists of ids only."""
         folder = self.corpus.tokenizer_directory
         return folder if any(folder.iterdir()) else None
 
 
 def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Console) -> Start:
-    """Return the beginning of a run; `claim` is rank 0's claim on the run's folder. Collective.
+    """Return the start of a run; `claim` is rank 0's claim on the run's folder. Collective.
 
-    Prints the mesh, the folder, the corpus, the checkpoint and what was rejected. What costs little
-    is checked first. Raises on all ranks: ConfigError, DataError or CheckpointError if config,
-    machine, corpus and checkpoint do not go together; what `Attempts.check` raises.
+    Prints the mesh, the folder, the corpus, the checkpoint and rejected checkpoints. Cheap checks
+    come first. Raises on all ranks: ConfigError, DataError or CheckpointError if config, machine,
+    corpus and checkpoint do not match, and the errors of `Attempts.check`.
     """
-    said = begin(config, mesh, console)
+    early_notes = begin(config, mesh, console)
     nodes, settings = find_nodes(mesh), config.to_dict()
     folder, digest, exists = _find_folder(settings, mesh, claim)
     refuse_unshared(folder, config.run.directory, mesh, nodes)
-    console.print(f"run     {folder}; if it ends early, this command goes on with it:")
+    console.print(f"run     {folder}; to resume it, use this command:")
     console.print(f"        {command_to_go_on(config, folder)}")
     check_machine(config, mesh, nodes, console.print)
     corpus = open_corpus(config, mesh, nodes, console)
     pulse.doing("looking for a checkpoint")
     config = _with_weights(config.with_corpus(corpus.vocab_size, len(corpus.train)), mesh)
-    for note in config.notes[len(said) :]:
+    for note in config.notes[len(early_notes) :]:
         console.print(note)
-    found, position, pretrained = None, Position(), None
-    if found := _find_checkpoint(config, mesh, folder if exists else None, console.print):
+    checkpoint, position, pretrained = None, Position(), None
+    if checkpoint := _find_checkpoint(config, mesh, folder if exists else None, console.print):
         state = RunState(config, corpus)
-        position = state.position_in(found.state, found.folder, console.print)
+        position = state.position_in(checkpoint.state, checkpoint.folder, console.print)
     else:
         pretrained = _find_pretrained(config, mesh, corpus.tokenizer_directory, console.print)
     config = config.resumed(position.step, position.next_sample)
-    return Start(config, settings, folder, digest, corpus, found, position, pretrained)
+    return Start(config, settings, folder, digest, corpus, checkpoint, position, pretrained)
 
 
 def begin(config: RunConfig, mesh: Mesh, console: Console) -> tuple[str, ...]:
-    """Set how this process computes; print ranks, devices and the config's notes; return these."""
+    """Set this process's numerics; print ranks, devices and notes; return the config's notes."""
     train, notes = config.train, config.notes
     set_numerics(tf32=train.tf32, deterministic=train.deterministic)
     console.print(mesh.picture(), *describe_device(mesh.device), *notes, sep="\n")
@@ -113,7 +113,7 @@ def _find_folder(
     """Return the run's folder, its digest, and whether the folder exists."""
 
     def look() -> tuple[str, str, bool]:
-        assert claim, "rank 0 claims the folder before it meets the others"
+        assert claim, "rank 0 claims the folder before it joins the mesh"
         exists = claim.folder.exists()
         if exists:
             attempts = Attempts(claim.folder, settings, claim.config)
@@ -125,13 +125,13 @@ def _find_folder(
 
 
 def _with_weights(config: RunConfig, mesh: Mesh) -> RunConfig:
-    """Settle parallel3d.pipeline.weights where it is "auto", by the device of rank 0."""
+    """Resolve parallel3d.pipeline.weights if it is "auto", by the device of rank 0."""
     if not leaves_weights_open(config):
         return config
     known = described_hardware(config, mesh.device)
 
     def look() -> tuple[str, str]:
-        from parallel3d.plan.report.choose import weights_for  # the first rank alone needs it
+        from parallel3d.plan.report.choose import weights_for  # only rank 0 needs the planner
 
         return weights_for(config, known)
 
@@ -149,23 +149,23 @@ def refuse_unshared(folder: Path, directory: str, mesh: Mesh, nodes: Nodes) -> N
             raise ConfigError(
                 f'parallel3d.run.directory = "{directory}": {folder.parent.absolute()} on '
                 f"{nodes.hosts[mesh.rank]} (rank {mesh.rank}) is not the folder that rank 0 on "
-                f"{nodes.hosts[0]} writes to; name one that all nodes share"
+                f"{nodes.hosts[0]} writes to; use a folder that all nodes share"
             )
 
     agree(mesh, look)
 
 
 def check_machine(config: RunConfig, mesh: Mesh, nodes: Nodes, say: Say) -> None:
-    """Raise ConfigError on all ranks if the run cannot fit, or its NVMe folders cannot be written.
+    """Raise ConfigError on all ranks if the run cannot fit, or its NVMe folders are not writable.
 
-    Comes before the corpus and the model, which take long. Warns if a tp group spans hosts.
+    Called before the corpus and the model, which take long. Warns if a tp group spans hosts.
     """
     if torn := nodes.torn(mesh.size("tp")):
         others = f", and {len(torn) - 1} more groups" if torn[1:] else ""
         say(
-            f"mesh    tp = {mesh.size('tp')} SPANS HOSTS: {nodes.in_words(torn[0])}{others}; each "
-            "layer waits for what is between them. Use a tp that divides the ranks of a node, and "
-            "start a node's ranks one after the other (srun --distribution=block)"
+            f"mesh    tp = {mesh.size('tp')} SPANS HOSTS: {nodes.in_words(torn[0])}{others}; every "
+            "layer waits for the network. Use a tp that divides the ranks of a node, and number "
+            "each node's ranks consecutively (srun --distribution=block)"
         )
 
     def look() -> None:
@@ -185,11 +185,11 @@ def check_machine(config: RunConfig, mesh: Mesh, nodes: Nodes, say: Say) -> None
 
 
 def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -> Corpus:
-    """Return the corpus on every rank; the first rank of each node prepares it, if nobody has yet.
+    """Return the corpus on every rank; the first rank of each node prepares it if necessary.
 
-    Raises Parallel3DError on all ranks if it cannot be used on one.
+    Raises Parallel3DError on all ranks if one of them cannot use it.
     """
-    pulse.doing("opening the corpus, or waiting for who prepares it")
+    pulse.doing("opening the corpus, or waiting for it to be prepared")
     first, data = nodes.first(mesh.rank), config.data
 
     def prepared() -> dict[str, Any] | None:
@@ -207,9 +207,9 @@ def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -
             raise
         raise TrainingError(
             f"rank {mesh.rank} on {nodes.hosts[mesh.rank]} has waited for "
-            f"{in_words(STARTUP_TIMEOUT.total_seconds())} for the corpus of another node: prepare "
-            "it before the run, `parallel3d prepare --config ...` on each node, or once in a "
-            "parallel3d.data.cache that all nodes share"
+            f"{in_words(STARTUP_TIMEOUT.total_seconds())} until another node prepares the corpus. "
+            "Prepare it before the run: `parallel3d prepare --config ...` on each node, or once in "
+            "a parallel3d.data.cache that all nodes share"
         ) from None
     refuse_different(places, nodes)
     corpus = Corpus.at(places[first], data.remote_cache_bytes)
@@ -218,7 +218,7 @@ def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -
 
 
 def described(corpus: Corpus) -> Iterator[str]:
-    """The lines that a run begins with: its corpus, and what was left out of it."""
+    """Yield the lines about a run's corpus, and about what was left out of it."""
     train, held_out = len(corpus.train), len(corpus.held_out)
     yield (
         f"corpus  {corpus.num_documents:,} documents, {train:,} tokens + {held_out:,} held out (of "
@@ -226,7 +226,7 @@ def described(corpus: Corpus) -> Iterator[str]:
     )
     yield f"        vocabulary {corpus.vocab_size:,}, unigram entropy {corpus.unigram_entropy:.4f}"
     if lost := max(part.found.get("unknown_share", 0.0) for part in corpus.parts or (corpus,)):
-        yield f"WARNING: the tokenizer does not know {lost:.0%} of the text; use another"
+        yield f"WARNING: the tokenizer does not know {lost:.0%} of the text; use another one"
     yield from _left_out(corpus, "left out")
     for name, part in corpus.validation.items():
         documents = part.held_out.num_documents
@@ -235,29 +235,29 @@ def described(corpus: Corpus) -> Iterator[str]:
         if common := part.found["num_in_training"]:
             yield (
                 f"WARNING: {common:,} of the {documents:,} documents of data.validation.{name} are "
-                "trained on, too: its loss is too low; take them out of one of the two"
+                "also in the training text, so its loss is too low; remove them from one of the two"
             )
 
 
 def _left_out(corpus: Corpus, what: str) -> Iterator[str]:
     if skipped := corpus.found.get("skipped"):
-        # Documents without text are counted alone.
+        # Documents without text are only counted.
         where = " (prepare.py lists the first 20)" if skipped.keys() - {EMPTY} else ""
         yield f"        {what}: {reasons(skipped)}{where}"
 
 
 def refuse_different(places: list[dict[str, Any] | None], nodes: Nodes) -> None:
-    """Raise DataError, on all ranks, unless every node has prepared the same text.
+    """Raise DataError on all ranks unless every node has prepared the same text.
 
-    `places` are what the first rank of each node says of its corpus. With data.on_error = "skip" a
-    file that one node cannot read changes every sample after it.
+    `places` has the description of the corpus by the first rank of each node, None for other ranks.
+    With data.on_error = "skip", a file that one node cannot read changes every sample after it.
     """
     keys = {rank: _keys(place) for rank, place in enumerate(places) if place is not None}
-    for rank, found in keys.items():
-        if wrong := sorted({name for name, _ in keys[0].items() ^ found.items()}):
+    for rank, rank_keys in keys.items():
+        if differing := sorted({name for name, _ in keys[0].items() ^ rank_keys.items()}):
             raise DataError(
-                f"{wrong[0]} is not the same on {nodes.hosts[0]} and {nodes.hosts[rank]}: "
-                "a file, or a data set, was read on one of the two alone. Run `parallel3d prepare "
+                f"{differing[0]} is not the same on {nodes.hosts[0]} and {nodes.hosts[rank]}: "
+                "only one of them could read some file or data set. Run `parallel3d prepare "
                 "--config ...` on both and compare, or share a folder: parallel3d.data.cache"
             )
 
@@ -268,46 +268,46 @@ def _keys(place: dict[str, Any]) -> dict[str, str]:
 
 
 def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -> Path | None:
-    """The folder of model.from_pretrained, if there is one; says so, and of its tokenizer."""
+    """Return the folder of model.from_pretrained, if set; report it, and warn of its tokenizer."""
     origin = getattr(config.model, "from_pretrained", None)
     if origin is None:
         return None
     folder = find_weights(config.model, mesh)
     at = f" at {origin.revision}" if origin.revision else ""
     say(f"weights of {origin.folder}{at}")
-    if said := on_first(mesh, lambda: remark(folder, tokenizer, origin.folder)):
-        say(said)
+    if warning := on_first(mesh, lambda: remark(folder, tokenizer, origin.folder)):
+        say(warning)
     return folder
 
 
 def _find_checkpoint(
     config: RunConfig, mesh: Mesh, folder: Path | None, say: Say
 ) -> find.FoundCheckpoint | None:
-    """The checkpoint to start from; says which, and what was rejected and why.
+    """Return the checkpoint to start from; report it, and which were rejected and why.
 
-    Collective. Raises CheckpointError on all ranks if the one that was asked for cannot be used.
+    Collective. Raises CheckpointError on all ranks if a checkpoint that was named cannot be used.
     """
-    wanted = config.checkpoint.resume
+    resume = config.checkpoint.resume
     own = folder / "checkpoints" if folder else None
-    found: find.FoundCheckpoint | None = None
+    checkpoint: find.FoundCheckpoint | None = None
     rejected: list[str] = []
-    if own and (mesh.restart_count or wanted == "auto"):
-        # After a restart the run's own newest checkpoint is further than what was asked for.
-        found, rejected = find.find(own, "auto", mesh)
-    if found is None and wanted not in ("auto", "none"):
-        found, rejected = find.find(own or Path(), wanted, mesh)
+    if own and (mesh.restart_count or resume == "auto"):
+        # After a restart the run's own newest checkpoint is newer than the one that was named.
+        checkpoint, rejected = find.find(own, "auto", mesh)
+    if checkpoint is None and resume not in ("auto", "none"):
+        checkpoint, rejected = find.find(own or Path(), resume, mesh)
     for reason in rejected:
         say(f"resume  {reason}")
-    if found:
-        say(f"resume  from {found.folder}: step {found.step} of {config.num_steps}")
+    if checkpoint:
+        say(f"resume  from {checkpoint.folder}: step {checkpoint.step} of {config.num_steps}")
     elif folder:
-        said = "no checkpoint that can be used" if rejected else "no checkpoint"
-        say(f"resume  NOTHING TO RESUME: {folder} has {said}; starting afresh from step 0")
-    return found
+        why = "no usable checkpoint" if rejected else "no checkpoint"
+        say(f"resume  NOTHING TO RESUME: {folder} has {why}; starting from step 0")
+    return checkpoint
 
 
 def restore(start: Start, mesh: Mesh, parts: Assembly) -> None:
-    """Load a start's checkpoint, or published weights, if any, into the engine; collective."""
+    """Load the start's checkpoint or published weights, if any, into the engine; collective."""
     pulse.doing("loading the checkpoint")
     if start.pretrained:
         load_weights(
@@ -317,5 +317,5 @@ def restore(start: Start, mesh: Mesh, parts: Assembly) -> None:
             mesh=mesh,
             layers=parts.layers,
         )
-    if found := start.found:
-        load(found, engine=parts.engine, mesh=mesh, layers=parts.layers)
+    if checkpoint := start.checkpoint:
+        load(checkpoint, engine=parts.engine, mesh=mesh, layers=parts.layers)

@@ -1,8 +1,8 @@
-"""Requests to stop or to save: signals, files in the run's folder, a launcher that is gone.
+"""Requests to stop or to save: signals, files in the run's folder, a launcher that has died.
 
-Before training a request ends the process at once, by `Stopped`; from `StopRequest.hold` on it
-waits for the end of a step, where all ranks agree on it. A thread also hears the judge's verdict,
-while the main thread may wait for a dead rank.
+Before training, a request ends the process at once by raising `Stopped`. After `StopRequest.hold`
+it waits for the end of a step, where all ranks agree on it. A thread also polls the judge's
+verdict, because the main thread may be waiting for a dead rank.
 """
 
 import os
@@ -25,34 +25,34 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.train.ending import Ending, tell_of_request
 
-if TYPE_CHECKING:  # it needs torch, which a launch that is refused must not wait for
+if TYPE_CHECKING:  # it loads torch, which is slow; a refused launch should end before that
     from parallel3d.mesh.mesh import Mesh
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ONE_CTRL_C = 2.0  # seconds within which SIGINTs are one
-_GRACE = 4.0  # seconds that a process has to end by itself, when nothing is trained yet
-_LOOK = 0.25  # seconds between looks at what the other ranks and the launcher do
+_ONE_CTRL_C = 2.0  # seconds within which several SIGINTs count as one
+_GRACE = 4.0  # seconds that a process has to end by itself before training
+_LOOK = 0.25  # seconds between two checks of the other ranks and the launcher
 _DEEPSPEED = "deepspeed.launcher.launch"
 
 
 class Stopped(BaseException):
-    """A request to stop that came before there is anything to save.
+    """Raised by a request to stop that comes before there is anything to save.
 
-    Not an Exception: on its way out it passes libraries that turn those into errors of theirs.
+    It is not an Exception, because libraries on the stack would catch that and raise their own.
     """
 
 
 class StopRequest:
-    """Requests to stop or to save, of this rank and (after `agree`) of any rank.
+    """Requests to stop or to save, from this rank and (after `agree`) from any rank.
 
-    `asked` is this rank's wish; `stopping` and `saving` are what all ranks agreed on: only these
-    may decide what a rank does next. `end` ends the process where the main thread cannot.
+    `requested` is this rank's own request. `stopping` and `saving` are agreed on by all ranks; only
+    they may decide what a rank does next. `end` ends the process if the main thread cannot.
     """
 
     def __init__(self, end: Ending | None = None) -> None:
         self._end = end or Ending()
         self._flush: Callable[[], None] = lambda: None
-        self.asked = self.stopping = self.saving = False
+        self.requested = self.stopping = self.saving = False
         self._held = self._listening = False
         self._since = 0.0
         self._folder: Path | None = None
@@ -60,18 +60,18 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator["StopRequest"]:
-        """Take SIGINT and SIGTERM for requests; a second Ctrl-C interrupts at once.
+        """Handle SIGINT and SIGTERM as requests in this block; a second Ctrl-C interrupts at once.
 
-        When `Stopped` leaves the block the process must end with exit code 3; it is ended after 4
-        s.
+        If `Stopped` leaves the block, the process must end with exit code 3 within 4 seconds;
+        otherwise a thread ends it.
         """
         self._listening = True
         previous = [signal.signal(s, self._hear) for s in SIGNALS]
-        ear, mouth = os.pipe()
-        os.set_blocking(mouth, False)
-        # A thread hears of signals while the main thread runs no Python, and cannot handle them.
-        former = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
-        watch = threading.Thread(target=self._watch, args=(ear,), daemon=True)
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        # By this pipe a thread learns of signals even while the main thread runs no Python code.
+        former = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        watch = threading.Thread(target=self._watch, args=(read_end,), daemon=True)
         watch.start()
         try:
             yield self
@@ -79,70 +79,71 @@ class StopRequest:
             with self._lock:
                 self._listening = False
             signal.set_wakeup_fd(former)
-            os.close(mouth)  # ends the thread
+            os.close(write_end)  # ends the thread
             watch.join()
-            os.close(ear)
-            # A request is one until the process ends: launchers repeat it meanwhile.
-            if not self.asked:
+            os.close(read_end)
+            # After a request keep the handlers: launchers repeat signals until the process ends.
+            if not self.requested:
                 for s, handler in zip(SIGNALS, previous, strict=True):
                     signal.signal(s, handler)
 
     def hold(self, folder: Path | None, flush: Callable[[], None] = lambda: None) -> None:
-        """Let a request wait for the end of a step; raises Stopped if there has been one.
+        """Let a request wait for the end of a step from now on; raise Stopped if there was one.
 
-        `folder` is the run's on the rank that looks there for the files STOP and SAVE, None on
-        others; `flush` writes what a run has not written yet.
+        `folder` is the run's folder on the rank that checks it for the files STOP and SAVE, None on
+        others. `flush` closes the run's open files.
         """
         self._folder, self._flush = folder, flush
         self._held = True
-        if self.asked:  # an exception that was swallowed, in a destructor for example
+        if self.requested:  # the exception was swallowed, for example in a destructor
             self._held = False
             raise Stopped
 
     def flags(self) -> list[float]:
-        """Numbers of this rank's requests, to stop and to save, for a row that ranks gather."""
-        # A look is one stat, and there is none for what is known already.
-        self.asked = self.asked or self._finds("STOP")
-        return [float(self.asked), float(self.saving or self._finds("SAVE"))]
+        """Return this rank's requests to stop and to save as 0.0 or 1.0, for ranks to gather."""
+        self.requested = self.requested or self._finds("STOP")
+        return [float(self.requested), float(self.saving or self._finds("SAVE"))]
 
     def agree(self, rows: Sequence[Sequence[float]]) -> None:
-        """Take over any rank's requests; `rows` are all ranks' `flags()`, equal everywhere."""
+        """Adopt any rank's requests; `rows` are the gathered `flags()` of all ranks."""
         self.stopping = self.stopping or any(row[0] for row in rows)
         self.saving = self.saving or any(row[1] for row in rows)
-        self.asked = self.asked or self.stopping
+        self.requested = self.requested or self.stopping
 
     def saved(self) -> None:
-        """Note that the requested save has begun: the file SAVE goes."""
+        """Note that the requested save has begun, and remove the file SAVE."""
         if self.saving:
             self.saving = False
             self._remove("SAVE")
 
     def finished(self) -> None:
-        """Note that all is saved or done: the request files go, or they stop the next start."""
+        """Remove the files STOP and SAVE at the end of a run, or they would stop the next one."""
         self._remove("SAVE")
         self._remove("STOP")
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not self.asked:
-            self.asked, self._since = True, now
+        if not self.requested:
+            self.requested, self._since = True, now
             if not self._held:
                 raise Stopped
-        # torchrun hands a Ctrl-C on to ranks that have had it from the terminal.
+        # torchrun forwards a Ctrl-C to ranks that already got it from the terminal.
         elif (
             number == signal.SIGINT
             and now - self._since > _ONE_CTRL_C
             and self._held
             and self._listening
         ):
-            raise TrainingError("interrupted a second time; nothing more is saved")
+            raise TrainingError(
+                "interrupted by a second Ctrl-C; steps since the last save are lost"
+            )
 
-    def _watch(self, ear: int) -> None:
-        """Turn what Python's handlers do not hear of into a signal, or into the process's end."""
+    def _watch(self, read_end: int) -> None:
+        """Watch for signals, verdicts and a dead launcher; signal or end the process."""
         deadline, launcher = None, _Launcher()
         while True:
-            if select.select([ear], [], [], _LOOK)[0]:
-                numbers = os.read(ear, 64)
+            if select.select([read_end], [], [], _LOOK)[0]:
+                numbers = os.read(read_end, 64)
                 if not numbers:
                     return
                 if deadline is None and any(number in SIGNALS for number in numbers):
@@ -164,7 +165,7 @@ class StopRequest:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _finds(self, name: str) -> bool:
-        # False if the disk is away for a moment; Path.exists would raise.
+        # os.path.exists returns False if the disk is briefly away; Path.exists would raise.
         return self._folder is not None and os.path.exists(self._folder / name)
 
     def _remove(self, name: str) -> None:
@@ -174,7 +175,7 @@ class StopRequest:
 
 
 def end_with(command: Callable[[Ending, StopRequest], int]) -> NoReturn:
-    """Run a command that computes on a mesh, and end the process with its exit code."""
+    """Run a command that uses a mesh, and end the process with its exit code."""
     end = Ending()
     stop = StopRequest(end)
     try:
@@ -191,15 +192,15 @@ def end_with(command: Callable[[Ending, StopRequest], int]) -> NoReturn:
 
 
 def join(config: RunConfig, launch: Launch) -> "Mesh":
-    """Join the other ranks of a resolved config, watched by a sentry."""
-    from parallel3d.mesh.mesh import Mesh  # it loads torch, and what is refused has ended before
+    """Join the mesh of a resolved config, watched by a sentry process."""
+    from parallel3d.mesh.mesh import Mesh  # it loads torch, which is slow
 
     sizes = config.mesh
     return Mesh(sizes.pp, int(sizes.dp), sizes.tp, launch, watched=True)
 
 
 class _Launcher:
-    """Sees the `deepspeed` command die: it dies of a SIGTERM without a word to the ranks."""
+    """Detects the death of the `deepspeed` command, which does not pass a SIGTERM on to ranks."""
 
     def __init__(self) -> None:
         self._node: psutil.Process | None = None
@@ -209,7 +210,7 @@ class _Launcher:
                 self._node, self._command = node, node.ppid()
 
     def is_gone(self) -> bool:
-        """Whether the command that started this node's launcher is dead."""
+        """Return True if the command that started this node's launcher is dead."""
         with suppress(psutil.Error):
             return self._node is not None and self._node.ppid() != self._command
         return True

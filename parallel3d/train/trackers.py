@@ -1,8 +1,8 @@
-"""Delivery of a run's metrics to experiment trackers; no fault of theirs ends the run.
+"""Delivery of a run's metrics to experiment trackers, whose errors never end the run.
 
-The trackers are accelerate's, and "csv" is ours. A run asks by parallel3d.run.trackers, or by
-DeepSpeed's blocks `tensorboard`, `csv_monitor`, `wandb` and `comet`, which DeepSpeed never sees, so
-nothing is opened twice. The process that constructs `Trackers` is the one that reports.
+The trackers are accelerate's, and our own "csv". A run selects them by parallel3d.run.trackers, or
+by DeepSpeed's blocks `tensorboard`, `csv_monitor`, `wandb` and `comet`. DeepSpeed itself does not
+get these blocks, so nothing is opened twice. The process that constructs `Trackers` reports.
 """
 
 import csv
@@ -17,44 +17,44 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.config import RunConfig
 
 Values = Mapping[str, float]
-PROJECT = "parallel3d"  # where a tracker wants one, and nobody named it
+PROJECT = "parallel3d"  # default for trackers that need a project
 _LIST = "parallel3d.run.trackers"
-# DeepSpeed's block of each tracker that has one.
+# The trackers that have a block in DeepSpeed's config.
 _BLOCKS = {"tensorboard": "tensorboard", "csv": "csv_monitor", "wandb": "wandb", "comet": "comet"}
 _LOCAL = ("tensorboard", "csv")
-_PACKAGES = {"comet": "comet_ml"}  # accelerate calls the tracker so, too
+_PACKAGES = {"comet": "comet_ml"}  # also accelerate's name of the tracker
 _REMEDIES = {
-    "wandb": "run `wandb login`, or set WANDB_MODE=offline and send the run later: `wandb sync`",
-    "comet": 'set COMET_API_KEY, or comet.online to false and send it later: "comet upload"',
-    "mlflow": "see MLFLOW_TRACKING_URI; a folder there, file:mlruns, needs no server",
+    "wandb": "run `wandb login`, or set WANDB_MODE=offline and upload later with `wandb sync`",
+    "comet": "set COMET_API_KEY, or comet.online to false and upload later with `comet upload`",
+    "mlflow": "check MLFLOW_TRACKING_URI; a folder, as in file:mlruns, needs no server",
     "swanlab": "set SWANLAB_MODE=offline",
 }
 
 
-def wanted(config: RunConfig) -> dict[str, str]:
-    """The trackers that a run asks for, each with the setting that asks."""
-    ours = config.run
-    found: dict[str, str] = dict.fromkeys(ours.trackers, _LIST)
-    if ours.tensorboard:
-        found.setdefault("tensorboard", "parallel3d.run.tensorboard")
-    return found | {
+def requested_trackers(config: RunConfig) -> dict[str, str]:
+    """Return the trackers that a config selects, each with the path of the setting."""
+    run = config.run
+    settings: dict[str, str] = dict.fromkeys(run.trackers, _LIST)
+    if run.tensorboard:
+        settings.setdefault("tensorboard", "parallel3d.run.tensorboard")
+    return settings | {
         name: block for name, block in _BLOCKS.items() if getattr(config, block).enabled
     }
 
 
 class Trackers:
-    """The trackers that `config` asks for, of the run in `directory`.
+    """The trackers that `config` selects, for the run in `directory`.
 
-    One that fails is named once, with what to do, and dropped. What it holds of steps after `step`,
-    from which the run goes on, is forgotten where possible.
+    A tracker that fails is reported once with a remedy, and dropped. If a run resumes from `step`,
+    later steps are removed from trackers that allow it.
     """
 
     def __init__(
         self, config: RunConfig, directory: Path, *, step: int, say: Callable[[str], None]
     ) -> None:
-        self._say, self._wanted = say, wanted(config)
+        self._say, self._settings = say, requested_trackers(config)
         self._running: dict[str, Any] = {}
-        for name in self._wanted:
+        for name in self._settings:
             with self._dropped_on_error(name, "cannot be started and is left out"):
                 self._running[name] = tracker = make(name, config, directory, step)
                 tracker.start()
@@ -62,13 +62,13 @@ class Trackers:
                     tracker.store_init_configuration(_flat(config.to_dict()))
 
     def log(self, values: Values, step: int) -> None:
-        """Pass the values of a step to each tracker; raises nothing."""
+        """Pass the values of a step to each tracker; raise nothing."""
         for name, tracker in list(self._running.items()):
             with self._dropped_on_error(name, f"failed at step {step} and is left out"):
                 tracker.log(dict(values), step=step)
 
     def finish(self) -> None:
-        """Close each tracker; raises nothing."""
+        """Close each tracker; raise nothing."""
         for name, tracker in list(self._running.items()):
             del self._running[name]
             with self._dropped_on_error(name, "could not be closed"):
@@ -79,39 +79,39 @@ class Trackers:
         try:
             yield
         except (Exception, SystemExit) as error:
-            with suppress(Exception, SystemExit):  # it has failed already
+            with suppress(Exception, SystemExit):  # the first error is the one to report
                 self._running.pop(name).finish()
             first = next(iter(str(error).strip().splitlines()), "")
             reason = f"{type(error).__name__}: {first}"[:200]
-            remedy = _REMEDIES.get(name, "see its log")
+            remedy = _REMEDIES.get(name, "check its log")
             if isinstance(error, ImportError):
                 remedy = f"pip install {_PACKAGES.get(name, name)}"
             self._say(
-                f"WARNING: {self._wanted[name]}: {name} {what} ({reason}); {remedy}, or take it out"
+                f"WARNING: {self._settings[name]}: {name} {what} ({reason}); {remedy}, or remove it"
             )
 
 
 def make(name: str, config: RunConfig, directory: Path, step: int) -> Any:
-    """The tracker called `name`, not yet started; `step` is where the run resumes."""
+    """Return the tracker called `name`, not yet started; `step` is where the run resumes."""
     if name == "csv":
         block = config.csv_monitor
         folder = Path(block.output_path, block.job_name) if block.enabled else directory / "csv"
         return CsvTracker(folder, step)
     from accelerate import tracking
 
-    # The trackers and their logger ask accelerate's PartialState which rank this is, and setting
-    # that up would choose a device and a backend a second time; the caller has decided already.
+    # The trackers and their logger ask accelerate's PartialState for this process's rank. Creating
+    # it would choose a device and a backend a second time, and the caller knows the rank already.
     tracking.logger = logging.getLogger("accelerate.tracking")
     cls = tracking.LOGGER_TYPE_TO_CLASS.get(_PACKAGES.get(name, name))
     if cls is None:
-        raise ImportError(f"accelerate has no tracker {name}; update it")
+        raise ImportError(f"accelerate has no tracker {name}; update accelerate")
     tracker = cls(**_arguments(name, config, directory, step))
     tracker.main_process_only = False
     return _Comet(tracker, config) if name == "comet" and config.comet.enabled else tracker
 
 
 def _arguments(name: str, config: RunConfig, directory: Path, step: int) -> dict[str, Any]:
-    """The arguments of accelerate's class; its `run_name` is most trackers' project."""
+    """Return the arguments of accelerate's class; `run_name` is the project of most trackers."""
     run, environ = directory.name, os.environ
     arguments: dict[str, dict[str, Any]] = {
         "tensorboard": {"run_name": name, "logging_dir": str(directory), "purge_step": step + 1},
@@ -142,27 +142,24 @@ def _arguments(name: str, config: RunConfig, directory: Path, step: int) -> dict
 
 
 class CsvTracker:
-    """One csv file for each metric, in DeepSpeed's form: a head, then `step,value`.
-
-    Rows of steps after `step`, which will be done again, are dropped at the start.
-    """
+    """Writes one csv file per metric in DeepSpeed's format: a header, then `step,value`."""
 
     def __init__(self, folder: Path, step: int = 0) -> None:
         self._folder, self._step = folder, step
 
     def start(self) -> None:
-        """Make the folder, and drop the rows of steps that will be done again."""
+        """Create the folder, and remove rows of steps after `step`, which will be repeated."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.glob("*.csv"):
             text = path.read_bytes().decode(errors="replace")
-            # A disk that filled took the last line in part.
+            # A disk that filled up may hold only part of the last line.
             lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-            kept = "".join(lines[:1] + [row for row in lines[1:] if self._is_before(row)])
-            if kept != text:
-                replace_text(path, kept)
+            text_before = "".join(lines[:1] + [row for row in lines[1:] if self._is_before(row)])
+            if text_before != text:
+                replace_text(path, text_before)
 
     def log(self, values: Values, step: int) -> None:
-        """Add a row to the csv file of each value."""
+        """Append a row to the csv file of each value."""
         for name, value in values.items():
             path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
             with path.open("a", newline="", encoding="utf-8") as file:
@@ -180,7 +177,7 @@ class CsvTracker:
 
 
 class _Comet:
-    """Comet's tracker, which gets each metric once in so many samples, as DeepSpeed sends it."""
+    """Comet's tracker, which gets each metric every `samples_log_interval` samples."""
 
     def __init__(self, tracker: Any, config: RunConfig) -> None:
         self._tracker, self._block = tracker, config.comet
@@ -204,7 +201,7 @@ class _Comet:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A config as trackers want it: one value a dotted path."""
+    """Return a config as one value per dotted path."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The step loop: batch -> executor -> engine -> metrics -> checkpoint; nothing else."""
+"""The training loop: batch -> executor -> engine -> metrics -> checkpoint."""
 
 import math
 import time
@@ -26,15 +26,15 @@ from parallel3d.train.profiler import Profiler
 from parallel3d.train.progress import Progress
 from parallel3d.train.start import Start
 from parallel3d.train.stopping import StopRequest
-from parallel3d.train.watch import watch_of
+from parallel3d.train.watch import make_watch
 
-_FEWEST, _MOST = 10, 50  # steps of the closing loss, which are a tenth of the run
-_PATIENCE = 20.0  # seconds for a step and a save, of the 30 that deepspeed's launcher waits
+_FEWEST, _MOST = 10, 50  # the closing loss is the mean of a tenth of the steps, within these limits
+_PATIENCE = 20.0  # seconds for a step and a save; deepspeed's launcher waits 30 after a SIGTERM
 
 
 @dataclass
 class Result:
-    """The result of a launch: its steps, losses, speed and last validation."""
+    """The result of a launch: its steps, losses, speed and last evaluation."""
 
     steps: int = 0
     trained: int = 0
@@ -42,12 +42,12 @@ class Result:
     loss: float = math.nan
     """Loss of the last step's batch."""
     mean_loss: float = math.nan
-    """Over the last `mean_loss_of` steps of this launch."""
+    """Mean loss of the last `mean_loss_of` steps of this launch."""
     loss_deviation: float = math.nan
-    """The standard deviation of the loss of one of them: how far single batches are apart."""
+    """Standard deviation of the loss of a single one of these steps."""
     mean_loss_of: int = 0
     validation: Losses = field(default_factory=dict)
-    """Losses of the newest evaluation: the held-out text, a mixture's parts, validation sets."""
+    """Losses of the last evaluation: the held-out text, a mixture's parts, validation sets."""
     tokens_per_second: float = 0.0
     tflops_per_device: float = 0.0
     mfu: float | None = None
@@ -56,28 +56,26 @@ class Result:
 
     @property
     def held_out_loss(self) -> float | None:
-        """Held-out loss in nats per token; None where nothing was evaluated."""
+        """Held-out loss in nats per token; None if nothing was evaluated."""
         return self.validation[HELD_OUT].loss if HELD_OUT in self.validation else None
 
 
 class _Row(NamedTuple):
-    """A rank's report of a step to all others."""
+    """The numbers of one rank about a step, which all ranks gather."""
 
-    loss: Any
-    """The loss of its part of the batch; the first two stay on the device until all is gathered."""
+    loss: Any  # of its part of the batch; loss and norm stay on the device until gathered
     norm: Any
-    memory: float
-    stop: float
-    """Whether it is asked to stop, to save, and whether it can save no more: 1 or 0."""
-    save: float
-    broken: float
+    memory: float  # peak, in bytes
+    stop: float  # 1 if the rank was asked to stop, else 0
+    save: float  # 1 if the rank was asked to save, else 0
+    broken: float  # 1 if the rank's saves failed too often, else 0
 
 
 class Trainer:
-    """The loop from where a run starts to `train.steps`, with evaluations and saves on the way.
+    """The training loop up to `train.steps`, with evaluations and saves.
 
-    Without `peak_flops` MFU is not reported, without a `saver` nothing is saved; `writer` and
-    `progress` are given on the rank that reports alone.
+    Without `peak_flops` MFU is not reported, without a `saver` nothing is saved. Only the rank that
+    reports has a `writer` and a `progress`.
     """
 
     def __init__(
@@ -98,27 +96,28 @@ class Trainer:
         self.executor = parts.executor
         self.flops_per_token, self.peak_flops = parts.flops_per_token, peak_flops
         self.writer, self.progress, self.profiler = writer, progress, profiler
-        self.watch = watch_of(config, mesh, parts, say=progress.say if progress else None)
+        self.watch = make_watch(config, mesh, parts, say=progress.say if progress else None)
         self.saver, self.stop, self.position = saver, stop or StopRequest(), start.position
         self._state = RunState(config, corpus) if saver else None
         self._role_rates = role_rates(config.model)
-        self._stall: float | None = None  # of the newest save, until a line of metrics has it
+        self._stall: float | None = None  # of the last save, until a line of metrics contains it
         self._feed = Feed(config, mesh, corpus, parts.schedule)
         self._evaluation = Evaluation(
             config, mesh, corpus=corpus, feed=self._feed, evaluator=parts.evaluator, stop=self.stop
         )
 
     def run(self) -> Result:
-        """Train; raises TrainingError on every rank if a loss or gradient is not finite.
+        """Train to the last step or a request to stop.
 
-        Raises it, too, if checkpoints cannot be saved.
+        Raises TrainingError on every rank if a loss or gradient is not finite, or if checkpoints
+        cannot be saved.
         """
         with closing(self._feed):
             return self._run()
 
     def _run(self) -> Result:
         result, first = Result(steps=self.position.step), self.position.step
-        seconds = taken = 0.0  # of the steps after the first, which also warms up
+        seconds = step_seconds = 0.0  # `seconds` excludes the first step, which also warms up
         window = min(max(self.config.num_steps // 10, _FEWEST), _MOST)
         losses: deque[float] = deque(maxlen=window)
         while result.steps < self.config.num_steps and not result.stopped:
@@ -131,16 +130,16 @@ class Trainer:
                 began = time.perf_counter()
                 lr = rate(self.config, step)
                 rows, done = self._step(step, lr)
-                taken = time.perf_counter() - began
-            seconds += taken if step > first else 0.0
+                step_seconds = time.perf_counter() - began
+            seconds += step_seconds if step > first else 0.0
             if step == first:
                 self.mesh.set_timeouts(self.config.train.timeout_seconds)
-                self._warn_if_slow(taken)
-                if self.progress and (said := compiled.in_words()):
-                    self.progress.say(said)
+                self._warn_if_slow(step_seconds)
+                if self.progress and (graphs := compiled.in_words()):
+                    self.progress.say(graphs)
             self.position = self.position.after(self.config)
             result.steps = step + 1
-            # Every tp rank of the last stage reports its dp share's.
+            # Every tp rank of the last stage reports the loss of its dp coordinate.
             result.loss = sum(row.loss for row in rows) / (
                 self.mesh.size("dp") * self.mesh.size("tp")
             )
@@ -149,52 +148,54 @@ class Trainer:
             is_last, after = result.steps == self.config.num_steps, self.config.train.stop_after
             result.stopped = self.stop.stopping or (result.steps == after and not is_last)
             validation = {} if result.stopped else self._evaluated(result)
-            self._report(result, lr, taken, rows, done, validation)
+            self._report(result, lr, step_seconds, rows, done, validation)
             self._save_if_due(result)
         if self.profiler:
-            self.profiler.finish()  # of a run that was stopped among the profiled steps
+            self.profiler.finish()  # if the run was stopped within the profiled steps
         result.trained = result.steps - first
         if result.steps == first:
-            # A run that was stopped at its last step, or is done, and was started again.
+            # The run was already finished, or had been stopped at its last step.
             result.validation = self._evaluation.run() or {}
             if self.writer:
                 self.writer.complete(result.validation)
             self.stop.finished()
         else:
             timed = max(1, result.steps - first - 1)
-            speed = self._speed(seconds / timed if seconds else taken)
+            speed = self._speed(seconds / timed if seconds else step_seconds)
             result.tokens_per_second, result.tflops_per_device, result.mfu = speed
             result.mean_loss, result.mean_loss_of = fmean(losses), len(losses)
             result.loss_deviation = stdev(losses) if len(losses) > 1 else math.nan
         return result
 
     def _warn_if_slow(self, step_seconds: float) -> None:
-        """Say so if a request to stop may not be served before launchers lose their patience."""
+        """Warn if a step and a save take longer than launchers wait after a SIGTERM."""
         save_seconds = self.saver.expected_seconds() if self.saver else 0.0
         if self.progress and step_seconds + save_seconds > _PATIENCE:
             self.progress.say(
-                f"a step took {step_seconds:.0f} s and a save takes about {save_seconds:.0f} s: "
-                "stopped by SIGTERM, a launcher may kill this run before its state is saved (30 s "
-                "under deepspeed); put a file named STOP into the run's folder instead"
+                f"a step took {step_seconds:.0f} s and a save takes about {save_seconds:.0f} s. "
+                "After a SIGTERM a launcher may kill this run before it is saved (deepspeed waits "
+                "30 s); to stop it, create a file named STOP in the run's folder"
             )
 
     def _evaluated(self, result: Result) -> Losses:
-        """The losses of what is evaluated, after the steps that call for it."""
+        """Return the losses of an evaluation if one is due after this step, else {}."""
         every = self.config.train.evaluate_every
         if result.steps < self.config.num_steps and not (every and result.steps % every == 0):
             return {}
-        found = self._evaluation.run()
-        result.validation = found if found is not None else result.validation
-        result.stopped = found is None
-        return found or {}
+        losses = self._evaluation.run()
+        result.validation = losses if losses is not None else result.validation
+        result.stopped = losses is None
+        return losses or {}
 
     def _save_if_due(self, result: Result) -> None:
-        """Save after the steps that call for it; what ends the run is on disk before it ends."""
+        """Save if a save is due; at the end of a run wait until it is on disk."""
         if self.saver is None or self._state is None:
             return
         self.saver.poll()
-        wanted, last = self.config.checkpoint, result.steps == self.config.num_steps
-        is_due = result.steps in wanted.at or (wanted.every and result.steps % wanted.every == 0)
+        settings, last = self.config.checkpoint, result.steps == self.config.num_steps
+        is_due = result.steps in settings.at or (
+            settings.every and result.steps % settings.every == 0
+        )
         ends = result.stopped or last
         if ends or self.stop.saving or is_due:
             pulse.doing(f"saving step {self.position.step}")
@@ -205,10 +206,10 @@ class Trainer:
             self.stop.finished()
 
     def _step(self, step: int, lr: float) -> tuple[list[_Row], StepResult]:
-        """Take one step; return what each rank says of it, and what the engine does.
+        """Take one step; return the rows of all ranks and the engine's result.
 
-        The host waits for the device once, at the end, so a step from a loss that is not finite is
-        taken, but never saved.
+        The host waits for the device only once, at the end. A step with a loss that is not finite
+        is therefore still taken, but never saved.
         """
         pulse.doing(f"the batch of step {step + 1}")
         loss = self.executor.run(self._feed.training(self.position.next_sample), step)
@@ -216,20 +217,20 @@ class Trainer:
         done = self.engine.step(lr)
         memory, broken = peak_memory_bytes(self.mesh.device), bool(self.saver and self.saver.broken)
         stop, save = self.stop.flags()
-        mine = _Row(loss, done.norm, memory, stop, save, broken)
-        rows = [_Row(*row) for row in self.mesh.gather_floats(mine)]
+        own = _Row(loss, done.norm, memory, stop, save, broken)
+        rows = [_Row(*row) for row in self.mesh.gather_floats(own)]
         for rank, row in enumerate(rows):
             if not math.isfinite(row.loss):
                 self._give_up(
                     f"the loss on rank {rank} is {row.loss} at step {step + 1}, lr {lr:.3g}; "
-                    "all ranks stop. Lower optimizer.params.lr, lengthen the warm-up, or look "
-                    "at the data of this step"
+                    "all ranks stop. Lower optimizer.params.lr, lengthen the warm-up, or check "
+                    "the data of this step"
                 )
         self.stop.agree([[row.stop, row.save] for row in rows])
         if any(row.broken for row in rows):
             raise TrainingError(
-                f"{MOST_FAILURES} checkpoints in a row could not be saved; all ranks stop. The "
-                "ones before them stand: make room or mend the disk, and start again"
+                f"{MOST_FAILURES} checkpoints in a row could not be saved; all ranks stop. Earlier "
+                "checkpoints are intact: free some space or repair the disk, and start again"
             )
         norm = rows[self.mesh.rank].norm
         if not done.overflow and (not math.isfinite(norm) or norm < 0):
@@ -240,13 +241,13 @@ class Trainer:
         return rows, replace(done, norm=norm)
 
     def _give_up(self, message: str) -> NoReturn:
-        """Raise TrainingError, on all ranks; a save of earlier steps is not lost with the run."""
+        """Finish a save of earlier steps, then raise TrainingError on all ranks."""
         if self.saver:
             self.saver.finish()
         raise TrainingError(message)
 
     def _speed(self, seconds: float) -> tuple[float, float, float | None]:
-        """Tokens a second of the mesh, model TFLOP/s of a device, and its share of the peak."""
+        """Return tokens per second of the mesh, model TFLOP/s per device, and MFU."""
         tokens = self.config.tokens_per_step / seconds
         flops = tokens * self.flops_per_token / self.mesh.size("world")
         return tokens, flops / 1e12, flops / self.peak_flops if self.peak_flops else None
@@ -260,7 +261,7 @@ class Trainer:
         done: StepResult,
         validation: Losses,
     ) -> None:
-        """Write a step's line of metrics, and show it, on the rank that reports."""
+        """Write and show a step's metrics, on the rank that reports."""
         tokens_per_second, tflops, mfu = self._speed(seconds)
         stall, self._stall = self._stall, None
         metrics = StepMetrics(

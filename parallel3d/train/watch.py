@@ -1,8 +1,8 @@
-"""Printed figures of single steps that DeepSpeed's keys ask for.
+"""Printed statistics of steps, selected by DeepSpeed's settings.
 
-`wall_clock_breakdown`: the parts of a step's time; `flops_profiler`: FLOPs of the layers;
-`comms_logger`: calls and bytes of a step, by group. DeepSpeed's own profilers see neither the
-pipeline's actions nor its microbatches.
+`wall_clock_breakdown` prints the parts of a step's time, `flops_profiler` the FLOPs of the layers,
+`comms_logger` the calls and bytes of a step by group. DeepSpeed's own profilers do not see the
+pipeline's actions and microbatches.
 """
 
 import re
@@ -27,11 +27,11 @@ _PART_OF = {
 
 
 class StepWatch:
-    """An observer of steps on every rank that prints on rank 0 what the config asks for.
+    """Observes steps on every rank and prints the statistics that the config selects on rank 0.
 
-    Times are the mean over a pipeline coordinate's ranks and the steps since the last line.
-    "reduction": the sums of gradients; "waiting": receives, GATHERs and the bubble. Without a
-    GATHER in the program, ZeRO-3's gathering is in forward and backward.
+    Times are means over a pipeline coordinate's ranks and over the steps since the last line.
+    "reduction" is the reduction of gradients; "waiting" is receives, GATHERs and the bubble. If the
+    program has no GATHER, ZeRO-3's gathers count as forward and backward.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class StepWatch:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Wrap a step, counted from 0; collective where it prints."""
+        """Observe the step in the block, counted from 0; collective if it prints."""
         if self._first is None:
             self._first = number
         logger, last = self._config.comms_logger, number + 1 == self._config.num_steps
-        # Not the first step, in which DeepSpeed also records the order of the modules.
+        # Skip the first step, in which DeepSpeed also records the order of the modules.
         count = logger.enabled and not self._counted and (number > self._first or last)
         chosen = () if logger.prof_all else logger.prof_ops
         traffic = Traffic(self._mesh, chosen) if count else None
@@ -57,9 +57,9 @@ class StepWatch:
         timed = (self._parts.executor, self._parts.engine) if times else ()
         with traffic or nullcontext(), timing(*timed):
             yield
-        taken = time.perf_counter() - began
+        step_seconds = time.perf_counter() - began
         if times:
-            self._add(taken)
+            self._add(step_seconds)
             if last or (number + 1) % self._config.steps_per_print == 0:
                 self._show_times(number + 1)
         if traffic:
@@ -68,9 +68,9 @@ class StepWatch:
         flops = self._config.flops_profiler
         if flops.enabled and not self._profiled and number + 1 >= flops.profile_step:
             self._profiled = True
-            self._show_flops(number + 1, taken)
+            self._show_flops(number + 1, step_seconds)
 
-    def _add(self, taken: float) -> None:
+    def _add(self, step_seconds: float) -> None:
         executor, seconds = self._parts.executor, dict.fromkeys(PARTS, 0.0)
         for span in executor.spans:
             if name := _PART_OF.get(span.action.op):
@@ -79,17 +79,19 @@ class StepWatch:
         seconds["waiting"] = max(0.0, program - sum(seconds.values()))
         seconds["reduction"] += max(0.0, executor.ended - executor.started - program)
         seconds["optimizer"] = self._parts.engine.step_seconds
-        seconds["rest"] = max(0.0, taken - sum(seconds.values()))
+        seconds["rest"] = max(0.0, step_seconds - sum(seconds.values()))
         for name, value in seconds.items():
             self._sums[name] += value
         self._steps += 1
 
     def _show_times(self, step: int) -> None:
-        mine = [self._mesh.coord("pp"), *(s / self._steps for s in self._sums.values())]
-        rows = self._mesh.gather_floats(mine)
+        own = [self._mesh.coord("pp"), *(s / self._steps for s in self._sums.values())]
+        rows = self._mesh.gather_floats(own)
         for pp in range(self._mesh.size("pp")):
-            ours = [row[1:] for row in rows if row[0] == pp]
-            means = [1e3 * sum(column) / len(ours) for column in zip(*ours, strict=True)]
+            stage_rows = [row[1:] for row in rows if row[0] == pp]
+            means = [
+                1e3 * sum(column) / len(stage_rows) for column in zip(*stage_rows, strict=True)
+            ]
             words = " + ".join(f"{n} {ms:.1f}" for n, ms in zip(PARTS, means, strict=True))
             place = f"pp {pp}, " if self._mesh.size("pp") > 1 else ""
             over = f"mean of {self._steps}"
@@ -97,12 +99,12 @@ class StepWatch:
         self._sums, self._steps = dict.fromkeys(PARTS, 0.0), 0
 
     def _show_traffic(self, step: int, traffic: Traffic) -> None:
-        """The first rank of each pipeline coordinate; the others of a stage do the same."""
+        """Print the traffic of the first rank of each stage; its other ranks do the same."""
         mesh = self._mesh
         is_first = mesh.coord("dp") == mesh.coord("tp") == 0
         calls = [asdict(c) for c in traffic.calls]
         everyone = gather_json(mesh, [mesh.coord("pp"), calls] if is_first else None)
-        self._say(f"comms   step {step}, one rank of each stage; MiB of whole messages")
+        self._say(f"comms   step {step}, one rank of each stage; MiB of full messages")
         self._say("        pp  group     ranks  operation       calls          MiB")
         for pp, calls in filter(None, everyone):
             for c in calls:
@@ -111,22 +113,22 @@ class StepWatch:
                     f"{c['operation']:<14} {c['calls']:>6,} {c['bytes'] / 2**20:>12,.4g}"
                 )
             if not calls:
-                self._say(f"        {pp:<3} nothing: every group is of one rank")
+                self._say(f"        {pp:<3} none: every group has one rank")
 
     def _show_flops(self, step: int, seconds: float) -> None:
         config, parts = self._config, self._parts
         kinds: dict[str, list[float]] = {}
         for layer in parts.layers:
             kind, flops = re.sub(r"\.\d+$", "", layer.name), layer.cost(parts.shape).forward_flops
-            found = kinds.setdefault(kind, [0.0, 0.0, 0.0])
+            totals = kinds.setdefault(kind, [0.0, 0.0, 0.0])
             for i, value in enumerate((1.0, layer.num_params, flops / parts.shape.tokens)):
-                found[i] += value
+                totals[i] += value
         forward = sum(row[2] for row in kinds.values())
         train, tokens = parts.flops_per_token, config.tokens_per_step
         rate = train * tokens / seconds / self._mesh.size("world") / 1e12
         lines = [
-            "flops   parallel3d's own count, as for MFU: matrix products and attention in full,",
-            "        nothing twice that is recomputed; DeepSpeed's profiler does not run",
+            "flops   counted as for MFU: matrix products and full attention, without recomputation",
+            "        (parallel3d's own count, not DeepSpeed's profiler)",
             f"        step {step}: {train * tokens / 1e12:,.4g} TFLOP in {seconds:.3g} s, "
             f"{rate:,.4g} TFLOP/s per device; a token: {forward / 1e6:,.4g} MFLOP forward, "
             f"{train / 1e6:,.4g} with backward",
@@ -152,9 +154,15 @@ class StepWatch:
             )
 
 
-def watch_of(
+def make_watch(
     config: RunConfig, mesh: Mesh, parts: Assembly, *, say: Callable[[str], None] | None
 ) -> StepWatch | None:
-    """The observer of a run's steps, if its config asks for one; `say` where it is reported."""
-    asked = config.wall_clock_breakdown, config.flops_profiler.enabled, config.comms_logger.enabled
-    return StepWatch(config, mesh, parts, say=say or (lambda text: None)) if any(asked) else None
+    """Return the observer of a run's steps, if the config selects one; `say` prints its lines."""
+    requested = (
+        config.wall_clock_breakdown,
+        config.flops_profiler.enabled,
+        config.comms_logger.enabled,
+    )
+    return (
+        StepWatch(config, mesh, parts, say=say or (lambda text: None)) if any(requested) else None
+    )

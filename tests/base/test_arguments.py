@@ -24,10 +24,10 @@ BAD = [
     ([], "thing: --config: is missing; add it"),
     (["--config"], "thing: --config: has no value; write --config VALUE"),
     (["--config", "a", "--rows", "x"], "thing: --rows = x: must be a whole number; use 1 or more"),
-    (["--config", "a", "--num-rows", "0"], "thing: --num-rows = 0: is too few; use 1 or more"),
-    (["--config", "a", "--rows", "9" * 40], "is too many; use 1,000,000,000 or less"),
+    (["--config", "a", "--num-rows", "0"], "thing: --num-rows = 0: is too small; use 1 or more"),
+    (["--config", "a", "--rows", "9" * 40], "is too large; use 1,000,000,000 or less"),
     (["--config", "a", "--json=1"], "thing: --json = '1': takes no value; write --json"),
-    (["--config", "a", "--jso"], "thing: --jso: is no argument; see --help"),
+    (["--config", "a", "--jso"], "thing: --jso: unknown argument; see --help"),
     (["--config", "a", "--svg", "/"], 'thing: --svg = "/": is a folder; name a file in it'),
     (["--config", "a", "--trace", "x" * 5000], "name another file"),
 ]

@@ -267,7 +267,7 @@ def test_a_whole_run_goes_on_from_the_older_step(unbroken):
     ended = run.start()
     check_resumed(ended, 3)
     assert f"resume  {NEWEST} is rejected: {SHARDS[1]} its contents do not" in ended[0].log
-    assert f"not part of the run any more: {NEWEST}.rejected" in ended[0].log
+    assert f"set aside, no longer part of the run: {NEWEST}.rejected" in ended[0].log
     check_same(run, unbroken, tidy=False)
 
 

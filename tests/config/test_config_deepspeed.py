@@ -111,7 +111,7 @@ def test_comments_of_other_peoples_files_are_left_out():
     file["zero_optimization"]["offload_optimizer"] = {"device": "none", "_note": "none yet"}
     assert RunConfig.from_dict(file) == RunConfig.from_dict(raw())
     assert file["_comment"] == "ours"  # what is given is left as it is
-    assert 'parallel3d._comment = "x": is no setting' in error_of(**{"parallel3d._comment": "x"})
+    assert 'parallel3d._comment = "x": is not a setting' in error_of(**{"parallel3d._comment": "x"})
 
 
 def test_no_zero_optimization_is_stage_0():

@@ -27,8 +27,8 @@ def test_comments_and_trailing_commas():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"a": 1,\n "b": 2,\n "a": 3}', ["'a' stands 2 times", "lines 1, 3"]),
-        ('{"a": {"b": 1, "b": 1}}', ["'b' stands 2 times"]),
+        ('{"a": 1,\n "b": 2,\n "a": 3}', ["'a' appears 2 times", "lines 1, 3"]),
+        ('{"a": {"b": 1, "b": 1}}', ["'b' appears 2 times"]),
         ('{"a": NaN}', ["NaN is not JSON"]),
         ('{"a": -Infinity}', ["-Infinity is not JSON"]),
         ('{\n// comment\n"a" 1}', ["line 3, column 5", "':' delimiter"]),
@@ -39,7 +39,7 @@ def test_comments_and_trailing_commas():
         ("{,}", ["line 1"]),
         ('{"a": 1 /* open', ["line 1"]),
         ("{'a': 1}", ["line 1"]),
-        ("[1]", ["holds [1]", "one object"]),
+        ("[1]", ["not [1]", "one object"]),
         ("", ["line 1", "the text ends there"]),
         ('{"a": {"b": 1}\n', ["line 2", "the text ends there"]),
         ("[" * 100_000, ["cannot be read as JSON", "recursion"]),
@@ -84,7 +84,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
 def test_what_is_no_text_is_refused(tmp_path, content):
     file = tmp_path / "ds.json"
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"cannot read .*ds.json: .*; give a UTF-8 text file"):
+    with pytest.raises(ConfigError, match=r"cannot read .*ds.json: .*; use a UTF-8 text file"):
         read(file)
 
 

@@ -54,7 +54,7 @@ def config(families, orders, **run):
 
 def test_a_config_that_names_them_is_read(own, monkeypatch):
     assert "mine" not in schedules.names()
-    with pytest.raises(ConfigError, match="names no model family; use one of: gpt"):
+    with pytest.raises(ConfigError, match="is not a known model family; use one of: gpt"):
         RunConfig.from_dict(config(*own, model_folders=[]))
     monkeypatch.chdir(own[0].parent)
     read = RunConfig.from_dict(config("my models", "my schedules"))

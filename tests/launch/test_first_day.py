@@ -70,7 +70,7 @@ CASES = {
         ("--fp16.enabled true --bf16.enabled true", "disable one of them"),
         ("--zero_optimization.stage 1 --zero_optimization.offload_param.device cpu", "use stage 3"),
         (f"{P}train.max_tokens 10", "sets both"),
-        (f"{P}checkpoint.resume 3", "a step is one of an existing run"),
+        (f"{P}checkpoint.resume 3", "a step needs an existing run"),
         (f"{MODEL}num_attention_heads 3", "does not divide hidden_size=128"),
         (f"{P}pipeline.schedule v_shape {P}pipeline.stages_per_rank 3", "a V has two arms, use 2"),
         (f"{P}pipeline.schedule interleaved {P}mesh.pp 2", "use 2 or more"),
@@ -80,7 +80,7 @@ CASES = {
         ("--train_batch_size 7", "use 16 or"),
         (f"{P}run.name nobody {P}checkpoint.resume none {P}mesh.pp 2", "processes"),
         (f"{DATA}sequence_length 4096", "use at most 128, or raise max_position_embeddings"),
-        ("--devices 8", "is for a dry run; add --dry-run"),
+        ("--devices 8", "only works with --dry-run; add --dry-run"),
         ("--dry-run --devices x", "must be a whole number"),
     ],
     "launch": [

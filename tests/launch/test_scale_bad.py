@@ -65,7 +65,7 @@ FLAGS = [
     (("--where", "loss=9"), "no row has it; loss holds:"),
     (("--law", "kaplan"), "--law = 'kaplan': use one of"),
     (("--delta", "0"), "--delta = 0: must be a number above 0"),
-    (("--bootstraps", "-1"), "--bootstraps = -1: is too few"),
+    (("--bootstraps", "-1"), "--bootstraps = -1: is too small"),
     (("--weighted", "--law", "isoflop"), "--weighted: not of the isoflop law"),
     (("--law", "data-constrained"), "--unique-column: is missing"),
     (("--law", "data-constrained", "--base", "runs.csv"), "holds no parametric law; give its"),

@@ -229,14 +229,17 @@ def test_a_measured_run_is_drawn_below_its_simulation(monkeypatch, capsys, tmp_p
     ("arguments", "message"),
     [
         (["--schedule", "gpip"], "did you mean 'gpipe'"),
-        (["--microbatches", "0"], "--microbatches = 0: is too few; use 1 or more"),
+        (["--microbatches", "0"], "--microbatches = 0: is too small; use 1 or more"),
         (["--num_microbatches", "1e9"], "microbatches = 1e9: must be a whole number"),
         (["--pp", "two"], "--pp = two: must be a whole number; use 1 or more"),
-        (["--pp", "1000", "--microbatches", "1000"], "more than 200,000 forwards on all ranks"),
-        (["--svg", "/no/such/folder/a.svg"], "there is no folder '/no/such/folder'; make it"),
+        (["--pp", "1000", "--microbatches", "1000"], "more than 200,000 forwards in all"),
+        (
+            ["--svg", "/no/such/folder/a.svg"],
+            "the folder '/no/such/folder' does not exist; create it",
+        ),
         (["--trace", "/"], '--trace = "/": is a folder; name a file in it'),
-        (["more"], "more: is no argument"),
-        (["--measured", "/no/such/spans.json"], "name a run's profile/spans.json"),
+        (["more"], "more: unknown argument"),
+        (["--measured", "/no/such/spans.json"], "use a run's profile/spans.json"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(monkeypatch, capsys, arguments, message) -> None:

@@ -122,7 +122,9 @@ def test_a_living_launch_keeps_its_run(place):
     for name in ((), ("--parallel3d.run.name", NAME)):
         with pytest.raises(ConfigError, match=rf"runs/{NAME} is being trained by process \d+ on"):
             claim(*name)
-    with pytest.raises(ConfigError, match=r"for a second run of the same config, --parallel3d.run"):
+    with pytest.raises(
+        ConfigError, match=r"second run of the same config add --parallel3d.run.name"
+    ):
         claim()
     others = [
         claim("--optimizer.params.lr", 1e-4),
@@ -145,9 +147,7 @@ def test_a_run_that_lives_is_not_taken_for_one_that_died(place):
 
 def test_a_folder_that_cannot_be_made(place):
     place.write_text("a file")
-    with pytest.raises(
-        ConfigError, match=r'run.directory = "runs": cannot be written \(.*\); name'
-    ):
+    with pytest.raises(ConfigError, match=r'run.directory = "runs": cannot be written \(.*\); use'):
         claim()
 
 
@@ -191,7 +191,7 @@ def test_a_record_of_before_is_not_taken_for_the_same_config(place):
 
 
 def test_a_step_of_a_run_that_is_not_there(place):
-    with pytest.raises(ConfigError, match=r"checkpoint.resume = 3: a step is one of an exist"):
+    with pytest.raises(ConfigError, match=r"checkpoint.resume = 3: a step needs an exist"):
         claim("--parallel3d.checkpoint.resume", 3)
     assert not place.exists()
 

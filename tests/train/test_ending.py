@@ -1,9 +1,10 @@
-"""What a launch ends with: exit codes under each launcher, and the command that goes on."""
+"""The end of a launch: exit codes under each launcher, and the command that resumes it."""
 
 import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,19 +86,44 @@ def test_jobs_that_are_started_again(launch_of):
     assert named.jobs == (("torchelastic", "a", 1),)
 
 
-def test_the_command_is_the_one_that_was_typed():
-    """Through a process that starts another one with the same script, as a launcher does."""
-    code = (
-        "import subprocess, sys\n"
-        "from parallel3d.train import ending\n"
-        "if sys.argv[-1] == '--local_rank=0':\n print(ending.command_of_this_launch())\n"
-        "else:\n subprocess.run([sys.executable, *sys.argv, '--local_rank=0'])\n"
-    )
+PROGRAM = "launch/train.py --config"
+SHELL_LINES = "set -e\n" * 100
+
+
+@pytest.mark.parametrize(
+    ("parents", "command"),
+    [
+        ([], f"python {PROGRAM} a.json"),
+        ([["/venv/bin/python", "/venv/bin/torchrun"]], f"torchrun {PROGRAM} a.json"),
+        ([["/venv/bin/python3", "-m", "torch.distributed.run"]],
+         f"python -m torch.distributed.run {PROGRAM} a.json"),
+        ([["python", "-u", "-m", "deepspeed.launcher.launch"], ["python", "/venv/bin/deepspeed"]],
+         f"deepspeed {PROGRAM} a.json"),
+        ([["python", "/venv/bin/accelerate", "launch"], ["bash", "-c", SHELL_LINES]],
+         f"accelerate launch {PROGRAM} a.json"),
+        ([["srun", "--ntasks", "2", "python"]], f"srun --ntasks 2 python {PROGRAM} a.json"),
+        ([["bash", "-c", f'{SHELL_LINES}"$@"', "torchrun", "python"]], f"python {PROGRAM} a.json"),
+        ([["python", "-m", "pytest"]], f"python {PROGRAM} a.json"),
+    ],
+)  # fmt: skip
+def test_the_command_is_the_outermost_launchers_or_this_process_own(monkeypatch, parents, command):
+    arguments = [*PROGRAM.split(), "a.json"]
+    lines = [SimpleNamespace(cmdline=lambda words=words: [*words, *arguments]) for words in parents]
+    process = SimpleNamespace(parents=lambda: lines)
+    monkeypatch.setattr(ending, "psutil", SimpleNamespace(Process=lambda: process, Error=OSError))
+    monkeypatch.setattr("sys.argv", [*arguments, "--local_rank=0"])
+    assert ending.command_of_this_launch() == command
+
+
+def test_a_shell_around_the_command_is_not_printed():
+    """A script of many lines that runs the command; its words are in the shell's command line."""
+    code = "from parallel3d.train import ending; print(ending.command_of_this_launch())"
     with open("launched.py", "w") as file:
         file.write(code)
-    words = [sys.executable, "launched.py", "--config", "a b.json"]
-    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    assert said == "python launched.py --config 'a b.json'\n"
+    shell = ["bash", "-c", ': several\n: lines\n"$@"; true', "bash"]
+    words = [*shell, sys.executable, "launched.py", "--config", "a b.json"]
+    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert printed == "python launched.py --config 'a b.json'\n"
 
 
 @pytest.mark.parametrize("typed", ["parallel3d", "torchrun -m parallel3d"])
@@ -115,8 +141,8 @@ def test_the_command_of_the_installed_program(typed):
         with open(name, "w") as file:
             file.write(code)
     words = [sys.executable, *typed.split(), "train", "--config", "a.json"]
-    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    assert said == f"{typed} train --config a.json\n"
+    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert printed == f"{typed} train --config a.json\n"
 
 
 @pytest.fixture(autouse=True)

@@ -113,10 +113,10 @@ def test_one_process_gives_the_numbers_of_its_run_to_the_bit(raw, alone):  # noq
     assert whole["held_out"]["standard_error"] == pytest.approx(error, rel=1e-4)
     assert [sets_in(others)[name]["tokens"] for name in ("held_out", "more")] == [5 * LENGTH] * 2
     assert words[0] == DONE and words[1].startswith(f"held_out  {line['held_out_loss']:.4f} ± ")
-    assert nothing[0] == "ConfigError" and nothing[1].startswith("nothing is held out (parallel3d.")
+    assert nothing[0] == "ConfigError" and nothing[1].startswith("there is nothing to evaluate: ")
     assert meaning == (
         "CheckpointError",
-        f"{step} was trained on another tokenizer: its tokens have other meanings; add "
+        f"{step} was trained with another tokenizer, so its token ids mean something else; add "
         f"--data.tokenizer {step / 'tokenizer'}",
     )
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
@@ -159,7 +159,7 @@ def test_other_meshes_differ_by_the_order_of_sums(pair, ranks):
     ("words", "said"),
     [
         ("{run}/none", "/none: no checkpoint there; name a folder step-N, or a run's folder"),
-        ("{run}/weights", "weights: is a model's folder without a checkpoint, of which evaluate"),
+        ("{run}/weights", "weights: is a transformers folder without a checkpoint"),
         ("{run} --model.num_attention_heads 2", "num_attention_heads = 2: {step} was trained with"),
         ("{run} --config nowhere.json", "no config file 'nowhere.json'"),
         ("{run} --mesh.tp 3", "tp"),

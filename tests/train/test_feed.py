@@ -242,7 +242,7 @@ def test_an_error_is_raised_in_the_step_that_it_belongs_to(corpus, closed, monke
     closed.append(feed)
     feed.training(0)
     feed.training(8)
-    said = r"^ids\.bin is cut short; copy it again \(among the 8 samples from 16 on\)$"
+    said = r"^ids\.bin is cut short; copy it again \(in samples 16 to 23\)$"
     with pytest.raises(RankError, match=said):
         feed.training(16)
     feed.training(24)

@@ -163,7 +163,7 @@ def test_a_full_disk_keeps_the_lines_in_memory(tmp_path, monkeypatch):
     with closing(MetricsWriter(tmp_path, say=said.append)) as writer:
         for step in (1, 2, 3):
             writer.write(step_metrics(step))
-        assert len(said) == 1 and "No space left on device). Training goes on" in said[0]
+        assert len(said) == 1 and "No space left on device). Training continues" in said[0]
         room[0] = 10**6
         writer.write(step_metrics(4))
         assert len(said) == 2
@@ -207,8 +207,8 @@ def test_summary(terminal):
         "held-out loss                  3.5000 ± 0.2500 (perplexity 33.12, 1.5000 bits per byte; "
         "8,192 tokens of 40 documents)",
         "loss of web                    4.0000 (perplexity 54.6; 2,048 tokens of 1 document)",
-        "loss of unigrams               6.0000 (the same tokens by how often each occurs in "
-        "training; the model is below it)",
+        "unigram loss                   6.0000 (the same tokens by their frequencies in training; "
+        "the model is below it)",
         "10,000",
         "50.0 % of a measured matmul",
         "1, 2",
@@ -226,10 +226,13 @@ def test_a_run_that_was_stopped_or_had_nothing_to_do_says_so(stopped):
     print_summary(summary, Console(file=stream, width=160), go_on="the command")
     text = stream.getvalue()
     if stopped:
-        assert "stopped on request after step 20, all saved; to go on:\n        the command" in text
+        assert (
+            "stopped on request after step 20, everything saved; to resume:\n        the command"
+            in text
+        )
     else:
-        assert "runs/a is finished: it has its 20 steps, and none was trained now" in text
-        assert "raise the one of steps, max_tokens and epochs" in text  # two are refused
+        assert "runs/a is finished: all its 20 steps were done before" in text
+        assert "raise parallel3d.train.steps, max_tokens or epochs" in text  # two are refused
         assert "tokens/s" not in text and "3.5000" in text
 
 

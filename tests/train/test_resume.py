@@ -297,7 +297,7 @@ def test_what_was_asked_for_and_cannot_be_is_fatal(config, half):
         (named(config, "damaged", **{key: 4}), "do not match the manifest"),
         (named(config, "f2", **{key: str(bad)}), "do not match the manifest"),
         (named(config, "f3", **{key: "/nowhere/step-4"}), "/nowhere/step-4"),
-        (named(config, "f4", **{key: 4}), "checkpoint.resume = 4: a step is"),
+        (named(config, "f4", **{key: 4}), "checkpoint.resume = 4: a step needs"),
         (copied(half, config, "f5", **{key: "none"}), 'resume = "none"'),
     ]
     for (raw, expected), ranks in zip(

@@ -89,7 +89,7 @@ def test_before_training_a_signal_raises_once():
         finally:
             send()  # the launcher repeats it while things are put in order
             seen.append("in order")
-    assert seen == ["in order"] and stop.asked
+    assert seen == ["in order"] and stop.requested
     for number in stopping.SIGNALS:
         signal.signal(number, signal.default_int_handler)
 
@@ -105,7 +105,7 @@ def test_what_was_swallowed_before_training_is_raised_when_it_begins():
     handlers = {number: signal.getsignal(number) for number in stopping.SIGNALS}
     with pytest.raises(Stopped), StopRequest().listening() as stop:
         Noisy()
-        assert stop.asked
+        assert stop.requested
         stop.hold(None)
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -134,13 +134,13 @@ def test_a_second_ctrl_c_interrupts(stop, monkeypatch):
     send(signal.SIGINT)
     stop._since -= 2.5  # so long ago
     send(signal.SIGTERM)  # this one repeats itself
-    with pytest.raises(TrainingError, match="second time"):
+    with pytest.raises(TrainingError, match="second Ctrl-C"):
         send(signal.SIGINT)
 
 
 def test_another_ranks_wish_is_ours(stop):
     stop.agree([[0.0, 0.0], [0.0, 0.0]])
-    assert not (stop.stopping or stop.saving or stop.asked)
+    assert not (stop.stopping or stop.saving or stop.requested)
     stop.agree([[0.0, 1.0], [0.0, 0.0]])
     assert (stop.stopping, stop.saving) == (False, True)
     stop.saved()

@@ -10,7 +10,7 @@ from deepspeed.monitor.csv_monitor import csvMonitor
 
 from parallel3d.config import RunConfig
 from parallel3d.train import trackers
-from parallel3d.train.trackers import CsvTracker, Trackers, wanted
+from parallel3d.train.trackers import CsvTracker, Trackers, requested_trackers
 from tests.config.configs import raw
 
 pytestmark = pytest.mark.gloo
@@ -67,8 +67,8 @@ def started(tmp_path, said=None, step=0, **changes):
 
 
 def test_who_asks_for_what():
-    assert wanted(config_of()) == {}
-    assert wanted(config_of(**{"parallel3d.run.tensorboard": True})) == {
+    assert requested_trackers(config_of()) == {}
+    assert requested_trackers(config_of(**{"parallel3d.run.tensorboard": True})) == {
         "tensorboard": "parallel3d.run.tensorboard"
     }
     both = config_of(
@@ -77,7 +77,7 @@ def test_who_asks_for_what():
         comet={"enabled": False, "whatever": 1},
         csv_monitor=None,
     )
-    assert wanted(both) == {
+    assert requested_trackers(both) == {
         "csv": "parallel3d.run.trackers", "wandb": "wandb", "tensorboard": "tensorboard",
     }  # fmt: skip
 
@@ -181,7 +181,7 @@ def test_a_package_that_is_not_there(tmp_path, monkeypatch):
     running.finish()
     assert len(said) == 3
     for text, package in zip(said, ("wandb", "comet_ml", "mlflow"), strict=True):
-        assert f"pip install {package}, or take it out" in text
+        assert f"pip install {package}, or remove it" in text
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

@@ -94,9 +94,7 @@ def test_calls_and_bytes_are_those_of_the_schedule(said):
 def test_flops_are_our_own_count_and_say_so(said):
     config, lines = said
     at = next(i for i, line in enumerate(lines) if line.startswith("flops"))
-    assert (
-        "parallel3d's own count" in lines[at] and "DeepSpeed's profiler does not" in lines[at + 1]
-    )
+    assert "not DeepSpeed's profiler" in lines[at + 1]
     total = next(line for line in lines[at:] if "TFLOP/s per device" in line)
     per_token = float(re.search(r"([\d.]+) with backward", total)[1]) * 1e6
     expected = models.train_flops_per_token(config.model, config.data.sequence_length)
