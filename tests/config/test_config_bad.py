@@ -88,7 +88,7 @@ BAD = [
     ("optimizer.type", "SGD", 'must be "AdamW" or "Adam"', 'write "AdamW"'),
     (f"{P3D}.mesh", "best", "block of settings", "{...}"),
     (f"{P3D}.pipeline.schedule", "zigzag", "is not a schedule", "one_f_one_b"),
-    (f"{P3D}.model.family", "bert", "no model family", "gpt"),
+    (f"{P3D}.model.family", "bert", "not a known model family", "gpt"),
     (f"{P3D}.run.hardware", "abacus", "not described", "H100-SXM5-80GB"),
     (f"{P3D}.checkpoint.resume", True, 'must be "auto", "none", a step', "one of these"),
     ("scheduler.type", "Cosine", "is not a known scheduler", "WarmupCosineLR"),

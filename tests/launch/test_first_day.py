@@ -60,7 +60,7 @@ CASES = {
         ("--config", "empty", "empty"),
         ("--config", "cut", "cut"),
         ("--config", "binary", "binary"),
-        (f"{MODEL}family", "../gpt", "names no model family"),
+        (f"{MODEL}family", "../gpt", "is not a known model family"),
         (f"{P}pipeline.schedule", "../gpipe", "is not a schedule"),
         (f"{P}run.hardware", "../x", "is not described in configs/hardware"),
         (f"{OPTIMIZER}device", "nvme", "requires nvme_path; add"),
