@@ -106,7 +106,7 @@ def missing(folder):
 
 def extra(folder):
     edit(folder, NORM, lambda tensors: tensors.update(more=torch.zeros(1)))
-    return "more should not be in it"
+    return "has the unexpected tensor more"
 
 
 def transposed(folder):
@@ -175,7 +175,7 @@ def test_a_wrong_mapping_of_names_is_found_by_the_logits_alone(tmp_path, monkeyp
     monkeypatch.setattr(family, "to_huggingface", swapped)
     proof = exported(MODELS["Qwen2ForCausalLM, biases"], tmp_path)
     (said,) = proof.differs
-    assert said.startswith("logits: are up to ")
+    assert said.startswith("logits: differ by up to ")
     # Nothing has its name, nor any other.
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -192,9 +192,9 @@ def test_the_tokenizer_is_the_one_of_the_run_and_no_other(tmp_path):
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 0
 
     ours.write_text(ours.read_text().replace('"main"', '"niam"').replace("words", "swords"))
-    with pytest.raises(CheckpointError, match="it is not where it was; give its folder with --tok"):
+    with pytest.raises(CheckpointError, match="and was not found; name its folder with --tok"):
         source.about()
-    with pytest.raises(CheckpointError, match="own holds another one; give its folder"):
+    with pytest.raises(CheckpointError, match="not the one in .*own; name its folder"):
         source.about(tmp_path / "own")
     assert source.about(tmp_path / "out").tokenizer == tmp_path / "out"
 

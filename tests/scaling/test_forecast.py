@@ -9,7 +9,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.data_constrained import fit_decays
 from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.fit import fit_law
-from parallel3d.scaling.forecast import Forecast, forecast, judged, register
+from parallel3d.scaling.forecast import Forecast, compare, forecast, register
 from parallel3d.scaling.frontier import fit_frontier
 from parallel3d.scaling.laws import OVER_TRAINING, PARAMETRIC
 from parallel3d.scaling.power import fit_best
@@ -69,7 +69,7 @@ def test_repeated_tokens_are_forecast_at_their_worth(stored):
     assert once.loss < forecast(fit, params=1e8, tokens=1e9, unique=1e7).loss
     with pytest.raises(ConfigError, match="--unique-tokens: is missing"):
         forecast(fit, params=1e8, tokens=1e9)
-    with pytest.raises(ConfigError, match="not which is best"):
+    with pytest.raises(ConfigError, match="cannot say which N and D"):
         forecast(fit, flops=1e20)
 
 
@@ -77,7 +77,7 @@ def test_a_law_of_settings_tells_no_loss(stored):
     sizes, rates = (a.ravel() for a in np.meshgrid([1e7, 1e8, 1e9], [1.0, 2.0, 4.0]))
     runs = points(sizes, 20 * sizes, 3 + np.log(rates / 2) ** 2)
     fit = stored(fit_best(runs, rates, "lr", draws=0, seed=0))
-    with pytest.raises(ConfigError, match="the best-value law tells no loss"):
+    with pytest.raises(ConfigError, match="the best-value law does not predict a loss"):
         forecast(fit, flops=1e20)
 
 
@@ -89,5 +89,5 @@ def test_what_is_no_forecast_is_not_registered_or_read(stored, tmp_path):
     assert not (tmp_path / "a.json").exists()
     for text in ("", "{}", '{"law": 1}', "[]"):
         (tmp_path / "b.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"cannot be used \(it is no forecast\)"):
-            judged([tmp_path / "b.json"], chinchilla())
+        with pytest.raises(ConfigError, match=r"cannot be used \(not a forecast\)"):
+            compare([tmp_path / "b.json"], chinchilla())

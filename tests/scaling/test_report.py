@@ -65,8 +65,8 @@ def assert_whole(page, fit, count):
     assert "Law of <mine>" in text and "Law of &lt;mine&gt;" in page
     for words in (
         "fitted to 40 runs", "least squares of the loss", "2026-01-02 03:04", "2.2 to 2.3",
-        "loss = nan: the run diverged", "percentiles of 30 resamples", "40 runs repeat in 20 group",
-        "runs.csv, SHA-256", fit.points.digest, "learning-rate schedule and its end",
+        "loss = nan: the run diverged", "30 resamples of the runs", "between 40 runs in 20 groups",
+        "runs.csv, SHA-256", fit.points.digest, "learning-rate schedule and final rate",
         f"{fit.parameters['alpha']:.6g}",
     ):  # fmt: skip
         assert words in text, words
@@ -79,7 +79,7 @@ def assert_whole(page, fit, count):
 def test_settings_of_runs_take_the_place_of_what_a_table_does_not_say(fit):
     page = report_page.page(fit, "", {}, {"warm-up, steps": "10, 20"})
     assert "warm-up, steps" in page and "10, 20" in page
-    assert "say it beside this page" not in page
+    assert "document separately" not in page
 
 
 @pytest.mark.slow

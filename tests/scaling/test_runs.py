@@ -85,8 +85,8 @@ def test_runs_without_an_end_are_left_out_by_name(tmp_path):
     table = read_runs(tmp_path)
     assert table.names == ("diverged", "done", "torn")
     left_out = dict(table.left_out)
-    assert left_out.pop("stopped") == "it has no end: step 7 of 10"
-    assert left_out.pop("empty") == "its metrics.jsonl has no line"
+    assert left_out.pop("stopped") == "not finished: step 7 of 10"
+    assert left_out.pop("empty") == "its metrics.jsonl has no complete line"
     assert left_out.pop("gone") == "it has no metrics.jsonl"
     assert left_out.pop("broken").startswith("its config.json cannot be used")
     assert not left_out
@@ -94,8 +94,8 @@ def test_runs_without_an_end_are_left_out_by_name(tmp_path):
     # "diverged" has no standard error, so none is read; it is dropped, and listed with the others.
     assert points.names == ("done",) and points.standard_error is None
     reasons = dict(points.dropped)
-    assert "diverged" in reasons["diverged"] and reasons["torn"] == "repeats done"
-    assert "no end" in reasons["stopped"]
+    assert "diverged" in reasons["diverged"] and reasons["torn"] == "is equal to done"
+    assert "not finished" in reasons["stopped"]
 
 
 def test_standard_errors_are_read_where_all_runs_have_them(tmp_path):
@@ -121,10 +121,10 @@ def test_settings_are_all_values_that_the_runs_had(tmp_path):
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no finished run; give a table"):
+    with pytest.raises(ConfigError, match="has no finished runs; name a table"):
         read_runs(tmp_path)
     write_run(tmp_path, "stopped", reached=7)
-    with pytest.raises(ConfigError, match="stopped: it has no end: step 7 of 10; give"):
+    with pytest.raises(ConfigError, match="stopped: not finished: step 7 of 10; name"):
         read_runs(tmp_path)
 
 

@@ -142,7 +142,7 @@ def test_a_failed_trunk_fails_its_forks(place):
     (place / f"runs/{trunk}.fails").touch()
     code, states, said = run(file)
     assert code == 1
-    assert said.count(f"its trunk {trunk} came to no end") == 4  # as it happens, and at the end
+    assert said.count(f"its trunk {trunk} did not finish") == 4  # as it happens, and at the end
     assert sum(state == "finished" for state in states.values()) == 3
 
 
@@ -159,7 +159,7 @@ def test_a_held_out_run_starts_after_its_forecast_is_registered(place, monkeypat
     code, states, said = run(file)
     held = next(name for name in states if name.startswith("held-out"))
     assert code == 1 and states[held] == "new"
-    assert "not started: its forecast waits for 2.59k-d640" in " ".join(said.split())
+    assert "not started: its forecast needs the failed runs 2.59k-d640" in " ".join(said.split())
     (place / "runs/2.59k-d640.fails").unlink()
     code, states, said = run(file)
     assert code == 0 and set(states.values()) == {"finished"}, said
@@ -177,7 +177,7 @@ def test_a_held_out_run_that_cannot_be_forecast_is_not_started(place):
     code, states, said = run(write(place, held_out=HELD))
     assert code == 1
     assert sorted(states.values()) == ["finished"] * 4 + ["new"]
-    assert "no forecast can be registered: " in " ".join(said.split())
+    assert "cannot register its forecast: " in " ".join(said.split())
 
 
 def test_a_damaged_checkpoint_of_a_trunk_is_told_with_its_remedy(place):
@@ -188,7 +188,7 @@ def test_a_damaged_checkpoint_of_a_trunk_is_told_with_its_remedy(place):
     fails.write_text(f'checkpoint.resume = "{begin}": {begin} is damaged')
     code, _, said = run(file)
     trunk = begin.parent.parent
-    assert code == 1 and f"remove {trunk}, and the next start trains the trunk again" in said
+    assert code == 1 and f"remove {trunk} to train the trunk again" in said
     shutil.rmtree(trunk)
     fails.unlink()
     code, states, said = run(file)
@@ -202,7 +202,7 @@ def test_devices_are_dealt_out(place, monkeypatch):
     assert run(write(place))[0] == 0
     assert {line[3] for line in started(place)} == {"4", "7"}
     (place / "other").mkdir()
-    with pytest.raises(ConfigError, match="is for 4 devices, and this machine shows 2"):
+    with pytest.raises(ConfigError, match="for 4 devices, but 2 are visible"):
         run(write(place / "other", mesh={"dp": 4}))
 
 
@@ -214,7 +214,7 @@ def test_a_finished_run_is_the_same_on_another_mesh_and_not_with_another_rate(pl
     other = ladder_of(str(write(place, base=base, mesh={"pp": 1, "dp": 2, "tp": 1})))
     assert {rung.state.name for rung in other.rungs} == {"finished"}
     changed = {"learning_rate": 0.02, "batch_tokens": 64}
-    with pytest.raises(ConfigError, match=r"optimizer.params.lr: 0.01 -> 0.02\); remove it, or"):
+    with pytest.raises(ConfigError, match=r"optimizer.params.lr: 0.01 -> 0.02\); remove it"):
         ladder_of(str(write(place, hyperparameters=changed)))
 
 
@@ -223,7 +223,7 @@ def test_one_ladder_is_run_once_at_a_time(place):
     lock = execution.Lock(place / "runs" / execution.LOCK)
     lock.take()
     try:
-        with pytest.raises(ConfigError, match="its ladder is being run by"):
+        with pytest.raises(ConfigError, match="is already being run by"):
             run(file)
     finally:
         lock.release()
@@ -278,11 +278,11 @@ def test_on_a_terminal_there_are_bars(place, monkeypatch):
     (one.folder / "metrics.jsonl").write_text(f"{lines[0]}\n")
     said = StringIO()
     with Display(Console(file=said, force_terminal=True, width=100), 4, 3) as display:
-        display.began(one)
-        display.look([Process(one, None, place / "log", ())])
+        display.start_run(one)
+        display.update_bars([Process(one, None, place / "log", ())])
         display.refresh()
         during = said.getvalue()
-        display.ended(one, is_finished=True)
+        display.end_run(one, is_finished=True)
     assert one.name in during and f"1/{one.steps}" in during and "loss " in during
     assert "3/4" in during and "4/4" in said.getvalue()
 
