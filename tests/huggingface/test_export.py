@@ -194,7 +194,7 @@ def test_the_tokenizer_is_the_one_of_the_run_and_no_other(tmp_path):
     ours.write_text(ours.read_text().replace('"main"', '"niam"').replace("words", "swords"))
     with pytest.raises(CheckpointError, match="and was not found; name its folder with --tok"):
         source.about()
-    with pytest.raises(CheckpointError, match="not the one in .*own; name its folder"):
+    with pytest.raises(CheckpointError, match=r"not the one in .*own; name its folder"):
         source.about(tmp_path / "own")
     assert source.about(tmp_path / "out").tokenizer == tmp_path / "out"
 

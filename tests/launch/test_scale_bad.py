@@ -62,7 +62,10 @@ def test_a_table_that_tells_no_law(refused, tmp_path, name):
 
 
 FLAGS = [
-    (("--n-column", "parms"), '--n-column = "parms": is not a column of runs.csv; did you mean params?'),
+    (
+        ("--n-column", "parms"),
+        '--n-column = "parms": is not a column of runs.csv; did you mean params?',
+    ),
     (("--loss-column", "x"), "its columns are: params, tokens, loss"),
     (("--where", "params"), "has no value; write COLUMN=VALUE"),
     (("--where", "loss=9"), "matches no row; use a value of loss: "),
