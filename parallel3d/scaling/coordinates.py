@@ -132,7 +132,7 @@ def slopes(sizes_by_width: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck:
 
 def draw(title: str, check: CoordinateCheck) -> bytes:
     """Return a PNG with one panel per measure and one line per layer."""
-    titles = {START: "at the start", TRAINED: "after training", CHANGE: "change by training"}
+    titles = {START: "at the start", TRAINED: "after training", CHANGE: "change during training"}
     names = [layer.name for layer in check.layers]
     with style() as plt:
         figure, panels = plt.subplots(1, 3, figsize=(8.4, 3.1))

@@ -37,11 +37,11 @@ def fit_law(
     best, reached = estimator.search(model, starts, weights)
     values = _natural(model, best.theta)
     hit = bounds_hit(model, best.theta, law.parameters)
-    if gone := [name for name in hit if name in law.coefficients[1:]]:
+    if vanished := [name for name in hit if name in law.coefficients[1:]]:
         raise ConfigError(
-            f"{len(points)} points: the term of {gone[0]} in {law.formula} comes out as 0, because "
-            "the loss does not fall as this term predicts; add runs that differ more in size and "
-            "tokens, or check these"
+            f"{len(points)} points: the term of {vanished[0]} in {law.formula} comes out as 0, "
+            "because the loss does not fall as this term predicts; add runs that differ more in "
+            "size and tokens, or check these"
         )
     condition = condition_of(model, best.theta, weights)
     if not hit and condition > SINGULAR:

@@ -167,22 +167,22 @@ def fit(args: argparse.Namespace) -> Fit:
     points = points.without(
         {i: reasons[row] for i, row in enumerate(points.names) if row in reasons}
     )
-    result = _fit(args, points)
-    fits = {points.columns.get("params", "C / 6D"): result}
+    main_fit = _fit(args, points)
+    fits = {points.columns.get("params", "C / 6D"): main_fit}
     for name in compared:
         fits[name] = _fit(args, replace(points, params=points.others[name]), brief=True)
-    shorts = {
+    summaries = {
         name: {
-            "parameters": dict(one.parameters), "objective": one.objective,
-            "optimal_exponents": dict(one.optimal),
+            "parameters": dict(fitted.parameters), "objective": fitted.objective,
+            "optimal_exponents": dict(fitted.optimal),
         }
-        for name, one in fits.items()
+        for name, fitted in fits.items()
     }  # fmt: skip
-    more = {
-        "n_counts": next(iter(fits)), "n_compared": shorts, "table": str(args.source),
+    choices = {
+        "n_counts": next(iter(fits)), "n_compared": summaries, "table": str(args.source),
         "where": args.where, "forecasts": outcomes,
     }  # fmt: skip
-    return replace(result, diagnostics={**result.diagnostics, **more})
+    return replace(main_fit, diagnostics={**main_fit.diagnostics, **choices})
 
 
 def _fit(args: argparse.Namespace, points: Points, brief: bool = False) -> Fit:
@@ -197,10 +197,10 @@ def _fit(args: argparse.Namespace, points: Points, brief: bool = False) -> Fit:
         raise ConfigError(f"--weighted: is not supported by the {law} law; remove it")
     if law in frontier.NAMES:
         return frontier.fit_frontier(points, law, args.method, estimator, draws=draws, seed=seed)
-    swept = args.setting_column
-    if swept is None:
+    setting = args.setting_column
+    if setting is None:
         raise ConfigError("--setting-column: is missing; name the column of the swept setting")
-    return power.fit_best(points, points.others[swept], swept, draws=draws, seed=seed)
+    return power.fit_best(points, points.others[setting], setting, draws=draws, seed=seed)
 
 
 def _base(path: Path) -> dict[str, float]:

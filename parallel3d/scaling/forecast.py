@@ -147,9 +147,9 @@ def _with_scatter(fit: Fit, losses: Array) -> Array:
     count, free = len(fit.scatter), len(drawn)
     wider = np.sqrt(count / max(count - free, 1))
     random = np.random.default_rng(0)
-    many = np.repeat(losses, max(1, 20_000 // len(losses)))
-    with_one: Array = many * np.exp(wider * random.choice(fit.scatter, size=len(many)))
-    return with_one
+    repeated = np.repeat(losses, max(1, 20_000 // len(losses)))
+    run_losses: Array = repeated * np.exp(wider * random.choice(fit.scatter, size=len(repeated)))
+    return run_losses
 
 
 def register(path: Path, forecast: Forecast, fit: Fit) -> None:
@@ -198,15 +198,15 @@ def compare(files: Sequence[Path], points: Points) -> list[dict[str, Any]]:
     rows = []
     for file in files:
         registered = _read(file)
-        both = registered.intervals.get(ONE_RUN)
+        bounds = registered.intervals.get(ONE_RUN)
         line = registered.model_dump(exclude={"intervals", "loss"}) | {
-            "file": str(file), "predicted": registered.loss, "interval": both,
+            "file": str(file), "predicted": registered.loss, "interval": bounds,
             "row": None, "loss": None, "error": None, "held": None,
         }  # fmt: skip
         runs = np.flatnonzero(_same_run(points.params, points.tokens, registered))
         for run in runs:
             truth = float(points.loss[run])
-            held = None if both is None else both[0] <= truth <= both[1]
+            held = None if bounds is None else bounds[0] <= truth <= bounds[1]
             error = registered.loss / truth - 1
             outcome = {"row": points.names[run], "loss": truth, "error": error, "held": held}
             rows.append(line | outcome)

@@ -141,21 +141,21 @@ FRONTIER = Law(
 
 
 def frontier_loss(
-    bests: Sequence[Best], estimator: Estimator, near: Mapping[str, float] | None = None
+    bests: Sequence[Best], estimator: Estimator, start: Mapping[str, float] | None = None
 ) -> dict[str, float]:
     """Fit E, A and gamma to the best losses; return {} for fewer than four budgets.
 
-    near: for a bootstrap draw, the law of all runs. The search starts there, and it is the answer
+    start: for a bootstrap draw, the law of all runs. The search starts there, and it is the answer
     for fewer than four budgets.
     """
     if len(bests) < 4:
-        return dict(near or {})
+        return dict(start or {})
     flops, losses = _column(bests, "flops"), _column(bests, "loss")
     runs = Points(flops / 6, np.ones(len(flops)), flops, losses, ("",) * len(flops), {})
     model = SumModel(FRONTIER, runs, log=estimator.kind != "squares")
     weights = np.ones(len(bests))
-    if near:
-        theta = estimator.minimise(model, model.theta(near), weights, is_draw=True).theta
+    if start:
+        theta = estimator.minimise(model, model.theta(start), weights, is_draw=True).theta
     else:
         theta = estimator.search(model, model.starts(weights, each=8), weights)[0].theta
     return {name: float(value) for name, value in model.natural(theta).items()}
@@ -182,10 +182,10 @@ def fit_frontier(
     drawn = []
     for _ in range(draws):
         times = np.bincount(random.integers(count, size=count), minlength=count).astype(float)
-        some, _ = _bests(points, kind, method, all_profiles, times)
-        if len(some) > len(bests) // 2 and len(some) > 1:
-            law = frontier_loss(some, estimator, loss) if loss else {}
-            drawn.append(exponents(some) | law)
+        resampled, _ = _bests(points, kind, method, all_profiles, times)
+        if len(resampled) > len(bests) // 2 and len(resampled) > 1:
+            law = frontier_loss(resampled, estimator, loss) if loss else {}
+            drawn.append(exponents(resampled) | law)
     names = [*values, *loss] if drawn else []
     samples = {name: np.array([one[name] for one in drawn]) for name in names}
     diagnostics: dict[str, Any] = {
@@ -195,27 +195,29 @@ def fit_frontier(
         "warnings": [f"left out: {text}" for text in left_out],
     }  # fmt: skip
     if kind == "isoflop":
-        each = {way: _bests(points, kind, way, all_profiles)[0] for way in METHODS}
+        bests_by_method = {name: _bests(points, kind, name, all_profiles)[0] for name in METHODS}
         diagnostics["methods"] = {
-            way: exponents(some)["N_exponent"] if len(some) > 1 else None
-            for way, some in each.items()
+            name: exponents(method_bests)["N_exponent"] if len(method_bests) > 1 else None
+            for name, method_bests in bests_by_method.items()
         }
         diagnostics["parabola_bias"] = parabola_bias(points, estimator)
     if not loss:
         diagnostics["warnings"].append("no law of the loss: it needs 4 budgets or more")
-    words = {"akima": "Akima interpolation", "parabola": "a parabola"}[method]
-    how = f"{words} of log(loss) over log(N)" if kind == "isoflop" else "the best runs"
-    ends = {name: samples[f"{name}_exponent"] for name in "ND"} if samples else {}
+    method_name = {"akima": "Akima interpolation", "parabola": "a parabola"}[method]
+    description = (
+        f"{method_name} of log(loss) over log(N)" if kind == "isoflop" else "the best runs"
+    )
+    exponent_draws = {name: samples[f"{name}_exponent"] for name in "ND"} if samples else {}
     flops, params, losses = (_column(bests, name) for name in ("flops", "params", "loss"))
     residual = np.log(params / (values["N_coefficient"] * flops ** values["N_exponent"]))
     scatter = np.zeros(0)
     if loss:
         scatter = np.log(losses / FRONTIER.loss(loss, flops / 6, np.ones(1)))
     return Fit(
-        law=kind, estimator=f"{how}, least squares of logarithms; loss by {estimator}",
+        law=kind, estimator=f"{description}, least squares of logarithms; loss by {estimator}",
         parameters=values | loss, objective=float(np.sum(residual**2)), points=points,
         optimal={"N": values["N_exponent"], "D": values["D_exponent"]},
-        samples=samples, optimal_samples=ends, scatter=scatter, diagnostics=diagnostics,
+        samples=samples, optimal_samples=exponent_draws, scatter=scatter, diagnostics=diagnostics,
     )  # fmt: skip
 
 

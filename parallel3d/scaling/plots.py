@@ -188,18 +188,18 @@ def intervals(plt: Any, fit: Fit) -> Picture | None:
 def held_out(plt: Any, fit: Fit) -> Picture | None:
     """Draw predicted over true loss, for the held-out budgets and for registered forecasts."""
     rows = (fit.diagnostics.get("held_out") or {}).get("rows", ())
-    forecasts = [one for one in fit.diagnostics.get("forecasts", ()) if one["loss"] is not None]
+    forecasts = [row for row in fit.diagnostics.get("forecasts", ()) if row["loss"] is not None]
     if len(rows) + 2 * len(forecasts) < 2:
         return None  # a single held-out run needs no plot
     figure, axes = plt.subplots(figsize=(4.4, 3.9))
     truth, predicted = ([row[key] for row in rows] for key in ("loss", "predicted"))
     if rows:
         axes.plot(truth, predicted, "o", ms=4, label="held-out largest budgets")
-    for i, one in enumerate(forecasts):
-        low, high = one["interval"] or [one["predicted"]] * 2
+    for i, forecast in enumerate(forecasts):
+        low, high = forecast["interval"] or [forecast["predicted"]] * 2
         axes.errorbar(
-            one["loss"], one["predicted"], fmt="D", color=_MARK, ms=5, capsize=3,
-            yerr=[[one["predicted"] - low], [high - one["predicted"]]],
+            forecast["loss"], forecast["predicted"], fmt="D", color=_MARK, ms=5, capsize=3,
+            yerr=[[forecast["predicted"] - low], [high - forecast["predicted"]]],
             label=None if i else "registered forecasts, 95 %",
         )  # fmt: skip
     axes.axline((truth or [forecasts[0]["loss"]])[:1] * 2, slope=1, color="#777777", lw=0.8)

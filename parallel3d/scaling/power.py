@@ -104,8 +104,8 @@ def fit_best(points: Points, setting: Array, column: str, *, draws: int, seed: i
     for _ in range(draws):
         rows = random.integers(len(y), size=len(y))
         if all(len(np.unique(v[rows])) > 1 for v in x) and len(np.unique(rows)) > len(x) + 1:
-            one = power_law([v[rows] for v in x], y[rows])
-            drawn.append((one.coefficient, *one.exponents))
+            draw_law = power_law([v[rows] for v in x], y[rows])
+            drawn.append((draw_law.coefficient, *draw_law.exponents))
     labels = ["coefficient", *(f"{name}_exponent" for name in names)]
     samples = dict(zip(labels, np.array(drawn).T, strict=True)) if drawn else {}
     scatter = np.log(y / law(*x))

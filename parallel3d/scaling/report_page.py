@@ -60,12 +60,12 @@ def parts(fit: Fit, settings: Mapping[str, str] | None = None) -> list[Part]:
     diagnostics = fit.diagnostics
     forecasts = [
         (
-            one["registered_at"][:16].replace("T", " "), f"{one['flops']:.3g}",
-            f"{one['beyond']:.3g}", f"{one['predicted']:.4f}", _range(one["interval"]),
-            "no run yet" if one["loss"] is None else f"{one['loss']:.4f}",
-            "" if one["error"] is None else f"{one['error']:+.2%}", _HELD[one["held"]],
+            row["registered_at"][:16].replace("T", " "), f"{row['flops']:.3g}",
+            f"{row['beyond']:.3g}", f"{row['predicted']:.4f}", _range(row["interval"]),
+            "no run yet" if row["loss"] is None else f"{row['loss']:.4f}",
+            "" if row["error"] is None else f"{row['error']:+.2%}", _HELD[row["held"]],
         )
-        for one in diagnostics.get("forecasts", ())
+        for row in diagnostics.get("forecasts", ())
     ]  # fmt: skip
     tables = [
         Part("Parameters", ("", "estimate", "std. error", f"{LEVEL} %"), _parameters(fit)),
@@ -123,7 +123,7 @@ def _choices(fit: Fit) -> list[tuple[str, str]]:
     diagnostics, columns, points = fit.diagnostics, fit.points.columns, fit.points
     others = [name for name in diagnostics.get("n_compared", {}) if name != diagnostics["n_counts"]]
     compared = f"; compared with {', '.join(others)}" if others else ""
-    repeats = "unique tokens not known"
+    repeats = "unique tokens unknown"
     if points.unique is not None:
         most = float((points.tokens / points.unique).max())
         repeats = f"at most {most:.3g} times the unique tokens"

@@ -64,10 +64,10 @@ def _execute(ladder: Ladder, parallel: int, out: Console) -> int:
                 display.say("preparing the corpus")
                 _prepare(ladder)
             runner.run([run for run in todo if run.kind != "held-out"])
-            held = [run for run in todo if run.kind == "held-out"]
-            if held and not runner.is_stopped:
-                _forecast(ladder, held, runner, display)
-                runner.run([run for run in held if run.name not in runner.failed])
+            held_out = [run for run in todo if run.kind == "held-out"]
+            if held_out and not runner.is_stopped:
+                _forecast(ladder, held_out, runner, display)
+                runner.run([run for run in held_out if run.name not in runner.failed])
     if runner.is_stopped:
         terminal.say(out, "stopped on request; every run saved its state: run again to continue")
         return STOPPED
@@ -92,9 +92,9 @@ def _prepare(ladder: Ladder) -> None:
     replace_text(ladder.directory / CORPUS, f"{json.dumps(corpus, indent=1)}\n")
 
 
-def _forecast(ladder: Ladder, held: list[LadderRun], runner: Runner, display: Display) -> None:
+def _forecast(ladder: Ladder, held_out: list[LadderRun], runner: Runner, display: Display) -> None:
     """Register a forecast for each held-out run; mark runs without one as failed."""
-    for run in held:
+    for run in held_out:
         if runner.failed and not ladder.forecast_file(run).exists():
             others = ", ".join(runner.failed)
             runner.failed[run.name] = f"not started: its forecast needs the failed runs {others}"
