@@ -65,12 +65,12 @@ def test_an_output_projection_of_either_name_is_the_same(name, tmp_path):
     save_file(tensors | {"lm_head.weight": head}, other / "model.safetensors", {"format": "pt"})
     proof = import_folder(other, tmp_path / "out")
     assert proof.ok and len(proof.checked) == 4, proof
-    found, wanted = (
+    imported, expected = (
         load_file(tmp_path / "out/model.safetensors"),
         load_file(folder / "model.safetensors"),
     )
-    assert found.keys() == wanted.keys() and proof.tensors == len(wanted)
-    assert all(torch.equal(found[n], value) for n, value in wanted.items())
+    assert imported.keys() == expected.keys() and proof.tensors == len(expected)
+    assert all(torch.equal(imported[n], value) for n, value in expected.items())
     if tied:
         wrong = tensors | {"lm_head.weight": head * 2}
         save_file(wrong, other / "model.safetensors", {"format": "pt"})
@@ -102,8 +102,8 @@ def test_other_values_than_the_folders_are_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(conversion.PublishedWeights, "read_whole", wrong)
     proof = import_folder(save("llama2", tmp_path / "model"), tmp_path / "out")
-    said = "model.layers.1.input_layernorm.weight has other values"
-    assert any(said in what for what in proof.differs), proof.differs
+    difference = "model.layers.1.input_layernorm.weight has other values"
+    assert any(difference in what for what in proof.differs), proof.differs
 
 
 def test_what_cannot_be_imported_is_refused(tmp_path):

@@ -81,9 +81,9 @@ def test_what_half_precision_would_round_is_refused_by_name(tmp_path):
 def test_our_own_names_keep_our_own_weights():
     """Where transformers has no class, what is saved is ours, multipliers and all."""
     config = wide("llama", MUP, attention_bias=True, qk_norm=True)
-    made = WeightFiles(config)
-    assert made.refusal
+    layout = WeightFiles(config)
+    assert layout.refusal
     from torch import ones
 
-    (value,) = made.converted("embedding.token.weight", ones(300, 32)).values()
+    (value,) = layout.converted("embedding.token.weight", ones(300, 32)).values()
     assert (value == 1).all()

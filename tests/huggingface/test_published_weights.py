@@ -49,7 +49,7 @@ def test_any_box_is_what_a_slice_of_the_whole_is(name, folders, data):
 
 
 def test_shards_half_precision_and_bare_names_are_one_model(folders, tmp_path):
-    wanted = load_file(folders["gpt2"] / "model.safetensors")
+    tensors = load_file(folders["gpt2"] / "model.safetensors")
     half = save("gpt2", tmp_path / "half", torch.bfloat16, max_shard_size="20KB")
     assert len(list(half.glob("model-*.safetensors"))) > 2
     exact, weights = opened(folders["gpt2"]), opened(half)
@@ -59,7 +59,7 @@ def test_shards_half_precision_and_bare_names_are_one_model(folders, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_bytes((folders["gpt2"] / "config.json").read_bytes())
-    names = {name.removeprefix("transformer."): value for name, value in wanted.items()}
+    names = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     # As the first GPT-2 has them: masks, and the tied head.
     names |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "lm_head.weight": names["wte.weight"] + 0}
     save_file(names, bare / "model.safetensors")
@@ -126,10 +126,10 @@ def quantised(tensors):
 @pytest.mark.parametrize("damage", [missing, another_shape, extra, quantised])
 def test_what_is_not_the_model_of_config_json_is_refused(damage, folders, tmp_path):
     tensors = load_file(folders["llama2"] / "model.safetensors")
-    said = damage(tensors)
+    problem = damage(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((folders["llama2"] / "config.json").read_bytes())
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=problem):
         opened(tmp_path)
 
 

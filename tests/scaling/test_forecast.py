@@ -36,13 +36,13 @@ def stored(tmp_path):
 def test_isoflop_forecasts_the_best_run(stored):
     runs = chinchilla(sizes=15, budgets=6)
     fit = stored(fit_frontier(runs, "isoflop", "akima", Estimator(), draws=5, seed=0))
-    made = forecast(fit, flops=1e22)
+    prediction = forecast(fit, flops=1e22)
     params, tokens = PARAMETRIC.best(CHINCHILLA, 1e22)
-    assert made.params == pytest.approx(float(params), rel=0.05)
-    assert made.tokens == pytest.approx(float(tokens), rel=0.05)
+    assert prediction.params == pytest.approx(float(params), rel=0.05)
+    assert prediction.tokens == pytest.approx(float(tokens), rel=0.05)
     truth = float(PARAMETRIC.loss(CHINCHILLA, params, tokens))
-    assert made.loss == pytest.approx(truth, rel=1e-3)
-    assert made.beyond == pytest.approx(10 / 3)
+    assert prediction.loss == pytest.approx(truth, rel=1e-3)
+    assert prediction.beyond == pytest.approx(10 / 3)
 
 
 def test_over_training_forecasts_long_runs(stored):
@@ -50,9 +50,11 @@ def test_over_training_forecasts_long_runs(stored):
     params, ratio = (x.ravel() for x in np.meshgrid(np.geomspace(1e7, 1e9, 4), [5, 20, 80]))
     runs = points(params, ratio * params, OVER_TRAINING.loss(law, params, ratio * params))
     fit = stored(fit_law(runs, OVER_TRAINING, SQUARES, draws=0, brief=True))
-    made = forecast(fit, params=7e9, tokens=7e9 * 640)
+    prediction = forecast(fit, params=7e9, tokens=7e9 * 640)
     truth = OVER_TRAINING.loss(law, np.array([7e9]), np.array([7e9 * 640]))[0]
-    assert made.loss == pytest.approx(truth, rel=1e-6) and made.intervals["loss"] is None
+    assert (
+        prediction.loss == pytest.approx(truth, rel=1e-6) and prediction.intervals["loss"] is None
+    )
     assert forecast(fit, flops=6e22, params=1e11).tokens == pytest.approx(1e11)
 
 

@@ -114,10 +114,10 @@ def test_curves_are_the_losses_on_the_way(tmp_path):
 def test_settings_are_all_values_that_the_runs_had(tmp_path):
     for steps in (1000, 200, 30):
         write_run(tmp_path, f"of-{steps}", steps=steps, reached=0)
-    found = settings(tmp_path)
-    assert found["steps"] == "30, 200, 1000"
-    assert found["batch, tokens"] == str(4 * SEQ) and found["vocabulary"] == str(VOCAB)
-    assert found["learning-rate schedule"] == "constant" and found["seeds"] == "0"
+    values = settings(tmp_path)
+    assert values["steps"] == "30, 200, 1000"
+    assert values["batch, tokens"] == str(4 * SEQ) and values["vocabulary"] == str(VOCAB)
+    assert values["learning-rate schedule"] == "constant" and values["seeds"] == "0"
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
@@ -139,13 +139,13 @@ def test_a_ladders_own_count_of_its_corpus_tells_what_is_repeated(tmp_path):
             (run / "metrics.jsonl").write_text(f"{json.dumps(last)}\n")
     assert points_of(read_runs(tmp_path), {}).unique is None
     (tmp_path / "corpus.json").write_text('{"training_tokens": 2560}')
-    found = points_of(read_runs(tmp_path), {})
-    assert set(found.unique) == {2560.0}
+    points = points_of(read_runs(tmp_path), {})
+    assert set(points.unique) == {2560.0}
     # A run's own record is nearer.
     for name in ("16-10", "48-160"):
         (tmp_path / name / "corpus.json").write_text('{"training_tokens": 2000}')
     assert sorted(points_of(read_runs(tmp_path), {}).unique) == [2000.0] * 2 + [2560.0] * 13
-    fitted = fit_decays(found, Estimator(), draws=0)
+    fitted = fit_decays(points, Estimator(), draws=0)
     assert fitted.parameters["R_D_star"] < 0.1 and fitted.parameters["beta"] == pytest.approx(
         0.3, rel=1e-3
     )
