@@ -137,10 +137,10 @@ def _facts(about: About, layout: WeightFiles) -> Iterator[tuple[str, str]]:
     yield "steps", f"{about.step:,}"
     yield "tokens", f"{about.tokens:,}"
     yield "sequence length", f"{config.data.sequence_length:,}"
-    for key in ("loss", "held_out_loss"):
+    losses = {"loss": "training loss of the last step", "held_out_loss": "held-out loss"}
+    for key, label in losses.items():
         if isinstance(line.get(key), int | float):
-            labels = {"loss": "training loss of the last step", "held_out_loss": "held-out loss"}
-            yield labels[key], f"{line[key]:.4f} nats per token"
+            yield label, f"{line[key]:.4f} nats per token"
     yield "data", _data(config)
     yield "tokenizer", config.data.tokenizer if about.tokenizer is not None else "none"
     names = ("parallel3d", "torch", "deepspeed", "transformers")

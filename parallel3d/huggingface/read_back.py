@@ -143,8 +143,10 @@ def prove(
             differs += problems
         else:
             checked.append(what)
-    done = tuple(checked), tuple(differs), tuple(left_out)
-    return Proof(name, len(layout.places), layout.total_size, *done)
+    return Proof(
+        name, len(layout.places), layout.total_size,
+        checked=tuple(checked), differs=tuple(differs), left_out=tuple(left_out),
+    )  # fmt: skip
 
 
 def tensors_differ(

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import frexp
 from pathlib import Path
 from typing import Any
@@ -112,32 +113,34 @@ class WeightFiles:
     @cached_property
     def headers(self) -> dict[str, bytes]:
         """File -> its safetensors header."""
-        headers = {}
-        for file, names in self.files.items():
-            entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            at = 0
-            for name in names:
-                tensor = self._tensors[name]
-                entries[name] = {
-                    "dtype": _CODES[self.dtype],
-                    "shape": tuple(tensor.shape),
-                    "data_offsets": (at, at + tensor.nbytes),
-                }
-                at += tensor.nbytes
-            headers[file] = framed(entries)
-        return headers
+        entries = {
+            name: {
+                "dtype": _CODES[self.dtype],
+                "shape": tuple(tensor.shape),
+                "data_offsets": (self._offsets[name], self._offsets[name] + tensor.nbytes),
+            }
+            for name, tensor in self._tensors.items()
+        }
+        return {
+            file: framed(
+                {"__metadata__": {"format": "pt"}, **{name: entries[name] for name in names}}
+            )
+            for file, names in self.files.items()
+        }
 
     @cached_property
     def places(self) -> dict[str, TensorPlace]:
         """Name in the files -> place of the tensor."""
-        places = {}
-        for file, names in self.files.items():
-            at = len(self.headers[file])
-            for name in names:
-                tensor = self._tensors[name]
-                places[name] = TensorPlace(file, at, tensor.nbytes, tuple(tensor.shape))
-                at += tensor.nbytes
-        return places
+        return {
+            name: TensorPlace(
+                file,
+                len(self.headers[file]) + self._offsets[name],
+                self._tensors[name].nbytes,
+                tuple(self._tensors[name].shape),
+            )
+            for file, names in self.files.items()
+            for name in names
+        }
 
     @property
     def total_size(self) -> int:
@@ -161,6 +164,15 @@ class WeightFiles:
         metadata = {"total_parameters": self.num_elements, "total_size": self.total_size}
         places = {name: place.file for name, place in self.places.items()}
         return json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True)
+
+    @cached_property
+    def _offsets(self) -> dict[str, int]:
+        """Name in the files -> offset of the tensor in the data of its file."""
+        offsets = dict[str, int]()
+        for names in self.files.values():
+            sizes = (self._tensors[name].nbytes for name in names)
+            offsets |= zip(names, accumulate(sizes, initial=0), strict=False)
+        return offsets
 
     @cached_property
     def _meta(self) -> Mapping[str, dict[str, Tensor]]:

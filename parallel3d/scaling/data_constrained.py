@@ -126,13 +126,14 @@ def fit_decays(
         "warnings": [f"{name} ended at a bound: the points do not determine it" for name in hit],
     }  # fmt: skip
     diagnostics["warnings"] += misfit(diagnostics["residuals"])
-    exponents = PARAMETRIC.optimal(chosen)
+
     return Fit(
         law=NAME, estimator=str(estimator), points=points, objective=best.objective,
         parameters=dict(zip(DECAYS, map(float, np.exp(best.theta)), strict=True)) | dict(chosen),
         samples=dict(zip(DECAYS, drawn.T, strict=True)) if draws else {},
         scatter=model.target - fitted,
-        optimal=dict(zip("ND", map(float, exponents), strict=True)), diagnostics=diagnostics,
+        optimal=dict(zip("ND", map(float, PARAMETRIC.optimal(chosen)), strict=True)),
+        diagnostics=diagnostics,
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def fit_law(
         )
     samples, redrawn = _bootstrap(points, model, estimator, best.theta, weights, draws, seed)
     scatter = np.log(points.loss / law.loss(values, points.params, points.tokens))
-    exponents = law.optimal(values)
+
     drawn = dict(zip("ND", map(np.asarray, law.optimal(samples)), strict=True)) if samples else {}
     diagnostics: dict[str, Any] = {
         "starts": {"number": len(starts), "reached": reached},
@@ -71,7 +71,7 @@ def fit_law(
     return Fit(
         law=law.name, estimator=str(estimator), parameters=values, points=points,
         objective=best.objective, samples=samples, scatter=scatter,
-        optimal=dict(zip("ND", map(float, exponents), strict=True)),
+        optimal=dict(zip("ND", map(float, law.optimal(values)), strict=True)),
         optimal_samples=drawn, diagnostics=diagnostics,
     )  # fmt: skip
 

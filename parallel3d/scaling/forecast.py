@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling import data_constrained, frontier
 from parallel3d.scaling.laws import LAWS
-from parallel3d.scaling.points import FLOPS_PER_PARAM_AND_TOKEN, Array, Points
+from parallel3d.scaling.points import FLOPS_PER_ND, Array, Points
 from parallel3d.scaling.result import Fit, interval
 
 SAME_RUN = 0.02
@@ -73,7 +73,6 @@ def forecast(
     known = [flag for flag, value in flags.items() if value is not None]
     spread: dict[str, list[float] | None] = dict.fromkeys(("params", "tokens", "loss", ONE_RUN))
     drawn = {**fit.parameters, **{name: draws[:, None] for name, draws in fit.samples.items()}}
-    six = FLOPS_PER_PARAM_AND_TOKEN
     if known == ["--flops"] and flops:
         params, tokens = (float(x) for x in _best(fit, fit.parameters, flops))
         if fit.samples:
@@ -86,11 +85,11 @@ def forecast(
             "budget, or two of the three for one run"
         )
     elif flops and tokens:
-        params = flops / (six * tokens)
+        params = flops / (FLOPS_PER_ND * tokens)
     elif flops and params:
-        tokens = flops / (six * params)
+        tokens = flops / (FLOPS_PER_ND * params)
     assert params is not None and tokens is not None
-    flops = flops if flops is not None else six * params * tokens
+    flops = flops if flops is not None else FLOPS_PER_ND * params * tokens
     loss = _loss(fit, fit.parameters, params, tokens, unique)
     if fit.samples and loss is not None:
         draws = np.ravel(_loss(fit, drawn, params, tokens, unique))
@@ -131,7 +130,7 @@ def _loss(
             "--unique-tokens: is missing; the data-constrained law needs it to count repeats"
         )
     corpus = np.array([min(unique, tokens)])
-    flops = FLOPS_PER_PARAM_AND_TOKEN * one * other
+    flops = FLOPS_PER_ND * one * other
     run = Points(one, other, flops, np.ones(1), ("",), {}, unique=corpus)
     model = data_constrained.DecayModel(run, fit.parameters)
     theta = np.log(np.column_stack([np.ravel(values[n]) for n in data_constrained.DECAYS]))

@@ -15,7 +15,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.estimator import Estimator, SumModel
 from parallel3d.scaling.fit import fit_law, noise_floor
 from parallel3d.scaling.laws import PARAMETRIC, Law, features_of
-from parallel3d.scaling.points import SAME_BUDGET, Array, Points, groups
+from parallel3d.scaling.points import FLOPS_PER_ND, SAME_BUDGET, Array, Points, groups
 from parallel3d.scaling.power import power_law
 from parallel3d.scaling.result import Fit
 
@@ -135,7 +135,7 @@ def exponents(bests: Sequence[Best]) -> dict[str, float]:
 
 FRONTIER = Law(
     "frontier", "L = E + A C^-gamma", "", ("E", "A"), ("gamma",),
-    lambda params, tokens: features_of((-np.log(6 * params * tokens),)),
+    lambda params, tokens: features_of((-np.log(FLOPS_PER_ND * params * tokens),)),
     lambda values, flops: (np.asarray(flops), np.asarray(flops)), lambda values: (0.5, 0.5),
 )  # fmt: skip
 
@@ -151,7 +151,7 @@ def frontier_loss(
     if len(bests) < 4:
         return dict(start or {})
     flops, losses = _column(bests, "flops"), _column(bests, "loss")
-    runs = Points(flops / 6, np.ones(len(flops)), flops, losses, ("",) * len(flops), {})
+    runs = Points(flops / FLOPS_PER_ND, np.ones(len(flops)), flops, losses, ("",) * len(flops), {})
     model = SumModel(FRONTIER, runs, log=estimator.kind != "squares")
     weights = np.ones(len(bests))
     if start:
@@ -212,7 +212,7 @@ def fit_frontier(
     residual = np.log(params / (values["N_coefficient"] * flops ** values["N_exponent"]))
     scatter = np.zeros(0)
     if loss:
-        scatter = np.log(losses / FRONTIER.loss(loss, flops / 6, np.ones(1)))
+        scatter = np.log(losses / FRONTIER.loss(loss, flops / FLOPS_PER_ND, np.ones(1)))
     return Fit(
         law=kind, estimator=f"{description}, least squares of logarithms; loss by {estimator}",
         parameters=values | loss, objective=float(np.sum(residual**2)), points=points,
@@ -230,14 +230,17 @@ def held_out(bests: Sequence[Best], estimator: Estimator) -> dict[str, Any] | No
     law = frontier_loss(rest, estimator)
     if not law:
         return None
-    predicted = float(FRONTIER.loss(law, np.array([last.flops / 6]), np.ones(1))[0])
+    predicted = float(FRONTIER.loss(law, np.array([last.flops / FLOPS_PER_ND]), np.ones(1))[0])
     error, size = predicted / last.loss - 1, exponents(rest)
     params = size["N_coefficient"] * last.flops ** size["N_exponent"]
-    row = {"row": f"best run of {last.flops:.3g} FLOPs", "predicted": predicted, "loss": last.loss}
     return {
         "points": 1, "fitted_on": len(rest), "flops": [last.flops, last.flops],
         "fitted_flops": [rest[0].flops, rest[-1].flops], "mean_error": abs(error), "bias": error,
-        "worst_error": abs(error), "params_ratio": params / last.params, "rows": [row],
+        "worst_error": abs(error), "params_ratio": params / last.params,
+        "rows": [{
+            "row": f"best run of {last.flops:.3g} FLOPs", "predicted": predicted,
+            "loss": last.loss,
+        }],
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from parallel3d.scaling.points import FLOPS_PER_PARAM_AND_TOKEN, Array
+from parallel3d.scaling.points import FLOPS_PER_ND, Array
 
 Values = Mapping[str, Array | float]
 
@@ -64,7 +64,7 @@ def _parametric_best(v: Values, flops: Array | float) -> tuple[Array, Array]:
     """Return the best params and tokens by arXiv:2203.15556, equation 4."""
     total = np.asarray(v["alpha"]) + v["beta"]
     scale = (v["alpha"] * np.asarray(v["A"]) / (v["beta"] * np.asarray(v["B"]))) ** (1 / total)
-    half = np.asarray(flops) / FLOPS_PER_PARAM_AND_TOKEN
+    half = np.asarray(flops) / FLOPS_PER_ND
     params = scale * half ** (v["beta"] / total)
     return params, half / params
 
@@ -75,13 +75,13 @@ def _parametric_optimal(v: Values) -> tuple[Array | float, Array | float]:
 
 
 def _over_training(params: Array, tokens: Array) -> Array:
-    ratio, flops = np.log(tokens / params), np.log(FLOPS_PER_PARAM_AND_TOKEN * params * tokens)
+    ratio, flops = np.log(tokens / params), np.log(FLOPS_PER_ND * params * tokens)
     return features_of((ratio - flops,), (-ratio - flops,))
 
 
 def _over_training_best(v: Values, flops: Array | float) -> tuple[Array, Array]:
     ratio = (np.asarray(v["b"]) / np.asarray(v["a"])) ** (1 / (2 * np.asarray(v["eta"])))
-    params = np.sqrt(np.asarray(flops) / (FLOPS_PER_PARAM_AND_TOKEN * ratio))
+    params = np.sqrt(np.asarray(flops) / (FLOPS_PER_ND * ratio))
     return params, ratio * params
 
 

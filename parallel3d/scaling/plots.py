@@ -10,7 +10,7 @@ import numpy as np
 from parallel3d.scaling import frontier
 from parallel3d.scaling.frontier import profiles
 from parallel3d.scaling.laws import LAWS
-from parallel3d.scaling.points import groups
+from parallel3d.scaling.points import FLOPS_PER_ND, groups
 from parallel3d.scaling.result import Fit
 from parallel3d.scaling.runs import Curve
 
@@ -78,7 +78,7 @@ def loss(plt: Any, fit: Fit) -> Picture:
         for size in _some([n for n, tokens in lengths.items() if len(groups(tokens)) >= 3]):
             tokens = np.geomspace(lengths[size].min() / 1.5, lengths[size].max() * 1.5, 60)
             values = law.loss(fit.parameters, np.full(60, size), tokens)
-            axes.plot(6 * size * tokens, values, color=dots.to_rgba(size), lw=0.9)
+            axes.plot(FLOPS_PER_ND * size * tokens, values, color=dots.to_rgba(size), lw=0.9)
         flops = np.geomspace(points.flops.min(), points.flops.max() * 10, 100)
         best = law.loss(fit.parameters, *law.best(fit.parameters, flops))
         axes.plot(flops, best, "--", color=_MARK, label="the law's best N and D")

@@ -13,7 +13,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.run_table import Table, number
 
 Array = npt.NDArray[np.float64]
-FLOPS_PER_PARAM_AND_TOKEN = 6
+FLOPS_PER_ND = 6
 """C = 6ND: FLOPs of forward and backward pass (arXiv:2001.08361, section 2.1)."""
 DIVERGED = 2.0
 """A run diverged if its loss is more than this times that of a smaller model on fewer tokens."""
@@ -183,13 +183,12 @@ def _numbers(
         if value <= 0:
             return {}, f"{column} = {value:g} is not above 0"
         numbers[use] = value
-    six = FLOPS_PER_PARAM_AND_TOKEN
     if "flops" not in numbers:
-        numbers["flops"] = six * numbers["params"] * numbers["tokens"]
+        numbers["flops"] = FLOPS_PER_ND * numbers["params"] * numbers["tokens"]
     elif "params" not in numbers:
-        numbers["params"] = numbers["flops"] / (six * numbers["tokens"])
+        numbers["params"] = numbers["flops"] / (FLOPS_PER_ND * numbers["tokens"])
     elif "tokens" not in numbers:
-        numbers["tokens"] = numbers["flops"] / (six * numbers["params"])
+        numbers["tokens"] = numbers["flops"] / (FLOPS_PER_ND * numbers["params"])
     return numbers, ""
 
 

@@ -73,8 +73,10 @@ def best_values(points: Points, setting: Array) -> tuple[list[dict[str, Any]], l
             x = np.log(values[near] / values[least])
             square, slope, _ = np.polyfit(x, losses[near], 2)
             best = float(values[least] * np.exp(-slope / (2 * square)))
-            row = {"params": params, "tokens": tokens, "best": best}
-            best_rows.append(row | {"values": len(values), "loss": float(losses[least])})
+            best_rows.append({
+                "params": params, "tokens": tokens, "best": best, "values": len(values),
+                "loss": float(losses[least]),
+            })  # fmt: skip
     return best_rows, left_out
 
 

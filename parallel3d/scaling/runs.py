@@ -132,15 +132,15 @@ def settings(folder: Path) -> dict[str, str]:
         except NoEnd:
             continue
         train, schedule, data = config.train, config.train.lr_schedule, config.data
-        adam, samples, final = config.optimizer.params, train.evaluate_samples, ""
-        if schedule.type != "constant":
-            final = f" to {schedule.min_ratio:g} of the peak at the end"
+        adam, samples = config.optimizer.params, train.evaluate_samples
+        final = f" to {schedule.min_ratio:g} of the peak at the end"
         for name, value in {
             "architecture": config.model.family, "vocabulary": config.model.vocab_size,
             "sequence length": data.sequence_length, "training data": data.source,
             "tokenizer": data.tokenizer, "steps": train.steps,
             "batch, tokens": config.tokens_per_step, "learning rate": adam.lr,
-            "learning-rate schedule": f"{schedule.type}{final}",
+            "learning-rate schedule":
+                f"{schedule.type}{final if schedule.type != 'constant' else ''}",
             "warm-up, steps": schedule.warmup_steps,
             "betas, weight decay": f"{list(adam.betas)}, {adam.weight_decay}",
             "precision": config.precision, "seeds": train.seed,

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ from parallel3d.models.common import divisor_below
 from parallel3d.plan.search.plans import with_vocabulary
 from parallel3d.scaling.ladder.ladder_file import LAWS, LadderConfig, SizeConfig
 from parallel3d.scaling.ladder.sizes import model_of
-from parallel3d.scaling.points import FLOPS_PER_PARAM_AND_TOKEN
+from parallel3d.scaling.points import FLOPS_PER_ND
 from parallel3d.scaling.runs import ALL, PartCounts, count
 
 _OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "stop_after")  # train keys the ladder sets
 CONFIGS, TRUNKS = "configs", "trunks"  # folders within a ladder's directory
-_SIX = FLOPS_PER_PARAM_AND_TOKEN
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class LadderRun:
     @property
     def flops(self) -> float:
         """Training FLOPs: 6ND, with N including the head."""
-        return float(_SIX * self.counts.with_head * self.tokens)
+        return float(FLOPS_PER_ND * self.counts.with_head * self.tokens)
 
     @property
     def steps(self) -> int:
@@ -182,7 +181,7 @@ def _points(
     counts = count(model)
     for budget in budgets:
         tokens, shown = {
-            "flops": (budget / (_SIX * counts.with_head), f"c{_power(budget)}"),
+            "flops": (budget / (FLOPS_PER_ND * counts.with_head), f"c{_power(budget)}"),
             "tokens_per_param": (budget * counts.with_head, f"{budget:g}x"),
             "tokens": (budget, f"d{_short(budget)}"),
         }[kind]
@@ -330,9 +329,7 @@ def _ranks_of(mesh: Any, devices: int) -> tuple[int, int]:
     if mesh == "plan":
         return devices, 1
     pp, dp, tp = (mesh.get(axis, "auto") for axis in ("pp", "dp", "tp"))
-    rest = 1
-    for size in (pp, tp):
-        rest *= size if isinstance(size, int) and size > 0 else 1
+    rest = prod(size for size in (pp, tp) if isinstance(size, int) and size > 0)
     if not isinstance(dp, int) or dp < 1:
         dp = max(1, devices // rest)
     return rest * dp, dp

@@ -119,8 +119,10 @@ class BudgetConfig(Section):
     def _check(self) -> "BudgetConfig":
         budgets = {name: getattr(self, name) for name in BUDGETS if getattr(self, name)}
         if len(budgets) != 1:
-            rule = f"sets {' and '.join(budgets) or 'none'} of {', '.join(BUDGETS)}"
-            raise Problems([Problem("", budgets, rule, "set exactly one")])
+            raise Problems([Problem(
+                "", budgets, f"sets {' and '.join(budgets) or 'none'} of {', '.join(BUDGETS)}",
+                "set exactly one",
+            )])  # fmt: skip
         return self
 
 
@@ -165,8 +167,9 @@ class HeldOutConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> "HeldOutConfig":
         if (self.flops is None) == (self.tokens is None):
-            rule, remedy = "must have one budget", 'set either "flops" or "tokens"'
-            raise Problems([Problem("flops", self.flops, rule, remedy)])
+            raise Problems([Problem(
+                "flops", self.flops, "must have one budget", 'set either "flops" or "tokens"',
+            )])  # fmt: skip
         return self
 
 
@@ -225,18 +228,23 @@ class LadderConfig(Section):
             rule = "all budgets are equal" if len(budgets) > 1 else "has only one budget"
             yield Problem(path, list(budgets), rule, "use two or more different ones")
         elif len(distinct) < len(budgets):
-            remedy = "remove one, and use seeds to repeat runs"
-            yield Problem(path, list(budgets), "has the same budget twice", remedy)
+            yield Problem(
+                path, list(budgets), "has the same budget twice",
+                "remove one, and use seeds to repeat runs",
+            )  # fmt: skip
         seeds = {"seeds": self.seeds}
         for i, size in enumerate(self.sizes):
             seeds[f"sizes.{i}.seeds"] = self.seeds if size.seeds is None else size.seeds
             if other := [b for b in size.budgets if b not in distinct]:
-                remedy = f"use some of {list(budgets)}"
-                yield Problem(f"sizes.{i}.budgets", other[0], f"is not one of {path}", remedy)
+                yield Problem(
+                    f"sizes.{i}.budgets", other[0], f"is not one of {path}",
+                    f"use some of {list(budgets)}",
+                )  # fmt: skip
         for place, values in seeds.items():
             if not values or len(set(values)) < len(values):
-                rule, remedy = "must be different seeds", "write [0], or [0, 1]"
-                yield Problem(place, list(values), rule, remedy)
+                yield Problem(
+                    place, list(values), "must be different seeds", "write [0], or [0, 1]"
+                )
 
 
 def load(name: str) -> tuple[LadderConfig, dict[str, Any], Path]:

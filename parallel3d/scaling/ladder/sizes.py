@@ -26,24 +26,31 @@ def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], pa
     """
     inner, own = base.get("intermediate_size"), dict(size.model)
     if ladder.mlp_ratio is None and inner is not None:
-        at, rule = "base.parallel3d.model.intermediate_size", "would be the same at every size"
-        raise Problems([Problem(at, inner, rule, "remove it, and set mlp_ratio")])
+        raise Problems([Problem(
+            "base.parallel3d.model.intermediate_size", inner, "would be the same at every size",
+            "remove it, and set mlp_ratio",
+        )])  # fmt: skip
     shared = {key: value for key, value in base.items() if key not in SHAPE}
     if size.params is not None:
         if clash := sorted(own.keys() & set(SHAPE[:3])):
-            at, rule = f"{path}.model.{clash[0]}", "conflicts with params, which determines it"
-            raise Problems([Problem(at, own[clash[0]], rule, "remove one of the two")])
+            raise Problems([Problem(
+                f"{path}.model.{clash[0]}", own[clash[0]],
+                "conflicts with params, which determines it", "remove one of the two",
+            )])  # fmt: skip
         return _nearest(ladder, size.params, {**shared, **own}, path)
     if missing := [key for key in SHAPE[:2] if key not in own]:
-        remedy = "set it, or params in place of the model"
-        raise Problems([Problem(f"{path}.model.{missing[0]}", ABSENT, "is missing", remedy)])
+        raise Problems([Problem(
+            f"{path}.model.{missing[0]}", ABSENT, "is missing",
+            "set it, or params in place of the model",
+        )])  # fmt: skip
     width, head = own["hidden_size"], ladder.head_size
     if "num_attention_heads" not in own and isinstance(width, int) and width > 0:
         if width % head:
             below = max(1, width // head) * head
-            remedy = f"use {below} or {below + head}, or set num_attention_heads"
-            rule = f"is not a multiple of head_size={head}"
-            raise Problems([Problem(f"{path}.model.hidden_size", width, rule, remedy)])
+            raise Problems([Problem(
+                f"{path}.model.hidden_size", width, f"is not a multiple of head_size={head}",
+                f"use {below} or {below + head}, or set num_attention_heads",
+            )])  # fmt: skip
         own["num_attention_heads"] = width // head
     return _checked({**shared, **_inner(ladder, width), **own}, path)
 
@@ -94,9 +101,10 @@ def _inner(ladder: LadderConfig, width: Any) -> dict[str, Any]:
 def _checked(raw: dict[str, Any], path: str) -> Any:
     family = raw.get("family")
     if family not in models.families():
-        rule, remedy = "is not a model family", f"use one of: {', '.join(models.families())}"
-        value = ABSENT if family is None else family
-        raise Problems([Problem("base.parallel3d.model.family", value, rule, remedy)])
+        raise Problems([Problem(
+            "base.parallel3d.model.family", ABSENT if family is None else family,
+            "is not a model family", f"use one of: {', '.join(models.families())}",
+        )])  # fmt: skip
     kind = models.config_class(family)
     try:
         return kind.model_validate(raw)
