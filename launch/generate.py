@@ -1,7 +1,7 @@
-"""Have a trained model write on: `parallel3d generate runs/first --prompt "def main("`.
+"""Generate text with a trained model: `parallel3d generate runs/first --prompt "def main("`.
 
-PATH is a run's folder (its weights/, or where it has none its newest checkpoint), that of a
-checkpoint, step-N, or one of transformers. The same seed gives the same text on the same machine.
+PATH is a run's folder (its weights/, or else its newest checkpoint), a checkpoint (step-N), or a
+transformers folder. The same seed produces the same text on the same machine.
 """
 
 import argparse
@@ -12,12 +12,12 @@ from typing import Any
 
 from parallel3d.base.arguments import DONE, Parser, named, whole_number
 
-SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}  # 0 and 1.0: of all tokens
+SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}  # 0 and 1.0: sample from all tokens
 
 
 @named("generate")
 def main() -> int:
-    """Run the command `generate`: 0, 1 if a checkpoint cannot be exported, 2 for wrong input."""
+    """Run the command `generate`; return 1 if the export of a checkpoint fails, 2 for bad input."""
     args = parse_args()
     from parallel3d.huggingface.generate import generate, model_folder
 
@@ -33,16 +33,15 @@ def main() -> int:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that transformers' `generate` is given."""
+    """Return the arguments for transformers' `generate`."""
     if args.greedy:
         return {"do_sample": False, **dict.fromkeys(SAMPLING)}
-    given = {name: getattr(args, name) for name in SAMPLING}
-    sampling = {name: SAMPLING[name] if v is None else v for name, v in given.items()}
-    return {"do_sample": True, **sampling}
+    flags = {name: getattr(args, name) for name in SAMPLING}
+    return {"do_sample": True, **SAMPLING, **{k: v for k, v in flags.items() if v is not None}}
 
 
 def number(most: float) -> Callable[[str], float]:
-    """Read a number above 0 and up to `most`."""
+    """Return a function that parses a number above 0 and up to `most`."""
 
     def read(text: str) -> float:
         try:
@@ -58,39 +57,36 @@ def number(most: float) -> Callable[[str], float]:
 
 
 def utf8(text: str) -> str:
-    """Return the text; Python reads bytes that are not UTF-8 as surrogates."""
+    """Return the text if it is valid UTF-8; Python reads other bytes as surrogates."""
     if not text.isascii() and text.encode(errors="replace").decode() != text:
-        raise argparse.ArgumentTypeError(f" = {text[:40]!a}: must be UTF-8; encode it so")
+        raise argparse.ArgumentTypeError(f" = {text[:40]!a}: must be UTF-8; change its encoding")
     return text
 
 
 def parse_args() -> argparse.Namespace:
     """Read the command line of `generate`."""
     parser = Parser(__doc__)
-    parser.add_argument("path", type=Path, metavar="PATH", help="a run, a checkpoint or a model")
-    parser.add_argument(
-        "--prompt", type=utf8, required=True, metavar="TEXT", help="what it goes on from"
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=whole_number(), default=100, metavar="N", help="at most (100)"
-    )
-    parser.add_argument(
-        "--temperature", type=number(100), metavar="T", help="below 1: likelier tokens (0.8)"
-    )
-    parser.add_argument(
-        "--top-k", type=whole_number(), metavar="K", help="of the K likeliest tokens alone (all)"
-    )
-    parser.add_argument(
-        "--top-p", type=number(1), metavar="P", help="of the likeliest that sum to P alone (all)"
-    )
-    parser.add_argument("--seed", type=whole_number(0), default=0, metavar="S", help="(0)")
-    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
+    add = parser.add_argument
+    # fmt: off
+    add("path", type=Path, metavar="PATH", help="a run, a checkpoint or a transformers folder")
+    add("--prompt", type=utf8, required=True, metavar="TEXT", help="the text to continue")
+    add("--max-new-tokens", type=whole_number(), default=100, metavar="N",
+        help="largest number of new tokens (default: 100)")
+    add("--temperature", type=number(100), metavar="T",
+        help="values below 1 favour likely tokens (default: 0.8)")
+    add("--top-k", type=whole_number(), metavar="K",
+        help="sample from the K likeliest tokens only (default: all)")
+    add("--top-p", type=number(1), metavar="P",
+        help="sample from the likeliest tokens whose probabilities sum to P (default: all)")
+    add("--seed", type=whole_number(0), default=0, metavar="S", help="random seed (default: 0)")
+    add("--greedy", action="store_true", help="always choose the likeliest token")
+    # fmt: on
     args = parser.parse_args()
     if args.greedy:
         for name in SAMPLING:
             if getattr(args, name) is not None:
                 flag = f"--{name.replace('_', '-')}"
-                parser.error(f"{flag}: not with --greedy, which samples nothing; take one of them")
+                parser.error(f"{flag}: has no effect with --greedy; remove one of them")
     return args
 
 

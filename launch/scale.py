@@ -1,4 +1,4 @@
-"""Scaling laws: plan and run ladders, fit laws to runs, and forecast runs that are to come.
+"""Scaling laws: plan and run ladders, fit laws to runs, and forecast larger runs.
 
 parallel3d scale plan --ladder configs/ladders/cpu.json
 parallel3d scale run --ladder configs/ladders/cpu.json --parallel 2
@@ -18,7 +18,7 @@ from parallel3d.scaling import coordinates, flags
 
 @named("scale")
 def main() -> int:
-    """Run the command `scale`: gives 0, or 2 for input that tells no law."""
+    """Run the command `scale` and return its exit code; it is 2 for wrong input."""
     args = parse_args()
     commands = {
         "plan": plan, "run": run, "fit": fit, "predict": predict, "coordcheck": coordcheck,
@@ -27,7 +27,7 @@ def main() -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Print a ladder's runs with sizes, tokens, FLOPs, mesh, memory and hours; write nothing."""
+    """Print the runs of a ladder with their sizes and costs, without writing anything."""
     from parallel3d.scaling.ladder.plan import ladder_of, show, to_json
 
     console = terminal.console(args.json)
@@ -39,7 +39,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train the runs of a ladder that are not finished; 1 where one failed, 3 where one stopped."""
+    """Train the unfinished runs of a ladder; return 1 if one failed and 3 if they were stopped."""
     from parallel3d.scaling.ladder.execute import execute
     from parallel3d.scaling.ladder.plan import ladder_of, show, to_json
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
         code, ladder = DONE, ladder_of(args.ladder)
         files = slurm.write(ladder)
-        console.print(f"written: {', '.join(map(str, files))}; submit with {files[-1]}")
+        console.print(f"wrote {', '.join(map(str, files))}; submit with {files[-1]}")
     else:
         code, ladder = execute(args.ladder, args.parallel, console)
     show(ladder, console)
@@ -59,16 +59,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fit(args: argparse.Namespace) -> int:
-    """Fit a law, print it, and write fit.json."""
+    """Fit a law, print it, and write fit.json and the report."""
     from parallel3d.scaling.report_page import show_fit
     from parallel3d.scaling.result import finite
 
     console = terminal.console(args.json)
-    found = flags.fit(args)
-    show_fit(found, console)
-    console.print(f"written: {', '.join(map(str, flags.write(found, args)))}")
+    fitted = flags.fit(args)
+    show_fit(fitted, console)
+    console.print(f"wrote {', '.join(map(str, flags.write(fitted, args)))}")
     if args.json:
-        print(json.dumps(finite(found.to_json())))
+        print(json.dumps(finite(fitted.to_json())))
     return DONE
 
 
@@ -77,27 +77,27 @@ def predict(args: argparse.Namespace) -> int:
     from parallel3d.scaling.report_page import show_forecast
 
     console = terminal.console(args.json)
-    made, stored, path = flags.predict(args)
-    show_forecast(made, stored, console)
+    prediction, stored, path = flags.predict(args)
+    show_forecast(prediction, stored, console)
     if path is not None:
         console.print(f"registered in {path}")
     if args.json:
-        print(json.dumps(made.to_json()))
+        print(json.dumps(prediction.to_json()))
     return DONE
 
 
 def coordcheck(args: argparse.Namespace) -> int:
-    """Train a config at several widths, and print how sizes of activations go with them; 0 or 1."""
+    """Train a config at several widths and print the slopes; return 1 if one is not flat."""
     config = coordinates.prepare(args)
-    # Only now: torch and DeepSpeed wait for a config that is right.
+    # Imported late, so that a wrong config is reported before torch and DeepSpeed are loaded.
     from parallel3d.verify.coordinate_check import check_coordinates
 
     console = terminal.console(args.json)
-    found = check_coordinates(
+    check = check_coordinates(
         config, widths=args.widths, seeds=args.seeds, steps=args.steps, say=console.print
     )
-    coordinates.report(found, args, console)
-    return DONE if found.passed else FAILED
+    coordinates.report(check, args, console)
+    return DONE if check.passed else FAILED
 
 
 def parse_args() -> argparse.Namespace:
@@ -105,11 +105,11 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, add, words in (
-        ("plan", flags.add_plan, "print the runs of a ladder, and what they take"),
-        ("run", flags.add_run, "train the runs of a ladder that are not finished"),
+        ("plan", flags.add_plan, "print the runs of a ladder and their costs"),
+        ("run", flags.add_run, "train the unfinished runs of a ladder"),
         ("fit", flags.add_fit, "fit a law to runs"),
         ("predict", flags.add_predict, "forecast a run from a fit"),
-        ("coordcheck", coordinates.add, "see whether activations depend on the width"),
+        ("coordcheck", coordinates.add, "check that activations do not depend on the width"),
     ):
         add(commands.add_parser(name, help=words, description=words))
     args, overrides = parser.parse_known_args()

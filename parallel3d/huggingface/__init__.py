@@ -1,1 +1,1 @@
-"""Weights as folders that Hugging Face's transformers loads, and the proof that it does."""
+"""Export weights to, and import them from, folders that Hugging Face transformers loads."""

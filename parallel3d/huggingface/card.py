@@ -16,32 +16,30 @@ from parallel3d.data.tokenizer import TOKENIZER_SUFFIXES
 from parallel3d.huggingface.weight_files import WeightFiles
 
 CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
-# They belong to a model that lay beside the tokenizer.
+# JSON files of a model, which may be in the same folder as a tokenizer.
 _NOT_OF_A_TOKENIZER = {CONFIG, GENERATION}
 
 
 @dataclass(frozen=True)
 class About:
-    """Facts about a model that are not in its weights.
-
-    `end_of_text`: the id that comes before and after each document; None where nobody knows.
-    `tokenizer`: the folder of its files; None where the corpus is token ids alone.
-    """
+    """Facts about a model that are not in its weights."""
 
     config: RunConfig
     step: int
     tokens: int
     end_of_text: int | None = None
+    """Id of the token between documents; None if unknown."""
     tokenizer: Path | None = None
+    """Folder of the tokenizer's files; None for a corpus of token ids."""
     line: Mapping[str, Any] = field(default_factory=dict)
-    """The line of metrics.jsonl after that step."""
+    """The line of metrics.jsonl for `step`."""
     architecture: str | None = None
-    """The class of transformers that is wanted, where several would do."""
+    """Name of the transformers class to use; None for the default of the model family."""
 
     def settings(self, layout: WeightFiles) -> Any:
-        """The transformers config of a model; None where transformers has no class for it.
+        """Return the transformers config of the model; None if transformers has no class for it.
 
-        Raises ValueError where it is not the class that is wanted.
+        Raises ValueError if the model cannot have the class `architecture`.
         """
         if layout.refusal:
             return None
@@ -53,7 +51,7 @@ class About:
 
 
 def write_rest(folder: Path, about: About, layout: WeightFiles) -> None:
-    """Write every file except the weights into a folder of weights. Raises OSError."""
+    """Write all files except the weights into a folder. Raises OSError."""
     settings = about.settings(layout)
     if settings is not None:
         from transformers import GenerationConfig
@@ -69,7 +67,7 @@ def write_rest(folder: Path, about: About, layout: WeightFiles) -> None:
 
 
 def tokenizer_files(folder: Path | None) -> list[Path]:
-    """The files of a tokenizer in a folder, which may hold a model, too."""
+    """Return the tokenizer's files in a folder, which may also contain a model."""
     if folder is None or not folder.is_dir():
         return []
     return [
@@ -83,19 +81,19 @@ def tokenizer_files(folder: Path | None) -> list[Path]:
 
 
 def line_after(run: Path, step: int) -> dict[str, Any]:
-    """The line of a run's metrics.jsonl after `step` steps; {} where there is none."""
-    found: dict[str, Any] = {}
+    """Return the last line for `step` in a run's metrics.jsonl; {} if there is none."""
+    last: dict[str, Any] = {}
     with suppress(OSError), open(run / "metrics.jsonl", encoding="utf-8", errors="replace") as file:
         for text in file:
             with suppress(ValueError):
                 line = json.loads(text)
                 if isinstance(line, dict) and line.get("step") == step:
-                    found = line
-    return found
+                    last = line
+    return last
 
 
 def steps_of(folder: Path) -> int | None:
-    """The steps of training that the card of a folder of weights gives; None without such a one."""
+    """Return the number of training steps in a folder's model card; None if it has none."""
     with suppress(OSError):
         text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
         if match := re.search(r"^\| steps \| ([\d,]{1,30}) \|$", text, re.ASCII | re.MULTILINE):
@@ -110,7 +108,7 @@ def _card(about: About, layout: WeightFiles, settings: Any) -> str:
         name = settings.architectures[0]
     else:
         remark = (
-            f"No class of transformers can be this model ({layout.refusal}): the tensors bear "
+            f"Transformers has no class for this model ({layout.refusal}). The tensors have "
             "parallel3d's names, and there is no config.json.\n\n"
         )
     config = json.dumps(about.config.to_dict(), indent=1)
@@ -139,10 +137,10 @@ def _facts(about: About, layout: WeightFiles) -> Iterator[tuple[str, str]]:
     yield "steps", f"{about.step:,}"
     yield "tokens", f"{about.tokens:,}"
     yield "sequence length", f"{config.data.sequence_length:,}"
-    for key in ("loss", "held_out_loss"):
+    losses = {"loss": "training loss of the last step", "held_out_loss": "held-out loss"}
+    for key, label in losses.items():
         if isinstance(line.get(key), int | float):
-            words = {"loss": "training loss of the last step", "held_out_loss": "held-out loss"}
-            yield words[key], f"{line[key]:.4f} nats per token"
+            yield label, f"{line[key]:.4f} nats per token"
     yield "data", _data(config)
     yield "tokenizer", config.data.tokenizer if about.tokenizer is not None else "none"
     names = ("parallel3d", "torch", "deepspeed", "transformers")
@@ -150,9 +148,9 @@ def _facts(about: About, layout: WeightFiles) -> Iterator[tuple[str, str]]:
 
 
 def _data(config: RunConfig) -> str:
-    """Where the text comes from, part by part."""
-    shown = []
+    """Return the sources of the training data as text."""
+    sources = []
     for part in config.data.mixture or (config.data,):
-        which = [*part.paths] or [part.name, part.subset or ""]
-        shown.append(" ".join(filter(None, [part.source, *which])))
-    return "; ".join(shown)
+        names = [*part.paths] or [part.name, part.subset or ""]
+        sources.append(" ".join(filter(None, [part.source, *names])))
+    return "; ".join(sources)

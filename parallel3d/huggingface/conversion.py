@@ -1,6 +1,6 @@
-"""Conversion of checkpoints and of published models to folders of transformers.
+"""Convert checkpoints and published models to folders that transformers loads.
 
-Each folder is read back and compared with its source before it gets its name.
+Each folder is read back and compared with its source before it gets its final name.
 """
 
 import shutil
@@ -42,7 +42,7 @@ from parallel3d.models import pretrained
 
 
 def quiet() -> None:
-    """Have transformers load without progress bars and remarks."""
+    """Turn off the progress bars and warnings of transformers."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -50,7 +50,7 @@ def quiet() -> None:
 
 
 def check_new(folder: Path) -> None:
-    """Raise ConfigError unless `folder` can be created here, or exists and is empty."""
+    """Raise ConfigError if `folder` exists and is not an empty folder."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ConfigError(f"--to = {folder}: exists and is not empty; remove it, or name another")
 
@@ -58,11 +58,15 @@ def check_new(folder: Path) -> None:
 def export(
     source: CheckpointSource, about: About, layout: WeightFiles, to: Path, progress: Progress
 ) -> Proof:
-    """Write a checkpoint as a folder of transformers at `to`, and read all of it back.
+    """Export a checkpoint to a folder that transformers loads, and check it by reading it back.
 
-    Two parameters at a time are in memory, one of them twice. Where a check fails, nothing is left.
-    Raises ConfigError where `to` is not empty or transformers has no such class, CheckpointError
-    for damage, TrainingError where the disk is full.
+    Memory holds at most two parameters, one of them twice. If a check fails, nothing is left at
+    `to`.
+
+    Raises:
+        ConfigError: `to` is not empty, or transformers has no class for the model.
+        CheckpointError: the checkpoint is damaged.
+        TrainingError: the disk is full.
     """
     try:
         if layout.refusal:
@@ -77,21 +81,22 @@ def export(
         write_rest(out, about, layout)
         return read_back(out, source, about, layout, stamps, progress)
 
-    return _made(to, layout, write)
+    return _publish_if_proved(to, layout, write)
 
 
 def import_folder(
     folder: Path, to: Path, *, shard_bytes: int = SHARD_BYTES, progress: Progress = silent
 ) -> Proof:
-    """Read a folder of transformers, and write one that `model.from_pretrained` takes.
+    """Convert a transformers folder to one that `model.from_pretrained` reads, and check it.
 
-    Each tensor keeps its type. Masks and a tied weight's copy, which old versions saved, are left
-    out. Raises ConfigError for a model that cannot be trained here, else as `export` does.
+    Tensors keep their types. Attention masks and copies of tied weights, which old versions of
+    transformers saved, are left out. Raises ConfigError for an unsupported model, otherwise the
+    errors of `export`.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: is no folder; name one that holds config.json")
-    found = read_config(folder)
-    block = derived(folder, found)
+        raise ConfigError(f"{folder}: is not a folder; name one that contains config.json")
+    settings = read_config(folder)
+    block = derived(folder, settings)
     config = models.config_class(block["family"]).model_validate(block)
     weights = PublishedWeights(folder, config)
     weights.check_tied()
@@ -99,62 +104,65 @@ def import_folder(
     stamps: dict[str, Stamp] = {}
 
     def read(name: str) -> Tensor:
-        value = weights.whole(name)
-        for theirs in layout.names[name]:  # while the system still holds what was read
-            stored = weights.stored[theirs]
-            stamps[theirs] = stamp(tensor_in(stored.path, stored.name).to(layout.dtype))
+        value = weights.read_whole(name)
+        for stored_name in layout.names[name]:  # now, while the file is in the page cache
+            stored = weights.stored[stored_name]
+            stamps[stored_name] = stamp(tensor_in(stored.path, stored.name).to(layout.dtype))
         return value
 
     def write(out: Path) -> Proof:
         write_tensors(read, layout, out, progress)
-        for path in _beside(folder):
+        for path in _other_files(folder):
             shutil.copyfile(path, out / path.name)
         tensors = f"{len(layout.places)} tensors against {folder}"
         return prove(
-            pretrained.class_of(found),
+            pretrained.class_of(settings),
             out,
             layout,
             {
                 f"names, shapes, type and values of {tensors}": tensors_differ(
                     out, layout, stamps, progress
                 ),
-                "config.json, tokenizer and all else beside the weights": _rest(folder, out),
+                "config.json, tokenizer and other files": _other_files_differ(folder, out),
             },
-            read=weights.whole,
+            read=weights.read_whole,
             has_tokenizer=bool(tokenizer_files(folder)),
         )
 
-    return _made(to, layout, write)
+    return _publish_if_proved(to, layout, write)
 
 
-def _beside(folder: Path) -> list[Path]:
-    """The files that go along with the weights."""
+def _other_files(folder: Path) -> list[Path]:
+    """Return the files to copy along with the weights."""
     others = (folder / name for name in (CONFIG, GENERATION, CARD, "LICENSE", "LICENSE.txt"))
     return [*(path for path in others if path.is_file()), *tokenizer_files(folder)]
 
 
-def _rest(folder: Path, out: Path) -> Iterator[str]:
-    for path in _beside(folder):
-        there = out / path.name
-        if not there.is_file() or there.read_bytes() != path.read_bytes():
-            yield f"{path.name}: is not that of {folder}"
+def _other_files_differ(folder: Path, out: Path) -> Iterator[str]:
+    for path in _other_files(folder):
+        copy = out / path.name
+        if not copy.is_file() or copy.read_bytes() != path.read_bytes():
+            yield f"{path.name}: differs from the file in {folder}"
 
 
-def _made(to: Path, layout: WeightFiles, write: Callable[[Path], Proof]) -> Proof:
-    """Write and prove a folder with the layout's files; it gets its name if the proof holds."""
-    to = to.resolve()  # "." has no name beside which another could stand
+def _publish_if_proved(to: Path, layout: WeightFiles, write: Callable[[Path], Proof]) -> Proof:
+    """Write a folder under a temporary name, and rename it to `to` if its proof holds.
+
+    write: writes the weights and other files into the folder and returns the proof.
+    """
+    to = to.resolve()  # "." has no name to derive the temporary one from
     check_new(to)
     unfinished = to.with_name(f"{to.name}.partial")
     try:
         if lacks := disk_lacks(to.parent, layout.total_size):
-            raise OSError(f"the disk has {decimal(lacks)} too little room")
+            raise OSError(f"the disk needs {decimal(lacks)} more free space")
         create(unfinished, layout)
         proof = write(unfinished)
         if proof.ok:
             publish(unfinished, to)
     except OSError as error:
         raise TrainingError(
-            f"{to} cannot be written ({error}); make room, or name another folder with --to"
+            f"cannot write {to} ({error}); free some space, or name another folder with --to"
         ) from error
     finally:
         remove(unfinished)
@@ -164,18 +172,18 @@ def _made(to: Path, layout: WeightFiles, write: Callable[[Path], Proof]) -> Proo
 def write_tensors(
     read: Read, layout: WeightFiles, folder: Path, progress: Progress
 ) -> dict[str, Stamp]:
-    """Write every weight at its place in a folder that `create` has made. Raises OSError.
+    """Write every weight into the files that `create` has made. Raises OSError.
 
-    `read` gives a parameter by our name, whole; meanwhile the one before it is converted and
-    written. Returns the stamps of what was written, by the names in the files.
+    While `read` reads one parameter, a thread converts and writes the one before. Returns name in
+    the files -> stamp of the written tensor.
     """
     stamps: dict[str, Stamp] = {}
     with Writer(folder, layout) as writer, ThreadPoolExecutor(1) as behind, recycled():
 
         def write(name: str, value: Tensor) -> None:
-            for theirs, tensor in layout.converted(name, value).items():
-                stamps[theirs] = stamp(tensor)
-                writer.write(theirs, tensor)
+            for stored_name, tensor in layout.converted(name, value).items():
+                stamps[stored_name] = stamp(tensor)
+                writer.write(stored_name, tensor)
 
         written: Future[None] | None = None
         for done, name in enumerate(layout.names):
@@ -184,7 +192,7 @@ def write_tensors(
             if written is not None:
                 written.result()
             written = behind.submit(write, name, value)
-            del value  # with its writing it goes
+            del value  # the writing thread frees it
         if written is not None:
             written.result()
     return stamps

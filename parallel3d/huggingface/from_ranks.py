@@ -1,4 +1,4 @@
-"""The weights of a run, from its ranks into a folder that transformers loads."""
+"""Write the trained weights from all ranks into a folder that transformers loads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,10 +23,10 @@ def save_weights(
     corpus: Corpus | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write every weight in fp32 into run/weights, with all that transformers needs.
+    """Write all weights in fp32 to run/weights, with the other files that transformers needs.
 
-    Collective; raises TrainingError on all ranks where a disk is full, and leaves what stood there.
-    The rank at dp = tp = 0 of each pipeline coordinate gathers and writes its weights one by one.
+    Collective. The rank at dp = tp = 0 of each pipeline coordinate gathers and writes its weights
+    one by one. If a disk is full, the old folder stays and all ranks raise TrainingError.
     """
     layout = WeightFiles(config.model, shard_bytes=shard_bytes)
     directory = run / "weights"
@@ -55,7 +55,7 @@ def save_weights(
 def _write(
     engine: Engine, mesh: Mesh, directory: Path, writer: Writer, layout: WeightFiles
 ) -> list[str]:
-    """Gather this pipeline coordinate's weights, and write them where this rank does."""
+    """Gather the weights of this pipeline coordinate; return the names that this rank wrote."""
     writes = mesh.coord("dp") == 0 and mesh.coord("tp") == 0
     written: list[str] = []
     problem: OSError | None = None
@@ -67,11 +67,11 @@ def _write(
             value = mesh.all_gather(value, "tp", held.cut.dim)
         if writes and problem is None:
             try:
-                for theirs, tensor in layout.converted(held.name, value.cpu()).items():
-                    writer.write(theirs, tensor)
-                    written.append(theirs)
+                for stored_name, tensor in layout.converted(held.name, value.cpu()).items():
+                    writer.write(stored_name, tensor)
+                    written.append(stored_name)
             except OSError as error:
-                problem = error  # the other ranks gather with this one to the end
+                problem = error  # continue: the other ranks need this one to gather
 
     @_ending_the_run(directory)
     def close() -> None:
@@ -85,12 +85,12 @@ def _write(
 
 @contextmanager
 def _ending_the_run(directory: Path) -> Iterator[None]:
-    """Make an error of the system one that ends the run, and says what is left to do."""
+    """Turn an OSError into a TrainingError, which ends the run with a remedy."""
     try:
         yield
     except OSError as error:
         raise TrainingError(
-            f"the trained weights cannot be written to {directory} ({error}); the checkpoints "
-            "stand: make room and start the same command again, or set "
+            f"cannot write the trained weights to {directory} ({error}); the checkpoints are not "
+            "affected: free some space and run the same command again, or set "
             "parallel3d.run.save_weights to false"
         ) from error

@@ -1,4 +1,4 @@
-"""Text from a trained model, by transformers' own decoding."""
+"""Generate text from a trained model with the decoding of transformers."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -23,63 +23,69 @@ Say = Callable[[str], None]
 
 @contextmanager
 def model_folder(path: Path, say: Say) -> Iterator[Path]:
-    """A folder of transformers for the block's duration; `say` is told which weights it has.
+    """Yield a folder that transformers loads, and `say` which weights it contains.
 
-    `path` is one, or a run's folder, whose weights/ is one, or of a checkpoint, which is exported
-    to a temporary folder. Raises ConfigError for another one, or as an export does.
+    path: such a folder, a run's folder (its weights/ if it exists), or a checkpoint. Checkpoints
+    are exported to a temporary folder. Raises ConfigError for any other path, and the errors of
+    `export`.
     """
     quiet()
     for folder in (path, path / "weights"):
         if _is_model(folder):
-            say(f"weights of {folder}{_but_newer(path, folder)}")
+            say(f"using the weights of {folder}{_newer_checkpoint(path, folder)}")
             yield folder
             return
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder; give a run's, a checkpoint's or a model's")
+        raise ConfigError(
+            f"{path}: does not exist; name the folder of a run, a checkpoint or a model"
+        )
     source = CheckpointSource(path)
-    say(f"weights of {source.folder}")
+    say(f"using the weights of {source.folder}")
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         proof = export(source, source.about(), WeightFiles(source.config.model), folder, silent)
         if not proof.ok:
-            raise TrainingError(f"{source.folder} cannot be exported: {proof.differs[0]}")
+            raise TrainingError(f"cannot export {source.folder}: {proof.differs[0]}")
         yield folder
 
 
 def generate(
     folder: Path, prompt: str, *, tokens: int, seed: int, options: Mapping[str, Any], say: Say
 ) -> None:
-    """Print a prompt and at most `tokens` tokens that follow it, as they come.
+    """Print a prompt and up to `tokens` generated tokens, streaming them as they are decoded.
 
-    `options` are those of transformers' `generate`. An empty prompt begins a document. Raises
-    ConfigError for a folder without a tokenizer, and for a prompt that is too long.
+    options: arguments of transformers' `generate`. An empty prompt starts a document.
+
+    Raises ConfigError if the folder has no tokenizer or the prompt is too long.
     """
     from transformers import AutoTokenizer, TextStreamer
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model, report = loaded(folder, output_loading_info=True)
-    # Broad: each of their libraries refuses in its own way, some with a bare Exception.
+    # Broad, because the libraries raise errors of many types, some of them a bare Exception.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"{folder}: transformers cannot load its model or its tokenizer ({reason}); give a "
-            "folder that has both"
+            f"{folder}: transformers cannot load the model or the tokenizer ({reason}); name a "
+            "folder with both"
         ) from error
     if wrong := [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]:
-        raise ConfigError(f"{folder}: its weights are not those of its config: {wrong[0]}")
+        raise ConfigError(f"{folder}: the weights do not match config.json: {wrong[0]}")
     ids = tokenizer(prompt, add_special_tokens=False).input_ids
     if not ids:
         if model.config.bos_token_id is None:
             raise ConfigError(
-                "--prompt: is empty, and the model has no first token; give some text"
+                "--prompt: is empty, but the model has no bos_token_id to start with; give a text"
             )
         ids = [model.config.bos_token_id]
     limit = getattr(model.config, "max_position_embeddings", None) or len(ids) + tokens
     if len(ids) >= limit:
-        raise ConfigError(f"--prompt: is {len(ids)} tokens; the model reads {limit}; shorten it")
+        raise ConfigError(
+            f"--prompt: has {len(ids)} tokens, but the model's context is {limit}; shorten it"
+        )
     if len(ids) + tokens > limit:
-        say(f"at most {limit - len(ids)} new tokens: the model reads {limit}")
+        say(f"generating at most {limit - len(ids)} tokens: the model's context is {limit}")
         tokens = limit - len(ids)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     model = model.to(device or "cpu").eval()
@@ -94,16 +100,16 @@ def generate(
     )
 
 
-def _but_newer(run: Path, weights: Path) -> str:
-    """A remark where a run has a checkpoint of more steps than its weights; else ""."""
-    steps, found = steps_of(weights), step_folders(run / "checkpoints")
-    if weights == run or steps is None or not found or found[0][0] <= steps:
+def _newer_checkpoint(run: Path, weights: Path) -> str:
+    """Return a note if the run has a checkpoint with more steps than its weights; else ""."""
+    steps, checkpoints = steps_of(weights), step_folders(run / "checkpoints")
+    if weights == run or steps is None or not checkpoints or checkpoints[0][0] <= steps:
         return ""
-    return f", after {steps:,} steps; {found[0][1]} is newer: name it to take it"
+    return f", after {steps:,} steps; {checkpoints[0][1]} is newer: name it to use it instead"
 
 
 def _is_model(folder: Path) -> bool:
-    """True if a folder's config.json is of transformers; a run has one of its own."""
+    """Return True if a folder has a transformers config.json; a run's config.json is another."""
     with suppress(OSError, ValueError):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return isinstance(config, dict) and "model_type" in config

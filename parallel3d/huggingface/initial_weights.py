@@ -1,4 +1,4 @@
-"""The first weights of a run, from a published model into this mesh's shards."""
+"""Load the initial weights of a run from a published model into the shards of this mesh."""
 
 import os
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from parallel3d.model.spec import LayerSpec, tied_names
 
 
 def find_weights(config: Any, mesh: Mesh) -> Path:
-    """The folder of published weights that `config`, of a model, starts from, once checked.
+    """Check the published weights that a model config starts from, and return their folder.
 
-    Collective. The first rank of each node fetches a model on the hub. Raises ConfigError or
-    CheckpointError on all ranks where the folder is missing, or is not what the config has found.
+    Collective. The first rank of each node downloads a model from the hub. Raises ConfigError or
+    CheckpointError on all ranks if the folder is missing or has changed since the config was read.
     """
     origin = config.from_pretrained
     nodes = find_nodes(mesh)
@@ -37,13 +37,13 @@ def find_weights(config: Any, mesh: Mesh) -> Path:
         folder = fetched()
         if not os.path.isdir(folder):
             raise ConfigError(
-                f'parallel3d.model.from_pretrained = "{folder}": is no folder any more; put it '
-                "back, or go on from a checkpoint"
+                f'parallel3d.model.from_pretrained = "{folder}": the folder no longer exists; '
+                "restore it, or resume from a checkpoint"
             )
         if origin.weights and digest_of(folder) != origin.weights:
             raise ConfigError(
-                f"{folder} holds other weights than when the config was read; name it in "
-                "parallel3d.model.from_pretrained again, or put them back"
+                f"{folder}: the weights have changed since the config was read; set "
+                "parallel3d.model.from_pretrained again, or restore them"
             )
         PublishedWeights(folder, config).check_tied()
 
@@ -54,10 +54,10 @@ def find_weights(config: Any, mesh: Mesh) -> Path:
 def load_weights(
     folder: Path, config: Any, *, engine: Engine, mesh: Mesh, layers: Sequence[LayerSpec]
 ) -> None:
-    """Fill the engine's fp32 masters with a published model's weights; the optimizer is new.
+    """Load published weights into the engine's fp32 master weights; the optimizer state is new.
 
-    Collective. Each rank reads the byte ranges that its own shards need, into their memory. Raises
-    CheckpointError on all ranks where a file cannot be read.
+    Collective. Each rank reads only the byte ranges of its own shards. Raises CheckpointError on
+    all ranks if a file cannot be read.
     """
 
     def read() -> None:
@@ -76,25 +76,27 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def remark(model: Path, tokenizer: Path, shown: str) -> str:
-    """A remark where a corpus' `tokenizer` is not the one in a model's folder; else "".
+    """Return a warning if the corpus and the model have different tokenizers; else "".
 
-    `shown`: what the user calls the model. They are one if the same ids stand for the same tokens,
-    and a sample of text becomes the same ids.
+    Two tokenizers count as equal if they have the same vocabulary and encode a sample text equally.
+
+    model: folder of the model. tokenizer: folder of the corpus' tokenizer. shown: name of the
+    model for the warning.
     """
     use = f"set parallel3d.data.tokenizer to {shown}"
     if not any((model / name).is_file() for name in _FILES):
-        return f"WARNING: {shown} has no tokenizer: whether data.tokenizer is its own is not known"
+        return f"WARNING: {shown} has no tokenizer, so data.tokenizer cannot be compared with it"
     if not any(tokenizer.iterdir()):
-        return ""  # token ids alone, whose tokenizer nobody has named
+        return ""  # a corpus of token ids, whose tokenizer is not known
     try:
-        theirs, ours = load_tokenizer(model), load_tokenizer(tokenizer)
+        model_tokenizer, corpus_tokenizer = load_tokenizer(model), load_tokenizer(tokenizer)
     except DataError as error:
         return f"WARNING: the tokenizer of {shown} cannot be compared ({error})"
-    if theirs.get_vocab() != ours.get_vocab() or (
-        encode(theirs, [_SAMPLE]) != encode(ours, [_SAMPLE])
+    if model_tokenizer.get_vocab() != corpus_tokenizer.get_vocab() or (
+        encode(model_tokenizer, [_SAMPLE]) != encode(corpus_tokenizer, [_SAMPLE])
     ):
         return (
-            f"WARNING: data.tokenizer is not the one of {shown}: the model takes the ids for other "
-            f"tokens than they are; {use}, unless that is what you want"
+            f"WARNING: data.tokenizer differs from the tokenizer of {shown}, so the model will "
+            f"read ids as the wrong tokens; {use}, unless this is intended"
         )
     return ""

@@ -1,4 +1,4 @@
-"""A published model's weights by our names: any box of a parameter, from the bytes that hold it."""
+"""Read any box of a parameter from published weights, without reading other bytes."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -21,27 +21,27 @@ from parallel3d.model.spec import named_params, tied_names
 from parallel3d.models.pretrained import Part
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_COMPARED = 2**20  # elements of a tied weight's two copies that are compared at once
+_COMPARED = 2**20  # elements to compare at once of a tied weight's two copies
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file."""
+    """A tensor in a safetensors file."""
 
     name: str
     path: Path
-    at: int  # the first byte
+    at: int  # offset of the first byte in the file
     shape: tuple[int, ...]
-    type: str  # safetensors' name of it
+    type: str  # as safetensors writes it: "F32", "BF16", ...
 
     def read(self, shape: tuple[int, ...], offsets: tuple[int, ...], out: Tensor) -> None:
-        """Fill `out` with the box at `offsets` of the tensor, seen as an array of this shape."""
+        """Fill `out` with the box at `offsets`, with the tensor viewed as an array of `shape`."""
         with ArrayFile(self.path) as file:
             file.read_box(self.at, shape, offsets, out, DTYPES[self.type])
 
 
 def stored_tensors(path: Path) -> list[StoredTensor]:
-    """Read the tensors of a safetensors file; raises CheckpointError for another file."""
-    found = []
+    """Return the tensors in a safetensors file; raise CheckpointError for any other file."""
+    tensors = []
     with ArrayFile(path) as file:
         try:
             entries, begin = read_header(file)
@@ -49,60 +49,67 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
                 shape, (first, end) = entry["shape"], entry["data_offsets"]
                 counts = all(map(is_count, [first, end, *shape]))
                 if not counts or not first <= end <= file.size - begin:
-                    raise ValueError(f"{name[:80]!r} is not within its {file.size:,} bytes")
+                    raise ValueError(f"{name[:80]!r} is not within the file of {file.size:,} bytes")
                 dtype = DTYPES.get(entry["dtype"])
                 if dtype and end - first != dtype.itemsize * prod(shape):
-                    raise ValueError(f"{name[:80]!r} has {end - first:,} bytes for {shape}")
+                    raise ValueError(
+                        f"{name[:80]!r} has {end - first:,} bytes for the shape {shape}"
+                    )
                 kind = str(entry["dtype"])
-                found.append(StoredTensor(name, path, begin + first, tuple(shape), kind))
+                tensors.append(StoredTensor(name, path, begin + first, tuple(shape), kind))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{path}: is no sound file of safetensors ({error}); download it again"
+                f"{path}: is not a valid safetensors file ({error}); download it again"
             ) from None
-    return found
+    return tensors
 
 
 class PublishedWeights:
-    """Published weights in a folder of transformers, for the model of its config.json.
+    """The weights in a transformers folder, under parallel3d's parameter names.
 
-    Names may lack the prefix that the model has inside its language model ("wte.weight" for
-    "transformer.wte.weight"). No file stays open. Raises ConfigError for tensors that are missing,
-    of another shape or type, or none of the model's, CheckpointError for damaged files.
+    Tensor names in the files may lack the prefix of the base model ("wte.weight" for
+    "transformer.wte.weight"). No file stays open.
 
-    `shapes`: of our parameters, in the order of the layers, without tied copies. `stored`: the
-    tensors in the files, by their full names in transformers.
+    Attributes:
+        shapes: parameter -> shape, in the order of the layers, without tied copies.
+        stored: full name in transformers -> tensor in the files.
+
+    Raises:
+        ConfigError: a tensor is missing, unexpected, or of another shape or type.
+        CheckpointError: a file is damaged.
     """
 
     def __init__(self, folder: Path, config: Any) -> None:
         self.folder, self._config = folder, config
         family = models.huggingface(config.family)
-        assert family is not None, "a family that is imported has its names"
+        assert family is not None, "a family that can be imported has a huggingface.py"
         self._family: ModuleType = family
         layers = models.layers(config)
         self.shapes = {name: spec.shape for name, spec in named_params(layers).items()}
-        # Names in transformers of a tied weight, and of the copy that a file may hold besides.
+        # Name of a tied weight in transformers -> name of its copy, which a file may contain too.
         self._tied = {
             self._parts(original)[0].name: family.parts(config, copy, self.shapes[original])[0].name
             for copy, original in tied_names(layers).items()
         }
-        wanted: dict[str, Tensor] = {}
+        expected: dict[str, Tensor] = {}
         for name, shape in self.shapes.items():
-            wanted |= family.to_huggingface(config, {name: torch.empty(shape, device="meta")})
-        self._found = self._headers({*wanted, *self._tied.values()})
-        for name, value in wanted.items():
+            expected |= family.to_huggingface(config, {name: torch.empty(shape, device="meta")})
+        self._tensors = self._headers({*expected, *self._tied.values()})
+        for name, value in expected.items():
             self._check(name, tuple(value.shape))
-        self.stored = {name: self._found[name] for name in wanted}
+        self.stored = {name: self._tensors[name] for name in expected}
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of all tensors; fp32, which holds each exactly, where there are several."""
+        """The type of all tensors; fp32 if they differ, since it represents each type exactly."""
         types = {stored.type for stored in self.stored.values()}
         return DTYPES[types.pop()] if len(types) == 1 else torch.float32
 
     def read(self, name: str, box: Box, out: Tensor) -> None:
-        """Fill `out` with a box of a parameter, given in the coordinates of the whole.
+        """Fill `out` with a box of a parameter. Raises CheckpointError.
 
-        out: [*box.shape], of any strides and on any device. Raises CheckpointError.
+        box: in the coordinates of the full parameter.
+        out: [*box.shape], of any strides and on any device.
         """
         shape = self.shapes[name]
         for part in self._parts(name):
@@ -113,19 +120,19 @@ class PublishedWeights:
             if 0 <= row < box.shape[0]:
                 self._read(part, shape[1:], Box(box.offsets[1:], box.shape[1:]), out[row])
 
-    def whole(self, name: str) -> Tensor:
-        """Read a parameter whole, in fp32 on the host."""
+    def read_whole(self, name: str) -> Tensor:
+        """Return a full parameter in fp32 on the host."""
         shape = self.shapes[name]
         out = empty(shape, torch.float32)
         self.read(name, Box((0,) * len(shape), shape), out)
         return out
 
     def check_tied(self) -> None:
-        """Raise ConfigError where a tied weight's copy in the folder is another tensor."""
+        """Raise ConfigError if the copy of a tied weight differs from the original."""
         for original, copy in self._tied.items():
-            if copy not in self._found:
+            if copy not in self._tensors:
                 continue
-            both = self._found[original], self._found[copy]
+            both = self._tensors[original], self._tensors[copy]
             height, *rest = both[0].shape
             rows = max(1, _COMPARED // prod(rest))
             for first in range(0, height, rows):
@@ -134,12 +141,16 @@ class PublishedWeights:
                     stored.read(stored.shape, (first, *[0] * len(rest)), part)
                 if not torch.equal(*parts):
                     raise ConfigError(
-                        f"{self.folder}: {both[1].name} is not {original}, although config.json "
-                        "says tie_word_embeddings = true; set it to false in a copy of the folder"
+                        f"{self.folder}: {both[1].name} differs from {original}, although "
+                        "config.json says tie_word_embeddings = true; set it to false in a copy of "
+                        "the folder"
                     )
 
     def _read(self, part: Part, shape: Sequence[int], box: Box, out: Tensor) -> None:
-        """Read a box of a part of this shape, which one tensor holds with its dims in an order."""
+        """Read a box of a part from its tensor in the file.
+
+        shape: of the part in parallel3d; in the file its dims may be split and in another order.
+        """
         sizes = [part.shape[dim] for dim in part.order]
         groups = list(_grouped(sizes, shape))
         spans = [
@@ -152,16 +163,16 @@ class PublishedWeights:
             for dim, (piece, start) in reversed(list(enumerate(pieces))):
                 target = target.narrow(dim, start, piece.numel).unflatten(dim, piece.shape)
             offsets = [offset for piece, _ in pieces for offset in piece.offsets]
-            theirs = tuple(offsets[dim] for dim in inverse)
-            self.stored[part.name].read(part.shape, theirs, target.permute(inverse))
+            stored_offsets = tuple(offsets[dim] for dim in inverse)
+            self.stored[part.name].read(part.shape, stored_offsets, target.permute(inverse))
 
     def _parts(self, name: str) -> tuple[Part, ...]:
-        found: tuple[Part, ...] = self._family.parts(self._config, name, self.shapes[name])
-        return found
+        parts: tuple[Part, ...] = self._family.parts(self._config, name, self.shapes[name])
+        return parts
 
     def _headers(self, known: set[str]) -> dict[str, StoredTensor]:
-        """The tensors of the files by their full names, all of them `known`."""
-        found: dict[str, StoredTensor] = {}
+        """Return full name -> tensor for all files; raise ConfigError for names not in `known`."""
+        stored_by_name: dict[str, StoredTensor] = {}
         others, prefix = getattr(self._family, "OTHER_NAMES", {}), self._family.PREFIX
         for path in weight_files(self.folder):
             for stored in stored_tensors(path):
@@ -172,39 +183,41 @@ class PublishedWeights:
                     if self._family.BUFFERS.fullmatch(own.removeprefix(prefix)):
                         continue
                     raise ConfigError(
-                        f"{self.folder}: holds {own}, which the model of its config.json does not "
-                        "have; use another model"
+                        f"{self.folder}: has the tensor {own}, which the model of config.json does "
+                        "not have; use another model"
                     )
-                if (first := found.get(name)) and first.name != own:
-                    what = f"holds {first.name} and {own}, two names of one tensor"
-                    raise ConfigError(f"{self.folder}: {what}; leave one out in a copy of it")
+                if (first := stored_by_name.get(name)) and first.name != own:
+                    raise ConfigError(
+                        f"{self.folder}: has {first.name} and {own}, two names of the same tensor; "
+                        "remove one in a copy of the folder"
+                    )
                 if first:
                     raise ConfigError(f"{path}: {own} is also in {first.path.name}; download both")
-                found[name] = stored
-        return found
+                stored_by_name[name] = stored
+        return stored_by_name
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        """A tensor of the model is there as it should be."""
-        stored = self._found.get(name)
+        """Raise ConfigError if a tensor is missing or has another shape or an unknown type."""
+        stored = self._tensors.get(name)
         if stored is None:
             raise ConfigError(
-                f"{self.folder}: {name} is missing, which the model of its config.json has; "
-                "download the folder again, or use a language model with its head"
+                f"{self.folder}: the tensor {name} is missing; download the folder again, or use a "
+                "causal language model with its head"
             )
         if stored.shape != shape:
             raise ConfigError(
-                f"{self.folder}: {name} has the shape {list(stored.shape)}, and by config.json "
+                f"{self.folder}: {name} has the shape {list(stored.shape)}, but config.json says "
                 f"{list(shape)}; download the folder again"
             )
         if stored.type not in DTYPES:
             raise ConfigError(
-                f"{self.folder}: {name} is of type {stored.type}; weights are read in "
-                f"{', '.join(DTYPES)}: use a model that is not quantised"
+                f"{self.folder}: {name} has the type {stored.type}; supported types are "
+                f"{', '.join(DTYPES)}; use a model that is not quantised"
             )
 
 
 def _grouped(sizes: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The sizes in runs whose products are the sizes in `shape`, in order."""
+    """Split `sizes` into consecutive groups whose products are the sizes in `shape`."""
     at = 0
     for size in shape:
         end = at + 1

@@ -1,4 +1,4 @@
-"""Proof that a folder of weights, as other programs read it, equals what it was made from."""
+"""Check that a folder of weights, as transformers reads it, equals its source."""
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,47 +23,50 @@ from parallel3d.model.spec import LayerSpec, tied_names
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import RandomKey
 
-TOLERANCE = 1e-4  # of logits in fp32, relative to the largest where that is above 1
-MOST_BYTES = 800 * 2**20  # of a model in fp32 whose logits are compared, which takes it twice
-MOST_TOKENS = 256  # of the sample for the logits: far enough for rotations to tell
+TOLERANCE = 1e-4  # largest difference of fp32 logits, relative to the largest logit if above 1
+MOST_BYTES = 800 * 2**20  # largest model in fp32 to compare logits of; memory holds it twice
+MOST_TOKENS = 256  # length of the sample for logits, long enough to show wrong rotary embeddings
 SAMPLE = "def main():\n    print('1234', \"naïve\")\n\n<|endoftext|> The quick fox, in 1999.  "
-Read = Callable[[str], Tensor]  # a parameter by our name, whole, in fp32
-_READERS = 2  # threads that read tensors back, each one at a time
-# The version is this one's, and the name the folder's.
+Read = Callable[[str], Tensor]  # parameter name in parallel3d -> full parameter in fp32
+_READERS = 2  # threads that read tensors back
+# They change with the folder's name and with the version of transformers.
 _NOT_COMPARED = ("_name_or_path", "transformers_version")
 
 
 class Stamp(NamedTuple):
-    """The type and the shape of a tensor, and the hash of its bytes: equal where all bits are."""
+    """Type, shape and hash of a tensor: two tensors are bitwise equal if their stamps are equal."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     digest: str
 
-    def difference(self, wanted: "Stamp") -> str:
-        """The difference from another tensor, in words."""
-        if self.dtype != wanted.dtype:
-            return f"is of type {self.dtype}, not {wanted.dtype}"
-        if self.shape != wanted.shape:
-            return f"has the shape {list(self.shape)}, not {list(wanted.shape)}"
+    def difference(self, expected: "Stamp") -> str:
+        """Return how the tensor differs from the expected one, as text."""
+        if self.dtype != expected.dtype:
+            return f"is of type {self.dtype}, not {expected.dtype}"
+        if self.shape != expected.shape:
+            return f"has the shape {list(self.shape)}, not {list(expected.shape)}"
         return "has other values"
 
 
 def stamp(value: Tensor) -> Stamp:
-    """The stamp of a contiguous tensor of the host."""
+    """Return the stamp of a contiguous tensor on the host."""
     return Stamp(value.dtype, tuple(value.shape), xxh3_128_hexdigest(memory_of(value)))
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The outcome of a comparison: checks that held, differences, and checks not made, with why."""
+    """The result of comparing a folder with its source."""
 
     architecture: str
     tensors: int
     bytes: int
     checked: tuple[str, ...]
+    """Checks that passed."""
     differs: tuple[str, ...]
+    """Differences that were found."""
     left_out: tuple[str, ...]
+    """Checks that were skipped, with the reason."""
 
     @property
     def ok(self) -> bool:
@@ -79,14 +82,14 @@ def read_back(
     stamps: Mapping[str, Stamp],
     progress: Progress,
 ) -> Proof:
-    """Compare a folder with the checkpoint that it was made from.
+    """Compare an exported folder with its checkpoint.
 
-    `stamps`: of the checkpoint's tensors, converted, by their names in the folder.
+    stamps: name in the folder -> stamp of the checkpoint's tensor after conversion.
     """
     settings = about.settings(layout)
-    beside = {"config.json and generation_config.json": _config(folder, about, settings)}
+    other_checks = {"config.json and generation_config.json": _config(folder, about, settings)}
     if about.tokenizer is not None:
-        beside["tokenizer"] = _tokenizer(folder, about.tokenizer)
+        other_checks["tokenizer"] = _tokenizer(folder, about.tokenizer)
     tensors = f"{len(layout.places)} tensors against the checkpoint"
     return prove(
         settings.architectures[0],
@@ -96,7 +99,7 @@ def read_back(
             f"names, shapes, type and values of {tensors}": tensors_differ(
                 folder, layout, stamps, progress
             ),
-            **beside,
+            **other_checks,
         },
         read=source.read,
         has_tokenizer=about.tokenizer is not None,
@@ -112,10 +115,13 @@ def prove(
     read: Read,
     has_tokenizer: bool,
 ) -> Proof:
-    """The outcome of the checks of a model of class `name`, each of which gives its differences.
+    """Run the checks of a folder, then check that transformers loads it and returns equal logits.
 
-    Transformers' own loading, and its logits, are checked besides. A file that cannot be loaded
-    differs; nothing is raised for it.
+    name: transformers class of the model.
+    checks: name of a check -> iterator over the differences that it finds.
+    read: reads a parameter of the source.
+
+    A file that cannot be loaded counts as a difference and raises nothing.
     """
     loads = f"{name} loads with nothing missing, unexpected or mismatched"
     checks = {**checks, loads: _loading_differs(folder, name)}
@@ -128,45 +134,47 @@ def prove(
     checked, differs = [], []
     for what, differences in checks.items():
         try:
-            found = list(differences)
-        # Broad: each of their libraries refuses a damaged file in its own way.
+            problems = list(differences)
+        # Broad, because the libraries raise errors of many types for a damaged file.
         except Exception as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            found = [f"{what}: {reason}"]
-        if found:
-            differs += found
+            problems = [f"{what}: {reason}"]
+        if problems:
+            differs += problems
         else:
             checked.append(what)
-    done = tuple(checked), tuple(differs), tuple(left_out)
-    return Proof(name, len(layout.places), layout.total_size, *done)
+    return Proof(
+        name, len(layout.places), layout.total_size,
+        checked=tuple(checked), differs=tuple(differs), left_out=tuple(left_out),
+    )  # fmt: skip
 
 
 def tensors_differ(
     folder: Path, layout: WeightFiles, stamps: Mapping[str, Stamp], progress: Progress
 ) -> Iterator[str]:
-    """Differences of a folder's shards and tensors from those with these stamps, by name."""
+    """Yield the differences of a folder's shards and tensors from the layout and the stamps."""
     files = {path.name for path in folder.glob("*.safetensors")}
     for file in sorted(files ^ layout.files.keys()):
         yield f"{file}: {'is not one of the shards' if file in files else 'is missing'}"
     index = (folder / INDEX).read_text(encoding="utf-8") if (folder / INDEX).exists() else None
     if index != (layout.index and f"{layout.index}\n"):
-        yield f"{INDEX}: is not that of these shards"
-    there: dict[str, set[str]] = {}
+        yield f"{INDEX}: does not match the shards"
+    names_in: dict[str, set[str]] = {}
     for file in sorted(files & layout.files.keys()):
         try:
             with safe_open(folder / file, "pt") as opened:
-                there[file] = set(opened.keys())
-        except Exception as error:  # SafetensorError, and OSError
+                names_in[file] = set(opened.keys())
+        except Exception as error:  # SafetensorError or OSError
             yield f"{file}: {error}"
             continue
-        for name in sorted(there[file] - set(layout.files[file])):
-            yield f"{file}: {name} should not be in it"
+        for name in sorted(names_in[file] - set(layout.files[file])):
+            yield f"{file}: has the unexpected tensor {name}"
     for name in sorted(stamps.keys() ^ layout.places.keys()):
-        yield f"{name}: is {'not one of the model' if name in stamps else 'not in the source'}"
+        yield f"{name}: is not in the {'model' if name in stamps else 'source'}"
 
     def look(name: str) -> Stamp | None:
         file = layout.places[name].file
-        return stamp(tensor_in(folder / file, name)) if name in there.get(file, ()) else None
+        return stamp(tensor_in(folder / file, name)) if name in names_in.get(file, ()) else None
 
     names = list(layout.places)
     with ThreadPoolExecutor(_READERS) as readers:
@@ -174,15 +182,15 @@ def tensors_differ(
             progress("reading back (tensors)", done, len(names))
             file = layout.places[name].file
             if read is None:
-                if file in there:
+                if file in names_in:
                     yield f"{file}: {name} is missing"
             elif name in stamps and read != stamps[name]:
                 yield f"{file}: {name} {read.difference(stamps[name])}"
 
 
 def tensor_in(path: Path, name: str) -> Tensor:
-    """A tensor of a file, as the library of safetensors reads it."""
-    # Opened for each, so that what is mapped of the file is let go of.
+    """Return a tensor of a file, as the safetensors library reads it."""
+    # Open the file for each tensor, so that its memory mapping is released.
     with safe_open(path, "pt") as opened:
         value: Tensor = opened.get_tensor(name)
         return value
@@ -191,29 +199,29 @@ def tensor_in(path: Path, name: str) -> Tensor:
 def _config(folder: Path, about: About, settings: Any) -> Iterator[str]:
     from transformers import AutoConfig, GenerationConfig
 
-    found = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
-    wanted = settings.to_dict()
-    for key in sorted(found.keys() | wanted.keys()):
-        if key not in _NOT_COMPARED and found.get(key) != wanted.get(key):
-            yield f"config.json: {key} is {found.get(key)!r}, not {wanted.get(key)!r}"
+    loaded_settings = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
+    expected = settings.to_dict()
+    for key in sorted(loaded_settings.keys() | expected.keys()):
+        if key not in _NOT_COMPARED and loaded_settings.get(key) != expected.get(key):
+            yield f"config.json: {key} is {loaded_settings.get(key)!r}, not {expected.get(key)!r}"
     generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if (there := getattr(generation, key)) != about.end_of_text:
-            yield f"generation_config.json: {key} is {there}, not {about.end_of_text}"
+        if (token := getattr(generation, key)) != about.end_of_text:
+            yield f"generation_config.json: {key} is {token}, not {about.end_of_text}"
 
 
 def _loading_differs(folder: Path, name: str) -> Iterator[str]:
-    """Differences in transformers' own loading report, on the meta device."""
+    """Yield the differences that transformers reports as it loads the folder on the meta device."""
     model, report = loaded(folder, output_loading_info=True, device_map="meta")
     if type(model).__name__ != name:
         yield f"config.json: loads as {type(model).__name__}, not {name}"
-    for kind, found in report.items():
-        for what in sorted(map(str, found)):
-            yield f"loading: {kind.replace('_', ' ')}: {what}"
+    for kind, keys in report.items():
+        for key in sorted(map(str, keys)):
+            yield f"loading: {kind.replace('_', ' ')}: {key}"
 
 
 def loaded(folder: Path, **options: Any) -> Any:
-    """Load a folder with transformers, never from the network, and never a pickle."""
+    """Load a folder with transformers, without the network and without pickled files."""
     from transformers import AutoModelForCausalLM
 
     load: Any = AutoModelForCausalLM.from_pretrained
@@ -223,44 +231,48 @@ def loaded(folder: Path, **options: Any) -> Any:
 def _tokenizer(folder: Path, original: Path) -> Iterator[str]:
     from transformers import AutoTokenizer
 
-    ours, theirs = (
+    run_tokenizer, saved_tokenizer = (
         AutoTokenizer.from_pretrained(path, local_files_only=True) for path in (original, folder)
     )
-    if ours(SAMPLE).input_ids != theirs(SAMPLE).input_ids:
-        yield "tokenizer: gives other ids for a sample of text"
+    if run_tokenizer(SAMPLE).input_ids != saved_tokenizer(SAMPLE).input_ids:
+        yield "tokenizer: encodes a sample text to other ids"
     if len(tokenizer_files(folder)) < len(tokenizer_files(original)):
         yield "tokenizer: a file is missing"
 
 
 @torch.no_grad()
 def _logits_differ(folder: Path, read: Read, layout: WeightFiles) -> Iterator[str]:
-    """Difference of a folder's logits of a sample from ours, if above TOLERANCE; both in fp32.
+    """Yield a text if the folder's logits differ from parallel3d's by more than TOLERANCE.
 
-    Ours come from the weights that `read` gives, as the layout's type rounds them.
+    Both are in fp32, for a sample of tokens. parallel3d's use the weights that `read` returns,
+    rounded to the type of the layout.
     """
     config = layout.config
     length = min(MOST_TOKENS, config.max_position_embeddings)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
-    ours = _logits(read, layout, tokens)
+    expected = _logits(read, layout, tokens)
     model = loaded(folder, dtype=torch.float32, attn_implementation="eager")
-    theirs = model.eval()(tokens, use_cache=False).logits
-    apart, largest = float((ours - theirs).abs().max()), float(ours.abs().max())
-    if not apart <= TOLERANCE * max(1.0, largest):  # a NaN is not
-        yield f"logits: are up to {apart:.2g} apart, of {largest:.2g}"
+    logits = model.eval()(tokens, use_cache=False).logits
+    error, largest = float((expected - logits).abs().max()), float(expected.abs().max())
+    if not error <= TOLERANCE * max(1.0, largest):  # also true for a NaN
+        yield f"logits: differ by up to {error:.2g}; the largest is {largest:.2g}"
 
 
 def _logits(read: Read, layout: WeightFiles, tokens: Tensor) -> Tensor:
-    """By the modules that train, layer after layer; one of them has its weights at a time."""
+    """Return the logits of parallel3d's training modules [1, seq, vocab].
+
+    One layer is built at a time, to hold the weights of one layer only.
+    """
     layers = models.layers(layout.config)
     originals = tied_names(layers)
-    # A group of this process alone: layers ask it for its size and rank, and nothing else.
-    alone: Any = dist.ProcessGroup
-    context = LayerContext(alone(0, 1), RandomKey(0, 0))
+    # Layers only ask the group for its size and rank, so an uninitialised one is enough.
+    group: Any = dist.ProcessGroup
+    context = LayerContext(group(0, 1), RandomKey(0, 0))
 
-    def built(layer: LayerSpec) -> nn.Module:
-        place, _, name = layer.build.partition(":")
-        module: nn.Module = getattr(import_module(place), name)(layer.config, layer.name, context)
+    def build(layer: LayerSpec) -> nn.Module:
+        path, _, name = layer.build.partition(":")
+        module: nn.Module = getattr(import_module(path), name)(layer.config, layer.name, context)
         for name, parameter in module.named_parameters():
             full = f"{layer.name}.{name}"
             parameter.copy_(read(originals.get(full, full)).to(layout.dtype))
@@ -268,9 +280,10 @@ def _logits(read: Read, layout: WeightFiles, tokens: Tensor) -> Tensor:
 
     x = tokens
     for layer in layers[:-1]:
-        x = built(layer)(x, None)
-    head: Any = built(layers[-1])
-    found: list[Tensor] = []
-    head.output.register_forward_hook(lambda output, args, _: found.append(output.logits(args[0])))
+        x = build(layer)(x, None)
+    head: Any = build(layers[-1])
+    logits: list[Tensor] = []
+    # The head itself returns losses, so take the logits from its output layer.
+    head.output.register_forward_hook(lambda output, args, _: logits.append(output.logits(args[0])))
     head(x, tokens)
-    return found[0]
+    return logits[0]

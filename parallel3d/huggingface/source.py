@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, one after the other, in one process and without a GPU."""
+"""Read the weights of a checkpoint one by one, in one process and without a GPU."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -29,10 +29,12 @@ from parallel3d.model.spec import named_params
 
 
 class CheckpointSource:
-    """The fp32 masters in a checkpoint's folder, of any mesh, and what its state says of them.
+    """The fp32 master weights in a checkpoint of any mesh, with its config and state.
 
-    `path`: as `find_checkpoints` takes it; of several it is the newest. The files are hashed while
-    they are read: what came of them is good when `check` has returned. Raises CheckpointError.
+    path: a checkpoint or a run's folder, whose newest checkpoint is taken (see `find_checkpoints`).
+
+    Files are hashed as they are read. After reading, call `check` to verify the hashes. Raises
+    CheckpointError if the checkpoint is missing, damaged or incomplete.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,8 +45,7 @@ class CheckpointSource:
         self._shapes = {name: spec.shape for name, spec in specs.items()}
         if self._shapes != shapes_of(self.state):
             raise CheckpointError(
-                f"{folder / STATE}: its parameters are not those of its config; use another "
-                "checkpoint"
+                f"{folder / STATE}: the parameters do not match the config; use another checkpoint"
             )
         self._files = [
             HashedChunks(folder / name, entry) for name, entry in files.items() if name != STATE
@@ -58,19 +59,19 @@ class CheckpointSource:
             self._check(name)
 
     def read(self, name: str) -> Tensor:
-        """A whole parameter by its name in this project, in fp32."""
-        whole = empty(self._shapes[name], torch.float32)
+        """Return a full parameter in fp32, by its name in parallel3d."""
+        value = empty(self._shapes[name], torch.float32)
         for file, chunk in self._chunks[name]:
-            out = whole
+            out = value
             for dim, (first, size) in enumerate(zip(*chunk.box, strict=True)):
                 out = out.narrow(dim, first, size)
             file.read(chunk, out)
-        return whole
+        return value
 
     def check(self, progress: Progress = silent) -> None:
-        """Compare each file with its hash, read to its end, and each byte of it once if in order.
+        """Verify the hash of each file; raise CheckpointError if one is damaged.
 
-        Raises CheckpointError where one is damaged.
+        Bytes that `read` has read in order are not read again.
         """
         for done, file in enumerate(self._files):
             progress("comparing hashes (files)", done, len(self._files))
@@ -78,9 +79,12 @@ class CheckpointSource:
                 raise CheckpointError(f"{file.path}: {reason}; use another checkpoint")
 
     def about(self, tokenizer: Path | None = None, architecture: str | None = None) -> About:
-        """Facts about a checkpoint's model; `tokenizer`: a folder, or None to look for one.
+        """Return the facts that an export writes next to the weights.
 
-        Raises CheckpointError where the tokenizer is not found, or is another one.
+        tokenizer: folder of the tokenizer; None to search for it.
+        architecture: transformers class to use; None for the default of the model family.
+
+        Raises CheckpointError if the tokenizer is not found, or is not the checkpoint's.
         """
         data = self.config.data
         if data.tokenizer != "none":
@@ -98,30 +102,30 @@ class CheckpointSource:
             architecture=architecture,
         )
 
-    def _tokenizer(self, given: Path | None) -> Path:
-        """The folder of the tokenizer that the checkpoint was trained with."""
+    def _tokenizer(self, named: Path | None) -> Path:
+        """Return the folder of the checkpoint's tokenizer; `named` is the user's, if any."""
         data, digest = self.config.data, self.state["tokenizer"]
         run = self.folder.absolute().parent.parent
         cached = cache_root(data.cache) / "corpora"
-        candidates = [given] if given is not None else [
+        candidates = [named] if named is not None else [
             self.folder / TOKENIZER, run / "weights", Path(data.tokenizer).expanduser(),
             *sorted(cached.glob("*/tokenizer")),
         ]  # fmt: skip
         for folder in candidates:
             if tokenizer_files(folder) and tokenizer_digest(folder) == digest:
                 return folder
-        found = f"{given} holds another one" if given is not None else "it is not where it was"
+        problem = f"not the one in {named}" if named is not None else "and was not found"
         raise CheckpointError(
-            f"{self.folder}: the tokenizer that it was trained with is needed, and {found}; give "
-            "its folder with --tokenizer"
+            f"{self.folder}: needs the tokenizer that it was trained with, {problem}; name its "
+            "folder with --tokenizer"
         )
 
     def _check(self, name: str) -> None:
-        """The chunks of a parameter are all of it, each element once."""
+        """Raise CheckpointError unless the chunks of a parameter have each element exactly once."""
         boxes = [chunk.box for _, chunk in self._chunks[name]]
-        there, wanted = sum(box.numel for box in boxes), torch.Size(self._shapes[name]).numel()
-        if there != wanted or overlapping(boxes):
+        stored, expected = sum(box.numel for box in boxes), torch.Size(self._shapes[name]).numel()
+        if stored != expected or overlapping(boxes):
             raise CheckpointError(
-                f"{self.folder} has {there:,} of the {wanted:,} elements of {name}, or some twice; "
-                "use another checkpoint"
+                f"{self.folder}: has {stored:,} elements of {name}, which has {expected:,}, or "
+                "overlapping chunks; use another checkpoint"
             )

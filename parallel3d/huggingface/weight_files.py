@@ -1,7 +1,7 @@
-"""Files of weights in a folder of transformers: where each tensor lies, and how it is written.
+"""The safetensors files of a transformers folder: the layout of tensors, and a writer.
 
-The places are a pure function of the model and the type, so ranks that hold parts of a model write
-into one file, and the same weights are the same bytes from every mesh.
+The layout depends only on the model and the type. So several ranks can write into one file, and
+equal weights produce equal bytes on every mesh.
 """
 
 import json
@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import frexp
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """The place of a tensor of a `shape`: its file, and its bytes [start, start + size) there."""
+    """The place of a tensor in the files: bytes [start, start + size) of a file."""
 
     file: str
     start: int
@@ -47,19 +48,19 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The files of a model's weights: `model.safetensors`, or shards of at most `shard_bytes`.
+    """The layout of a model's weights: `model.safetensors`, or shards of at most `shard_bytes`.
 
-    `config` is the model's. A tensor that is larger than a shard has one of its own. Weights bear
-    the names of transformers; where it has no class for the model, ours.
+    A tensor larger than `shard_bytes` gets a shard of its own. Tensors have the names of
+    transformers, or those of parallel3d if transformers has no class for the model.
     """
 
-    config: Any
+    config: Any  # of the model
     dtype: torch.dtype = torch.float32
     shard_bytes: int = SHARD_BYTES
 
     @cached_property
     def refusal(self) -> str:
-        """Why transformers has no class for this model; "" where it has one."""
+        """The reason why the model cannot have the format of transformers; "" if it can."""
         family = models.huggingface(self.config.family)
         if family is None:
             return f"the family {self.config.family!r} has no huggingface.py"
@@ -70,34 +71,37 @@ class WeightFiles:
         return self._inexact()
 
     def _inexact(self) -> str:
-        """Which multiplier weights of this type cannot take without being rounded anew; else ""."""
+        """Return the reason why folding a multiplier would round weights of this type, or ""."""
         for name, spec in self._specs.items() if self.dtype != torch.float32 else ():
             if factor := next((f for f in spec.folded if frexp(f)[0] != 0.5), None):
                 return (
-                    f"parallel3d.model.parametrization multiplies by {factor:.6g}, to be folded "
-                    f"into {name}: no power of two, so {self.dtype} would round it anew; use "
-                    "--dtype fp32"
+                    f"parallel3d.model.parametrization has the multiplier {factor:.6g}, which is "
+                    f"folded into {name}: it is not a power of two, so {self.dtype} would round "
+                    "the weights again; use --dtype fp32"
                 )
         return ""
 
     def converted(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """A whole parameter of ours -> contiguous tensors of the layout's type in transformers."""
-        found = {name: value}
+        """Convert a full parameter to the tensors in the files, by name.
+
+        The tensors are contiguous and of the layout's type.
+        """
+        tensors = {name: value}
         if not self.refusal:
-            found = {name: fold(value, self._specs[name].folded)}
+            tensors = {name: fold(value, self._specs[name].folded)}
             family = models.huggingface(self.config.family)
             assert family is not None
-            found = family.to_huggingface(self.config, found)
-        return {n: _contiguous(tensor.to(self.dtype)) for n, tensor in found.items()}
+            tensors = family.to_huggingface(self.config, tensors)
+        return {n: _contiguous(tensor.to(self.dtype)) for n, tensor in tensors.items()}
 
     @cached_property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """For each parameter of ours, in the order of the layers, its names in the files."""
-        return {name: tuple(found) for name, found in self._meta.items()}
+        """Parameter -> its names in the files, in the order of the layers."""
+        return {name: tuple(tensors) for name, tensors in self._meta.items()}
 
     @cached_property
     def files(self) -> dict[str, list[str]]:
-        """Each file, and the tensors in it in their order."""
+        """File -> names of its tensors, in order."""
         split = split_state_dict_into_shards_factory(
             self._tensors,
             get_storage_size=lambda tensor: tensor.nbytes,
@@ -108,56 +112,67 @@ class WeightFiles:
 
     @cached_property
     def headers(self) -> dict[str, bytes]:
-        """The header of each file."""
-        headers = {}
-        for file, names in self.files.items():
-            entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            at = 0
-            for name in names:
-                tensor = self._tensors[name]
-                entries[name] = {
-                    "dtype": _CODES[self.dtype],
-                    "shape": tuple(tensor.shape),
-                    "data_offsets": (at, at + tensor.nbytes),
-                }
-                at += tensor.nbytes
-            headers[file] = framed(entries)
-        return headers
+        """File -> its safetensors header."""
+        entries = {
+            name: {
+                "dtype": _CODES[self.dtype],
+                "shape": tuple(tensor.shape),
+                "data_offsets": (self._offsets[name], self._offsets[name] + tensor.nbytes),
+            }
+            for name, tensor in self._tensors.items()
+        }
+        return {
+            file: framed(
+                {"__metadata__": {"format": "pt"}, **{name: entries[name] for name in names}}
+            )
+            for file, names in self.files.items()
+        }
 
     @cached_property
     def places(self) -> dict[str, TensorPlace]:
-        """The place of each tensor."""
-        places = {}
-        for file, names in self.files.items():
-            at = len(self.headers[file])
-            for name in names:
-                tensor = self._tensors[name]
-                places[name] = TensorPlace(file, at, tensor.nbytes, tuple(tensor.shape))
-                at += tensor.nbytes
-        return places
+        """Name in the files -> place of the tensor."""
+        return {
+            name: TensorPlace(
+                file,
+                len(self.headers[file]) + self._offsets[name],
+                self._tensors[name].nbytes,
+                tuple(self._tensors[name].shape),
+            )
+            for file, names in self.files.items()
+            for name in names
+        }
 
     @property
     def total_size(self) -> int:
-        """Bytes of all tensors together."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of all tensors together."""
+        """Number of elements of all tensors."""
         return sum(tensor.numel() for tensor in self._tensors.values())
 
     def file_size(self, file: str) -> int:
-        """Bytes of one whole file, its header included."""
+        """Return the size of a file in bytes, including its header."""
         return len(self.headers[file]) + sum(self._tensors[n].nbytes for n in self.files[file])
 
     @property
     def index(self) -> str | None:
-        """The text of the index, as transformers writes it; None for a single file."""
+        """The text of the index file in the format of transformers; None for a single file."""
         if len(self.files) == 1:
             return None
         metadata = {"total_parameters": self.num_elements, "total_size": self.total_size}
         places = {name: place.file for name, place in self.places.items()}
         return json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True)
+
+    @cached_property
+    def _offsets(self) -> dict[str, int]:
+        """Name in the files -> offset of the tensor in the data of its file."""
+        offsets = dict[str, int]()
+        for names in self.files.values():
+            sizes = (self._tensors[name].nbytes for name in names)
+            offsets |= zip(names, accumulate(sizes, initial=0), strict=False)
+        return offsets
 
     @cached_property
     def _meta(self) -> Mapping[str, dict[str, Tensor]]:
@@ -172,18 +187,18 @@ class WeightFiles:
 
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the files, on the meta device."""
-        return {n: t for found in self._meta.values() for n, t in found.items()}
+        """All tensors of the files on the meta device, by name."""
+        return {n: t for tensors in self._meta.values() for n, t in tensors.items()}
 
 
 def _contiguous(value: Tensor) -> Tensor:
     if value.device.type != "cpu" or value.is_contiguous():
         return value.contiguous()
-    return empty(value.shape, value.dtype).copy_(value)  # memory that is used again
+    return empty(value.shape, value.dtype).copy_(value)  # `empty` reuses memory
 
 
 def fold(value: Tensor, factors: tuple[float, ...]) -> Tensor:
-    """A parameter with its `ParamSpec.folded` multiplied in; by each index of its first dim."""
+    """Multiply a parameter by its `ParamSpec.folded`: one factor, or one per index of dim 0."""
     if not factors:
         return value
     if len(factors) == 1:
@@ -193,18 +208,18 @@ def fold(value: Tensor, factors: tuple[float, ...]) -> Tensor:
 
 
 def bytes_of(text: str) -> int:
-    """Bytes of a size in words such as 5GB, in units of a thousand; raises ConfigError."""
+    """Return the bytes of a size such as "5GB" (10^9 bytes); raise ConfigError for other text."""
     match = re.fullmatch(r"(\d{1,15}) ?([KMGT]B|)", text, re.ASCII | re.IGNORECASE)
     size = int(match[1]) * _UNITS[match[2].upper()] if match else 0
     if size < 1:
-        raise ConfigError(f"--shard-size = {text[:40]}: is no size; write 5GB, or 500MB")
+        raise ConfigError(f"--shard-size = {text[:40]}: must be a size such as 5GB; write 500MB")
     return size
 
 
 class Writer:
-    """A writer of tensors at their places in the files of a folder that `create` has made.
+    """Writes tensors into the files that `create` has made. Raises OSError.
 
-    Several processes may write into one folder, each its own tensors. Raises OSError.
+    Several processes may write different tensors into the same folder.
     """
 
     def __init__(self, folder: Path, layout: WeightFiles) -> None:
@@ -212,20 +227,20 @@ class Writer:
         self._open: dict[str, int] = {}
 
     def write(self, name: str, value: Tensor) -> None:
-        """Write a contiguous host tensor of the layout's type and of its shape."""
+        """Write a tensor: contiguous, on the host, of the layout's type and shape."""
         place = self._layout.places[name]
         assert tuple(value.shape) == place.shape and value.dtype == self._layout.dtype, name
         if place.file not in self._open:
             path = self._folder / place.file
             if not appears(path.is_file):
-                raise OSError(f"{place.file} was made on another host, and is not here")
+                raise OSError(f"{place.file} was created on another node, and is not visible here")
             self._open[place.file] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         data, done = memory_of(value), 0
-        while done < len(data):  # one call takes 2 GiB at most
+        while done < len(data):  # a call writes at most 2 GiB
             done += os.pwrite(self._open[place.file], data[done:], place.start + done)
 
     def close(self, synced: bool = True) -> None:
-        """Close what this process wrote; with `synced`, once it is on disk."""
+        """Close the files; with `synced`, wait until they are on disk."""
         try:
             for descriptor in self._open.values() if synced else ():
                 os.fsync(descriptor)
@@ -242,9 +257,9 @@ class Writer:
 
 
 def create(folder: Path, layout: WeightFiles) -> None:
-    """Make a new folder with the layout's files: their headers, and room for the tensors.
+    """Create the folder and its files, with headers and space for the tensors. Raises OSError.
 
-    An older folder of that name goes. Raises OSError.
+    An existing folder is removed first.
     """
     remove(folder)
     folder.mkdir(parents=True)
@@ -257,7 +272,7 @@ def create(folder: Path, layout: WeightFiles) -> None:
 
 
 def publish(folder: Path, name: Path) -> None:
-    """Give a folder its name, in the place of one that stood there; all is on disk before."""
+    """Rename a folder to its final name after syncing its files; replace an existing one."""
     for path in folder.iterdir():
         sync(path)
     sync_folder(folder)
@@ -270,6 +285,6 @@ def publish(folder: Path, name: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder that this program made, if it exists."""
+    """Remove a folder that this module created, if it exists."""
     if folder.is_dir():
         shutil.rmtree(folder)

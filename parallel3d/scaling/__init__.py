@@ -1,1 +1,1 @@
-"""Scaling laws: tables of runs, fits with intervals, forecasts, and their report."""
+"""Scaling laws: ladders of runs, fits with intervals, forecasts and reports."""

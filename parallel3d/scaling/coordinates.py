@@ -1,7 +1,7 @@
-"""Sizes of activations over the width: their slopes, a table and a picture.
+"""The coordinate check: how activation sizes depend on the model's width.
 
-Under muP every activation, and its change by training, is as large in a wide model as in a narrow
-one (arXiv:2203.03466, appendix D.1).
+Under muP, activations and their changes during training keep the same size as the model gets wider
+(arXiv:2203.03466, appendix D.1). This module fits the slopes and prints, draws and encodes them.
 """
 
 import argparse
@@ -26,53 +26,53 @@ from parallel3d.scaling.plots import png, style
 from parallel3d.scaling.result import finite
 
 WIDTHS = (64, 128, 256, 512)
-MOST = 0.1  # of |slope| where the theory says that there is none
+MOST = 0.1  # largest |slope| that still counts as flat
 START, TRAINED, CHANGE = "start", "trained", "change"
 LOGITS = "head.output"
 Sizes = Mapping[str, Mapping[str, float]]
-"""Layer -> measure -> mean |x|: at the start, after the steps, and of the change between them."""
+"""Layer -> measure -> mean |activation|; the measures are START, TRAINED and CHANGE."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's slopes by measure: log size over log width, the mean over the seeds.
-
-    `errors`: of these means, NaN of one seed. `sizes`: for each width, their geometric mean.
-    """
+    """The slopes of one layer: log(size) over log(width) for each measure."""
 
     name: str
     slopes: Mapping[str, float]
+    """Mean over the seeds."""
     errors: Mapping[str, float]
+    """Standard errors of the means; NaN with one seed."""
     sizes: Mapping[str, tuple[float, ...]]
+    """Geometric mean over the seeds at each width."""
 
     @property
     def claimed(self) -> tuple[str, ...]:
-        """The measures that the theory says are flat.
+        """The measures that muP keeps flat: all, but for the logits only their change.
 
-        The first logits fall with the width; only their change is claimed.
+        The logits at the start shrink as the width grows.
         """
         return (CHANGE,) if self.name == LOGITS else (START, TRAINED, CHANGE)
 
     @property
     def slope(self) -> float:
-        """The steepest of those that are claimed to be flat; NaN where a size is not finite."""
+        """The steepest slope of the claimed measures; NaN if a size is not finite."""
         slopes = [self.slopes[measure] for measure in self.claimed]
-        return slopes[int(np.argmax(np.abs(slopes)))]  # a NaN is the largest
+        return slopes[int(np.argmax(np.abs(slopes)))]  # argmax returns a NaN if there is one
 
     @property
     def flat(self) -> bool:
-        """True if none of them is steeper than the tolerance."""
+        """True if no claimed slope exceeds the tolerance."""
         return abs(self.slope) <= MOST
 
     @property
     def undecided(self) -> bool:
-        """True if slopes are beyond the tolerance by less than two of their standard errors."""
+        """True if every slope above the tolerance exceeds it by less than two standard errors."""
         steep = [m for m in self.claimed if not abs(self.slopes[m]) <= MOST]
         beyond = [abs(self.slopes[m]) - 2 * self.errors[m] for m in steep]
         return bool(steep) and all(least <= MOST for least in beyond)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints of the layer."""
+        """Return the layer's object in the output of --json."""
         return {
             "name": self.name, "slope": self.slope, "flat": self.flat, "slopes": dict(self.slopes),
             "standard_errors": dict(self.errors), "sizes": dict(self.sizes),
@@ -81,7 +81,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class CoordinateCheck:
-    """The layers of a model at several widths."""
+    """The slopes of every layer of a model, measured at several widths."""
 
     widths: tuple[int, ...]
     layers: tuple[Layer, ...]
@@ -89,33 +89,38 @@ class CoordinateCheck:
 
     @property
     def passed(self) -> bool:
-        """True if every layer is flat that is to be."""
+        """True if every layer is flat."""
         return all(layer.flat for layer in self.layers)
 
     @property
     def undecided(self) -> bool:
-        """True if all that is not flat may be noise of the seeds; more of them would tell."""
+        """True if noise between seeds may explain every failure, so more seeds are needed."""
         return not self.passed and all(layer.flat or layer.undecided for layer in self.layers)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints; a slope that is no number is null."""
+        """Return the object that --json prints; slopes that are not finite become null."""
         return {
             "passed": self.passed, "widths": list(self.widths), "seeds": self.seeds,
             "layers": [layer.to_json() for layer in self.layers],
         }  # fmt: skip
 
 
-def slopes(found: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck:
-    """Return the check of sizes by width and seed; a size of 0 or infinity makes a slope NaN."""
-    widths = tuple(sorted(found))
-    seeds = len(found[widths[0]])
+def slopes(sizes_by_width: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck:
+    """Fit the slope of every layer and measure.
+
+    sizes_by_width: width -> the sizes of each seed. A size of 0 or infinity makes its slope NaN.
+    """
+    widths = tuple(sorted(sizes_by_width))
+    seeds = len(sizes_by_width[widths[0]])
     x = np.log(np.array(widths, dtype=float))
     x -= x.mean()
     layers = []
-    for name, measures in found[widths[0]][0].items():
+    for name, measures in sizes_by_width[widths[0]][0].items():
         means, errors, typical = dict[str, float](), dict[str, float](), {}
         for measure in measures:
-            sizes = np.array([[seed[name][measure] for seed in found[width]] for width in widths])
+            sizes = np.array(
+                [[seed[name][measure] for seed in sizes_by_width[width]] for width in widths]
+            )
             logs = np.log(np.where((sizes > 0) & (sizes < np.inf), sizes, np.nan))
             each = x @ logs / (x @ x)
             means[measure] = float(each.mean())
@@ -126,8 +131,8 @@ def slopes(found: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck:
 
 
 def draw(title: str, check: CoordinateCheck) -> bytes:
-    """Return a PNG: a panel for each measure, with a line for each layer."""
-    titles = {START: "at the start", TRAINED: "after training", CHANGE: "change by training"}
+    """Return a PNG with one panel per measure and one line per layer."""
+    titles = {START: "at the start", TRAINED: "after training", CHANGE: "change during training"}
     names = [layer.name for layer in check.layers]
     with style() as plt:
         figure, panels = plt.subplots(1, 3, figsize=(8.4, 3.1))
@@ -146,22 +151,33 @@ def draw(title: str, check: CoordinateCheck) -> bytes:
 
 
 def add(parser: Parser) -> None:
-    """Add the flags of `coordcheck`; what else is on the command line are settings by path."""
+    """Add the flags of `coordcheck`; other arguments override settings by path."""
     parser.add_config()
     parser.add_argument(
         "--widths", type=whole_number(), nargs="+", default=list(WIDTHS), metavar="N",
-        help=f"else {' '.join(map(str, WIDTHS))}",
+        help=f"widths to train (default: {' '.join(map(str, WIDTHS))})",
     )  # fmt: skip
-    parser.add_argument("--steps", type=whole_number(), default=5, metavar="N", help="else 5")
-    parser.add_argument("--seeds", type=whole_number(), default=3, metavar="N", help="else 3")
-    parser.add_argument("--plot", type=output_file, metavar="FILE", help="draw the sizes, as PNG")
+    parser.add_argument(
+        "--steps", type=whole_number(), default=5, metavar="N", help="training steps (default: 5)"
+    )
+    parser.add_argument(
+        "--seeds", type=whole_number(), default=3, metavar="N", help="seeds per width (default: 3)"
+    )
+    parser.add_argument(
+        "--plot", type=output_file, metavar="FILE", help="write a plot of the sizes as a PNG"
+    )
     parser.add_json()
 
 
 def prepare(args: argparse.Namespace) -> RunConfig:
-    """Return the config of the flags, which is to be measured on the CPU; raises ConfigError."""
+    """Return the config to check, and hide accelerators: the check runs on the CPU.
+
+    Raises ConfigError for a wrong config, fewer than two widths, or a missing matplotlib.
+    """
     if len(set(args.widths)) < 2:
-        raise ConfigError(f"--widths {args.widths[0]}: is one width; a slope needs two or more")
+        raise ConfigError(
+            f"--widths {args.widths[0]}: only one width; a slope needs at least two different ones"
+        )
     if args.plot and find_spec("matplotlib") is None:
         raise ConfigError(NO_EXTRA.format("matplotlib"))
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -171,27 +187,27 @@ def prepare(args: argparse.Namespace) -> RunConfig:
     return config
 
 
-def report(found: CoordinateCheck, args: argparse.Namespace, console: Console) -> None:
-    """Print each layer's slopes, draw them, and print the object that --json asks for."""
+def report(check: CoordinateCheck, args: argparse.Namespace, console: Console) -> None:
+    """Print the slopes of every layer, write the plot, and print the JSON object if asked to."""
     rows = []
-    for layer in found.layers:
+    for layer in check.layers:
         cells = []
         for measure, slope in layer.slopes.items():
-            error = f" ± {layer.errors[measure]:.3f}" if found.seeds > 1 else ""
+            error = f" ± {layer.errors[measure]:.3f}" if check.seeds > 1 else ""
             cell = f"{slope:+.3f}{error}"
             cells.append(cell if measure in layer.claimed else f"({cell})")
         rows.append((layer.name, *cells, "" if layer.flat else "NOT FLAT"))
     heads = [Column(measure) for measure in (START, TRAINED, CHANGE)]
     terminal.show(console, (Column("layer", right=False), *heads, Column("", right=False)), rows)
-    verdict = "flat" if found.passed else "NOT FLAT"
-    seeds = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
+    verdict = "flat" if check.passed else "NOT FLAT"
+    seeds = f"{check.seeds} seed{'s' if check.seeds > 1 else ''}"
     console.print(
-        f"{args.kind}: {verdict} over the widths {', '.join(map(str, found.widths))}, {seeds} (a "
-        f"slope of log size over log width is flat up to {MOST:g}; those in brackets are not "
-        "claimed)"
+        f"{args.kind}: {verdict} over the widths {', '.join(map(str, check.widths))}, {seeds} "
+        f"(flat: |slope of log size over log width| up to {MOST:g}; slopes in brackets are not "
+        "checked)"
     )
     if args.plot:
-        args.plot.write_bytes(draw(args.kind, found))
-        console.print(f"written: {args.plot}")
+        args.plot.write_bytes(draw(args.kind, check))
+        console.print(f"wrote {args.plot}")
     if args.json:
-        print(json.dumps(finite(found.to_json())))
+        print(json.dumps(finite(check.to_json())))

@@ -1,8 +1,11 @@
-"""The data-constrained law: the worth of repeated tokens and of excess parameters.
+"""The data-constrained law: how much repeated tokens and excess parameters are worth.
 
-arXiv:2305.16264, section 3.1: a parametric law in which D and N are replaced by their worth,
-D' = U_D + U_D R_D* (1 - exp(-R_D / R_D*)), R_D = D / U_D - 1 the repeats of the U_D unique tokens,
-and N' likewise of U_N, the parameters that are best for U_D tokens seen once.
+Source: arXiv:2305.16264, section 3.1. In the parametric law, D and N are replaced by effective
+values. With U_D unique tokens, repeated R_D = D / U_D - 1 times:
+
+    D' = U_D + U_D R_D* (1 - exp(-R_D / R_D*))
+
+N' has the same form, with U_N: the number of parameters that is optimal for U_D unique tokens.
 """
 
 from collections.abc import Mapping
@@ -27,19 +30,23 @@ from parallel3d.scaling.result import Fit
 
 NAME = "data-constrained"
 DECAYS = ("R_D_star", "R_N_star")
-"""Repeats after which one more is worth 1 / e of a first sight; the same of excess parameters."""
-_LOGS = (np.log(1e-3), np.log(1e7))  # where both are looked for
+"""R_D*: repeats after which another one is worth 1 / e of a first pass. R_N*: the same for excess
+parameters."""
+_LOGS = (np.log(1e-3), np.log(1e7))  # bounds of log R_D* and log R_N*
 _GRID = np.log(np.geomspace(0.1, 1e4, 8))
 
 
 class DecayModel:
-    """The law's log(loss) in theta [2], log R_D* and log R_N*; `base`: E, A, B, alpha, beta."""
+    """The law's log(loss) as a function of theta [2] = (log R_D*, log R_N*).
+
+    base: the parametric law's E, A, B, alpha and beta, which stay fixed.
+    """
 
     def __init__(self, points: Points, base: Mapping[str, float]) -> None:
         if points.unique is None:
             raise ConfigError(
-                "--unique-column: is missing; the data-constrained law needs each run's unique "
-                "tokens"
+                "--unique-column: is missing; the data-constrained law needs the number of unique "
+                "tokens of each run"
             )
         self.base, self.target = dict(base), np.log(points.loss)
         self.lower, self.upper = np.full(2, _LOGS[0]), np.full(2, _LOGS[1])
@@ -49,7 +56,7 @@ class DecayModel:
         self._excess = points.params / self._fitting - 1
 
     def __call__(self, theta: Array) -> tuple[Array, Array]:
-        """Return log(loss) and its gradient, as Model defines them."""
+        """Return log(loss) [points] and its gradient [points, 2]."""
         base, decays = self.base, np.exp(theta)
         by_tokens, slope_d = _term(base["B"], base["beta"], self._unique, self._repeats, decays[0])
         by_params, slope_n = _term(base["A"], base["alpha"], self._fitting, self._excess, decays[1])
@@ -58,21 +65,21 @@ class DecayModel:
 
 
 def best_params(base: Mapping[str, float], unique: Array) -> Array:
-    """Return the number of parameters for which `unique` tokens, seen once, are compute-optimal."""
+    """Return the model size for which training once on `unique` tokens is compute-optimal."""
     alpha, beta = base["alpha"], base["beta"]
     scale = (alpha * base["A"] / (beta * base["B"])) ** (1 / (alpha + beta))
-    found: Array = (unique * scale) ** (beta / alpha) * scale
-    return found
+    num_params: Array = (unique * scale) ** (beta / alpha) * scale
+    return num_params
 
 
 def _term(
     coefficient: float, exponent: float, first: Array, repeats: Array, decay: float
 ) -> tuple[Array, Array]:
-    """Return coefficient / worth^exponent [points], and its derivative by log(decay).
+    """Return coefficient / worth^exponent [points] and its derivative with respect to log(decay).
 
-    The worth is first * (1 + decay (1 - exp(-repeats / decay))).
+    worth = first * (1 + decay (1 - exp(-repeats / decay)))
     """
-    full = -decay * np.expm1(-repeats / decay)  # 1 - exp would lose all digits of a slow decay
+    full = -decay * np.expm1(-repeats / decay)  # 1 - exp() would cancel if the decay is slow
     worth = first * (1 + full)
     term: Array = coefficient * worth**-exponent
     by_decay = first * (full - repeats * np.exp(-repeats / decay)) / worth
@@ -83,17 +90,21 @@ def fit_decays(
     points: Points, estimator: Estimator, base: Mapping[str, float] | None = None, *,
     draws: int = 2000, seed: int = 0,
 ) -> Fit:  # fmt: skip
-    """Return R_D* and R_N* with bootstrap intervals; the other parameters are `base`'s.
+    """Fit R_D* and R_N* with bootstrap intervals; the other parameters are those of `base`.
 
-    Without a base, the parametric law is first fitted to the runs that repeat nothing. Raises
-    ConfigError where no run repeats, or none is left for the base.
+    Without `base`, the parametric law is first fitted to the runs that repeat no tokens. Raises
+    ConfigError if no run repeats tokens, or if the other runs cannot determine the base.
     """
     if estimator.kind == "squares":
-        raise ConfigError("--estimator = squares: not of the data-constrained law; use huber")
+        raise ConfigError(
+            "--estimator = squares: is not supported by the data-constrained law; use huber"
+        )
     chosen = base or _base(points, estimator)
     model = DecayModel(points, chosen)
     if not np.any(model._repeats > 1e-6):
-        raise ConfigError(f"{len(points)} points: none repeats its unique tokens; add such runs")
+        raise ConfigError(
+            f"{len(points)} points: no run repeats its tokens; add runs of more than one epoch"
+        )
     weights = estimator.weights(points)
     grid = np.array([(d, n) for d in _GRID for n in _GRID])
     best, reached = estimator.search(model, grid, weights)
@@ -112,16 +123,17 @@ def fit_decays(
         "bootstrap": {"draws": draws, "seed": seed, "redrawn": 0},
         "r_squared": float(1 - (raw @ raw) / (spread @ spread)),
         "residuals": residuals(points, model.target - fitted), "noise_floor": noise_floor(points),
-        "warnings": [f"{name} ended at a bound: the points do not tell it" for name in hit],
+        "warnings": [f"{name} ended at a bound: the points do not determine it" for name in hit],
     }  # fmt: skip
     diagnostics["warnings"] += misfit(diagnostics["residuals"])
-    exponents = PARAMETRIC.optimal(chosen)
+
     return Fit(
         law=NAME, estimator=str(estimator), points=points, objective=best.objective,
         parameters=dict(zip(DECAYS, map(float, np.exp(best.theta)), strict=True)) | dict(chosen),
         samples=dict(zip(DECAYS, drawn.T, strict=True)) if draws else {},
         scatter=model.target - fitted,
-        optimal=dict(zip("ND", map(float, exponents), strict=True)), diagnostics=diagnostics,
+        optimal=dict(zip("ND", map(float, PARAMETRIC.optimal(chosen)), strict=True)),
+        diagnostics=diagnostics,
     )  # fmt: skip
 
 
@@ -132,7 +144,7 @@ def _base(points: Points, estimator: Estimator) -> dict[str, float]:
         check(once, PARAMETRIC)
     except ConfigError as problem:
         raise ConfigError(
-            f"the runs that repeat nothing, to which the law's base is fitted: {problem}; or give "
-            "--base, a fit.json of the parametric law"
+            f"cannot fit the base of the law to the runs that repeat no tokens: {problem}; or pass "
+            "--base with the fit.json of a parametric law"
         ) from None
     return dict(fit_law(once, PARAMETRIC, estimator, draws=0, brief=True).parameters)

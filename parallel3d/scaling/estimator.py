@@ -1,4 +1,4 @@
-"""Estimators of a law's parameters: objectives, and their minima by L-BFGS-B from many starts."""
+"""Estimators of a law's parameters: objectives minimised by L-BFGS-B from a grid of starts."""
 
 import math
 from collections.abc import Mapping
@@ -15,39 +15,42 @@ from parallel3d.scaling.points import Array, Points
 EXPONENTS = (1e-3, 3.0)
 """Bounds of all exponents."""
 GRID = (0.03, 1.5)
-STARTS = {1: 16, 2: 5}  # values of each exponent in GRID, by the number of exponents
-_SMALL = 20.0  # a term of e^-20 of the loss is none
-_ROUGH = 0.03  # threshold of the likelihood in draws, which rounds off its kinks
-_SHARP, _QUICK = 1e-15, 1e-12  # relative change of the objective at which a search ends
+STARTS = {1: 16, 2: 5}  # number of exponents -> grid values within GRID for each of them
+_SMALL = 20.0  # terms below e^-20 of the loss count as zero
+_ROUGH = 0.03  # smallest Huber threshold of the likelihood in bootstrap draws
+_SHARP, _QUICK = 1e-15, 1e-12  # a search ends when the relative change of the objective is smaller
 
 
 class Model(Protocol):
-    """A function f(theta) to be fitted; residuals are `target` - f(theta)."""
+    """A function f(theta) to fit; its residuals are `target` - f(theta)."""
 
     target: Array  # [points]
     lower: Array  # [p]
     upper: Array  # [p]
 
     def __call__(self, theta: Array) -> tuple[Array, Array]:
-        """Return f [points] at theta [p], and its gradient [points, p]."""
+        """Return f [points] at theta [p] and its gradient [points, p]."""
 
 
 class Solution(NamedTuple):
-    """A minimum: theta [p], its objective, and True if the search did not run out of steps."""
+    """A minimum that a search ended at."""
 
-    theta: Array
+    theta: Array  # [p]
     objective: float
-    converged: bool
+    converged: bool  # False if the search ran out of steps
 
 
 @dataclass(frozen=True)
 class Estimator:
     """An objective and its minimisation.
 
-    huber: the sum of Huber losses, threshold `delta`, of log(loss) - log(law) (arXiv:2203.15556).
-    likelihood: the same with a free scale, as the density exp(-Huber) of residual / scale
-    (arXiv:2404.10102). squares: of loss - law (arXiv:2403.08540). `weighted`: each point by 1 /
-    standard error^2, their mean 1.
+    kind:
+        "huber": the sum of Huber losses of log(loss) - log(law), with threshold `delta`
+            (arXiv:2203.15556).
+        "likelihood": the likelihood of residual / scale under the density exp(-Huber), with a
+            free scale (arXiv:2404.10102).
+        "squares": the sum of squares of loss - law (arXiv:2403.08540).
+    weighted: weight each point by 1 / standard error^2, normalised to a mean of 1.
     """
 
     kind: Literal["huber", "likelihood", "squares"] = "huber"
@@ -63,25 +66,29 @@ class Estimator:
         return words + ", weighted by 1 / standard error^2" * self.weighted
 
     def weights(self, points: Points) -> Array:
-        """Return weights of the points with mean 1; ConfigError if no standard errors are known."""
+        """Return the weights of the points [points], with a mean of 1.
+
+        Raises ConfigError if weights are wanted and standard errors are not known.
+        """
         if not self.weighted:
             return np.ones(len(points))
         if points.standard_error is None:
             raise ConfigError(
                 "--weighted: the standard errors of the losses are not known; name their column "
-                "with --error-column, or leave --weighted out"
+                "with --error-column, or remove --weighted"
             )
         error = points.standard_error
         error = error if self.kind == "squares" else error / points.loss
-        found: Array = (1 / error**2) / np.mean(1 / error**2)
-        return found
+        weights: Array = (1 / error**2) / np.mean(1 / error**2)
+        return weights
 
     def objective(
         self, model: Model, x: Array, weights: Array, threshold: float | None = None
     ) -> tuple[float, Array]:
-        """Return the objective and its gradient at x: theta, and the log of the likelihood's scale.
+        """Return the objective and its gradient at x.
 
-        `threshold` takes the place of delta.
+        x: theta [p], for the likelihood with log(scale) appended.
+        threshold: the Huber threshold to use in place of `delta`.
         """
         is_likelihood = self.kind == "likelihood"
         limit = math.inf if self.kind == "squares" else threshold or self.delta
@@ -92,7 +99,7 @@ class Estimator:
         pull = weights * clipped
         value, gradient = pull @ (residual - clipped / 2), -(pull @ slope) / np.exp(log_scale)
         if is_likelihood:
-            # The density's integral: the middle of a normal, and two exponential tails.
+            # The density's integral: the middle part of a normal plus two exponential tails.
             area = math.sqrt(2 * math.pi) * math.erf(limit / math.sqrt(2))
             area += 2 * math.exp(-limit * limit / 2) / limit
             total = np.sum(weights)
@@ -103,16 +110,16 @@ class Estimator:
     def minimise(
         self, model: Model, start: Array, weights: Array, is_draw: bool = False
     ) -> Solution:
-        """Return the minimum that a search from `start` [p] ends at; weights [points].
+        """Search from `start` [p] and return the minimum; weights [points].
 
-        `is_draw`: one of many draws of a bootstrap, for which less precision is enough.
+        is_draw: search for one draw of a bootstrap, for which less precision is enough.
         """
         from scipy.optimize import minimize  # of the extra `scaling`
 
         x, low, high = np.clip(start, model.lower, model.upper), model.lower, model.upper
         thresholds, scale = np.array([self.delta]), self.delta**-2
         if self.kind == "likelihood":
-            # Its kinks are sharpened by stages, each from the minimum of the one before.
+            # A small threshold has sharp kinks: approach it in stages, each from the last minimum.
             residual = float(np.mean(np.abs(model.target - model(x)[0])))
             x, scale = np.append(x, math.log(max(residual, 1e-13))), 1.0
             low, high = np.append(low, -60.0), np.append(high, 20.0)
@@ -126,17 +133,17 @@ class Estimator:
 
             def scaled(x: Array, threshold: float = threshold) -> tuple[float, Array]:
                 value, gradient = self.objective(model, x, weights, threshold)
-                return value * scale, gradient * scale  # L-BFGS-B's tolerances are for about 1
+                return value * scale, gradient * scale  # L-BFGS-B's tolerances assume about 1
 
-            found = minimize(
+            minimum = minimize(
                 scaled, x, jac=True, method="L-BFGS-B", bounds=np.column_stack([low, high]),
                 options=options,
             )  # fmt: skip
-            x = found.x
-        return Solution(x[: len(start)], float(found.fun) / scale, found.status != 1)
+            x = minimum.x
+        return Solution(x[: len(start)], float(minimum.fun) / scale, minimum.status != 1)
 
     def search(self, model: Model, starts: Array, weights: Array) -> tuple[Solution, int]:
-        """Return the best minimum from starts [starts, p], and how many of them reached it."""
+        """Return the best minimum from starts [starts, p], and how many starts reach it."""
         ends = [self.minimise(model, start, weights) for start in starts]
         best = min(ends, key=lambda end: end.objective)
         most = best.objective + 1e-6 * abs(best.objective)
@@ -146,16 +153,19 @@ class Estimator:
         return best, int(sum(reached))
 
     def draw(self, model: Model, theta: Array, weights: Array) -> Array:
-        """Return theta [draws, p] of a bootstrap from the optimum; weights [draws, points]."""
+        """Return theta [draws, p] of each bootstrap draw, searched from the optimum `theta`.
+
+        weights: [draws, points].
+        """
         ends = [self.minimise(model, theta, row, is_draw=True).theta for row in weights]
         return np.reshape(ends, (len(weights), len(theta)))
 
 
 class SumModel:
-    """A law on points, or its logarithm, in centred and scaled coordinates.
+    """A law, or its logarithm, evaluated on points in centred and scaled coordinates.
 
-    theta: the logarithm of each term at the mean of its features, then the exponents times the
-    spread of their features.
+    theta: the logarithm of each term at the mean of its features, followed by the exponents
+    multiplied by the spread of their features.
     """
 
     def __init__(self, law: Law, points: Points, log: bool) -> None:
@@ -174,7 +184,7 @@ class SumModel:
         self.upper = np.concatenate([np.full(terms, high + 3.0), exponents[1]])
 
     def __call__(self, theta: Array) -> tuple[Array, Array]:
-        """Return the law, or its logarithm, and its gradient, as Model defines them."""
+        """Return the law or its logarithm [points], and its gradient [points, p]."""
         count = len(self.law.coefficients)
         terms = np.exp(theta[:count] + self._scaled @ theta[count:])  # [points, terms]
         total = terms.sum(axis=1)
@@ -196,25 +206,25 @@ class SumModel:
         )
 
     def theta(self, values: Mapping[str, float]) -> Array:
-        """Return theta [p] of the law's own parameters: the inverse of `natural`."""
+        """Return theta [p] for the law's own parameters: the inverse of `natural`."""
         exponents = np.array([values[name] for name in self.law.exponents])
         logs = np.log([values[name] for name in self.law.coefficients])
         return np.concatenate([logs + self.middle @ exponents, exponents * self.spread])
 
     def starts(self, weights: Array, each: int | None = None) -> Array:
-        """Return starts [starts, p]: a grid of exponents, `each` values of each.
+        """Return starting points [starts, p] on a grid with `each` values per exponent.
 
-        Their coefficients are the best, none below 0, by least squares of the relative errors.
+        The coefficients of each are fitted by non-negative least squares of the relative errors.
         """
         from scipy.optimize import nnls
 
         root = np.sqrt(weights) / self.loss
         number = len(self.law.exponents)
         grid = np.geomspace(*GRID, each or STARTS[number])
-        found = []
+        start_points = []
         for start in product(grid, repeat=number):
             terms = np.exp(self._centred @ np.array(start)) * root[:, None]
             coefficients, _ = nnls(terms, self.loss * root)
             logs = np.log(np.maximum(coefficients, np.exp(-7.0) * self.loss.min()))
-            found.append(np.concatenate([logs, start * self.spread]))
-        return np.array(found)
+            start_points.append(np.concatenate([logs, start * self.spread]))
+        return np.array(start_points)

@@ -1,4 +1,4 @@
-"""Fit of a sum of power laws to points, with intervals and evidence against it."""
+"""Fit a sum of power laws to points, with intervals and diagnostics."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,21 +12,24 @@ from parallel3d.scaling.points import SAME, SAME_BUDGET, Array, Points, groups
 from parallel3d.scaling.result import Fit
 
 SINGULAR = 1e9
-"""Condition of the normalised gradients beyond which the points do not tell the parameters."""
+"""Condition number of the normalised gradients above which a fit is refused."""
 MISFIT = 0.05
-"""Residuals of log(loss), rms, beyond which a law is no description; seeds differ by 0.001."""
-_POOR = 1e3
-_HELD_OUT = 0.1  # of the points, at least, are held out for the check on the largest budgets
+"""RMS residual of log(loss) above which a fit warns that the law does not describe the runs; the
+scatter between seeds is about 0.001."""
+_POOR = 1e3  # condition number above which a fit warns
+_HELD_OUT = 0.1  # smallest share of the points that the held-out check on the largest budgets uses
 
 
 def fit_law(
     points: Points, law: Law, estimator: Estimator, *,
     draws: int = 2000, seed: int = 0, brief: bool = False,
 ) -> Fit:  # fmt: skip
-    """Return the law's parameters with bootstrap intervals and diagnostics.
+    """Fit a law's parameters, with bootstrap intervals and diagnostics.
 
-    `draws`: resamples of the runs. `brief`: without the check on held-out budgets, a fit of its
-    own. Raises ConfigError where the points cannot tell the parameters.
+    draws: number of bootstrap resamples of the runs.
+    brief: skip the held-out check on the largest budgets, which takes a second fit.
+
+    Raises ConfigError if the points do not determine the parameters.
     """
     check(points, law)
     model, weights = _model(points, law, estimator), estimator.weights(points)
@@ -34,21 +37,21 @@ def fit_law(
     best, reached = estimator.search(model, starts, weights)
     values = _natural(model, best.theta)
     hit = bounds_hit(model, best.theta, law.parameters)
-    if gone := [name for name in hit if name in law.coefficients[1:]]:
+    if vanished := [name for name in hit if name in law.coefficients[1:]]:
         raise ConfigError(
-            f"{len(points)} points: the term of {gone[0]} in {law.formula} comes out as 0: they "
-            "show no fall of the loss that it could stand for; add runs that differ more in size "
-            "and tokens, or see what is wrong with these"
+            f"{len(points)} points: the term of {vanished[0]} in {law.formula} comes out as 0, "
+            "because the loss does not fall as this term predicts; add runs that differ more in "
+            "size and tokens, or check these"
         )
     condition = condition_of(model, best.theta, weights)
     if not hit and condition > SINGULAR:
         raise ConfigError(
-            f"{len(points)} points: they do not tell the {law.name} law's parameters (condition "
-            f"{condition:.1e}); add runs of other sizes and lengths"
+            f"{len(points)} points: do not determine the parameters of the {law.name} law "
+            f"(condition number {condition:.1e}); add runs of other sizes and lengths"
         )
     samples, redrawn = _bootstrap(points, model, estimator, best.theta, weights, draws, seed)
     scatter = np.log(points.loss / law.loss(values, points.params, points.tokens))
-    exponents = law.optimal(values)
+
     drawn = dict(zip("ND", map(np.asarray, law.optimal(samples)), strict=True)) if samples else {}
     diagnostics: dict[str, Any] = {
         "starts": {"number": len(starts), "reached": reached},
@@ -68,21 +71,21 @@ def fit_law(
     return Fit(
         law=law.name, estimator=str(estimator), parameters=values, points=points,
         objective=best.objective, samples=samples, scatter=scatter,
-        optimal=dict(zip("ND", map(float, exponents), strict=True)),
+        optimal=dict(zip("ND", map(float, law.optimal(values)), strict=True)),
         optimal_samples=drawn, diagnostics=diagnostics,
     )  # fmt: skip
 
 
 def check(points: Points, law: Law) -> None:
-    """Raise ConfigError for points of too few sizes, tokens or budgets to tell the parameters."""
-    place, said = f"{len(points)} points", ""
-    if points.dropped:  # the likely reason for too few
-        said = ", ".join(f"{gone.row} ({gone.reason})" for gone in points.dropped[:4])
-        said = f"; dropped were {said}"
+    """Raise ConfigError if there are too few runs, sizes, token counts or budgets for a law."""
+    place, dropped = f"{len(points)} points", ""
+    if points.dropped:  # the likely reason why there are too few
+        dropped = ", ".join(f"{row.row} ({row.reason})" for row in points.dropped[:4])
+        dropped = f"; dropped rows: {dropped}"
     if len(points) < len(law.parameters):
         raise ConfigError(
             f"{place}: fewer than the {len(law.parameters)} parameters of the {law.name} law; add "
-            f"runs{said}"
+            f"runs{dropped}"
         )
     values = {
         "model sizes": points.params, "numbers of tokens": points.tokens,
@@ -90,17 +93,17 @@ def check(points: Points, law: Law) -> None:
         "ratios of tokens to parameters": points.tokens / points.params,
     }  # fmt: skip
     for what, least in law.needs.items():
-        found = groups(values[what], SAME_BUDGET if what == "FLOP budgets" else SAME)
-        if len(found) < least:
-            few = ", ".join(f"{values[what][group[0]]:.4g}" for group in found[:6])
+        distinct = groups(values[what], SAME_BUDGET if what == "FLOP budgets" else SAME)
+        if len(distinct) < least:
+            few = ", ".join(f"{values[what][group[0]]:.4g}" for group in distinct[:6])
             raise ConfigError(
-                f"{place}: {len(found)} of {what} ({few}); the {law.name} law needs {least} or "
-                f"more; add runs with others{said}"
+                f"{place}: {len(distinct)} different {what} ({few}); the {law.name} law needs "
+                f"{least} or more; add runs with others{dropped}"
             )
     if np.ptp(np.log(points.loss)) < 1e-9:
         raise ConfigError(
-            f"{place}: all have the loss {points.loss[0]:g}; give the loss of each run's end, with "
-            "all its digits"
+            f"{place}: all have the same loss, {points.loss[0]:g}; use the final loss of each run, "
+            "with all its digits"
         )
 
 
@@ -113,13 +116,13 @@ def _natural(model: SumModel, theta: Array) -> dict[str, float]:
 
 
 def bounds_hit(model: Model, theta: Array, names: Sequence[str]) -> list[str]:
-    """Return the parameters that ended at a bound."""
+    """Return the names of the parameters that ended at a bound."""
     at = (theta <= model.lower + 1e-6) | (theta >= model.upper - 1e-6)
     return [name for name, is_at in zip(names, at, strict=True) if is_at]
 
 
 def condition_of(model: Model, theta: Array, weights: Array) -> float:
-    """Return the condition number of the gradients by parameter, each normalised to length 1."""
+    """Return the condition number of the gradient [points, p] with columns of length 1."""
     slope = model(theta)[1] * np.sqrt(weights)[:, None]
     return float(np.linalg.cond(slope / np.maximum(np.linalg.norm(slope, axis=0), 1e-300)))
 
@@ -128,30 +131,31 @@ def _bootstrap(
     points: Points, model: SumModel, estimator: Estimator, theta: Array, weights: Array,
     draws: int, seed: int,
 ) -> tuple[dict[str, Array], int]:  # fmt: skip
-    """Return parameters [draws] of resampled runs, and how many draws told too little.
+    """Return the parameters of each resample [draws], and the number of resamples drawn again.
 
-    Those are drawn again. No parameters where most would have to be.
+    A resample that does not determine the parameters is drawn again. If most of them do not,
+    return no parameters.
     """
     count, size = len(points), len(theta)
     random = np.random.default_rng(seed)
-    kept: list[Array] = []
+    draw_counts: list[Array] = []
     redrawn = 0
-    while len(kept) < draws:
+    while len(draw_counts) < draws:
         times = random.multinomial(count, np.full(count, 1 / count)).astype(float)
         rows = times > 0
         if rows.sum() > size and tells(points.take(rows), model.law):
-            kept.append(times)
+            draw_counts.append(times)
         else:
             redrawn += 1
-            if redrawn > 20 + 2 * max(draws // 4, len(kept)):
+            if redrawn > 20 + 2 * max(draws // 4, len(draw_counts)):
                 return {}, redrawn
     if not draws:
         return {}, 0
-    return model.natural(estimator.draw(model, theta, np.array(kept) * weights)), redrawn
+    return model.natural(estimator.draw(model, theta, np.array(draw_counts) * weights)), redrawn
 
 
 def tells(points: Points, law: Law) -> bool:
-    """Return True if the points can tell the law's parameters."""
+    """Return True if `check` accepts the points."""
     try:
         check(points, law)
     except ConfigError:
@@ -160,7 +164,10 @@ def tells(points: Points, law: Law) -> bool:
 
 
 def held_out(points: Points, law: Law, estimator: Estimator) -> dict[str, Any] | None:
-    """Return relative errors on the largest budgets of a fit to the others; None if too few."""
+    """Fit the smaller budgets and return the relative errors on the largest.
+
+    Returns None if the smaller budgets do not determine the law.
+    """
     budgets = groups(points.flops, SAME_BUDGET)
     out: list[int] = []
     while budgets and len(out) < max(1, _HELD_OUT * len(points)):
@@ -185,7 +192,10 @@ def held_out(points: Points, law: Law, estimator: Estimator) -> dict[str, Any] |
 
 
 def noise_floor(points: Points) -> dict[str, Any] | None:
-    """Return the pooled scatter of log(loss) among runs of equal size and tokens, if any."""
+    """Return the pooled scatter of log(loss) among runs of equal size and tokens.
+
+    Returns None if no two runs are equal.
+    """
     unique = points.tokens if points.unique is None else points.unique
     keys = np.column_stack([points.params, points.tokens, unique])
     _, group, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
@@ -201,7 +211,7 @@ def noise_floor(points: Points) -> dict[str, Any] | None:
 
 
 def residuals(points: Points, scatter: Array) -> dict[str, Any]:
-    """Return the root mean square of log(loss) - log(law), and its largest absolute value."""
+    """Return the root mean square and the worst of `scatter`, which is log(loss) - log(law)."""
     worst = int(np.argmax(np.abs(scatter)))
     return {
         "rms": float(np.sqrt(np.mean(scatter**2))),
@@ -209,35 +219,40 @@ def residuals(points: Points, scatter: Array) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def misfit(rest: dict[str, Any]) -> list[str]:
-    """Return a warning about residuals that no noise of training explains."""
-    if rest["rms"] < MISFIT:
+def misfit(summary: dict[str, Any]) -> list[str]:
+    """Return a warning if the residuals are larger than training noise explains.
+
+    summary: as `residuals` returns it.
+    """
+    if summary["rms"] < MISFIT:
         return []
-    return [f"residuals of {rest['rms']:.1%} (rms): the law does not describe these runs"]
+    return [f"residuals of {summary['rms']:.1%} (rms): the law does not describe these runs"]
 
 
 def _warnings(
-    points: Points, law: Law, found: dict[str, Any], draws: int, brief: bool
+    points: Points, law: Law, diagnostics: dict[str, Any], draws: int, brief: bool
 ) -> list[str]:
-    starts, condition, (low, high) = found["starts"], found["condition"], EXPONENTS
+    starts, condition, (low, high) = diagnostics["starts"], diagnostics["condition"], EXPONENTS
     bounds = {
         name: "0" if name in law.coefficients else f"a bound ({low:g} or {high:g})"
-        for name in found["bounds_hit"]
+        for name in diagnostics["bounds_hit"]
     }
-    said = {
-        f"{starts['reached']} of {starts['number']} starts reached the optimum: there are others "
-        "nearly as good, or it is flat": starts["reached"] < starts["number"] // 4,
-        "the optimum had not converged when the steps ran out": not found["converged"],
-        f"condition {condition:.1e}: parameters trade off against each other; read the intervals, "
-        "not the values": condition > _POOR,
+    conditions = {
+        f"only {starts['reached']} of {starts['number']} starts reached the optimum: it is flat, "
+        "or others are nearly as good": starts["reached"] < starts["number"] // 4,
+        "the search ran out of steps before it converged": not diagnostics["converged"],
+        f"condition number {condition:.1e}: parameters trade off against each other; read the "
+        "intervals, not the values": condition > _POOR,
         f"no intervals: {len(points)} points are too few to resample for {len(law.parameters)} "
-        "parameters": draws and not found["bootstrap"]["draws"],
-        "no check on held-out budgets: the rest would be too few to fit":
-            found["held_out"] is None and not brief,
-        "the budgets span less than a factor of 10: a forecast beyond them is a guess":
+        "parameters": draws and not diagnostics["bootstrap"]["draws"],
+        "no held-out check on the largest budgets: the other runs are too few to fit":
+            diagnostics["held_out"] is None and not brief,
+        "the budgets span less than a factor of 10: forecasts beyond them are not reliable":
             points.flops.max() < 10 * points.flops.min(),
     }  # fmt: skip
     return [
-        *(f"{name} ended at {bound}: the points do not tell it" for name, bound in bounds.items()),
-        *misfit(found["residuals"]), *(text for text, is_true in said.items() if is_true),
+        *(f"{name} ended at {bound}: the points do not determine it"
+          for name, bound in bounds.items()),
+        *misfit(diagnostics["residuals"]),
+        *(text for text, is_true in conditions.items() if is_true),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Flags of launch/scale.py fit, predict, plan and run, and what those of a fit mean."""
+"""Flags of launch/scale.py fit, predict, plan and run, and the fits and forecasts they ask for."""
 
 import argparse
 import json
@@ -22,25 +22,25 @@ from parallel3d.scaling.result import Fit, finite
 from parallel3d.scaling.run_table import read
 from parallel3d.scaling.runs import COUNTS, read_runs
 
-DRAWS = 2000  # of the bootstrap
+DRAWS = 2000  # bootstrap resamples
 FIT = "fit.json"
 NO_EXTRA = "{} is not installed; run: pip install 'parallel3d[scaling]'"
 LAWS_IN_WORDS = {
     **{law.name: law.formula for law in LAWS.values()},
-    "isoflop": "the best N and D of each budget, as powers of C",
-    "envelope": "the same of the runs that no cheaper run beats",
-    data_constrained.NAME: "repeated tokens, arXiv:2305.16264",
-    power.NAME: "the best learning rate or batch size, as powers of N and D",
+    "isoflop": "the best N and D of each budget as powers of C",
+    "envelope": "the same, from the runs that no cheaper run beats",
+    data_constrained.NAME: "the worth of repeated tokens (arXiv:2305.16264)",
+    power.NAME: "the best learning rate or batch size as powers of N and D",
 }
 _WORDS = {
-    "params": "parameters", "tokens": "tokens trained on", "flops": "FLOPs of training",
-    "loss": "loss, nats per token", "standard_error": "the loss's standard error",
-    "unique": "unique tokens",
+    "params": "number of parameters", "tokens": "training tokens", "flops": "training FLOPs",
+    "loss": "loss in nats per token", "standard_error": "standard error of the loss",
+    "unique": "unique training tokens",
 }  # fmt: skip
 
 
 def above_0(text: str) -> float:
-    """Read a number above 0 from text such as 1e24."""
+    """Return the number above 0 in a text such as 1e24."""
     try:
         value = float(text)
     except ValueError:
@@ -58,29 +58,34 @@ def add_fit(parser: Parser) -> None:
     # fmt: off
     add("source", type=Path, metavar="TABLE", help="a CSV, JSON or JSONL file, or a folder of runs")
     add("--law", choices=list(LAWS_IN_WORDS), default="parametric", help=laws)
-    for what, flag in FLAGS.items():
-        add(flag, dest=what, metavar="COLUMN", help=f"{_WORDS[what]}; else {NAMES[what][0]}")
+    for use, flag in FLAGS.items():
+        add(flag, dest=use, metavar="COLUMN",
+            help=f"column of the {_WORDS[use]} (default: {NAMES[use][0]})")
     add("--method", choices=list(frontier.METHODS), default="akima",
-        help="how an IsoFLOP profile's best size is found; both are printed")
-    add("--base", type=Path, metavar="FIT", help="the data-constrained law's parametric one")
-    add("--setting-column", metavar="COLUMN", help="best-value: what was swept, such as lr")
+        help="how to find the best size of an IsoFLOP profile; the report shows both")
+    add("--base", type=Path, metavar="FIT",
+        help="fit.json of the parametric law that the data-constrained law builds on")
+    add("--setting-column", metavar="COLUMN",
+        help="column of the swept setting for --law best-value, such as lr")
     add("--compare-n", metavar="COLUMN", **several,
-        help="fit again with other counts of parameters, and compare")
-    add("--where", metavar="COLUMN=VALUE", **several, help="take these rows alone")
+        help="fit again with these counts of parameters and compare the exponents")
+    add("--where", metavar="COLUMN=VALUE", **several, help="use only the rows with this value")
     add("--drop-largest-losses", type=whole_number(least=0), default=0, metavar="K",
-        help="leave the K largest losses out")
+        help="leave out the rows with the K largest losses")
     add("--estimator", choices=("huber", "likelihood", "squares"), default="huber",
-        help="Huber loss of log(loss), its likelihood of free scale, squares of the loss")
-    add("--delta", type=above_0, default=1e-3, help="where Huber's line begins")
-    add("--weighted", action="store_true", help="by 1 / standard error^2 of the losses")
+        help="Huber loss of log(loss); its likelihood with a free scale; squares of the loss")
+    add("--delta", type=above_0, default=1e-3, help="threshold of the Huber loss (default: 1e-3)")
+    add("--weighted", action="store_true",
+        help="weight each point by 1 / standard error^2 of its loss")
     add("--bootstraps", type=whole_number(least=0, most=10**6), default=DRAWS, metavar="N",
-        help=f"resamples for the intervals; else {DRAWS:,}")
-    add("--seed", type=whole_number(least=0), default=0, help="of the resamples")
+        help=f"resamples of the runs for the intervals (default: {DRAWS:,})")
+    add("--seed", type=whole_number(least=0), default=0, help="seed of the resamples (default: 0)")
     add("--forecasts", type=Path, metavar="FILE", **several,
-        help="registered forecasts, to be held against their runs, which are not fitted")
+        help="compare these registered forecasts with their runs, and leave the runs out of the "
+        "fit")
     add("--out", type=Path, default=Path(), metavar="FOLDER",
-        help=f"where {FIT} and report.html go; else here")
-    add("--no-report", action="store_true", help="write no report.html, and no pictures")
+        help=f"write {FIT} and report.html to this folder (default: the working directory)")
+    add("--no-report", action="store_true", help="do not write report.html and its plots")
     # fmt: on
     parser.add_json()
 
@@ -89,15 +94,15 @@ def add_predict(parser: Parser) -> None:
     """Add the flags of `predict` to a parser."""
     parser.add_argument("--fit", type=Path, required=True, metavar="FILE", help=f"a {FIT}")
     for flag, words in (
-        ("--flops", "the budget; alone: of the best N and D"),
-        ("--params", "N of one run, counted as the fit's"),
-        ("--tokens", "D of one run"),
-        ("--unique-tokens", "unique tokens of the run, of the data-constrained law"),
+        ("--flops", "training FLOPs; without --params and --tokens: forecast the best run of them"),
+        ("--params", "parameters of the run, counted as in the fit"),
+        ("--tokens", "training tokens of the run"),
+        ("--unique-tokens", "unique training tokens of the run, for the data-constrained law"),
     ):
         parser.add_argument(flag, type=above_0, metavar="X", help=words)
     parser.add_argument(
         "--register", type=Path, nargs="?", const=Path(), metavar="FILE",
-        help="write the forecast to a new file, before the run; else one beside the fit",
+        help="register the forecast in a new file (default: one beside the fit)",
     )  # fmt: skip
     parser.add_json()
 
@@ -105,7 +110,7 @@ def add_predict(parser: Parser) -> None:
 def add_plan(parser: Parser) -> None:
     """Add the flags of `plan` to a parser."""
     parser.add_argument(
-        "--ladder", required=True, metavar="FILE", help="a ladder, as those in configs/ladders"
+        "--ladder", required=True, metavar="FILE", help="a ladder file, as in configs/ladders"
     )
     parser.add_json()
 
@@ -115,29 +120,32 @@ def add_run(parser: Parser) -> None:
     add_plan(parser)
     parser.add_argument(
         "--parallel", type=whole_number(), default=1, metavar="N",
-        help="so many runs at once, where there are devices for them; else 1",
+        help="train up to N runs at once, if there are devices for them (default: 1)",
     )  # fmt: skip
     parser.add_argument(
-        "--emit", choices=("slurm",), help="write job arrays for Slurm instead, and train nothing"
+        "--emit", choices=("slurm",), help="write Slurm job arrays instead of training"
     )
 
 
 def predict(args: argparse.Namespace) -> tuple[Forecast, Fit, Path | None]:
-    """Return the forecast that the flags ask for, its fit, and the file it was registered in."""
+    """Make the forecast that the flags ask for, and register it if they say so.
+
+    Returns the forecast, its fit, and the file of the registered forecast or None.
+    """
     stored = Fit.read(args.fit)
-    made = forecast.forecast(
+    prediction = forecast.forecast(
         stored, flops=args.flops, params=args.params, tokens=args.tokens, unique=args.unique_tokens
     )
     path: Path | None = args.register
     if path is not None:
-        name = f"forecast-{made.flops:.3g}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+        name = f"forecast-{prediction.flops:.3g}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
         path = path if path.name else stored.path.parent / name
-        forecast.register(path, made, stored)
-    return made, stored, path
+        forecast.register(path, prediction, stored)
+    return prediction, stored, path
 
 
 def fit(args: argparse.Namespace) -> Fit:
-    """Return the fit that the flags ask for; ConfigError if the points allow none."""
+    """Make the fit that the flags ask for; raise ConfigError if the points do not allow it."""
     for package in ("scipy", *(["matplotlib"] * (not args.no_report))):
         if find_spec(package) is None:
             raise ConfigError(NO_EXTRA.format(package))
@@ -149,76 +157,78 @@ def fit(args: argparse.Namespace) -> Fit:
     if args.setting_column:
         others.append(("--setting-column", args.setting_column))
     table = read_runs(args.source) if is_runs else read(args.source)
-    named = {what: getattr(args, what) for what in FLAGS}
-    found = points_of(
+    named = {use: getattr(args, use) for use in FLAGS}
+    points = points_of(
         table.where(args.where), named, others=others, drop_largest=args.drop_largest_losses
     )
-    held = forecast.judged(args.forecasts, found)
-    sworn = {line["row"]: f"held out: {line['file']} is its forecast" for line in held}
-    # A law is tested on runs that it never saw.
-    found = found.without({i: sworn[row] for i, row in enumerate(found.names) if row in sworn})
-    result = _fit(args, found)
-    fits = {found.columns.get("params", "C / 6D"): result}
+    outcomes = forecast.compare(args.forecasts, points)
+    reasons = {line["row"]: f"held out: {line['file']} is its forecast" for line in outcomes}
+    # A forecast is a test only if its run is not among the fitted points.
+    points = points.without(
+        {i: reasons[row] for i, row in enumerate(points.names) if row in reasons}
+    )
+    main_fit = _fit(args, points)
+    fits = {points.columns.get("params", "C / 6D"): main_fit}
     for name in compared:
-        fits[name] = _fit(args, replace(found, params=found.others[name]), brief=True)
-    shorts = {
+        fits[name] = _fit(args, replace(points, params=points.others[name]), brief=True)
+    summaries = {
         name: {
-            "parameters": dict(one.parameters), "objective": one.objective,
-            "optimal_exponents": dict(one.optimal),
+            "parameters": dict(fitted.parameters), "objective": fitted.objective,
+            "optimal_exponents": dict(fitted.optimal),
         }
-        for name, one in fits.items()
+        for name, fitted in fits.items()
     }  # fmt: skip
-    more = {
-        "n_counts": next(iter(fits)), "n_compared": shorts, "table": str(args.source),
-        "where": args.where, "forecasts": held,
+    choices = {
+        "n_counts": next(iter(fits)), "n_compared": summaries, "table": str(args.source),
+        "where": args.where, "forecasts": outcomes,
     }  # fmt: skip
-    return replace(result, diagnostics={**result.diagnostics, **more})
+    return replace(main_fit, diagnostics={**main_fit.diagnostics, **choices})
 
 
-def _fit(args: argparse.Namespace, found: Points, brief: bool = False) -> Fit:
+def _fit(args: argparse.Namespace, points: Points, brief: bool = False) -> Fit:
     law, seed, draws = args.law, args.seed, 0 if brief else args.bootstraps
     estimator = Estimator(args.estimator, args.delta, args.weighted)
     if law in LAWS:
-        return fit_law(found, LAWS[law], estimator, draws=draws, seed=seed, brief=brief)
+        return fit_law(points, LAWS[law], estimator, draws=draws, seed=seed, brief=brief)
     if law == data_constrained.NAME:
         base = _base(args.base) if args.base else None
-        return data_constrained.fit_decays(found, estimator, base, draws=draws, seed=seed)
+        return data_constrained.fit_decays(points, estimator, base, draws=draws, seed=seed)
     if args.weighted:
-        raise ConfigError(f"--weighted: not of the {law} law; leave it out")
+        raise ConfigError(f"--weighted: is not supported by the {law} law; remove it")
     if law in frontier.NAMES:
-        return frontier.fit_frontier(found, law, args.method, estimator, draws=draws, seed=seed)
-    swept = args.setting_column
-    if swept is None:
-        raise ConfigError("--setting-column: is missing; name the column of what was swept")
-    return power.fit_best(found, found.others[swept], swept, draws=draws, seed=seed)
+        return frontier.fit_frontier(points, law, args.method, estimator, draws=draws, seed=seed)
+    setting = args.setting_column
+    if setting is None:
+        raise ConfigError("--setting-column: is missing; name the column of the swept setting")
+    return power.fit_best(points, points.others[setting], setting, draws=draws, seed=seed)
 
 
 def _base(path: Path) -> dict[str, float]:
-    """Return the parametric law in a fit.json, or in an object of its five parameters."""
+    """Read the parametric law from a fit.json, or from an object with its five parameters."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         raw = raw["parameters"] if raw.get("law") == "parametric" else raw
-        found = {name: float(raw[name]) for name in LAWS["parametric"].parameters}
+        parameters = {name: float(raw[name]) for name in LAWS["parametric"].parameters}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        found = {}
-    if not found or min(found.values()) <= 0:
+        parameters = {}
+    if not parameters or min(parameters.values()) <= 0:
         raise ConfigError(
-            f"--base {path}: holds no parametric law; give its fit.json, or an object with numbers "
+            f"--base {path}: holds no parametric law; use its fit.json, or an object with numbers "
             "above 0 for E, A, B, alpha and beta"
         )
-    return found
+    return parameters
 
 
-def write(found: Fit, args: argparse.Namespace) -> list[Path]:
-    """Write fit.json and report.html, with its pictures, into a folder; return their paths."""
+def write(fitted: Fit, args: argparse.Namespace) -> list[Path]:
+    """Write fit.json, and report.html with its plots, into the --out folder; return their paths."""
     path = args.out / FIT
     args.out.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps(finite(found.document())))
+    replace_text(path, json.dumps(finite(fitted.document())))
     if args.no_report:
         return [path]
     is_runs = args.source.is_dir()
     page = report_page.write(
-        found, args.out, title=f"Scaling law of {args.source.resolve().name}",
+        fitted, args.out, title=f"Scaling law of {args.source.resolve().name}",
         curves=runs.curves(args.source) if is_runs else (),
         settings=runs.settings(args.source) if is_runs else None,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Forecasts of future runs: made, registered in a file once, and compared with the outcome."""
+"""Forecast runs, register the forecasts in files, and compare them with the outcomes."""
 
 import json
 import os
@@ -15,16 +15,17 @@ from pydantic import BaseModel
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling import data_constrained, frontier
 from parallel3d.scaling.laws import LAWS
-from parallel3d.scaling.points import FLOPS_PER_PARAM_AND_TOKEN, Array, Points
+from parallel3d.scaling.points import FLOPS_PER_ND, Array, Points
 from parallel3d.scaling.result import Fit, interval
 
 SAME_RUN = 0.02
-"""A run whose N and D are within so much, relative, is the one that a forecast is about."""
+"""Relative difference of N and of D up to which a run is the one that a forecast is about."""
 ONE_RUN = "loss_of_a_run"
+_NO_LOSS = "the {} law does not predict a loss; use the fit of another law"
 
 
 class Registered(BaseModel):
-    """The contents of a registered forecast that its run is held against."""
+    """The part of a registered forecast's file that is compared with its run."""
 
     registered_at: str
     law: str
@@ -39,19 +40,17 @@ class Registered(BaseModel):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Loss in nats per token of a run of `params` on `tokens`; `flops` is 6ND.
+    """The forecast loss of a run with `params` parameters on `tokens` tokens."""
 
-    `intervals`: 95 %, of the best params and tokens, of `loss` (the law alone), and of
-    `loss_of_a_run` (with the scatter of runs). `beyond`: flops over those of the largest fitted
-    run.
-    """
-
-    flops: float
+    flops: float  # 6ND
     params: float
     tokens: float
-    loss: float | None
+    loss: float | None  # nats per token
     intervals: Mapping[str, list[float] | None]
+    """95 % intervals of the best "params" and "tokens", of "loss" (the uncertainty of the law
+    alone), and of "loss_of_a_run" (with the scatter between runs)."""
     beyond: float
+    """FLOPs of the run divided by those of the largest fitted run."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints; its keys are published and do not change."""
@@ -65,32 +64,32 @@ def forecast(
     fit: Fit, *, flops: float | None = None, params: float | None = None,
     tokens: float | None = None, unique: float | None = None,
 ) -> Forecast:  # fmt: skip
-    """Return the forecast of a run's loss; with `flops` alone, at the best N and D.
+    """Forecast the loss of a run; with `flops` alone, of the run with the best N and D.
 
-    `unique`: tokens of the corpus. Raises ConfigError where the fit says nothing of such a run.
+    unique: unique training tokens of the run, for the data-constrained law. Raises ConfigError if
+    the fit cannot forecast this run.
     """
-    given = {"--flops": flops, "--params": params, "--tokens": tokens}
-    known = [flag for flag, value in given.items() if value is not None]
+    flags = {"--flops": flops, "--params": params, "--tokens": tokens}
+    known = [flag for flag, value in flags.items() if value is not None]
     spread: dict[str, list[float] | None] = dict.fromkeys(("params", "tokens", "loss", ONE_RUN))
     drawn = {**fit.parameters, **{name: draws[:, None] for name, draws in fit.samples.items()}}
-    six = FLOPS_PER_PARAM_AND_TOKEN
     if known == ["--flops"] and flops:
         params, tokens = (float(x) for x in _best(fit, fit.parameters, flops))
         if fit.samples:
             for name, draws in zip(("params", "tokens"), _best(fit, drawn, flops), strict=True):
                 spread[name] = interval(np.ravel(draws))
     elif len(known) != 2:
-        said = ", ".join(known) or "none"
+        names = ", ".join(known) or "none"
         raise ConfigError(
-            f"{said} of --flops, --params, --tokens: give --flops for the best run of a budget, or "
-            "two of the three for one run"
+            f"--flops, --params, --tokens: {names} given; give --flops alone for the best run of a "
+            "budget, or two of the three for one run"
         )
     elif flops and tokens:
-        params = flops / (six * tokens)
+        params = flops / (FLOPS_PER_ND * tokens)
     elif flops and params:
-        tokens = flops / (six * params)
+        tokens = flops / (FLOPS_PER_ND * params)
     assert params is not None and tokens is not None
-    flops = flops if flops is not None else six * params * tokens
+    flops = flops if flops is not None else FLOPS_PER_ND * params * tokens
     loss = _loss(fit, fit.parameters, params, tokens, unique)
     if fit.samples and loss is not None:
         draws = np.ravel(_loss(fit, drawn, params, tokens, unique))
@@ -109,27 +108,29 @@ def _best(fit: Fit, values: Mapping[str, Any], flops: float) -> tuple[Array, Arr
         )
     if fit.law == data_constrained.NAME:
         raise ConfigError(
-            "--flops: the data-constrained law says what a run loses, not which is best; give "
-            "--params and --tokens besides --unique-tokens"
+            "--flops: the data-constrained law cannot say which N and D are best; give --params "
+            "and --tokens as well as --unique-tokens"
         )
-    raise ConfigError(f"--fit {fit.path}: the {fit.law} law tells no loss; give another law's fit")
+    raise ConfigError(f"--fit {fit.path}: {_NO_LOSS.format(fit.law)}")
 
 
 def _loss(
     fit: Fit, values: Mapping[str, Any], params: float, tokens: float, unique: float | None
 ) -> Any:
-    """Return the law's loss; None of a frontier of too few budgets for a law of the loss."""
+    """Return the law's loss [draws, 1] or [1]; None if a frontier fit has no law of the loss."""
     one, other = np.array([params]), np.array([tokens])
     if fit.law in LAWS:
         return LAWS[fit.law].loss(values, one, other)
     if fit.law in frontier.NAMES:
         return frontier.FRONTIER.loss(values, one, other) if "gamma" in values else None
     if fit.law != data_constrained.NAME:
-        raise ConfigError(f"--fit {fit.path}: the {fit.law} law tells no loss; give another's fit")
+        raise ConfigError(f"--fit {fit.path}: {_NO_LOSS.format(fit.law)}")
     if unique is None:
-        raise ConfigError("--unique-tokens: is missing; the law is of runs that repeat tokens")
+        raise ConfigError(
+            "--unique-tokens: is missing; the data-constrained law needs it to count repeats"
+        )
     corpus = np.array([min(unique, tokens)])
-    flops = FLOPS_PER_PARAM_AND_TOKEN * one * other
+    flops = FLOPS_PER_ND * one * other
     run = Points(one, other, flops, np.ones(1), ("",), {}, unique=corpus)
     model = data_constrained.DecayModel(run, fit.parameters)
     theta = np.log(np.column_stack([np.ravel(values[n]) for n in data_constrained.DECAYS]))
@@ -137,35 +138,39 @@ def _loss(
 
 
 def _with_scatter(fit: Fit, losses: Array) -> Array:
-    """Return the losses with residuals of the runs, widened for the freedom of the fit."""
+    """Return the losses with residuals of the fit added, scaled up for its degrees of freedom."""
     if not len(fit.scatter):
         return losses
-    drawn = [name for name in fit.samples if not name.startswith(("N_", "D_"))]  # of the loss
+    # Only the parameters of the loss, not the exponents of N and D.
+    drawn = [name for name in fit.samples if not name.startswith(("N_", "D_"))]
     count, free = len(fit.scatter), len(drawn)
     wider = np.sqrt(count / max(count - free, 1))
     random = np.random.default_rng(0)
-    many = np.repeat(losses, max(1, 20_000 // len(losses)))
-    with_one: Array = many * np.exp(wider * random.choice(fit.scatter, size=len(many)))
-    return with_one
+    repeated = np.repeat(losses, max(1, 20_000 // len(losses)))
+    run_losses: Array = repeated * np.exp(wider * random.choice(fit.scatter, size=len(repeated)))
+    return run_losses
 
 
-def register(path: Path, made: Forecast, fit: Fit) -> None:
-    """Write the forecast to a new file; ConfigError where the file, or the run, exists already."""
+def register(path: Path, forecast: Forecast, fit: Fit) -> None:
+    """Write the forecast to a new, read-only file.
+
+    Raises ConfigError if the file or the run exists already, or if there is no loss to forecast.
+    """
     runs = [(run["params"], run["tokens"]) for run in fit.diagnostics.get("forecasts", ())
             if run["loss"] is not None]  # fmt: skip
     known = np.array([*zip(fit.points.params, fit.points.tokens, strict=True), *runs])
-    if np.any(_same_run(known[:, 0], known[:, 1], made)):
+    if np.any(_same_run(known[:, 0], known[:, 1], forecast)):
         raise ConfigError(
-            f"--register {path}: a run of N = {made.params:.4g} and D = {made.tokens:.4g} is among "
-            f"the points of {fit.path}; a forecast is of a run that is still to come"
+            f"--register {path}: a run of N = {forecast.params:.4g} and D = {forecast.tokens:.4g} "
+            f"is among the points of {fit.path}; register the forecast of a run that is not there"
         )
-    if made.loss is None:
+    if forecast.loss is None:
         raise ConfigError(f"--register {path}: {fit.path} has no law of the loss; fit more budgets")
     fitted = fit.points.flops
-    document = made.to_json() | {
+    document = forecast.to_json() | {
         "law": fit.law, "estimator": fit.estimator, "parameters": dict(fit.parameters),
         "data_sha256": fit.points.digest, "fit": str(fit.path), "points": len(fitted),
-        "fitted_flops": [float(fitted.min()), float(fitted.max())], "beyond": made.beyond,
+        "fitted_flops": [float(fitted.min()), float(fitted.max())], "beyond": forecast.beyond,
         "registered_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
     text = json.dumps(document, indent=1)
@@ -178,37 +183,42 @@ def register(path: Path, made: Forecast, fit: Fit) -> None:
         path.chmod(0o444)
     except FileExistsError:
         raise ConfigError(
-            f"--register {path}: exists; a forecast is never written again; name another file"
+            f"--register {path}: exists, and a registered forecast is never overwritten; name "
+            "another file"
         ) from None
 
 
-def judged(files: Sequence[Path], points: Points) -> list[dict[str, Any]]:
-    """Return registered forecasts beside the runs that they were about: if each interval held.
+def compare(files: Sequence[Path], points: Points) -> list[dict[str, Any]]:
+    """Compare registered forecasts with their runs among the points.
 
-    A forecast without a run has None for its outcome. Raises ConfigError for no forecast.
+    Returns a row for each forecast and run, with the error and True if the interval held. They are
+    None for a forecast without a run. Raises ConfigError for a file that holds no forecast.
     """
-    found = []
+    rows = []
     for file in files:
-        made = _read(file)
-        both = made.intervals.get(ONE_RUN)
-        line = made.model_dump(exclude={"intervals", "loss"}) | {
-            "file": str(file), "predicted": made.loss, "interval": both, "row": None, "loss": None,
-            "error": None, "held": None,
+        registered = _read(file)
+        bounds = registered.intervals.get(ONE_RUN)
+        line = registered.model_dump(exclude={"intervals", "loss"}) | {
+            "file": str(file), "predicted": registered.loss, "interval": bounds,
+            "row": None, "loss": None, "error": None, "held": None,
         }  # fmt: skip
-        runs = np.flatnonzero(_same_run(points.params, points.tokens, made))
+        runs = np.flatnonzero(_same_run(points.params, points.tokens, registered))
         for run in runs:
             truth = float(points.loss[run])
-            held = None if both is None else both[0] <= truth <= both[1]
-            error = made.loss / truth - 1
+            held = None if bounds is None else bounds[0] <= truth <= bounds[1]
+            error = registered.loss / truth - 1
             outcome = {"row": points.names[run], "loss": truth, "error": error, "held": held}
-            found.append(line | outcome)
+            rows.append(line | outcome)
         if not len(runs):
-            found.append(line)
-    return found
+            rows.append(line)
+    return rows
 
 
-def _same_run(params: Array, tokens: Array, made: Forecast | Registered) -> npt.NDArray[np.bool_]:
-    far = np.maximum(np.abs(params / made.params - 1), np.abs(tokens / made.tokens - 1))
+def _same_run(
+    params: Array, tokens: Array, forecast: Forecast | Registered
+) -> npt.NDArray[np.bool_]:
+    """Return the mask of the runs that the forecast is about [runs]."""
+    far = np.maximum(np.abs(params / forecast.params - 1), np.abs(tokens / forecast.tokens - 1))
     return np.asarray(far < SAME_RUN)
 
 
@@ -218,5 +228,7 @@ def _read(file: Path) -> Registered:
     except OSError as problem:
         why = problem.strerror or str(problem)
     except ValueError:
-        why = "it is no forecast"
-    raise ConfigError(f"--forecasts {file}: cannot be used ({why}); give what --register wrote")
+        why = "not a forecast"
+    raise ConfigError(
+        f"--forecasts {file}: cannot be used ({why}); name a file that --register wrote"
+    )

@@ -1,6 +1,6 @@
-"""Laws of the best runs: IsoFLOP profiles, and the envelope of all runs.
+"""Laws of the compute-optimal runs, from IsoFLOP profiles or from the envelope of all runs.
 
-Both give, for budgets C, the best size, its tokens and its loss, and then power laws of these:
+Both find the best size, its tokens and its loss for several budgets C, and fit power laws to them:
 N = k C^a, D = m C^b, L = E + A C^-gamma (arXiv:2203.15556, approaches 1 and 2).
 """
 
@@ -15,19 +15,19 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.estimator import Estimator, SumModel
 from parallel3d.scaling.fit import fit_law, noise_floor
 from parallel3d.scaling.laws import PARAMETRIC, Law, features_of
-from parallel3d.scaling.points import SAME_BUDGET, Array, Points, groups
+from parallel3d.scaling.points import FLOPS_PER_ND, SAME_BUDGET, Array, Points, groups
 from parallel3d.scaling.power import power_law
 from parallel3d.scaling.result import Fit
 
 NAMES = ("isoflop", "envelope")
 Method = Literal["akima", "parabola"]
 METHODS: dict[Method, int] = {"akima": 4, "parabola": 3}
-"""How the least loss of a profile is found, and how many sizes that takes."""
+"""Method to find the minimum of a profile -> smallest number of sizes that it needs."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best size at a budget: FLOPs, parameters, tokens, loss, and the number of sizes tried."""
+    """The best run of a budget; `sizes` is the number of sizes that were compared."""
 
     flops: float
     params: float
@@ -38,50 +38,50 @@ class Best:
 
 @dataclass(frozen=True)
 class Profile:
-    """The runs of one budget: their rows among the points, and the size of each.
-
-    `logs`: of parameters, loss and tokens, [3, runs].
-    """
+    """The runs of one budget."""
 
     flops: float
-    rows: npt.NDArray[np.intp]
-    size: npt.NDArray[np.intp]
-    logs: Array
+    rows: npt.NDArray[np.intp]  # [runs], indices of the points
+    size: npt.NDArray[np.intp]  # [runs], index of the size of each
+    logs: Array  # [3, runs]: log of parameters, loss and tokens
 
     def least(self, method: Method, times: Array | None = None) -> Best | None:
-        """Return the best size; None where it is not bracketed by sizes on both sides.
+        """Return the best size, or None if there are no sizes on both sides of it.
 
-        parabola: through log(loss) over log(N). akima: an interpolation of it. Runs of one size are
-        averaged; `times`: how often each counts.
+        method: "parabola" fits one to log(loss) over log(N), "akima" interpolates it. Runs of equal
+            size are averaged.
+        times: how often each run counts [runs]; once if None.
         """
         weight = np.ones(len(self.rows)) if times is None else times
         total = np.bincount(self.size, weight)
-        kept = total > 0
-        if kept.sum() < METHODS[method]:
+        present = total > 0
+        if present.sum() < METHODS[method]:
             return None
-        x, y, z = (np.bincount(self.size, weight * log)[kept] / total[kept] for log in self.logs)
-        found = _parabola(x, y) if method == "parabola" else _akima_least(x, y)
-        if found is None:
+        x, y, z = (
+            np.bincount(self.size, weight * log)[present] / total[present] for log in self.logs
+        )
+        vertex = _parabola(x, y) if method == "parabola" else _akima_least(x, y)
+        if vertex is None:
             return None
-        params, loss = np.exp(found)
-        tokens = float(np.exp(np.interp(found[0], x, z)))
-        return Best(self.flops, float(params), tokens, float(loss), int(kept.sum()))
+        params, loss = np.exp(vertex)
+        tokens = float(np.exp(np.interp(vertex[0], x, z)))
+        return Best(self.flops, float(params), tokens, float(loss), int(present.sum()))
 
 
 def profiles(points: Points) -> list[Profile]:
-    """Return the runs of each budget that has three sizes or more, ascending."""
-    found = []
+    """Return a profile for each budget with at least three sizes, in ascending order."""
+    profiles = []
     for rows in groups(points.flops, SAME_BUDGET):
         sizes = groups(points.params[rows])
         if len(sizes) >= 3:
             label = np.zeros(len(rows), dtype=np.intp)
-            for i, some in enumerate(sizes):
-                label[some] = i
+            for i, members in enumerate(sizes):
+                label[members] = i
             columns = (points.params, points.loss, points.tokens)
             logs = np.log([column[rows] for column in columns])
             flops = float(np.exp(np.log(points.flops[rows]).mean()))
-            found.append(Profile(flops, rows, label, logs))
-    return found
+            profiles.append(Profile(flops, rows, label, logs))
+    return profiles
 
 
 def _parabola(x: Array, y: Array) -> tuple[float, float] | None:
@@ -93,12 +93,12 @@ def _parabola(x: Array, y: Array) -> tuple[float, float] | None:
 
 
 def _akima_least(x: Array, y: Array) -> tuple[float, float] | None:
-    """Return the least turn of an Akima interpolation, if it is below both ends."""
+    """Return the lowest stationary point of an Akima interpolation if it is below both ends."""
     from scipy.interpolate import Akima1DInterpolator  # of the extra `scaling`
 
     curve = Akima1DInterpolator(x, y)
     turns = curve.derivative().roots(extrapolate=False)
-    turns = turns[np.isfinite(turns)]  # a level stretch has a NaN
+    turns = turns[np.isfinite(turns)]  # a constant piece has a NaN among its roots
     values = curve(turns)
     if not len(turns) or not values.min() < min(y[0], y[-1]):
         return None
@@ -106,9 +106,10 @@ def _akima_least(x: Array, y: Array) -> tuple[float, float] | None:
 
 
 def envelope(points: Points) -> list[Best]:
-    """Return the runs that no run of as few FLOPs or fewer beats, the cheapest left out.
+    """Return the runs with a lower loss than every cheaper run; the cheapest run is left out.
 
-    Only the end of a run counts: a loss on the way of a decaying schedule is no shorter run's.
+    Only final losses count: with a decaying schedule, a loss within a run is not that of a shorter
+    run.
     """
     order = np.lexsort((points.loss, points.flops))
     before = np.minimum.accumulate(points.loss[order])[:-1]
@@ -124,36 +125,37 @@ def _column(bests: Sequence[Best], name: str) -> Array:
 
 
 def exponents(bests: Sequence[Best]) -> dict[str, float]:
-    """Return the power laws of N and of D in C, by least squares of logarithms."""
-    found: dict[str, float] = {}
-    for name, what in (("N", "params"), ("D", "tokens")):
-        law = power_law([_column(bests, "flops")], _column(bests, what))
-        found |= {f"{name}_coefficient": law.coefficient, f"{name}_exponent": law.exponents[0]}
-    return found
+    """Fit N and D as powers of C, by least squares of logarithms."""
+    parameters: dict[str, float] = {}
+    for name, column in (("N", "params"), ("D", "tokens")):
+        law = power_law([_column(bests, "flops")], _column(bests, column))
+        parameters |= {f"{name}_coefficient": law.coefficient, f"{name}_exponent": law.exponents[0]}
+    return parameters
 
 
 FRONTIER = Law(
     "frontier", "L = E + A C^-gamma", "", ("E", "A"), ("gamma",),
-    lambda params, tokens: features_of((-np.log(6 * params * tokens),)),
+    lambda params, tokens: features_of((-np.log(FLOPS_PER_ND * params * tokens),)),
     lambda values, flops: (np.asarray(flops), np.asarray(flops)), lambda values: (0.5, 0.5),
 )  # fmt: skip
 
 
 def frontier_loss(
-    bests: Sequence[Best], estimator: Estimator, near: Mapping[str, float] | None = None
+    bests: Sequence[Best], estimator: Estimator, start: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Return E, A and gamma of the law of the best losses; empty for fewer than four budgets.
+    """Fit E, A and gamma to the best losses; return {} for fewer than four budgets.
 
-    `near`: the law of all runs, at which the search for a draw's begins.
+    start: for a bootstrap draw, the law of all runs. The search starts there, and it is the answer
+    for fewer than four budgets.
     """
     if len(bests) < 4:
-        return dict(near or {})
+        return dict(start or {})
     flops, losses = _column(bests, "flops"), _column(bests, "loss")
-    runs = Points(flops / 6, np.ones(len(flops)), flops, losses, ("",) * len(flops), {})
+    runs = Points(flops / FLOPS_PER_ND, np.ones(len(flops)), flops, losses, ("",) * len(flops), {})
     model = SumModel(FRONTIER, runs, log=estimator.kind != "squares")
     weights = np.ones(len(bests))
-    if near:
-        theta = estimator.minimise(model, model.theta(near), weights, is_draw=True).theta
+    if start:
+        theta = estimator.minimise(model, model.theta(start), weights, is_draw=True).theta
     else:
         theta = estimator.search(model, model.starts(weights, each=8), weights)[0].theta
     return {name: float(value) for name, value in model.natural(theta).items()}
@@ -162,17 +164,17 @@ def frontier_loss(
 def fit_frontier(
     points: Points, kind: str, method: Method, estimator: Estimator, *, draws: int, seed: int
 ) -> Fit:
-    """Return the laws of the best runs, with a bootstrap over the runs; `kind` is one of NAMES.
+    """Fit the laws of the best runs, with a bootstrap over the runs; `kind` is one of NAMES.
 
-    Raises ConfigError where fewer than two budgets have a least loss within their sizes.
+    Raises ConfigError if fewer than two budgets have their minimum within their sizes.
     """
     all_profiles = profiles(points)
     bests, left_out = _bests(points, kind, method, all_profiles)
     if len(bests) < 2 or len({b.flops for b in bests}) < 2:
         why = f"; {left_out[0]}" if left_out else ""
         raise ConfigError(
-            f"{len(points)} points: {len(bests)} budgets whose best size is bracketed; the "
-            f"{kind} law needs 2 or more, each with sizes on both sides of its best{why}; add runs"
+            f"{len(points)} points: {len(bests)} budgets have sizes on both sides of the best one; "
+            f"the {kind} law needs 2 or more{why}; add runs"
         )
     values, loss = exponents(bests), frontier_loss(bests, estimator)
     random = np.random.default_rng(seed)
@@ -180,84 +182,97 @@ def fit_frontier(
     drawn = []
     for _ in range(draws):
         times = np.bincount(random.integers(count, size=count), minlength=count).astype(float)
-        some, _ = _bests(points, kind, method, all_profiles, times)
-        if len(some) > len(bests) // 2 and len(some) > 1:
-            law = frontier_loss(some, estimator, loss) if loss else {}
-            drawn.append(exponents(some) | law)
+        resampled, _ = _bests(points, kind, method, all_profiles, times)
+        if len(resampled) > len(bests) // 2 and len(resampled) > 1:
+            law = frontier_loss(resampled, estimator, loss) if loss else {}
+            drawn.append(exponents(resampled) | law)
     names = [*values, *loss] if drawn else []
     samples = {name: np.array([one[name] for one in drawn]) for name in names}
     diagnostics: dict[str, Any] = {
         "best": [asdict(best) for best in bests], "left_out": left_out,
         "bootstrap": {"draws": len(drawn), "seed": seed, "redrawn": draws - len(drawn)},
         "noise_floor": noise_floor(points), "held_out": held_out(bests, estimator),
-        "warnings": [f"left out {text}" for text in left_out],
+        "warnings": [f"left out: {text}" for text in left_out],
     }  # fmt: skip
     if kind == "isoflop":
-        each = {way: _bests(points, kind, way, all_profiles)[0] for way in METHODS}
+        bests_by_method = {name: _bests(points, kind, name, all_profiles)[0] for name in METHODS}
         diagnostics["methods"] = {
-            way: exponents(some)["N_exponent"] if len(some) > 1 else None
-            for way, some in each.items()
+            name: exponents(method_bests)["N_exponent"] if len(method_bests) > 1 else None
+            for name, method_bests in bests_by_method.items()
         }
         diagnostics["parabola_bias"] = parabola_bias(points, estimator)
     if not loss:
-        diagnostics["warnings"].append("no law of the loss: fewer than 4 budgets")
-    words = {"akima": "Akima interpolation", "parabola": "a parabola"}[method]
-    how = f"{words} of log(loss) over log(N)" if kind == "isoflop" else "the runs of least loss"
-    ends = {name: samples[f"{name}_exponent"] for name in "ND"} if samples else {}
+        diagnostics["warnings"].append("no law of the loss: it needs 4 budgets or more")
+    method_name = {"akima": "Akima interpolation", "parabola": "a parabola"}[method]
+    description = (
+        f"{method_name} of log(loss) over log(N)" if kind == "isoflop" else "the best runs"
+    )
+    exponent_draws = {name: samples[f"{name}_exponent"] for name in "ND"} if samples else {}
     flops, params, losses = (_column(bests, name) for name in ("flops", "params", "loss"))
     residual = np.log(params / (values["N_coefficient"] * flops ** values["N_exponent"]))
     scatter = np.zeros(0)
     if loss:
-        scatter = np.log(losses / FRONTIER.loss(loss, flops / 6, np.ones(1)))
+        scatter = np.log(losses / FRONTIER.loss(loss, flops / FLOPS_PER_ND, np.ones(1)))
     return Fit(
-        law=kind, estimator=f"{how}, least squares of logarithms; loss by {estimator}",
+        law=kind, estimator=f"{description}, least squares of logarithms; loss by {estimator}",
         parameters=values | loss, objective=float(np.sum(residual**2)), points=points,
         optimal={"N": values["N_exponent"], "D": values["D_exponent"]},
-        samples=samples, optimal_samples=ends, scatter=scatter, diagnostics=diagnostics,
+        samples=samples, optimal_samples=exponent_draws, scatter=scatter, diagnostics=diagnostics,
     )  # fmt: skip
 
 
 def held_out(bests: Sequence[Best], estimator: Estimator) -> dict[str, Any] | None:
-    """Return the error on the largest budget's best of a law fitted to four others or more."""
+    """Return the error on the best run of the largest budget, of a fit to the other budgets.
+
+    Returns None if there are fewer than four others.
+    """
     *rest, last = sorted(bests, key=lambda best: best.flops)
     law = frontier_loss(rest, estimator)
     if not law:
         return None
-    predicted = float(FRONTIER.loss(law, np.array([last.flops / 6]), np.ones(1))[0])
+    predicted = float(FRONTIER.loss(law, np.array([last.flops / FLOPS_PER_ND]), np.ones(1))[0])
     error, size = predicted / last.loss - 1, exponents(rest)
     params = size["N_coefficient"] * last.flops ** size["N_exponent"]
-    row = {"row": f"the best of {last.flops:.3g} FLOPs", "predicted": predicted, "loss": last.loss}
     return {
         "points": 1, "fitted_on": len(rest), "flops": [last.flops, last.flops],
         "fitted_flops": [rest[0].flops, rest[-1].flops], "mean_error": abs(error), "bias": error,
-        "worst_error": abs(error), "params_ratio": params / last.params, "rows": [row],
+        "worst_error": abs(error), "params_ratio": params / last.params,
+        "rows": [{
+            "row": f"best run of {last.flops:.3g} FLOPs", "predicted": predicted,
+            "loss": last.loss,
+        }],
     }  # fmt: skip
 
 
 def _bests(
-    points: Points, kind: str, method: Method, found: Sequence[Profile], times: Array | None = None
-) -> tuple[list[Best], list[str]]:
-    """Return the best of each budget, and which have none; `times`: how often each point counts."""
+    points: Points, kind: str, method: Method, profiles: Sequence[Profile],
+    times: Array | None = None,
+) -> tuple[list[Best], list[str]]:  # fmt: skip
+    """Return the best run of each budget, and a text for each budget that has none.
+
+    times: how often each point counts [points]; once if None.
+    """
     if kind == "envelope":
         return envelope(points if times is None else points.take(times > 0)), []
     bests, left_out = [], []
-    for profile in found:
+    for profile in profiles:
         best = profile.least(method, None if times is None else times[profile.rows])
         if best:
             bests.append(best)
         else:
             left_out.append(
-                f"the budget of {profile.flops:.3g} FLOPs: its {int(profile.size.max()) + 1} sizes "
-                "do not bracket a least loss"
+                f"budget of {profile.flops:.3g} FLOPs: its {int(profile.size.max()) + 1} sizes do "
+                "not bracket a minimum of the loss"
             )
     return bests, left_out
 
 
 def parabola_bias(points: Points, estimator: Estimator) -> dict[str, float] | None:
-    """Return the error of a parabola on these sizes, if the loss followed a parametric law.
+    """Estimate the bias of the parabola method on these sizes.
 
-    Where alpha and beta differ, a parabola's vertex lies beside the least loss. The law is fitted
-    to the points and put in their place, without noise; None where they do not tell it.
+    If alpha and beta differ, the vertex of a parabola is not at the minimum of the loss. To measure
+    by how much, the parametric law is fitted and evaluated at the points without noise. Returns
+    None if the points do not determine the law.
     """
     try:
         law = fit_law(points, PARAMETRIC, estimator, draws=0, brief=True).parameters

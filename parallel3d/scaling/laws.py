@@ -1,4 +1,4 @@
-"""Laws that are sums of power laws, and what they predict for a budget.
+"""Laws that are sums of power laws, and the compute-optimal runs that they predict.
 
 Each term is log-linear: log(term k) = log(coefficient k) + features[k] . exponents.
 """
@@ -8,29 +8,29 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from parallel3d.scaling.points import FLOPS_PER_PARAM_AND_TOKEN, Array
+from parallel3d.scaling.points import FLOPS_PER_ND, Array
 
 Values = Mapping[str, Array | float]
 
 
 @dataclass(frozen=True)
 class Law:
-    """Loss as a sum of power laws.
-
-    `coefficients`: of each term, the first the irreducible loss E. `features`: of (params, tokens),
-    [points, terms, exponents]. `best`: (params, tokens) of least loss for a budget. `optimal`:
-    exponents of FLOPs that these grow with. `needs`: so many different values of a column.
-    """
+    """The loss as a sum of power laws."""
 
     name: str
     formula: str
     source: str
     coefficients: tuple[str, ...]
+    """Names of the coefficients, one per term; the first is the irreducible loss E."""
     exponents: tuple[str, ...]
     features: Callable[[Array, Array], Array]
+    """(params, tokens) -> features [points, terms, exponents]."""
     best: Callable[[Values, Array | float], tuple[Array, Array]]
+    """(parameters of the law, FLOPs) -> the params and tokens with the lowest loss."""
     optimal: Callable[[Values], tuple[Array | float, Array | float]]
+    """Parameters of the law -> exponents with which the best params and tokens grow with FLOPs."""
     needs: Mapping[str, int] = field(default_factory=dict)
+    """Quantity -> number of different values that a fit needs, as `fit.check` counts them."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -38,7 +38,10 @@ class Law:
         return self.coefficients + self.exponents
 
     def loss(self, values: Values, params: Array, tokens: Array) -> Array:
-        """Return loss in nats per token; `values` may be arrays [draws, 1] over points [points]."""
+        """Return the loss in nats per token [points].
+
+        values: the law's parameters, or arrays [draws, 1] of them for a loss [draws, points].
+        """
         features = self.features(np.asarray(params), np.asarray(tokens))
         total: Array = np.zeros(())
         for k, name in enumerate(self.coefficients):
@@ -48,17 +51,20 @@ class Law:
 
 
 def features_of(*terms: tuple[Array | float, ...]) -> Array:
-    """Return features [points, terms, exponents] of each term but the first, which has none."""
+    """Return features [points, terms, exponents], with zeros for the first term, E.
+
+    terms: for each other term, the factor of each exponent.
+    """
     rows = np.broadcast_arrays(*(np.asarray(value, dtype=float) for row in terms for value in row))
-    made = np.stack(rows, axis=-1).reshape(*rows[0].shape, len(terms), len(terms[0]))
-    return np.concatenate([np.zeros_like(made[..., :1, :]), made], axis=-2)
+    features = np.stack(rows, axis=-1).reshape(*rows[0].shape, len(terms), len(terms[0]))
+    return np.concatenate([np.zeros_like(features[..., :1, :]), features], axis=-2)
 
 
 def _parametric_best(v: Values, flops: Array | float) -> tuple[Array, Array]:
-    """arXiv:2203.15556, equation 4."""
+    """Return the best params and tokens by arXiv:2203.15556, equation 4."""
     total = np.asarray(v["alpha"]) + v["beta"]
     scale = (v["alpha"] * np.asarray(v["A"]) / (v["beta"] * np.asarray(v["B"]))) ** (1 / total)
-    half = np.asarray(flops) / FLOPS_PER_PARAM_AND_TOKEN
+    half = np.asarray(flops) / FLOPS_PER_ND
     params = scale * half ** (v["beta"] / total)
     return params, half / params
 
@@ -69,13 +75,13 @@ def _parametric_optimal(v: Values) -> tuple[Array | float, Array | float]:
 
 
 def _over_training(params: Array, tokens: Array) -> Array:
-    ratio, flops = np.log(tokens / params), np.log(FLOPS_PER_PARAM_AND_TOKEN * params * tokens)
+    ratio, flops = np.log(tokens / params), np.log(FLOPS_PER_ND * params * tokens)
     return features_of((ratio - flops,), (-ratio - flops,))
 
 
 def _over_training_best(v: Values, flops: Array | float) -> tuple[Array, Array]:
     ratio = (np.asarray(v["b"]) / np.asarray(v["a"])) ** (1 / (2 * np.asarray(v["eta"])))
-    params = np.sqrt(np.asarray(flops) / (FLOPS_PER_PARAM_AND_TOKEN * ratio))
+    params = np.sqrt(np.asarray(flops) / (FLOPS_PER_ND * ratio))
     return params, ratio * params
 
 

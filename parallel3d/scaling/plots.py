@@ -1,4 +1,4 @@
-"""Pictures of a fit, each a PNG as bytes (matplotlib is imported late)."""
+"""Plots of a fit, each a PNG as bytes."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -10,12 +10,12 @@ import numpy as np
 from parallel3d.scaling import frontier
 from parallel3d.scaling.frontier import profiles
 from parallel3d.scaling.laws import LAWS
-from parallel3d.scaling.points import groups
+from parallel3d.scaling.points import FLOPS_PER_ND, groups
 from parallel3d.scaling.result import Fit
 from parallel3d.scaling.runs import Curve
 
 _MARK, _LINE = "#c0392b", "#31276b"
-_MOST = 9  # lines of one picture that can be told apart
+_MOST = 9  # lines of one plot that can be told apart
 _LOSS = "loss (nats per token)"
 Picture = tuple[Any, str]
 """A figure and its caption."""
@@ -30,8 +30,8 @@ _STYLE: Any = {
 
 @contextmanager
 def style() -> Iterator[Any]:
-    """Give matplotlib's pyplot in this style, without a display."""
-    import matplotlib
+    """Yield matplotlib's pyplot in this style, without a display."""
+    import matplotlib  # of the extra `scaling`
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -49,55 +49,57 @@ def png(plt: Any, figure: Any) -> bytes:
 
 
 def pictures(fit: Fit, curves: Sequence[Curve] = ()) -> dict[str, tuple[bytes, str]]:
-    """Return PNG and caption, by name, of each picture for which the fit has data."""
+    """Draw every plot that the fit has data for; return name -> (PNG, caption)."""
     with style() as plt:
         drawn = {
             "loss": loss(plt, fit), "isoflop": isoflop(plt, fit), "optima": optima(plt, fit),
             "residuals": residuals(plt, fit), "intervals": intervals(plt, fit),
             "held_out": held_out(plt, fit), "curves": loss_curves(plt, curves),
         }  # fmt: skip
-        return {name: (png(plt, made[0]), made[1]) for name, made in drawn.items() if made}
+        return {name: (png(plt, plot[0]), plot[1]) for name, plot in drawn.items() if plot}
 
 
 def _some(items: Sequence[Any]) -> list[Any]:
-    """Return at most so many as can be told apart, the ends among them."""
+    """Return at most _MOST of the items, evenly spaced and including both ends."""
     places = np.linspace(0, len(items) - 1, min(len(items), _MOST)).round().astype(int)
     return [items[i] for i in places]
 
 
 def loss(plt: Any, fit: Fit) -> Picture:
-    """Draw loss over FLOPs, coloured by size, with the law of each size."""
+    """Draw the loss over FLOPs, coloured by size, with the law's curve for some sizes."""
     points = fit.points
     figure, axes = plt.subplots()
     dots = axes.scatter(points.flops, points.loss, c=points.params, norm="log", s=13, zorder=3)
     figure.colorbar(dots, label="parameters")
     axes.set(xscale="log", xlabel="training FLOPs", ylabel=_LOSS)
-    caption = "The loss of every fitted run over its FLOPs, coloured by size"
+    caption = "Loss of every fitted run over its FLOPs, coloured by size"
     if law := LAWS.get(fit.law):
         lengths = {size: points.tokens[points.params == size] for size in np.unique(points.params)}
         for size in _some([n for n, tokens in lengths.items() if len(groups(tokens)) >= 3]):
             tokens = np.geomspace(lengths[size].min() / 1.5, lengths[size].max() * 1.5, 60)
             values = law.loss(fit.parameters, np.full(60, size), tokens)
-            axes.plot(6 * size * tokens, values, color=dots.to_rgba(size), lw=0.9)
+            axes.plot(FLOPS_PER_ND * size * tokens, values, color=dots.to_rgba(size), lw=0.9)
         flops = np.geomspace(points.flops.min(), points.flops.max() * 10, 100)
         best = law.loss(fit.parameters, *law.best(fit.parameters, flops))
         axes.plot(flops, best, "--", color=_MARK, label="the law's best N and D")
         axes.legend()
-        caption += "; lines: the fitted law at sizes of three lengths or more; dashed: at its best"
+        caption += (
+            "; lines: the fitted law at sizes with at least three lengths; dashed: at the best size"
+        )
     return figure, f"{caption}."
 
 
 def isoflop(plt: Any, fit: Fit) -> Picture | None:
-    """Draw loss over size at each budget, with the best sizes by both methods."""
-    found = _some(profiles(fit.points))
-    if len(found) < 2:
+    """Draw the loss over the size at each budget, with the best size by both methods."""
+    shown = _some(profiles(fit.points))
+    if len(shown) < 2:
         return None
     figure, axes = plt.subplots()
     colours = plt.cm.ScalarMappable(
-        plt.matplotlib.colors.LogNorm(found[0].flops, found[-1].flops), "viridis"
+        plt.matplotlib.colors.LogNorm(shown[0].flops, shown[-1].flops), "viridis"
     )
     best = {"akima": ("D", "best size, Akima"), "parabola": ("x", "best size, parabola")}
-    for profile in found:
+    for profile in shown:
         shade = colours.to_rgba(profile.flops)
         params, losses, tokens = np.exp(profile.logs[:, np.argsort(profile.logs[0])])
         axes.plot(params, losses, "o" if fit.law in LAWS else "o-", color=shade, ms=3.2, lw=0.6)
@@ -114,11 +116,11 @@ def isoflop(plt: Any, fit: Fit) -> Picture | None:
     axes.set(xscale="log", xlabel="parameters", ylabel=_LOSS)
     figure.colorbar(colours, ax=axes, label="training FLOPs")
     lines = "; lines: the fitted law" if fit.law in LAWS else ""
-    return figure, f"IsoFLOP profiles: the runs of each budget over their size{lines}."
+    return figure, f"IsoFLOP profiles: loss of the runs of each budget over their size{lines}."
 
 
 def optima(plt: Any, fit: Fit) -> Picture | None:
-    """Draw the best size over the budget with its power law, or the best setting over size."""
+    """Draw the best size over the budget with its power law, or the best setting over the size."""
     best = fit.diagnostics.get("best")
     if not best:
         return None
@@ -127,7 +129,7 @@ def optima(plt: Any, fit: Fit) -> Picture | None:
         size, value = (np.array([row[k] for row in best]) for k in ("params", "best"))
         axes.loglog(size, value, "o", color=_LINE, ms=4)
         axes.set(xlabel="parameters", ylabel=f"best {fit.diagnostics['setting']}")
-        return figure, "The best value of each sweep over the size of its runs."
+        return figure, "Best value of each sweep over the size of its runs."
     flops, params = (np.array([row[k] for row in best]) for k in ("flops", "params"))
     axes.loglog(flops, params, "D", color=_MARK, mfc="none")
     line = np.geomspace(flops.min(), flops.max() * 10, 50)
@@ -138,23 +140,21 @@ def optima(plt: Any, fit: Fit) -> Picture | None:
         low, high = np.percentile(scale * line**power, [2.5, 97.5], axis=0)
         axes.fill_between(line, low, high, color=_LINE, alpha=0.15, lw=0)
     axes.set(xlabel="training FLOPs", ylabel="best number of parameters")
-    return figure, (
-        "The best size of each budget, the power law through them, and its 95 % interval."
-    )
+    return figure, "Best size of each budget, with the fitted power law and its 95 % interval."
 
 
 def residuals(plt: Any, fit: Fit) -> Picture | None:
-    """Draw the law's residuals over FLOPs, and their distribution."""
+    """Draw the residuals of the law over FLOPs, and their histogram."""
     if len(fit.scatter) != len(fit.points):
         return None
     figure, (left, right) = plt.subplots(1, 2, width_ratios=[4, 1], sharey=True)
     flops, params = fit.points.flops, fit.points.params
     dots = left.scatter(flops, 100 * fit.scatter, c=params, norm="log", s=13, zorder=3)
-    caption = "log(loss) - log(law) of every run, in per cent"
+    caption = "Residuals log(loss) - log(law) of every run, in per cent"
     if floor := fit.diagnostics.get("noise_floor"):
         two = 200 * floor["standard_deviation"]
         left.axhspan(-two, two, color=_LINE, alpha=0.1, lw=0)
-        caption += "; shaded: two standard deviations of runs of equal size and tokens"
+        caption += "; shaded: two standard deviations between runs of equal size and tokens"
     left.set(xscale="log", xlabel="training FLOPs", ylabel="residual (%)")
     right.hist(100 * fit.scatter, bins=25, orientation="horizontal")
     right.set_xlabel("runs")
@@ -163,7 +163,7 @@ def residuals(plt: Any, fit: Fit) -> Picture | None:
 
 
 def intervals(plt: Any, fit: Fit) -> Picture | None:
-    """Draw the bootstrap of each parameter and of the exponents of the best N and D."""
+    """Draw the bootstrap distribution of the parameters and of the exponents of the best N, D."""
     values, drawn = dict(fit.parameters), dict(fit.samples)
     if "N_exponent" not in values:
         values |= {f"{name} ~ C^": value for name, value in fit.optimal.items()}
@@ -180,39 +180,39 @@ def intervals(plt: Any, fit: Fit) -> Picture | None:
     axes.axhline(1, color=_LINE, lw=0.8, ls=":")
     axes.set(yscale="log", ylabel="draw / estimate")
     return figure, (
-        "The bootstrap of each parameter, and of the exponents of the best N and D, over their "
-        "estimate: median, middle half (box) and 95 % interval (whiskers)."
+        "Bootstrap draws of each parameter and of the exponents of the best N and D, divided by "
+        "the estimate: median, quartiles (box) and 95 % interval (whiskers)."
     )
 
 
 def held_out(plt: Any, fit: Fit) -> Picture | None:
-    """Draw predicted against true loss, of the largest budgets and of forecasts."""
+    """Draw predicted over true loss, for the held-out budgets and for registered forecasts."""
     rows = (fit.diagnostics.get("held_out") or {}).get("rows", ())
-    sworn = [one for one in fit.diagnostics.get("forecasts", ()) if one["loss"] is not None]
-    if len(rows) + 2 * len(sworn) < 2:
-        return None  # one point says no more than the text
+    forecasts = [row for row in fit.diagnostics.get("forecasts", ()) if row["loss"] is not None]
+    if len(rows) + 2 * len(forecasts) < 2:
+        return None  # a single held-out run needs no plot
     figure, axes = plt.subplots(figsize=(4.4, 3.9))
     truth, predicted = ([row[key] for row in rows] for key in ("loss", "predicted"))
     if rows:
         axes.plot(truth, predicted, "o", ms=4, label="held-out largest budgets")
-    for i, one in enumerate(sworn):
-        low, high = one["interval"] or [one["predicted"]] * 2
+    for i, forecast in enumerate(forecasts):
+        low, high = forecast["interval"] or [forecast["predicted"]] * 2
         axes.errorbar(
-            one["loss"], one["predicted"], fmt="D", color=_MARK, ms=5, capsize=3,
-            yerr=[[one["predicted"] - low], [high - one["predicted"]]],
+            forecast["loss"], forecast["predicted"], fmt="D", color=_MARK, ms=5, capsize=3,
+            yerr=[[forecast["predicted"] - low], [high - forecast["predicted"]]],
             label=None if i else "registered forecasts, 95 %",
         )  # fmt: skip
-    axes.axline((truth or [sworn[0]["loss"]])[:1] * 2, slope=1, color="#777777", lw=0.8)
+    axes.axline((truth or [forecasts[0]["loss"]])[:1] * 2, slope=1, color="#777777", lw=0.8)
     axes.set(xlabel="true loss", ylabel="predicted loss")
     axes.legend()
     return figure, (
-        "Prediction against truth, of runs that the prediction had not seen: the largest budgets "
-        "from a fit to the others, and registered forecasts."
+        "Predicted over true loss, for runs that were not fitted: the largest budgets, predicted "
+        "from the others, and registered forecasts."
     )
 
 
 def loss_curves(plt: Any, curves: Sequence[Curve]) -> Picture | None:
-    """Draw every run's training loss over tokens, with its held-out loss."""
+    """Draw the training loss of every run over its tokens, with its held-out loss."""
     if not curves:
         return None
     figure, axes = plt.subplots()

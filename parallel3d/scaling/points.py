@@ -1,4 +1,4 @@
-"""Points of a fit: each run's size, tokens, FLOPs and loss, and the runs that were dropped."""
+"""Points of a fit: size, tokens, FLOPs and loss of each run, and the rows that were dropped."""
 
 import hashlib
 import math
@@ -13,12 +13,12 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.run_table import Table, number
 
 Array = npt.NDArray[np.float64]
-FLOPS_PER_PARAM_AND_TOKEN = 6
-"""C = 6ND, forward and backward (arXiv:2001.08361, section 2.1)."""
+FLOPS_PER_ND = 6
+"""C = 6ND: FLOPs of forward and backward pass (arXiv:2001.08361, section 2.1)."""
 DIVERGED = 2.0
-"""A loss so many times that of a smaller model on fewer tokens is of a run that diverged."""
-SAME = 1e-3  # sizes and tokens that differ by less, relative, are one
-SAME_BUDGET = 0.05  # the same of budgets: runs end with a whole step
+"""A run diverged if its loss is more than this times that of a smaller model on fewer tokens."""
+SAME = 1e-3  # relative difference below which sizes, or numbers of tokens, count as equal
+SAME_BUDGET = 0.05  # the same for budgets, which differ because runs end with a whole step
 NAMES = {
     "params": ("params", "n", "N", "n_params", "num_params", "parameters", "with_head"),
     "tokens": ("tokens", "d", "D", "n_tokens", "num_tokens", "training_tokens"),
@@ -27,7 +27,7 @@ NAMES = {
     "standard_error": ("held_out_standard_error",),
     "unique": ("corpus_unique_tokens",),
 }
-"""Names of a column where no flag names it; the first that a table has is taken."""
+"""Usual names of each column, tried in this order unless a flag names the column."""
 FLAGS = {
     "params": "--n-column", "tokens": "--d-column", "flops": "--flops-column",
     "loss": "--loss-column", "standard_error": "--error-column", "unique": "--unique-column",
@@ -35,7 +35,7 @@ FLAGS = {
 
 
 class Dropped(NamedTuple):
-    """A row that is left out of every fit, and why."""
+    """A row that is left out of the fit, and the reason."""
 
     row: str
     reason: str
@@ -43,7 +43,13 @@ class Dropped(NamedTuple):
 
 @dataclass(frozen=True)
 class Points:
-    """Sizes, tokens, FLOPs and losses (nats per token) of runs: arrays [points]."""
+    """Sizes, tokens, FLOPs and losses (nats per token) of runs, as arrays [points].
+
+    names: names of the rows, as `Table.names`.
+    columns: use -> column of the table ("params" -> "n").
+    unique: unique training tokens.
+    others: further columns by name.
+    """
 
     params: Array
     tokens: Array
@@ -60,7 +66,7 @@ class Points:
         return len(self.loss)
 
     def take(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> "Points":
-        """Return the points in `rows`, which are indices or a mask."""
+        """Return the points at `rows`, indices or a mask."""
         index = np.arange(len(self))[rows]
         arrays: dict[str, Any] = {
             k: v[index] for k, v in vars(self).items() if isinstance(v, np.ndarray)
@@ -70,21 +76,24 @@ class Points:
         return replace(self, names=names, others=others, **arrays)
 
     def without(self, reasons: Mapping[int, str]) -> "Points":
-        """Return the points but those in `reasons`, which are listed with these as dropped."""
+        """Drop points; `reasons` maps their indices to the reason to list."""
         gone = [Dropped(self.names[i], reason) for i, reason in reasons.items()]
         rest = self.take(np.array([i not in reasons for i in range(len(self))], dtype=bool))
         return replace(rest, dropped=(*self.dropped, *gone))
 
     @property
     def digest(self) -> str:
-        """SHA-256 of size, tokens, FLOPs and loss of all points, whatever their order."""
+        """SHA-256 of the sizes, tokens, FLOPs and losses, independent of the order of points."""
         columns = (self.params, self.tokens, self.flops, self.loss)
         lines = sorted(" ".join(map(repr, row)) for row in np.column_stack(columns).tolist())
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def groups(values: Array, same: float = SAME) -> list[np.ndarray]:
-    """Return indices of values that are equal to within `same` (relative), in ascending groups."""
+    """Group the indices of values that differ by less than `same` (relative), in ascending order.
+
+    Neighbours in sorted order are compared, so a group may span more than `same`.
+    """
     order = np.argsort(values, kind="stable")
     cuts = np.flatnonzero(np.diff(np.log(values[order])) > same) + 1
     return np.split(order, cuts)
@@ -94,11 +103,14 @@ def points_of(
     table: Table, named: Mapping[str, str | None], *, others: Sequence[tuple[str, str]] = (),
     drop_largest: int = 0,
 ) -> Points:  # fmt: skip
-    """Return the points of a table without unusable rows, which are listed.
+    """Return the points of a table; rows that cannot be used are listed as dropped.
 
-    `named`: columns by their use. `others`: flags and names of further columns of numbers above 0.
-    Any two of params, tokens and flops are enough. Raises ConfigError for a column that is missing,
-    or where no row can be used.
+    named: use -> name of the column, or None for the usual names. Two of params, tokens and flops
+        are enough.
+    others: (flag, name) of further columns to read, with numbers above 0.
+    drop_largest: number of largest losses to drop.
+
+    Raises ConfigError if a column is missing or no row can be used.
     """
     columns = _columns(table, named)
     dropped = [Dropped(*gone) for gone in table.left_out]
@@ -114,89 +126,90 @@ def points_of(
             names.append(name)
     arrays = {what: np.array([row[what] for row in rows]) for what in (rows[0] if rows else ())}
     if rows:
-        found = Points(
+        points = Points(
             **{what: arrays[what] for what in ("params", "tokens", "flops", "loss")},
             names=tuple(names), columns=columns, dropped=tuple(dropped),
             standard_error=arrays.get("standard_error"), unique=arrays.get("unique"),
             others={name: arrays[f"other {name}"] for _, name in others},
         )  # fmt: skip
-        found = found.without(_repeats(np.column_stack(list(arrays.values())), names))
-        found = found.without(_diverged(found))
-        largest = sorted(np.argsort(-found.loss, kind="stable")[:drop_largest].tolist())
+        points = points.without(_repeats(np.column_stack(list(arrays.values())), names))
+        points = points.without(_diverged(points))
+        largest = sorted(np.argsort(-points.loss, kind="stable")[:drop_largest].tolist())
         rule = f"one of the {drop_largest} largest losses (--drop-largest-losses)"
-        found = found.without({i: f"loss {found.loss[i]:g}: {rule}" for i in largest})
-        if len(found):
-            return found
-        dropped = list(found.dropped)
+        points = points.without({i: f"loss {points.loss[i]:g}: {rule}" for i in largest})
+        if len(points):
+            return points
+        dropped = list(points.dropped)
     why = f"; {dropped[0].row}: {dropped[0].reason}" if dropped else ""
-    raise ConfigError(f"{table.path}: no row can be used{why}; give each run's size and loss")
+    raise ConfigError(f"{table.path}: no row can be used{why}; correct the table")
 
 
 def _columns(table: Table, named: Mapping[str, str | None]) -> dict[str, str]:
-    found = {}
-    for what, flag in FLAGS.items():
-        if name := named.get(what):
-            found[what] = table.column(flag, name)
-        elif usual := [n for n in NAMES.get(what, ()) if n in table.columns]:
-            found[what] = usual[0]
-    if "loss" not in found:
+    columns = {}
+    for use, flag in FLAGS.items():
+        if name := named.get(use):
+            columns[use] = table.column(flag, name)
+        elif usual := [n for n in NAMES.get(use, ()) if n in table.columns]:
+            columns[use] = usual[0]
+    if "loss" not in columns:
         raise ConfigError(
-            f"--loss-column: is missing, and {table.path} has no column {NAMES['loss'][0]}; name "
+            f"--loss-column: is missing, and {table.path} has no column {NAMES['loss'][0]}; use "
             f"one of its columns: {', '.join(table.columns)}"
         )
-    known = sorted(found.keys() & {"params", "tokens", "flops"})
+    known = sorted(columns.keys() & {"params", "tokens", "flops"})
     if len(known) < 2:
         raise ConfigError(
-            f"{table.path}: two of parameters, tokens and FLOPs are needed, and "
-            f"{', '.join(known) or 'none'} is known; "
-            "name columns with --n-column, --d-column, --flops-column; the table has: "
-            f"{', '.join(table.columns)}"
+            f"{table.path}: two columns of parameters, tokens and FLOPs are needed, found only: "
+            f"{', '.join(known) or 'none'}; name columns with --n-column, --d-column or "
+            f"--flops-column; the table has: {', '.join(table.columns)}"
         )
-    return found
+    return columns
 
 
 def _numbers(
     columns: Mapping[str, str], cells: Mapping[str, object]
 ) -> tuple[dict[str, float], str]:
-    """Return the numbers of a row, the one of N, D and C = 6ND that it lacks, and what is wrong."""
-    found: dict[str, float] = {}
-    for what, column in columns.items():
+    """Return the numbers of a row, with the missing one of N, D and C computed by C = 6ND.
+
+    The text is the reason why the row cannot be used, or "".
+    """
+    numbers: dict[str, float] = {}
+    for use, column in columns.items():
         value = number(cells.get(column))
         if value is None:
-            return {}, f"{column} = {cells.get(column)!r} is no number"
+            return {}, f"{column} = {cells.get(column)!r} is not a number"
         if not math.isfinite(value):
-            return {}, f"{column} = {value}: the run diverged, or was not measured"
+            return {}, f"{column} = {value}: the run diverged or was not measured"
         if value <= 0:
             return {}, f"{column} = {value:g} is not above 0"
-        found[what] = value
-    six = FLOPS_PER_PARAM_AND_TOKEN
-    if "flops" not in found:
-        found["flops"] = six * found["params"] * found["tokens"]
-    elif "params" not in found:
-        found["params"] = found["flops"] / (six * found["tokens"])
-    elif "tokens" not in found:
-        found["tokens"] = found["flops"] / (six * found["params"])
-    return found, ""
+        numbers[use] = value
+    if "flops" not in numbers:
+        numbers["flops"] = FLOPS_PER_ND * numbers["params"] * numbers["tokens"]
+    elif "params" not in numbers:
+        numbers["params"] = numbers["flops"] / (FLOPS_PER_ND * numbers["tokens"])
+    elif "tokens" not in numbers:
+        numbers["tokens"] = numbers["flops"] / (FLOPS_PER_ND * numbers["params"])
+    return numbers, ""
 
 
 def _repeats(rows: Array, names: Sequence[str]) -> dict[int, str]:
-    """Return the rows that repeat an earlier one to the last digit, and which."""
+    """Return index -> reason of the rows that are exactly equal to an earlier one."""
     _, first, of = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     first = first[np.ravel(of)]
-    return {i: f"repeats {names[j]}" for i, j in enumerate(first.tolist()) if i != j}
+    return {i: f"is equal to {names[j]}" for i, j in enumerate(first.tolist()) if i != j}
 
 
 def _diverged(points: Points) -> dict[int, str]:
-    """Return the runs whose loss is far above that of a smaller model on fewer tokens."""
+    """Return index -> reason of the runs with a far higher loss than a smaller, shorter run."""
     unique = points.tokens if points.unique is None else points.unique
-    found = {}
+    reasons = {}
     for i, loss in enumerate(points.loss):
         below = (points.params <= points.params[i]) & (points.tokens <= points.tokens[i])
         below &= unique <= unique[i]
         best = np.flatnonzero(below)[np.argmin(points.loss[below])]
         if loss > DIVERGED * points.loss[best]:
-            found[i] = (
-                f"diverged: loss {loss:g}, and {points.loss[best]:g} at {points.names[best]} with "
-                "no more parameters or tokens"
+            reasons[i] = (
+                f"diverged: loss {loss:g}, but {points.names[best]} with no more parameters or "
+                f"tokens has {points.loss[best]:g}"
             )
-    return found
+    return reasons

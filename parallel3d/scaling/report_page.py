@@ -1,6 +1,6 @@
-"""Report of a fit: one list of tables, for the terminal and for an HTML page with pictures in it.
+"""Report of a fit: the same tables on the terminal and on an HTML page with plots.
 
-The checklist is that of arXiv:2502.18969: what a reader must know to fit the same again.
+It lists every choice that is needed to repeat the fit (the checklist of arXiv:2502.18969).
 """
 
 import base64
@@ -22,7 +22,7 @@ from parallel3d.scaling.result import LEVEL, Fit, interval
 from parallel3d.scaling.runs import Curve
 
 PAGE, PICTURES = "report.html", "report"
-_MOST = 12  # dropped rows that are printed; the page and fit.json list all
+_MOST = 12  # dropped rows to print; the page and fit.json list all of them
 _CSS = """
 body { font: 15px/1.5 Georgia, serif; color: #222; max-width: 46rem; margin: 2.5rem auto }
 h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
@@ -36,35 +36,38 @@ figcaption { font-size: .88em; color: #444 } .warn { border-left: 3px solid #c03
   padding-left: .8rem }
 """
 _NOT_KNOWN = (
-    "learning-rate schedule and its end, warm-up, batch size, learning rate, seeds, tokenizer and "
-    "vocabulary, training data, architecture"
+    "learning-rate schedule and final rate, warm-up, batch size, learning rate, seeds, tokenizer "
+    "and vocabulary, training data, architecture"
 )
 _HELD = {True: "yes", False: "NO", None: ""}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A table of the report with its title; `numeric`: all columns but the first are numbers."""
+    """A table of the report with its title."""
 
     title: str
     heads: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
-    numeric: bool = True
+    numeric: bool = True  # all columns except the first are numbers
 
 
 def parts(fit: Fit, settings: Mapping[str, str] | None = None) -> list[Part]:
-    """Return the tables of a fit's report; `settings` of training in place of those of no table."""
-    found = fit.diagnostics
+    """Return the tables of a fit's report that have rows.
+
+    settings: training settings to list among the choices, by name.
+    """
+    diagnostics = fit.diagnostics
     forecasts = [
         (
-            one["registered_at"][:16].replace("T", " "), f"{one['flops']:.3g}",
-            f"{one['beyond']:.3g}", f"{one['predicted']:.4f}", _range(one["interval"]),
-            "no run yet" if one["loss"] is None else f"{one['loss']:.4f}",
-            "" if one["error"] is None else f"{one['error']:+.2%}", _HELD[one["held"]],
+            row["registered_at"][:16].replace("T", " "), f"{row['flops']:.3g}",
+            f"{row['beyond']:.3g}", f"{row['predicted']:.4f}", _range(row["interval"]),
+            "no run yet" if row["loss"] is None else f"{row['loss']:.4f}",
+            "" if row["error"] is None else f"{row['error']:+.2%}", _HELD[row["held"]],
         )
-        for one in found.get("forecasts", ())
+        for row in diagnostics.get("forecasts", ())
     ]  # fmt: skip
-    made = [
+    tables = [
         Part("Parameters", ("", "estimate", "std. error", f"{LEVEL} %"), _parameters(fit)),
         Part(
             "Registered forecasts",
@@ -73,13 +76,13 @@ def parts(fit: Fit, settings: Mapping[str, str] | None = None) -> list[Part]:
             forecasts,
         ),
         Part("Choices", ("", ""), [*_choices(fit), *(settings or {}).items()], numeric=False),
-        Part("Rows that were left out", ("row", "why"), fit.points.dropped, numeric=False),
+        Part("Dropped rows", ("row", "reason"), fit.points.dropped, numeric=False),
     ]  # fmt: skip
-    return [part for part in made if part.rows]
+    return [part for part in tables if part.rows]
 
 
 def summary(fit: Fit) -> str:
-    """Return the law, and the runs that it is fitted to, in a sentence."""
+    """Return a sentence with the law and the range of the fitted runs."""
     points, law = fit.points, LAWS.get(fit.law)
     formula = f", {law.formula} ({law.source})" if law else ""
     spans = (
@@ -92,10 +95,10 @@ def summary(fit: Fit) -> str:
 
 
 def _parameters(fit: Fit) -> list[tuple[str, ...]]:
-    found, errors, both = fit.diagnostics, fit.standard_errors, fit.intervals
+    diagnostics, errors, intervals = fit.diagnostics, fit.standard_errors, fit.intervals
     rows: list[tuple[str, ...]] = [
         (name, f"{value:.6g}", "" if errors[name] is None else f"{errors[name]:.3g}",
-         _range(both[name]))
+         _range(intervals[name]))
         for name, value in fit.parameters.items()
     ]  # fmt: skip
     exponents = [
@@ -103,67 +106,70 @@ def _parameters(fit: Fit) -> list[tuple[str, ...]]:
         for name, value in fit.optimal.items()
         if f"{name}_exponent" not in fit.parameters
     ]
-    for name, other in found.get("n_compared", {}).items():
-        if name != found["n_counts"] and "N" in other["optimal_exponents"]:
-            label = f"best N, N counted as {name}, as C^"
+    for name, other in diagnostics.get("n_compared", {}).items():
+        if name != diagnostics["n_counts"] and "N" in other["optimal_exponents"]:
+            label = f"best N (counted as {name}) grows as C^"
             exponents.append((label, other["optimal_exponents"]["N"], None))
-    for method, value in found.get("methods", {}).items():
+    for method, value in diagnostics.get("methods", {}).items():
         if value is not None:
-            exponents.append((f"best N by {method}, as C^", value, None))
+            exponents.append((f"best N by {method} grows as C^", value, None))
     rows += [(label, f"{value:.4f}", "", _range(spread)) for label, value, spread in exponents]
-    if bias := found.get("parabola_bias"):
-        rows.append(("bias of a parabola on these sizes", f"{bias['N_exponent']:+.4f}", "", ""))
+    if bias := diagnostics.get("parabola_bias"):
+        rows.append(("bias of the parabola's exponent", f"{bias['N_exponent']:+.4f}", "", ""))
     return rows
 
 
 def _choices(fit: Fit) -> list[tuple[str, str]]:
-    found, columns, points = fit.diagnostics, fit.points.columns, fit.points
-    others = [name for name in found.get("n_compared", {}) if name != found["n_counts"]]
+    diagnostics, columns, points = fit.diagnostics, fit.points.columns, fit.points
+    others = [name for name in diagnostics.get("n_compared", {}) if name != diagnostics["n_counts"]]
     compared = f"; compared with {', '.join(others)}" if others else ""
-    repeats = "unique tokens not known"
+    repeats = "unique tokens unknown"
     if points.unique is not None:
         most = float((points.tokens / points.unique).max())
-        repeats = f"up to {most:.3g} times the unique tokens"
+        repeats = f"at most {most:.3g} times the unique tokens"
     rows = [
-        ("N counts", f"{found.get('n_counts', columns.get('params', ''))}{compared}"),
+        ("N", f"counted as {diagnostics.get('n_counts', columns.get('params', ''))}{compared}"),
         ("D", f"{columns.get('tokens', 'C / 6N')}; {repeats}"),
         ("C", columns.get("flops", "6 N D")),
         ("loss", f"{columns.get('loss', 'loss')}, nats per token; standard error: "
          f"{columns.get('standard_error', 'not known')}"),
         ("objective", fit.estimator),
     ]  # fmt: skip
-    if starts := found.get("starts"):
+    if starts := diagnostics.get("starts"):
         low, high = EXPONENTS
         rows += [
             ("search", f"L-BFGS-B with exact gradients; {starts['reached']} of {starts['number']} "
-             f"starts reached the optimum; converged: {'yes' if found['converged'] else 'no'}"),
-            ("bounds", f"coefficients not below 0, exponents {low:g} to {high:g}; hit: "
-             f"{', '.join(found['bounds_hit']) or 'none'}"),
-            ("condition", f"{found['condition']:.3g} of the normalised gradients"),
+             "starts reached the optimum; converged: "
+             f"{'yes' if diagnostics['converged'] else 'no'}"),
+            ("bounds", f"coefficients above 0, exponents from {low:g} to {high:g}; hit: "
+             f"{', '.join(diagnostics['bounds_hit']) or 'none'}"),
+            ("condition number", f"{diagnostics['condition']:.3g} (normalised gradients)"),
         ]  # fmt: skip
-    if strap := found.get("bootstrap"):
-        rows.append(("intervals", f"percentiles of {strap['draws']} resamples of the runs, seed "
-                     f"{strap['seed']}; {strap['redrawn']} drawn again"))  # fmt: skip
-    if rest := found.get("residuals"):
+    if strap := diagnostics.get("bootstrap"):
+        rows.append(("intervals", f"bootstrap percentiles; {strap['draws']} resamples of the runs "
+                     f"(seed {strap['seed']}, {strap['redrawn']} drawn again)"))  # fmt: skip
+    if rest := diagnostics.get("residuals"):
         rows.append(("residuals", f"of log(loss): rms {rest['rms']:.2%}, worst {rest['worst']:+.2%}"
                      f" ({rest['worst_row']})"))  # fmt: skip
-    if floor := found.get("noise_floor"):
-        rows.append(("seeds", f"{floor['runs']} runs repeat in {floor['groups']} groups, and "
-                     f"scatter by {floor['standard_deviation']:.2%}"))  # fmt: skip
-    if held := found.get("held_out"):
+    if floor := diagnostics.get("noise_floor"):
+        rows.append(("noise", f"{floor['standard_deviation']:.2%} between {floor['runs']} runs in "
+                     f"{floor['groups']} groups of equal size and tokens"))  # fmt: skip
+    if held := diagnostics.get("held_out"):
         rows.append(
-            ("held out", f"{held['points']} of the largest budgets, from {held['flops'][0]:.3g} "
-             f"FLOPs, predicted by a fit to the other {held['fitted_on']} within "
+            ("held-out check", f"{held['points']} of the largest budgets, from "
+             f"{held['flops'][0]:.3g} FLOPs; a fit to the other {held['fitted_on']} is off by "
              f"{held['mean_error']:.2%} (mean), {held['worst_error']:.2%} (worst)")
         )  # fmt: skip
-    rows.append(("data", f"{found.get('table', '')}, SHA-256 of the fitted points {points.digest}"))
-    if conditions := found.get("where"):
-        rows.append(("rows taken", ", ".join(conditions)))
+    rows.append(
+        ("data", f"{diagnostics.get('table', '')}, SHA-256 of the fitted points {points.digest}")
+    )
+    if conditions := diagnostics.get("where"):
+        rows.append(("rows used", ", ".join(conditions)))
     return rows
 
 
 def show_fit(fit: Fit, out: Console) -> None:
-    """Print a fit's report."""
+    """Print the report of a fit."""
     terminal.say(out, summary(fit))
     for part in parts(fit):
         terminal.say(out, f"\n{part.title}")
@@ -174,36 +180,40 @@ def show_fit(fit: Fit, out: Console) -> None:
         ]
         terminal.show(out, columns, part.rows[:_MOST] if part.heads[0] == "row" else part.rows)
     if len(fit.points.dropped) > _MOST:
-        terminal.say(out, f"and {len(fit.points.dropped) - _MOST} more rows, which fit.json lists")
+        terminal.say(out, f"{len(fit.points.dropped) - _MOST} more rows are listed in fit.json")
     for warning in fit.diagnostics["warnings"]:
         terminal.say(out, f"WARNING: {warning}", "  ")
 
 
-def show_forecast(made: Forecast, fit: Fit, out: Console) -> None:
-    """Print a forecast, and how far it reaches beyond the runs that it is made from."""
-    spread = made.intervals
-    terminal.say(out, f"{fit.law} law of {len(fit.points)} runs; {made.flops:.4g} FLOPs")
+def show_forecast(forecast: Forecast, fit: Fit, out: Console) -> None:
+    """Print a forecast, and how far beyond the fitted runs it is."""
+    spread = forecast.intervals
+    terminal.say(
+        out,
+        f"forecast at {forecast.flops:.4g} FLOPs, by the {fit.law} law fitted to "
+        f"{len(fit.points)} runs",
+    )
     rows = [
-        ("N", f"{made.params:.4g}", _range(spread["params"])),
-        ("D", f"{made.tokens:.4g}", _range(spread["tokens"])),
+        ("N", f"{forecast.params:.4g}", _range(spread["params"])),
+        ("D", f"{forecast.tokens:.4g}", _range(spread["tokens"])),
     ]
-    if made.loss is not None:
-        rows.append(("loss", f"{made.loss:.4f}", _range(spread["loss"])))
+    if forecast.loss is not None:
+        rows.append(("loss", f"{forecast.loss:.4f}", _range(spread["loss"])))
         rows.append(("loss of one run", "", _range(spread[ONE_RUN])))
     columns = (Column("", right=False), Column("value"), Column(f"{LEVEL} %"))
     terminal.show(out, columns, rows)
-    if made.loss is None:
-        terminal.say(out, "WARNING: no loss: the fit had too few budgets for a law of it", "  ")
+    if forecast.loss is None:
+        terminal.say(out, "WARNING: no loss: the fit has too few budgets for a law of it", "  ")
     elif spread["loss"] is None:
-        terminal.say(out, "WARNING: no intervals: the fit has no bootstrap", "  ")
-    terminal.say(out, f"{made.beyond:.3g} times the FLOPs of the largest fitted run")
+        terminal.say(out, "WARNING: no intervals: the fit has no bootstrap draws", "  ")
+    terminal.say(out, f"{forecast.beyond:.3g} times the FLOPs of the largest fitted run")
 
 
 def write(
     fit: Fit, folder: Path, *, title: str, curves: Sequence[Curve] = (),
     settings: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
-    """Write report.html, and its pictures beside it in report/; return the page's path."""
+    """Write report.html, and its plots as PNGs to report/ beside it; return the page's path."""
     drawn = pictures(fit, curves)
     (folder / PICTURES).mkdir(parents=True, exist_ok=True)
     for name, (image, _) in drawn.items():
@@ -219,8 +229,12 @@ def page(
     fit: Fit, title: str, drawn: Mapping[str, tuple[bytes, str]],
     settings: Mapping[str, str] | None,
 ) -> str:  # fmt: skip
-    """Return the report as HTML; `drawn`: PNG and caption of each picture."""
-    unsaid = {"not in the table; say it beside this page": _NOT_KNOWN}
+    """Return the report as HTML.
+
+    drawn: name -> (PNG, caption) of each plot.
+    settings: as in `parts`; None adds a reminder to document them.
+    """
+    unknown_settings = {"not in the table; document separately": _NOT_KNOWN}
     figures = (
         f'<figure id="{name}"><img alt="{escape(caption)}" src="data:image/png;base64,'
         f'{base64.b64encode(image).decode()}"><figcaption>{escape(caption)}</figcaption></figure>'
@@ -229,8 +243,8 @@ def page(
     body = [
         f"<h1>{escape(title)}</h1><p>{escape(summary(fit))}</p>",
         *(f"<p class=warn>{escape(text)}.</p>" for text in fit.diagnostics["warnings"]),
-        *map(_table, parts(fit, settings or unsaid)),
-        "<h2>Pictures</h2>", *figures,
+        *map(_table, parts(fit, settings or unknown_settings)),
+        "<h2>Plots</h2>", *figures,
     ]  # fmt: skip
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
@@ -248,5 +262,5 @@ def _table(part: Part) -> str:
     return f"<h2>{part.title}</h2><table{kind}>{heads}{rows}</table>"
 
 
-def _range(both: Sequence[float] | None) -> str:
-    return "" if both is None else f"{both[0]:.5g} to {both[1]:.5g}"
+def _range(bounds: Sequence[float] | None) -> str:
+    return "" if bounds is None else f"{bounds[0]:.5g} to {bounds[1]:.5g}"

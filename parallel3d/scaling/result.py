@@ -1,4 +1,4 @@
-"""Result of a fit, as data: printed by `scale.py fit` and stored in fit.json."""
+"""The result of a fit, as `scale fit` prints it and stores it in fit.json."""
 
 import json
 import math
@@ -12,18 +12,19 @@ import numpy as np
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.points import Array, Points
 
-LEVEL = 95  # per cent that an interval holds
+LEVEL = 95  # per cent of the bootstrap that an interval covers
 _COLUMNS = ("params", "tokens", "flops", "loss")
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A law's fitted values, their intervals, and diagnostics.
+    """The fitted parameters of a law, their bootstrap, and diagnostics.
 
-    `samples`: the parameters of each draw of the bootstrap, [draws], if any. `objective`: its
-    minimum. `optimal`: powers of FLOPs that the best N and D grow with; `optimal_samples`: of each
-    draw. `scatter`: log(loss) - log(law) of the points. `path`: the file that the fit was read
-    from.
+    objective: its minimum.
+    optimal: exponents with which the best N and D grow with FLOPs.
+    samples, optimal_samples: parameters and exponents of each bootstrap draw, as arrays [draws].
+    scatter: log(loss) - log(law) of the points.
+    path: the file that the fit was read from.
     """
 
     law: str
@@ -40,7 +41,7 @@ class Fit:
 
     @property
     def standard_errors(self) -> dict[str, float | None]:
-        """Standard error of each parameter: the standard deviation of its bootstrap."""
+        """Standard error of each parameter: the standard deviation of its bootstrap draws."""
         drawn = {name: self.samples.get(name, ()) for name in self.parameters}
         return {
             name: float(np.std(draws, ddof=1)) if len(draws) > 1 else None
@@ -49,7 +50,7 @@ class Fit:
 
     @property
     def intervals(self) -> dict[str, list[float] | None]:
-        """Interval of each parameter: the middle 95 % of its bootstrap."""
+        """Interval of each parameter: the middle 95 % of its bootstrap draws."""
         return {name: interval(self.samples.get(name)) for name in self.parameters}
 
     def to_json(self) -> dict[str, Any]:
@@ -65,7 +66,7 @@ class Fit:
         }  # fmt: skip
 
     def document(self) -> dict[str, Any]:
-        """Return the contents of fit.json: `to_json`, and the input of forecasts."""
+        """Return the contents of fit.json: `to_json` with the data that forecasts need."""
         points = self.points
         return self.to_json() | {
             "data": {
@@ -78,7 +79,7 @@ class Fit:
 
     @classmethod
     def read(cls, path: Path) -> "Fit":
-        """Return the fit in a file; ConfigError for a file that `scale.py fit` did not write."""
+        """Read a fit.json; raise ConfigError for a file that `scale fit` did not write."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
             data = raw["data"]
@@ -95,12 +96,12 @@ class Fit:
         except OSError as problem:
             why = problem.strerror or str(problem)
         except (ValueError, KeyError, TypeError, AttributeError):
-            why = "it is no fit"
-        raise ConfigError(f"--fit {path}: cannot be used ({why}); give a fit.json of scale.py fit")
+            why = "not a fit"
+        raise ConfigError(f"--fit {path}: cannot be used ({why}); name a fit.json of `scale fit`")
 
 
 def interval(draws: Array | None) -> list[float] | None:
-    """Return the percentiles that enclose the middle 95 % of the draws; None for too few draws."""
+    """Return the percentiles 2.5 and 97.5 of the draws; None if there are no draws."""
     if draws is None or not len(draws):
         return None
     rest = (100 - LEVEL) / 2
@@ -109,7 +110,7 @@ def interval(draws: Array | None) -> list[float] | None:
 
 
 def finite(value: Any) -> Any:
-    """Return the value with None in place of numbers that are not finite, as JSON has no NaN."""
+    """Replace numbers that are not finite by None, since JSON has no NaN."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

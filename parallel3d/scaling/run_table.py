@@ -1,4 +1,4 @@
-"""Tables of runs: CSV, JSON or JSON lines."""
+"""Tables of runs, read from CSV, JSON or JSON Lines."""
 
 import csv
 import io
@@ -14,60 +14,64 @@ from parallel3d.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class Table:
-    """Rows as column -> cell (text or a JSON value), each with a name: "line 7", or a run's."""
+    """A table of runs.
+
+    rows: column -> cell, a text or a JSON value.
+    names: "line 7" for a row of a file, otherwise the name of the run.
+    """
 
     path: Path
     columns: tuple[str, ...]
     rows: tuple[Mapping[str, Any], ...]
     names: tuple[str, ...]
     left_out: tuple[tuple[str, str], ...] = ()
-    """Parts of the source that are no row at all, and why."""
+    """(name, reason) of runs without a row."""
 
     def column(self, flag: str, name: str) -> str:
-        """Return the column called `name`; ConfigError names the columns that exist."""
+        """Return `name` if the table has this column; otherwise raise ConfigError for the flag."""
         if name in self.columns:
             return name
         near = get_close_matches(name, self.columns, 1, 0.6)
-        meant = f"; is it {near[0]}? " if near else "; "
+        suggestion = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(
-            f'{flag} = "{name}": no column of {self.path}{meant}its columns are: '
+            f'{flag} = "{name}": is not a column of {self.path}; {suggestion}its columns are: '
             f"{', '.join(self.columns)}"
         )
 
     def take(self, rows: Sequence[int]) -> "Table":
-        """Return the table of some rows."""
-        kept, names = tuple(self.rows[i] for i in rows), tuple(self.names[i] for i in rows)
-        return replace(self, rows=kept, names=names)
+        """Return the table with only the rows at these indices."""
+        selected, names = tuple(self.rows[i] for i in rows), tuple(self.names[i] for i in rows)
+        return replace(self, rows=selected, names=names)
 
     def where(self, conditions: Sequence[str]) -> "Table":
-        """Return the rows whose cells equal all of `conditions`, each written COLUMN=VALUE."""
-        found = self
+        """Return the table with only the rows that meet all conditions, each COLUMN=VALUE."""
+        table = self
         for condition in conditions:
             name, equals, value = condition.partition("=")
             if not equals:
                 raise ConfigError(f'--where = "{condition}": has no value; write COLUMN=VALUE')
             column = self.column("--where", name)
-            rows = [i for i, row in enumerate(found.rows) if _same(row.get(column), value)]
+            rows = [i for i, row in enumerate(table.rows) if _same(row.get(column), value)]
             if not rows:
-                some = ", ".join(sorted({_text(row.get(column)) for row in found.rows})[:12])
+                some = ", ".join(sorted({_text(row.get(column)) for row in table.rows})[:12])
                 raise ConfigError(
-                    f'--where = "{condition}": no row has it; {column} holds: {some}; name another'
+                    f'--where = "{condition}": matches no row; use a value of {column}: {some}'
                 )
-            found = found.take(rows)
-        return found
+            table = table.take(rows)
+        return table
 
 
 def read(path: Path) -> Table:
-    """Return the table in a file: CSV, a JSON list of objects, or one JSON object a line.
+    """Read a table from a file: CSV, a JSON list of objects, or one JSON object per line.
 
-    The first bytes decide. Raises ConfigError where it cannot be read or holds no row.
+    The first character tells which. Raises ConfigError if it cannot be read or has no row.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as problem:
-        reason = problem.strerror if isinstance(problem, OSError) else "no UTF-8 text"
+        reason = problem.strerror if isinstance(problem, OSError) else "not UTF-8 text"
         raise ConfigError(
-            f"{path}: cannot be read as a table ({reason}); give a CSV, JSON or JSONL file, or a "
+            f"{path}: cannot be read as a table ({reason}); use a CSV, JSON or JSONL file, or a "
             "folder of runs"
         ) from None
     start = text.lstrip()[:1]
@@ -79,17 +83,19 @@ def read(path: Path) -> Table:
     else:
         numbered = list(_csv(path, text))
     if not numbered:
-        raise ConfigError(f"{path}: holds no row; write one run a row below a line of column names")
+        raise ConfigError(
+            f"{path}: has no rows; write a line of column names, then one row per run"
+        )
     for name, row in numbered:
         if not isinstance(row, dict):
-            raise ConfigError(f"{path}, {name}: is no object; write one JSON object for each run")
+            raise ConfigError(f"{path}, {name}: is not an object; write one JSON object per run")
     columns = dict.fromkeys(column for _, row in numbered for column in row)
-    names, found = zip(*numbered, strict=True)
-    return Table(path, tuple(columns), found, names)
+    names, cells = zip(*numbered, strict=True)
+    return Table(path, tuple(columns), cells, names)
 
 
 def number(cell: Any) -> float | None:
-    """Return a cell's number, nan and inf among them; None where it holds none."""
+    """Return the number in a cell, which may be nan or inf; None if it holds none."""
     if isinstance(cell, bool) or cell is None:
         return None
     try:
@@ -103,8 +109,8 @@ def _json(path: Path, text: str, line: int) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as problem:
         raise ConfigError(
-            f"{path}, line {line}: is no JSON ({str(problem)[:80]}); write a list of objects, or "
-            "one object a line"
+            f"{path}, line {line}: is not valid JSON ({str(problem)[:80]}); write a list of "
+            "objects, or one object per line"
         ) from None
 
 
@@ -116,18 +122,18 @@ def _csv(path: Path, text: str) -> Iterator[tuple[str, dict[str, str]]]:
     try:
         columns = [name.strip() for name in next(reader, [])]
         if twice := sorted({c for c in columns if c and columns.count(c) > 1}):
-            raise ConfigError(f"{path}: {', '.join(twice)} stand twice; rename one column")
+            raise ConfigError(f"{path}: has two columns named {', '.join(twice)}; rename one")
         for row in reader:
             cells, place = [cell.strip() for cell in row], f"line {reader.line_num + skipped}"
             if any(cells) and len(cells) != len(columns):
                 raise ConfigError(
-                    f"{path}, {place}: has {len(cells)} cells, the first line {len(columns)}; "
-                    "write empty cells as such"
+                    f"{path}, {place}: has {len(cells)} cells, but the first line has "
+                    f"{len(columns)}; leave cells empty rather than out"
                 )
             if any(cells):
                 yield place, dict(zip(columns, cells, strict=True))
     except csv.Error as problem:
-        raise ConfigError(f"{path}: is no CSV ({problem}); write one") from None
+        raise ConfigError(f"{path}: is not valid CSV ({problem}); correct it") from None
 
 
 def _text(cell: Any) -> str:
@@ -135,5 +141,5 @@ def _text(cell: Any) -> str:
 
 
 def _same(cell: Any, value: str) -> bool:
-    own, asked = number(cell), number(value)
-    return _text(cell) == value or (own is not None and own == asked)
+    cell_number = number(cell)
+    return _text(cell) == value or (cell_number is not None and cell_number == number(value))

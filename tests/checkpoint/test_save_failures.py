@@ -208,8 +208,8 @@ def test_weights_that_find_no_room_are_written_by_the_same_command(config):
     name = {"parallel3d.run.name": "auto", "parallel3d.train.steps": 2}
     raw = changed(config, name | {"parallel3d.run.save_weights": True})
     (full,) = start(raw, (1, 1, 1), fill_the_disk_at_the_end)
-    assert full.error.startswith("TrainingError: the trained weights cannot be written to ")
-    assert "make room and start the same command again" in full.error
+    assert full.error.startswith("TrainingError: cannot write the trained weights to ")
+    assert "run the same command again" in full.error
     (again,) = start(raw, (1, 1, 1))
     assert again.code == DONE and again.samples == []
     assert again.says("all its 2 steps were done before") == 1

@@ -49,19 +49,19 @@ def exported(config, root, dtype="fp32", architecture=None):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture_is_proved(name, tmp_path):
-    config, wanted = MODELS[name], name.partition(",")[0]
-    proof = exported(config, tmp_path, architecture=wanted)
-    assert proof.ok and proof.architecture == wanted, proof
+    config, architecture_name = MODELS[name], name.partition(",")[0]
+    proof = exported(config, tmp_path, architecture=architecture_name)
+    assert proof.ok and proof.architecture == architecture_name, proof
     assert [what.partition(" ")[0] for what in proof.checked] == [
-        "names,", "config.json", wanted, "logits",
+        "names,", "config.json", architecture_name, "logits",
     ]  # fmt: skip
     assert proof.left_out == ("tokenizer: there is none",)
     # And by what the test knows of the weights.
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    theirs = models.huggingface(config.family).to_huggingface(config, weights_of(config))
-    found = revert_weight_conversion(model, dict(model.named_parameters()))
-    assert found.keys() == theirs.keys() and proof.tensors == len(theirs)
-    assert all(torch.equal(found[n], value) for n, value in theirs.items())
+    expected = models.huggingface(config.family).to_huggingface(config, weights_of(config))
+    exported_weights = revert_weight_conversion(model, dict(model.named_parameters()))
+    assert exported_weights.keys() == expected.keys() and proof.tensors == len(expected)
+    assert all(torch.equal(exported_weights[n], value) for n, value in expected.items())
     assert "held-out loss | 2.7500 nats" in (tmp_path / "out/README.md").read_text()
 
 
@@ -79,9 +79,9 @@ def sound(tmp_path_factory):
     """A folder that was written, and what it is compared with."""
     root = tmp_path_factory.mktemp("sound")
     config = MODELS["LlamaForCausalLM, grouped, tied"]
-    found = written(checkpoint_of(config, root), root / "out", shard_bytes=SHARD_BYTES)
-    assert read_back(*found, silent).ok
-    return found
+    export_parts = written(checkpoint_of(config, root), root / "out", shard_bytes=SHARD_BYTES)
+    assert read_back(*export_parts, silent).ok
+    return export_parts
 
 
 def shard_with(folder, name):
@@ -106,7 +106,7 @@ def missing(folder):
 
 def extra(folder):
     edit(folder, NORM, lambda tensors: tensors.update(more=torch.zeros(1)))
-    return "more should not be in it"
+    return "has the unexpected tensor more"
 
 
 def transposed(folder):
@@ -154,10 +154,10 @@ DAMAGES = [
 def test_damage_is_found_and_named(damage, sound, tmp_path):
     folder, *rest = sound
     shutil.copytree(folder, tmp_path / "out")
-    said = damage(tmp_path / "out")
+    difference = damage(tmp_path / "out")
     proof = read_back(tmp_path / "out", *rest, silent)
     assert not proof.ok
-    assert any(said in what for what in proof.differs), proof.differs
+    assert any(difference in what for what in proof.differs), proof.differs
 
 
 def test_a_wrong_mapping_of_names_is_found_by_the_logits_alone(tmp_path, monkeypatch):
@@ -166,16 +166,16 @@ def test_a_wrong_mapping_of_names_is_found_by_the_logits_alone(tmp_path, monkeyp
     right = family.to_huggingface
 
     def swapped(config, weights):
-        found = right(config, weights)
+        converted = right(config, weights)
         return {
             n.replace("gate_", "x_").replace("up_", "gate_").replace("x_", "up_"): value
-            for n, value in found.items()
+            for n, value in converted.items()
         }
 
     monkeypatch.setattr(family, "to_huggingface", swapped)
     proof = exported(MODELS["Qwen2ForCausalLM, biases"], tmp_path)
-    (said,) = proof.differs
-    assert said.startswith("logits: are up to ")
+    (difference,) = proof.differs
+    assert difference.startswith("logits: differ by up to ")
     # Nothing has its name, nor any other.
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -187,14 +187,14 @@ def test_the_tokenizer_is_the_one_of_the_run_and_no_other(tmp_path):
         source, source.about(), WeightFiles(source.config.model), tmp_path / "out", silent
     )
     assert proof.ok and "tokenizer" in proof.checked and proof.left_out == ()
-    theirs, ours = (tmp_path / where / "tokenizer.json" for where in ("out", "own"))
-    assert theirs.read_bytes() == ours.read_bytes()
+    copy, original = (tmp_path / where / "tokenizer.json" for where in ("out", "own"))
+    assert copy.read_bytes() == original.read_bytes()
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 0
 
-    ours.write_text(ours.read_text().replace('"main"', '"niam"').replace("words", "swords"))
-    with pytest.raises(CheckpointError, match="it is not where it was; give its folder with --tok"):
+    original.write_text(original.read_text().replace('"main"', '"niam"').replace("words", "swords"))
+    with pytest.raises(CheckpointError, match="and was not found; name its folder with --tok"):
         source.about()
-    with pytest.raises(CheckpointError, match="own holds another one; give its folder"):
+    with pytest.raises(CheckpointError, match=r"not the one in .*own; name its folder"):
         source.about(tmp_path / "own")
     assert source.about(tmp_path / "out").tokenizer == tmp_path / "out"
 
@@ -233,6 +233,6 @@ def test_other_values_than_were_written_are_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(conversion.Writer, "write", wrong)
     proof = exported(MODELS["GPT2LMHeadModel"], tmp_path)
-    said = "transformer.h.1.ln_1.weight has other values"
-    assert any(said in what for what in proof.differs), proof.differs
+    difference = "transformer.h.1.ln_1.weight has other values"
+    assert any(difference in what for what in proof.differs), proof.differs
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

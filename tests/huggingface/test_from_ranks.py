@@ -136,7 +136,9 @@ def save_on_two_hosts(rank, directory):
 
 def test_two_hosts_that_share_no_folder_leave_nothing_that_looks_whole(tmp_path):
     for error in run_locally(save_on_two_hosts, 2, tmp_path):
-        assert "model.safetensors was made on another host, and is not here" in error, error
+        assert "model.safetensors was created on another node, and is not visible here" in error, (
+            error
+        )
     assert not (tmp_path / "host0/weights").exists()
 
 

@@ -65,20 +65,22 @@ def test_an_output_projection_of_either_name_is_the_same(name, tmp_path):
     save_file(tensors | {"lm_head.weight": head}, other / "model.safetensors", {"format": "pt"})
     proof = import_folder(other, tmp_path / "out")
     assert proof.ok and len(proof.checked) == 4, proof
-    found, wanted = (
+    imported, expected = (
         load_file(tmp_path / "out/model.safetensors"),
         load_file(folder / "model.safetensors"),
     )
-    assert found.keys() == wanted.keys() and proof.tensors == len(wanted)
-    assert all(torch.equal(found[n], value) for n, value in wanted.items())
+    assert imported.keys() == expected.keys() and proof.tensors == len(expected)
+    assert all(torch.equal(imported[n], value) for n, value in expected.items())
     if tied:
         wrong = tensors | {"lm_head.weight": head * 2}
         save_file(wrong, other / "model.safetensors", {"format": "pt"})
-        with pytest.raises(ConfigError, match=r"lm_head\.weight is not gpt_neox\.embed_in"):
+        with pytest.raises(ConfigError, match=r"lm_head\.weight differs from gpt_neox\.embed_in"):
             import_folder(other, tmp_path / "wrong")
     both = tensors | {"lm_head.weight": head, "embed_out.weight": head + 0}
     save_file(both, other / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"holds \w+\.weight and \w+\.weight, two names of one"):
+    with pytest.raises(
+        ConfigError, match=r"has \w+\.weight and \w+\.weight, two names of the same"
+    ):
         import_folder(other, tmp_path / "both")
 
 
@@ -86,11 +88,11 @@ def test_a_wrong_reading_of_config_json_is_found_by_the_logits(tmp_path, monkeyp
     right = llama._rope
     monkeypatch.setattr(llama, "_rope", lambda fields: (7e5, right(fields)[1]))
     proof = import_folder(save("llama3", tmp_path / "model"), tmp_path / "out")
-    assert [said[:18] for said in proof.differs] == ["logits: are up to "]
+    assert [text[:18] for text in proof.differs] == ["logits: differ by "]
 
 
 def test_other_values_than_the_folders_are_found(tmp_path, monkeypatch):
-    right = conversion.PublishedWeights.whole
+    right = conversion.PublishedWeights.read_whole
 
     def wrong(self, name):
         value = right(self, name)
@@ -98,10 +100,10 @@ def test_other_values_than_the_folders_are_found(tmp_path, monkeypatch):
             value[3] += 2**-10
         return value
 
-    monkeypatch.setattr(conversion.PublishedWeights, "whole", wrong)
+    monkeypatch.setattr(conversion.PublishedWeights, "read_whole", wrong)
     proof = import_folder(save("llama2", tmp_path / "model"), tmp_path / "out")
-    said = "model.layers.1.input_layernorm.weight has other values"
-    assert any(said in what for what in proof.differs), proof.differs
+    difference = "model.layers.1.input_layernorm.weight has other values"
+    assert any(difference in what for what in proof.differs), proof.differs
 
 
 def test_what_cannot_be_imported_is_refused(tmp_path):
@@ -110,11 +112,11 @@ def test_what_cannot_be_imported_is_refused(tmp_path):
     (tmp_path / "out/mine").touch()
     with pytest.raises(ConfigError, match="out: exists and is not empty"):
         import_folder(folder, tmp_path / "out")
-    with pytest.raises(ConfigError, match="nothing: is no folder"):
+    with pytest.raises(ConfigError, match="nothing: is not a folder"):
         import_folder(tmp_path / "nothing", tmp_path / "new")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(CheckpointError, match="is no sound file of safetensors"):
+    with pytest.raises(CheckpointError, match="is not a valid safetensors file"):
         import_folder(folder, tmp_path / "new")
     config = json.loads((folder / "config.json").read_text()) | {"hidden_act": "relu"}
     (folder / "config.json").write_text(json.dumps(config))

@@ -39,33 +39,33 @@ def folders(tmp_path_factory):
 def test_any_box_is_what_a_slice_of_the_whole_is(name, folders, data):
     weights = opened(folders[name])
     ours = data.draw(st.sampled_from(list(weights.shapes)))
-    whole = weights.whole(ours)
-    first = [data.draw(st.integers(0, size - 1)) for size in whole.shape]
-    size = [data.draw(st.integers(1, n - a)) for n, a in zip(whole.shape, first, strict=True)]
+    value = weights.read_whole(ours)
+    first = [data.draw(st.integers(0, size - 1)) for size in value.shape]
+    size = [data.draw(st.integers(1, n - a)) for n, a in zip(value.shape, first, strict=True)]
     out = torch.empty(size)
     weights.read(ours, Box(tuple(first), tuple(size)), out)
     ends = [slice(a, a + n) for a, n in zip(first, size, strict=True)]
-    assert torch.equal(out, whole[tuple(ends)])
+    assert torch.equal(out, value[tuple(ends)])
 
 
 def test_shards_half_precision_and_bare_names_are_one_model(folders, tmp_path):
-    wanted = load_file(folders["gpt2"] / "model.safetensors")
+    tensors = load_file(folders["gpt2"] / "model.safetensors")
     half = save("gpt2", tmp_path / "half", torch.bfloat16, max_shard_size="20KB")
     assert len(list(half.glob("model-*.safetensors"))) > 2
     exact, weights = opened(folders["gpt2"]), opened(half)
     assert weights.dtype == torch.bfloat16 and exact.dtype == torch.float32
     for name in weights.shapes:
-        assert torch.equal(weights.whole(name), exact.whole(name).bfloat16().float())
+        assert torch.equal(weights.read_whole(name), exact.read_whole(name).bfloat16().float())
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_bytes((folders["gpt2"] / "config.json").read_bytes())
-    names = {name.removeprefix("transformer."): value for name, value in wanted.items()}
+    names = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     # As the first GPT-2 has them: masks, and the tied head.
     names |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "lm_head.weight": names["wte.weight"] + 0}
     save_file(names, bare / "model.safetensors")
     weights = opened(bare)
     weights.check_tied()
-    assert all(torch.equal(weights.whole(n), exact.whole(n)) for n in exact.shapes)
+    assert all(torch.equal(weights.read_whole(n), exact.read_whole(n)) for n in exact.shapes)
     save_file(names | {"lm_head.weight": names["wte.weight"] * 2}, bare / "model.safetensors")
     with pytest.raises(ConfigError, match="tie_word_embeddings = true"):
         opened(bare).check_tied()
@@ -110,26 +110,26 @@ def missing(tensors):
 
 def another_shape(tensors):
     tensors["model.norm.weight"] = torch.ones(33)
-    return r"model.norm.weight has the shape \[33\], and by config.json \[32\]"
+    return r"model.norm.weight has the shape \[33\], but config.json says \[32\]"
 
 
 def extra(tensors):
     tensors["model.layers.0.self_attn.sinks"] = torch.ones(4)
-    return "holds model.layers.0.self_attn.sinks, which the model"
+    return "has the tensor model.layers.0.self_attn.sinks, which the model"
 
 
 def quantised(tensors):
     tensors["model.norm.weight"] = torch.ones(32, dtype=torch.int8)
-    return "model.norm.weight is of type I8"
+    return "model.norm.weight has the type I8"
 
 
 @pytest.mark.parametrize("damage", [missing, another_shape, extra, quantised])
 def test_what_is_not_the_model_of_config_json_is_refused(damage, folders, tmp_path):
     tensors = load_file(folders["llama2"] / "model.safetensors")
-    said = damage(tensors)
+    problem = damage(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((folders["llama2"] / "config.json").read_bytes())
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=problem):
         opened(tmp_path)
 
 
@@ -137,7 +137,7 @@ def test_what_is_not_the_model_of_config_json_is_refused(damage, folders, tmp_pa
 def test_a_file_that_is_cut_off_is_refused(cut, folders, tmp_path):
     data = (folders["llama2"] / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[:cut])
-    with pytest.raises(CheckpointError, match="is no sound file of safetensors"):
+    with pytest.raises(CheckpointError, match="is not a valid safetensors file"):
         PublishedWeights(tmp_path, config_of(folders["llama2"]))
 
 

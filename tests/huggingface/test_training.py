@@ -40,19 +40,19 @@ def started(config):
 
 def train_on_rank(rank, config, reference):
     mesh, parts = started(config)
-    found = differences(parts, config, train(parts, config, mesh), reference)
+    errors = differences(parts, config, train(parts, config, mesh), reference)
     mesh.barrier()
     parts.engine.close()
-    return found
+    return errors
 
 
 def largest_errors(folder, mesh, tmp_path, **changes):
     config = config_on(folder, mesh, **changes)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     family = models.huggingface(config.model.family)
     if name_as_in_files := getattr(family, "named_as_in_files", None):
-        theirs = name_as_in_files(theirs)
-    reference = train_model(theirs.double().train(), family, config, tmp_path, plain_course(config))
+        model = name_as_in_files(model)
+    reference = train_model(model.double().train(), family, config, tmp_path, plain_course(config))
     pp, dp, tp = mesh
     return errors_of(config, run_locally(train_on_rank, pp * dp * tp, config, reference))
 
@@ -73,15 +73,15 @@ def test_training_on_from_each_architecture_on_each_mesh(name, mesh, tmp_path):
 
 def held_on_rank(rank, configs):
     """What each rank holds once its weights are loaded: name, cut, value."""
-    found = []
+    held_by_config = []
     for config in configs:
         mesh, parts = started(config)
-        found.append(
+        held_by_config.append(
             [(h.name, h.cut, parts.engine.full_parameter(h).cpu()) for h in parts.engine.held]
         )
         mesh.barrier()
         parts.engine.close()
-    return found
+    return held_by_config
 
 
 MESHES = [((2, 1, 2), 0, "none"), ((1, 2, 2), 3, "cpu")]

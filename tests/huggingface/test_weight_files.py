@@ -22,19 +22,19 @@ def write(folder, layout):
     create(folder, layout)
     writer = Writer(folder, layout)
     for name, value in reversed(weights_of(layout.config).items()):
-        for theirs, tensor in layout.converted(name, value).items():
-            writer.write(theirs, tensor)
+        for stored_name, tensor in layout.converted(name, value).items():
+            writer.write(stored_name, tensor)
     writer.close()
 
 
 def read(folder):
     """Name -> file and tensor, in the files' order of bytes."""
-    found = {}
+    tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"format": "pt"}
-            found |= {name: (path.name, file.get_tensor(name)) for name in file.offset_keys()}
-    return found
+            tensors |= {name: (path.name, file.get_tensor(name)) for name in file.offset_keys()}
+    return tensors
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,18 +42,18 @@ def read(folder):
 def test_files_hold_what_was_written_in_shards_as_transformers_cuts_them(tmp_path, config, dtype):
     layout = WeightFiles(config, DTYPES[dtype], shard_bytes=9_000)
     write(tmp_path / "out", layout)
-    wanted = models.huggingface(config.family).to_huggingface(config, weights_of(config))
-    wanted = {name: value.to(DTYPES[dtype]) for name, value in wanted.items()}
-    found = read(tmp_path / "out")
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(found[name][1], value) and found[name][1].dtype == value.dtype, name
+    expected = models.huggingface(config.family).to_huggingface(config, weights_of(config))
+    expected = {name: value.to(DTYPES[dtype]) for name, value in expected.items()}
+    stored = read(tmp_path / "out")
+    assert stored.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(stored[name][1], value) and stored[name][1].dtype == value.dtype, name
 
     split = split_torch_state_dict_into_shards(
-        {name: value.clone() for name, value in wanted.items()}, max_shard_size=9_000
+        {name: value.clone() for name, value in expected.items()}, max_shard_size=9_000
     )
     assert len(split.filename_to_tensors) > 2
-    assert {name: file for name, (file, _) in found.items()} == split.tensor_to_filename
+    assert {name: file for name, (file, _) in stored.items()} == split.tensor_to_filename
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     assert index["weight_map"] == split.tensor_to_filename
     assert index["metadata"]["total_size"] == split.metadata["total_size"]
@@ -81,5 +81,5 @@ def test_sizes():
     sizes = {"5GB": 5 * 10**9, "500 MB": 5 * 10**8, "7": 7, "1kb": 1000}
     assert {text: bytes_of(text) for text in sizes} == sizes
     for text in ("", "0GB", "-1GB", "5GiB", "GB", "1e9"):
-        with pytest.raises(ConfigError, match="is no size; write 5GB"):
+        with pytest.raises(ConfigError, match="must be a size such as 5GB"):
             bytes_of(text)

@@ -66,7 +66,7 @@ def test_a_failed_check_is_1_and_leaves_nothing(run, command, tmp_path, monkeypa
     monkeypatch.setattr(family, "to_huggingface", negative)
     code, printed, _ = command(run, "--to", tmp_path / "out", "--json")
     found = json.loads(printed)
-    assert code == FAILED and not found["ok"] and "logits: are up to" in found["differs"][0]
+    assert code == FAILED and not found["ok"] and "logits: differ by up to" in found["differs"][0]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -75,7 +75,10 @@ def test_a_failed_check_is_1_and_leaves_nothing(run, command, tmp_path, monkeypa
     [
         (["{run}", "--to", "{run}"], "run: exists and is not empty; remove it, or name another"),
         (["{run}/none", "--to", "{run}/out"], "none: no checkpoint there"),
-        (["{run}", "--to", "{run}/out", "--shard-size", "big"], "--shard-size = big: is no size"),
+        (
+            ["{run}", "--to", "{run}/out", "--shard-size", "big"],
+            "--shard-size = big: must be a size",
+        ),
         (
             ["{run}", "--to", "{run}/out", "--architecture", "LlamaForCausalLM"],
             "this model cannot be a LlamaForCausalLM; use GPT2LMHeadModel",

@@ -31,7 +31,7 @@ def test_it_ends_with_1_where_a_layer_is_not_flat(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--widths", "64"], "scale: --widths 64: is one width; a slope needs two or more"),
+        (["--widths", "64"], "scale: --widths 64: only one width; a slope needs at least two"),
         (["--parallel3d.model.parametrization.type", "mup"], "base_width = null: is missing"),
     ],
 )

@@ -64,7 +64,7 @@ def test_greedy_is_the_likeliest_token_wherever_the_weights_are(place, command, 
     shutil.copytree(place / "out", run / "weights")
     code, printed, said = command(run, *words, "--top-k", 1, "--seed", 5)
     assert (code, printed.rstrip("\n")) == (DONE, wanted.rstrip("\n"))
-    assert said == f"weights of {run / 'weights'}\n"
+    assert said == f"using the weights of {run / 'weights'}\n"
 
 
 def test_weights_that_a_checkpoint_is_newer_than_are_taken_and_said(place, tmp_path):
@@ -74,8 +74,8 @@ def test_weights_that_a_checkpoint_is_newer_than_are_taken_and_said(place, tmp_p
         (run / "checkpoints" / f"step-{newest}").mkdir(parents=True)
         with model_folder(run, said.append) as folder:
             assert folder == run / "weights"
-    same = f"weights of {run / 'weights'}"
-    newer = f", after 10 steps; {run / 'checkpoints/step-11'} is newer: name it to take it"
+    same = f"using the weights of {run / 'weights'}"
+    newer = f", after 10 steps; {run / 'checkpoints/step-11'} is newer: name it to use it instead"
     assert said == [same, same, same + newer]
     (run / "weights/README.md").write_text("of somebody else")
     with model_folder(run, said.append):
@@ -93,20 +93,20 @@ def test_a_seed_is_a_text(place, command):
 
 def test_no_more_tokens_than_the_model_reads(place, command):
     code, _, said = command(place / "out", "--prompt", PROMPT, "--max-new-tokens", 1000)
-    assert code == DONE and "new tokens: the model reads 64" in said
+    assert code == DONE and "tokens: the model's context is 64" in said
     code, _, said = command(place / "out", "--prompt", PROMPT * 50)
-    assert code == BAD_INPUT and "the model reads 64; shorten it" in said
+    assert code == BAD_INPUT and "the model's context is 64; shorten it" in said
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["{place}/none", "--prompt", ""], "none: no such folder"),
+        (["{place}/none", "--prompt", ""], "none: does not exist"),
         (["{place}", "--prompt", ""], "no checkpoint there"),
         (["{place}/out"], "--prompt: is missing"),
         (["{place}/out", "--prompt", "a\udcff"], "--prompt = 'a\\udcff': must be UTF-8"),
         (["{place}/out", "--prompt", "", "--temperature", "0"], "--temperature = 0: must be above"),
-        (["{place}/out", "--prompt", "", "--greedy", "--top-p", "0.5"], "--top-p: not with --gre"),
+        (["{place}/out", "--prompt", "", "--greedy", "--top-p", "0.5"], "--top-p: has no effect"),
     ],
 )
 def test_a_wrong_input_is_2(words, said, place, command):

@@ -18,21 +18,24 @@ def changed(**columns):
 ONE = [1e8] * 16
 TABLES = {
     "too few points": ({k: v[:4] for k, v in COLUMNS.items()}, "4 points: fewer than the 5"),
-    "one size": (changed(params=ONE), "1 of model sizes (1e+08); the parametric law needs 3"),
-    "two sizes": (changed(params=[1e8, 2e8] * 8), "2 of model sizes (1e+08, 2e+08)"),
-    "one length": (changed(tokens=ONE), "1 of numbers of tokens (1e+08)"),
-    "one budget": (changed(tokens=1e20 / GOOD.params), "1 of FLOP budgets (6e+20)"),
-    "one loss": (changed(loss=[2.5] * 16), "all have the loss 2.5"),
+    "one size": (
+        changed(params=ONE),
+        "1 different model sizes (1e+08); the parametric law needs 3",
+    ),
+    "two sizes": (changed(params=[1e8, 2e8] * 8), "2 different model sizes (1e+08, 2e+08)"),
+    "one length": (changed(tokens=ONE), "1 different numbers of tokens (1e+08)"),
+    "one budget": (changed(tokens=1e20 / GOOD.params), "1 different FLOP budgets (6e+20)"),
+    "one loss": (changed(loss=[2.5] * 16), "all have the same loss, 2.5"),
     "loss that rises": (changed(loss=2 + GOOD.params * GOOD.tokens / 1e20), "comes out as 0"),
     "no loss": ({"params": ONE, "tokens": ONE}, "--loss-column: is missing"),
-    "no tokens": ({"params": ONE, "loss": ONE}, "and params is known; name columns with"),
+    "no tokens": ({"params": ONE, "loss": ONE}, "found only: params; name columns with"),
     "all diverged": (changed(loss=["nan"] * 16), "no row can be used; line 2: loss = nan"),
     "too many diverged": (
         changed(loss=[*GOOD.loss[:4], *["inf"] * 12]),
-        "4 points: fewer than the 5 parameters of the parametric law; add runs; dropped were",
+        "4 points: fewer than the 5 parameters of the parametric law; add runs; dropped rows: ",
     ),
     "negative": (changed(loss=-GOOD.loss), "is not above 0"),
-    "words": (changed(params=["big"] * 16), "params = 'big' is no number"),
+    "words": (changed(params=["big"] * 16), "params = 'big' is not a number"),
 }
 
 
@@ -59,16 +62,19 @@ def test_a_table_that_tells_no_law(refused, tmp_path, name):
 
 
 FLAGS = [
-    (("--n-column", "parms"), '--n-column = "parms": no column of runs.csv; is it params?'),
+    (
+        ("--n-column", "parms"),
+        '--n-column = "parms": is not a column of runs.csv; did you mean params?',
+    ),
     (("--loss-column", "x"), "its columns are: params, tokens, loss"),
     (("--where", "params"), "has no value; write COLUMN=VALUE"),
-    (("--where", "loss=9"), "no row has it; loss holds:"),
+    (("--where", "loss=9"), "matches no row; use a value of loss: "),
     (("--law", "kaplan"), "--law = 'kaplan': use one of"),
     (("--delta", "0"), "--delta = 0: must be a number above 0"),
     (("--bootstraps", "-1"), "--bootstraps = -1: is too small"),
-    (("--weighted", "--law", "isoflop"), "--weighted: not of the isoflop law"),
+    (("--weighted", "--law", "isoflop"), "--weighted: is not supported by the isoflop law"),
     (("--law", "data-constrained"), "--unique-column: is missing"),
-    (("--law", "data-constrained", "--base", "runs.csv"), "holds no parametric law; give its"),
+    (("--law", "data-constrained", "--base", "runs.csv"), "holds no parametric law; use its"),
     (("--law", "best-value"), "--setting-column: is missing"),
     (("--weighted",), "the standard errors of the losses are not known"),
     (("--drop-largest-losses", "12"), "4 points: fewer than the 5"),
@@ -91,15 +97,15 @@ def test_what_is_not_installed_is_named_with_its_remedy(refused, tmp_path, monke
 
 FILES = {
     "absent": (None, "cannot be read as a table (No such file"),
-    "empty": (b"", "holds no row"),
-    "header alone": (b"params,tokens,loss\n", "holds no row"),
-    "binary": (bytes(range(256)), "cannot be read as a table (no UTF-8 text)"),
-    "ragged": (b"params,tokens,loss\n1,2\n", "line 2: has 2 cells, the first line 3"),
-    "twice": (b"loss,loss\n1,2\n", "loss stand twice"),
-    "no objects": (b"[1, 2]", "row 1: is no object"),
-    "cut off": (b'[{"loss": 1}', "is no JSON"),
-    "cut line": (b'{"loss": 1}\n{"lo', "line 2: is no JSON"),
-    "deep": (b"[" * 100_000, "is no JSON"),
+    "empty": (b"", "has no rows"),
+    "header alone": (b"params,tokens,loss\n", "has no rows"),
+    "binary": (bytes(range(256)), "cannot be read as a table (not UTF-8 text)"),
+    "ragged": (b"params,tokens,loss\n1,2\n", "line 2: has 2 cells, but the first line has 3"),
+    "twice": (b"loss,loss\n1,2\n", "has two columns named loss"),
+    "no objects": (b"[1, 2]", "row 1: is not an object"),
+    "cut off": (b'[{"loss": 1}', "is not valid JSON"),
+    "cut line": (b'{"loss": 1}\n{"lo', "line 2: is not valid JSON"),
+    "deep": (b"[" * 100_000, "is not valid JSON"),
 }
 
 

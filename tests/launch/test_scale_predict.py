@@ -53,7 +53,7 @@ def test_a_forecast_is_registered_once_and_held_against_its_run(scaled, fitted, 
     when = datetime.fromisoformat(made["registered_at"])
     assert timedelta(0) <= datetime.now(UTC) - when < timedelta(minutes=5)
     code, out, said = scaled(*RUN, "--register", "sworn.json")
-    assert (code, out) == (2, "") and "a forecast is never written again" in said
+    assert (code, out) == (2, "") and "a registered forecast is never overwritten" in said
     assert (tmp_path / "sworn.json").read_bytes() == sworn
 
     code, out, said = scaled(*FIT, "--forecasts", "sworn.json")
@@ -87,13 +87,13 @@ def test_a_registered_forecast_is_named_after_its_budget_and_time(scaled, fitted
 
 
 BAD = [
-    ((), "none of --flops, --params, --tokens: give --flops for the best run"),
-    (("--params", "1e9"), "--params of --flops, --params, --tokens: give"),
+    ((), "--flops, --params, --tokens: none given; give --flops"),
+    (("--params", "1e9"), "--flops, --params, --tokens: --params given; give"),
     (("--flops", "-3"), "--flops = -3: must be a number above 0"),
     (("--flops", "many"), "--flops = many: must be a number above 0"),
     (("--flops", "nan"), "--flops = nan: must be a number above 0"),
     (("--flops", "1e22", "--fit", "nowhere.json"), "cannot be used (No such file"),
-    (("--flops", "1e22", "--fit", "runs.csv"), "cannot be used (it is no fit)"),
+    (("--flops", "1e22", "--fit", "runs.csv"), "cannot be used (not a fit)"),
 ]
 
 

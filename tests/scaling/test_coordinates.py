@@ -64,5 +64,5 @@ def test_only_the_change_is_claimed_of_logits():
 def test_what_is_no_number_is_not_flat(power):
     check = slopes(measured(embedding=(0, power, 0)))
     assert not check.passed
-    said = json.loads(json.dumps(finite(check.to_json()), allow_nan=False))
-    assert said["layers"][0]["slope"] is None and said["layers"][0]["flat"] is False
+    printed = json.loads(json.dumps(finite(check.to_json()), allow_nan=False))
+    assert printed["layers"][0]["slope"] is None and printed["layers"][0]["flat"] is False

@@ -9,7 +9,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.data_constrained import fit_decays
 from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.fit import fit_law
-from parallel3d.scaling.forecast import Forecast, forecast, judged, register
+from parallel3d.scaling.forecast import Forecast, compare, forecast, register
 from parallel3d.scaling.frontier import fit_frontier
 from parallel3d.scaling.laws import OVER_TRAINING, PARAMETRIC
 from parallel3d.scaling.power import fit_best
@@ -36,13 +36,13 @@ def stored(tmp_path):
 def test_isoflop_forecasts_the_best_run(stored):
     runs = chinchilla(sizes=15, budgets=6)
     fit = stored(fit_frontier(runs, "isoflop", "akima", Estimator(), draws=5, seed=0))
-    made = forecast(fit, flops=1e22)
+    prediction = forecast(fit, flops=1e22)
     params, tokens = PARAMETRIC.best(CHINCHILLA, 1e22)
-    assert made.params == pytest.approx(float(params), rel=0.05)
-    assert made.tokens == pytest.approx(float(tokens), rel=0.05)
+    assert prediction.params == pytest.approx(float(params), rel=0.05)
+    assert prediction.tokens == pytest.approx(float(tokens), rel=0.05)
     truth = float(PARAMETRIC.loss(CHINCHILLA, params, tokens))
-    assert made.loss == pytest.approx(truth, rel=1e-3)
-    assert made.beyond == pytest.approx(10 / 3)
+    assert prediction.loss == pytest.approx(truth, rel=1e-3)
+    assert prediction.beyond == pytest.approx(10 / 3)
 
 
 def test_over_training_forecasts_long_runs(stored):
@@ -50,9 +50,11 @@ def test_over_training_forecasts_long_runs(stored):
     params, ratio = (x.ravel() for x in np.meshgrid(np.geomspace(1e7, 1e9, 4), [5, 20, 80]))
     runs = points(params, ratio * params, OVER_TRAINING.loss(law, params, ratio * params))
     fit = stored(fit_law(runs, OVER_TRAINING, SQUARES, draws=0, brief=True))
-    made = forecast(fit, params=7e9, tokens=7e9 * 640)
+    prediction = forecast(fit, params=7e9, tokens=7e9 * 640)
     truth = OVER_TRAINING.loss(law, np.array([7e9]), np.array([7e9 * 640]))[0]
-    assert made.loss == pytest.approx(truth, rel=1e-6) and made.intervals["loss"] is None
+    assert (
+        prediction.loss == pytest.approx(truth, rel=1e-6) and prediction.intervals["loss"] is None
+    )
     assert forecast(fit, flops=6e22, params=1e11).tokens == pytest.approx(1e11)
 
 
@@ -69,7 +71,7 @@ def test_repeated_tokens_are_forecast_at_their_worth(stored):
     assert once.loss < forecast(fit, params=1e8, tokens=1e9, unique=1e7).loss
     with pytest.raises(ConfigError, match="--unique-tokens: is missing"):
         forecast(fit, params=1e8, tokens=1e9)
-    with pytest.raises(ConfigError, match="not which is best"):
+    with pytest.raises(ConfigError, match="cannot say which N and D"):
         forecast(fit, flops=1e20)
 
 
@@ -77,7 +79,7 @@ def test_a_law_of_settings_tells_no_loss(stored):
     sizes, rates = (a.ravel() for a in np.meshgrid([1e7, 1e8, 1e9], [1.0, 2.0, 4.0]))
     runs = points(sizes, 20 * sizes, 3 + np.log(rates / 2) ** 2)
     fit = stored(fit_best(runs, rates, "lr", draws=0, seed=0))
-    with pytest.raises(ConfigError, match="the best-value law tells no loss"):
+    with pytest.raises(ConfigError, match="the best-value law does not predict a loss"):
         forecast(fit, flops=1e20)
 
 
@@ -89,5 +91,5 @@ def test_what_is_no_forecast_is_not_registered_or_read(stored, tmp_path):
     assert not (tmp_path / "a.json").exists()
     for text in ("", "{}", '{"law": 1}', "[]"):
         (tmp_path / "b.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"cannot be used \(it is no forecast\)"):
-            judged([tmp_path / "b.json"], chinchilla())
+        with pytest.raises(ConfigError, match=r"cannot be used \(not a forecast\)"):
+            compare([tmp_path / "b.json"], chinchilla())

@@ -24,12 +24,12 @@ def isoflop(runs, method="akima", draws=0):
 
 @pytest.mark.parametrize("method", ["akima", "parabola"])
 def test_the_exponent_of_isoflop_profiles(method):
-    found = isoflop(chinchilla(sizes=15), method)
-    assert found.optimal["N"] == pytest.approx(TRUTH, abs=2e-3)
-    assert found.optimal["N"] + found.optimal["D"] == pytest.approx(1)
-    assert found.parameters["gamma"] == pytest.approx(0.34 * 0.28 / 0.62, rel=0.01)
-    assert len(found.diagnostics["best"]) == 9
-    held = found.diagnostics["held_out"]
+    fitted = isoflop(chinchilla(sizes=15), method)
+    assert fitted.optimal["N"] == pytest.approx(TRUTH, abs=2e-3)
+    assert fitted.optimal["N"] + fitted.optimal["D"] == pytest.approx(1)
+    assert fitted.parameters["gamma"] == pytest.approx(0.34 * 0.28 / 0.62, rel=0.01)
+    assert len(fitted.diagnostics["best"]) == 9
+    held = fitted.diagnostics["held_out"]
     assert held["fitted_on"] == 8 and held["flops"][0] == pytest.approx(3e21)
     assert held["worst_error"] < 1e-3 and held["params_ratio"] == pytest.approx(1, rel=0.03)
 
@@ -69,21 +69,21 @@ def test_a_budget_whose_best_size_is_not_bracketed_is_left_out_by_name():
     runs = chinchilla(sizes=9, budgets=4)
     cheapest = np.flatnonzero(np.isclose(runs.flops, runs.flops.min(), rtol=1e-3))
     cut = runs.take(np.setdiff1d(np.arange(len(runs)), cheapest[:6]))
-    found = isoflop(cut)
-    assert len(found.diagnostics["best"]) == 3
-    (said,) = found.diagnostics["left_out"]
-    assert said.startswith("the budget of 6e+18 FLOPs: its 3 sizes do not bracket")
-    with pytest.raises(ConfigError, match="1 budgets whose best size is bracketed"):
+    fitted = isoflop(cut)
+    assert len(fitted.diagnostics["best"]) == 3
+    (reason,) = fitted.diagnostics["left_out"]
+    assert reason.startswith("budget of 6e+18 FLOPs: its 3 sizes do not bracket")
+    with pytest.raises(ConfigError, match="1 budgets have sizes on both sides"):
         isoflop(runs.take(np.isclose(runs.flops, runs.flops.min(), rtol=1e-3)))
 
 
 def test_the_envelope_is_of_the_runs_that_no_cheaper_one_beats():
     runs = points([1, 2, 3, 4, 5, 6], [1] * 6, [9.0, 8.0, 8.5, 7.0, 7.0, 6.0])
     assert [best.params for best in envelope(runs)] == [2, 4, 6]
-    found = fit_frontier(chinchilla(sizes=15), "envelope", "akima", Estimator(), draws=20, seed=0)
-    assert found.optimal["N"] == pytest.approx(TRUTH, abs=0.05)
-    low, high = found.intervals["N_exponent"]
-    assert low < found.optimal["N"] < high
+    fitted = fit_frontier(chinchilla(sizes=15), "envelope", "akima", Estimator(), draws=20, seed=0)
+    assert fitted.optimal["N"] == pytest.approx(TRUTH, abs=0.05)
+    low, high = fitted.intervals["N_exponent"]
+    assert low < fitted.optimal["N"] < high
 
 
 def test_weights_of_a_power_law_are_inverse_squares():
@@ -104,12 +104,12 @@ def test_the_best_learning_rate_as_a_power_of_size_and_length():
     loss = 3 + 0.1 * np.log(rate / np.repeat(best, 4)) ** 2
     edge = np.arange(36) >= 34  # the last pair has two values of the rate left
     runs, rate = points(params, tokens, loss).take(~edge), rate[~edge]
-    found = fit_best(runs, rate, "lr", draws=50, seed=0)
-    assert found.parameters["N_exponent"] == pytest.approx(-0.7)
-    assert found.parameters["D_exponent"] == pytest.approx(0.3)
-    assert found.parameters["coefficient"] == pytest.approx(1.8)
-    assert found.diagnostics["left_out"] == [
-        "N = 1e+09, D = 1e+11: 2 values of the setting, 3 or more are needed"
+    fitted = fit_best(runs, rate, "lr", draws=50, seed=0)
+    assert fitted.parameters["N_exponent"] == pytest.approx(-0.7)
+    assert fitted.parameters["D_exponent"] == pytest.approx(0.3)
+    assert fitted.parameters["coefficient"] == pytest.approx(1.8)
+    assert fitted.diagnostics["left_out"] == [
+        "N = 1e+09, D = 1e+11: has 2 values of the setting, needs 3 or more"
     ]
 
 
@@ -124,8 +124,8 @@ def test_repeats_decay_as_the_law_says():
     worth_n = fit_n + fit_n * decay_n * (1 - np.exp(-(params / fit_n - 1) / decay_n))
     runs = points(params, epochs * unique, PARAMETRIC.loss(CHINCHILLA, worth_n, worth_d),
                   unique=unique)  # fmt: skip
-    found = fit_decays(runs, Estimator(), CHINCHILLA, draws=0)
-    assert [found.parameters[name] for name in DECAYS] == pytest.approx([15, 5], rel=1e-6)
+    fitted = fit_decays(runs, Estimator(), CHINCHILLA, draws=0)
+    assert [fitted.parameters[name] for name in DECAYS] == pytest.approx([15, 5], rel=1e-6)
     # N best for U tokens seen once: D = U is the best number of tokens of its budget.
     size = best_params(CHINCHILLA, unique)
     assert PARAMETRIC.best(CHINCHILLA, 6 * size * unique)[0] == pytest.approx(size)
@@ -134,5 +134,5 @@ def test_repeats_decay_as_the_law_says():
     for i, step in enumerate(1e-5 * np.eye(2)):
         up, down = model(theta + step)[0], model(theta - step)[0]
         assert (up - down) / 2e-5 == pytest.approx(slope[:, i], rel=1e-5, abs=1e-9)
-    with pytest.raises(ConfigError, match="to which the law's base is fitted"):
+    with pytest.raises(ConfigError, match="cannot fit the base of the law"):
         fit_decays(runs, Estimator(), draws=0)

@@ -28,8 +28,8 @@ def expected(paper):
 
 
 def rows_where(table, keep):
-    kept = [i for i, row in enumerate(table.rows) if keep(row)]
-    rows, names = (tuple(of[i] for i in kept) for of in (table.rows, table.names))
+    indices = [i for i, row in enumerate(table.rows) if keep(row)]
+    rows, names = (tuple(of[i] for i in indices) for of in (table.rows, table.names))
     return Table(table.path, table.columns, rows, names)
 
 
@@ -45,9 +45,9 @@ def test_gadre_to_the_printed_digits(dataset):
     named = {"params": "params", "tokens": "tokens", "loss": "loss_c4_val"}
     points = points_of(rows_where(table, fitted), named)
     assert len(points) == 5
-    found = fit_law(points, OVER_TRAINING, Estimator("squares"), draws=0)
+    fit = fit_law(points, OVER_TRAINING, Estimator("squares"), draws=0)
     target = expected("gadre")["targets"][dataset]
-    for name, value in found.parameters.items():
+    for name, value in fit.parameters.items():
         assert float(f"{value:.6g}") == target[name], name
     for model, length, key in (
         ("open_lm_1b", 32, "rel_err_1B_M640_pct"), ("open_lm_7b", 1, "rel_err_7B_M20_pct"),
@@ -55,16 +55,16 @@ def test_gadre_to_the_printed_digits(dataset):
         if key in target:
             rows = table.where([f"model={model}", f"chinchilla_multiplier={length}"])
             run = points_of(rows, named)
-            predicted = OVER_TRAINING.loss(found.parameters, run.params, run.tokens)
+            predicted = OVER_TRAINING.loss(fit.parameters, run.params, run.tokens)
             error = 100 * abs(predicted / run.loss - 1)
             assert round(float(error[0]), 4) == target[key]
 
 
 def configurations(rows):
-    found = defaultdict(list)
+    rows_by_key = defaultdict(list)
     for row in rows:
-        found[tuple(row[key] for key in KEYS)].append(row)
-    return found
+        rows_by_key[tuple(row[key] for key in KEYS)].append(row)
+    return rows_by_key
 
 
 def test_porian_exponents_to_four_digits():
@@ -90,8 +90,8 @@ def test_porian_exponents_from_the_raw_points():
     for fit in (fit for fit in fits if fit["fit"] == "weighted"):
         rows = table.where([f"{key}={fit[key]}" for key in KEYS])
         points = points_of(rows, {"params": "n"})
-        found = [best for profile in profiles(points) if (best := profile.least("akima"))]
-        assert exponents(found)["N_exponent"] == pytest.approx(fit["n_exponent"], abs=0.01)
+        bests = [best for profile in profiles(points) if (best := profile.least("akima"))]
+        assert exponents(bests)["N_exponent"] == pytest.approx(fit["n_exponent"], abs=0.01)
 
 
 @pytest.fixture
@@ -120,9 +120,9 @@ def test_datablations_at_the_published_parameters(repeated):
 @pytest.mark.slow
 def test_datablations_has_a_better_optimum_than_the_published_one(repeated):
     points, base = repeated
-    found = fit_decays(points, Estimator(), base, draws=0)
+    fitted = fit_decays(points, Estimator(), base, draws=0)
     target = expected("datablations")["global_min_of_same_objective"]
-    assert found.objective <= 0.0158047
-    assert found.objective == pytest.approx(target["objective"], rel=1e-8)
+    assert fitted.objective <= 0.0158047
+    assert fitted.objective == pytest.approx(target["objective"], rel=1e-8)
     for name in DECAYS:
-        assert found.parameters[name] == pytest.approx(target[name], rel=1e-3)
+        assert fitted.parameters[name] == pytest.approx(target[name], rel=1e-3)

@@ -27,14 +27,14 @@ OTHER = CHINCHILLA | {"E": 0.4, "alpha": 0.6, "beta": 0.15}
     ],
 )
 def test_a_parametric_law_without_noise_to_a_millionth(kind, law):
-    found = fit_law(chinchilla(law=law), PARAMETRIC, Estimator(kind), draws=0)
+    fitted = fit_law(chinchilla(law=law), PARAMETRIC, Estimator(kind), draws=0)
     for name, value in law.items():
-        assert found.parameters[name] == pytest.approx(value, rel=1e-6), name
+        assert fitted.parameters[name] == pytest.approx(value, rel=1e-6), name
     total = law["alpha"] + law["beta"]
-    assert found.optimal["N"] == pytest.approx(law["beta"] / total, rel=1e-6)
-    assert found.optimal["D"] == pytest.approx(law["alpha"] / total, rel=1e-6)
-    assert found.diagnostics["bounds_hit"] == [] and found.diagnostics["converged"]
-    assert found.diagnostics["held_out"]["worst_error"] < 1e-6
+    assert fitted.optimal["N"] == pytest.approx(law["beta"] / total, rel=1e-6)
+    assert fitted.optimal["D"] == pytest.approx(law["alpha"] / total, rel=1e-6)
+    assert fitted.diagnostics["bounds_hit"] == [] and fitted.diagnostics["converged"]
+    assert fitted.diagnostics["held_out"]["worst_error"] < 1e-6
 
 
 def test_an_over_training_law_without_noise_to_a_millionth():
@@ -43,9 +43,9 @@ def test_an_over_training_law_without_noise_to_a_millionth():
     flops = 6 * ratio * params**2
     terms = law["a"] * ratio ** law["eta"] + law["b"] * ratio ** -law["eta"]
     runs = points(params, ratio * params, law["E"] + terms * flops ** -law["eta"])
-    found = fit_law(runs, OVER_TRAINING, Estimator(), draws=0)
+    fitted = fit_law(runs, OVER_TRAINING, Estimator(), draws=0)
     for name, value in law.items():
-        assert found.parameters[name] == pytest.approx(value, rel=1e-6), name
+        assert fitted.parameters[name] == pytest.approx(value, rel=1e-6), name
 
 
 def test_a_weight_is_the_inverse_square_of_the_standard_error():
@@ -78,9 +78,9 @@ def test_the_best_size_of_a_budget_is_where_the_law_is_least(law, values):
 @pytest.mark.timeout(600)
 def test_of_forty_draws_85_to_100_in_a_hundred_intervals_hold():
     """The intervals hold the truth as often as they say."""
-    found = coverage(40, 200, Estimator())
-    assert set(found) == {*LAW, "N ~ C^"}
-    for name, share in found.items():
+    shares = coverage(40, 200, Estimator())
+    assert set(shares) == {*LAW, "N ~ C^"}
+    for name, share in shares.items():
         assert 0.85 <= share <= 1, (name, share)
 
 
@@ -92,10 +92,10 @@ def test_the_optimum_is_one_by_another_method(kind):
 
     runs = chinchilla(noise=0.02, seed=3)
     estimator = Estimator(kind)
-    found = fit_law(runs, PARAMETRIC, estimator, draws=0)
+    fitted = fit_law(runs, PARAMETRIC, estimator, draws=0)
     model = SumModel(PARAMETRIC, runs, log=True)
-    best, _ = estimator.search(model, model.theta(found.parameters)[None], np.ones(len(runs)))
-    assert best.objective == pytest.approx(found.objective, rel=1e-9)
+    best, _ = estimator.search(model, model.theta(fitted.parameters)[None], np.ones(len(runs)))
+    assert best.objective == pytest.approx(fitted.objective, rel=1e-9)
     x = best.theta
     if kind == "likelihood":  # the scale is least absolute deviations' times delta, nearly
         x = np.append(x, np.log(1e-3 * np.mean(np.abs(model.target - model(x)[0]))))
@@ -106,7 +106,7 @@ def test_the_optimum_is_one_by_another_method(kind):
     simplex = x + np.vstack([np.zeros(len(x)), 0.02 * np.eye(len(x))])
     options = {"initial_simplex": simplex, "maxfev": 2000, "xatol": 1e-9, "fatol": 1e-13}
     rival = minimize(value, x, method="Nelder-Mead", options=options)
-    assert rival.fun >= found.objective - 1e-8 * abs(found.objective)
+    assert rival.fun >= fitted.objective - 1e-8 * abs(fitted.objective)
 
 
 @pytest.mark.parametrize("kind", ["huber", "likelihood", "squares"])
@@ -118,8 +118,8 @@ def test_gradients_are_those_of_the_values(kind):
     weights = np.random.default_rng(0).uniform(0, 2, len(runs))
     steps = 1e-6 * np.eye(len(x))
     values = [[estimator.objective(model, x + s, weights)[0] for s in (d, -d)] for d in steps]
-    found = estimator.objective(model, x, weights)[1]
-    assert found == pytest.approx(np.diff(values)[:, 0] / -2e-6, rel=1e-5, abs=1e-6)
+    gradient = estimator.objective(model, x, weights)[1]
+    assert gradient == pytest.approx(np.diff(values)[:, 0] / -2e-6, rel=1e-5, abs=1e-6)
 
 
 def test_the_likelihood_is_the_logarithm_of_a_density():

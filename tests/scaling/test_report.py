@@ -19,7 +19,7 @@ from tests.scaling.cases import chinchilla
 
 pytestmark = pytest.mark.pure
 
-SWORN = {
+FORECAST = {
     "registered_at": "2026-01-02T03:04:05+00:00", "flops": 1e22, "beyond": 10.0, "predicted": 2.25,
     "interval": [2.2, 2.3], "loss": 2.31, "error": -0.026, "held": False, "row": "big",
 }  # fmt: skip
@@ -35,9 +35,14 @@ def fit():
         names=tuple(f"<{i}>" for i in range(40)),
         dropped=(Dropped("line 9", "loss = nan: the run diverged, or was not measured"),),
     )  # fmt: skip
-    found = fit_law(runs, PARAMETRIC, Estimator("squares"), draws=30)
-    said = {"n_counts": "params", "n_compared": {}, "forecasts": [SWORN], "table": "runs.csv"}
-    return replace(found, diagnostics={**found.diagnostics, **said})
+    fitted = fit_law(runs, PARAMETRIC, Estimator("squares"), draws=30)
+    diagnostics = {
+        "n_counts": "params",
+        "n_compared": {},
+        "forecasts": [FORECAST],
+        "table": "runs.csv",
+    }
+    return replace(fitted, diagnostics={**fitted.diagnostics, **diagnostics})
 
 
 @pytest.mark.slow
@@ -65,8 +70,8 @@ def assert_whole(page, fit, count):
     assert "Law of <mine>" in text and "Law of &lt;mine&gt;" in page
     for words in (
         "fitted to 40 runs", "least squares of the loss", "2026-01-02 03:04", "2.2 to 2.3",
-        "loss = nan: the run diverged", "percentiles of 30 resamples", "40 runs repeat in 20 group",
-        "runs.csv, SHA-256", fit.points.digest, "learning-rate schedule and its end",
+        "loss = nan: the run diverged", "30 resamples of the runs", "between 40 runs in 20 groups",
+        "runs.csv, SHA-256", fit.points.digest, "learning-rate schedule and final rate",
         f"{fit.parameters['alpha']:.6g}",
     ):  # fmt: skip
         assert words in text, words
@@ -79,12 +84,12 @@ def assert_whole(page, fit, count):
 def test_settings_of_runs_take_the_place_of_what_a_table_does_not_say(fit):
     page = report_page.page(fit, "", {}, {"warm-up, steps": "10, 20"})
     assert "warm-up, steps" in page and "10, 20" in page
-    assert "say it beside this page" not in page
+    assert "document separately" not in page
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["isoflop", "envelope"])
 def test_every_law_has_pictures(kind):
     runs = chinchilla(noise=0.01)
-    found = fit_frontier(runs, kind, "akima", Estimator(), draws=20, seed=0)
-    assert {"loss", "optima"} <= set(pictures(found))
+    fitted = fit_frontier(runs, kind, "akima", Estimator(), draws=20, seed=0)
+    assert {"loss", "optima"} <= set(pictures(fitted))

@@ -85,8 +85,8 @@ def test_runs_without_an_end_are_left_out_by_name(tmp_path):
     table = read_runs(tmp_path)
     assert table.names == ("diverged", "done", "torn")
     left_out = dict(table.left_out)
-    assert left_out.pop("stopped") == "it has no end: step 7 of 10"
-    assert left_out.pop("empty") == "its metrics.jsonl has no line"
+    assert left_out.pop("stopped") == "not finished: step 7 of 10"
+    assert left_out.pop("empty") == "its metrics.jsonl has no complete line"
     assert left_out.pop("gone") == "it has no metrics.jsonl"
     assert left_out.pop("broken").startswith("its config.json cannot be used")
     assert not left_out
@@ -94,8 +94,8 @@ def test_runs_without_an_end_are_left_out_by_name(tmp_path):
     # "diverged" has no standard error, so none is read; it is dropped, and listed with the others.
     assert points.names == ("done",) and points.standard_error is None
     reasons = dict(points.dropped)
-    assert "diverged" in reasons["diverged"] and reasons["torn"] == "repeats done"
-    assert "no end" in reasons["stopped"]
+    assert "diverged" in reasons["diverged"] and reasons["torn"] == "is equal to done"
+    assert "not finished" in reasons["stopped"]
 
 
 def test_standard_errors_are_read_where_all_runs_have_them(tmp_path):
@@ -114,17 +114,17 @@ def test_curves_are_the_losses_on_the_way(tmp_path):
 def test_settings_are_all_values_that_the_runs_had(tmp_path):
     for steps in (1000, 200, 30):
         write_run(tmp_path, f"of-{steps}", steps=steps, reached=0)
-    found = settings(tmp_path)
-    assert found["steps"] == "30, 200, 1000"
-    assert found["batch, tokens"] == str(4 * SEQ) and found["vocabulary"] == str(VOCAB)
-    assert found["learning-rate schedule"] == "constant" and found["seeds"] == "0"
+    values = settings(tmp_path)
+    assert values["steps"] == "30, 200, 1000"
+    assert values["batch, tokens"] == str(4 * SEQ) and values["vocabulary"] == str(VOCAB)
+    assert values["learning-rate schedule"] == "constant" and values["seeds"] == "0"
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no finished run; give a table"):
+    with pytest.raises(ConfigError, match="has no finished runs; name a table"):
         read_runs(tmp_path)
     write_run(tmp_path, "stopped", reached=7)
-    with pytest.raises(ConfigError, match="stopped: it has no end: step 7 of 10; give"):
+    with pytest.raises(ConfigError, match="stopped: not finished: step 7 of 10; name"):
         read_runs(tmp_path)
 
 
@@ -139,13 +139,13 @@ def test_a_ladders_own_count_of_its_corpus_tells_what_is_repeated(tmp_path):
             (run / "metrics.jsonl").write_text(f"{json.dumps(last)}\n")
     assert points_of(read_runs(tmp_path), {}).unique is None
     (tmp_path / "corpus.json").write_text('{"training_tokens": 2560}')
-    found = points_of(read_runs(tmp_path), {})
-    assert set(found.unique) == {2560.0}
+    points = points_of(read_runs(tmp_path), {})
+    assert set(points.unique) == {2560.0}
     # A run's own record is nearer.
     for name in ("16-10", "48-160"):
         (tmp_path / name / "corpus.json").write_text('{"training_tokens": 2000}')
     assert sorted(points_of(read_runs(tmp_path), {}).unique) == [2000.0] * 2 + [2560.0] * 13
-    fitted = fit_decays(found, Estimator(), draws=0)
+    fitted = fit_decays(points, Estimator(), draws=0)
     assert fitted.parameters["R_D_star"] < 0.1 and fitted.parameters["beta"] == pytest.approx(
         0.3, rel=1e-3
     )

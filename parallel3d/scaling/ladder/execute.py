@@ -1,4 +1,4 @@
-"""The command `run`: the corpus, the runs, the forecasts, the held-out runs."""
+"""Run a ladder: prepare the corpus, train the runs, register forecasts, train the held-out runs."""
 
 import json
 import subprocess
@@ -27,13 +27,13 @@ from parallel3d.scaling.runs import CORPUS, read_runs
 
 DONE, FAILED = 0, 1  # exit codes; scripts rely on them
 LOCK = "ladder.lock"
-FIT = "forecast-fit.json"  # of a ladder's directory: the law that the forecasts are of
+FIT = "forecast-fit.json"  # the law behind the forecasts, in the ladder's directory
 
 
 def execute(name: str, parallel: int, out: Console) -> tuple[int, Ladder]:
-    """Run the unfinished runs of a ladder; return the exit code and the ladder as it then stands.
+    """Train the unfinished runs of a ladder; return the exit code and the ladder's new state.
 
-    Raises ConfigError for what makes no ladder, and where another process runs this one.
+    Raises ConfigError for a wrong ladder file, or if another process runs the same ladder.
     """
     ladder = ladder_of(name)
     ladder.directory.mkdir(parents=True, exist_ok=True)
@@ -42,8 +42,8 @@ def execute(name: str, parallel: int, out: Console) -> tuple[int, Ladder]:
         lock.take(lambda text: terminal.say(out, text))
     except LockHeld as error:
         raise ConfigError(
-            f"{ladder.directory}: its ladder is being run by {error.holder}; wait for its end, or "
-            "stop it"
+            f"{ladder.directory}: the ladder is already being run by {error.holder}; wait for it "
+            "to end, or stop it"
         ) from None
     try:
         code = _execute(ladder, parallel, out)
@@ -55,7 +55,7 @@ def execute(name: str, parallel: int, out: Console) -> tuple[int, Ladder]:
 def _execute(ladder: Ladder, parallel: int, out: Console) -> int:
     ladder.write_configs()
     rungs = [rung for rung in ladder.rungs if rung.state.name != "finished"]
-    trunks = {rung.run.trunk for rung in rungs}  # those that unfinished forks need
+    trunks = {rung.run.trunk for rung in rungs}  # trunks that unfinished forks need
     todo = [r.run for r in rungs if r.run.kind != "trunk" or r.run.name in trunks]
     with Display(out, len(ladder.rungs), len(ladder.rungs) - len(rungs)) as display:
         runner = Runner(ladder, parallel, display)
@@ -64,12 +64,12 @@ def _execute(ladder: Ladder, parallel: int, out: Console) -> int:
                 display.say("preparing the corpus")
                 _prepare(ladder)
             runner.run([run for run in todo if run.kind != "held-out"])
-            held = [run for run in todo if run.kind == "held-out"]
-            if held and not runner.is_stopped:
-                _forecast(ladder, held, runner, display)
-                runner.run([run for run in held if run.name not in runner.failed])
+            held_out = [run for run in todo if run.kind == "held-out"]
+            if held_out and not runner.is_stopped:
+                _forecast(ladder, held_out, runner, display)
+                runner.run([run for run in held_out if run.name not in runner.failed])
     if runner.is_stopped:
-        terminal.say(out, "stopped on request, all saved; start again to go on")
+        terminal.say(out, "stopped on request; every run saved its state: run again to continue")
         return STOPPED
     for name, why in runner.failed.items():
         terminal.say(out, f"FAILED {name}: {why}", "  ")
@@ -77,7 +77,7 @@ def _execute(ladder: Ladder, parallel: int, out: Console) -> int:
 
 
 def _prepare(ladder: Ladder) -> None:
-    """Tokenise the corpus once, before runs of it start side by side, and count it."""
+    """Tokenize the corpus once, before parallel runs need it, and record its number of tokens."""
     run = ladder.rungs[0].run
     config = ladder.config_file(run)
     command = [sys.executable, str(TRAIN.with_name("prepare.py")), "--config", str(config)]
@@ -85,34 +85,35 @@ def _prepare(ladder: Ladder) -> None:
     if done.returncode == STOPPED:
         return
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["it said nothing"]
-        raise ConfigError(f"the corpus cannot be prepared: {said[-1]}")
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}, no output"]
+        raise ConfigError(f"cannot prepare the corpus: {lines[-1]}")
     summary = json.loads(done.stdout)
-    found = {"training_tokens": round(run.tokens / summary["epochs"]), "summary": summary}
-    replace_text(ladder.directory / CORPUS, f"{json.dumps(found, indent=1)}\n")
+    corpus = {"training_tokens": round(run.tokens / summary["epochs"]), "summary": summary}
+    replace_text(ladder.directory / CORPUS, f"{json.dumps(corpus, indent=1)}\n")
 
 
-def _forecast(ladder: Ladder, held: list[LadderRun], runner: Runner, display: Display) -> None:
-    """Register the forecasts of the held-out runs; one without is not started."""
-    for run in held:
+def _forecast(ladder: Ladder, held_out: list[LadderRun], runner: Runner, display: Display) -> None:
+    """Register a forecast for each held-out run; mark runs without one as failed."""
+    for run in held_out:
         if runner.failed and not ladder.forecast_file(run).exists():
             others = ", ".join(runner.failed)
-            runner.failed[run.name] = f"not started: its forecast waits for {others}"
+            runner.failed[run.name] = f"not started: its forecast needs the failed runs {others}"
             continue
         try:
-            made = register(ladder, run)
+            prediction = register(ladder, run)
         except ConfigError as error:
-            runner.failed[run.name] = f"not started: no forecast can be registered: {error}"
+            runner.failed[run.name] = f"not started: cannot register its forecast: {error}"
             continue
-        if made and made.loss is not None:
+        if prediction and prediction.loss is not None:
             file = ladder.forecast_file(run)
-            display.say(f"{run.name}: forecast {made.loss:.4f}, registered in {file}")
+            display.say(f"{run.name}: forecast {prediction.loss:.4f}, registered in {file}")
 
 
 def register(ladder: Ladder, run: LadderRun) -> Forecast | None:
-    """Register the forecast of a held-out run, by the parametric law of all finished runs.
+    """Fit the parametric law to the finished runs and register the forecast of a held-out run.
 
-    None where it is registered already. Raises ConfigError where the runs tell no law.
+    Returns None if a forecast is registered already. Raises ConfigError if the runs do not
+    determine the law.
     """
     file = ladder.forecast_file(run)
     if file.exists():
@@ -123,8 +124,8 @@ def register(ladder: Ladder, run: LadderRun) -> Forecast | None:
     fitted = {rung.run.name for rung in ladder.rungs if rung.run.kind == "fit"}
     table = table.take([i for i, name in enumerate(table.names) if name in fitted])
     fitted_law = fit_law(points_of(table, {}), PARAMETRIC, Estimator(), draws=DRAWS, seed=0)
-    found = replace(fitted_law, path=ladder.directory / FIT)
-    replace_text(found.path, json.dumps(finite(found.document())))
-    made = forecast.forecast(found, params=run.counts.with_head, tokens=run.tokens)
-    forecast.register(file, made, found)
-    return made
+    fit = replace(fitted_law, path=ladder.directory / FIT)
+    replace_text(fit.path, json.dumps(finite(fit.document())))
+    prediction = forecast.forecast(fit, params=run.counts.with_head, tokens=run.tokens)
+    forecast.register(file, prediction, fit)
+    return prediction

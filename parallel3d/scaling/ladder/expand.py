@@ -1,10 +1,10 @@
-"""Expansion of a ladder into runs: complete configs, the files that training reads."""
+"""Expand a ladder file into runs, each with the complete config that training reads."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -17,93 +17,93 @@ from parallel3d.models.common import divisor_below
 from parallel3d.plan.search.plans import with_vocabulary
 from parallel3d.scaling.ladder.ladder_file import LAWS, LadderConfig, SizeConfig
 from parallel3d.scaling.ladder.sizes import model_of
-from parallel3d.scaling.points import FLOPS_PER_PARAM_AND_TOKEN
+from parallel3d.scaling.points import FLOPS_PER_ND
 from parallel3d.scaling.runs import ALL, PartCounts, count
 
-_OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "stop_after")  # a ladder says these itself
-CONFIGS, TRUNKS = "configs", "trunks"  # folders of a ladder's directory
-_SIX = FLOPS_PER_PARAM_AND_TOKEN
+_OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "stop_after")  # train keys the ladder sets
+CONFIGS, TRUNKS = "configs", "trunks"  # folders within a ladder's directory
 
 
 @dataclass(frozen=True)
 class LadderRun:
     """One run of a ladder, with the config that launch/train.py reads.
 
-    `tokens`: on which the weights that it ends with were trained; `exact_flops`: with attention.
-    `trunk`: the run from whose checkpoint it begins, or ""; `steps_done`: those of its trunk.
+    A fork continues from a checkpoint of its trunk, and its tokens and FLOPs include the trunk's.
     """
 
     name: str
     config: RunConfig
     counts: PartCounts
     tokens: int
-    exact_flops: float
+    exact_flops: float  # with attention
     devices: int
     kind: str = "fit"  # "fit", "trunk", "held-out"
-    trunk: str = ""
-    steps_done: int = 0
+    trunk: str = ""  # name of the run whose checkpoint it starts from
+    steps_done: int = 0  # steps of the trunk up to that checkpoint
 
     @property
     def flops(self) -> float:
-        """FLOPs of training a run: 6ND, with N including the head."""
-        return float(_SIX * self.counts.with_head * self.tokens)
+        """Training FLOPs: 6ND, with N including the head."""
+        return float(FLOPS_PER_ND * self.counts.with_head * self.tokens)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps up to the run's end, its trunk's included."""
+        """Optimizer steps up to the end of the run, including those of its trunk."""
         return self.config.num_steps
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of one step of a run, whatever its mesh."""
+        """Tokens per optimizer step, on any mesh."""
         assert self.config.train_batch_size
         return self.config.train_batch_size * self.config.data.sequence_length
 
     @property
     def own_share(self) -> float:
-        """Fraction of the run's steps that it takes itself, rather than its trunk."""
+        """Fraction of `steps` that the run takes itself, after those of its trunk."""
         return 1 - self.steps_done / self.steps
 
     @property
     def folder(self) -> Path:
-        """The folder to which launch/train.py writes a run."""
+        """The folder that launch/train.py writes the run to."""
         return Path(self.config.run.directory) / self.config.run.name
 
 
 def _shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Return settings of the model that all sizes share, its vocabulary a number.
+    """Return the model settings that all sizes share, with the vocabulary size as a number.
 
-    Raises ConfigError where the base lacks a model or a length of a sample, has settings that are
-    the ladder's, or no block where the ladder writes into one. `source`: the ladder's file.
+    source: the ladder's file, for messages.
+
+    Raises ConfigError if the base lacks a model or a sequence length, sets what the ladder sets,
+    or has a value in place of a block that the ladder writes to.
     """
     block = base.get("parallel3d")
     model = block.get("model") if isinstance(block, dict) else None
     if not isinstance(block, dict) or not isinstance(model, dict):
-        raise ConfigError(f'{source}: base: has no block "parallel3d" with a "model"; write both')
-    if found := list(_no_objects(base)):
-        raise Problems(found, str(source))
+        raise ConfigError(f'{source}: base: has no "parallel3d" block with a "model"; write both')
+    if problems := list(_no_objects(base)):
+        raise Problems(problems, str(source))
     data, train = block.get("data"), block.get("train", {})
     data = data if isinstance(data, dict) else {}
-    found = [
+    problems = [
         Problem(
-            f"base.parallel3d.train.{key}", train[key], "is the ladder's to say",
-            "remove it; see budgets and schedule",
+            f"base.parallel3d.train.{key}", train[key], "is set by the ladder",
+            "remove it, and use budgets and schedule",
         )
         for key in _OWN
         if key in train
     ]  # fmt: skip
     own_tokenizer = data.get("tokenizer", "train") in ("train", "none")
     vocab = model.get("vocab_size", "auto")
-    if vocab == "auto" and own_tokenizer:  # that of the tokenizer to train
+    if vocab == "auto" and own_tokenizer:  # use the size of the tokenizer that is trained
         vocab = data.get("vocab_size", 4096)
     for path, value, rule in (
         ("data.sequence_length", data.get("sequence_length"), "must be a number of tokens"),
-        ("model.vocab_size", vocab, "must be a number, the same for all sizes"),
+        ("model.vocab_size", vocab, "must be a number, which all sizes share"),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            found.append(Problem(f"base.parallel3d.{path}", value, rule, "write it"))
-    if found:
-        raise Problems(found, str(source))
+            problems.append(Problem(f"base.parallel3d.{path}", value, rule, "set it"))
+    if problems:
+        raise Problems(problems, str(source))
     return {**model, "vocab_size": vocab}
 
 
@@ -113,73 +113,75 @@ def _no_objects(base: Mapping[str, Any]) -> Iterator[Problem]:
         value, is_mesh = reader.at(base, path), path.endswith(".mesh")
         if not (isinstance(value, dict) or value is ABSENT or (is_mesh and value == "plan")):
             rule = 'must be an object, or "plan"' if is_mesh else "must be an object"
-            yield Problem(f"base.{path}", value, rule, "write {...}, or leave it out")
+            yield Problem(f"base.{path}", value, rule, "write {...}, or remove it")
 
 
 @dataclass(frozen=True)
 class _Point:
-    """One place of the ladder: a model, its tokens, and its place in the file for messages."""
+    """A model and its number of tokens: one combination of size and budget."""
 
     name: str
-    path: str
+    path: str  # where the size is in the ladder's file, for messages
     size: SizeConfig
     model: Any
     counts: PartCounts
     tokens: float
 
     def settings(self, ladder: LadderConfig) -> tuple[float, float]:
-        """Return the learning rate and the batch in tokens, by laws or as given."""
-        given = ladder.hyperparameters
+        """Return the learning rate and the tokens per batch, from a law or from the ladder."""
+        hyperparameters = ladder.hyperparameters
         values = []
         for name in ("learning_rate", "batch_tokens"):
-            value = getattr(given, name)
+            value = getattr(hyperparameters, name)
             if isinstance(value, str):
                 law = LAWS[value]
                 value = getattr(law, name)(getattr(self.counts, law.counts), self.tokens)
             values.append(float(value))
-        return values[0] * given.learning_rate_factor, values[1]
+        return values[0] * hyperparameters.learning_rate_factor, values[1]
 
 
 def runs_of(ladder: LadderConfig, base: Mapping[str, Any], source: Path) -> list[LadderRun]:
-    """Return every run of the ladder: trunks, those that laws are fitted on, and those held out.
+    """Return every run of the ladder: trunks, runs to fit laws to, and held-out runs.
 
-    `source`: the ladder's file, for messages. Raises ConfigError for what makes no run.
+    base: the config that all runs share. source: the ladder's file, for messages.
+
+    Raises ConfigError if a run would have a wrong config.
     """
     shared = _shared_model(base, source)
-    found: list[LadderRun] = []
+    runs: list[LadderRun] = []
     kind = ladder.budgets.kind
     for i, size in enumerate(ladder.sizes):
         budgets = sorted(size.budgets or getattr(ladder.budgets, kind))
         points = list(_points(ladder, size, shared, f"sizes.{i}", kind, budgets))
         for seed in size.seeds or ladder.seeds:
             if ladder.is_forked:
-                found += _forks(ladder, base, points, seed)
+                runs += _forks(ladder, base, points, seed)
             else:
-                found += [_run(ladder, base, point, seed) for point in points]
+                runs += [_run(ladder, base, point, seed) for point in points]
     for i, held in enumerate(ladder.held_out):
         kind, budget = ("tokens", held.tokens) if held.flops is None else ("flops", held.flops)
         assert budget
         (point,) = _points(ladder, held.size, shared, f"held_out.{i}", kind, [budget], "size")
         name, seed = f"held-out-{point.name}", (held.size.seeds or ladder.seeds)[0]
-        found.append(_run(ladder, base, point, seed, name=name, kind="held-out"))
-    twice = [name for name, times in Counter(run.name for run in found).items() if times > 1]
+        runs.append(_run(ladder, base, point, seed, name=name, kind="held-out"))
+    twice = [name for name, times in Counter(run.name for run in runs).items() if times > 1]
     if twice:
         raise ConfigError(
-            f"{source}: sizes: two of them are the same model ({twice[0]}); leave one out"
+            f"{source}: sizes: two of them are the same model ({twice[0]}); remove one"
         )
-    return found
+    return runs
 
 
 def _points(
     ladder: LadderConfig, size: SizeConfig, shared: Mapping[str, Any], path: str, kind: str,
     budgets: Sequence[float], key: str = "",
 ) -> Iterator[_Point]:  # fmt: skip
-    """Yield the point of each budget; `key`: where in the block at `path` the size stands."""
+    """Yield the point of each budget; `key` is the place of the size within the block at `path`."""
     model = model_of(ladder, size, shared, ".".join(filter(None, (path, key))))
     counts = count(model)
     for budget in budgets:
         tokens, shown = {
-            "flops": (budget / (_SIX * counts.with_head), f"c{_power(budget)}"),
+            "flops": (budget / (FLOPS_PER_ND * counts.with_head), f"c{_power(budget)}"),
             "tokens_per_param": (budget * counts.with_head, f"{budget:g}x"),
             "tokens": (budget, f"d{_short(budget)}"),
         }[kind]
@@ -190,9 +192,10 @@ def _points(
 def _forks(
     ladder: LadderConfig, base: Mapping[str, Any], points: Sequence[_Point], seed: int
 ) -> list[LadderRun]:
-    """Return a trunk of constant rate, and a fork for each budget; no trunk if all are too short.
+    """Return a trunk with a constant learning rate and a fork of it for each budget.
 
-    All have the batch and rate of the longest, and the warm-up of the shortest with a trunk.
+    All of them use the batch and learning rate of the longest budget, and the warm-up of the
+    shortest one with a trunk. Budgets of too few steps have no trunk.
     """
     longest, lengths = points[-1], [point.tokens for point in points]
     same = longest.settings(ladder)
@@ -217,9 +220,12 @@ def _run(
     settings: tuple[float, float] | None = None, beside: Sequence[float] = (), trunk: str = "",
     at: Sequence[int] = (), kind: str = "fit",
 ) -> LadderRun:  # fmt: skip
-    """Return the run of a point; `at` are the steps of a trunk that its forks begin from.
+    """Return the run of a point.
 
-    `beside`: tokens of all runs of its size and seed where these are forks.
+    settings: learning rate and tokens per batch; None to take those of the point.
+    beside: with forks, the tokens of all budgets of this size.
+    trunk: with forks, the name of their trunk.
+    at: for a trunk, the steps at which it saves checkpoints for its forks.
     """
     rate, batch_tokens = settings or point.settings(ladder)
     is_first = seed == ladder.seeds[0] or kind == "held-out"
@@ -246,7 +252,7 @@ def _run(
     warmup = int(min(point.counts.with_head, ladder.schedule.warmup * shortest) / step_tokens)
     schedule: dict[str, Any] = {"type": "cosine", "min_ratio": ladder.schedule.min_ratio}
     done = 0
-    if ladder.is_forked:  # a rate that still rises cannot come down
+    if ladder.is_forked:  # warm-up has to end before the first cool-down begins
         warmup = min(warmup, before_cooldown(steps_of(shortest)))
     if at:
         schedule = {"type": "constant"}
@@ -256,7 +262,7 @@ def _run(
         done = before if trunk else 0
         schedule |= {"type": "wsd", "decay_steps": steps - before}
     trunks = Path(ladder.directory) / TRUNKS
-    trunk = trunk if done else ""  # a run that is too short has none
+    trunk = trunk if done else ""  # a budget of too few steps has no trunk
     _write_batch(raw, block, batch=batch, dp=dp, rate=rate)
     block["model"] = point.model.model_dump(mode="json")
     block["train"] = {
@@ -287,7 +293,7 @@ def _run(
 
 
 def _short(number: float) -> str:
-    """A count for a name: 90k, 1.2M."""
+    """Return a count in short form for a run's name, such as 90k or 1.2M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{float(f'{number / size:.3g}'):g}{unit}"
@@ -295,7 +301,7 @@ def _short(number: float) -> str:
 
 
 def _power(number: float) -> str:
-    """FLOPs for a name: 3e12."""
+    """Return FLOPs in short form for a run's name, such as 3e12."""
     mantissa, _, exponent = f"{number:.3g}".partition("e+")
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
@@ -303,7 +309,7 @@ def _power(number: float) -> str:
 def _write_batch(
     raw: dict[str, Any], block: dict[str, Any], *, batch: int, dp: int, rate: float
 ) -> None:
-    """Write the learning rate and the global batch, in microbatches no larger than the base's."""
+    """Set the learning rate and the global batch in `raw`, with microbatches up to the base's."""
     micro = raw.pop("train_micro_batch_size_per_gpu", None)
     raw.pop("gradient_accumulation_steps", None)
     raw["train_batch_size"] = batch
@@ -316,13 +322,14 @@ def _write_batch(
 
 
 def _ranks_of(mesh: Any, devices: int) -> tuple[int, int]:
-    """Return the processes of a mesh, and how many of them split a batch; 1 where it is planned."""
+    """Return the number of processes of a mesh and its data-parallel size.
+
+    The data-parallel size is 1 if the mesh is still to be planned.
+    """
     if mesh == "plan":
         return devices, 1
     pp, dp, tp = (mesh.get(axis, "auto") for axis in ("pp", "dp", "tp"))
-    rest = 1
-    for size in (pp, tp):
-        rest *= size if isinstance(size, int) and size > 0 else 1
+    rest = prod(size for size in (pp, tp) if isinstance(size, int) and size > 0)
     if not isinstance(dp, int) or dp < 1:
         dp = max(1, devices // rest)
     return rest * dp, dp

@@ -1,4 +1,4 @@
-"""The ladder file: sizes x budgets, and what all runs share."""
+"""The ladder file: sizes x budgets, and the settings that all runs share."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from parallel3d.base.section import PathText, Problem, Problems, Section
 
 Positive = Annotated[int, Field(gt=0)]
 Devices = Annotated[int, Field(gt=0, le=10**9)]
-# Bounds far beyond what is ever trained; products of what is within them are finite.
+# The bounds are far above any real run, and keep products of such numbers finite.
 Budget = Annotated[float, Field(gt=0, le=1e40)]
 Numbers = Annotated[tuple[Budget, ...], Strict(False)]
 _MOST_RATE_OR_BATCH = 1e15
@@ -28,10 +28,10 @@ BUDGETS = ("flops", "tokens_per_param", "tokens")
 
 @dataclass(frozen=True)
 class HyperparameterLaw:
-    """The best learning rate and batch in tokens, of N (counted as `counts` names) and tokens."""
+    """The best learning rate and tokens per batch as functions of (N, training tokens)."""
 
     source: str
-    counts: str
+    counts: str  # how N counts parameters: an attribute of PartCounts
     learning_rate: Callable[[float, float], float]
     batch_tokens: Callable[[float, float], float]
 
@@ -51,20 +51,20 @@ LAWS = {
 
 
 def _size(value: Any) -> Any:
-    """A number is the target of the rule of widths and depths."""
+    """Return the settings of a size; a bare number means its `params`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return {"params": value} if is_number else value
 
 
 def _base(value: Any) -> Any:
     if not isinstance(value, (str, dict)):
-        raise ValueError("must be a config; write its file's name, or the block {...}")
+        raise ValueError("must be a config; write the name of its file, or a block {...}")
     return value
 
 
 def _mesh(value: Any) -> Any:
     if value is not None and value != "plan" and not isinstance(value, dict):
-        raise ValueError('is no mesh; write {"pp": 1, "dp": 1, "tp": 1}, or "plan"')
+        raise ValueError('must be a mesh; write {"pp": 1, "dp": 1, "tp": 1}, or "plan"')
     return value
 
 
@@ -72,10 +72,10 @@ def _law_or_number(value: Any) -> Any:
     known, most = ", ".join(LAWS), _MOST_RATE_OR_BATCH
     if isinstance(value, str):
         if value not in LAWS:
-            raise ValueError(f"is no law of learning rate and batch size; use {known}, or a number")
+            raise ValueError(f"must be a law or a number; use {known}, or a number")
     elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
-        rule = f"must be a number above 0, of at most {most:g}"
-        raise ValueError(f"{rule}; write one, or a law: {known}")
+        rule = f"must be a number above 0 and at most {most:g}"
+        raise ValueError(f"{rule}, or a law; use such a number, or {known}")
     return value
 
 
@@ -83,160 +83,175 @@ Mesh = Annotated[Any, PlainValidator(_mesh)]
 
 
 class SizeConfig(Section):
-    """One size of model; a bare number means its `params`."""
+    """One model size; a bare number means its `params`."""
 
     params: Annotated[float, Field(gt=0, le=1e18)] | None = None
-    """Parameters of the blocks that the rule of widths and depths comes as near to as it can."""
+    """Target number of parameters in the blocks. The ladder chooses the width and depth that come
+    nearest."""
     model: dict[str, Any] = Field(default={})
-    """Settings of the model, as in parallel3d.model, in place of the rule's."""
+    """Model settings, as in parallel3d.model; without params they give the width and depth."""
     seeds: Annotated[tuple[int, ...], Strict(False)] | None = None
-    """Seeds of this size's runs; null: the ladder's."""
+    """Seeds of this size's runs; null uses the ladder's."""
     budgets: Numbers = ()
-    """Those of the ladder's budgets that this size is trained on; none named: all."""
+    """The budgets of the ladder to train this size on; empty means all."""
     mesh: Mesh = None
-    """As the ladder's; null: that."""
+    """Mesh of this size's runs; null uses the ladder's."""
     devices: Devices | None = None
-    """As the ladder's; null: that."""
+    """Devices of each run; null uses the ladder's."""
 
 
 class BudgetConfig(Section):
-    """How long each size is trained: exactly one of three ways to say it."""
+    """How long to train each size. Set exactly one of the three lists."""
 
     flops: Numbers = ()
-    """FLOPs of each run: 6ND, N with the head (IsoFLOP)."""
+    """Training FLOPs of each run: 6ND, with N including the head (IsoFLOP)."""
     tokens_per_param: Numbers = ()
-    """Tokens for each parameter, N with the head."""
+    """Training tokens per parameter, including those of the head."""
     tokens: Numbers = ()
-    """Tokens."""
+    """Training tokens."""
 
     @property
     def kind(self) -> str:
-        """The one of the three ways that is given."""
+        """The name of the list that is set."""
         return next(name for name in BUDGETS if getattr(self, name))
 
     @model_validator(mode="after")
     def _check(self) -> "BudgetConfig":
-        given = {name: getattr(self, name) for name in BUDGETS if getattr(self, name)}
-        if len(given) != 1:
-            rule = f"{' and '.join(given) or 'none'} is given; a budget is one of three things"
-            raise Problems([Problem("", given, rule, f"give one of {', '.join(BUDGETS)}")])
+        budgets = {name: getattr(self, name) for name in BUDGETS if getattr(self, name)}
+        if len(budgets) != 1:
+            raise Problems([Problem(
+                "", budgets, f"sets {' and '.join(budgets) or 'none'} of {', '.join(BUDGETS)}",
+                "set exactly one",
+            )])  # fmt: skip
         return self
 
 
 class HyperparametersConfig(Section):
-    """Batch size and learning rate of each run: by a law's name, or a number for all."""
+    """Batch size and learning rate of each run: a law, or a number for all runs."""
 
     learning_rate: Annotated[float | str, PlainValidator(_law_or_number)] = "step-law"
     """Peak learning rate: "olmo", "step-law", or a number."""
     learning_rate_factor: float = Field(default=1.0, gt=0)
-    """Times the law's; the laws are of sizes from 1e7 parameters on."""
+    """Multiplies the learning rate. The laws were fitted to models of at least 1e7 parameters;
+    smaller models may need another rate."""
     batch_tokens: Annotated[float | str, PlainValidator(_law_or_number)] = "step-law"
-    """Tokens of a step: "olmo", "step-law", or a number."""
+    """Tokens per optimizer step: "olmo", "step-law", or a number."""
 
 
 class ScheduleConfig(Section):
-    """The learning rate over a run."""
+    """The learning-rate schedule of each run."""
 
     type: Literal["cosine", "forks"] = "cosine"
-    """"cosine": down to min_ratio at each run's own end. "forks": a trunk of constant rate for each
-    size, from whose checkpoints a fork cools down (1 - sqrt) to each budget's end."""
+    """"cosine" decays to min_ratio at the end of each run. "forks" trains one trunk per size at a
+    constant rate; for each budget a fork continues from one of its checkpoints and cools down
+    (1 - sqrt)."""
     min_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Where it ends, as a fraction of the learning rate."""
+    """Final learning rate as a fraction of the peak."""
     cooldown: float = Field(default=0.2, gt=0, lt=1)
-    """Share of a budget's steps that its fork has."""
+    """Length of a fork's cool-down as a fraction of its budget's steps."""
     warmup: float = Field(default=0.1, ge=0, le=1)
-    """Longest warm-up as a share of a run's tokens (of forks: of the shortest's); it is never of
-    more tokens than the model has parameters."""
+    """Warm-up as a fraction of a run's tokens, with forks of the shortest budget's tokens. It never
+    has more tokens than the model has parameters."""
 
 
 class HeldOutConfig(Section):
-    """A run that no law is fitted on: its loss is forecast, and registered before it starts."""
+    """A run that is not fitted. Its loss is forecast and registered before it starts."""
 
     size: Annotated[SizeConfig, BeforeValidator(_size)]
-    """As one of sizes."""
+    """Size of the model, as in sizes."""
     flops: Budget | None = None
-    """As a budget's; give this, or tokens."""
+    """Training FLOPs (6ND). Set either flops or tokens."""
     tokens: Budget | None = None
-    """As a budget's."""
+    """Training tokens."""
 
     @model_validator(mode="after")
     def _check(self) -> "HeldOutConfig":
         if (self.flops is None) == (self.tokens is None):
-            rule, remedy = "has to have one budget", 'give "flops" or "tokens"'
-            raise Problems([Problem("flops", self.flops, rule, remedy)])
+            raise Problems([Problem(
+                "flops", self.flops, "must have one budget", 'set either "flops" or "tokens"',
+            )])  # fmt: skip
         return self
 
 
 class LadderConfig(Section):
-    """A ladder: sizes x budgets of one family, on one corpus."""
+    """A ladder: every size trained on every budget, with one model family and one corpus."""
 
     base: Annotated[Any, PlainValidator(_base)]
-    """A run's config that all runs share, without sizes and length, or its file's name, relative to
-    the ladder's folder."""
+    """The config that all runs share, without model sizes and training length: a block, or the name
+    of its file relative to the ladder's folder."""
     directory: PathText = Field(min_length=1)
-    """Folder of the runs, relative to the working directory; of this ladder alone."""
+    """Folder of the runs, relative to the working directory. Each ladder needs its own."""
     sizes: Annotated[tuple[Annotated[SizeConfig, BeforeValidator(_size)], ...], Strict(False)]
-    """The models: numbers, {"params": ...}, or {"model": {"hidden_size": ..., ...}}."""
+    """The model sizes: numbers, {"params": ...}, or {"model": {"hidden_size": ..., ...}}."""
     aspect_ratio: float = Field(default=64, ge=0.01)
-    """hidden_size / num_hidden_layers that the rule keeps to as it can."""
+    """Target for hidden_size / num_hidden_layers."""
     head_size: int = Field(default=64, gt=0, le=2**20)
     """Width of an attention head; hidden_size is a multiple of it."""
     mlp_ratio: Annotated[float, Field(gt=0, le=1000)] | None = None
-    """intermediate_size / hidden_size; null: the family's."""
+    """intermediate_size / hidden_size; null uses the default of the model family."""
     budgets: BudgetConfig
-    """How long each size is trained."""
+    """How long to train each size."""
     hyperparameters: HyperparametersConfig = HyperparametersConfig()
     """Batch size and learning rate."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """The learning rate over a run."""
+    """Learning-rate schedule."""
     seeds: Annotated[tuple[int, ...], Strict(False)] = (0,)
-    """Every run once for each: the noise of the loss."""
+    """Train each run once per seed, to measure the noise of the loss."""
     held_out: Annotated[tuple[HeldOutConfig, ...], Strict(False)] = ()
-    """Runs to be forecast, after all others."""
+    """Runs to forecast. They start after all other runs."""
     mesh: Mesh = None
-    """Mesh of each run, or "plan"; null: the base's."""
+    """Mesh of each run, or "plan"; null uses the mesh of the base."""
     devices: Devices = 1
-    """Devices for each run whose mesh is planned, or has dp "auto"."""
+    """Devices per run, for a mesh of "plan" or with "auto" for dp."""
     unique_tokens: Positive | None = None
-    """Training tokens of the corpus; null: as `run` counts them when it prepares it."""
+    """Training tokens of the corpus; null uses the number that `run` counts as it prepares it."""
 
     @property
     def is_forked(self) -> bool:
-        """True if each size has a trunk, and its budgets are forks of it."""
+        """True if each size has a trunk, and the runs of its budgets are forks of it."""
         return self.schedule.type == "forks"
 
     @model_validator(mode="after")
     def _check(self) -> "LadderConfig":
-        if found := list(self._problems()):
-            raise Problems(found)
+        if problems := list(self._problems()):
+            raise Problems(problems)
         return self
 
     def _problems(self) -> Iterator[Problem]:
         if len(self.sizes) < 2:
             sizes = [size.params or size.model for size in self.sizes]
-            yield Problem("sizes", sizes, "one size tells no law of sizes", "give two or more")
+            yield Problem("sizes", sizes, "a scaling law needs several sizes", "use two or more")
         path = f"budgets.{self.budgets.kind}"
         budgets = getattr(self.budgets, self.budgets.kind)
         distinct = set(budgets)
         if len(distinct) < 2:
-            rule = "all budgets are equal" if len(budgets) > 1 else "is one budget"
-            yield Problem(path, list(budgets), rule, "give two or more that differ")
+            rule = "all budgets are equal" if len(budgets) > 1 else "has only one budget"
+            yield Problem(path, list(budgets), rule, "use two or more different ones")
         elif len(distinct) < len(budgets):
-            yield Problem(path, list(budgets), "has a budget twice", "leave one out; see seeds")
+            yield Problem(
+                path, list(budgets), "has the same budget twice",
+                "remove one, and use seeds to repeat runs",
+            )  # fmt: skip
         seeds = {"seeds": self.seeds}
         for i, size in enumerate(self.sizes):
             seeds[f"sizes.{i}.seeds"] = self.seeds if size.seeds is None else size.seeds
             if other := [b for b in size.budgets if b not in distinct]:
-                remedy = f"use some of {list(budgets)}"
-                yield Problem(f"sizes.{i}.budgets", other[0], f"is none of {path}", remedy)
-        for place, some in seeds.items():
-            if not some or len(set(some)) < len(some):
-                rule, remedy = "must be seeds that differ", "write [0], or [0, 1]"
-                yield Problem(place, list(some), rule, remedy)
+                yield Problem(
+                    f"sizes.{i}.budgets", other[0], f"is not one of {path}",
+                    f"use some of {list(budgets)}",
+                )  # fmt: skip
+        for place, values in seeds.items():
+            if not values or len(set(values)) < len(values):
+                yield Problem(
+                    place, list(values), "must be different seeds", "write [0], or [0, 1]"
+                )
 
 
 def load(name: str) -> tuple[LadderConfig, dict[str, Any], Path]:
-    """Return a ladder by file or shipped name, its base config, its file; raises ConfigError."""
+    """Read a ladder, from a file or by the name of a shipped one.
+
+    Returns the ladder, its base config and its file. Raises ConfigError if it is wrong.
+    """
     file = reader.find(name)
     raw = reader.read(file)
     try:

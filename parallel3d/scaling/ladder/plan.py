@@ -1,4 +1,4 @@
-"""A ladder as it stands: each run with its cost and state, as a table and as JSON."""
+"""The cost and state of each run of a ladder, as a table and as JSON."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,14 +27,14 @@ from parallel3d.scaling.ladder.ladder_file import LAWS, LadderConfig, load
 from parallel3d.scaling.runs import CONFIG, METRICS, NoEnd, config_of, last_line, unique_tokens
 
 REPEATS = 4
-"""Passes over a corpus up to which repeated tokens are worth nearly as much as new ones
-(arXiv:2305.16264)."""
-_BEYOND = 10  # times the largest fitted FLOPs, of a held-out run that tests a forecast
+"""Epochs up to which repeated tokens are worth nearly as much as new ones (arXiv:2305.16264)."""
+_BEYOND = 10  # FLOPs of a held-out run over the largest fitted run, to test a forecast
 _FEW_STEPS = 50
 _FROM_PLAN = ("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# Training fills in the mesh and the tokens that a tokenizer came out with.
+# Settings that training fills in, such as the size of the trained vocabulary, or that do not change
+# results.
 _APART = (*PLACED, "parallel3d.data.vocab_size")
-FRESH = ("auto", "none")  # checkpoint.resume of runs that begin at step 0
+FRESH = ("auto", "none")  # checkpoint.resume of runs that start at step 0
 _COLUMNS = (
     Column("run", right=False), Column("blocks"), Column("head"), Column("embedding"),
     Column("tokens"), Column("tokens/N"), Column("FLOPs"), Column("exact/6ND"),
@@ -46,36 +46,36 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of a run's fullest device, and hours of its steps; None on unknown hardware."""
+    """The predicted cost of a run."""
 
     mesh: str
-    memory_bytes: int
-    hours: float | None
+    memory_bytes: int  # on the device that needs most
+    hours: float | None  # None on unknown hardware
 
 
 @dataclass(frozen=True)
 class State:
-    """State of a run: "new", "unfinished" or "finished", with steps, held-out loss and error."""
+    """The state of a run: "new", "unfinished" or "finished"."""
 
     name: str
     step: int = 0
-    loss: float | None = None
+    loss: float | None = None  # held-out loss
     standard_error: float | None = None
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A run with its cost and state; training tokens of its corpus where known."""
+    """A rung of the ladder: a run with its cost and state."""
 
     run: LadderRun
     cost: Cost
     state: State
-    unique_tokens: int | None
+    unique_tokens: int | None  # training tokens of the corpus, None if not known
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """The ladder of a file: its runs, trunks before their forks, held-out runs last."""
+    """A ladder file and its rungs: trunks before their forks, held-out runs last."""
 
     file: Path
     config: LadderConfig
@@ -84,7 +84,7 @@ class Ladder:
 
     @property
     def directory(self) -> Path:
-        """The folder of the ladder's runs."""
+        """The folder that the runs are written to."""
         return Path(self.config.directory)
 
     def config_file(self, run: LadderRun) -> Path:
@@ -92,11 +92,11 @@ class Ladder:
         return self.directory / CONFIGS / f"{run.name}.json"
 
     def forecast_file(self, run: LadderRun) -> Path:
-        """Return the file in which the forecast of a held-out run is registered."""
+        """Return the file of the registered forecast of a held-out run."""
         return self.directory / f"forecast-{run.name}.json"
 
     def write_configs(self) -> None:
-        """Write each run's config beside the runs."""
+        """Write the config file of every run."""
         for rung in self.rungs:
             path = self.config_file(rung.run)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,10 @@ class Ladder:
 
 
 def ladder_of(name: str) -> Ladder:
-    """Return the ladder in a file as it stands; ConfigError where the file makes no ladder."""
+    """Read a ladder file, and return its runs with their costs and current states.
+
+    Raises ConfigError if the file is wrong, a run does not fit, or a folder has another run.
+    """
     config, base, file = load(name)
     runs = with_costs(runs_of(config, base, file))
     unique = config.unique_tokens or unique_tokens(Path(config.directory))
@@ -113,12 +116,12 @@ def ladder_of(name: str) -> Ladder:
 
 
 def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
-    """Return the runs with their costs, each mesh chosen where it is "plan".
+    """Return each run with its cost, after choosing a mesh for runs with "plan".
 
-    Raises ConfigError where a run does not fit, or no hardware is known to plan for.
+    Raises ConfigError if a run does not fit, or if there is no hardware to plan for.
     """
     planned: dict[str, tuple[RunConfig, float | None, int]] = {}
-    found, bad = [], []
+    costs, problems = [], []
     for run in runs:
         config = run.config
         key = f"{config.model} {config.train_batch_size} {run.devices} {config.parallel3d.mesh}"
@@ -126,25 +129,25 @@ def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
             if key not in planned:
                 planned[key] = _planned(config, run.devices)
         except ConfigError as error:
-            bad.append(f"{run.name}: {error}")
+            problems.append(f"{run.name}: {error}")
             continue
         chosen, seconds, memory = planned[key]
-        if config.is_planned:  # perhaps for another run of the same size
+        if config.is_planned:  # `chosen` may be of another run of the same size
             raw, own = chosen.to_dict(), config.to_dict()
             own |= {key: raw[key] for key in _FROM_PLAN}
             own["parallel3d"] |= {k: raw["parallel3d"][k] for k in ("mesh", "plan", "pipeline")}
             run = replace(run, config=RunConfig.from_dict(own))
         hours = None if seconds is None else run.steps * run.own_share * seconds / 3600
         mesh = chosen.mesh
-        found.append((run, Cost(f"{mesh.pp}x{mesh.dp}x{mesh.tp}", memory, hours)))
-    if bad:
-        more = f"; and {len(bad) - 1} more runs" if len(bad) > 1 else ""
-        raise ConfigError(f"the ladder has runs that cannot be: {bad[0]}{more}")
-    return found
+        costs.append((run, Cost(f"{mesh.pp}x{mesh.dp}x{mesh.tp}", memory, hours)))
+    if problems:
+        more = f"; {len(problems) - 1} more runs have problems" if len(problems) > 1 else ""
+        raise ConfigError(f"the ladder cannot be run: {problems[0]}{more}")
+    return costs
 
 
 def _planned(config: RunConfig, devices: int) -> tuple[RunConfig, float | None, int]:
-    """Return the config as it will run, seconds of a step, and bytes of the fullest device."""
+    """Return the resolved config, seconds per step (None if unknown) and bytes per device."""
     name = config.run.hardware
     if name == "auto" and (THIS_MACHINE in hardware.names() or config.is_planned):
         name = THIS_MACHINE
@@ -158,7 +161,7 @@ def _planned(config: RunConfig, devices: int) -> tuple[RunConfig, float | None, 
     machine = hardware.load(name)
     plan = plan_rows.as_written(config, request_of(config, machine, devices))
     if not plan.fits:
-        remedy = plan.remedy or 'a larger mesh, or "mesh": "plan" with more devices'
+        remedy = plan.remedy or 'use a larger mesh, or "mesh": "plan" with more devices'
         raise ConfigError(f"does not fit on {devices} x {machine.name}: {plan.reason}; {remedy}")
     return config, plan.time.seconds, plan.memory.total
 
@@ -167,32 +170,35 @@ def _warnings(runs: Sequence[LadderRun], unique: int | None) -> Iterator[str]:
     fitted = [run for run in runs if run.kind == "fit"]
     sizes, most = len({run.counts for run in fitted}), max(run.flops for run in fitted)
     if sizes < 3:
-        yield f"{sizes} sizes: the parametric law needs 3, and a profile of a budget, too"
+        yield f"{sizes} sizes: the parametric law and each IsoFLOP profile need at least 3"
     for run in runs:
         if run.kind == "held-out" and run.flops < _BEYOND * most * 0.98:
             yield (
-                f"{run.name}: {run.flops / most:.2g} times the largest fitted FLOPs; a forecast "
-                f"is tested by {_BEYOND} times or more"
+                f"{run.name}: has {run.flops / most:.2g} times the FLOPs of the largest fitted "
+                f"run; use {_BEYOND} times or more to test a forecast"
             )
     if few := [run.name for run in runs if run.steps < _FEW_STEPS]:
-        remedy = "give a smaller hyperparameters.batch_tokens"
-        yield f"{few[0]}: fewer than {_FEW_STEPS} steps; {remedy}"
+        remedy = "use a smaller hyperparameters.batch_tokens"
+        yield f"{few[0]}: has fewer than {_FEW_STEPS} steps; {remedy}"
     if unique is None:
-        yield "repeats of the corpus are not known before `run` prepares it; or give unique_tokens"
+        yield (
+            "the number of epochs is not known until `run` prepares the corpus; set unique_tokens "
+            "to know it now"
+        )
     elif over := [run for run in runs if run.tokens > REPEATS * unique]:
         longest = max(over, key=lambda run: run.tokens)
         yield (
             f"{len(over)} runs read the corpus of {unique:,} tokens more than {REPEATS} times "
-            f"({longest.name}: {longest.tokens / unique:.1f}); from there on repeated tokens are "
-            "worth less than new ones (arXiv:2305.16264): the law that is fitted is not that of "
-            "fresh text"
+            f"({longest.name}: {longest.tokens / unique:.1f}); repeated tokens are then worth less "
+            "than new ones (arXiv:2305.16264), and a law fitted to these runs does not hold for "
+            "new text"
         )
 
 
 def state_of(run: LadderRun) -> State:
-    """Return the state of a run; raises ConfigError where its folder holds another config's.
+    """Return the state of a run; raise ConfigError if its folder has a run with another config.
 
-    Two configs are the same whatever their paths, mesh and offload.
+    Paths, mesh and offload may differ.
     """
     if not (run.folder / CONFIG).exists():
         return State("new")
@@ -203,8 +209,8 @@ def state_of(run: LadderRun) -> State:
     if digest_of(own, _APART) != digest_of(run.config, _APART):
         changed = ", ".join(_changes(own.to_dict(), run.config.to_dict())) or "its settings"
         raise ConfigError(
-            f"{run.folder}: is of another config than the ladder's run of that name ({changed}); "
-            "remove it, or give the ladder another directory"
+            f"{run.folder}: has a run with another config than the ladder's ({changed}); remove "
+            "it, or set another directory for the ladder"
         )
     try:
         last = last_line(run.folder / METRICS)
@@ -213,26 +219,27 @@ def state_of(run: LadderRun) -> State:
     step = int(last["step"])
     if step < run.steps:
         return State("unfinished", step)
-    if run.kind == "trunk":  # its loss at a constant rate is nobody's
+    if run.kind == "trunk":  # its loss is not used: there is no cool-down
         needed = set(run.config.checkpoint.at)
         return State("finished" if needed <= set(checkpoints(run)) else "unfinished", step)
     if "held_out_loss" not in last:
         return State("unfinished", step)
-    found = (last.get("validation") or {}).get("held_out") or {}
-    return State("finished", step, last.get("held_out_loss"), found.get("standard_error"))
+    evaluation = (last.get("validation") or {}).get("held_out") or {}
+    return State("finished", step, last.get("held_out_loss"), evaluation.get("standard_error"))
 
 
 def checkpoints(run: LadderRun) -> list[int]:
-    """Return steps of the run's own complete checkpoints, ascending."""
-    found = (run.folder / "checkpoints").glob("step-*/manifest.json")
-    steps = (path.parent.name.removeprefix("step-") for path in found)
-    return sorted(int(step) for step in steps if step.isdecimal())  # others were set aside
+    """Return the steps of the run's own complete checkpoints, in ascending order."""
+    manifests = (run.folder / "checkpoints").glob("step-*/manifest.json")
+    steps = (path.parent.name.removeprefix("step-") for path in manifests)
+    return sorted(int(step) for step in steps if step.isdecimal())  # not step-N.rejected
 
 
 def resume_of(run: LadderRun) -> str:
-    """Return the checkpoint.resume with which a run is to be started now.
+    """Return the value of checkpoint.resume to start a run with.
 
-    A fork goes on with its own newest by number: "auto" would start it at step 0 if damaged.
+    A fork names its newest checkpoint by number, since with "auto" it would start at step 0,
+    without the trunk's steps, if its checkpoints were damaged.
     """
     first, own = str(run.config.checkpoint.resume), checkpoints(run)
     if not own:
@@ -241,23 +248,23 @@ def resume_of(run: LadderRun) -> str:
 
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the settings that tell two configs apart, as "path: old -> new"."""
+    """Yield the settings that differ between two configs, as "path: old -> new"."""
     for name in now:
         path = f"{prefix}{name}"
-        there, here = was.get(name), now[name]
-        if there == here or path in (*_APART, "parallel3d.run", "parallel3d.checkpoint"):
+        old, new = was.get(name), now[name]
+        if old == new or path in (*_APART, "parallel3d.run", "parallel3d.checkpoint"):
             continue
-        if isinstance(there, Mapping) and isinstance(here, Mapping):
-            yield from _changes(there, here, f"{path}.")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _changes(old, new, f"{path}.")
         else:
-            yield f"{path}: {json.dumps(there)} -> {json.dumps(here)}"
+            yield f"{path}: {json.dumps(old)} -> {json.dumps(new)}"
 
 
 def show(ladder: Ladder, out: Console) -> None:
-    """Print every run, the total cost, and warnings."""
+    """Print a row for every run, the total cost, and warnings."""
     terminal.show(out, _COLUMNS, [_row(rung) for rung in ladder.rungs])
     total = to_json(ladder)["total"]
-    hours = "not known: `parallel3d plan --calibrate`, or base.parallel3d.run.hardware"
+    hours = "unknown (run `parallel3d plan --calibrate`, or set base.parallel3d.run.hardware)"
     if total["device_hours"] is not None:
         hours = f"{total['device_hours']:.3g}"
     terminal.say(
@@ -265,15 +272,15 @@ def show(ladder: Ladder, out: Console) -> None:
         f"total: {total['runs']} runs, {total['flops']:.3g} FLOPs, device hours: {hours}; "
         f"{total['finished']} finished",
     )
-    given = ladder.config.hyperparameters
-    times = "" if (factor := given.learning_rate_factor) == 1 else f"{factor:g} times "
-    for what, wanted in (
-        (f"learning rate: {times}", given.learning_rate), ("batch, tokens: ", given.batch_tokens),
+    hyperparameters = ladder.config.hyperparameters
+    times = "" if (factor := hyperparameters.learning_rate_factor) == 1 else f"{factor:g} times "
+    for what, setting in (
+        (f"learning rate: {times}", hyperparameters.learning_rate),
+        ("tokens per batch: ", hyperparameters.batch_tokens),
     ):  # fmt: skip
-        is_law = isinstance(wanted, str)
-        source = LAWS[str(wanted)].source if is_law else "given"
-        shown = wanted if is_law else f"{wanted:g}"
-        terminal.say(out, f"{what}{shown}, {source}", "  ")
+        is_law = isinstance(setting, str)
+        shown = f"{setting} ({LAWS[str(setting)].source})" if is_law else f"{setting:g}"
+        terminal.say(out, f"{what}{shown}", "  ")
     for warning in ladder.warnings:
         terminal.say(out, f"WARNING: {warning}", "  ")
 

@@ -1,4 +1,4 @@
-"""Runner of a ladder's unfinished runs as processes, several at once, and its display."""
+"""Run the unfinished runs of a ladder as processes, several at once, and display them."""
 
 import ctypes
 import os
@@ -26,10 +26,10 @@ from parallel3d.scaling.ladder.plan import Ladder, checkpoints, resume_of, state
 from parallel3d.scaling.runs import METRICS, NoEnd, last_line
 
 STOPPED = 3  # exit code of a run that was stopped on request
-_NAP = 0.2  # seconds between two looks at the processes
+_POLL_SECONDS = 0.2  # between two checks of the processes
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TRAIN = Path(parallel3d.__file__).parent / "launch" / "train.py"
-LOGS = "logs"  # of a ladder's directory: what each run said
+LOGS = "logs"  # folder in a ladder's directory with the output of each run
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEVICE = re.compile(r"\d+$|GPU-|MIG-")
 _NODES = Path("/dev")
@@ -39,23 +39,23 @@ _SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 @dataclass(frozen=True)
 class Process:
-    """A run that is training: its process, its log, its devices."""
+    """A run in training, with its process, log file and devices."""
 
     run: LadderRun
     popen: "subprocess.Popen[bytes]"
     log: Path
     devices: tuple[str, ...]
 
-    def last_words(self) -> str:
-        """Return the last line of the run's log, which says why it ended."""
+    def last_message(self) -> str:
+        """Return the last error message in the log, or its last line if there is none."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        said = [line.strip() for line in lines[-40:] if line.strip()]
-        named = [line for line in said if line.startswith("train: ") or "Error" in line]
-        return (named or said or ["it said nothing"])[-1]
+        messages = [line.strip() for line in lines[-40:] if line.strip()]
+        errors = [line for line in messages if line.startswith("train: ") or "Error" in line]
+        return (errors or messages or ["no output"])[-1]
 
 
 class Display(Progress):
-    """Bars of the runs in progress on a terminal; elsewhere a line as each begins or ends."""
+    """Progress bars of the runs on a terminal; otherwise a line as each run starts and ends."""
 
     def __init__(self, out: Console, total: int, finished: int) -> None:
         columns = (
@@ -73,17 +73,17 @@ class Display(Progress):
         seconds = int(time.monotonic() - self._started)
         terminal.say(self.console, f"{seconds // 60:3}:{seconds % 60:02}  {text}", " " * 8)
 
-    def began(self, run: LadderRun) -> None:
-        """Add the bar of a run that has started."""
+    def start_run(self, run: LadderRun) -> None:
+        """Add a bar for a run that has started."""
         self._bars[run.name] = self.add_task(run.name, total=run.steps, loss="")
 
-    def ended(self, run: LadderRun, is_finished: bool) -> None:
+    def end_run(self, run: LadderRun, is_finished: bool) -> None:
         """Remove the bar of a run that has ended."""
         self.remove_task(self._bars.pop(run.name))
         self.advance(self._all, int(is_finished))
 
-    def look(self, processes: Iterable[Process]) -> None:
-        """Read how far the runs are, for their bars."""
+    def update_bars(self, processes: Iterable[Process]) -> None:
+        """Update the bars from the metrics of the runs."""
         for process in () if self.disable else processes:
             try:
                 last = last_line(process.run.folder / METRICS)
@@ -95,7 +95,7 @@ class Display(Progress):
 
 
 class Runner:
-    """A runner that starts processes, `parallel` of them at once, and follows each to its end."""
+    """Starts runs as processes, up to `parallel` at once, and follows each to its end."""
 
     def __init__(self, ladder: Ladder, parallel: int, display: Display) -> None:
         self._ladder, self._parallel, self._display = ladder, parallel, display
@@ -103,24 +103,24 @@ class Runner:
         self._has_devices = bool(self._devices)
         self._running: list[Process] = []
         self.failed: dict[str, str] = {}
-        """Runs that came to no end, and why."""
+        """Name of each run that failed -> reason."""
         self.is_stopped = False
-        """True if somebody asked to stop."""
+        """True after a request to stop."""
         most = max((rung.run.devices for rung in ladder.rungs), default=1)
         if self._devices and most > len(self._devices):
             raise ConfigError(
-                f"a run of the ladder is for {most} devices, and this machine shows "
-                f"{len(self._devices)}; use a smaller mesh, or --emit slurm"
+                f"the ladder has a run for {most} devices, but {len(self._devices)} are visible "
+                "on this machine; use a smaller mesh, or --emit slurm"
             )
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take SIGINT and SIGTERM for a request to stop all runs, each with its state saved."""
+        """Stop all runs, each with its state saved, on SIGINT or SIGTERM."""
 
-        def ask(*of: object) -> None:
+        def request_stop(*signal_and_frame: object) -> None:
             self.is_stopped = True
 
-        before: dict[int, Any] = {number: signal.signal(number, ask) for number in _SIGNALS}
+        before: dict[int, Any] = {n: signal.signal(n, request_stop) for n in _SIGNALS}
         try:
             yield
         finally:
@@ -128,34 +128,35 @@ class Runner:
                 signal.signal(number, handler)
 
     def run(self, runs: Sequence[LadderRun]) -> None:
-        """Train some runs, each after its trunk, until all are finished, failed or stopped."""
+        """Train runs, each after its trunk, until all have finished, failed or stopped."""
         waiting = sorted(runs, key=lambda run: (run.kind != "trunk", -run.exact_flops))
-        asked = False
+        stop_requested = False
         try:
             while waiting or self._running:
                 self._collect()
                 if self.is_stopped:
                     waiting = []
-                    if self._running and not asked:
-                        asked = True
-                        runs_now = f"{len(self._running)} runs"
-                        self._display.say(f"stopping {runs_now}, each with its state saved")
+                    if self._running and not stop_requested:
+                        stop_requested = True
+                        self._display.say(
+                            f"stopping {len(self._running)} runs; each saves its state"
+                        )
                         self._stop()
                 elif ready := self._ready(waiting):
                     waiting.remove(ready)
                     self._start(ready)
                     continue
-                elif not self._running:  # only forks are left, whose trunk failed
+                elif not self._running:  # the remaining forks have a trunk that failed
                     for run in waiting:
-                        self._fail(run, f"its trunk {run.trunk} came to no end")
+                        self._fail(run, f"its trunk {run.trunk} did not finish")
                     return
-                self._display.look(self._running)
-                time.sleep(_NAP)
+                self._display.update_bars(self._running)
+                time.sleep(_POLL_SECONDS)
         finally:
-            self._stop()  # an error of ours leaves no run behind
+            self._stop()  # leave no run behind after an error in this process
 
     def _ready(self, waiting: Sequence[LadderRun]) -> LadderRun | None:
-        """Return the first run that there is room for, and whose trunk is done."""
+        """Return the first run with free devices whose trunk has saved its checkpoint."""
         room = len(self._running) < self._parallel
         for run in waiting if room else ():
             begin = Path(str(run.config.checkpoint.resume)) / "manifest.json"
@@ -168,56 +169,57 @@ class Runner:
         self._wait_for_holder(run)
         if self.is_stopped:
             return
-        ranks = self._parallel * run.devices  # the same whatever runs beside: so are the bits
+        # Threads affect results, so their number must not depend on the other runs.
+        ranks = self._parallel * run.devices
         count = run.devices if self._has_devices else 0
-        mine, self._devices = self._devices[:count], self._devices[count:]
+        devices, self._devices = self._devices[:count], self._devices[count:]
         ladder = self._ladder
         self._running.append(
             start(
-                run, ladder.config_file(run), resume=resume_of(run), devices=mine,
+                run, ladder.config_file(run), resume=resume_of(run), devices=devices,
                 log=ladder.directory / LOGS / f"{run.name}.log",
                 threads=max(1, (os.cpu_count() or 1) // ranks),
             )
         )  # fmt: skip
-        self._display.began(run)
+        self._display.start_run(run)
         self._display.say(f"{run.name}: started")
 
     def _wait_for_holder(self, run: LadderRun) -> None:
-        """Wait until nobody writes to the run: after a kill of its ladder it saves its state."""
+        """Wait until no process writes to the run; one may still save if its ladder was killed."""
         path = run.folder.with_name(f"{run.folder.name}.lock")
-        said = False
+        announced = False
         while not self.is_stopped:
             holder = holder_of(path)
             if holder is None or holder.is_alive(()) is not True:
                 return
-            if not said:
-                said = True
-                self._display.say(f"{run.name}: is being trained by {holder}; waiting for its end")
-            time.sleep(_NAP)
+            if not announced:
+                announced = True
+                self._display.say(f"{run.name}: waiting for {holder}, which is training it")
+            time.sleep(_POLL_SECONDS)
 
     def _collect(self) -> None:
-        """Take the processes that have ended, and see what they came to."""
+        """Record the outcome of the processes that have ended, and free their devices."""
         for process in list(self._running):
             if (code := process.popen.poll()) is not None:
                 self._running.remove(process)
                 self._devices += process.devices
-                self._judge(process, code)
+                self._record(process, code)
 
-    def _judge(self, process: Process, code: int) -> None:
+    def _record(self, process: Process, code: int) -> None:
         run = process.run
         state = state_of(run)
         is_finished = code == 0 and state.name == "finished"
-        self._display.ended(run, is_finished)
+        self._display.end_run(run, is_finished)
         if is_finished:
             loss = "" if state.loss is None else f", held-out loss {state.loss:.4f}"
             error = "" if state.standard_error is None else f" ± {state.standard_error:.4f}"
             self._display.say(f"{run.name}: finished{loss}{error}")
         elif self.is_stopped:
             self._display.say(f"{run.name}: stopped at step {state.step:,} of {run.steps:,}")
-        elif code == STOPPED:  # somebody stopped it, and not us
+        elif code == STOPPED:  # by a signal to the run itself
             self._fail(run, f"was stopped at step {state.step:,}")
         else:
-            self._fail(run, f"exit code {code}: {process.last_words()}{_remedy(run, process)}")
+            self._fail(run, f"exit code {code}: {process.last_message()}{_remedy(run, process)}")
 
     def _fail(self, run: LadderRun, why: str) -> None:
         self.failed[run.name] = why
@@ -229,34 +231,36 @@ class Runner:
 
 
 def _remedy(run: LadderRun, process: Process) -> str:
-    """Return where to read more, and what to do where the checkpoint of its trunk failed."""
+    """Return the remedy for a failed run: its log, or to train a damaged trunk again."""
     begin = Path(str(run.config.checkpoint.resume))
-    if not run.trunk or checkpoints(run) or str(begin) not in process.last_words():
+    if not run.trunk or checkpoints(run) or str(begin) not in process.last_message():
         return f"; see {process.log}"
-    # Trained again it is the same to the bit, and forks that are finished do not wait for it.
+    # A second training of the trunk is bitwise equal, so finished forks stay valid.
     trunk = begin.parent.parent
-    return f"; remove {trunk}, and the next start trains the trunk again; see {process.log}"
+    return f"; remove {trunk} to train the trunk again at the next start; see {process.log}"
 
 
 def visible_devices() -> tuple[str, ...]:
-    """Return the accelerators of this machine that runs share; none where they train on the CPU."""
+    """Return the names of the visible accelerators, as in CUDA_VISIBLE_DEVICES; () for the CPU."""
     if VISIBLE in os.environ:
         names = (name.strip() for name in os.environ[VISIBLE].split(","))
-        # As CUDA reads it: what follows a name that is none, such as -1, is not seen.
+        # Like CUDA, ignore everything from the first invalid name (such as -1) on.
         return tuple(takewhile(_DEVICE.match, names))
-    # Nodes are named by the host's numbers; CUDA numbers those of a container from 0.
+    # A container has device files with the host's numbers, but CUDA counts its devices from 0.
     return tuple(str(place) for place, _ in enumerate(_NODES.glob("nvidia[0-9]*")))
 
 
 def start(
     run: LadderRun, config: Path, *, resume: str, log: Path, devices: Sequence[str], threads: int
 ) -> Process:
-    """Start a run on some devices (none on the CPU) with `threads` threads a rank.
+    """Start the process of a run; it gets SIGTERM if this process dies.
 
-    `resume`: what checkpoint.resume is this time. The run is asked to stop if this process dies.
+    resume: value of checkpoint.resume.
+    devices: accelerators as in CUDA_VISIBLE_DEVICES; empty for the CPU.
+    threads: CPU threads per rank.
     """
     command = [sys.executable]
-    if run.devices > 1:  # --standalone finds a free port by itself
+    if run.devices > 1:  # --standalone finds a free port
         command += ["-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={run.devices}"]
     command += [str(TRAIN), "--config", str(config), "--parallel3d.checkpoint.resume", resume]
@@ -264,14 +268,14 @@ def start(
     if devices:
         environment[VISIBLE] = ",".join(devices)
     log.parent.mkdir(parents=True, exist_ok=True)
-    libc = ctypes.CDLL(None)  # loaded here: the child may not load anything
+    libc = ctypes.CDLL(None)  # load it here: a forked child must not load libraries
 
     def die_with_parent() -> None:
         if sys.platform == "linux":
             libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
     with log.open("ab") as file:
-        # A session of its own: Ctrl-C reaches this process, which then asks each run once.
+        # A new session, so that Ctrl-C reaches only this process, which stops each run once.
         popen = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment,
             start_new_session=True, preexec_fn=die_with_parent,

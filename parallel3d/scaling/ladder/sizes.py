@@ -1,4 +1,4 @@
-"""Width and depth of the model for each size of a ladder."""
+"""Choose the width and depth of the model for each size of a ladder."""
 
 import math
 from bisect import bisect_left
@@ -14,38 +14,52 @@ from parallel3d.scaling.ladder.ladder_file import LadderConfig, SizeConfig
 from parallel3d.scaling.runs import count
 
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-_MOST_WIDTHS = 4096  # heads that the rule tries
+_MOST_WIDTHS = 4096  # largest number of heads to try
 _MOST_LAYERS = 20_000
 
 
 def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], path: str) -> Any:
-    """Return the model of one size over the base's settings; ConfigError with the place `path`."""
+    """Return the model of one size.
+
+    base: model settings that all sizes share. path: place of the size in the ladder's file, for
+    messages. Raises ConfigError if the settings are wrong or no width comes near `size.params`.
+    """
     inner, own = base.get("intermediate_size"), dict(size.model)
     if ladder.mlp_ratio is None and inner is not None:
-        at, rule = "base.parallel3d.model.intermediate_size", "would be the same at every size"
-        raise Problems([Problem(at, inner, rule, "remove it, and give mlp_ratio")])
+        raise Problems([Problem(
+            "base.parallel3d.model.intermediate_size", inner, "would be the same at every size",
+            "remove it, and set mlp_ratio",
+        )])  # fmt: skip
     shared = {key: value for key, value in base.items() if key not in SHAPE}
     if size.params is not None:
         if clash := sorted(own.keys() & set(SHAPE[:3])):
-            at, rule = f"{path}.model.{clash[0]}", "is the rule's where params is given"
-            raise Problems([Problem(at, own[clash[0]], rule, "leave one of them out")])
+            raise Problems([Problem(
+                f"{path}.model.{clash[0]}", own[clash[0]],
+                "conflicts with params, which determines it", "remove one of the two",
+            )])  # fmt: skip
         return _nearest(ladder, size.params, {**shared, **own}, path)
     if missing := [key for key in SHAPE[:2] if key not in own]:
-        remedy = "give it, or params in place of the model"
-        raise Problems([Problem(f"{path}.model.{missing[0]}", ABSENT, "is missing", remedy)])
+        raise Problems([Problem(
+            f"{path}.model.{missing[0]}", ABSENT, "is missing",
+            "set it, or params in place of the model",
+        )])  # fmt: skip
     width, head = own["hidden_size"], ladder.head_size
     if "num_attention_heads" not in own and isinstance(width, int) and width > 0:
         if width % head:
             below = max(1, width // head) * head
-            remedy = f"use {below} or {below + head}, or give num_attention_heads"
-            rule = f"is no multiple of head_size={head}"
-            raise Problems([Problem(f"{path}.model.hidden_size", width, rule, remedy)])
+            raise Problems([Problem(
+                f"{path}.model.hidden_size", width, f"is not a multiple of head_size={head}",
+                f"use {below} or {below + head}, or set num_attention_heads",
+            )])  # fmt: skip
         own["num_attention_heads"] = width // head
     return _checked({**shared, **_inner(ladder, width), **own}, path)
 
 
 def _nearest(ladder: LadderConfig, target: float, shared: dict[str, Any], path: str) -> Any:
-    """Return the model whose width, a multiple of head_size, and depth come nearest."""
+    """Return the model nearest to `target` parameters in its blocks.
+
+    Its width is a multiple of head_size, and its depth follows from aspect_ratio.
+    """
 
     def shaped(heads: int) -> Any:
         width = heads * ladder.head_size
@@ -59,7 +73,7 @@ def _nearest(ladder: LadderConfig, target: float, shared: dict[str, Any], path: 
         model = shaped(heads)
         return math.inf if model is None else count(model).transformer
 
-    end = 1  # a wide model has many layers to count: none far beyond the target is
+    end = 1  # counting wide models is slow, so double the width only up to the target
     while end < _MOST_WIDTHS and blocks(end) < target:
         end *= 2
     above = 1 + bisect_left(range(1, end), target, key=blocks, lo=max(0, end // 2 - 1))
@@ -69,15 +83,15 @@ def _nearest(ladder: LadderConfig, target: float, shared: dict[str, Any], path: 
         if 0 < heads < _MOST_WIDTHS
     )
     if off > math.log(2):
-        rule = f"the nearest that aspect_ratio and head_size={ladder.head_size} allow has "
+        rule = f"the nearest model with this aspect_ratio and head_size={ladder.head_size} has "
         rule += f"{blocks(best):,}" if off < math.inf else f"more than {_MOST_LAYERS:,} layers"
-        remedy = "use that, a smaller head_size, or give the model's own sizes"
+        remedy = "use that, a smaller head_size, or model in place of params"
         raise Problems([Problem(f"{path}.params", target, rule, remedy)])
     return shaped(best)
 
 
 def _inner(ladder: LadderConfig, width: Any) -> dict[str, Any]:
-    """Return the inner width by the ladder's ratio; none for a width that is no whole number."""
+    """Return {"intermediate_size": ...} by mlp_ratio; {} without mlp_ratio or an integer width."""
     ratio = ladder.mlp_ratio
     if ratio is None or isinstance(width, bool) or not isinstance(width, int):
         return {}
@@ -87,14 +101,15 @@ def _inner(ladder: LadderConfig, width: Any) -> dict[str, Any]:
 def _checked(raw: dict[str, Any], path: str) -> Any:
     family = raw.get("family")
     if family not in models.families():
-        rule, remedy = "names no model family", f"use one of: {', '.join(models.families())}"
-        value = ABSENT if family is None else family
-        raise Problems([Problem("base.parallel3d.model.family", value, rule, remedy)])
+        raise Problems([Problem(
+            "base.parallel3d.model.family", ABSENT if family is None else family,
+            "is not a model family", f"use one of: {', '.join(models.families())}",
+        )])  # fmt: skip
     kind = models.config_class(family)
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        found = explain.problems_in(error, raw, kind)
+        problems = explain.problems_in(error, raw, kind)
         raise Problems(
-            [problem.under(f"{path}.model") for problem in found], "the ladder"
+            [problem.under(f"{path}.model") for problem in problems], "the ladder"
         ) from None

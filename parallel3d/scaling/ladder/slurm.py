@@ -1,4 +1,4 @@
-"""A ladder's unfinished runs as Slurm job arrays."""
+"""Write the unfinished runs of a ladder as Slurm job arrays."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from parallel3d.scaling.ladder.runner import LOGS, TRAIN
 SUBMIT = "submit.sh"
 _JOB = """\
 #!/bin/bash
-# Add what your cluster asks for (account, partition, time): here, or to sbatch.
+# Add the options that your cluster needs (account, partition, time) here, or pass them to sbatch.
 #SBATCH --job-name={name}
 #SBATCH --array=0-{last}
 #SBATCH --ntasks={ranks}
@@ -19,15 +19,16 @@ _JOB = """\
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=TERM@120
-# A run that is stopped saves its state and goes on when it is submitted again.
+# A stopped run saves its state, and continues when the job is submitted again.
 CONFIGS=({configs})
 FOLDERS=({folders})
 RESUME=({resume})
 CONFIG=${{CONFIGS[$SLURM_ARRAY_TASK_ID]}}
 FROM=${{RESUME[$SLURM_ARRAY_TASK_ID]}}
-{before}export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
+{forecast}export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-# Its newest checkpoint; by number where it began from another run's: "auto" may start it afresh.
+# Resume from the newest checkpoint. A fork names it by number, since with "auto" it would start at
+# step 0 if its checkpoints were damaged.
 OWN=$(compgen -G "${{FOLDERS[$SLURM_ARRAY_TASK_ID]}}/checkpoints/step-*/manifest.json" |
   sed -nE 's#.*/step-([0-9]+)/manifest.json$#\\1#p' | sort -n | tail -n1)
 if [ -n "$OWN" ]; then
@@ -42,7 +43,7 @@ TOKENS=({tokens})
 HELD_OUT=({held_out})
 FORECAST=${{FORECASTS[$SLURM_ARRAY_TASK_ID]}}
 if [ ! -e "$FORECAST" ]; then
-  # No held-out run is fitted: each has its forecast before it trains. Tasks run at once.
+  # Leave the other held-out runs out of the fit: their tasks may run at the same time.
   OTHERS=()
   for OTHER in "${{HELD_OUT[@]}}"; do if [ -e "$OTHER" ]; then OTHERS+=("$OTHER"); fi; done
   FIT=${{FORECAST%.json}}-fit
@@ -54,9 +55,9 @@ fi
 
 
 def write(ladder: Ladder) -> list[Path]:
-    """Write a job array for each kind of run and number of ranks, and submit.sh, which chains them.
+    """Write a job array for each kind of run and number of ranks, and submit.sh to chain them.
 
-    Return the files, submit.sh last.
+    Returns the files, with submit.sh as the last.
     """
     ladder.write_configs()
     (ladder.directory / LOGS).mkdir(exist_ok=True)
@@ -79,9 +80,9 @@ def write(ladder: Ladder) -> list[Path]:
 
 def _script(ladder: Ladder, kind: str, ranks: int, runs: Sequence[LadderRun]) -> str:
     directory = ladder.directory.absolute()
-    before = ""
+    forecast = ""
     if kind == "held-out":
-        before = _FORECAST.format(
+        forecast = _FORECAST.format(
             forecasts=_words(ladder.forecast_file(run).absolute() for run in runs),
             held_out=_words(
                 ladder.forecast_file(rung.run).absolute()
@@ -92,7 +93,7 @@ def _script(ladder: Ladder, kind: str, ranks: int, runs: Sequence[LadderRun]) ->
             scale=quote(str(TRAIN.with_name("scale.py"))), directory=quote(str(directory)),
         )  # fmt: skip
     return _JOB.format(
-        name=f"{directory.name}-{kind}", last=len(runs) - 1, ranks=ranks, before=before,
+        name=f"{directory.name}-{kind}", last=len(runs) - 1, ranks=ranks, forecast=forecast,
         logs=directory / LOGS, train=quote(str(TRAIN)),
         fresh="|".join(FRESH), folders=_words(run.folder.absolute() for run in runs),
         configs=_words(ladder.config_file(run).absolute() for run in runs),
@@ -105,9 +106,9 @@ def _words(values: Iterable[object]) -> str:
 
 
 def _chain(stages: Sequence[Sequence[Path]]) -> Iterator[str]:
-    """Yield the submissions, each stage after those before it."""
+    """Yield the lines of submit.sh, which submits each stage after the one before."""
     yield "#!/bin/bash"
-    yield "# Submits the ladder from the folder that it was written in: paths of runs are relative."
+    yield "# Submit from the folder that the ladder was written from: paths of runs are relative."
     yield "set -e"
     yield f"cd {quote(str(Path.cwd()))}"
     after = ""

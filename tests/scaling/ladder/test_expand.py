@@ -52,13 +52,13 @@ def test_a_number_of_parameters_finds_width_and_depth(tmp_path):
         tmp_path, sizes=targets, aspect_ratio=24, head_size=16, budgets={"tokens": [512, 1024]}
     )
     models = {run.config.model: run.counts.transformer for run in runs.values()}
-    for target, (model, found) in zip(targets, models.items(), strict=True):
+    for target, (model, num_params) in zip(targets, models.items(), strict=True):
         assert model.hidden_size == 16 * model.num_attention_heads
         assert model.num_hidden_layers == max(1, round(model.hidden_size / 24))
         assert model.intermediate_size == 2 * model.hidden_size
         for other in (model.hidden_size - 16, model.hidden_size + 16):  # no width is nearer
             blocks, _ = llama(other, max(1, round(other / 24)), 2 * other)
-            assert other == 0 or abs(blocks / target - 1) >= 0.9 * abs(found / target - 1)
+            assert other == 0 or abs(blocks / target - 1) >= 0.9 * abs(num_params / target - 1)
 
 
 def test_named_laws_are_those_of_their_sources(tmp_path):
@@ -157,12 +157,12 @@ def test_seeds_budgets_and_meshes_of_one_size(tmp_path):
     second = {"model": {"hidden_size": 32, "num_hidden_layers": 1}}
     held = [{"size": {"model": {"hidden_size": 64, "num_hidden_layers": 2}}, "tokens": 9e4}]
     file = write(tmp_path, sizes=[first, second], held_out=held)
-    found = to_json(ladder_of(str(file)))
-    rows = {row["name"]: row for row in found["runs"]}
+    printed = to_json(ladder_of(str(file)))
+    rows = {row["name"]: row for row in printed["runs"]}
     assert [row["seed"] for row in rows.values()] == [0, 7, 0, 0, 0]
     assert [row["mesh"] for row in rows.values()] == ["1x2x1"] * 2 + ["1x1x1"] * 3
     assert [row["kind"] for row in rows.values()] == ["fit"] * 4 + ["held-out"]
-    assert set(found["total"]) >= {"runs", "tokens", "flops", "device_hours", "warnings"}
+    assert set(printed["total"]) >= {"runs", "tokens", "flops", "device_hours", "warnings"}
     keys = {"name", "params", "tokens", "flops", "mesh", "hours", "state", "loss", "standard_error"}
     assert all(set(row) >= keys and row["state"] == "new" for row in rows.values())
     params = {"embedding", "head", "transformer"}
@@ -181,11 +181,11 @@ def test_a_mesh_that_is_planned_is_the_planners(tmp_path):
     base = json.loads(write(tmp_path).read_text())["base"]
     base["parallel3d"] |= {"mesh": "plan", "run": {"hardware": "A100-SXM4-80GB"}}
     base["bf16"] = {"enabled": True}
-    found = to_json(ladder_of(str(write(tmp_path, base=base, devices=2))))
-    for row in found["runs"]:
+    printed = to_json(ladder_of(str(write(tmp_path, base=base, devices=2))))
+    for row in printed["runs"]:
         pp, dp, tp = map(int, row["mesh"].split("x"))
         assert pp * dp * tp == 2 and row["hours"] > 0 and row["memory_bytes"] > 0
-    assert found["total"]["device_hours"] > 0
+    assert printed["total"]["device_hours"] > 0
 
 
 def test_the_configs_are_what_training_reads(tmp_path):

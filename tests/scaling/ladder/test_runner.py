@@ -40,7 +40,7 @@ def place(tmp_path, monkeypatch):
 
 
 def run(file, parallel=2):
-    """The exit code, the rows' states, and what was said."""
+    """The exit code, the rows' states, and what was printed."""
     out = Console(file=(file.parent / "said.txt").open("w"), width=300)
     code, ladder = execute(str(file), parallel, out)
     out.file.close()
@@ -54,13 +54,13 @@ def started(place):
 
 def test_every_run_is_trained_once_and_a_second_start_does_nothing(place):
     file = write(place)
-    code, states, said = run(file)
-    assert code == 0 and states == dict.fromkeys(NAMES, "finished"), said
+    code, states, printed = run(file)
+    assert code == 0 and states == dict.fromkeys(NAMES, "finished"), printed
     lines = started(place)
     assert sorted(line[0] for line in lines) == sorted(NAMES)
     assert {line[1] for line in lines} == {"auto"}
     assert {line[2] for line in lines} == {str(max(1, os.cpu_count() // 2))}
-    assert "held-out loss" in said and "± 0.01" in said
+    assert "held-out loss" in printed and "± 0.01" in printed
     corpus = json.loads((place / "runs/corpus.json").read_text())
     assert corpus["training_tokens"] == 10_000
     assert run(file)[:2] == (0, states) and started(place) == lines
@@ -68,11 +68,11 @@ def test_every_run_is_trained_once_and_a_second_start_does_nothing(place):
 
 def test_a_failed_run_is_named_and_the_rest_goes_on(place):
     (place / f"runs/{NAMES[2]}.fails").touch()
-    code, states, said = run(write(place))
+    code, states, printed = run(write(place))
     assert code == 1
     assert states == {name: "unfinished" if name == NAMES[2] else "finished" for name in NAMES}
     line = f"FAILED {NAMES[2]}: exit code 1: train: the loss on rank 0 is nan; see "
-    assert line in " ".join(said.split())
+    assert line in " ".join(printed.split())
     (place / f"runs/{NAMES[2]}.fails").unlink()
     assert run(write(place))[:2] == (0, dict.fromkeys(NAMES, "finished"))
     assert len(started(place)) == 5
@@ -90,10 +90,10 @@ def test_a_request_to_stop_stops_all_and_the_next_start_goes_on(place):
     asker = threading.Thread(target=ask)
     asker.start()
     before = signal.getsignal(signal.SIGTERM)
-    code, states, said = run(write(place))
+    code, states, printed = run(write(place))
     asker.join()
     assert code == 3 and signal.getsignal(signal.SIGTERM) == before
-    assert "stopping 2 runs" in said and "stopped on request" in said
+    assert "stopping 2 runs" in printed and "stopped on request" in printed
     assert sorted(states.values()) == ["new", "new", "unfinished", "unfinished"]
     for name in NAMES[2:]:
         (place / f"runs/{name}.waits").unlink()
@@ -103,8 +103,8 @@ def test_a_request_to_stop_stops_all_and_the_next_start_goes_on(place):
 
 def test_forks_wait_for_their_trunk_and_begin_at_its_checkpoints(place):
     file = write(place, schedule={"type": "forks"}, budgets={"tokens": [3200, 6400]})
-    code, states, said = run(file)
-    assert code == 0 and set(states.values()) == {"finished"}, said
+    code, states, printed = run(file)
+    assert code == 0 and set(states.values()) == {"finished"}, printed
     times = {line[0]: line[4] for line in started(place)}
     for rung in ladder_of(str(file)).rungs:
         if rung.run.trunk:
@@ -140,9 +140,9 @@ def test_a_failed_trunk_fails_its_forks(place):
     file = write(place, schedule={"type": "forks"}, budgets={"tokens": [3200, 6400]})
     trunk = next(r.run.name for r in ladder_of(str(file)).rungs if r.run.kind == "trunk")
     (place / f"runs/{trunk}.fails").touch()
-    code, states, said = run(file)
+    code, states, printed = run(file)
     assert code == 1
-    assert said.count(f"its trunk {trunk} came to no end") == 4  # as it happens, and at the end
+    assert printed.count(f"its trunk {trunk} did not finish") == 4  # as it happens, and at the end
     assert sum(state == "finished" for state in states.values()) == 3
 
 
@@ -156,28 +156,28 @@ def test_a_held_out_run_starts_after_its_forecast_is_registered(place, monkeypat
     budgets = {"tokens": [640, 1280, 2560]}
     file = write(place, sizes=SIZES, budgets=budgets, held_out=HELD)
     (place / "runs/2.59k-d640.fails").touch()
-    code, states, said = run(file)
+    code, states, printed = run(file)
     held = next(name for name in states if name.startswith("held-out"))
     assert code == 1 and states[held] == "new"
-    assert "not started: its forecast waits for 2.59k-d640" in " ".join(said.split())
+    assert "not started: its forecast needs the failed runs 2.59k-d640" in " ".join(printed.split())
     (place / "runs/2.59k-d640.fails").unlink()
-    code, states, said = run(file)
-    assert code == 0 and set(states.values()) == {"finished"}, said
-    (sworn,) = (place / "runs").glob("forecast-held-out-*.json")
-    made = json.loads(sworn.read_text())
+    code, states, printed = run(file)
+    assert code == 0 and set(states.values()) == {"finished"}, printed
+    (forecast_file,) = (place / "runs").glob("forecast-held-out-*.json")
+    forecast = json.loads(forecast_file.read_text())
     ladder = ladder_of(str(file))
     held_run = next(rung.run for rung in ladder.rungs if rung.run.kind == "held-out")
-    assert made["params"] == held_run.counts.with_head and made["tokens"] == held_run.tokens
-    assert made["points"] == 9
-    assert sworn.stat().st_mtime <= held_run.folder.stat().st_mtime
+    assert forecast["params"] == held_run.counts.with_head and forecast["tokens"] == held_run.tokens
+    assert forecast["points"] == 9
+    assert forecast_file.stat().st_mtime <= held_run.folder.stat().st_mtime
     assert execution.register(ladder, held_run) is None  # never again
 
 
 def test_a_held_out_run_that_cannot_be_forecast_is_not_started(place):
-    code, states, said = run(write(place, held_out=HELD))
+    code, states, printed = run(write(place, held_out=HELD))
     assert code == 1
     assert sorted(states.values()) == ["finished"] * 4 + ["new"]
-    assert "no forecast can be registered: " in " ".join(said.split())
+    assert "cannot register its forecast: " in " ".join(printed.split())
 
 
 def test_a_damaged_checkpoint_of_a_trunk_is_told_with_its_remedy(place):
@@ -186,13 +186,13 @@ def test_a_damaged_checkpoint_of_a_trunk_is_told_with_its_remedy(place):
     begin = Path(fork.config.checkpoint.resume)
     fails = place / f"runs/{fork.name}.fails"
     fails.write_text(f'checkpoint.resume = "{begin}": {begin} is damaged')
-    code, _, said = run(file)
+    code, _, printed = run(file)
     trunk = begin.parent.parent
-    assert code == 1 and f"remove {trunk}, and the next start trains the trunk again" in said
+    assert code == 1 and f"remove {trunk} to train the trunk again" in printed
     shutil.rmtree(trunk)
     fails.unlink()
-    code, states, said = run(file)
-    assert code == 0 and set(states.values()) == {"finished"}, said
+    code, states, printed = run(file)
+    assert code == 0 and set(states.values()) == {"finished"}, printed
     again = [line[0] for line in started(place)]
     assert (again.count(trunk.name), again.count(fork.name)) == (2, 2) and len(again) == 8
 
@@ -202,7 +202,7 @@ def test_devices_are_dealt_out(place, monkeypatch):
     assert run(write(place))[0] == 0
     assert {line[3] for line in started(place)} == {"4", "7"}
     (place / "other").mkdir()
-    with pytest.raises(ConfigError, match="is for 4 devices, and this machine shows 2"):
+    with pytest.raises(ConfigError, match="for 4 devices, but 2 are visible"):
         run(write(place / "other", mesh={"dp": 4}))
 
 
@@ -214,7 +214,7 @@ def test_a_finished_run_is_the_same_on_another_mesh_and_not_with_another_rate(pl
     other = ladder_of(str(write(place, base=base, mesh={"pp": 1, "dp": 2, "tp": 1})))
     assert {rung.state.name for rung in other.rungs} == {"finished"}
     changed = {"learning_rate": 0.02, "batch_tokens": 64}
-    with pytest.raises(ConfigError, match=r"optimizer.params.lr: 0.01 -> 0.02\); remove it, or"):
+    with pytest.raises(ConfigError, match=r"optimizer.params.lr: 0.01 -> 0.02\); remove it"):
         ladder_of(str(write(place, hyperparameters=changed)))
 
 
@@ -223,7 +223,7 @@ def test_one_ladder_is_run_once_at_a_time(place):
     lock = execution.Lock(place / "runs" / execution.LOCK)
     lock.take()
     try:
-        with pytest.raises(ConfigError, match="its ladder is being run by"):
+        with pytest.raises(ConfigError, match="is already being run by"):
             run(file)
     finally:
         lock.release()
@@ -247,16 +247,16 @@ def test_the_commands_print_one_object_with_the_same_keys(place, monkeypatch, ca
     def scaled(*arguments):
         monkeypatch.setattr(sys, "argv", ["scale.py", *map(str, arguments), "--json"])
         code = scale.main()
-        out, said = capsys.readouterr()
-        return code, json.loads(out), said
+        out, printed = capsys.readouterr()
+        return code, json.loads(out), printed
 
     file = write(place)
     before = scaled("plan", "--ladder", file)
     emitted = scaled("run", "--ladder", file, "--emit", "slurm")
     assert emitted[:2] == before[:2] and "submit with" in emitted[2]
     assert not (place / "runs/started").exists()
-    code, after, said = scaled("run", "--ladder", file, "--parallel", 3)
-    assert (before[0], code) == (0, 0) and said.count(": started") == 4
+    code, after, printed = scaled("run", "--ladder", file, "--parallel", 3)
+    assert (before[0], code) == (0, 0) and printed.count(": started") == 4
     assert [row.keys() for row in after["runs"]] == [row.keys() for row in before[1]["runs"]]
     changed = {"state", "loss", "standard_error", "repeats"}
     for was, now in zip(before[1]["runs"], after["runs"], strict=True):
@@ -276,15 +276,15 @@ def test_on_a_terminal_there_are_bars(place, monkeypatch):
     one = ladder_of(str(file)).rungs[0].run
     lines = (one.folder / "metrics.jsonl").read_text().splitlines()
     (one.folder / "metrics.jsonl").write_text(f"{lines[0]}\n")
-    said = StringIO()
-    with Display(Console(file=said, force_terminal=True, width=100), 4, 3) as display:
-        display.began(one)
-        display.look([Process(one, None, place / "log", ())])
+    printed = StringIO()
+    with Display(Console(file=printed, force_terminal=True, width=100), 4, 3) as display:
+        display.start_run(one)
+        display.update_bars([Process(one, None, place / "log", ())])
         display.refresh()
-        during = said.getvalue()
-        display.ended(one, is_finished=True)
+        during = printed.getvalue()
+        display.end_run(one, is_finished=True)
     assert one.name in during and f"1/{one.steps}" in during and "loss " in during
-    assert "3/4" in during and "4/4" in said.getvalue()
+    assert "3/4" in during and "4/4" in printed.getvalue()
 
 
 def test_devices_are_numbered_as_cuda_does(tmp_path, monkeypatch):
@@ -297,6 +297,6 @@ def test_devices_are_numbered_as_cuda_does(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     assert runner.visible_devices() == ("4", "7")
     # CUDA sees nothing from the first name on that is none.
-    for given, seen in {"-1": (), "": (), " 2, -1,3": ("2",), "MIG-7f,x": ("MIG-7f",)}.items():
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        assert runner.visible_devices() == seen, given
+    for variable, seen in {"-1": (), "": (), " 2, -1,3": ("2",), "MIG-7f,x": ("MIG-7f",)}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+        assert runner.visible_devices() == seen, variable

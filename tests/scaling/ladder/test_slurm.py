@@ -59,9 +59,9 @@ def test_slurm_arrays_name_every_run_once_and_follow_each_other(tmp_path):
     calls = tmp_path / "calls"
     env = stand_in(tmp_path, "sbatch", f'echo "$@" >> {calls}\nwc -l < {calls}')
     subprocess.run([submit], env=env, check=True)
-    made = [line.split() for line in calls.read_text().splitlines()]
-    assert [Path(call[-1]).stem for call in made] == names
-    after = [next((w for w in call if w.startswith("--dep")), "") for call in made]
+    submitted = [line.split() for line in calls.read_text().splitlines()]
+    assert [Path(call[-1]).stem for call in submitted] == names
+    after = [next((w for w in call if w.startswith("--dep")), "") for call in submitted]
     one, two = "--dependency=afterok:1:2", "--dependency=afterok:3:4"
     assert after == ["", "", one, one, two]
 
