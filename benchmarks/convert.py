@@ -32,7 +32,7 @@ from parallel3d.checkpoint.box import Box
 from parallel3d.checkpoint.chunks import KINDS, Chunk, header
 from parallel3d.checkpoint.manifest import manifest_bytes
 from parallel3d.config import RunConfig
-from parallel3d.data.sources import silent
+from parallel3d.data.sources import no_progress
 from parallel3d.huggingface.conversion import export, import_folder, quiet
 from parallel3d.huggingface.read_back import Proof
 from parallel3d.huggingface.source import CheckpointSource
@@ -129,7 +129,7 @@ def exporting(step: Path) -> Callable[[Path], Proof]:
 
     def run(to: Path) -> Proof:
         source = CheckpointSource(step)
-        return export(source, source.about(), WeightFiles(source.config.model), to, silent)
+        return export(source, source.about(), WeightFiles(source.config.model), to, no_progress)
 
     return run
 

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import DONE, FAILED, Parser, named
+from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
 
 SHOWN_FROM = 2**28  # bytes of a checkpoint from which verifying it shows progress
 
 
-@named("checkpoint")
+@prints_errors_as("checkpoint")
 def main() -> int:
     """Run the command `checkpoint`; return 1 if a checkpoint is damaged, 2 if there is none."""
     args = parse_args()
@@ -46,7 +46,7 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
 
 def verify_all(path: Path, as_json: bool, console: Console) -> int:
     """Read every checkpoint at `path` and print whether it is intact; return the exit code."""
-    from parallel3d.checkpoint.describe import find_checkpoints, find_left_over
+    from parallel3d.checkpoint.describe import find_checkpoints, find_leftovers
 
     bad: list[dict[str, Any]] = []
     for folder in find_checkpoints(path):
@@ -55,7 +55,7 @@ def verify_all(path: Path, as_json: bool, console: Console) -> int:
         console.print(_row(folder.absolute().name, f"{'DAMAGED' if wrong else 'ok':<10}{summary}"))
         for file, reason in wrong:
             console.print(_row("", f"{file}: {reason}"))
-    rest = find_left_over(path)
+    rest = find_leftovers(path)
     for folder, why in rest:
         console.print(_row(folder.name, why))
     if as_json:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import DONE, FAILED, Parser, named
+from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
 
 if TYPE_CHECKING:  # torch is imported late, so that a wrong command line is reported first
     from parallel3d.huggingface.read_back import Proof
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch is imported late, so that a wrong command line is rep
 DTYPES = ("fp32", "bf16", "fp16")
 
 
-@named("convert")
+@prints_errors_as("convert")
 def main() -> int:
     """Run the command `convert`; return 1 if a check fails or the disk is full, 2 for bad input."""
     args = parse_args()

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from parallel3d.base.arguments import DONE, Parser, named, whole_number
+from parallel3d.base.arguments import DONE, Parser, prints_errors_as, whole_number
 from parallel3d.base.errors import ConfigError
 from parallel3d.schedule import draw
 from parallel3d.schedule.schedule import (
@@ -29,7 +29,7 @@ MOST = 200_000  # forwards that can be drawn within seconds
 Panels = list[tuple[str, Spans]]  # titles and timelines
 
 
-@named("draw")
+@prints_errors_as("draw")
 def main() -> int:
     """Run the command `draw`; return the exit code."""
     args = parse_args()

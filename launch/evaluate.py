@@ -14,7 +14,7 @@ from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, STOPPED, Parser, whole_number
 from parallel3d.config import help_text
 from parallel3d.mesh.launch import Launch
-from parallel3d.train.claim import ready
+from parallel3d.train.claim import resolve_config
 from parallel3d.train.stopping import StopRequest, end_with, join
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def evaluate(
     requested = evaluation_config(
         checkpoint, launch, file=args.config, overrides=overrides, samples=args.samples
     )
-    config = ready(requested, launch)
+    config = resolve_config(requested, launch)
     from parallel3d.train.evaluate_checkpoint import evaluate as losses_of
 
     mesh = join(config, launch)

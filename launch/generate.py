@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from parallel3d.base.arguments import DONE, Parser, named, whole_number
+from parallel3d.base.arguments import DONE, Parser, prints_errors_as, whole_number
 
 SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}  # 0 and 1.0: sample from all tokens
 
 
-@named("generate")
+@prints_errors_as("generate")
 def main() -> int:
     """Run the command `generate`; return 1 if the export of a checkpoint fails, 2 for bad input."""
     args = parse_args()

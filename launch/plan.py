@@ -11,13 +11,13 @@ import sys
 from rich.console import Console
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import DONE, FAILED, Parser, named, whole_number
+from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as, whole_number
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
 from parallel3d.plan.report import plan_rows
 
 
-@named("plan")
+@prints_errors_as("plan")
 def main() -> int:
     """Run `plan`. Return 0, or 1 if nothing fits; bad input exits with 2."""
     args, overrides = parse_args()
@@ -33,8 +33,8 @@ def main() -> int:
     config = RunConfig.from_json(args.config, overrides)
     machine = plan_rows.hardware_of(config, args.hardware)
     devices = args.devices if args.devices is not None else plan_rows.devices_of(config, machine)
-    request = plan_rows.ask(config, machine, devices, args.fix)
-    ranking = plan_rows.find(request, args.rows)
+    request = plan_rows.make_request(config, machine, devices, args.fix)
+    ranking = plan_rows.rank_plans(request, args.rows)
     if args.explain:
         plan_rows.explain(ranking, args.explain, args.svg, args.trace, console)
     else:

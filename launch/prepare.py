@@ -6,7 +6,7 @@
 import json
 import sys
 
-from parallel3d.base.arguments import DONE, STOPPED, Parser, named
+from parallel3d.base.arguments import DONE, STOPPED, Parser, prints_errors_as
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
@@ -16,7 +16,7 @@ from parallel3d.data.prepare_progress import shown_progress
 from parallel3d.data.show import as_text, document_statistics, render_samples, samples, summarise
 
 
-@named("prepare")
+@prints_errors_as("prepare")
 def main() -> int:
     """Run the command `prepare`; return 0, 2 for unusable config or data, 3 after Ctrl-C."""
     parser = Parser(

@@ -12,11 +12,11 @@ import json
 import sys
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import DONE, FAILED, Parser, named
+from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
 from parallel3d.scaling import coordinates, flags
 
 
-@named("scale")
+@prints_errors_as("scale")
 def main() -> int:
     """Run the command `scale` and return its exit code; it is 2 for wrong input."""
     args = parse_args()

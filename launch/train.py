@@ -11,7 +11,7 @@ from rich.console import Console
 from parallel3d.base.arguments import DONE, STOPPED, Parser, whole_number
 from parallel3d.config import RunConfig, help_text
 from parallel3d.train import ending
-from parallel3d.train.claim import Claim, claim, ready
+from parallel3d.train.claim import Claim, claim, resolve_config
 from parallel3d.train.ending import command_to_go_on
 from parallel3d.train.stopping import StopRequest, end_with, join
 
@@ -76,7 +76,7 @@ def run(
         from parallel3d.train.dry_run import dry_run  # it loads the planner
 
         return dry_run(requested, launch, devices=args.dry_run, as_json=args.json)
-    config = ready(requested, launch)
+    config = resolve_config(requested, launch)
     claimed = None
     if launch.rank == 0:
         claimed = claim(requested, config, launch, ending.say)

@@ -14,13 +14,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from parallel3d.base import terminal
-from parallel3d.base.arguments import DONE, FAILED, Parser, named
+from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.plan.impossible import refuse_impossible
 
 
-@named("verify")
+@prints_errors_as("verify")
 def main() -> int:
     """Run the command `verify`; return 0 if all is equal, 1 for a difference, 2 for bad input."""
     args, overrides = parse_args()

@@ -8,7 +8,7 @@ from parallel3d.models.common import scales_of
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from parallel3d.tensor.pointwise import gelu, scaled
+from parallel3d.tensor.pointwise import gelu, scale
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.vocab import VocabParallelEmbedding, VocabParallelOutput
@@ -26,7 +26,7 @@ class TokenEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor, segments: Segments | None = None) -> Tensor:
         """tokens [batch, seq] -> [batch, seq, hidden], or this rank's part of the sequence."""
-        return scaled(self.token(tokens), self.scale)
+        return scale(self.token(tokens), self.scale)
 
 
 class FusedAttention(nn.Module):
@@ -106,5 +106,5 @@ class NormedHead(nn.Module):
 
         With `weights` [batch, seq] the losses' weighted sum; in evaluation each token's loss.
         """
-        loss: Tensor = self.output(scaled(self.norm(x), self.scale), labels, weights)
+        loss: Tensor = self.output(scale(self.norm(x), self.scale), labels, weights)
         return loss

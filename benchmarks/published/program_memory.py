@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from parallel3d.config.hardware import Hardware
-from parallel3d.model.spec import STATE_BYTES, Kept, LayerCost, Shape
+from parallel3d.model.spec import STATE_BYTES, KeptMemory, LayerCost, Shape
 from parallel3d.plan.layers.placement import LayerKinds, cost_of, in_flight, model_of, stages_on
 from parallel3d.plan.memory.peak import margin
 from parallel3d.plan.setting import Setting
@@ -97,14 +97,14 @@ def _pass(setting: Setting, model: LayerKinds, layers: range) -> _Pass:
     return _Pass(saved, working, logits)
 
 
-def _kept_products(setting: Setting, cost: LayerCost) -> Kept:
+def _kept_products(setting: Setting, cost: LayerCost) -> KeptMemory:
     """What "full" recomputation of only a share of the products keeps: the others' results."""
     attention = cost.forward.attention
     if setting.recompute != "full" or setting.recomputed_share == 1 or attention is None:
-        return Kept()
+        return KeptMemory()
     results = sum(m.m * m.n for m in cost.forward.matmuls)
     attended = attention.batch * attention.seq * attention.heads * attention.head_size
-    return Kept(round((1 - setting.recomputed_share) * results) + attended)
+    return KeptMemory(round((1 - setting.recomputed_share) * results) + attended)
 
 
 def _states(setting: Setting, holds: Holds, model: LayerKinds, layers: tuple[int, ...]) -> Parts:

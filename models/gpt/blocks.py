@@ -15,7 +15,7 @@ from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_of, cut_parameter
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.norm import LayerNorm
-from parallel3d.tensor.pointwise import scaled
+from parallel3d.tensor.pointwise import scale
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.vocab import VocabParallelEmbedding
 
@@ -55,7 +55,7 @@ class Embedding(nn.Module):
             positions = segments.positions  # [batch, seq]
         if self.split is not None:
             positions = sequence_part(positions, self.split, -1)
-        return self.dropout(scaled(self.token(tokens) + self.position(positions), self.scale))
+        return self.dropout(scale(self.token(tokens) + self.position(positions), self.scale))
 
 
 class Block(nn.Module):
@@ -76,8 +76,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
         # In place, because no backward needs the output of a branch.
-        x = self.dropout1(scaled(self.attention(self.norm1(x), segments), self.scale)).add_(x)
-        return self.dropout2(scaled(self.mlp(self.norm2(x)), self.scale)).add_(x)
+        x = self.dropout1(scale(self.attention(self.norm1(x), segments), self.scale)).add_(x)
+        return self.dropout2(scale(self.mlp(self.norm2(x)), self.scale)).add_(x)
 
 
 class Head(NormedHead):

@@ -12,7 +12,7 @@ from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear
 from parallel3d.tensor.norm import RMSNorm
-from parallel3d.tensor.pointwise import scaled, swiglu
+from parallel3d.tensor.pointwise import scale, swiglu
 from parallel3d.tensor.rotary import FrequencyScaling, Rotary
 from parallel3d.tensor.segments import Segments
 
@@ -90,8 +90,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
         # In place, because no backward needs the output of a branch.
-        x = scaled(self.attention(self.norm1(x), segments), self.scale).add_(x)
-        return scaled(self.mlp(self.norm2(x)), self.scale).add_(x)
+        x = scale(self.attention(self.norm1(x), segments), self.scale).add_(x)
+        return scale(self.mlp(self.norm2(x)), self.scale).add_(x)
 
 
 class Head(NormedHead):

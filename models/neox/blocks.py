@@ -10,7 +10,7 @@ from parallel3d.models.common import scales_of
 from parallel3d.models.neox.spec import Config
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.norm import LayerNorm
-from parallel3d.tensor.pointwise import scaled
+from parallel3d.tensor.pointwise import scale
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.tensor.segments import Segments
 
@@ -31,10 +31,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
         # In place, because no backward needs the output of a branch.
-        summed = scaled(self.attention(self.norm1(x), segments), self.scale).add_(x)
+        summed = scale(self.attention(self.norm1(x), segments), self.scale).add_(x)
         if not self.parallel:
             x = summed
-        return scaled(self.mlp(self.norm2(x)), self.scale).add_(summed)
+        return scale(self.mlp(self.norm2(x)), self.scale).add_(summed)
 
 
 class Head(NormedHead):

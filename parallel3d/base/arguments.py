@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         )
 
 
-def named(command: str) -> Callable[[Callable[[], int]], Callable[[], int]]:
+def prints_errors_as(command: str) -> Callable[[Callable[[], int]], Callable[[], int]]:
     """Decorate a `main` so that it prints errors as "<command>: <error>" and returns a code.
 
     The code is FAILED for a TrainingError, BAD_INPUT for other errors that a user can cause.

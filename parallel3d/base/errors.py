@@ -29,14 +29,14 @@ class RankError(RuntimeError):
     """An error of a single rank, such as a file that shrank; commands exit with code 1."""
 
 
-def packed(error: Exception) -> str:
+def pack_error(error: Exception) -> str:
     """Return one of this module's errors as text for another process; "" for any other error."""
     kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
     kind = next(kinds, "")
     return f"{kind} {error}" if kind else ""
 
 
-def unpacked(text: str) -> Exception:
+def unpack_error(text: str) -> Exception:
     """Return the error that `packed` turned into text."""
     kind, _, message = text.partition(" ")
     error: Exception = globals()[kind](message)

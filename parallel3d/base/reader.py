@@ -73,14 +73,14 @@ def set_values(raw: dict[str, Any], values: Iterable[tuple[str, str]]) -> None:
         block[key] = value(text)
 
 
-def at(raw: Any, path: str) -> Any:
+def value_at(raw: Any, path: str) -> Any:
     """Return the value at a dotted path of an object; ABSENT if there is none."""
     for name in path.split(".") if path else ():
         raw = raw.get(name, ABSENT) if isinstance(raw, dict) else ABSENT
     return raw
 
 
-def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+def setting_pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield path and text of each setting on the command line: `--a.b 2` or `--a.b=2`."""
     words = iter(overrides)
     for word in words:

@@ -67,10 +67,10 @@ def header(chunks: Sequence[Chunk]) -> bytes:
         tensors[chunk.key] = {"dtype": "F32", "shape": chunk.box.shape, "data_offsets": (at, end)}
         at = end
     assert len(tensors) == len(chunks), "a chunk occurs twice"
-    return framed(tensors)
+    return header_bytes(tensors)
 
 
-def framed(tensors: Mapping[str, Any]) -> bytes:
+def header_bytes(tensors: Mapping[str, Any]) -> bytes:
     """Return the bytes of a safetensors header with these entries.
 
     They are the JSON's length (8 bytes, little-endian) and the JSON, padded to a multiple of 8.

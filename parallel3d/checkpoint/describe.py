@@ -55,13 +55,13 @@ def find_checkpoints(path: Path) -> list[Path]:
             return [checkpoint for _, checkpoint in steps]
     if re.fullmatch(r"step-\d+", path.absolute().name) and path.is_dir():
         return [path]
-    rest = "".join(f"; {folder.name} is {why}" for folder, why in find_left_over(path))
+    rest = "".join(f"; {folder.name} is {why}" for folder, why in find_leftovers(path))
     raise CheckpointError(
         f"{path}: no checkpoint there{rest}; name a folder step-N, or a run's folder"
     )
 
 
-def find_left_over(path: Path) -> list[tuple[Path, str]]:
+def find_leftovers(path: Path) -> list[tuple[Path, str]]:
     """Return the folders step-N.* of a run that are not checkpoints, each with the reason."""
     return [
         (left_over, LEFT_OVER[left_over.suffix])

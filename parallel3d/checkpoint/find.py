@@ -60,7 +60,7 @@ def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[FoundCheckpoint |
     if resume != "auto":
         path = folder / f"step-{resume}" if isinstance(resume, int) else Path(resume)
         try:
-            return verified(path, mesh), []
+            return verify_on_all_ranks(path, mesh), []
         except CheckpointError as error:
             setting = f'parallel3d.checkpoint.resume = "{resume}"'
             raise CheckpointError(f"{setting}: {path} {error}") from None
@@ -68,7 +68,7 @@ def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[FoundCheckpoint |
     # All ranks must try the same checkpoints.
     for name in on_first(mesh, lambda: [path.name for _, path in step_folders(folder)]):
         try:
-            return verified(folder / name, mesh), rejected
+            return verify_on_all_ranks(folder / name, mesh), rejected
         except CheckpointError as error:
             rejected.append(f"{name} {error}")
     return None, rejected
@@ -95,7 +95,7 @@ def set_aside(folder: Path, step: int, mesh: Mesh) -> list[str]:
     return names
 
 
-def verified(path: Path, mesh: Mesh) -> FoundCheckpoint:
+def verify_on_all_ranks(path: Path, mesh: Mesh) -> FoundCheckpoint:
     """Verify a checkpoint on all ranks and return it. Collective.
 
     Raises CheckpointError on all ranks, with one line without the folder, if any rank rejects it.

@@ -14,7 +14,7 @@ _PROBE = 32 * 2**20  # bytes
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def disk_lacks(folder: Path, num_bytes: int) -> int:
+def missing_disk_bytes(folder: Path, num_bytes: int) -> int:
     """Return the bytes that the disk of `folder` lacks for `num_bytes` more; 0 if they fit."""
     while not folder.exists():
         folder = folder.parent
@@ -22,7 +22,7 @@ def disk_lacks(folder: Path, num_bytes: int) -> int:
     return max(0, num_bytes + 2**20 - shutil.disk_usage(folder).free)
 
 
-def memory_lacks(num_bytes: int, num_ranks: int) -> int:
+def missing_memory_bytes(num_bytes: int, num_ranks: int) -> int:
     """Return the bytes of host memory that a rank lacks for `num_bytes`; 0 if they fit.
 
     Args:

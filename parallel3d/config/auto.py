@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parallel3d.base.reader import at
+from parallel3d.base.reader import value_at
 from parallel3d.base.section import ABSENT
 
 AUTO = "auto"
@@ -36,7 +36,7 @@ def _constant(path: str, value: Any) -> Rule:
 
 def _hidden(path: str, words: str, of_hidden_size: Callable[[int], int]) -> Rule:
     def value(raw: dict[str, Any]) -> Any:
-        hidden = at(raw, "parallel3d.model.hidden_size")
+        hidden = value_at(raw, "parallel3d.model.hidden_size")
         return of_hidden_size(hidden) if type(hidden) is int else ABSENT
 
     return Rule(f"zero_optimization.{path}", words, value)
@@ -52,7 +52,7 @@ RULES = (
     Rule(
         "bf16.enabled",
         "true unless fp16 is enabled (Hugging Face: false, which would train in fp32)",
-        lambda raw: at(raw, "fp16.enabled") is not True,
+        lambda raw: value_at(raw, "fp16.enabled") is not True,
     ),
     replace(
         _constant("optimizer.params.lr", 5e-5),
@@ -70,7 +70,7 @@ RULES = (
     Rule(
         "scheduler.params.warmup_max_lr",
         "optimizer.params.lr",
-        lambda raw: at(raw, "optimizer.params.lr"),
+        lambda raw: value_at(raw, "optimizer.params.lr"),
     ),
     Rule("scheduler.params.warmup_num_steps", "1: TrainingArguments has no warm-up", lambda raw: 1),
 )
@@ -81,7 +81,7 @@ def resolve(raw: dict[str, Any]) -> list[str]:
     notes, warnings = [], []
     for rule in RULES:
         section, _, key = rule.path.rpartition(".")
-        block = at(raw, section)
+        block = value_at(raw, section)
         if not isinstance(block, dict) or block.get(key) != AUTO:
             continue
         value = rule.value(raw)

@@ -154,7 +154,7 @@ class DataConfig(SourceConfig):
     """Split of the data set `name`, and of those in a mixture, to use as a validation set if it
     exists; null disables this."""
     on_error: Literal["stop", "skip"] = "stop"
-    """What to do with unusable input (not UTF-8, not JSON, null, an unreadable file): "stop" the
+    """Handling of unusable input (not UTF-8, not JSON, null, an unreadable file): "stop" the
     preparation and report all problems of the first files; or "skip" it, count it by reason and
     list the first 20. Documents without text are always skipped and counted."""
     max_skipped: float = Field(default=0.1, ge=0, le=1)
@@ -182,7 +182,7 @@ class DataConfig(SourceConfig):
         return self.tokenizer in ("train", "none")
 
 
-def holds_ids(section: SourceConfig) -> bool:
+def yields_token_ids(section: SourceConfig) -> bool:
     """Return True if a source (not a mixture) yields token ids rather than text."""
     return section.source in ID_SOURCES or section.token_field is not None
 
@@ -191,7 +191,9 @@ def _check_tokenizer(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of a tokenizer that does not fit the sources' text or token ids."""
     sources: tuple[SourceConfig, ...] = data.mixture
     sources = (*(sources if data.source == "mixture" else (data,)), *data.validation.values())
-    has_ids, has_text = (any(holds_ids(s) == kind for s in sources) for kind in (True, False))
+    has_ids, has_text = (
+        any(yields_token_ids(s) == kind for s in sources) for kind in (True, False)
+    )
     end, remedy = data.end_of_text_id, 'write the "vocab_size" and "end_of_text_id" of the ids'
     if data.tokenizer == "train" and has_ids:
         rule = "cannot be trained on token ids"

@@ -146,7 +146,7 @@ class AioConfig(Section):
     """Submit new requests while earlier ones are in flight."""
 
 
-def offload_in_words(optimizer: str, param: str) -> str:
+def describe_offload(optimizer: str, param: str) -> str:
     """Return what is offloaded to which device, for people; "none" if nothing is.
 
     Args:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Strict
 
 from parallel3d import models
 from parallel3d.base import user_folders
-from parallel3d.base.reader import at
+from parallel3d.base.reader import value_at
 from parallel3d.base.section import PathText
 from parallel3d.schedule import schedules
 
@@ -23,7 +23,7 @@ _KINDS = {
 def register(raw: dict[str, Any]) -> None:
     """Register the folders that `raw` names; names that are not folders are refused later."""
     for name, (package, variable, _) in _KINDS.items():
-        folders = at(raw, f"parallel3d.run.{name}")
+        folders = value_at(raw, f"parallel3d.run.{name}")
         for folder in folders if isinstance(folders, list) else ():
             if isinstance(folder, str) and "\0" not in folder and Path(folder).is_dir():
                 user_folders.add(folder, package.__path__, variable)

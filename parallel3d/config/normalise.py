@@ -9,7 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 from parallel3d.base import reader
-from parallel3d.base.reader import at
+from parallel3d.base.reader import value_at
 from parallel3d.base.section import ABSENT
 from parallel3d.config import auto, folders, pretrained
 from parallel3d.config.deepspeed_keys import BY_SECTION, TOP_LEVEL
@@ -77,7 +77,7 @@ def _without_comments(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _block(raw: dict[str, Any], path: str) -> dict[str, Any]:
     """Return the block at a dotted path of `raw`; a new empty one if there is none."""
-    block = at(raw, path)
+    block = value_at(raw, path)
     return block if isinstance(block, dict) else {}
 
 
@@ -88,9 +88,9 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     settings that a config.json does not fix. Raises ConfigError if settings contradict the model.
     """
     command_line: dict[str, Any] = {}
-    values = [(full_path(path), text) for path, text in reader.pairs(overrides)]
+    values = [(full_path(path), text) for path, text in reader.setting_pairs(overrides)]
     reader.set_values(command_line, values)
-    name, replaced = at(command_line, pretrained.PATH), at(raw, "parallel3d.model")
+    name, replaced = value_at(command_line, pretrained.PATH), value_at(raw, "parallel3d.model")
     if not isinstance(name, str) or not isinstance(replaced, dict):
         reader.set_values(raw, values)
         return []

@@ -186,7 +186,7 @@ class TrainConfig(Section):
     that rank. 0 disables the timeout (useful with a debugger). Dead or stopped ranks still end the
     run."""
     compile: Literal["none", "pointwise", "block"] = "none"
-    """What torch.compile compiles, during the first step and the first evaluation: "pointwise" the
+    """Compile with torch.compile during the first step and the first evaluation: "pointwise" the
     norms, rotary positions, activation functions and the loss; "block" whole transformer blocks
     (not with ZeRO-3 or schedules that split the backward, such as zero_bubble)."""
     overlap: bool = True

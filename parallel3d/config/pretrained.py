@@ -44,13 +44,13 @@ def fill(raw: dict[str, Any], replaced: Mapping[str, Any] | None = None) -> list
     Raises ConfigError if the folder does not exist, no family fits its model, or settings
     contradict its config.json.
     """
-    name, model = reader.at(raw, PATH), reader.at(raw, "parallel3d.model")
+    name, model = reader.value_at(raw, PATH), reader.value_at(raw, "parallel3d.model")
     if not isinstance(name, str):
         return []
     folder, record = _locate(name)
-    length = reader.at(raw, "parallel3d.data.sequence_length")
+    length = reader.value_at(raw, "parallel3d.data.sequence_length")
     config = read_config(folder)
-    fixed = derived(folder, config, length if type(length) is int else None)
+    fixed = derive_model_block(folder, config, length if type(length) is int else None)
     chosen = {key: value for key, value in model.items() if key != KEY}
     if problems := list(_contradictions(chosen, fixed, folder)):
         raise Problems(problems)
@@ -72,7 +72,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     return reader.read(path)
 
 
-def derived(folder: Path, config: Mapping[str, Any], length: int | None = None) -> dict[str, Any]:
+def derive_model_block(
+    folder: Path, config: Mapping[str, Any], length: int | None = None
+) -> dict[str, Any]:
     """Return the "model" block for a folder's config.json; raises Problems that name its fields.
 
     Args:
@@ -162,11 +164,11 @@ def _locate(name: str) -> tuple[Path, dict[str, Any]]:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise Problems([Problem(PATH, name, "is not a folder", remedy)])
     model, _, revision = name.partition("@")
-    folder = downloaded(model, revision or None, SETTINGS)
+    folder = download(model, revision or None, SETTINGS)
     return folder, {"folder": model, "revision": folder.name}
 
 
-def downloaded(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     """Return the hub cache's folder of a model, after fetching the files that are missing.
 
     The folder's name is the revision. Raises ConfigError, without waiting, if the hub is

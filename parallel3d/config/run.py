@@ -63,7 +63,7 @@ _NOT_TRAINED = (
     ),
     *(f"parallel3d.train.{name}" for name in ("stop_after", "timeout_seconds", "profile")),
 )
-PLACED = (
+PLACEMENT_SETTINGS = (
     *("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("parallel3d.mesh", "parallel3d.plan", "parallel3d.pipeline"),
 )
@@ -360,7 +360,7 @@ def digest_of(config: RunConfig, also: Iterable[str] = ()) -> str:
     values["parallel3d"]["train"]["check_layers"] = True
     for path in (*_NOT_TRAINED, *also):
         section, _, name = path.rpartition(".")
-        block = reader.at(values, section)
+        block = reader.value_at(values, section)
         if isinstance(block, dict):
             block.pop(name, None)
     return blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()

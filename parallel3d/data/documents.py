@@ -17,7 +17,7 @@ from parallel3d.base.errors import DataError
 from parallel3d.data.cache import digest_of, is_settled, load_index, save_index, state_of
 from parallel3d.data.lines import EMPTY, UNREADABLE, Flaw
 from parallel3d.data.rows import FileReader, place_of
-from parallel3d.data.sources import Files, Progress, silent
+from parallel3d.data.sources import Files, Progress, no_progress
 
 LISTED = 20  # flaws in one message
 LEAVE_OUT = 'or set data.on_error to "skip"'
@@ -169,7 +169,10 @@ class Documents:
 
 
 def find_documents(
-    files: Files, cache: Path, progress: Progress = silent, rule: tuple[str, float] = ("stop", 0.0)
+    files: Files,
+    cache: Path,
+    progress: Progress = no_progress,
+    rule: tuple[str, float] = ("stop", 0.0),
 ) -> Documents:
     """Return the documents in `files`.
 

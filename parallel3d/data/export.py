@@ -14,7 +14,7 @@ from parallel3d.base.errors import DataError
 from parallel3d.data.corpus import Corpus, TokenStream
 from parallel3d.data.ids import megatron
 from parallel3d.data.ids.id_file import BLOCK, INTEGERS, blocks
-from parallel3d.data.sources import Progress, silent
+from parallel3d.data.sources import Progress, no_progress
 
 # Megatron-LM uses uint16 for vocabularies smaller than this, otherwise int32.
 UINT16_LIMIT = 65500
@@ -23,7 +23,7 @@ CODE = {name: code for code, name in megatron.CODES.items()}
 
 
 def export_megatron(
-    corpus: Corpus, prefix: str, progress: Progress = silent
+    corpus: Corpus, prefix: str, progress: Progress = no_progress
 ) -> list[dict[str, Any]]:
     """Write PREFIX.bin and PREFIX.idx, for a mixture PREFIX_0.bin and so on.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.config.data import DataConfig, PartConfig, holds_ids
+from parallel3d.config.data import DataConfig, PartConfig, yields_token_ids
 from parallel3d.data.cache import cache_root, digest_of, is_complete, locked, staged
 from parallel3d.data.corpus import Corpus, entropy
 from parallel3d.data.corpus_folder import (
@@ -24,13 +24,13 @@ from parallel3d.data.corpus_folder import (
 )
 from parallel3d.data.documents import Documents, find_documents
 from parallel3d.data.order import whole_shares
-from parallel3d.data.sources import Progress, find_files, silent
+from parallel3d.data.sources import Progress, find_files, no_progress
 from parallel3d.data.split import num_common, split_documents
 from parallel3d.data.tokenised import Tokenised, TokenRecipe, find_tokens, vocabulary_of
 from parallel3d.data.tokenizer import check_name, save_tokenizer, tokenizer_directory
 
 
-def prepare(config: DataConfig, progress: Progress = silent) -> Corpus:
+def prepare(config: DataConfig, progress: Progress = no_progress) -> Corpus:
     """Return the corpus or mixture that `config` describes, from the cache if possible.
 
     A corpus is cached under a digest of its documents' contents, tokenizer and split; names, times
@@ -92,7 +92,7 @@ class _Preparation:
     def _find(self, section: DataConfig | PartConfig, progress: Progress) -> Documents | Tokenised:
         """Return the documents of a source of text or of token ids; not for mixtures."""
         config = self.config
-        if holds_ids(section):
+        if yields_token_ids(section):
             vocabulary = vocabulary_of(config, self.tokenizer)
             return find_tokens(section, vocabulary, self.cache, progress)
         rule = (config.on_error, config.max_skipped)

@@ -173,7 +173,7 @@ def as_text(summary: dict[str, Any]) -> str:
                 f"{where}; use one that was trained on similar text",
             ]
         if part.get("skipped"):
-            lines += ["", f"left out{where}: {reasons(part['skipped'])}"]
+            lines += ["", f"left out{where}: {describe_skips(part['skipped'])}"]
             lines += [f"  {skipped['message']}" for skipped in part["skipped_first"]]
     for pair in summary.get("written", ()):
         lines += ["", *(f"{name:<24}{_format(x)}" for name, x in pair.items())]
@@ -182,7 +182,7 @@ def as_text(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def reasons(skipped: Mapping[str, int]) -> str:
+def describe_skips(skipped: Mapping[str, int]) -> str:
     """Return the counts and reasons of skipped documents as text."""
     return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
 

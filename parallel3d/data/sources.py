@@ -18,7 +18,7 @@ Progress = Callable[[str, int, int], None]
 """Called as progress(phase, done, total) during a phase; each phase has its own unit."""
 
 
-def silent(phase: str, done: int, total: int) -> None:
+def no_progress(phase: str, done: int, total: int) -> None:
     """Ignore the progress."""
 
 

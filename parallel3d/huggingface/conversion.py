@@ -14,9 +14,9 @@ from torch import Tensor
 from parallel3d import models
 from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.checkpoint.arrays import recycled
-from parallel3d.checkpoint.free_space import disk_lacks
-from parallel3d.config.pretrained import derived, read_config
-from parallel3d.data.sources import Progress, silent
+from parallel3d.checkpoint.free_space import missing_disk_bytes
+from parallel3d.config.pretrained import derive_model_block, read_config
+from parallel3d.data.sources import Progress, no_progress
 from parallel3d.huggingface.card import CARD, CONFIG, GENERATION, About, tokenizer_files, write_rest
 from parallel3d.huggingface.published_weights import PublishedWeights
 from parallel3d.huggingface.read_back import (
@@ -85,7 +85,7 @@ def export(
 
 
 def import_folder(
-    folder: Path, to: Path, *, shard_bytes: int = SHARD_BYTES, progress: Progress = silent
+    folder: Path, to: Path, *, shard_bytes: int = SHARD_BYTES, progress: Progress = no_progress
 ) -> Proof:
     """Convert a transformers folder to one that `model.from_pretrained` reads, and check it.
 
@@ -96,7 +96,7 @@ def import_folder(
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder; name one that contains config.json")
     settings = read_config(folder)
-    block = derived(folder, settings)
+    block = derive_model_block(folder, settings)
     config = models.config_class(block["family"]).model_validate(block)
     weights = PublishedWeights(folder, config)
     weights.check_tied()
@@ -154,7 +154,7 @@ def _publish_if_proved(to: Path, layout: WeightFiles, write: Callable[[Path], Pr
     check_new(to)
     unfinished = to.with_name(f"{to.name}.partial")
     try:
-        if lacks := disk_lacks(to.parent, layout.total_size):
+        if lacks := missing_disk_bytes(to.parent, layout.total_size):
             raise OSError(f"the disk needs {decimal(lacks)} more free space")
         create(unfinished, layout)
         proof = write(unfinished)

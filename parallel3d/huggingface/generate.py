@@ -11,7 +11,7 @@ import torch
 
 from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.checkpoint.manifest import step_folders
-from parallel3d.data.sources import silent
+from parallel3d.data.sources import no_progress
 from parallel3d.huggingface.card import steps_of
 from parallel3d.huggingface.conversion import export, quiet
 from parallel3d.huggingface.read_back import loaded
@@ -43,7 +43,9 @@ def model_folder(path: Path, say: Say) -> Iterator[Path]:
     say(f"using the weights of {source.folder}")
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        proof = export(source, source.about(), WeightFiles(source.config.model), folder, silent)
+        proof = export(
+            source, source.about(), WeightFiles(source.config.model), folder, no_progress
+        )
         if not proof.ok:
             raise TrainingError(f"cannot export {source.folder}: {proof.differs[0]}")
         yield folder

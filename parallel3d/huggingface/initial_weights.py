@@ -7,7 +7,7 @@ from typing import Any
 
 from parallel3d.base.errors import ConfigError, DataError
 from parallel3d.checkpoint.load import boxes_to_fill, reading
-from parallel3d.config.pretrained import SETTINGS, WEIGHTS, digest_of, downloaded
+from parallel3d.config.pretrained import SETTINGS, WEIGHTS, digest_of, download
 from parallel3d.data.tokenizer import encode, load_tokenizer
 from parallel3d.engine import Engine
 from parallel3d.huggingface.published_weights import PublishedWeights
@@ -29,7 +29,7 @@ def find_weights(config: Any, mesh: Mesh) -> Path:
     def fetched() -> Path:
         if origin.revision is None:
             return Path(origin.folder)
-        return downloaded(origin.folder, origin.revision, (*SETTINGS, *WEIGHTS))
+        return download(origin.folder, origin.revision, (*SETTINGS, *WEIGHTS))
 
     def look() -> None:
         if mesh.rank != nodes.first(mesh.rank):
@@ -75,7 +75,7 @@ _SAMPLE = "def main():\n    print('1234', \"naïve\")\n\n The quick fox, in 1999
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def remark(model: Path, tokenizer: Path, shown: str) -> str:
+def tokenizer_warning(model: Path, tokenizer: Path, shown: str) -> str:
     """Return a warning if the corpus and the model have different tokenizers; else "".
 
     Two tokenizers count as equal if they have the same vocabulary and encode a sample text equally.

@@ -22,7 +22,7 @@ from parallel3d.checkpoint.manifest import (
 from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.config import RunConfig
 from parallel3d.data.cache import cache_root
-from parallel3d.data.sources import Progress, silent
+from parallel3d.data.sources import Progress, no_progress
 from parallel3d.data.tokenizer import load_tokenizer
 from parallel3d.huggingface.card import About, line_after, tokenizer_files
 from parallel3d.model.spec import named_params
@@ -68,7 +68,7 @@ class CheckpointSource:
             file.read(chunk, out)
         return value
 
-    def check(self, progress: Progress = silent) -> None:
+    def check(self, progress: Progress = no_progress) -> None:
         """Verify the hash of each file; raise CheckpointError if one is damaged.
 
         Bytes that `read` has read in order are not read again.

@@ -24,8 +24,8 @@ from parallel3d import models
 from parallel3d.base.atomic import rename, sync, sync_folder
 from parallel3d.base.errors import ConfigError
 from parallel3d.checkpoint.arrays import empty, memory_of
-from parallel3d.checkpoint.chunks import framed
-from parallel3d.mesh.nodes import appears
+from parallel3d.checkpoint.chunks import header_bytes
+from parallel3d.mesh.nodes import wait_until
 from parallel3d.model.spec import ParamSpec, named_params
 
 INDEX = "model.safetensors.index.json"
@@ -122,7 +122,7 @@ class WeightFiles:
             for name, tensor in self._tensors.items()
         }
         return {
-            file: framed(
+            file: header_bytes(
                 {"__metadata__": {"format": "pt"}, **{name: entries[name] for name in names}}
             )
             for file, names in self.files.items()
@@ -232,7 +232,7 @@ class Writer:
         assert tuple(value.shape) == place.shape and value.dtype == self._layout.dtype, name
         if place.file not in self._open:
             path = self._folder / place.file
-            if not appears(path.is_file):
+            if not wait_until(path.is_file):
                 raise OSError(f"{place.file} was created on another node, and is not visible here")
             self._open[place.file] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         data, done = memory_of(value), 0

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from parallel3d.base.errors import Parallel3DError, TrainingError, packed, unpacked
+from parallel3d.base.errors import Parallel3DError, TrainingError, pack_error, unpack_error
 from parallel3d.mesh.mesh import Mesh
 
 _T = TypeVar("_T")
@@ -20,9 +20,9 @@ def agree(mesh: Mesh, work: Callable[[], _T]) -> _T:
     try:
         result = work()
     except (Parallel3DError, TrainingError) as error:
-        problem = packed(error)
+        problem = pack_error(error)
     if problems := [text for text in mesh.gather_texts(problem, aside=True) if text]:
-        raise unpacked(problems[0])
+        raise unpack_error(problems[0])
     return result
 
 

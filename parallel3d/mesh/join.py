@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from parallel3d.base.errors import packed, unpacked
+from parallel3d.base.errors import pack_error, unpack_error
 from parallel3d.mesh import interfaces
 from parallel3d.mesh.device import claim_device, identity_of
 from parallel3d.mesh.groups import BACKEND, choose_backend, options_of
@@ -42,7 +42,7 @@ def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) ->
         store = _meet(launch, _PATIENCE)
         heard = [f"rank {rank} has heard it" for rank in range(1, launch.world_size)]
         if launch.rank == 0:
-            store.set(_START, packed(error))
+            store.set(_START, pack_error(error))
             store.set(_SPOKEN, "yes")
             # A rank that uses the store after it has gone prints a stack trace.
             store.wait(heard, _HEARD if dist.is_initialized() else _PATIENCE)
@@ -72,7 +72,7 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
     if launch.rank == 0:
         store.set(_START, "")
     elif problem := store.get(_START).decode():
-        raise unpacked(problem)
+        raise unpack_error(problem)
     interfaces.choose_interface(launch, store, STARTUP_TIMEOUT.total_seconds())
     if backend == "nccl":
         interfaces.connect_on_demand()

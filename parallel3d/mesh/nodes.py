@@ -51,7 +51,7 @@ def machine_of_this_process() -> str:
     return f"{socket.gethostname()} {boot}"
 
 
-def appears(look: Callable[[], bool], seconds: float = 5.0) -> bool:
+def wait_until(look: Callable[[], bool], seconds: float = 5.0) -> bool:
     """Return True if `look` becomes true within `seconds`.
 
     A shared file system may show files of other hosts late.

@@ -7,7 +7,7 @@ layer: a tp-th under sequence parallelism.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parallel3d.model.spec import Collective, Kept, LayerCost, MatMul, Recompute, Shape, Work
+from parallel3d.model.spec import Collective, KeptMemory, LayerCost, MatMul, Recompute, Shape, Work
 
 _FP32, _INT64 = 4, 8  # bytes: of a statistic or a logsumexp; of a row number
 
@@ -62,24 +62,24 @@ def _head(c: HeadCost, shape: Shape, tp: int, sequence_parallel: bool) -> LayerC
         gather = (Collective("all_gather", full),)
         backward = (Collective("reduce_scatter", full), *gather)
     # The input and the norm's output.
-    saved = Kept(
+    saved = KeptMemory(
         2 * part, _FP32 * c.statistics * (part // c.hidden), unfused=part if c.composite_norm else 0
     )
     if c.in_parts and num_chunks(shape.tokens, vocab) > 1:
         # Per token: the logsumexp, the row of its label, and two flags: whether another rank holds
         # the row, and whether the token counts.
-        saved += Kept(0, (_FP32 + _INT64 + 2) * shape.tokens)
+        saved += KeptMemory(0, (_FP32 + _INT64 + 2) * shape.tokens)
         # A part's logits, also in fp32; the input and its gradient, in full and of this part.
         tokens = chunk_tokens(shape.tokens, vocab)
         besides = (1 + split) * full + 2 * tokens * c.hidden
-        working = Kept(tokens * vocab + besides, copies=tokens * vocab)
+        working = KeptMemory(tokens * vocab + besides, copies=tokens * vocab)
         recomputed = Work((product,), None, 4 * logits)
     else:
-        saved += Kept(logits)  # the gradient of the logits
+        saved += KeptMemory(logits)  # the gradient of the logits
         # The larger of: the logits in fp32; the input's gradient and the input times the loss's
         # gradient.
         behind = (2 + split) * full
-        working, recomputed = Kept(behind, copies=max(0, logits - behind // 2)), Work()
+        working, recomputed = KeptMemory(behind, copies=max(0, logits - behind // 2)), Work()
     return LayerCost(
         shape.tokens * 2 * c.hidden * c.vocab,
         # Traffic of the logits, in elements of the training type: forward and backward together

@@ -131,7 +131,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptMemory:
     """Memory kept: elements of the training type (2 or 4 bytes), and `other` bytes of any type.
 
     Only the classic attention kernel keeps `scores`. For `dropped_scores` it also keeps a copy and
@@ -156,11 +156,11 @@ class Kept:
             total += self.unfused * (4 + (4 - element_bytes) * narrow)
         return total
 
-    def __add__(self, other: "Kept") -> "Kept":
-        return Kept(*map(add, vars(self).values(), vars(other).values()))
+    def __add__(self, other: "KeptMemory") -> "KeptMemory":
+        return KeptMemory(*map(add, vars(self).values(), vars(other).values()))
 
-    def __sub__(self, other: "Kept") -> "Kept":
-        return Kept(*map(sub, vars(self).values(), vars(other).values()))
+    def __sub__(self, other: "KeptMemory") -> "KeptMemory":
+        return KeptMemory(*map(sub, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,11 @@ class LayerCost:
     forward: Work = Work()
     recomputed: Work = Work()  # repeated in the backward, under activation checkpointing
     backward_collectives: tuple[Collective, ...] = ()  # without those of `recomputed`
-    saved: Kept = Kept()  # from forward to backward: with the layer's input, without its output
-    working: Kept = Kept()  # peak of forward or backward beyond `saved`
-    resident: Kept = Kept()  # from the first microbatch on (tables of rotary angles)
+    saved: KeptMemory = (
+        KeptMemory()
+    )  # from forward to backward: with the layer's input, without its output
+    working: KeptMemory = KeptMemory()  # peak of forward or backward beyond `saved`
+    resident: KeptMemory = KeptMemory()  # from the first microbatch on (tables of rotary angles)
 
     @property
     def train_flops(self) -> int:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from parallel3d.model.spec import (
     Attention,
     Collective,
-    Kept,
+    KeptMemory,
     LayerCost,
     MatMul,
     Recompute,
@@ -120,10 +120,10 @@ def _block(
         moments = [grads + inner, forward_sum + part]
     if c.gated or c.relu:
         moments.append(part + 2 * inner)
-    peak = Kept(max(moments), -part if c.dropout else 0)  # a dropout mask is freed by then
+    peak = KeptMemory(max(moments), -part if c.dropout else 0)  # a dropout mask is freed by then
     saved, working, recomputed = outside + attention, peak, Work()
     if recompute == "selective":
-        scores = Kept(scores=attention.scores, dropped_scores=attention.dropped_scores)
+        scores = KeptMemory(scores=attention.scores, dropped_scores=attention.dropped_scores)
         saved, working, recomputed = outside, peak + scores, Work((), forward.attention)
     elif recompute == "full":
         # torch stops recomputing once all saved tensors exist again: before the last collective,
@@ -137,8 +137,8 @@ def _block(
         elif sequence_parallel:
             # The gradient has been gathered, and the last product is computed again.
             end += 2 * full - part
-        peak = max(Kept(end), peak, key=lambda memory: memory.elements)
-        saved, working = Kept(part), outside + attention + peak - Kept(part)
+        peak = max(KeptMemory(end), peak, key=lambda memory: memory.elements)
+        saved, working = KeptMemory(part), outside + attention + peak - KeptMemory(part)
     return LayerCost(
         # A key/value head on several tp ranks counts once.
         sum(m.flops for m in _matmuls(c, shape, 1)) + _attention(c, shape, 1).flops,
@@ -147,11 +147,11 @@ def _block(
         _columns_and_rows_backward(full, tp, sequence_parallel) * 2,
         saved,
         working,
-        Kept(2 * shape.seq * c.rotary),
+        KeptMemory(2 * shape.seq * c.rotary),
     )
 
 
-def _block_kept(c: BlockCost, shape: Shape, tp: int, part: int) -> tuple[Kept, Kept]:
+def _block_kept(c: BlockCost, shape: Shape, tp: int, part: int) -> tuple[KeptMemory, KeptMemory]:
     """Return the memory kept without recomputation: outside attention's scores, and of these."""
     tokens, heads = shape.tokens, _share(c.heads, tp)
     queries, keys = tokens * heads * c.head_size, tokens * _share(c.kv_heads, tp) * c.head_size
@@ -171,12 +171,12 @@ def _block_kept(c: BlockCost, shape: Shape, tp: int, part: int) -> tuple[Kept, K
     masks = 2 * part if c.dropout else 0
     unfused = normed if c.composite_norm else 0
     scores = shape.batch * heads * shape.seq**2
-    attention = Kept(
+    attention = KeptMemory(
         other=_FP32 * heads * tokens,
         scores=scores,
         dropped_scores=scores if c.attention_dropout else 0,
     )
-    return Kept(elements, _FP32 * statistics + masks, unfused=unfused), attention
+    return KeptMemory(elements, _FP32 * statistics + masks, unfused=unfused), attention
 
 
 def _block_forward(
@@ -241,8 +241,8 @@ def _embedding(c: EmbeddingCost, shape: Shape, tp: int, sequence_parallel: bool)
         0,
         Work((), None, traffic, forward),
         backward_collectives=(Collective("all_gather", full),) if sequence_parallel else (),
-        saved=Kept(0, other + (part if c.dropout else 0)),
-        working=Kept(2 * full + besides, -part if c.dropout else 0),
+        saved=KeptMemory(0, other + (part if c.dropout else 0)),
+        working=KeptMemory(2 * full + besides, -part if c.dropout else 0),
     )
 
 

@@ -105,7 +105,7 @@ class CoordinateCheck:
         }  # fmt: skip
 
 
-def slopes(sizes_by_width: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck:
+def fit_slopes(sizes_by_width: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck:
     """Fit the slope of every layer and measure.
 
     sizes_by_width: width -> the sizes of each seed. A size of 0 or infinity makes its slope NaN.

@@ -96,7 +96,7 @@ def describe_kernel(kernel: SDPBackend, q: Tensor, isolated: str = "") -> str:
     )
 
 
-def say_kernel(
+def log_kernel(
     stages: nn.Module, say: Callable[[str], None], *, batch: int, seq: int, dtype: torch.dtype,
     device: torch.device, isolated: bool,
 ) -> None:  # fmt: skip

@@ -22,7 +22,7 @@ _backend = "inductor"
 _excluded: list[list[Any]] = []  # functions left out of blocks, each with its reason
 
 
-def use(mode: Mode, backend: str = "inductor") -> None:
+def set_mode(mode: Mode, backend: str = "inductor") -> None:
     """Set what torch.compile compiles from now on, and its backend."""
     global _mode, _backend
     _mode, _backend = mode, backend
@@ -107,7 +107,7 @@ def _reason(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "unknown")
 
 
-def in_words() -> str:
+def describe() -> str:
     """Return the log lines about compilation after the first step; "" in mode "none"."""
     if _mode == "none":
         return ""

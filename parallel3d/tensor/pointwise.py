@@ -49,6 +49,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-def scaled(x: Tensor, factor: float) -> Tensor:
+def scale(x: Tensor, factor: float) -> Tensor:
     """Multiply x [...] by a factor; for a factor of 1 return `x` itself."""
     return x if factor == 1 else x * factor

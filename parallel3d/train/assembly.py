@@ -90,7 +90,7 @@ def build(
     Without a seed the weights are not initialised. Raises ConfigError or ScheduleError if the
     settings cannot be combined.
     """
-    compiled.use(config.train.compile)
+    compiled.set_mode(config.train.compile)
     layers, pipeline = models.layers(config.model), config.pipeline
     shape = Shape(config.micro_batch_size, config.data.sequence_length)
     schedule = make_schedule(

@@ -37,7 +37,7 @@ class Claim:
                 self.created_directory.rmdir()
 
 
-def ready(config: RunConfig, launch: Launch) -> RunConfig:
+def resolve_config(config: RunConfig, launch: Launch) -> RunConfig:
     """Return the config resolved for the launched ranks, planned first if its mesh is "plan".
 
     The result is the same on every rank. Raises ConfigError, also for impossibly large sizes.

@@ -71,7 +71,7 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
         )
         row = choices_json(setting, memory)
     size, folder = checkpoint_bytes(setting), Path(config.run.directory)
-    lacks = free_space.disk_lacks(folder, size)
+    lacks = free_space.missing_disk_bytes(folder, size)
     missing = f"; {folder.absolute()} lacks {decimal(lacks)} for one" if lacks else ""
     terminal.say(out, f"a checkpoint is about {decimal(size)}{missing}")
     out.print("dry run: nothing was trained")

@@ -19,7 +19,7 @@ from parallel3d.base.errors import RankError, TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
-from parallel3d.mesh.pulse.page import Verdict
+from parallel3d.mesh.pulse.page import Outcome
 
 _IN_WORDS = {
     FAILED: "the run failed",
@@ -71,10 +71,10 @@ class Ending:
                 "stopped on request before the first step; prepared data is kept. Run the same "
                 "command to start again"
             )
-            pulse.verdict(_SEEN)
+            pulse.outcome(_SEEN)
         return STOPPED
 
-    def on_verdict(self, verdict: Verdict, flush: Callable[[], None]) -> NoReturn:
+    def on_verdict(self, verdict: Outcome, flush: Callable[[], None]) -> NoReturn:
         """End the process on the judge's verdict, from a thread that does not wait for others."""
         pulse.leave(verdict.code)
         say_verdict(verdict)
@@ -108,7 +108,7 @@ class Ending:
         lost = lost_peer(error)
         # The backend may notice a lost peer first, but only the judge knows which rank it was and
         # what it was doing.
-        if lost and (verdict := pulse.verdict(pulse.SOON)):
+        if lost and (verdict := pulse.outcome(pulse.SOON)):
             if verdict.code == STOPPED:
                 return self.on_request()
             pulse.leave(FAILED)
@@ -126,7 +126,7 @@ def tell_of_request() -> None:
     pulse.leave(STOPPED, "was asked to stop before the first step")
 
 
-def say_verdict(verdict: Verdict) -> None:
+def say_verdict(verdict: Outcome) -> None:
     """Print which rank ended the run, where, and what it was doing; one line per machine."""
     if verdict.speaks:
         say(f"{verdict.text}; the run ends")

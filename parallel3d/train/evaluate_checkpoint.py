@@ -23,7 +23,7 @@ from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedules import make_evaluation
 from parallel3d.train.assembly import build, hidden_shape
-from parallel3d.train.evaluation import Evaluation, Losses, evaluated
+from parallel3d.train.evaluation import Evaluation, Losses, evaluation_corpora
 from parallel3d.train.feed import Feed
 from parallel3d.train.start import begin, open_corpus
 from parallel3d.train.stopping import StopRequest
@@ -39,7 +39,7 @@ def evaluate(
     """
     begin(config, mesh, console)
     corpus = open_corpus(config, mesh, find_nodes(mesh), console)
-    if not evaluated(corpus):
+    if not evaluation_corpora(corpus):
         raise ConfigError(
             "there is nothing to evaluate: no held-out text (parallel3d.data.held_out_fraction = "
             "0) and no validation set; add one: "
@@ -50,7 +50,7 @@ def evaluate(
     pulse.doing("comparing the checkpoint's hashes")
     folder = Path(on_first(mesh, lambda: str(checkpoint)))
     try:
-        source = find.verified(folder, mesh)
+        source = find.verify_on_all_ranks(folder, mesh)
     except CheckpointError as error:
         raise CheckpointError(f"{folder} {error}; use another checkpoint") from None
     refuse_other_text(source, corpus, console.print)

@@ -43,7 +43,7 @@ class Evaluation:
         self._batch = config.global_batch_size
         self._sets = {
             name: held_out_samples(part, config.data.sequence_length, config.train.evaluate_samples)
-            for name, part in evaluated(corpus).items()
+            for name, part in evaluation_corpora(corpus).items()
         }
 
     def run(self) -> Losses | None:
@@ -87,7 +87,7 @@ class Evaluation:
         return samples.loss(total, np.array(self._mesh.sum_floats(weights)[:-1]) / tp)
 
 
-def evaluated(corpus: Corpus) -> dict[str, Corpus]:
+def evaluation_corpora(corpus: Corpus) -> dict[str, Corpus]:
     """Return the corpora whose held-out text is evaluated, by name; {} if nothing is held out."""
     corpora = {HELD_OUT: corpus, **parts_of(corpus), **corpus.validation}
     return {name: part for name, part in corpora.items() if len(part.held_out)}

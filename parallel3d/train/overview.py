@@ -14,10 +14,10 @@ from rich.console import Console
 from parallel3d.base.errors import DataError
 from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import RunConfig
-from parallel3d.config.deepspeed import offload_in_words
+from parallel3d.config.deepspeed import describe_offload
 from parallel3d.data.evaluation_samples import held_out_samples
 from parallel3d.plan.report.plan_table import count
-from parallel3d.tensor.attention import say_kernel
+from parallel3d.tensor.attention import log_kernel
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.evaluation import HELD_OUT
 from parallel3d.train.metrics import METRICS, finite
@@ -98,7 +98,7 @@ def print_placement(console: Console, config: RunConfig, parts: Assembly) -> Non
     layers, schedule, stages = parts.layers, parts.schedule, parts.stages
     total = sum(layer.num_params for layer in layers)
     zero = config.zero_optimization
-    offload = offload_in_words(zero.offload_optimizer.device, zero.offload_param.device)
+    offload = describe_offload(zero.offload_optimizer.device, zero.offload_param.device)
     marks = [
         f"ZeRO-{zero.stage}",
         *([offload] if offload != "none" else []),
@@ -122,7 +122,7 @@ def print_placement(console: Console, config: RunConfig, parts: Assembly) -> Non
         place = f", on pp {schedule.pp_coord_of_stage[stage]}" if several else ""
         console.print(f"stage {stage:<3}{shown} ({100 * share:.0f} % of the parameters){place}")
     if torch.accelerator.is_available():
-        say_kernel(
+        log_kernel(
             stages.module,
             console.print,
             batch=config.micro_batch_size,

@@ -20,15 +20,15 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.lines import EMPTY
 from parallel3d.data.prepare import prepare
 from parallel3d.data.prepare_progress import shown_progress
-from parallel3d.data.show import reasons
-from parallel3d.data.sources import silent
+from parallel3d.data.show import describe_skips
+from parallel3d.data.sources import no_progress
 from parallel3d.engine.swap import check_writable
-from parallel3d.huggingface.initial_weights import find_weights, load_weights, remark
+from parallel3d.huggingface.initial_weights import find_weights, load_weights, tokenizer_warning
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.device import describe_device, set_numerics
 from parallel3d.mesh.join import STARTUP_TIMEOUT
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.mesh.nodes import Nodes, appears, find_nodes
+from parallel3d.mesh.nodes import Nodes, find_nodes, wait_until
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
 from parallel3d.plan.setting import leaves_weights_open, with_weights
@@ -145,7 +145,9 @@ def refuse_unshared(folder: Path, directory: str, mesh: Mesh, nodes: Nodes) -> N
     token = on_first(mesh, lambda: token_of(folder))
 
     def look() -> None:
-        if nodes.first(mesh.rank) == mesh.rank and not appears(lambda: token_of(folder) == token):
+        if nodes.first(mesh.rank) == mesh.rank and not wait_until(
+            lambda: token_of(folder) == token
+        ):
             raise ConfigError(
                 f'parallel3d.run.directory = "{directory}": {folder.parent.absolute()} on '
                 f"{nodes.hosts[mesh.rank]} (rank {mesh.rank}) is not the folder that rank 0 on "
@@ -195,7 +197,7 @@ def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -
     def prepared() -> dict[str, Any] | None:
         if mesh.rank != first:
             return None
-        with nullcontext(silent) if console.quiet else shown_progress() as progress:
+        with nullcontext(no_progress) if console.quiet else shown_progress() as progress:
             corpus = prepare(data, progress)
         check_length(corpus, data.sequence_length, config.global_batch_size)
         return corpus.place()
@@ -213,11 +215,11 @@ def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -
         ) from None
     refuse_different(places, nodes)
     corpus = Corpus.at(places[first], data.remote_cache_bytes)
-    console.print(*described(corpus), sep="\n")
+    console.print(*corpus_lines(corpus), sep="\n")
     return corpus
 
 
-def described(corpus: Corpus) -> Iterator[str]:
+def corpus_lines(corpus: Corpus) -> Iterator[str]:
     """Yield the lines about a run's corpus, and about what was left out of it."""
     train, held_out = len(corpus.train), len(corpus.held_out)
     yield (
@@ -243,7 +245,7 @@ def _left_out(corpus: Corpus, what: str) -> Iterator[str]:
     if skipped := corpus.found.get("skipped"):
         # Documents without text are only counted.
         where = " (prepare.py lists the first 20)" if skipped.keys() - {EMPTY} else ""
-        yield f"        {what}: {reasons(skipped)}{where}"
+        yield f"        {what}: {describe_skips(skipped)}{where}"
 
 
 def refuse_different(places: list[dict[str, Any] | None], nodes: Nodes) -> None:
@@ -275,7 +277,7 @@ def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -
     folder = find_weights(config.model, mesh)
     at = f" at {origin.revision}" if origin.revision else ""
     say(f"weights of {origin.folder}{at}")
-    if warning := on_first(mesh, lambda: remark(folder, tokenizer, origin.folder)):
+    if warning := on_first(mesh, lambda: tokenizer_warning(folder, tokenizer, origin.folder)):
         say(warning)
     return folder
 

@@ -150,7 +150,7 @@ class StopRequest:
                     deadline = time.monotonic() + _GRACE
                     if not self._held:
                         tell_of_request()
-            verdict = pulse.verdict()
+            verdict = pulse.outcome()
             if verdict and (self._held or verdict.code != STOPPED):
                 self._end.on_verdict(verdict, self._flush)
             if deadline is None:

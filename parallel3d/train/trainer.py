@@ -135,7 +135,7 @@ class Trainer:
             if step == first:
                 self.mesh.set_timeouts(self.config.train.timeout_seconds)
                 self._warn_if_slow(step_seconds)
-                if self.progress and (graphs := compiled.in_words()):
+                if self.progress and (graphs := compiled.describe()):
                     self.progress.say(graphs)
             self.position = self.position.after(self.config)
             result.steps = step + 1

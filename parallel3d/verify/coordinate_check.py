@@ -17,7 +17,14 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.parametrization import parametrization_of
-from parallel3d.scaling.coordinates import CHANGE, START, TRAINED, CoordinateCheck, Sizes, slopes
+from parallel3d.scaling.coordinates import (
+    CHANGE,
+    START,
+    TRAINED,
+    CoordinateCheck,
+    Sizes,
+    fit_slopes,
+)
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear
 from parallel3d.tensor.vocab import VocabParallelOutput
@@ -55,7 +62,7 @@ def check_coordinates(
                 sums = run_locally(_measure_on_rank, ranks, small, seed, timeout=1800)
                 sizes[width].append(_merged(sums))
             say(f"width {width}: {len(sizes[width])} seeds of {steps} steps")
-        check = slopes(sizes)
+        check = fit_slopes(sizes)
         if not check.undecided:
             break
         if turn + 1 < ROUNDS:

@@ -94,7 +94,7 @@ TABLE = ("--fix", "pp=2")  # enough for rows that do not fit, and for most parts
 @pytest.fixture(scope="module")
 def planned_once() -> Iterator[None]:
     """All screens are of the same plans."""
-    plans, find = [], plan_rows.find
+    plans, find = [], plan_rows.rank_plans
 
     def once(*asked):
         if not plans:
@@ -102,7 +102,7 @@ def planned_once() -> Iterator[None]:
         return plans[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_rows, "find", once)
+        patch.setattr(plan_rows, "rank_plans", once)
         yield
 
 

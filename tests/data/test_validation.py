@@ -16,8 +16,8 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare, validation_sets
 from parallel3d.data.show import as_text, summarise
 from parallel3d.data.split import num_common
-from parallel3d.train.evaluation import evaluated
-from parallel3d.train.start import described
+from parallel3d.train.evaluation import evaluation_corpora
+from parallel3d.train.start import corpus_lines
 from tests.data.documents import table_of
 
 pytestmark = pytest.mark.gloo
@@ -61,7 +61,7 @@ def test_sets_of_any_source_with_the_training_texts_tokenizer(root):
     # Another process opens the same.
     again = Corpus.at(json.loads(json.dumps(corpus.place())))
     assert again.summary() == corpus.summary()
-    assert list(evaluated(again)) == ["held_out", "rows", "some"]
+    assert list(evaluation_corpora(again)) == ["held_out", "rows", "some"]
     said = as_text(summarise(corpus, None))
     assert "validation rows: 12 documents" in said
     assert f"WARNING: {trained} of the documents are also in the training part" in said
@@ -75,7 +75,7 @@ def test_what_is_left_out_of_a_set_is_told(root):
     said = as_text(summarise(corpus, None)).splitlines()
     at = said.index("left out of validation rows: 1 empty, 1 not JSON")
     assert "rows.jsonl, line 13 is a list" in said[at + 1]
-    begun = list(described(corpus))
+    begun = list(corpus_lines(corpus))
     at = begun.index(next(line for line in begun if "validation rows: 12 documents" in line))
     told = "left out of validation rows: 1 empty, 1 not JSON (prepare.py lists the first 20)"
     assert begun[at + 1].strip() == told and "left out" not in "".join(begun[:at])
@@ -84,13 +84,13 @@ def test_what_is_left_out_of_a_set_is_told(root):
 def test_of_a_set_alone_and_of_parts_of_a_mixture(root):
     rows = {"source": "jsonl", "paths": (f"{root}/rows.jsonl",), "text_field": "body"}
     alone = prepare(config_of(root, held_out_fraction=0, validation={"rows": rows}))
-    assert list(evaluated(alone)) == ["rows"] and alone.train.num_documents == 20
+    assert list(evaluation_corpora(alone)) == ["rows"] and alone.train.num_documents == 20
     check_length(alone, 8, 4)
     parts = ({"source": "text", "paths": (f"{root}/texts/*.txt",)}, rows)
     mixture = prepare(config_of(root, source="mixture", paths=(), mixture=parts))
-    assert list(evaluated(mixture)) == ["held_out", "mixture.0", "mixture.1"]
+    assert list(evaluation_corpora(mixture)) == ["held_out", "mixture.0", "mixture.1"]
     # Nothing at all is evaluated where nothing is there.
-    assert not evaluated(prepare(config_of(root, held_out_fraction=0)))
+    assert not evaluation_corpora(prepare(config_of(root, held_out_fraction=0)))
 
 
 def test_what_is_wrong_with_a_set_is_told_with_its_name(root):

@@ -4,7 +4,7 @@ import json
 
 from parallel3d.checkpoint.state import tokenizer_digest
 from parallel3d.config import RunConfig
-from parallel3d.data.sources import silent
+from parallel3d.data.sources import no_progress
 from parallel3d.data.tokenizer import save_tokenizer, train_tokenizer
 from parallel3d.huggingface.card import write_rest
 from parallel3d.huggingface.conversion import write_tensors
@@ -86,6 +86,6 @@ def written(run, folder, **layout):
     about = source.about()
     files = WeightFiles(source.config.model, **layout)
     create(folder, files)
-    stamps = write_tensors(source.read, files, folder, silent)
+    stamps = write_tensors(source.read, files, folder, no_progress)
     write_rest(folder, about, files)
     return folder, source, about, files, stamps

@@ -11,7 +11,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from parallel3d import models
 from parallel3d.base.errors import CheckpointError, ConfigError
-from parallel3d.data.sources import silent
+from parallel3d.data.sources import no_progress
 from parallel3d.huggingface import conversion
 from parallel3d.huggingface.conversion import export
 from parallel3d.huggingface.read_back import read_back
@@ -44,7 +44,7 @@ def exported(config, root, dtype="fp32", architecture=None):
     source = CheckpointSource(checkpoint_of(config, root))
     about = source.about(architecture=architecture)
     layout = WeightFiles(config, DTYPES[dtype], SHARD_BYTES)
-    return export(source, about, layout, root / "out", silent)
+    return export(source, about, layout, root / "out", no_progress)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -80,7 +80,7 @@ def sound(tmp_path_factory):
     root = tmp_path_factory.mktemp("sound")
     config = MODELS["LlamaForCausalLM, grouped, tied"]
     export_parts = written(checkpoint_of(config, root), root / "out", shard_bytes=SHARD_BYTES)
-    assert read_back(*export_parts, silent).ok
+    assert read_back(*export_parts, no_progress).ok
     return export_parts
 
 
@@ -155,7 +155,7 @@ def test_damage_is_found_and_named(damage, sound, tmp_path):
     folder, *rest = sound
     shutil.copytree(folder, tmp_path / "out")
     difference = damage(tmp_path / "out")
-    proof = read_back(tmp_path / "out", *rest, silent)
+    proof = read_back(tmp_path / "out", *rest, no_progress)
     assert not proof.ok
     assert any(difference in what for what in proof.differs), proof.differs
 
@@ -184,7 +184,7 @@ def test_the_tokenizer_is_the_one_of_the_run_and_no_other(tmp_path):
     run = checkpoint_of(MODELS["GPT2LMHeadModel"], tmp_path, tokenizer_in(tmp_path / "own"))
     source = CheckpointSource(run)
     proof = export(
-        source, source.about(), WeightFiles(source.config.model), tmp_path / "out", silent
+        source, source.about(), WeightFiles(source.config.model), tmp_path / "out", no_progress
     )
     assert proof.ok and "tokenizer" in proof.checked and proof.left_out == ()
     copy, original = (tmp_path / where / "tokenizer.json" for where in ("out", "own"))
@@ -215,7 +215,9 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     path.write_bytes(data)
     source = CheckpointSource(run)
     with pytest.raises(CheckpointError, match=r"00001-of-00002.* do not match the manifest"):
-        export(source, source.about(), WeightFiles(source.config.model), tmp_path / "out", silent)
+        export(
+            source, source.about(), WeightFiles(source.config.model), tmp_path / "out", no_progress
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     with pytest.raises(CheckpointError, match="do not match the manifest"):
         source.check()  # and again

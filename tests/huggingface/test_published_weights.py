@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from parallel3d import models
 from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.checkpoint.box import Box
-from parallel3d.config.pretrained import derived, read_config
+from parallel3d.config.pretrained import derive_model_block, read_config
 from parallel3d.huggingface.published_weights import PublishedWeights
 from tests.huggingface.published import MODELS, save
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gloo
 
 
 def config_of(folder):
-    block = derived(folder, read_config(folder))
+    block = derive_model_block(folder, read_config(folder))
     return models.config_class(block["family"]).model_validate(block)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from parallel3d.config import RunConfig
-from parallel3d.huggingface.initial_weights import remark
+from parallel3d.huggingface.initial_weights import tokenizer_warning
 from tests.huggingface.checkpoints import VOCAB, tokenizer_in
 from tests.huggingface.published import MODELS, run_config
 from tests.train.running import start_all
@@ -63,11 +63,13 @@ def test_another_tokenizer_than_the_models_is_remarked_on(tmp_path):
     model = tokenizer_in(tmp_path / "model")
     same, other = tokenizer_in(tmp_path / "same"), tokenizer_in(tmp_path / "other", ["in to it"])
     (tmp_path / "none").mkdir()
-    assert remark(model, model, "m") == remark(model, same, "m") == ""
+    assert tokenizer_warning(model, model, "m") == tokenizer_warning(model, same, "m") == ""
     (same / "tokenizer.json").write_text((same / "tokenizer.json").read_text() + "\n")
-    assert remark(model, same, "m") == "", "written in another way"
-    text = remark(model, other, "m")
+    assert tokenizer_warning(model, same, "m") == "", "written in another way"
+    text = tokenizer_warning(model, other, "m")
     assert text.startswith("WARNING: data.tokenizer differs from the tokenizer of m, ")
     assert "to m, unless" in text
-    assert remark(model, tmp_path / "none", "m") == "", "token ids, of which nobody knows"
-    assert "m has no tokenizer" in remark(tmp_path / "none", other, "m")
+    assert tokenizer_warning(model, tmp_path / "none", "m") == "", (
+        "token ids, of which nobody knows"
+    )
+    assert "m has no tokenizer" in tokenizer_warning(tmp_path / "none", other, "m")

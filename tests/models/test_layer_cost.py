@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.model.spec import Kept, LayerCost, Shape
+from parallel3d.model.spec import KeptMemory, LayerCost, Shape
 from parallel3d.models import layers
 from parallel3d.models.gpt.spec import Config as Gpt
 from parallel3d.models.llama.spec import Config as Llama
@@ -89,7 +89,7 @@ def test_more_ranks_than_key_value_heads_hold_one_each():
 
 
 def test_bytes_of_what_is_kept():
-    kept = Kept(100, other=7, scores=50, dropped_scores=20, copies=10, unfused=3)
+    kept = KeptMemory(100, other=7, scores=50, dropped_scores=20, copies=10, unfused=3)
     assert kept.bytes(2) == 200 + 7 + 40
     assert kept.bytes(4) == 400 + 7
     assert kept.bytes(2, classic=True) == 247 + 100 + 60

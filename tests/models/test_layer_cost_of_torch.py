@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 import pytest
 
 from parallel3d import models
-from parallel3d.model.spec import Attention, Kept, Work
+from parallel3d.model.spec import Attention, KeptMemory, Work
 from parallel3d.verify.local_ranks import run_locally
 from tests.models.costs import measure
 
@@ -116,7 +116,7 @@ def test_a_layer_costs_what_it_says(ran, quantity):
 
 
 def half(kept):
-    return Kept(*(getattr(kept, field.name) // 2 for field in fields(kept)))
+    return KeptMemory(*(getattr(kept, field.name) // 2 for field in fields(kept)))
 
 
 def in_forward(**changed):
@@ -131,8 +131,8 @@ def in_recomputed(**changed):
 FAULTS = {
     "saved halved": (lambda cost: replace(cost, saved=half(cost.saved)), saved),
     "working halved": (lambda cost: replace(cost, working=half(cost.working)), peak),
-    "working left out": (lambda cost: replace(cost, working=Kept()), peak),
-    "resident left out": (lambda cost: replace(cost, resident=Kept()), resident),
+    "working left out": (lambda cost: replace(cost, working=KeptMemory()), peak),
+    "resident left out": (lambda cost: replace(cost, resident=KeptMemory()), resident),
     "no forward collectives": (in_forward(collectives=()), forward_collectives),
     "collectives not again": (in_recomputed(collectives=()), backward_collectives),
     "no backward collectives": (

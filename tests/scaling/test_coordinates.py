@@ -5,7 +5,7 @@ from math import nan
 
 import pytest
 
-from parallel3d.scaling.coordinates import slopes
+from parallel3d.scaling.coordinates import fit_slopes
 from parallel3d.scaling.result import finite
 
 pytestmark = pytest.mark.pure
@@ -31,7 +31,7 @@ def measured(**powers):
 
 
 def test_the_slope_is_the_power():
-    check = slopes(measured(embedding=(0, 0.05, -0.25)))
+    check = fit_slopes(measured(embedding=(0, 0.05, -0.25)))
     (layer,) = check.layers
     assert layer.slopes == pytest.approx({"start": 0, "trained": 0.05, "change": -0.25}, abs=1e-12)
     assert layer.slope == pytest.approx(-0.25) and not layer.flat and not check.passed
@@ -46,23 +46,23 @@ def seeds_with(*powers):
 
 def test_noise_of_the_seeds_is_told_from_a_slope():
     """Standard errors by hand."""
-    noisy = slopes(seeds_with(0.02, 0.12, 0.22))
+    noisy = fit_slopes(seeds_with(0.02, 0.12, 0.22))
     assert noisy.layers[0].errors["change"] == pytest.approx(0.1 / 3**0.5)
     assert not noisy.passed and noisy.undecided and noisy.seeds == 3
-    assert not slopes(seeds_with(0.14, 0.15, 0.16)).undecided  # steep, beyond its own noise
-    assert not slopes(seeds_with(0.02, 0.08)).undecided  # flat
-    assert not slopes(seeds_with(0.12)).undecided  # one seed says nothing of noise
+    assert not fit_slopes(seeds_with(0.14, 0.15, 0.16)).undecided  # steep, beyond its own noise
+    assert not fit_slopes(seeds_with(0.02, 0.08)).undecided  # flat
+    assert not fit_slopes(seeds_with(0.12)).undecided  # one seed says nothing of noise
 
 
 def test_only_the_change_is_claimed_of_logits():
-    check = slopes(measured(blocks_0=(0.1 - 1e-9, 0, 0), head_output=(-0.5, -0.3, 0.02)))
+    check = fit_slopes(measured(blocks_0=(0.1 - 1e-9, 0, 0), head_output=(-0.5, -0.3, 0.02)))
     assert [layer.flat for layer in check.layers] == [True, True] and check.passed
-    assert not slopes(measured(head_output=(0, 0, 0.11))).passed
+    assert not fit_slopes(measured(head_output=(0, 0, 0.11))).passed
 
 
 @pytest.mark.parametrize("power", [nan, -1e6])
 def test_what_is_no_number_is_not_flat(power):
-    check = slopes(measured(embedding=(0, power, 0)))
+    check = fit_slopes(measured(embedding=(0, power, 0)))
     assert not check.passed
     printed = json.loads(json.dumps(finite(check.to_json()), allow_nan=False))
     assert printed["layers"][0]["slope"] is None and printed["layers"][0]["flat"] is False

@@ -27,7 +27,7 @@ SMALL = {"steps": 3, "batch": 8, "microbatches": 2}
 def by(backend):
     """`inductor` needs a compiler; `aot_eager` runs the graphs that it would be given."""
     torch._inductor.config.compile_threads = 1
-    with patch.object(compiled, "use", partial(compiled.use, backend=backend)):
+    with patch.object(compiled, "set_mode", partial(compiled.set_mode, backend=backend)):
         yield
 
 
@@ -48,7 +48,7 @@ def train_on_rank(rank, case, backend, reference):
             counted.append(compiled.counts())
         trainer.close()
     graphs = counted[-1].graphs
-    assert compiled.in_words().startswith(f"compile {mode_of(case)}: {graphs} graphs, ")
+    assert compiled.describe().startswith(f"compile {mode_of(case)}: {graphs} graphs, ")
     return found, counted
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.tensor.attention import CausalAttention, describe_kernel, kernel_of, say_kernel
+from parallel3d.tensor.attention import CausalAttention, describe_kernel, kernel_of, log_kernel
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.segments import Segments
@@ -43,7 +43,7 @@ def test_it_is_the_one_that_runs_and_is_said_once(context):
         attention, said = attend(dropout, context, heads=(4, kv_heads)), []
         sizes = {"batch": 2, "seq": 16, "dtype": dtype, "device": CPU, "isolated": isolated}
         with Calls() as asked:
-            say_kernel(nn.Sequential(attention), said.append, **sizes)
+            log_kernel(nn.Sequential(attention), said.append, **sizes)
         assert not any("attention" in name for name in asked.names)  # before anything is computed
         with Calls() as ran:
             attention(q, k, v, segments)
@@ -67,5 +67,5 @@ def test_a_warning_says_how_much_and_what_to_change():
 def test_nothing_is_said_where_a_rank_has_no_attention(context):
     said = []
     sizes = {"batch": 2, "seq": 16, "dtype": torch.float32, "device": CPU, "isolated": False}
-    say_kernel(nn.Linear(2, 2), said.append, **sizes)
+    log_kernel(nn.Linear(2, 2), said.append, **sizes)
     assert not said

@@ -110,7 +110,7 @@ def test_losses_in_lower_precision(dtype):
 
 def compiled_on_rank(rank, dtype):
     """The same checks with the passes over logits compiled, as graphs without kernels."""
-    compiled.use("pointwise", "aot_eager")
+    compiled.set_mode("pointwise", "aot_eager")
     check_on_rank(rank, [EXAMPLE], dtype, [(1, 1, 2)])
     assert compiled.counts().graphs > 4 and not compiled.counts().breaks
 

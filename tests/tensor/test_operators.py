@@ -97,7 +97,7 @@ def count_on_rank(rank, inductor):
     operators()  # which makes the rotary tables
     before = operators()
     kernels = Kernels(by_inductor if inductor else as_it_is)
-    compiled.use("pointwise", inductor_of(kernels) if inductor else traced_for(kernels))
+    compiled.set_mode("pointwise", inductor_of(kernels) if inductor else traced_for(kernels))
     operators()  # which compiles
     kernels.count = kernels.calls = 0
     found = before, operators(), kernels.calls, kernels.count

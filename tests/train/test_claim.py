@@ -205,7 +205,7 @@ def test_a_mesh_that_is_to_be_planned():
     )  # fmt: skip
     asked = read(*words)
     for ranks in (1, 2, 4):
-        config = claims.ready(asked, Launch(0, ranks, 0, ranks))
+        config = claims.resolve_config(asked, Launch(0, ranks, 0, ranks))
         assert config.mesh.pp * config.mesh.dp * config.mesh.tp == ranks
         assert config.global_batch_size == 32
         assert any(f'mesh: "plan" for {ranks} x A100-SXM4-80GB' in note for note in config.notes)
@@ -221,7 +221,7 @@ IMPOSSIBLE = [
 def test_sizes_that_cannot_be_are_refused_before_there_is_a_folder(place, overrides):
     name = overrides[0].removeprefix("--")
     with pytest.raises(ConfigError, match=rf"{name} = {overrides[1]}: .*; (lower|use)"):
-        claims.ready(read(*overrides), ALONE)
+        claims.resolve_config(read(*overrides), ALONE)
     assert not place.exists()
 
 

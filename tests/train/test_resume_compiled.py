@@ -17,7 +17,7 @@ MESH, HALF, STEPS = (1, 2, 1), 2, 4
 
 def by_graphs(rank):
     """Graphs as inductor would be given them, and no kernels."""
-    compiled.use = partial(compiled.use, backend="aot_eager")
+    compiled.set_mode = partial(compiled.set_mode, backend="aot_eager")
 
 
 def run(raw, name, mode, stop_after=None):

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 _RUNS = -1  # in place of an exit code
 
 
-class Verdict(NamedTuple):
+class Outcome(NamedTuple):
     """Why the run is over."""
 
     text: str
@@ -70,18 +70,18 @@ class Page(ctypes.Structure):
         """Why the rank ends, if no other rank does."""
         return str(self._reason.decode(errors="replace"))
 
-    def end(self, outcome: Verdict) -> None:
+    def end(self, outcome: Outcome) -> None:
         """Tell the rank that the run is over."""
         self._outcome, self._speaks = outcome.text.encode()[:2047], outcome.speaks
         self._code = outcome.code
         self._is_over = True
 
     @property
-    def outcome(self) -> Verdict | None:
+    def outcome(self) -> Outcome | None:
         """Why the run is over; None while it goes on."""
         if not self._is_over:
             return None
-        return Verdict(self._outcome.decode(errors="replace"), self._speaks, self._code)
+        return Outcome(self._outcome.decode(errors="replace"), self._speaks, self._code)
 
 
 def open_page(descriptor: int) -> Page:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from parallel3d.mesh.pulse.arbiter import Limits
 from parallel3d.mesh.pulse.listener import listen
-from parallel3d.mesh.pulse.page import Page, Verdict, new_page
+from parallel3d.mesh.pulse.page import Outcome, Page, new_page
 from parallel3d.mesh.pulse.sentry import SentryTask
 
 LIMITS = Limits()
@@ -115,7 +115,7 @@ def leave(code: int, reason: str = "") -> None:
         _page.leave(code, reason)
 
 
-def verdict(seconds: float = 0.0) -> Verdict | None:
+def outcome(seconds: float = 0.0) -> Outcome | None:
     """Return why the run is over, waiting up to `seconds` for it; else None."""
     deadline = time.monotonic() + seconds
     while True:

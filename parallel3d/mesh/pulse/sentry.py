@@ -19,7 +19,7 @@ from typing import NamedTuple
 from parallel3d.mesh.pulse import arbiter
 from parallel3d.mesh.pulse.arbiter import Arbiter, Limits, Report
 from parallel3d.mesh.pulse.listener import BEAT, Line, Listener, connect
-from parallel3d.mesh.pulse.page import Verdict, open_page
+from parallel3d.mesh.pulse.page import Outcome, open_page
 
 LOOK = 1.0  # seconds between two looks at the rank
 _REACH = 60.0  # seconds in which the arbiter must be reached
@@ -145,7 +145,7 @@ class Sentry:
                 return self._hang_up()
             self._page.is_watched, self._silent = True, 0.0
             if message["outcome"]:
-                outcome = Verdict(message["outcome"], message["speaks"], message["code"])
+                outcome = Outcome(message["outcome"], message["speaks"], message["code"])
                 self._take_outcome(outcome, message["blamed"])
             else:
                 self._rank_0_does = message.get("doing") or self._rank_0_does
@@ -174,9 +174,9 @@ class Sentry:
             fault = f"{silent}: its machine or its network is down"
         if fault:
             text = f"rank 0 on {self._task.hosts[-1]} {fault}"
-            self._take_outcome(Verdict(text, self._first, arbiter.FAILED), False)
+            self._take_outcome(Outcome(text, self._first, arbiter.FAILED), False)
 
-    def _take_outcome(self, outcome: Verdict, blamed: bool) -> None:
+    def _take_outcome(self, outcome: Outcome, blamed: bool) -> None:
         if self._outcome:
             return
         self._outcome, self._speaks = outcome.text, outcome.speaks

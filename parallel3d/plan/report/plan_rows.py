@@ -44,7 +44,7 @@ def devices_of(config: RunConfig, machine: Hardware) -> int:
     raise Problems([Problem("--devices", ABSENT, rule, remedy)], "the plan")
 
 
-def ask(config: RunConfig, machine: Hardware, devices: int, fix: Sequence[str]) -> Request:
+def make_request(config: RunConfig, machine: Hardware, devices: int, fix: Sequence[str]) -> Request:
     """Return the request of a config with the choices of `--fix NAME=VALUE ...`.
 
     Raises ConfigError for a malformed or repeated choice.
@@ -60,7 +60,7 @@ def ask(config: RunConfig, machine: Hardware, devices: int, fix: Sequence[str]) 
     return request_of(config, machine, devices, fixed)
 
 
-def find(request: Request, rows: int | None) -> Ranking:
+def rank_plans(request: Request, rows: int | None) -> Ranking:
     """Return the rows of a request: `rows`, or 20 that fit and the faster ones that do not."""
     ranking = search(request, rows or ROWS)
     if rows is None:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from parallel3d.base import terminal
 from parallel3d.base.terminal import Cell, Column
-from parallel3d.config.deepspeed import offload_in_words
+from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
 from parallel3d.plan.memory.peak import PARTS, Memory, at
 from parallel3d.plan.search.best_first import Ranking
@@ -220,7 +220,7 @@ def lines_of(setting: Setting) -> Iterator[str]:
         f"pipeline  {s.schedule}{several}, {s.num_microbatches} microbatches of {s.shape.batch}, "
         f"recompute {s.recompute}"
     )
-    offload = offload_in_words(s.offload_optimizer, s.offload_param)
+    offload = describe_offload(s.offload_optimizer, s.offload_param)
     held = {"per_step": "once a step", "per_pass": "for each pass"}
     if s.zero_stage == 3:
         reduced += f", weights gathered {held.get(s.weights, 'for each microbatch')}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from parallel3d.base.section import Problem, Problems
 from parallel3d.config import RunConfig
-from parallel3d.config.deepspeed import offload_in_words
+from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import LayerSpec, Shape
 from parallel3d.plan.impossible import refuse_impossible
@@ -102,7 +102,7 @@ class Plan:
     @property
     def offload(self) -> str:
         """The plan's offloads in words."""
-        return offload_in_words(self.setting.offload_optimizer, self.setting.offload_param)
+        return describe_offload(self.setting.offload_optimizer, self.setting.offload_param)
 
     @property
     def tokens_per_second(self) -> float:
@@ -152,7 +152,7 @@ def choices_json(setting: Setting, memory: Memory) -> dict[str, Any]:
         "zero_stage": s.zero_stage,
         "gradient_reduction": "per_step" if s.reduces_once else "per_microbatch",
         "weights": s.weights if s.zero_stage == 3 else None,
-        "offload": offload_in_words(s.offload_optimizer, s.offload_param),
+        "offload": describe_offload(s.offload_optimizer, s.offload_param),
         "micro_batch": s.shape.batch, "num_microbatches": s.num_microbatches,
         "schedule": s.schedule, "stages_per_rank": s.stages_per_rank, "recompute": s.recompute,
         "memory_bytes": {**memory.parts, "total": memory.total}, "host_bytes": memory.host,

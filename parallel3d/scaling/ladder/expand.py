@@ -110,7 +110,7 @@ def _shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:
 def _no_objects(base: Mapping[str, Any]) -> Iterator[Problem]:
     blocks = (f"parallel3d.{name}" for name in ("train", "checkpoint", "run", "mesh"))
     for path in (*blocks, "optimizer", "optimizer.params"):
-        value, is_mesh = reader.at(base, path), path.endswith(".mesh")
+        value, is_mesh = reader.value_at(base, path), path.endswith(".mesh")
         if not (isinstance(value, dict) or value is ABSENT or (is_mesh and value == "plan")):
             rule = 'must be an object, or "plan"' if is_mesh else "must be an object"
             yield Problem(f"base.{path}", value, rule, "write {...}, or remove it")

@@ -14,7 +14,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig, hardware
 from parallel3d.config.hardware import THIS_MACHINE
-from parallel3d.config.run import PLACED, digest_of
+from parallel3d.config.run import PLACEMENT_SETTINGS, digest_of
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import plan_rows
@@ -33,7 +33,7 @@ _FEW_STEPS = 50
 _FROM_PLAN = ("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Settings that training fills in, such as the size of the trained vocabulary, or that do not change
 # results.
-_APART = (*PLACED, "parallel3d.data.vocab_size")
+_APART = (*PLACEMENT_SETTINGS, "parallel3d.data.vocab_size")
 FRESH = ("auto", "none")  # checkpoint.resume of runs that start at step 0
 _COLUMNS = (
     Column("run", right=False), Column("blocks"), Column("head"), Column("embedding"),

@@ -113,7 +113,7 @@ def main(task, folder, rank):
     pulse.begin(rank, task["number"], ("127.0.0.1", task["port"]), names, publish, fetch)
 
     def end():
-        while not (outcome := pulse.verdict()):
+        while not (outcome := pulse.outcome()):
             time.sleep(0.05)
         if outcome.speaks:
             print(outcome.text, flush=True)

@@ -4,12 +4,12 @@ import os
 
 import pytest
 
-from parallel3d.mesh.pulse.page import Verdict, new_page
+from parallel3d.mesh.pulse.page import Outcome, new_page
 
 pytestmark = pytest.mark.pure
 
 PAGES = 300
-OUTCOME = Verdict("rank 0 on node7 died", True, 1)
+OUTCOME = Outcome("rank 0 on node7 died", True, 1)
 
 
 def first_read(page):

@@ -236,7 +236,7 @@ def test_an_outcome_that_comes_with_the_greeting_is_heard(monkeypatch):
         line, _ = arbiter.accept()
         with line:
             line.sendall(f"{json.dumps(greeting)}\n{json.dumps(outcome)}\n".encode())
-            heard = pulse.verdict(20)
+            heard = pulse.outcome(20)
         for child in psutil.Process().children():
             with suppress(psutil.ZombieProcess):  # another test's
                 if "pulse.sentry" in " ".join(child.cmdline()):

@@ -1,4 +1,4 @@
-"""What had been read was counted in batches of a rank, so a run that went on with more ranks
+"""Progress was counted in batches of a rank, so a run that resumed with more ranks
 skipped samples.
 """
 
