@@ -57,15 +57,15 @@ EXAMPLE```
 """
 _CANNOT = """## What the check cannot see
 
-- **What happens only at size.** The model is small: an integer that overflows or a bucket that is
+- **Effects of size.** The model is small: an integer that overflows or a bucket that is
   never full does not occur.
-- **What only a device does.** Kernels, streams, and collectives that are not waited for: gloo's
+- **Effects of a device.** Kernels, streams, and collectives that are not waited for: gloo's
   collectives block the host. `read_before_it_arrived` plants the effect of such a mistake; the
   strict backend checks NCCL's rules ([architecture.md](architecture.md)).
 - **Unequal numbers of trained tokens.** All samples predict equally many tokens, so a loss averaged
   over unequal microbatches (huggingface/transformers#35203, pytorch/torchtitan#2206) cannot differ.
 - **An overflow of one stage alone** (deepspeedai/DeepSpeed#994): no gradient overflows.
-- **What half precision hides.** The bounds are 0.2 in bf16 and 0.1 in fp16. Exhibits that do not
+- **Errors below half precision's bounds.** The bounds are 0.2 in bf16 and 0.1 in fp16. Exhibits that do not
   need half precision are planted in fp32; verify a config there, too.
 - **A mistake that the reference shares**: it uses the library's order of samples, learning-rate
   schedule and document bounds.
