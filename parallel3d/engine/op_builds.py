@@ -66,8 +66,10 @@ def use_host_threads(device: torch.device, local_size: int, say: Callable[[str],
     by_torchrun = number == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     if device.type == "cpu" or (number and not by_torchrun):  # on CPUs the mesh sets them
         return
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
-    say(f"Adam on the host uses {torch.get_num_threads()} threads on each rank")
+    threads = max(1, (os.cpu_count() or 1) // local_size)
+    if threads != torch.get_num_threads():  # say it for the first engine only
+        torch.set_num_threads(threads)
+        say(f"threads per rank for Adam on the host: {threads}")
 
 
 def load_async_io(mesh: Mesh, say: Callable[[str], None]) -> None:

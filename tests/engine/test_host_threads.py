@@ -34,7 +34,7 @@ def threads(device, environment, local_size=2, cores=10):
 
 @pytest.mark.parametrize("environment", [{}, TORCHRUN], ids=["srun", "torchrun"])
 def test_a_rank_uses_its_share_of_the_cores(environment):
-    assert threads("cuda:0", environment) == (5, ["Adam on the host uses 5 threads on each rank"])
+    assert threads("cuda:0", environment) == (5, ["threads per rank for Adam on the host: 5"])
     assert threads("cuda:0", environment, local_size=16)[0] == 1
 
 
