@@ -57,6 +57,10 @@ SWITCHES: dict[str, Settings] = {
     "compile pointwise": {"parallel3d.train.compile": "pointwise"},
     "compile block, ZeRO-1": BLOCK,
     "ZeRO-0": {"zero_optimization.stage": 0},
+    "ZeRO-1, reduced to one rank": {
+        "zero_optimization.stage": 1,
+        "zero_optimization.use_multi_rank_bucket_allreduce": False,
+    },
     "ZeRO-3": {"zero_optimization.stage": 3},
     "selective recomputation": {"parallel3d.pipeline.activation_checkpointing": "selective"},
     "TF32 and fp32": {"bf16.enabled": False, "parallel3d.train.tf32": True},

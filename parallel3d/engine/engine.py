@@ -93,6 +93,8 @@ class Engine:
             placeholders = core.Placeholders(len(self._kinds))
         self._module = _Module(stages, placeholders)
         offload = settings.offload_optimizer != "none"
+        if offload:
+            op_builds.use_host_threads(mesh.device, mesh.local_size, say)
         optimizer = op_builds.make_optimizer(
             core.param_groups(
                 self.held, placeholders, settings.weight_decay, settings.eps, settings.rates

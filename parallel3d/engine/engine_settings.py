@@ -141,6 +141,10 @@ class EngineSettings:
         }
         if elements is not None:
             zero["reduce_bucket_size"] = min(self.reduce_bucket_size, max(elements, 1))
+        if self.holds_weights:
+            # The program gathers all weights; parameters that stay whole would only make DeepSpeed
+            # gather them after each step, one by one, and wait for the device.
+            zero["stage3_param_persistence_threshold"] = 0
         if self.shards_parameters and self.reduces_once and zero.get("reduce_scatter", True):
             # Gradients accumulate in `param.grad`. Copying them through a bucket would cost a copy,
             # and the bucket would take memory beside the activations.

@@ -26,8 +26,7 @@ Layers = Mapping[int, Sequence[nn.Module]]  # the layers of each of a rank's sta
 class GatheredWeights:
     """Gathers and releases the weights of a stage on request.
 
-    A weight that two stages share stays gathered while either needs it. Parameters that DeepSpeed
-    keeps whole (the persistence threshold) are never released.
+    A weight that two stages share stays gathered while either needs it.
     """
 
     def __init__(self, engine: Any, layers: Layers) -> None:
@@ -75,7 +74,7 @@ class GatheredWeights:
         for parameters in self._layers[stage]:
             for parameter in parameters:
                 self._holders[parameter] -= 1
-                if not self._holders[parameter] and not parameter.ds_persist:  # type: ignore[attr-defined]
+                if not self._holders[parameter]:
                     parameter.partition()  # type: ignore[attr-defined]
 
 

@@ -5,6 +5,7 @@ build leaves a file named `lock`, on which torch would wait forever.
 """
 
 import logging
+import os
 import re
 import time
 from collections.abc import Callable
@@ -53,6 +54,22 @@ def load_cpu_adam(mesh: Mesh, say: Callable[[str], None]) -> bool:
     if problem:
         say(f"using torch's Adam on the host, because cpu_adam cannot be compiled: {problem}")
     return not problem
+
+
+def use_host_threads(device: torch.device, local_size: int, say: Callable[[str], None]) -> None:
+    """Let Adam on the host of an accelerator use this rank's share of the node's cores.
+
+    Without OMP_NUM_THREADS every rank would use all cores. A user's number is respected; 1 under
+    torchrun is not one, because torchrun sets it where there is none.
+    """
+    number = os.environ.get("OMP_NUM_THREADS")
+    by_torchrun = number == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    if device.type == "cpu" or (number and not by_torchrun):  # on CPUs the mesh sets them
+        return
+    threads = max(1, (os.cpu_count() or 1) // local_size)
+    if threads != torch.get_num_threads():  # say it for the first engine only
+        torch.set_num_threads(threads)
+        say(f"threads per rank for Adam on the host: {threads}")
 
 
 def load_async_io(mesh: Mesh, say: Callable[[str], None]) -> None:

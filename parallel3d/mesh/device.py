@@ -106,6 +106,16 @@ def set_numerics(*, tf32: bool, deterministic: bool) -> None:
             os.environ[_CUBLAS] = _DETERMINISTIC_CUBLAS[0]
 
 
+def pin_collectives() -> None:
+    """Fix the order in which NCCL sums, unless the user has set it; call it before groups exist.
+
+    NCCL otherwise selects its algorithm by message size and topology. With rings and without NVLS
+    the order depends only on the ranks' placement on nodes.
+    """
+    for name, value in (("NCCL_ALGO", "Ring"), ("NCCL_NVLS_ENABLE", "0")):
+        os.environ.setdefault(name, value)
+
+
 def describe_device(device: torch.device) -> list[str]:
     """Return the log lines that describe an accelerator: its name, NCCL, its variables."""
     if device.type == "cpu":

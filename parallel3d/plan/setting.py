@@ -116,6 +116,11 @@ class Setting:
         return self.zero_stage == 3 and self.weights != "per_microbatch"
 
     @property
+    def persistence(self) -> int:
+        """Size up to which ZeRO-3 keeps a parameter whole: 0 where the program gathers weights."""
+        return 0 if self.holds_weights else self.buffers.stage3_param_persistence_threshold
+
+    @property
     def recomputed_share(self) -> float:
         """Fraction of the layers that are recomputed in the way `recompute` names."""
         return 1.0

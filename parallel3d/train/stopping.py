@@ -196,6 +196,10 @@ def join(config: RunConfig, launch: Launch) -> "Mesh":
     from parallel3d.mesh.mesh import Mesh  # it loads torch, which is slow
 
     sizes = config.mesh
+    if config.train.deterministic:
+        from parallel3d.mesh.device import pin_collectives
+
+        pin_collectives()
     return Mesh(sizes.pp, int(sizes.dp), sizes.tp, launch, watched=True)
 
 

@@ -18,6 +18,8 @@ INVALID = "bool", "deepspeed/runtime/utils.py:is_invalid_grad_norm"
 FETCH = "event.synchronize", f"{ZERO}partitioned_param_coordinator.py:_fetch_sub_module_impl"
 REDUCED = "stream.synchronize", f"{ZERO}stage3.py:independent_gradient_partition_epilogue"
 BUCKET = "event.synchronize", f"{ZERO}stage3.py:__reduce_and_partition_ipg_grads"
+# Each step gathers what is below the persistence threshold, and waits for the device.
+KEPT = "device.synchronize", f"{ZERO}partition_parameters.py:_allgather_params_coalesced"
 OVERFLOW_12 = "item", f"{ZERO}stage_1_and_2.py:has_overflow"
 OVERFLOW_3 = "item", f"{ZERO}stage3.py:has_overflow"
 # ZeRO-3 lets the host be two gathers ahead. This model's modules gather so often a microbatch:
@@ -28,7 +30,13 @@ FULL = {"checkpointing": "full"}
 # The norm is looked at before it is used: once, and once for each of two groups at ZeRO 0 to 2.
 NORM_12, NORM_3 = {INVALID: 3}, {INVALID: 1}
 IN_PASSES_3 = {FETCH: GATHERS * MICROBATCHES, BUCKET: 1, REDUCED: 1}
-CASES = {"zero1": (1, ONCE, {}, NORM_12), "zero3": (3, ONCE, IN_PASSES_3, NORM_3)}
+# Weights that the program gathers need no wait of DeepSpeed's, and none is kept whole.
+GATHERED = {"weights": "per_step", "thresholds": True}
+CASES = {
+    "zero1": (1, ONCE, {}, NORM_12),
+    "zero3": (3, ONCE, IN_PASSES_3, NORM_3),
+    "zero3 gathered": (3, GATHERED, {BUCKET: 1, REDUCED: 1}, NORM_3),
+}
 MORE = {
     "zero0": (0, ONCE, {}, NORM_12),
     "zero1 often": (1, OFTEN, {}, NORM_12),
@@ -48,6 +56,8 @@ MORE = {
         {FETCH: (GATHERS + AGAIN) * MICROBATCHES, BUCKET: 1, REDUCED: 1},
         NORM_3,
     ),
+    "zero3 small kept": (3, {"thresholds": True}, {BUCKET: 1, REDUCED: 1}, NORM_3 | {KEPT: 1}),
+    "zero3 per_pass": (3, GATHERED | {"weights": "per_pass"}, {BUCKET: 1, REDUCED: 1}, NORM_3),
     "zero3 bf16": (3, {"precision": "bf16"}, IN_PASSES_3, NORM_3),
     "zero3 fp16": (3, {"precision": "fp16"}, IN_PASSES_3, {OVERFLOW_3: 1, **NORM_3}),
 }

@@ -183,8 +183,7 @@ class CoordinateRank:
     def _sizes(self, places: Held) -> WeightSizes:
         """Return the sizes of the weights in some of the coordinate's stages."""
         held = tuple([self.layers[p] for p in places])
-        threshold = self.setting.buffers.stage3_param_persistence_threshold
-        return sizes(held, self.setting.tp, threshold)
+        return sizes(held, self.setting.tp, self.setting.persistence)
 
     def _whole(self, places: Held) -> int:
         """Return the bytes of the unreduced gradients of some stages."""

@@ -81,7 +81,7 @@ def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, in
     """Return cheap lower bounds on the first rank's bytes of device and of host memory."""
     s, parts = setting, _parts(setting)
     layers = tuple([parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]])
-    weights = sizes(layers, s.tp, s.buffers.stage3_param_persistence_threshold)
+    weights = sizes(layers, s.tp, s.persistence)
     held = states(s, weights, is_cpu(hardware))
     shard = held.shard if held.standing else 0
     device = held.weights + held.optimizer + held.buffers + shard + least_in_flight(s, hardware)

@@ -43,7 +43,7 @@ class Sharding(NamedTuple):
             setting.tp, setting.dp, setting.cp, setting.devices, setting.sequence_parallel,
             setting.precision, setting.zero_stage, setting.reduces_once,
             _gathers(setting) if setting.holds_weights else (), setting.offload_optimizer,
-            setting.offload_param, setting.buffers.stage3_param_persistence_threshold,
+            setting.offload_param, setting.persistence,
         )  # fmt: skip
 
 
