@@ -1,8 +1,13 @@
 """The errors that a user can cause; each message gives place, value, rule and remedy."""
 
+from parallel3d.base.masking import mask
+
 
 class Parallel3DError(ValueError):
     """What the user's input broke; commands print it without a traceback and exit with code 2."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(mask(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(Parallel3DError):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PlainValidator, PrivateAttr, ValidationError
 
 from parallel3d.base import explain, reader
+from parallel3d.base.masking import mask_values
 from parallel3d.base.section import Problem, Problems, Section, Size
 from parallel3d.config import arithmetic, auto, checks, deepspeed, deepspeed_keys, parallel3d_block
 from parallel3d.config.data import DataConfig
@@ -307,6 +308,10 @@ class RunConfig(Section):
         """The config as one JSON object, defaults filled in; `from_dict` reads it back."""
         return self.model_dump(mode="json")
 
+    def to_public_dict(self) -> dict[str, Any]:
+        """Return the config as `to_dict` does, with the passwords of URLs masked, to be written."""
+        return {key: mask_values(value) for key, value in self.to_dict().items()}
+
     def _checked(self, source: str = "the config", **known: Any) -> "RunConfig":
         """This config; raises ConfigError if its settings do not go together."""
         if problems := checks.find_problems(self.settings | known):
@@ -332,7 +337,7 @@ def digest_of(config: RunConfig, also: Iterable[str] = ()) -> str:
 
     Where and how the run is written is left out, and the dotted paths of `also`.
     """
-    values = config.to_dict()
+    values = config.to_public_dict()
     # Until the next release, runs are found that were begun before this setting was removed.
     values["parallel3d"]["train"]["check_layers"] = True
     for path in (*_APART, *also):
