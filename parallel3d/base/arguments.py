@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from parallel3d.base.errors import Parallel3DError, TrainingError
+from parallel3d.base.masking import mask
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 3  # exit codes; scripts rely on them
 _MOST = 10**9  # the largest number that a flag accepts by default
@@ -50,7 +51,7 @@ class Parser(argparse.ArgumentParser):
                 message = re.sub(pattern, wording, message, flags=re.DOTALL)
                 break
         name, *command = self.prog.split()
-        print(f"{' '.join([name.removesuffix('.py'), *command])}: {message}", file=sys.stderr)
+        print(f"{' '.join([name.removesuffix('.py'), *command])}: {mask(message)}", file=sys.stderr)
         sys.exit(BAD_INPUT)
 
     def add_alias(self, action: argparse.Action, *flags: str) -> None:
@@ -97,7 +98,7 @@ def prints_errors_as(command: str) -> Callable[[Callable[[], int]], Callable[[],
             try:
                 return main()
             except (Parallel3DError, TrainingError, OSError) as error:
-                print(f"{command}: {error}", file=sys.stderr)
+                print(f"{command}: {mask(str(error))}", file=sys.stderr)
                 return FAILED if isinstance(error, TrainingError) else BAD_INPUT
 
         return run

@@ -1,8 +1,13 @@
 """Errors that a user can cause. Each message names the place, the value, the rule and a remedy."""
 
+from parallel3d.base.masking import mask
+
 
 class Parallel3DError(ValueError):
     """Invalid input; commands print the message without a traceback and exit with code 2."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(mask(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(Parallel3DError):

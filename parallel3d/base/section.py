@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Strict
 
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.masking import mask
 
 
 class Section(BaseModel):
@@ -117,5 +118,6 @@ PathText = Annotated[str, AfterValidator(_path_text)]
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
+    # Before it is cut, which may hide the end of a password.
+    text = mask(json.dumps(value, default=str))
     return text if len(text) <= 80 else text[:76] + " ..."

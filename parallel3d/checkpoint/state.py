@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.base.errors import CheckpointError
+from parallel3d.base.masking import mask
 from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
@@ -43,7 +44,7 @@ class RunState:
     def __init__(self, config: RunConfig, corpus: Corpus) -> None:
         self._config = config
         self._fixed: dict[str, Any] = {
-            "config": config.to_dict(),
+            "config": config.to_public_dict(),
             "corpus": corpus.key,
             "split": SPLIT_FORMAT,
             "tokenizer": tokenizer_digest(corpus.tokenizer_directory),
@@ -144,7 +145,7 @@ def _changes(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -
             yield from _changes(old, new, f"{path}.")
         else:
             shown = path.removeprefix("parallel3d.")
-            yield f"{shown} {json.dumps(old)} -> {json.dumps(new)}"
+            yield mask(f"{shown} {json.dumps(old)} -> {json.dumps(new)}")
 
 
 def _mesh(config: RunConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PlainValidator, PrivateAttr, ValidationError
 
 from parallel3d.base import explain, reader
+from parallel3d.base.masking import mask_values
 from parallel3d.base.section import Problem, Problems, Section, Size
 from parallel3d.config import arithmetic, auto, checks, deepspeed, deepspeed_keys, parallel3d_block
 from parallel3d.config.data import DataConfig
@@ -329,6 +330,10 @@ class RunConfig(Section):
         """Return the config as one JSON object with all defaults; `from_dict` reads it back."""
         return self.model_dump(mode="json")
 
+    def to_public_dict(self) -> dict[str, Any]:
+        """Return the config as `to_dict` does, with the passwords of URLs masked, to be written."""
+        return {key: mask_values(value) for key, value in self.to_dict().items()}
+
     def _checked(self, source: str = "the config", **known: Any) -> "RunConfig":
         """Return this config; raises ConfigError if its settings contradict each other."""
         if problems := checks.find_problems(self.settings | known):
@@ -355,7 +360,7 @@ def digest_of(config: RunConfig, also: Iterable[str] = ()) -> str:
     Args:
         also: dotted paths of settings to ignore, besides those of output, stopping and speed.
     """
-    values = config.to_dict()
+    values = config.to_public_dict()
     # Runs begun before this setting was removed must still be found, until the next release.
     values["parallel3d"]["train"]["check_layers"] = True
     for path in (*_NOT_TRAINED, *also):

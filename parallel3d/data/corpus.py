@@ -26,6 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from parallel3d.base.errors import DataError
+from parallel3d.base.masking import mask
 from parallel3d.data.cache import is_complete
 from parallel3d.data.ids.counting import TokenWeights
 from parallel3d.data.ids.remote import SET_BYTES, BlockCache, RemoteFiles, is_url
@@ -224,7 +225,7 @@ class Corpus:
         place = np.load(self.directory / "places.npy", mmap_mode="r", allow_pickle=False)[index]
         names = json.loads((self.directory / "names.json").read_text())
         name = names["names"][place["file"]]
-        return place_of(names["kind"], name, int(place["row"]))
+        return mask(place_of(names["kind"], name, int(place["row"])))
 
 
 def streams_of(

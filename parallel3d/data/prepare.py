@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from parallel3d.base.errors import DataError
+from parallel3d.base.masking import mask
 from parallel3d.config.data import DataConfig, PartConfig, yields_token_ids
 from parallel3d.data.cache import cache_root, digest_of, is_complete, locked, staged
 from parallel3d.data.corpus import Corpus, entropy
@@ -73,7 +74,7 @@ class _Preparation:
         corpora = [self._build(*args) for args in zip(sources, held_out, progress_of, strict=True)]
         corpus = self._mix(corpora, shares) if config.mixture else corpora[0]
         training = np.concatenate(
-            [table["digest"][~mask] for table, mask in zip(tables, held_out, strict=True)]
+            [table["digest"][~apart] for table, apart in zip(tables, held_out, strict=True)]
         )
         if config.tokenizer == "train":
             self.tokenizer = corpus.tokenizer_directory
@@ -138,14 +139,14 @@ class _Preparation:
         """Train the tokenizer of a mixture on text in the proportions of the shares."""
         budgets = [TRAINING_BYTES * share / sum(shares) for share in shares]
         texts = [
-            (source, mask, budget)
-            for source, mask, budget in zip(sources, held_out, budgets, strict=True)
+            (source, is_held_out, budget)
+            for source, is_held_out, budget in zip(sources, held_out, budgets, strict=True)
             if isinstance(source, Documents)
         ]
         vocab_size = self.config.vocab_size
         key: list[object] = [FORMAT, vocab_size, *shares]
-        for source, mask, _ in texts:
-            key += contents_of(source.table, mask)
+        for source, is_held_out, _ in texts:
+            key += contents_of(source.table, is_held_out)
         directory = self.cache / "tokenizers" / digest_of(*key)
         with _published(directory, self.progress) as folder:
             if folder:
@@ -236,7 +237,7 @@ def _label(part: PartConfig) -> str:
     """Return the name of a part for tables."""
     more = f" and {len(part.paths) - 1} more" if len(part.paths) > 1 else ""
     which = part.paths[0] + more if part.paths else part.name
-    return " ".join(filter(None, [part.source, which, part.subset]))
+    return mask(" ".join(filter(None, [part.source, which, part.subset])))
 
 
 def validation_sets(config: DataConfig) -> dict[str, PartConfig]:

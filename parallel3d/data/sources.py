@@ -99,6 +99,9 @@ def matching_files(paths: Iterable[str], suffix: str = "txt") -> list[str]:
         if os.path.isdir(expanded):
             example = os.path.join(pattern, "**", f"*.{suffix}")
             raise DataError(f"{place} is a directory; use a glob such as {example}")
+        if os.path.exists(expanded) and not os.path.isfile(expanded):
+            rule = "is not a regular file (files are read several times)"
+            raise DataError(f"{place} {rule}; copy the contents to one")
         matches = [expanded]
         if not os.path.lexists(expanded):
             matches = list(_expand(expanded))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d import models
+from parallel3d.base.masking import mask
 from parallel3d.config import RunConfig
 from parallel3d.data.tokenizer import TOKENIZER_SUFFIXES
 from parallel3d.huggingface.weight_files import WeightFiles
@@ -63,7 +64,7 @@ def write_rest(folder: Path, about: About, layout: WeightFiles) -> None:
         )
     for path in tokenizer_files(about.tokenizer):
         shutil.copyfile(path, folder / path.name)
-    (folder / CARD).write_text(_card(about, layout, settings), encoding="utf-8")
+    (folder / CARD).write_text(mask(_card(about, layout, settings)), encoding="utf-8")
 
 
 def tokenizer_files(folder: Path | None) -> list[Path]:
@@ -111,7 +112,7 @@ def _card(about: About, layout: WeightFiles, settings: Any) -> str:
             f"Transformers has no class for this model ({layout.refusal}). The tensors have "
             "parallel3d's names, and there is no config.json.\n\n"
         )
-    config = json.dumps(about.config.to_dict(), indent=1)
+    config = json.dumps(about.config.to_public_dict(), indent=1)
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation

@@ -80,5 +80,5 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
         "plan": row,
         "checkpoint_bytes": size,
         "hardware": plan.request.hardware.name if plan else None,
-        "config": config.to_dict(),
+        "config": config.to_public_dict(),
     }

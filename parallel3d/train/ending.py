@@ -16,6 +16,7 @@ import psutil
 
 from parallel3d.base.arguments import BAD_INPUT, DONE, FAILED, STOPPED
 from parallel3d.base.errors import RankError, TrainingError
+from parallel3d.base.masking import mask
 from parallel3d.config import RunConfig
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
@@ -36,7 +37,7 @@ _FLUSH = 3.0  # seconds to flush open files when another rank's fault ends this 
 
 def say(text: str) -> None:
     """Write one line to standard error in a single write."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{mask(text)}\n")
     sys.stderr.flush()
 
 
@@ -161,7 +162,7 @@ def command_of_this_launch() -> str:
     words[0] = os.path.basename(words[0])
     if words[0].startswith("python"):
         words[0] = "python"
-    return shlex.join(word for word in words if not word.startswith("--local_rank"))
+    return mask(shlex.join(word for word in words if not word.startswith("--local_rank")))
 
 
 def command_to_go_on(config: RunConfig, folder: Path) -> str:

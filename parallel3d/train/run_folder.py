@@ -55,7 +55,7 @@ class Output:
             self._attempts.begin(step_reached(self.directory), restart)
             disk.remove_leftovers(self.checkpoints)
             forget_after(self.directory / METRICS, step)
-            resolved = json.dumps(config.to_dict(), indent=1)
+            resolved = json.dumps(config.to_public_dict(), indent=1)
             replace_text(self.directory / "config.json", f"{resolved}\n")
             # Fits of scaling laws for repeated data need this number.
             counted = json.dumps({"training_tokens": len(start.corpus.train)})

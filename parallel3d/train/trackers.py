@@ -59,7 +59,7 @@ class Trackers:
                 self._running[name] = tracker = make(name, config, directory, step)
                 tracker.start()
                 if name not in _LOCAL:
-                    tracker.store_init_configuration(_flat(config.to_dict()))
+                    tracker.store_init_configuration(_flat(config.to_public_dict()))
 
     def log(self, values: Values, step: int) -> None:
         """Pass the values of a step to each tracker; raise nothing."""

@@ -6,6 +6,7 @@ import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
+from parallel3d.config.run import digest_of
 from parallel3d.plan.search.plans import with_vocabulary
 
 pytestmark = pytest.mark.pure
@@ -128,3 +129,27 @@ def test_a_bad_value_is_named_with_rule_and_remedy(data, path, rule, remedy):
         config_of(**data)
     [line] = [x for x in str(caught.value).splitlines() if f"  parallel3d.data.{path}" in x]
     assert rule in line and remedy in line
+
+
+def test_a_password_in_a_url_is_written_nowhere_and_changes_no_run():
+    def read(password):
+        url = f"https://user:{password}@host/a.bin"
+        ids = {"source": "tokens", "paths": [url]}
+        mixture = {"source": "mixture", "mixture": [{**ids, "weight": 1}, {**ids, "weight": 2}]}
+        return config_of(**mixture, **NO_TOKENIZER, validation={"web": ids})
+
+    config = read("secret")
+    assert json.dumps(config.to_dict()).count("user:secret@") == 3
+    public = json.dumps(config.to_public_dict())
+    assert "secret" not in public and public.count("user:***@") == 3
+    assert RunConfig.from_dict(config.to_dict()) == config
+    masked = RunConfig.from_dict(config.to_public_dict())
+    assert digest_of(config) == digest_of(read("another")) == digest_of(masked)
+    assert config_of().to_public_dict() == config_of().to_dict()
+
+
+def test_a_password_is_masked_where_a_setting_is_refused():
+    url = "https://user:secret@host/a.bin"
+    with pytest.raises(ConfigError, match=r"user:\*\*\*@host") as caught:
+        config_of(source="hub", name="a", paths=[url])
+    assert "secret" not in str(caught.value)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.base.errors import DataError
+from parallel3d.data.sources import matching_files
 from tests.data.documents import found, names_of
 
 pytestmark = pytest.mark.gloo
@@ -50,3 +51,14 @@ def test_paths_that_name_no_file(folder, monkeypatch, paths, message):
     monkeypatch.chdir(folder)
     with pytest.raises(DataError, match=message):
         found("text", paths)
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
+def test_a_pipe_or_device_is_refused_without_opening_it(tmp_path, source):
+    """Opening a pipe would wait for its writer."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(DataError, match=rf"'{path}' is not a regular file.*; copy"):
+            found(source, [path])
+    (tmp_path / "a.txt").write_text("text")
+    assert matching_files([f"{tmp_path}/*"]) == [f"{tmp_path}/a.txt"]

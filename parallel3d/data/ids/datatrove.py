@@ -65,10 +65,10 @@ def _metadata(path: str) -> tuple[int | None, int]:
         lines = file.read(2**16).decode(errors="replace").split("\n")
     name, _, width = lines[0].rpartition("|")
     count = lines[1].strip() if len(lines) > 1 else ""
-    if not count.isdecimal():
+    if not count.isdecimal() or len(count) > 20:
         raise DataError(
-            f"{metadata}: the second line is {count!r}, not the number of ids; remove the file, or"
-            " write it again"
+            f"{metadata}: the second line is {count[:40]!r}, not the number of ids; remove the"
+            " file, or write it again"
         )
     # Older versions of datatrove write only the tokenizer's name.
     return int(count), int(width) if name and width in ("2", "4") else 0

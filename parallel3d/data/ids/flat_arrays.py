@@ -46,11 +46,15 @@ def _read_numpy(path: str, file: BinaryIO, size: int) -> TokenFile:
     try:
         version = npy.read_magic(file)
         read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+        if version not in read_header:
+            raise ValueError(f"unknown format version {version}")
         shape, _, dtype = read_header[version](file)
-    except (ValueError, KeyError, OSError, EOFError) as error:
+    # Broad: numpy parses the header as Python, and passes on any error of its tokenizer and parser.
+    except Exception as error:
+        reason = next((text for text in error.args if isinstance(text, str)), repr(error))
         raise DataError(
-            f"{path} begins like a .npy file, but its header cannot be read ({error}); write it"
-            " again with numpy.save"
+            f"{path} begins like a .npy file, but its header cannot be read"
+            f" ({reason.splitlines()[0][:200]}); write it again with numpy.save"
         ) from error
     if len(shape) != 1 or dtype.kind not in "iu":
         raise DataError(

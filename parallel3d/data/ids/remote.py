@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from parallel3d.base.errors import DataError
+from parallel3d.base.masking import MASK
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -90,6 +91,11 @@ def read_ranges(ranges: Sequence[Range]) -> list[bytes]:
 @contextmanager
 def _system_of(url: str) -> Iterator[tuple["AbstractFileSystem", str]]:
     """Yield the file system of a URL, and the path in it; turn errors into DataErrors."""
+    if f":{MASK}@" in url:
+        raise DataError(
+            f"{url}: its password was masked when a run's config was saved; set data.paths to the"
+            " URL with its password, or keep the password in fsspec's config files"
+        )
     try:
         # The import takes half a second; local files do not need it.
         from fsspec.core import url_to_fs

@@ -134,6 +134,51 @@ def test_an_odd_file(source, write_file, message, tmp_path):
         assert len(prepare(config).train) > 0  # tokens
 
 
+HEADER = "{'descr': '<u2', 'fortran_order': False, 'shape': (10,), }\n"
+HEADERS = {
+    "unclosed dictionary": (HEADER.replace("}", ""), "cannot be read"),
+    "open string": (HEADER.replace("u2'", "u2"), r"cannot be read \(Cannot parse header"),
+    "noise": (b"\x80(\xff[\0{" * 10, "cannot be read"),
+    "not hashable": ("{[]: 1}\n", r"cannot be read \(unhashable"),
+    "indentation": ("  x\n y\n", "cannot be read"),
+    "no such type": (HEADER.replace("<u2", "zz"), "not a valid dtype"),
+    "missing key": (HEADER.replace("'shape': (10,), ", ""), "correct keys"),
+    "long": (HEADER + " " * 20_000, r"is large and may not be safe[^\n]*; write it again"),
+    "code": ("__import__('os').abort()\n", "cannot be read"),
+    "huge shape": (HEADER.replace("(10,)", f"({'9' * 30},)"), "header; it is truncated"),
+    "negative shape": (HEADER.replace("(10,)", "(-10,)"), "header; it is truncated"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_broken_header_of_numpy(name, tmp_path):
+    header, message = HEADERS[name]
+    path = tmp_path / "a.npy"
+    data = header.encode() if isinstance(header, str) else header
+    path.write_bytes(b"\x93NUMPY\2\0" + struct.pack("<I", len(data)) + data + bytes(20))
+    refused(config_of("tokens", path), rf"a\.npy .*{message}", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\x93NUMPY", r"cannot be read \(EOF"),
+        (b"\x93NUMPY\1\0v\0{'descr'", r"cannot be read \(EOF"),
+        (b"\x93NUMPY\3\0" + bytes(90), r"unknown format version \(3, 0\)"),
+    ],
+    ids=["magic number only", "truncated", "version 3"],
+)
+def test_a_header_of_numpy_that_is_truncated_or_of_another_version(data, message, tmp_path):
+    (tmp_path / "a.npy").write_bytes(data)
+    refused(config_of("tokens", tmp_path / "a.npy"), message, tmp_path)
+
+
+def test_metadata_of_datatrove_with_a_number_that_is_too_long(tmp_path):
+    path = writers.datatrove(tmp_path / "a.ds", ENDED)
+    Path(f"{path}.metadata").write_text("gpt2|2\n" + "9" * 5000)
+    refused(config_of("datatrove", path), r"a\.ds\.metadata: the second line is", tmp_path)
+
+
 def test_what_the_file_has_beyond_the_vocabulary_is_named(tmp_path):
     bad = [*ENDED[:20], [8, 9, -3, 7], *ENDED[20:]]
     path = writers.megatron(tmp_path / "a.bin", bad, "int32")

@@ -1,5 +1,6 @@
 """Ids of remote files are those of local ones, through a bounded cache that survives anything."""
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,10 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.ids import remote
 from parallel3d.data.ids.remote import BLOCK, SET_BYTES, WAYS, BlockCache, Range, RemoteFiles
 from parallel3d.data.prepare import prepare
-from tests.data.ids import writers
+from parallel3d.data.show import as_text, samples, summarise
+from tests.data.ids import locked, writers
 from tests.data.ids.slow import SlowFiles
-from tests.data.ids.test_formats import FORMATS, check_streams, config_of
+from tests.data.ids.test_formats import DOCUMENTS, FORMATS, check_streams, config_of
 
 pytestmark = pytest.mark.gloo
 
@@ -211,3 +213,28 @@ def test_any_ranges_are_the_files_bytes(data):
         assert RemoteFiles(sizes, "", None).read(ranges) == [
             files[r.path][r.start : r.end] for r in ranges
         ]
+
+
+def test_a_password_in_a_url_is_shown_nowhere(tmp_path):
+    path = writers.numpys(tmp_path / "ids.npy", [[*ids, writers.END] for ids in DOCUMENTS])
+    url = f"{locked.OPEN}{path}"
+    corpus = by_url("tokens", url, tmp_path / "cache")
+    part = {"source": "tokens", "paths": (url,)}
+    mixture = config_of("mixture", Path("x"), paths=(), mixture=(part, part))
+    mixed = prepare(mixture.model_copy(update={"cache": str(tmp_path / "cache")}))
+    for shown in (
+        json.dumps([corpus.summary(), mixed.summary(), samples(corpus, 8, 0, 3)]),
+        as_text(summarise(mixed, None)),
+    ):
+        assert "secret" not in shown
+    assert corpus.name(0).startswith(f"locked://user:***@host{path}, ")
+    # Its library shows the URL in its own messages.
+    wrong = url.replace("secret", "secreto")
+    for refused in (wrong, f"{locked.OPEN}{tmp_path}/none.npy", url.replace("secret", "***")):
+        with pytest.raises(DataError, match=r"user:\*\*\*@host") as caught:
+            by_url("tokens", refused, tmp_path / "cache")
+        assert "secret" not in str(caught.value)
+    assert "its password was masked" in str(caught.value)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"user:\*\*\*@host.* truncated"):
+        by_url("tokens", url, tmp_path / "other")
