@@ -52,9 +52,8 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
         summary = f"{each} of each mesh, {ranking.num_simulated} simulated; {tail}"
         terminal.say(out, Text(f"\n{summary}", "dim"))
     if hidden := ranking.num_hidden:
-        which = "plans do" if hidden > 1 else "plan does"
-        text = f"{hidden} faster {which} not fit; omit --rows to list all"
-        terminal.say(out, Text(text, "dim"))
+        plans = "plans do" if hidden > 1 else "plan does"
+        terminal.say(out, Text(f"{hidden} faster {plans} not fit; omit --rows to list all", "dim"))
 
 
 def say_heading(request: Request, out: Console) -> None:

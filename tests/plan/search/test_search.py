@@ -275,6 +275,20 @@ def test_bad_requests():
         request_of(RunConfig.from_dict(raw), machine(), 8)
 
 
+def test_a_search_counts_scattered_activations():
+    """Between nodes the tp ranks send a part of each message each, not all of it."""
+    fixed = {"pp": 2, "tp": 4, "sequence_parallel": False, "micro_batch": 1}
+    raw = config(batch=4).to_dict()
+    sends = []
+    for scatters in (False, True):
+        raw["parallel3d"]["pipeline"]["scatter_activations"] = scatters
+        request = request_of(RunConfig.from_dict(raw), machine(), 8, fixed)
+        plan = search(request, rows=1).plans[0]
+        assert plan.setting.software.scatters_sends == scatters
+        sends.append(plan.time.parts["pipeline"])
+    assert 0 < sends[1] < sends[0]
+
+
 @pytest.mark.slow
 def test_a_trillion_parameters_on_3072_devices():
     """The issue's bound is 10 s on one idle core; a busy machine takes longer."""
