@@ -86,7 +86,9 @@ def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, in
     shard = held.shard if held.standing else 0
     device = held.weights + held.optimizer + held.buffers + shard + least_in_flight(s, hardware)
     most = most_in_flight(s.schedule, s.pp, s.num_microbatches, s.stages_per_rank)[0]
-    if most < s.num_microbatches * s.stages_per_rank:  # some forward runs after a backward
+    # If some forward runs after a backward, it runs beside gradients. But several stages need not
+    # have unreduced gradients while most microbatches are in flight.
+    if most < s.num_microbatches * s.stages_per_rank and (s.stages_per_rank == 1 or not held.whole):
         device += held.whole or held.shard - shard
     return device + margin(device, hardware), held.host
 

@@ -94,6 +94,18 @@ def test_bounds_are_bounds():
         assert choices_of(setting) == (flow, order, state)
 
 
+def test_memory_is_bounded_from_below_with_several_stages_per_rank():
+    """Gradients that are reduced once per step do not exist in all stages at the fullest moment."""
+    request = request_of(config(layers=12), machine(), 8, {"pp": 2, "dp": 2, "stages_per_rank": 2})
+    several = [c for c in everything(request) if c[1].stages_per_rank > 1]
+    assert any(state.reduces_once for *_, state in several)
+    for flow, order, state in several:
+        setting = setting_of(request, flow, order, state)
+        first = at(setting, 0, request.hardware)
+        device, host = least_on_first(setting, request.hardware)
+        assert 0.25 * first.total < device <= first.total and host <= first.host
+
+
 def test_bf16_is_not_planned_for_what_has_none():
     with pytest.raises(ConfigError, match="V100-SXM2-32GB supports fp16, but not bf16"):
         request_of(config(), hardware.load("v100-32gb"), 8)
