@@ -74,6 +74,7 @@ def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory
     by_part["logits"] += min(0, by_part["activations"])
     by_part["activations"] = max(0, by_part["activations"])
     by_part["margin"] = margin(sum(by_part.values()), hardware)
+    by_part["margin"] += nccl_estimate(setting, coord, hardware)
     return Memory(by_part, rank.held.host, rank.held.nvme, coord)
 
 
@@ -90,7 +91,7 @@ def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, in
     # have unreduced gradients while most microbatches are in flight.
     if most < s.num_microbatches * s.stages_per_rank and (s.stages_per_rank == 1 or not held.whole):
         device += held.whole or held.shard - shard
-    return device + margin(device, hardware), held.host
+    return device + margin(device, hardware) + nccl_estimate(s, 0, hardware), held.host
 
 
 def least_in_flight(setting: Setting, hardware: Hardware | None) -> int:
@@ -145,3 +146,29 @@ def margin(tensors: int, hardware: Hardware | None) -> int:
     if hardware is None or hardware.cores is not None:
         return 0
     return CONTEXT + round(ALLOCATOR * tensors)
+
+
+# Estimates: no GPU has measured these two yet. They are the only ones (docs/planner/memory.md).
+COMMUNICATOR = 256 * 2**20
+"""Bytes of an NCCL communicator of several ranks: buffers of its channels, and NVLS's on NVSwitch.
+Older versions of NCCL took 544 to 688 MB on four A100 (github.com/NVIDIA/nccl/issues/964); versions
+from 2.22 on connect an algorithm when it is first used."""
+KEPT_MESSAGES = 4
+"""Messages that the streams of the pipeline's groups keep per neighbouring stage, two in each
+direction: ProcessGroupNCCL returns a message's memory only after all that its stream had queued,
+and the host queues ahead of the device."""
+
+
+def nccl_estimate(setting: Setting, coord: int, hardware: Hardware | None) -> int:
+    """Return the estimated bytes of NCCL's communicators and of kept messages; 0 on a CPU."""
+    s, devices = setting, setting.devices
+    if is_cpu(hardware) or devices == 1:
+        return 0
+    # The groups of mesh/mesh.py: an axis that holds all ranks is the world.
+    communicators = 1 + sum(1 < size < devices for size in (s.pp, s.dp, s.tp))
+    communicators += (s.pp > 1) + (s.dp > 1 and s.pp * s.tp > 1)  # "pp backward", "model"
+    home = stages_on(s.schedule, s.pp, s.stages_per_rank)[coord]
+    stages = {*range(s.pp * s.stages_per_rank)} - {*home}
+    crossings = sum(i + 1 in stages for i in home) + sum(i - 1 in stages for i in home)
+    message = _stage(s, _parts(s)[home[0]], on_cpu=False).hidden_bytes
+    return communicators * COMMUNICATOR + KEPT_MESSAGES * crossings * message

@@ -10,7 +10,7 @@ from parallel3d.base import terminal
 from parallel3d.base.terminal import Cell, Column
 from parallel3d.config.deepspeed import offload_in_words
 from parallel3d.config.hardware import Hardware
-from parallel3d.plan.memory.peak import PARTS, Memory, at
+from parallel3d.plan.memory.peak import PARTS, Memory, at, nccl_estimate
 from parallel3d.plan.search.best_first import Ranking
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
@@ -204,6 +204,9 @@ def show_memory(memory: Memory, setting: Setting, hardware: Hardware | None, out
     for name, size in (("host", memory.host), ("nvme", memory.nvme)):
         if size:
             out.print(f"  {name:<14}{gib(size):>8} GiB per device")
+    if estimate := nccl_estimate(setting, memory.pp_coord, hardware):
+        remark = "of the margin: NCCL, an estimate that no GPU has measured yet"
+        terminal.say(out, f"  {gib(estimate)} GiB {remark}", "    ")
     for remark in on_buffers(setting, memory, hardware):
         terminal.say(out, f"  {remark}", "    ")
 
