@@ -14,7 +14,7 @@ from parallel3d.plan.layers.placement import (
     stages_on,
 )
 from parallel3d.plan.layers.weight_counts import sizes
-from parallel3d.plan.memory.activations import StageActivations, stage
+from parallel3d.plan.memory.activations import StageActivations, stage_activations
 from parallel3d.plan.memory.moments import CoordinateRank
 from parallel3d.plan.memory.states import states
 from parallel3d.plan.setting import Setting
@@ -50,7 +50,7 @@ def per_rank(setting: Setting, hardware: Hardware | None = None) -> tuple[Memory
 
     A GPU needs a margin for memory beside tensors. Without `hardware` the run is on CPUs.
     """
-    return tuple(at(setting, coord, hardware) for coord in range(setting.pp))
+    return tuple(peak_of(setting, coord, hardware) for coord in range(setting.pp))
 
 
 def fullest(setting: Setting, hardware: Hardware | None = None) -> Memory:
@@ -58,7 +58,7 @@ def fullest(setting: Setting, hardware: Hardware | None = None) -> Memory:
     return max(per_rank(setting, hardware), key=lambda memory: memory.total)
 
 
-def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory:
+def peak_of(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory:
     """Return the peak memory of one pipeline coordinate under this engine."""
     on_cpu = is_cpu(hardware)
     home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
@@ -89,8 +89,10 @@ def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, in
     most = most_in_flight(s.schedule, s.pp, s.num_microbatches, s.stages_per_rank)[0]
     # If some forward runs after a backward, it runs beside gradients. But several stages need not
     # have unreduced gradients while most microbatches are in flight.
-    if most < s.num_microbatches * s.stages_per_rank and (s.stages_per_rank == 1 or not held.whole):
-        device += held.whole or held.shard - shard
+    if most < s.num_microbatches * s.stages_per_rank and (
+        s.stages_per_rank == 1 or not held.unreduced
+    ):
+        device += held.unreduced or held.shard - shard
     return device + margin(device, hardware) + nccl_estimate(s, 0, hardware), held.host
 
 
@@ -124,7 +126,7 @@ def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivation
     # From I to W the inputs of all linear layers stay, so full recomputation saves nothing.
     saves_nothing = setting.recompute == "full" and splits_backward(setting.schedule)
     recompute: Recompute = "none" if saves_nothing else setting.recompute
-    return stage(
+    return stage_activations(
         part, shape.batch, shape.seq, setting.tp, setting.sequence_parallel, recompute,
         setting.hidden_size, setting.bytes_per_element, software.gradient_bytes,
         software.attention == "classic", on_cpu,

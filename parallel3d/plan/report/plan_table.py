@@ -10,7 +10,7 @@ from parallel3d.base import terminal
 from parallel3d.base.terminal import Cell, Column
 from parallel3d.config.deepspeed import offload_in_words
 from parallel3d.config.hardware import Hardware
-from parallel3d.plan.memory.peak import PARTS, Memory, at, nccl_estimate
+from parallel3d.plan.memory.peak import PARTS, Memory, nccl_estimate, peak_of
 from parallel3d.plan.search.best_first import Ranking
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
@@ -284,7 +284,7 @@ def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> I
         if size <= layer:
             continue
         lower = setting.but(buffers=replace(setting.buffers, **{name: layer}))
-        saved = memory.total - at(lower, memory.pp_coord, hardware).total
+        saved = memory.total - peak_of(lower, memory.pp_coord, hardware).total
         if saved >= LARGE * memory.total:
             yield (
                 f"{gib(saved)} GiB: DeepSpeed's {name} = {size:,} elements; lower it to the size "

@@ -20,9 +20,9 @@ from parallel3d.plan.memory.peak import (
     COMMUNICATOR,
     KEPT_MESSAGES,
     PARTS,
-    at,
     fullest,
     margin,
+    peak_of,
     per_rank,
     saved_bytes,
 )
@@ -110,7 +110,7 @@ def test_nccl_is_estimated_where_there_are_gpus():
     message = shape.tokens * 256 * 2
 
     def outside(setting, coord, machine):
-        parts = at(setting, coord, machine).parts
+        parts = peak_of(setting, coord, machine).parts
         return parts["margin"] - margin(sum(parts.values()) - parts["margin"], machine)
 
     assert outside(one, 0, A100) == 0
@@ -124,7 +124,7 @@ def test_nccl_is_estimated_where_there_are_gpus():
     # v_shape: stages 3 and 4 are on one rank, so no message passes between them.
     bent = mesh.but(schedule="v_shape", stages_per_rank=2)
     assert outside(bent, 3, A100) == 6 * COMMUNICATOR + 2 * KEPT_MESSAGES * message
-    assert at(mesh, 1).parts["margin"] == 0
+    assert peak_of(mesh, 1).parts["margin"] == 0
 
 
 @few
@@ -139,7 +139,7 @@ def test_parts_sum_to_the_whole(setting, machine):
         assert (memory.host > 0) == ({setting.offload_optimizer, setting.offload_param} != {"none"})
         assert (memory.nvme > 0) == (setting.offload_optimizer == "nvme")
         assert (memory.parts["margin"] > 0) == (machine is not None)
-        assert memory == at(setting, memory.pp_coord, machine)
+        assert memory == peak_of(setting, memory.pp_coord, machine)
     assert fullest(setting, machine).total == max(memory.total for memory in ranks)
 
 

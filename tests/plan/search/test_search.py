@@ -7,7 +7,7 @@ import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
-from parallel3d.plan.memory.peak import at, least_on_first, per_rank
+from parallel3d.plan.memory.peak import least_on_first, peak_of, per_rank
 from parallel3d.plan.report.choose import apply, checkpoint_bytes, choose
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.best_first import _Search, search
@@ -88,7 +88,7 @@ def test_bounds_are_bounds():
         seconds = step_time(setting, request.hardware).seconds
         bound = lower_bound(setting, request.hardware)
         assert floors[flow] <= bound * (1 + 1e-9) and bound <= seconds * (1 + 1e-9)
-        first = at(setting, 0, request.hardware)
+        first = peak_of(setting, 0, request.hardware)
         device, host = least_on_first(setting, request.hardware)
         assert 0.3 * first.total < device <= first.total and host <= first.host
         assert choices_of(setting) == (flow, order, state)
@@ -101,7 +101,7 @@ def test_memory_is_bounded_from_below_with_several_stages_per_rank():
     assert any(state.reduces_once for *_, state in several)
     for flow, order, state in several:
         setting = setting_of(request, flow, order, state)
-        first = at(setting, 0, request.hardware)
+        first = peak_of(setting, 0, request.hardware)
         device, host = least_on_first(setting, request.hardware)
         assert 0.25 * first.total < device <= first.total and host <= first.host
 
