@@ -192,7 +192,7 @@ def request_of(
 
 
 def _on_one(config: RunConfig, batch: int) -> RunConfig:
-    """Return the config on one device with the whole batch, for figures independent of a mesh."""
+    """Return the config on one device with all of the batch, for figures independent of a mesh."""
     raw = config.to_dict()
     raw["parallel3d"] |= {"mesh": {"pp": 1, "dp": 1, "tp": 1}, "plan": {}}
     raw["parallel3d"]["pipeline"] = {
