@@ -150,7 +150,7 @@ def margin(tensors: int, hardware: Hardware | None) -> int:
     return CONTEXT + round(ALLOCATOR * tensors)
 
 
-# Estimates: no GPU has measured these two yet. They are the only ones (docs/planner/memory.md).
+# Estimates until a GPU has measured them (docs/planner/memory.md).
 COMMUNICATOR = 256 * 2**20
 """Bytes of an NCCL communicator of several ranks: buffers of its channels, and NVLS's on NVSwitch.
 Older versions of NCCL took 544 to 688 MB on four A100 (github.com/NVIDIA/nccl/issues/964); versions
