@@ -77,7 +77,7 @@ def test_a_row_in_detail(tmp_path):
     drawn = ("--svg", svg, "--trace", trace)
     done = plan(*ON_A_NODE, "--rows", 2, "--fix", "pp=4", "--explain", 2, *drawn)
     assert done.returncode == DONE, done.stderr
-    for word in ("optimizer", "activations", "margin", "bubble", "MFU", "device-hours"):
+    for word in ("optimizer", "activations", "an estimate", "bubble", "MFU", "device-hours"):
         assert word in done.stdout
     picture = ET.parse(svg).getroot()
     texts = [text.text or "" for text in picture.iter("{http://www.w3.org/2000/svg}text")]

@@ -55,7 +55,7 @@ class StageActivations(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def stage(
+def stage_activations(
     part: StageLayers, batch: int, seq: int, tp: int, sequence_parallel: bool, recompute: Recompute,
     hidden_size: int, element: int, gradient: int, classic: bool, on_cpu: bool,
 ) -> StageActivations:  # fmt: skip

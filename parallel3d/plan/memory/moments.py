@@ -54,9 +54,9 @@ class CoordinateRank:
         self._places: Held = tuple(range(len(self.home)))
         self._order = s.schedule, s.pp, s.num_microbatches, s.stages_per_rank
         self._flight = in_flight(*self._order)[self.coord]
-        self._in: dict[MicrobatchCounts, tuple[int, int]] = {}
-        self._every = self._sizes(self._places)
-        self.held = states(s, self._every, self.on_cpu)
+        self._activation_bytes: dict[MicrobatchCounts, tuple[int, int]] = {}
+        self._all_sizes = self._sizes(self._places)
+        self.held = states(s, self._all_sizes, self.on_cpu)
         self._shard = self.held.shard if self.held.standing else 0
         # Weights are gathered or fetched if they are sharded over several ranks or offloaded.
         self._gathers = s.zero_stage == 3 and (
@@ -71,24 +71,24 @@ class CoordinateRank:
         reduced = held.buffers + held.bucket + held.reducing
         yield 0, held.shard, always, 0, held.buffers + held.stepping
         own: tuple[Gradients | None, ...] = (None,) * len(self.home)
-        if held.whole > 0 and len(self.home) > 1:
+        if held.unreduced > 0 and len(self.home) > 1:
             own = gradients(*self._order)[self.coord]
         else:
-            yield 0, held.whole + held.shard, always, 0, reduced
+            yield 0, held.unreduced + held.shard, always, 0, reduced
         if self.setting.holds_weights:
             coming = windows(*self._order, self.setting.weights)[self.coord]
-            yield from self._of_arrivals(coming)
-            weights = [self._by_program(coming, place) for place in self._places]
+            yield from self._arrival_moments(coming)
+            weights = [self._gathered_by_program(coming, place) for place in self._places]
         else:
-            weights = [self._by_hooks(place) for place in self._places]
+            weights = [self._gathered_by_hooks(place) for place in self._places]
         for place, (gathered, its) in enumerate(zip(weights, own, strict=True)):
-            yield from self._of_stage(place, gathered, its)
+            yield from self._stage_moments(place, gathered, its)
             if its:
                 body, logits = self._activations(its.last)
-                there = self._whole((*its.left, place)) + held.shard
-                yield gathered.reducing, there, body, logits, reduced
+                gradient_bytes = self._unreduced_bytes((*its.left, place)) + held.shard
+                yield gathered.reducing, gradient_bytes, body, logits, reduced
 
-    def _of_arrivals(self, coming: Windows) -> Iterator[Moment]:
+    def _arrival_moments(self, coming: Windows) -> Iterator[Moment]:
         """Yield the moments at which weights that the program gathers arrive.
 
         A layer's weights arrive in one buffer and are copied out of it, except with dp = 1.
@@ -96,19 +96,19 @@ class CoordinateRank:
         held, copies = self.held, self.setting.dp > 1
         for arrival in coming.arrivals:
             body, logits = self._activations(arrival.flight)
-            there = self._shard if arrival.forward or held.whole else held.shard
+            gradient_bytes = self._shard if arrival.forward or held.unreduced else held.shard
             copied = copies * self._sizes((arrival.place,)).copied
             gathered = self._gathered(arrival.held) + copied * self.setting.bytes_per_element
-            yield gathered, there, body, logits, held.buffers
+            yield gathered, gradient_bytes, body, logits, held.buffers
 
-    def _by_program(self, coming: Windows, place: int) -> GatheredBytes:
+    def _gathered_by_program(self, coming: Windows, place: int) -> GatheredBytes:
         """Return the bytes of gathered weights in a stage's passes if the program gathers."""
         forward = max(map(self._gathered, coming.forward[place]))
         backward = max(map(self._gathered, coming.backward[place]))
         others = {tuple(p for p in held if p != place) for held in coming.backward[place]}
         return GatheredBytes(forward, backward, forward, max(map(self._gathered, others)))
 
-    def _by_hooks(self, place: int) -> GatheredBytes:
+    def _gathered_by_hooks(self, place: int) -> GatheredBytes:
         """Return the bytes of gathered weights in a stage's passes if DeepSpeed's hooks gather.
 
         The hooks prefetch along the trace of each pass (engine/quirks/tracing.py). Soon the stage
@@ -120,7 +120,7 @@ class CoordinateRank:
             return GatheredBytes(0, 0, 0)
         setting, s = self.setting, self._sizes((place,))
         element, buffers = setting.bytes_per_element, setting.buffers
-        one = (s.module + self._every.small) * element
+        one = (s.module + self._all_sizes.small) * element
         stage_bytes = self._gathered((place,))
         ahead = buffers.stage3_prefetch_bucket_size
         if not ahead:
@@ -137,13 +137,13 @@ class CoordinateRank:
         """Return the bytes of some stages' gathered weights, plus all stages' unsharded ones."""
         if not self._gathers:
             return 0
-        elements = self._every.small
+        elements = self._all_sizes.small
         if places:
             own = self._sizes(places)
             elements += own.params - own.small
         return elements * self.setting.bytes_per_element
 
-    def _of_stage(
+    def _stage_moments(
         self, place: int, weights: GatheredBytes, own: Gradients | None
     ) -> Iterator[Moment]:
         """Yield the moments of one stage's passes.
@@ -151,41 +151,41 @@ class CoordinateRank:
         `own` is the lifetime of the stage's gradients if the rank has several stages whose
         gradients are reduced once per step.
         """
-        held, s, once = self.held, self.stages[place], self.held.whole > 0
+        held, s, once = self.held, self.stages[place], self.held.unreduced > 0
         buffers = held.buffers if once or held.standing else held.buffers + held.bucket
-        counts = self._most(place)
+        counts = self._fullest_counts(place)
         # True if some forward runs after a backward, and so beside its gradients.
         alternates = sum(counts) < self.setting.num_microbatches * len(self.stages)
         before = self._shard
         if alternates and own:
-            before += max(map(self._whole, own.forward))
+            before += max(map(self._unreduced_bytes, own.forward))
         elif alternates:
-            before += held.whole if once else held.shard - self._shard
-        yield self._at(counts, s.ending, weights.forward, before, held.buffers)
+            before += held.unreduced if once else held.shard - self._shard
+        yield self._moment(counts, s.ending, weights.forward, before, held.buffers)
         beginning = BackwardMoment(s.saved_bytes, 0, -s.logits_bytes, 0)
-        yield self._at(counts, beginning, weights.beginning, before, held.buffers)
+        yield self._moment(counts, beginning, weights.beginning, before, held.buffers)
         if once and not alternates:
             # The first backward creates gradients while it frees activations.
-            there, first = self._shard + s.first.gradients_bytes, counts
+            gradient_bytes, first = self._shard + s.first.gradients_bytes, counts
             if own:
-                there += self._whole(own.beside)
+                gradient_bytes += self._unreduced_bytes(own.beside)
                 first = own.first
-            yield self._at(first, s.first, weights.backward, there, buffers)
+            yield self._moment(first, s.first, weights.backward, gradient_bytes, buffers)
         else:
-            yield self._at(counts, s.later, weights.backward, before, buffers)
+            yield self._moment(counts, s.later, weights.backward, before, buffers)
         if not once:
             # The reduction of the first full bucket creates the shards if there are none.
             full = bisect_left(s.produced, self.setting.buffers.reduce_bucket_size)
             at_full = s.backwards[min(full, len(s.backwards) - 1)]
             reducing = buffers + held.reducing
-            yield self._at(counts, at_full, weights.backward, held.shard, reducing)
+            yield self._moment(counts, at_full, weights.backward, held.shard, reducing)
 
     def _sizes(self, places: Held) -> WeightSizes:
         """Return the sizes of the weights in some of the coordinate's stages."""
         held = tuple([self.layers[p] for p in places])
         return sizes(held, self.setting.tp, self.setting.persistence)
 
-    def _whole(self, places: Held) -> int:
+    def _unreduced_bytes(self, places: Held) -> int:
         """Return the bytes of the unreduced gradients of some stages."""
         if not places:
             return 0
@@ -193,13 +193,13 @@ class CoordinateRank:
 
     def _activations(self, counts: MicrobatchCounts) -> tuple[int, int]:
         """Return the bytes of `counts` microbatches in flight: all but logits, and logits."""
-        if counts not in self._in:
+        if counts not in self._activation_bytes:
             logits = sum(map(mul, counts, [stage.logits_bytes for stage in self.stages]))
             saved = sum(map(mul, counts, [stage.saved_bytes for stage in self.stages])) - logits
-            self._in[counts] = self._always + saved + self._passing(counts), logits
-        return self._in[counts]
+            self._activation_bytes[counts] = self._always + saved + self._passing(counts), logits
+        return self._activation_bytes[counts]
 
-    def _at(
+    def _moment(
         self,
         counts: MicrobatchCounts,
         m: BackwardMoment,
@@ -212,7 +212,7 @@ class CoordinateRank:
         body += m.working_bytes - m.freed_bytes - m.logits_bytes
         return gathered, grads, body, logits + m.logits_bytes, buffers
 
-    def _most(self, place: int) -> MicrobatchCounts:
+    def _fullest_counts(self, place: int) -> MicrobatchCounts:
         """Return the fullest counts of microbatches in flight with at least one at `place`."""
         if len(self._flight) == 1:
             return self._flight[0]

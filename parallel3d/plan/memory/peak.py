@@ -14,7 +14,7 @@ from parallel3d.plan.layers.placement import (
     stages_on,
 )
 from parallel3d.plan.layers.weight_counts import sizes
-from parallel3d.plan.memory.activations import StageActivations, stage
+from parallel3d.plan.memory.activations import StageActivations, stage_activations
 from parallel3d.plan.memory.moments import CoordinateRank
 from parallel3d.plan.memory.states import states
 from parallel3d.plan.setting import Setting
@@ -50,7 +50,7 @@ def per_rank(setting: Setting, hardware: Hardware | None = None) -> tuple[Memory
 
     A GPU needs a margin for memory beside tensors. Without `hardware` the run is on CPUs.
     """
-    return tuple(at(setting, coord, hardware) for coord in range(setting.pp))
+    return tuple(peak_of(setting, coord, hardware) for coord in range(setting.pp))
 
 
 def fullest(setting: Setting, hardware: Hardware | None = None) -> Memory:
@@ -58,7 +58,7 @@ def fullest(setting: Setting, hardware: Hardware | None = None) -> Memory:
     return max(per_rank(setting, hardware), key=lambda memory: memory.total)
 
 
-def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory:
+def peak_of(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory:
     """Return the peak memory of one pipeline coordinate under this engine."""
     on_cpu = is_cpu(hardware)
     home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
@@ -74,6 +74,7 @@ def at(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory
     by_part["logits"] += min(0, by_part["activations"])
     by_part["activations"] = max(0, by_part["activations"])
     by_part["margin"] = margin(sum(by_part.values()), hardware)
+    by_part["margin"] += nccl_estimate(setting, coord, hardware)
     return Memory(by_part, rank.held.host, rank.held.nvme, coord)
 
 
@@ -86,9 +87,13 @@ def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, in
     shard = held.shard if held.standing else 0
     device = held.weights + held.optimizer + held.buffers + shard + least_in_flight(s, hardware)
     most = most_in_flight(s.schedule, s.pp, s.num_microbatches, s.stages_per_rank)[0]
-    if most < s.num_microbatches * s.stages_per_rank:  # some forward runs after a backward
-        device += held.whole or held.shard - shard
-    return device + margin(device, hardware), held.host
+    # If some forward runs after a backward, it runs beside gradients. But several stages need not
+    # have unreduced gradients while most microbatches are in flight.
+    if most < s.num_microbatches * s.stages_per_rank and (
+        s.stages_per_rank == 1 or not held.unreduced
+    ):
+        device += held.unreduced or held.shard - shard
+    return device + margin(device, hardware) + nccl_estimate(s, 0, hardware), held.host
 
 
 def least_in_flight(setting: Setting, hardware: Hardware | None) -> int:
@@ -121,7 +126,7 @@ def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivation
     # From I to W the inputs of all linear layers stay, so full recomputation saves nothing.
     saves_nothing = setting.recompute == "full" and splits_backward(setting.schedule)
     recompute: Recompute = "none" if saves_nothing else setting.recompute
-    return stage(
+    return stage_activations(
         part, shape.batch, shape.seq, setting.tp, setting.sequence_parallel, recompute,
         setting.hidden_size, setting.bytes_per_element, software.gradient_bytes,
         software.attention == "classic", on_cpu,
@@ -143,3 +148,29 @@ def margin(tensors: int, hardware: Hardware | None) -> int:
     if hardware is None or hardware.cores is not None:
         return 0
     return CONTEXT + round(ALLOCATOR * tensors)
+
+
+# Estimates until a GPU has measured them (docs/planner/memory.md).
+COMMUNICATOR = 256 * 2**20
+"""Bytes of an NCCL communicator of several ranks: buffers of its channels, and NVLS's on NVSwitch.
+Older versions of NCCL took 544 to 688 MB on four A100 (github.com/NVIDIA/nccl/issues/964); versions
+from 2.22 on connect an algorithm when it is first used."""
+KEPT_MESSAGES = 4
+"""Messages that the streams of the pipeline's groups keep per neighbouring stage, two in each
+direction: ProcessGroupNCCL returns a message's memory only after all that its stream had queued,
+and the host queues ahead of the device."""
+
+
+def nccl_estimate(setting: Setting, coord: int, hardware: Hardware | None) -> int:
+    """Return the estimated bytes of NCCL's communicators and of kept messages; 0 on a CPU."""
+    s, devices = setting, setting.devices
+    if is_cpu(hardware) or devices == 1:
+        return 0
+    # The groups of mesh/mesh.py: an axis that holds all ranks is the world.
+    communicators = 1 + sum(1 < size < devices for size in (s.pp, s.dp, s.tp))
+    communicators += (s.pp > 1) + (s.dp > 1 and s.pp * s.tp > 1)  # "pp backward", "model"
+    home = stages_on(s.schedule, s.pp, s.stages_per_rank)[coord]
+    stages = {*range(s.pp * s.stages_per_rank)} - {*home}
+    crossings = sum(i + 1 in stages for i in home) + sum(i - 1 in stages for i in home)
+    message = _stage(s, _parts(s)[home[0]], on_cpu=False).hidden_bytes
+    return communicators * COMMUNICATOR + KEPT_MESSAGES * crossings * message

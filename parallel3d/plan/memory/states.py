@@ -22,7 +22,7 @@ class StateBytes(NamedTuple):
     - `weights`, `optimizer`: at any time.
     - `shard`: reduced gradients. `standing`: True if they exist at any time; at ZeRO 0 to 2 they
       exist only from the reduction on.
-    - `whole`: unreduced gradients, if they are reduced once per step.
+    - `unreduced`: unreduced gradients, if they are reduced once per step.
     - `buffers`: at any time.
     - `bucket`: during all backwards, if each of them reduces.
     - `reducing`: additional bytes of a reduction.
@@ -35,7 +35,7 @@ class StateBytes(NamedTuple):
     optimizer: int
     shard: int
     standing: bool
-    whole: int
+    unreduced: int
     buffers: int
     bucket: int
     reducing: int
@@ -110,7 +110,7 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     return StateBytes(
         weights=weight_bytes if setting.offload_param == "none" else 0,
         optimizer=optimizer if not offloads else 0, shard=shard, standing=zero3,
-        whole=s.params * gradient if setting.reduces_once or not setting.zero_stage else 0,
+        unreduced=s.params * gradient if setting.reduces_once or not setting.zero_stage else 0,
         buffers=standing, bucket=bucket, reducing=reducing, stepping=stepping, host=host,
         nvme=places["nvme"],
     )  # fmt: skip

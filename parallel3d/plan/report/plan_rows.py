@@ -85,8 +85,12 @@ def nothing_fits(least: Plan) -> str:
     s, room = least.setting, request.hardware.memory_bytes.value
     over = memory.total - room
     host = request.hardware.host
-    device, hosts = f"devices with {gib(memory.total)} GiB", f"hosts with {gib(memory.host)} GiB"
-    remedies = ["more devices", device if over > 0 else f"{hosts} per device"]
+    remedies = [
+        "more devices",
+        f"devices with {gib(memory.total)} GiB"
+        if over > 0
+        else f"hosts with {gib(memory.host)} GiB per device",
+    ]
     if request.fixed:
         remedies.insert(0, f"fewer fixed choices (now {', '.join(request.fixed)})")
     elif host is None:

@@ -10,7 +10,7 @@ from parallel3d.base import terminal
 from parallel3d.base.terminal import Cell, Column
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
-from parallel3d.plan.memory.peak import PARTS, Memory, at
+from parallel3d.plan.memory.peak import PARTS, Memory, nccl_estimate, peak_of
 from parallel3d.plan.search.best_first import Ranking
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
@@ -52,9 +52,8 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
         summary = f"{each} of each mesh, {ranking.num_simulated} simulated; {tail}"
         terminal.say(out, Text(f"\n{summary}", "dim"))
     if hidden := ranking.num_hidden:
-        which = "plans do" if hidden > 1 else "plan does"
-        text = f"{hidden} faster {which} not fit; omit --rows to list all"
-        terminal.say(out, Text(text, "dim"))
+        plans = "plans do" if hidden > 1 else "plan does"
+        terminal.say(out, Text(f"{hidden} faster {plans} not fit; omit --rows to list all", "dim"))
 
 
 def say_heading(request: Request, out: Console) -> None:
@@ -205,6 +204,9 @@ def show_memory(memory: Memory, setting: Setting, hardware: Hardware | None, out
     for name, size in (("host", memory.host), ("nvme", memory.nvme)):
         if size:
             out.print(f"  {name:<14}{gib(size):>8} GiB per device")
+    if estimate := nccl_estimate(setting, memory.pp_coord, hardware):
+        remark = "of the margin: NCCL, an estimate that no GPU has measured yet"
+        terminal.say(out, f"  {gib(estimate)} GiB {remark}", "    ")
     for remark in on_buffers(setting, memory, hardware):
         terminal.say(out, f"  {remark}", "    ")
 
@@ -282,7 +284,7 @@ def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> I
         if size <= layer:
             continue
         lower = setting.but(buffers=replace(setting.buffers, **{name: layer}))
-        saved = memory.total - at(lower, memory.pp_coord, hardware).total
+        saved = memory.total - peak_of(lower, memory.pp_coord, hardware).total
         if saved >= LARGE * memory.total:
             yield (
                 f"{gib(saved)} GiB: DeepSpeed's {name} = {size:,} elements; lower it to the size "

@@ -16,7 +16,7 @@ from heapq import heappop, heappush, nsmallest
 from itertools import count, islice
 from typing import Any, NamedTuple
 
-from parallel3d.plan.memory.peak import Memory, at, least_in_flight, least_on_first
+from parallel3d.plan.memory.peak import Memory, least_in_flight, least_on_first, peak_of
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import (
     PLAIN,
@@ -240,7 +240,7 @@ class _Search:
         for choices in near.values():
             settings = (setting_of(self.request, *c) for *_, c in sorted(choices))
             faster = islice((s for s in settings if self._bound(s) < fastest), _TRIED)
-            sizes = [(at(s, 0, self.hardware).total, i, s) for i, s in enumerate(faster)]
+            sizes = [(peak_of(s, 0, self.hardware).total, i, s) for i, s in enumerate(faster)]
             for size, _, setting in sorted(sizes):
                 if fitting(setting, self.hardware):
                     continue

@@ -192,10 +192,14 @@ def request_of(
 
 
 def _on_one(config: RunConfig, batch: int) -> RunConfig:
-    """Return the config on one device with the whole batch, for figures independent of a mesh."""
+    """Return the config on one device with all of the batch, for figures independent of a mesh."""
     raw = config.to_dict()
     raw["parallel3d"] |= {"mesh": {"pp": 1, "dp": 1, "tp": 1}, "plan": {}}
-    raw["parallel3d"]["pipeline"] = {"schedule": "gpipe"}
+    raw["parallel3d"]["pipeline"] = {
+        "schedule": "gpipe",
+        # Not a choice of the planner: it applies to all plans.
+        "scatter_activations": config.pipeline.scatter_activations,
+    }
     raw |= {"train_batch_size": batch, "train_micro_batch_size_per_gpu": batch}
     raw["gradient_accumulation_steps"] = 1
     raw["parallel3d"]["train"] |= {"steps": None, "max_tokens": None, "epochs": None}

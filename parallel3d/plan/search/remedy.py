@@ -5,7 +5,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from parallel3d.config.hardware import Hardware
-from parallel3d.plan.memory.peak import Memory, at, fullest, per_rank
+from parallel3d.plan.memory.peak import Memory, fullest, peak_of, per_rank
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import RECOMPUTES, Choices, Flow, MeshSizes, Order, ZeroState
 from parallel3d.plan.search.plans import Plan, Request
@@ -61,7 +61,7 @@ def fitting(setting: Setting, hardware: Hardware) -> Memory | None:
 
     The first rank is checked first: it most often decides.
     """
-    if not fits(at(setting, 0, hardware), hardware):
+    if not fits(peak_of(setting, 0, hardware), hardware):
         return None
     memory = worst(setting, hardware)
     return memory if fits(memory, hardware) else None

@@ -20,7 +20,7 @@ from parallel3d.engine import EngineSettings
 from parallel3d.model.spec import Shape
 from parallel3d.pipeline.executor import Executor, Microbatch
 from parallel3d.pipeline.stages import build_stages
-from parallel3d.plan.memory.peak import at
+from parallel3d.plan.memory.peak import peak_of
 from parallel3d.plan.setting import Setting
 from parallel3d.schedule.schedule import peak_in_flight
 from parallel3d.schedule.schedules import make_schedule
@@ -140,7 +140,7 @@ def compare(name, pp, join, layers=None, kernels=kernels_of_a_gpu):  # noqa: F81
     """Bytes of a coordinate on a GPU, as planned and as its program had them alive."""
     config = shortened(name, layers)
     coord = pp % config.mesh.pp
-    memory = at(Setting.from_config(config), coord, load("H100-SXM5-80GB"))
+    memory = peak_of(Setting.from_config(config), coord, load("H100-SXM5-80GB"))
     planned = sum(memory.parts[part] for part in ("gradients", "activations", "logits"))
     with kernels():
         found = measured(config, coord, join)

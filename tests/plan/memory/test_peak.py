@@ -16,7 +16,16 @@ from parallel3d.model.head_cost import num_chunks
 from parallel3d.model.spec import Shape
 from parallel3d.models.gpt.spec import Config
 from parallel3d.plan.layers.placement import in_flight, model_of, stages_of, stages_on
-from parallel3d.plan.memory.peak import PARTS, at, fullest, per_rank, saved_bytes
+from parallel3d.plan.memory.peak import (
+    COMMUNICATOR,
+    KEPT_MESSAGES,
+    PARTS,
+    fullest,
+    margin,
+    peak_of,
+    per_rank,
+    saved_bytes,
+)
 from parallel3d.plan.setting import Buffers, Setting, layers_of
 from parallel3d.schedule.action import Op
 from parallel3d.schedule.partition import partition
@@ -93,6 +102,31 @@ machines = st.sampled_from([None, A100])
 few = hypothesis_settings(max_examples=15)
 
 
+def test_nccl_is_estimated_where_there_are_gpus():
+    """Communicators: world, pp, pp backward, dp, tp, model. Messages: with two neighbours."""
+    shape = Shape(2, 128)
+    one = Setting(gpt(256, 6), 256, shape, 8, schedule="one_f_one_b")
+    mesh = one.but(pp=4, dp=2, tp=2)
+    message = shape.tokens * 256 * 2
+
+    def outside(setting, coord, machine):
+        parts = peak_of(setting, coord, machine).parts
+        return parts["margin"] - margin(sum(parts.values()) - parts["margin"], machine)
+
+    assert outside(one, 0, A100) == 0
+    assert outside(one.but(dp=8), 0, A100) == COMMUNICATOR  # dp is the world
+    assert outside(one.but(dp=4, tp=2), 0, A100) == 4 * COMMUNICATOR  # world, dp, tp, model
+    assert outside(mesh, 0, A100) == 6 * COMMUNICATOR + KEPT_MESSAGES * message
+    assert outside(mesh, 1, A100) == 6 * COMMUNICATOR + 2 * KEPT_MESSAGES * message
+    assert outside(mesh.but(sequence_parallel=True), 3, A100) == (
+        6 * COMMUNICATOR + KEPT_MESSAGES * message // 2
+    )
+    # v_shape: stages 3 and 4 are on one rank, so no message passes between them.
+    bent = mesh.but(schedule="v_shape", stages_per_rank=2)
+    assert outside(bent, 3, A100) == 6 * COMMUNICATOR + 2 * KEPT_MESSAGES * message
+    assert peak_of(mesh, 1).parts["margin"] == 0
+
+
 @few
 @given(settings(), machines)
 def test_parts_sum_to_the_whole(setting, machine):
@@ -105,7 +139,7 @@ def test_parts_sum_to_the_whole(setting, machine):
         assert (memory.host > 0) == ({setting.offload_optimizer, setting.offload_param} != {"none"})
         assert (memory.nvme > 0) == (setting.offload_optimizer == "nvme")
         assert (memory.parts["margin"] > 0) == (machine is not None)
-        assert memory == at(setting, memory.pp_coord, machine)
+        assert memory == peak_of(setting, memory.pp_coord, machine)
     assert fullest(setting, machine).total == max(memory.total for memory in ranks)
 
 

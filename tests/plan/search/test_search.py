@@ -7,7 +7,7 @@ import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
-from parallel3d.plan.memory.peak import at, least_on_first, per_rank
+from parallel3d.plan.memory.peak import least_on_first, peak_of, per_rank
 from parallel3d.plan.report.choose import apply, checkpoint_bytes, choose
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.best_first import _Search, search
@@ -88,10 +88,22 @@ def test_bounds_are_bounds():
         seconds = step_time(setting, request.hardware).seconds
         bound = lower_bound(setting, request.hardware)
         assert floors[flow] <= bound * (1 + 1e-9) and bound <= seconds * (1 + 1e-9)
-        first = at(setting, 0, request.hardware)
+        first = peak_of(setting, 0, request.hardware)
         device, host = least_on_first(setting, request.hardware)
         assert 0.3 * first.total < device <= first.total and host <= first.host
         assert choices_of(setting) == (flow, order, state)
+
+
+def test_memory_is_bounded_from_below_with_several_stages_per_rank():
+    """Gradients that are reduced once per step do not exist in all stages at the fullest moment."""
+    request = request_of(config(layers=12), machine(), 8, {"pp": 2, "dp": 2, "stages_per_rank": 2})
+    several = [c for c in everything(request) if c[1].stages_per_rank > 1]
+    assert any(state.reduces_once for *_, state in several)
+    for flow, order, state in several:
+        setting = setting_of(request, flow, order, state)
+        first = peak_of(setting, 0, request.hardware)
+        device, host = least_on_first(setting, request.hardware)
+        assert 0.25 * first.total < device <= first.total and host <= first.host
 
 
 def test_bf16_is_not_planned_for_what_has_none():
@@ -273,6 +285,20 @@ def test_bad_requests():
     raw["parallel3d"]["data"]["tokenizer"] = "gpt2"
     with pytest.raises(ConfigError, match=r'vocab_size = "auto": .*"gpt2".*set the tokenizer'):
         request_of(RunConfig.from_dict(raw), machine(), 8)
+
+
+def test_a_search_counts_scattered_activations():
+    """Between nodes the tp ranks send a part of each message each, not all of it."""
+    fixed = {"pp": 2, "tp": 4, "sequence_parallel": False, "micro_batch": 1}
+    raw = config(batch=4).to_dict()
+    sends = []
+    for scatters in (False, True):
+        raw["parallel3d"]["pipeline"]["scatter_activations"] = scatters
+        request = request_of(RunConfig.from_dict(raw), machine(), 8, fixed)
+        plan = search(request, rows=1).plans[0]
+        assert plan.setting.software.scatters_sends == scatters
+        sends.append(plan.time.parts["pipeline"])
+    assert 0 < sends[1] < sends[0]
 
 
 @pytest.mark.slow
