@@ -65,7 +65,7 @@ _CANNOT = """## What the check cannot see
 - **Unequal numbers of trained tokens.** All samples predict equally many tokens, so a loss averaged
   over unequal microbatches (huggingface/transformers#35203, pytorch/torchtitan#2206) cannot differ.
 - **An overflow of one stage alone** (deepspeedai/DeepSpeed#994): no gradient overflows.
-- **Errors below half precision's bounds.** The bounds are 0.2 in bf16 and 0.1 in fp16. Exhibits that do not
+- **Errors below half precision's bounds**, 0.2 in bf16 and 0.1 in fp16. Exhibits that do not
   need half precision are planted in fp32; verify a config there, too.
 - **A mistake that the reference shares**: it uses the library's order of samples, learning-rate
   schedule and document bounds.
