@@ -55,11 +55,11 @@ def best_of_each_mesh(request, rows):
 @pytest.mark.parametrize(
     ("devices", "batch", "layers", "memory", "cores"),
     [
-        (2, 4, 6, 2, 0),
+        (2, 4, 6, 2.5, 0),
         (4, 4, 2, 80, 4),
         pytest.param(4, 4, 4, 80, 0, marks=pytest.mark.slow),
-        *(pytest.param(4, 4, 6, memory, 0, marks=pytest.mark.slow) for memory in (2, 3)),
-        *(pytest.param(8, 16, 6, memory, 0, marks=pytest.mark.slow) for memory in (80, 7, 5, 4)),
+        *(pytest.param(4, 4, 6, memory, 0, marks=pytest.mark.slow) for memory in (3, 4)),
+        *(pytest.param(8, 16, 6, memory, 0, marks=pytest.mark.slow) for memory in (80, 8, 6, 5)),
     ],
 )
 def test_rows_are_those_of_an_exhaustive_search(devices, batch, layers, memory, cores):
@@ -153,9 +153,9 @@ def test_what_is_fixed_stays():
     ("devices", "memory", "batch", "every"),
     [
         (1, 6, 4, 5),
-        (4, 2, 4, 199),
+        (4, 3, 4, 199),
         pytest.param(1, 6, 16, 3, marks=pytest.mark.slow),
-        pytest.param(8, 2, 16, 24, marks=pytest.mark.slow),
+        pytest.param(8, 3, 16, 24, marks=pytest.mark.slow),
     ],
 )
 def test_the_smallest_change_fits(devices, memory, batch, every):
