@@ -147,6 +147,9 @@ class LrScheduleConfig(Section):
     """Last steps over which "wsd" decays; null means a fifth of the run."""
 
 
+Ranks = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False), Field(min_length=1)]
+
+
 class ProfileConfig(Section):
     """Which steps to profile."""
 
@@ -154,6 +157,9 @@ class ProfileConfig(Section):
     """The first step that is profiled, counted from 0."""
     steps: int = Field(default=1, gt=0)
     """How many steps are profiled."""
+    ranks: Literal["auto", "all"] | Ranks = "auto"
+    """Ranks that are profiled: a list of ranks, "all", or "auto" for one of each pipeline and
+    tensor coordinate (those of dp 0)."""
 
 
 class TrainConfig(Section):
