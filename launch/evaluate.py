@@ -15,7 +15,7 @@ from parallel3d.base.arguments import DONE, STOPPED, Parser, whole_number
 from parallel3d.config import help_text
 from parallel3d.mesh.launch import Launch
 from parallel3d.train.claim import resolve_config
-from parallel3d.train.stopping import StopRequest, end_with, join
+from parallel3d.train.stopping import StopRequest, end_with, join, meet_at_the_end
 
 if TYPE_CHECKING:
     from parallel3d.data.evaluation_samples import SetLoss
@@ -55,7 +55,7 @@ def evaluate(
             width = max(map(len, losses))
             for name, loss in losses.items():
                 print(f"{name:<{width}}  {loss.in_words()}")
-    mesh.close()
+    meet_at_the_end(mesh)
     return STOPPED if losses is None else DONE
 
 

@@ -257,15 +257,21 @@ def _check_scheduler(scheduler: Any, train: TrainConfig) -> Iterator[Problem]:
         yield Problem("scheduler.params.total_num_steps", total, rule, remedy)
 
 
-def _check_profile(train: TrainConfig) -> Iterator[Problem]:
+def _check_profile(train: TrainConfig, mesh: MeshConfig) -> Iterator[Problem]:
     profile, steps = train.profile, train.steps
+    if profile and not isinstance(profile.ranks, str) and mesh.dp != "auto":
+        size = mesh.pp * mesh.dp * mesh.tp
+        if (last := max(profile.ranks)) >= size:
+            rule = f"names rank {last}, and the mesh has {size}"
+            remedy = f"use ranks from 0 to {size - 1}"
+            yield Problem("parallel3d.train.profile.ranks", [*profile.ranks], rule, remedy)
     if profile and steps and profile.start + profile.steps > steps:
         rule = f"ends at step {profile.start + profile.steps}, after the run's {steps} steps"
         if profile.start < steps:
             remedy = f"use steps = {steps - profile.start} or less, or an earlier start"
         else:
             remedy = f"use start = {max(0, steps - profile.steps)} or less"
-        value = profile.model_dump()
+        value = profile.model_dump(include={"start", "steps"})
         yield Problem("parallel3d.train.profile", value, rule, remedy)
 
 

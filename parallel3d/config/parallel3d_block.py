@@ -151,6 +151,9 @@ class LrScheduleConfig(Section):
     """Steps over which "wsd" decays; null means a fifth of the run."""
 
 
+Ranks = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False), Field(min_length=1)]
+
+
 class ProfileConfig(Section):
     """Which steps to profile."""
 
@@ -158,6 +161,9 @@ class ProfileConfig(Section):
     """First step to profile, counted from 0."""
     steps: int = Field(default=1, gt=0)
     """Number of steps to profile."""
+    ranks: Literal["auto", "all"] | Ranks = "auto"
+    """Ranks that are profiled: a list of ranks, "all", or "auto" for one of each pipeline and
+    tensor coordinate (those of dp 0)."""
 
 
 class TrainConfig(Section):

@@ -52,7 +52,10 @@ class Ending:
         self.at_end: list[Callable[[], None]] = []
 
     def leave(self, code: int) -> NoReturn:
-        """End the process with this exit code, adapted to the launcher by `exit_code`."""
+        """End the process with this exit code, adapted to the launcher by `exit_code`.
+
+        The process group is not destroyed (see `stopping.meet_at_the_end`).
+        """
         pulse.leave(code)
         if swap := sys.modules.get("parallel3d.engine.swap"):  # it loads DeepSpeed
             swap.remove_folders()

@@ -1,10 +1,14 @@
-"""Profiles of chosen steps on every rank, merged into one timeline.
+"""Profiles of chosen steps on chosen ranks.
 
 Files in `<run>/profile/`:
 
-- `rank-N.json`: torch's own trace of a rank;
-- `timeline.json`: actions and torch's events of all ranks for Perfetto (ui.perfetto.dev);
-- `timeline.svg`, `spans.json` (for launch/draw.py): the actions of the last recorded step.
+- `rank-N.json`: torch's own trace of a profiled rank;
+- `timeline.json`: the actions of the profiled ranks for Perfetto (ui.perfetto.dev);
+- `lanes.json`: the same, from which `parallel3d draw --merge` adds torch's events to timeline.json;
+- `timeline.svg`, `spans.json` (for launch/draw.py): the last recorded step of one rank of each
+  pipeline coordinate, if each has a profiled rank.
+
+Torch's traces are large (50-500 MB on a GPU) and therefore never read within a run.
 
 All times are unix times of rank 0's node. The clock of another node is corrected by the median
 difference over a few barriers, which end at about the same moment on all ranks.
@@ -16,11 +20,10 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from torch.profiler import profile, supported_activities
@@ -32,45 +35,18 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.clock import timing
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule import draw
-from parallel3d.schedule.schedule import Action, Span
+from parallel3d.train.timeline import Lane, Step, trace_of, write_lanes
 from parallel3d.train.trackers import requested_trackers
 
 _BARRIERS = 5
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A step as recorded by one rank, in unix seconds; spans are relative to `actions`."""
-
-    number: int
-    start: float
-    end: float
-    actions: float
-    spans: list[tuple[str, float, float]]
-
-
-@dataclass(frozen=True)
-class _Lane:
-    """The recorded steps of one rank, and how many seconds its clock is ahead of rank 0's."""
-
-    rank: int
-    pp_dp_tp: tuple[int, int, int]
-    steps: list[_Step]
-    ahead: float
-
-    def spans(self, step: int) -> tuple[Span, ...]:
-        """Return the actions of the `step`-th recorded step, on rank 0's clock."""
-        seen = self.steps[step]
-        zero = seen.actions - self.ahead
-        return tuple(Span(Action.parse(a), zero + s, zero + e) for a, s, e in seen.spans)
-
-
 class Profiler:
-    """Profiles the steps that `chosen` selects, and writes to `run / "profile"`.
+    """Profiles the steps and ranks that `chosen` selects, and writes to `run / "profile"`.
 
-    With `tensorboard`, each rank's trace is also copied to where TensorBoard's PyTorch profiler
-    plugin reads it.
+    Every rank has one: writing is collective. With `tensorboard`, each profiled rank's trace is
+    also copied to where TensorBoard's PyTorch profiler plugin reads it.
     """
 
     def __init__(
@@ -87,12 +63,25 @@ class Profiler:
         self._directory, self._tensorboard = run / "profile", None
         if tensorboard:
             self._tensorboard = run / "tensorboard" / "plugins" / "profile" / run.name
-        self._steps: list[_Step] = []
+        if isinstance(chosen.ranks, str):
+            self._is_profiled = chosen.ranks == "all" or mesh.coord("dp") == 0
+        else:
+            self._is_profiled = mesh.rank in chosen.ranks
+        self._is_pending = False  # steps were recorded, on some rank, and not written
+        self._steps: list[Step] = []
         self._torch: profile | None = None
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Record the step in the block, counted from 0, if chosen; write after the last one."""
+        self._is_pending |= number in self._chosen
+        with self._record(number) if self._is_profiled else nullcontext():
+            yield
+        if number == self._chosen[-1]:
+            self.finish()
+
+    @contextmanager
+    def _record(self, number: int) -> Iterator[None]:
         if number not in self._chosen:
             yield
             return
@@ -107,33 +96,33 @@ class Profiler:
         with timing(self._executor):
             yield
         spans = [(str(action), begin, end) for action, begin, end in self._executor.spans]
-        self._steps.append(_Step(number, start, time.time(), self._executor.started, spans))
-        if number == self._chosen[-1]:
-            self.finish()
+        self._steps.append(Step(number, start, time.time(), self._executor.started, spans))
 
     def finish(self) -> None:
         """Write the recorded steps that are not yet written; collective over the world."""
-        if self._torch is None or not self._steps:
+        if not self._is_pending:
             return
-        self._torch.stop()
+        self._is_pending = False
         self._directory.mkdir(parents=True, exist_ok=True)
-        trace = self._trace_of(self._mesh.rank)
-        self._torch.export_chrome_trace(str(trace))
+        if self._torch is not None:
+            self._export(self._torch)
+        lanes = self._gather()
+        if self._mesh.rank == 0 and lanes:
+            self._write(lanes)
+        self._steps = []
+
+    def _export(self, recorded: profile) -> None:
+        recorded.stop()
+        trace = trace_of(self._directory, self._mesh.rank)
+        recorded.export_chrome_trace(str(trace))
         if self._tensorboard:
             self._tensorboard.mkdir(parents=True, exist_ok=True)
             # The plugin takes the part before the time as the worker's name.
             name = f"rank-{self._mesh.rank}.{time.time_ns()}.pt.trace.json"
             shutil.copy(trace, self._tensorboard / name)
-        lanes = self._gather()
-        if self._mesh.rank == 0:
-            self._write(lanes)
-        self._steps = []
 
-    def _trace_of(self, rank: int) -> Path:
-        return self._directory / f"rank-{rank}.json"
-
-    def _gather(self) -> list[_Lane]:
-        """Return the steps of every rank; all ranks have written their traces on return."""
+    def _gather(self) -> list[Lane]:
+        """Return the steps of the profiled ranks, which have all written their traces."""
         ends = []
         for _ in range(_BARRIERS):
             self._mesh.barrier()
@@ -142,81 +131,29 @@ class Profiler:
         coords = [self._mesh.coord(axis) for axis in ("pp", "dp", "tp")]
         record = {"clock": clock, "ends": ends, "coords": coords}
         record["steps"] = [asdict(step) for step in self._steps]
-        rows = gather_json(self._mesh, record)
-        first = {row["clock"]: row["ends"] for row in reversed(rows)}
+        sends = bool(self._steps) or self._mesh.rank == 0
+        rows = dict(enumerate(gather_json(self._mesh, record if sends else None)))
+        rows = {rank: row for rank, row in rows.items() if row}
+        first = {row["clock"]: row["ends"] for row in reversed(rows.values())}
         zero = rows[0]["ends"]
         lanes = []
-        for rank, row in enumerate(rows):
+        for rank, row in rows.items():
             ahead = median(a - b for a, b in zip(first[row["clock"]], zero, strict=True))
-            steps = [_Step(**step) for step in row["steps"]]
-            lanes.append(_Lane(rank, tuple(row["coords"]), steps, ahead))
+            steps = [Step(**step) for step in row["steps"]]
+            lanes += [Lane(rank, tuple(row["coords"]), steps, ahead)] if steps else []
         return lanes
 
-    def _write(self, lanes: list[_Lane]) -> None:
+    def _write(self, lanes: list[Lane]) -> None:
+        write_lanes(self._directory, lanes)
         schedule = self._executor.schedule
-        origin = min(step.start - lane.ahead for lane in lanes for step in lane.steps)
-        events: list[dict[str, Any]] = []
-        for lane in lanes:
-            events += _own_events(lane, origin)
-            trace = self._trace_of(lane.rank)
-            if trace.exists():  # on another node it may be on a local disk
-                events += _torch_events(json.loads(trace.read_text()), lane, origin)
-        timeline = {"traceEvents": events, "displayTimeUnit": "ms"}
-        (self._directory / "timeline.json").write_text(json.dumps(timeline))
+        first = {lane.pp_dp_tp[0]: lane for lane in reversed(lanes)}
+        if len(first) < schedule.pp_size:
+            return
+        spans = tuple(lane.spans(-1) for _, lane in sorted(first.items()))
         title = f"{schedule.name}: step {lanes[0].steps[-1].number}, measured"
-        picture = draw.figure([(title, tuple(lane.spans(-1) for lane in lanes))])
-        (self._directory / "timeline.svg").write_text(picture)
-        spans = tuple(lane.spans(-1) for lane in lanes if lane.pp_dp_tp[1:] == (0, 0))
-        measured = draw.spans_to_json(schedule, spans)
-        (self._directory / "spans.json").write_text(json.dumps(measured) + "\n")
-
-
-def _own_events(lane: _Lane, origin: float) -> Iterator[dict[str, Any]]:
-    """Yield a rank's name, steps and actions as trace events, in microseconds since `origin`."""
-    pp, dp, tp = lane.pp_dp_tp
-    name = f"rank {lane.rank} (pp {pp}, dp {dp}, tp {tp})"
-    yield _name("process", lane.rank, 0, name)
-    yield _name("thread", lane.rank, 0, "pipeline")
-    zero = origin + lane.ahead
-
-    def event(name: str, category: str, start: float, end: float) -> dict[str, Any]:
-        times = {"ts": round((start - zero) * 1e6, 3), "dur": round((end - start) * 1e6, 3)}
-        return {"name": name, "cat": category, "ph": "X", "pid": lane.rank, "tid": 0} | times
-
-    for step in lane.steps:
-        yield event(f"step {step.number}", "step", step.start, step.end)
-        for text, start, end in step.spans:
-            op = Action.parse(text).op.value
-            yield event(text, op, step.actions + start, step.actions + end)
-
-
-def _torch_events(trace: dict[str, Any], lane: _Lane, origin: float) -> Iterator[dict[str, Any]]:
-    """Yield torch's events of a rank in the rank's lane, in microseconds since `origin`."""
-    shift = (trace.get("baseTimeNanoseconds", 0) - round((origin + lane.ahead) * 1e9)) / 1e3
-    named = {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in trace["traceEvents"]
-        if event.get("ph") == "M" and event["name"] == "thread_name"
-    }
-    threads: dict[tuple[int, int], int] = {}
-    for event in trace["traceEvents"]:
-        place = event.get("pid"), event.get("tid")
-        # Events about the recording itself have names instead of numbers for pid and tid.
-        if event["ph"] == "M" or not all(isinstance(number, int) for number in place):
-            continue
-        if place not in threads:
-            threads[place] = len(threads) + 1
-            name = named.get(place) or f"device {place[0]}, stream {place[1]}"
-            yield _name("thread", lane.rank, threads[place], name)
-        moved = {"pid": lane.rank, "tid": threads[place], "ts": round(event["ts"] + shift, 3)}
-        if "id" in event:  # an arrow between events; each rank counts them from 1
-            moved["id"] = f"{lane.rank}.{event['id']}"
-        yield event | moved
-
-
-def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    place = {"ph": "M", "pid": pid, "tid": tid}
-    return {"name": f"{kind}_name", **place, "args": {"name": name}}
+        (self._directory / "timeline.svg").write_text(draw.figure([(title, spans)]))
+        measured = json.dumps(draw.spans_to_json(schedule, spans))
+        (self._directory / "spans.json").write_text(f"{measured}\n")
 
 
 def make_profiler(

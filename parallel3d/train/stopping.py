@@ -203,6 +203,17 @@ def join(config: RunConfig, launch: Launch) -> "Mesh":
     return Mesh(sizes.pp, int(sizes.dp), sizes.tp, launch, watched=True)
 
 
+def meet_at_the_end(mesh: "Mesh") -> None:
+    """Wait until every rank is done with its collectives, so that each may end its process.
+
+    Use this instead of `Mesh.close`: destroying NCCL's communicators can hang, and a rank that
+    hangs after others have ended well would never be judged.
+    """
+    pulse.doing("its end")
+    with pulse.waiting("waiting for the other ranks"):
+        mesh.gather_texts("", aside=True)
+
+
 class _Launcher:
     """Detects the death of the `deepspeed` command, which does not pass a SIGTERM on to ranks."""
 

@@ -8,8 +8,10 @@ get these blocks, so nothing is opened twice. The process that constructs `Track
 import csv
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,7 @@ class Trackers:
     ) -> None:
         self._say, self._settings = say, requested_trackers(config)
         self._running: dict[str, Any] = {}
+        threading.excepthook = partial(_without_tensorboard, threading.excepthook)
         for name in self._settings:
             with self._dropped_on_error(name, "cannot be started and is left out"):
                 self._running[name] = tracker = make(name, config, directory, step)
@@ -89,6 +92,12 @@ class Trackers:
             self._say(
                 f"WARNING: {self._settings[name]}: {name} {what} ({reason}); {remedy}, or remove it"
             )
+
+
+def _without_tensorboard(print_error: Callable[[Any], Any], error: Any) -> None:
+    """Print an error of a thread, except TensorBoard's writer, whose error `log` reports."""
+    if not type(error.thread).__module__.startswith("tensorboard."):
+        print_error(error)
 
 
 def make(name: str, config: RunConfig, directory: Path, step: int) -> Any:

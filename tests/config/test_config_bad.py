@@ -132,6 +132,8 @@ BAD_TOGETHER = [
      f"{LR}.decay_steps", 12, "exceeds the run's 10 steps", "10 or less for both"),
     ({f"{P3D}.train.profile": {"start": 8, "steps": 3}},
      f"{P3D}.train.profile", {"start": 8, "steps": 3}, "ends at step 11", "steps = 2 or less"),
+    ({f"{P3D}.train.profile": {"start": 1, "ranks": [0, 8]}, f"{P3D}.mesh.dp": 2},
+     f"{P3D}.train.profile.ranks", [0, 8], "names rank 8, and the mesh has", "use ranks from 0 to"),
     ({f"{P3D}.train.profile": {"start": 10}},
      f"{P3D}.train.profile", {"start": 10, "steps": 1}, "the run's 10 steps", "start = 9 or less"),
     ({"scheduler": {"type": "WarmupLR"}, LR: {"type": "cosine"}},

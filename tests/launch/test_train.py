@@ -130,6 +130,20 @@ def test_a_bad_corpus_is_refused_once_and_leaves_nothing(tmp_path, ranks):
     ]
 
 
+@pytest.mark.slow  # tests/checkpoint/test_save_failures.py does it without the command
+def test_three_failed_saves_end_a_mesh_with_one_message(place, alone):
+    """No file may be larger than 1 MB; the corpus was prepared before. No rank has a traceback."""
+    limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *deepspeed(2)]
+    done = place.run(
+        limited, "--parallel3d.checkpoint.every", 1, "--parallel3d.run.name", "limited",
+        "--parallel3d.run.trackers", '["csv", "tensorboard"]', steps=20,
+    )  # fmt: skip
+    printed = done.stdout + done.stderr
+    assert done.returncode == FAILED, printed
+    assert printed.count("3 checkpoints in a row could not be saved; all ranks stop") == 1
+    assert printed.count("File too large") == 3 and "Traceback" not in printed, printed
+
+
 @pytest.mark.slow  # one process in a terminal, and the end of the deepspeed command, are not
 def test_ctrl_c_ends_a_mesh_clean(place):
     with place.started(deepspeed(2), "--parallel3d.run.name", "stopped") as (process, log):

@@ -1,9 +1,11 @@
 """The end of a launch: exit codes under each launcher, and the command that resumes it."""
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from parallel3d.base.errors import ConfigError
 from parallel3d.mesh.launch import Launch
 from parallel3d.train import ending
+from parallel3d.train.stopping import StopRequest
 
 pytestmark = pytest.mark.gloo
 
@@ -143,6 +146,48 @@ def test_the_command_of_the_installed_program(typed):
     words = [sys.executable, *typed.split(), "train", "--config", "a.json"]
     printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert printed == f"{typed} train --config a.json\n"
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_no_process_group_is_destroyed_before_the_end_is_reported(monkeypatch, command):
+    """Destroying one may hang, after others have ended well; the last step is a marked barrier."""
+    events = []
+    module = importlib.import_module(f"launch.{command}")
+    mesh = SimpleNamespace(
+        rank=1,
+        close=lambda: events.append("close"),
+        gather_texts=lambda text, aside: events.append(("barrier", aside)),
+    )
+    pulse = SimpleNamespace(
+        doing=lambda text: events.append(text),
+        waiting=lambda what: contextmanager(lambda: (yield events.append("waits")))(),
+        leave=lambda code: events.append(("leave", code)),
+    )
+
+    def leave_process(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr("parallel3d.train.stopping.pulse", pulse)
+    monkeypatch.setattr(ending, "pulse", pulse)
+    monkeypatch.setattr(ending.os, "_exit", leave_process)
+    monkeypatch.setattr(module, "ready", lambda config, launch: config)
+    monkeypatch.setattr(module, "join", lambda config, launch: mesh)
+    end = ending.Ending()
+    end.launch = Launch(1, 2, 1, 2)
+    if command == "train":
+        monkeypatch.setattr(module, "train", lambda *arguments: ending.DONE)
+        args = SimpleNamespace(config="ds.json", dry_run=None, json=False)
+        code = module.run(args, [], end, StopRequest(end))
+    else:
+        prefix = "parallel3d.train"
+        monkeypatch.setattr(f"{prefix}.checkpoint_config.checkpoint_in", lambda path: path)
+        monkeypatch.setattr(f"{prefix}.checkpoint_config.evaluation_config", lambda *a, **b: None)
+        monkeypatch.setattr(f"{prefix}.evaluate_checkpoint.evaluate", lambda *arguments: {})
+        args = SimpleNamespace(path=None, config=None, samples=None, json=False)
+        code = module.evaluate(args, [], end.launch, StopRequest(end))
+    with pytest.raises(SystemExit):
+        end.leave(code)
+    assert events == ["its end", "waits", ("barrier", True), ("leave", ending.DONE)]
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from launch import draw as launch_draw
 from parallel3d.config.parallel3d_block import ProfileConfig
 from parallel3d.schedule.draw import spans_from_json
 from parallel3d.schedule.schedule import Action, add_sharding
 from parallel3d.schedule.schedules import make_schedule
-from parallel3d.train import profiler
-from parallel3d.train.ending import DONE, STOPPED
+from parallel3d.train import profiler, timeline
+from parallel3d.train.ending import BAD_INPUT, DONE, STOPPED
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
 from tests.train.test_trainer import on_mesh, raw, run_on_rank, stop_in_step_two  # noqa: F401
@@ -42,8 +43,9 @@ def written(tmp_path_factory):
     """The folder of a profiled training on two ranks, and the events of its timeline."""
     run = tmp_path_factory.mktemp("profiled")
     run_locally(profile_on_rank, 2, str(run))
-    timeline = json.loads((run / "profile" / "timeline.json").read_text())
-    return run / "profile", timeline["traceEvents"]
+    assert timeline.merge(run / "profile") == (run / "profile" / "timeline.json", [])
+    merged = json.loads((run / "profile" / "timeline.json").read_text())
+    return run / "profile", merged["traceEvents"]
 
 
 def own(events, rank):
@@ -130,7 +132,8 @@ def test_the_clocks_of_the_ranks_agree(written):
 def test_files_of_each_rank_and_of_the_last_step(written):
     directory, events = written
     files = {path.name for path in directory.iterdir()}
-    assert files == {"rank-0.json", "rank-1.json", "timeline.json", "timeline.svg", "spans.json"}
+    drawn = {"timeline.json", "timeline.svg", "spans.json", "lanes.json"}
+    assert files == {"rank-0.json", "rank-1.json", *drawn}
     for rank in (0, 1):
         trace = json.loads((directory / f"rank-{rank}.json").read_text())
         products = [e for e in trace["traceEvents"] if e["name"] == "aten::mm"]
@@ -162,13 +165,64 @@ def test_another_nodes_clock_is_set_by_the_barriers(monkeypatch):
         ]
         return [text, *(json.dumps(mine | other) for other in others)]
 
-    mesh = SimpleNamespace(barrier=lambda: None, coord=lambda axis: 0, gather_texts=gather)
+    mesh = SimpleNamespace(barrier=lambda: None, coord=lambda axis: 0, gather_texts=gather, rank=0)
     recorder = profiler.Profiler(ProfileConfig(start=0), mesh, None, run=Path("nowhere"))
-    seen = profiler._Step(0, 100.0, 102.0, 100.5, [("0F0", 0.0, 1.0)])
+    seen = timeline.Step(0, 100.0, 102.0, 100.5, [("0F0", 0.0, 1.0)])
     recorder._steps = [seen]
     lanes = recorder._gather()
     assert [lane.ahead for lane in lanes] == pytest.approx([0, 0, 5, 5], abs=1e-4)
     assert lanes[2].spans(0)[0].start == pytest.approx(95.5, abs=1e-4)
+
+
+def profile_chosen_ranks(rank, folder, ranks):
+    """Profile one step on a mesh of 1 x 2 x 2; the run must not read a trace of torch."""
+    trainer = Trainer(Case(mesh=(1, 2, 2), microbatches=1, steps=1))
+    chosen = ProfileConfig(start=0, ranks=ranks)
+    recorder = profiler.Profiler(chosen, trainer.mesh, trainer.executor, run=Path(folder))
+    timeline.merge = lambda folder: pytest.fail("traces are merged within a step")
+    (batch,) = trainer.batches()
+    with recorder.step(0):
+        trainer.executor.run(batch, 0)
+        trainer.engine.step(trainer.lr)
+    return trainer.mesh.coord("dp"), recorder._torch is not None
+
+
+def events_in(profile):
+    return json.loads((profile / "timeline.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("ranks", ["auto", "all", [3]])
+def test_chosen_ranks_are_profiled_and_merged_by_a_command(tmp_path, ranks, monkeypatch, capsys):
+    """By default one of each pipeline and tensor coordinate: those of dp 0."""
+    dp_coords, has_trace = zip(
+        *run_locally(profile_chosen_ranks, 4, str(tmp_path), ranks), strict=True
+    )
+    in_dp_0 = [rank for rank in range(4) if dp_coords[rank] == 0]
+    expected = {"auto": in_dp_0, "all": [0, 1, 2, 3]}.get(str(ranks), [3])
+    assert [rank for rank in range(4) if has_trace[rank]] == expected and len(in_dp_0) == 2
+    folder = tmp_path / "profile"
+    traces = {path.name for path in folder.glob("rank-*.json")}
+    assert traces == {f"rank-{rank}.json" for rank in expected}
+    before = events_in(folder)
+    assert {event["pid"] for event in before} == set(expected)
+    assert not any(event["name"] == "aten::mm" for event in before)
+    lost = expected[-1]
+    if ranks == "all":  # its node has a disk of its own
+        (folder / f"rank-{lost}.json").unlink()
+    monkeypatch.setattr("sys.argv", ["draw.py", "--merge", str(folder)])
+    assert launch_draw.main() == DONE
+    printed = capsys.readouterr().err
+    assert (f"rank-{lost}.json is not in" in printed) == (ranks == "all")
+    after = events_in(folder)
+    assert after[: len(before)] == before
+    with_torch = {event["pid"] for event in after if event["name"] == "aten::mm"}
+    assert with_torch == set(expected) - ({lost} if ranks == "all" else set())
+
+
+def test_a_folder_that_is_no_profile_is_one_message(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["draw.py", "--merge", str(tmp_path)])
+    assert launch_draw.main() == BAD_INPUT
+    assert "use the folder runs/NAME/profile" in capsys.readouterr().err
 
 
 def profiled(raw, steps, start, **run):  # noqa: F811
@@ -183,9 +237,9 @@ def test_the_trainer_profiles_the_steps_that_the_config_names(raw):  # noqa: F81
     ranks = run_locally(run_on_rank, 2, config)
     directory = ranks[0][1].directory
     assert [ended for ended, _ in ranks] == [DONE] * 2 and len(ranks[0][1].lines) == 4
-    timeline = json.loads((directory / "profile" / "timeline.json").read_text())["traceEvents"]
+    events = json.loads((directory / "profile" / "timeline.json").read_text())["traceEvents"]
     for rank in (0, 1):
-        assert [n for n, *_ in own(timeline, rank) if n.startswith("step")] == ["step 2"]
+        assert [n for n, *_ in own(events, rank) if n.startswith("step")] == ["step 2"]
     # Where TensorBoard's plugin looks, by the names that it knows workers by.
     board = directory / "tensorboard"
     (folder,) = {path.parent for path in board.rglob("*.pt.trace.json")}
@@ -199,6 +253,6 @@ def test_a_run_that_is_stopped_writes_what_was_recorded(raw):  # noqa: F811
     config = profiled(raw, steps=20, start=1)
     ranks = run_locally(run_on_rank, 2, config, stop_in_step_two, 1, signal.SIGTERM)
     assert [ended for ended, _ in ranks] == [STOPPED] * 2
-    timeline = ranks[0][1].directory / "profile" / "timeline.json"
-    spans = own(json.loads(timeline.read_text())["traceEvents"], 1)
+    file = ranks[0][1].directory / "profile" / "timeline.json"
+    spans = own(json.loads(file.read_text())["traceEvents"], 1)
     assert [name for name, *_ in spans if name.startswith("step")] == ["step 1"]

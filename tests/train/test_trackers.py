@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import subprocess
 import sys
 
 import pytest
@@ -251,6 +252,30 @@ def test_csv_rows_stay_where_the_disk_is_full_at_the_start(tmp_path, monkeypatch
     monkeypatch.undo()
     CsvTracker(tmp_path, 1).start()
     assert (tmp_path / "loss.csv").read_bytes() == b"step,loss\r\n1,1.0\r\n"
+
+
+def test_a_full_disk_of_tensorboard_is_one_message(tmp_path):
+    """Its writer is a thread, whose error must not be a traceback; a save may fail with it."""
+    code = """
+import resource, signal, sys, time
+from pathlib import Path
+from parallel3d.config import RunConfig
+from parallel3d.train.trackers import Trackers
+words = ["--parallel3d.run.tensorboard", "true", "--mesh.dp", "1"]
+config = RunConfig.from_json("ds.json", words).resolve(1)
+trackers = Trackers(config, Path(sys.argv[1]), step=0, say=print)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+for step in range(1, 20):
+    trackers.log({"loss": 1.0}, step)
+    time.sleep(0.1)
+trackers.finish()
+"""
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    assert "Traceback" not in done.stderr, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert "tensorboard failed at step" in line and "File too large" in line
 
 
 def test_every_name_of_the_list_is_a_tracker(tmp_path, monkeypatch):
