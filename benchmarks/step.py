@@ -98,7 +98,7 @@ def main() -> None:
         "plain transformers": plain(config, batch),
         "ZeRO-0": ours(config, batch, mesh, zero_stage=0),
         "ZeRO-1": ours(config, batch, mesh, zero_stage=1),
-        # Weights gathered once a step, as pipeline.weights "auto" has them where they fit.
+        # Weights gathered once a step: pipeline.weights "auto" if they fit, also on CPUs.
         "ZeRO-3": ours(config, batch, mesh, **gathered),
         "ZeRO-3 + offload": ours(config, batch, mesh, **gathered, offload_optimizer="cpu"),
         "ZeRO-3 by hooks": ours(config, batch, mesh, zero_stage=3),

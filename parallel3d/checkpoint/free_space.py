@@ -28,11 +28,14 @@ def missing_memory_bytes(num_bytes: int, num_ranks: int) -> int:
     Args:
         num_ranks: ranks on this host, each of which needs `num_bytes`.
     """
-    if not num_bytes:
-        return 0
+    return max(0, num_bytes - free_memory(num_ranks)) if num_bytes else 0
+
+
+def free_memory(num_ranks: int) -> int:
+    """Return the bytes of free host memory for each of `num_ranks` ranks of this host."""
     memory = psutil.virtual_memory()
     free = min(memory.available, _limit() - psutil.Process().memory_info().rss)
-    return max(0, num_bytes - int(free - _SPARE * memory.total) // num_ranks)
+    return int(free - _SPARE * memory.total) // num_ranks
 
 
 def _limit() -> int:

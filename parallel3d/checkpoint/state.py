@@ -127,10 +127,11 @@ class RunState:
         return Position(*(int(state[k]) for k in ("step", "tokens", "next_sample")))
 
 
-# Settings of output, location of the text, stopping and resuming, whose changes are not reported.
+# Settings of output, location of the text, stopping, resuming and gathering of weights, whose
+# changes are not reported.
 _NOT_REPORTED = {
     *("parallel3d.run", "parallel3d.checkpoint.resume", "parallel3d.train.stop_after"),
-    *("parallel3d.data.paths", "parallel3d.data.cache"),
+    *("parallel3d.data.paths", "parallel3d.data.cache", "parallel3d.pipeline.weights"),
 }
 
 

@@ -12,6 +12,7 @@ from parallel3d.base.section import PathText, Section, Size
 
 # Shown in the message where the block is missing, so that it can be pasted.
 EXAMPLE = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
+DEFAULT_LR = 1e-3  # of DeepSpeed's Adam, for files without an optimizer
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -43,7 +44,8 @@ class AdamParams(Section):
     """The parameters of Adam."""
 
     lr: float = Field(gt=0)
-    """Peak learning rate; parallel3d.train.lr_schedule scales it."""
+    """Peak learning rate; parallel3d.train.lr_schedule scales it.
+    Without an optimizer block: 0.001, DeepSpeed's default."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.999)
     """Decay rates of the first and second moments."""
     eps: float = Field(default=1e-8, gt=0)

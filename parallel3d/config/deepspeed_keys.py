@@ -51,6 +51,11 @@ _TIMERS = (
     *({"enabled": e} for e in (True, False)),
     *({"enabled": e, "synchronized": s} for e in (True, False) for s in (True, False)),
 )
+_ONE_BIT_PARAMS = (
+    *("freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler"),
+    *("local_step_scaler", "local_step_clipper", "max_coeff", "min_coeff", "coeff_beta"),
+    *("factor_max", "factor_min", "factor_threshold"),
+)
 _LOG_LEVELS = (None, "debug", "info", "warning", "error", "critical")
 _RECOMPUTE = "parallel3d.pipeline.activation_checkpointing"
 _REMOVED = "was removed in DeepSpeed 0.19"
@@ -63,6 +68,7 @@ _BETAS = "is not supported: the betas are constant; remove it"
 
 
 _EITHER = Key("must be true or false, and has no effect; remove it", (True, False))
+_ONE_BIT = Key("is for 1-bit optimizers, which are not supported; remove it")
 TOP_LEVEL = {
     "activation_checkpointing": Key(
         f"is not used; set {_RECOMPUTE}",
@@ -154,11 +160,7 @@ TOP_LEVEL = {
             "grad_partitioned": (True,),
         },
     ),
-    "prescale_gradients": Key(
-        "is not supported: parallel3d scales and reduces the gradients itself in fp32, and scaling "
-        "them before the sum would only change the rounding; remove it",
-        (False,),
-    ),
+    "prescale_gradients": _EITHER,  # gradients are reduced in fp32, so only rounding could differ
     "progressive_layer_drop": Key(f"{_REMOVED}; remove it", switch="enabled"),
     "quantize_training": Key(f"{_REMOVED}; remove it", switch="enabled"),
     "seq_parallel_communication_data_type": Key(
@@ -190,7 +192,8 @@ TOP_LEVEL = {
 }
 
 _FULL_WEIGHTS = Key(
-    "must be true or false, and has no effect; set parallel3d.run.save_weights", (True, False)
+    "must be true, false or auto, and has no effect; set parallel3d.run.save_weights",
+    (True, False, "auto"),
 )
 _QUANTIZED = "is part of ZeRO++: quantization would change results; remove it"
 
@@ -198,7 +201,10 @@ _QUANTIZED = "is part of ZeRO++: quantization would change results; remove it"
 BY_SECTION: dict[str, dict[str, Key]] = {
     "": TOP_LEVEL,
     "aio": {
-        "use_gds": Key("is not supported: it needs NVIDIA GPUDirect Storage; remove it", (False,))
+        "thread_count": Key(
+            'is the old name of "intra_op_parallelism", which is set too; remove it'
+        ),
+        "use_gds": Key("is not supported: it needs NVIDIA GPUDirect Storage; remove it", (False,)),
     },
     "bf16": {
         "bf16_master_weights_and_grads": Key(_MASTERS, (False,)),
@@ -229,6 +235,8 @@ BY_SECTION: dict[str, dict[str, Key]] = {
         ),
         "fused": Key("is not used: Adam is fused wherever the device allows; remove it", (None,)),
         "max_grad_norm": Key("is not used; set gradient_clipping", (None, 0)),
+        "set_grad_none": _EITHER,
+        **dict.fromkeys(_ONE_BIT_PARAMS, _ONE_BIT),
     },
     "scheduler.params": {
         "cycle_min_mom": Key(_BETAS, (0.8,)),

@@ -41,8 +41,8 @@ _KEYS = """\
 
 These keys of DeepSpeed 0.19.8 are not settings of parallel3d. The accepted values have no effect
 here, and any other value is refused for the reason in the second column. Keys that begin with `_`
-are comments, except in the block "parallel3d". The old names `bfloat16`, `cpu_offload` and
-`cpu_offload_param` are read if the new ones are missing, as in DeepSpeed.
+are comments, except in the block "parallel3d". The old names `bfloat16`, `cpu_offload`,
+`cpu_offload_param` and `aio.thread_count` are read if the new ones are missing.
 """
 
 

@@ -12,13 +12,15 @@ from parallel3d.base import reader
 from parallel3d.base.reader import value_at
 from parallel3d.base.section import ABSENT
 from parallel3d.config import auto, folders, pretrained
+from parallel3d.config.deepspeed import DEFAULT_LR
 from parallel3d.config.deepspeed_keys import BY_SECTION, TOP_LEVEL
 from parallel3d.config.monitors import SWITCHED
 from parallel3d.config.parallel3d_block import Parallel3DConfig
 
-# Old names, which DeepSpeed reads if the new one is missing: section, old, new, value for true.
+# Old names, which are read if the new one is missing: section, old, new, value for true.
 _OLD_NAMES = (
     ("", "bfloat16", "bf16", None),
+    ("aio", "thread_count", "intra_op_parallelism", None),
     ("zero_optimization", "cpu_offload", "offload_optimizer", {"device": "cpu"}),
     ("zero_optimization", "cpu_offload_param", "offload_param", {"device": "cpu"}),
 )
@@ -36,6 +38,12 @@ def normalise(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     raw, notes = _without_comments(raw), []
     if "zero_optimization" not in raw:
         notes.append("zero_optimization: not set; stage 0, DeepSpeed's default, shards nothing")
+    if "optimizer" not in raw:  # many training scripts create it
+        raw["optimizer"] = {"params": {"lr": DEFAULT_LR}}
+        notes.append(
+            f"optimizer: not set; AdamW with DeepSpeed's defaults, learning rate {DEFAULT_LR}; "
+            "to change it, set --optimizer.params.lr 3e-4"
+        )
     for section, name in _NULLABLE:
         block = _block(raw, section)
         if block.get(name, ABSENT) is None:

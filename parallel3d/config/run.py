@@ -79,8 +79,8 @@ class RunConfig(Section):
     autos: ClassVar[Sequence[str]] = [rule.path for rule in auto.RULES]
 
     train_batch_size: Positive | None = None
-    """Samples per step: micro batch x accumulation x dp. As in DeepSpeed, what is missing of batch,
-    micro batch and accumulation is computed from the others."""
+    """Samples per step: micro batch x accumulation x dp. As in DeepSpeed, a size that is not set is
+    computed from the others."""
     train_micro_batch_size_per_gpu: Positive | None = None
     """Samples per microbatch, on each data-parallel rank."""
     gradient_accumulation_steps: Positive | None = None

@@ -38,9 +38,11 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
     else:
         config = with_vocabulary(config).resolve(devices)
         refuse_impossible(config, devices)
-        known = described_hardware(config, pick_device(launch))
+        device = pick_device(launch)
+        known = described_hardware(config, device)
         if leaves_weights_open(config):
-            config = with_weights(config, *weights_for(config, known))
+            host_bytes = free_space.free_memory(devices) if device.type == "cpu" else None
+            config = with_weights(config, *weights_for(config, known, host_bytes))
         if known:
             plan = plan_rows.as_written(config, request_of(config, known, devices))
     if launch.rank == 0:

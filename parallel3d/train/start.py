@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from parallel3d.base.errors import ConfigError, DataError, TrainingError
-from parallel3d.checkpoint import find
+from parallel3d.checkpoint import find, free_space
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
@@ -125,15 +125,21 @@ def _find_folder(
 
 
 def _with_weights(config: RunConfig, mesh: Mesh) -> RunConfig:
-    """Resolve parallel3d.pipeline.weights if it is "auto", by the device of rank 0."""
+    """Resolve parallel3d.pipeline.weights if it is "auto", by the device of rank 0.
+
+    On CPUs without a description, the least free host memory of a rank decides.
+    """
     if not leaves_weights_open(config):
         return config
-    known = described_hardware(config, mesh.device)
+    known, host_bytes = described_hardware(config, mesh.device), None
+    if mesh.device.type == "cpu":
+        rows = mesh.gather_floats([free_space.free_memory(mesh.local_size)])
+        host_bytes = int(min(row[0] for row in rows))
 
     def look() -> tuple[str, str]:
         from parallel3d.plan.report.choose import weights_for  # only rank 0 needs the planner
 
-        return weights_for(config, known)
+        return weights_for(config, known, host_bytes)
 
     return with_weights(config, *on_first(mesh, look))
 

@@ -22,9 +22,9 @@ def corpus_in(root):
 
 
 def filled(theirs, data, steps=2, name="run", pp=1):
-    """The file with a parallel3d block, and what the command line says, as a user would.
+    """Return a DeepSpeed file with a parallel3d block and the sizes of a command line.
 
-    No key of theirs is taken out; a file without an optimizer gets a rate.
+    No key of the file is removed.
     """
     root = Path(data["cache"]).parent
     block = {
@@ -39,7 +39,5 @@ def filled(theirs, data, steps=2, name="run", pp=1):
     words += ["--train.evaluate_samples", "4", "--run.name", name]
     for key, size in SIZES.items():
         words += [f"--{'data' if key == 'sequence_length' else 'model'}.{key}", str(size)]
-    if "optimizer" not in theirs:
-        words += ["--optimizer.params.lr", "3e-4"]
     apply_overrides(raw, words)
     return raw

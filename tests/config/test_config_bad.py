@@ -98,7 +98,7 @@ BAD = [
     (AC, {"partition_activations": True}, "not partitioned over tp", "sequence_parallel"),
     (AC, {"granularity": "full"}, "is not used", "set parallel3d.pipeline"),
     ("communication_data_type", "fp16", "fp32", "bf16"),
-    ("prescale_gradients", 0, "reduces the gradients itself", "remove it"),  # no JSON false
+    ("prescale_gradients", 0, "must be true or false", "remove it"),  # no JSON false
     # between settings
     (f"{P3D}.plan.fix", ["offload"], 'for mesh "plan" only', "remove it"),
     ("communication_data_type", "bf16", "would round gradients", "bf16.enabled = true"),
@@ -226,7 +226,7 @@ def test_bad_words_on_the_command_line_have_one_message(words, place, rule, reme
 @pytest.mark.parametrize(
     "path",
     [
-        "train_micro_batch_size_per_gpu", "optimizer", "optimizer.params", "optimizer.params.lr",
+        "train_micro_batch_size_per_gpu", "optimizer.params", "optimizer.params.lr",
         f"{ZERO}.stage", P3D, f"{P3D}.model.hidden_size",
     ],
 )  # fmt: skip

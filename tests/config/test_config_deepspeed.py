@@ -43,6 +43,8 @@ def placed(path, value):
         changes = {"scheduler": {"type": "OneCycle", "params": dict(CYCLE)}, path: value}
     if path == "bfloat16":  # refused only beside its new name
         changes["bf16"] = {}
+    if path == "aio.thread_count":
+        changes["aio.intra_op_parallelism"] = 2
     return changes
 
 
@@ -129,17 +131,45 @@ def test_fused_adam_is_adam(name):
     assert RunConfig.from_dict(raw(**{"optimizer.type": name})).optimizer.type == "Adam"
 
 
-def test_a_missing_optimizer_is_refused_with_a_block_that_can_be_pasted():
-    message = error_of(optimizer=REMOVED)
-    pasted = message.partition("add it: ")[2].partition(", or --optimizer")[0]
-    block = json.loads(f"{{{pasted}}}")
-    assert RunConfig.from_dict(raw() | block).optimizer.params.lr == 3e-4
-    option = message.partition(", or ")[2].partition(" on the command line")[0].split()
+def test_a_missing_optimizer_is_adamw_with_deepspeeds_defaults():
+    """Because many training scripts create the optimizer, so their files have none."""
+    config = RunConfig.from_dict(raw(optimizer=REMOVED))
+    assert config.optimizer.type == "AdamW" and config.optimizer.params.lr == 0.001
+    (note,) = config.notes
+    assert note.startswith("optimizer: not set; AdamW") and "learning rate 0.001" in note
+    option = note.partition("set ")[2].split()[-2:]
+    assert option[0] == "--optimizer.params.lr"
     file = raw(optimizer=REMOVED)
     apply_overrides(file, option)
-    assert RunConfig.from_dict(file).optimizer.params.lr == 3e-4
+    config = RunConfig.from_dict(file)
+    assert config.optimizer.params.lr == float(option[1]) and config.notes == ()
+    # In an optimizer that is there, a missing rate is a mistake.
+    assert "optimizer.params: is required" in error_of(optimizer={"type": "Adam"})
+    auto = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}
+    config = RunConfig.from_dict(raw(optimizer=REMOVED, scheduler=auto))
+    assert config.scheduler.params.warmup_max_lr == 0.001
+
+
+def test_a_missing_block_is_shown_so_that_it_can_be_pasted():
     pasted = error_of(parallel3d=REMOVED).partition("add it: ")[2]
     RunConfig.from_dict(raw() | json.loads(f"{{{pasted}}}"))
+    pasted = error_of(**{"optimizer.params": REMOVED}).partition("add it: ")[2]
+    params = json.loads(f"{{{pasted}}}")
+    assert RunConfig.from_dict(raw(optimizer=params)).optimizer.params.lr == 3e-4
+
+
+def test_parameters_of_other_optimizers_are_refused_one_by_one():
+    """Those that DeepSpeed's documentation lists, each with the optimizer that it belongs to."""
+    names = (
+        "freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler",
+        "local_step_scaler", "local_step_clipper", "max_coeff", "min_coeff", "coeff_beta",
+        "factor_max", "factor_min", "factor_threshold",
+    )  # fmt: skip
+    params = {"lr": 1e-3} | dict.fromkeys(names, 1)
+    message = error_of(optimizer={"type": "OneBitLamb", "params": params})
+    assert message.startswith(f"{1 + len(names)} problems")
+    for name in names:
+        assert f"optimizer.params.{name} = 1: is for 1-bit optimizers, which are not" in message
 
 
 def test_steps_per_print():
@@ -154,6 +184,8 @@ def test_old_names():
     zero = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}
     config = RunConfig.from_dict(raw(zero_optimization=zero)).zero_optimization
     assert (config.offload_optimizer.device, config.offload_param.device) == ("cpu", "cpu")
+    config = RunConfig.from_dict(raw(aio={"thread_count": 4}))
+    assert config.aio.intra_op_parallelism == 4
     null = {"stage": 3, "offload_optimizer": None, "offload_param": None}
     config = RunConfig.from_dict(raw(zero_optimization=null)).zero_optimization
     assert (config.offload_optimizer.device, config.offload_param.device) == ("none", "none")

@@ -5,6 +5,7 @@ What fails here with a new DeepSpeed is what has to become a setting or stand in
 
 from contextlib import contextmanager
 from dataclasses import replace
+from inspect import signature
 from itertools import cycle
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ import pytest
 from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.compile.config import CompileConfig
 from deepspeed.monitor import config as monitor
-from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.runtime import config as deepspeed_config
 from deepspeed.runtime import lr_schedules
@@ -35,7 +36,7 @@ from parallel3d.engine.selftest import self_test
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, measure
-from tests.config.configs import raw
+from tests.config.configs import REMOVED, raw
 
 pytestmark = pytest.mark.gloo
 
@@ -135,7 +136,8 @@ def test_deepspeed_is_told_of_no_monitor():
 
 def test_aio():
     ours = {name: field.default for name, field in deepspeed.AioConfig.model_fields.items()}
-    neutral = {name: key.values[0] for name, key in deepspeed_keys.BY_SECTION["aio"].items()}
+    others = deepspeed_keys.BY_SECTION["aio"].items()
+    neutral = {name: key.values[0] for name, key in others if key.values}
     assert ours | neutral == AIO_DEFAULT_DICT
 
 
@@ -192,9 +194,14 @@ def test_optimizers():
     assert names == set(deepspeed_config.DEEPSPEED_OPTIMIZERS)
     code = DeepSpeedCPUAdam.__init__.__code__
     known = set(code.co_varnames[2 : code.co_argcount]) - {"adamw_mode"}
-    assert known <= set(deepspeed.AdamParams.model_fields) | set(
-        deepspeed_keys.BY_SECTION["optimizer.params"]
-    )
+    others = deepspeed_keys.BY_SECTION["optimizer.params"]
+    known |= set(signature(FusedAdam).parameters) - {"params"}
+    assert known <= set(deepspeed.AdamParams.model_fields) | set(others)
+    config = RunConfig.from_dict(raw(optimizer=REMOVED))
+    for adam in (FusedAdam, DeepSpeedCPUAdam):
+        defaults = {name: p.default for name, p in signature(adam).parameters.items()}
+        for name, value in config.optimizer.params.model_dump(exclude={"torch_adam"}).items():
+            assert value == defaults[name], name
 
 
 REDUCTIONS = ("per_microbatch", "per_step")

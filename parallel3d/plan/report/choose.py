@@ -4,8 +4,9 @@ from typing import Any
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.config.hardware import Hardware
+from parallel3d.config.hardware import Cores, Figure, Hardware, Host
 from parallel3d.model.spec import STATE_BYTES
+from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.report.plan_rows import nothing_fits
 from parallel3d.plan.report.plan_table import lines_of, seconds
 from parallel3d.plan.search.best_first import search
@@ -31,18 +32,40 @@ def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConf
     return apply(config, plan), plan
 
 
-def weights_for(config: RunConfig, hardware: Hardware | None) -> tuple[Weights, str]:
-    """Return how long a resolved config's weights stay gathered, and a note with the reason.
+def weights_for(
+    config: RunConfig, hardware: Hardware | None, host_bytes: int | None = None
+) -> tuple[Weights, str]:
+    """Return how long a resolved config's weights stay gathered, and a note that says why.
 
-    `hardware` is None if its memory is unknown. The vocabulary size must be known.
+    Args:
+        config: with a known vocabulary size.
+        hardware: None if its memory is unknown.
+        host_bytes: free host memory of a CPU rank, which is used without `hardware`.
     """
     weights: Weights = "per_microbatch"
     why = "the memory of a device is not known"
+    setting = Setting.from_config(config)
+    if hardware is None and host_bytes is not None:
+        hardware = _cpu_rank(setting, host_bytes)
     if hardware is not None:
-        weights, memory = choose_weights(Setting.from_config(config), hardware)
+        weights, memory = choose_weights(setting, hardware)
         room = gib(hardware.memory_bytes.value)
         why = f"{gib(memory.total)} of {room} GiB on the fullest device, as planned"
     return weights, f'parallel3d.pipeline.weights: "auto" is {weights} ({why})'
+
+
+def _cpu_rank(setting: Setting, host_bytes: int) -> Hardware:
+    """Return a CPU rank as hardware: its share of host memory, part of it for offloaded states."""
+    offloaded = max(memory.host for memory in per_rank(setting))
+    device, host, unused = (
+        Figure(value=float(number), source="this host")
+        for number in (host_bytes - offloaded, offloaded, 1)
+    )
+    return Hardware(
+        name="cpu", device_names=(), peak_flops={}, memory_bytes=device,
+        host=Host(memory_bytes=host, device_bandwidth=unused, adam_params=unused),
+        cores=Cores(count=unused, alone={}),
+    )  # fmt: skip
 
 
 def fixed_by(config: RunConfig) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel3d.plan.memory.peak import fullest
+from parallel3d.plan.memory.peak import fullest, per_rank
 from parallel3d.plan.report.choose import weights_for
 from parallel3d.plan.search.best_first import search
 from parallel3d.plan.search.plans import request_of
@@ -66,6 +66,23 @@ def test_it_is_said_and_written():
     whole = with_weights(given, weights, note)
     assert whole.to_dict()["parallel3d"]["pipeline"]["weights"] == "per_step"
     assert whole.notes == (*given.notes, note) and not leaves_weights_open(whole)
+
+
+@pytest.mark.parametrize("optimizer", ["none", "cpu"])
+def test_on_cpus_it_is_the_fastest_for_which_the_host_has_room(optimizer):
+    """Offloaded states take their part of the same memory."""
+    raw = resolved().to_dict()
+    raw["zero_optimization"]["offload_optimizer"]["device"] = optimizer
+    given = type(config()).from_dict(raw).resolve(8)
+    setting = Setting.from_config(given)
+    step, passes = (
+        max(memory.total + memory.host for memory in per_rank(setting.but(weights=way)))
+        for way in ("per_step", "per_pass")
+    )
+    assert (fullest(setting).host > 0) == (optimizer == "cpu")
+    for free_bytes, way in ((step, "per_step"), (step - 1, "per_pass"), (passes, "per_pass")):
+        weights, note = weights_for(given, None, free_bytes)
+        assert weights == way and f'"auto" is {way} (' in note, note
 
 
 def test_without_a_machine_it_is_the_least():
