@@ -6,7 +6,7 @@ the state of the generator each time a mask is drawn.
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,19 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from parallel3d.checkpoint import arrays, chunk_runs, disk
 from parallel3d.checkpoint.find import find
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import Saver
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
+from parallel3d.engine.quirks import updating
 from parallel3d.engine.quirks.nvme import swapping_small_tensors
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model import head_cost
 from parallel3d.pipeline.executor import Microbatch
+from parallel3d.tensor import loss
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.train.assembly import Assembly, assemble
@@ -40,6 +44,16 @@ from parallel3d.verify.measure import (
 from parallel3d.verify.reference import SEED, Reference, corpus_of
 from parallel3d.verify.shrink import BLOCK, STEPS
 
+TOKENS_AT_ONCE = 64  # whose logits the head computes together
+# Thresholds of the library that a small run would not reach: owner, name, value.
+THRESHOLDS: tuple[tuple[Any, str, int], ...] = (
+    (loss, "_ROWS", 2**8),
+    (updating, "PART", 2**8),
+    (chunk_runs, "SMALLEST", 2**6),
+    (arrays, "STAGING_BYTES", 2**12),
+    (arrays, "TURNED_ROWS", 8),
+    (disk, "BLOCK", 2**12),
+)
 SAVED_STEPS = STEPS - 1  # the run is saved after these; the resumed run makes the last step
 DROPOUT = 0.5
 
@@ -127,6 +141,7 @@ class RankFindings:
     samples: float
     evaluation: float
     accumulation: float
+    rates: float
     counters: dict[str, Any]  # Adam's and the loss scaler's after the last step
     masks: Masks | None
 
@@ -161,6 +176,8 @@ def checked(
         masks=share_of_wrong(masks, config.num_microbatches),
         accumulation=max(f.accumulation for f in findings),
         counters=float(any(counters not in (None, f.counters) for f in findings)),
+        rates=max(f.rates for f in findings),
+        start=reference.start,
     )
     return errors, findings[0].counters
 
@@ -169,13 +186,23 @@ def check(rank: int, config: RunConfig, reference: Reference, task: CaseTask) ->
     """Train a small config on its course as one rank and compare with the reference."""
     mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp)
     torch.set_num_threads(1)  # more threads slow such small products down
-    with swapping_small_tensors(2 * BLOCK):
+    with swapping_small_tensors(2 * BLOCK), low_thresholds(config):
         parts = assemble(config, mesh, seed=SEED)
         run = CaseRun(parts, config, mesh, reference)
         findings = run.compared(task)
     mesh.barrier()
     parts.engine.close()
     return findings
+
+
+@contextmanager
+def low_thresholds(config: RunConfig) -> Iterator[None]:
+    """Lower the library's thresholds inside the context, so that a small run takes every path."""
+    tokens = TOKENS_AT_ONCE * int(config.model.vocab_size)
+    with ExitStack() as stack:
+        for owner, name, value in (*THRESHOLDS, (head_cost, "LOGITS_AT_ONCE", tokens)):
+            stack.enter_context(patch.object(owner, name, value))
+        yield
 
 
 def save(parts: Assembly, mesh: Mesh, state: dict[str, Any], folder: Path) -> None:
@@ -244,13 +271,23 @@ class CaseRun:
             counters=counters,
             masks=masks,
             samples=max(self.wrong),
+            rates=self._compare_rates(),
         )
+
+    def _compare_rates(self) -> float:
+        """Return the largest relative difference of the learning rates of the user's schedule."""
+        if self.reference.schedule is None:
+            return 0.0
+        rates = [rate(self.reference.schedule, step) for step in range(len(self.reference.rates))]
+        peak = self.reference.schedule.optimizer.params.lr
+        return worst(abs(a - b) / peak for a, b in zip(rates, self.reference.rates, strict=True))
 
     def _compare(self, batch: list[Microbatch], step: int) -> None:
         """Record the share of a step's tokens, labels and positions that differ from the course."""
         expected = microbatches(self.reference.course.steps[step], self.config, self.mesh)
         for read, right in zip(batch, expected, strict=True):
             pairs = [(read.tokens, right.tokens), (read.labels, right.labels)]
+            pairs.append((read.weights, right.weights))
             if read.segments is not None and right.segments is not None:
                 pairs.append((read.segments.positions, right.segments.positions))
             for a, b in pairs:

@@ -30,7 +30,9 @@ HALLS: dict[str, dict[str, Any]] = {
         "isolate": True,
     },
     "dropout": {"model": {**_GPT, **_DROPOUT}, "checkpointing": "full"},
+    "gathered weights": {"zero": 3, "weights": "per_step", "schedule": "one_f_one_b"},
     "bf16": {"precision": "bf16", "zero": 3},
+    "bf16 llama": {"model": {**_LLAMA, **_GQA}, "precision": "bf16"},
     "fp16": {"precision": "fp16", "zero": 3},
 }
 
