@@ -31,13 +31,9 @@ def learning_rate(config: Any, step: int) -> float:
     if schedule.type == "wsd":
         start = max(start, total - (schedule.decay_steps or max(1, total // 5)))
     share = max(0, step + 1 - start) / max(1, total - start)
-    if schedule.type == "cosine":
-        height = (1 + cos(pi * share)) / 2
-    elif schedule.type == "linear":
-        height = 1 - share
-    else:
-        height = 1 - sqrt(share)
-    return float(peak * (schedule.min_ratio + (1 - schedule.min_ratio) * height))
+    heights = {"cosine": (1 + cos(pi * share)) / 2, "linear": 1 - share, "wsd": 1 - sqrt(share)}
+    low = schedule.min_ratio
+    return float(peak * (low + (1 - low) * heights[schedule.type]))
 
 
 def _mixed(number: int) -> int:
@@ -152,17 +148,19 @@ def kinds(reference: Any) -> dict[str, str]:
     return named
 
 
-def optimizer_groups(reference: Any, config: Any) -> list[dict[str, Any]]:
-    """Return AdamW's group of each parameter; `rate` multiplies the learning rate.
+def optimizer_groups(
+    reference: Any, config: Any, masters: dict[str, Tensor]
+) -> list[dict[str, Any]]:
+    """Return AdamW's group of each master weight; `rate` multiplies the learning rate.
 
     Matrices and tables decay, vectors do not (docs/add-a-model.md). Under muP a matrix has the
     rate over and the decay times the width; over depth, eps falls, too (docs/scaling.md).
     """
     wider, deeper = widths(config.model)
     transfers = getattr(getattr(config.model, "parametrization", None), "base_depth", None)
-    adam, named, groups = config.optimizer.params, dict(reference.named_parameters()), []
+    adam, groups = config.optimizer.params, []
     for name, kind in kinds(reference).items():
-        if name not in named:  # a tied copy
+        if name not in masters:  # a tied copy
             continue
         eps, decay, is_matrix = adam.eps, adam.weight_decay, kind in ("matrix", "residual")
         if transfers is not None:
@@ -171,7 +169,7 @@ def optimizer_groups(reference: Any, config: Any) -> list[dict[str, Any]]:
             decay = 0.0
         groups.append(
             {
-                "params": [named[name]],
+                "params": [masters[name]],
                 "rate": 1 / wider if is_matrix else 1.0,
                 "weight_decay": decay * wider if is_matrix else decay,
                 "eps": eps,

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,8 @@ from parallel3d.train.assembly import Assembly
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import Batch, Reference, first_weights
 
-# fp32: equal up to rounding. Half precision: the type's own rounding errors.
+# fp32: equal up to rounding. Half precision: what the type's own rounding explains, compared with
+# fp64; `verify` itself compares with a run of the same precision (`Reference.tolerances`).
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-1, "fp16": 1e-1}
 
 
@@ -38,15 +39,23 @@ class ReferenceErrors:
     counters: float = 0.0  # 1 if counters of the optimizer or loss scaler differ after a resume
     rates: float = 0.0  # relative, of the learning rates of the config's own schedule
     start: float = 0.0  # of first weights from the family's rule, in standard errors
+    masters: float = 0.0  # largest share of fp32 masters that half precision would hold
+    reduction: float = 0.0  # eps of the type that gradients are averaged in; 0 for fp32
+    turns: float = 0.0  # of rotary positions' cos and sin, beyond one rounding
 
-    def within(self, tolerance: float) -> bool:
+    def within(self, tolerance: float | Mapping[str, float]) -> bool:
         """Return True if no error exceeds its bound; a NaN does."""
         return not self.beyond(tolerance)
 
-    def beyond(self, tolerance: float) -> dict[str, float]:
-        """Return the errors above their bounds, by name; a NaN counts as one."""
-        bounds = dict.fromkeys(("loss", "grad_norm", "weight", "evaluation"), tolerance)
-        bounds |= {"rates": 1e-9, "start": 4.0}
+    def beyond(self, tolerance: float | Mapping[str, float]) -> dict[str, float]:
+        """Return the errors above their bounds, by name; a NaN counts as one.
+
+        `tolerance` bounds loss, gradient norm, weights and evaluation, together or by name.
+        """
+        names = ("loss", "grad_norm", "weight", "evaluation")
+        if isinstance(tolerance, float):
+            tolerance = dict.fromkeys(names, tolerance)
+        bounds = {**tolerance, "rates": 1e-9, "start": 4.0, "masters": 0.5}
         errors = asdict(self)
         return {name: size for name, size in errors.items() if not size <= bounds.get(name, 0.0)}
 
@@ -90,11 +99,6 @@ def worst(errors: Any) -> float:
     """Return the largest number, inf if any is not finite (max() would ignore a NaN)."""
     errors = list(errors)
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
-
-
-def relative(values: list[float], expected: list[float]) -> list[float]:
-    """Return the relative difference of each value."""
-    return [abs(x - y) / abs(y) for x, y in zip(values, expected, strict=True)]
 
 
 def microbatches(batch: Sequence[Tensor | None], config: RunConfig, mesh: Mesh) -> list[Microbatch]:

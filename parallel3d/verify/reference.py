@@ -5,7 +5,7 @@ token, so its gradient is several times larger than the others and it alone is c
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
@@ -24,12 +24,18 @@ from parallel3d.model.spec import named_params
 from parallel3d.tensor.cut import Cut
 from parallel3d.tensor.initialise import fill
 from parallel3d.verify import definitions
-from parallel3d.verify.shrink import LONG, Sizes, shrink
+from parallel3d.verify.shrink import LONG, SEQUENCE_LENGTH, Sizes, shrink
 
 SEED = 0
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Half precision: how many times farther than a second right run, which is taken to differ by at
+# least this share of the type's eps.
+MARGIN = 4.0
+FLOORS = {"loss": 1 / 64, "grad_norm": 1 / 8, "weight": 1 / 8, "evaluation": 1 / 64}
+_SCALE = 2.0**8  # of the loss in fp16
 _NEVER_CLIPPED = 1e9
 LOUD_STEP = 1
-_LOGITS_AT_ONCE = 2**25  # elements, in fp64
+_LOGITS_AT_ONCE = 2**25  # elements in fp64; half precision takes a batch in one piece
 
 
 class Batch(NamedTuple):
@@ -64,11 +70,12 @@ def text_of(config: RunConfig) -> tuple[list[definitions.Stream], list[int]]:
     for part, share in zip(parts, shares, strict=True):
         count = max(1, (5 * size * share) // (2 * sum(shares)))
         tokens = generator.integers(max(0, end - 512), end, size=count * length + 1, dtype=np.int64)
-        tokens[generator.random(len(tokens)) < 0.2] = end
+        # A long sample may be one document, so that positions get high even if they are isolated.
+        ends = 0.2 if length == SEQUENCE_LENGTH else 0.5 / length
+        tokens[generator.random(len(tokens)) < ends] = end
         weights = generator.random(len(tokens), dtype=np.float32)
         weights[generator.random(len(tokens)) < 0.4] = 0
-        weighs = part.label_field is not None or part.weight_field is not None
-        streams.append((tokens, weights if weighs else None))
+        streams.append((tokens, weights if part.label_field or part.weight_field else None))
     for sample in range(LOUD_STEP * size, (LOUD_STEP + 1) * size):
         number, start = definitions.start_of(streams, shares, length, config.train.seed, sample)
         streams[number][0][start : start + length] = end // 2
@@ -86,8 +93,8 @@ def corpus_of(config: RunConfig, folder: Path) -> Corpus:
         TokenStream(tokens, np.array([0, len(tokens)]), weights)  # type: ignore[arg-type]
         for tokens, weights in streams
     )
-    total = sum(shares)
-    everything = parts[0] if len(parts) == 1 else Mixture(parts, tuple(n / total for n in shares))
+    mixture = Mixture(parts, tuple(share / sum(shares) for share in shares))
+    everything = parts[0] if len(parts) == 1 else mixture
     vocab = int(config.model.vocab_size)
     return Corpus(
         directory=folder,
@@ -103,7 +110,8 @@ def corpus_of(config: RunConfig, folder: Path) -> Corpus:
 def course_of(config: RunConfig) -> Course:
     """Return the course of a small config by its definition."""
     streams, shares = text_of(config)
-    size, count, weighs = config.global_batch_size, config.num_steps, _weighs(streams)
+    size, count = config.global_batch_size, config.num_steps
+    weighs = any(weights is not None for _, weights in streams)
 
     def batch(step: int) -> Batch:
         indices = range(step * size, (step + 1) * size)
@@ -122,10 +130,6 @@ def course_of(config: RunConfig) -> Course:
     )
 
 
-def _weighs(streams: Sequence[definitions.Stream]) -> bool:
-    return any(weights is not None for _, weights in streams)
-
-
 @dataclass(frozen=True)
 class Reference:
     """The results of the reference on its course."""
@@ -138,6 +142,8 @@ class Reference:
     start: float = 0.0  # see `definitions.start_error`
     schedule: RunConfig | None = None  # the learning-rate schedule of the user's config
     rates: tuple[float, ...] = ()  # its learning rates, from the first step on
+    tolerances: Mapping[str, float] = field(default_factory=dict)  # see `tolerances_of`
+    turns: Tensor | None = None  # cos and sin of rotary positions, [2, seq, size], or None
 
 
 def first_weights(config: RunConfig) -> dict[str, Tensor]:
@@ -150,13 +156,22 @@ def first_weights(config: RunConfig) -> dict[str, Tensor]:
     return weights
 
 
-def train_reference(config: RunConfig, folder: Path, course: Course) -> Reference:
-    """Train the small model with transformers and torch's AdamW in fp64.
+def train_reference(
+    config: RunConfig, folder: Path, course: Course, *, rows: int | None = None
+) -> Reference:
+    """Train the small model with transformers and torch's AdamW.
+
+    A config of fp32 is trained in fp64. Half precision follows the config's own plan: products in
+    it, masters, added gradients, clipping and Adam in fp32. `rows`: samples that are computed
+    together; with it attention has torch's fused kernel, so sums have another order.
 
     Raises ConfigError for a family without a transformers model.
     """
-    model, family = _loaded(config, first_weights(config))
-    return train_model(model.train(), family, config, folder, course)
+    dtype = HALF.get(config.precision, torch.float64)
+    model, family = _loaded(config, first_weights(config), dtype)
+    if rows is not None:
+        model.set_attn_implementation("sdpa")
+    return train_model(model.train(), family, config, folder, course, rows)
 
 
 def prepare(
@@ -178,6 +193,7 @@ def prepare(
         assert 0 < limit < inf, (quiet, loud)
         small = shrink(config, tuple(meshes), str(folder), clipping=limit)
     reference = train_reference(small[meshes[0]], folder, course)
+    reference = replace(reference, tolerances=tolerances_of(small[meshes[0]], folder, reference))
     schedule = schedule_of(config, small[meshes[0]])
     rates = tuple(definitions.learning_rate(schedule, n) for n in range(schedule.num_steps))
     return small, replace(reference, schedule=schedule, rates=rates)
@@ -190,7 +206,37 @@ def prepare_long(config: RunConfig, mesh: Sizes, folder: Path) -> tuple[RunConfi
     """
     (folder / "long").mkdir(exist_ok=True)
     long = shrink(config, (mesh,), str(folder), clipping=_NEVER_CLIPPED, extent=LONG)[mesh]
-    return long, train_reference(long, folder / "long", course_of(long))
+    reference = train_reference(long, folder / "long", course_of(long))
+    tolerances = tolerances_of(long, folder / "long", reference)
+    return long, replace(reference, tolerances=tolerances)
+
+
+def tolerances_of(config: RunConfig, folder: Path, reference: Reference) -> dict[str, float]:
+    """Return the bound of each error in half precision, {} for fp32, which has a fixed one.
+
+    It follows from how far a second right run, which adds in another order, is from the reference.
+    """
+    if config.precision not in HALF:
+        return {}
+    (folder / "again").mkdir(exist_ok=True)
+    again = train_reference(config, folder / "again", reference.course, rows=1)
+    right, other = load_file(reference.weights), load_file(again.weights)
+    start = first_weights(config)
+    off = sum(float((other[name] - value).square().sum()) for name, value in right.items())
+    way = sum(float((value - start[name]).square().sum()) for name, value in right.items())
+    differences = {
+        "loss": max(relative(again.losses, reference.losses)),
+        "grad_norm": max(relative(again.grad_norms, reference.grad_norms)),
+        "weight": sqrt(off / way),
+        "evaluation": max(relative([again.evaluation], [reference.evaluation])),
+    }
+    eps = torch.finfo(HALF[config.precision]).eps
+    return {name: MARGIN * max(size, FLOORS[name] * eps) for name, size in differences.items()}
+
+
+def relative(values: Sequence[float], expected: Sequence[float]) -> list[float]:
+    """Return the relative difference of each value."""
+    return [abs(x - y) / abs(y) for x, y in zip(values, expected, strict=True)]
 
 
 def schedule_of(config: RunConfig, small: RunConfig) -> RunConfig:
@@ -204,8 +250,8 @@ def schedule_of(config: RunConfig, small: RunConfig) -> RunConfig:
         "lr_schedule": train.lr_schedule.model_dump()
         | {"warmup_steps": warmup, "decay_steps": decay and min(decay, steps - warmup)},
     }
-    ranks = small.mesh.pp * int(small.mesh.dp) * small.mesh.tp
-    return RunConfig.from_dict(raw, "the config's schedule").resolve(ranks)
+    schedule = RunConfig.from_dict(raw, "the config's schedule")
+    return schedule.resolve(small.mesh.pp * int(small.mesh.dp) * small.mesh.tp)
 
 
 def losses_of(
@@ -235,8 +281,10 @@ def in_our_names(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     return renamed
 
 
-def _loaded(config: RunConfig, weights: Mapping[str, Tensor]) -> tuple[Any, Any]:
-    """Return a model of transformers with these weights, in fp64, and its family's module."""
+def _loaded(
+    config: RunConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64
+) -> tuple[Any, Any]:
+    """Return a model of transformers with these weights, and its family's module."""
     family = models.huggingface(config.model.family)
     if family is None:
         raise ConfigError(
@@ -244,9 +292,13 @@ def _loaded(config: RunConfig, weights: Mapping[str, Tensor]) -> tuple[Any, Any]
             "has no model to compare with; write one (docs/add-a-model.md)"
         )
     try:
-        model = family.reference(config.model).double()
+        model = family.reference(config.model)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model = model.to(dtype)
     except ValueError as error:
         raise ConfigError(f"parallel3d.model: {error}") from error
+    for name, buffer in model.named_buffers():
+        buffer.data = buffers[name]  # frequencies of rotary positions stay in fp32
     state_dict = family.to_huggingface(config.model, weights)
     missing, unexpected = model.load_state_dict(state_dict, strict=False)
     tied = set(getattr(model, "all_tied_weights_keys", {}))
@@ -264,12 +316,20 @@ def _loaded(config: RunConfig, weights: Mapping[str, Tensor]) -> tuple[Any, Any]
 
 
 def train_model(
-    model: Any, family: Any, config: RunConfig, folder: Path, course: Course
+    model: Any,
+    family: Any,
+    config: RunConfig,
+    folder: Path,
+    course: Course,
+    rows: int | None = None,
 ) -> Reference:
     """Train a model of transformers with torch's AdamW and save its weights under our names."""
     start = definitions.start_error(model, config.model)
-    groups = definitions.optimizer_groups(model, config)
-    named = dict(model.named_parameters())
+    masters = named = dict(model.named_parameters())
+    if config.precision in HALF:
+        masters = {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
+    scale = _SCALE if config.precision == "fp16" else 1.0
+    groups = definitions.optimizer_groups(model, config, masters)
     optimizer = torch.optim.AdamW(groups, betas=config.optimizer.params.betas, foreach=False)
     losses, norms = [], []
     limit = config.gradient_clipping or float("inf")
@@ -278,37 +338,59 @@ def train_model(
             group["lr"] = group["rate"] * lr
         optimizer.zero_grad()
         loss = 0.0
-        for part in _parts_of_loss(model, batch):
-            part.backward()
+        for part in _parts_of_loss(model, batch, rows):
+            (part * scale).backward()
             loss += part.item()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), limit)))
+            _add_to_masters(named, masters, scale)
+        norms.append(float(nn.utils.clip_grad_norm_(masters.values(), limit)))
         optimizer.step()
         losses.append(loss)
-    trained = {name: p.detach().float() for name, p in named.items()}
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(masters[name])
+    trained = {name: p.detach().float() for name, p in masters.items()}
     weights = in_our_names(config.model, trained)
     file = folder / "reference.safetensors"
     save_file({name: value.contiguous() for name, value in weights.items()}, file)
     with torch.no_grad():
         evaluated = Batch(*course.evaluated)._replace(weights=None)
-        evaluation = sum(part.item() for part in _parts_of_loss(model, evaluated))
-    return Reference(losses, norms, str(file), evaluation, course, start)
+        evaluation = sum(part.item() for part in _parts_of_loss(model, evaluated, rows))
+    turns = None
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            positions = torch.arange(course.evaluated[0].shape[1])
+            turns = torch.cat(module(torch.zeros(1), positions.unsqueeze(0)))
+    return Reference(losses, norms, str(file), evaluation, course, start, turns=turns)
 
 
-def _parts_of_loss(model: Any, batch: Batch) -> Iterator[Tensor]:
+def _add_to_masters(
+    named: Mapping[str, Tensor], masters: Mapping[str, Tensor], scale: float
+) -> None:
+    """Add gradients of half precision to the masters' in fp32; in fp64 both are one."""
+    for name, parameter in named.items():
+        master, gradient = masters[name], parameter.grad
+        if master is not parameter and gradient is not None:
+            master.grad = gradient.float() / scale + (0 if master.grad is None else master.grad)
+            parameter.grad = None
+
+
+def _parts_of_loss(model: Any, batch: Batch, rows: int | None) -> Iterator[Tensor]:
     """Yield losses of some samples at a time that add up to the weighted mean over a batch."""
     tokens, labels, documents, weights = Batch(*batch)
     weights = torch.ones(labels.shape) if weights is None else weights
-    total, isolation = weights.double().sum(), _isolation(documents)
-    rows = max(1, _LOGITS_AT_ONCE // (tokens.shape[1] * model.config.vocab_size))
+    total, isolation = weights.double().sum(), _isolation(documents, model.dtype)
+    most = _LOGITS_AT_ONCE * (1 if model.dtype == torch.float64 else len(tokens))
+    rows = rows or max(1, most // (tokens.shape[1] * model.config.vocab_size))
     for first in range(0, len(tokens), rows):
         part = slice(first, first + rows)
         own = {name: tensor[part] for name, tensor in isolation.items()}
         logits = model(tokens[part], use_cache=False, **own).logits
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(logits.transpose(1, 2), labels[part], reduction="none")
         yield (losses * weights[part]).sum() / total
 
 
-def _isolation(documents: Tensor | None) -> dict[str, Tensor]:
+def _isolation(documents: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return positions and a 4-D mask that isolate documents in a model of transformers."""
     if documents is None:
         return {}
@@ -316,8 +398,8 @@ def _isolation(documents: Tensor | None) -> dict[str, Tensor]:
     mask = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()  # [batch, seq, seq]
     positions = mask.sum(-1) - 1
     mask = mask.unsqueeze(1)
-    lowest = torch.finfo(torch.float64).min
+    lowest = torch.finfo(dtype).min
     return {
         "position_ids": positions,
-        "attention_mask": torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, lowest),
+        "attention_mask": torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, lowest),
     }

@@ -16,7 +16,13 @@ SEQUENCE_LENGTH, VOCAB_SIZE, HEAD_SIZE = 16, 261, 8  # no vocabulary size that 2
 ALWAYS_CLIPPED = 0.02
 STEPS, MICROBATCHES, LEARNING_RATE, WARMUP_STEPS = 3, 4, 3e-4, 2
 WEIGHT_DECAY = 5.0  # if the config decays; a mistake in 0.1 would move nothing in three steps
-DECAY = {"warmup_steps": 1, "min_ratio": 0.5}  # of schedules that decay
+DECAY = {"warmup_steps": 1, "min_ratio": 0.5}  # so that the last step still trains
+SCHEDULES: dict[str, dict[str, float]] = {
+    "constant": {"warmup_steps": WARMUP_STEPS},
+    "cosine": DECAY,
+    "linear": DECAY,
+    "wsd": DECAY | {"decay_steps": STEPS - 1},
+}
 EPS = 1e-6  # minimum; with Adam's 1e-8 rounding alone moves weights whose gradient is nearly 0
 MESHES: tuple[Sizes, ...] = (
     (1, 1, 1),
@@ -49,11 +55,13 @@ class Extent(NamedTuple):
     steps: int = STEPS
     sequence_length: int = SEQUENCE_LENGTH
     vocab_size: int = VOCAB_SIZE
+    initializer_range: float | None = None  # None: the config's
 
 
 SHORT = Extent()
-# More positions than bf16 tells apart, and ids that uint16 does not hold.
-LONG = Extent(1, 272, 2**16 + 261)
+# More positions than bf16 tells apart, ids that uint16 does not hold, and weights so large that
+# attention depends on positions from the first step on.
+LONG = Extent(1, 272, 2**16 + 261, 0.15)
 
 
 def parse_meshes(text: str) -> tuple[Sizes, ...]:
@@ -101,15 +109,16 @@ def shrink(
         "sequence_length": extent.sequence_length,
         "vocab_size": min(extent.vocab_size, config.data.vocab_size),
     }
+    if config.data.end_of_text_id is not None:
+        block["data"]["vocab_size"] = extent.vocab_size
+        block["data"]["end_of_text_id"] = extent.vocab_size - 1
     kind = "constant" if config.scheduler is not None else config.train.lr_schedule.type
-    shape = {"warmup_steps": WARMUP_STEPS} if kind == "constant" else DECAY
-    shape = shape | {"decay_steps": STEPS - 1} if kind == "wsd" else shape
     block["train"] |= {
         "steps": extent.steps,
         "max_tokens": None,
         "epochs": None,
         "profile": None,
-        "lr_schedule": {"type": kind, **shape},
+        "lr_schedule": {"type": kind, **SCHEDULES[kind]},
     }
     raw.pop("scheduler", None)
     raw["gradient_clipping"] = clipping if config.gradient_clipping else 0.0
@@ -191,6 +200,7 @@ def _small_model(model: Any, stages: int, tp_sizes: list[int], extent: Extent) -
         "num_hidden_layers": max(3, stages - 1),
         "vocab_size": extent.vocab_size,
         "max_position_embeddings": extent.sequence_length,
+        "initializer_range": extent.initializer_range or model.initializer_range,
         "num_key_value_heads": kv_heads,
         "intermediate_size": 12 * heads,
         "head_dim": None if head_dim is None else 2 * HEAD_SIZE,

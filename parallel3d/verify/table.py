@@ -1,6 +1,6 @@
 """The report of verify: run every mesh and print its differences from the reference."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,8 @@ def verify(
     except TrainingError as error:
         raise ConfigError(str(error).rstrip().splitlines()[-1]) from error
     small, reference = prepare(config, runnable, folder)
-    tolerance, drops = TOLERANCE[config.precision], drops_out(config)
+    drops = drops_out(config)
+    tolerance = max(reference.tolerances.values(), default=TOLERANCE[config.precision])
     saved, resumed = resuming_pair(runnable)
     tasks = [(mesh, CaseTask(folder if mesh == saved else None, None, drops)) for mesh in runnable]
     tasks.append((resumed, CaseTask(resumes=folder)))
@@ -63,10 +64,11 @@ def verify(
             counters = ended if task.saves else counters
         except TrainingError as failure:
             errors, raised = ReferenceErrors(*[float("inf")] * 3), str(failure)
-        cases.append(_case(config, mesh, errors, tolerance))
+        bounds = right.tolerances or tolerance
+        cases.append(_case(config, mesh, errors, bounds))
         cases[-1]["resumed_from"] = name_of(saved) if task.resumes else None
         cases[-1]["sequence_length"] = run.data.sequence_length
-        beyond = ", ".join(errors.beyond(tolerance))
+        beyond = ", ".join(errors.beyond(bounds))
         verdict = f"DIFFERS ({beyond})" if beyond else "equal"
         numbers = (errors.loss, errors.grad_norm, errors.weight, errors.evaluation)
         shown = f"{name_of(saved)} > {name_of(mesh)}" if task.resumes else name_of(mesh)
@@ -77,7 +79,7 @@ def verify(
     passed = all(case["passed"] for case in cases)
     word = "equal" if passed else "NOT EQUAL"
     console.print(
-        f"{word} to one process, within {tolerance:g}: {len(runnable)} meshes, a run saved on "
+        f"{word} to one process, within {tolerance:.1g}: {len(runnable)} meshes, a run saved on "
         f"{name_of(saved)} and resumed on {name_of(resumed)}, and a step of "
         f"{LONG.sequence_length} tokens with ids up to {LONG.vocab_size:,}"
     )
@@ -114,7 +116,10 @@ def _row(*cells: str) -> str:
 
 
 def _case(
-    config: RunConfig, mesh: Sizes, errors: ReferenceErrors, tolerance: float
+    config: RunConfig,
+    mesh: Sizes,
+    errors: ReferenceErrors,
+    tolerance: float | Mapping[str, float],
 ) -> dict[str, Any]:
     zero = config.zero_optimization
     return {

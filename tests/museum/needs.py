@@ -27,10 +27,6 @@ def _few_heads(config: RunConfig, small: RunConfig) -> bool:
     return (getattr(small.model, "num_key_value_heads", None) or 8) < 4
 
 
-def _reduced_in_backward(config: RunConfig, small: RunConfig) -> bool:
-    return small.zero_optimization.stage == 3 and small.pipeline.weights in ("per_step", "per_pass")
-
-
 NEEDS: dict[str, Need] = {
     "microbatches": lambda config, small: small.num_microbatches > 1,
     "clipping": lambda config, small: small.gradient_clipping > 0,
@@ -55,8 +51,10 @@ NEEDS: dict[str, Need] = {
     "ZeRO-0": _stages(0),
     "ZeRO-1 or 2": _stages(1, 2),
     "ZeRO below 3": _stages(0, 1, 2),
+    "weighted labels": lambda config, small: small.data.weight_field is not None,
+    "mixture": lambda config, small: small.data.source == "mixture",
     "rotary": _family("llama", "neox"),
-    "reduced in backward": _reduced_in_backward,
+    "reduced in backward": lambda config, small: bool(small.zero_optimization.overlap_comm),
     "long": lambda config, small: True,  # planted in the case of long sequences and large ids
     "bf16": lambda config, small: small.precision == "bf16",
     "fp16": lambda config, small: small.precision == "fp16",

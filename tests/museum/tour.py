@@ -23,11 +23,14 @@ TIMEOUT_SECONDS = 300.0
 _OURS = "parallel3d.base.errors."
 WORDS = {
     "start": "first weights",
+    "turns": "rotary positions",
     "rates": "learning rates",
     "samples": "order of samples",
     "masks": "dropout masks",
     "accumulation": "accumulation",
     "counters": "counters",
+    "masters": "fp32 masters",
+    "reduction": "type of the reduction",
 }
 
 
@@ -115,7 +118,7 @@ class Hall:
             last = str(error).strip().splitlines()[-1]
             # What the library itself says is no silent bug; any other error is the patch's.
             return found("error") if last.startswith(_OURS) else Visit(name, raised=last)
-        beyond = errors.beyond(TOLERANCE[small.precision])
+        beyond = errors.beyond(reference.tolerances or TOLERANCE[small.precision])
         if not beyond:
             return found("", 0.0)
         # What has no reference comes first: where samples or masks are wrong, the loss is, too.

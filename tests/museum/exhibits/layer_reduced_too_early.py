@@ -5,10 +5,12 @@ from typing import Any
 from parallel3d.engine.reduction import Reduction
 from tests.museum.exhibit import Exhibit, in_place_of
 
-EXHIBIT = Exhibit(__doc__, mesh=(1, 4, 1), needs=("reduced in backward",), kind="size")
+EXHIBIT = Exhibit(
+    __doc__, mesh=(1, 4, 1), needs=("ZeRO-0", "reduced in backward", "microbatches"), kind="size"
+)
 
 
 @in_place_of(Reduction, "reached")
 def plant(original: Any, reduction: Reduction, stage: int, index: int) -> None:
-    """The layer itself is taken for complete when its input has its gradient; so is one before."""
+    """The layer before is taken for complete, which has the earlier microbatches' gradients."""
     original(reduction, stage, index - 2)

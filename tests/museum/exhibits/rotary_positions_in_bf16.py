@@ -7,7 +7,7 @@ import torch
 from parallel3d.tensor.rotary import Rotary
 from tests.museum.exhibit import Exhibit, in_place_of
 
-EXHIBIT = Exhibit(__doc__, needs=("bf16", "rotary"), kind="half")
+EXHIBIT = Exhibit(__doc__, needs=("bf16", "rotary", "long"), kind="half")
 
 
 @in_place_of(Rotary, "_tables_of")
