@@ -243,7 +243,8 @@ class CaseRun:
         self.eps, self.wrong, self.masters = [0.0], [0.0], [0.0]
         # Gradients are averaged in fp32; activations, which tp adds up, are not.
         in_fp32 = config.communication_data_type in (None, "fp32") and config.mesh.tp == 1
-        self.reduced, self.averages_in_fp32 = Reduced(), in_fp32 and config.precision in HALF
+        self.averages_in_fp32 = in_fp32 and config.precision in HALF
+        self.reduced = Reduced()  # type: ignore[no-untyped-call]
         for held in parts.engine.held:
             held.parameter.register_post_accumulate_grad_hook(self._note_type)
 
@@ -320,9 +321,9 @@ class CaseRun:
         """Return the largest relative difference of the learning rates of the user's schedule."""
         if self.reference.schedule is None:
             return 0.0
-        rates = [rate(self.reference.schedule, step) for step in range(len(self.reference.rates))]
-        peak = self.reference.schedule.optimizer.params.lr
-        return worst(abs(a - b) / peak for a, b in zip(rates, self.reference.rates, strict=True))
+        schedule, expected = self.reference.schedule, self.reference.rates
+        off = max(abs(rate(schedule, step) - lr) for step, lr in enumerate(expected))
+        return off / schedule.optimizer.params.lr
 
     def _compare(self, batch: list[Microbatch], step: int) -> None:
         """Record the share of a step's tokens, labels and positions that differ from the course."""

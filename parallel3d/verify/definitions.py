@@ -188,10 +188,9 @@ def multiply(reference: Any, model: Any, head_size: int) -> None:
     if settings is None or settings.type != "mup":
         return
     scores = sqrt((settings.base_head_size or head_size) / head_size)
-    modules = list(reference.modules())
-    if scores != 1 and not any(hasattr(module, "scaling") for module in modules):
+    if scores != 1 and not any(hasattr(module, "scaling") for module in reference.modules()):
         raise ValueError("no attention scale")
-    for module in modules:
+    for module in reference.modules():
         if hasattr(module, "scaling"):
             module.scaling *= scores
         if isinstance(module, nn.Embedding):
@@ -224,7 +223,8 @@ def start_error(reference: Any, model: Any) -> float:
     matrix = model.initializer_range / sqrt(wider)
     stds = {"table": model.initializer_range, "matrix": matrix}
     stds["residual"] = matrix / sqrt(2 * depth)
-    named, values, rows = dict(reference.named_parameters()), {}, []
+    named, rows = dict(reference.named_parameters()), []
+    values: dict[str, list[Tensor]] = {}
     for name, kind in kinds(reference).items():
         if name not in named:  # a tied copy
             continue

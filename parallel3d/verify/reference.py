@@ -93,13 +93,12 @@ def corpus_of(config: RunConfig, folder: Path) -> Corpus:
         TokenStream(tokens, np.array([0, len(tokens)]), weights)  # type: ignore[arg-type]
         for tokens, weights in streams
     )
-    mixture = Mixture(parts, tuple(share / sum(shares) for share in shares))
+    mixture = Mixture(parts, tuple(map(float, shares)))
     everything = parts[0] if len(parts) == 1 else mixture
-    vocab = int(config.model.vocab_size)
     return Corpus(
         directory=folder,
-        vocab_size=vocab,
-        end_of_text=vocab - 1,
+        vocab_size=int(config.model.vocab_size),
+        end_of_text=int(config.model.vocab_size) - 1,
         unigram_entropy=0.0,
         train=everything,
         held_out=everything,
@@ -118,10 +117,9 @@ def course_of(config: RunConfig) -> Course:
         tokens, labels, weights = definitions.samples(
             streams, shares, config.data.sequence_length, config.train.seed, indices
         )
-        documents = None
-        if config.data.isolate_documents:
-            documents = definitions.documents_of(tokens, int(config.model.vocab_size) - 1)
-        return Batch(tokens, labels, documents, weights if weighs else None)
+        documents = definitions.documents_of(tokens, int(config.model.vocab_size) - 1)
+        isolated = documents if config.data.isolate_documents else None
+        return Batch(tokens, labels, isolated, weights if weighs else None)
 
     return Course(
         [batch(step) for step in range(count)],
@@ -207,8 +205,7 @@ def prepare_long(config: RunConfig, mesh: Sizes, folder: Path) -> tuple[RunConfi
     (folder / "long").mkdir(exist_ok=True)
     long = shrink(config, (mesh,), str(folder), clipping=_NEVER_CLIPPED, extent=LONG)[mesh]
     reference = train_reference(long, folder / "long", course_of(long))
-    tolerances = tolerances_of(long, folder / "long", reference)
-    return long, replace(reference, tolerances=tolerances)
+    return long, replace(reference, tolerances=tolerances_of(long, folder / "long", reference))
 
 
 def tolerances_of(config: RunConfig, folder: Path, reference: Reference) -> dict[str, float]:
@@ -220,8 +217,11 @@ def tolerances_of(config: RunConfig, folder: Path, reference: Reference) -> dict
         return {}
     (folder / "again").mkdir(exist_ok=True)
     again = train_reference(config, folder / "again", reference.course, rows=1)
-    right, other = load_file(reference.weights), load_file(again.weights)
-    start = first_weights(config)
+    start, right, other = (
+        first_weights(config),
+        load_file(reference.weights),
+        load_file(again.weights),
+    )
     off = sum(float((other[name] - value).square().sum()) for name, value in right.items())
     way = sum(float((value - start[name]).square().sum()) for name, value in right.items())
     differences = {
@@ -230,8 +230,8 @@ def tolerances_of(config: RunConfig, folder: Path, reference: Reference) -> dict
         "weight": sqrt(off / way),
         "evaluation": max(relative([again.evaluation], [reference.evaluation])),
     }
-    eps = torch.finfo(HALF[config.precision]).eps
-    return {name: MARGIN * max(size, FLOORS[name] * eps) for name, size in differences.items()}
+    unit = torch.finfo(HALF[config.precision]).eps
+    return {name: MARGIN * max(size, FLOORS[name] * unit) for name, size in differences.items()}
 
 
 def relative(values: Sequence[float], expected: Sequence[float]) -> list[float]:

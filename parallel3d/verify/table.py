@@ -53,7 +53,8 @@ def verify(
     tasks = [(mesh, CaseTask(folder if mesh == saved else None, None, drops)) for mesh in runnable]
     tasks.append((resumed, CaseTask(resumes=folder)))
     tasks.append((min(runnable, key=lambda mesh: (mesh[2] == 1, prod(mesh))), LONG_TASK))
-    cases, counters = [], None
+    cases: list[dict[str, Any]] = []
+    counters: dict[str, Any] | None = None
     for mesh, task in tasks:
         raised, run, right = "", small[mesh], reference
         if task is LONG_TASK:
