@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 _MODULUS, _GOLDEN = 2**64, 0x9E3779B97F4A7C15
 # Projections that add to the residual stream, by the last part of their names in transformers.
-_RESIDUAL = ("c_proj", "o_proj", "down_proj", "dense", "dense_4h_to_h")
+_RESIDUAL = ("c_proj", "o_proj", "out_proj", "down_proj", "dense", "dense_4h_to_h", "fc2")
 Stream = tuple[np.ndarray, np.ndarray | None]  # ids, and how much each counts as a label
 
 
@@ -215,14 +215,15 @@ def start_error(reference: Any, model: Any) -> float:
 
     Each kind of weight is normal with mean 0 and a known standard deviation: initializer_range,
     over sqrt(width) in a matrix under muP, and over sqrt(2 layers) where it adds to the residual
-    stream. Gains are 1 and biases 0. inf: a vector differs, or two rows are equal.
+    stream. Gains are 1 and biases 0. inf: a vector differs, or two rows are equal. 0: a family of
+    the user's own, whose rule is not known here.
     """
-    wider, _ = widths(model)
-    settings = getattr(model, "parametrization", None)
-    depth = getattr(settings, "base_depth", None) or model.num_hidden_layers
-    matrix = model.initializer_range / sqrt(wider)
-    stds = {"table": model.initializer_range, "matrix": matrix}
-    stds["residual"] = matrix / sqrt(2 * depth)
+    if "residual" not in kinds(reference).values() or not hasattr(model, "initializer_range"):
+        return 0.0
+    depth = getattr(getattr(model, "parametrization", None), "base_depth", None)
+    matrix = model.initializer_range / sqrt(widths(model)[0])
+    residual = matrix / sqrt(2 * (depth or model.num_hidden_layers))
+    stds = {"table": model.initializer_range, "matrix": matrix, "residual": residual}
     named, rows = dict(reference.named_parameters()), []
     values: dict[str, list[Tensor]] = {}
     for name, kind in kinds(reference).items():

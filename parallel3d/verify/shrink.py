@@ -200,7 +200,7 @@ def _small_model(model: Any, stages: int, tp_sizes: list[int], extent: Extent) -
         "num_hidden_layers": max(3, stages - 1),
         "vocab_size": extent.vocab_size,
         "max_position_embeddings": extent.sequence_length,
-        "initializer_range": extent.initializer_range or model.initializer_range,
+        "initializer_range": extent.initializer_range or getattr(model, "initializer_range", None),
         "num_key_value_heads": kv_heads,
         "intermediate_size": 12 * heads,
         "head_dim": None if head_dim is None else 2 * HEAD_SIZE,

@@ -17,7 +17,7 @@ from parallel3d.verify.reference import first_weights, schedule_of
 from parallel3d.verify.shrink import shrink
 from tests.verify.configs import config_of
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.gloo
 
 SCHEDULES = [
     {"type": "constant"},
