@@ -56,7 +56,8 @@ def _report(visits: list[Visit], curves: StoredCurves, console: Console) -> dict
     marks = {visit.name: mark(visit.name, curves) for visit in visits}
     shown = {name: None if of is None else of.shows for name, of in marks.items()}
     console.print(
-        f"{sum(of is True for of in shown.values())} of {len(visits)} shown by the curve of 100 "
+        f"{sum(of is True for of in shown.values())} of "
+        f"{sum(of is not None for of in shown.values())} shown by the curve of 100 "
         "training steps (docs/museum.md)"
     )
     found = [visit.to_dict() | {"curve_shows": shown[visit.name]} for visit in visits]

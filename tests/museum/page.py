@@ -84,11 +84,12 @@ def page(measured: Record, curves: StoredCurves) -> str:
     quick = sum(r["seconds"] <= 10 for r in seen)
     marks = {r["name"]: mark(r["name"], curves) for r in records}
     shown = sum(of is not None and of.shows for of in marks.values())
+    measured_curves = sum(of is not None for of in marks.values())
     text = (
         f"**verify sees {len(seen)} of {len(records)} bugs**, {quick} within 10 s each "
         f"({measured['machine']}).\n**A training-loss curve of 100 steps shows {shown} of "
-        f"{len(records)}.** {len(published)} are published (repository and number); "
-        f"the others are classics.\n\n"
+        f"the {measured_curves} for which it was drawn.** {len(published)} are published, with "
+        f"repository\nand number; the others are classics or made up.\n\n"
     )
     text += "| kind | seen | of |\n|---|---|---|\n"
     for kind, words in KINDS.items():
