@@ -39,10 +39,12 @@ def markdown(measured, seconds):
         f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers")
     )
     meshes = sorted({row["mesh"] for row, _ in measured})
+    minutes = f"{seconds / 60:.0f} minutes"
     text = HEAD + (
         f"A sample of {len(measured)} cases, each trained as `verify` does it; each two settings\n"
-        f"that can go together meet in at least one. {seconds / 60:.0f} minutes on two shared cores ({packages},\n"
-        f"{platform.machine()}, gloo). The worst: {worst}. A dash: not in the sample.\n"
+        f"that can go together meet in at least one. {minutes} on two shared cores, gloo:\n"
+        f"{packages}, {platform.machine()}.\n"
+        f"The worst: {worst}. A dash: not in the sample.\n"
     )
     text += "\n## ZeRO stage and offload (optimizer + parameters)\n\n"
     kinds = sorted({(row["zero"], row["offload"]) for row, _ in measured})
