@@ -6,7 +6,7 @@ the state of the generator each time a mask is drawn.
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,32 +14,47 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
+from parallel3d.checkpoint import arrays, chunk_runs, disk
 from parallel3d.checkpoint.find import find
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import Saver
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
+from parallel3d.engine.quirks import updating
 from parallel3d.engine.quirks.nvme import swapping_small_tensors
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model import head_cost
 from parallel3d.pipeline.executor import Microbatch
+from parallel3d.tensor import loss
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.dropout import Dropout
+from parallel3d.tensor.rotary import Rotary
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.train.feed import Feed
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import (
     ReferenceErrors,
     microbatches,
-    relative,
     weight_error,
     weight_errors,
     worst,
 )
-from parallel3d.verify.reference import SEED, Reference, corpus_of
+from parallel3d.verify.reference import HALF, SEED, Reference, corpus_of, relative
 from parallel3d.verify.shrink import BLOCK, STEPS
 
+# Thresholds of the library that a small run would not reach: owner, name, value.
+THRESHOLDS: tuple[tuple[Any, str, int], ...] = (
+    (loss, "_ROWS", 2**8),
+    (updating, "PART", 2**8),
+    (chunk_runs, "SMALLEST", 2**6),
+    (arrays, "STAGING_BYTES", 2**12),
+    (arrays, "TURNED_ROWS", 8),
+    (disk, "BLOCK", 2**12),
+)
 SAVED_STEPS = STEPS - 1  # the run is saved after these; the resumed run makes the last step
 DROPOUT = 0.5
 
@@ -117,6 +132,19 @@ def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
     return wrong / max(1, total)
 
 
+class Reduced(TorchDispatchMode):
+    """Record the coarsest type in which collectives add tensors up inside the context."""
+
+    eps = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "reduce" in func.__name__:
+            for x in tree_flatten(args)[0]:
+                if isinstance(x, torch.Tensor) and x.is_floating_point() and x.itemsize < 4:
+                    self.eps = max(self.eps, torch.finfo(x.dtype).eps)
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(frozen=True)
 class RankFindings:
     """The errors that one rank measured, and what the parent compares between ranks or runs."""
@@ -124,9 +152,7 @@ class RankFindings:
     loss: float
     grad_norm: float
     weights: dict[str, float]
-    samples: float
-    evaluation: float
-    accumulation: float
+    others: dict[str, float]  # more of `ReferenceErrors`, by name
     counters: dict[str, Any]  # Adam's and the loss scaler's after the last step
     masks: Masks | None
 
@@ -156,11 +182,10 @@ def checked(
         loss=worst(f.loss for f in findings),
         grad_norm=worst(f.grad_norm for f in findings),
         weight=weight_error(config, [f.weights for f in findings]),
-        evaluation=worst(f.evaluation for f in findings),
-        samples=max(f.samples for f in findings),
         masks=share_of_wrong(masks, config.num_microbatches),
-        accumulation=max(f.accumulation for f in findings),
         counters=float(any(counters not in (None, f.counters) for f in findings)),
+        start=reference.start,
+        **{name: worst(f.others[name] for f in findings) for name in findings[0].others},
     )
     return errors, findings[0].counters
 
@@ -169,13 +194,23 @@ def check(rank: int, config: RunConfig, reference: Reference, task: CaseTask) ->
     """Train a small config on its course as one rank and compare with the reference."""
     mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp)
     torch.set_num_threads(1)  # more threads slow such small products down
-    with swapping_small_tensors(2 * BLOCK):
+    with swapping_small_tensors(2 * BLOCK), low_thresholds(config):
         parts = assemble(config, mesh, seed=SEED)
         run = CaseRun(parts, config, mesh, reference)
         findings = run.compared(task)
     mesh.barrier()
     parts.engine.close()
     return findings
+
+
+@contextmanager
+def low_thresholds(config: RunConfig) -> Iterator[None]:
+    """Lower the library's thresholds inside the context, so that a small run takes every path."""
+    logits = 64 * int(config.model.vocab_size)  # of so many tokens at a time
+    with ExitStack() as stack:
+        for owner, name, value in (*THRESHOLDS, (head_cost, "LOGITS_AT_ONCE", logits)):
+            stack.enter_context(patch.object(owner, name, value))
+        yield
 
 
 def save(parts: Assembly, mesh: Mesh, state: dict[str, Any], folder: Path) -> None:
@@ -205,7 +240,11 @@ class CaseRun:
         corpus = corpus_of(config, folder)
         self.feed = Feed(config, mesh, corpus, parts.schedule)
         self.state = RunState(config, corpus)
-        self.eps, self.wrong = [0.0], [0.0]
+        self.eps, self.wrong, self.masters = [0.0], [0.0], [0.0]
+        # Gradients are averaged in fp32; activations, which tp adds up, are not.
+        in_fp32 = config.communication_data_type in (None, "fp32") and config.mesh.tp == 1
+        self.averages_in_fp32 = in_fp32 and config.precision in HALF
+        self.reduced = Reduced()  # type: ignore[no-untyped-call]
         for held in parts.engine.held:
             held.parameter.register_post_accumulate_grad_hook(self._note_type)
 
@@ -219,16 +258,20 @@ class CaseRun:
             go_on(self.parts, self.mesh, self.state, task.resumes) if task.resumes else Position()
         )
         first, losses, norms = position.step, [], []
+        if task.resumes:
+            self._look_at_masters()
         while position.step < self.config.num_steps:
             batch = self.feed.training(position.next_sample)
             self._compare(batch, position.step)
-            local = self.parts.executor.run(batch, position.step)
+            with self.reduced if self.averages_in_fp32 else nullcontext():
+                local = self.parts.executor.run(batch, position.step)
             losses.append(self._mean(local))
             lr = rate(self.config, position.step)
             norms.append(self.parts.engine.step(lr).grad_norm)
             position = position.after(self.config)
             if task.saves and position.step == SAVED_STEPS:
                 save(self.parts, self.mesh, self.state.at(position), task.saves)
+        self._look_at_masters()
         counters = self.parts.engine.states.counters()
         weights = weight_errors(self.parts, self.config, self.reference)
         batch = self.feed.training(position.next_sample)
@@ -239,18 +282,55 @@ class CaseRun:
             loss=worst(relative(losses, self.reference.losses[first:])),
             grad_norm=worst(relative(norms, self.reference.grad_norms[first:])),
             weights=weights,
-            evaluation=worst(relative([evaluation], [self.reference.evaluation])),
-            accumulation=max(self.eps) if max(self.eps) > 1e-6 else 0.0,
+            others={
+                "evaluation": worst(relative([evaluation], [self.reference.evaluation])),
+                "accumulation": max(self.eps) if max(self.eps) > 1e-6 else 0.0,
+                "samples": max(self.wrong),
+                "rates": self._compare_rates(),
+                "masters": max(self.masters),
+                "reduction": self.reduced.eps,
+                "turns": self._compare_turns(),
+            },
             counters=counters,
             masks=masks,
-            samples=max(self.wrong),
         )
+
+    def _look_at_masters(self) -> None:
+        """Record the share of masters that half precision holds: all, if they were rounded."""
+        dtype = HALF.get(self.config.precision)
+        if dtype is not None:
+            values = [self.parts.engine.full_parameter(held) for held in self.parts.engine.held]
+            masters = torch.cat([value.flatten() for value in values])
+            self.masters.append(float((masters == masters.to(dtype)).float().mean()))
+
+    def _compare_turns(self) -> float:
+        """Return the largest difference of rotary positions that one rounding does not explain."""
+        right, dtype = self.reference.turns, self.parts.engine.settings.dtype
+        layers = [m for m in self.parts.stages.module.modules() if isinstance(m, Rotary)]
+        if right is None or not layers:
+            return 0.0
+        half = right.shape[-1] // 2
+        unit = torch.zeros(1, 1, *right.shape[1:], dtype=dtype)
+        unit[..., :half] = 1  # turns into cos and sin
+        turned, _ = layers[0](unit, unit)
+        off = turned[0, 0].float() - torch.cat((right[0, :, :half], right[1, :, :half]), -1)
+        worst_off = float(off.abs().max())
+        return worst_off if worst_off > max(1e-4, torch.finfo(dtype).eps) else 0.0
+
+    def _compare_rates(self) -> float:
+        """Return the largest relative difference of the learning rates of the user's schedule."""
+        if self.reference.schedule is None:
+            return 0.0
+        schedule, expected = self.reference.schedule, self.reference.rates
+        off = max(abs(rate(schedule, step) - lr) for step, lr in enumerate(expected))
+        return off / schedule.optimizer.params.lr
 
     def _compare(self, batch: list[Microbatch], step: int) -> None:
         """Record the share of a step's tokens, labels and positions that differ from the course."""
         expected = microbatches(self.reference.course.steps[step], self.config, self.mesh)
         for read, right in zip(batch, expected, strict=True):
             pairs = [(read.tokens, right.tokens), (read.labels, right.labels)]
+            pairs.append((read.weights, right.weights))
             if read.segments is not None and right.segments is not None:
                 pairs.append((read.segments.positions, right.segments.positions))
             for a, b in pairs:

@@ -31,6 +31,7 @@ from parallel3d.tensor.vocab import VocabParallelOutput
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import compile_operators, microbatches
+from parallel3d.verify.reference import Batch
 from parallel3d.verify.shrink import MICROBATCHES, shrink
 
 HEAD_SIZE, BLOCKS, BATCH, LENGTH = 16, 2, 8, 32
@@ -104,7 +105,11 @@ def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
     block["data"]["sequence_length"] = LENGTH
     block["train"]["steps"] = steps
     adam = config.optimizer.params
-    raw["optimizer"]["params"] |= {"lr": adam.lr, "eps": adam.eps}
+    raw["optimizer"]["params"] |= {
+        "lr": adam.lr,
+        "eps": adam.eps,
+        "weight_decay": adam.weight_decay,
+    }
     raw["gradient_clipping"] = 0.0
     where = f"the config at --widths {width}"
     return RunConfig.from_dict(raw, where).resolve(sizes[0] * sizes[1] * sizes[2])
@@ -147,7 +152,7 @@ def _measure_on_rank(rank: int, config: RunConfig, seed: int) -> Sums:
     return sums
 
 
-def _batch(config: RunConfig) -> tuple[Tensor, Tensor, Tensor | None]:
+def _batch(config: RunConfig) -> Batch:
     """Return tokens, labels and documents of the batch, [batch, seq] each; a sample is a document.
 
     Token frequencies follow Zipf's law, as in a language. With equal frequencies the gradients of a
@@ -159,7 +164,7 @@ def _batch(config: RunConfig) -> tuple[Tensor, Tensor, Tensor | None]:
     text = torch.multinomial(frequency, size * length, replacement=True, generator=generator)
     text = text.view(size, length)
     documents = torch.zeros_like(text[:, :-1]) if config.data.isolate_documents else None
-    return text[:, :-1], text[:, 1:], documents
+    return Batch(text[:, :-1], text[:, 1:], documents)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +18,10 @@ from parallel3d.pipeline.executor import Microbatch
 from parallel3d.tensor.segments import Segments
 from parallel3d.train.assembly import Assembly
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.reference import Reference, first_weights
+from parallel3d.verify.reference import Batch, Reference, first_weights
 
-# fp32: equal up to rounding. Half precision: the type's own rounding errors.
+# fp32: equal up to rounding. Half precision: what the type's own rounding explains, compared with
+# fp64; `verify` itself compares with a run of the same precision (`Reference.tolerances`).
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-1, "fp16": 1e-1}
 
 
@@ -36,19 +37,27 @@ class ReferenceErrors:
     masks: float = 0.0  # share of dropout masks that are wrong, see `share_of_wrong`
     accumulation: float = 0.0  # eps of the type that gradients are summed in; 0 for fp32
     counters: float = 0.0  # 1 if counters of the optimizer or loss scaler differ after a resume
+    rates: float = 0.0  # relative, of the learning rates of the config's own schedule
+    start: float = 0.0  # of first weights from the family's rule, in standard errors
+    masters: float = 0.0  # largest share of fp32 masters that half precision would hold
+    reduction: float = 0.0  # eps of the type that gradients are averaged in; 0 for fp32
+    turns: float = 0.0  # of rotary positions' cos and sin, beyond one rounding
 
-    def within(self, tolerance: float) -> bool:
+    def within(self, tolerance: float | Mapping[str, float]) -> bool:
         """Return True if no error exceeds its bound; a NaN does."""
         return not self.beyond(tolerance)
 
-    def beyond(self, tolerance: float) -> dict[str, float]:
-        """Return the errors above their bounds, by name; a NaN counts as one."""
-        rounded = ("loss", "grad_norm", "weight", "evaluation")
-        return {
-            name: size
-            for name, size in asdict(self).items()
-            if not size <= (tolerance if name in rounded else 0.0)
-        }
+    def beyond(self, tolerance: float | Mapping[str, float]) -> dict[str, float]:
+        """Return the errors above their bounds, by name; a NaN counts as one.
+
+        `tolerance` bounds loss, gradient norm, weights and evaluation, together or by name.
+        """
+        names = ("loss", "grad_norm", "weight", "evaluation")
+        if isinstance(tolerance, float):
+            tolerance = dict.fromkeys(names, tolerance)
+        bounds = {**tolerance, "rates": 1e-9, "start": 4.0, "masters": 0.5}
+        errors = asdict(self)
+        return {name: size for name, size in errors.items() if not size <= bounds.get(name, 0.0)}
 
     def __str__(self) -> str:
         return f"loss {self.loss:.1e}  norm {self.grad_norm:.1e}  weights {self.weight:.1e}"
@@ -92,14 +101,7 @@ def worst(errors: Any) -> float:
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
-def relative(values: list[float], expected: list[float]) -> list[float]:
-    """Return the relative difference of each value."""
-    return [abs(x - y) / abs(y) for x, y in zip(values, expected, strict=True)]
-
-
-def microbatches(
-    batch: tuple[Tensor, Tensor, Tensor | None], config: RunConfig, mesh: Mesh
-) -> list[Microbatch]:
+def microbatches(batch: Sequence[Tensor | None], config: RunConfig, mesh: Mesh) -> list[Microbatch]:
     """Return the microbatches of this dp coordinate from a global batch."""
     share = config.micro_batch_size * config.num_microbatches
     start = share * mesh.coord("dp")
@@ -107,17 +109,18 @@ def microbatches(
     def cut(x: Tensor) -> list[Tensor]:
         return list(x[start : start + share].split(config.micro_batch_size))
 
-    tokens, labels, documents = batch
+    tokens, labels, documents, weights = Batch(*batch)  # type: ignore[arg-type]
     cut_batch = [
         Microbatch(x.to(mesh.device), y.to(mesh.device))
         for x, y in zip(cut(tokens), cut(labels), strict=True)
     ]
-    if documents is None:
-        return cut_batch
-    return [
-        microbatch._replace(segments=Segments.of(own).on(mesh.device))
-        for microbatch, own in zip(cut_batch, cut(documents), strict=True)
-    ]
+    if documents is not None:
+        segments = [Segments.of(own).on(mesh.device) for own in cut(documents)]
+        cut_batch = [m._replace(segments=s) for m, s in zip(cut_batch, segments, strict=True)]
+    if weights is not None:
+        own_weights = [w.to(mesh.device) for w in cut(weights)]
+        cut_batch = [m._replace(weights=w) for m, w in zip(cut_batch, own_weights, strict=True)]
+    return cut_batch
 
 
 def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> dict[str, float]:

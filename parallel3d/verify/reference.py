@@ -4,36 +4,47 @@ The course has a warm-up, and its last step begins the second epoch. The second 
 token, so its gradient is several times larger than the others and it alone is clipped.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.config.learning_rate import rate
-from parallel3d.data.batches import Batches, documents_of
-from parallel3d.data.corpus import Corpus, TokenStream
-from parallel3d.data.order import sample_index
-from parallel3d.model.parametrization import Scales
+from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.model.spec import named_params
-from parallel3d.models.common import scales_of
 from parallel3d.tensor.cut import Cut
 from parallel3d.tensor.initialise import fill
-from parallel3d.verify.shrink import Sizes, shrink
+from parallel3d.verify import definitions
+from parallel3d.verify.shrink import LONG, SEQUENCE_LENGTH, Sizes, shrink
 
 SEED = 0
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Half precision: how many times farther than a second right run, which is taken to differ by at
+# least this share of the type's eps.
+MARGIN = 4.0
+FLOORS = {"loss": 1 / 64, "grad_norm": 1 / 8, "weight": 1 / 8, "evaluation": 1 / 64}
+_SCALE = 2.0**8  # of the loss in fp16
 _NEVER_CLIPPED = 1e9
 LOUD_STEP = 1
-Batch = tuple[Tensor, Tensor, Tensor | None]  # tokens, labels, documents: [batch, seq] each
+_LOGITS_AT_ONCE = 2**25  # elements in fp64; half precision takes a batch in one piece
+
+
+class Batch(NamedTuple):
+    """A global batch; each tensor is [batch, seq]."""
+
+    tokens: Tensor
+    labels: Tensor
+    documents: Tensor | None = None  # if they are isolated
+    weights: Tensor | None = None  # if labels count unequally
 
 
 @dataclass(frozen=True)
@@ -45,25 +56,49 @@ class Course:
     evaluated: Batch
 
 
+def text_of(config: RunConfig) -> tuple[list[definitions.Stream], list[int]]:
+    """Return the streams of a small config's corpus and their shares of the samples.
+
+    With one stream an epoch is two and a half steps. Ids are the highest of the vocabulary; labels
+    count unequally if the config weighs them.
+    """
+    length, vocab = config.data.sequence_length, int(config.model.vocab_size)
+    size, end, data = config.global_batch_size, vocab - 1, config.data
+    parts = data.mixture if data.source == "mixture" else (data,)
+    shares = definitions.shares_of([getattr(part, "weight", 1.0) for part in parts])
+    generator, streams = np.random.default_rng(7), list[definitions.Stream]()
+    for part, share in zip(parts, shares, strict=True):
+        count = max(1, (5 * size * share) // (2 * sum(shares)))
+        tokens = generator.integers(max(0, end - 512), end, size=count * length + 1, dtype=np.int64)
+        # A long sample may be one document, so that positions get high even if they are isolated.
+        ends = 0.2 if length == SEQUENCE_LENGTH else 0.5 / length
+        tokens[generator.random(len(tokens)) < ends] = end
+        weights = generator.random(len(tokens), dtype=np.float32)
+        weights[generator.random(len(tokens)) < 0.4] = 0
+        streams.append((tokens, weights if part.label_field or part.weight_field else None))
+    for sample in range(LOUD_STEP * size, (LOUD_STEP + 1) * size):
+        number, start = definitions.start_of(streams, shares, length, config.train.seed, sample)
+        streams[number][0][start : start + length] = end // 2
+    return streams, shares
+
+
 def corpus_of(config: RunConfig, folder: Path) -> Corpus:
-    """Return the in-memory corpus of a small config; an epoch is two and a half steps.
+    """Return the in-memory corpus of a small config.
 
     `folder` takes the place of the tokenizer's folder.
     """
-    length, vocab = config.data.sequence_length, int(config.model.vocab_size)
-    size, end = config.global_batch_size, vocab - 1
-    count = 2 * size + size // 2
-    generator = np.random.default_rng(7)
-    tokens = generator.integers(end, size=count * length + 1, dtype=np.int64)
-    tokens[generator.random(len(tokens)) < 0.2] = end
-    loud = np.arange(LOUD_STEP * size, (LOUD_STEP + 1) * size)
-    for window in sample_index(config.train.seed, loud, count):
-        tokens[window * length : (window + 1) * length] = end // 2
-    everything = TokenStream(tokens, np.array([0, len(tokens)]))
+    streams, shares = text_of(config)
+    # A plain array stands for the weights that would be read from files.
+    parts = tuple(
+        TokenStream(tokens, np.array([0, len(tokens)]), weights)  # type: ignore[arg-type]
+        for tokens, weights in streams
+    )
+    mixture = Mixture(parts, tuple(map(float, shares)))
+    everything = parts[0] if len(parts) == 1 else mixture
     return Corpus(
         directory=folder,
-        vocab_size=vocab,
-        end_of_text=end,
+        vocab_size=int(config.model.vocab_size),
+        end_of_text=int(config.model.vocab_size) - 1,
         unigram_entropy=0.0,
         train=everything,
         held_out=everything,
@@ -72,20 +107,23 @@ def corpus_of(config: RunConfig, folder: Path) -> Corpus:
 
 
 def course_of(config: RunConfig) -> Course:
-    """Return the course of a small config as one process reads it."""
-    corpus = corpus_of(config, Path())
-    samples = Batches(corpus.train, config.data.sequence_length, config.train.seed)
+    """Return the course of a small config by its definition."""
+    streams, shares = text_of(config)
     size, count = config.global_batch_size, config.num_steps
+    weighs = any(weights is not None for _, weights in streams)
 
     def batch(step: int) -> Batch:
-        tokens, labels = samples.microbatch(step * size, size)
-        documents = torch.from_numpy(documents_of(tokens, corpus.end_of_text))
+        indices = range(step * size, (step + 1) * size)
+        tokens, labels, weights = definitions.samples(
+            streams, shares, config.data.sequence_length, config.train.seed, indices
+        )
+        documents = definitions.documents_of(tokens, int(config.model.vocab_size) - 1)
         isolated = documents if config.data.isolate_documents else None
-        return torch.from_numpy(tokens), torch.from_numpy(labels), isolated
+        return Batch(tokens, labels, isolated, weights if weighs else None)
 
     return Course(
         [batch(step) for step in range(count)],
-        [rate(config, step) for step in range(count)],
+        [definitions.learning_rate(config, step) for step in range(count)],
         batch(count),
     )
 
@@ -99,6 +137,11 @@ class Reference:
     weights: str  # file of the weights after the last step
     evaluation: float  # the trained model's loss on the course's last batch
     course: Course
+    start: float = 0.0  # see `definitions.start_error`
+    schedule: RunConfig | None = None  # the learning-rate schedule of the user's config
+    rates: tuple[float, ...] = ()  # its learning rates, from the first step on
+    tolerances: Mapping[str, float] = field(default_factory=dict)  # see `tolerances_of`
+    turns: Tensor | None = None  # cos and sin of rotary positions, [2, seq, size], or None
 
 
 def first_weights(config: RunConfig) -> dict[str, Tensor]:
@@ -111,13 +154,22 @@ def first_weights(config: RunConfig) -> dict[str, Tensor]:
     return weights
 
 
-def train_reference(config: RunConfig, folder: Path, course: Course) -> Reference:
-    """Train the small model with transformers and torch's AdamW in fp64.
+def train_reference(
+    config: RunConfig, folder: Path, course: Course, *, rows: int | None = None
+) -> Reference:
+    """Train the small model with transformers and torch's AdamW.
+
+    A config of fp32 is trained in fp64. Half precision follows the config's own plan: products in
+    it, masters, added gradients, clipping and Adam in fp32. `rows`: samples that are computed
+    together; with it attention has torch's fused kernel, so sums have another order.
 
     Raises ConfigError for a family without a transformers model.
     """
-    model, family = _loaded(config, first_weights(config))
-    return train_model(model.train(), family, config, folder, course)
+    dtype = HALF.get(config.precision, torch.float64)
+    model, family = _loaded(config, first_weights(config), dtype)
+    if rows is not None:
+        model.set_attn_implementation("sdpa")
+    return train_model(model.train(), family, config, folder, course, rows)
 
 
 def prepare(
@@ -138,7 +190,68 @@ def prepare(
         limit = sqrt(max(quiet) * loud)
         assert 0 < limit < inf, (quiet, loud)
         small = shrink(config, tuple(meshes), str(folder), clipping=limit)
-    return small, train_reference(small[meshes[0]], folder, course)
+    reference = train_reference(small[meshes[0]], folder, course)
+    reference = replace(reference, tolerances=tolerances_of(small[meshes[0]], folder, reference))
+    schedule = schedule_of(config, small[meshes[0]])
+    rates = tuple(definitions.learning_rate(schedule, n) for n in range(schedule.num_steps))
+    return small, replace(reference, schedule=schedule, rates=rates)
+
+
+def prepare_long(config: RunConfig, mesh: Sizes, folder: Path) -> tuple[RunConfig, Reference]:
+    """Return the config of one step with long sequences and large ids on a mesh, and its reference.
+
+    Raises ConfigError.
+    """
+    (folder / "long").mkdir(exist_ok=True)
+    long = shrink(config, (mesh,), str(folder), clipping=_NEVER_CLIPPED, extent=LONG)[mesh]
+    reference = train_reference(long, folder / "long", course_of(long))
+    return long, replace(reference, tolerances=tolerances_of(long, folder / "long", reference))
+
+
+def tolerances_of(config: RunConfig, folder: Path, reference: Reference) -> dict[str, float]:
+    """Return the bound of each error in half precision, {} for fp32, which has a fixed one.
+
+    It follows from how far a second right run, which adds in another order, is from the reference.
+    """
+    if config.precision not in HALF:
+        return {}
+    (folder / "again").mkdir(exist_ok=True)
+    again = train_reference(config, folder / "again", reference.course, rows=1)
+    start, right, other = (
+        first_weights(config),
+        load_file(reference.weights),
+        load_file(again.weights),
+    )
+    off = sum(float((other[name] - value).square().sum()) for name, value in right.items())
+    way = sum(float((value - start[name]).square().sum()) for name, value in right.items())
+    differences = {
+        "loss": max(relative(again.losses, reference.losses)),
+        "grad_norm": max(relative(again.grad_norms, reference.grad_norms)),
+        "weight": sqrt(off / way),
+        "evaluation": max(relative([again.evaluation], [reference.evaluation])),
+    }
+    unit = torch.finfo(HALF[config.precision]).eps
+    return {name: MARGIN * max(size, FLOORS[name] * unit) for name, size in differences.items()}
+
+
+def relative(values: Sequence[float], expected: Sequence[float]) -> list[float]:
+    """Return the relative difference of each value."""
+    return [abs(x - y) / abs(y) for x, y in zip(values, expected, strict=True)]
+
+
+def schedule_of(config: RunConfig, small: RunConfig) -> RunConfig:
+    """Return the small config with the user's own schedule and number of steps, up to 1000."""
+    raw, train = small.to_dict(), config.train
+    steps = min(1000, train.steps or 1000)
+    warmup = min(train.lr_schedule.warmup_steps, steps // 2)
+    decay = train.lr_schedule.decay_steps
+    raw["parallel3d"]["train"] |= {
+        "steps": steps,
+        "lr_schedule": train.lr_schedule.model_dump()
+        | {"warmup_steps": warmup, "decay_steps": decay and min(decay, steps - warmup)},
+    }
+    schedule = RunConfig.from_dict(raw, "the config's schedule")
+    return schedule.resolve(small.mesh.pp * int(small.mesh.dp) * small.mesh.tp)
 
 
 def losses_of(
@@ -168,8 +281,10 @@ def in_our_names(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     return renamed
 
 
-def _loaded(config: RunConfig, weights: Mapping[str, Tensor]) -> tuple[Any, Any]:
-    """Return a model of transformers with these weights, in fp64, and its family's module."""
+def _loaded(
+    config: RunConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64
+) -> tuple[Any, Any]:
+    """Return a model of transformers with these weights, and its family's module."""
     family = models.huggingface(config.model.family)
     if family is None:
         raise ConfigError(
@@ -177,95 +292,105 @@ def _loaded(config: RunConfig, weights: Mapping[str, Tensor]) -> tuple[Any, Any]
             "has no model to compare with; write one (docs/add-a-model.md)"
         )
     try:
-        model = family.reference(config.model).double()
+        model = family.reference(config.model)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model = model.to(dtype)
     except ValueError as error:
         raise ConfigError(f"parallel3d.model: {error}") from error
+    for name, buffer in model.named_buffers():
+        buffer.data = buffers[name]  # frequencies of rotary positions stay in fp32
     state_dict = family.to_huggingface(config.model, weights)
     missing, unexpected = model.load_state_dict(state_dict, strict=False)
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     assert not unexpected and set(missing) <= tied, (missing, unexpected)
-    _tell_multipliers(model, scales_of(config.model))
-    return model, family
-
-
-def _tell_multipliers(model: Any, scales: Scales) -> None:
-    """Hook a parametrization's multipliers into a model of transformers.
-
-    Raises ConfigError if its attention has no scale to change.
-    """
-    if scales.query != 1 and not any(hasattr(m, "scaling") for m in model.modules()):
+    head_size = getattr(config.model, "head_size", None)
+    heads = config.model.num_attention_heads
+    try:
+        definitions.multiply(model, config.model, head_size or config.model.hidden_size // heads)
+    except ValueError as error:
         raise ConfigError(
             f"parallel3d.model.parametrization: {type(model).__name__} has no attention scale to "
             "change, so verify has no model to compare with; leave base_head_size out"
-        )
-    for module in model.modules():
-        if hasattr(module, "scaling"):
-            module.scaling = module.scaling * scales.query
-        if isinstance(module, nn.Embedding):
-            module.register_forward_hook(_times(scales.input))
-        elif type(module).__name__.endswith(("Attention", "MLP")):
-            module.register_forward_hook(_times(scales.branch))
-    model.get_output_embeddings().register_forward_pre_hook(lambda _, x: (x[0] * scales.output,))
-
-
-def _times(factor: float) -> Any:
-    def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
-        if isinstance(output, tuple):  # attention returns its scores, too
-            return output[0] * factor, *output[1:]
-        return output * factor
-
-    return hook
+        ) from error
+    return model, family
 
 
 def train_model(
-    model: Any, family: Any, config: RunConfig, folder: Path, course: Course
+    model: Any,
+    family: Any,
+    config: RunConfig,
+    folder: Path,
+    course: Course,
+    rows: int | None = None,
 ) -> Reference:
     """Train a model of transformers with torch's AdamW and save its weights under our names."""
-    # Find the kind of each of its parameters by mapping the kinds of ours to its names.
-    adam, rates = config.optimizer.params, scales_of(config.model).rates()
-    kinds = [(role, decays) for role in rates for decays in (True, False)]
-    marks = {
-        name: torch.full(spec.shape, float(kinds.index((spec.role, spec.weight_decay))))
-        for name, spec in named_params(models.layers(config.model)).items()
-    }
-    marks_by_name = family.to_huggingface(config.model, marks)
-    named = dict(model.named_parameters())
-    groups = [
-        {
-            "params": [p for name, p in named.items() if bool((marks_by_name[name] == kind).all())],
-            "of_rate": rates[role].lr,
-            "weight_decay": adam.weight_decay * rates[role].weight_decay if decays else 0.0,
-            "eps": adam.eps * rates[role].eps,
-        }
-        for kind, (role, decays) in enumerate(kinds)
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=adam.betas, foreach=False)
+    start = definitions.start_error(model, config.model)
+    masters = named = dict(model.named_parameters())
+    if config.precision in HALF:
+        masters = {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
+    scale = _SCALE if config.precision == "fp16" else 1.0
+    groups = definitions.optimizer_groups(model, config, masters)
+    optimizer = torch.optim.AdamW(groups, betas=config.optimizer.params.betas, foreach=False)
     losses, norms = [], []
     limit = config.gradient_clipping or float("inf")
-
-    def loss_on(tokens: Tensor, labels: Tensor, documents: Tensor | None) -> Tensor:
-        logits = model(tokens, use_cache=False, **_isolation(documents)).logits
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
     for batch, lr in zip(course.steps, course.rates, strict=True):
         for group in optimizer.param_groups:
-            group["lr"] = group["of_rate"] * lr
+            group["lr"] = group["rate"] * lr
         optimizer.zero_grad()
-        loss = loss_on(*batch)
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), limit)))
+        loss = 0.0
+        for part in _parts_of_loss(model, batch, rows):
+            (part * scale).backward()
+            loss += part.item()
+            _add_to_masters(named, masters, scale)
+        norms.append(float(nn.utils.clip_grad_norm_(masters.values(), limit)))
         optimizer.step()
-        losses.append(loss.item())
-    trained = {name: p.detach().float() for name, p in named.items()}
+        losses.append(loss)
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(masters[name])
+    trained = {name: p.detach().float() for name, p in masters.items()}
     weights = in_our_names(config.model, trained)
     file = folder / "reference.safetensors"
     save_file({name: value.contiguous() for name, value in weights.items()}, file)
     with torch.no_grad():
-        evaluation = loss_on(*course.evaluated).item()
-    return Reference(losses, norms, str(file), evaluation, course)
+        evaluated = Batch(*course.evaluated)._replace(weights=None)
+        evaluation = sum(part.item() for part in _parts_of_loss(model, evaluated, rows))
+    turns = None
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            positions = torch.arange(course.evaluated[0].shape[1])
+            turns = torch.cat(module(torch.zeros(1), positions.unsqueeze(0)))
+    return Reference(losses, norms, str(file), evaluation, course, start, turns=turns)
 
 
-def _isolation(documents: Tensor | None) -> dict[str, Tensor]:
+def _add_to_masters(
+    named: Mapping[str, Tensor], masters: Mapping[str, Tensor], scale: float
+) -> None:
+    """Add gradients of half precision to the masters' in fp32; in fp64 both are one."""
+    for name, parameter in named.items():
+        master, gradient = masters[name], parameter.grad
+        if master is not parameter and gradient is not None:
+            master.grad = gradient.float() / scale + (0 if master.grad is None else master.grad)
+            parameter.grad = None
+
+
+def _parts_of_loss(model: Any, batch: Batch, rows: int | None) -> Iterator[Tensor]:
+    """Yield losses of some samples at a time that add up to the weighted mean over a batch."""
+    tokens, labels, documents, weights = Batch(*batch)
+    weights = torch.ones(labels.shape) if weights is None else weights
+    total, isolation = weights.double().sum(), _isolation(documents, model.dtype)
+    most = _LOGITS_AT_ONCE * (1 if model.dtype == torch.float64 else len(tokens))
+    rows = rows or max(1, most // (tokens.shape[1] * model.config.vocab_size))
+    for first in range(0, len(tokens), rows):
+        part = slice(first, first + rows)
+        own = {name: tensor[part] for name, tensor in isolation.items()}
+        logits = model(tokens[part], use_cache=False, **own).logits
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(logits.transpose(1, 2), labels[part], reduction="none")
+        yield (losses * weights[part]).sum() / total
+
+
+def _isolation(documents: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return positions and a 4-D mask that isolate documents in a model of transformers."""
     if documents is None:
         return {}
@@ -273,8 +398,8 @@ def _isolation(documents: Tensor | None) -> dict[str, Tensor]:
     mask = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()  # [batch, seq, seq]
     positions = mask.sum(-1) - 1
     mask = mask.unsqueeze(1)
-    lowest = torch.finfo(torch.float64).min
+    lowest = torch.finfo(dtype).min
     return {
         "position_ids": positions,
-        "attention_mask": torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, lowest),
+        "attention_mask": torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, lowest),
     }

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from itertools import product
 from math import lcm, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
@@ -15,6 +15,14 @@ Sizes = tuple[int, int, int]  # pp, dp, tp
 SEQUENCE_LENGTH, VOCAB_SIZE, HEAD_SIZE = 16, 261, 8  # no vocabulary size that 2 or 4 divides
 ALWAYS_CLIPPED = 0.02
 STEPS, MICROBATCHES, LEARNING_RATE, WARMUP_STEPS = 3, 4, 3e-4, 2
+WEIGHT_DECAY = 5.0  # if the config decays; a mistake in 0.1 would move nothing in three steps
+DECAY = {"warmup_steps": 1, "min_ratio": 0.5}  # so that the last step still trains
+SCHEDULES: dict[str, dict[str, float]] = {
+    "constant": {"warmup_steps": WARMUP_STEPS},
+    "cosine": DECAY,
+    "linear": DECAY,
+    "wsd": DECAY | {"decay_steps": STEPS - 1},
+}
 EPS = 1e-6  # minimum; with Adam's 1e-8 rounding alone moves weights whose gradient is nearly 0
 MESHES: tuple[Sizes, ...] = (
     (1, 1, 1),
@@ -34,11 +42,26 @@ NO_THRESHOLDS = {
     "stage3_max_reuse_distance": 0,
     "stage3_prefetch_bucket_size": 0,
 }
-BUCKETS = {"reduce_bucket_size": 2**16, "allgather_bucket_size": 2**16}
+BUCKETS = {"reduce_bucket_size": 2**12, "allgather_bucket_size": 2**12}  # some are full
 # A loss scale that grows within the steps and starts where no gradient overflows.
 GROWING_SCALE = {"initial_scale_power": 8, "loss_scale_window": 2}
 BLOCK = 1024  # bytes per NVMe read; DeepSpeed's default is larger than a small tensor
 PARAM_BUFFERS = {"buffer_size": 2**16, "max_in_cpu": 0}
+
+
+class Extent(NamedTuple):
+    """How long a run is, and how wide its ids and positions are."""
+
+    steps: int = STEPS
+    sequence_length: int = SEQUENCE_LENGTH
+    vocab_size: int = VOCAB_SIZE
+    initializer_range: float | None = None  # None: the config's
+
+
+SHORT = Extent()
+# More positions than bf16 tells apart, ids that uint16 does not hold, and weights so large that
+# attention depends on positions from the first step on.
+LONG = Extent(1, 272, 2**16 + 261, 0.15)
 
 
 def parse_meshes(text: str) -> tuple[Sizes, ...]:
@@ -64,37 +87,45 @@ def shrink(
     folder: str = "",
     batch: int | None = None,
     clipping: float = ALWAYS_CLIPPED,
+    extent: Extent = SHORT,
 ) -> dict[Sizes, RunConfig]:
     """Return the small config of each mesh; all train the same model on the same global batches.
 
-    Learning rate, clipping and eps are fixed so that one tolerance fits every config. Dropout is
-    off, because its masks depend on the mesh.
+    Learning rate, decay, clipping and eps are fixed so that one tolerance fits every config.
+    Dropout is off, because its masks depend on the mesh.
 
     - `folder`: where NVMe offload writes
     - `batch`: samples in a step; by default the smallest microbatch has two
     - `clipping`: the limit, if the config clips
+    - `extent`: steps, sequence length and vocabulary; a long one has one sample a microbatch
 
     Raises ConfigError for a mesh that cannot run the config.
     """
     raw = config.to_dict()
     block = raw["parallel3d"]
     stages = max(pp for pp, _, _ in meshes) * config.pipeline.stages_per_rank
-    block["model"] |= _small_model(config.model, stages, [tp for _, _, tp in meshes])
+    block["model"] |= _small_model(config.model, stages, [tp for _, _, tp in meshes], extent)
     block["data"] |= {
-        "sequence_length": SEQUENCE_LENGTH,
-        "vocab_size": min(VOCAB_SIZE, config.data.vocab_size),
+        "sequence_length": extent.sequence_length,
+        "vocab_size": min(extent.vocab_size, config.data.vocab_size),
     }
+    if config.data.end_of_text_id is not None:
+        block["data"]["vocab_size"] = extent.vocab_size
+        block["data"]["end_of_text_id"] = extent.vocab_size - 1
+    kind = "constant" if config.scheduler is not None else config.train.lr_schedule.type
     block["train"] |= {
-        "steps": STEPS,
+        "steps": extent.steps,
         "max_tokens": None,
         "epochs": None,
         "profile": None,
-        "lr_schedule": {"type": "constant", "warmup_steps": WARMUP_STEPS},
+        "lr_schedule": {"type": kind, **SCHEDULES[kind]},
     }
     raw.pop("scheduler", None)
     raw["gradient_clipping"] = clipping if config.gradient_clipping else 0.0
     raw["optimizer"]["params"]["lr"] = LEARNING_RATE
     raw["optimizer"]["params"]["eps"] = max(EPS, config.optimizer.params.eps)
+    if config.optimizer.params.weight_decay:
+        raw["optimizer"]["params"]["weight_decay"] = WEIGHT_DECAY
     if config.precision == "fp16":
         raw["fp16"] |= GROWING_SCALE
     raw["zero_optimization"] |= NO_THRESHOLDS | BUCKETS
@@ -105,7 +136,8 @@ def shrink(
             if name == "offload_param":
                 raw["zero_optimization"][name] |= PARAM_BUFFERS
     microbatches = min(config.num_microbatches, MICROBATCHES)
-    batch = batch or 2 * microbatches * lcm(*(dp for _, dp, _ in meshes))
+    samples = 1 if extent.sequence_length > SEQUENCE_LENGTH else 2
+    batch = batch or samples * microbatches * lcm(*(dp for _, dp, _ in meshes))
     return {mesh: _on_mesh(raw, mesh, microbatches, batch) for mesh in meshes}
 
 
@@ -149,7 +181,7 @@ def _on_mesh(raw: dict[str, Any], mesh: Sizes, microbatches: int, batch: int) ->
     return RunConfig.from_dict(changed, source).resolve(pp * dp * tp)
 
 
-def _small_model(model: Any, stages: int, tp_sizes: list[int]) -> dict[str, Any]:
+def _small_model(model: Any, stages: int, tp_sizes: list[int], extent: Extent) -> dict[str, Any]:
     """Return small sizes under the names of Hugging Face's configs; other settings stay."""
     widest = lcm(*tp_sizes)
     heads, queries = widest, 1
@@ -166,8 +198,9 @@ def _small_model(model: Any, stages: int, tp_sizes: list[int]) -> dict[str, Any]
         "num_attention_heads": heads,
         # With the embedding and the head, one layer more than the stages divide evenly.
         "num_hidden_layers": max(3, stages - 1),
-        "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": SEQUENCE_LENGTH,
+        "vocab_size": extent.vocab_size,
+        "max_position_embeddings": extent.sequence_length,
+        "initializer_range": extent.initializer_range or getattr(model, "initializer_range", None),
         "num_key_value_heads": kv_heads,
         "intermediate_size": 12 * heads,
         "head_dim": None if head_dim is None else 2 * HEAD_SIZE,
@@ -176,6 +209,6 @@ def _small_model(model: Any, stages: int, tp_sizes: list[int]) -> dict[str, Any]
     scaling = getattr(model, "rope_scaling", None)
     if scaling is not None and hasattr(scaling, "original_max_position_embeddings"):
         small["rope_scaling"] = scaling.model_dump(mode="json") | {
-            "original_max_position_embeddings": SEQUENCE_LENGTH // 2
+            "original_max_position_embeddings": extent.sequence_length // 2
         }
     return {name: value for name, value in small.items() if name in type(model).model_fields}

@@ -1,6 +1,7 @@
 """The report of verify: run every mesh and print its differences from the reference."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ from rich.console import Console
 from parallel3d import models
 from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.config import RunConfig
+from parallel3d.verify import coverage
 from parallel3d.verify.case import CaseTask, checked
 from parallel3d.verify.measure import TOLERANCE, ReferenceErrors, compile_operators
-from parallel3d.verify.reference import prepare
-from parallel3d.verify.shrink import Sizes, drops_out, resuming_pair, shrink, why_not
+from parallel3d.verify.reference import prepare, prepare_long
+from parallel3d.verify.shrink import LONG, Sizes, drops_out, resuming_pair, shrink, why_not
 
+LONG_TASK = CaseTask()
 _COLUMNS = ("mesh", "loss", "gradient norm", "weights", "evaluation", "")
 
 
@@ -44,34 +47,46 @@ def verify(
     except TrainingError as error:
         raise ConfigError(str(error).rstrip().splitlines()[-1]) from error
     small, reference = prepare(config, runnable, folder)
-    tolerance, drops = TOLERANCE[config.precision], drops_out(config)
+    drops = drops_out(config)
+    tolerance = max(reference.tolerances.values(), default=TOLERANCE[config.precision])
     saved, resumed = resuming_pair(runnable)
     tasks = [(mesh, CaseTask(folder if mesh == saved else None, None, drops)) for mesh in runnable]
     tasks.append((resumed, CaseTask(resumes=folder)))
-    cases, counters = [], None
+    tasks.append((min(runnable, key=lambda mesh: (mesh[2] == 1, prod(mesh))), LONG_TASK))
+    cases: list[dict[str, Any]] = []
+    counters: dict[str, Any] | None = None
     for mesh, task in tasks:
-        raised = ""
+        raised, run, right = "", small[mesh], reference
+        if task is LONG_TASK:
+            run, right = prepare_long(config, mesh, folder)
         try:
-            errors, ended = checked(small[mesh], reference, task, counters=counters)
+            known = None if task is LONG_TASK else counters
+            errors, ended = checked(run, right, task, counters=known)
             counters = ended if task.saves else counters
         except TrainingError as failure:
             errors, raised = ReferenceErrors(*[float("inf")] * 3), str(failure)
-        cases.append(_case(config, mesh, errors, tolerance))
+        bounds = right.tolerances or tolerance
+        cases.append(_case(config, mesh, errors, bounds))
         cases[-1]["resumed_from"] = name_of(saved) if task.resumes else None
-        beyond = ", ".join(errors.beyond(tolerance))
+        cases[-1]["sequence_length"] = run.data.sequence_length
+        beyond = ", ".join(errors.beyond(bounds))
         verdict = f"DIFFERS ({beyond})" if beyond else "equal"
         numbers = (errors.loss, errors.grad_norm, errors.weight, errors.evaluation)
         shown = f"{name_of(saved)} > {name_of(mesh)}" if task.resumes else name_of(mesh)
+        shown += " long" if task is LONG_TASK else ""
         console.print(_row(shown, *(f"{x:.1e}" for x in numbers), verdict))
         if raised:
             console.print(raised.rstrip())
     passed = all(case["passed"] for case in cases)
     word = "equal" if passed else "NOT EQUAL"
     console.print(
-        f"{word} to one process, within {tolerance:g}: {len(runnable)} meshes and a run saved on "
-        f"{name_of(saved)} and resumed on {name_of(resumed)}"
+        f"{word} to one process, within {tolerance:.1g}: {len(runnable)} meshes, a run saved on "
+        f"{name_of(saved)} and resumed on {name_of(resumed)}, and a step of "
+        f"{LONG.sequence_length} tokens with ids up to {LONG.vocab_size:,}"
     )
-    return {"passed": passed, "tolerance": tolerance, "cases": cases}
+    console.print(coverage.summary(config))
+    listed = [feature._asdict() for feature in coverage.features(config)]
+    return {"passed": passed, "tolerance": tolerance, "cases": cases, "features": listed}
 
 
 def _print_head(config: RunConfig, small: RunConfig, console: Console) -> None:
@@ -102,7 +117,10 @@ def _row(*cells: str) -> str:
 
 
 def _case(
-    config: RunConfig, mesh: Sizes, errors: ReferenceErrors, tolerance: float
+    config: RunConfig,
+    mesh: Sizes,
+    errors: ReferenceErrors,
+    tolerance: float | Mapping[str, float],
 ) -> dict[str, Any]:
     zero = config.zero_optimization
     return {

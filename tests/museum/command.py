@@ -1,6 +1,6 @@
 """The table that `python -m tests.museum` prints, line by line, and its JSON report."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from rich.console import Console
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from tests.museum import exhibits
+from tests.museum.exhibit import KINDS, Kind
 from tests.museum.halls import HALLS, hall
 from tests.museum.shown import StoredCurves, mark, stored
 from tests.museum.tour import Hall, Visit, tour
@@ -49,14 +50,27 @@ def _report(visits: list[Visit], curves: StoredCurves, console: Console) -> dict
         f"{len(visits) - len(missed)} of {len(visits)} seen, {quick} of them within 10 s each"
         + (f"; MISSED: {', '.join(missed)}" if missed else "")
     )
+    by_kind = score(visits)
+    for kind, (seen, total) in by_kind.items():
+        console.print(f"{seen:>3} of {total:>2}  {KINDS[kind]}")
     marks = {visit.name: mark(visit.name, curves) for visit in visits}
     shown = {name: None if of is None else of.shows for name, of in marks.items()}
     console.print(
-        f"{sum(of is True for of in shown.values())} of {len(visits)} shown by the curve of 100 "
+        f"{sum(of is True for of in shown.values())} of "
+        f"{sum(of is not None for of in shown.values())} shown by the curve of 100 "
         "training steps (docs/museum.md)"
     )
     found = [visit.to_dict() | {"curve_shows": shown[visit.name]} for visit in visits]
-    return {"passed": not missed, "exhibits": found}
+    kinds = {kind: {"seen": seen, "total": total} for kind, (seen, total) in by_kind.items()}
+    return {"passed": not missed, "exhibits": found, "kinds": kinds}
+
+
+def score(visits: Sequence[Visit]) -> dict[Kind, tuple[int, int]]:
+    """Return the numbers of exhibits that were seen and planted, by kind."""
+    of_kind: dict[Kind, list[bool]] = {kind: [] for kind in KINDS}
+    for visit in visits:
+        of_kind[exhibits.load(visit.name).EXHIBIT.kind].append(visit.seen)
+    return {kind: (sum(seen), len(seen)) for kind, seen in of_kind.items()}
 
 
 def halls_of(config: RunConfig | None, folder: Path) -> Mapping[str, Callable[[], Hall]]:

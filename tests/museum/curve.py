@@ -72,7 +72,8 @@ def curve_config(config: RunConfig, mesh: Sizes, seed: int, folder: Path) -> Run
         "seed": seed,
         "lr_schedule": {"type": "cosine", "warmup_steps": WARMUP_STEPS},
     }
-    adam = {"lr": LEARNING_RATE, "eps": config.optimizer.params.eps}
+    own_adam = config.optimizer.params
+    adam = {"lr": LEARNING_RATE, "eps": own_adam.eps, "weight_decay": own_adam.weight_decay}
     raw["optimizer"]["params"] |= adam
     if config.precision == "fp16":
         raw["fp16"]["loss_scale_window"] = _SCALE_WINDOW

@@ -3,13 +3,23 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 Planted = AbstractContextManager[Any]
 """Within it the mistake is in our code, in this process alone."""
 
 Sizes = tuple[int, int, int]  # pp, dp, tp
+
+
+Kind = Literal["parallel", "shared", "size", "beside", "half"]
+KINDS: dict[Kind, str] = {
+    "parallel": "executor, collectives, optimizer state, checkpoints",
+    "shared": "samples, labels, documents, decay, schedule, first weights",
+    "size": "paths that small runs do not take by themselves",
+    "beside": "evaluation, dropout, loss scale, weighted loss",
+    "half": "bf16 and fp16",
+}
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,7 @@ class Exhibit:
     is that of the report (as far as it is known), `source` its repository and number as
     "owner/repository#number"; both are "" for a mistake that the field has always made. `mesh` is
     the smallest of the default sample on which it can be planted; `needs` are the features that a
-    config must have, by their names in `museum.needs`.
+    config must have, by their names in `museum.needs`. `kind` is a key of `KINDS`.
     """
 
     doc: str
@@ -28,6 +38,7 @@ class Exhibit:
     source: str = ""
     mesh: Sizes = (1, 1, 1)
     needs: tuple[str, ...] = ()
+    kind: Kind = "parallel"
 
     @property
     def what(self) -> str:

@@ -19,6 +19,17 @@ _LLAMA = {"family": "llama", **_SIZES, "qk_norm": True}
 _DROPOUT = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
 _GQA = {"num_key_value_heads": 2, "num_attention_heads": 8}
 
+_WEIGHTED = {
+    "source": "datatrove",
+    "paths": ["ids.ds"],
+    "weight_field": "loss",
+    "tokenizer": "none",
+    "vocab_size": 512,
+    "end_of_text_id": 511,
+}
+_TEXT = {"source": "text", "paths": ["*.txt"]}
+_MIXTURE = {"source": "mixture", "mixture": [_TEXT | {"weight": 0.7}, _TEXT | {"weight": 0.3}]}
+
 # Of each hall what is not as in the first.
 HALLS: dict[str, dict[str, Any]] = {
     "gpt": {},
@@ -30,7 +41,11 @@ HALLS: dict[str, dict[str, Any]] = {
         "isolate": True,
     },
     "dropout": {"model": {**_GPT, **_DROPOUT}, "checkpointing": "full"},
+    "reduced in backward": {"zero": 0, "overlap": True},
+    "weighted labels": {"data": _WEIGHTED},
+    "mixture": {"data": _MIXTURE},
     "bf16": {"precision": "bf16", "zero": 3},
+    "bf16 llama": {"model": {**_LLAMA, **_GQA}, "precision": "bf16"},
     "fp16": {"precision": "fp16", "zero": 3},
 }
 
@@ -39,6 +54,9 @@ def hall(name: str) -> RunConfig:
     """Make the config of a hall."""
     settings: dict[str, Any] = {"zero": 1, "reduction": "auto", "weights": "auto"} | HALLS[name]
     model = settings.pop("model", _GPT)
+    data, overlap = settings.pop("data", {}), settings.pop("overlap", None)
     raw = config_of(**settings)
+    raw["parallel3d"]["data"] |= data
+    raw["zero_optimization"]["overlap_comm"] = overlap
     raw["parallel3d"]["model"] = model
     return RunConfig.from_dict(raw, f"the museum's hall {name!r}")

@@ -51,6 +51,11 @@ NEEDS: dict[str, Need] = {
     "ZeRO-0": _stages(0),
     "ZeRO-1 or 2": _stages(1, 2),
     "ZeRO below 3": _stages(0, 1, 2),
+    "weighted labels": lambda config, small: small.data.weight_field is not None,
+    "mixture": lambda config, small: small.data.source == "mixture",
+    "rotary": _family("llama", "neox"),
+    "reduced in backward": lambda config, small: bool(small.zero_optimization.overlap_comm),
+    "long": lambda config, small: True,  # planted in the case of long sequences and large ids
     "bf16": lambda config, small: small.precision == "bf16",
     "fp16": lambda config, small: small.precision == "fp16",
     "resume": lambda config, small: True,

@@ -13,12 +13,18 @@ from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import (
     ReferenceErrors,
     microbatches,
-    relative,
     weight_error,
     weight_errors,
     worst,
 )
-from parallel3d.verify.reference import SEED, Batch, Course, Reference, train_reference
+from parallel3d.verify.reference import (
+    SEED,
+    Batch,
+    Course,
+    Reference,
+    relative,
+    train_reference,
+)
 from parallel3d.verify.shrink import BLOCK
 
 Curves = tuple[list[float], list[float]]  # each step's loss and gradient norm

@@ -13,8 +13,8 @@ from parallel3d.model.parametrization import Rate, Scales
 from parallel3d.models import config_class, families
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.measure import TOLERANCE, relative
-from parallel3d.verify.reference import SEED
+from parallel3d.verify.measure import TOLERANCE
+from parallel3d.verify.reference import SEED, relative
 from parallel3d.verify.shrink import shrink
 from tests.verify import measuring
 from tests.verify.configs import config_of

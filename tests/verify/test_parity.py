@@ -1,31 +1,30 @@
 """The same seed and data give the same numbers on every mesh as plain transformers on one process.
 
 Each pair of settings that one piece of code reads appears in at least one case; `pytest -m slow`
-runs every pair that can go together, and every model with every mesh, schedule and ZeRO stage, the
-other settings taking turns, and writes the table of docs/parity.md.
+runs every pair that can go together, on all meshes as `verify` runs them, and writes the tables of
+docs/parity.md.
 """
 
-import random
 import time
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import pytest
 
 from parallel3d.config import RunConfig
 from parallel3d.schedule import schedules
+from parallel3d.verify.case import CaseTask, checked
 from parallel3d.verify.measure import TOLERANCE
+from parallel3d.verify.reference import prepare
 from parallel3d.verify.shrink import MESHES, shrink
 from tests.verify.configs import MODELS, config_of
 from tests.verify.measuring import measure, reference_on_batches
-from tests.verify.pairwise import draw, pairs, pairwise, possible_pairs
+from tests.verify.pairwise import pairs, pairwise, possible_pairs
 from tests.verify.parity_table import by_hand, markdown
 
 pytestmark = pytest.mark.gloo
 
 BATCH = 24  # samples in a step: 1, 2 and 3 microbatches on dp 1, 2 and 4
-BATCH_IN_FULL = 48  # 1, 3 and 4 microbatches
 # The stages a rank with which each is run: several where it interleaves them.
 STAGES = {
     name: stages
@@ -68,6 +67,7 @@ def label(row):
     marks = [row["model"], mesh, row["schedule"], f"zero{row['zero']}", row["offload"]]
     marks += [row["reduction"], f"ckpt-{row['checkpointing']}", f"m{row['microbatches']}"]
     marks += [f"weights-{row['weights']}"] if row["zero"] == 3 else []
+    marks += ["mup"] if row.get("mup") else []
     marks += ["sp"] if row["sequence_parallel"] else []
     return " ".join([*marks, *(["isolated"] if row["isolate"] else [])])
 
@@ -161,21 +161,27 @@ def test_parity_with_plain_transformers(row, reference_of, tmp_path):
     assert errors.within(TOLERANCE["fp32"]), errors
 
 
-def in_full():
-    """Both families x every mesh x ZeRO stage x schedule, and x offload with two schedules.
+# As a user's config would have them, muP included, on every mesh of `verify`.
+IN_FULL = SETTINGS | {
+    "mesh": list(MESHES),
+    "microbatches": [1, 3, 4],
+    "mup": [False, True],
+}
+SAMPLE = pairwise(IN_FULL, can_be, seed=0)
 
-    The other settings, and which of a family's models, are drawn by lot: the same on every call.
-    """
-    crossed, lot = ("mesh", "zero", "offload"), random.Random(0)
-    for family in ("gpt", "llama"):
-        own = [name for name, model in MODELS.items() if model["family"] == family]
-        for values in product(MESHES, *(SETTINGS[name] for name in crossed[1:])):
-            row = dict(zip(crossed, values, strict=True))
-            some = STAGES if row["offload"] == "none" else lot.sample(list(STAGES), 2)
-            for schedule in some:
-                drawn = draw(SETTINGS | {"model": own, "microbatches": [1, 3, 4]}, lot)
-                if can_be(drawn | row | {"schedule": schedule}):
-                    yield drawn | row | {"schedule": schedule}
+
+def verified(row, folder):
+    """The largest differences of one row where `verify` trains it on the row's mesh."""
+    settings = {name: value for name, value in row.items() if name not in ("mesh", "mup")}
+    raw = config_of(stages_per_rank=STAGES[row["schedule"]], **settings)
+    raw["gradient_clipping"] = 1.0
+    if row["mup"]:
+        mup = {"type": "mup", "base_width": 16}
+        raw["parallel3d"]["model"] = raw["parallel3d"]["model"] | {"parametrization": mup}
+    config, meshes = RunConfig.from_dict(raw), [row["mesh"], *meshes_of(row["mesh"][0])]
+    small, reference = prepare(config, meshes, folder)
+    errors, _ = checked(small[row["mesh"]], reference, CaseTask(), timeout=300)
+    return errors
 
 
 @pytest.fixture(scope="module")
@@ -190,10 +196,10 @@ def measured(request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", list(in_full()), ids=label)
+@pytest.mark.parametrize("row", SAMPLE, ids=label)
 @pytest.mark.usefixtures("operators")
-def test_parity_in_full(row, reference_of, measured, tmp_path):
-    errors = errors_of(row, reference_of, tmp_path, BATCH_IN_FULL)
+def test_parity_in_full(row, measured, tmp_path):
+    errors = verified(row, tmp_path)
     measured.append((row, errors))
     print(f"{label(row):100} {errors}")
     assert errors.within(TOLERANCE["fp32"]), errors

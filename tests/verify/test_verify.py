@@ -13,6 +13,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.models import layers
 from parallel3d.verify import table
+from parallel3d.verify.coverage import features
 from parallel3d.verify.reference import prepare
 from parallel3d.verify.shrink import MESHES, parse_meshes, shrink
 from tests.verify.configs import MODELS, config_of
@@ -50,6 +51,19 @@ def test_only_sizes_shrink(model):
         assert sum(layer.num_params for layer in layers(made.model)) < 250_000
     first, *others = [(m.model, m.global_batch_size, m.train) for m in small.values()]
     assert all(other == first for other in others), "one model and one data for every mesh"
+
+
+def test_each_test_that_is_named_is_there():
+    """For a config that has all that a config can have."""
+    raw = config_of(precision="fp16", **SETTINGS)
+    raw["gradient_clipping"] = 1.0
+    raw["scheduler"] = {"type": "WarmupLR", "params": {}}
+    raw["parallel3d"]["model"] |= {"resid_pdrop": 0.1}
+    listed = features(RunConfig.from_dict(raw))
+    assert {feature.state for feature in listed} == {"proved", "tested elsewhere", "not proved"}
+    for feature in listed:
+        assert (feature.state == "tested elsewhere") == bool(feature.test), feature
+        assert not feature.test or (ROOT / feature.test).is_file(), feature
 
 
 def ratio(model):
@@ -97,15 +111,22 @@ def test_the_command(command, monkeypatch, capsys):
         ("1x1x1", None),
         ("2x1x1", None),
         ("2x1x1", "1x1x1"),
+        ("1x1x1", None),
     ]
+    assert [case["sequence_length"] for case in found["cases"]] == [16, 16, 16, 272]
     for case in found["cases"]:
         assert case.keys() == {
             *("mesh", "schedule", "zero_stage", "offload", "passed"),
             *("loss_error", "grad_norm_error", "weight_error", "beyond", "resumed_from"),
+            "sequence_length",
         }
         assert case["beyond"] == {}
         assert 0 < case["weight_error"] < 1e-5
     assert "2x1x1" in said
+    states = {feature["name"]: feature["state"] for feature in found["features"]}
+    assert states["train.lr_schedule.type = cosine"] == "proved"
+    assert states["held-out losses"] == "tested elsewhere"
+    assert "not proved" in states.values() and "not proved: the model" in said
 
 
 @pytest.mark.parametrize(
@@ -143,6 +164,8 @@ def test_a_difference_ends_with_exit_code_1(monkeypatch, capsys):
     assert launch_verify.main() == 1
     printed = capsys.readouterr()
     found = json.loads(printed.out)
-    assert found["passed"] is False and not any(case["passed"] for case in found["cases"])
+    assert found["passed"] is False
+    # The long case has a reference of its own.
+    assert [case["passed"] for case in found["cases"]] == [False, False, False, True]
     assert found["cases"][0]["grad_norm_error"] == pytest.approx(1e-4, rel=0.01)
     assert printed.err.count("DIFFERS (grad_norm)") == 3 and "NOT EQUAL" in printed.err

@@ -1,13 +1,15 @@
 """A loss whose tokens do not count alike is that of one big batch, however it is cut."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-import torch.nn.functional as F
 
 from parallel3d.config import RunConfig
 from parallel3d.tensor.vocab import IGNORED
-from parallel3d.verify import measure, reference
+from parallel3d.verify import measure
 from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.reference import Batch, train_reference
 from parallel3d.verify.shrink import shrink
 from tests.verify import measuring
 from tests.verify.configs import config_of
@@ -27,11 +29,12 @@ def weights_of(shape):
     return weights
 
 
-def weighted(logits, labels):
-    """In place of the mean over all tokens of the whole batch."""
-    weights = weights_of((BATCH, len(labels) // BATCH)).flatten().to(logits.dtype)
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    return (weights * losses).sum() / weights.sum()
+def weighted_course(config):
+    """The batches of `measuring`, with weights."""
+    course = measuring.plain_course(config)
+    steps = [Batch(*batch) for batch in course.steps]
+    steps = [batch._replace(weights=weights_of(batch.labels.shape)) for batch in steps]
+    return replace(course, steps=steps)
 
 
 def train_weighted(rank, config, expected):
@@ -49,14 +52,11 @@ def train_weighted(rank, config, expected):
     return measuring.train_and_compare(rank, config, expected)
 
 
-def errors(mesh, tmp_path, monkeypatch, loss=weighted, **settings):
-    """How far three steps on this mesh are from one process of transformers, its loss replaced."""
+def errors(mesh, tmp_path, course=weighted_course, **settings):
+    """How far three steps on this mesh are from one process of transformers."""
     raw = config_of(**settings)
     config = shrink(RunConfig.from_dict(raw), (mesh,), batch=BATCH)[mesh]
-    functions = type("functions", (), {"cross_entropy": staticmethod(loss)})
-    with monkeypatch.context() as patch:
-        patch.setattr(reference, "F", functions)
-        expected = measuring.reference_on_batches(config, tmp_path)
+    expected = train_reference(config, tmp_path, course(config))
     ranks = run_locally(train_weighted, mesh[0] * mesh[1] * mesh[2], config, expected, timeout=200)
     return measuring.errors_of(config, ranks)
 
@@ -72,12 +72,12 @@ ALL = [
 
 
 @pytest.mark.parametrize(("mesh", "settings"), ALL, ids=str)
-def test_it_is_that_of_one_batch(mesh, settings, tmp_path, monkeypatch):
-    found = errors(mesh, tmp_path, monkeypatch, **settings)
+def test_it_is_that_of_one_batch(mesh, settings, tmp_path):
+    found = errors(mesh, tmp_path, **settings)
     assert found.within(measure.TOLERANCE["fp32"]), str(found)
 
 
 @pytest.mark.slow
-def test_a_mean_over_all_tokens_is_told_from_it(tmp_path, monkeypatch):
-    found = errors((1, 1, 1), tmp_path, monkeypatch, loss=F.cross_entropy, microbatches=2)
+def test_a_mean_over_all_tokens_is_told_from_it(tmp_path):
+    found = errors((1, 1, 1), tmp_path, course=measuring.plain_course, microbatches=2)
     assert found.grad_norm > 0.1 and not found.within(measure.TOLERANCE["fp32"])

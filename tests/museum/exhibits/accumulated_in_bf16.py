@@ -9,6 +9,7 @@ EXHIBIT = Exhibit(
     "deepspeedai/DeepSpeed#1800",
     mesh=(1, 1, 1),
     needs=("bf16", "microbatches"),
+    kind="half",
 )
 
 

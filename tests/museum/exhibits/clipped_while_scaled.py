@@ -6,7 +6,12 @@ from parallel3d.engine.engine import Engine
 from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    __doc__, "2023-11-04", "milesial/Pytorch-UNet#468", mesh=(1, 1, 1), needs=("clipping", "fp16")
+    __doc__,
+    "2023-11-04",
+    "milesial/Pytorch-UNet#468",
+    mesh=(1, 1, 1),
+    needs=("clipping", "fp16"),
+    kind="beside",
 )
 
 

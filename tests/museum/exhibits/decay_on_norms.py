@@ -8,7 +8,12 @@ from parallel3d.engine.quirks import core
 from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    __doc__, "2026-06-17", "ServiceNow/Fast-LLM#542", mesh=(1, 1, 1), needs=("weight decay",)
+    __doc__,
+    "2026-06-17",
+    "ServiceNow/Fast-LLM#542",
+    mesh=(1, 1, 1),
+    needs=("weight decay",),
+    kind="shared",
 )
 
 

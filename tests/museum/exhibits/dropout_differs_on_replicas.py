@@ -8,7 +8,9 @@ from typing import Any
 from parallel3d.tensor.dropout import RandomKey
 from tests.museum.exhibit import Exhibit, in_place_of
 
-EXHIBIT = Exhibit(__doc__, mesh=(1, 1, 4), needs=("dropout", "replicated activations"))
+EXHIBIT = Exhibit(
+    __doc__, mesh=(1, 1, 4), needs=("dropout", "replicated activations"), kind="beside"
+)
 
 
 @in_place_of(RandomKey, "seed_generator")

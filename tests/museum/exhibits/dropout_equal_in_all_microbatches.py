@@ -5,7 +5,7 @@ from typing import Any
 from parallel3d.tensor.dropout import RandomKey
 from tests.museum.exhibit import Exhibit, in_place_of
 
-EXHIBIT = Exhibit(__doc__, mesh=(1, 1, 1), needs=("dropout", "microbatches"))
+EXHIBIT = Exhibit(__doc__, mesh=(1, 1, 1), needs=("dropout", "microbatches"), kind="beside")
 
 
 @in_place_of(RandomKey, "seed_generator")

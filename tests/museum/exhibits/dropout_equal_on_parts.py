@@ -8,7 +8,12 @@ from parallel3d.tensor.dropout import Dropout
 from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    __doc__, "2022-12-28", "PaddlePaddle/PaddleFleetX#1005", mesh=(1, 1, 4), needs=("dropout",)
+    __doc__,
+    "2022-12-28",
+    "PaddlePaddle/PaddleFleetX#1005",
+    mesh=(1, 1, 4),
+    needs=("dropout",),
+    kind="beside",
 )
 
 

@@ -8,7 +8,12 @@ from parallel3d.tensor.dropout import RandomKey
 from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    __doc__, "2026-09-09", "tenstorrent/tt-metal#55947", mesh=(1, 4, 1), needs=("dropout",)
+    __doc__,
+    "2026-09-09",
+    "tenstorrent/tt-metal#55947",
+    mesh=(1, 4, 1),
+    needs=("dropout",),
+    kind="beside",
 )
 
 

@@ -5,7 +5,9 @@ in it.
 from parallel3d.tensor.dropout import Dropout
 from tests.museum.exhibit import Exhibit, Planted, replaced
 
-EXHIBIT = Exhibit(__doc__, "2023-04-11", "karpathy/nanoGPT#240", mesh=(1, 1, 1), needs=("dropout",))
+EXHIBIT = Exhibit(
+    __doc__, "2023-04-11", "karpathy/nanoGPT#240", mesh=(1, 1, 1), needs=("dropout",), kind="beside"
+)
 
 
 def plant() -> Planted:

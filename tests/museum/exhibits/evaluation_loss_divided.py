@@ -8,7 +8,12 @@ from parallel3d.pipeline.executor import Executor
 from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    __doc__, "2025-09-25", "pytorch/torchtitan#1759", mesh=(2, 1, 2), needs=("microbatches",)
+    __doc__,
+    "2025-09-25",
+    "pytorch/torchtitan#1759",
+    mesh=(2, 1, 2),
+    needs=("microbatches",),
+    kind="beside",
 )
 
 

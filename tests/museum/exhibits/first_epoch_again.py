@@ -7,7 +7,7 @@ from typing import Any
 from parallel3d.data import batches
 from tests.museum.exhibit import Exhibit, in_place_of
 
-EXHIBIT = Exhibit(__doc__, "2026-09-06", "modelscope/ms-swift#10050", mesh=(1, 1, 1))
+EXHIBIT = Exhibit(__doc__, "2026-09-06", "modelscope/ms-swift#10050", mesh=(1, 1, 1), kind="shared")
 
 
 @in_place_of(batches, "sample_index")

@@ -6,7 +6,12 @@ from parallel3d.engine.optimizer_states import OptimizerStates
 from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
-    __doc__, "2026-09-20", "huggingface/accelerate#4289", mesh=(1, 2, 2), needs=("resume", "fp16")
+    __doc__,
+    "2026-09-20",
+    "huggingface/accelerate#4289",
+    mesh=(1, 2, 2),
+    needs=("resume", "fp16"),
+    kind="beside",
 )
 
 

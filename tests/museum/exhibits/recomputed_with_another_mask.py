@@ -14,6 +14,7 @@ EXHIBIT = Exhibit(
     "allenai/OLMo-core#828",
     mesh=(1, 1, 1),
     needs=("dropout", "recomputation"),
+    kind="beside",
 )
 
 

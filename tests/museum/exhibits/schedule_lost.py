@@ -22,7 +22,7 @@ def plant() -> Planted:
         original(states, counters)
 
     def fraction(original: Any, schedule: Any, step: int, num_steps: int) -> float:
-        found: float = original(schedule, step - begun[0], num_steps)
+        found: float = original(schedule, max(0, step - begun[0]), num_steps)
         return found
 
     return all_of(

@@ -13,6 +13,7 @@ EXHIBIT = Exhibit(
     "ThilinaRajapakse/simpletransformers#941",
     mesh=(1, 1, 1),
     needs=("dropout",),
+    kind="beside",
 )
 
 

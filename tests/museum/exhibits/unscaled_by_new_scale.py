@@ -6,7 +6,12 @@ from parallel3d.engine.quirks import fp16
 from tests.museum.exhibit import Exhibit, Planted, replaced
 
 EXHIBIT = Exhibit(
-    __doc__, "2023-01-10", "deepspeedai/DeepSpeed#2686", mesh=(1, 1, 1), needs=("fp16",)
+    __doc__,
+    "2023-01-10",
+    "deepspeedai/DeepSpeed#2686",
+    mesh=(1, 1, 1),
+    needs=("fp16",),
+    kind="beside",
 )
 
 

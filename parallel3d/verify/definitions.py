@@ -1,0 +1,246 @@
+"""Training written a second time, from the definitions in docs/ and a config's numbers alone.
+
+The reference of `verify` must not share a mistake with the code that it checks, so nothing here
+calls the library: learning rates, the order of samples, labels and documents, how much a token
+counts, which parameters decay, muP's factors, and how weights start. Plain loops; nothing is fast.
+"""
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from math import ceil, cos, inf, lcm, pi, sqrt
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_MODULUS, _GOLDEN = 2**64, 0x9E3779B97F4A7C15
+# Projections that add to the residual stream, by the last part of their names in transformers.
+_RESIDUAL = ("c_proj", "o_proj", "out_proj", "down_proj", "dense", "dense_4h_to_h", "fc2")
+Stream = tuple[np.ndarray, np.ndarray | None]  # ids, and how much each counts as a label
+
+
+def learning_rate(config: Any, step: int) -> float:
+    """Return the learning rate of a step, counted from 0 (docs/config.md, train.lr_schedule)."""
+    peak, schedule, total = config.optimizer.params.lr, config.train.lr_schedule, config.train.steps
+    start = schedule.warmup_steps
+    if step < start:
+        return float(peak * (step + 1) / start)
+    if schedule.type == "constant":
+        return float(peak)
+    if schedule.type == "wsd":
+        start = max(start, total - (schedule.decay_steps or max(1, total // 5)))
+    share = max(0, step + 1 - start) / max(1, total - start)
+    heights = {"cosine": (1 + cos(pi * share)) / 2, "linear": 1 - share, "wsd": 1 - sqrt(share)}
+    low = schedule.min_ratio
+    return float(peak * (low + (1 - low) * heights[schedule.type]))
+
+
+def _mixed(number: int) -> int:
+    """Return the output of SplitMix64 for a state."""
+    number = (number + _GOLDEN) % _MODULUS
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % _MODULUS
+    number = (number ^ number >> 27) * 0x94D049BB133111EB % _MODULUS
+    return number ^ number >> 31
+
+
+def sample_at(seed: int, index: int, count: int) -> int:
+    """Return the sample at a global index: every epoch of `count` samples has its own order.
+
+    Eight rounds of a Feistel network permute the least power of four, 64 or more, that holds all
+    samples; a number beyond them is permuted again.
+    """
+    epoch, sample = divmod(index, count)
+    key, half = _mixed((_mixed(seed % _MODULUS) + epoch) % _MODULUS), 8
+    while half * half < count:
+        half *= 2
+    while True:
+        left, right = divmod(sample, half)
+        for turn in range(8):
+            left, right = right, left ^ _mixed(right ^ (key + turn * _GOLDEN) % _MODULUS) % half
+        sample = left * half + right
+        if sample < count:
+            return sample
+
+
+def shares_of(weights: Sequence[float]) -> list[int]:
+    """Return the smallest whole numbers in the proportions of decimal weights."""
+    exact = [Fraction(str(float(weight))) for weight in weights]
+    unit = Fraction(1, lcm(*(share.denominator for share in exact)))
+    whole = [int(share / unit) for share in exact]
+    return [share // int(np.gcd.reduce(whole)) for share in whole]
+
+
+def parts_of(shares: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Return the part of a mixture, and the place in it, of each of the first samples.
+
+    Sample j of a part with `a` shares in a sum of D is due from floor(j D / a) on and before
+    ceil((j + 1) D / a). Among the parts that are due, the one with the earliest end is next.
+    """
+    total, used, order = sum(shares), [0] * len(shares), []
+    for index in range(count):
+        due = [p for p, share in enumerate(shares) if used[p] * total // share <= index]
+        part = min(due, key=lambda p: ceil(Fraction((used[p] + 1) * total, shares[p])))
+        order.append((part, used[part]))
+        used[part] += 1
+    return order
+
+
+def start_of(
+    streams: Sequence[Stream], shares: Sequence[int], length: int, seed: int, index: int
+) -> tuple[int, int]:
+    """Return the stream of the sample at a global index, and the place of its first token."""
+    part, place = parts_of(shares, index + 1)[index]
+    count = (len(streams[part][0]) - 1) // length
+    return part, sample_at(seed + part * _GOLDEN, place, count) * length
+
+
+def samples(
+    streams: Sequence[Stream], shares: Sequence[int], length: int, seed: int, indices: Iterable[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, labels and weights [n, length] of samples: a label is the token after."""
+    tokens, labels, weights = [], [], []
+    for index in indices:
+        part, start = start_of(streams, shares, length, seed, index)
+        ids, counts = streams[part]
+        tokens.append([int(i) for i in ids[start : start + length]])
+        labels.append([int(i) for i in ids[start + 1 : start + length + 1]])
+        after = slice(start + 1, start + length + 1)
+        weights.append([1.0] * length if counts is None else [float(w) for w in counts[after]])
+    return torch.tensor(tokens), torch.tensor(labels), torch.tensor(weights)
+
+
+def documents_of(tokens: Tensor, end_of_text: int) -> Tensor:
+    """Return the number of each token's document in its sample; an end belongs to what it ends."""
+    numbers = torch.zeros_like(tokens)
+    for row, ids in zip(numbers, tokens.tolist(), strict=True):
+        for place in range(1, len(ids)):
+            row[place] = row[place - 1] + int(ids[place - 1] == end_of_text)
+    return numbers
+
+
+def widths(model: Any) -> tuple[float, float]:
+    """Return how many times wider and deeper than muP's base a model is; 1 without muP."""
+    settings = getattr(model, "parametrization", None)
+    if settings is None or settings.type != "mup":
+        return 1.0, 1.0
+    deeper = model.num_hidden_layers / (settings.base_depth or model.num_hidden_layers)
+    return model.hidden_size / settings.base_width, deeper
+
+
+def kinds(reference: Any) -> dict[str, str]:
+    """Return the kind of each parameter of a model of transformers.
+
+    "table": a row for each token or position; "residual": a matrix that adds to the residual
+    stream; "matrix": any other; "bias" and "gain": vectors.
+    """
+    named = {}
+    head = reference.get_output_embeddings()
+    for path, module in reference.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, nn.Embedding) or module is head:
+                kind = "table"
+            elif parameter.ndim >= 2:
+                kind = "residual" if path.split(".")[-1] in _RESIDUAL else "matrix"
+            else:
+                kind = "bias" if name.endswith("bias") else "gain"
+            named[f"{path}.{name}"] = kind
+    return named
+
+
+def optimizer_groups(
+    reference: Any, config: Any, masters: dict[str, Tensor]
+) -> list[dict[str, Any]]:
+    """Return AdamW's group of each master weight; `rate` multiplies the learning rate.
+
+    Matrices and tables decay, vectors do not (docs/add-a-model.md). Under muP a matrix has the
+    rate over and the decay times the width; over depth, eps falls, too (docs/scaling.md).
+    """
+    wider, deeper = widths(config.model)
+    transfers = getattr(getattr(config.model, "parametrization", None), "base_depth", None)
+    adam, groups = config.optimizer.params, []
+    for name, kind in kinds(reference).items():
+        if name not in masters:  # a tied copy
+            continue
+        eps, decay, is_matrix = adam.eps, adam.weight_decay, kind in ("matrix", "residual")
+        if transfers is not None:
+            eps /= wider * (1 if kind == "table" else deeper)
+        if kind in ("bias", "gain"):
+            decay = 0.0
+        groups.append(
+            {
+                "params": [masters[name]],
+                "rate": 1 / wider if is_matrix else 1.0,
+                "weight_decay": decay * wider if is_matrix else decay,
+                "eps": eps,
+            }
+        )
+    return groups
+
+
+def multiply(reference: Any, model: Any, head_size: int) -> None:
+    """Hook muP's multipliers into a model of transformers (docs/scaling.md).
+
+    Raises ValueError if they scale attention's scores and it has no scale to change.
+    """
+    wider, deeper = widths(model)
+    settings = getattr(model, "parametrization", None)
+    if settings is None or settings.type != "mup":
+        return
+    scores = sqrt((settings.base_head_size or head_size) / head_size)
+    if scores != 1 and not any(hasattr(module, "scaling") for module in reference.modules()):
+        raise ValueError("no attention scale")
+    for module in reference.modules():
+        if hasattr(module, "scaling"):
+            module.scaling *= scores
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(_times(settings.input_multiplier))
+        elif type(module).__name__.endswith(("Attention", "MLP")):
+            module.register_forward_hook(_times(1 / deeper))
+    factor = settings.output_multiplier / wider
+    reference.get_output_embeddings().register_forward_hook(_times(factor))
+
+
+def _times(factor: float) -> Any:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):  # attention returns its scores, too
+            return output[0] * factor, *output[1:]
+        return output * factor
+
+    return hook
+
+
+def start_error(reference: Any, model: Any) -> float:
+    """Return how far first weights are from their family's rule, in standard errors.
+
+    Each kind of weight is normal with mean 0 and a known standard deviation: initializer_range,
+    over sqrt(width) in a matrix under muP, and over sqrt(2 layers) where it adds to the residual
+    stream. Gains are 1 and biases 0. inf: a vector differs, or two rows are equal. 0: a family of
+    the user's own, whose rule is not known here.
+    """
+    if "residual" not in kinds(reference).values() or not hasattr(model, "initializer_range"):
+        return 0.0
+    depth = getattr(getattr(model, "parametrization", None), "base_depth", None)
+    matrix = model.initializer_range / sqrt(widths(model)[0])
+    residual = matrix / sqrt(2 * (depth or model.num_hidden_layers))
+    stds = {"table": model.initializer_range, "matrix": matrix, "residual": residual}
+    named, rows = dict(reference.named_parameters()), []
+    values: dict[str, list[Tensor]] = {}
+    for name, kind in kinds(reference).items():
+        if name not in named:  # a tied copy
+            continue
+        weight = named[name].detach().double()
+        if kind in stds:
+            values.setdefault(kind, []).append(weight.flatten())
+            rows += [tuple(row) for row in weight.flatten(1)[:, :8].tolist()]
+        elif not bool((weight == (kind == "gain")).all()):
+            return inf
+    if len(set(rows)) < len(rows):
+        return inf
+    worst = 0.0
+    for kind, pieces in values.items():
+        every, std = torch.cat(pieces), stds[kind]
+        mean_error = std / sqrt(len(every))
+        worst = max(worst, abs(float(every.mean())) / mean_error)
+        worst = max(worst, abs(float(every.square().mean().sqrt()) - std) / (mean_error / sqrt(2)))
+    return worst
