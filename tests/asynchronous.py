@@ -77,11 +77,13 @@ class Frees(Counter):
         for _, streams in self._users.values():
             streams.discard(stream)
 
-    def free(self, tensor):
-        """Count a gradient whose memory is given back if a stream has used it."""
-        key = tensor.untyped_storage()._cdata
-        if streams := self._users.pop(key, (None, set()))[1]:
-            self[streams <= self._recorded.pop(key, (None, set()))[1], place()] += 1
+    def let_go(self, storage):
+        """Count a storage if that was the last tensor to hold it, and a stream has used it."""
+        if storage in self._users and self._users[storage][0].expired():
+            _, streams = self._users.pop(storage)
+            _, recorded = self._recorded.pop(storage, (None, set()))
+            if streams:
+                self[streams <= recorded, place()] += 1
 
 
 def _add(table, tensor, stream):
@@ -182,13 +184,15 @@ def asynchronous():
 
     def set_gradient(tensor, value):
         old = gradient.__get__(tensor)
-        if old is not None and old is not value:
-            waits.frees.free(old)
+        storage = None if old is None else old.untyped_storage()._cdata
+        del old
         gradient.__set__(tensor, value)
+        waits.frees.let_go(storage)
 
     def set_data(tensor, value):
-        waits.frees.free(tensor)
+        storage = tensor.untyped_storage()._cdata
         data.__set__(tensor, value)
+        waits.frees.let_go(storage)
 
     with now:
         for name in (
