@@ -21,36 +21,92 @@ FIVE = Case(
 
 
 def freed_on_rank(rank, case, has_remedy):
-    """How many gradients a step frees, and how many of them without recording a stream."""
-    recorded, freed = set(), []
+    """How many gradients a step frees that a stream has used, and where without recording it."""
+    remedy = streams.keep_gradients_until_reduced if has_remedy else lambda optimizer: None
     with (
-        asynchronous(),
-        patch.object(torch.Tensor, "record_stream", lambda self, stream: recorded.add(id(self))),
+        asynchronous() as waits,
+        patch.object(streams, "keep_gradients_until_reduced", remedy),
     ):
-        remedy = streams.keep_gradients_until_reduced if has_remedy else lambda optimizer: None
-        with patch.object(streams, "keep_gradients_until_reduced", remedy):
-            trainer = Trainer(case)
-        optimizer = trainer.engine._deepspeed.optimizer
-        partition = optimizer.partition_grads
-
-        def watched(parameters, parts):
-            gradients = [p.grad for p in parameters]
-            result = partition(parameters, parts)
-            freed.extend(id(g) in recorded for g in gradients if g is not None)
-            return result
-
-        optimizer.partition_grads = watched
+        trainer = Trainer(case)
         trainer.run()
         trainer.close()
-    return len(freed), freed.count(False)
+    return waits.frees.total(), waits.frees.unsafe
 
 
 @pytest.mark.parametrize("has_remedy", [True, False])
 def test_a_gradient_lives_until_the_stream_that_reduces_it_has_read_it(has_remedy):
     *others, last = run_locally(freed_on_rank, 5, FIVE, has_remedy)
-    assert all(freed > 0 == unrecorded for freed, unrecorded in others)
-    freed, unrecorded = last
-    assert freed and (unrecorded == 0) == has_remedy
+    assert all(freed and not unsafe for freed, unsafe in others)
+    freed, unsafe = last
+    place = "deepspeed/runtime/zero/stage3.py:partition_grads"
+    assert freed and (unsafe == {} if has_remedy else unsafe.keys() == {place})
+
+
+OVERLAP = {"zero_optimization.overlap_comm": True}
+OVERLAPPED = [
+    Case(mesh=(1, 2, 1), zero_stage=stage, reduction=reduction, changes=OVERLAP, batch=8, steps=2)
+    for stage in (1, 2, 3)
+    for reduction in ("per_step", "per_microbatch")
+]
+
+
+def unsafe_on_rank(rank, cases):
+    places = []
+    for case in cases:
+        with asynchronous() as waits:
+            trainer = Trainer(case)
+            trainer.run()
+            trainer.close()
+        places.append(waits.frees.unsafe)
+    return places
+
+
+@pytest.mark.slow
+def test_no_gradient_is_freed_while_a_reduction_overlaps():
+    assert run_locally(unsafe_on_rank, 2, OVERLAPPED) == [[{}] * len(OVERLAPPED)] * 2
+
+
+def replace_gradient(weight):
+    weight.grad = torch.zeros(4)
+
+
+def free_gradient(weight):
+    weight.grad = None
+
+
+def replace_data(weight):
+    weight.grad.data = torch.zeros(4)
+
+
+# How the side stream is made safe before the gradient goes, and whether that is enough.
+REMEDIES = {
+    "nothing": (lambda weight, side: None, False),
+    "record": (lambda weight, side: weight.grad.record_stream(side), True),
+    "default stream waits": (
+        lambda weight, side: get_accelerator().default_stream().wait_stream(side),
+        True,
+    ),
+    "host waits": (lambda weight, side: side.synchronize(), True),
+    "record another": (
+        lambda weight, side: weight.grad.record_stream(get_accelerator().current_stream()),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+@pytest.mark.parametrize("fault", [replace_gradient, free_gradient, replace_data])
+def test_a_gradient_that_goes_while_a_stream_uses_it_is_counted(fault, name):
+    remedy, is_safe = REMEDIES[name]
+    with asynchronous() as waits:
+        side = get_accelerator().Stream()
+        weight = torch.nn.Parameter(torch.ones(4))
+        weight.grad = torch.ones(4)
+        with get_accelerator().stream(side):
+            weight.grad * 2
+        remedy(weight, side)
+        fault(weight)
+        assert waits.frees.unsafe == ({} if is_safe else {"elsewhere": 1})
 
 
 def gathers_on_rank(rank, case):

@@ -10,6 +10,9 @@ What gloo forgives, a GPU does not. Here, as there:
   compared before it runs, and the error names the ranks and what each of them called;
 - a result is in its buffer once `wait` has returned, and NaN (-1, True) before; a buffer that is
   sent must stay as it is until the operation is over;
+- memory that is freed before its operation was waited for is lost: what reads it gets NaN. A
+  collective's handle keeps the tensors, but not memory that `data =` takes from them; the buffer of
+  a send is the caller's to keep;
 - each operation must be over within its group's time-out, counted from its call. A peer that dies
   is not noticed before. Who waits hears no signals.
 

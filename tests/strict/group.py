@@ -61,7 +61,7 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         results = [on_host(tensor) for tensor in tensors]
         run = self._reduction(results, opts.reduceOp)
         says = f"{describe(tensors)}, {_word(opts.reduceOp)}"
-        return self._all("all_reduce", says, run, [], tensors, results)
+        return self._all("all_reduce", says, run, [], tensors, results, results)
 
     allreduce_coalesced = allreduce
 
@@ -72,8 +72,8 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         is_root = self.rank() == opts.rootRank
         says = f"{describe(tensors)}, {_word(opts.reduceOp)}, to {opts.rootRank}"
         if is_root:
-            return self._all("reduce", says, run, [], tensors, results)
-        return self._all("reduce", says, run, tensors)
+            return self._all("reduce", says, run, [], tensors, results, results)
+        return self._all("reduce", says, run, tensors, copies=results)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Handle:
         """Copy the root's tensor to all ranks."""
@@ -86,44 +86,44 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
 
         says = f"{describe(tensors)}, from {opts.rootRank}"
         if is_root:
-            return self._all("broadcast", says, run, tensors)
+            return self._all("broadcast", says, run, tensors, copies=results)
         return self._all("broadcast", says, run, [], tensors, results)
 
     def allgather(self, outputs: Any, inputs: list[Tensor], opts: Any = None) -> Handle:
         """Gather every rank's tensor into a list on each."""
         results = [torch.empty_like(out, device="cpu") for out in outputs[0]]
-        given = on_host(inputs[0])
+        own = on_host(inputs[0])
 
         def run() -> None:
-            self.queue.gloo.allgather([results], [given]).wait()
+            self.queue.gloo.allgather([results], [own]).wait()
 
-        return self._all("all_gather", describe(inputs), run, inputs, outputs[0], results)
+        return self._all("all_gather", describe(inputs), run, inputs, outputs[0], results, [own])
 
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Handle:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Handle:
         """Gather every rank's tensor into one, in the order of ranks."""
-        return self.all_gather_single_coalesced([output], [given])
+        return self.all_gather_single_coalesced([output], [tensor])
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Handle:
         """Gather several tensors as one operation."""
-        results, given = [on_host(out) for out in outputs], [on_host(tensor) for tensor in inputs]
+        results, own = [on_host(out) for out in outputs], [on_host(tensor) for tensor in inputs]
 
         def run() -> None:
-            for result, tensor in zip(results, given, strict=True):
+            for result, tensor in zip(results, own, strict=True):
                 parts = list(result.view(-1).chunk(self.size()))
                 self.queue.gloo.allgather([parts], [tensor.view(-1)]).wait()
 
-        return self._all("all_gather", describe(inputs), run, inputs, outputs, results)
+        return self._all("all_gather", describe(inputs), run, inputs, outputs, results, own)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
         """Give each rank its part of the sum, from lists of parts."""
         whole = torch.cat([tensor.reshape(-1) for tensor in inputs[0]])
         return self._scattered(outputs, [whole], inputs[0], opts)
 
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Handle:
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Handle:
         """Give each rank its part of the sum of one tensor."""
-        return self._scattered([output], [given], [given], opts)
+        return self._scattered([output], [tensor], [tensor], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -165,6 +165,7 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
             expects={peer: f"receive of {what}"},
             run=lambda: self.queue.gloo.send([copy], peer, DATA).wait(),
             inputs=tensors,
+            copies=[copy],
         )
         return self.queue.post(operation)
 
@@ -194,8 +195,9 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         inputs: Sequence[Tensor] = (),
         outputs: Sequence[Tensor] = (),
         results: Sequence[Tensor] = (),
+        copies: Sequence[Tensor] = (),
     ) -> Handle:
-        """Post what all ranks call; `results` are put into the buffers `outputs` in the end."""
+        """Post a collective; `run` reads `copies`, and `results` go to the tensors `outputs`."""
         self._calls += 1
         says = f"{kind} {self._calls} of {what}"
         peers = (peer for peer in range(self.size()) if peer != self.rank())
@@ -206,8 +208,11 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
             run=run,
             inputs=inputs,
             outputs=list(zip(outputs, results, strict=True)),
+            copies=copies,
         )
-        return self.queue.post(operation)
+        handle = self.queue.post(operation)
+        handle.tensors = [*inputs, *outputs]  # as torch's handles of NCCL do, except for transfers
+        return handle
 
     def _scattered(
         self, outputs: list[Tensor], whole: list[Tensor], inputs: list[Tensor], opts: Any
@@ -224,7 +229,7 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
                 result.copy_(part.view(result.shape))
 
         says = f"{describe(inputs)}, {_word(op)}"
-        return self._all("reduce_scatter", says, run, inputs, outputs, results)
+        return self._all("reduce_scatter", says, run, inputs, outputs, results, sums)
 
     def _reduction(self, tensors: list[Tensor], op: Any) -> Callable[[], None]:
         options: Any = dist.AllreduceOptions()

@@ -9,14 +9,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Buffer:
+    """A caller's tensor that an operation does not keep alive, as a kernel in flight does not."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self._dtype, self._device = tensor.dtype, tensor.device
+
+    def tensor(self) -> Tensor | None:
+        """Return the tensor, or None if the caller has freed its memory."""
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._layout)
 
 
 class Operation:
-    """A communication in its group's queue.
+    """A communication in its group's queue, which must be over within the queue's `seconds`.
 
-    `says` is what this rank tells the ranks that it meets, `expects` what each of those, by its
-    rank in the group, has to tell. `run` moves the data. `outputs` are pairs: a caller's buffer,
-    and where `run` puts its result. It has to be over within `seconds`, its queue's.
+    - says: this rank's message to the ranks that it meets.
+    - expects: the message that each of those ranks must send, by its rank in the group.
+    - run: moves the data.
+    - inputs: the caller's tensors that are only read.
+    - outputs: pairs of a caller's tensor and the copy in which `run` leaves its result.
+    - copies: the copies that `run` reads. They become NaN if the caller frees a tensor before
+      `run`, as memory that the allocator has given away; the outputs, if it does before `wait`.
     """
 
     def __init__(
@@ -28,17 +49,20 @@ class Operation:
         run: Callable[[], object],
         inputs: Sequence[Tensor] = (),
         outputs: Sequence[tuple[Tensor, Tensor]] = (),
+        copies: Sequence[Tensor] = (),
     ) -> None:
-        self.says, self.kind, self.expects, self.run = says, kind, expects, run
+        self.says, self.kind, self.expects, self._run = says, kind, expects, run
         self.posted, self.seconds = time.monotonic(), 0.0
         self.error: Exception | None = None
         self.end: Any = torch.futures.Future()
         self._settling = threading.Lock()
-        self._outputs = list(outputs)
-        for buffer, _ in outputs:
-            _poison(buffer)
-        # What is read may be a part of what is written, as in a gather in place.
-        self._read = [(tensor, _bits(tensor)) for tensor in inputs]
+        self._outputs = [(Buffer(tensor), result) for tensor, result in outputs]
+        self._copies = copies
+        self._buffers = [*map(Buffer, inputs), *(buffer for buffer, _ in self._outputs)]
+        for tensor, _ in outputs:
+            _poison(tensor)
+        # An input may be a part of an output, as in a gather in place.
+        self._read = [(Buffer(tensor), _bits(tensor)) for tensor in inputs]
 
     def __str__(self) -> str:
         return self.says
@@ -56,8 +80,21 @@ class Operation:
     @property
     def problem(self) -> str:
         """What is wrong if a buffer that is still being read has changed; "" if none has."""
-        same = all(torch.equal(_bits(tensor), before) for tensor, before in self._read)
+        inputs = [(buffer.tensor(), before) for buffer, before in self._read]
+        same = all(t is None or torch.equal(_bits(t), before) for t, before in inputs)
         return "" if same else "the buffer changed before it was over"
+
+    @property
+    def is_freed(self) -> bool:
+        """True if the caller has freed the memory of a tensor."""
+        return any(buffer.tensor() is None for buffer in self._buffers)
+
+    def run(self) -> None:
+        """Move the data: NaN if the caller has freed a tensor."""
+        if self.is_freed:
+            for copy in self._copies:
+                _poison(copy)
+        self._run()
 
     def settle(self, error: Exception | None = None) -> None:
         """Mark the operation as over or failed; only the first call counts."""
@@ -67,13 +104,16 @@ class Operation:
                 self.end.set_result(None)
 
     def deliver(self) -> str:
-        """Fill the caller's buffers; gives what is wrong if one was used meanwhile."""
+        """Fill the caller's tensors; return a problem if one was written meanwhile."""
         outputs, self._outputs = self._outputs, []
+        is_freed = self.is_freed
         with torch.no_grad():
             for buffer, result in outputs:
-                if not torch.equal(_bits(buffer), _bits(_poison(torch.empty_like(buffer)))):
+                if (tensor := buffer.tensor()) is None:
+                    continue
+                if not torch.equal(_bits(tensor), _bits(_poison(torch.empty_like(tensor)))):
                     return "its result's buffer was written before `wait`"
-                buffer.copy_(result)
+                tensor.copy_(_poison(result) if is_freed else result)
         return ""
 
 
@@ -83,6 +123,7 @@ class Handle(dist.Work):
     def __init__(self, operation: Operation, blame: Callable[[Operation, str], Exception]) -> None:
         super().__init__()
         self._operation, self._blame = operation, blame
+        self.tensors: Sequence[Tensor] = ()  # kept until `wait`
 
     def __del__(self) -> None:
         if not self._operation.is_delivered and self._operation.error is None:
@@ -98,6 +139,7 @@ class Handle(dist.Work):
             raise self._operation.error
         if problem := self._operation.deliver():
             raise self._blame(self._operation, problem)
+        self.tensors = ()
         return True
 
     def is_completed(self) -> bool:

@@ -231,6 +231,38 @@ def test_a_killed_peer_is_not_noticed_before_the_time_is_over(victim):
     assert LIMIT - 0.1 < waited < 15
 
 
+def freed_on_rank(rank, is_freed):
+    """Count NaNs if rank 0 frees what it gathers, sends or sums before the operation is over."""
+    mesh = Mesh(1, 2, 1)
+    frees, tensor, other = is_freed and rank == 0, torch.ones(4), torch.ones(4)
+    gathered, received = torch.empty(8), torch.empty(4)
+    group = mesh.group("dp")
+    works = [all_gather_single(gathered, tensor, group=group, async_op=True)]
+    if frees:
+        tensor.data = torch.zeros(4)
+    del tensor  # the handle keeps it
+    works.append(
+        dist.irecv(received, group=group, group_src=0)
+        if rank
+        else dist.isend(other, group=group, group_dst=1)
+    )
+    if frees:
+        del other
+    summed = torch.ones(4)
+    works.append(dist.all_reduce(summed, group=group, async_op=True))
+    if frees:
+        summed.data = torch.zeros(4)
+    for work in works:
+        work.wait()
+    return [int(t.isnan().sum()) for t in (gathered, *([received] if rank else []), summed)]
+
+
+def test_memory_that_is_freed_before_its_operation_is_over_becomes_nan():
+    slow = "all_gather=0.3,send=0.3,all_reduce=0.3"  # the memory is freed before it is read
+    assert run_strictly(freed_on_rank, 2, False, text=slow) == [[0, 0], [0, 0, 0]]
+    assert run_strictly(freed_on_rank, 2, True, text=slow) == [[8, 0], [4, 4, 4]]
+
+
 DELAYS = StrictOptions(delay=0.25, seed=3, chosen={"send": 2.0, "all_reduce@1": 1.0})
 
 
