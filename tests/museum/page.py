@@ -69,8 +69,8 @@ _CANNOT = """## What the check cannot see
   predict equally many tokens (huggingface/transformers#35203, pytorch/torchtitan#2206).
 - **An overflow of one stage alone** (deepspeedai/DeepSpeed#994): no gradient overflows.
 - **Small errors in half precision.** There the bound is four times the distance of two right
-  runs that add in another order. Exhibits that do not need half precision are planted in fp32; verify a
-  config there, too.
+  runs that add in another order. Exhibits that do not need half precision are planted
+  in fp32; verify a config there, too.
 - **Evaluation and data as a run has them.** Held-out losses, reading of files, import and export
   have tests of their own; `verify` lists them at its end.
 """
