@@ -240,7 +240,7 @@ def test_what_this_machine_lacks_is_refused_before_corpus_and_model(monkeypatch)
         offload = ("--zero_optimization.offload_optimizer.nvme_path", "/nowhere")
         device = ("--zero_optimization.offload_optimizer.device", "nvme")
         with pytest.raises(
-            ConfigError, match=r'offload_optimizer.nvme_path = "/nowhere": cannot be'
+            ConfigError, match=r'offload_optimizer.nvme_path = "/nowhere": rank 0 cannot write'
         ):
             start.check_machine(read(*offload, *device).resolve(1), mesh, nodes, print)
     finally:

@@ -53,7 +53,7 @@ def stop():
 
 def test_who_loses_a_peer_that_was_asked_to_stop_was_asked_too(monkeypatch, capsys):
     """The backend sees the loss, and the judge has heard why."""
-    told = pulse.Verdict("a rank was asked", False, STOPPED)
+    told = pulse.Outcome("a rank was asked", False, STOPPED)
     monkeypatch.setattr(pulse, "outcome", lambda seconds=0.0: told)
     end = Ending()
     assert end.on_own_error(dist.DistNetworkError("gone")) == STOPPED

@@ -109,7 +109,7 @@ def test_a_mask_of_another_length_is_refused(tmp_path):
 def test_a_field_that_is_not_read_is_refused():
     for data, problem in (
         ({"source": "text", "paths": ["a.txt"], "label_field": "labels"}, "is not read by source"),
-        ({"source": "hub", "name": "a", "weight_field": "loss_mask"}, "token_field names none"),
+        ({"source": "hub", "name": "a", "weight_field": "loss_mask"}, "requires token_field"),
     ):
         block = {"model": {"family": "gpt"}, "data": data | {"sequence_length": 16}}
         with pytest.raises(ConfigError, match=problem):
