@@ -66,6 +66,17 @@ def a_world_collective_in_a_stage():
     return patch.object(core, "bind_trace_check", lambda group, device: None)
 
 
+def buffers_freed_while_they_are_sent():
+    """The executor holds each tensor until its send is over."""
+    send = Executor._send
+
+    def drop(executor, tensor, action):
+        send(executor, tensor, action)
+        executor.flow.sending[action] = executor.flow.sending[action][0], None
+
+    return patch.object(Executor, "_send", drop)
+
+
 # The fault, the changes of the case, and what is said of it.
 FAULTS = [
     (no_wait_for_what_arrives, r"receive of \d+ float32, tag \d+ on pp .*nobody waited for"),
@@ -97,6 +108,21 @@ def train_on_rank(rank, case, number):
     except (StrictError, RuntimeError) as error:
         return f"{type(error).__name__} {error}"
     return "nothing"
+
+
+def losses_on_rank(rank, plant):
+    with plant():
+        trainer = Trainer(CASE)
+        losses = trainer.run()
+        trainer.close()
+    trainer.mesh.close()
+    return losses
+
+
+def test_a_tensor_that_is_freed_while_it_is_sent_makes_the_loss_nan():
+    for plant, is_nan in ((nullcontext, False), (buffers_freed_while_they_are_sent, True)):
+        ranks = run_strictly(losses_on_rank, 4, plant, text="send=0.05", timeout=60)
+        assert any(str(losses).count("nan") for losses in ranks) == is_nan
 
 
 def test_without_a_fault_nothing_is_found():
