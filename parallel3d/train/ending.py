@@ -68,7 +68,7 @@ class Ending:
         os._exit(exit_code(code, self.launch))
 
     def on_request(self) -> int:
-        """Stop before training on a user's request, which the judge passes on; return 3."""
+        """Stop before training on a user's request, which the arbiter passes on; return 3."""
         tell_of_request()
         if self.launch.rank == 0:
             say(
@@ -78,14 +78,14 @@ class Ending:
             pulse.outcome(_SEEN)
         return STOPPED
 
-    def on_verdict(self, verdict: Outcome, flush: Callable[[], None]) -> NoReturn:
-        """End the process on the judge's verdict, from a thread that does not wait for others."""
-        pulse.leave(verdict.code)
-        say_verdict(verdict)
+    def on_outcome(self, outcome: Outcome, flush: Callable[[], None]) -> NoReturn:
+        """End the process on the arbiter's outcome, from a thread that does not wait for others."""
+        pulse.leave(outcome.code)
+        print_outcome(outcome)
         flushing = threading.Thread(target=flush, daemon=True)
         flushing.start()
         flushing.join(_FLUSH)  # the main thread may hold a lock that it needs
-        self.leave(verdict.code)
+        self.leave(outcome.code)
 
     def on_shared_error(self, error: Exception) -> int:
         """Print an error that all ranks raise, on rank 0 only; return the exit code."""
@@ -106,17 +106,17 @@ class Ending:
         return code
 
     def on_own_error(self, error: Exception) -> int:
-        """Print an error of this rank alone and report it to the judge; return the exit code."""
+        """Print an error of this rank alone and report it to the arbiter; return the exit code."""
         from parallel3d.mesh.join import lost_peer  # it loads torch
 
         lost = lost_peer(error)
-        # The backend may notice a lost peer first, but only the judge knows which rank it was and
+        # The backend may notice a lost peer first, but only the arbiter knows which rank it was and
         # what it was doing.
-        if lost and (verdict := pulse.outcome(pulse.SOON)):
-            if verdict.code == STOPPED:
+        if lost and (outcome := pulse.outcome(pulse.SOON)):
+            if outcome.code == STOPPED:
                 return self.on_request()
             pulse.leave(FAILED)
-            say_verdict(verdict)
+            print_outcome(outcome)
             return FAILED
         in_short = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         pulse.leave(FAILED, in_short[:200])
@@ -126,14 +126,14 @@ class Ending:
 
 
 def tell_of_request() -> None:
-    """Report to the judge, for the other ranks, that this one was asked to stop early."""
+    """Report to the arbiter, for the other ranks, that this one was asked to stop early."""
     pulse.leave(STOPPED, "was asked to stop before the first step")
 
 
-def say_verdict(verdict: Outcome) -> None:
+def print_outcome(outcome: Outcome) -> None:
     """Print which rank ended the run, where, and what it was doing; one line per machine."""
-    if verdict.speaks:
-        say(f"{verdict.text}; the run ends")
+    if outcome.speaks:
+        say(f"{outcome.text}; the run ends")
 
 
 def last_line(code: int, launch: Launch) -> str:

@@ -1,8 +1,8 @@
 """Requests to stop or to save: signals, files in the run's folder, a launcher that has died.
 
 Before training, a request ends the process at once by raising `Stopped`. After `StopRequest.hold`
-it waits for the end of a step, where all ranks agree on it. A thread also polls the judge's
-verdict, because the main thread may be waiting for a dead rank.
+it waits for the end of a step, where all ranks agree on it. A thread also polls the arbiter's
+outcome, because the main thread may be waiting for a dead rank.
 """
 
 import os
@@ -139,7 +139,7 @@ class StopRequest:
             )
 
     def _watch(self, read_end: int) -> None:
-        """Watch for signals, verdicts and a dead launcher; signal or end the process."""
+        """Watch for signals, outcomes and a dead launcher; signal or end the process."""
         deadline, launcher = None, _Launcher()
         while True:
             if select.select([read_end], [], [], _LOOK)[0]:
@@ -150,11 +150,11 @@ class StopRequest:
                     deadline = time.monotonic() + _GRACE
                     if not self._held:
                         tell_of_request()
-            verdict = pulse.outcome()
-            if verdict and (self._held or verdict.code != STOPPED):
-                self._end.on_verdict(verdict, self._flush)
+            outcome = pulse.outcome()
+            if outcome and (self._held or outcome.code != STOPPED):
+                self._end.on_outcome(outcome, self._flush)
             if deadline is None:
-                if verdict or launcher.is_gone():
+                if outcome or launcher.is_gone():
                     self._ask()
             elif not self._held and time.monotonic() > deadline:
                 self._end.leave(self._end.on_request())
@@ -207,7 +207,7 @@ def meet_at_the_end(mesh: "Mesh") -> None:
     """Wait until every rank is done with its collectives, so that each may end its process.
 
     Use this instead of `Mesh.close`: destroying NCCL's communicators can hang, and a rank that
-    hangs after others have ended well would never be judged.
+    hangs after others have ended well would never be noticed.
     """
     pulse.doing("its end")
     with pulse.waiting("waiting for the other ranks"):
