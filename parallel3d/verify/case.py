@@ -52,7 +52,7 @@ THRESHOLDS: tuple[tuple[Any, str, int], ...] = (
     (updating, "PART", 2**8),
     (chunk_runs, "SMALLEST", 2**6),
     (arrays, "STAGING_BYTES", 2**12),
-    (arrays, "TURNED_ROWS", 8),
+    (arrays, "TRANSPOSED_ROWS", 8),
     (disk, "BLOCK", 2**12),
 )
 SAVED_STEPS = STEPS - 1  # the run is saved after these; the resumed run makes the last step

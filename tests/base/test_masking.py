@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from parallel3d.base.arguments import Parser, named
-from parallel3d.base.errors import CheckpointError, DataError, packed, unpacked
+from parallel3d.base.arguments import Parser, prints_errors_as
+from parallel3d.base.errors import CheckpointError, DataError, pack_error, unpack_error
 from parallel3d.base.masking import mask, mask_values
 from parallel3d.base.section import Problem, Problems
 
@@ -50,7 +50,11 @@ def test_values_of_a_config_are_masked():
 @pytest.mark.parametrize("kind", [DataError, CheckpointError])
 def test_errors_are_masked(kind):
     error = kind("https://user:secret@host/a cannot be read")
-    assert str(error) == "https://user:***@host/a cannot be read" == str(unpacked(packed(error)))
+    assert (
+        str(error)
+        == "https://user:***@host/a cannot be read"
+        == str(unpack_error(pack_error(error)))
+    )
 
 
 def test_a_value_is_masked_before_it_is_cut():
@@ -61,7 +65,7 @@ def test_a_value_is_masked_before_it_is_cut():
 
 
 def test_commands_mask_what_they_print(capsys):
-    @named("prepare")
+    @prints_errors_as("prepare")
     def main():
         raise OSError("https://user:secret@host")
 

@@ -30,8 +30,8 @@ def sized(**model):
 
 
 LADDERS = {
-    "one size": ({"sizes": [SMALL]}, "sizes = [", "one size tells no law of sizes; give two"),
-    "one budget": ({"budgets": {"flops": [1e9]}}, "budgets.flops = [", "is one budget; give two"),
+    "one size": ({"sizes": [SMALL]}, "sizes = [", "needs several sizes; use two"),
+    "one budget": ({"budgets": {"flops": [1e9]}}, "budgets.flops = [", "has only one budget; use two"),
     "equal budgets": (
         {"budgets": {"tokens": [512, 512]}},
         "budgets.tokens = [512.0, 512.0]", "all budgets are equal",
@@ -41,9 +41,9 @@ LADDERS = {
         "budgets.flops.1 = 1e+60", "at most 1e+40; write 1e+40",
     ),
     "two kinds of budgets": (
-        {"budgets": {"tokens": [512], "flops": [1e9]}}, "budgets = ", "give one of flops",
+        {"budgets": {"tokens": [512], "flops": [1e9]}}, "budgets = ", "set exactly one",
     ),
-    "no budgets": ({"budgets": {}}, "budgets = ", "none is given"),
+    "no budgets": ({"budgets": {}}, "budgets = ", "sets none of flops"),
     "an unknown law": (
         {"hyperparameters": {"learning_rate": "chinchilla"}},
         'hyperparameters.learning_rate = "chinchilla"', "use olmo, step-law, or a number",
@@ -54,25 +54,25 @@ LADDERS = {
     ),
     "a width without whole heads": (
         {"sizes": sized(hidden_size=36)},
-        "sizes.1.model.hidden_size = 36", "is no multiple of head_size=8; use 32 or 40",
+        "sizes.1.model.hidden_size = 36", "is not a multiple of head_size=8; use 32 or 40",
     ),
     "a size between those of the rule": (
         {"sizes": [1e3, 1e6], "head_size": 64}, "sizes.0.params = 1000", "smaller head_size",
     ),
-    "the same size twice": ({"sizes": [SMALL, SMALL]}, "two of them are the same", "leave one"),
+    "the same size twice": ({"sizes": [SMALL, SMALL]}, "two of them are the same", "remove one"),
     "a smallest run that does not fit": (
         {
             "base": base(parallel3d__run={"hardware": "V100-SXM2-16GB"}, fp16={"enabled": True}),
             "sizes": [6e9, 9e9], "head_size": 128,
         },
-        "the ladder has runs that cannot be: 5.76G-d512: ", "does not fit on 1 x V100-SXM2-16GB: ",
+        "the ladder cannot be run: 5.76G-d512: ", "does not fit on 1 x V100-SXM2-16GB: ",
     ),
     "a smallest run for which there is no plan": (
         {
             "base": base(parallel3d__run={"hardware": "V100-SXM2-16GB"}, fp16={"enabled": True}),
             "sizes": [6e10, 9e10], "head_size": 128, "mesh": "plan", "devices": 2,
         },
-        "the ladder has runs that cannot be: 6", "NOTHING FITS on 2 x V100-SXM2-16GB: the smallest",
+        "the ladder cannot be run: 6", "NOTHING FITS on 2 x V100-SXM2-16GB: the smallest",
     ),
     "tp that does not divide": (
         {"mesh": {"pp": 1, "dp": 1, "tp": 3}}, "parallel3d.mesh.tp = 3", "does not divide",
@@ -81,42 +81,42 @@ LADDERS = {
     "an unknown key": ({"budget": {}}, "budget", "budgets"),
     "a length of its own": (
         {"base": base(parallel3d__train={"steps": 5})},
-        "base.parallel3d.train.steps = 5", "is the ladder's to say; remove it",
+        "base.parallel3d.train.steps = 5", "is set by the ladder; remove it",
     ),
     "an unknown family": (
-        {"base": base(parallel3d__model={"family": "lama"})}, '.family = "lama"', "names no model",
+        {"base": base(parallel3d__model={"family": "lama"})}, '.family = "lama"', "is not a model family",
     ),
     "no vocabulary": (
         {"base": base(parallel3d__data={"sequence_length": 16, "tokenizer": "gpt2"})},
-        'vocab_size = "auto"', "must be a number, the same for all sizes; write it",
+        'vocab_size = "auto"', "must be a number, which all sizes share",
     ),
     "a fixed inner width": (
         {
             "base": base(parallel3d__model={"family": "llama", "intermediate_size": 64}),
             "mlp_ratio": None,
         },
-        "model.intermediate_size = 64", "would be the same at every size; remove it, and give mlp",
+        "model.intermediate_size = 64", "would be the same at every size; remove it, and set mlp",
     ),
     "a held-out run without a budget": (
-        {"held_out": [{"size": SMALL}]}, "held_out.0.flops", 'give "flops" or "tokens"',
+        {"held_out": [{"size": SMALL}]}, "held_out.0.flops", 'set either "flops" or "tokens"',
     ),
     "a size of another budget": (
         {"sizes": [SMALL, SMALL | {"budgets": [7]}]},
-        "sizes.1.budgets = 7", "is none of budgets.tokens",
+        "sizes.1.budgets = 7", "is not one of budgets.tokens",
     ),
-    "seeds twice": ({"seeds": [1, 1]}, "seeds = [1, 1]", "must be seeds that differ; write [0]"),
+    "seeds twice": ({"seeds": [1, 1]}, "seeds = [1, 1]", "must be different seeds; write [0]"),
     "a width that is no number": (
         {"sizes": sized(hidden_size="a")}, 'sizes.1.model.hidden_size = "a"', "must be an integer",
     ),
     "a mesh of the base that is none": (
         {"base": base(parallel3d__mesh=5)},
-        "base.parallel3d.mesh = 5", 'must be an object, or "plan"; write {...}, or leave it out',
+        "base.parallel3d.mesh = 5", 'must be an object, or "plan"; write {...}, or remove it',
     ),
     "parameters of the optimizer that are none": (
         {"base": base(optimizer={"type": "AdamW", "params": None})},
-        "base.optimizer.params = null", "must be an object; write {...}, or leave it out",
+        "base.optimizer.params = null", "must be an object; write {...}, or remove it",
     ),
-    "no base": ({"base": {"optimizer": {}}}, 'base: has no block "parallel3d"', "write both"),
+    "no base": ({"base": {"optimizer": {}}}, 'base: has no "parallel3d" block', "write both"),
 }  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def test_a_block_of_the_base_that_is_no_object_is_refused(refused, tmp_path, pat
 
 def test_run_refuses_the_same(refused, tmp_path):
     said = refused("run", "--ladder", write(tmp_path, sizes=[SMALL]), "--parallel", 2)
-    assert "one size tells no law" in said
+    assert "needs several sizes" in said
     assert "--parallel = 0" in refused("run", "--ladder", "ladder.json", "--parallel", 0)
 
 

@@ -170,7 +170,7 @@ def test_no_process_group_is_destroyed_before_the_end_is_reported(monkeypatch, c
     monkeypatch.setattr("parallel3d.train.stopping.pulse", pulse)
     monkeypatch.setattr(ending, "pulse", pulse)
     monkeypatch.setattr(ending.os, "_exit", leave_process)
-    monkeypatch.setattr(module, "ready", lambda config, launch: config)
+    monkeypatch.setattr(module, "resolve_config", lambda config, launch: config)
     monkeypatch.setattr(module, "join", lambda config, launch: mesh)
     end = ending.Ending()
     end.launch = Launch(1, 2, 1, 2)

@@ -50,7 +50,7 @@ def weights_for(
     if hardware is not None:
         weights, memory = choose_weights(setting, hardware)
         room = gib(hardware.memory_bytes.value)
-        why = f"{gib(memory.total)} of {room} GiB on the fullest device, as planned"
+        why = f"{gib(memory.total)} of {room} GiB planned on the fullest device"
     return weights, f'parallel3d.pipeline.weights: "auto" is {weights} ({why})'
 
 

@@ -10,7 +10,7 @@ EXHIBIT = Exhibit(
 )
 
 
-@in_place_of(Reduction, "reached")
+@in_place_of(Reduction, "on_input_grad")
 def plant(original: Any, reduction: Reduction, stage: int, index: int) -> None:
     """The layer before is taken for complete, which has the earlier microbatches' gradients."""
     original(reduction, stage, index - 2)
