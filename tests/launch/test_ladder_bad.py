@@ -31,7 +31,7 @@ def sized(**model):
 
 LADDERS = {
     "one size": ({"sizes": [SMALL]}, "sizes = [", "needs several sizes; use two"),
-    "one budget": ({"budgets": {"flops": [1e9]}}, "budgets.flops = [", "has only one budget; use two"),
+    "one budget": ({"budgets": {"flops": [1e9]}}, "budgets.flops = [", "one budget; use two"),
     "equal budgets": (
         {"budgets": {"tokens": [512, 512]}},
         "budgets.tokens = [512.0, 512.0]", "all budgets are equal",
@@ -84,7 +84,7 @@ LADDERS = {
         "base.parallel3d.train.steps = 5", "is set by the ladder; remove it",
     ),
     "an unknown family": (
-        {"base": base(parallel3d__model={"family": "lama"})}, '.family = "lama"', "is not a model family",
+        {"base": base(parallel3d__model={"family": "lama"})}, '.family = "lama"', "a model family",
     ),
     "no vocabulary": (
         {"base": base(parallel3d__data={"sequence_length": 16, "tokenizer": "gpt2"})},

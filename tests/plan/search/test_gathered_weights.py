@@ -60,8 +60,8 @@ def test_it_is_said_and_written():
     weights, note = weights_for(given, machine(80 * GIB))
     total = gib(needs(given, "per_step"))
     assert note == (
-        f'parallel3d.pipeline.weights: "auto" is per_step ({total} of 80.0 GiB on the fullest '
-        "device, as planned)"
+        f'parallel3d.pipeline.weights: "auto" is per_step ({total} of 80.0 GiB planned on '
+        "the fullest device)"
     )
     whole = with_weights(given, weights, note)
     assert whole.to_dict()["parallel3d"]["pipeline"]["weights"] == "per_step"
