@@ -280,9 +280,15 @@ class Mesh:
         return draw_mesh(self._grid.tolist())
 
     def close(self) -> None:
-        """Leave the process group; otherwise torch ends the process with an abort."""
+        """Leave the process group; otherwise torch ends the process with an abort.
+
+        gloo's threads end with the last reference to their group. A thread that is still at work
+        when the interpreter ends aborts the process too.
+        """
         if dist.is_initialized():
             dist.destroy_process_group()
+        for name in ("_groups", "_pairs", "_backward", "_aside"):
+            vars(self).pop(name, None)
 
 
 def _wait(work: dist.Work) -> None:

@@ -179,13 +179,16 @@ def test_one_process_needs_no_launcher():
         "sizes = [mesh.size(axis) for axis in ('pp', 'dp', 'tp', 'model', 'world')]\n"
         "print(sizes, mesh.gather_floats([3]))\n"
         "mesh.close()\n"
+        "from pathlib import Path\n"
+        "threads = [path.read_text() for path in Path('/proc/self/task').glob('*/comm')]\n"
+        "print([name for name in threads if 'gloo' in name])\n"
     )
     environment = {k: v for k, v in os.environ.items() if k not in VARIABLES}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "[1, 1, 1, 1, 1] [[3.0]]\n"
+    assert done.stdout == "[1, 1, 1, 1, 1] [[3.0]]\n[]\n"
 
 
 @pytest.fixture
