@@ -78,7 +78,7 @@ class Saver:
         self._keep, self._always, self._hashed = keep, always, hashed
         self._asynchronous, self._say = asynchronous, say
         self._shapes = {name: spec.shape for name, spec in named_params(layers).items()}
-        self._runs = chunk_runs.runs_to_write(engine, mesh)
+        self._runs = chunk_runs.runs_to_write(engine)
         chunks = [chunk for run in self._runs for chunk in run.chunks]
         self._header = header(chunks) if chunks else b""
         self._numel = sum(run.stop - run.start for run in self._runs)

@@ -20,7 +20,7 @@ from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.quirks import core, nvme
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec
-from parallel3d.tensor.cut import Cut, HeldParameter
+from parallel3d.tensor.cut import Cut, held_parameters
 from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -41,10 +41,10 @@ def _inner_size(settings: EngineSettings, mesh: Mesh) -> int:
 def _specs(inner: int) -> list[ParamSpec]:
     init = Init(std=0.3)
     return [
-        ParamSpec("up.weight", (inner, _HIDDEN), 0, init, weight_decay=True),
-        ParamSpec("up.bias", (inner,), 0, init, weight_decay=False),
-        ParamSpec("down.weight", (_HIDDEN, inner), 1, init, weight_decay=True),
-        ParamSpec("down.bias", (_HIDDEN,), None, init, weight_decay=False),
+        ParamSpec("up.weight", (inner, _HIDDEN), ("tensor",), init, weight_decay=True),
+        ParamSpec("up.bias", (inner,), ("tensor",), init, weight_decay=False),
+        ParamSpec("down.weight", (_HIDDEN, inner), (None, "tensor"), init, weight_decay=True),
+        ParamSpec("down.bias", (_HIDDEN,), (), init, weight_decay=False),
     ]
 
 
@@ -117,8 +117,7 @@ def _run(
     inner = _inner_size(settings, mesh)
     with building(settings, mesh, say=say):
         stage = _Stage(inner, mesh)
-    named = dict(stage.named_parameters())
-    held = [HeldParameter(s.name, named[s.name], s) for s in _specs(inner)]
+    held = list(held_parameters(stage, _specs(inner), mesh))
     for h in held:
         with writing(h.parameter) as (shard, start), torch.no_grad():
             fill(shard, start, h.spec, h.name, h.cut, seed=mesh.pipeline.coord)
@@ -190,7 +189,7 @@ def _full_weights(specs: list[ParamSpec], seed: int, dtype: torch.dtype) -> dict
     weights = {}
     for spec in specs:
         flat = torch.empty(spec.numel, dtype=dtype)
-        fill(flat, 0, spec, spec.name, Cut(spec.shape, None, 0, 0, 0), seed)
+        fill(flat, 0, spec, spec.name, Cut(spec.shape), seed)
         weights[spec.name] = flat.view(spec.shape).float().requires_grad_()
     return weights
 
@@ -210,8 +209,7 @@ def _compare(
         )
     for name, (cut, weight) in weights.items():
         full, moved = after[name], float((after[name] - before[name]).abs().max())
-        part = full if cut.dim is None else full.narrow(cut.dim, cut.start, cut.stop - cut.start)
-        error = float((weight - part).abs().max())
+        error = float((weight - cut.part_of(full)).abs().max())
         message = f"wrong by {error:.3g}; the two steps change it by {moved:.3g}"
         errors[f"{name} after the steps"] = (error / moved, message)
     # `not <=` also catches NaN.

@@ -125,6 +125,11 @@ class Mesh:
         assert group is not None
         return group
 
+    def peers(self, role: str) -> Peers:
+        """Return the ranks of one of ROLES."""
+        peers: Peers = getattr(self, role)
+        return peers
+
     def name_of(self, group: dist.ProcessGroup) -> str:
         """Return the axis along which `group` varies, "ends" (a tied weight's owners) or "other".
 

@@ -134,9 +134,7 @@ def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> d
             name, cut = originals.get(held.name, held.name), held.cut
             expected = file.get_tensor(name)
             start = first.get(name, expected)
-            if cut.dim is not None:
-                where = cut.dim, cut.start, cut.stop - cut.start
-                expected, start = expected.narrow(*where), start.narrow(*where)
+            expected, start = cut.part_of(expected), cut.part_of(start)
             difference = parts.engine.full_parameter(held).cpu() - expected
             largest = worst([largest, float(difference.abs().max())])
             squared_distance += float(difference.square().sum())

@@ -187,8 +187,7 @@ def whole(parts):
         for kind, value in values.items():
             empty = torch.full(cut.global_shape, torch.nan)
             place = found.setdefault(f"{name}|{kind}", empty)
-            if cut.dim is not None:
-                place = place.narrow(cut.dim, cut.start, cut.stop - cut.start)
+            place = cut.part_of(place)
             missing = bool(place.isnan().all())
             assert missing or torch.equal(place, value), f"the ranks differ in {name}'s {kind}"
             place.copy_(value)
@@ -244,8 +243,7 @@ def differences(trained, reference):
     for name, copy, cut, values in trained.gathered():
         for kind, value in values.items():
             expected = reference[f"{'embedding.token.weight' if copy else name}|{kind}"]
-            if cut.dim is not None:
-                expected = expected.narrow(cut.dim, cut.start, cut.stop - cut.start)
+            expected = cut.part_of(expected)
             compared += value.numel()
             if count := differing(value, expected):
                 wrong.append(f"{name}'s {kind}: {count} of {value.numel()} elements")

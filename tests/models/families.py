@@ -56,7 +56,9 @@ def batch_of(config, seq=16):
 
 def part(whole, cut):
     """What a rank with this cut holds of a whole tensor."""
-    return whole if cut.dim is None else whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
+    for p in cut.parts:
+        whole = whole.narrow(p.dim, p.start, p.stop - p.start)
+    return whole
 
 
 @lru_cache

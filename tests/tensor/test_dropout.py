@@ -113,7 +113,7 @@ def block_on_rank(mesh):
     block = Block(CONFIG, "blocks.0", LayerContext(mesh.tensor.group, key))
     generator = torch.Generator().manual_seed(5 + mesh.tensor.coord)
     for parameter in block.parameters():
-        seeded = torch.Generator().manual_seed(1) if parameter.cut.dim is None else generator
+        seeded = torch.Generator().manual_seed(1) if not parameter.cut.parts else generator
         parameter.data.normal_(generator=seeded).mul_(0.5)
     return block, key
 

@@ -15,9 +15,9 @@ def plant(original: Any, reduction: Reduction, held: Any) -> None:
     for h in held:
         grad = _grad(h).div_(reduction._mesh.replicas.size)
         if bucket and sum(g.numel() for g in bucket) + grad.numel() > reduction._bucket:
-            reduction._average(bucket)
+            reduction._average(bucket, reduction._mesh.replicas.group)
             bucket = []
         else:
             bucket.append(grad)
     if bucket:
-        reduction._average(bucket)
+        reduction._average(bucket, reduction._mesh.replicas.group)
