@@ -15,10 +15,12 @@ from parallel3d.model.parametrization import (
     Scales,
     parametrization_of,
 )
-from parallel3d.model.spec import CostOf, Init, LayerSpec, ParamSpec
+from parallel3d.model.spec import CostOf, CutOver, Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost
 
 _ZEROS = Init()
+TP_0, TP_1 = ("tensor",), (None, "tensor")
+"""`ParamSpec.cut_over` of a parameter whose dim 0 or dim 1 tensor parallelism cuts."""
 
 
 class Pretrained(Section):
@@ -126,8 +128,8 @@ def folded(
 
 def layer_norm(name: str, size: int) -> Iterable[ParamSpec]:
     """Yield the weight and the bias of a LayerNorm."""
-    yield ParamSpec(f"{name}.weight", (size,), None, Init(value=1.0), False, role="vector")
-    yield ParamSpec(f"{name}.bias", (size,), None, _ZEROS, False, role="vector")
+    yield ParamSpec(f"{name}.weight", (size,), (), Init(value=1.0), False, role="vector")
+    yield ParamSpec(f"{name}.bias", (size,), (), _ZEROS, False, role="vector")
 
 
 def biased_cost(config: Any) -> BlockCost:
@@ -144,15 +146,15 @@ def biased_block(config: Any, number: int, cost: BlockCost) -> LayerSpec:
     normal, residual = weight_inits(config)
     params = (
         *layer_norm("norm1", hidden),
-        ParamSpec("attention.qkv.weight", (3, hidden, hidden), 1, normal, True, role="hidden"),
-        ParamSpec("attention.qkv.bias", (3, hidden), 1, _ZEROS, False, role="vector"),
-        ParamSpec("attention.output.weight", (hidden, hidden), 1, residual, True, role="hidden"),
-        ParamSpec("attention.output.bias", (hidden,), None, _ZEROS, False, role="vector"),
+        ParamSpec("attention.qkv.weight", (3, hidden, hidden), TP_1, normal, True, role="hidden"),
+        ParamSpec("attention.qkv.bias", (3, hidden), TP_1, _ZEROS, False, role="vector"),
+        ParamSpec("attention.output.weight", (hidden, hidden), TP_1, residual, True, role="hidden"),
+        ParamSpec("attention.output.bias", (hidden,), (), _ZEROS, False, role="vector"),
         *layer_norm("norm2", hidden),
-        ParamSpec("mlp.up.weight", (inner, hidden), 0, normal, True, role="hidden"),
-        ParamSpec("mlp.up.bias", (inner,), 0, _ZEROS, False, role="vector"),
-        ParamSpec("mlp.down.weight", (hidden, inner), 1, residual, True, role="hidden"),
-        ParamSpec("mlp.down.bias", (hidden,), None, _ZEROS, False, role="vector"),
+        ParamSpec("mlp.up.weight", (inner, hidden), TP_0, normal, True, role="hidden"),
+        ParamSpec("mlp.up.bias", (inner,), TP_0, _ZEROS, False, role="vector"),
+        ParamSpec("mlp.down.weight", (hidden, inner), TP_1, residual, True, role="hidden"),
+        ParamSpec("mlp.down.bias", (hidden,), (), _ZEROS, False, role="vector"),
     )
     branches = "attention.output.", "mlp.down."
     params = folded(config, params, query="attention.qkv.", branches=branches, fused=3)
@@ -160,11 +162,11 @@ def biased_block(config: Any, number: int, cost: BlockCost) -> LayerSpec:
     return LayerSpec(f"blocks.{number}", params, cost, build, config)
 
 
-def table(config: Any, name: str, rows: int, tp_dim: int | None) -> ParamSpec:
+def table(config: Any, name: str, rows: int, cut_over: CutOver) -> ParamSpec:
     """Return a table of the embedding: one vector of the model's width per row."""
     init, shape = Init(std=config.initializer_range), (rows, config.hidden_size)
     factors = _unless_one(scales_of(config).input)
-    return ParamSpec(name, shape, tp_dim, init, True, role="input", folded=factors)
+    return ParamSpec(name, shape, cut_over, init, True, role="input", folded=factors)
 
 
 def _unless_one(factor: float) -> tuple[float, ...]:
@@ -181,7 +183,7 @@ def head(config: Any, norm: Iterable[ParamSpec], cost: CostOf) -> LayerSpec:
     factor = scales.output / (scales.input if config.tie_word_embeddings else 1)
     params = (
         *(replace(p, folded=_unless_one(factor)) for p in norm),
-        ParamSpec("output.weight", shape, 0, normal, True, role="output"),
+        ParamSpec("output.weight", shape, TP_0, normal, True, role="output"),
     )
     tied = (("output.weight", "embedding.token.weight"),) if config.tie_word_embeddings else ()
     return LayerSpec(

@@ -174,10 +174,10 @@ def stages_of(model: LayerKinds, num_stages: int, placement: str, seq: int) -> t
 def _elements(model: LayerKinds, kind: int, tp: int) -> int:
     """Parameters of a layer on one tp rank."""
     params = model.kinds[kind].params
-    return sum(p.elements(tp) for p in params)
+    return sum(p.elements({"tensor": tp}) for p in params)
 
 
 def _tied(model: LayerKinds, kind: int, tp: int) -> int:
     """Elements of a layer's parameters that another layer shares, so that they exist once."""
     names = {name for name, _ in model.kinds[kind].tied}
-    return sum(p.elements(tp) for p in model.kinds[kind].params if p.name in names)
+    return sum(p.elements({"tensor": tp}) for p in model.kinds[kind].params if p.name in names)

@@ -13,6 +13,7 @@ from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.spec import LayerSpec
 from parallel3d.model.transformer_cost import EmbeddingCost
 from parallel3d.models.common import (
+    TP_0,
     ModelSection,
     biased_block,
     biased_cost,
@@ -83,8 +84,8 @@ def layers(config: Config) -> list[LayerSpec]:
 
 def _embedding(config: Config) -> LayerSpec:
     params = (
-        table(config, "token.weight", vocab_size(config), 0),
-        table(config, "position.weight", config.max_position_embeddings, None),
+        table(config, "token.weight", vocab_size(config), TP_0),
+        table(config, "position.weight", config.max_position_embeddings, ()),
     )
     cost = EmbeddingCost(config.hidden_size, positions=True, dropout=config.embd_pdrop > 0)
     return LayerSpec("embedding", params, cost, "parallel3d.models.gpt.blocks:Embedding", config)

@@ -15,6 +15,8 @@ from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
 from parallel3d.models.common import (
+    TP_0,
+    TP_1,
     ModelSection,
     divisor_below,
     folded,
@@ -136,7 +138,7 @@ def layers(config: Config) -> list[LayerSpec]:
 
 
 def _embedding(config: Config) -> LayerSpec:
-    params = (table(config, "token.weight", vocab_size(config), 0),)
+    params = (table(config, "token.weight", vocab_size(config), TP_0),)
     cost = EmbeddingCost(config.hidden_size)
     return LayerSpec("embedding", params, cost, "parallel3d.models.blocks:TokenEmbedding", config)
 
@@ -149,10 +151,12 @@ def _block(config: Config, name: str) -> LayerSpec:
         _norm("norm1", hidden),
         *_qkv(config, normal),
         *_qk_norms(config),
-        ParamSpec("attention.output.weight", (hidden, queries), 1, residual, True, role="hidden"),
+        ParamSpec(
+            "attention.output.weight", (hidden, queries), TP_1, residual, True, role="hidden"
+        ),
         _norm("norm2", hidden),
-        ParamSpec("mlp.gate_up.weight", (2, inner, hidden), 1, normal, True, role="hidden"),
-        ParamSpec("mlp.down.weight", (hidden, inner), 1, residual, True, role="hidden"),
+        ParamSpec("mlp.gate_up.weight", (2, inner, hidden), TP_1, normal, True, role="hidden"),
+        ParamSpec("mlp.down.weight", (hidden, inner), TP_1, residual, True, role="hidden"),
     )
     # A norm on the heads cancels factors before it, so the factor goes into the norm.
     query = "attention.q_norm." if config.qk_norm else "attention.qkv.q_"
@@ -181,9 +185,9 @@ def _qkv(config: Config, normal: Init) -> Iterator[ParamSpec]:
     for name, count in heads.items():
         rows, path = count * config.head_size, f"attention.qkv.{name}"
         shape = (rows, config.hidden_size)
-        yield ParamSpec(f"{path}_weight", shape, 0, normal, True, units=count, role="hidden")
+        yield ParamSpec(f"{path}_weight", shape, TP_0, normal, True, units=count, role="hidden")
         if config.attention_bias:
-            yield ParamSpec(f"{path}_bias", (rows,), 0, ZEROS, False, units=count, role="vector")
+            yield ParamSpec(f"{path}_bias", (rows,), TP_0, ZEROS, False, units=count, role="vector")
 
 
 def _qk_norms(config: Config) -> Iterator[ParamSpec]:
@@ -194,4 +198,4 @@ def _qk_norms(config: Config) -> Iterator[ParamSpec]:
 
 
 def _norm(name: str, size: int, partial: bool = False) -> ParamSpec:
-    return ParamSpec(f"{name}.weight", (size,), None, ONES, False, partial=partial, role="vector")
+    return ParamSpec(f"{name}.weight", (size,), (), ONES, False, partial=partial, role="vector")

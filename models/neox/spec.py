@@ -15,6 +15,7 @@ from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.spec import LayerSpec
 from parallel3d.model.transformer_cost import EmbeddingCost
 from parallel3d.models.common import (
+    TP_0,
     ModelSection,
     biased_block,
     biased_cost,
@@ -100,6 +101,6 @@ def layers(config: Config) -> list[LayerSpec]:
 
 
 def _embedding(config: Config) -> LayerSpec:
-    token = table(config, "token.weight", vocab_size(config), 0)
+    token = table(config, "token.weight", vocab_size(config), TP_0)
     cost = EmbeddingCost(config.hidden_size)
     return LayerSpec("embedding", (token,), cost, "parallel3d.models.blocks:TokenEmbedding", config)

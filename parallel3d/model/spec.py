@@ -4,7 +4,7 @@ The initialiser seeds the parameters that a layer declares, the engine counts th
 norm, checkpoints name them, and the planner adds them up.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from operator import add, sub
@@ -13,6 +13,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 from parallel3d.model.parametrization import Role
 
 Recompute = Literal["none", "selective", "full"]
+CutOver = tuple[str | None, ...]
+Sizes = Mapping[str, int]
+"""The number of ranks of each role of a mesh; a role that is not in it has one."""
 MASTER_BYTES = 4
 """Bytes of a trained element's master weight in fp32."""
 STATE_BYTES = MASTER_BYTES + 8
@@ -33,39 +36,56 @@ class ParamSpec:
 
     name: str
     shape: tuple[int, ...]
-    tp_dim: int | None  # the dim that tensor parallelism cuts; None: not cut
+    cut_over: CutOver  # the role of the mesh that cuts each dim, from the first on; (): none
     init: Init
     weight_decay: bool
-    units: int | None = None  # indivisible parts of tp_dim (key/value heads)
+    units: int | None = None  # indivisible parts of a dim that is cut (key/value heads)
     partial: bool = False  # not cut, but each rank has part of the gradient (norm of its heads)
     role: Role | None = None  # its function, by which a parametrisation sets its rates
     folded: tuple[float, ...] = ()  # factor at export, or one per index of the first dim
 
-    def cut_dim(self, tp: int) -> int | None:
-        """Return the dim along which `tp` ranks cut the parameter; None if each holds all of it."""
-        return None if self.units is not None and self.units < tp else self.tp_dim
+    def cuts(self, sizes: Sizes) -> dict[int, str]:
+        """Return the dims that are cut on a mesh of these sizes, each with the role that cuts it.
 
-    def is_partial(self, tp: int, sequence_parallel: bool) -> bool:
-        """True if the tp ranks' gradients of the parameter must be summed.
+        A role of more ranks than the dim has `units` does not cut it.
+        """
+        return {
+            dim: role
+            for dim, role in enumerate(self.cut_over)
+            if role is not None and (self.units is None or sizes.get(role, 1) <= self.units)
+        }
+
+    def replicated_over(self, sizes: Sizes) -> tuple[str, ...]:
+        """Return the roles whose ranks hold equal copies (before ZeRO shards them).
+
+        The first is that of the ranks whose gradients are averaged. Copies on tensor-parallel ranks
+        come from equal computations.
+        """
+        is_cut = "tensor" in self.cuts(sizes).values()
+        return ("replicas",) if is_cut else ("replicas", "tensor")
+
+    def is_partial(self, sizes: Sizes, sequence_parallel: bool) -> bool:
+        """True if the tensor-parallel ranks' gradients of the parameter must be summed.
 
         Besides `partial`, these are parameters whose units each serve several ranks, and under
         sequence parallelism all that are not cut, because each rank sees a part of the tokens.
         """
-        if tp == 1 or self.cut_dim(tp) is not None:
+        if sizes["tensor"] == 1 or "tensor" not in self.replicated_over(sizes):
             return False
-        return sequence_parallel or self.partial or self.tp_dim is not None
+        return sequence_parallel or self.partial or "tensor" in self.cut_over
 
     @property
     def numel(self) -> int:
         """Number of elements of the full parameter."""
         return prod(self.shape)
 
-    def elements(self, tp: int) -> int:
-        """Return the parameter's number of elements on the tp rank that holds most of them."""
-        dim = self.cut_dim(tp)
-        if dim is None:
-            return self.numel
-        return self.numel // self.shape[dim] * -(-self.shape[dim] // tp)
+    def elements(self, sizes: Sizes) -> int:
+        """Return the parameter's number of elements on the rank that holds most of them."""
+        cuts = self.cuts(sizes)
+        return prod(
+            -(-size // sizes.get(cuts[dim], 1)) if dim in cuts else size
+            for dim, size in enumerate(self.shape)
+        )
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def worst(errors: Any) -> float:
 def microbatches(batch: Sequence[Tensor | None], config: RunConfig, mesh: Mesh) -> list[Microbatch]:
     """Return the microbatches of this dp coordinate from a global batch."""
     share = config.micro_batch_size * config.num_microbatches
-    start = share * mesh.coord("dp")
+    start = share * mesh.samples.coord
 
     def cut(x: Tensor) -> list[Tensor]:
         return list(x[start : start + share].split(config.micro_batch_size))
@@ -134,9 +134,7 @@ def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> d
             name, cut = originals.get(held.name, held.name), held.cut
             expected = file.get_tensor(name)
             start = first.get(name, expected)
-            if cut.dim is not None:
-                where = cut.dim, cut.start, cut.stop - cut.start
-                expected, start = expected.narrow(*where), start.narrow(*where)
+            expected, start = cut.part_of(expected), cut.part_of(start)
             difference = parts.engine.full_parameter(held).cpu() - expected
             largest = worst([largest, float(difference.abs().max())])
             squared_distance += float(difference.square().sum())

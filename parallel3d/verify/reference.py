@@ -149,7 +149,7 @@ def first_weights(config: RunConfig) -> dict[str, Tensor]:
     weights = {}
     for name, spec in named_params(models.layers(config.model)).items():
         flat = torch.empty(spec.numel)
-        fill(flat, 0, spec, name, Cut(spec.shape, None, 0, 0, 0), SEED)
+        fill(flat, 0, spec, name, Cut(spec.shape), SEED)
         weights[name] = flat.view(spec.shape)
     return weights
 

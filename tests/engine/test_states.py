@@ -102,12 +102,10 @@ def test_pieces_tile_each_part_and_hold_what_adam_has(case, tmp_path):
     want, seen = expected(case, tmp_path), {}
     for name, cut, copy, start, kinds in found:
         name = "embedding.token.weight" if copy else name
-        times = seen.setdefault((name, cut.start, copy), torch.zeros(cut.local_shape).flatten())
+        times = seen.setdefault((name, cut.parts, copy), torch.zeros(cut.local_shape).flatten())
         times[start : start + kinds["master"].numel()] += 1
         for kind, tensor in kinds.items():
-            whole = want[name][kind]
-            if cut.dim is not None:
-                whole = whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
+            whole = cut.part_of(want[name][kind])
             part = whole.flatten()[start : start + tensor.numel()]
             error = float((tensor - part).abs().max() / whole.abs().max())
             # A key's bias has no gradient but rounding, of which Adam makes whole steps.

@@ -143,8 +143,8 @@ def test_a_tied_output_is_the_embedding():
 def test_a_key_value_head_is_never_cut():
     params = {p.name: p for p in layers(small("llama", num_key_value_heads=2))[1].params}
     keys = params["attention.qkv.k_weight"]
-    assert [keys.cut_dim(tp) for tp in (1, 2, 4)] == [0, 0, None]
-    assert [keys.is_partial(tp, False) for tp in (1, 2, 4)] == [False, False, True]
+    assert [keys.cuts({"tensor": tp}) for tp in (1, 2, 4)] == [{0: "tensor"}, {0: "tensor"}, {}]
+    assert [keys.is_partial({"tensor": tp}, False) for tp in (1, 2, 4)] == [False, False, True]
 
 
 @pytest.mark.parametrize(("share", "turning"), [(0.25, 4), (1.0, 16), (0.5, 8), (0.3, 4)])

@@ -294,7 +294,9 @@ def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> I
 
 def largest_layer(setting: Setting) -> int:
     """Return the parameters of the largest layer on a tp rank, rounded up to two digits."""
-    exact = max(sum(p.elements(setting.tp) for p in layer.params) for layer in setting.layers)
+    exact = max(
+        sum(p.elements({"tensor": setting.tp}) for p in layer.params) for layer in setting.layers
+    )
     unit: int = 10 ** max(0, len(str(exact)) - 2)
     return -(-exact // unit) * unit
 
