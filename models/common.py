@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from parallel3d.base.section import PathText, Problem, Problems, Section
+from parallel3d.model.attention_cost import AttentionCost
 from parallel3d.model.parametrization import (
     ROLES,
     Parametrization,
@@ -16,7 +17,6 @@ from parallel3d.model.parametrization import (
     parametrization_of,
 )
 from parallel3d.model.spec import CostOf, Init, LayerSpec, ParamSpec
-from parallel3d.model.transformer_cost import BlockCost
 
 _ZEROS = Init()
 
@@ -130,15 +130,13 @@ def layer_norm(name: str, size: int) -> Iterable[ParamSpec]:
     yield ParamSpec(f"{name}.bias", (size,), None, _ZEROS, False, role="vector")
 
 
-def biased_cost(config: Any) -> BlockCost:
-    """Return the cost of a `biased_block` without rotation, dropout or parallel branches."""
+def fused_attention(config: Any) -> AttentionCost:
+    """Return the cost of models/blocks.py's `FusedAttention`, without rotation and dropout."""
     heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-    return BlockCost(
-        config.hidden_size, config.inner_size, heads, heads, size, fused_qkv=True, biases=True
-    )
+    return AttentionCost(heads, heads, size, fused_qkv=True, qkv_bias=True, output_bias=True)
 
 
-def biased_block(config: Any, number: int, cost: BlockCost) -> LayerSpec:
+def biased_block(config: Any, number: int, cost: CostOf) -> LayerSpec:
     """Return a block of two LayerNorms, fused q, k, v and an MLP, all with biases."""
     hidden, inner = config.hidden_size, config.inner_size
     normal, residual = weight_inits(config)
