@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.mlp_cost import MlpCost
-from parallel3d.model.norm_cost import NormCost
+from parallel3d.model.norm_cost import LAYER_NORM
 from parallel3d.model.spec import LayerSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
 from parallel3d.models.common import (
@@ -78,7 +78,7 @@ def layers(config: Config) -> list[LayerSpec]:
         MlpCost(config.inner_size, bias=True),
     )
     dropout = config.resid_pdrop > 0
-    block = BlockCost(config.hidden_size, NormCost(), modules, dropout=dropout)
+    block = BlockCost(config.hidden_size, LAYER_NORM, modules, dropout=dropout)
     blocks = [biased_block(config, i, block) for i in range(config.num_hidden_layers)]
     cost = HeadCost(config.hidden_size, vocab_size(config))
     return [_embedding(config), *blocks, head(config, layer_norm("norm", config.hidden_size), cost)]

@@ -5,7 +5,7 @@ architecture, with norms on query and key Qwen3's. Settings have the names of th
 `LlamaConfig`; blocks.py has the modules.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -136,6 +136,14 @@ def layers(config: Config) -> list[LayerSpec]:
     blocks = [_block(config, f"blocks.{i}") for i in range(config.num_hidden_layers)]
     cost = HeadCost(config.hidden_size, vocab_size(config), RMS_NORM)
     return [_embedding(config), *blocks, head(config, [_norm("norm", config.hidden_size)], cost)]
+
+
+def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
+    """Return a scaling of rotary positions that begins inside a small model's sequence."""
+    if config.rope_scaling is None:
+        return {}
+    shorter = {"original_max_position_embeddings": config.max_position_embeddings // 2}
+    return {"rope_scaling": config.rope_scaling.model_copy(update=shorter).model_dump(mode="json")}
 
 
 def _embedding(config: Config) -> LayerSpec:

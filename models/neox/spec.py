@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from parallel3d.base.section import Problem, Problems
 from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.mlp_cost import MlpCost
-from parallel3d.model.norm_cost import NormCost
+from parallel3d.model.norm_cost import LAYER_NORM
 from parallel3d.model.spec import LayerSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
 from parallel3d.models.common import (
@@ -99,7 +99,7 @@ def layers(config: Config) -> list[LayerSpec]:
         MlpCost(config.inner_size, bias=True),
     )
     parallel = config.use_parallel_residual
-    block = BlockCost(config.hidden_size, NormCost(), modules, parallel=parallel)
+    block = BlockCost(config.hidden_size, LAYER_NORM, modules, parallel=parallel)
     blocks = [biased_block(config, i, block) for i in range(config.num_hidden_layers)]
     cost = HeadCost(config.hidden_size, vocab_size(config))
     return [_embedding(config), *blocks, head(config, layer_norm("norm", config.hidden_size), cost)]

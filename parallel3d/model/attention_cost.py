@@ -21,10 +21,10 @@ class AttentionCost:
     """Features per head."""
     fused_qkv: bool = False
     """One product computes queries, keys and values."""
+    bias: bool = False
+    """Every product has a bias."""
     qkv_bias: bool = False
     """Query, key and value have a bias."""
-    output_bias: bool = False
-    """The output projection has a bias."""
     qk_norm: NormCost | None = None
     """The norm over each head of query and key, before the rotation."""
     rotary: int = 0
@@ -80,7 +80,7 @@ class AttentionCost:
 
     def _traffic(self, stream: Stream, query: int, key: int) -> int:
         traffic, rotated = 0, query + key
-        if self.qkv_bias:
+        if self.bias or self.qkv_bias:
             traffic += 2 * (query + key + key)
         if self.qk_norm is not None:
             traffic += 2 * rotated
@@ -88,7 +88,7 @@ class AttentionCost:
             # x cos + rotated x sin, in five operators; then a cat with the other features.
             traffic += 11 * rotated * self.rotary // self.head_size
             traffic += 2 * rotated if self.rotary < self.head_size else 0
-        if self.output_bias:
+        if self.bias:
             traffic += 2 * stream.part
         return traffic
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parallel3d.model.norm_cost import NormCost
+from parallel3d.model.norm_cost import LAYER_NORM, NormCost
 from parallel3d.model.spec import Collective, KeptMemory, LayerCost, MatMul, Recompute, Shape, Work
 from parallel3d.model.stream import Stream
 
@@ -34,7 +34,7 @@ class HeadCost:
     """Width of the residual stream."""
     vocab: int
     """Rows of the output projection, of all tp ranks."""
-    norm: NormCost = NormCost()
+    norm: NormCost = LAYER_NORM
     """The norm before the output projection."""
     in_parts: bool = True
     """Large logits are computed for some tokens at a time."""

@@ -13,7 +13,7 @@ class NormCost:
     """The cost of a norm; the defaults are LayerNorm's."""
 
     statistics: int = 2
-    """Numbers that the norm keeps of each vector for its backward: 2 for LayerNorm, 1 for RMSNorm."""
+    """Numbers per vector that the norm keeps for its backward: 2 for LayerNorm, 1 for RMSNorm."""
     composite: bool = False
     """torch has no fused CPU kernel for the norm."""
 
@@ -34,4 +34,5 @@ class NormCost:
         return KeptMemory(elements, _FP32 * statistics, unfused=elements if self.composite else 0)
 
 
+LAYER_NORM = NormCost()
 RMS_NORM = NormCost(statistics=1, composite=True)

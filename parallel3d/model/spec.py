@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from operator import add, sub
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
+from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import Role
 
 Recompute = Literal["none", "selective", "full"]
@@ -252,7 +253,7 @@ class LayerSpec:
     params: tuple[ParamSpec, ...]
     cost: CostOf
     build: str
-    config: Any
+    config: ModelConfig
     tied: tuple[tuple[str, str], ...] = ()
 
     @property

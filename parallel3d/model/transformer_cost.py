@@ -36,7 +36,7 @@ class ModuleCost(Protocol):
 
 @dataclass(frozen=True)
 class BlockCost:
-    """The cost of a pre-norm block: the sum of each module's, of its norm and of its residual sum."""
+    """The cost of a pre-norm block: the sum over its modules, each with norm and residual sum."""
 
     hidden: int
     """Width of the residual stream."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.config.parallel3d_block import gathered_for, reduces_once
+from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import LayerSpec, Recompute, Shape
 from parallel3d.schedule.sharding import Weights
 
@@ -179,7 +180,7 @@ class Setting:
 
 
 @lru_cache(maxsize=64)
-def layers_of(model: Any) -> tuple[LayerSpec, ...]:
+def layers_of(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return a model's layers, built once: settings of one model share the layer objects."""
     return tuple(models.layers(model))
 

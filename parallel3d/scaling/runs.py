@@ -13,6 +13,7 @@ from typing import Any
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
+from parallel3d.model.config import ModelConfig
 from parallel3d.scaling.run_table import Table, number
 
 CONFIG, METRICS = "config.json", "metrics.jsonl"
@@ -60,7 +61,7 @@ class PartCounts:
         return self.transformer + self.head
 
 
-def count(model: Any) -> PartCounts:
+def count(model: ModelConfig) -> PartCounts:
     """Count the parameters of a model of any family; its vocabulary size must be known."""
     embedding, *blocks, head = models.layers(model)
     return PartCounts(
