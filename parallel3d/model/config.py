@@ -1,11 +1,11 @@
-"""What the library reads of a model's config, whatever its family (floor 0, no torch)."""
+"""The settings that the library reads of a model of any family (floor 0, no torch)."""
 
 from collections.abc import Hashable, Mapping
 from typing import Literal, Protocol, Self, runtime_checkable
 
 
 class ModelConfig(Hashable, Protocol):
-    """What the `Config` of every family has: a frozen pydantic model (docs/add-a-model.md)."""
+    """The settings of every family's `Config`, a frozen pydantic model (docs/add-a-model.md)."""
 
     @property
     def family(self) -> str:
@@ -43,7 +43,7 @@ class ModelConfig(Hashable, Protocol):
 
 
 class TransformerConfig(ModelConfig, Protocol):
-    """What the parts that families share (models/common.py) read besides."""
+    """The settings that the parts of models/common.py read as well."""
 
     @property
     def initializer_range(self) -> float:

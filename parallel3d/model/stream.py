@@ -6,7 +6,7 @@ from parallel3d.model.spec import Collective, Shape
 
 
 class Stream(NamedTuple):
-    """What the parts of a layer read and add to, as one tensor-parallel rank holds it.
+    """The activations that a layer's modules read and add to, on one tensor-parallel rank.
 
     - `sequence_parallel`: True if the ranks cut the sequence between modules; only with tp > 1.
     - `dropout`: True if a dropout follows each module, before the sum.

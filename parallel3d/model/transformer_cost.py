@@ -26,8 +26,8 @@ _INT64 = 8  # bytes of a row number
 class ModuleCost(Protocol):
     """A function from the stream to the cost of a module that adds to it (attention, MLP).
 
-    `working` counts the gradients of stream and output, too (`Stream.gradients`). Of "full"
-    recomputation a module knows nothing: it is the block that runs again.
+    `working` counts the gradients of stream and output, too (`Stream.gradients`). Under "full"
+    recomputation the block asks for "none", and runs again as a whole.
     """
 
     def __call__(self, stream: Stream, recompute: Recompute) -> LayerCost:
