@@ -57,13 +57,20 @@ def layers(config: ModelConfig) -> list[LayerSpec]:
     return specs
 
 
-def num_params(config: ModelConfig) -> int:
-    """Return the number of parameters of a model; a tied copy is counted once."""
-    return sum(layer.num_params for layer in layers(config))
+def num_params(config: ModelConfig, active: bool = False) -> int:
+    """Return the number of parameters of a model, or of those that each token uses (`active`).
+
+    A tied copy is counted once. All parameters of a dense model are active.
+    """
+    specs = layers(config)
+    return sum(layer.num_active_params if active else layer.num_params for layer in specs)
 
 
 def train_flops_per_token(config: ModelConfig, seq: int) -> float:
-    """Return the FLOPs of forward and backward per token of a sequence of length `seq`."""
+    """Return the FLOPs of forward and backward per token of a sequence of length `seq`.
+
+    They are those of the active parameters: a layer's cost counts the products that tokens enter.
+    """
     return sum(layer.cost(Shape(1, seq)).train_flops for layer in layers(config)) / seq
 
 

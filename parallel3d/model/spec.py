@@ -247,6 +247,8 @@ class LayerSpec:
       called as `Class(config, name, context)`.
     - tied: maps a parameter of this layer to the global name of the parameter it shares its value
       with.
+    - active: the share of a parameter's elements that each token uses, by name, where it is not all
+      (k / E of E stacked experts).
     """
 
     name: str
@@ -255,11 +257,18 @@ class LayerSpec:
     build: str
     config: ModelConfig
     tied: tuple[tuple[str, str], ...] = ()
+    active: tuple[tuple[str, float], ...] = ()
 
     @property
     def num_params(self) -> int:
         """Number of parameters that the layer adds to the model; tied copies do not count."""
         return sum(p.numel for p in self.own_params)
+
+    @property
+    def num_active_params(self) -> int:
+        """Number of those parameters that each token uses; all in a dense layer."""
+        share = dict(self.active)
+        return sum(round(p.numel * share.get(p.name, 1)) for p in self.own_params)
 
     @property
     def own_params(self) -> tuple[ParamSpec, ...]:

@@ -151,6 +151,11 @@ class Setting:
         """Number of parameters of the model; a tied weight counts once."""
         return sum(layer.num_params for layer in self.layers)
 
+    @property
+    def num_active_params(self) -> int:
+        """Number of parameters that each token uses."""
+        return sum(layer.num_active_params for layer in self.layers)
+
     @classmethod
     def from_config(cls, config: RunConfig) -> "Setting":
         """Return the setting of a resolved config, whose mesh, batch and vocabulary are known."""

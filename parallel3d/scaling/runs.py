@@ -54,11 +54,12 @@ class PartCounts:
     head: int
     transformer: int
     total: int
+    inactive: int = 0  # of the blocks: those that a token does not use
 
     @property
     def with_head(self) -> int:
-        """The N of scaling laws: parameters of the blocks and the head."""
-        return self.transformer + self.head
+        """The N of scaling laws: active parameters of the blocks and the head."""
+        return self.transformer - self.inactive + self.head
 
 
 def count(model: ModelConfig) -> PartCounts:
@@ -67,6 +68,7 @@ def count(model: ModelConfig) -> PartCounts:
     return PartCounts(
         embedding.num_params, sum(param.numel for param in head.params),
         sum(layer.num_params for layer in blocks), models.num_params(model),
+        sum(layer.num_params - layer.num_active_params for layer in blocks),
     )  # fmt: skip
 
 

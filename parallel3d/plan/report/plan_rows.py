@@ -127,13 +127,19 @@ def explain(
 
 
 def to_json(ranking: Ranking, request: Request) -> dict[str, Any]:
-    """Return the JSON of `parallel3d plan --json`: rows that fit, then rows that do not."""
+    """Return the JSON of `parallel3d plan --json`: rows that fit, then rows that do not.
+
+    Only a model with parameters that some tokens do not use has "num_active_params".
+    """
+    base = request.base
+    active = {"num_active_params": base.num_active_params}
     return {
         "plans": [plan.to_json() for plan in ranking.rows],
         "hardware": request.hardware.name,
         "devices": request.devices,
         "global_batch_size": request.global_batch_size,
-        "num_params": request.base.num_params,
+        "num_params": base.num_params,
+        **(active if base.num_active_params != base.num_params else {}),
         "least": ranking.least.to_json() if ranking.least else None,
     }
 
