@@ -5,7 +5,7 @@ Sequence parallelism uses an all-gather and a reduce-scatter (g and g-bar of arX
 section 4.2.2).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ class Pending:
     """A collective that may still be running; `result` is valid after `wait`."""
 
     result: Tensor
-    works: Sequence[Any] = ()
+    works: Sequence[dist.Work | None] = ()
 
     def wait(self) -> Tensor:
         """Wait for the collective and return its result; work queued afterwards may use it."""
@@ -32,7 +32,9 @@ class Pending:
         return self.result
 
 
-def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(
+    x: Tensor, group: dist.ProcessGroup, op: "dist.ReduceOp.RedOpType" = dist.ReduceOp.SUM
+) -> Tensor:
     """Reduce `x` over the group into a new tensor; for a group of one return `x` itself."""
     if group.size() == 1:
         return x
@@ -65,8 +67,12 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, async_op: bool = T
 
 
 def _each_sample(
-    collective: Any, out: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: bool
-) -> list[Any]:
+    collective: Callable[..., dist.Work | None],
+    out: Tensor,
+    x: Tensor,
+    group: dist.ProcessGroup,
+    async_op: bool,
+) -> list[dist.Work | None]:
     """Run one collective per sample; return the works to wait for (None if already finished).
 
     `out` and `x` are contiguous, [..., seq or its part, size]. One collective for all samples would

@@ -161,5 +161,5 @@ def column_linear(
 
 
 @graph_break("a collective of tensor parallelism")
-def _across(*inputs: Any) -> tuple[Tensor, ...]:
+def _across(*inputs: object) -> tuple[Tensor, ...]:
     return _ColumnLinear.apply(*inputs)

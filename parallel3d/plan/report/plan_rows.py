@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -49,7 +48,7 @@ def make_request(config: RunConfig, machine: Hardware, devices: int, fix: Sequen
 
     Raises ConfigError for a malformed or repeated choice.
     """
-    fixed: dict[str, Any] = {}
+    fixed: dict[str, object] = {}
     for word in fix:
         name, equals, text = word.partition("=")
         if not equals:
@@ -126,7 +125,7 @@ def explain(
                 terminal.say(out, f"written to {path}")
 
 
-def to_json(ranking: Ranking, request: Request) -> dict[str, Any]:
+def to_json(ranking: Ranking, request: Request) -> dict[str, object]:
     """Return the JSON of `parallel3d plan --json`: rows that fit, then rows that do not.
 
     Only a model with parameters that some tokens do not use has "num_active_params".
