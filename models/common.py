@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import isqrt, sqrt
-from typing import Any
 
 from pydantic import Field, model_validator
 
 from parallel3d.base.section import PathText, Problem, Problems, Section
+from parallel3d.model.attention_cost import AttentionCost
+from parallel3d.model.config import HasHeadSize, ModelConfig, TransformerConfig
 from parallel3d.model.parametrization import (
     ROLES,
     Parametrization,
@@ -16,7 +17,6 @@ from parallel3d.model.parametrization import (
     parametrization_of,
 )
 from parallel3d.model.spec import CostOf, CutOver, Init, LayerSpec, ParamSpec
-from parallel3d.model.transformer_cost import BlockCost
 
 _ZEROS = Init()
 TP_0, TP_1 = ("tensor",), (None, "tensor")
@@ -53,6 +53,11 @@ class ModelSection(Section):
         return self
 
 
+def pretrained_of(config: ModelConfig) -> Pretrained | str | None:
+    """Return `from_pretrained`; None, too, if the family cannot be imported."""
+    return config.from_pretrained if isinstance(config, ModelSection) else None
+
+
 def divisor_below(number: int, limit: int) -> int:
     """Return the largest divisor of `number` below `limit` that is found in milliseconds."""
     most = min(isqrt(number), 10**6)
@@ -60,7 +65,7 @@ def divisor_below(number: int, limit: int) -> int:
     return max(n for n in divisors if n < limit)
 
 
-def refuse_uneven_heads(config: Any) -> None:
+def refuse_uneven_heads(config: ModelConfig) -> None:
     """Raise Problems unless num_attention_heads divides hidden_size."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     if hidden % heads:
@@ -70,14 +75,21 @@ def refuse_uneven_heads(config: Any) -> None:
         raise Problems([Problem("num_attention_heads", heads, rule, remedy)])
 
 
-def vocab_size(config: Any) -> int:
+def vocab_size(config: ModelConfig) -> int:
     """Return the number of rows of the embedding; raise ValueError while it is "auto"."""
     if config.vocab_size == "auto":
         raise ValueError('vocab_size "auto" is not resolved; call RunConfig.with_vocab_size first')
     return int(config.vocab_size)
 
 
-def weight_inits(config: Any) -> tuple[Init, Init]:
+def head_size_of(config: ModelConfig) -> int:
+    """Return the width of one head."""
+    if isinstance(config, HasHeadSize):
+        return config.head_size
+    return config.hidden_size // config.num_attention_heads
+
+
+def weight_inits(config: TransformerConfig) -> tuple[Init, Init]:
     """Return the initial values of a block's weights: the normal ones, and the residual ones.
 
     Two projections of each block add to the residual stream (Radford et al. 2019, section 2.3).
@@ -89,13 +101,14 @@ def weight_inits(config: Any) -> tuple[Init, Init]:
     return Init(std=std), Init(std=std / sqrt(2 * depth))
 
 
-def scales_of(config: Any) -> Scales:
+def scales_of(config: ModelConfig) -> Scales:
     """Return the muP factors of a model of any family."""
-    head_size = getattr(config, "head_size", config.hidden_size // config.num_attention_heads)
-    return Scales.of(config, head_size)
+    if parametrization_of(config).type == "standard":
+        return Scales()
+    return Scales.of(config, head_size_of(config))
 
 
-def role_rates(config: Any) -> dict[Role, float]:
+def role_rates(config: ModelConfig) -> dict[Role, float]:
     """Return the factor of each role's learning rate; {} if all are 1."""
     if parametrization_of(config).type == "standard":
         return {}
@@ -104,7 +117,7 @@ def role_rates(config: Any) -> dict[Role, float]:
 
 
 def folded(
-    config: Any,
+    config: TransformerConfig,
     params: Iterable[ParamSpec],
     *,
     query: str,
@@ -132,15 +145,13 @@ def layer_norm(name: str, size: int) -> Iterable[ParamSpec]:
     yield ParamSpec(f"{name}.bias", (size,), (), _ZEROS, False, role="vector")
 
 
-def biased_cost(config: Any) -> BlockCost:
-    """Return the cost of a `biased_block` without rotation, dropout or parallel branches."""
+def fused_attention(config: ModelConfig) -> AttentionCost:
+    """Return the cost of models/blocks.py's `FusedAttention`, without rotation and dropout."""
     heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-    return BlockCost(
-        config.hidden_size, config.inner_size, heads, heads, size, fused_qkv=True, biases=True
-    )
+    return AttentionCost(heads, heads, size, fused_qkv=True, bias=True)
 
 
-def biased_block(config: Any, number: int, cost: BlockCost) -> LayerSpec:
+def biased_block(config: TransformerConfig, number: int, cost: CostOf) -> LayerSpec:
     """Return a block of two LayerNorms, fused q, k, v and an MLP, all with biases."""
     hidden, inner = config.hidden_size, config.inner_size
     normal, residual = weight_inits(config)
@@ -162,7 +173,7 @@ def biased_block(config: Any, number: int, cost: BlockCost) -> LayerSpec:
     return LayerSpec(f"blocks.{number}", params, cost, build, config)
 
 
-def table(config: Any, name: str, rows: int, cut_over: CutOver) -> ParamSpec:
+def table(config: TransformerConfig, name: str, rows: int, cut_over: CutOver) -> ParamSpec:
     """Return a table of the embedding: one vector of the model's width per row."""
     init, shape = Init(std=config.initializer_range), (rows, config.hidden_size)
     factors = _unless_one(scales_of(config).input)
@@ -173,7 +184,7 @@ def _unless_one(factor: float) -> tuple[float, ...]:
     return (factor,) if factor != 1 else ()
 
 
-def head(config: Any, norm: Iterable[ParamSpec], cost: CostOf) -> LayerSpec:
+def head(config: TransformerConfig, norm: Iterable[ParamSpec], cost: CostOf) -> LayerSpec:
     """Return the last layer: a norm and the output projection, which may be tied to the embedding.
 
     The multiplier of the logits is folded into the norm, because a tied weight is also the input's.

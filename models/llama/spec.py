@@ -5,13 +5,16 @@ architecture, with norms on query and key Qwen3's. Settings have the names of th
 `LlamaConfig`; blocks.py has the modules.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from parallel3d.base.section import Problem, Problems, Section
+from parallel3d.model.attention_cost import AttentionCost
 from parallel3d.model.head_cost import HeadCost
+from parallel3d.model.mlp_cost import MlpCost
+from parallel3d.model.norm_cost import RMS_NORM
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
 from parallel3d.models.common import (
@@ -133,8 +136,16 @@ class Config(ModelSection):
 def layers(config: Config) -> list[LayerSpec]:
     """Return embedding, blocks and head; raise ValueError if vocab_size is "auto"."""
     blocks = [_block(config, f"blocks.{i}") for i in range(config.num_hidden_layers)]
-    cost = HeadCost(config.hidden_size, vocab_size(config), statistics=1, composite_norm=True)
+    cost = HeadCost(config.hidden_size, vocab_size(config), RMS_NORM)
     return [_embedding(config), *blocks, head(config, [_norm("norm", config.hidden_size)], cost)]
+
+
+def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
+    """Return a scaling of rotary positions that begins inside a small model's sequence."""
+    if config.rope_scaling is None:
+        return {}
+    shorter = {"original_max_position_embeddings": config.max_position_embeddings // 2}
+    return {"rope_scaling": config.rope_scaling.model_copy(update=shorter).model_dump(mode="json")}
 
 
 def _embedding(config: Config) -> LayerSpec:
@@ -163,20 +174,15 @@ def _block(config: Config, name: str) -> LayerSpec:
     branches = "attention.output.", "mlp.down."
     params = folded(config, params, query=query, branches=branches)
 
-    cost = BlockCost(
-        hidden,
-        inner,
+    attention = AttentionCost(
         config.num_attention_heads,
         config.kv_heads,
         config.head_size,
-        gated=True,
-        fused_qkv=False,
-        statistics=1,
-        composite_norm=True,
         qkv_bias=config.attention_bias,
+        qk_norm=RMS_NORM if config.qk_norm else None,
         rotary=config.head_size,
-        qk_norm=config.qk_norm,
     )
+    cost = BlockCost(hidden, RMS_NORM, (attention, MlpCost(inner, gated=True)))
     return LayerSpec(name, params, cost, "parallel3d.models.llama.blocks:Block", config)
 
 

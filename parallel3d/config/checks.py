@@ -24,6 +24,8 @@ from parallel3d.config.parallel3d_block import (
     TrainConfig,
     reduces_once,
 )
+from parallel3d.model.config import HasKeyValueHeads, ModelConfig
+from parallel3d.models.common import pretrained_of
 from parallel3d.schedule import schedules
 
 _LEAST_ON_NVME = 2**18  # elements; DeepSpeed keeps less than 1 MiB in host memory
@@ -47,7 +49,7 @@ def find_problems(settings: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
-def _check_heads(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
+def _check_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     heads = model.num_attention_heads
     if heads % mesh.tp:
         rule = f"does not divide num_attention_heads={heads}"
@@ -56,7 +58,7 @@ def _check_heads(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
         )
 
 
-def _check_inner_size(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
+def _check_inner_size(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     size = model.inner_size
     # A tp that does not divide the heads is reported by another check.
     if size % mesh.tp and model.num_attention_heads % mesh.tp == 0:
@@ -65,8 +67,8 @@ def _check_inner_size(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
         yield Problem("parallel3d.model.intermediate_size", size, rule, remedy)
 
 
-def _check_key_value_heads(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
-    heads = getattr(model, "num_key_value_heads", None)
+def _check_key_value_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
+    heads = model.num_key_value_heads if isinstance(model, HasKeyValueHeads) else None
     if heads and heads % mesh.tp and mesh.tp % heads:
         rule = f"neither divides num_key_value_heads={heads} nor is a multiple of it"
         usable = [
@@ -75,7 +77,9 @@ def _check_key_value_heads(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
         yield Problem("parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {_join_with_or(usable)}")
 
 
-def _check_layers(mesh: MeshConfig, pipeline: PipelineConfig, model: Any) -> Iterator[Problem]:
+def _check_layers(
+    mesh: MeshConfig, pipeline: PipelineConfig, model: ModelConfig
+) -> Iterator[Problem]:
     num_layers = model.num_hidden_layers + 2
     per_rank = pipeline.stages_per_rank
     if mesh.pp * per_rank > num_layers:
@@ -145,7 +149,7 @@ def _check_sequence_parallel(mesh: MeshConfig, data: DataConfig) -> Iterator[Pro
         yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
 
 
-def _check_sequence(data: DataConfig, model: Any) -> Iterator[Problem]:
+def _check_sequence(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
     length, limit = data.sequence_length, model.max_position_embeddings
     if length > limit:
         rule = f"is longer than the model's max_position_embeddings={limit}"
@@ -153,24 +157,24 @@ def _check_sequence(data: DataConfig, model: Any) -> Iterator[Problem]:
         yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
 
 
-def _check_tp_of_vocabulary(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
+def _check_tp_of_vocabulary(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     size = model.vocab_size
     if size != "auto" and size < mesh.tp:
         rule = f"is less than tp={mesh.tp}, so some ranks would have no token"
         yield Problem("parallel3d.model.vocab_size", size, rule, f"use {mesh.tp} or more")
 
 
-def _check_trained_vocabulary(data: DataConfig, model: Any) -> Iterator[Problem]:
+def _check_trained_vocabulary(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
     if data.has_own_size:
         yield from _check_vocabulary(data.vocab_size, model)
 
 
-def _check_vocabulary(tokenizer_size: int, model: Any) -> Iterator[Problem]:
+def _check_vocabulary(tokenizer_size: int, model: ModelConfig) -> Iterator[Problem]:
     size = model.vocab_size
     if size != "auto" and size < tokenizer_size:
         rule = f"is smaller than the tokenizer's {tokenizer_size} tokens"
         remedy = f'use {tokenizer_size} or more, or "auto"'
-        if getattr(model, "from_pretrained", None):
+        if pretrained_of(model):
             remedy = "set data.tokenizer to the tokenizer that the model was trained with"
         yield Problem("parallel3d.model.vocab_size", size, rule, remedy)
 

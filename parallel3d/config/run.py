@@ -39,6 +39,7 @@ from parallel3d.config.parallel3d_block import (
     TrainConfig,
 )
 from parallel3d.config.scheduler import SCHEDULER
+from parallel3d.model.config import ModelConfig
 
 # Settings of the previous release, and what to do instead; to be dropped in the next release.
 _REMOVED = {
@@ -196,9 +197,10 @@ class RunConfig(Section):
         return self.parallel3d.pipeline
 
     @property
-    def model(self) -> Any:
+    def model(self) -> ModelConfig:
         """The model's settings, the `Config` of its family."""
-        return self.parallel3d.model
+        model: ModelConfig = self.parallel3d.model
+        return model
 
     @property
     def data(self) -> DataConfig:

@@ -5,11 +5,12 @@ norm, checkpoints name them, and the planner adds them up.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from operator import add, sub
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
+from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import Role
 
 Recompute = Literal["none", "selective", "full"]
@@ -149,6 +150,16 @@ class Work:
     traffic: int = 0  # elements that memory-bound operators read and write (norms, residual, ...)
     collectives: tuple[Collective, ...] = ()
 
+    def __add__(self, later: "Work") -> "Work":
+        """Return this work and then `later`; only one of the two may have an attention."""
+        assert self.attention is None or later.attention is None
+        return Work(
+            self.matmuls + later.matmuls,
+            self.attention or later.attention,
+            self.traffic + later.traffic,
+            self.collectives + later.collectives,
+        )
+
 
 @dataclass(frozen=True)
 class KeptMemory:
@@ -183,12 +194,24 @@ class KeptMemory:
         return KeptMemory(*map(sub, vars(self).values(), vars(other).values()))
 
 
+def fullest(*moments: KeptMemory) -> KeptMemory:
+    """Return the moment with most elements, together with the most scores of any moment.
+
+    Only the classic kernel has scores, so moments are ordered without them; they bound its peak.
+    """
+    most = max(moments, key=lambda memory: memory.elements)
+    scores = max(memory.scores for memory in moments)
+    dropped_scores = max(memory.dropped_scores for memory in moments)
+    return replace(most, scores=scores, dropped_scores=dropped_scores)
+
+
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of one microbatch in one layer, on one tp rank except for `forward_flops`.
+    """The cost of one microbatch in a layer or a part of it, on one tp rank.
 
     `forward_flops` is the sum over all tp ranks: a multiply-add counts as two and attention in full
-    (no saving for the causal mask), as in torch's FlopCounterMode.
+    (no saving for the causal mask), as in torch's FlopCounterMode. A part that computes only some
+    tokens, as an expert does, counts those.
     """
 
     forward_flops: int
@@ -200,6 +223,22 @@ class LayerCost:
     )  # from forward to backward: with the layer's input, without its output
     working: KeptMemory = KeptMemory()  # peak of forward or backward beyond `saved`
     resident: KeptMemory = KeptMemory()  # from the first microbatch on (tables of rotary angles)
+
+    def __add__(self, later: "LayerCost") -> "LayerCost":
+        """Return the cost of this part and then `later`.
+
+        The backward of `later` comes first, while all is saved; what it saved is free in this
+        part's backward.
+        """
+        return LayerCost(
+            self.forward_flops + later.forward_flops,
+            self.forward + later.forward,
+            self.recomputed + later.recomputed,
+            self.backward_collectives + later.backward_collectives,
+            self.saved + later.saved,
+            fullest(later.working, self.working - later.saved),
+            self.resident + later.resident,
+        )
 
     @property
     def train_flops(self) -> int:
@@ -228,19 +267,28 @@ class LayerSpec:
       called as `Class(config, name, context)`.
     - tied: maps a parameter of this layer to the global name of the parameter it shares its value
       with.
+    - active: the share of a parameter's elements that each token uses, by name, where it is not all
+      (k / E of E stacked experts).
     """
 
     name: str
     params: tuple[ParamSpec, ...]
     cost: CostOf
     build: str
-    config: Any
+    config: ModelConfig
     tied: tuple[tuple[str, str], ...] = ()
+    active: tuple[tuple[str, float], ...] = ()
 
     @property
     def num_params(self) -> int:
         """Number of parameters that the layer adds to the model; tied copies do not count."""
         return sum(p.numel for p in self.own_params)
+
+    @property
+    def num_active_params(self) -> int:
+        """Number of those parameters that each token uses; all in a dense layer."""
+        share = dict(self.active)
+        return sum(round(p.numel * share.get(p.name, 1)) for p in self.own_params)
 
     @property
     def own_params(self) -> tuple[ParamSpec, ...]:

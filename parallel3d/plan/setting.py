@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.config.parallel3d_block import gathered_for, reduces_once
+from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import LayerSpec, Recompute, Shape
 from parallel3d.schedule.sharding import Weights
 
@@ -150,6 +151,11 @@ class Setting:
         """Number of parameters of the model; a tied weight counts once."""
         return sum(layer.num_params for layer in self.layers)
 
+    @property
+    def num_active_params(self) -> int:
+        """Number of parameters that each token uses."""
+        return sum(layer.num_active_params for layer in self.layers)
+
     @classmethod
     def from_config(cls, config: RunConfig) -> "Setting":
         """Return the setting of a resolved config, whose mesh, batch and vocabulary are known."""
@@ -179,7 +185,7 @@ class Setting:
 
 
 @lru_cache(maxsize=64)
-def layers_of(model: Any) -> tuple[LayerSpec, ...]:
+def layers_of(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return a model's layers, built once: settings of one model share the layer objects."""
     return tuple(models.layers(model))
 

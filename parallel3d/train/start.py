@@ -30,6 +30,7 @@ from parallel3d.mesh.join import STARTUP_TIMEOUT
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes, find_nodes, wait_until
 from parallel3d.mesh.pulse import rank as pulse
+from parallel3d.models.common import Pretrained, pretrained_of
 from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
 from parallel3d.plan.setting import leaves_weights_open, with_weights
 from parallel3d.train.assembly import Assembly
@@ -277,9 +278,10 @@ def _keys(place: dict[str, Any]) -> dict[str, str]:
 
 def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -> Path | None:
     """Return the folder of model.from_pretrained, if set; report it, and warn of its tokenizer."""
-    origin = getattr(config.model, "from_pretrained", None)
+    origin = pretrained_of(config.model)
     if origin is None:
         return None
+    assert isinstance(origin, Pretrained), "it was resolved with the config"
     folder = find_weights(config.model, mesh)
     at = f" at {origin.revision}" if origin.revision else ""
     say(f"weights of {origin.folder}{at}")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.config import HasKeyValueHeads, ModelConfig
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.scaling.coordinates import (
     CHANGE,
@@ -115,9 +116,9 @@ def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
     return RunConfig.from_dict(raw, where).resolve(sizes[0] * sizes[1] * sizes[2])
 
 
-def _kv_heads(model: Any, heads: int) -> int | None:
+def _kv_heads(model: ModelConfig, heads: int) -> int | None:
     """Keep the config's queries per key/value head if that divides the heads; else one each."""
-    kv_heads = getattr(model, "num_key_value_heads", None)
+    kv_heads = model.num_key_value_heads if isinstance(model, HasKeyValueHeads) else None
     if kv_heads is None:
         return None
     fewer = max(1, heads * kv_heads // model.num_attention_heads)

@@ -20,7 +20,9 @@ from parallel3d import models
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
+from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import named_params
+from parallel3d.models.common import head_size_of
 from parallel3d.tensor.cut import Cut
 from parallel3d.tensor.initialise import fill
 from parallel3d.verify import definitions
@@ -264,7 +266,7 @@ def losses_of(
     return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
 
 
-def in_our_names(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_our_names(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return uncut tensors of transformers under our global names, without tied copies.
 
     Inverts the family's `to_huggingface` by mapping the index of each element. Raises KeyError if a
@@ -303,10 +305,8 @@ def _loaded(
     missing, unexpected = model.load_state_dict(state_dict, strict=False)
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     assert not unexpected and set(missing) <= tied, (missing, unexpected)
-    head_size = getattr(config.model, "head_size", None)
-    heads = config.model.num_attention_heads
     try:
-        definitions.multiply(model, config.model, head_size or config.model.hidden_size // heads)
+        definitions.multiply(model, config.model, head_size_of(config.model))
     except ValueError as error:
         raise ConfigError(
             f"parallel3d.model.parametrization: {type(model).__name__} has no attention scale to "

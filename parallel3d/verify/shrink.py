@@ -6,8 +6,10 @@ from itertools import product
 from math import lcm, prod
 from typing import Any, NamedTuple
 
+from parallel3d import models
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
+from parallel3d.model.config import HasKeyValueHeads, ModelConfig
 from parallel3d.schedule import schedules
 
 Sizes = tuple[int, int, int]  # pp, dp, tp
@@ -143,8 +145,8 @@ def shrink(
 
 def drops_out(config: RunConfig) -> bool:
     """Return True if a config trains with dropout."""
-    model = config.model
-    return any(getattr(model, n) > 0 for n in type(model).model_fields if n.endswith("_pdrop"))
+    settings = config.model.model_dump().items()
+    return any(value != 0 for name, value in settings if name.endswith("_pdrop"))
 
 
 def resuming_pair(meshes: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
@@ -181,34 +183,35 @@ def _on_mesh(raw: dict[str, Any], mesh: Sizes, microbatches: int, batch: int) ->
     return RunConfig.from_dict(changed, source).resolve(pp * dp * tp)
 
 
-def _small_model(model: Any, stages: int, tp_sizes: list[int], extent: Extent) -> dict[str, Any]:
-    """Return small sizes under the names of Hugging Face's configs; other settings stay."""
+def _small_model(
+    model: ModelConfig, stages: int, tp_sizes: list[int], extent: Extent
+) -> dict[str, object]:
+    """Return small sizes under the names of Hugging Face's configs; other settings stay.
+
+    A family's `small` in its spec.py has the last word on its own settings.
+    """
+    settings = model.model_dump()
     widest = lcm(*tp_sizes)
     heads, queries = widest, 1
-    kv_heads = getattr(model, "num_key_value_heads", None)
+    kv_heads = model.num_key_value_heads if isinstance(model, HasKeyValueHeads) else None
     if kv_heads is not None:
         queries = model.num_attention_heads // kv_heads
         # As few key/value heads as possible: fewer than tp ranks breaks most often.
         counts = (n for n in range(min(2, kv_heads), 2 * widest + 1) if n * queries % widest == 0)
         kv_heads = next(n for n in counts if all(n % tp == 0 or tp % n == 0 for tp in tp_sizes))
         heads = kv_heads * queries
-    head_dim = getattr(model, "head_dim", None)
-    small: dict[str, Any] = {
+    small: dict[str, object] = {
         "hidden_size": heads * HEAD_SIZE,
         "num_attention_heads": heads,
         # With the embedding and the head, one layer more than the stages divide evenly.
         "num_hidden_layers": max(3, stages - 1),
         "vocab_size": extent.vocab_size,
         "max_position_embeddings": extent.sequence_length,
-        "initializer_range": extent.initializer_range or getattr(model, "initializer_range", None),
+        "initializer_range": extent.initializer_range or settings.get("initializer_range"),
         "num_key_value_heads": kv_heads,
         "intermediate_size": 12 * heads,
-        "head_dim": None if head_dim is None else 2 * HEAD_SIZE,
+        "head_dim": None if settings.get("head_dim") is None else 2 * HEAD_SIZE,
     }
-    small |= {name: 0.0 for name in type(model).model_fields if name.endswith("_pdrop")}
-    scaling = getattr(model, "rope_scaling", None)
-    if scaling is not None and hasattr(scaling, "original_max_position_embeddings"):
-        small["rope_scaling"] = scaling.model_dump(mode="json") | {
-            "original_max_position_embeddings": extent.sequence_length // 2
-        }
-    return {name: value for name, value in small.items() if name in type(model).model_fields}
+    small |= {name: 0.0 for name in settings if name.endswith("_pdrop")}
+    small = {name: value for name, value in small.items() if name in settings}
+    return small | models.small(model.model_copy(update=small), tp_sizes)

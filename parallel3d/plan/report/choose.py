@@ -1,7 +1,5 @@
 """Write the planner's choices into a config. Pure functions: every rank gets the same config."""
 
-from typing import Any
-
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config.hardware import Cores, Figure, Hardware, Host
@@ -68,10 +66,10 @@ def _cpu_rank(setting: Setting, host_bytes: int) -> Hardware:
     )  # fmt: skip
 
 
-def fixed_by(config: RunConfig) -> dict[str, Any]:
+def fixed_by(config: RunConfig) -> dict[str, object]:
     """Return the choices in parallel3d.plan.fix with their values, by the planner's names."""
     zero, pipeline = config.zero_optimization, config.pipeline
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "zero_stage": zero.stage, "offload_optimizer": zero.offload_optimizer.device,
         "offload_param": zero.offload_param.device, "weights": pipeline.weights,
         "micro_batch": config.train_micro_batch_size_per_gpu, "schedule": pipeline.schedule,

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -49,7 +48,7 @@ def make_request(config: RunConfig, machine: Hardware, devices: int, fix: Sequen
 
     Raises ConfigError for a malformed or repeated choice.
     """
-    fixed: dict[str, Any] = {}
+    fixed: dict[str, object] = {}
     for word in fix:
         name, equals, text = word.partition("=")
         if not equals:
@@ -126,14 +125,20 @@ def explain(
                 terminal.say(out, f"written to {path}")
 
 
-def to_json(ranking: Ranking, request: Request) -> dict[str, Any]:
-    """Return the JSON of `parallel3d plan --json`: rows that fit, then rows that do not."""
+def to_json(ranking: Ranking, request: Request) -> dict[str, object]:
+    """Return the JSON of `parallel3d plan --json`: rows that fit, then rows that do not.
+
+    Only a model with parameters that some tokens do not use has "num_active_params".
+    """
+    base = request.base
+    active = {"num_active_params": base.num_active_params}
     return {
         "plans": [plan.to_json() for plan in ranking.rows],
         "hardware": request.hardware.name,
         "devices": request.devices,
         "global_batch_size": request.global_batch_size,
-        "num_params": request.base.num_params,
+        "num_params": base.num_params,
+        **(active if base.num_active_params != base.num_params else {}),
         "least": ranking.least.to_json() if ranking.least else None,
     }
 

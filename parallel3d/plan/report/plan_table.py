@@ -10,6 +10,7 @@ from parallel3d.base import terminal
 from parallel3d.base.terminal import Cell, Column
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
+from parallel3d.model.spec import LayerSpec
 from parallel3d.plan.memory.peak import PARTS, Memory, nccl_estimate, peak_of
 from parallel3d.plan.search.best_first import Ranking
 from parallel3d.plan.search.plans import Plan, Request
@@ -56,6 +57,13 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
         terminal.say(out, Text(f"{hidden} faster {plans} not fit; omit --rows to list all", "dim"))
 
 
+def parameters(layers: Sequence[LayerSpec]) -> str:
+    """Return "1.5B parameters"; and how many are active, if a token does not use all."""
+    total = sum(layer.num_params for layer in layers)
+    active = sum(layer.num_active_params for layer in layers)
+    return f"{count(total)} parameters" + (f" ({count(active)} active)" if active < total else "")
+
+
 def say_heading(request: Request, out: Console) -> None:
     """Print the request: model, precision, devices, tokens of a step, and fixed choices."""
     config, hardware = request.config, request.hardware
@@ -63,7 +71,7 @@ def say_heading(request: Request, out: Console) -> None:
     tokens = "" if request.num_tokens is None else f", {count(request.num_tokens)} tokens in all"
     terminal.say(
         out,
-        f"{config.model.family} of {count(request.base.num_params)} parameters in "
+        f"{config.model.family} of {parameters(request.base.layers)} in "
         f"{request.base.precision} on {request.devices:,} x {hardware.name}; a step of "
         f"{batch:,} x {seq:,} = {count(batch * seq)} tokens{tokens}",
     )

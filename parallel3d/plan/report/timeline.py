@@ -2,7 +2,6 @@
 
 from html import escape
 from itertools import accumulate
-from typing import Any
 
 from parallel3d.plan.memory.peak import saved_bytes
 from parallel3d.plan.search.plans import Plan
@@ -52,7 +51,7 @@ def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float,
     return base, points
 
 
-def drawing(plan: Plan) -> tuple[str, Any]:
+def drawing(plan: Plan) -> tuple[str, object]:
     """Return the SVG of a plan's timeline and memory, and its trace for Perfetto."""
     setting, spans = spans_of(plan)
     s, total = setting, plan.setting.num_microbatches

@@ -129,7 +129,7 @@ class Plan:
         peak = self.request.hardware.peak(self.setting.precision)
         return None if peak is None else self.per_device(flops) / peak
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the plan's row in `parallel3d plan --json`. Its keys must not change."""
         flops = self.request.flops
         added = flops.recomputed[self.setting.recompute]
@@ -144,7 +144,7 @@ class Plan:
         }  # fmt: skip
 
 
-def choices_json(setting: Setting, memory: Memory) -> dict[str, Any]:
+def choices_json(setting: Setting, memory: Memory) -> dict[str, object]:
     """Return a setting's choices and the memory of its fullest rank as JSON."""
     s = setting
     return {

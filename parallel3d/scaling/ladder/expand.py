@@ -13,6 +13,7 @@ from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import ABSENT, Problem, Problems
 from parallel3d.config import RunConfig
+from parallel3d.model.config import ModelConfig
 from parallel3d.models.common import divisor_below
 from parallel3d.plan.search.plans import with_vocabulary
 from parallel3d.scaling.ladder.ladder_file import LAWS, LadderConfig, SizeConfig
@@ -123,7 +124,7 @@ class _Point:
     name: str
     path: str  # where the size is in the ladder's file, for messages
     size: SizeConfig
-    model: Any
+    model: ModelConfig
     counts: PartCounts
     tokens: float
 
