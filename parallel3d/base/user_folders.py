@@ -1,7 +1,7 @@
-"""Search folders for a user's own model families and schedules.
+"""Search folders for a user's own model families, schedules and optimizers.
 
-They are appended to the `__path__` of `parallel3d.models` and `parallel3d.schedule.schedules`, and
-to an environment variable that processes started later inherit.
+They are appended to the `__path__` of `parallel3d.models`, `parallel3d.schedule.schedules` and
+`parallel3d.model.optimizers`, and to an environment variable that processes started later inherit.
 """
 
 import importlib
@@ -9,6 +9,7 @@ import os
 from collections.abc import MutableSequence
 
 MODELS, SCHEDULES = "PARALLEL3D_MODELS", "PARALLEL3D_SCHEDULES"
+OPTIMIZERS = "PARALLEL3D_OPTIMIZERS"
 """Environment variables that list folders, separated by ":"."""
 
 

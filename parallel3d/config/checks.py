@@ -24,6 +24,9 @@ from parallel3d.config.parallel3d_block import (
     TrainConfig,
     reduces_once,
 )
+from parallel3d.model import optimizers
+from parallel3d.model.parametrization import parametrization_of
+from parallel3d.model.spec import MASTER_BYTES
 from parallel3d.schedule import schedules
 
 _LEAST_ON_NVME = 2**18  # elements; DeepSpeed keeps less than 1 MiB in host memory
@@ -307,9 +310,9 @@ def _check_offload(zero_optimization: ZeroConfig) -> Iterator[Problem]:
         yield Problem(f"{path}.offload_optimizer.device", optimizer, rule, remedy)
 
 
-def _check_nvme(zero_optimization: ZeroConfig) -> Iterator[Problem]:
+def _check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
     """Refuse combinations of NVMe settings in which DeepSpeed fails or goes wrong."""
-    zero, path, optimizer = zero_optimization, "zero_optimization", "offload_optimizer"
+    zero, path, block = zero_optimization, "zero_optimization", "offload_optimizer"
     threshold, offload = zero.stage3_param_persistence_threshold, zero.offload_optimizer
     if zero.offload_param.device == "nvme" and threshold > _LEAST_ON_NVME:
         rule = "would keep parameters unsharded that offload_param puts on NVMe"
@@ -317,16 +320,45 @@ def _check_nvme(zero_optimization: ZeroConfig) -> Iterator[Problem]:
         yield Problem(f"{path}.stage3_param_persistence_threshold", threshold, rule, remedy)
     if zero.offload_param.device == "nvme" and offload.fast_init:
         rule = "would start from wrong weights, because offload_param puts parameters on NVMe"
-        yield Problem(f"{path}.{optimizer}.fast_init", True, rule, "remove it")
-    needed = 4 * (1 + offload.pipeline_read + offload.pipeline_write)
+        yield Problem(f"{path}.{block}.fast_init", True, rule, "remove it")
+    # The swapper reads master, gradient and states into one buffer each.
+    each = max(4, 1 + len(optimizers.kinds(optimizer.file)))
+    needed = each * (1 + offload.pipeline_read + offload.pipeline_write)
     if offload.device == "nvme" and offload.buffer_count < needed:
         rule = "is too few buffers for pipeline_read or pipeline_write"
         remedy = f"use {needed} or more, or disable pipeline_read and pipeline_write"
-        yield Problem(f"{path}.{optimizer}.buffer_count", offload.buffer_count, rule, remedy)
+        if needed == each:
+            rule = f"is too few buffers for master, gradient and state of {optimizer.type}"
+            remedy = f"use {needed} or more"
+        yield Problem(f"{path}.{block}.buffer_count", offload.buffer_count, rule, remedy)
+
+
+def _check_optimizer(
+    optimizer: OptimizerConfig, zero_optimization: ZeroConfig, model: Any
+) -> Iterator[Problem]:
+    """Refuse what the engine, DeepSpeed or a checkpoint cannot do with an optimizer."""
+    file, path, name = optimizers.load(optimizer.file), "optimizer.type", optimizer.type
+    device = zero_optimization.offload_optimizer.device
+    if file.WHOLE_MATRICES:
+        rule = "needs whole matrices, but ZeRO passes it flat pieces of several"
+        yield Problem(path, name, rule, 'use an optimizer that works element by element ("AdamW")')
+    if other := [state for state in file.STATE if state.num_bytes != MASTER_BYTES]:
+        rule = f"keeps {other[0].name} in {other[0].num_bytes} bytes an element"
+        remedy = "keep it in fp32 (4 bytes), as checkpoints and DeepSpeed's swap buffers do"
+        yield Problem(path, name, rule, remedy)
+    if device not in ("none", *file.OFFLOADS):
+        rule = f"cannot hold the state of {name}"
+        remedy = " or ".join(f'"{usable}"' for usable in ("none", *file.OFFLOADS))
+        yield Problem("zero_optimization.offload_optimizer.device", device, rule, f"use {remedy}")
+    if (kind := parametrization_of(model).type) not in file.PARAMETRIZATIONS:
+        rule = f"sets learning rates that do not transfer with {name}"
+        remedy = 'use "standard", or optimizer.type = "AdamW"'
+        yield Problem("parallel3d.model.parametrization.type", kind, rule, remedy)
 
 
 def _check_adam(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
-    if optimizer.params.torch_adam and zero_optimization.offload_optimizer.device != "none":
+    is_torch = getattr(optimizer.params, "torch_adam", False)
+    if is_torch and zero_optimization.offload_optimizer.device != "none":
         rule = "cannot be combined with offload_optimizer, which uses DeepSpeed's Adam on the host"
         yield Problem("optimizer.params.torch_adam", True, rule, "remove one of them")
 
@@ -346,5 +378,6 @@ CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_reduction, _check_compile, _check_sequence, _check_sequence_parallel,
     _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary, _check_batch,
     _check_plan, _check_length, _check_lr_schedule, _check_scheduler, _check_profile,
-    _check_precision, _check_communication_type, _check_offload, _check_nvme, _check_adam,
+    _check_precision, _check_communication_type, _check_offload, _check_nvme, _check_optimizer,
+    _check_adam,
 )  # fmt: skip

@@ -19,6 +19,7 @@ from parallel3d.engine.engine import Engine
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.quirks import core, nvme
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model import optimizers
 from parallel3d.model.spec import Init, ParamSpec
 from parallel3d.tensor.cut import Cut, HeldParameter
 from parallel3d.tensor.initialise import fill
@@ -169,11 +170,12 @@ def _reference(
     before = {name: weight.detach().clone() for name, weight in own_weights.items()}
     decay = [w[s.name] for w in stages for s in specs if s.weight_decay]
     no_decay = [w[s.name] for w in stages for s in specs if not s.weight_decay]
+    group = {"lr": settings.lr, "eps": settings.eps}
     groups = [
-        {"params": decay, "weight_decay": settings.weight_decay},
-        {"params": no_decay, "weight_decay": 0.0},
+        group | {"params": decay, "weight_decay": settings.weight_decay},
+        group | {"params": no_decay, "weight_decay": 0.0},
     ]
-    adam = torch.optim.AdamW(groups, settings.lr, settings.betas, settings.eps)
+    optimizer = optimizers.load(settings.optimizer).reference(groups, settings.params)
     x, grad = _samples(mesh.size("dp")).flatten(0, 1).transpose(0, 1).flatten(1, 2)
     norms = []
     for _ in range(2):
@@ -181,8 +183,8 @@ def _reference(
             (_plain(weights, x) * grad / mesh.size("dp")).sum().backward()
         norm = nn.utils.clip_grad_norm_(decay + no_decay, settings.gradient_clipping)
         norms.append(float(norm))
-        adam.step()
-        adam.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return norms, before, {name: weight.detach() for name, weight in own_weights.items()}
 
 

@@ -15,8 +15,6 @@ from parallel3d.model.parametrization import Role
 Recompute = Literal["none", "selective", "full"]
 MASTER_BYTES = 4
 """Bytes of a trained element's master weight in fp32."""
-STATE_BYTES = MASTER_BYTES + 8
-"""Bytes of a trained element's master weight and Adam's two moments."""
 
 
 @dataclass(frozen=True)

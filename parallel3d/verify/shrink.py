@@ -122,10 +122,12 @@ def shrink(
     }
     raw.pop("scheduler", None)
     raw["gradient_clipping"] = clipping if config.gradient_clipping else 0.0
-    raw["optimizer"]["params"]["lr"] = LEARNING_RATE
-    raw["optimizer"]["params"]["eps"] = max(EPS, config.optimizer.params.eps)
-    if config.optimizer.params.weight_decay:
-        raw["optimizer"]["params"]["weight_decay"] = WEIGHT_DECAY
+    params = raw["optimizer"]["params"]
+    params["lr"] = LEARNING_RATE
+    if "eps" in params:
+        params["eps"] = max(EPS, params["eps"])
+    if params.get("weight_decay"):
+        params["weight_decay"] = WEIGHT_DECAY
     if config.precision == "fp16":
         raw["fp16"] |= GROWING_SCALE
     raw["zero_optimization"] |= NO_THRESHOLDS | BUCKETS

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor
 
 PART = 2**25  # elements of each of the two buffers: 64 MiB in bf16
@@ -110,15 +109,14 @@ def _alike(master: Tensor, weights: Tensor) -> bool:
     )
 
 
-def recompute_bias_correction(optimizer: torch.optim.Optimizer) -> None:
+def recompute_bias_correction(adam: torch.optim.Optimizer) -> None:
     """Make CPU Adam's bias correction depend on the step number only.
 
     Its C++ code updates the powers of the betas as running fp32 products, and computes the exact
     power only if the step number jumps. A resumed run's first step jumps, so its weights differ in
     the last bits. An empty call at step 0 before each step makes every step a jump.
     """
-    if isinstance(optimizer, DeepSpeedCPUAdam):
-        optimizer.register_step_pre_hook(_jump)
+    adam.register_step_pre_hook(_jump)
 
 
 def _jump(adam: Any, *_: Any) -> None:
