@@ -42,6 +42,7 @@ ROOMS = [
     (2, "parallel3d/tensor"),
     (2, "parallel3d/engine/quirks"),
     (2, "parallel3d/engine"),
+    (2, "parallel3d/engine/optimizers"),
     (2, "parallel3d/data/ids"),
     (2, "parallel3d/data"),
     (3, "models/*"),

@@ -18,7 +18,7 @@ from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.manifest import (
     MANIFEST,
     STATE,
-    kinds_of,
+    optimizer_of,
     read_sound_state,
     shapes_of,
     step_folders,
@@ -80,7 +80,8 @@ def describe(folder: Path) -> dict[str, Any]:
     """
     entries, state = read_sound_state(folder)
     shapes = shapes_of(state)
-    sizes: Counter[str] = Counter(dict.fromkeys(kinds_of(state), 0))
+    optimizer = optimizer_of(state)
+    sizes = Counter[str](dict.fromkeys(optimizers.kinds(optimizer) if optimizer else (), 0))
     files = []
     for name, entry in entries.items():
         num_chunks = 0
@@ -120,13 +121,11 @@ def show(description: Mapping[str, Any], out: Console) -> None:
         f"{description['num_elements']:,}",
     )
     _print_table(out, [("parameters", "", "elements"), *rows, total])
-    words = {
-        state.name: f"{state.words} ({state.name})"
-        for name in optimizers.names()
-        for state in optimizers.load(name).STATE
-    }
+    optimizer = optimizer_of(description)
+    states = optimizers.load(optimizer).STATE if optimizer else ()
+    words = _PARTS | {state.name: f"{state.words} ({state.name})" for state in states}
     rows = [
-        ((words | _PARTS).get(part, part), decimal(size), f"{size:,}")
+        (words.get(part, part), decimal(size), f"{size:,}")
         for part, size in description["bytes"].items()
     ]
     _print_table(out, [("on disk", "", "bytes"), *rows])

@@ -180,8 +180,8 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def kinds_of(state: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the kinds of chunks in a checkpoint; () if its optimizer is the user's, unknown here.
+def optimizer_of(state: Mapping[str, Any]) -> str | None:
+    """Return the file of a checkpoint's optimizer; None if it is the user's and not known here.
 
     The folder that the checkpoint's config names is not searched, because its code would be run.
     """
@@ -189,7 +189,7 @@ def kinds_of(state: Mapping[str, Any]) -> tuple[str, ...]:
     settings = config.get("optimizer") if isinstance(config, dict) else None
     name = settings.get("type") if isinstance(settings, dict) else "AdamW"
     file = file_of(str(name))
-    return optimizers.kinds(file) if file in optimizers.names() else ()
+    return file if file in optimizers.names() else None
 
 
 def verify(folder: Path, progress: Callable[[int], None] = lambda size: None) -> list[Fault]:
@@ -225,7 +225,8 @@ def _check_contents(folder: Path, manifest: Manifest) -> list[Fault]:
         reason = f"it is of step {state.get('step')!r}, the manifest of {manifest.step}"
         return [Fault(STATE, reason)]
     faults: list[Fault] = []
-    kinds = kinds_of(state)
+    optimizer = optimizer_of(state)
+    kinds = optimizers.kinds(optimizer) if optimizer else ()
     tokenizer = folder / TOKENIZER
     if tokenizer.is_dir() and tokenizer_digest(tokenizer) != state.get("tokenizer"):
         faults.append(Fault(TOKENIZER, "its hash is not the one in state.json"))

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
+from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import Choice, PathText, Section, Size
 from parallel3d.model import optimizers
 
@@ -29,8 +30,9 @@ def _optimizer_name(value: Any) -> Any:
         return value
     own = {name.lower(): name for name in optimizers.names() if name != "adamw"}
     known = _ADAMW | own
-    if value.lower() in known:
-        return known[value.lower()]
+    if name := known.get(value.lower()):
+        optimizers.load(file_of(name))
+        return name
     if value.lower() in OTHER_OPTIMIZERS:
         raise ValueError('is not yet supported by parallel3d; use "AdamW"')
     if value.lower() in ONE_BIT_OPTIMIZERS:
@@ -53,12 +55,20 @@ def _zero_stage(value: Any) -> Any:
     return value
 
 
+def _params_of(type_name: str) -> type[Section]:
+    """Return the settings of an optimizer; those of AdamW if its file cannot be used."""
+    try:
+        return optimizers.load(file_of(type_name)).Params
+    except ConfigError:  # a problem of optimizer.type
+        return optimizers.load("adamw").Params
+
+
 # The settings of optimizer.params, by optimizer.type.
 PARAMS = Choice(
     "type",
     "optimizer",
     lambda: ("AdamW", "Adam", *(name for name in optimizers.names() if name != "adamw")),
-    lambda name: optimizers.load(file_of(name)).Params,
+    _params_of,
     beside="AdamW",
 )
 

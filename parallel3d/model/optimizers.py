@@ -68,14 +68,18 @@ def names() -> tuple[str, ...]:
 
 @cache
 def load(name: str) -> OptimizerFile:
-    """Return the optimizer's file called `name`; raise ConfigError if it is incomplete."""
-    file = import_module(f"{__name__}.{name}")
+    """Return the optimizer's file called `name`; raise ConfigError if it cannot be used."""
+    try:
+        file = import_module(f"{__name__}.{name}")
+    except Exception as error:  # of the user's own code
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"its file cannot be imported ({reason}); mend it") from error
     missing = [part for part in OptimizerFile.__annotations__ if not hasattr(file, part)]
     if not missing and "lr" not in file.Params.model_fields:
         missing = ["lr in Params"]
     if missing:
         raise ConfigError(
-            f"{file.__file__}: lacks {', '.join(missing)}; add what docs/add-an-optimizer.md lists"
+            f"{file.__file__} lacks {', '.join(missing)}; add what docs/add-an-optimizer.md lists"
         )
     return cast(OptimizerFile, file)
 
