@@ -53,6 +53,9 @@ class OptimizerFile(Protocol):
     """Bytes of an element's master and state that a step reads and writes."""
     STEP_FLOPS: int
     """FLOPs of an element's step."""
+    VERIFY_LR: float
+    """Learning rate of `verify`: steps of a small model must differ by more than 1e-5 after a slip,
+    and by less after rounding."""
     make: Callable[..., Any]
     """(groups, params, *, device, cpu_adam) -> the torch optimizer that DeepSpeed shards."""
     new_state: Callable[..., dict[str, Any]]

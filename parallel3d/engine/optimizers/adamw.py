@@ -42,6 +42,7 @@ OFFLOADS = ("cpu", "nvme")
 CPU_ADAM = True
 STEP_BYTES = 24  # master and both moments, read and written
 STEP_FLOPS = 14
+VERIFY_LR = 3e-4
 
 
 def make(
