@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from parallel3d.base.errors import CheckpointError
+from parallel3d.base.reader import value_at
 from parallel3d.checkpoint.box import Box, inside, overlapping
 from parallel3d.checkpoint.chunks import Chunk, ChunkFile
 from parallel3d.checkpoint.safe_files import (
@@ -185,10 +186,8 @@ def optimizer_of(state: Mapping[str, Any]) -> str | None:
 
     The folder that the checkpoint's config names is not searched, because its code would be run.
     """
-    config = state.get("config")
-    settings = config.get("optimizer") if isinstance(config, dict) else None
-    name = settings.get("type") if isinstance(settings, dict) else "AdamW"
-    file = file_of(str(name))
+    name = value_at(state, "config.optimizer.type")
+    file = file_of(name if isinstance(name, str) else "AdamW")
     return file if file in optimizers.names() else None
 
 

@@ -329,7 +329,6 @@ def _check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> It
         remedy = f"use {needed} or more, or disable pipeline_read and pipeline_write"
         if needed == each:
             rule = f"is too few buffers for master, gradient and state of {optimizer.type}"
-            remedy = f"use {needed} or more"
         yield Problem(f"{path}.{block}.buffer_count", offload.buffer_count, rule, remedy)
 
 
@@ -337,30 +336,41 @@ def _check_optimizer(
     optimizer: OptimizerConfig, zero_optimization: ZeroConfig, model: Any
 ) -> Iterator[Problem]:
     """Refuse what the engine, DeepSpeed or a checkpoint cannot do with an optimizer."""
-    file, path, name = optimizers.load(optimizer.file), "optimizer.type", optimizer.type
-    device = zero_optimization.offload_optimizer.device
-    if file.WHOLE_MATRICES:
-        rule = "needs whole matrices, but ZeRO passes it flat pieces of several"
-        yield Problem(path, name, rule, 'use an optimizer that works element by element ("AdamW")')
-    if other := [state for state in file.STATE if state.num_bytes != MASTER_BYTES]:
-        rule = f"keeps {other[0].name} in {other[0].num_bytes} bytes an element"
-        remedy = "keep it in fp32 (4 bytes), as checkpoints and DeepSpeed's swap buffers do"
-        yield Problem(path, name, rule, remedy)
-    if device not in ("none", *file.OFFLOADS):
-        rule = f"cannot hold the state of {name}"
-        remedy = " or ".join(f'"{usable}"' for usable in ("none", *file.OFFLOADS))
-        yield Problem("zero_optimization.offload_optimizer.device", device, rule, f"use {remedy}")
-    if (kind := parametrization_of(model).type) not in file.PARAMETRIZATIONS:
-        rule = f"sets learning rates that do not transfer with {name}"
-        remedy = 'use "standard", or optimizer.type = "AdamW"'
-        yield Problem("parallel3d.model.parametrization.type", kind, rule, remedy)
-
-
-def _check_adam(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
-    is_torch = getattr(optimizer.params, "torch_adam", False)
-    if is_torch and zero_optimization.offload_optimizer.device != "none":
-        rule = "cannot be combined with offload_optimizer, which uses DeepSpeed's Adam on the host"
-        yield Problem("optimizer.params.torch_adam", True, rule, "remove one of them")
+    file, name = optimizers.load(optimizer.file), optimizer.type
+    device, kind = zero_optimization.offload_optimizer.device, parametrization_of(model).type
+    usable = " or ".join(f'"{place}"' for place in ("none", *file.OFFLOADS))
+    for is_broken, *problem in (
+        (
+            file.WHOLE_MATRICES, "optimizer.type", name,
+            "needs whole matrices, but ZeRO passes it flat pieces of several",
+            'use an optimizer that works element by element ("AdamW")',
+        ),
+        *(
+            (
+                state.num_bytes != MASTER_BYTES, "optimizer.type", name,
+                f"keeps {state.name} in {state.num_bytes} bytes an element",
+                "keep it in fp32 (4 bytes), as checkpoints and DeepSpeed's swap buffers do",
+            )
+            for state in file.STATE
+        ),
+        (
+            device not in ("none", *file.OFFLOADS), "zero_optimization.offload_optimizer.device",
+            device, f"cannot hold the state of {name}", f"use {usable}",
+        ),
+        (
+            kind not in file.PARAMETRIZATIONS, "parallel3d.model.parametrization.type", kind,
+            f"sets learning rates that do not transfer with {name}",
+            'use "standard", or optimizer.type = "AdamW"',
+        ),
+        (
+            device != "none" and getattr(optimizer.params, "torch_adam", False),
+            "optimizer.params.torch_adam", True,
+            "cannot be combined with offload_optimizer, which uses DeepSpeed's Adam on the host",
+            "remove one of them",
+        ),
+    ):  # fmt: skip
+        if is_broken:
+            yield Problem(*problem)
 
 
 def _divisors_of(number: int) -> list[int]:
@@ -379,5 +389,4 @@ CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary, _check_batch,
     _check_plan, _check_length, _check_lr_schedule, _check_scheduler, _check_profile,
     _check_precision, _check_communication_type, _check_offload, _check_nvme, _check_optimizer,
-    _check_adam,
 )  # fmt: skip

@@ -78,9 +78,7 @@ def load(name: str) -> OptimizerFile:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"its file cannot be imported ({reason}); mend it") from error
     missing = [part for part in OptimizerFile.__annotations__ if not hasattr(file, part)]
-    if not missing and "lr" not in file.Params.model_fields:
-        missing = ["lr in Params"]
-    if missing:
+    if missing := missing or ["lr in Params"] * ("lr" not in file.Params.model_fields):
         raise ConfigError(
             f"{file.__file__} lacks {', '.join(missing)}; add what docs/add-an-optimizer.md lists"
         )

@@ -331,8 +331,7 @@ def train_model(
         masters = {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
     scale = _SCALE if config.precision == "fp16" else 1.0
     groups = definitions.optimizer_groups(model, config, masters)
-    params = config.optimizer.params
-    optimizer = optimizers.load(config.optimizer.file).reference(groups, params)
+    optimizer = optimizers.load(config.optimizer.file).reference(groups, config.optimizer.params)
     losses, norms = [], []
     limit = config.gradient_clipping or float("inf")
     for batch, lr in zip(course.steps, course.rates, strict=True):

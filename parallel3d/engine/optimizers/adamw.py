@@ -76,9 +76,8 @@ def new_state(optimizer: "torch.optim.Optimizer", master: "Tensor") -> dict[str,
 
     step: Tensor | int = 0  # of DeepSpeed's CPU Adam
     if isinstance(optimizer, torch.optim.AdamW):
-        on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
-        device = master.device if on_device else torch.device("cpu")
-        step = torch.zeros((), dtype=torch.float32, device=device)
+        is_on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
+        step = torch.zeros((), dtype=torch.float32, device=master.device if is_on_device else "cpu")
     moments = {state.name: torch.zeros_like(master, requires_grad=False) for state in STATE}
     return {"step": step, **moments}
 

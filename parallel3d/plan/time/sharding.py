@@ -238,8 +238,8 @@ def _coord(
             file = optimizers.load(sharding.optimizer)
             touched = own * (file.STEP_BYTES + 2 * software.gradient_bytes + size)
             update = _touch(touched, sharding, machine, curves.optimizer)
-            flops = matmul_flops(hardware, sharding.precision, curves)
-            update = max(update, own * file.STEP_FLOPS / flops)
+            flops = own * file.STEP_FLOPS
+            update = max(update, flops / matmul_flops(hardware, sharding.precision, curves))
         optimizer += update
     else:
         gradients = own * software.gradient_bytes if sharding.reduces_once else 0.0
