@@ -67,7 +67,7 @@ BUDGET = {
     "parallel3d/engine": 1450,
     "parallel3d/huggingface": 960,
     "parallel3d/mesh": 1220,
-    "parallel3d/model": 360,
+    "parallel3d/model": 400,
     "parallel3d/pipeline": 350,
     "parallel3d/plan": 2630,
     "parallel3d/scaling": 2720,

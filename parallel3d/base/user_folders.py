@@ -8,8 +8,9 @@ import importlib
 import os
 from collections.abc import MutableSequence
 
-MODELS, SCHEDULES = "PARALLEL3D_MODELS", "PARALLEL3D_SCHEDULES"
-OPTIMIZERS = "PARALLEL3D_OPTIMIZERS"
+MODELS, SCHEDULES, OPTIMIZERS = (
+    f"PARALLEL3D_{kind}" for kind in ("MODELS", "SCHEDULES", "OPTIMIZERS")
+)
 """Environment variables that list folders, separated by ":"."""
 
 

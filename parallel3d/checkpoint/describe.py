@@ -80,8 +80,8 @@ def describe(folder: Path) -> dict[str, Any]:
     """
     entries, state = read_sound_state(folder)
     shapes = shapes_of(state)
-    optimizer = optimizer_of(state)
-    sizes = Counter[str](dict.fromkeys(optimizers.kinds(optimizer) if optimizer else (), 0))
+    kinds = optimizers.kinds(name) if (name := optimizer_of(state)) else ()
+    sizes = Counter[str](dict.fromkeys(kinds, 0))
     files = []
     for name, entry in entries.items():
         num_chunks = 0
@@ -121,8 +121,7 @@ def show(description: Mapping[str, Any], out: Console) -> None:
         f"{description['num_elements']:,}",
     )
     _print_table(out, [("parameters", "", "elements"), *rows, total])
-    optimizer = optimizer_of(description)
-    states = optimizers.load(optimizer).STATE if optimizer else ()
+    states = optimizers.load(name).STATE if (name := optimizer_of(description)) else ()
     words = _PARTS | {state.name: f"{state.words} ({state.name})" for state in states}
     rows = [
         (words.get(part, part), decimal(size), f"{size:,}")

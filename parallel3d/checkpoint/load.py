@@ -151,8 +151,9 @@ def load(
     """
     originals = tied_names(layers)
     held = {piece.held.name for block in engine.states.blocks for piece in block}
-    names = {originals.get(name, name) for name in held}
-    index = _index_of(checkpoint, layers, names, mesh, engine.states.kinds)
+    index = _index_of(
+        checkpoint, layers, {originals.get(n, n) for n in held}, mesh, engine.states.kinds
+    )
 
     def read() -> None:
         refuse_overlaps(checkpoint.folder, index)
@@ -174,8 +175,9 @@ def _index_of(
 ) -> Index:  # fmt: skip
     """Check that a checkpoint is of this model and return the index of some parameters."""
     check_parameters(checkpoint.folder, checkpoint.state, layers)
-    shapes = shapes_of(checkpoint.state)
-    return make_index(checkpoint.folder, checkpoint.files, shapes, names, mesh, kinds)
+    return make_index(
+        checkpoint.folder, checkpoint.files, shapes_of(checkpoint.state), names, mesh, kinds
+    )
 
 
 def check_parameters(folder: Path, state: Mapping[str, Any], layers: Sequence[LayerSpec]) -> None:

@@ -224,8 +224,7 @@ def _check_contents(folder: Path, manifest: Manifest) -> list[Fault]:
         reason = f"it is of step {state.get('step')!r}, the manifest of {manifest.step}"
         return [Fault(STATE, reason)]
     faults: list[Fault] = []
-    optimizer = optimizer_of(state)
-    kinds = optimizers.kinds(optimizer) if optimizer else ()
+    kinds = optimizers.kinds(name) if (name := optimizer_of(state)) else ()
     tokenizer = folder / TOKENIZER
     if tokenizer.is_dir() and tokenizer_digest(tokenizer) != state.get("tokenizer"):
         faults.append(Fault(TOKENIZER, "its hash is not the one in state.json"))

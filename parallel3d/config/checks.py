@@ -325,10 +325,11 @@ def _check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> It
     each = max(4, 1 + len(optimizers.kinds(optimizer.file)))
     needed = each * (1 + offload.pipeline_read + offload.pipeline_write)
     if offload.device == "nvme" and offload.buffer_count < needed:
-        rule = "is too few buffers for pipeline_read or pipeline_write"
+        what = (
+            "pipeline_read or pipeline_write" if needed > each else f"the state of {optimizer.type}"
+        )
+        rule = f"is too few buffers for {what}"
         remedy = f"use {needed} or more, or disable pipeline_read and pipeline_write"
-        if needed == each:
-            rule = f"is too few buffers for master, gradient and state of {optimizer.type}"
         yield Problem(f"{path}.{block}.buffer_count", offload.buffer_count, rule, remedy)
 
 
@@ -339,38 +340,31 @@ def _check_optimizer(
     file, name = optimizers.load(optimizer.file), optimizer.type
     device, kind = zero_optimization.offload_optimizer.device, parametrization_of(model).type
     usable = " or ".join(f'"{place}"' for place in ("none", *file.OFFLOADS))
-    for is_broken, *problem in (
-        (
-            file.WHOLE_MATRICES, "optimizer.type", name,
-            "needs whole matrices, but ZeRO passes it flat pieces of several",
+    rules = [
+        (file.WHOLE_MATRICES, Problem(
+            "optimizer.type", name, "needs whole matrices, but ZeRO cuts them into flat pieces",
             'use an optimizer that works element by element ("AdamW")',
-        ),
-        *(
-            (
-                state.num_bytes != MASTER_BYTES, "optimizer.type", name,
-                f"keeps {state.name} in {state.num_bytes} bytes an element",
-                "keep it in fp32 (4 bytes), as checkpoints and DeepSpeed's swap buffers do",
-            )
-            for state in file.STATE
-        ),
-        (
-            device not in ("none", *file.OFFLOADS), "zero_optimization.offload_optimizer.device",
-            device, f"cannot hold the state of {name}", f"use {usable}",
-        ),
-        (
-            kind not in file.PARAMETRIZATIONS, "parallel3d.model.parametrization.type", kind,
+        )),
+        (device not in ("none", *file.OFFLOADS), Problem(
+            "zero_optimization.offload_optimizer.device", device,
+            f"cannot hold the state of {name}", f"use {usable}",
+        )),
+        (kind not in file.PARAMETRIZATIONS, Problem(
+            "parallel3d.model.parametrization.type", kind,
             f"sets learning rates that do not transfer with {name}",
             'use "standard", or optimizer.type = "AdamW"',
-        ),
-        (
-            device != "none" and getattr(optimizer.params, "torch_adam", False),
+        )),
+        (device != "none" and getattr(optimizer.params, "torch_adam", False), Problem(
             "optimizer.params.torch_adam", True,
             "cannot be combined with offload_optimizer, which uses DeepSpeed's Adam on the host",
             "remove one of them",
-        ),
-    ):  # fmt: skip
-        if is_broken:
-            yield Problem(*problem)
+        )),
+        *((state.num_bytes != MASTER_BYTES, Problem(
+            "optimizer.type", name, f"keeps {state.name} in {state.num_bytes} bytes an element",
+            "keep it in fp32 (4 bytes), as checkpoints and DeepSpeed's swap buffers do",
+        )) for state in file.STATE),
+    ]  # fmt: skip
+    yield from (problem for is_broken, problem in rules if is_broken)
 
 
 def _divisors_of(number: int) -> list[int]:

@@ -28,8 +28,7 @@ def _optimizer_name(value: Any) -> Any:
     """Return the name as `OptimizerConfig.type` spells it; DeepSpeed ignores its case."""
     if not isinstance(value, str):
         return value
-    own = {name.lower(): name for name in optimizers.names() if name != "adamw"}
-    known = _ADAMW | own
+    known = _ADAMW | {name.lower(): name for name in optimizers.names() if name != "adamw"}
     if name := known.get(value.lower()):
         optimizers.load(file_of(name))
         return name
@@ -39,8 +38,8 @@ def _optimizer_name(value: Any) -> Any:
         raise ValueError(
             'compresses communication to one bit and was removed in DeepSpeed 0.19; use "AdamW"'
         )
-    first = ", ".join(f'"{name}"' for name in ("AdamW", *own.values()))
-    raise ValueError(f'must be {first} or "Adam"; write "AdamW", or set run.optimizer_folders')
+    choice = " or ".join(f'"{name}"' for name in dict.fromkeys(known.values()))
+    raise ValueError(f'must be {choice}; write "AdamW", or set run.optimizer_folders')
 
 
 def file_of(type_name: str) -> str:

@@ -59,7 +59,7 @@ class _Module(nn.Module):
         super().__init__()
         self.stages, self.placeholders = stages, placeholders
 
-    def forward(self, *inputs: Any, **options: Any) -> Tensor:
+    def forward(self, *inputs: Tensor | int, **options: object) -> Tensor:
         result: Tensor = self.stages(*inputs, **options)
         return result
 
@@ -305,7 +305,7 @@ class ForwardEngine:
     def __init__(self, stages: nn.Module, settings: EngineSettings, mesh: Mesh) -> None:
         self.settings = settings
         self._run: Any = stages.eval()
-        self._deepspeed: Any = None
+        self._deepspeed: deepspeed.DeepSpeedEngine | None = None
         self._folder: Path | None = None
         if settings.shards_parameters:
             core.bind_trace_check(mesh.group("dp"), mesh.device)

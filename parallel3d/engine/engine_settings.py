@@ -50,10 +50,10 @@ class EngineSettings:
     )
     rates: Mapping[Role | None, Rate] = field(default_factory=Scales().rates)
     zero_options: dict[str, Any] = field(default_factory=dict)
-    optimizer_options: dict[str, Any] = field(default_factory=dict)
-    param_options: dict[str, Any] = field(default_factory=dict)
-    aio: dict[str, Any] = field(default_factory=dict)
-    fp16: dict[str, Any] = field(default_factory=dict)
+    optimizer_options: dict[str, object] = field(default_factory=dict)
+    param_options: dict[str, object] = field(default_factory=dict)
+    aio: dict[str, object] = field(default_factory=dict)
+    fp16: dict[str, object] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "EngineSettings":
@@ -124,7 +124,7 @@ class EngineSettings:
         overlaps: bool = self.shards_parameters if overlap is None else overlap
         return self.runs_without_hooks and overlaps
 
-    def deepspeed_config(self, dp_size: int, elements: int | None = None) -> dict[str, Any]:
+    def deepspeed_config(self, dp_size: int, elements: int | None = None) -> dict[str, object]:
         """Return the config for DeepSpeed, which shards over `dp_size` ranks.
 
         `elements`: this rank's number of parameters. DeepSpeed allocates buckets at full size, so
@@ -175,6 +175,6 @@ class EngineSettings:
         }
 
 
-def _options(section: Section, *exclude: str) -> dict[str, Any]:
+def _options(section: Section, *exclude: str) -> dict[str, object]:
     """Return a section's settings under DeepSpeed's names, without the excluded ones."""
     return section.model_dump(exclude=set(exclude), exclude_none=True)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
 from parallel3d.model import optimizers
@@ -43,8 +45,10 @@ class OptimizerStates:
     engine's lifetime. No piece covers ZeRO's padding or the placeholders.
     """
 
-    def __init__(self, engine: Any, held: Iterable[HeldParameter], optimizer: str) -> None:
-        self._zero: Any = engine.optimizer
+    def __init__(
+        self, engine: DeepSpeedEngine, held: Iterable[HeldParameter], optimizer: str
+    ) -> None:
+        self._zero: ZeROOptimizer = engine.optimizer
         self._file, self.kinds = optimizers.load(optimizer), optimizers.kinds(optimizer)
         self._zero3 = hasattr(self._zero, "fp16_groups")
         places = sorted(
@@ -82,7 +86,7 @@ class OptimizerStates:
             if not self._is_swapped(group):  # `_put_back` has done it for those on NVMe
                 self._zero._reassign_or_swap_out_partitioned_parameters(group)
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, object]:
         """Return the counters for `set_counters`, as JSON.
 
         "optimizer_steps" is the optimizer's own count, 0 if it keeps none. "loss_scale" is the
@@ -163,7 +167,7 @@ class OptimizerStates:
         master.grad = None
 
 
-def _zero3_places(zero: Any, held: Iterable[HeldParameter]) -> Iterator[_Place]:
+def _zero3_places(zero: ZeROOptimizer, held: Iterable[HeldParameter]) -> Iterator[_Place]:
     """Yield this rank's places under ZeRO-3: equal shards of each parameter, the last padded."""
     for h in held:
         group, offset, size = zero.grad_position[zero.get_param_id(h.parameter)]
@@ -173,7 +177,7 @@ def _zero3_places(zero: Any, held: Iterable[HeldParameter]) -> Iterator[_Place]:
             yield _Place(group, offset, ParameterPiece(h, start, numel))
 
 
-def _zero12_places(zero: Any, held: Iterable[HeldParameter]) -> Iterator[_Place]:
+def _zero12_places(zero: ZeROOptimizer, held: Iterable[HeldParameter]) -> Iterator[_Place]:
     """Yield this rank's places under ZeRO-1 and 2, which cut a whole group's flat tensor."""
     by_id = {id(h.parameter): h for h in held}
     for group, parameters in enumerate(zero.round_robin_bit16_groups):

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
 from parallel3d.engine.engine_settings import EngineSettings
@@ -29,7 +29,7 @@ class Reduction:
     """
 
     def __init__(
-        self, engine: Any, held: Sequence[HeldParameter], layers: Layers, *,
+        self, engine: DeepSpeedEngine, held: Sequence[HeldParameter], layers: Layers, *,
         settings: EngineSettings, mesh: Mesh, owners: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
         self._deepspeed, self._held, self._settings = engine, tuple(held), settings

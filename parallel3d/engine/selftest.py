@@ -7,7 +7,6 @@ docs/deepspeed.md, which would otherwise show only as a slightly wrong loss curv
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import deepspeed
 import torch
@@ -58,7 +57,7 @@ class _Stage(nn.Module):
         self.up = ColumnParallelLinear(_HIDDEN, inner, group)
         self.down = RowParallelLinear(inner, _HIDDEN, group)
 
-    def forward(self, stage: int, x: Tensor, on_input_grad: Any = None) -> Tensor:
+    def forward(self, stage: int, x: Tensor, on_input_grad: object = None) -> Tensor:
         """x [batch, hidden] -> [batch, hidden]; the other arguments are unused."""
         added: Tensor = self.down(torch.tanh(self.up(x)))
         return x + added

@@ -78,10 +78,13 @@ def test_a_file_in_the_users_folder_is_an_optimizer(mine):
     [
         (
             {NAME: "whole"},
-            'optimizer.type = "whole": needs whole matrices, but ZeRO passes it flat',
+            'optimizer.type = "whole": needs whole matrices, but ZeRO cuts',
         ),
         ({NAME: "narrow"}, "keeps momentum_buffer in 2 bytes an element; keep it in fp32"),
-        ({NAME: "three", OFFLOAD: NVME}, "buffer_count = 4: is too few buffers for master, grad"),
+        (
+            {NAME: "three", OFFLOAD: NVME},
+            "buffer_count = 4: is too few buffers for the state of",
+        ),
         ({NAME: "pinned", OFFLOAD: CPU}, 'device = "cpu": cannot hold the state of pinned; use "n'),
         ({NAME: "slip"}, "= \"slip\": its file cannot be imported (NameError: name 'State' is no"),
         (

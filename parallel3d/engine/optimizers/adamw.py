@@ -9,7 +9,6 @@ from parallel3d.model.optimizers import State
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -66,20 +65,20 @@ def make(
         return adam
     from torch.optim import AdamW
 
-    fused = device.type in ("cuda", "cpu")
-    return AdamW(groups, **options, weight_decay=0.0, fused=fused)
+    return AdamW(groups, **options, weight_decay=0.0, fused=device.type in ("cuda", "cpu"))
 
 
-def new_state(optimizer: "torch.optim.Optimizer", master: "Tensor") -> dict[str, Any]:
+def new_state(optimizer: "torch.optim.Optimizer", master: "torch.Tensor") -> dict[str, Any]:
     """Return the state that the first step would create, with its counter of steps."""
     import torch
 
-    step: Tensor | int = 0  # of DeepSpeed's CPU Adam
+    step: torch.Tensor | int = 0  # of DeepSpeed's CPU Adam
     if isinstance(optimizer, torch.optim.AdamW):
         is_on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
         step = torch.zeros((), dtype=torch.float32, device=master.device if is_on_device else "cpu")
-    moments = {state.name: torch.zeros_like(master, requires_grad=False) for state in STATE}
-    return {"step": step, **moments}
+    return {"step": step} | {
+        state.name: torch.zeros_like(master, requires_grad=False) for state in STATE
+    }
 
 
 def reference(groups: list[dict[str, Any]], params: Params) -> "torch.optim.Optimizer":

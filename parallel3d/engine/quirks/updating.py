@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
 PART = 2**25  # elements of each of the two buffers: 64 MiB in bf16
@@ -17,7 +18,7 @@ class _Buffer(NamedTuple):
     mark: Callable[[], object]
 
 
-def copy_weights_in_parts(optimizer: Any, device: torch.device) -> None:
+def copy_weights_in_parts(optimizer: ZeROOptimizer, device: torch.device) -> None:
     """Make ZeRO-3 copy weights that the host has updated to the device in parts of PART elements.
 
     After each group's update on the host DeepSpeed casts the new weights into pageable memory,
@@ -69,7 +70,7 @@ def _nothing() -> None:
     """Do nothing: copies on a CPU are synchronous."""
 
 
-def share_with_weights(optimizer: Any) -> None:
+def share_with_weights(optimizer: ZeROOptimizer) -> None:
     """Let masters share the weights' memory if both have the same device and dtype.
 
     DeepSpeed keeps two copies, which wastes 4 bytes per element of this rank's shard, and copies

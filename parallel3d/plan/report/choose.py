@@ -119,5 +119,5 @@ def checkpoint_bytes(setting: Setting) -> int:
     """Return the approximate bytes of a checkpoint: fp32 weights, optimizer state, file headers."""
     s = setting
     num_tensors = sum(len(layer.own_params) for layer in s.layers)
-    entries = len(kinds(s.optimizer)) * (num_tensors * s.tp + s.devices)
-    return state_bytes(s.optimizer) * s.num_params + _HEADER_ENTRY * entries
+    header = len(kinds(s.optimizer)) * _HEADER_ENTRY * (num_tensors * s.tp + s.devices)
+    return state_bytes(s.optimizer) * s.num_params + header

@@ -247,12 +247,15 @@ def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: De
     places = {optimizer, param} - {"none"}
     if not places:
         return True
-    if optimizer not in ("none", *optimizers.load(request.config.optimizer.file).OFFLOADS):
-        return False
     if zero_stage != 3 and (param != "none" or optimizer == "nvme"):
         return False
     host, config = request.hardware.host, request.config
-    if host is None or getattr(config.optimizer.params, "torch_adam", False):
+    usable = ("none", *optimizers.load(config.optimizer.file).OFFLOADS)
+    if (
+        host is None
+        or getattr(config.optimizer.params, "torch_adam", False)
+        or optimizer not in usable
+    ):
         return False
     # The planner does not choose a path on disk: NVMe offload needs the config's nvme_path.
     zero = config.zero_optimization
