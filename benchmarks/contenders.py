@@ -67,7 +67,7 @@ class Contender:
         """Have all files and folders on disk; each rank takes its share."""
         self.mesh.barrier()
         paths = [self.folder, *sorted(self.folder.rglob("*"))]
-        for path in paths[self.mesh.rank :: self.mesh.size("world")]:
+        for path in paths[self.mesh.rank :: self.mesh.world.size]:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)

@@ -44,7 +44,7 @@ def measure(dp: int) -> tuple[float, float]:
     )
 
     def layer() -> nn.Module:
-        weights = (cut_parameter((ELEMENTS,), None, mesh.group("tp")) for _ in range(WEIGHTS))
+        weights = (cut_parameter((ELEMENTS,), None, mesh.tensor.group) for _ in range(WEIGHTS))
         return nn.ParameterList(weights)
 
     with building(settings, mesh):

@@ -236,7 +236,7 @@ def measure_links(
     """Return for each collective and a send the rows (gathered bytes, slowest rank's seconds)."""
     results: dict[str, list[tuple[int, float]]] = {}
     for kind in KINDS:
-        say(f"{kind} between {mesh.size('world')} ranks")
+        say(f"{kind} between {mesh.world.size} ranks")
         rows = results[kind] = []
         for size in SIZES:
             rows.append((size, _collective_seconds(_collective(kind, size, mesh), mesh, effort)))
@@ -262,7 +262,7 @@ def _collective_seconds(run: Callable[[], object], mesh: Mesh, effort: Effort) -
 
 
 def _collective(kind: str, size: int, mesh: Mesh) -> Callable[[], Any]:
-    group, ranks, coord = mesh.group("world"), mesh.size("world"), mesh.coord("world")
+    group, ranks, coord = mesh.world
     part = torch.ones(max(1, size // 4 // ranks), device=mesh.device)
     gathered = torch.ones(len(part) * ranks, device=mesh.device)
     if kind == "all_reduce":

@@ -153,7 +153,7 @@ def _step(
     mesh: Mesh, parts: Assembly, batch: list[Microbatch], lr: float, step: int, own_time: bool
 ) -> Timed:
     backend = torch.get_device_module(mesh.device)
-    now = clock_of(mesh) if own_time and mesh.size("world") == 1 else time.perf_counter
+    now = clock_of(mesh) if own_time and mesh.world.size == 1 else time.perf_counter
     mesh.barrier()
     start = now()
     parts.executor.run(batch, step)

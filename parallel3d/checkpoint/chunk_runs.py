@@ -70,9 +70,9 @@ def runs_to_write(engine: Engine, mesh: Mesh) -> list[ChunkRun]:
 
 
 def _share(engine: Engine, mesh: Mesh, piece: ParameterPiece) -> tuple[int, int]:
-    if engine.settings.shard_axis == "dp":
+    if engine.settings.zero_stage > 0:
         return 0, piece.numel
-    return even_split(piece.numel, mesh.size("dp"), mesh.coord("dp"))
+    return even_split(piece.numel, mesh.replicas.size, mesh.replicas.coord)
 
 
 def live_tensors(engine: Engine, runs: Sequence[ChunkRun]) -> Iterator[Tensor]:

@@ -120,7 +120,7 @@ def _packed_rows(
 ) -> dict[str, str]:
     """Return the index rows of this rank's share of the files, by parameter, as text."""
     rows: dict[str, list[list[int]]] = defaultdict(list)
-    for number in range(mesh.rank, len(files), mesh.size("world")):
+    for number in range(mesh.rank, len(files), mesh.world.size):
         boxes: dict[tuple[str, Box], list[int]] = {}
         with ChunkFile(folder / files[number]) as file:
             for chunk, at in file.chunks.items():

@@ -223,7 +223,7 @@ class Saver:
         if not self._header:
             return {}
         rank = self._mesh.rank
-        name = f"shard-{rank:05d}-of-{self._mesh.size('world'):05d}.safetensors"
+        name = f"shard-{rank:05d}-of-{self._mesh.world.size:05d}.safetensors"
         with _reporting(partial / name, f"rank {rank}: "):
             entry = disk.write_file(partial / name, chain([self._header], arrays), self._hashed)
         return {name: [entry.size, entry.digest]}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from parallel3d.engine import op_builds, swap
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.quirks import core, fp16, nvme
-from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.mesh import Mesh, Peers
 
 _log = logging.getLogger(__name__)
 
@@ -27,32 +27,32 @@ class ModelParallelUnit:
     """The mesh as DeepSpeed's model-parallel unit (`mpu`).
 
     DeepSpeed's model-parallel group is every rank that shares one copy of the model (pp x tp).
-    `shard_axis` names the group that ZeRO shards over: "dp", or "self" if nothing is sharded.
+    `shards` are the ranks over which ZeRO shards, or this rank alone if nothing is sharded.
     """
 
-    def __init__(self, mesh: Mesh, shard_axis: str) -> None:
-        self._mesh, self._shards = mesh, shard_axis
+    def __init__(self, model: Peers, shards: Peers) -> None:
+        self._model, self._shards = model, shards
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.group(self._shards)
+        return self._shards.group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        return self._mesh.ranks(self._shards)
+        return self._shards.ranks
 
     def get_data_parallel_rank(self) -> int:
-        return self._mesh.coord(self._shards)
+        return self._shards.coord
 
     def get_data_parallel_world_size(self) -> int:
-        return self._mesh.size(self._shards)
+        return self._shards.size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.group("model")
+        return self._model.group
 
     def get_model_parallel_rank(self) -> int:
-        return self._mesh.coord("model")
+        return self._model.coord
 
     def get_model_parallel_world_size(self) -> int:
-        return self._mesh.size("model")
+        return self._model.size
 
 
 def building(
@@ -81,10 +81,10 @@ def building(
         options = settings.param_options | {"nvme_path": str(folder)}
         settings = replace(settings, param_options=options)
     sharding: AbstractContextManager[None] = deepspeed.zero.Init(
-        data_parallel_group=mesh.group("dp"),
-        config_dict_or_path=settings.deepspeed_config(mesh.size("dp")),
+        data_parallel_group=mesh.shards.group,
+        config_dict_or_path=settings.deepspeed_config(mesh.shards.size),
         # No dtype: DeepSpeed 0.19.8 turns an explicit fp32 into bf16 on devices without fp16.
-        mpu=ModelParallelUnit(mesh, "dp"),
+        mpu=ModelParallelUnit(mesh.model, mesh.shards),
         param_swapper=swapper,
     )
     return sharding

@@ -84,8 +84,8 @@ class Engine:
     ) -> None:  # fmt: skip
         self.held, self.settings, self.mesh = tuple(held), settings, mesh
         self._kinds = core.group_kinds(settings.rates)
-        pair = mesh.join_pair(*(coord % mesh.size("pp") for coord in owners))
-        core.bind_trace_check(mesh.group("dp"), mesh.device)
+        pair = mesh.join_pair(*(coord % mesh.pipeline.size for coord in owners))
+        core.bind_trace_check(mesh.shards.group, mesh.device)
         core.count_once(self.held)
         if settings.precision != "fp32":
             core.accumulate_in_fp32(self.held)
@@ -113,14 +113,13 @@ class Engine:
             self._folders.append(folder)
             options = settings.optimizer_options | {"nvme_path": str(folder)}
             settings = replace(settings, optimizer_options=options)
+        shards = mesh.alone if settings.zero_stage == 0 else mesh.shards
         with core.without_muon():
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
                 optimizer=optimizer,
-                config=settings.deepspeed_config(
-                    mesh.size(settings.shard_axis), sum(h.elements for h in self.held)
-                ),
-                mpu=ModelParallelUnit(mesh, settings.shard_axis),
+                config=settings.deepspeed_config(shards.size, sum(h.elements for h in self.held)),
+                mpu=ModelParallelUnit(mesh.model, shards),
                 dist_init_required=False,
             )
         self._check_groups()
@@ -308,13 +307,13 @@ class ForwardEngine:
         self._deepspeed: deepspeed.DeepSpeedEngine | None = None
         self._folder: Path | None = None
         if settings.shards_parameters:
-            core.bind_trace_check(mesh.group("dp"), mesh.device)
+            core.bind_trace_check(mesh.shards.group, mesh.device)
             first = next(stages.parameters(), None)
             self._folder = swap_folder(first) if first is not None else None
             self._deepspeed, *_ = deepspeed.initialize(
                 model=stages,
-                config=settings.deepspeed_config(mesh.size("dp")),
-                mpu=ModelParallelUnit(mesh, "dp"),
+                config=settings.deepspeed_config(mesh.shards.size),
+                mpu=ModelParallelUnit(mesh.model, mesh.shards),
                 dist_init_required=False,
             )
             self._run = self._deepspeed

@@ -92,11 +92,6 @@ class EngineSettings:
         return self.zero_stage == 3
 
     @property
-    def shard_axis(self) -> str:
-        """The mesh axis that DeepSpeed shards over: "dp", or "self" at ZeRO-0."""
-        return "self" if self.zero_stage == 0 else "dp"
-
-    @property
     def reduce_bucket_size(self) -> int:
         """The number of elements that are reduced at a time."""
         size: int = self.zero_options.get("reduce_bucket_size", _BUCKET)

@@ -146,20 +146,20 @@ class Reduction:
         """Sum partial gradients over tp, tied ones over their owners, before ZeRO shards them."""
         held = list(held)
         partial = [_grad(h) for h in held if h.partial]
-        if partial and self._mesh.size("tp") > 1:
-            all_reduce_coalesced(partial, self._mesh.group("tp"))
+        if partial and self._mesh.tensor.size > 1:
+            all_reduce_coalesced(partial, self._mesh.tensor.group)
         tied = [_grad(h) for h in held if h.tied_across]
         if tied:
             assert self._owners is not None
             all_reduce_coalesced(tied, self._owners)
-        if self._settings.zero_stage == 0 and self._mesh.size("dp") > 1:
+        if self._settings.zero_stage == 0 and self._mesh.replicas.size > 1:
             self._average_over_replicas(held)
 
     def _average_over_replicas(self, held: Iterable[HeldParameter]) -> None:
         """Average over dp in buckets; in a last backward, without waiting (`_finish_average`)."""
         bucket: list[Tensor] = []
         for h in held:
-            grad = _grad(h).div_(self._mesh.size("dp"))
+            grad = _grad(h).div_(self._mesh.replicas.size)
             if bucket and sum(g.numel() for g in bucket) + grad.numel() > self._bucket:
                 self._average(bucket)
                 bucket = []
@@ -168,7 +168,7 @@ class Reduction:
             self._average(bucket)
 
     def _average(self, bucket: Sequence[Tensor]) -> None:
-        group, dtype = self._mesh.group("dp"), self._settings.reduction_dtype
+        group, dtype = self._mesh.replicas.group, self._settings.reduction_dtype
         finish = start_all_reduce(bucket, group, dtype)
         if self._last is None:
             finish()

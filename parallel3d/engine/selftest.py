@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 def _inner_size(settings: EngineSettings, mesh: Mesh) -> int:
     """Return the toy's inner size; on NVMe, shards are a few blocks and a fraction of one."""
     on_nvme = "nvme" in (settings.offload_optimizer, settings.offload_param)
-    return mesh.size("tp") * (32 * mesh.size("dp") + 1 if on_nvme else 8)
+    return mesh.tensor.size * (32 * mesh.shards.size + 1 if on_nvme else 8)
 
 
 def _specs(inner: int) -> list[ParamSpec]:
@@ -53,7 +53,7 @@ class _Stage(nn.Module):
 
     def __init__(self, inner: int, mesh: Mesh) -> None:
         super().__init__()
-        group = mesh.group("tp")
+        group = mesh.tensor.group
         self.up = ColumnParallelLinear(_HIDDEN, inner, group)
         self.down = RowParallelLinear(inner, _HIDDEN, group)
 
@@ -121,7 +121,7 @@ def _run(
     held = [HeldParameter(s.name, named[s.name], s) for s in _specs(inner)]
     for h in held:
         with writing(h.parameter) as (shard, start), torch.no_grad():
-            fill(shard, start, h.spec, h.name, h.cut, seed=mesh.coord("pp"))
+            fill(shard, start, h.spec, h.name, h.cut, seed=mesh.pipeline.coord)
     engine = Engine(stage, held, settings, mesh=mesh, say=say)
     try:
         norms = [_step(engine, by_loss) for by_loss in (False, True)]
@@ -133,7 +133,7 @@ def _run(
 
 def _step(engine: Engine, by_loss: bool) -> float:
     mesh, dtype = engine.mesh, engine.settings.dtype
-    samples = _samples(mesh.size("dp"))[mesh.coord("dp")].to(mesh.device, dtype)
+    samples = _samples(mesh.samples.size)[mesh.samples.coord].to(mesh.device, dtype)
     outputs = []
     with engine.accumulation():
         engine.gather(0)
@@ -164,8 +164,8 @@ def _reference(
     microbatches and averaged over dp.
     """
     specs = _specs(_inner_size(settings, mesh))
-    stages = [_full_weights(specs, p, settings.dtype) for p in range(mesh.size("pp"))]
-    own_weights = stages[mesh.coord("pp")]
+    stages = [_full_weights(specs, p, settings.dtype) for p in range(mesh.pipeline.size)]
+    own_weights = stages[mesh.pipeline.coord]
     before = {name: weight.detach().clone() for name, weight in own_weights.items()}
     decay = [w[s.name] for w in stages for s in specs if s.weight_decay]
     no_decay = [w[s.name] for w in stages for s in specs if not s.weight_decay]
@@ -175,11 +175,11 @@ def _reference(
         group | {"params": no_decay, "weight_decay": 0.0},
     ]
     optimizer = optimizers.load(settings.optimizer).reference(groups, settings.params)
-    x, grad = _samples(mesh.size("dp")).flatten(0, 1).transpose(0, 1).flatten(1, 2)
+    x, grad = _samples(mesh.samples.size).flatten(0, 1).transpose(0, 1).flatten(1, 2)
     norms = []
     for _ in range(2):
         for weights in stages:
-            (_plain(weights, x) * grad / mesh.size("dp")).sum().backward()
+            (_plain(weights, x) * grad / mesh.samples.size).sum().backward()
         norm = nn.utils.clip_grad_norm_(decay + no_decay, settings.gradient_clipping)
         norms.append(float(norm))
         optimizer.step()

@@ -56,7 +56,7 @@ def _write(
     engine: Engine, mesh: Mesh, directory: Path, writer: Writer, layout: WeightFiles
 ) -> list[str]:
     """Gather the weights of this pipeline coordinate; return the names that this rank wrote."""
-    writes = mesh.coord("dp") == 0 and mesh.coord("tp") == 0
+    writes = mesh.replicas.coord == mesh.tensor.coord == 0
     written: list[str] = []
     problem: OSError | None = None
     for held in engine.held:
@@ -64,7 +64,7 @@ def _write(
             continue
         value = engine.full_parameter(held)
         if held.cut.dim is not None:
-            value = mesh.all_gather(value, "tp", held.cut.dim)
+            value = mesh.all_gather(value, mesh.tensor, held.cut.dim)
         if writes and problem is None:
             try:
                 for stored_name, tensor in layout.converted(held.name, value.cpu()).items():

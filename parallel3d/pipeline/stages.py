@@ -104,13 +104,13 @@ def build_stages(
     have the same bits on every mesh. If `seed` is None, weights are left uninitialised. Under
     ZeRO-3 no rank ever holds a whole stage.
     """
-    key = RandomKey(seed or 0, mesh.coord("dp"))
+    key = RandomKey(seed or 0, mesh.samples.coord)
     selective = activation_checkpointing == "selective"
-    context = LayerContext(mesh.group("tp"), key, sequence_parallel, selective, overlap)
+    context = LayerContext(mesh.tensor.group, key, sequence_parallel, selective, overlap)
     costs = [float(layer.cost(shape).forward_flops) for layer in layers]
     placement = partition(costs, schedule.num_stages)
     own_stages = [
-        s for s, coord in enumerate(schedule.pp_coord_of_stage) if coord == mesh.coord("pp")
+        s for s, coord in enumerate(schedule.pp_coord_of_stage) if coord == mesh.pipeline.coord
     ]
     modules: dict[str, nn.Module] = {}
     with building(settings, mesh):

@@ -168,12 +168,12 @@ def check_machine(config: RunConfig, mesh: Mesh, nodes: Nodes, say: Say) -> None
 
     Called before the corpus and the model, which take long. Warns if a tp group spans hosts.
     """
-    if torn := nodes.torn(mesh.size("tp")):
+    if torn := nodes.torn(mesh.tensor.size):
         others = f", and {len(torn) - 1} more groups" if torn[1:] else ""
         say(
-            f"mesh    tp = {mesh.size('tp')} SPANS HOSTS: {nodes.in_words(torn[0])}{others}; every "
-            "layer waits for the network. Use a tp that divides the ranks of a node, and number "
-            "each node's ranks consecutively (srun --distribution=block)"
+            f"mesh    tp = {mesh.tensor.size} SPANS HOSTS: {nodes.in_words(torn[0])}{others}; "
+            "every layer waits for the network. Use a tp that divides the ranks of a node, and "
+            "number each node's ranks consecutively (srun --distribution=block)"
         )
 
     def look() -> None:
@@ -182,7 +182,7 @@ def check_machine(config: RunConfig, mesh: Mesh, nodes: Nodes, say: Say) -> None
         if mesh.device.type != "cpu":
             ask = getattr(torch.get_device_module(mesh.device), "mem_get_info", None)
             device = ask(mesh.device)[1] if ask else MOST_BYTES
-        refuse_impossible(config, mesh.size("world"), host + device)
+        refuse_impossible(config, mesh.world.size, host + device)
         for name in ("offload_optimizer", "offload_param"):
             section = getattr(config.zero_optimization, name)
             if section.device == "nvme":

@@ -340,7 +340,7 @@ class CaseRun:
     def _mean(self, local: torch.Tensor | float) -> float:
         """Return the mean over dp of a loss that the last stage's tp ranks hold (others hold 0)."""
         everyone = self.mesh.gather_floats([local])
-        return sum(row[0] for row in everyone) / (self.mesh.size("dp") * self.mesh.size("tp"))
+        return sum(row[0] for row in everyone) / (self.mesh.replicas.size * self.mesh.tensor.size)
 
     def _evaluated(self, batch: list[Microbatch], drops: bool) -> float:
         """Return the mean loss of a batch in evaluation, where dropout must be off."""
@@ -352,7 +352,7 @@ class CaseRun:
 
     def _dropped(self, batch: list[Microbatch], step: int) -> Masks:
         """Run a step with dropout on and return the masks it drew."""
-        coords = self.mesh.coord("dp"), self.mesh.coord("tp")
+        coords = self.mesh.samples.coord, self.mesh.tensor.coord
         split = self.config.mesh.sequence_parallel
         with watched(self.parts.stages.module, coords, split, DROPOUT) as masks:
             self.parts.executor.run(batch, step)

@@ -106,7 +106,7 @@ def worst(errors: Any) -> float:
 def microbatches(batch: Sequence[Tensor | None], config: RunConfig, mesh: Mesh) -> list[Microbatch]:
     """Return the microbatches of this dp coordinate from a global batch."""
     share = config.micro_batch_size * config.num_microbatches
-    start = share * mesh.coord("dp")
+    start = share * mesh.samples.coord
 
     def cut(x: Tensor) -> list[Tensor]:
         return list(x[start : start + share].split(config.micro_batch_size))

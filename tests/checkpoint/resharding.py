@@ -153,7 +153,7 @@ def save_on_rank(rank, sides, root):
         trained = Trained(side, root)
         trained.train()
         parts = list(trained.gathered())
-        everything.append(parts if trained.mesh.coord("dp") == 0 else [])
+        everything.append(parts if trained.mesh.replicas.coord == 0 else [])
         saver = Saver(
             trained.engine, trained.mesh, layers(trained.config.model), folder=root / str(side),
             asynchronous=number % 2 == 0,

@@ -9,6 +9,7 @@ from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.box import Box, overlap
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.load import make_index
+from parallel3d.mesh.mesh import Peers
 from tests.checkpoint.folders import FIRST, KINDS, SECOND, SHAPES, write_tensors
 
 pytestmark = pytest.mark.gloo
@@ -20,10 +21,8 @@ class Rank:
     """A rank of so many that meets no other, but hears what they would say."""
 
     def __init__(self, rank, count, heard=None):
-        self.rank, self.count, self.heard = rank, count, heard
-
-    def size(self, axis):
-        return self.count
+        self.rank, self.heard = rank, heard
+        self.world = Peers(None, count, rank)
 
     def gather_texts(self, text, aside=False):
         return self.heard if text and self.heard else [text]  # "": nothing went wrong

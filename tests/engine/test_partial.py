@@ -25,10 +25,10 @@ class Weighted(nn.Module):
 
     def __init__(self, mesh):
         super().__init__()
-        ranks = mesh.size("tp")
-        self.share = (mesh.coord("tp") + 1) / (ranks * (ranks + 1) / 2)  # they add up to 1
-        self.weight = cut_parameter((HIDDEN, HIDDEN), None, mesh.group("tp"))
-        self.bias = cut_parameter((HIDDEN,), None, mesh.group("tp"))
+        ranks = mesh.tensor.size
+        self.share = (mesh.tensor.coord + 1) / (ranks * (ranks + 1) / 2)  # they add up to 1
+        self.weight = cut_parameter((HIDDEN, HIDDEN), None, mesh.tensor.group)
+        self.bias = cut_parameter((HIDDEN,), None, mesh.tensor.group)
 
     def forward(self, stage, x):
         return self.share * torch.tanh(x @ self.weight + self.bias)
@@ -53,7 +53,7 @@ def sum_partial(rank, dp, settings, partial):
     reduce = reduction_file.all_reduce_coalesced
 
     def counted(tensors, group, *dtype):
-        calls.append(group is mesh.group("tp"))
+        calls.append(group is mesh.tensor.group)
         reduce(tensors, group, *dtype)
 
     x, grad = inputs()
@@ -63,7 +63,7 @@ def sum_partial(rank, dp, settings, partial):
         with patch.object(reduction_file, "all_reduce_coalesced", counted):
             with engine.accumulation():
                 for m in range(MICROBATCHES):
-                    here = slice(mesh.coord("dp") * BATCH, (mesh.coord("dp") + 1) * BATCH)
+                    here = slice(mesh.samples.coord * BATCH, (mesh.samples.coord + 1) * BATCH)
                     output = engine.forward(0, x[m, here].clone().requires_grad_())
                     engine.backward(output, grad[m, here].clone())
             norms.append(engine.step(0.1).grad_norm)

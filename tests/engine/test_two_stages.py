@@ -26,7 +26,7 @@ class TwoStages(nn.Module):
 
     def __init__(self, mesh):
         super().__init__()
-        group = mesh.group("tp")
+        group = mesh.tensor.group
         self.stages = nn.ModuleList(
             nn.ModuleList(ColumnParallelLinear(HIDDEN, HIDDEN, group) for _ in range(3))
             for _ in range(2)

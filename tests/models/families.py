@@ -104,7 +104,7 @@ def computed(config, tp, sequence_parallel=False, documents=None, seq=16):
     gradients = []
     for h in built.held:
         if h.partial:
-            dist.all_reduce(h.parameter.grad, group=mesh.group("tp"))
+            dist.all_reduce(h.parameter.grad, group=mesh.tensor.group)
         gradients.append((h.name, h.cut, h.parameter.grad))
     return loss.item(), logits.value, gradients
 

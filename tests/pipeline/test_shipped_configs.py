@@ -124,7 +124,11 @@ def test_layers_of_the_first_middle_and_last_rank_on_the_meta_device(name, join)
     for pp in sorted({0, sizes.pp // 2, sizes.pp - 1}):
         tp = pp % sizes.tp
         mesh = join(config, pp, sizes.dp - 1, tp)
-        assert (mesh.coord("pp"), mesh.coord("dp"), mesh.coord("tp")) == (pp, sizes.dp - 1, tp)
+        assert mesh.coords == (
+            pp,
+            sizes.dp - 1,
+            tp,
+        )
         built = build_stages(
             layers,
             schedule,

@@ -111,7 +111,7 @@ def order_and_time(rank):
     """Of the backward of one layer, without and with: what was issued, and the seconds."""
     mesh, found = Mesh(1, 1, 2), []
     for split in (False, True):
-        layer, _ = layers(mesh.group("tp"), split)
+        layer, _ = layers(mesh.tensor.group, split)
         for on in (False, True):
             layer.overlap = on
             x = torch.randn(BATCH, SEQ // (2 if split else 1), SIZE, requires_grad=True)
