@@ -87,7 +87,8 @@ def _settings_of_choice(choice: Choice, path: str) -> Iterator[SettingDoc]:
     """Yield the settings of every class that may be chosen, shared ones once."""
     key, names = f"{path}.{choice.key}", list(choice.names())
     words = " | ".join(map(json.dumps, names))
-    yield SettingDoc(key, words, "", f"The {choice.key}; it decides which settings follow.")
+    if not choice.beside:
+        yield SettingDoc(key, words, "", f"The {choice.key}; it decides which settings follow.")
     choices_of_setting: dict[SettingDoc, list[str]] = {}
     for name in names:
         for setting in settings(choice.class_of(name), path):
@@ -231,6 +232,7 @@ def _located(
     section: type[Section] | None = root  # the section of `raw`, or of its items
     owner, of_items = section, False
     for part in detail["loc"]:
+        outer = raw
         if isinstance(raw, dict) and (part in raw or detail["type"] == "missing"):
             raw = raw.get(part, ABSENT)
         elif isinstance(raw, list | tuple) and isinstance(part, int):
@@ -246,8 +248,9 @@ def _located(
         section = _section_of(field.annotation) if field else None
         of_items = field is not None and get_origin(field.annotation) in (tuple, Mapping)
         if field and (choice := _choice_of(field)) and isinstance(raw, dict):
-            name: Any = raw.get(choice.key)
-            section = choice.class_of(name) if name in choice.names() else None
+            name: Any = (outer if choice.beside else raw).get(choice.key)
+            name = name if name in choice.names() else choice.beside
+            section = choice.class_of(name) if name else None
     return ".".join(path), raw, owner
 
 

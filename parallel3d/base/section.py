@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Strict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Strict,
+    ValidationInfo,
+)
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.masking import mask
@@ -78,19 +85,23 @@ class Choice:
     """A validator of a block whose class is chosen by its setting `key`.
 
     `what` describes a name in messages, `names` returns all names, `class_of` the class of a name.
+    With `beside`, the key stands beside the block, and `beside` is its default.
     """
 
     key: str
     what: str
     names: Callable[[], Iterable[str]]
     class_of: Callable[[str], type[Section]]
+    beside: str = ""
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, Section):
             return value
         if not isinstance(value, dict):
             raise ValueError("must be a block of settings; write {...}")
-        name, names = value.get(self.key, ABSENT), list(self.names())
+        names = list(self.names())
+        # A wrong name beside the block has its own problem, and is missing here.
+        name = info.data.get(self.key, self.beside) if self.beside else value.get(self.key, ABSENT)
         if name not in names:
             remedy = f"use one of: {', '.join(names)}"
             raise Problems([Problem(self.key, name, f"is not a known {self.what}", remedy)])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel3d.checkpoint.box import Box, boxes_of, shift
 from parallel3d.checkpoint.chunks import Chunk
-from parallel3d.engine import KINDS, Engine, HeldParameter
+from parallel3d.engine import Engine, HeldParameter
 from parallel3d.tensor.cut import even_split
 
 SMALLEST = 2**18  # elements of a copy's smallest piece, except the last: 1 MiB
@@ -61,7 +61,7 @@ def runs_to_write(engine: Engine) -> list[ChunkRun]:
             if stop > start:
                 at = piece.start
                 boxes = [b for b, _ in global_boxes(piece.held, at + start, at + stop)]
-                for kind in KINDS:
+                for kind in engine.states.kinds:
                     chunks = tuple(Chunk(piece.held.name, kind, box) for box in boxes)
                     runs.append(ChunkRun(number, index, kind, start, stop, chunks))
     return runs

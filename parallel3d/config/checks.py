@@ -24,7 +24,10 @@ from parallel3d.config.parallel3d_block import (
     TrainConfig,
     reduces_once,
 )
+from parallel3d.model import optimizers
 from parallel3d.model.config import HasKeyValueHeads, ModelConfig
+from parallel3d.model.parametrization import parametrization_of
+from parallel3d.model.spec import MASTER_BYTES
 from parallel3d.models.common import pretrained_of
 from parallel3d.schedule import schedules
 
@@ -311,9 +314,9 @@ def _check_offload(zero_optimization: ZeroConfig) -> Iterator[Problem]:
         yield Problem(f"{path}.offload_optimizer.device", optimizer, rule, remedy)
 
 
-def _check_nvme(zero_optimization: ZeroConfig) -> Iterator[Problem]:
+def _check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
     """Refuse combinations of NVMe settings in which DeepSpeed fails or goes wrong."""
-    zero, path, optimizer = zero_optimization, "zero_optimization", "offload_optimizer"
+    zero, path, block = zero_optimization, "zero_optimization", "offload_optimizer"
     threshold, offload = zero.stage3_param_persistence_threshold, zero.offload_optimizer
     if zero.offload_param.device == "nvme" and threshold > _LEAST_ON_NVME:
         rule = "would keep parameters unsharded that offload_param puts on NVMe"
@@ -321,18 +324,51 @@ def _check_nvme(zero_optimization: ZeroConfig) -> Iterator[Problem]:
         yield Problem(f"{path}.stage3_param_persistence_threshold", threshold, rule, remedy)
     if zero.offload_param.device == "nvme" and offload.fast_init:
         rule = "would start from wrong weights, because offload_param puts parameters on NVMe"
-        yield Problem(f"{path}.{optimizer}.fast_init", True, rule, "remove it")
-    needed = 4 * (1 + offload.pipeline_read + offload.pipeline_write)
+        yield Problem(f"{path}.{block}.fast_init", True, rule, "remove it")
+    # The swapper reads master, gradient and states into one buffer each.
+    each = max(4, 1 + len(optimizers.kinds(optimizer.file)))
+    needed = each * (1 + offload.pipeline_read + offload.pipeline_write)
     if offload.device == "nvme" and offload.buffer_count < needed:
-        rule = "is too few buffers for pipeline_read or pipeline_write"
+        what = (
+            "pipeline_read or pipeline_write" if needed > each else f"the state of {optimizer.type}"
+        )
+        rule = f"is too few buffers for {what}"
         remedy = f"use {needed} or more, or disable pipeline_read and pipeline_write"
-        yield Problem(f"{path}.{optimizer}.buffer_count", offload.buffer_count, rule, remedy)
+        yield Problem(f"{path}.{block}.buffer_count", offload.buffer_count, rule, remedy)
 
 
-def _check_adam(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
-    if optimizer.params.torch_adam and zero_optimization.offload_optimizer.device != "none":
-        rule = "cannot be combined with offload_optimizer, which uses DeepSpeed's Adam on the host"
-        yield Problem("optimizer.params.torch_adam", True, rule, "remove one of them")
+def _check_optimizer(
+    optimizer: OptimizerConfig, zero_optimization: ZeroConfig, model: Any
+) -> Iterator[Problem]:
+    """Refuse what the engine, DeepSpeed or a checkpoint cannot do with an optimizer."""
+    file, name = optimizers.load(optimizer.file), optimizer.type
+    device, kind = zero_optimization.offload_optimizer.device, parametrization_of(model).type
+    usable = " or ".join(f'"{place}"' for place in ("none", *file.OFFLOADS))
+    rules = [
+        (file.WHOLE_MATRICES, Problem(
+            "optimizer.type", name, "needs whole matrices, but ZeRO cuts them into flat pieces",
+            'use an optimizer that works element by element ("AdamW")',
+        )),
+        (device not in ("none", *file.OFFLOADS), Problem(
+            "zero_optimization.offload_optimizer.device", device,
+            f"cannot hold the state of {name}", f"use {usable}",
+        )),
+        (kind not in file.PARAMETRIZATIONS, Problem(
+            "parallel3d.model.parametrization.type", kind,
+            f"sets learning rates that do not transfer with {name}",
+            'use "standard", or optimizer.type = "AdamW"',
+        )),
+        (device != "none" and getattr(optimizer.params, "torch_adam", False), Problem(
+            "optimizer.params.torch_adam", True,
+            "cannot be combined with offload_optimizer, which uses DeepSpeed's Adam on the host",
+            "remove one of them",
+        )),
+        *((state.num_bytes != MASTER_BYTES, Problem(
+            "optimizer.type", name, f"keeps {state.name} in {state.num_bytes} bytes an element",
+            "keep it in fp32 (4 bytes), as checkpoints and DeepSpeed's swap buffers do",
+        )) for state in file.STATE),
+    ]  # fmt: skip
+    yield from (problem for is_broken, problem in rules if is_broken)
 
 
 def _divisors_of(number: int) -> list[int]:
@@ -350,5 +386,5 @@ CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_reduction, _check_compile, _check_sequence, _check_sequence_parallel,
     _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary, _check_batch,
     _check_plan, _check_length, _check_lr_schedule, _check_scheduler, _check_profile,
-    _check_precision, _check_communication_type, _check_offload, _check_nvme, _check_adam,
+    _check_precision, _check_communication_type, _check_offload, _check_nvme, _check_optimizer,
 )  # fmt: skip

@@ -9,7 +9,7 @@ from parallel3d import models
 from parallel3d.base.section import Choice, PathText, Section
 from parallel3d.config import hardware
 from parallel3d.config.data import DataConfig
-from parallel3d.config.folders import ModelFolders, ScheduleFolders
+from parallel3d.config.folders import ModelFolders, OptimizerFolders, ScheduleFolders
 from parallel3d.config.monitors import Trackers
 from parallel3d.schedule import schedules
 from parallel3d.schedule.sharding import Weights
@@ -267,6 +267,9 @@ class OutputConfig(Section):
     schedule_folders: ScheduleFolders = ()
     """Folders of your own schedules, each a file (docs/add-a-schedule.md). For commands without a
     config, set PARALLEL3D_SCHEDULES."""
+    optimizer_folders: OptimizerFolders = ()
+    """Folders of your own optimizers, each a file (docs/add-an-optimizer.md). For commands without
+    a config, set PARALLEL3D_OPTIMIZERS."""
 
 
 class Parallel3DConfig(Section):

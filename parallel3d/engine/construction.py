@@ -58,7 +58,7 @@ class ModelParallelUnit:
 def building(
     settings: EngineSettings, mesh: Mesh, *, say: Callable[[str], None] = _log.info,
     beside: nn.Parameter | None = None,
-) -> AbstractContextManager[Any]:  # fmt: skip
+) -> AbstractContextManager[None]:  # fmt: skip
     """Return the context in which a stage's modules are constructed.
 
     Under ZeRO-3 each module is sharded over dp before it is initialised, so no rank ever holds a
@@ -80,7 +80,7 @@ def building(
         folder = make_folder(settings.param_options, "param", mesh, say)
         options = settings.param_options | {"nvme_path": str(folder)}
         settings = replace(settings, param_options=options)
-    sharding: AbstractContextManager[Any] = deepspeed.zero.Init(
+    sharding: AbstractContextManager[None] = deepspeed.zero.Init(
         data_parallel_group=mesh.shards.group,
         config_dict_or_path=settings.deepspeed_config(mesh.shards.size),
         # No dtype: DeepSpeed 0.19.8 turns an explicit fp32 into bf16 on devices without fp16.
@@ -122,12 +122,12 @@ def writing(parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
 
 
 def make_folder(
-    options: Mapping[str, Any], part: str, mesh: Mesh, say: Callable[[str], None]
+    options: Mapping[str, object], part: str, mesh: Mesh, say: Callable[[str], None]
 ) -> Path:
     """Load async_io for NVMe offload of `part` ("param" or "optimizer"); make its swap folder."""
     op_builds.load_async_io(mesh, say)
     setting = f"zero_optimization.offload_{part}.nvme_path"
-    return swap.make_folder(options["nvme_path"], mesh, setting)
+    return swap.make_folder(str(options["nvme_path"]), mesh, setting)
 
 
 def swap_folder(parameter: nn.Parameter) -> Path | None:

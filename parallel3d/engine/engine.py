@@ -23,6 +23,7 @@ from parallel3d.engine.optimizer_states import OptimizerStates
 from parallel3d.engine.quirks import core, fp16, nvme, streams, tracing, updating
 from parallel3d.engine.reduction import Reduction
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model import optimizers
 from parallel3d.tensor.cut import HeldParameter
 from parallel3d.tensor.weight_gradients import accumulate_in_place
 
@@ -58,7 +59,7 @@ class _Module(nn.Module):
         super().__init__()
         self.stages, self.placeholders = stages, placeholders
 
-    def forward(self, *inputs: Any, **options: Any) -> Tensor:
+    def forward(self, *inputs: Tensor | int, **options: object) -> Tensor:
         result: Tensor = self.stages(*inputs, **options)
         return result
 
@@ -95,17 +96,15 @@ class Engine:
         offload = settings.offload_optimizer != "none"
         if offload:
             op_builds.use_host_threads(mesh.device, mesh.local_size, say)
-        optimizer = op_builds.make_optimizer(
+        file = optimizers.load(settings.optimizer)
+        optimizer = file.make(
             core.param_groups(
                 self.held, placeholders, settings.weight_decay, settings.eps, settings.rates
             ),
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            cpu_adam=offload and op_builds.load_cpu_adam(mesh, say),
+            settings.params,
             device=mesh.device,
+            cpu_adam=offload and file.CPU_ADAM and op_builds.load_cpu_adam(mesh, say),
         )
-        updating.recompute_bias_correction(optimizer)
         folder = swap_folder(first) if first is not None else None
         self._folders: list[Path] = [folder] if folder else []
         if settings.offload_optimizer == "nvme":
@@ -271,8 +270,8 @@ class Engine:
 
     @cached_property
     def states(self) -> OptimizerStates:
-        """This rank's masters and moments, which a checkpoint saves."""
-        return OptimizerStates(self._deepspeed, self.held)
+        """This rank's masters and optimizer state, which a checkpoint saves."""
+        return OptimizerStates(self._deepspeed, self.held, self.settings.optimizer)
 
     def close(self) -> None:
         """Free DeepSpeed's hooks and buffers, and remove its files."""
@@ -305,7 +304,7 @@ class ForwardEngine:
     def __init__(self, stages: nn.Module, settings: EngineSettings, mesh: Mesh) -> None:
         self.settings = settings
         self._run: Any = stages.eval()
-        self._deepspeed: Any = None
+        self._deepspeed: deepspeed.DeepSpeedEngine | None = None
         self._folder: Path | None = None
         if settings.shards_parameters:
             core.bind_trace_check(mesh.shards.group, mesh.device)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
 from parallel3d.engine.engine_settings import EngineSettings
@@ -30,7 +30,7 @@ class Reduction:
     """
 
     def __init__(
-        self, engine: Any, held: Sequence[HeldParameter], layers: Layers, *,
+        self, engine: DeepSpeedEngine, held: Sequence[HeldParameter], layers: Layers, *,
         settings: EngineSettings, mesh: Mesh, owners: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
         self._deepspeed, self._held, self._settings = engine, tuple(held), settings

@@ -7,7 +7,6 @@ docs/deepspeed.md, which would otherwise show only as a slightly wrong loss curv
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import deepspeed
 import torch
@@ -19,6 +18,7 @@ from parallel3d.engine.engine import Engine
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.quirks import core, nvme
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model import optimizers
 from parallel3d.model.spec import Init, ParamSpec
 from parallel3d.tensor.cut import Cut, held_parameters
 from parallel3d.tensor.initialise import fill
@@ -57,7 +57,7 @@ class _Stage(nn.Module):
         self.up = ColumnParallelLinear(_HIDDEN, inner, group)
         self.down = RowParallelLinear(inner, _HIDDEN, group)
 
-    def forward(self, stage: int, x: Tensor, on_input_grad: Any = None) -> Tensor:
+    def forward(self, stage: int, x: Tensor, on_input_grad: object = None) -> Tensor:
         """x [batch, hidden] -> [batch, hidden]; the other arguments are unused."""
         added: Tensor = self.down(torch.tanh(self.up(x)))
         return x + added
@@ -168,11 +168,12 @@ def _reference(
     before = {name: weight.detach().clone() for name, weight in own_weights.items()}
     decay = [w[s.name] for w in stages for s in specs if s.weight_decay]
     no_decay = [w[s.name] for w in stages for s in specs if not s.weight_decay]
+    group = {"lr": settings.lr, "eps": settings.eps}
     groups = [
-        {"params": decay, "weight_decay": settings.weight_decay},
-        {"params": no_decay, "weight_decay": 0.0},
+        group | {"params": decay, "weight_decay": settings.weight_decay},
+        group | {"params": no_decay, "weight_decay": 0.0},
     ]
-    adam = torch.optim.AdamW(groups, settings.lr, settings.betas, settings.eps)
+    optimizer = optimizers.load(settings.optimizer).reference(groups, settings.params)
     x, grad = _samples(mesh.samples.size).flatten(0, 1).transpose(0, 1).flatten(1, 2)
     norms = []
     for _ in range(2):
@@ -180,8 +181,8 @@ def _reference(
             (_plain(weights, x) * grad / mesh.samples.size).sum().backward()
         norm = nn.utils.clip_grad_norm_(decay + no_decay, settings.gradient_clipping)
         norms.append(float(norm))
-        adam.step()
-        adam.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return norms, before, {name: weight.detach() for name, weight in own_weights.items()}
 
 

@@ -19,8 +19,6 @@ Sizes = Mapping[str, int]
 """The number of ranks of each role of a mesh; a role that is not in it has one."""
 MASTER_BYTES = 4
 """Bytes of a trained element's master weight in fp32."""
-STATE_BYTES = MASTER_BYTES + 8
-"""Bytes of a trained element's master weight and Adam's two moments."""
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ class Setting:
     - `num_microbatches`: per step.
     - `reduces_once`: True if gradients are reduced once per step.
     - `weights`: how long ZeRO-3's weights stay gathered.
+    - `optimizer`: the name of its file.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -103,6 +104,7 @@ class Setting:
     weights: Weights = "per_microbatch"
     offload_optimizer: Device = "none"
     offload_param: Device = "none"
+    optimizer: str = "adamw"
     buffers: Buffers = Buffers()
     software: Software = ENGINE
 
@@ -171,7 +173,7 @@ class Setting:
             reduces_once=reduces_once(zero.stage, pipeline.gradient_reduction),
             weights=gathered_for(pipeline.weights),
             offload_optimizer=zero.offload_optimizer.device,
-            offload_param=zero.offload_param.device,
+            offload_param=zero.offload_param.device, optimizer=config.optimizer.file,
             software=Software(
                 reduction_bytes=BYTES[config.communication_data_type or "fp32"],
                 scatters_sends=pipeline.scatter_activations,

@@ -145,7 +145,8 @@ def settings(folder: Path) -> dict[str, str]:
             "learning-rate schedule":
                 f"{schedule.type}{final if schedule.type != 'constant' else ''}",
             "warm-up, steps": schedule.warmup_steps,
-            "betas, weight decay": f"{list(adam.betas)}, {adam.weight_decay}",
+            "betas, weight decay":
+                f"{list(getattr(adam, 'betas', ()))}, {getattr(adam, 'weight_decay', 0.0)}",
             "precision": config.precision, "seeds": train.seed,
             "held-out samples": "all" if samples >= ALL else samples,
         }.items():  # fmt: skip

@@ -323,7 +323,7 @@ class CaseRun:
             return 0.0
         schedule, expected = self.reference.schedule, self.reference.rates
         off = max(abs(rate(schedule, step) - lr) for step, lr in enumerate(expected))
-        return off / schedule.optimizer.params.lr
+        return off / float(schedule.optimizer.params.lr)
 
     def _compare(self, batch: list[Microbatch], step: int) -> None:
         """Record the share of a step's tokens, labels and positions that differ from the course."""

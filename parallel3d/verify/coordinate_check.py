@@ -105,12 +105,7 @@ def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
     block["model"] |= {name: value for name, value in changed.items() if name in block["model"]}
     block["data"]["sequence_length"] = LENGTH
     block["train"]["steps"] = steps
-    adam = config.optimizer.params
-    raw["optimizer"]["params"] |= {
-        "lr": adam.lr,
-        "eps": adam.eps,
-        "weight_decay": adam.weight_decay,
-    }
+    raw["optimizer"]["params"] = config.optimizer.params.model_dump(mode="json")
     raw["gradient_clipping"] = 0.0
     where = f"the config at --widths {width}"
     return RunConfig.from_dict(raw, where).resolve(sizes[0] * sizes[1] * sizes[2])

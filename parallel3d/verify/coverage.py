@@ -41,7 +41,7 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (True, f"ZeRO stage {zero.stage}", ""),
         (devices != ("none", "none"), f"offload to {', '.join(devices)}", ""),
         (True, f"precision {config.precision}", ""),
-        (config.optimizer.params.weight_decay, "which parameters decay", ""),
+        (getattr(config.optimizer.params, "weight_decay", 0), "which parameters decay", ""),
         (config.gradient_clipping, "gradient_clipping", ""),
         (not config.scheduler, f"train.lr_schedule.type = {config.train.lr_schedule.type}", ""),
         (config.scheduler, "scheduler", "tests/config/test_learning_rates.py"),

@@ -10,9 +10,10 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from parallel3d.config import RunConfig, ZeroConfig
+from parallel3d.config import RunConfig
 from parallel3d.engine.op_builds import load_async_io, load_cpu_adam
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model import optimizers
 from parallel3d.model.spec import tied_names
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.tensor.segments import Segments
@@ -71,12 +72,13 @@ def compile_operators(config: RunConfig) -> None:
     """
     zero = config.zero_optimization
     if zero.offload_optimizer.device != "none" or zero.offload_param.device == "nvme":
-        run_locally(_compile_operators, 1, zero, timeout=1800)
+        run_locally(_compile_operators, 1, config, timeout=1800)
 
 
-def _compile_operators(rank: int, zero: ZeroConfig) -> None:
+def _compile_operators(rank: int, config: RunConfig) -> None:
     mesh, say = Mesh(), partial(print, file=sys.stderr, flush=True)
-    if zero.offload_optimizer.device != "none":
+    zero, uses_adam = config.zero_optimization, optimizers.load(config.optimizer.file).CPU_ADAM
+    if uses_adam and zero.offload_optimizer.device != "none":
         load_cpu_adam(mesh, say)
     if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
         load_async_io(mesh, say)

@@ -20,6 +20,7 @@ from parallel3d import models
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
+from parallel3d.model import optimizers
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import named_params
 from parallel3d.models.common import head_size_of
@@ -159,10 +160,10 @@ def first_weights(config: RunConfig) -> dict[str, Tensor]:
 def train_reference(
     config: RunConfig, folder: Path, course: Course, *, rows: int | None = None
 ) -> Reference:
-    """Train the small model with transformers and torch's AdamW.
+    """Train the small model with transformers and the optimizer in plain PyTorch.
 
     A config of fp32 is trained in fp64. Half precision follows the config's own plan: products in
-    it, masters, added gradients, clipping and Adam in fp32. `rows`: samples that are computed
+    it, masters, added gradients, clipping and the update in fp32. `rows`: samples that are computed
     together; with it attention has torch's fused kernel, so sums have another order.
 
     Raises ConfigError for a family without a transformers model.
@@ -323,14 +324,14 @@ def train_model(
     course: Course,
     rows: int | None = None,
 ) -> Reference:
-    """Train a model of transformers with torch's AdamW and save its weights under our names."""
+    """Train a model of transformers in plain PyTorch and save its weights under our names."""
     start = definitions.start_error(model, config.model)
     masters = named = dict(model.named_parameters())
     if config.precision in HALF:
         masters = {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
     scale = _SCALE if config.precision == "fp16" else 1.0
     groups = definitions.optimizer_groups(model, config, masters)
-    optimizer = torch.optim.AdamW(groups, betas=config.optimizer.params.betas, foreach=False)
+    optimizer = optimizers.load(config.optimizer.file).reference(groups, config.optimizer.params)
     losses, norms = [], []
     limit = config.gradient_clipping or float("inf")
     for batch, lr in zip(course.steps, course.rates, strict=True):

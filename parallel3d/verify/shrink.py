@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
+from parallel3d.model import optimizers
 from parallel3d.model.config import HasKeyValueHeads, ModelConfig
 from parallel3d.schedule import schedules
 
@@ -16,8 +17,9 @@ Sizes = tuple[int, int, int]  # pp, dp, tp
 
 SEQUENCE_LENGTH, VOCAB_SIZE, HEAD_SIZE = 16, 261, 8  # no vocabulary size that 2 or 4 divides
 ALWAYS_CLIPPED = 0.02
-STEPS, MICROBATCHES, LEARNING_RATE, WARMUP_STEPS = 3, 4, 3e-4, 2
-WEIGHT_DECAY = 5.0  # if the config decays; a mistake in 0.1 would move nothing in three steps
+STEPS, MICROBATCHES, WARMUP_STEPS = 3, 4, 2
+# Learning rate x decay, if the config decays; a mistake in less would move nothing in three steps.
+DECAY_PER_STEP = 5 * 3e-4
 DECAY = {"warmup_steps": 1, "min_ratio": 0.5}  # so that the last step still trains
 SCHEDULES: dict[str, dict[str, float]] = {
     "constant": {"warmup_steps": WARMUP_STEPS},
@@ -124,10 +126,12 @@ def shrink(
     }
     raw.pop("scheduler", None)
     raw["gradient_clipping"] = clipping if config.gradient_clipping else 0.0
-    raw["optimizer"]["params"]["lr"] = LEARNING_RATE
-    raw["optimizer"]["params"]["eps"] = max(EPS, config.optimizer.params.eps)
-    if config.optimizer.params.weight_decay:
-        raw["optimizer"]["params"]["weight_decay"] = WEIGHT_DECAY
+    params = raw["optimizer"]["params"]
+    params["lr"] = optimizers.load(config.optimizer.file).VERIFY_LR
+    if "eps" in params:
+        params["eps"] = max(EPS, params["eps"])
+    if params.get("weight_decay"):
+        params["weight_decay"] = DECAY_PER_STEP / params["lr"]
     if config.precision == "fp16":
         raw["fp16"] |= GROWING_SCALE
     raw["zero_optimization"] |= NO_THRESHOLDS | BUCKETS

@@ -34,7 +34,7 @@ ALONE = Rank(0, 1)
 @pytest.mark.parametrize("box", [((0, 0), (5, 2)), ((1, 1), (1, 1)), ((1, 0), (3, 1))])
 def test_it_finds_what_every_header_says(folder, box):
     box = Box(*box)
-    index = make_index(folder, FILES, SHAPES, ["embedding.weight"], ALONE)
+    index = make_index(folder, FILES, SHAPES, ["embedding.weight"], ALONE, KINDS)
     for kind in KINDS:
         expected = set()
         for number, name in enumerate(FILES):
@@ -50,7 +50,7 @@ def test_it_finds_what_every_header_says(folder, box):
 
 def test_elements_that_are_there_twice_are_named(folder):
     shutil.copy(folder / FIRST, folder / "again.safetensors")
-    index = make_index(folder, [*FILES, "again.safetensors"], SHAPES, list(SHAPES), ALONE)
+    index = make_index(folder, [*FILES, "again.safetensors"], SHAPES, list(SHAPES), ALONE, KINDS)
     assert index.find_overlap() == ("embedding.weight", "master", Box((0, 0), (2, 2)))
 
 
@@ -60,4 +60,4 @@ def test_a_chunk_of_no_parameter_is_refused(folder, key):
     with pytest.raises(
         CheckpointError, match=f"{SECOND}: '{key.split('|')[0]}.* fits no parameter"
     ):
-        make_index(folder, FILES, SHAPES, list(SHAPES), ALONE)
+        make_index(folder, FILES, SHAPES, list(SHAPES), ALONE, KINDS)

@@ -3,7 +3,7 @@
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config.hardware import Cores, Figure, Hardware, Host
-from parallel3d.model.spec import STATE_BYTES
+from parallel3d.model.optimizers import kinds, state_bytes
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.report.plan_rows import nothing_fits
 from parallel3d.plan.report.plan_table import lines_of, seconds
@@ -114,7 +114,8 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
 
 
 def checkpoint_bytes(setting: Setting) -> int:
-    """Return the approximate bytes of a checkpoint: fp32 weights, two moments, file headers."""
+    """Return the approximate bytes of a checkpoint: fp32 weights, optimizer state, file headers."""
     s = setting
     num_tensors = sum(len(layer.own_params) for layer in s.layers)
-    return STATE_BYTES * s.num_params + 3 * _HEADER_ENTRY * (num_tensors * s.tp + s.devices)
+    header = len(kinds(s.optimizer)) * _HEADER_ENTRY * (num_tensors * s.tp + s.devices)
+    return state_bytes(s.optimizer) * s.num_params + header

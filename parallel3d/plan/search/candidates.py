@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from parallel3d.base.section import Problem, Problems
 from parallel3d.config import MeshConfig, checks
 from parallel3d.config.parallel3d_block import reduces_once
+from parallel3d.model import optimizers
 from parallel3d.model.spec import Recompute, Shape
 from parallel3d.plan.search.plans import CHOICES, Request
 from parallel3d.plan.setting import Device, Setting
@@ -249,7 +250,12 @@ def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: De
     if zero_stage != 3 and (param != "none" or optimizer == "nvme"):
         return False
     host, config = request.hardware.host, request.config
-    if host is None or config.optimizer.params.torch_adam:
+    usable = ("none", *optimizers.load(config.optimizer.file).OFFLOADS)
+    if (
+        host is None
+        or getattr(config.optimizer.params, "torch_adam", False)
+        or optimizer not in usable
+    ):
         return False
     # The planner does not choose a path on disk: NVMe offload needs the config's nvme_path.
     zero = config.zero_optimization
