@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Strict
 
@@ -32,7 +32,7 @@ class Problem:
     """One problem in a config: the path, the value there, the broken rule, and a remedy."""
 
     path: str
-    value: Any
+    value: object
     rule: str
     remedy: str
 
@@ -45,7 +45,7 @@ class Problem:
         return f"{self.path}{value}: {self.rule}; {self.remedy}"
 
 
-ABSENT: Any = object()  # the value of a missing key
+ABSENT: object = object()  # the value of a missing key
 _MOST_OF_A_LIST = 5  # problems in one list that a message shows
 
 
@@ -85,7 +85,7 @@ class Choice:
     names: Callable[[], Iterable[str]]
     class_of: Callable[[str], type[Section]]
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: object) -> object:
         if isinstance(value, Section):
             return value
         if not isinstance(value, dict):
@@ -97,7 +97,7 @@ class Choice:
         return self.class_of(name).model_validate(value)
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -117,7 +117,7 @@ def _path_text(text: str) -> str:
 PathText = Annotated[str, AfterValidator(_path_text)]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     # Before it is cut, which may hide the end of a password.
     text = mask(json.dumps(value, default=str))
     return text if len(text) <= 80 else text[:76] + " ..."

@@ -4,7 +4,7 @@ A test compares the defaults with the installed DeepSpeed. Keys that parallel3d 
 are in deepspeed_keys.py and are refused by name.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, Strict
 
@@ -20,7 +20,7 @@ OTHER_OPTIMIZERS = ("adagrad", "lamb", "lion", "muadam", "muadamw", "musgd", "mu
 ONE_BIT_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
-def _optimizer_name(value: Any) -> Any:
+def _optimizer_name(value: object) -> object:
     """Return the name as `OptimizerConfig.type` spells it; DeepSpeed ignores its case."""
     if not isinstance(value, str):
         return value
@@ -33,7 +33,7 @@ def _optimizer_name(value: Any) -> Any:
     return {"adam": "Adam", "adamw": "AdamW", "fusedadam": "Adam"}.get(value.lower(), value)
 
 
-def _zero_stage(value: Any) -> Any:
+def _zero_stage(value: object) -> object:
     """Return the value if it is an integer: to Python, true and 1.0 equal a choice of 0 to 3."""
     if type(value) is not int:
         raise ValueError("must be 0, 1, 2 or 3; write a whole number")
