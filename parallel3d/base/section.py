@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -39,7 +39,7 @@ class Problem:
     """One problem in a config: the path, the value there, the broken rule, and a remedy."""
 
     path: str
-    value: Any
+    value: object
     rule: str
     remedy: str
 
@@ -52,7 +52,7 @@ class Problem:
         return f"{self.path}{value}: {self.rule}; {self.remedy}"
 
 
-ABSENT: Any = object()  # the value of a missing key
+ABSENT: object = object()  # the value of a missing key
 _MOST_OF_A_LIST = 5  # problems in one list that a message shows
 
 
@@ -94,7 +94,7 @@ class Choice:
     class_of: Callable[[str], type[Section]]
     beside: str = ""
 
-    def __call__(self, value: Any, info: ValidationInfo) -> Any:
+    def __call__(self, value: object, info: ValidationInfo) -> object:
         if isinstance(value, Section):
             return value
         if not isinstance(value, dict):
@@ -108,7 +108,7 @@ class Choice:
         return self.class_of(name).model_validate(value)
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -128,7 +128,7 @@ def _path_text(text: str) -> str:
 PathText = Annotated[str, AfterValidator(_path_text)]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     # Before it is cut, which may hide the end of a password.
     text = mask(json.dumps(value, default=str))
     return text if len(text) <= 80 else text[:76] + " ..."

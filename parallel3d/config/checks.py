@@ -35,7 +35,7 @@ _LEAST_ON_NVME = 2**18  # elements; DeepSpeed keeps less than 1 MiB in host memo
 _signature = cache(signature)  # the planner checks thousands of meshes
 
 
-def find_problems(settings: Mapping[str, Any]) -> list[Problem]:
+def find_problems(settings: Mapping[str, object]) -> list[Problem]:
     """Return a problem for each rule that the settings break.
 
     Args:

@@ -24,7 +24,7 @@ ONE_BIT_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 _ADAMW = {"adamw": "AdamW", "adam": "Adam", "fusedadam": "Adam"}
 
 
-def _optimizer_name(value: Any) -> Any:
+def _optimizer_name(value: object) -> object:
     """Return the name as `OptimizerConfig.type` spells it; DeepSpeed ignores its case."""
     if not isinstance(value, str):
         return value
@@ -47,7 +47,7 @@ def file_of(type_name: str) -> str:
     return "adamw" if type_name in _ADAMW.values() else type_name
 
 
-def _zero_stage(value: Any) -> Any:
+def _zero_stage(value: object) -> object:
     """Return the value if it is an integer: to Python, true and 1.0 equal a choice of 0 to 3."""
     if type(value) is not int:
         raise ValueError("must be 0, 1, 2 or 3; write a whole number")

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Strict
 
@@ -22,7 +22,7 @@ _KINDS = {
 }
 
 
-def register(raw: dict[str, Any]) -> None:
+def register(raw: dict[str, object]) -> None:
     """Register the folders that `raw` names; names that are not folders are refused later."""
     for name, (package, variable, _) in _KINDS.items():
         folders = value_at(raw, f"parallel3d.run.{name}")

@@ -59,7 +59,7 @@ def _known_hardware(name: str) -> str:
     return name
 
 
-def _mesh_or_plan(value: Any, _: Any) -> Any:
+def _mesh_or_plan(value: object, _: object) -> object:
     """Return a mesh or "plan"; pydantic's errors for the union would not name the setting."""
     return (
         value if value == PLAN or isinstance(value, Section) else MeshConfig.model_validate(value)
@@ -211,7 +211,7 @@ class TrainConfig(Section):
     """
 
 
-def _resume_point(value: Any) -> Any:
+def _resume_point(value: object) -> object:
     if value in ("auto", "none") or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     if isinstance(value, str) and value.strip():

@@ -16,7 +16,7 @@ from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length
-from parallel3d.data.corpus import Corpus
+from parallel3d.data.corpus import Corpus, Place
 from parallel3d.data.lines import EMPTY
 from parallel3d.data.prepare import prepare
 from parallel3d.data.prepare_progress import shown_progress
@@ -201,7 +201,7 @@ def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -
     pulse.doing("opening the corpus, or waiting for it to be prepared")
     first, data = nodes.first(mesh.rank), config.data
 
-    def prepared() -> dict[str, Any] | None:
+    def prepared() -> Place | None:
         if mesh.rank != first:
             return None
         with nullcontext(no_progress) if console.quiet else shown_progress() as progress:
@@ -255,7 +255,7 @@ def _left_out(corpus: Corpus, what: str) -> Iterator[str]:
         yield f"        {what}: {describe_skips(skipped)}{where}"
 
 
-def refuse_different(places: list[dict[str, Any] | None], nodes: Nodes) -> None:
+def refuse_different(places: list[Place | None], nodes: Nodes) -> None:
     """Raise DataError on all ranks unless every node has prepared the same text.
 
     `places` has the description of the corpus by the first rank of each node, None for other ranks.
@@ -271,7 +271,7 @@ def refuse_different(places: list[dict[str, Any] | None], nodes: Nodes) -> None:
             )
 
 
-def _keys(place: dict[str, Any]) -> dict[str, str]:
+def _keys(place: Place) -> dict[str, str]:
     sets = {f"data.validation.{name}": part["key"] for name, part in place["validation"].items()}
     return {"the corpus": place["key"], **sets}
 
