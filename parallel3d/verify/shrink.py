@@ -78,7 +78,7 @@ def parse_meshes(text: str) -> tuple[MeshSizes, ...]:
 
 def shrink(
     config: RunConfig,
-    meshes: tuple[MeshSizes, ...],
+    meshes: Sequence[MeshSizes],
     folder: str = "",
     batch: int | None = None,
     clipping: float = ALWAYS_CLIPPED,
@@ -135,7 +135,7 @@ def shrink(
     microbatches = min(config.num_microbatches, MICROBATCHES)
     samples = 1 if extent.sequence_length > SEQUENCE_LENGTH else 2
     batch = batch or samples * microbatches * lcm(*(dp for _, dp, _ in meshes))
-    return {mesh: _on_mesh(raw, mesh, microbatches, batch) for mesh in meshes}
+    return {mesh: _on_mesh(raw, MeshSizes(*mesh), microbatches, batch) for mesh in meshes}
 
 
 def drops_out(config: RunConfig) -> bool:
