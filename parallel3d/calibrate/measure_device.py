@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import cycle
-from typing import Any
 
 import psutil
 import torch
@@ -113,7 +112,7 @@ class Timer:
         return (self.clock() - start) / number
 
 
-def measure_device(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> dict[str, Any]:
+def measure_device(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> dict[str, object]:
     """Return this rank's figures, a Measured as JSON. Collective: all ranks measure together."""
     timer, result = Timer(mesh, effort), Measured()
     result.device_name, result.memory_bytes = describe(mesh)
@@ -261,7 +260,7 @@ def _collective_seconds(run: Callable[[], object], mesh: Mesh, effort: Effort) -
     return min(timings)
 
 
-def _collective(kind: str, size: int, mesh: Mesh) -> Callable[[], Any]:
+def _collective(kind: str, size: int, mesh: Mesh) -> Callable[[], object]:
     group, ranks, coord = mesh.world
     part = torch.ones(max(1, size // 4 // ranks), device=mesh.device)
     gathered = torch.ones(len(part) * ranks, device=mesh.device)

@@ -59,7 +59,7 @@ class Chunk(NamedTuple):
 
 def header(chunks: Sequence[Chunk]) -> bytes:
     """Return the header of a safetensors file of these chunks, whose bytes follow in this order."""
-    tensors: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, object]] = {}
     at = 0
     for chunk in chunks:
         end = at + _ITEM * chunk.box.numel
@@ -69,7 +69,7 @@ def header(chunks: Sequence[Chunk]) -> bytes:
     return header_bytes(tensors)
 
 
-def header_bytes(tensors: Mapping[str, Any]) -> bytes:
+def header_bytes(tensors: Mapping[str, object]) -> bytes:
     """Return the bytes of a safetensors header with these entries.
 
     They are the JSON's length (8 bytes, little-endian) and the JSON, padded to a multiple of 8.

@@ -73,7 +73,7 @@ def find_leftovers(path: Path) -> list[tuple[Path, str]]:
     ]
 
 
-def describe(folder: Path) -> dict[str, Any]:
+def describe(folder: Path) -> dict[str, object]:
     """Return the object that `inspect --json` prints; the tensors themselves are not read.
 
     Raises CheckpointError if the checkpoint is damaged.

@@ -60,7 +60,7 @@ def is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
         raise ValueError("a key occurs twice in one JSON object")

@@ -53,7 +53,7 @@ class RunState:
             "mesh": _mesh(config),
         }
 
-    def at(self, position: Position) -> dict[str, Any]:
+    def at(self, position: Position) -> dict[str, object]:
         """Return the run's state at a position, as `Saver.save` takes it."""
         done = position.step >= self._config.num_steps
         next_lr = None if done else rate(self._config, position.step)
@@ -157,7 +157,7 @@ def _changes(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -
             yield mask(f"{shown} {json.dumps(old)} -> {json.dumps(new)}")
 
 
-def _mesh(config: RunConfig) -> dict[str, Any]:
+def _mesh(config: RunConfig) -> dict[str, object]:
     zero = config.zero_optimization
     return {
         **config.mesh.sizes._asdict(),

@@ -32,7 +32,7 @@ class About:
     """Id of the token between documents; None if unknown."""
     tokenizer: Path | None = None
     """Folder of the tokenizer's files; None for a corpus of token ids."""
-    line: Mapping[str, Any] = field(default_factory=dict)
+    line: Mapping[str, object] = field(default_factory=dict)
     """The line of metrics.jsonl for `step`."""
     architecture: str | None = None
     """Name of the transformers class to use; None for the default of the model family."""
@@ -81,7 +81,7 @@ def tokenizer_files(folder: Path | None) -> list[Path]:
     ]
 
 
-def line_after(run: Path, step: int) -> dict[str, Any]:
+def line_after(run: Path, step: int) -> dict[str, object]:
     """Return the last line for `step` in a run's metrics.jsonl; {} if there is none."""
     last: dict[str, Any] = {}
     with suppress(OSError), open(run / "metrics.jsonl", encoding="utf-8", errors="replace") as file:

@@ -35,6 +35,6 @@ def on_first(mesh: Mesh, work: Callable[[], Any]) -> Any:
     return json.loads(mesh.broadcast_text(json.dumps(answer)))
 
 
-def gather_json(mesh: Mesh, value: Any, aside: bool = False) -> list[Any]:
+def gather_json(mesh: Mesh, value: object, aside: bool = False) -> list[Any]:
     """Return every rank's JSON value, by global rank; `aside` as in `Mesh.gather_texts`."""
     return [json.loads(text) for text in mesh.gather_texts(json.dumps(value), aside)]

@@ -58,14 +58,14 @@ class Traffic(TorchDispatchMode):
         return sorted(self._calls.values(), key=lambda c: -c.bytes)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operator, and count it if it communicates."""
         if func.namespace == "c10d":
             self._count(func._schema.name.partition("::")[2], args)
         return func(*args, **(kwargs or {}))
 
-    def _count(self, operator: str, args: tuple[Any, ...]) -> None:
+    def _count(self, operator: str, args: tuple[object, ...]) -> None:
         operation = next((v for k, v in _NAMES.items() if k in operator), operator)
         group = next(filter(None, map(_group, args)), None)
         if group is None or group.size() == 1:
@@ -85,5 +85,5 @@ def _group(arg: Any) -> dist.ProcessGroup | None:
         return None
 
 
-def _num_bytes(arg: Any) -> int:
+def _num_bytes(arg: object) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor))

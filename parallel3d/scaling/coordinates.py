@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -71,7 +70,7 @@ class Layer:
         beyond = [abs(self.slopes[m]) - 2 * self.errors[m] for m in steep]
         return bool(steep) and all(least <= MOST for least in beyond)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the layer's object in the output of --json."""
         return {
             "name": self.name, "slope": self.slope, "flat": self.flat, "slopes": dict(self.slopes),
@@ -97,7 +96,7 @@ class CoordinateCheck:
         """True if noise between seeds may explain every failure, so more seeds are needed."""
         return not self.passed and all(layer.flat or layer.undecided for layer in self.layers)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the object that --json prints; slopes that are not finite become null."""
         return {
             "passed": self.passed, "widths": list(self.widths), "seeds": self.seeds,

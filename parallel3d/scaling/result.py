@@ -53,7 +53,7 @@ class Fit:
         """Interval of each parameter: the middle 95 % of its bootstrap draws."""
         return {name: interval(self.samples.get(name)) for name in self.parameters}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the object that `--json` prints; its keys are published and do not change."""
         exponents = {name: interval(draws) for name, draws in self.optimal_samples.items()}
         return {
@@ -65,7 +65,7 @@ class Fit:
             "optimal_exponents": dict(self.optimal),
         }  # fmt: skip
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> dict[str, object]:
         """Return the contents of fit.json: `to_json` with the data that forecasts need."""
         points = self.points
         return self.to_json() | {

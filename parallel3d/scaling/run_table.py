@@ -136,10 +136,10 @@ def _csv(path: Path, text: str) -> Iterator[tuple[str, dict[str, str]]]:
         raise ConfigError(f"{path}: is not valid CSV ({problem}); correct it") from None
 
 
-def _text(cell: Any) -> str:
+def _text(cell: object) -> str:
     return cell if isinstance(cell, str) else json.dumps(cell)
 
 
-def _same(cell: Any, value: str) -> bool:
+def _same(cell: object, value: str) -> bool:
     cell_number = number(cell)
     return _text(cell) == value or (cell_number is not None and cell_number == number(value))

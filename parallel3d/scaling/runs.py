@@ -228,5 +228,5 @@ def _parsed(line: str) -> dict[str, Any] | None:
         return None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -55,7 +54,7 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
     return FAILED if plan and not plan.fits else DONE
 
 
-def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, Any]:
+def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, object]:
     """Print the dry run; return the object for `--json`."""
     setting = plan.setting if plan else Setting.from_config(config)
     if plan:

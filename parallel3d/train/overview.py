@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -76,7 +75,7 @@ class Summary:
         rows |= {name: str(path) for name, path in self.files.items()}
         return [(name, text) for name, text in rows.items() if text is not None]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the closing summary as one JSON object."""
         names = ("loss", "mean_loss", "loss_deviation", "held_out_loss")
         losses = {name: finite(getattr(self.result, name)) for name in names}

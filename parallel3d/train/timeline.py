@@ -85,7 +85,7 @@ def _write(folder: Path, lanes: list[Lane], with_trace: Iterable[Lane]) -> Path:
     return path
 
 
-def _own_events(lane: Lane, origin: float) -> Iterator[dict[str, Any]]:
+def _own_events(lane: Lane, origin: float) -> Iterator[dict[str, object]]:
     """Yield a rank's name, steps and actions as trace events, in microseconds since `origin`."""
     coords = (f"{axis} {coord}" for axis, coord in zip(AXES, lane.coords, strict=True))
     name = f"rank {lane.rank} ({', '.join(coords)})"
@@ -93,7 +93,7 @@ def _own_events(lane: Lane, origin: float) -> Iterator[dict[str, Any]]:
     yield _name("thread", lane.rank, 0, "pipeline")
     zero = origin + lane.ahead
 
-    def event(name: str, category: str, start: float, end: float) -> dict[str, Any]:
+    def event(name: str, category: str, start: float, end: float) -> dict[str, object]:
         times = {"ts": round((start - zero) * 1e6, 3), "dur": round((end - start) * 1e6, 3)}
         return {"name": name, "cat": category, "ph": "X", "pid": lane.rank, "tid": 0} | times
 
@@ -104,7 +104,7 @@ def _own_events(lane: Lane, origin: float) -> Iterator[dict[str, Any]]:
             yield event(text, op, step.actions + start, step.actions + end)
 
 
-def _torch_events(trace: dict[str, Any], lane: Lane, origin: float) -> Iterator[dict[str, Any]]:
+def _torch_events(trace: dict[str, Any], lane: Lane, origin: float) -> Iterator[dict[str, object]]:
     """Yield torch's events of a rank in the rank's lane, in microseconds since `origin`."""
     shift = (trace.get("baseTimeNanoseconds", 0) - round((origin + lane.ahead) * 1e9)) / 1e3
     named = {
@@ -128,6 +128,6 @@ def _torch_events(trace: dict[str, Any], lane: Lane, origin: float) -> Iterator[
         yield event | moved
 
 
-def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, object]:
     place = {"ph": "M", "pid": pid, "tid": tid}
     return {"name": f"{kind}_name", **place, "args": {"name": name}}

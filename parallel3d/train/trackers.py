@@ -119,10 +119,10 @@ def make(name: str, config: RunConfig, directory: Path, step: int) -> Any:
     return _Comet(tracker, config) if name == "comet" and config.comet.enabled else tracker
 
 
-def _arguments(name: str, config: RunConfig, directory: Path, step: int) -> dict[str, Any]:
+def _arguments(name: str, config: RunConfig, directory: Path, step: int) -> dict[str, object]:
     """Return the arguments of accelerate's class; `run_name` is the project of most trackers."""
     run, environ = directory.name, os.environ
-    arguments: dict[str, dict[str, Any]] = {
+    arguments: dict[str, dict[str, object]] = {
         "tensorboard": {"run_name": name, "logging_dir": str(directory), "purge_step": step + 1},
         "wandb": {
             "run_name": environ.get("WANDB_PROJECT", PROJECT),
@@ -140,7 +140,7 @@ def _arguments(name: str, config: RunConfig, directory: Path, step: int) -> dict
     board, wandb, comet = config.tensorboard, config.wandb, config.comet
     keys = ("workspace", "api_key", "experiment_key", "online", "mode")
     of_comet = {key: getattr(comet, key) for key in keys}
-    blocks: dict[str, dict[str, Any]] = {
+    blocks: dict[str, dict[str, object]] = {
         "tensorboard": {"run_name": board.job_name, "logging_dir": board.output_path},
         "wandb": {"run_name": wandb.project, "group": wandb.group, "entity": wandb.team},
         "comet": {"run_name": comet.project}
@@ -209,9 +209,9 @@ class _Comet:
             self._tracker.log(due, step=step)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return a config as one value per dotted path."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{key}.")

@@ -5,7 +5,7 @@ the state of the generator each time a mask is drawn.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +47,7 @@ from parallel3d.verify.reference import HALF, SEED, Reference, corpus_of, relati
 from parallel3d.verify.shrink import BLOCK, STEPS
 
 # Thresholds of the library that a small run would not reach: owner, name, value.
-THRESHOLDS: tuple[tuple[Any, str, int], ...] = (
+THRESHOLDS: tuple[tuple[object, str, int], ...] = (
     (loss, "_ROWS", 2**8),
     (updating, "PART", 2**8),
     (chunk_runs, "SMALLEST", 2**6),
@@ -153,7 +153,7 @@ class RankFindings:
     grad_norm: float
     weights: dict[str, float]
     others: dict[str, float]  # more of `ReferenceErrors`, by name
-    counters: dict[str, Any]  # Adam's and the loss scaler's after the last step
+    counters: dict[str, object]  # Adam's and the loss scaler's after the last step
     masks: Masks | None
 
 
@@ -162,10 +162,10 @@ def checked(
     reference: Reference,
     task: CaseTask,
     *,
-    function: Any = None,
-    counters: dict[str, Any] | None = None,
+    function: Callable[..., RankFindings] | None = None,
+    counters: dict[str, object] | None = None,
     timeout: float = 300,
-) -> tuple[ReferenceErrors, dict[str, Any]]:
+) -> tuple[ReferenceErrors, dict[str, object]]:
     """Run `check` on every rank of a resolved config's mesh; return its errors and counters.
 
     - `function`: called on each rank in place of `check`
@@ -213,7 +213,7 @@ def low_thresholds(config: RunConfig) -> Iterator[None]:
         yield
 
 
-def save(parts: Assembly, mesh: Mesh, state: dict[str, Any], folder: Path) -> None:
+def save(parts: Assembly, mesh: Mesh, state: dict[str, object], folder: Path) -> None:
     """Write a checkpoint and wait until it is on disk. Raises CheckpointError."""
     saver = Saver(parts.engine, mesh, parts.layers, folder=folder, asynchronous=False)
     saver.save(state, wait=True)

@@ -8,7 +8,6 @@ of that batch in evaluation, before and after.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import lcm
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -166,8 +165,8 @@ def _activations(parts: Assembly) -> Iterator[dict[str, list[Tensor]]]:
     """Record the outputs of this rank's layers inside the context: one per microbatch, by name."""
     outputs: dict[str, list[Tensor]] = {}
 
-    def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+    def note(name: str) -> Callable[[nn.Module, object, Tensor], None]:
+        def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
             # Query, key and value apart: a rank may hold a part of one and all of another.
             each = {name: output}
             if isinstance(module, GroupedColumnLinear):

@@ -5,7 +5,7 @@ calls the library: learning rates, the order of samples, labels and documents, h
 counts, which parameters decay, muP's factors, and how weights start. Plain loops; nothing is fast.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from math import ceil, cos, inf, lcm, pi, sqrt
 from typing import Any
@@ -149,8 +149,8 @@ def kinds(reference: Any) -> dict[str, str]:
 
 
 def optimizer_groups(
-    reference: Any, config: Any, masters: dict[str, Tensor]
-) -> list[dict[str, Any]]:
+    reference: nn.Module, config: Any, masters: Mapping[str, Tensor]
+) -> list[dict[str, object]]:
     """Return the optimizer's group of each master weight; `rate` multiplies the learning rate.
 
     Matrices and tables decay, vectors do not (docs/add-a-model.md). Under muP a matrix has the
@@ -202,8 +202,8 @@ def multiply(reference: Any, model: Any, head_size: int) -> None:
     reference.get_output_embeddings().register_forward_hook(_times(factor))
 
 
-def _times(factor: float) -> Any:
-    def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+def _times(factor: float) -> Callable[[nn.Module, object, Tensor], Tensor]:
+    def hook(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         if isinstance(output, tuple):  # attention returns its scores, too
             return output[0] * factor, *output[1:]
         return output * factor

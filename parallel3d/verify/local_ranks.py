@@ -52,7 +52,7 @@ class RanksHung(TrainingError):
 def run_locally(
     function: Callable[..., Any],
     world_size: int,
-    *args: Any,
+    *args: object,
     timeout: float = 300,
     quiet: bool = False,
 ) -> list[Any]:
@@ -134,7 +134,7 @@ def _run(
     timeout: float,
     quiet: bool,
     function: Callable[..., Any],
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
 ) -> None:
     """Set a rank up, call the function, send its result, and exit when the parent has all."""
     import torch

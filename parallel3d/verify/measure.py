@@ -2,10 +2,9 @@
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -97,7 +96,7 @@ def weight_error(config: RunConfig, weights: Sequence[dict[str, float]]) -> floa
     return math.sqrt(off / moved)
 
 
-def worst(errors: Any) -> float:
+def worst(errors: Iterable[float]) -> float:
     """Return the largest number, inf if any is not finite (max() would ignore a NaN)."""
     errors = list(errors)
     return max(errors) if all(map(math.isfinite, errors)) else math.inf

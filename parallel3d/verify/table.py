@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,7 +22,7 @@ _COLUMNS = ("mesh", "loss", "gradient norm", "weights", "evaluation", "")
 
 def verify(
     config: RunConfig, meshes: Sequence[MeshSizes], folder: Path, console: Console, chosen: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Compare each mesh with the reference, print a line for each, and return the JSON report.
 
     A mesh that cannot run the config is skipped with the reason; if it was `chosen` by the user,
@@ -53,8 +52,8 @@ def verify(
     tasks = [(mesh, CaseTask(folder if mesh == saved else None, None, drops)) for mesh in runnable]
     tasks.append((resumed, CaseTask(resumes=folder)))
     tasks.append((min(runnable, key=lambda mesh: (mesh.tp == 1, mesh.ranks)), LONG_TASK))
-    cases: list[dict[str, Any]] = []
-    counters: dict[str, Any] | None = None
+    cases: list[dict[str, object]] = []
+    counters: dict[str, object] | None = None
     for mesh, task in tasks:
         raised, run, right = "", small[mesh], reference
         if task is LONG_TASK:
@@ -121,7 +120,7 @@ def _case(
     mesh: MeshSizes,
     errors: ReferenceErrors,
     tolerance: float | Mapping[str, float],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     zero = config.zero_optimization
     return {
         "mesh": str(mesh),

@@ -28,7 +28,7 @@ class Line:
         self._read = b""
         self.is_open = True
 
-    def send(self, value: Any) -> None:
+    def send(self, value: object) -> None:
         """Send one object; an end that does not read for long counts as gone."""
         data = json.dumps(value).encode() + b"\n"
         if not self.is_open:
@@ -154,13 +154,13 @@ class Listener:
         if self._finding.text:
             self._send_all({}, self._arbiter.speakers(self._finding.blamed))
 
-    def _send_all(self, fields: dict[str, Any], speakers: set[int]) -> None:
+    def _send_all(self, fields: dict[str, object], speakers: set[int]) -> None:
         for line, rank in list(self._lines.items()):
             if rank is not None:
                 line.send(fields | self._message(rank, rank in speakers))
                 self._forget_closed(line)
 
-    def _message(self, rank: int, speaks: bool) -> dict[str, Any]:
+    def _message(self, rank: int, speaks: bool) -> dict[str, object]:
         """Return the message to a rank's sentry; its "outcome" is empty while the run goes on."""
         text, blamed, code = self._finding
         is_blamed = rank == blamed

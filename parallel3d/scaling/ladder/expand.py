@@ -109,7 +109,7 @@ def _shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:
     return {**model, "vocab_size": vocab}
 
 
-def _no_objects(base: Mapping[str, Any]) -> Iterator[Problem]:
+def _no_objects(base: Mapping[str, object]) -> Iterator[Problem]:
     blocks = (f"parallel3d.{name}" for name in ("train", "checkpoint", "run", "mesh"))
     for path in (*blocks, "optimizer", "optimizer.params"):
         value, is_mesh = reader.value_at(base, path), path.endswith(".mesh")

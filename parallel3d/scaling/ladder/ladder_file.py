@@ -50,25 +50,25 @@ LAWS = {
 }  # fmt: skip
 
 
-def _size(value: Any) -> Any:
+def _size(value: object) -> object:
     """Return the settings of a size; a bare number means its `params`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return {"params": value} if is_number else value
 
 
-def _base(value: Any) -> Any:
+def _base(value: object) -> object:
     if not isinstance(value, (str, dict)):
         raise ValueError("must be a config; write the name of its file, or a block {...}")
     return value
 
 
-def _mesh(value: Any) -> Any:
+def _mesh(value: object) -> object:
     if value is not None and value != "plan" and not isinstance(value, dict):
         raise ValueError('must be a mesh; write {"pp": 1, "dp": 1, "tp": 1}, or "plan"')
     return value
 
 
-def _law_or_number(value: Any) -> Any:
+def _law_or_number(value: object) -> object:
     known, most = ", ".join(LAWS), _MOST_RATE_OR_BATCH
     if isinstance(value, str):
         if value not in LAWS:

@@ -316,7 +316,7 @@ def to_json(ladder: Ladder) -> dict[str, Any]:
     }
 
 
-def _to_json(rung: Rung) -> dict[str, Any]:
+def _to_json(rung: Rung) -> dict[str, object]:
     run, cost, state, counts = rung.run, rung.cost, rung.state, rung.run.counts
     parts = {name: getattr(counts, name) for name in ("embedding", "head", "transformer")}
     return {
