@@ -11,7 +11,6 @@ import argparse
 import json
 import shlex
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,19 +94,18 @@ def convert_config(args: argparse.Namespace) -> int:
     console = terminal.console(args.json)
     for row in rows:
         console.print(f"{row.verdict:<14}{row}")
-    counts = Counter(row.verdict for row in rows)
-    if ok := not counts["REFUSED"]:
+    ok = all(row.verdict != "REFUSED" for row in rows)
+    if ok:
         RunConfig.from_dict(config, source=f"the config of {args.files[0]}")
-    text = json.dumps(config, indent=2)
-    if ok and args.out:
-        atomic.replace_text(args.out, f"{text}\n")
-    elif ok:
-        console.print(text)
     if args.json:
         print(json.dumps({"ok": ok, "rows": [row._asdict() for row in rows], "config": config}))
-    done = f"wrote {args.out}" if args.out else "the config is valid"
-    console.print(done if ok else "no config was written: see the rows marked REFUSED", end=": ")
-    console.print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()))
+    if not ok:
+        console.print("no config was written: see the lines marked REFUSED")
+    elif args.out:
+        atomic.replace_text(args.out, f"{json.dumps(config, indent=2)}\n")
+        console.print(f"wrote {args.out}")
+    else:
+        console.print(json.dumps(config, indent=2))
     return DONE if ok else FAILED
 
 

@@ -3,8 +3,6 @@
 import json
 from collections.abc import Iterator, Sequence
 from math import prod
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
@@ -43,7 +41,6 @@ _OF_FAMILIES: dict[str, tuple[dict[str, Sequence[str]], Any, Verdict]] = {
     "@dropout": ({"gpt": ["embd_pdrop", "resid_pdrop"]}, 0, "DIFFERS"),
     "@attention_dropout": ({"gpt": ["attn_pdrop"]}, 0, "DIFFERS"),
 }  # fmt: skip
-_BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "parallel3d.mesh.dp")
 _UNKNOWN = Rule(why="is not in the table", verdict="UNKNOWN")
 _UNREAD = Rule(why="depends on a run of the script", verdict="UNKNOWN")
 
@@ -77,14 +74,13 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
     for add in (_add_model, _add_schedule, _add_data):
         rows += add(values, framework.TOKEN_FORMAT)
     values.setdefault("parallel3d.pipeline.schedule", "one_f_one_b")
-    ours = [path for path in values if not path.startswith("@")]
-    ours.sort(key=lambda path: path.startswith("parallel3d."))  # DeepSpeed's settings first
+    ours = [(path, json.dumps(value)) for path, value in values.items() if path[0] != "@"]
     config: dict[str, Any] = {}
-    reader.set_values(config, ((path, json.dumps(values[path])) for path in ours))
+    reader.set_values(config, sorted(ours, key=lambda pair: pair[0].startswith("parallel3d")))
     return config, rows
 
 
-def _read(paths: Sequence[str]) -> tuple[ModuleType, dict[str, Any]]:
+def _read(paths: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     blocks: dict[str, Any] = {}
     for path in paths:
         with open(path, encoding="utf-8-sig", errors="replace") as stream:
@@ -120,26 +116,23 @@ def _add_model(values: dict[str, Any], _: str) -> Iterator[Row]:
     parts: Any = tuple(values.get(name) for name in ("@norm", "@position", "@mlp", "@bias"))
     family = values.get("@family", _FAMILIES.get(parts))
     if family is None:
-        why = "no family has this norm, positions, MLP and biases; write one (docs/add-a-model.md)"
-        yield Row("REFUSED", "the architecture", parts, why=why)
+        yield Row("REFUSED", "the architecture", parts, why="no family has all of it")
         return
     values[f"{_MODEL}.family"] = family
     for name, (fields, only, verdict) in _OF_FAMILIES.items():
         if family not in fields and values.get(name, only) != only:
-            why = f"is always {only}"
-            yield Row(verdict, f"{name[1:]} of family {family}", values[name], why=why)
+            yield Row(verdict, f"{family}'s {name[1:]}", values[name], why=f"is always {only}")
         if name in values:
             values |= {f"{_MODEL}.{field}": values[name] for field in fields.get(family, ())}
     limit, length = f"{_MODEL}.max_position_embeddings", values.get(f"{_DATA}.sequence_length", 0)
     if family != "gpt" and length > values.get(limit, length):
         values[limit] = length
-        why = "raised to the sequence length; no weight depends on it"
-        yield Row("assumed", "positions", length, limit, why)
+        yield Row("assumed", "positions", length, limit, "as long as the sequences")
 
 
 def _add_schedule(values: dict[str, Any], _: str) -> Iterator[Row]:
-    sizes = [values.get(name, 0) for name in _BATCH]
-    batch = values.get("train_batch_size", prod(sizes))
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "parallel3d.mesh.dp")
+    batch = values.get("train_batch_size", prod(values.get(size, 0) for size in sizes))
     for name in ("@steps", "@warmup_steps", "@end"):
         if batch and f"{name} in samples" in values:
             values[name] = values[f"{name} in samples"] // batch
@@ -166,22 +159,20 @@ def _add_schedule(values: dict[str, Any], _: str) -> Iterator[Row]:
 
 
 def _add_data(values: dict[str, Any], token_format: str) -> Iterator[Row]:
-    files = values.get("@files", [])
-    weights = values.get("@weights") or [1] * len(files)
+    files, source = values.get("@files", []), f"{_DATA}.source"
     if len(files) > 1:
-        values[f"{_DATA}.source"] = "mixture"
+        values[source], weights = "mixture", values.get("@weights") or [1] * len(files)
         values[f"{_DATA}.mixture"] = [
             {"source": token_format, "paths": [file], "weight": weight}
             for file, weight in zip(files, weights, strict=False)
         ]
     elif files:
-        values |= {f"{_DATA}.source": token_format, f"{_DATA}.paths": files}
+        values |= {source: token_format, f"{_DATA}.paths": files}
     elif f"{_DATA}.name" in values:
-        values[f"{_DATA}.source"] = "hub"
+        values[source] = "hub"
     else:
-        values[f"{_DATA}.source"] = "python-stdlib"
-        why = "no readable data in the file: set parallel3d.data before you train"
-        yield Row("assumed", "data", "python-stdlib", f"{_DATA}.source", why)
+        values[source] = "python-stdlib"
+        yield Row("assumed", "data", "python-stdlib", source, "stands in: the file shows no data")
     kind, path = values.get("@tokenizer", "train"), str(values.get("@tokenizer_path", ""))
-    kinds = {"path": path or "train", "folder": str(Path(path).parent)}
+    kinds = {"path": path or "train", "folder": path.rpartition("/")[0] or "."}
     values[f"{_DATA}.tokenizer"] = kinds.get(kind, kind)

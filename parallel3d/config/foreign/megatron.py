@@ -14,7 +14,7 @@ _RATE = f"{_P}.train.lr_schedule"
 
 # Its name, and its values up to the next argument, a variable with more of them, or a sign
 _ARGUMENT = re.compile(
-    r"(?<!\S)--([A-Za-z][\w-]*)(.*?)(?=\s--[A-Za-z]|\s*\$\{?\w*(?:ARGS|args|options)|[|&;]|$)"
+    r"(?<!\S)--([A-Za-z][\w-]*)(?:=|\s+(?!--))?(.*?)(?=\s--[A-Za-z]|\s*\$\{?\w*(?:ARGS|args|options)|[|&;]|$)"
 )
 TOKEN_FORMAT = "megatron"
 TABLE: dict[str, Rule] = {
@@ -143,7 +143,9 @@ TABLE: dict[str, Rule] = {
         "fp8-margin fp8-interval fp8-recipe", "products are never in fp8",
     ),
     # Data
-    "data-path": Rule(f"{_P}.data.paths@files"),
+    "data-path": Rule(
+        f"{_P}.data.paths@files", lambda words: words if isinstance(words, list) else [words]
+    ),
     **dropped("mock-data", "set parallel3d.data"),
     **dropped("split", "see parallel3d.data.held_out_fraction"),
     **missing("data-impl", "files are mapped into memory", "mmap", "infer"),
@@ -210,11 +212,9 @@ DEFAULTS: dict[str, Any] = {
 def complete(values: dict[str, Any]) -> None:
     """Combine betas, take weights and paths of the data apart, and set the width of a SwiGLU."""
     values["optimizer.params.betas"] = [values.get("@beta1", 0.9), values.get("@beta2", 0.999)]
-    words = values.pop("@files", [])
-    words = words if isinstance(words, list) else [words]
-    is_weighted = len(words) > 1 and not isinstance(words[0], str)
-    values["@weights"] = words[::2] if is_weighted else []
-    values["@files"] = words[1::2] if is_weighted else words
+    words = values.get("@files", [""])
+    if not isinstance(words[0], str):
+        values |= {"@weights": words[::2], "@files": words[1::2]}
     hidden = values.get(f"{_P}.model.hidden_size")
     if hidden and values.get("@mlp") == "swiglu":
         values.setdefault(f"{_P}.model.intermediate_size", int(hidden * 8 / 3 / 64) * 64)
@@ -240,15 +240,13 @@ def arguments(text: str) -> dict[str, Any]:
         assignment = re.match(r"(?:export )?(\w+)=(.*)", words)
         if assignment and not depth and "--" not in line:
             variables[assignment[1]] = assignment[2].strip()
-        for name, text in re.findall(_ARGUMENT, words):
-            name, text = name.replace("_", "-"), text.lstrip(" =")
-            if depth:  # a branch does not replace what is known
-                values.setdefault(name, Unread("in a branch"))
-            elif re.search(r"[$`<]", text):  # also a place to fill in: <PATH TO DATA>
-                values[name] = Unread(text)
-            else:
-                found = [reader.value(re.sub(r"^\.(?=\d)", "0.", word)) for word in text.split()]
-                values[name] = found if len(found) > 1 else found[0] if found else True
+        for flag, rest in re.findall(_ARGUMENT, words):
+            found = [reader.value(re.sub(r"^\.(?=\d)", "0.", word)) for word in rest.split()]
+            value = found if len(found) > 1 else found[0] if found else True
+            if depth or re.search(r"[$`<]", rest):  # also a place to fill in: <PATH TO DATA>
+                value = Unread("in a branch" if depth else rest)
+            if not depth or flag.replace("_", "-") not in values:  # a branch changes no argument
+                values[flag.replace("_", "-")] = value
         depth += first in ("if", "for", "while", "until", "case")
     return values
 

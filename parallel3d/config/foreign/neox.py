@@ -180,6 +180,5 @@ def complete(values: dict[str, Any]) -> None:
         inner = -(-(inner * 2 // 3) // (2 * multiple)) * multiple
     elif values.get("@mlp_type") == "llama":  # 8/3 x hidden_size, rounded up, as in family llama
         values["@mlp"] = "swiglu"
-        return
     if inner != 4 * hidden:
         values[f"{_P}.model.intermediate_size"] = inner

@@ -25,10 +25,8 @@ class Row(NamedTuple):
     why: str = ""
 
     def __str__(self) -> str:
-        value = json.dumps(self.value, default=str)
-        shown = value if len(value) <= 60 else f"{value[:56]} ..."
         path, why = self.path and f" -> {self.path}", self.why and f": {self.why}"
-        return f"{self.setting} = {shown}{path}{why}"
+        return f"{self.setting} = {json.dumps(self.value, default=str):.60}{path}{why}"
 
 
 class Rule(NamedTuple):
