@@ -1,8 +1,10 @@
-"""Export checkpoints to transformers, and import transformers models for training.
+"""Export checkpoints to transformers, and import transformers models and other programs' configs.
 
 `parallel3d convert export CHECKPOINT --to OUT` takes a checkpoint (step-N) or a run's folder, whose
 newest checkpoint it exports. `import DIR --to OUT` writes a folder for `model.from_pretrained`.
 Both run in one process without a GPU, and check the new folder before it gets its name.
+`config FILE --out ds.json` writes a config for one of nanotron, GPT-NeoX or Megatron-LM, and prints
+what became of each setting.
 """
 
 import argparse
@@ -14,8 +16,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from parallel3d.base import terminal
-from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
+from parallel3d.base import atomic, terminal
+from parallel3d.base.arguments import DONE, FAILED, Parser, output_file, prints_errors_as
+from parallel3d.base.errors import ConfigError
+from parallel3d.config import RunConfig
+from parallel3d.config.foreign import convert as foreign
 
 if TYPE_CHECKING:  # torch is imported late, so that a wrong command line is reported first
     from parallel3d.huggingface.read_back import Proof
@@ -27,6 +32,8 @@ DTYPES = ("fp32", "bf16", "fp16")
 def main() -> int:
     """Run the command `convert`; return 1 if a check fails or the disk is full, 2 for bad input."""
     args = parse_args()
+    if args.command == "config":
+        return convert_config(args)
     proof, description = convert(args)
     console = terminal.console(args.json)
     say(proof, description, args, console)
@@ -76,6 +83,32 @@ def say(proof: "Proof", description: str, args: argparse.Namespace, console: Con
         print(json.dumps({key: getattr(proof, key) for key in keys}))
 
 
+def convert_config(args: argparse.Namespace) -> int:
+    """Print what became of another framework's settings, and write our config.
+
+    Return 1 if no config can express the settings; an invalid config raises ConfigError.
+    """
+    if args.out and args.out.exists():
+        raise ConfigError(f"--out = {args.out}: exists; remove it, or name another file")
+    config, rows = foreign.convert(args.files)
+    console = terminal.console(args.json)
+    for row in rows:
+        console.print(f"{row.verdict:<14}{row}")
+    ok = all(row.verdict != "REFUSED" for row in rows)
+    if ok:
+        RunConfig.from_dict(config, source=f"the config of {args.files[0]}")
+    if args.json:
+        print(json.dumps({"ok": ok, "rows": [row._asdict() for row in rows], "config": config}))
+    if not ok:
+        console.print("no config was written: see the lines marked REFUSED")
+    elif args.out:
+        atomic.replace_text(args.out, f"{json.dumps(config, indent=2)}\n")
+        console.print(f"wrote {args.out}")
+    else:
+        console.print(json.dumps(config, indent=2))
+    return DONE if ok else FAILED
+
+
 def parse_args() -> argparse.Namespace:
     """Read the command line of `convert`."""
     parser = Parser(__doc__)
@@ -114,6 +147,16 @@ def parse_args() -> argparse.Namespace:
             help="largest size of a file (default: 5GB)",
         )  # fmt: skip
         command.add_json()
+    text = "write a config for one of nanotron, GPT-NeoX or Megatron-LM"
+    config = commands.add_parser("config", help=text, description=text)
+    config.add_argument(
+        "files", nargs="+", metavar="FILE",
+        help="nanotron's YAML, GPT-NeoX's YAML files, or Megatron-LM's script or arguments file",
+    )  # fmt: skip
+    config.add_argument(
+        "--out", type=output_file, metavar="FILE", help="the new config (default: print it)"
+    )
+    config.add_json()
     return parser.parse_args()
 
 

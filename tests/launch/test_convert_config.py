@@ -1,0 +1,251 @@
+"""Configs of other frameworks: what is taken trains the same model at the same rate, and nothing is
+left out of the report. docs/coming-from.md is the example.
+"""
+
+import json
+import re
+from math import cos, pi, sqrt
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from launch import convert as command
+from parallel3d import models
+from parallel3d.base import reader
+from parallel3d.base.errors import ConfigError
+from parallel3d.config import RunConfig
+from parallel3d.config.document import settings
+from parallel3d.config.foreign import megatron, nanotron, neox
+from parallel3d.config.foreign.convert import convert
+from parallel3d.config.learning_rate import rate
+
+pytestmark = pytest.mark.pure
+
+PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
+BLOCKS = [dedent(block) for block in re.findall(r"(?m)(?:^(?:    .*)?\n)+", PAGE) if block.strip()]
+FILES = ("small.yaml", "small.yml", "train.sh")
+
+
+def theirs(name):
+    """A file of the page, and the config that the page shows for it."""
+    at = next(i for i, block in enumerate(BLOCKS) if f"`{name}`:\n\n" + indented(block) in PAGE)
+    return BLOCKS[at].strip() + "\n", reader.parse(BLOCKS[at + 1])
+
+
+def indented(block):
+    return "".join(
+        f"    {line}" if line.strip() else line for line in block.strip().splitlines(True)
+    )
+
+
+@pytest.fixture
+def converted(tmp_path):
+    """Converts a text; returns the config, and the rows by setting."""
+
+    def converted(name, text):
+        (tmp_path / name).write_text(text)
+        config, rows = convert([str(tmp_path / name)])
+        assert len({row.setting for row in rows}) == len(rows), "a setting has one row"
+        return config, {row.setting: row for row in rows}
+
+    return converted
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_page_shows_what_the_command_writes(name, converted):
+    text, ours = theirs(name)
+    config, rows = converted(name, text)
+    assert config == ours
+    assert all(row.why for row in rows.values() if row.verdict not in ("taken", "assumed"))
+
+
+def test_every_config_of_the_page_loads():
+    configs = [block for block in BLOCKS if '"parallel3d": {' in block]
+    assert len(configs) == 6, "a worked example for each framework"
+    for block in configs:
+        RunConfig.from_dict(reader.parse(block))
+
+
+@pytest.mark.parametrize("framework", [nanotron, neox, megatron])
+def test_tables_lead_to_settings_that_exist(framework):
+    known = {doc.path for doc in settings()} | {"bf16.enabled, fp16.enabled", ""}
+    known |= {path.rpartition(".")[0] for path in known} | {"parallel3d.data.mixture"}
+    for setting, rule in framework.TABLE.items():
+        assert rule.path.partition("@")[0] in known, setting
+        assert rule.why, setting
+    assert framework.DEFAULTS.keys() <= framework.TABLE.keys() | known
+
+
+LLAMA = {"num-layers": 32, "hidden-size": 4096, "num-attention-heads": 32, "norm": "rmsnorm",
+         "pos-emb": "rotary", "no-weight-tying": True, "use_bias_in_norms": False,
+         "use_bias_in_attn_linear": False}  # fmt: skip
+
+
+def of_neox(**changes):
+    base = {"train_micro_batch_size_per_gpu": 1, "train-iters": 10, "seq-length": 64}
+    return json.dumps(base | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "vocabulary", "published"),
+    [
+        ("pythia-70m.yml", of_neox(**{"num-layers": 6, "hidden-size": 512, "pos-emb": "rotary",
+         "num-attention-heads": 8, "no-weight-tying": True, "gpt-j-residual": True,
+         "rotary-pct": 0.25}), 50304, 70_426_624),
+        ("llama-7b.yml", of_neox(**LLAMA, mlp_type="llama", activation="silu"), 32000,
+         6_738_415_616),
+        ("llama-3-8b.yml", of_neox(**LLAMA, activation="swiglu", num_kv_heads=8,
+         intermediate_size=43008), 128256, 8_030_261_248),
+        ("gpt2.sh", "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 "
+         "--max-position-embeddings 1024 --micro-batch-size 1 --train-iters 10 --lr 1e-4",
+         50257, 124_439_808),
+    ],
+)  # fmt: skip
+def test_models_have_the_published_number_of_parameters(
+    name, text, vocabulary, published, converted
+):
+    config = RunConfig.from_dict(converted(name, text)[0]).with_vocab_size(vocabulary)
+    assert models.num_params(config.model) == published
+
+
+def of_nanotron(start, decay, style, steps=1000):
+    text, _ = theirs("small.yaml")
+    text = re.sub(r"lr_decay_starting_step: .*", f"lr_decay_starting_step: {start}", text)
+    text = re.sub(r"lr_decay_steps: .*", f"lr_decay_steps: {decay}", text)
+    text = text.replace("lr_warmup_steps: 2000", "lr_warmup_steps: 100")
+    text = text.replace("min_decay_lr: 0", "min_decay_lr: 3.0e-4")
+    return text.replace("1-sqrt", style).replace("train_steps: 100000", f"train_steps: {steps}")
+
+
+@pytest.mark.parametrize(
+    ("start", "decay", "style", "shape"),
+    [
+        ("null", 900, "cosine", lambda progress: (1 + cos(pi * progress)) / 2),
+        ("null", "null", "linear", lambda progress: 1 - progress),
+        (800, 200, "1-sqrt", lambda progress: 1 - sqrt(progress)),
+    ],
+)
+def test_the_rate_is_that_of_nanotron(start, decay, style, shape, converted):
+    """nanotron.helpers.lr_scheduler_builder, whose steps are counted from 0 before the first."""
+    config, rows = converted("run.yaml", of_nanotron(start, decay, style))
+    assert not [row for row in rows.values() if row.verdict == "DIFFERS"]
+    config = RunConfig.from_dict(config).resolve(16)
+    first = 100 if start == "null" else start
+    for step in (1, 50, 100, 500, 799, 801, 900, 999, 1000):
+        progress = max(0, step - first) / (1000 - first)
+        expected = 3e-4 + (3e-3 - 3e-4) * shape(progress) if step > 100 else 3e-3 * step / 100
+        assert rate(config, step - 1) == pytest.approx(expected, rel=1e-6), step
+
+
+def test_a_decay_that_cannot_be_kept_is_reported(converted):
+    _, rows = converted("run.yaml", of_nanotron(800, 100, "linear"))
+    assert (rows["last step of the decay"].value, rows["shape of the decay"].value) == (
+        900, "linear"
+    )  # fmt: skip
+
+
+def test_samples_become_steps(converted):
+    config, _ = converted("train.sh", theirs("train.sh")[0])
+    train = config["parallel3d"]["train"]
+    assert (train["steps"], train["lr_schedule"]["warmup_steps"]) == (1280000 / 128, 12800 / 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "setting"),
+    [
+        ("small.yaml", "hidden_act: silu", "hidden_act: gelu", "model.model_config.hidden_act"),
+        ("small.yaml", "    hidden_act", "    moe_config: {num_experts: 8}\n    hidden_act",
+         "model.model_config.moe_config"),
+        ("small.yml", '"rotary",', '"alibi",', "pos_emb"),
+        ("small.yml", '"rotary",', '"rotary", "num_experts": 4,', "num_experts"),
+        ("small.yml", '"rotary",', '"rotary", "norm": "rmsnorm",', "the architecture"),
+        ("train.sh", "--swiglu", "--swiglu --num-experts 8", "num-experts"),
+        ("train.sh", "--normalization RMSNorm", "", "the architecture"),
+    ],
+)  # fmt: skip
+def test_another_model_is_refused_and_nothing_written(
+    name, old, new, setting, tmp_path, called, converted
+):
+    text = theirs(name)[0]
+    assert old in text
+    text = text.replace(old, new)
+    assert converted(name, text)[1][setting].verdict == "REFUSED"
+    code, printed, _ = called(
+        command.main, "convert", "config", tmp_path / name, "--out", tmp_path / "ds.json", "--json"
+    )
+    assert code == 1 and not json.loads(printed)["ok"] and not (tmp_path / "ds.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "setting"),
+    [
+        ("small.yaml", "tokens: {", "tokens: {new_thing: 1, ", "tokens.new_thing"),
+        ("small.yml", '"rotary",', '"rotary", "new-thing": 1,', "new_thing"),
+        ("small.yml", '"stage": 1', '"stage": 1, "stag": 1', "zero_optimization.stag"),
+        ("train.sh", "--swiglu", "--swiglu --new-thing 1", "new-thing"),
+        ("train.sh", "--lr 3e-4", "--lr $LR", "lr"),
+        ("train.sh", "TP=2", 'if [ "$1" = big ]; then\n  ARGS="--seed 7"\nfi\nTP=2', "seed"),
+    ],
+)
+def test_an_unknown_setting_is_listed(name, old, new, setting, converted):
+    text = theirs(name)[0]
+    assert old in text
+    config, rows = converted(name, text.replace(old, new))
+    assert rows[setting].verdict == "UNKNOWN"
+    assert "new" not in json.dumps(config) and 'stag"' not in json.dumps(config)
+
+
+def test_a_script_is_read_as_the_shell_reads_it():
+    script = """
+    LAYERS="${LAYERS:-12}" # a default
+    export HIDDEN=768
+    OPTIONS=" \\
+        --num_layers $LAYERS --hidden-size=${HIDDEN} \\
+        --fp16 --split '99,1,0' "
+    # --lr 1
+    torchrun pretrain_gpt.py ${OPTIONS[@]} --lr-warmup-fraction .01 --data-path 0.5 a 0.5 b | tee
+    """
+    assert megatron.arguments(script) == {
+        "num-layers": 12, "hidden-size": 768, "fp16": True, "split": "99,1,0",
+        "lr-warmup-fraction": 0.01, "data-path": [0.5, "a", 0.5, "b"],
+    }  # fmt: skip
+
+
+def test_the_files_of_gpt_neox_belong_together(tmp_path):
+    text = json.loads(of_neox(**LLAMA, activation="silu", mlp_type="llama"))
+    for number, names in enumerate((list(text)[:5], list(text)[5:])):
+        (tmp_path / f"{number}.yml").write_text(json.dumps({name: text[name] for name in names}))
+    config, _ = convert([str(tmp_path / "0.yml"), str(tmp_path / "1.yml")])
+    assert RunConfig.from_dict(config).model.inner_size == 11008
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yml", "{a: 1\nb: 2}", "line 2"),
+        ("a.yml", "- 1", "write a block of settings in YAML"),
+        ("a.yml", "name: ci", "has no setting of nanotron, GPT-NeoX or Megatron-LM"),
+        ("a.sh", "echo hello", "has no setting of nanotron, GPT-NeoX or Megatron-LM"),
+        ("a.sh", "--num-layers 2 --lr 1", "parallel3d.model.hidden_size: is required"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_2(name, text, said, tmp_path, called):
+    (tmp_path / name).write_text(text)
+    code, printed, errors = called(command.main, "convert", "config", tmp_path / name, "--json")
+    assert (code, printed) == (2, "") and said in errors and "Traceback" not in errors
+
+
+def test_a_config_is_written_once(tmp_path, called):
+    (tmp_path / "small.yaml").write_text(theirs("small.yaml")[0])
+    words = "convert", "config", tmp_path / "small.yaml", "--out", tmp_path / "ds.json"
+    code, printed, _ = called(command.main, *words)
+    assert code == 0 and "taken         parallelism.pp = 2 -> parallel3d.mesh.pp" in printed
+    assert RunConfig.from_json(str(tmp_path / "ds.json")).mesh.pp == 2
+    code, _, errors = called(command.main, *words)
+    assert code == 2 and "ds.json: exists; remove it, or name another file" in errors
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises((ConfigError, OSError)):
+        convert([str(tmp_path / "none.yaml")])
