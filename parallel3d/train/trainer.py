@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
@@ -69,6 +69,7 @@ class _Row(NamedTuple):
     stop: float  # 1 if the rank was asked to stop, else 0
     save: float  # 1 if the rank was asked to save, else 0
     broken: float  # 1 if the rank's saves failed too often, else 0
+    side_losses: tuple[float, ...]  # summed over its layers
 
 
 class Trainer:
@@ -100,6 +101,8 @@ class Trainer:
         self.saver, self.stop, self.position = saver, stop or StopRequest(), start.position
         self._state = RunState(config, corpus) if saver else None
         self._role_rates = role_rates(config.model)
+        # The number of layers with each side loss.
+        self._side_losses = Counter(name for layer in parts.layers for name in layer.side_losses)
         self._stall: float | None = None  # of the last save, until a line of metrics contains it
         self._feed = Feed(config, mesh, corpus, parts.schedule)
         self._evaluation = Evaluation(
@@ -217,15 +220,19 @@ class Trainer:
         done = self.engine.step(lr)
         memory, broken = peak_memory_bytes(self.mesh.device), bool(self.saver and self.saver.broken)
         stop, save = self.stop.flags()
-        own = _Row(loss, done.norm, memory, stop, save, broken)
-        rows = [_Row(*row) for row in self.mesh.gather_floats(own)]
+        side_losses = [self.executor.side_losses.get(name, 0.0) for name in self._side_losses]
+        own = loss, done.norm, memory, stop, save, broken, *side_losses
+        rows = [_Row._make((*row[:6], tuple(row[6:]))) for row in self.mesh.gather_floats(own)]
         for rank, row in enumerate(rows):
-            if not math.isfinite(row.loss):
-                self._give_up(
-                    f"the loss on rank {rank} is {row.loss} at step {step + 1}, lr {lr:.3g}; "
-                    "all ranks stop. Lower optimizer.params.lr, lengthen the warm-up, or check "
-                    "the data of this step"
-                )
+            for name, value in zip(
+                ("loss", *self._side_losses), (row.loss, *row.side_losses), strict=True
+            ):
+                if not math.isfinite(value):
+                    self._give_up(
+                        f"the {name} on rank {rank} is {value} at step {step + 1}, lr {lr:.3g}; "
+                        "all ranks stop. Lower optimizer.params.lr, lengthen the warm-up, or check "
+                        "the data of this step"
+                    )
         self.stop.agree([[row.stop, row.save] for row in rows])
         if any(row.broken for row in rows):
             raise TrainingError(
@@ -252,6 +259,15 @@ class Trainer:
         flops = tokens * self.flops_per_token / self.mesh.world.size
         return tokens, flops / 1e12, flops / self.peak_flops if self.peak_flops else None
 
+    def _means_of_side_losses(self, rows: list[_Row]) -> dict[str, float]:
+        """Return the mean of each side loss over the layers that have it and over the batch."""
+        sums = map(sum, zip(*(row.side_losses for row in rows), strict=True))
+        copies = self.mesh.replicas.size * self.mesh.tensor.size
+        return {
+            name: total / (copies * num_layers)
+            for (name, num_layers), total in zip(self._side_losses.items(), sums, strict=True)
+        }
+
     def _report(
         self,
         result: Result,
@@ -276,6 +292,7 @@ class Trainer:
             peak_memory_bytes=int(max(row.memory for row in rows)),
             step_seconds=seconds,
             role_lr={role: lr * factor for role, factor in self._role_rates.items()},
+            side_losses=self._means_of_side_losses(rows),
             validation=validation,
             loss_scale=done.loss_scale if self.config.fp16.enabled else None,
             checkpoint_stall_seconds=stall,
