@@ -77,6 +77,9 @@ class Flow:
 class Executor:
     """Executes this rank's program of `schedule`, one batch after another.
 
+    - `make_schedule`: returns the schedule for another number of microbatches. It is called once
+      for each number that `run` gets, and `run` raises what it raises, on all ranks. Without it
+      every batch must have `schedule.num_microbatches`.
     - `hidden_shape`: the shape of the messages between stages, [batch, seq, hidden], or
       [batch, seq / tp, hidden] under sequence parallelism.
     - `scatter`: each tp rank sends its part of a message, and the receivers gather the parts.
@@ -96,12 +99,12 @@ class Executor:
         key: RandomKey,
         hidden_shape: tuple[int, ...],
         scatter: bool = False,
+        make_schedule: Callable[[int], Schedule] | None = None,
     ) -> None:
-        self.schedule, self.mesh, self.engine = schedule, mesh, engine
+        self.mesh, self.engine, self._make_schedule = mesh, engine, make_schedule
         self._key, self._hidden_shape = key, hidden_shape
         tp = mesh.tensor.size
         self._scatter = scatter and tp > 1 and prod(hidden_shape) % tp == 0
-        self._program = schedule.programs[mesh.pipeline.coord]
         self._last_stage = schedule.num_stages - 1
         self._run: dict[Op, Callable[[int, int], None]] = {
             Op.F: self._forward,
@@ -117,14 +120,8 @@ class Executor:
             Op.REDUCE: lambda stage, _: engine.reduce(stage),
         }
         assert self._run.keys() == set(Op)
-        split = next((action for action in self._program if action.op is Op.W), None)
-        if split and not engine.settings.reduces_once:
-            raise ScheduleError(
-                f"{schedule.name}: {split} requires gradients to be reduced once per step, not in "
-                "each backward"
-            )
-        backwards = {a.stage: a for a in self._program if a.op in (Op.B, Op.W)}
-        self._completing = {a[1:] for a in backwards.values() if a.op is Op.B}
+        self._schedules = {schedule.num_microbatches: schedule}
+        self._use(schedule)
         self._no_loss = torch.zeros((), device=mesh.device)
         self._batch: list[Microbatch] = []
         self.flow = Flow(1)
@@ -144,7 +141,8 @@ class Executor:
         [microbatches, batch, seq]. Otherwise ranks whose layers have side losses set `side_losses`:
         for each name the sum over these layers, [], as a mean over the microbatches.
         """
-        assert len(batch) == self.schedule.num_microbatches
+        if len(batch) != self.schedule.num_microbatches:
+            self._use(self._schedule_for(len(batch)))
         self._batch, self._key.step = batch, step
         self.flow = flow = Flow(self._losses_divisor(batch))
         clock = DeviceClock(self.mesh.device) if self.timed else None
@@ -173,6 +171,32 @@ class Executor:
             for name, values in flow.side_values.items()
         }
         return torch.stack(flow.losses).sum() if flow.losses else self._no_loss
+
+    def _schedule_for(self, num_microbatches: int) -> Schedule:
+        schedule = self._schedules.get(num_microbatches)
+        if schedule is None:
+            assert self._make_schedule, f"needs {self.schedule.num_microbatches} microbatches"
+            schedule = self._make_schedule(num_microbatches)
+            if schedule.pp_coord_of_stage != self.schedule.pp_coord_of_stage:
+                raise ScheduleError(
+                    f"{schedule.name}: places its stages on other ranks for {num_microbatches} "
+                    f"microbatches than for {self.schedule.num_microbatches}; use a schedule whose "
+                    "placement is fixed, or the same number in every step"
+                )
+            self._schedules[num_microbatches] = schedule
+        return schedule
+
+    def _use(self, schedule: Schedule) -> None:
+        """Run this schedule from now on."""
+        self.schedule, self._program = schedule, schedule.programs[self.mesh.pipeline.coord]
+        split = next((action for action in self._program if action.op is Op.W), None)
+        if split and not self.engine.settings.reduces_once:
+            raise ScheduleError(
+                f"{schedule.name}: {split} requires gradients to be reduced once per step, not in "
+                "each backward"
+            )
+        backwards = {a.stage: a for a in self._program if a.op in (Op.B, Op.W)}
+        self._completing = {a[1:] for a in backwards.values() if a.op is Op.B}
 
     def _forward(self, stage: int, microbatch: int) -> None:
         x, labels, segments, weights = self._batch[microbatch]
@@ -229,7 +253,7 @@ class Executor:
         """
         weights = [m.weights for m in batch if m.weights is not None]
         if not weights or not self._trains or not self._on_this_rank(self._last_stage):
-            return self.schedule.num_microbatches
+            return len(batch)
         assert len(weights) == len(batch), "either all microbatches have weights or none"
         total = torch.stack([w.sum() for w in weights]).sum()
         total = all_reduce(total, self.mesh.replicas.group) / self.mesh.replicas.size

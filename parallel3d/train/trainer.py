@@ -120,7 +120,8 @@ class Trainer:
 
     def _run(self) -> Result:
         result, first = Result(steps=self.position.step), self.position.step
-        seconds = step_seconds = 0.0  # `seconds` excludes the first step, which also warms up
+        # Of all steps except the first, which also warms up, and of the last one.
+        seconds, tokens, step_seconds, step_tokens = 0.0, 0, 0.0, 0
         window = min(max(self.config.num_steps // 10, _FEWEST), _MOST)
         losses: deque[float] = deque(maxlen=window)
         while result.steps < self.config.num_steps and not result.stopped:
@@ -134,13 +135,15 @@ class Trainer:
                 lr = rate(self.config, step)
                 rows, done = self._step(step, lr)
                 step_seconds = time.perf_counter() - began
-            seconds += step_seconds if step > first else 0.0
-            if step == first:
+            before, self.position = self.position, self.position.after(self.config)
+            step_tokens = self.position.tokens - before.tokens
+            if step > first:
+                seconds, tokens = seconds + step_seconds, tokens + step_tokens
+            else:
                 self.mesh.set_timeouts(self.config.train.timeout_seconds)
                 self._warn_if_slow(step_seconds)
                 if self.progress and (graphs := compiled.describe()):
                     self.progress.say(graphs)
-            self.position = self.position.after(self.config)
             result.steps = step + 1
             # Every tp rank of the last stage reports the loss of its dp coordinate.
             result.loss = sum(row.loss for row in rows) / (
@@ -151,7 +154,7 @@ class Trainer:
             is_last, after = result.steps == self.config.num_steps, self.config.train.stop_after
             result.stopped = self.stop.stopping or (result.steps == after and not is_last)
             validation = {} if result.stopped else self._evaluated(result)
-            self._report(result, lr, step_seconds, rows, done, validation)
+            self._report(result, lr, step_seconds, step_tokens, rows, done, validation)
             self._save_if_due(result)
         if self.profiler:
             self.profiler.finish()  # if the run was stopped within the profiled steps
@@ -163,8 +166,8 @@ class Trainer:
                 self.writer.complete(result.validation)
             self.stop.finished()
         else:
-            timed = max(1, result.steps - first - 1)
-            speed = self._speed(seconds / timed if seconds else step_seconds)
+            timed = (tokens, seconds) if tokens else (step_tokens, step_seconds)
+            speed = self._speed(*timed)
             result.tokens_per_second, result.tflops_per_device, result.mfu = speed
             result.mean_loss, result.mean_loss_of = fmean(losses), len(losses)
             result.loss_deviation = stdev(losses) if len(losses) > 1 else math.nan
@@ -253,9 +256,9 @@ class Trainer:
             self.saver.finish()
         raise TrainingError(message)
 
-    def _speed(self, seconds: float) -> tuple[float, float, float | None]:
+    def _speed(self, num_tokens: int, seconds: float) -> tuple[float, float, float | None]:
         """Return tokens per second of the mesh, model TFLOP/s per device, and MFU."""
-        tokens = self.config.tokens_per_step / seconds
+        tokens = num_tokens / seconds
         flops = tokens * self.flops_per_token / self.mesh.world.size
         return tokens, flops / 1e12, flops / self.peak_flops if self.peak_flops else None
 
@@ -273,12 +276,13 @@ class Trainer:
         result: Result,
         lr: float,
         seconds: float,
+        tokens: int,
         rows: list[_Row],
         done: StepResult,
         validation: Losses,
     ) -> None:
         """Write and show a step's metrics, on the rank that reports."""
-        tokens_per_second, tflops, mfu = self._speed(seconds)
+        tokens_per_second, tflops, mfu = self._speed(tokens, seconds)
         stall, self._stall = self._stall, None
         metrics = StepMetrics(
             step=result.steps,

@@ -23,7 +23,9 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, SideLoss]:
         """A block's input and output [batch, seq, hidden], or parts -> its side losses."""
-        shares = over_sequence(F.linear(y, self.weight).softmax(-1), self.split)  # [batch, experts]
+        # A norm, unlike a product, keeps the output itself for its backward.
+        scores = F.linear(F.layer_norm(y, y.shape[-1:]), self.weight)
+        shares = over_sequence(scores.softmax(-1), self.split)  # [batch, experts]
         size = F.linear(x, self.weight).logsumexp(-1, keepdim=True).square()
         values = {
             "balance": EXPERTS * shares.square().sum(-1).mean(),

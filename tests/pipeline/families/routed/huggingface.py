@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch.nn.functional as F
 from parallel3d.models.routed.spec import EXPERTS, Config
 from torch import nn
 
@@ -17,7 +18,8 @@ def reference(config: Config) -> Any:
 
     def hook(block: Any, inputs: Any, output: Any) -> None:
         y = output[0] if isinstance(output, tuple) else output
-        shares = block.router(y).softmax(-1).mean(1)  # [batch, experts]
+        scores = block.router(F.layer_norm(y, y.shape[-1:]))
+        shares = scores.softmax(-1).mean(1)  # [batch, experts]
         model.side["balance"].append(EXPERTS * shares.square().sum(-1).mean())
         model.side["z"].append(block.router(inputs[0]).logsumexp(-1).square().mean())
         model.side["largest"].append(shares.max(-1).values.mean())
