@@ -45,7 +45,9 @@ class Sleeper:
 
     evaluate = forward
 
-    def backward(self, output: Tensor, grad: Tensor | None, *, stage: int, last: bool) -> None:
+    def backward(
+        self, output: Tensor, grad: Tensor | None, *, side_loss: None, stage: int, last: bool
+    ) -> None:
         """The input's gradient; the weights', too, where backwards are whole."""
         time.sleep(self._backward)
         output.backward(grad)

@@ -32,11 +32,9 @@ class Position:
 
     def after(self, config: RunConfig) -> "Position":
         """Return the position one step later."""
-        return Position(
-            self.step + 1,
-            self.tokens + config.tokens_per_step,
-            self.next_sample + config.global_batch_size,
-        )
+        size = config.batch_size_at(self.next_sample)
+        tokens = self.tokens + size * config.data.sequence_length
+        return Position(self.step + 1, tokens, self.next_sample + size)
 
 
 class RunState:

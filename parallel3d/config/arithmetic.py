@@ -55,33 +55,26 @@ def _share(batch: int, parts: int, factors: str) -> int:
     return batch // parts
 
 
-def steps_of_tokens(max_tokens: int, tokens_per_step: int) -> int:
-    """Return the whole steps in `max_tokens` tokens; raises ConfigError if there is none."""
+def check_tokens(max_tokens: int, tokens_per_step: int) -> None:
+    """Raise ConfigError if `max_tokens` tokens are less than one step."""
     if max_tokens < tokens_per_step:
         rule = f"is less than one step of {tokens_per_step} tokens"
         remedy = f"use {tokens_per_step} or more, or a smaller batch"
         raise Problems([Problem("parallel3d.train.max_tokens", max_tokens, rule, remedy)])
-    return max_tokens // tokens_per_step
 
 
-def steps_of_epochs(epochs: float, samples: int, batch: int) -> int:
-    """Return the whole steps in `epochs` passes over `samples`; raises ConfigError if none.
+def samples_of_epochs(epochs: float, samples: int, batch: int) -> int:
+    """Return the whole samples in `epochs` passes over `samples`.
 
-    Args:
-        batch: samples per step.
+    Raises ConfigError if they are less than one step, of `batch` samples.
     """
-    num_samples = samples_of_epochs(epochs, samples)
+    # Exact fractions, because 0.29 x 100 is 28.999999999999996 in floats.
+    num_samples = int(Fraction(str(epochs)) * samples)
     if num_samples < batch:
         rule = f"is {num_samples} samples of the corpus's {samples}, less than one step of {batch}"
         remedy = "use more epochs or a smaller batch"
         raise Problems([Problem("parallel3d.train.epochs", epochs, rule, remedy)])
-    return num_samples // batch
-
-
-def samples_of_epochs(epochs: float, samples: int) -> int:
-    """Return the whole samples in `epochs` passes over `samples`."""
-    # Exact fractions, because 0.29 x 100 is 28.999999999999996 in floats.
-    return int(Fraction(str(epochs)) * samples)
+    return num_samples
 
 
 def fit(train: TrainConfig, scheduler: Any) -> tuple[TrainConfig, Any, list[str]]:

@@ -256,6 +256,30 @@ class RunConfig(Section):
         """Tokens per step, over all ranks; the config must be resolved."""
         return self.global_batch_size * self.data.sequence_length
 
+    @property
+    def batch_phases(self) -> tuple[tuple[int, int], ...]:
+        """The first sample of each phase, and its microbatches per step and data-parallel rank."""
+        return ((0, self.num_microbatches),)
+
+    def num_microbatches_at(self, sample: int) -> int:
+        """Return the microbatches per data-parallel rank of the step that begins at a sample."""
+        return [count for first, count in self.batch_phases if first <= sample][-1]
+
+    def batch_size_at(self, sample: int) -> int:
+        """Return the samples, over all ranks, of the step that begins at a sample."""
+        assert isinstance(self.mesh.dp, int), "resolve(world_size) comes first"
+        return self.micro_batch_size * self.num_microbatches_at(sample) * self.mesh.dp
+
+    def steps_between(self, sample: int, end: int) -> int:
+        """Return the number of whole steps in the samples from `sample` up to, without, `end`."""
+        steps = 0
+        for until in (*(first for first, _ in self.batch_phases if first > sample), end):
+            size = self.batch_size_at(sample)
+            # The step that reaches the next phase still has this phase's size.
+            count = max(0, min(-(-(until - sample) // size), (end - sample) // size))
+            steps, sample = steps + count, sample + count * size
+        return steps
+
     def resolve(self, world_size: int) -> "RunConfig":
         """Return the config for `world_size` ranks: dp, batch sizes and, of max_tokens, steps.
 
@@ -277,8 +301,10 @@ class RunConfig(Section):
             }
         )
         if config.train.max_tokens is not None:
-            steps = arithmetic.steps_of_tokens(config.train.max_tokens, config.tokens_per_step)
-            samples = config.train.max_tokens // config.data.sequence_length
+            length = config.data.sequence_length
+            samples = config.train.max_tokens // length
+            arithmetic.check_tokens(config.train.max_tokens, config.batch_size_at(0) * length)
+            steps = config.steps_between(0, samples)
             config = config._with("train", steps=steps, max_tokens=None)
             config._max_samples = samples
         return config._fitted()._checked()
@@ -296,10 +322,10 @@ class RunConfig(Section):
         if config.train.epochs is not None:
             # Each sample also needs the token that follows it.
             samples = (num_train_tokens - 1) // config.data.sequence_length
-            steps = arithmetic.steps_of_epochs(
-                config.train.epochs, samples, config.global_batch_size
+            max_samples = arithmetic.samples_of_epochs(
+                config.train.epochs, samples, config.batch_size_at(0)
             )
-            max_samples = arithmetic.samples_of_epochs(config.train.epochs, samples)
+            steps = config.steps_between(0, max_samples)
             config = config._with("train", steps=steps, epochs=None)
             config._max_samples = max_samples
         return config._fitted()._checked()
@@ -314,7 +340,7 @@ class RunConfig(Section):
         """
         if self._max_samples is None:
             return self
-        left = max(0, self._max_samples - next_sample) // self.global_batch_size
+        left = self.steps_between(next_sample, self._max_samples)
         return self._with("train", steps=max(1, step + left))._fitted()._checked()
 
     def with_vocab_size(self, size: int) -> "RunConfig":

@@ -193,19 +193,25 @@ class Engine:
         return output
 
     def backward(
-        self, output: Tensor, grad: Tensor | None = None, *, stage: int = 0, last: bool = False
-    ) -> None:
+        self, output: Tensor, grad: Tensor | None = None, *, side_loss: Tensor | None = None,
+        stage: int = 0, last: bool = False,
+    ) -> None:  # fmt: skip
         """Run a stage's backward from an output gradient, or from a loss if `grad` is None.
 
-        `last`: this backward completes the stage's gradients of the step.
+        - `side_loss` []: a loss of the stage beside an output with a gradient.
+        - `last`: this backward completes the stage's gradients of the step.
         """
+        scale = self._deepspeed.optimizer.scale_if_loss
+        # In one pass with the output, so that activations are recomputed once.
+        side = [] if side_loss is None else [scale(side_loss)]
+        grads = [grad, *(None for _ in side)]
         if self.settings.runs_without_hooks:
-            scaled = self._deepspeed.optimizer.scale_if_loss(output) if grad is None else output
+            scaled = scale(output) if grad is None else output
             with (
                 accumulate_in_place(),
                 self._reduction.last_backward(stage) if last else nullcontext(),
             ):
-                scaled.backward(grad)
+                torch.autograd.backward([scaled, *side], grads)
             return
         core.start_backward(self._deepspeed)
         self._counters.restore()
@@ -215,7 +221,7 @@ class Engine:
             self._deepspeed.backward(output)
         else:
             fp16.expect_scaled_gradient(self._deepspeed)
-            output.backward(grad)
+            torch.autograd.backward([output, *side], grads)
 
     @property
     def loss_scale(self) -> float:

@@ -36,13 +36,14 @@ def save_weights(
 
     @_ending_the_run(directory)
     def end() -> None:
+        line = line_after(run, config.num_steps)
         about = About(
             config,
             step=config.num_steps,
-            tokens=config.num_steps * config.tokens_per_step,
+            tokens=line.get("tokens", config.num_steps * config.tokens_per_step),
             end_of_text=corpus.end_of_text if corpus else None,
             tokenizer=corpus.tokenizer_directory if corpus else None,
-            line=line_after(run, config.num_steps),
+            line=line,
         )
         if missing := layout.places.keys() - {name for names in written for name in names}:
             raise OSError(f"no rank wrote {min(missing)}")

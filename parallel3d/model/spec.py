@@ -267,6 +267,7 @@ class LayerSpec:
       with.
     - active: the share of a parameter's elements that each token uses, by name, where it is not all
       (k / E of E stacked experts).
+    - side_losses: the names of the side losses that the layer returns (`tensor/side_loss.py`).
     """
 
     name: str
@@ -276,6 +277,7 @@ class LayerSpec:
     config: ModelConfig
     tied: tuple[tuple[str, str], ...] = ()
     active: tuple[tuple[str, float], ...] = ()
+    side_losses: tuple[str, ...] = ()
 
     @property
     def num_params(self) -> int:

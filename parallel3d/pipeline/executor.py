@@ -19,6 +19,7 @@ from parallel3d.schedule.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.collectives import all_reduce
 from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.segments import Segments
+from parallel3d.tensor.side_loss import SideLosses, StageOutput
 from parallel3d.tensor.weight_gradients import WeightGradients, defer_weight_gradients
 
 _Key = tuple[int, int]  # stage, microbatch
@@ -60,6 +61,10 @@ class Flow:
     outputs: dict[_Key, Tensor] = field(default_factory=dict)
     gradients: dict[_Key, Tensor] = field(default_factory=dict)
     """Gradients of the outputs, until their backward."""
+    side_losses: dict[_Key, Tensor] = field(default_factory=dict)
+    """The sum of a stage's side losses, divided, until its backward; the last stage has none."""
+    side_values: dict[str, list[Tensor]] = field(default_factory=dict)
+    """For each forward the sum of each side loss over the layers of its stage."""
     deferred: dict[_Key, WeightGradients] = field(default_factory=dict)
     arriving: dict[Action, Transfer] = field(default_factory=dict)
     sending: dict[Action, tuple[Transfer, Tensor]] = field(default_factory=dict)
@@ -72,6 +77,9 @@ class Flow:
 class Executor:
     """Executes this rank's program of `schedule`, one batch after another.
 
+    - `make_schedule`: returns the schedule for another number of microbatches. It is called once
+      for each number that `run` gets, and `run` raises what it raises, on all ranks. Without it
+      every batch must have `schedule.num_microbatches`.
     - `hidden_shape`: the shape of the messages between stages, [batch, seq, hidden], or
       [batch, seq / tp, hidden] under sequence parallelism.
     - `scatter`: each tp rank sends its part of a message, and the receivers gather the parts.
@@ -91,12 +99,12 @@ class Executor:
         key: RandomKey,
         hidden_shape: tuple[int, ...],
         scatter: bool = False,
+        make_schedule: Callable[[int], Schedule] | None = None,
     ) -> None:
-        self.schedule, self.mesh, self.engine = schedule, mesh, engine
+        self.mesh, self.engine, self._make_schedule = mesh, engine, make_schedule
         self._key, self._hidden_shape = key, hidden_shape
         tp = mesh.tensor.size
         self._scatter = scatter and tp > 1 and prod(hidden_shape) % tp == 0
-        self._program = schedule.programs[mesh.pipeline.coord]
         self._last_stage = schedule.num_stages - 1
         self._run: dict[Op, Callable[[int, int], None]] = {
             Op.F: self._forward,
@@ -112,19 +120,14 @@ class Executor:
             Op.REDUCE: lambda stage, _: engine.reduce(stage),
         }
         assert self._run.keys() == set(Op)
-        split = next((action for action in self._program if action.op is Op.W), None)
-        if split and not engine.settings.reduces_once:
-            raise ScheduleError(
-                f"{schedule.name}: {split} requires gradients to be reduced once per step, not in "
-                "each backward"
-            )
-        backwards = {a.stage: a for a in self._program if a.op in (Op.B, Op.W)}
-        self._completing = {a[1:] for a in backwards.values() if a.op is Op.B}
+        self._schedules = {schedule.num_microbatches: schedule}
+        self._use(schedule)
         self._no_loss = torch.zeros((), device=mesh.device)
         self._batch: list[Microbatch] = []
         self.flow = Flow(1)
         self._trains = schedule.has_backward
         self.token_losses: Tensor | None = None
+        self.side_losses: dict[str, Tensor] = {}
         self.timed = False
         self.spans: list[Span] = []
         self.started = self.ended = 0.0
@@ -135,9 +138,11 @@ class Executor:
         Return the mean loss [] on the device, or 0 on ranks without the last stage. Its mean over
         the dp ranks is the batch's mean loss (divided by the sum of all weights, if there are any).
         If the schedule has no backward actions, ranks with the last stage set `token_losses`
-        [microbatches, batch, seq].
+        [microbatches, batch, seq]. Otherwise ranks whose layers have side losses set `side_losses`:
+        for each name the sum over these layers, [], as a mean over the microbatches.
         """
-        assert len(batch) == self.schedule.num_microbatches
+        if len(batch) != self.schedule.num_microbatches:
+            self._use(self._schedule_for(len(batch)))
         self._batch, self._key.step = batch, step
         self.flow = flow = Flow(self._losses_divisor(batch))
         clock = DeviceClock(self.mesh.device) if self.timed else None
@@ -161,7 +166,37 @@ class Executor:
             self.started, self.ended, self.spans = clock.spans(marks)
         if flow.token_losses:
             self.token_losses = torch.stack([flow.token_losses[m] for m in range(len(batch))])
+        self.side_losses = {
+            name: torch.stack(values).sum() / len(batch)
+            for name, values in flow.side_values.items()
+        }
         return torch.stack(flow.losses).sum() if flow.losses else self._no_loss
+
+    def _schedule_for(self, num_microbatches: int) -> Schedule:
+        schedule = self._schedules.get(num_microbatches)
+        if schedule is None:
+            assert self._make_schedule, f"needs {self.schedule.num_microbatches} microbatches"
+            schedule = self._make_schedule(num_microbatches)
+            if schedule.pp_coord_of_stage != self.schedule.pp_coord_of_stage:
+                raise ScheduleError(
+                    f"{schedule.name}: places its stages on other ranks for {num_microbatches} "
+                    f"microbatches than for {self.schedule.num_microbatches}; use a schedule whose "
+                    "placement is fixed, or the same number in every step"
+                )
+            self._schedules[num_microbatches] = schedule
+        return schedule
+
+    def _use(self, schedule: Schedule) -> None:
+        """Run this schedule from now on."""
+        self.schedule, self._program = schedule, schedule.programs[self.mesh.pipeline.coord]
+        split = next((action for action in self._program if action.op is Op.W), None)
+        if split and not self.engine.settings.reduces_once:
+            raise ScheduleError(
+                f"{schedule.name}: {split} requires gradients to be reduced once per step, not in "
+                "each backward"
+            )
+        backwards = {a.stage: a for a in self._program if a.op in (Op.B, Op.W)}
+        self._completing = {a[1:] for a in backwards.values() if a.op is Op.B}
 
     def _forward(self, stage: int, microbatch: int) -> None:
         x, labels, segments, weights = self._batch[microbatch]
@@ -171,25 +206,44 @@ class Executor:
             x = take((stage, microbatch)).requires_grad_(self._trains)
         assert x is not None, "the first stage needs tokens"
         self._key.microbatch = microbatch
-        run: Callable[..., Tensor] = self.engine.forward if self._trains else self.engine.evaluate
+        engine = self.engine
+        run: Callable[..., StageOutput] = engine.forward if self._trains else engine.evaluate
         if stage == self._last_stage and self._trains and weights is not None:
             output = run(stage, x, labels, segments, weights)
         else:
             output = run(stage, x, labels if stage == self._last_stage else None, segments)
+        output, side_losses = output if isinstance(output, tuple) else (output, None)
         if stage == self._last_stage:
             if not self._trains:
                 assert labels is not None, "the last stage needs labels"
                 assert output.shape == labels.shape, "a head returns token losses in evaluation"
                 self.flow.token_losses[microbatch], output = output, output.mean()
-            # The only place where the number of microbatches scales anything.
+            # Only here and for side losses does the number of microbatches scale anything.
             output = output / self.flow.divisor
             self.flow.losses.append(output.detach())
         elif self._on_this_rank(stage + 1):
             # Detached, like a received tensor: each stage's backward ends at its input.
             self.flow.inputs[stage + 1, microbatch] = output.detach()
             free_data(output)
+        if side_losses is not None:
+            output = self._add_side_losses(output, side_losses, (stage, microbatch))
         if self._trains or stage in self.schedule.crossings:
             self.flow.outputs[stage, microbatch] = output
+
+    def _add_side_losses(self, output: Tensor, side_losses: SideLosses, key: _Key) -> Tensor:
+        """Add a stage's side losses to the loss, or keep them for the backward of its output.
+
+        Each is a mean over a microbatch, so they are divided by the number of microbatches even if
+        labels are weighted.
+        """
+        for name, value in side_losses.values.items():
+            self.flow.side_values.setdefault(name, []).append(value)
+        total = side_losses.total / len(self._batch)
+        if key[0] == self._last_stage:
+            return output + total
+        if total.requires_grad:
+            self.flow.side_losses[key] = total
+        return output
 
     def _losses_divisor(self, batch: list[Microbatch]) -> Tensor | int:
         """Return the divisor of the microbatches' losses, whose sum is then the mean loss.
@@ -199,7 +253,7 @@ class Executor:
         """
         weights = [m.weights for m in batch if m.weights is not None]
         if not weights or not self._trains or not self._on_this_rank(self._last_stage):
-            return self.schedule.num_microbatches
+            return len(batch)
         assert len(weights) == len(batch), "either all microbatches have weights or none"
         total = torch.stack([w.sum() for w in weights]).sum()
         total = all_reduce(total, self.mesh.replicas.group) / self.mesh.replicas.size
@@ -211,7 +265,9 @@ class Executor:
         key = stage, microbatch
         output = self.flow.outputs.pop(key)
         grad_output = None if stage == self._last_stage else self.flow.gradients.pop(key)
-        self.engine.backward(output, grad_output, stage=stage, last=key in self._completing)
+        side_loss = self.flow.side_losses.pop(key, None)
+        last = key in self._completing
+        self.engine.backward(output, grad_output, side_loss=side_loss, stage=stage, last=last)
         if stage > 0:
             grad = self.flow.inputs.pop((stage, microbatch)).grad
             assert grad is not None

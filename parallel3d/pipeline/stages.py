@@ -1,6 +1,6 @@
 """Build and initialise the layers of this rank's stages (floor 4)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -21,17 +21,32 @@ from parallel3d.tensor.cut import held_parameters
 from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.segments import Segments
+from parallel3d.tensor.side_loss import (
+    LayerOutput,
+    SideLoss,
+    StageOutput,
+    alias,
+    sum_side_losses,
+)
 
 
 class Stages(nn.Module):
     """The stages of one rank; `forward(stage, ...)` runs one of them.
 
-    `layers` has each stage's layers. `recompute` has the layers whose activations are recomputed in
-    the backward (activation checkpointing "full": all except embedding and head).
+    - `layers`: each stage's layers.
+    - `recompute`: the layers whose activations are recomputed in the backward (activation
+      checkpointing "full": all except embedding and head).
+    - `side_losses`: the names of the side losses that each layer returns, where it returns any.
     """
 
-    def __init__(self, layers: dict[int, list[nn.Module]], recompute: set[nn.Module]) -> None:
+    def __init__(
+        self,
+        layers: dict[int, list[nn.Module]],
+        recompute: set[nn.Module],
+        side_losses: Mapping[nn.Module, tuple[str, ...]],
+    ) -> None:
         super().__init__()
+        self._side_losses = side_losses
         self.stages = nn.ModuleDict({str(s): nn.ModuleList(ls) for s, ls in layers.items()})
         self.layers, self._recompute = layers, recompute
 
@@ -43,8 +58,10 @@ class Stages(nn.Module):
         segments: Segments | None = None,
         weights: Tensor | None = None,
         on_input_grad: Callable[[int, int], None] | None = None,
-    ) -> Tensor:
+    ) -> StageOutput:
         """Run a stage: token ids [batch, seq] or activations -> activations, or the loss.
+
+        In training the side losses of its layers stand beside it, if there are any.
 
         - `labels` [batch, seq]: given to the last stage, which then returns the mean loss [], or in
           evaluation each token's loss [batch, seq].
@@ -55,18 +72,38 @@ class Stages(nn.Module):
         """
         layers = list(self.stages[str(stage)].children())
         last = layers.pop() if labels is not None else None
+        side_losses: list[tuple[str, SideLoss]] = []
         for index, layer in enumerate(layers):
             if index and on_input_grad and x.requires_grad:
                 x.register_hook(partial(_call_hook, on_input_grad, stage, index))
             if layer in self._recompute and torch.is_grad_enabled():
                 # Dropout masks depend only on their place, so no generator state is saved.
-                x = checkpoint(layer, x, segments, use_reentrant=False, preserve_rng_state=False)
+                output = checkpoint(
+                    layer, x, segments, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                x = layer(x, segments)
-        if last is None:
+                output = layer(x, segments)
+            x = self._collect(layer, output, side_losses)
+        if last is not None:
+            loss = last(x, labels) if weights is None else last(x, labels, weights)
+            x = self._collect(last, loss, side_losses)
+        if not side_losses or not self.training:
             return x
-        loss: Tensor = last(x, labels) if weights is None else last(x, labels, weights)
-        return loss
+        # The executor frees the data of an output, which a side loss may need in its backward.
+        return alias(x), sum_side_losses(side_losses)
+
+    def _collect(
+        self, layer: nn.Module, output: LayerOutput, side_losses: list[tuple[str, SideLoss]]
+    ) -> Tensor:
+        """Return the activation of a layer's output, and append its side losses."""
+        x, own = (output, {}) if isinstance(output, Tensor) else output
+        declared = self._side_losses.get(layer, ())
+        assert own.keys() == set(declared), (
+            f"{type(layer).__name__} returns the side losses {sorted(own)}, but its LayerSpec "
+            f"declares {sorted(declared)}"
+        )
+        side_losses.extend(own.items())
+        return x
 
 
 def _call_hook(hook: Callable[[int, int], None], stage: int, index: int, gradient: Tensor) -> None:
@@ -142,7 +179,8 @@ def build_stages(
     for name in inner & modules.keys():
         compile_block(modules[name])
     recompute = {m for n, m in modules.items() if n in inner and activation_checkpointing == "full"}
-    return BuiltStages(Stages(by_stage, recompute), tuple(held), key, placement)
+    side_losses = {modules[o.name]: o.side_losses for o in layers if o.name in modules}
+    return BuiltStages(Stages(by_stage, recompute, side_losses), tuple(held), key, placement)
 
 
 def _build_layer(layer: LayerSpec, context: LayerContext) -> nn.Module:

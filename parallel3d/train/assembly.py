@@ -67,7 +67,12 @@ def assemble(
         layers=stages.module.layers,
     )
     weights = settings.weights if settings.holds_weights else "per_microbatch"
-    training = add_sharding(schedule, weights, settings.reduces_once)
+
+    def make(num_microbatches: int) -> Schedule:
+        schedule = _schedule(config, mesh, num_microbatches)
+        return add_sharding(schedule, weights, settings.reduces_once)
+
+    training = make(config.num_microbatches)
     executor, evaluator = (
         Executor(
             s,
@@ -76,8 +81,12 @@ def assemble(
             key=stages.key,
             hidden_shape=hidden_shape(config),
             scatter=config.pipeline.scatter_activations and not config.mesh.sequence_parallel,
+            make_schedule=make_another,
         )
-        for s in (training, add_sharding(make_evaluation(schedule), weights, False))
+        for s, make_another in (
+            (training, make),
+            (add_sharding(make_evaluation(schedule), weights, False), None),
+        )
     )
     return Assembly(layers, shape, training, stages, engine, executor, evaluator)
 
@@ -91,11 +100,9 @@ def build(
     settings cannot be combined.
     """
     compiled.set_mode(config.train.compile)
-    layers, pipeline = models.layers(config.model), config.pipeline
+    layers = models.layers(config.model)
     shape = Shape(config.micro_batch_size, config.data.sequence_length)
-    schedule = make_schedule(
-        pipeline.schedule, mesh.pipeline.size, config.num_microbatches, pipeline.stages_per_rank
-    )
+    schedule = _schedule(config, mesh, config.num_microbatches)
     stages = build_stages(
         layers,
         schedule,
@@ -103,11 +110,18 @@ def build(
         mesh=mesh,
         shape=shape,
         seed=seed,
-        activation_checkpointing=pipeline.activation_checkpointing,
+        activation_checkpointing=config.pipeline.activation_checkpointing,
         sequence_parallel=config.mesh.sequence_parallel,
         overlap=config.train.overlap,
     )
     return layers, shape, schedule, stages
+
+
+def _schedule(config: RunConfig, mesh: Mesh, num_microbatches: int) -> Schedule:
+    pipeline = config.pipeline
+    return make_schedule(
+        pipeline.schedule, mesh.pipeline.size, num_microbatches, pipeline.stages_per_rank
+    )
 
 
 def hidden_shape(config: RunConfig) -> tuple[int, int, int]:

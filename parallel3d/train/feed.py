@@ -47,13 +47,15 @@ class Feed:
         self._isolates = config.data.isolate_documents
         training = Batches(corpus.train, length, config.train.seed)
         # One read-ahead for each: an evaluation must not discard the training steps built ahead.
-        self._training = ReadAhead(partial(self._step, training))
+        self._training = ReadAhead(partial(self._trained, training))
         self._evaluations: dict[EvaluationSamples, ReadAhead[_Step]] = {}
 
     def training(self, start: int) -> list[Microbatch]:
         """Return this dp coordinate's microbatches of the step that begins at sample `start`."""
-        then = [start + n for n in self._further()]
-        return self._cut(self._taken(self._training, start, then))
+        starts = [start]
+        for _ in range(self._config.data.read_ahead + 1):
+            starts.append(starts[-1] + self._config.batch_size_at(starts[-1]))
+        return self._cut(self._taken(self._training, start, starts[1:-1], end=starts[1]))
 
     def evaluation(
         self, samples: EvaluationSamples, start: int
@@ -66,8 +68,8 @@ class Feed:
             self._evaluations[samples] = ReadAhead(partial(self._evaluated, samples))
         size = self._config.global_batch_size
         end = -(-samples.num_samples // size) * size  # the next evaluation starts again at 0
-        then = [(start + n) % end for n in self._further()]
-        step = self._taken(self._evaluations[samples], start, then)
+        then = [(start + i * size) % end for i in range(1, self._config.data.read_ahead + 1)]
+        step = self._taken(self._evaluations[samples], start, then, end=start + size)
         documents = None if step.documents is None else self._on_device(step.documents)
         return self._cut(step), documents
 
@@ -77,19 +79,16 @@ class Feed:
         for ahead in self._evaluations.values():
             ahead.close()
 
-    def _further(self) -> list[int]:
-        """Return the offsets in samples of the steps that are built ahead."""
-        return [
-            i * self._config.global_batch_size for i in range(1, self._config.data.read_ahead + 1)
-        ]
+    def _trained(self, batches: Batches, start: int) -> _Step:
+        return self._step(batches, start, self._config.num_microbatches_at(start))
 
-    def _step(self, batches: Batches, start: int) -> _Step:
+    def _step(self, batches: Batches, start: int, num_microbatches: int) -> _Step:
         config, size = self._config, self._config.micro_batch_size
-        shape = config.num_microbatches, size, config.data.sequence_length
+        shape = num_microbatches, size, config.data.sequence_length
         nothing = np.empty((shape[0], 0, *shape[1:]), dtype=np.int64)
         if not self._kinds and not self._isolates:
             return _Step(self._readable(nothing))
-        first, count = self._share(start)
+        first, count = self._share(start, num_microbatches)
         tokens, labels = batches.microbatch(first, count)
         arrays = {"tokens": tokens, "labels": labels}
         used = [arrays[kind].reshape(shape) for kind in self._kinds]
@@ -103,15 +102,15 @@ class Feed:
         return step
 
     def _evaluated(self, samples: EvaluationSamples, start: int) -> _Step:
-        step = self._step(samples.batches, start)
+        config, count = self._config, self._config.num_microbatches
+        step = self._step(samples.batches, start, count)
         if "labels" not in self._kinds:
             return step
-        config = self._config
-        shape = config.num_microbatches, config.micro_batch_size, config.data.sequence_length
-        documents = samples.documents(*self._share(start)).reshape(shape)
+        shape = count, config.micro_batch_size, config.data.sequence_length
+        documents = samples.documents(*self._share(start, count)).reshape(shape)
         return step._replace(documents=self._readable(documents))
 
-    def _share(self, start: int) -> tuple[int, int]:
+    def _share(self, start: int, num_microbatches: int) -> tuple[int, int]:
         """Return this dp coordinate's first sample of a step, and the number of its samples."""
         config = self._config
         first = first_sample(
@@ -119,18 +118,17 @@ class Feed:
             0,
             self._mesh.samples.coord,
             micro_batch=config.micro_batch_size,
-            num_microbatches=config.num_microbatches,
+            num_microbatches=num_microbatches,
             dp=self._mesh.samples.size,
         )
-        return first, config.micro_batch_size * config.num_microbatches
+        return first, config.micro_batch_size * num_microbatches
 
-    def _taken(self, ahead: ReadAhead[_Step], start: int, then: list[int]) -> _Step:
+    def _taken(self, ahead: ReadAhead[_Step], start: int, then: list[int], *, end: int) -> _Step:
         try:
             return ahead.take(start, then)
         except DataError as error:
             # Other ranks read other samples, without this error.
-            size = self._config.global_batch_size
-            raise RankError(f"{error} (in samples {start:,} to {start + size - 1:,})") from error
+            raise RankError(f"{error} (in samples {start:,} to {end - 1:,})") from error
 
     def _cut(self, step: _Step) -> list[Microbatch]:
         tensor, device = self._on_device(step.arrays), self._mesh.device

@@ -55,6 +55,9 @@ class StepMetrics:
     """Only in fp16. If the gradients of a step overflow, it is skipped and grad_norm is null."""
     role_lr: dict[str, float] = field(default_factory=dict)
     """Learning rate of each role; only if the model's parametrization scales rates by role."""
+    side_losses: dict[str, float] = field(default_factory=dict)
+    """Mean of each side loss over the layers that have it and the batch, without its coefficient;
+    only if the model has any. `loss` is without them."""
     checkpoint_stall_seconds: float | None = None
     """Seconds for which a save held up training; only on the line after the save."""
 
@@ -64,6 +67,8 @@ class StepMetrics:
         values |= _in_json(self.validation)
         if self.role_lr:
             values["role_lr"] = self.role_lr
+        if self.side_losses:
+            values["side_losses"] = {name: finite(x) for name, x in self.side_losses.items()}
         for name in _SOMETIMES:
             if (value := getattr(self, name)) is not None:
                 values[name] = finite(value)
@@ -74,6 +79,7 @@ class StepMetrics:
         values = {name: getattr(self, name) for name in (*_ALWAYS[1:], *_SOMETIMES)}
         numbers = {name: value for name, value in values.items() if value is not None}
         numbers |= {f"lr/{role}": lr for role, lr in self.role_lr.items()}
+        numbers |= {f"side_losses/{name}": value for name, value in self.side_losses.items()}
         return numbers | _flat(self.validation)
 
 
@@ -98,7 +104,7 @@ def _flat(validation: Losses) -> dict[str, float]:
 
 _HELD_OUT_LOSS = "held_out_loss"
 _SOMETIMES = ("loss_scale", "checkpoint_stall_seconds")
-_BLOCKS = ("validation", "role_lr")
+_BLOCKS = ("validation", "role_lr", "side_losses")
 _ALWAYS = tuple(f.name for f in fields(StepMetrics) if f.name not in (*_BLOCKS, *_SOMETIMES))
 
 

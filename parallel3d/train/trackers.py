@@ -190,7 +190,7 @@ class _Comet:
 
     def __init__(self, tracker: Any, config: RunConfig) -> None:
         self._tracker, self._block = tracker, config.comet
-        self._samples_per_step = config.global_batch_size
+        self._sample_tokens, self._samples = config.data.sequence_length, 0
         self._last: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -202,7 +202,9 @@ class _Comet:
             self._tracker.writer.set_name(self._block.experiment_name)
 
     def log(self, values: dict[str, float], step: int) -> None:
-        samples, every = step * self._samples_per_step, self._block.samples_log_interval
+        if "tokens" in values:  # an evaluation that a resumed run makes up for has none
+            self._samples = int(values["tokens"]) // self._sample_tokens
+        samples, every = self._samples, self._block.samples_log_interval
         due = {k: v for k, v in values.items() if samples - self._last.get(k, -every) >= every}
         self._last |= dict.fromkeys(due, samples)
         if due:

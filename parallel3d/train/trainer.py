@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
@@ -69,6 +69,7 @@ class _Row(NamedTuple):
     stop: float  # 1 if the rank was asked to stop, else 0
     save: float  # 1 if the rank was asked to save, else 0
     broken: float  # 1 if the rank's saves failed too often, else 0
+    side_losses: tuple[float, ...]  # summed over its layers
 
 
 class Trainer:
@@ -100,6 +101,8 @@ class Trainer:
         self.saver, self.stop, self.position = saver, stop or StopRequest(), start.position
         self._state = RunState(config, corpus) if saver else None
         self._role_rates = role_rates(config.model)
+        # The number of layers with each side loss.
+        self._side_losses = Counter(name for layer in parts.layers for name in layer.side_losses)
         self._stall: float | None = None  # of the last save, until a line of metrics contains it
         self._feed = Feed(config, mesh, corpus, parts.schedule)
         self._evaluation = Evaluation(
@@ -117,7 +120,8 @@ class Trainer:
 
     def _run(self) -> Result:
         result, first = Result(steps=self.position.step), self.position.step
-        seconds = step_seconds = 0.0  # `seconds` excludes the first step, which also warms up
+        # Of all steps except the first, which also warms up, and of the last one.
+        seconds, tokens, step_seconds, step_tokens = 0.0, 0, 0.0, 0
         window = min(max(self.config.num_steps // 10, _FEWEST), _MOST)
         losses: deque[float] = deque(maxlen=window)
         while result.steps < self.config.num_steps and not result.stopped:
@@ -131,13 +135,15 @@ class Trainer:
                 lr = rate(self.config, step)
                 rows, done = self._step(step, lr)
                 step_seconds = time.perf_counter() - began
-            seconds += step_seconds if step > first else 0.0
-            if step == first:
+            before, self.position = self.position, self.position.after(self.config)
+            step_tokens = self.position.tokens - before.tokens
+            if step > first:
+                seconds, tokens = seconds + step_seconds, tokens + step_tokens
+            else:
                 self.mesh.set_timeouts(self.config.train.timeout_seconds)
                 self._warn_if_slow(step_seconds)
                 if self.progress and (graphs := compiled.describe()):
                     self.progress.say(graphs)
-            self.position = self.position.after(self.config)
             result.steps = step + 1
             # Every tp rank of the last stage reports the loss of its dp coordinate.
             result.loss = sum(row.loss for row in rows) / (
@@ -148,7 +154,7 @@ class Trainer:
             is_last, after = result.steps == self.config.num_steps, self.config.train.stop_after
             result.stopped = self.stop.stopping or (result.steps == after and not is_last)
             validation = {} if result.stopped else self._evaluated(result)
-            self._report(result, lr, step_seconds, rows, done, validation)
+            self._report(result, lr, step_seconds, step_tokens, rows, done, validation)
             self._save_if_due(result)
         if self.profiler:
             self.profiler.finish()  # if the run was stopped within the profiled steps
@@ -160,8 +166,8 @@ class Trainer:
                 self.writer.complete(result.validation)
             self.stop.finished()
         else:
-            timed = max(1, result.steps - first - 1)
-            speed = self._speed(seconds / timed if seconds else step_seconds)
+            timed = (tokens, seconds) if tokens else (step_tokens, step_seconds)
+            speed = self._speed(*timed)
             result.tokens_per_second, result.tflops_per_device, result.mfu = speed
             result.mean_loss, result.mean_loss_of = fmean(losses), len(losses)
             result.loss_deviation = stdev(losses) if len(losses) > 1 else math.nan
@@ -217,15 +223,19 @@ class Trainer:
         done = self.engine.step(lr)
         memory, broken = peak_memory_bytes(self.mesh.device), bool(self.saver and self.saver.broken)
         stop, save = self.stop.flags()
-        own = _Row(loss, done.norm, memory, stop, save, broken)
-        rows = [_Row(*row) for row in self.mesh.gather_floats(own)]
+        side_losses = [self.executor.side_losses.get(name, 0.0) for name in self._side_losses]
+        own = loss, done.norm, memory, stop, save, broken, *side_losses
+        rows = [_Row._make((*row[:6], tuple(row[6:]))) for row in self.mesh.gather_floats(own)]
         for rank, row in enumerate(rows):
-            if not math.isfinite(row.loss):
-                self._give_up(
-                    f"the loss on rank {rank} is {row.loss} at step {step + 1}, lr {lr:.3g}; "
-                    "all ranks stop. Lower optimizer.params.lr, lengthen the warm-up, or check "
-                    "the data of this step"
-                )
+            for name, value in zip(
+                ("loss", *self._side_losses), (row.loss, *row.side_losses), strict=True
+            ):
+                if not math.isfinite(value):
+                    self._give_up(
+                        f"the {name} on rank {rank} is {value} at step {step + 1}, lr {lr:.3g}; "
+                        "all ranks stop. Lower optimizer.params.lr, lengthen the warm-up, or check "
+                        "the data of this step"
+                    )
         self.stop.agree([[row.stop, row.save] for row in rows])
         if any(row.broken for row in rows):
             raise TrainingError(
@@ -246,23 +256,33 @@ class Trainer:
             self.saver.finish()
         raise TrainingError(message)
 
-    def _speed(self, seconds: float) -> tuple[float, float, float | None]:
+    def _speed(self, num_tokens: int, seconds: float) -> tuple[float, float, float | None]:
         """Return tokens per second of the mesh, model TFLOP/s per device, and MFU."""
-        tokens = self.config.tokens_per_step / seconds
+        tokens = num_tokens / seconds
         flops = tokens * self.flops_per_token / self.mesh.world.size
         return tokens, flops / 1e12, flops / self.peak_flops if self.peak_flops else None
+
+    def _means_of_side_losses(self, rows: list[_Row]) -> dict[str, float]:
+        """Return the mean of each side loss over the layers that have it and over the batch."""
+        sums = map(sum, zip(*(row.side_losses for row in rows), strict=True))
+        copies = self.mesh.replicas.size * self.mesh.tensor.size
+        return {
+            name: total / (copies * num_layers)
+            for (name, num_layers), total in zip(self._side_losses.items(), sums, strict=True)
+        }
 
     def _report(
         self,
         result: Result,
         lr: float,
         seconds: float,
+        tokens: int,
         rows: list[_Row],
         done: StepResult,
         validation: Losses,
     ) -> None:
         """Write and show a step's metrics, on the rank that reports."""
-        tokens_per_second, tflops, mfu = self._speed(seconds)
+        tokens_per_second, tflops, mfu = self._speed(tokens, seconds)
         stall, self._stall = self._stall, None
         metrics = StepMetrics(
             step=result.steps,
@@ -276,6 +296,7 @@ class Trainer:
             peak_memory_bytes=int(max(row.memory for row in rows)),
             step_seconds=seconds,
             role_lr={role: lr * factor for role, factor in self._role_rates.items()},
+            side_losses=self._means_of_side_losses(rows),
             validation=validation,
             loss_scale=done.loss_scale if self.config.fp16.enabled else None,
             checkpoint_stall_seconds=stall,

@@ -124,7 +124,8 @@ class StepWatch:
             for i, value in enumerate((1.0, layer.num_params, flops / parts.shape.tokens)):
                 totals[i] += value
         forward = sum(row[2] for row in kinds.values())
-        train, tokens = parts.flops_per_token, config.tokens_per_step
+        train, count = parts.flops_per_token, parts.executor.schedule.num_microbatches
+        tokens = parts.shape.tokens * count * self._mesh.samples.size
         rate = train * tokens / seconds / self._mesh.world.size / 1e12
         lines = [
             "flops   counted as for MFU: matrix products and full attention, without recomputation",

@@ -167,8 +167,14 @@ def train_reference(
     it, masters, added gradients, clipping and the update in fp32. `rows`: samples that are computed
     together; with it attention has torch's fused kernel, so sums have another order.
 
-    Raises ConfigError for a family without a transformers model.
+    Raises ConfigError for a family without a transformers model, or with side losses.
     """
+    if names := sorted({name for o in models.layers(config.model) for name in o.side_losses}):
+        raise ConfigError(
+            f"parallel3d.model.family = {config.model.family!r}: adds the side losses "
+            f"{', '.join(names)} to the loss, which verify's reference does not compute; compare "
+            "its meshes with each other (tests/pipeline/test_side_losses.py)"
+        )
     dtype = HALF.get(config.precision, torch.float64)
     model, family = _loaded(config, first_weights(config), dtype)
     if rows is not None:

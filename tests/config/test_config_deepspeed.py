@@ -9,7 +9,7 @@ import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
-from parallel3d.config.arithmetic import steps_of_epochs
+from parallel3d.config.arithmetic import samples_of_epochs
 from parallel3d.config.deepspeed_keys import BY_SECTION
 from parallel3d.config.normalise import apply_overrides
 from tests.config.configs import REMOVED, error_of, raw
@@ -240,7 +240,7 @@ def test_epochs_become_steps():
     assert (known.train.steps, known.train.epochs, known.model.vocab_size) == (5, None, 4096)
     assert config.with_corpus(4096, 48 * 128 + 1).train.steps == 120 // 24
     assert config.with_corpus(4096, 48 * 128).train.steps == 117 // 24
-    assert steps_of_epochs(0.29, 100, 29) == 1  # 0.29 * 100 is 28.999999999999996
+    assert samples_of_epochs(0.29, 100, 29) == 29  # 0.29 * 100 is 28.999999999999996
     with pytest.raises(ConfigError, match=r"epochs = 2.5: is 22 samples .* one step of 24"):
         config.with_corpus(4096, 9 * 128 + 1)
 

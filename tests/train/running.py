@@ -62,7 +62,7 @@ def train_on_rank(rank, raw, disturb=None, *details):
     def taken(self, start):
         """Of what was built, maybe ahead, the step that begins here takes its share."""
         step = training(self, start)
-        share = built & set(range(start, start + self._config.global_batch_size))
+        share = built & set(range(start, start + self._config.batch_size_at(start)))
         ended.samples.extend(sorted(share))
         built.difference_update(share)
         return step

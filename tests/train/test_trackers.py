@@ -143,12 +143,12 @@ def test_comet_gets_a_metric_once_in_so_many_samples_and_its_key_is_not_written(
     block = {"enabled": True, "project": "p", "api_key": "secret", "samples_log_interval": 16}
     running = started(tmp_path, comet=block | {"experiment_name": "e", "online": False})
     for step in range(1, 6):  # of 8 samples each
-        running.log({"loss": float(step)}, step)
+        running.log({"loss": float(step), "tokens": step * 8 * 128}, step)
     running.finish()
     assert fake.options("start") == {"project_name": "p", "api_key": "secret", "online": False}
     assert ("set_name", ("e",), {}) in fake.calls
     logged = [options["step"] for name, _, options in fake.calls if name == "log_metric"]
-    assert logged == [1, 3, 5]
+    assert logged == [1, 1, 3, 3, 5, 5]  # each of two metrics
     assert "secret" not in str(config_of(comet=block).to_dict())
     assert "secret" not in str(fake.calls[1:])
 

@@ -70,7 +70,7 @@ class MetaEngine:
     def __init__(self, module):
         self.forward = self.evaluate = module
 
-    def backward(self, output, gradient=None, stage=0, last=False):
+    def backward(self, output, gradient=None, side_loss=None, stage=0, last=False):
         output.backward(gradient)
 
     def wait_for_weights(self, stage):

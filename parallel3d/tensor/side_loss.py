@@ -1,0 +1,77 @@
+"""Scalars that a layer adds to the loss, such as a router's balance loss and z-loss.
+
+A layer returns them by name beside its activation, and its `LayerSpec` declares the names:
+
+    return x, {"balance": SideLoss(value, 0.01)}
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel3d.tensor.collectives import Context
+
+
+class SideLoss(NamedTuple):
+    """A scalar of one layer and microbatch; training minimises the loss + coefficient × value.
+
+    - `value` []: the mean over the microbatch's samples of a number of each sample, so that it does
+      not depend on how a batch is cut into microbatches. It is the same on every tp rank. Under
+      sequence parallelism a rank has a part of each sample's tokens: the layer sums the parts of a
+      sum over tokens by `collectives.reduce_from_group`, whose backward is the identity, so each
+      rank's gradient is that of its own part.
+    - `coefficient`: 0 for a number that is only reported.
+    """
+
+    value: Tensor
+    coefficient: float
+
+
+LayerOutput = Tensor | tuple[Tensor, dict[str, SideLoss]]
+"""What a layer returns: an activation, or an activation and side losses by name."""
+
+
+class SideLosses(NamedTuple):
+    """The side losses of a stage and microbatch.
+
+    - `total` []: the sum over its layers of coefficient × value.
+    - `values`: by name, the sums over its layers of the values, [], without gradient.
+    """
+
+    total: Tensor
+    values: dict[str, Tensor]
+
+
+StageOutput = Tensor | tuple[Tensor, SideLosses]
+"""What a stage returns: an activation or the loss, and in training the side losses, if any."""
+
+
+def sum_side_losses(side_losses: list[tuple[str, SideLoss]]) -> SideLosses:
+    """Return the sums of the side losses of a stage's layers, of which there is at least one."""
+    values: dict[str, Tensor] = {}
+    total = torch.zeros((), device=side_losses[0][1].value.device)
+    for name, (value, coefficient) in side_losses:
+        values[name] = values.get(name, 0.0) + value.detach().float()
+        if coefficient:
+            total = total + coefficient * value.float()
+    return SideLosses(total, values)
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
+        return grad
+
+
+def alias(x: Tensor) -> Tensor:
+    """Return `x` as another tensor with the same data and gradient.
+
+    If the data of the alias is replaced, `x` keeps its own as long as a backward needs it.
+    """
+    aliased: Tensor = _Alias.apply(x)
+    return aliased

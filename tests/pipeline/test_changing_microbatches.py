@@ -1,0 +1,95 @@
+"""Steps with other numbers of microbatches: each program is made once, the numbers are right."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from parallel3d.base.errors import Parallel3DError
+from parallel3d.schedule.schedules import make_schedule
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.measure import microbatches
+from parallel3d.verify.reference import Batch, Course, train_reference
+from tests.cases import Case, Trainer
+from tests.verify.measuring import differences, errors_of
+
+pytestmark = pytest.mark.gloo
+
+COUNTS = 4, 2, 6, 4  # of each step
+MICRO = 2
+CASES = [
+    Case(mesh=(2, 1, 1), microbatches=4, batch=8, **settings)
+    for settings in (
+        {"schedule": "one_f_one_b", "zero_stage": 1, "reduction": "per_microbatch"},
+        {"schedule": "zero_bubble", "weights": "per_pass"},
+        {"schedule": "interleaved", "stages_per_rank": 2, "checkpointing": "full"},
+    )
+]
+
+
+def config_of(case, count):
+    """The case's config with this number of microbatches in a step."""
+    return replace(case, microbatches=count, batch=MICRO * count).config
+
+
+def noting(make, made, count):
+    made.append(count)
+    return make(count)
+
+
+def train_on_rank(rank, cases, reference):
+    found = []
+    for case in cases:
+        trainer = Trainer(case)
+        executor, mesh, made = trainer.executor, trainer.mesh, []
+        executor._make_schedule = partial(noting, executor._make_schedule, made)
+        losses, norms = [], []
+        for step, (batch, count) in enumerate(zip(reference.course.steps, COUNTS, strict=True)):
+            local = executor.run(microbatches(batch, config_of(case, count), mesh), step)
+            losses.append(sum(row[0] for row in mesh.gather_floats([local])))
+            norms.append(trainer.engine.step(trainer.lr).grad_norm)
+        curves = losses, norms
+        found.append((differences(trainer.parts, trainer.config, curves, reference), made))
+        trainer.close()
+    return found
+
+
+def test_against_one_process(tmp_path):
+    """ZeRO 1 and 3, weights reduced in each backward and once, held and let go."""
+    torch.set_num_threads(1)
+    config = CASES[0].config
+    generator = torch.Generator().manual_seed(3)
+    text = [torch.randint(61, (MICRO * n, 17), generator=generator) for n in COUNTS]
+    steps = [Batch(t[:, :-1], t[:, 1:]) for t in text]
+    rates = [config.optimizer.params.lr] * len(steps)
+    reference = train_reference(config, tmp_path, Course(steps, rates, steps[-1]))
+    ranks = run_locally(train_on_rank, 2, CASES, reference)
+    for number, case in enumerate(CASES):
+        found, made = zip(*(rank[number] for rank in ranks), strict=True)
+        errors = errors_of(case.config, found)
+        assert errors.within(1e-6), f"{case}: {errors}"
+        assert all(counts == [2, 6] for counts in made), made
+
+
+def fail_on_rank(rank, case):
+    """What the executor says of a number that its schedule cannot do, or would place elsewhere."""
+    trainer, said = Trainer(case), []
+    executor, (batch,) = trainer.executor, trainer.batches()
+    make = executor._make_schedule
+    for making in (make, lambda count: make_schedule("interleaved", 2, count, 2)):
+        executor._make_schedule = making
+        with pytest.raises(Parallel3DError) as refused:
+            executor.run(batch[:2])
+        said.append(str(refused.value))
+    trainer.close()
+    return said
+
+
+def test_a_number_that_cannot_be_is_refused_on_every_rank():
+    case = Case(mesh=(2, 1, 1), schedule="zb_v", stages_per_rank=2, steps=1, batch=8)
+    said = run_locally(fail_on_rank, 2, case)
+    assert said[0] == said[1]
+    cannot, elsewhere = said[0]
+    assert "2 microbatches do not fill a V of 2 ranks" in cannot
+    assert elsewhere.startswith("interleaved: places its stages on other ranks for 2 microbatches")
