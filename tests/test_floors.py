@@ -71,7 +71,7 @@ BUDGET = {
     "parallel3d/model": 500,
     "parallel3d/pipeline": 350,
     "parallel3d/plan": 2630,
-    "parallel3d/scaling": 2720,
+    "parallel3d/scaling": 2760,
     "parallel3d/schedule": 910,
     "parallel3d/tensor": 890,
     "parallel3d/train": 2040,

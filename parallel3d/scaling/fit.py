@@ -247,8 +247,6 @@ def _warnings(
         "parameters": draws and not diagnostics["bootstrap"]["draws"],
         "no held-out check on the largest budgets: the other runs are too few to fit":
             diagnostics["held_out"] is None and not brief,
-        "the budgets span less than a factor of 10: forecasts beyond them are not reliable":
-            points.flops.max() < 10 * points.flops.min(),
     }  # fmt: skip
     return [
         *(f"{name} ended at {bound}: the points do not determine it"

@@ -18,6 +18,7 @@ from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.forecast import Forecast
 from parallel3d.scaling.laws import LAWS
 from parallel3d.scaling.points import FLAGS, NAMES, Points, points_of
+from parallel3d.scaling.reliability import with_checks
 from parallel3d.scaling.result import Fit, finite
 from parallel3d.scaling.run_table import read
 from parallel3d.scaling.runs import COUNTS, read_runs
@@ -156,18 +157,16 @@ def fit(args: argparse.Namespace) -> Fit:
     others = [("--compare-n", name) for name in compared]
     if args.setting_column:
         others.append(("--setting-column", args.setting_column))
-    table = read_runs(args.source) if is_runs else read(args.source)
+    table = (read_runs(args.source) if is_runs else read(args.source)).where(args.where)
     named = {use: getattr(args, use) for use in FLAGS}
-    points = points_of(
-        table.where(args.where), named, others=others, drop_largest=args.drop_largest_losses
-    )
+    points = points_of(table, named, others=others, drop_largest=args.drop_largest_losses)
     outcomes = forecast.compare(args.forecasts, points)
     reasons = {line["row"]: f"held out: {line['file']} is its forecast" for line in outcomes}
     # A forecast is a test only if its run is not among the fitted points.
     points = points.without(
         {i: reasons[row] for i, row in enumerate(points.names) if row in reasons}
     )
-    main_fit = _fit(args, points)
+    main_fit = with_checks(_fit(args, points), table)
     fits = {points.columns.get("params", "C / 6D"): main_fit}
     for name in compared:
         fits[name] = _fit(args, replace(points, params=points.others[name]), brief=True)

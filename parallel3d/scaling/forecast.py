@@ -14,8 +14,9 @@ from pydantic import BaseModel
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling import data_constrained, frontier
-from parallel3d.scaling.laws import LAWS
+from parallel3d.scaling.laws import LAWS, PARAMETRIC
 from parallel3d.scaling.points import FLOPS_PER_ND, Array, Points
+from parallel3d.scaling.posterior import back_test, posterior
 from parallel3d.scaling.result import Fit, interval
 
 SAME_RUN = 0.02
@@ -51,12 +52,18 @@ class Forecast:
     alone), and of "loss_of_a_run" (with the scatter between runs)."""
     beyond: float
     """FLOPs of the run divided by those of the largest fitted run."""
+    by: str = ""
+    """The law of the loss: "frontier", "frontier x surface" or the name of the fit's law."""
+    back_test: Sequence[Mapping[str, Any]] = ()
+    """As `posterior.back_test` returns it."""
+    warnings: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints; its keys are published and do not change."""
         return {
             "flops": self.flops, "params": self.params, "tokens": self.tokens, "loss": self.loss,
-            "intervals": dict(self.intervals),
+            "intervals": dict(self.intervals), "by": self.by, "back_test": list(self.back_test),
+            "warnings": list(self.warnings),
         }  # fmt: skip
 
 
@@ -65,6 +72,9 @@ def forecast(
     tokens: float | None = None, unique: float | None = None,
 ) -> Forecast:  # fmt: skip
     """Forecast the loss of a run; with `flops` alone, of the run with the best N and D.
+
+    The loss is that of the frontier, times the surface's loss of the run over that of the best run
+    of its budget; it is the law's own if the fit's law has no frontier, or its budgets are too few.
 
     unique: unique training tokens of the run, for the data-constrained law. Raises ConfigError if
     the fit cannot forecast this run.
@@ -90,12 +100,43 @@ def forecast(
         tokens = flops / (FLOPS_PER_ND * params)
     assert params is not None and tokens is not None
     flops = flops if flops is not None else FLOPS_PER_ND * params * tokens
-    loss = _loss(fit, fit.parameters, params, tokens, unique)
-    if fit.samples and loss is not None:
-        draws = np.ravel(_loss(fit, drawn, params, tokens, unique))
-        spread |= {"loss": interval(draws), ONE_RUN: interval(_with_scatter(fit, draws))}
-    value = None if loss is None else float(np.ravel(loss)[0])
-    return Forecast(flops, params, tokens, value, spread, flops / float(fit.points.flops.max()))
+    losses, _ = frontier.losses_of(fit.points, fit.law)
+    law, surface = posterior(losses), fit.diagnostics.get("surface", fit.parameters)
+    is_off = law is not None and known != ["--flops"] and "beta" in (surface or ())
+    texts = {
+        "fewer than 4 budgets have their best size between others, so the surface makes the "
+        "forecast; on published ladders it was off by 8 % at 10 times the FLOPs":
+            law is None and fit.law == PARAMETRIC.name,
+        "no parametric law fits these runs; the loss is that of the best run of the budget":
+            law is not None and known != ["--flops"] and not is_off,
+    }  # fmt: skip
+    by, loss = fit.law, None
+    if law is not None:
+        ratio = ratios = np.ones(1)
+        if is_off:
+            ratio = _ratio(surface, params, tokens)
+            ratios = _ratio(drawn, params, tokens) if "beta" in fit.samples else ratio
+        draws, by = law.loss(flops), "frontier x surface" if is_off else "frontier"
+        loss = ratio * np.median(draws)
+        draws = draws * np.random.default_rng(2).choice(ratios, size=len(draws))
+        spread |= {"loss": interval(draws), ONE_RUN: interval(law.run(draws))}
+    elif fit.law not in frontier.NAMES:
+        loss = _loss(fit, fit.parameters, params, tokens, unique)
+        if fit.samples:
+            draws = np.ravel(_loss(fit, drawn, params, tokens, unique))
+            spread |= {"loss": interval(draws), ONE_RUN: interval(_with_scatter(fit, draws))}
+    return Forecast(
+        flops, params, tokens, None if loss is None else float(np.ravel(loss)[0]), spread,
+        flops / float(fit.points.flops.max()), by, back_test(losses),
+        [*fit.diagnostics.get("forecast_warnings", ()), *(t for t, true in texts.items() if true)],
+    )  # fmt: skip
+
+
+def _ratio(surface: Mapping[str, Any], params: float, tokens: float) -> Array:
+    """Return the surface's loss of a run over that of the best run of its budget [draws or 1]."""
+    best = PARAMETRIC.best(surface, FLOPS_PER_ND * params * tokens)
+    run = PARAMETRIC.loss(surface, np.array([params]), np.array([tokens]))
+    return np.ravel(run / PARAMETRIC.loss(surface, *best))
 
 
 def _best(fit: Fit, values: Mapping[str, Any], flops: float) -> tuple[Array, Array]:
@@ -117,12 +158,10 @@ def _best(fit: Fit, values: Mapping[str, Any], flops: float) -> tuple[Array, Arr
 def _loss(
     fit: Fit, values: Mapping[str, Any], params: float, tokens: float, unique: float | None
 ) -> Any:
-    """Return the law's loss [draws, 1] or [1]; None if a frontier fit has no law of the loss."""
+    """Return the law's loss [draws, 1] or [1]."""
     one, other = np.array([params]), np.array([tokens])
     if fit.law in LAWS:
         return LAWS[fit.law].loss(values, one, other)
-    if fit.law in frontier.NAMES:
-        return frontier.FRONTIER.loss(values, one, other) if "gamma" in values else None
     if fit.law != data_constrained.NAME:
         raise ConfigError(f"--fit {fit.path}: {_NO_LOSS.format(fit.law)}")
     if unique is None:
@@ -141,9 +180,7 @@ def _with_scatter(fit: Fit, losses: Array) -> Array:
     """Return the losses with residuals of the fit added, scaled up for its degrees of freedom."""
     if not len(fit.scatter):
         return losses
-    # Only the parameters of the loss, not the exponents of N and D.
-    drawn = [name for name in fit.samples if not name.startswith(("N_", "D_"))]
-    count, free = len(fit.scatter), len(drawn)
+    count, free = len(fit.scatter), len(fit.samples)
     wider = np.sqrt(count / max(count - free, 1))
     random = np.random.default_rng(0)
     repeated = np.repeat(losses, max(1, 20_000 // len(losses)))

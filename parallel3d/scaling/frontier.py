@@ -1,7 +1,7 @@
 """Laws of the compute-optimal runs, from IsoFLOP profiles or from the envelope of all runs.
 
-Both find the best size, its tokens and its loss for several budgets C, and fit power laws to them:
-N = k C^a, D = m C^b, L = E + A C^-gamma (arXiv:2203.15556, approaches 1 and 2).
+Both find the best size and its tokens for several budgets C, and fit power laws to them: N = k C^a,
+D = m C^b (arXiv:2203.15556, approaches 1 and 2). The law of the loss is a `posterior`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.estimator import Estimator, SumModel
+from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.fit import fit_law, noise_floor
-from parallel3d.scaling.laws import PARAMETRIC, Law, features_of
-from parallel3d.scaling.points import FLOPS_PER_ND, SAME_BUDGET, Array, Points, groups
+from parallel3d.scaling.laws import PARAMETRIC
+from parallel3d.scaling.points import SAME_BUDGET, Array, Points, groups
+from parallel3d.scaling.posterior import BestLoss, back_test, best_loss, posterior
 from parallel3d.scaling.power import power_law
 from parallel3d.scaling.result import Fit
 
 NAMES = ("isoflop", "envelope")
+WITH_FRONTIER = (PARAMETRIC.name, *NAMES)
+"""Laws whose fits forecast the loss by the posterior of the best losses."""
 Method = Literal["akima", "parabola"]
 METHODS: dict[Method, int] = {"akima": 4, "parabola": 3}
 """Method to find the minimum of a profile -> smallest number of sizes that it needs."""
@@ -133,32 +136,17 @@ def exponents(bests: Sequence[Best]) -> dict[str, float]:
     return parameters
 
 
-FRONTIER = Law(
-    "frontier", "L = E + A C^-gamma", "", ("E", "A"), ("gamma",),
-    lambda params, tokens: features_of((-np.log(FLOPS_PER_ND * params * tokens),)),
-    lambda values, flops: (np.asarray(flops), np.asarray(flops)), lambda values: (0.5, 0.5),
-)  # fmt: skip
+def losses_of(points: Points, law: str) -> tuple[list[BestLoss], list[float]]:
+    """Return the best losses that a law's fit forecasts from, and the budgets left out [FLOPs].
 
-
-def frontier_loss(
-    bests: Sequence[Best], estimator: Estimator, start: Mapping[str, float] | None = None
-) -> dict[str, float]:
-    """Fit E, A and gamma to the best losses; return {} for fewer than four budgets.
-
-    start: for a bootstrap draw, the law of all runs. The search starts there, and it is the answer
-    for fewer than four budgets.
+    Budgets of three sizes or more count, unless their best one is the smallest or the largest.
     """
-    if len(bests) < 4:
-        return dict(start or {})
-    flops, losses = _column(bests, "flops"), _column(bests, "loss")
-    runs = Points(flops / FLOPS_PER_ND, np.ones(len(flops)), flops, losses, ("",) * len(flops), {})
-    model = SumModel(FRONTIER, runs, log=estimator.kind != "squares")
-    weights = np.ones(len(bests))
-    if start:
-        theta = estimator.minimise(model, model.theta(start), weights, is_draw=True).theta
-    else:
-        theta = estimator.search(model, model.starts(weights, each=8), weights)[0].theta
-    return {name: float(value) for name, value in model.natural(theta).items()}
+    if law == "envelope":
+        return [BestLoss(best.flops, best.loss) for best in envelope(points)], []
+    all_profiles = profiles(points) if law in WITH_FRONTIER else []
+    bests = [best_loss(profile.flops, *profile.logs[:2]) for profile in all_profiles]
+    at_edge = [p.flops for p, best in zip(all_profiles, bests, strict=True) if not best]
+    return [best for best in bests if best], at_edge
 
 
 def fit_frontier(
@@ -176,7 +164,7 @@ def fit_frontier(
             f"{len(points)} points: {len(bests)} budgets have sizes on both sides of the best one; "
             f"the {kind} law needs 2 or more{why}; add runs"
         )
-    values, loss = exponents(bests), frontier_loss(bests, estimator)
+    values, losses = exponents(bests), losses_of(points, kind)[0]
     random = np.random.default_rng(seed)
     count = len(points)
     drawn = []
@@ -184,14 +172,14 @@ def fit_frontier(
         times = np.bincount(random.integers(count, size=count), minlength=count).astype(float)
         resampled, _ = _bests(points, kind, method, all_profiles, times)
         if len(resampled) > len(bests) // 2 and len(resampled) > 1:
-            law = frontier_loss(resampled, estimator, loss) if loss else {}
-            drawn.append(exponents(resampled) | law)
-    names = [*values, *loss] if drawn else []
-    samples = {name: np.array([one[name] for one in drawn]) for name in names}
+            drawn.append(exponents(resampled))
+    samples = {name: np.array([one[name] for one in drawn]) for name in values if drawn}
+    exponent_draws = {name: samples[f"{name}_exponent"] for name in "ND"} if samples else {}
     diagnostics: dict[str, Any] = {
         "best": [asdict(best) for best in bests], "left_out": left_out,
         "bootstrap": {"draws": len(drawn), "seed": seed, "redrawn": draws - len(drawn)},
-        "noise_floor": noise_floor(points), "held_out": held_out(bests, estimator),
+        "noise_floor": noise_floor(points), "held_out": held_out(bests, losses),
+        "surface": surface(points, estimator),
         "warnings": [f"left out: {text}" for text in left_out],
     }  # fmt: skip
     if kind == "isoflop":
@@ -200,48 +188,39 @@ def fit_frontier(
             name: exponents(method_bests)["N_exponent"] if len(method_bests) > 1 else None
             for name, method_bests in bests_by_method.items()
         }
-        diagnostics["parabola_bias"] = parabola_bias(points, estimator)
-    if not loss:
-        diagnostics["warnings"].append("no law of the loss: it needs 4 budgets or more")
+        diagnostics["parabola_bias"] = parabola_bias(points, diagnostics["surface"])
     method_name = {"akima": "Akima interpolation", "parabola": "a parabola"}[method]
     description = (
         f"{method_name} of log(loss) over log(N)" if kind == "isoflop" else "the best runs"
     )
-    exponent_draws = {name: samples[f"{name}_exponent"] for name in "ND"} if samples else {}
-    flops, params, losses = (_column(bests, name) for name in ("flops", "params", "loss"))
+    flops, params = (_column(bests, name) for name in ("flops", "params"))
     residual = np.log(params / (values["N_coefficient"] * flops ** values["N_exponent"]))
-    scatter = np.zeros(0)
-    if loss:
-        scatter = np.log(losses / FRONTIER.loss(loss, flops / FLOPS_PER_ND, np.ones(1)))
+    scatter, objective = np.zeros(0), float(np.sum(residual**2))
+    if law := posterior(losses):
+        draws_of = law.parameters()
+        values |= {name: float(np.median(draws)) for name, draws in draws_of.items()}
+        samples |= draws_of if samples else {}
+        scatter = np.log([best.loss / np.median(law.loss(best.flops)) for best in losses])
     return Fit(
-        law=kind, estimator=f"{description}, least squares of logarithms; loss by {estimator}",
-        parameters=values | loss, objective=float(np.sum(residual**2)), points=points,
+        law=kind, estimator=f"{description}, least squares of logarithms; loss by its posterior",
+        parameters=values, objective=objective, points=points,
         optimal={"N": values["N_exponent"], "D": values["D_exponent"]},
         samples=samples, optimal_samples=exponent_draws, scatter=scatter, diagnostics=diagnostics,
     )  # fmt: skip
 
 
-def held_out(bests: Sequence[Best], estimator: Estimator) -> dict[str, Any] | None:
-    """Return the error on the best run of the largest budget, of a fit to the other budgets.
+def held_out(bests: Sequence[Best], losses: Sequence[BestLoss]) -> dict[str, Any] | None:
+    """Return the errors on the loss and the size of the largest budget, of a fit to the others.
 
-    Returns None if there are fewer than four others.
+    Returns None if the others are too few.
     """
     *rest, last = sorted(bests, key=lambda best: best.flops)
-    law = frontier_loss(rest, estimator)
-    if not law:
+    tests = [test for test in back_test(losses) if test["points"] == 1]
+    if len(rest) < 2 or not tests:
         return None
-    predicted = float(FRONTIER.loss(law, np.array([last.flops / FLOPS_PER_ND]), np.ones(1))[0])
-    error, size = predicted / last.loss - 1, exponents(rest)
+    size = exponents(rest)
     params = size["N_coefficient"] * last.flops ** size["N_exponent"]
-    return {
-        "points": 1, "fitted_on": len(rest), "flops": [last.flops, last.flops],
-        "fitted_flops": [rest[0].flops, rest[-1].flops], "mean_error": abs(error), "bias": error,
-        "worst_error": abs(error), "params_ratio": params / last.params,
-        "rows": [{
-            "row": f"best run of {last.flops:.3g} FLOPs", "predicted": predicted,
-            "loss": last.loss,
-        }],
-    }  # fmt: skip
+    return tests[0] | {"params_ratio": params / last.params}
 
 
 def _bests(
@@ -267,16 +246,22 @@ def _bests(
     return bests, left_out
 
 
-def parabola_bias(points: Points, estimator: Estimator) -> dict[str, float] | None:
+def surface(points: Points, estimator: Estimator) -> dict[str, float] | None:
+    """Return the parametric law of the points; None if they do not determine it."""
+    try:
+        return dict(fit_law(points, PARAMETRIC, estimator, draws=0, brief=True).parameters)
+    except ConfigError:
+        return None
+
+
+def parabola_bias(points: Points, law: Mapping[str, float] | None) -> dict[str, float] | None:
     """Estimate the bias of the parabola method on these sizes.
 
     If alpha and beta differ, the vertex of a parabola is not at the minimum of the loss. To measure
-    by how much, the parametric law is fitted and evaluated at the points without noise. Returns
-    None if the points do not determine the law.
+    by how much, the parametric `law` of the points is evaluated at them without noise. Returns None
+    without a law.
     """
-    try:
-        law = fit_law(points, PARAMETRIC, estimator, draws=0, brief=True).parameters
-    except ConfigError:
+    if law is None:
         return None
     clean = replace(points, loss=PARAMETRIC.loss(law, points.params, points.tokens))
     bests, _ = _bests(clean, "isoflop", "parabola", profiles(clean))

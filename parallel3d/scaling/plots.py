@@ -11,6 +11,7 @@ from parallel3d.scaling import frontier
 from parallel3d.scaling.frontier import profiles
 from parallel3d.scaling.laws import LAWS
 from parallel3d.scaling.points import FLOPS_PER_ND, groups
+from parallel3d.scaling.posterior import posterior
 from parallel3d.scaling.result import Fit
 from parallel3d.scaling.runs import Curve
 
@@ -71,21 +72,30 @@ def loss(plt: Any, fit: Fit) -> Picture:
     figure, axes = plt.subplots()
     dots = axes.scatter(points.flops, points.loss, c=points.params, norm="log", s=13, zorder=3)
     figure.colorbar(dots, label="parameters")
-    axes.set(xscale="log", xlabel="training FLOPs", ylabel=_LOSS)
+    axes.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel=_LOSS)
+    axes.yaxis.set_minor_formatter("{x:.3g}")
+    axes.yaxis.set_major_formatter("{x:.3g}")
     caption = "Loss of every fitted run over its FLOPs, coloured by size"
+    flops = np.geomspace(points.flops.min(), points.flops.max() * 10, 100)
     if law := LAWS.get(fit.law):
         lengths = {size: points.tokens[points.params == size] for size in np.unique(points.params)}
         for size in _some([n for n, tokens in lengths.items() if len(groups(tokens)) >= 3]):
             tokens = np.geomspace(lengths[size].min() / 1.5, lengths[size].max() * 1.5, 60)
             values = law.loss(fit.parameters, np.full(60, size), tokens)
             axes.plot(FLOPS_PER_ND * size * tokens, values, color=dots.to_rgba(size), lw=0.9)
-        flops = np.geomspace(points.flops.min(), points.flops.max() * 10, 100)
         best = law.loss(fit.parameters, *law.best(fit.parameters, flops))
         axes.plot(flops, best, "--", color=_MARK, label="the law's best N and D")
-        axes.legend()
         caption += (
             "; lines: the fitted law at sizes with at least three lengths; dashed: at the best size"
         )
+    bests, _ = frontier.losses_of(points, fit.law)
+    if best_law := posterior(bests):
+        low, middle, high = np.percentile([best_law.loss(c) for c in flops], [2.5, 50, 97.5], 1)
+        axes.plot(flops, middle, color=_LINE, lw=1.8, label="frontier, 95 %")
+        axes.fill_between(flops, low, high, color=_LINE, alpha=0.2, lw=0)
+        axes.plot(*np.array(bests).T[:2], "D", color=_LINE, mfc="white", ms=4, label="best losses")
+        caption += "; diamonds: best losses of the budgets, with the law through them"
+    axes.legend()
     return figure, f"{caption}."
 
 
@@ -187,22 +197,28 @@ def intervals(plt: Any, fit: Fit) -> Picture | None:
 
 def held_out(plt: Any, fit: Fit) -> Picture | None:
     """Draw predicted over true loss, for the held-out budgets and for registered forecasts."""
-    rows = (fit.diagnostics.get("held_out") or {}).get("rows", ())
-    forecasts = [row for row in fit.diagnostics.get("forecasts", ()) if row["loss"] is not None]
-    if len(rows) + 2 * len(forecasts) < 2:
+    found = fit.diagnostics
+    held = (found.get("held_out") or {}).get("rows", ()) if fit.law in LAWS else ()
+    tests = (found.get("frontier") or {}).get("back_test", ())
+    sets = {
+        "largest budgets, by the fitted law": ("o", "#888888", held),
+        "their best losses, by the frontier, 95 %":
+            ("s", _LINE, tests[-1]["rows"] if tests else ()),
+        "registered forecasts, 95 %":
+            ("D", _MARK, [row for row in found.get("forecasts", ()) if row["loss"] is not None]),
+    }  # fmt: skip
+    if len(held) + len(tests) + 2 * len(sets["registered forecasts, 95 %"][2]) < 2:
         return None  # a single held-out run needs no plot
     figure, axes = plt.subplots(figsize=(4.4, 3.9))
-    truth, predicted = ([row[key] for row in rows] for key in ("loss", "predicted"))
-    if rows:
-        axes.plot(truth, predicted, "o", ms=4, label="held-out largest budgets")
-    for i, forecast in enumerate(forecasts):
-        low, high = forecast["interval"] or [forecast["predicted"]] * 2
-        axes.errorbar(
-            forecast["loss"], forecast["predicted"], fmt="D", color=_MARK, ms=5, capsize=3,
-            yerr=[[forecast["predicted"] - low], [high - forecast["predicted"]]],
-            label=None if i else "registered forecasts, 95 %",
-        )  # fmt: skip
-    axes.axline((truth or [forecasts[0]["loss"]])[:1] * 2, slope=1, color="#777777", lw=0.8)
+    for label, (mark, colour, rows) in sets.items():
+        if rows:
+            truth, predicted = np.array([[row["loss"], row["predicted"]] for row in rows]).T
+            bounds = [row.get("interval") or [np.nan] * 2 for row in rows]
+            axes.errorbar(
+                truth, predicted, np.abs(np.transpose(bounds) - predicted), fmt=mark, ms=4,
+                color=colour, capsize=3, label=label,
+            )  # fmt: skip
+    axes.axline(truth[:1].repeat(2), slope=1, color="#777777", lw=0.8)
     axes.set(xlabel="true loss", ylabel="predicted loss")
     axes.legend()
     return figure, (

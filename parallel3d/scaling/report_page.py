@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -75,10 +76,21 @@ def parts(fit: Fit, settings: Mapping[str, str] | None = None) -> list[Part]:
              "held"),
             forecasts,
         ),
+        back_tests((diagnostics.get("frontier") or {}).get("back_test", ())),
         Part("Choices", ("", ""), [*_choices(fit), *(settings or {}).items()], numeric=False),
         Part("Dropped rows", ("row", "reason"), fit.points.dropped, numeric=False),
     ]  # fmt: skip
     return [part for part in tables if part.rows]
+
+
+def back_tests(tests: Sequence[Mapping[str, Any]]) -> Part:
+    """Return the table of the forecasts of the largest budgets from the smaller ones."""
+    rows = [
+        (f"last {test['points']} from {test['fitted_on']} before", f"{test['beyond']:.3g}",
+         f"{test['mean_error']:.2%}", f"{test['held']} of {test['points']}")
+        for test in tests
+    ]  # fmt: skip
+    return Part("Back-test of the forecasts", ("budgets", "x FLOPs", "error", "held"), rows)
 
 
 def summary(fit: Fit) -> str:
@@ -154,6 +166,17 @@ def _choices(fit: Fit) -> list[tuple[str, str]]:
     if floor := diagnostics.get("noise_floor"):
         rows.append(("noise", f"{floor['standard_deviation']:.2%} between {floor['runs']} runs in "
                      f"{floor['groups']} groups of equal size and tokens"))  # fmt: skip
+    if frontier := diagnostics.get("frontier"):
+        spread = ", ".join(
+            f"{name} {value:.4g} ({_range(frontier['intervals'][name])})"
+            for name, value in frontier["parameters"].items()
+        )
+        rows.append(
+            ("forecasts", "E + A C^-gamma through the best losses of "
+             f"{frontier['budgets']} budgets, Student-t posterior: {spread}; "
+             f"{frontier['distant_runs']} runs further than x4 from the best size of their budget "
+             "count for less")
+        )  # fmt: skip
     if held := diagnostics.get("held_out"):
         rows.append(
             ("held-out check", f"{held['points']} of the largest budgets, from "
@@ -172,17 +195,21 @@ def show_fit(fit: Fit, out: Console) -> None:
     """Print the report of a fit."""
     terminal.say(out, summary(fit))
     for part in parts(fit):
-        terminal.say(out, f"\n{part.title}")
-        last = len(part.heads) - 1
-        columns = [
-            Column(head, right=part.numeric and place > 0, wraps=not part.numeric and place == last)
-            for place, head in enumerate(part.heads)
-        ]
-        terminal.show(out, columns, part.rows[:_MOST] if part.heads[0] == "row" else part.rows)
+        _show(part, out)
     if len(fit.points.dropped) > _MOST:
         terminal.say(out, f"{len(fit.points.dropped) - _MOST} more rows are listed in fit.json")
     for warning in fit.diagnostics["warnings"]:
         terminal.say(out, f"WARNING: {warning}", "  ")
+
+
+def _show(part: Part, out: Console) -> None:
+    terminal.say(out, f"\n{part.title}")
+    last = len(part.heads) - 1
+    columns = [
+        Column(head, right=part.numeric and place > 0, wraps=not part.numeric and place == last)
+        for place, head in enumerate(part.heads)
+    ]
+    terminal.show(out, columns, part.rows[:_MOST] if part.heads[0] == "row" else part.rows)
 
 
 def show_forecast(forecast: Forecast, fit: Fit, out: Console) -> None:
@@ -191,7 +218,7 @@ def show_forecast(forecast: Forecast, fit: Fit, out: Console) -> None:
     terminal.say(
         out,
         f"forecast at {forecast.flops:.4g} FLOPs, by the {fit.law} law fitted to "
-        f"{len(fit.points)} runs",
+        f"{len(fit.points)} runs; loss by {forecast.by}",
     )
     rows = [
         ("N", f"{forecast.params:.4g}", _range(spread["params"])),
@@ -207,6 +234,10 @@ def show_forecast(forecast: Forecast, fit: Fit, out: Console) -> None:
     elif spread["loss"] is None:
         terminal.say(out, "WARNING: no intervals: the fit has no bootstrap draws", "  ")
     terminal.say(out, f"{forecast.beyond:.3g} times the FLOPs of the largest fitted run")
+    if (part := back_tests(forecast.back_test)).rows:
+        _show(part, out)
+    for warning in forecast.warnings:
+        terminal.say(out, f"WARNING: {warning}", "  ")
 
 
 def write(

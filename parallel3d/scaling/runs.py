@@ -14,6 +14,7 @@ from parallel3d import models
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.model.config import ModelConfig
+from parallel3d.model.parametrization import parametrization_of
 from parallel3d.scaling.run_table import Table, number
 
 CONFIG, METRICS = "config.json", "metrics.jsonl"
@@ -201,6 +202,7 @@ def _row(path: Path) -> dict[str, Any]:
         "held_out_loss": "nan" if last["held_out_loss"] is None else last["held_out_loss"],
         "exact_flops": per_token * last["tokens"],
         "batch_tokens": config.tokens_per_step,
+        "parametrization": parametrization_of(config.model).type,
         **{name: value for name, value in maybe.items() if _is_number(value)},
     }
 

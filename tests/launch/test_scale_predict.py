@@ -29,7 +29,8 @@ def test_the_best_run_of_a_budget(scaled, fitted):
     code, out, said = scaled("predict", "--fit", "fit.json", "--flops", "1e23", "--json")
     assert code == 0
     made = json.loads(out)
-    assert list(made) == ["flops", "params", "tokens", "loss", "intervals"]
+    keys = ["flops", "params", "tokens", "loss", "intervals", "by", "back_test", "warnings"]
+    assert list(made) == keys and made["by"] == "frontier"
     params, tokens = PARAMETRIC.best(CHINCHILLA, 1e23)
     assert made["flops"] == 1e23 == pytest.approx(6 * made["params"] * made["tokens"])
     spread = made["intervals"]
@@ -41,6 +42,11 @@ def test_the_best_run_of_a_budget(scaled, fitted):
     low, high = spread["loss_of_a_run"]
     assert low < spread["loss"][0] and spread["loss"][1] < high
     assert "33.3 times the FLOPs of the largest fitted run" in said
+    assert "last 1 from 4 before" in said[said.index("Back-test of the forecasts") :]
+    assert made["back_test"][0]["fitted_on"] == 4
+    (warning,) = made["warnings"]
+    assert warning.startswith("only 5 budgets have their best size") and "WARNING: only 5" in said
+    assert warning in fitted[1]["diagnostics"]["warnings"], "the fit printed it too"
 
 
 def test_a_forecast_is_registered_once_and_held_against_its_run(scaled, fitted, tmp_path):
@@ -73,7 +79,7 @@ def test_a_forecast_is_registered_once_and_held_against_its_run(scaled, fitted, 
         assert fit["dropped"][-1] == {
             "row": "line 32", "reason": "held out: sworn.json is its forecast"
         }  # fmt: skip
-        table = said[said.index("Registered forecasts") : said.index("Choices")]
+        table = said[said.index("Registered forecasts") : said.index("Back-test")]
         assert table.split()[-1] == ("yes" if held else "NO")
     code, out, said = scaled(*RUN, "--register", "late.json")
     assert (code, out) == (2, "") and "is among the points of fit.json" in said

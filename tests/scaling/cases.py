@@ -30,6 +30,19 @@ def chinchilla(noise=0.0, seed=0, budgets=9, sizes=9, law=CHINCHILLA) -> Points:
     return points(params, tokens, loss)
 
 
+def ladder(law=CHINCHILLA, seed=0, noise=0.003) -> Points:
+    """Six budgets over a factor of 100 with seven sizes each, within about x4 of the best size."""
+    random = np.random.default_rng(seed)
+    flops = np.repeat(np.geomspace(1e18, 1e20, 6), 7)
+    around = np.tile(np.geomspace(1 / 4, 4, 7), 6) * np.exp(random.uniform(-0.2, 0.2, 42))
+    a, b = law["alpha"], law["beta"]
+    best = (a * law["A"] / (b * law["B"])) ** (1 / (a + b)) * (flops / 6) ** (b / (a + b))
+    params = around * best
+    tokens = flops / 6 / params
+    loss = law["E"] + law["A"] / params**a + law["B"] / tokens**b
+    return points(params, tokens, loss * np.exp(noise * random.standard_normal(42)))
+
+
 def points(params, tokens, loss, **others) -> Points:
     """Points of arrays."""
     params, tokens, loss = (np.asarray(x, dtype=float) for x in (params, tokens, loss))

@@ -1,14 +1,12 @@
 """The laws of the best runs, on points whose best size is known."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.data_constrained import DECAYS, DecayModel, best_params, fit_decays
 from parallel3d.scaling.estimator import Estimator
-from parallel3d.scaling.frontier import Best, envelope, fit_frontier, frontier_loss, profiles
+from parallel3d.scaling.frontier import envelope, fit_frontier, profiles
 from parallel3d.scaling.laws import PARAMETRIC
 from parallel3d.scaling.power import fit_best, power_law
 from tests.scaling.cases import CHINCHILLA, chinchilla, points
@@ -32,18 +30,6 @@ def test_the_exponent_of_isoflop_profiles(method):
     held = fitted.diagnostics["held_out"]
     assert held["fitted_on"] == 8 and held["flops"][0] == pytest.approx(3e21)
     assert held["worst_error"] < 1e-3 and held["params_ratio"] == pytest.approx(1, rel=0.03)
-
-
-@pytest.mark.parametrize("kind", ["huber", pytest.param("likelihood", marks=pytest.mark.slow)])
-def test_a_draw_searched_from_the_law_of_all_is_what_a_grid_finds(kind):
-    random, estimator = np.random.default_rng(3), Estimator(kind)
-    every = [Best(**best) for best in isoflop(chinchilla(sizes=9)).diagnostics["best"]]
-    near = frontier_loss(every, estimator)
-    for some in (every, every[1:]):
-        drawn = [replace(best, loss=best.loss * np.exp(0.002 * random.normal())) for best in some]
-        law = frontier_loss(drawn, estimator, near)
-        assert law == pytest.approx(frontier_loss(drawn, estimator), rel=1e-2) and law != near
-    assert frontier_loss(every[:3], estimator, near) == near, "three budgets tell no law"
 
 
 def test_akima_finds_the_best_size_that_a_wide_parabola_misses():

@@ -22,6 +22,7 @@ from parallel3d.scaling.ladder.plan import Ladder, ladder_of
 from parallel3d.scaling.ladder.runner import STOPPED, TRAIN, Display, Runner
 from parallel3d.scaling.laws import PARAMETRIC
 from parallel3d.scaling.points import points_of
+from parallel3d.scaling.reliability import with_checks
 from parallel3d.scaling.result import finite
 from parallel3d.scaling.runs import CORPUS, read_runs
 
@@ -107,6 +108,8 @@ def _forecast(ladder: Ladder, held_out: list[LadderRun], runner: Runner, display
         if prediction and prediction.loss is not None:
             file = ladder.forecast_file(run)
             display.say(f"{run.name}: forecast {prediction.loss:.4f}, registered in {file}")
+            for warning in prediction.warnings:
+                display.say(f"WARNING: {warning}")
 
 
 def register(ladder: Ladder, run: LadderRun) -> Forecast | None:
@@ -124,7 +127,7 @@ def register(ladder: Ladder, run: LadderRun) -> Forecast | None:
     fitted = {rung.run.name for rung in ladder.rungs if rung.run.kind == "fit"}
     table = table.take([i for i, name in enumerate(table.names) if name in fitted])
     fitted_law = fit_law(points_of(table, {}), PARAMETRIC, Estimator(), draws=DRAWS, seed=0)
-    fit = replace(fitted_law, path=ladder.directory / FIT)
+    fit = replace(with_checks(fitted_law, table), path=ladder.directory / FIT)
     replace_text(fit.path, json.dumps(finite(fit.document())))
     prediction = forecast.forecast(fit, params=run.counts.with_head, tokens=run.tokens)
     forecast.register(file, prediction, fit)
