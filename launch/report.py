@@ -10,6 +10,7 @@ import io
 import json
 import sys
 from contextlib import redirect_stdout
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def main() -> int:
     plans = [runs.planned(run, args.hardware) for run in read]
     samples = {}
     if args.prompt is not None:
-        samples = {f.name: samples_of(f, args.prompt, args.max_new_tokens) for f in args.runs}
+        for run, folder in zip(read, args.runs, strict=True):
+            samples[run.name] = samples_of(folder, args.prompt, args.max_new_tokens)
     text, drawn = runs.page(read, plans, samples)
     path = args.to or args.runs[0] / "report.html"
     write_page(path, text, drawn)
@@ -46,18 +48,14 @@ def samples_of(run: Path, prompt: str, tokens: int) -> dict[str, str]:
     from parallel3d.huggingface.generate import generate, model_folder
     from parallel3d.launch.generate import SAMPLING
 
-    texts = {}
+    texts, say = {}, partial(print, file=sys.stderr)
     for step, checkpoint in reversed(step_folders(run / "checkpoints")):
         out = io.StringIO()
-        with model_folder(checkpoint, print_nothing) as folder, redirect_stdout(out):
+        with model_folder(checkpoint, say) as folder, redirect_stdout(out):
             options = {"do_sample": True, **SAMPLING}
-            generate(folder, prompt, tokens=tokens, seed=0, options=options, say=print_nothing)
+            generate(folder, prompt, tokens=tokens, seed=0, options=options, say=say)
         texts[f"after step {step:,}"] = out.getvalue()
     return texts
-
-
-def print_nothing(text: str) -> None:
-    """Take the progress of an export, which the page does not show."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -69,8 +67,9 @@ def parse_args() -> argparse.Namespace:
     add("--to", type=Path, metavar="FILE",
         help="the page to write (default: report.html in the first run's folder)")
     add("--hardware", metavar="NAME",
-        help="hardware for the plan (default: the config's, or this machine if it was measured)")
-    add("--prompt", metavar="TEXT", help="add the text that each kept checkpoint generates after it")
+        help="hardware for the plan (default: the run's, or this machine if measured)")
+    add("--prompt", metavar="TEXT",
+        help="add the text that each kept checkpoint generates after it")
     add("--max-new-tokens", type=whole_number(), default=60, metavar="N",
         help="largest number of new tokens after the prompt (default: 60)")
     # fmt: on

@@ -57,7 +57,7 @@ ROOMS = [
 # The most statements of each room: what stood when the house was made small, and 5 %. Whoever needs
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
-    "launch": 680,
+    "launch": 740,
     "models": 880,
     "parallel3d/base": 850,
     "parallel3d/calibrate": 560,
@@ -70,11 +70,11 @@ BUDGET = {
     "parallel3d/model": 360,
     "parallel3d/pipeline": 350,
     "parallel3d/plan": 2630,
-    "parallel3d/report": 250,
+    "parallel3d/report": 310,
     "parallel3d/scaling": 2720,
     "parallel3d/schedule": 910,
     "parallel3d/tensor": 890,
-    "parallel3d/train": 2040,
+    "parallel3d/train": 2070,
     "parallel3d/verify": 1200,
 }
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parallel3d.base.atomic import replaced
 
@@ -17,20 +17,23 @@ if TYPE_CHECKING:  # of an extra
 
 MARK, LINE = "#c0392b", "#31276b"
 _CSS = """
-body { font: 15px/1.5 Georgia, serif; color: #222; max-width: 46rem; margin: 2.5rem auto;
+body { font: 15px/1.5 Georgia, serif; color: #222; max-width: 72rem; margin: 2.5rem auto;
   padding: 0 1rem }
+p, pre, .table { max-width: 46rem } .table { overflow-x: auto }
+.plots { display: grid; column-gap: 2.5rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)) }
 h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
 table { border-collapse: collapse; font-size: .92em; width: 100% }
 th, td { text-align: left; padding: .22rem .9rem .22rem 0; vertical-align: top;
   border-bottom: 1px solid #e4e4e4; overflow-wrap: anywhere }
 td:first-child { min-width: 8rem; overflow-wrap: normal }
 .n td + td, .n th + th { text-align: right; white-space: nowrap }
-figure { margin: 1.6rem 0; break-inside: avoid } img { max-width: 100% }
+figure { margin: 1rem 0; break-inside: avoid } img { width: 100% }
 figcaption { font-size: .88em; color: #444 } .warn { border-left: 3px solid #c0392b;
   padding-left: .8rem } pre { font-size: .82em; white-space: pre-wrap; overflow-wrap: anywhere;
   background: #f6f6f6; padding: .6rem .8rem } summary { cursor: pointer }
 """
-_STYLE = {
+_STYLE: Any = {  # matplotlib lists its keys as a Literal
     "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
     "grid.color": "#e6e6e6", "grid.linewidth": 0.6, "axes.axisbelow": True, "legend.frameon": False,
     "legend.fontsize": 8, "lines.linewidth": 1.2, "axes.titlesize": 9.5, "figure.dpi": 160,
@@ -70,13 +73,15 @@ def png(plt: ModuleType, figure: "Figure") -> bytes:
 
 
 def figures(drawn: Mapping[str, tuple[bytes, str]]) -> Iterator[str]:
-    """Yield the HTML of plots: name -> (PNG, caption)."""
+    """Yield the HTML of plots, two beside each other on a wide screen: name -> (PNG, caption)."""
+    yield "<div class=plots>"
     for name, (image, caption) in drawn.items():
         source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
         yield (
             f'<figure id="{name}"><img alt="{escape(caption)}" src="{source}">'
             f"<figcaption>{escape(caption)}</figcaption></figure>"
         )
+    yield "</div>"
 
 
 def table(part: Part) -> str:
@@ -88,14 +93,15 @@ def table(part: Part) -> str:
     heads = line(part.heads, "th") if any(part.heads) else ""
     rows = "".join(line(row, "td") for row in part.rows)
     kind = " class=n" if part.numeric else ""
-    return f"<h2>{escape(part.title)}</h2><table{kind}>{heads}{rows}</table>"
+    title = f"<h2>{escape(part.title)}</h2>"
+    return f"{title}<div class=table><table{kind}>{heads}{rows}</table></div>"
 
 
 def html(title: str, body: Iterable[str]) -> str:
     """Return a page of HTML parts, which fetches nothing."""
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
-        '<meta name=viewport content="width=device-width">'
+        '<meta name=viewport content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_CSS}</style><body>{''.join(body)}</body></html>\n"
     )
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -14,19 +14,18 @@ import numpy as np
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
-from parallel3d.config.hardware import Hardware
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.report import plan_rows
+from parallel3d.plan.report.plan_table import count
 from parallel3d.plan.search.plans import Plan, request_of
 from parallel3d.plan.setting import Setting
-from parallel3d.report.page import MARK, Part, figures, html, png, style, table
+from parallel3d.report.page import Part, figures, html, png, style, table
 
 if TYPE_CHECKING:  # of an extra
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _MOST_POINTS = 2000  # of a curve
-_MOST_ROWS = 40  # of the table of differences
 _COLORS = ("#31276b", "#c0392b", "#1e8449", "#b9770e", "#2e86c1", "#7d3c98", "#616a6b", "#a04000")
 _MIB = 2**20
 
@@ -57,39 +56,58 @@ class Run:
                 values.append(losses["loss"])
         return curves
 
+    @property
+    def launches(self) -> list[Mapping[str, Any]]:
+        """The events of its launches, oldest first; empty for a run without a journal."""
+        return [event for event in self.events if event["event"] == "launch"]
+
+    @property
+    def newest_launch(self) -> Mapping[str, Any]:
+        """The event of its newest launch; empty for a run without a journal."""
+        return (self.launches or [{}])[-1]
+
     def restarts(self) -> list[tuple[float, str]]:
         """Return the tokens at each later launch, and the new mesh if it changed, else ""."""
-        launches = [event for event in self.events if event["event"] == "launch"]
         tokens = {step["step"]: step["tokens"] for step in self.steps}
         return [
-            (tokens.get(new["step"], 0), "" if new["mesh"] == old["mesh"] else new["mesh"])
-            for old, new in pairwise(launches)
+            (tokens.get(new["step"], 0), "" if new["mesh"] == old["mesh"] else _mesh(new))
+            for old, new in pairwise(self.launches)
         ]
 
     def memory(self) -> list[int]:
         """Return the peak memory of each rank in bytes at the last clean end; [] if unknown."""
         ends = [event["peak_memory_bytes"] for event in self.events if event["event"] == "end"]
-        return ends[-1] if ends else []
+        return ends[-1] if ends and self.events[-1]["event"] == "end" else []
 
     def measured(self, metric: str) -> float:
-        """Return the median of a metric over the steps after the first, which also warms up."""
-        values = [s[metric] for s in self.steps[1:] or self.steps if s.get(metric) is not None]
+        """Return the median of a metric over the last launch without its first step.
+
+        The first step also warms up. NaN if no step has the metric.
+        """
+        first = self.newest_launch.get("step", 0) + 2
+        steps = [step for step in self.steps if step["step"] >= first] or self.steps
+        values = [step[metric] for step in steps if step.get(metric) is not None]
         return median(values) if values else float("nan")
+
+
+def _mesh(launch: Mapping[str, Any]) -> str:
+    return str(launch["mesh"]).replace("x", "×")
 
 
 def read(folder: Path) -> Run:
     """Read a run's folder; raise ConfigError if it has no config or no step."""
     try:
+        (folder / "config.json").stat()  # its own message, without the shipped configs
         config = RunConfig.from_json(folder / "config.json")
         steps = _lines(folder / "metrics.jsonl")
     except OSError as error:
         raise ConfigError(
             f"{error.filename}: {error.strerror}; name the folder of a run, such as runs/first"
         ) from None
-    if not steps:
-        raise ConfigError(f"{folder}/metrics.jsonl: has no step yet; wait for the first step")
+    if all(step.get("loss") is None for step in steps):
+        raise ConfigError(f"{folder}/metrics.jsonl: has no loss yet; wait for the first step")
     journal = folder / "events.jsonl"
-    return Run(folder.name, config, steps, _lines(journal) if journal.exists() else [])
+    return Run(folder.resolve().name, config, steps, _lines(journal) if journal.exists() else [])
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -103,35 +121,48 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def planned(run: Run, name: str | None) -> Plan | None:
-    """Return the plan of a run on `name`d or its own hardware; None if that is not described."""
-    config, own = run.config, run.config.run.hardware
-    if name is None and own == "auto":
-        if hardware.THIS_MACHINE not in hardware.names():
-            return None
-        name = hardware.THIS_MACHINE
-    machine: Hardware = hardware.load(name or own, "--hardware")
+def planned(run: Run, name: str | None) -> Plan | str:
+    """Return the plan of a run, or the reason why it has none.
+
+    `name`: the hardware of the plan; None takes the config's, then the one that the run
+    recognised, then this machine. Raises ConfigError for a name that is not known.
+    """
+    config, launch = run.config, run.newest_launch
+    if name is None:
+        own = config.run.hardware
+        name = launch.get("hardware") or hardware.THIS_MACHINE if own == "auto" else own
+        if name == hardware.THIS_MACHINE and name not in hardware.names():
+            return "measure this machine with `parallel3d plan --calibrate`, or use --hardware"
+    machine = hardware.load(name, "--hardware")
     assert config.mesh.dp != "auto", "the config in a run's folder is resolved"
     devices = config.mesh.pp * config.mesh.dp * config.mesh.tp
-    return plan_rows.as_written(config, request_of(config, machine, devices))
+    try:
+        return plan_rows.as_written(config, request_of(config, machine, devices))
+    except ConfigError as error:
+        return str(error)
 
 
 def page(
-    runs: Sequence[Run], plans: Sequence[Plan | None], samples: Mapping[str, Mapping[str, str]]
+    runs: Sequence[Run], plans: Sequence[Plan | str], samples: Mapping[str, Mapping[str, str]]
 ) -> tuple[str, dict[str, tuple[bytes, str]]]:
     """Return the page of runs, and its plots: name -> (PNG, caption).
 
-    plans: of each run, or None. samples: run -> checkpoint -> generated text.
+    plans: of each run, or why it has none. samples: run -> checkpoint -> generated text.
     """
-    title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
+    title = f"Run {runs[0].name}" if len(runs) == 1 else f"Runs {', '.join(r.name for r in runs)}"
     drawn = pictures(runs, plans)
-    body = [f"<h1>{escape(title)}</h1>", table(_results(runs)), *figures(drawn)]
-    body += [table(_beside_plan(r, p)) for r, p in zip(runs, plans, strict=True)]
+    body = [f"<h1>{escape(title)}</h1>", table(_results(runs))]
     if len(runs) > 1:
         body.append(table(_differences(runs)))
+    body += ["<h2>Curves</h2>", *figures(drawn)]
+    for run, plan in zip(runs, plans, strict=True):
+        body.append(table(_beside_plan(run, plan)))
+        if isinstance(plan, str):
+            body.append(f"<p class=warn>There is no plan: {escape(plan)}.</p>")
     for name, texts in samples.items():
-        body.append(f"<h2>Samples of {escape(name)}</h2>")
+        body.append(f"<h2>Text of {escape(name)}</h2>")
         body += [f"<p>{escape(at)}</p><pre>{escape(text)}</pre>" for at, text in texts.items()]
+    body.append("<h2>Config</h2>")
     for run in runs:
         resolved = escape(json.dumps(run.config.to_public_dict(), indent=1))
         summary = f"<summary>{escape(run.name)}/config.json</summary>"
@@ -139,31 +170,35 @@ def page(
     return html(title, body), drawn
 
 
-def pictures(runs: Sequence[Run], plans: Sequence[Plan | None]) -> dict[str, tuple[bytes, str]]:
+def pictures(runs: Sequence[Run], plans: Sequence[Plan | str]) -> dict[str, tuple[bytes, str]]:
     """Draw losses, rates, speed and memory of the runs; return name -> (PNG, caption)."""
     at_restart = "; dotted lines mark restarts" if any(run.restarts() for run in runs) else ""
+    dashed = "; dashed: the plan" if any(isinstance(plan, Plan) for plan in plans) else ""
     with style() as plt:
+        plt.rcParams["figure.figsize"] = (5.4, 3.6)  # two fit beside each other
         drawn = {
             "loss": (
                 _losses(plt, runs),
-                "Training loss (faint: each step, line: its moving average) and validation losses "
+                "Training loss (faint: each step; line: moving average) and validation losses "
                 f"(points), in nats per token{at_restart}",
+            ),
+            "speed": (
+                _stacked(plt, runs, {"tokens_per_second": "tokens/s", "mfu": "MFU"}, plans),
+                f"Tokens per second of the whole mesh, and MFU{dashed}",
             ),
             "rates": (
                 _stacked(plt, runs, {"lr": "learning rate", "grad_norm": "gradient norm"}),
                 "Learning rate, and global gradient norm before clipping",
             ),
-            "speed": (
-                _stacked(plt, runs, {"tokens_per_second": "tokens/s", "mfu": "MFU"}, plans),
-                "Tokens per second of the whole mesh, and MFU"
-                + ("; dashed: the plan" if any(plans) else ""),
-            ),
         }
-        if any(run.memory() for run in runs):
-            drawn["memory"] = (
-                _memory(plt, runs),
-                "Peak memory of each rank, in MiB; lines: the plan for its pipeline coordinate",
-            )
+        if known := [run for run in runs if run.memory()]:
+            caption = "Peak memory of each rank; black lines: the plan"
+            if any(run.newest_launch.get("device") == "cpu" for run in known):
+                caption += (
+                    ". On a CPU it is the process's resident memory, which includes Python and its "
+                    "libraries (some 400 MiB); the plan counts only tensors"
+                )
+            drawn["memory"] = _memory(plt, runs, plans), caption
         return {name: (png(plt, figure), text) for name, (figure, text) in drawn.items()}
 
 
@@ -182,103 +217,135 @@ def _losses(plt: ModuleType, runs: Sequence[Run]) -> "Figure":
         _mark_restarts(axes, run, color)
     axes.set_ylim(top=max(highest) * 1.02)
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
+    axes.xaxis.set_major_formatter(_tick)
     axes.legend(ncols=1 + len(axes.get_legend_handles_labels()[1]) // 8)
     return figure
 
 
 def _stacked(
     plt: ModuleType, runs: Sequence[Run], metrics: Mapping[str, str],
-    plans: Sequence[Plan | None] = (),
+    plans: Sequence[Plan | str] = (),
 ) -> "Figure":  # fmt: skip
     """Draw metrics over tokens, one below the other; `plans` of the runs as dashed lines."""
-    figure, rows = plt.subplots(len(metrics), 1, sharex=True, figsize=(6.4, 4.2))
+    figure, rows = plt.subplots(len(metrics), 1, sharex=True)
     for axes, (metric, label) in zip(rows, metrics.items(), strict=True):
         for run, color in zip(runs, _cycle(runs), strict=True):
             axes.plot(*run.curve(metric), color=color, lw=0.9, label=run.name)
-            _mark_restarts(axes, run, color)
+            _mark_restarts(axes, run, color, named=axes is rows[0])
         for plan, color in zip(plans, _cycle(plans), strict=True):
-            if plan:
-                value = plan.tokens_per_second
-                value = (
-                    value if metric == "tokens_per_second" else plan.mfu(plan.request.flops.full)
-                )
-                if value is not None:
-                    axes.axhline(value, color=color, ls="--", lw=0.9)
+            if isinstance(plan, Plan) and (value := _forecast(plan, metric)) is not None:
+                axes.axhline(value, color=color, ls="--", lw=0.9)
         axes.set_ylabel(label)
         if metric != "lr":
             axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter("{x:.1%}" if metric == "mfu" else _tick)
     if len(runs) > 1:
         rows[0].legend()
     rows[-1].set_xlabel("tokens")
+    rows[-1].xaxis.set_major_formatter(_tick)
     return figure
 
 
-def _memory(plt: ModuleType, runs: Sequence[Run]) -> "Figure":
+def _tick(value: float, place: object) -> str:
+    """Return a tick's label for matplotlib, which also tells its place."""
+    return count(value)
+
+
+def _forecast(plan: Plan, metric: str) -> float | None:
+    """Return the planned value of the metric tokens_per_second or mfu."""
+    if metric == "mfu":
+        return plan.mfu(plan.request.flops.full)
+    return plan.tokens_per_second
+
+
+def _memory(plt: ModuleType, runs: Sequence[Run], plans: Sequence[Plan | str]) -> "Figure":
     figure, axes = plt.subplots()
-    known = [(run, color) for run, color in zip(runs, _cycle(runs), strict=True) if run.memory()]
+    known = [row for row in zip(runs, plans, _cycle(runs), strict=True) if row[0].memory()]
     width = 0.8 / len(known)
-    for place, (run, color) in enumerate(known):
-        measured, plan = run.memory(), _planned_memory(run)
+    for place, (run, plan, color) in enumerate(known):
+        measured = run.memory()
         x = np.arange(len(measured)) + (place - (len(known) - 1) / 2) * width
         axes.bar(x, np.array(measured) / _MIB, width * 0.9, color=color, alpha=0.6, label=run.name)
-        axes.hlines(np.array(plan) / _MIB, x - width / 2, x + width / 2, color=MARK, lw=1.5)
+        if forecast := _planned_memory(run, plan):
+            ends = x - width / 2, x + width / 2
+            axes.hlines(np.array(forecast) / _MIB, *ends, color="black", lw=1.5)
     axes.set(xlabel="rank", ylabel="MiB")
     axes.xaxis.get_major_locator().set_params(integer=True)
     if len(known) > 1:
+        axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
         axes.legend()
     return figure
 
 
-def _planned_memory(run: Run) -> list[int]:
-    """Return the planned peak of each rank; ranks are numbered pp, dp, tp from the outermost."""
+def _planned_memory(run: Run, plan: Plan | str) -> list[int]:
+    """Return the planned peak of each rank, of what `Run.memory` counts; [] if it is unknown.
+
+    Ranks are numbered pp, dp, tp from the outermost axis to the innermost.
+    """
     setting = Setting.from_config(run.config)
-    each = [memory.total + memory.host for memory in per_rank(setting)]
+    if run.newest_launch.get("device", "cpu") == "cpu":
+        each = [memory.total + memory.host for memory in per_rank(setting)]
+    elif isinstance(plan, Plan):
+        planned_memory = per_rank(setting, plan.request.hardware)
+        # torch's allocator does not see what the margin is for.
+        each = [memory.total - memory.parts["margin"] for memory in planned_memory]
+    else:
+        return []
     ranks = len(run.memory())
     return [each[rank * setting.pp // ranks] for rank in range(ranks)]
 
 
-def _mark_restarts(axes: "Axes", run: Run, color: str) -> None:
+def _mark_restarts(axes: "Axes", run: Run, color: str, named: bool = True) -> None:
+    """Draw a line at each restart, with the mesh if it changed and if `named`."""
     for tokens, mesh in run.restarts():
         axes.axvline(tokens, color=color, ls=":", lw=0.9)
-        if mesh:
+        if mesh and named:
             place = axes.get_xaxis_transform()
             axes.text(tokens, 1, f" {mesh}", color=color, fontsize=7, va="top", transform=place)
 
 
 def _results(runs: Sequence[Run]) -> Part:
     rows: dict[str, list[str]] = {}
-    for run in runs:
-        last, launches = run.steps[-1], [e for e in run.events if e["event"] == "launch"]
+    for place, run in enumerate(runs):
+        last, launches, mfu = run.steps[-1], run.launches, run.measured("mfu")
         sets = {name: values[-1] for name, (_, values) in run.validation().items()}
-        mfu = run.measured("mfu")
+        size = count(Setting.from_config(run.config).num_params)
         cells = {
-            "steps": f"{last['step']:,}", "tokens": f"{last['tokens']:,}",
+            "model, parameters": f"{run.config.model.family}, {size}",
+            "steps": f"{last['step']:,} of {run.config.num_steps:,}",
+            "tokens": count(last["tokens"]),
             "training loss": f"{_moving_average(run.curve('loss')[1])[-1]:.4f}",
             **{f"loss of {name}": f"{loss:.4f}" for name, loss in sets.items()},
             "tokens/s": f"{run.measured('tokens_per_second'):,.0f}",
             "MFU": "-" if mfu != mfu else f"{100 * mfu:.1f} %",
+            "mesh, pp×dp×tp": " → ".join(mesh for mesh, _ in groupby(map(_mesh, launches))) or "-",
             "launches": str(len(launches) or "-"),
-            "mesh": launches[-1]["mesh"] if launches else "-",
         }  # fmt: skip
         for name, text in cells.items():
-            rows.setdefault(name, ["-"] * len(runs))[runs.index(run)] = text
+            rows.setdefault(name, ["-"] * len(runs))[place] = text
     heads = ("", *(run.name for run in runs))
     return Part("Results", heads, [(name, *cells) for name, cells in rows.items()])
 
 
-def _beside_plan(run: Run, plan: Plan | None) -> Part:
+def _beside_plan(run: Run, plan: Plan | str) -> Part:
     """Return the table of measured and planned seconds and bytes."""
-    seconds, memory = run.measured("step_seconds"), max(run.memory(), default=0)
-    rows = [("step, seconds", f"{seconds:.4g}", f"{plan.time.seconds:.4g}" if plan else "-")]
-    for name, value in plan.time.parts.items() if plan else ():
-        rows.append((f"of it {name}", "", f"{value:.4g}"))
-    most = max(_planned_memory(run), default=0) if memory else 0
-    if memory:
-        rows.append(("fullest rank, MiB", f"{memory / _MIB:,.0f}", f"{most / _MIB:,.0f}"))
-    title = f"{run.name} beside the plan"
-    if plan is None:
-        title += " (measure this machine with `parallel3d plan --calibrate`, or use --hardware)"
-    return Part(title, ("", "measured", "plan"), rows)
+    pairs: list[tuple[str, float | None, float | None]] = [
+        ("step, s", run.measured("step_seconds"), None)
+    ]
+    where = ""
+    if isinstance(plan, Plan):
+        where = f" for {plan.request.hardware.name}"
+        pairs = [("step, s", run.measured("step_seconds"), plan.time.seconds)]
+        pairs += [(f"· {name}", None, value) for name, value in plan.time.parts.items() if value]
+    if memory := run.memory():
+        forecast = _planned_memory(run, plan)
+        most = max(forecast) / _MIB if forecast else None
+        pairs.append(("fullest rank, MiB", max(memory) / _MIB, most))
+    rows = [
+        (name, *("" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in pair))
+        for name, *pair in pairs
+    ]
+    return Part(f"{run.name} beside the plan{where}", ("", "measured", "plan"), rows)
 
 
 def _differences(runs: Sequence[Run]) -> Part:
@@ -288,9 +355,9 @@ def _differences(runs: Sequence[Run]) -> Part:
     rows = []
     for name in names:
         cells = [json.dumps(settings[name]) if name in settings else "-" for settings in flat]
-        if len(set(cells)) > 1:
+        if len(set(cells)) > 1 and name != "parallel3d.run.name":
             rows.append((name.removeprefix("parallel3d."), *cells))
-    return Part("Settings that differ", ("", *(run.name for run in runs)), rows[:_MOST_ROWS])
+    return Part("Settings that differ", ("", *(run.name for run in runs)), rows)
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:

@@ -16,6 +16,7 @@ from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import written_to
 from parallel3d.train.journal import record
+from parallel3d.train.known_hardware import known_hardware
 from parallel3d.train.metrics import METRICS, MetricsWriter, forget_after, step_reached
 from parallel3d.train.progress import Progress
 from parallel3d.train.start import Start
@@ -62,8 +63,12 @@ class Output:
             # Fits of scaling laws for repeated data need this number.
             counted = json.dumps({"training_tokens": len(start.corpus.train)})
             replace_text(self.directory / "corpus.json", f"{counted}\n")
-            mesh = f"{config.mesh.pp}x{config.mesh.dp}x{config.mesh.tp}"
-            record(self.directory, "launch", step=step, mesh=mesh, restart=restart)
+            known = known_hardware(config, self._mesh.device)
+            record(
+                self.directory, "launch", step=step, restart=restart,
+                mesh=f"{config.mesh.pp}x{config.mesh.dp}x{config.mesh.tp}",
+                device=self._mesh.device.type, hardware=known.name if known else None,
+            )  # fmt: skip
 
     def _copy_tokenizer(self, tokenizer: Path) -> None:
         """Copy the tokenizer into the run's folder, because a cache may be emptied."""
