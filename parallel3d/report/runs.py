@@ -23,7 +23,6 @@ from parallel3d.report.page import Part, figures, html, png, style, table
 
 if TYPE_CHECKING:  # of an extra
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _MOST_POINTS = 2000  # of a curve
 _COLORS = ("#31276b", "#c0392b", "#1e8449", "#b9770e", "#2e86c1", "#7d3c98", "#616a6b", "#a04000")
@@ -98,7 +97,7 @@ def read(folder: Path) -> Run:
     """Read a run's folder; raise ConfigError if it has no config or no step."""
     try:
         (folder / "config.json").stat()  # its own message, without the shipped configs
-        config = RunConfig.from_json(folder / "config.json")
+        config = RunConfig.from_json(str(folder / "config.json"))
         steps = _lines(folder / "metrics.jsonl")
     except OSError as error:
         raise ConfigError(
@@ -202,7 +201,7 @@ def pictures(runs: Sequence[Run], plans: Sequence[Plan | str]) -> dict[str, tupl
         return {name: (png(plt, figure), text) for name, (figure, text) in drawn.items()}
 
 
-def _losses(plt: ModuleType, runs: Sequence[Run]) -> "Figure":
+def _losses(plt: ModuleType, runs: Sequence[Run]) -> Any:
     figure, axes = plt.subplots()
     highest = []
     for run, color in zip(runs, _cycle(runs), strict=True):
@@ -225,7 +224,7 @@ def _losses(plt: ModuleType, runs: Sequence[Run]) -> "Figure":
 def _stacked(
     plt: ModuleType, runs: Sequence[Run], metrics: Mapping[str, str],
     plans: Sequence[Plan | str] = (),
-) -> "Figure":  # fmt: skip
+) -> Any:  # fmt: skip
     """Draw metrics over tokens, one below the other; `plans` of the runs as dashed lines."""
     figure, rows = plt.subplots(len(metrics), 1, sharex=True)
     for axes, (metric, label) in zip(rows, metrics.items(), strict=True):
@@ -258,7 +257,7 @@ def _forecast(plan: Plan, metric: str) -> float | None:
     return plan.tokens_per_second
 
 
-def _memory(plt: ModuleType, runs: Sequence[Run], plans: Sequence[Plan | str]) -> "Figure":
+def _memory(plt: ModuleType, runs: Sequence[Run], plans: Sequence[Plan | str]) -> Any:
     figure, axes = plt.subplots()
     known = [row for row in zip(runs, plans, _cycle(runs), strict=True) if row[0].memory()]
     width = 0.8 / len(known)
