@@ -60,7 +60,7 @@ ROOMS = [
 BUDGET = {
     "launch": 740,
     "models": 880,
-    "parallel3d/base": 850,
+    "parallel3d/base": 870,
     "parallel3d/calibrate": 560,
     "parallel3d/checkpoint": 1360,
     "parallel3d/config": 1500,

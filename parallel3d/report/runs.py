@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.mesh_sizes import AXES
 from parallel3d.config import RunConfig, hardware
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.report import plan_rows
@@ -133,10 +134,8 @@ def planned(run: Run, name: str | None) -> Plan | str:
         if name == hardware.THIS_MACHINE and name not in hardware.names():
             return "measure this machine with `parallel3d plan --calibrate`, or use --hardware"
     machine = hardware.load(name, "--hardware")
-    assert config.mesh.dp != "auto", "the config in a run's folder is resolved"
-    devices = config.mesh.pp * config.mesh.dp * config.mesh.tp
     try:
-        return plan_rows.as_written(config, request_of(config, machine, devices))
+        return plan_rows.as_written(config, request_of(config, machine, config.mesh.sizes.ranks))
     except ConfigError as error:
         return str(error)
 
@@ -308,6 +307,7 @@ def _results(runs: Sequence[Run]) -> Part:
     for place, run in enumerate(runs):
         last, launches, mfu = run.steps[-1], run.launches, run.measured("mfu")
         sets = {name: values[-1] for name, (_, values) in run.validation().items()}
+        meshes = [mesh for mesh, _ in groupby(map(_mesh, launches))]  # without repetitions
         size = count(Setting.from_config(run.config).num_params)
         cells = {
             "model, parameters": f"{run.config.model.family}, {size}",
@@ -317,7 +317,7 @@ def _results(runs: Sequence[Run]) -> Part:
             **{f"loss of {name}": f"{loss:.4f}" for name, loss in sets.items()},
             "tokens/s": f"{run.measured('tokens_per_second'):,.0f}",
             "MFU": "-" if mfu != mfu else f"{100 * mfu:.1f} %",
-            "mesh, pp×dp×tp": " → ".join(mesh for mesh, _ in groupby(map(_mesh, launches))) or "-",
+            f"mesh, {'×'.join(AXES)}": " → ".join(meshes) or "-",
             "launches": str(len(launches) or "-"),
         }  # fmt: skip
         for name, text in cells.items():

@@ -66,7 +66,7 @@ class Output:
             known = known_hardware(config, self._mesh.device)
             record(
                 self.directory, "launch", step=step, restart=restart,
-                mesh=f"{config.mesh.pp}x{config.mesh.dp}x{config.mesh.tp}",
+                mesh=str(config.mesh.sizes),
                 device=self._mesh.device.type, hardware=known.name if known else None,
             )  # fmt: skip
 
