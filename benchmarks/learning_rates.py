@@ -22,7 +22,7 @@ from typing import Any
 from parallel3d.base.errors import TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
-from parallel3d.scaling.plots import png, style
+from parallel3d.report.page import png, style
 from parallel3d.verify.local_ranks import run_locally
 
 RATES = tuple(2.0**power for power in range(-10, -2))  # a grid of factors of two

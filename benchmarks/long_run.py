@@ -35,7 +35,7 @@ from parallel3d.data.batches import Batches
 from parallel3d.data.prepare import prepare
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import named_params
-from parallel3d.scaling.plots import png, style
+from parallel3d.report.page import png, style
 from parallel3d.train.assembly import assemble
 from parallel3d.train.feed import Feed
 from parallel3d.verify.local_ranks import run_locally

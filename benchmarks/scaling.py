@@ -28,7 +28,7 @@ from parallel3d.config.hardware import Hardware
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time
-from parallel3d.scaling.plots import png, style
+from parallel3d.report.page import png, style
 from parallel3d.verify.local_ranks import run_locally
 
 COLOURS = dict(zip(AXES, ("#2c6e8f", "#c0392b", "#35a07c"), strict=True))

@@ -57,7 +57,7 @@ def train(
             start, mesh, parts, peak_flops=peak_flops, writer=output.writer,
             progress=output.progress, profiler=profiler, saver=saver, stop=stop,
         ).run()  # fmt: skip
-        output.finish(result.stopped, parts.engine)
+        output.finish(result, parts.engine)
     parts.engine.close()
     summary = overview.summarise(start, result, peak_name, is_said=mesh.rank == 0)
     overview.print_summary(summary, console, command_to_go_on(config, start.folder))

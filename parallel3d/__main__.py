@@ -4,10 +4,13 @@
 """
 
 import sys
+from collections.abc import Iterator
 from importlib import import_module
+from importlib.metadata import version
 
 import parallel3d
 from parallel3d.base.arguments import BAD_INPUT
+from parallel3d.base.completion import SHELLS, script
 
 COMMANDS = {
     "train": "train a model",
@@ -19,6 +22,7 @@ COMMANDS = {
     "convert": "convert weights to and from transformers",
     "generate": "generate text with a trained model",
     "evaluate": "evaluate a checkpoint on held-out text and validation sets",
+    "report": "write a page with the curves of runs",
     "scale": "plan, run and fit scaling ladders",
 }
 
@@ -33,7 +37,14 @@ def main() -> int:
         print(_help())
         return 0
     if command == "--version":
-        print(f"parallel3d {parallel3d.__version__}")
+        print("\n".join(_versions()))
+        return 0
+    if command == "--completion":
+        if rest not in [[shell] for shell in SHELLS]:
+            shells = " or ".join(SHELLS)
+            print(f"parallel3d: --completion: needs a shell; add {shells}", file=sys.stderr)
+            return BAD_INPUT
+        print(script(rest[0], COMMANDS), end="")
         return 0
     if command not in COMMANDS:
         known = ", ".join(COMMANDS)
@@ -45,10 +56,25 @@ def main() -> int:
     return code
 
 
+def _versions() -> Iterator[str]:
+    """Yield the versions that a report of a fault needs."""
+    yield f"parallel3d {parallel3d.__version__}"
+    import torch  # it takes seconds
+
+    yield f"torch {torch.__version__}"
+    yield f"DeepSpeed {version('deepspeed')}"
+    yield f"CUDA {torch.version.cuda or 'none (torch is built without it)'}"
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        yield from (f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
 def _help() -> str:
     width = max(map(len, COMMANDS))
     rows = (f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
-    return "\n".join(("usage: parallel3d COMMAND ...", "", *rows, "", "parallel3d COMMAND --help"))
+    flags = ("--version", f"--completion {'|'.join(SHELLS)}")
+    usages = (f"parallel3d {words}" for words in ("COMMAND --help", *flags))
+    return "\n".join(("usage: parallel3d COMMAND ...", "", *rows, "", *usages))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ ROOMS = [
     (0, "parallel3d/plan/time"),
     (0, "parallel3d/plan/search"),
     (0, "parallel3d/plan/report"),
+    (0, "parallel3d/report"),
     (0, "parallel3d/scaling"),
     (0, "parallel3d/scaling/ladder"),
     (0, "parallel3d/mesh/pulse"),
@@ -58,9 +59,9 @@ ROOMS = [
 # The most statements of each room: what stood when the house was made small, and 5 %. Whoever needs
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
-    "launch": 690,
+    "launch": 750,
     "models": 880,
-    "parallel3d/base": 850,
+    "parallel3d/base": 870,
     "parallel3d/calibrate": 560,
     "parallel3d/checkpoint": 1360,
     "parallel3d/config": 1700,
@@ -71,10 +72,11 @@ BUDGET = {
     "parallel3d/model": 500,
     "parallel3d/pipeline": 350,
     "parallel3d/plan": 2630,
+    "parallel3d/report": 310,
     "parallel3d/scaling": 2760,
     "parallel3d/schedule": 910,
     "parallel3d/tensor": 890,
-    "parallel3d/train": 2040,
+    "parallel3d/train": 2070,
     "parallel3d/verify": 1200,
 }
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}

@@ -20,8 +20,8 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig
 from parallel3d.model.parametrization import parametrization_of
+from parallel3d.report.page import png, style
 from parallel3d.scaling.flags import NO_EXTRA
-from parallel3d.scaling.plots import png, style
 from parallel3d.scaling.result import finite
 
 WIDTHS = (64, 128, 256, 512)

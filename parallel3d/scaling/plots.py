@@ -1,12 +1,11 @@
 """Plots of a fit, each a PNG as bytes."""
 
-import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from parallel3d.report.page import LINE, MARK, png, style
 from parallel3d.scaling import frontier
 from parallel3d.scaling.frontier import profiles
 from parallel3d.scaling.laws import LAWS
@@ -15,38 +14,10 @@ from parallel3d.scaling.posterior import posterior
 from parallel3d.scaling.result import Fit
 from parallel3d.scaling.runs import Curve
 
-_MARK, _LINE = "#c0392b", "#31276b"
 _MOST = 9  # lines of one plot that can be told apart
 _LOSS = "loss (nats per token)"
 Picture = tuple[Any, str]
 """A figure and its caption."""
-_STYLE: Any = {
-    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "grid.color": "#e6e6e6", "grid.linewidth": 0.6, "axes.axisbelow": True, "legend.frameon": False,
-    "legend.fontsize": 8, "lines.linewidth": 1.2, "axes.titlesize": 9.5, "figure.dpi": 160,
-    "axes.edgecolor": "#555555", "figure.figsize": (6.4, 3.7),
-    "figure.constrained_layout.use": True,
-}  # fmt: skip
-
-
-@contextmanager
-def style() -> Iterator[Any]:
-    """Yield matplotlib's pyplot in this style, without a display."""
-    import matplotlib  # of the extra `scaling`
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context(_STYLE):
-        yield plt
-
-
-def png(plt: Any, figure: Any) -> bytes:
-    """Return the figure as a PNG, and close it."""
-    out = io.BytesIO()
-    figure.savefig(out, format="png", metadata={"Software": ""})
-    plt.close(figure)
-    return out.getvalue()
 
 
 def pictures(fit: Fit, curves: Sequence[Curve] = ()) -> dict[str, tuple[bytes, str]]:
@@ -84,16 +55,16 @@ def loss(plt: Any, fit: Fit) -> Picture:
             values = law.loss(fit.parameters, np.full(60, size), tokens)
             axes.plot(FLOPS_PER_ND * size * tokens, values, color=dots.to_rgba(size), lw=0.9)
         best = law.loss(fit.parameters, *law.best(fit.parameters, flops))
-        axes.plot(flops, best, "--", color=_MARK, label="the law's best N and D")
+        axes.plot(flops, best, "--", color=MARK, label="the law's best N and D")
         caption += (
             "; lines: the fitted law at sizes with at least three lengths; dashed: at the best size"
         )
     bests, _ = frontier.losses_of(points, fit.law)
     if best_law := posterior(bests):
         low, middle, high = np.percentile([best_law.loss(c) for c in flops], [2.5, 50, 97.5], 1)
-        axes.plot(flops, middle, color=_LINE, lw=1.8, label="frontier, 95 %")
-        axes.fill_between(flops, low, high, color=_LINE, alpha=0.2, lw=0)
-        axes.plot(*np.array(bests).T[:2], "D", color=_LINE, mfc="white", ms=4, label="best losses")
+        axes.plot(flops, middle, color=LINE, lw=1.8, label="frontier, 95 %")
+        axes.fill_between(flops, low, high, color=LINE, alpha=0.2, lw=0)
+        axes.plot(*np.array(bests).T[:2], "D", color=LINE, mfc="white", ms=4, label="best losses")
         caption += "; diamonds: best losses of the budgets, with the law through them"
     axes.legend()
     return figure, f"{caption}."
@@ -119,7 +90,7 @@ def isoflop(plt: Any, fit: Fit) -> Picture | None:
             axes.plot(sizes, law.loss(fit.parameters, sizes, budget / sizes), color=shade, lw=0.9)
         for method, (mark, label) in best.items():
             if least := profile.least(method):
-                axes.plot(least.params, least.loss, mark, color=_MARK, mfc="none", label=label)
+                axes.plot(least.params, least.loss, mark, color=MARK, mfc="none", label=label)
     handles, labels = axes.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
     axes.legend(once.values(), once.keys())
@@ -137,18 +108,18 @@ def optima(plt: Any, fit: Fit) -> Picture | None:
     figure, axes = plt.subplots()
     if fit.law not in frontier.NAMES:
         size, value = (np.array([row[k] for row in best]) for k in ("params", "best"))
-        axes.loglog(size, value, "o", color=_LINE, ms=4)
+        axes.loglog(size, value, "o", color=LINE, ms=4)
         axes.set(xlabel="parameters", ylabel=f"best {fit.diagnostics['setting']}")
         return figure, "Best value of each sweep over the size of its runs."
     flops, params = (np.array([row[k] for row in best]) for k in ("flops", "params"))
-    axes.loglog(flops, params, "D", color=_MARK, mfc="none")
+    axes.loglog(flops, params, "D", color=MARK, mfc="none")
     line = np.geomspace(flops.min(), flops.max() * 10, 50)
     values = fit.parameters["N_coefficient"] * line ** fit.parameters["N_exponent"]
-    axes.plot(line, values, color=_LINE)
+    axes.plot(line, values, color=LINE)
     if fit.samples:
         scale, power = (fit.samples[f"N_{name}"][:, None] for name in ("coefficient", "exponent"))
         low, high = np.percentile(scale * line**power, [2.5, 97.5], axis=0)
-        axes.fill_between(line, low, high, color=_LINE, alpha=0.15, lw=0)
+        axes.fill_between(line, low, high, color=LINE, alpha=0.15, lw=0)
     axes.set(xlabel="training FLOPs", ylabel="best number of parameters")
     return figure, "Best size of each budget, with the fitted power law and its 95 % interval."
 
@@ -163,7 +134,7 @@ def residuals(plt: Any, fit: Fit) -> Picture | None:
     caption = "Residuals log(loss) - log(law) of every run, in per cent"
     if floor := fit.diagnostics.get("noise_floor"):
         two = 200 * floor["standard_deviation"]
-        left.axhspan(-two, two, color=_LINE, alpha=0.1, lw=0)
+        left.axhspan(-two, two, color=LINE, alpha=0.1, lw=0)
         caption += "; shaded: two standard deviations between runs of equal size and tokens"
     left.set(xscale="log", xlabel="training FLOPs", ylabel="residual (%)")
     right.hist(100 * fit.scatter, bins=25, orientation="horizontal")
@@ -183,11 +154,11 @@ def intervals(plt: Any, fit: Fit) -> Picture | None:
         return None
     figure, axes = plt.subplots()
     ratios = [np.clip(drawn[name] / values[name], 1e-3, 1e3) for name in names]
-    axes.boxplot(ratios, whis=(2.5, 97.5), showfliers=False, medianprops={"color": _MARK})
+    axes.boxplot(ratios, whis=(2.5, 97.5), showfliers=False, medianprops={"color": MARK})
     axes.set_xticks(
         range(1, len(names) + 1), [f"{name}\n{values[name]:.3g}" for name in names], fontsize=7
     )
-    axes.axhline(1, color=_LINE, lw=0.8, ls=":")
+    axes.axhline(1, color=LINE, lw=0.8, ls=":")
     axes.set(yscale="log", ylabel="draw / estimate")
     return figure, (
         "Bootstrap draws of each parameter and of the exponents of the best N and D, divided by "
@@ -197,15 +168,15 @@ def intervals(plt: Any, fit: Fit) -> Picture | None:
 
 def held_out(plt: Any, fit: Fit) -> Picture | None:
     """Draw predicted over true loss, for the held-out budgets and for registered forecasts."""
-    found = fit.diagnostics
-    held = (found.get("held_out") or {}).get("rows", ()) if fit.law in LAWS else ()
-    tests = (found.get("frontier") or {}).get("back_test", ())
+    diagnostics = fit.diagnostics
+    held = (diagnostics.get("held_out") or {}).get("rows", ()) if fit.law in LAWS else ()
+    tests = (diagnostics.get("frontier") or {}).get("back_test", ())
     sets = {
         "largest budgets, by the fitted law": ("o", "#888888", held),
         "their best losses, by the frontier, 95 %":
-            ("s", _LINE, tests[-1]["rows"] if tests else ()),
+            ("s", LINE, tests[-1]["rows"] if tests else ()),
         "registered forecasts, 95 %":
-            ("D", _MARK, [row for row in found.get("forecasts", ()) if row["loss"] is not None]),
+            ("D", MARK, [row for row in diagnostics.get("forecasts", ()) if row["loss"] is not None]),
     }  # fmt: skip
     if len(held) + len(tests) + 2 * len(sets["registered forecasts, 95 %"][2]) < 2:
         return None  # a single held-out run needs no plot
@@ -234,6 +205,6 @@ def loss_curves(plt: Any, curves: Sequence[Curve]) -> Picture | None:
     figure, axes = plt.subplots()
     for shade, curve in zip(np.linspace(0, 0.9, len(curves)), curves, strict=True):
         axes.plot(curve.tokens, curve.loss, color=plt.cm.viridis(shade), lw=0.8, alpha=0.7)
-        axes.plot(*np.reshape(curve.held_out, (-1, 2)).T, "o", color=_MARK, ms=2.5, zorder=3)
+        axes.plot(*np.reshape(curve.held_out, (-1, 2)).T, "o", color=MARK, ms=2.5, zorder=3)
     axes.set(xscale="log", xlabel="tokens", ylabel=_LOSS)
     return figure, "Training loss of every run (lines) and its held-out loss (dots)."

@@ -3,9 +3,7 @@
 It lists every choice that is needed to repeat the fit (the checklist of arXiv:2502.18969).
 """
 
-import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from parallel3d.base import terminal
-from parallel3d.base.atomic import replaced
 from parallel3d.base.terminal import Column
+from parallel3d.report.page import Part, figures, html, table, write_page
 from parallel3d.scaling.estimator import EXPONENTS
 from parallel3d.scaling.forecast import ONE_RUN, Forecast
 from parallel3d.scaling.laws import LAWS
@@ -24,33 +22,11 @@ from parallel3d.scaling.runs import Curve
 
 PAGE, PICTURES = "report.html", "report"
 _MOST = 12  # dropped rows to print; the page and fit.json list all of them
-_CSS = """
-body { font: 15px/1.5 Georgia, serif; color: #222; max-width: 46rem; margin: 2.5rem auto }
-h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
-table { border-collapse: collapse; font-size: .92em; width: 100% }
-th, td { text-align: left; padding: .22rem .9rem .22rem 0; vertical-align: top;
-  border-bottom: 1px solid #e4e4e4; overflow-wrap: anywhere }
-td:first-child { min-width: 8rem; overflow-wrap: normal }
-.n td + td, .n th + th { text-align: right; white-space: nowrap }
-figure { margin: 1.6rem 0; break-inside: avoid } img { max-width: 100% }
-figcaption { font-size: .88em; color: #444 } .warn { border-left: 3px solid #c0392b;
-  padding-left: .8rem }
-"""
 _NOT_KNOWN = (
     "learning-rate schedule and final rate, warm-up, batch size, learning rate, seeds, tokenizer "
     "and vocabulary, training data, architecture"
 )
 _HELD = {True: "yes", False: "NO", None: ""}
-
-
-@dataclass(frozen=True)
-class Part:
-    """A table of the report with its title."""
-
-    title: str
-    heads: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    numeric: bool = True  # all columns except the first are numbers
 
 
 def parts(fit: Fit, settings: Mapping[str, str] | None = None) -> list[Part]:
@@ -245,14 +221,8 @@ def write(
     settings: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
     """Write report.html, and its plots as PNGs to report/ beside it; return the page's path."""
-    drawn = pictures(fit, curves)
-    (folder / PICTURES).mkdir(parents=True, exist_ok=True)
-    for name, (image, _) in drawn.items():
-        with replaced(folder / PICTURES / f"{name}.png") as partial:
-            partial.write_bytes(image)
-    path = folder / PAGE
-    with replaced(path) as partial:
-        partial.write_text(page(fit, title, drawn, settings), encoding="utf-8")
+    drawn, path = pictures(fit, curves), folder / PAGE
+    write_page(path, page(fit, title, drawn, settings), drawn)
     return path
 
 
@@ -266,31 +236,13 @@ def page(
     settings: as in `parts`; None adds a reminder to document them.
     """
     unknown_settings = {"not in the table; document separately": _NOT_KNOWN}
-    figures = (
-        f'<figure id="{name}"><img alt="{escape(caption)}" src="data:image/png;base64,'
-        f'{base64.b64encode(image).decode()}"><figcaption>{escape(caption)}</figcaption></figure>'
-        for name, (image, caption) in drawn.items()
-    )
     body = [
         f"<h1>{escape(title)}</h1><p>{escape(summary(fit))}</p>",
         *(f"<p class=warn>{escape(text)}.</p>" for text in fit.diagnostics["warnings"]),
-        *map(_table, parts(fit, settings or unknown_settings)),
-        "<h2>Plots</h2>", *figures,
+        *map(table, parts(fit, settings or unknown_settings)),
+        "<h2>Plots</h2>", *figures(drawn),
     ]  # fmt: skip
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
-        f"<style>{_CSS}</style><body>{''.join(body)}</body></html>\n"
-    )
-
-
-def _table(part: Part) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{escape(str(cell))}</{tag}>' for cell in cells)}</tr>"
-
-    heads = line(part.heads, "th") if any(part.heads) else ""
-    rows = "".join(line(row, "td") for row in part.rows)
-    kind = " class=n" if part.numeric else ""
-    return f"<h2>{part.title}</h2><table{kind}>{heads}{rows}</table>"
+    return html(title, body)
 
 
 def _range(bounds: Sequence[float] | None) -> str:

@@ -1,24 +1,43 @@
-"""Progress of a run: a bar on a terminal, lines in a log. This module does not know ranks."""
+"""Progress of a run: a curve and a bar on a terminal, lines in a log.
+
+This module does not know ranks.
+"""
 
 import time
+from collections.abc import Iterable
 
 from rich import progress
-from rich.console import Console
+from rich.console import Console, RenderableType
 
+from parallel3d.train.loss_curve import LossCurve
 from parallel3d.train.metrics import StepMetrics
 
 _MEAN_OVER = 3600.0  # seconds of steps whose mean predicts the time left
 
 
+class _Bar(progress.Progress):
+    """A progress bar below the curve of the losses."""
+
+    curve = LossCurve()  # of no run; `Progress` sets its own
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Yield what rich displays, from top to bottom."""
+        yield self.curve
+        yield from super().get_renderables()
+
+
 class Progress:
-    """Displays finished steps: as a bar on a terminal, as a line per `every` steps in a log."""
+    """Displays finished steps: a curve and a bar on a terminal, a line per `every` steps in a log.
+
+    Evaluations have a line in both.
+    """
 
     def __init__(
         self, num_steps: int, every: int = 10, console: Console | None = None, first: int = 0
     ) -> None:
         self.console = console or Console(stderr=True)
         self._num_steps, self._every = num_steps, every
-        self._bar = progress.Progress(
+        self._bar = _Bar(
             progress.TextColumn("step"),
             progress.MofNCompleteColumn(),
             progress.BarColumn(bar_width=16),
@@ -28,12 +47,14 @@ class Progress:
             get_time=lambda: time.monotonic(),
             speed_estimate_period=_MEAN_OVER,
         )
+        self._bar.curve = LossCurve()
         self._task = self._bar.add_task("", total=num_steps, completed=first, numbers="")
         self._bar.start()
 
     def show(self, metrics: StepMetrics) -> None:
         """Show a finished step."""
         step, last, has_bar = metrics.step, self._num_steps, not self._bar.disable
+        self._bar.curve.add(metrics.loss)
         self._bar.update(self._task, completed=step)
         numbers = f"{_numbers(metrics, brief=True)}  {self._times(brief=True)}"
         self._bar.update(self._task, numbers=numbers)

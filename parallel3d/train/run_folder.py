@@ -15,10 +15,13 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import written_to
+from parallel3d.train.journal import record
+from parallel3d.train.known_hardware import known_hardware
 from parallel3d.train.metrics import METRICS, MetricsWriter, forget_after, step_reached
 from parallel3d.train.progress import Progress
 from parallel3d.train.start import Start
 from parallel3d.train.trackers import Trackers
+from parallel3d.train.trainer import Result
 
 _SAVING_TIMEOUT = 1800.0  # seconds that a rank waits for another rank's disk
 
@@ -60,6 +63,12 @@ class Output:
             # Fits of scaling laws for repeated data need this number.
             counted = json.dumps({"training_tokens": len(start.corpus.train)})
             replace_text(self.directory / "corpus.json", f"{counted}\n")
+            known = known_hardware(config, self._mesh.device)
+            record(
+                self.directory, "launch", step=step, restart=restart,
+                mesh=str(config.mesh.sizes),
+                device=self._mesh.device.type, hardware=known.name if known else None,
+            )  # fmt: skip
 
     def _copy_tokenizer(self, tokenizer: Path) -> None:
         """Copy the tokenizer into the run's folder, because a cache may be emptied."""
@@ -73,10 +82,10 @@ class Output:
             partial.chmod(self.directory.stat().st_mode)
             partial.rename(own)
 
-    def finish(self, stopped: bool, engine: Engine) -> None:
+    def finish(self, result: Result, engine: Engine) -> None:
         """Write the weights of a finished run, and record its clean end; collective."""
         config = self._start.config
-        if config.run.save_weights and not stopped:
+        if config.run.save_weights and not result.stopped:
             from parallel3d.huggingface.from_ranks import save_weights  # it loads transformers
 
             self._mesh.set_timeouts(_SAVING_TIMEOUT)
@@ -86,7 +95,11 @@ class Output:
             )
         if self.writer:
             try:
-                self._attempts.end(stopped)
+                self._attempts.end(result.stopped)
+                record(
+                    self.directory, "end", step=result.steps, stopped=result.stopped,
+                    peak_memory_bytes=result.peak_memory_bytes,
+                )  # fmt: skip
             except OSError as error:
                 self._console.print(f"{self.directory} cannot be written ({error.strerror})")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch import convert, generate
+from launch import convert, generate, report
 from parallel3d.huggingface.generate import model_folder
 from tests.huggingface.checkpoints import checkpoint_of, small, tokenizer_in
 
@@ -113,3 +113,9 @@ def test_a_wrong_input_is_2(words, said, place, command):
     code, printed, errors = command(*(word.format(place=place) for word in words))
     assert (code, printed) == (BAD_INPUT, "")
     assert said in errors and "Traceback" not in errors
+
+
+def test_a_report_has_what_each_checkpoint_writes(place, command):
+    texts = report.samples_of(place / "run", PROMPT, 4)
+    _, printed, _ = command(place / "run", "--prompt", PROMPT, "--max-new-tokens", 4, "--seed", 0)
+    assert texts == {"after step 10": printed} and printed.startswith(PROMPT)

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import itertools
 import json
 import math
 import os
@@ -124,6 +125,48 @@ def test_terminal_has_a_bar():
     text = shown(terminal=True)
     assert "20/20" in text
     assert "12,346 tokens/s" in text
+
+
+def columns_of(lines):
+    """The height of the curve in each column of dots, from 0 at its lowest row; None without a dot.
+
+    Read back by Unicode's numbers of braille dots: 1 2 3 7 go down on the left, 4 5 6 8 right.
+    """
+    dots, drawn = (1, 2, 3, 7, 4, 5, 6, 8), [line.partition("┤")[2] for line in lines]
+    heights = [None] * (2 * len(drawn[0]))
+    for row, text in enumerate(drawn):
+        for i, dot in itertools.product(range(len(text)), range(8)):
+            if ord(text[i]) - 0x2800 & 1 << dots[dot] - 1:
+                heights[2 * i + dot // 4] = 4 * (len(drawn) - row) - 1 - dot % 4
+    return heights
+
+
+def test_a_terminal_has_a_curve_of_the_losses_and_a_log_has_none():
+    def lines(losses, terminal=True, width=80):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="")
+        console = Console(file=stream, force_terminal=terminal, width=width, color_system=None)
+        with closing(Progress(len(losses), console=console)) as progress:
+            for step, loss in enumerate(losses, 1):
+                progress.show(step_metrics(step, loss=loss))
+        stream.seek(0)
+        text = stream.read()
+        # The display of the end comes last, above the bar.
+        plain = re.sub(r"\x1b\[\??\d*[A-Za-z]", "", text)
+        return [line for line in plain.splitlines() if "┤" in line][-6:], text
+
+    curve, _ = lines([10.0 - i / 2 for i in range(16)])
+    assert curve[0].split("┤")[0].strip() == "10.000" and curve[-1].split()[0] == "2.500"
+    heights = columns_of(curve)
+    assert heights[0] == 23 and heights[15] == 0 and heights == sorted(heights, reverse=True)
+    # A long run is told in whole by means, and a loss that is not finite ends it elsewhere.
+    curve, _ = lines([*(float(i // 512) for i in range(1024)), math.nan])
+    heights = columns_of(curve)
+    assert heights[0] == 0 and heights[-1] == 23 and set(heights) == {0, 23}
+    half = heights.index(23)
+    assert len(heights) == 64 and half == 32
+    # Nothing is wider than the terminal, and a log has no curve.
+    assert all(len(line) <= 40 for line in lines([3.0, 2.0, 1.0] * 60, width=40)[0])
+    assert "┤" not in lines([3.0, 2.0, 1.0], terminal=False)[1]
 
 
 def test_what_is_left_is_told_by_the_newest_steps(monkeypatch):

@@ -290,6 +290,13 @@ def test_what_a_run_is_resumed_from(config, half):
     assert results["fresh"][0].says("resume  step-") == 2
     assert "step-4.rejected" in steps_saved(raws["fresh"])
     assert before == {path: path.stat().st_mtime_ns for path in half.rglob("*")}
+    # The journal of a run that went on has both launches and both ends.
+    journal = (folder_of(raws["newest"]) / "events.jsonl").read_text().splitlines()
+    told = [(event["event"], event["step"]) for event in map(json.loads, journal)]
+    assert told == [("launch", 0), ("end", 4), ("launch", 4), ("end", 6)]
+    first, end, *_ = map(json.loads, journal)
+    assert (first["mesh"], first["device"], first["hardware"]) == ("1x2x1", "cpu", None)
+    assert end["stopped"] and len(end["peak_memory_bytes"]) == 2
 
 
 def test_what_was_asked_for_and_cannot_be_is_fatal(config, half):

@@ -1,0 +1,81 @@
+"""Write a page on training runs: `parallel3d report runs/first` writes runs/first/report.html.
+
+The page has losses, rates, speed and memory beside the plan, restarts, and the config; for several
+runs also the settings in which they differ. It is one file that fetches nothing; its plots also
+stand beside it as PNGs.
+"""
+
+import argparse
+import io
+import json
+import sys
+from contextlib import redirect_stdout
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from parallel3d.base.arguments import DONE, Parser, prints_errors_as, whole_number
+from parallel3d.base.errors import ConfigError
+
+
+@prints_errors_as("report")
+def main() -> int:
+    """Run the command `report`; return 2 for bad input."""
+    args = parse_args()
+    if find_spec("matplotlib") is None:
+        raise ConfigError("matplotlib is not installed; pip install 'parallel3d[scaling]'")
+    from parallel3d.report import runs
+    from parallel3d.report.page import write_page
+
+    read = [runs.read(folder) for folder in args.runs]
+    plans = [runs.planned(run, args.hardware) for run in read]
+    samples = {}
+    if args.prompt is not None:
+        for run, folder in zip(read, args.runs, strict=True):
+            samples[run.name] = samples_of(folder, args.prompt, args.max_new_tokens)
+    text, drawn = runs.page(read, plans, samples)
+    path = args.to or args.runs[0] / "report.html"
+    write_page(path, text, drawn)
+    print(f"wrote {path}", file=sys.stderr)
+    if args.json:
+        print(json.dumps({"page": str(path), "plots": sorted(drawn)}))
+    return DONE
+
+
+def samples_of(run: Path, prompt: str, tokens: int) -> dict[str, str]:
+    """Return the text that each checkpoint of a run generates after a prompt, oldest first."""
+    from parallel3d.checkpoint.manifest import step_folders
+    from parallel3d.huggingface.generate import generate, model_folder
+    from parallel3d.launch.generate import SAMPLING
+
+    texts, say = {}, partial(print, file=sys.stderr)
+    for step, checkpoint in reversed(step_folders(run / "checkpoints")):
+        out = io.StringIO()
+        with model_folder(checkpoint, say) as folder, redirect_stdout(out):
+            options = {"do_sample": True, **SAMPLING}
+            generate(folder, prompt, tokens=tokens, seed=0, options=options, say=say)
+        texts[f"after step {step:,}"] = out.getvalue()
+    return texts
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line of `report`."""
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    # fmt: off
+    add("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run")
+    add("--to", type=Path, metavar="FILE",
+        help="the page to write (default: report.html in the first run's folder)")
+    add("--hardware", metavar="NAME",
+        help="hardware for the plan (default: the run's, or this machine if measured)")
+    add("--prompt", metavar="TEXT",
+        help="add the text that each kept checkpoint generates after it")
+    add("--max-new-tokens", type=whole_number(), default=60, metavar="N",
+        help="largest number of new tokens after the prompt (default: 60)")
+    # fmt: on
+    parser.add_json()
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

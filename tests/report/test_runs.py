@@ -1,0 +1,179 @@
+"""The page of `parallel3d report`: whole in one file, with what the run's own files say."""
+
+import json
+import re
+import sys
+from html import unescape
+
+import pytest
+
+from launch import report
+from parallel3d.config import RunConfig
+from parallel3d.plan.memory.peak import per_rank
+from parallel3d.report import runs
+from tests.config.configs import raw
+
+pytestmark = pytest.mark.pure
+
+DONE, BAD_INPUT = 0, 2
+PEAKS = [500 * 2**20, 400 * 2**20, 300 * 2**20, 200 * 2**20]
+
+
+def run_in(folder, *, meshes=("2x1x2",), steps=10, speed=1000.0, device="cpu", **settings):
+    """Write a run of two validation sets, launched once per mesh: `steps` by all together."""
+    folder.mkdir(parents=True)
+    vocabulary = {"parallel3d.model.vocab_size": 4096}
+    config = RunConfig.from_dict(raw(**vocabulary | settings)).resolve(4)
+    (folder / "config.json").write_text(json.dumps(config.to_public_dict()))
+    lines = [
+        {
+            "step": step, "loss": 8.0 / step, "grad_norm": 1.0, "lr": 1e-3 * step, "mfu": None,
+            "tokens": 1024 * step, "tokens_per_second": speed, "step_seconds": 1024 / speed,
+            "validation": {"held_out": {"loss": 9 / step}, "web": {"loss": 10 / step}},
+        }
+        for step in range(1, steps + 1)
+    ]  # fmt: skip
+    del lines[0]["validation"]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(f'{text}{{"step": 11, "lo')  # a killed writer's
+    events = []
+    for launch, mesh in enumerate(meshes):
+        first = launch * steps // len(meshes)
+        events.append({"event": "launch", "step": first, "mesh": mesh, "device": device})
+    events.append({"event": "end", "step": steps, "stopped": False, "peak_memory_bytes": PEAKS})
+    (folder / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    return folder
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """`parallel3d report`: its exit code and its two outputs."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["report.py", *map(str, words)])
+        code = report.main()
+        return code, capsys.readouterr()
+
+    return call
+
+
+def rows_of(page):
+    """The cells of each row of the page's tables by the first."""
+    rows = [re.findall(r"<t[dh]>(.*?)</t[dh]>", row) for row in re.findall("<tr>.*?</tr>", page)]
+    return {unescape(name): list(map(unescape, cells)) for name, *cells in rows}
+
+
+def test_the_page_of_two_runs_is_whole_in_one_file(tmp_path, command):
+    first = run_in(tmp_path / "first", meshes=("1x2x2", "2x1x2"))
+    changes = {"optimizer.params.lr": 2e-3, "parallel3d.train.seed": 7}
+    second = run_in(tmp_path / "a<b>", speed=2000.0, **changes)
+    code, said = command(first, second, "--json")
+    plots = {path.stem: path.read_bytes() for path in (first / "report").iterdir()}
+    assert code == DONE and json.loads(said.out) == {
+        "page": str(first / "report.html"), "plots": ["loss", "memory", "rates", "speed"],
+    }  # fmt: skip
+    assert set(plots) == {"loss", "memory", "rates", "speed"}
+    assert all(image.startswith(b"\x89PNG") and len(image) > 5000 for image in plots.values())
+
+    page = (first / "report.html").read_text()
+    sources = re.findall(r'src="([^"]*)"', page)
+    assert len(sources) == 4 and all(s.startswith("data:image/png;base64,") for s in sources)
+    fetches = r"https?:|<script|<link|@import|url\(|(?:href|srcset)="
+    assert not re.search(fetches, re.sub(r'src="[^"]*"', "", page)), "nothing is fetched"
+    assert "a<b>" not in page and "a&lt;b&gt;/config.json" in page
+
+    rows = rows_of(page)
+    assert rows["steps"] == ["10 of 10"] * 2 and rows["loss of web"] == ["1.0000"] * 2
+    assert rows["training loss"] == ["0.8000"] * 2 and rows["MFU"] == ["-"] * 2
+    assert rows["tokens/s"] == ["1,000", "2,000"] and rows["launches"] == ["2", "1"]
+    assert rows["mesh, pp×dp×tp"] == ["1×2×2 → 2×1×2", "2×1×2"]
+    assert rows["optimizer.params.lr"] == ["0.001", "0.002"] and rows["train.seed"] == ["0", "7"]
+    assert "zero_optimization.stage" not in rows, "a setting that does not differ"
+    for words in ("dotted lines mark restarts", "includes Python and its libraries"):
+        assert words in page
+    assert page.count("There is no plan: measure this machine with") == 2
+
+
+def test_restarts_stand_where_training_went_on(tmp_path):
+    run = runs.read(run_in(tmp_path / "run", meshes=("1x2x2", "1x2x2", "2x1x2"), steps=9))
+    assert run.restarts() == [(3 * 1024, ""), (6 * 1024, "2×1×2")]
+    with runs.style() as plt:
+        figure = runs._losses(plt, [run])
+        axes = figure.axes[0]
+        dotted = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+        assert dotted == [3 * 1024, 6 * 1024]
+        assert [text.get_text().strip() for text in axes.texts] == ["2×1×2"]
+        assert {"training", "held_out", "web"} == set(axes.get_legend_handles_labels()[1])
+        plt.close(figure)
+
+
+def test_what_is_measured_is_of_the_newest_launch(tmp_path):
+    folder = run_in(tmp_path / "run", meshes=("1x2x2", "2x1x2"))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:-1]]
+    for line in lines[5:]:
+        line["tokens_per_second"] = 7.0 if line["step"] == 6 else 50.0  # 6: it also warms up
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert runs.read(folder).measured("tokens_per_second") == 50.0
+    (folder / "events.jsonl").unlink()  # of an older version
+    run = runs.read(folder)
+    assert run.measured("mfu") != run.measured("mfu"), "no step has it"
+    assert run.measured("tokens_per_second") == 50.0 and run.restarts() == run.memory() == []
+    assert "memory" not in runs.page([run], ["none"], {})[1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_plan_stands_beside_what_was_measured(tmp_path, device):
+    """Memory as it was counted: resident on a CPU, in torch's allocator on a GPU."""
+    offload = {"zero_optimization.offload_optimizer": {"device": "cpu"}}
+    run = runs.read(run_in(tmp_path / "run", device=device, **{"bf16.enabled": True}, **offload))
+    plan = runs.planned(run, "a100-80gb")
+    rows = rows_of(runs.page([run], [plan], {})[0])
+    assert rows["step, s"] == ["1.02", f"{plan.time.seconds:.3g}"]
+    memory = max(per_rank(plan.setting), key=lambda memory: memory.total + memory.host)
+    most = memory.total + memory.host
+    if device == "cuda":
+        most = plan.memory.total - plan.memory.parts["margin"]
+    assert rows["fullest rank, MiB"] == ["500", f"{most / 2**20:.3g}"]
+    parts = {name: value for name, value in plan.time.parts.items() if value}
+    assert parts and all(rows[f"· {name}"] == ["", f"{x:.3g}"] for name, x in parts.items())
+
+
+@pytest.mark.parametrize(
+    ("own", "recognised"), [("A100-SXM4-80GB", None), ("auto", "A100-SXM4-80GB")]
+)
+def test_hardware_whose_speed_in_fp32_is_unknown_makes_no_plan(tmp_path, own, recognised):
+    folder = run_in(tmp_path / "run", **{"parallel3d.run.hardware": own})
+    launch = {"event": "launch", "step": 0, "mesh": "2x1x2", "device": "cuda"}
+    end = {"event": "end", "step": 10, "peak_memory_bytes": PEAKS}
+    events = json.dumps(launch | {"hardware": recognised}), json.dumps(end)
+    (folder / "events.jsonl").write_text("\n".join(events))
+    run = runs.read(folder)
+    why = runs.planned(run, None)
+    assert isinstance(why, str) and "no FLOP/s is known for fp32" in why
+    page, _ = runs.page([run], [why], {})
+    assert f"There is no plan: {why}" in unescape(page) and "dashed" not in page
+    assert rows_of(page)["fullest rank, MiB"] == ["500", ""]
+
+
+def test_text_of_checkpoints_is_escaped(tmp_path):
+    run = runs.read(run_in(tmp_path / "run"))
+    texts = {"after step 5": "if a < b:\n    return <1>", "after step 10": "print()"}
+    page, _ = runs.page([run], ["none"], {"run": texts})
+    shown = dict(re.findall(r"<p>(after step \d+)</p><pre>(.*?)</pre>", page, re.DOTALL))
+    assert {at: unescape(text) for at, text in shown.items()} == texts and "<1>" not in page
+
+
+def test_what_is_no_run_is_refused(tmp_path, command):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "empty/config.json: No such file or directory; name the" in refusal(command, empty)
+    run = run_in(tmp_path / "run")
+    assert "--hardware" in refusal(command, run, "--hardware", "nope")
+    (run / "metrics.jsonl").write_text("")
+    assert "run/metrics.jsonl: has no loss yet; wait" in refusal(command, run)
+
+
+def refusal(command, *words):
+    code, said = command(*words)
+    assert code == BAD_INPUT and said.err.startswith("report: ") and not said.out
+    return said.err
