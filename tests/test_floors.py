@@ -72,7 +72,7 @@ BUDGET = {
     "parallel3d/scaling": 2720,
     "parallel3d/schedule": 910,
     "parallel3d/tensor": 890,
-    "parallel3d/train": 2040,
+    "parallel3d/train": 2240,
     "parallel3d/verify": 1200,
 }
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}

@@ -302,17 +302,17 @@ class RunConfig(Section):
             config._max_samples = max_samples
         return config._fitted()._checked()
 
-    def resumed(self, step: int, next_sample: int) -> "RunConfig":
+    def resumed(self, step: int, num_samples: int) -> "RunConfig":
         """Return this complete config for a run that resumes after `step` steps.
 
         If max_tokens or epochs limit the run, its steps follow from the samples that are left.
 
         Args:
-            next_sample: index of the first sample that has not been trained on.
+            num_samples: number of samples that were trained on.
         """
         if self._max_samples is None:
             return self
-        left = max(0, self._max_samples - next_sample) // self.global_batch_size
+        left = max(0, self._max_samples - num_samples) // self.global_batch_size
         return self._with("train", steps=max(1, step + left))._fitted()._checked()
 
     def with_vocab_size(self, size: int) -> "RunConfig":

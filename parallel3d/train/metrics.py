@@ -135,14 +135,27 @@ class MetricsWriter:
                 return
             added = json.dumps(values | _in_json(validation), allow_nan=False)
             replace_text(self.path, "".join(before) + added + "\n", shared=True)
-            file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            self._reopen()
         except (OSError, ValueError) as error:
             self._say(f"METRICS NOT WRITTEN: {self.path} lacks the last evaluation ({error})")
             return
-        os.close(self._file)
-        self._file = file
         if self._trackers is not None:
             self._trackers.log(_flat(validation), values["step"])
+
+    def rewind(self, step: int) -> None:
+        """Remove the lines of steps after `step`, which will be repeated."""
+        self._flush()
+        try:
+            forget_after(self.path, step)
+            self._reopen()
+        except OSError as error:
+            self._say(f"METRICS NOT WRITTEN: {self.path} has lines of repeated steps ({error})")
+
+    def _reopen(self) -> None:
+        """Append to the file that has replaced the one of before."""
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        os.close(self._file)
+        self._file = file
 
     def close(self) -> None:
         """Close the files; report lost metrics if the disk is still full."""

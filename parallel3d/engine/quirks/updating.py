@@ -1,10 +1,13 @@
 """Remedies for DeepSpeed 0.19.8's updates of weights, one function each."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor
 
 PART = 2**25  # elements of each of the two buffers: 64 MiB in bf16
@@ -68,6 +71,39 @@ def _buffer(size: int, like: Tensor) -> _Buffer:
 
 def _nothing() -> None:
     """Do nothing: copies on a CPU are synchronous."""
+
+
+@contextmanager
+def asking_before_update(optimizer: Any, is_kept: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Let DeepSpeed's step update nothing unless `is_kept(norm)`, by the norm before clipping.
+
+    After the norm DeepSpeed decides whether to update anything at all: an infinite norm ends the
+    step on every rank, and drops its gradients. A refused step takes this way, without lowering
+    the loss scale. DeepSpeed does not ask about a step that it has found to overflow.
+    """
+    is_zero3 = hasattr(optimizer, "fp16_groups")
+    name = "_get_norm_groups" if is_zero3 else "scaled_global_norm"
+    compute, update_scale, refused = getattr(optimizer, name), optimizer._update_scale, False
+
+    def judged() -> Any:
+        nonlocal refused
+        norms = compute()
+        norm = combine_grad_norm_groups(norms) if is_zero3 else norms
+        refused = not is_kept(norm / optimizer.loss_scale)
+        infinite = torch.full_like(norm, math.inf)
+        return norms if not refused else [infinite] if is_zero3 else infinite
+
+    def update_unless_refused(has_overflow: bool = False) -> None:
+        if not refused:
+            update_scale(has_overflow)
+
+    setattr(optimizer, name, judged)
+    optimizer._update_scale = update_unless_refused
+    try:
+        yield
+    finally:
+        setattr(optimizer, name, compute)
+        optimizer._update_scale = update_scale
 
 
 def share_with_weights(optimizer: Any) -> None:
