@@ -19,6 +19,7 @@ COMMANDS = {
     "convert": "convert weights to and from transformers",
     "generate": "generate text with a trained model",
     "evaluate": "evaluate a checkpoint on held-out text and validation sets",
+    "runs": "compare two runs",
     "scale": "plan, run and fit scaling ladders",
 }
 

@@ -199,6 +199,9 @@ class TrainConfig(Section):
     """Robust standard deviations above the median that make a spike."""
     max_skips: int = Field(default=10, gt=0)
     """Most batches that may be skipped and rewound in a run; one more bad batch stops it."""
+    digest_every: int = Field(default=0, ge=0)
+    """Steps between digests of the training state, in digests.jsonl; 0 writes none. `parallel3d
+    runs diff` compares those of two runs, which may have different meshes."""
     timeout_seconds: int = Field(default=300, ge=0)
     """Seconds that a rank waits for another, after the first step, before the run fails and names
     that rank. 0 disables the timeout (useful with a debugger). Dead or stopped ranks still end the

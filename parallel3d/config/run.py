@@ -62,7 +62,10 @@ _NOT_TRAINED = (
         "parallel3d.data.read_ahead",
         "parallel3d.data.remote_cache_bytes",
     ),
-    *(f"parallel3d.train.{name}" for name in ("stop_after", "timeout_seconds", "profile")),
+    *(
+        f"parallel3d.train.{name}"
+        for name in ("stop_after", "timeout_seconds", "profile", "digest_every")
+    ),
 )
 PLACEMENT_SETTINGS = (
     *("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 from parallel3d.base.errors import TrainingError
 from parallel3d.base.fault import fault_point
 from parallel3d.checkpoint import find
+from parallel3d.checkpoint.checksums import state_checksums
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import MOST_FAILURES, Saver
 from parallel3d.checkpoint.state import Position, RunState
@@ -19,10 +20,12 @@ from parallel3d.config.learning_rate import rate
 from parallel3d.engine import StepResult
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
+from parallel3d.model.spec import named_params
 from parallel3d.models.common import role_rates
 from parallel3d.tensor import compiled
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.bad_steps import BadSteps, Verdict
+from parallel3d.train.digests import append_digest
 from parallel3d.train.evaluation import HELD_OUT, Evaluation, Losses
 from parallel3d.train.feed import Feed
 from parallel3d.train.journal import record
@@ -98,6 +101,7 @@ class Trainer:
     ) -> None:
         config, corpus = start.config, start.corpus
         self._start, self._layers = start, parts.layers
+        self._shapes = {name: spec.shape for name, spec in named_params(parts.layers).items()}
         self.config, self.mesh, self.engine = config, mesh, parts.engine
         self.executor = parts.executor
         self.flops_per_token, self.peak_flops = parts.flops_per_token, peak_flops
@@ -157,6 +161,7 @@ class Trainer:
             result.stopped = self.stop.stopping or (result.steps == after and not is_last)
             validation = {} if result.stopped else self._evaluated(result)
             self._report(result, lr, step_seconds, rows, done, validation)
+            self._digest_if_due(result.steps)
             self._save_if_due(result)
         if self.profiler:
             self.profiler.finish()  # if the run was stopped within the profiled steps
@@ -195,6 +200,16 @@ class Trainer:
         result.validation = losses if losses is not None else result.validation
         result.stopped = losses is None
         return losses or {}
+
+    def _digest_if_due(self, step: int) -> None:
+        """Write a digest of the state if one is due after this step; collective."""
+        every = self.config.train.digest_every
+        if every and step % every == 0:
+            pulse.doing(f"the digest of step {step}")
+            checksums = state_checksums(self.engine, self.mesh, self._shapes)
+            if self.writer:
+                with suppress(OSError):  # `writer` reports a full disk
+                    append_digest(self._start.folder, step, checksums)
 
     def _save_if_due(self, result: Result) -> None:
         """Save if a save is due; at the end of a run wait until it is on disk."""

@@ -182,6 +182,7 @@ def test_a_resumed_run_decides_alike(config, dp):
     """A spike after the resume is measured by the steps before it; the bits are the same."""
     bad = FEWEST + 2
     options = {"train__steps": bad + 2, "checkpoint__every": 50, "train__on_spike": "skip"}
+    options |= {"train__digest_every": 6}
     whole, half = (named(config, f"{name}-{dp}", **options) for name in ("whole", "half"))
     first = changed(half, {"parallel3d.train.stop_after": bad - 1})
     runs = start_all([(whole, spoil, [bad], 3.0), (first,), (half,)], (1, dp, 1))
@@ -191,6 +192,9 @@ def test_a_resumed_run_decides_alike(config, dp):
     assert len(ours) == bad + 2
     for key in ("step", "loss", "grad_norm", "lr", "tokens"):
         assert [line[key] for line in ours] == [line[key] for line in theirs]
+    digests = lines(half, "digests.jsonl")
+    assert [line["step"] for line in digests] == [6, 12, 18]
+    assert digests == lines(whole, "digests.jsonl")  # one chain, whoever wrote it
     states = [
         json.loads((folder_of(raw) / f"checkpoints/step-{bad + 2}/state.json").read_text())
         for raw in (half, whole)

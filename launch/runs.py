@@ -1,0 +1,56 @@
+"""Compare two runs: `parallel3d runs diff A B`.
+
+A and B are folders of runs. Names the first step whose loss or gradient norm differs in any bit
+and, if train.digest_every was set, the first digest of the state that differs, with its parameters.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from parallel3d.base import terminal
+from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
+from parallel3d.train.digests import compare_runs
+
+SHOWN = 8  # parameters that are named
+
+
+@prints_errors_as("runs")
+def main() -> int:
+    """Run the command `runs`; return 1 if the runs differ, 2 if they cannot be compared."""
+    args = parse_args()
+    difference = compare_runs(args.one, args.other)
+    if args.json:
+        print(json.dumps(difference))
+        return DONE if difference["same"] else FAILED
+    console = terminal.console(False)
+    steps, digests = difference["steps"], difference["digests"]
+    if (step := difference["first_step"]) is None:
+        console.print(f"loss and gradient norm are the same in all {steps:,} steps of both")
+    for key, (one, other) in difference["values"].items():
+        console.print(f"step {step} is the first that differs: {key} {one} and {other}")
+    if digests and (at := difference["first_digest"]) is None:
+        console.print(f"the state is the same in all {digests:,} digests of both")
+    elif digests:
+        names = difference["parameters"]
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        console.print(f"the digest of step {at} is the first that differs, in:")
+        console.print(f"  {', '.join(names[:SHOWN])}{more}")
+    return DONE if difference["same"] else FAILED
+
+
+def parse_args() -> argparse.Namespace:
+    """Return the options of `runs`."""
+    parser = Parser(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    text = "name the first step in which two runs differ"
+    command = commands.add_parser("diff", help=text, description=text)
+    command.add_argument("one", type=Path, metavar="A", help="folder of a run")
+    command.add_argument("other", type=Path, metavar="B", help="folder of another run")
+    command.add_json()
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
