@@ -9,11 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
-from parallel3d.train.digests import compare_runs
-
-SHOWN = 8  # parameters that are named
+from parallel3d.train.digests import compare_runs, in_words
 
 
 @prints_errors_as("runs")
@@ -21,22 +18,7 @@ def main() -> int:
     """Run the command `runs`; return 1 if the runs differ, 2 if they cannot be compared."""
     args = parse_args()
     difference = compare_runs(args.one, args.other)
-    if args.json:
-        print(json.dumps(difference))
-        return DONE if difference["same"] else FAILED
-    console = terminal.console(False)
-    steps, digests = difference["steps"], difference["digests"]
-    if (step := difference["first_step"]) is None:
-        console.print(f"loss and gradient norm are the same in all {steps:,} steps of both")
-    for key, (one, other) in difference["values"].items():
-        console.print(f"step {step} is the first that differs: {key} {one} and {other}")
-    if digests and (at := difference["first_digest"]) is None:
-        console.print(f"the state is the same in all {digests:,} digests of both")
-    elif digests:
-        names = difference["parameters"]
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        console.print(f"the digest of step {at} is the first that differs, in:")
-        console.print(f"  {', '.join(names[:SHOWN])}{more}")
+    print(json.dumps(difference) if args.json else "\n".join(in_words(difference)))
     return DONE if difference["same"] else FAILED
 
 

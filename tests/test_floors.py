@@ -56,7 +56,7 @@ ROOMS = [
 # The most statements of each room: what stood when the house was made small, and 5 %. Whoever needs
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
-    "launch": 730,
+    "launch": 740,
     "models": 880,
     "parallel3d/base": 850,
     "parallel3d/calibrate": 560,
@@ -72,7 +72,7 @@ BUDGET = {
     "parallel3d/scaling": 2720,
     "parallel3d/schedule": 910,
     "parallel3d/tensor": 890,
-    "parallel3d/train": 2300,
+    "parallel3d/train": 2440,
     "parallel3d/verify": 1200,
 }
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}

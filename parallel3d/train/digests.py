@@ -5,7 +5,7 @@ a hash chain: two runs whose chains agree at a step agreed at all digests before
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -16,6 +16,7 @@ from parallel3d.base.errors import DataError
 DIGESTS = "digests.jsonl"
 _METRICS = "metrics.jsonl"
 _COMPARED = ("loss", "grad_norm")
+_NAMED = 8  # parameters that are named
 
 
 def _hash(text: str, size: int = 16) -> str:
@@ -93,3 +94,18 @@ def is_close(one: float | None, other: float | None, bound: float) -> bool:
     if one is None or other is None or not bound:
         return one == other
     return abs(one - other) <= bound * max(abs(one), abs(other))
+
+
+def in_words(difference: Mapping[str, Any], rule: str = "in every bit") -> Iterator[str]:
+    """Yield lines about the result of `compare_runs`; `rule` says how values must agree."""
+    if difference["same"]:
+        steps, digests = difference["steps"], difference["digests"]
+        yield f"same: {steps:,} steps and {digests:,} digests agree {rule}"
+    for key, (one, other) in difference["values"].items():
+        yield f"step {difference['first_step']} is the first that differs: {key} {one} and {other}"
+    if names := difference["parameters"]:
+        named = ", ".join(names[:_NAMED]) + ", ..." * (len(names) > _NAMED)
+        yield (
+            f"the digest of step {difference['first_digest']} is the first that differs, in "
+            f"{len(names):,} parameters: {named}"
+        )
