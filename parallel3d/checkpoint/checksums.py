@@ -15,11 +15,11 @@ _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, as a signed num
 
 
 def bit_sum(values: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Return the checksum of a box of fp32 elements of a parameter, an int64 [] on their device.
+    """Return the checksum of a box of a parameter's elements, an int64 [] on their device.
 
-    It is the sum, modulo 2^64, of each element's 32 bits times an odd number that depends on its
-    index in the whole parameter. So the checksums of boxes add up to that of the parameter, and a
-    flipped bit always changes it.
+    It is the sum, modulo 2^64, of each element's 32 (or 16) bits times an odd number that depends
+    on its index in the whole parameter. So the checksums of boxes add up to that of the parameter,
+    and a flipped bit always changes it.
 
     Args:
         values: the box's elements.
@@ -42,7 +42,8 @@ def _bit_sum(values: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Te
         index = index.unsqueeze(-1) * size + places
     weights = index * _MULTIPLIER
     weights ^= weights >> 29
-    return (values.detach().view(torch.int32).to(torch.int64) * (weights | 1)).sum()
+    bits = values.detach().view(torch.int16 if values.element_size() == 2 else torch.int32)
+    return (bits.to(torch.int64) * (weights | 1)).sum()
 
 
 def state_checksums(

@@ -166,6 +166,16 @@ class ProfileConfig(Section):
     tensor coordinate (those of dp 0)."""
 
 
+class CheckBitsConfig(Section):
+    """When to compare the bits of what several ranks hold."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps between comparisons; 0 compares nothing. Data-parallel replicas (the weights, at ZeRO-0
+    also masters and moments), parameters that tp does not cut, tied weights and the gradient norm
+    must be the same; else the run stops and names the rank. On GPUs also set train.deterministic,
+    without which tensor-parallel copies may round unlike."""
+
+
 class TrainConfig(Section):
     """How long to train, and when to evaluate."""
 
@@ -199,6 +209,8 @@ class TrainConfig(Section):
     """Robust standard deviations above the median that make a spike."""
     max_skips: int = Field(default=10, gt=0)
     """Most batches that may be skipped and rewound in a run; one more bad batch stops it."""
+    check_bits: CheckBitsConfig = CheckBitsConfig()
+    """Comparison of what several ranks hold."""
     digest_every: int = Field(default=0, ge=0)
     """Steps between digests of the training state, in digests.jsonl; 0 writes none. `parallel3d
     runs diff` compares those of two runs, which may have different meshes."""

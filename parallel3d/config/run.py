@@ -64,7 +64,7 @@ _NOT_TRAINED = (
     ),
     *(
         f"parallel3d.train.{name}"
-        for name in ("stop_after", "timeout_seconds", "profile", "digest_every")
+        for name in ("stop_after", "timeout_seconds", "profile", "digest_every", "check_bits")
     ),
 )
 PLACEMENT_SETTINGS = (

@@ -25,6 +25,7 @@ from parallel3d.models.common import role_rates
 from parallel3d.tensor import compiled
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.bad_steps import BadSteps, Verdict
+from parallel3d.train.check_bits import check_bits
 from parallel3d.train.digests import append_digest
 from parallel3d.train.evaluation import HELD_OUT, Evaluation, Losses
 from parallel3d.train.feed import Feed
@@ -101,6 +102,8 @@ class Trainer:
     ) -> None:
         config, corpus = start.config, start.corpus
         self._start, self._layers = start, parts.layers
+        stages = parts.schedule.pp_coord_of_stage
+        self._ends = stages[0], stages[-1]
         self._shapes = {name: spec.shape for name, spec in named_params(parts.layers).items()}
         self.config, self.mesh, self.engine = config, mesh, parts.engine
         self.executor = parts.executor
@@ -161,6 +164,7 @@ class Trainer:
             result.stopped = self.stop.stopping or (result.steps == after and not is_last)
             validation = {} if result.stopped else self._evaluated(result)
             self._report(result, lr, step_seconds, rows, done, validation)
+            self._check_bits_if_due(result.steps, done)
             self._digest_if_due(result.steps)
             self._save_if_due(result)
         if self.profiler:
@@ -200,6 +204,17 @@ class Trainer:
         result.validation = losses if losses is not None else result.validation
         result.stopped = losses is None
         return losses or {}
+
+    def _check_bits_if_due(self, step: int, done: StepResult) -> None:
+        """Raise TrainingError if ranks differ in what they must all hold; collective."""
+        every = self.config.train.check_bits.every
+        if every and step % every == 0:
+            pulse.doing(f"comparing the ranks' bits after step {step}")
+            try:
+                check_bits(self.engine, self.mesh, done.grad_norm, self._ends)
+            except TrainingError as error:
+                self._record("wrong_bits", step=step, reason=str(error))
+                self._give_up(f"after step {step} {error}")
 
     def _digest_if_due(self, step: int) -> None:
         """Write a digest of the state if one is due after this step; collective."""
@@ -296,12 +311,16 @@ class Trainer:
                 f"{samples[1]:,} are left out ({self._bad.count} of at most "
                 f"{self.config.train.max_skips} times)"
             )
+        self._record(
+            verdict.action, step=step + 1, **place, samples=samples, count=self._bad.count,
+            reason=verdict.reason,
+        )  # fmt: skip
+
+    def _record(self, event: str, **values: Any) -> None:
+        """Write an event to the run's journal, on rank 0."""
         if self.writer:
             with suppress(OSError):  # `writer` reports a full disk
-                record(
-                    self._start.folder, verdict.action, step=step + 1, **place, samples=samples,
-                    count=self._bad.count, reason=verdict.reason,
-                )  # fmt: skip
+                record(self._start.folder, event, **values)
 
     def _rewind(self, verdict: Verdict, step: int) -> int:
         """Load the newest checkpoint and return its step, after which the next batch is trained."""
