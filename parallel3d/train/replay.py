@@ -27,7 +27,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import find_nodes
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.train.digests import DIGESTS, compare_runs, is_close
-from parallel3d.train.metrics import METRICS, MetricsWriter
+from parallel3d.train.metrics import METRICS, MetricsWriter, step_reached
 from parallel3d.train.start import Start, begin, open_corpus, restore
 from parallel3d.train.trainer import Trainer
 
@@ -42,8 +42,10 @@ def replay_config(
     """Return the config that trains a run up to `step` again, and the checkpoint before that.
 
     `mesh`: sizes of pp, dp and tp; None means the run's own. Raises CheckpointError if the run has
-    no checkpoint before the step.
+    not trained the step, or has no checkpoint before it.
     """
+    if step > (reached := step_reached(run)):
+        raise CheckpointError(f"--step {step}: {run} has {reached} steps; use one of them")
     older = [path for number, path in step_folders(run / "checkpoints") if number < step]
     if not older:
         raise CheckpointError(

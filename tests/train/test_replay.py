@@ -4,7 +4,6 @@ import json
 import os
 from contextlib import contextmanager
 from math import prod
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -110,6 +109,8 @@ def test_other_meshes(run, sizes):
             assert not wrong["same"] and wrong["first_tensor"]["layer"] == "blocks.1"
 
 
-def test_a_step_without_a_checkpoint_before_it_is_refused(run):
+def test_other_steps_are_refused(run):
     with pytest.raises(CheckpointError, match=r"--step 2: .* has no checkpoint before it"):
-        replaying.replay_config(Path(run), 2, None, [])
+        replaying.replay_config(run, 2, None, [])
+    with pytest.raises(CheckpointError, match=r"--step 9: .* has 5 steps"):
+        replaying.replay_config(run, 9, None, [])
