@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.chunk_runs import live_tensors, runs_to_write
-from parallel3d.engine import KINDS, Engine
+from parallel3d.engine import Engine
 from parallel3d.mesh.mesh import Mesh
 
 _AT_A_TIME = 2**22  # elements, whose indices and bits take 8 bytes each
@@ -49,18 +49,18 @@ def _bit_sum(values: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Te
 def state_checksums(
     engine: Engine, mesh: Mesh, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, list[int]]:
-    """Return the checksums of each parameter's master and moments, on every rank. Collective.
+    """Return the checksums of each parameter's master and optimizer state. Collective.
 
     `shapes` are the shapes of all parameters. The host waits for the device once, beside states
     on NVMe, which are read. Call it between steps.
     """
-    rows = {name: row for row, name in enumerate(sorted(shapes))}
-    sums = torch.zeros(len(rows), len(KINDS), dtype=torch.int64, device=mesh.device)
-    runs = runs_to_write(engine, mesh)
+    rows, kinds = {name: row for row, name in enumerate(sorted(shapes))}, engine.states.kinds
+    sums = torch.zeros(len(rows), len(kinds), dtype=torch.int64, device=mesh.device)
+    runs = runs_to_write(engine)
     for run, tensor in zip(runs, live_tensors(engine, runs), strict=True):
         for chunk in run.chunks:
             box, tensor = tensor[: chunk.box.numel].view(chunk.box.shape), tensor[chunk.box.numel :]
             total = bit_sum(box, chunk.box.offsets, shapes[chunk.name])
-            sums[rows[chunk.name], KINDS.index(run.kind)] += total.to(mesh.device)
+            sums[rows[chunk.name], kinds.index(run.kind)] += total.to(mesh.device)
     flat = [int(number) for number in mesh.sum_floats(sums.flatten())]
-    return {name: flat[len(KINDS) * row :][: len(KINDS)] for name, row in rows.items()}
+    return {name: flat[len(kinds) * row :][: len(kinds)] for name, row in rows.items()}

@@ -36,9 +36,10 @@ def check_bits(engine: Engine, mesh: Mesh, norm: float, ends: tuple[int, int]) -
     sums = _checksums(engine, mesh.device)
     zero = torch.zeros((), dtype=torch.int64, device=mesh.device)
     rows = mesh.gather_floats([*(sum(of.values(), zero) & _MASK for of in sums.values()), norm])
-    grid = np.arange(len(rows)).reshape(mesh.size("pp"), mesh.size("dp"), mesh.size("tp"))
+    sizes = [peers.size for peers in (mesh.pipeline, mesh.replicas, mesh.tensor)]
+    grid = np.arange(len(rows)).reshape(sizes)
     columns = [*sums, _NORM]
-    for what, peers in _copies(grid, ends, engine.settings.shard_axis == "dp"):
+    for what, peers in _copies(grid, ends, engine.settings.zero_stage > 0):
         column = columns.index(what)
         values = [sum(int(rows[r][column]) for r in ranks) & _MASK for ranks in peers]
         if what == _NORM:
@@ -69,7 +70,7 @@ def _checksums(engine: Engine, device: torch.device) -> dict[str, dict[str, Tens
                 what
                 for what, is_held in (
                     (_REPLICAS, stage == 0),
-                    (_TP, piece.held.cut.dim is None),
+                    (_TP, not piece.held.cut.parts),
                     (_TIED, piece.held.tied_across),
                 )
                 if is_held

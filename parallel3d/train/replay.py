@@ -125,7 +125,7 @@ class _Trace:
 
     def __init__(self, parts: Assembly, mesh: Mesh, step: int) -> None:
         self._key, self._mesh, self._step = parts.stages.key, mesh, step
-        self._first = mesh.coord("dp") * parts.schedule.num_microbatches
+        self._first = mesh.samples.coord * parts.schedule.num_microbatches
         self._squares: dict[str, Tensor] = {}
         for stage, layers in parts.stages.module.layers.items():
             for index, layer in zip(parts.stages.layers_of_stage[stage], layers, strict=True):
@@ -139,7 +139,7 @@ class _Trace:
 
     def _note(self, name: str, tensor: Tensor) -> None:
         # A dp rank divides by its own microbatches; the engine later averages over dp.
-        scale = self._mesh.size("dp") if name.startswith("gradient") else 1
+        scale = self._mesh.replicas.size if name.startswith("gradient") else 1
         self._squares[name] = (tensor.detach().double() / scale).square().sum()
 
     def gather(self, sums_over_tp: bool) -> Norms:

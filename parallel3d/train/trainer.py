@@ -298,7 +298,7 @@ class Trainer:
 
     def _mean_loss(self, losses: Iterable[float]) -> float:
         """Return the loss of the batch; tp ranks of the last stage have their dp coordinate's."""
-        return sum(losses) / (self.mesh.size("dp") * self.mesh.size("tp"))
+        return sum(losses) / (self.mesh.replicas.size * self.mesh.tensor.size)
 
     def _leave_out(self, verdict: Verdict, step: int, first: int, **place: int) -> None:
         """Count a bad step; show and record what is left out, from sample `first` on."""
@@ -354,7 +354,7 @@ class Trainer:
     def _speed(self, seconds: float) -> tuple[float, float, float | None]:
         """Return tokens per second of the mesh, model TFLOP/s per device, and MFU."""
         tokens = self.config.tokens_per_step / seconds
-        flops = tokens * self.flops_per_token / self.mesh.size("world")
+        flops = tokens * self.flops_per_token / self.mesh.world.size
         return tokens, flops / 1e12, flops / self.peak_flops if self.peak_flops else None
 
     def _report(

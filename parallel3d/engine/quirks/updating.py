@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor
 
@@ -21,7 +21,7 @@ class _Buffer(NamedTuple):
     mark: Callable[[], object]
 
 
-def copy_weights_in_parts(optimizer: Any, device: torch.device) -> None:
+def copy_weights_in_parts(optimizer: ZeROOptimizer, device: torch.device) -> None:
     """Make ZeRO-3 copy weights that the host has updated to the device in parts of PART elements.
 
     After each group's update on the host DeepSpeed casts the new weights into pageable memory,
@@ -74,7 +74,9 @@ def _nothing() -> None:
 
 
 @contextmanager
-def asking_before_update(optimizer: Any, is_kept: Callable[[Tensor], bool]) -> Iterator[None]:
+def asking_before_update(
+    optimizer: ZeROOptimizer, is_kept: Callable[[Tensor], bool]
+) -> Iterator[None]:
     """Let DeepSpeed's step update nothing unless `is_kept(norm)`, by the norm before clipping.
 
     After the norm DeepSpeed decides whether to update anything at all: an infinite norm ends the
@@ -106,7 +108,7 @@ def asking_before_update(optimizer: Any, is_kept: Callable[[Tensor], bool]) -> I
         optimizer._update_scale = update_scale
 
 
-def share_with_weights(optimizer: Any) -> None:
+def share_with_weights(optimizer: ZeROOptimizer) -> None:
     """Let masters share the weights' memory if both have the same device and dtype.
 
     DeepSpeed keeps two copies, which wastes 4 bytes per element of this rank's shard, and copies
@@ -146,15 +148,14 @@ def _alike(master: Tensor, weights: Tensor) -> bool:
     )
 
 
-def recompute_bias_correction(optimizer: torch.optim.Optimizer) -> None:
+def recompute_bias_correction(adam: torch.optim.Optimizer) -> None:
     """Make CPU Adam's bias correction depend on the step number only.
 
     Its C++ code updates the powers of the betas as running fp32 products, and computes the exact
     power only if the step number jumps. A resumed run's first step jumps, so its weights differ in
     the last bits. An empty call at step 0 before each step makes every step a jump.
     """
-    if isinstance(optimizer, DeepSpeedCPUAdam):
-        optimizer.register_step_pre_hook(_jump)
+    adam.register_step_pre_hook(_jump)
 
 
 def _jump(adam: Any, *_: Any) -> None:
