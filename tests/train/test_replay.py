@@ -74,7 +74,8 @@ def replay_on_rank(rank, run, sizes, faults=()):
     said = [replaying.replay(config, mesh, run, checkpoint, console)]
     for fault in faults:
         name = "x".join(map(str, sizes))
-        (run / "replays" / name / f"step-{STEP}.json").unlink()
+        if rank == 0:
+            (run / "replays" / name / f"step-{STEP}.json").unlink()
         with planted(*fault):
             said.append(replaying.replay(config, mesh, run, checkpoint, console))
     return said
