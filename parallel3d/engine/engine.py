@@ -235,25 +235,20 @@ class Engine:
             group["lr"] = lr * rate.lr
         began = self._now()
         scale, last = self.loss_scale, fp16.at_last_loss_scale(optimizer)
-        refused: Tensor | None = None  # the norm of a step that is not kept
-
-        def judge(norm: Tensor) -> bool:
-            nonlocal refused
-            assert is_kept is not None
-            refused = None if is_kept(norm) else norm
-            return refused is None
-
-        with updating.asking_before_update(optimizer, judge) if is_kept else nullcontext():
+        asking: AbstractContextManager[list[Tensor]] = nullcontext([])
+        if is_kept:
+            asking = updating.asking_before_update(optimizer, is_kept)
+        with asking as refused:
             self._deepspeed.step()
         if self.settings.shards_parameters:
             streams.gather_after_update(optimizer)
         self._finish_scale()
-        norm = self._deepspeed.get_global_grad_norm() if refused is None else refused
+        norm = refused[0] if refused else self._deepspeed.get_global_grad_norm()
         applied = bool(self._deepspeed.was_step_applied())
         if not applied:
             fp16.forget_skipped_gradients(optimizer)
         self.step_seconds = self._now() - began
-        overflow = self.settings.precision == "fp16" and not applied and refused is None
+        overflow = self.settings.precision == "fp16" and not applied and not refused
         if overflow and last:
             raise TrainingError(
                 f"fp16 gradients overflow at the smallest loss scale, fp16.min_loss_scale = "

@@ -41,9 +41,12 @@ def check_bits(engine: Engine, mesh: Mesh, norm: float, ends: tuple[int, int]) -
     columns = [*sums, _NORM]
     for what, peers in _copies(grid, ends, engine.settings.zero_stage > 0):
         column = columns.index(what)
-        values = [sum(int(rows[r][column]) for r in ranks) & _MASK for ranks in peers]
-        if what == _NORM:
-            values = [hash(str(rows[ranks[0]][column])) for ranks in peers]
+        values = [
+            str(rows[ranks[0]][column])  # equal also if it is not a number
+            if what == _NORM
+            else sum(int(rows[rank][column]) for rank in ranks) & _MASK
+            for ranks in peers
+        ]
         (usual, count), *others = Counter(values).most_common()
         if others:
             own = {name: int(total) & _MASK for name, total in sums.get(what, {}).items()}

@@ -72,7 +72,7 @@ def compare_runs(one: Path, other: Path, bound: float = 0.0) -> dict[str, Any]:
 
     def differing(step: int) -> dict[str, list[float | None]]:
         pairs = {key: [lines[step].get(key) for lines in metrics] for key in _COMPARED}
-        return {key: pair for key, pair in pairs.items() if not is_close(*pair, bound)}
+        return {key: pair for key, pair in pairs.items() if not is_close(pair[0], pair[1], bound)}
 
     shared = sorted(digests[0].keys() & digests[1].keys())
     step = next(filter(differing, steps), None)

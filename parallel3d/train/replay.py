@@ -85,7 +85,12 @@ def replay(
     bound = 0.0 if is_same_mesh else BOUNDS[config.precision]
     sizes = config.mesh
     folder = run / "replays" / f"{sizes.pp}x{sizes.dp}x{sizes.tp}"
-    on_first(mesh, lambda: [(folder / name).unlink(missing_ok=True) for name in (METRICS, DIGESTS)])
+
+    def forget() -> None:
+        for name in (METRICS, DIGESTS):
+            (folder / name).unlink(missing_ok=True)
+
+    on_first(mesh, forget)
     parts = assemble(config, mesh, say=console.print)
     start = Start(config, {}, folder, "", corpus, source, position)
     restore(start, mesh, parts)

@@ -283,7 +283,6 @@ class Trainer:
                 f"{MOST_FAILURES} checkpoints in a row could not be saved; all ranks stop. Earlier "
                 "checkpoints are intact: free some space or repair the disk, and start again"
             )
-        mean_loss = self._mean_loss(row.loss for row in rows)
         if verdict.action == "train":
             mean_loss = self._mean_loss(row.loss for row in rows)
             self._bad.add(mean_loss, None if done.overflow else rows[0].norm)

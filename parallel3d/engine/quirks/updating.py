@@ -76,33 +76,32 @@ def _nothing() -> None:
 @contextmanager
 def asking_before_update(
     optimizer: ZeROOptimizer, is_kept: Callable[[Tensor], bool]
-) -> Iterator[None]:
+) -> Iterator[list[Tensor]]:
     """Let DeepSpeed's step update nothing unless `is_kept(norm)`, by the norm before clipping.
 
     After the norm DeepSpeed decides whether to update anything at all: an infinite norm ends the
     step on every rank, and drops its gradients. A refused step takes this way, without lowering
-    the loss scale. DeepSpeed does not ask about a step that it has found to overflow.
+    the loss scale; then the list that is yielded has its norm. DeepSpeed does not ask about a step
+    that it has found to overflow.
     """
     is_zero3 = hasattr(optimizer, "fp16_groups")
     name = "_get_norm_groups" if is_zero3 else "scaled_global_norm"
-    compute, update_scale, refused = getattr(optimizer, name), optimizer._update_scale, False
+    compute, update_scale = getattr(optimizer, name), optimizer._update_scale
+    refused: list[Tensor] = []
 
     def judged() -> Any:
-        nonlocal refused
         norms = compute()
         norm = combine_grad_norm_groups(norms) if is_zero3 else norms
-        refused = not is_kept(norm / optimizer.loss_scale)
+        if is_kept(unscaled := norm / optimizer.loss_scale):
+            return norms
+        refused.append(unscaled)
         infinite = torch.full_like(norm, math.inf)
-        return norms if not refused else [infinite] if is_zero3 else infinite
-
-    def update_unless_refused(has_overflow: bool = False) -> None:
-        if not refused:
-            update_scale(has_overflow)
+        return [infinite] if is_zero3 else infinite
 
     setattr(optimizer, name, judged)
-    optimizer._update_scale = update_unless_refused
+    optimizer._update_scale = lambda overflow=False: None if refused else update_scale(overflow)
     try:
-        yield
+        yield refused
     finally:
         setattr(optimizer, name, compute)
         optimizer._update_scale = update_scale
