@@ -23,6 +23,8 @@ COMMANDS = {
     "generate": "generate text with a trained model",
     "evaluate": "evaluate a checkpoint on held-out text and validation sets",
     "report": "write a page with the curves of runs",
+    "runs": "compare two runs",
+    "replay": "train a step of a run again, and name what differs",
     "scale": "plan, run and fit scaling ladders",
 }
 

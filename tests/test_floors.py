@@ -59,14 +59,14 @@ ROOMS = [
 # The most statements of each room: what stood when the house was made small, and 5 %. Whoever needs
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
-    "launch": 750,
+    "launch": 790,
     "models": 880,
     "parallel3d/base": 870,
     "parallel3d/calibrate": 560,
     "parallel3d/checkpoint": 1360,
     "parallel3d/config": 1700,
     "parallel3d/data": 3080,
-    "parallel3d/engine": 1450,
+    "parallel3d/engine": 1480,
     "parallel3d/huggingface": 960,
     "parallel3d/mesh": 1220,
     "parallel3d/model": 500,
@@ -76,7 +76,7 @@ BUDGET = {
     "parallel3d/scaling": 2760,
     "parallel3d/schedule": 910,
     "parallel3d/tensor": 890,
-    "parallel3d/train": 2070,
+    "parallel3d/train": 2480,
     "parallel3d/verify": 1200,
 }
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}

@@ -17,6 +17,7 @@ from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import Bf16Config, Fp16Config, OptimizerConfig, ZeroConfig
 from parallel3d.config.parallel3d_block import (
     PLAN,
+    CheckpointConfig,
     LrScheduleConfig,
     MeshConfig,
     PipelineConfig,
@@ -142,6 +143,14 @@ def _check_compile(
     if schedules.splits_backward(pipeline.schedule):
         rule = f"cannot split the backward, as schedule {pipeline.schedule!r} does"
         yield Problem(path, train.compile, rule, f"{remedy}, or another schedule")
+
+
+def _check_rewind(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[Problem]:
+    for name in ("on_nonfinite", "on_spike"):
+        if getattr(train, name) == "rewind" and not (checkpoint.every or checkpoint.at):
+            rule = "needs checkpoints to rewind to, but checkpoint.every is 0"
+            remedy = 'set checkpoint.every, or use "skip"'
+            yield Problem(f"parallel3d.train.{name}", "rewind", rule, remedy)
 
 
 def _check_sequence_parallel(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
@@ -383,7 +392,7 @@ def _join_with_or(numbers: list[int]) -> str:
 
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads, _check_key_value_heads, _check_inner_size, _check_layers, _check_schedule,
-    _check_reduction, _check_compile, _check_sequence, _check_sequence_parallel,
+    _check_reduction, _check_compile, _check_rewind, _check_sequence, _check_sequence_parallel,
     _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary, _check_batch,
     _check_plan, _check_length, _check_lr_schedule, _check_scheduler, _check_profile,
     _check_precision, _check_communication_type, _check_offload, _check_nvme, _check_optimizer,

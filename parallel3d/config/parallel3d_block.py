@@ -172,6 +172,16 @@ class ProfileConfig(Section):
     tensor coordinate (those of dp 0)."""
 
 
+class CheckBitsConfig(Section):
+    """When to compare the bits of what several ranks hold."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps between comparisons; 0 compares nothing. Data-parallel replicas (the weights, at ZeRO-0
+    also masters and moments), parameters that tp does not cut, tied weights and the gradient norm
+    must be the same; else the run stops and names the rank. On GPUs also set train.deterministic,
+    without which tensor-parallel copies may round unlike."""
+
+
 class TrainConfig(Section):
     """How long to train, and when to evaluate."""
 
@@ -193,6 +203,23 @@ class TrainConfig(Section):
     """Held-out samples per evaluation."""
     stop_after: Positive | None = None
     """Save and stop after this step. The learning-rate schedule still spans the full run."""
+    on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
+    """If a loss or the gradient norm of a step is not finite: "stop" the run; "skip" the update of
+    this batch; or "rewind" to the newest checkpoint and go on after this batch, so that the batches
+    since the checkpoint are skipped. Overflows of fp16 only lower its loss scale."""
+    on_spike: Literal["ignore", "stop", "skip", "rewind"] = "ignore"
+    """The same if the loss or the gradient norm spikes: it lies more than spike_score robust
+    standard deviations (1.4826 x the median absolute deviation) above the median of the last 128
+    trained steps. The first 16 steps cannot spike."""
+    spike_score: float = Field(default=8.0, gt=0)
+    """Robust standard deviations above the median that make a spike."""
+    max_skips: int = Field(default=10, gt=0)
+    """Most batches that may be skipped and rewound in a run; one more bad batch stops it."""
+    check_bits: CheckBitsConfig = CheckBitsConfig()
+    """Comparison of what several ranks hold."""
+    digest_every: int = Field(default=0, ge=0)
+    """Steps between digests of the training state, in digests.jsonl; 0 writes none. `parallel3d
+    runs diff` compares those of two runs, which may have different meshes."""
     timeout_seconds: int = Field(default=300, ge=0)
     """Seconds that a rank waits for another, after the first step, before the run fails and names
     that rank. 0 disables the timeout (useful with a debugger). Dead or stopped ranks still end the

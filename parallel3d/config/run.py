@@ -63,7 +63,10 @@ _NOT_TRAINED = (
         "parallel3d.data.read_ahead",
         "parallel3d.data.remote_cache_bytes",
     ),
-    *(f"parallel3d.train.{name}" for name in ("stop_after", "timeout_seconds", "profile")),
+    *(
+        f"parallel3d.train.{name}"
+        for name in ("stop_after", "timeout_seconds", "profile", "digest_every", "check_bits")
+    ),
 )
 PLACEMENT_SETTINGS = (
     *("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
@@ -330,17 +333,17 @@ class RunConfig(Section):
             config._max_samples = max_samples
         return config._fitted()._checked()
 
-    def resumed(self, step: int, next_sample: int) -> "RunConfig":
+    def resumed(self, step: int, num_samples: int) -> "RunConfig":
         """Return this complete config for a run that resumes after `step` steps.
 
         If max_tokens or epochs limit the run, its steps follow from the samples that are left.
 
         Args:
-            next_sample: index of the first sample that has not been trained on.
+            num_samples: number of samples that were trained on.
         """
         if self._max_samples is None:
             return self
-        left = self.steps_between(next_sample, self._max_samples)
+        left = self.steps_between(num_samples, self._max_samples)
         return self._with("train", steps=max(1, step + left))._fitted()._checked()
 
     def with_vocab_size(self, size: int) -> "RunConfig":

@@ -228,27 +228,33 @@ class Engine:
         """The factor of a loss in `backward`; output gradients passed to it already carry it."""
         return float(self._deepspeed.optimizer.loss_scale)
 
-    def step(self, lr: float) -> StepResult:
+    def step(self, lr: float, is_kept: Callable[[Tensor], bool] | None = None) -> StepResult:
         """Clip gradients by their norm over the whole mesh, and update the weights.
 
-        `lr` is multiplied by the rate of each optimizer group. Raise TrainingError on every rank if
-        fp16 gradients overflow at the smallest loss scale.
+        `lr` is multiplied by the rate of each optimizer group. `is_kept` is asked before anything
+        is updated, with the norm on the device, and must answer alike on every rank; after False
+        the gradients are dropped. It is not asked if gradients overflow. Raise TrainingError on
+        every rank if fp16 gradients overflow at the smallest loss scale.
         """
         optimizer = self._deepspeed.optimizer
         for group, (rate, _) in zip(optimizer.param_groups, self._kinds, strict=True):
             group["lr"] = lr * rate.lr
         began = self._now()
         scale, last = self.loss_scale, fp16.at_last_loss_scale(optimizer)
-        self._deepspeed.step()
+        asking: AbstractContextManager[list[Tensor]] = nullcontext([])
+        if is_kept:
+            asking = updating.asking_before_update(optimizer, is_kept)
+        with asking as refused:
+            self._deepspeed.step()
         if self.settings.shards_parameters:
             streams.gather_after_update(optimizer)
         self._finish_scale()
-        norm = self._deepspeed.get_global_grad_norm()
+        norm = refused[0] if refused else self._deepspeed.get_global_grad_norm()
         applied = bool(self._deepspeed.was_step_applied())
         if not applied:
             fp16.forget_skipped_gradients(optimizer)
         self.step_seconds = self._now() - began
-        overflow = self.settings.precision == "fp16" and not applied
+        overflow = self.settings.precision == "fp16" and not applied and not refused
         if overflow and last:
             raise TrainingError(
                 f"fp16 gradients overflow at the smallest loss scale, fp16.min_loss_scale = "

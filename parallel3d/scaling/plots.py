@@ -171,14 +171,14 @@ def held_out(plt: Any, fit: Fit) -> Picture | None:
     diagnostics = fit.diagnostics
     held = (diagnostics.get("held_out") or {}).get("rows", ()) if fit.law in LAWS else ()
     tests = (diagnostics.get("frontier") or {}).get("back_test", ())
+    forecasts = [row for row in diagnostics.get("forecasts", ()) if row["loss"] is not None]
     sets = {
         "largest budgets, by the fitted law": ("o", "#888888", held),
         "their best losses, by the frontier, 95 %":
             ("s", LINE, tests[-1]["rows"] if tests else ()),
-        "registered forecasts, 95 %":
-            ("D", MARK, [row for row in diagnostics.get("forecasts", ()) if row["loss"] is not None]),
+        "registered forecasts, 95 %": ("D", MARK, forecasts),
     }  # fmt: skip
-    if len(held) + len(tests) + 2 * len(sets["registered forecasts, 95 %"][2]) < 2:
+    if len(held) + len(tests) + 2 * len(forecasts) < 2:
         return None  # a single held-out run needs no plot
     figure, axes = plt.subplots(figsize=(4.4, 3.9))
     for label, (mark, colour, rows) in sets.items():

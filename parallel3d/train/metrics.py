@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from parallel3d.base.atomic import replace_text
+from parallel3d.train.digests import DIGESTS
 from parallel3d.train.evaluation import HELD_OUT, Losses
 from parallel3d.train.trackers import Trackers
 
@@ -141,14 +142,28 @@ class MetricsWriter:
                 return
             added = json.dumps(values | _in_json(validation), allow_nan=False)
             replace_text(self.path, "".join(before) + added + "\n", shared=True)
-            file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            self._reopen()
         except (OSError, ValueError) as error:
             self._say(f"METRICS NOT WRITTEN: {self.path} lacks the last evaluation ({error})")
             return
-        os.close(self._file)
-        self._file = file
         if self._trackers is not None:
             self._trackers.log(_flat(validation), values["step"])
+
+    def rewind(self, step: int) -> None:
+        """Remove the lines and digests of steps after `step`, which will be repeated."""
+        self._flush()
+        try:
+            forget_after(self.path, step)
+            forget_after(self.path.with_name(DIGESTS), step)
+            self._reopen()
+        except OSError as error:
+            self._say(f"METRICS NOT WRITTEN: {self.path} has lines of repeated steps ({error})")
+
+    def _reopen(self) -> None:
+        """Append to the file that has replaced the one of before."""
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        os.close(self._file)
+        self._file = file
 
     def close(self) -> None:
         """Close the files; report lost metrics if the disk is still full."""
@@ -206,11 +221,11 @@ def step_reached(folder: Path) -> int:
     return next((step for step, _ in reversed(_lines(ended))), 0)
 
 
-def forget_after(metrics: Path, step: int) -> None:
-    """Remove the lines of steps after `step`, which will be repeated, from metrics.jsonl."""
-    if metrics.exists():
-        lines = _lines(metrics.read_text(errors="replace"))
-        replace_text(metrics, "".join(line for number, line in lines if number <= step))
+def forget_after(file: Path, step: int) -> None:
+    """Remove the lines of steps after `step`, which will be repeated, from a file of a run."""
+    if file.exists():
+        lines = _lines(file.read_text(errors="replace"))
+        replace_text(file, "".join(line for number, line in lines if number <= step))
 
 
 def _lines(text: str) -> list[tuple[int, str]]:

@@ -15,6 +15,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import written_to
+from parallel3d.train.digests import DIGESTS
 from parallel3d.train.journal import record
 from parallel3d.train.known_hardware import known_hardware
 from parallel3d.train.metrics import METRICS, MetricsWriter, forget_after, step_reached
@@ -57,7 +58,8 @@ class Output:
             self.directory.mkdir(exist_ok=True)
             self._attempts.begin(step_reached(self.directory), restart)
             disk.remove_leftovers(self.checkpoints)
-            forget_after(self.directory / METRICS, step)
+            for name in (METRICS, DIGESTS):
+                forget_after(self.directory / name, step)
             resolved = json.dumps(config.to_public_dict(), indent=1)
             replace_text(self.directory / "config.json", f"{resolved}\n")
             # Fits of scaling laws for repeated data need this number.

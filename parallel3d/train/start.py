@@ -96,7 +96,8 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
         position = state.position_in(checkpoint.state, checkpoint.folder, console.print)
     else:
         pretrained = _find_pretrained(config, mesh, corpus.tokenizer_directory, console.print)
-    config = config.resumed(position.step, position.next_sample)
+    # Not `next_sample`: batches may have been skipped (train.on_nonfinite).
+    config = config.resumed(position.step, position.tokens // config.data.sequence_length)
     return Start(config, settings, folder, digest, corpus, checkpoint, position, pretrained)
 
 

@@ -3,24 +3,33 @@
 import math
 import time
 from collections import Counter, deque
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, NoReturn
 
 from parallel3d.base.errors import TrainingError
 from parallel3d.base.fault import fault_point
+from parallel3d.checkpoint import find
+from parallel3d.checkpoint.checksums import state_checksums
+from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import MOST_FAILURES, Saver
-from parallel3d.checkpoint.state import RunState
+from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config.learning_rate import rate
 from parallel3d.engine import StepResult
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
+from parallel3d.model.spec import named_params
 from parallel3d.models.common import role_rates
 from parallel3d.tensor import compiled
 from parallel3d.train.assembly import Assembly
+from parallel3d.train.bad_steps import BadSteps, Verdict
+from parallel3d.train.check_bits import check_bits
+from parallel3d.train.digests import append_digest
 from parallel3d.train.evaluation import HELD_OUT, Evaluation, Losses
 from parallel3d.train.feed import Feed
+from parallel3d.train.journal import record
 from parallel3d.train.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
 from parallel3d.train.profiler import Profiler
 from parallel3d.train.progress import Progress
@@ -93,6 +102,10 @@ class Trainer:
         stop: StopRequest | None = None,
     ) -> None:
         config, corpus = start.config, start.corpus
+        self._start, self._layers = start, parts.layers
+        stages = parts.schedule.pp_coord_of_stage
+        self._ends = stages[0], stages[-1]
+        self._shapes = {name: spec.shape for name, spec in named_params(parts.layers).items()}
         self.config, self.mesh, self.engine = config, mesh, parts.engine
         self.executor = parts.executor
         self.flops_per_token, self.peak_flops = parts.flops_per_token, peak_flops
@@ -100,6 +113,7 @@ class Trainer:
         self.watch = make_watch(config, mesh, parts, say=progress.say if progress else None)
         self.saver, self.stop, self.position = saver, stop or StopRequest(), start.position
         self._state = RunState(config, corpus) if saver else None
+        self._bad = BadSteps(config.train, start.checkpoint.state if start.checkpoint else None)
         self._role_rates = role_rates(config.model)
         # The number of layers with each side loss.
         self._side_losses = Counter(name for layer in parts.layers for name in layer.side_losses)
@@ -112,8 +126,8 @@ class Trainer:
     def run(self) -> Result:
         """Train to the last step or a request to stop.
 
-        Raises TrainingError on every rank if a loss or gradient is not finite, or if checkpoints
-        cannot be saved.
+        Raises TrainingError on every rank if a loss or gradient is not finite (unless
+        `train.on_nonfinite` says otherwise), or if checkpoints cannot be saved.
         """
         with closing(self._feed):
             return self._run()
@@ -133,28 +147,31 @@ class Trainer:
                         observed.enter_context(observer.step(step))
                 began = time.perf_counter()
                 lr = rate(self.config, step)
-                rows, done = self._step(step, lr)
+                rows, done, verdict = self._step(step, lr)
                 step_seconds = time.perf_counter() - began
-            before, self.position = self.position, self.position.after(self.config)
-            step_tokens = self.position.tokens - before.tokens
-            if step > first:
-                seconds, tokens = seconds + step_seconds, tokens + step_tokens
-            else:
+            if step == first:
                 self.mesh.set_timeouts(self.config.train.timeout_seconds)
                 self._warn_if_slow(step_seconds)
                 if self.progress and (graphs := compiled.describe()):
                     self.progress.say(graphs)
+            if verdict.action == "rewind":
+                result.steps = self._rewind(verdict, step)
+                continue
+            before, self.position = self.position, self.position.after(self.config)
+            step_tokens = self.position.tokens - before.tokens
+            if step > first:
+                seconds, tokens = seconds + step_seconds, tokens + step_tokens
             result.steps = step + 1
-            # Every tp rank of the last stage reports the loss of its dp coordinate.
-            result.loss = sum(row.loss for row in rows) / (
-                self.mesh.replicas.size * self.mesh.tensor.size
-            )
-            losses.append(result.loss)
+            result.loss = self._mean_loss(row.loss for row in rows)
+            if verdict.action == "train":
+                losses.append(result.loss)
             result.peak_memory_bytes = [int(row.memory) for row in rows]
             is_last, after = result.steps == self.config.num_steps, self.config.train.stop_after
             result.stopped = self.stop.stopping or (result.steps == after and not is_last)
             validation = {} if result.stopped else self._evaluated(result)
             self._report(result, lr, step_seconds, step_tokens, rows, done, validation)
+            self._check_bits_if_due(result.steps, done)
+            self._digest_if_due(result.steps)
             self._save_if_due(result)
         if self.profiler:
             self.profiler.finish()  # if the run was stopped within the profiled steps
@@ -169,7 +186,8 @@ class Trainer:
             timed = (tokens, seconds) if tokens else (step_tokens, step_seconds)
             speed = self._speed(*timed)
             result.tokens_per_second, result.tflops_per_device, result.mfu = speed
-            result.mean_loss, result.mean_loss_of = fmean(losses), len(losses)
+            result.mean_loss = fmean(losses) if losses else math.nan
+            result.mean_loss_of = len(losses)
             result.loss_deviation = stdev(losses) if len(losses) > 1 else math.nan
         return result
 
@@ -193,6 +211,27 @@ class Trainer:
         result.stopped = losses is None
         return losses or {}
 
+    def _check_bits_if_due(self, step: int, done: StepResult) -> None:
+        """Raise TrainingError if ranks differ in what they must all hold; collective."""
+        every = self.config.train.check_bits.every
+        if every and step % every == 0:
+            pulse.doing(f"comparing the ranks' bits after step {step}")
+            try:
+                check_bits(self.engine, self.mesh, done.grad_norm, self._ends)
+            except TrainingError as error:
+                self._record("wrong_bits", step=step, reason=str(error))
+                self._give_up(f"after step {step} {error}")
+
+    def _digest_if_due(self, step: int) -> None:
+        """Write a digest of the state if one is due after this step; collective."""
+        every = self.config.train.digest_every
+        if every and step % every == 0:
+            pulse.doing(f"the digest of step {step}")
+            checksums = state_checksums(self.engine, self.mesh, self._shapes)
+            if self.writer:
+                with suppress(OSError):  # `writer` reports a full disk
+                    append_digest(self._start.folder, step, checksums)
+
     def _save_if_due(self, result: Result) -> None:
         """Save if a save is due; at the end of a run wait until it is on disk."""
         if self.saver is None or self._state is None:
@@ -205,50 +244,115 @@ class Trainer:
         ends = result.stopped or last
         if ends or self.stop.saving or is_due:
             pulse.doing(f"saving step {self.position.step}")
-            self._stall = self.saver.save(self._state.at(self.position), wait=ends)
+            state = self._state.at(self.position) | self._bad.state()
+            self._stall = self.saver.save(state, wait=ends)
             self.stop.saved()
         if ends:
             self.saver.require_saved()
             self.stop.finished()
 
-    def _step(self, step: int, lr: float) -> tuple[list[_Row], StepResult]:
-        """Take one step; return the rows of all ranks and the engine's result.
+    def _step(self, step: int, lr: float) -> tuple[list[_Row], StepResult, Verdict]:
+        """Take one step; return the rows of all ranks, the engine's result, and the verdict.
 
         The host waits for the device only once, at the end. A step with a loss that is not finite
-        is therefore still taken, but never saved.
+        is therefore still taken, but never saved. Only if the settings may skip a batch do the
+        ranks judge it before the update, which takes one more exchange.
         """
         pulse.doing(f"the batch of step {step + 1}")
         loss = self.executor.run(self._feed.training(self.position.next_sample), step)
         pulse.doing(f"the optimizer's step {step + 1}")
-        done = self.engine.step(lr)
+        side_losses = [self.executor.side_losses.get(name, 0.0) for name in self._side_losses]
+        verdict: Verdict | None = None
+
+        def is_kept(norm: Any) -> bool:
+            nonlocal verdict
+            early = self.mesh.gather_floats([norm, loss, *side_losses])
+            verdict = self._judge([row[1:] for row in early], early[0][0])
+            return verdict.action != "skip"
+
+        done = self.engine.step(lr, is_kept if self._bad.may_skip else None)
         memory, broken = peak_memory_bytes(self.mesh.device), bool(self.saver and self.saver.broken)
         stop, save = self.stop.flags()
-        side_losses = [self.executor.side_losses.get(name, 0.0) for name in self._side_losses]
         own = loss, done.norm, memory, stop, save, broken, *side_losses
         rows = [_Row._make((*row[:6], tuple(row[6:]))) for row in self.mesh.gather_floats(own)]
-        for rank, row in enumerate(rows):
-            for name, value in zip(
-                ("loss", *self._side_losses), (row.loss, *row.side_losses), strict=True
-            ):
-                if not math.isfinite(value):
-                    self._give_up(
-                        f"the {name} on rank {rank} is {value} at step {step + 1}, lr {lr:.3g}; "
-                        "all ranks stop. Lower optimizer.params.lr, lengthen the warm-up, or check "
-                        "the data of this step"
-                    )
+        done = replace(done, norm=rows[self.mesh.rank].norm)
+        if verdict is None:
+            norm = None if done.overflow else rows[0].norm
+            verdict = self._judge([(row.loss, *row.side_losses) for row in rows], norm)
+        if verdict.action == "stop":
+            self._give_up(
+                f"{verdict.reason} at step {step + 1}, lr {lr:.3g}; all ranks stop. "
+                f"{verdict.remedy}"
+            )
         self.stop.agree([[row.stop, row.save] for row in rows])
         if any(row.broken for row in rows):
             raise TrainingError(
                 f"{MOST_FAILURES} checkpoints in a row could not be saved; all ranks stop. Earlier "
                 "checkpoints are intact: free some space or repair the disk, and start again"
             )
-        norm = rows[self.mesh.rank].norm
-        if not done.overflow and (not math.isfinite(norm) or norm < 0):
-            self._give_up(
-                f"the gradient norm is not finite at step {step + 1}, lr {lr:.3g}, although the "
-                "losses are; all ranks stop. Lower optimizer.params.lr, or try fp32"
+        if verdict.action == "train":
+            mean_loss = self._mean_loss(row.loss for row in rows)
+            self._bad.add(mean_loss, None if done.overflow else rows[0].norm)
+        elif verdict.action == "skip":
+            self._leave_out(verdict, step, self.position.next_sample)
+        return rows, done, verdict
+
+    def _judge(self, rows: Sequence[Sequence[float]], norm: float | None) -> Verdict:
+        """Return what to do with a step; a row is a rank's loss and side losses."""
+        if self.config.fp16.enabled and norm is not None and not math.isfinite(norm):
+            norm = None  # DeepSpeed finds the overflow after it has asked
+        names = ("loss", *self._side_losses)
+        losses = dict(zip(names, zip(*rows, strict=True), strict=True))
+        return self._bad.judge(losses, self._mean_loss(losses["loss"]), norm)
+
+    def _mean_loss(self, losses: Iterable[float]) -> float:
+        """Return the loss of the batch; tp ranks of the last stage have their dp coordinate's."""
+        return sum(losses) / (self.mesh.replicas.size * self.mesh.tensor.size)
+
+    def _leave_out(self, verdict: Verdict, step: int, first: int, **place: int) -> None:
+        """Count a bad step; show and record what is left out, from sample `first` on."""
+        self._bad.count += 1
+        samples = first, self.position.after(self.config).next_sample - 1
+        if self.progress:
+            rewinds = f" rewound to step {place['to']}," if place else ""
+            self.progress.say(
+                f"step {step + 1}: {verdict.reason};{rewinds} samples {samples[0]:,} to "
+                f"{samples[1]:,} are left out ({self._bad.count} of at most "
+                f"{self.config.train.max_skips} times)"
             )
-        return rows, replace(done, norm=norm)
+        self._record(
+            verdict.action, step=step + 1, **place, samples=samples, count=self._bad.count,
+            reason=verdict.reason,
+        )  # fmt: skip
+
+    def _record(self, event: str, **values: Any) -> None:
+        """Write an event to the run's journal, on rank 0."""
+        if self.writer:
+            with suppress(OSError):  # `writer` reports a full disk
+                record(self._start.folder, event, **values)
+
+    def _rewind(self, verdict: Verdict, step: int) -> int:
+        """Load the newest checkpoint and return its step, after which the next batch is trained."""
+        pulse.doing(f"rewinding from step {step + 1}")
+        checkpoint, folder = self._start.checkpoint, self._start.folder / "checkpoints"
+        if self.saver:
+            self.saver.finish()
+            checkpoint = find.find(folder, "auto", self.mesh)[0] or checkpoint
+        if checkpoint is None:
+            raise TrainingError(
+                f"step {step + 1} has no checkpoint before it to rewind to; all ranks stop. Lower "
+                "checkpoint.every, or set train.on_nonfinite and train.on_spike to other values"
+            )
+        find.set_aside(folder, checkpoint.step, self.mesh)
+        load(checkpoint, engine=self.engine, mesh=self.mesh, layers=self._layers)
+        state = checkpoint.state
+        self._leave_out(verdict, step, int(state["next_sample"]), to=checkpoint.step)
+        next_sample = self.position.after(self.config).next_sample
+        self.position = Position(checkpoint.step, int(state["tokens"]), next_sample)
+        self._bad.rewind_to(state)
+        if self.writer:
+            self.writer.rewind(checkpoint.step)
+        return checkpoint.step
 
     def _give_up(self, message: str) -> NoReturn:
         """Finish a save of earlier steps, then raise TrainingError on all ranks."""

@@ -121,6 +121,8 @@ BAD_TOGETHER = [
      f"{P3D}.train.compile", "block", "each block's weights", f"or {ZERO}.stage = 2"),
     ({f"{P3D}.train.compile": "block", f"{P3D}.pipeline.schedule": "zero_bubble"},
      f"{P3D}.train.compile", "block", "cannot split the backward", "or another schedule"),
+    ({f"{P3D}.train.on_spike": "rewind", f"{P3D}.checkpoint.every": 0},
+     f"{P3D}.train.on_spike", "rewind", "checkpoint.every is 0", 'or use "skip"'),
     ({"fp16": ON, "bf16": ON}, "fp16.enabled", True, "with bf16.enabled", "disable one of them"),
     ({"bf16": ON, "bfloat16": ON}, "bfloat16", ON, "old name", "remove it"),
     ({f"{P3D}.train": {"steps": 10, "max_tokens": 10_000}},

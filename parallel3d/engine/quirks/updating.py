@@ -1,10 +1,13 @@
 """Remedies for DeepSpeed 0.19.8's updates of weights, one function each."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor
 
 PART = 2**25  # elements of each of the two buffers: 64 MiB in bf16
@@ -68,6 +71,40 @@ def _buffer(size: int, like: Tensor) -> _Buffer:
 
 def _nothing() -> None:
     """Do nothing: copies on a CPU are synchronous."""
+
+
+@contextmanager
+def asking_before_update(
+    optimizer: ZeROOptimizer, is_kept: Callable[[Tensor], bool]
+) -> Iterator[list[Tensor]]:
+    """Let DeepSpeed's step update nothing unless `is_kept(norm)`, by the norm before clipping.
+
+    After the norm DeepSpeed decides whether to update anything at all: an infinite norm ends the
+    step on every rank, and drops its gradients. A refused step takes this way, without lowering
+    the loss scale; then the list that is yielded has its norm. DeepSpeed does not ask about a step
+    that it has found to overflow.
+    """
+    is_zero3 = hasattr(optimizer, "fp16_groups")
+    name = "_get_norm_groups" if is_zero3 else "scaled_global_norm"
+    compute, update_scale = getattr(optimizer, name), optimizer._update_scale
+    refused: list[Tensor] = []
+
+    def judged() -> Any:
+        norms = compute()
+        norm = combine_grad_norm_groups(norms) if is_zero3 else norms
+        if is_kept(unscaled := norm / optimizer.loss_scale):
+            return norms
+        refused.append(unscaled)
+        infinite = torch.full_like(norm, math.inf)
+        return [infinite] if is_zero3 else infinite
+
+    setattr(optimizer, name, judged)
+    optimizer._update_scale = lambda overflow=False: None if refused else update_scale(overflow)
+    try:
+        yield refused
+    finally:
+        setattr(optimizer, name, compute)
+        optimizer._update_scale = update_scale
 
 
 def share_with_weights(optimizer: ZeROOptimizer) -> None:

@@ -1,0 +1,115 @@
+"""Decides about steps whose loss or gradient norm is not finite, or spikes (no torch)."""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from parallel3d.config.parallel3d_block import TrainConfig
+
+WINDOW = 128  # trained steps with which a step is compared
+FEWEST = 16  # trained steps before a spike can be told
+_NORMAL = 1.4826  # standard deviation of a normal distribution / its median absolute deviation
+_LEAST = 1e-3  # smallest deviation, as a share of the median: equal values are no reason to stop
+KEY = "bad_steps"  # in state.json
+
+
+class Verdict(NamedTuple):
+    """The action on a step: "train" on it, "skip" its update, "rewind" or "stop"; and why."""
+
+    action: str
+    reason: str = ""
+    remedy: str = ""
+
+
+_LOSS_REMEDY = "Lower optimizer.params.lr, lengthen the warm-up, or check the data of this step"
+_NORM_REMEDY = "The losses are finite. Lower optimizer.params.lr, or try fp32"
+
+
+class BadSteps:
+    """Judges steps by `train.on_nonfinite` and `train.on_spike`, alike on every rank.
+
+    A verdict depends only on the settings and on the losses and norms of all ranks since the
+    window began. `state` has all of it, so a resumed run judges as the unbroken one did.
+    """
+
+    def __init__(self, train: TrainConfig, saved: Mapping[str, Any] | None = None) -> None:
+        self._train = train
+        self.count = int(saved.get(KEY, {}).get("count", 0)) if saved else 0
+        """Number of steps that were skipped or rewound."""
+        self.rewind_to(saved or {})
+
+    @property
+    def may_skip(self) -> bool:
+        """True if a step must be judged before its update."""
+        return "skip" in (self._train.on_nonfinite, self._train.on_spike)
+
+    def judge(
+        self, losses: Mapping[str, Sequence[float]], loss: float, norm: float | None
+    ) -> Verdict:
+        """Return what to do with a step, by the ranks' `losses` and the batch's mean `loss`.
+
+        `losses`: the loss and each side loss on every rank, by name.
+        `norm`: the gradient norm; None if fp16 gradients overflowed, which is not an error.
+        """
+        for name, of_ranks in losses.items():
+            for rank, of_rank in enumerate(of_ranks):
+                if not math.isfinite(of_rank):
+                    reason = f"the {name} on rank {rank} is {of_rank}"
+                    return self._limited(self._train.on_nonfinite, reason, _LOSS_REMEDY)
+        if norm is not None and not 0 <= norm < math.inf:
+            reason = "the gradient norm is not finite"
+            return self._limited(self._train.on_nonfinite, reason, _NORM_REMEDY)
+        if self._train.on_spike != "ignore":
+            for name, value, earlier in (
+                ("loss", loss, self._losses),
+                ("gradient norm", norm, self._norms),
+            ):
+                score = robust_score(value, earlier) if value is not None else 0.0
+                if score > self._train.spike_score:
+                    reason = (
+                        f"the {name} spikes to {value:.5g} (the last {len(earlier)} steps have a "
+                        f"median of {median(earlier):.5g}; score {score:.1f})"
+                    )
+                    return self._limited(self._train.on_spike, reason, _LOSS_REMEDY)
+        return Verdict("train")
+
+    def _limited(self, action: str, reason: str, remedy: str) -> Verdict:
+        most = self._train.max_skips
+        if action != "stop" and self.count >= most:
+            reason += f", after {most} skipped batches (train.max_skips)"
+            return Verdict("stop", reason, remedy)
+        return Verdict(action, reason, remedy)
+
+    def add(self, loss: float, norm: float | None) -> None:
+        """Add a trained step to those with which later ones are compared."""
+        self._losses.append(loss)
+        if norm is not None:
+            self._norms.append(norm)
+
+    def rewind_to(self, state: Mapping[str, Any]) -> None:
+        """Compare with the steps before a checkpoint with this state.json; the count stays."""
+        saved = state.get(KEY, {})
+        self._losses: deque[float] = deque(saved.get("losses", ()), maxlen=WINDOW)
+        self._norms: deque[float] = deque(saved.get("grad_norms", ()), maxlen=WINDOW)
+
+    def state(self) -> dict[str, Any]:
+        """Return the keys for state.json; none if no step was or can be skipped or rewound."""
+        if not self.count and self._train.on_spike == "ignore":
+            return {}
+        windows = {"losses": [*self._losses], "grad_norms": [*self._norms]}
+        return {KEY: {"count": self.count, **windows}}
+
+
+def robust_score(value: float, earlier: Sequence[float]) -> float:
+    """Return how many robust standard deviations a value lies above the median of earlier ones.
+
+    The deviation is 1.4826 times their median absolute deviation, so earlier spikes hardly change
+    it. 0 if there are fewer than FEWEST values.
+    """
+    if len(earlier) < FEWEST:
+        return 0.0
+    middle = median(earlier)
+    deviation = _NORMAL * median(abs(x - middle) for x in earlier)
+    return (value - middle) / max(deviation, _LEAST * abs(middle), math.ulp(1.0))

@@ -1,0 +1,138 @@
+"""Compare checksums of everything that several ranks hold, and name the rank that is wrong."""
+
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel3d.base.errors import TrainingError
+from parallel3d.checkpoint.checksums import bit_sum
+from parallel3d.checkpoint.chunk_runs import global_boxes
+from parallel3d.engine import Engine
+from parallel3d.mesh.agree import gather_json
+from parallel3d.mesh.mesh import Mesh
+
+_MASK = 2**52 - 1  # checksums travel as floats of 53 bits
+_REPLICAS, _TP, _TIED, _NORM = (
+    "data-parallel replicas", "tensor-parallel copies", "tied weights", "gradient norms"
+)  # fmt: skip
+
+
+def check_bits(engine: Engine, mesh: Mesh, norm: float, ends: tuple[int, int]) -> None:
+    """Raise TrainingError on all ranks unless all copies have the same bits. Collective.
+
+    Each rank sends one checksum for each kind of copy, and the gradient norm. Where most copies
+    agree the others are wrong; of two copies either may be. ZeRO's shards have no copy over dp.
+
+    Args:
+        norm: this rank's gradient norm of the step.
+        ends: pipeline coordinates of the first and the last stage, which may share a weight.
+    """
+    sums = _checksums(engine, mesh.device)
+    zero = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    rows = mesh.gather_floats([*(sum(of.values(), zero) & _MASK for of in sums.values()), norm])
+    sizes = [peers.size for peers in (mesh.pipeline, mesh.replicas, mesh.tensor)]
+    grid = np.arange(len(rows)).reshape(sizes)
+    columns = [*sums, _NORM]
+    for what, peers in _copies(grid, ends, engine.settings.zero_stage > 0):
+        column = columns.index(what)
+        values = [
+            str(rows[ranks[0]][column])  # equal also if it is not a number
+            if what == _NORM
+            else sum(int(rows[rank][column]) for rank in ranks) & _MASK
+            for ranks in peers
+        ]
+        (usual, count), *others = Counter(values).most_common()
+        if others:
+            own = {name: int(total) & _MASK for name, total in sums.get(what, {}).items()}
+            details = gather_json(mesh, [socket.gethostname(), own])
+            right = peers[values.index(usual)] if 2 * count > len(peers) else None
+            wrong = [ranks for ranks, value in zip(peers, values, strict=True) if value != usual]
+            raise TrainingError(_message(what, right, wrong if right else peers, details))
+
+
+def _checksums(engine: Engine, device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """Return the checksums of parameters that other ranks hold too, by kind of copy and name."""
+    sums: dict[str, dict[str, Tensor]] = {what: {} for what in (_REPLICAS, _TP, _TIED)}
+    stage = engine.settings.zero_stage
+
+    def add(what: str, name: str, total: Tensor) -> None:
+        sums[what][name] = sums[what].get(name, 0) + total.to(device)
+
+    for h in engine.held if stage < 3 else ():
+        shape = h.parameter.shape
+        add(_REPLICAS, h.name, bit_sum(h.parameter.detach(), [0] * len(shape), shape))
+    for number, block in enumerate(engine.states.blocks):
+        kinds_of_copy = [
+            [
+                what
+                for what, is_held in (
+                    (_REPLICAS, stage == 0),
+                    (_TP, not piece.held.cut.parts),
+                    (_TIED, piece.held.tied_across),
+                )
+                if is_held
+            ]
+            for piece in block
+        ]
+        if any(kinds_of_copy):  # states on NVMe are read
+            with engine.states.opened(number) as tensors:
+                for piece, kinds, copies in zip(block, tensors, kinds_of_copy, strict=True):
+                    boxes = global_boxes(piece.held, piece.start, piece.start + piece.numel)
+                    for flat, (box, at) in product(kinds.values(), boxes if copies else ()):
+                        part = flat[at : at + box.numel].view(box.shape)
+                        total = bit_sum(part, box.offsets, piece.held.cut.global_shape)
+                        for what in copies:
+                            add(what, piece.held.name, total)
+    return sums
+
+
+def _copies(
+    grid: np.ndarray, ends: tuple[int, int], is_sharded: bool
+) -> Iterator[tuple[str, list[list[int]]]]:
+    """Yield each kind of copy with its peers, the ranks whose checksums add up to one copy's.
+
+    `grid` [pp, dp, tp] has the global ranks. If the state is sharded over dp, those of a copy are
+    all ranks of its dp group, because unlike stages have unlike shards.
+    """
+    pp, dp, tp = grid.shape
+    shards = [range(dp)] if is_sharded else [range(d, d + 1) for d in range(dp)]
+    for p, t in product(range(pp), range(tp)):
+        yield _REPLICAS, [[int(rank)] for rank in grid[p, :, t]]
+    for p, own in product(range(pp), shards):
+        yield _TP, [grid[p, own, t].tolist() for t in range(tp)]
+    for t, own in product(range(tp), shards):
+        yield _TIED, [grid[p, own, t].tolist() for p in ends]
+    yield _NORM, [[rank] for rank in grid.flatten().tolist()]
+
+
+def _message(
+    what: str, right: Sequence[int] | None, wrong: Sequence[Sequence[int]], details: list[Any]
+) -> str:
+    """Return a text that names the ranks, their hosts and the first parameter that differs.
+
+    `wrong` are the copies that differ from `right` or, without a majority, all copies. `details`
+    has the host and the checksums of each rank; only shards that differ are named.
+    """
+    reference = right or wrong[0]
+    pairs = [
+        (place, name)
+        for place, like in enumerate(reference)
+        for copy in wrong
+        for (name, total), other in zip(
+            details[like][1].items(), details[copy[place]][1].values(), strict=False
+        )
+        if total != other
+    ] or [(0, what)]
+    places = dict.fromkeys(place for place, _ in pairs)
+    ranks = [f"rank {c[place]} on {details[c[place]][0]}" for c in wrong for place in places]
+    named = ", ".join(ranks) if right else f"one of {' and '.join(ranks)}"
+    return (
+        f"{what} differ in {pairs[0][1]}: {named} has wrong bits; all ranks stop. Leave out this "
+        "host, whose memory or device may be faulty, and start again from the last checkpoint"
+    )

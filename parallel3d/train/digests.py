@@ -1,0 +1,111 @@
+"""The digests of a run's state, digests.jsonl, and the comparison of two runs (no torch).
+
+A line has the digest of the training state after a step, a digest of each parameter, and a link of
+a hash chain: two runs whose chains agree at a step agreed at all digests before.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from parallel3d.base.errors import DataError
+
+DIGESTS = "digests.jsonl"
+_METRICS = "metrics.jsonl"
+_COMPARED = ("loss", "grad_norm")
+_NAMED = 8  # parameters that are named
+
+
+def _hash(text: str, size: int = 16) -> str:
+    return blake2b(text.encode(), digest_size=size).hexdigest()
+
+
+def digest_of(checksums: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return the digest of a state and of each parameter, by the parameters' checksums."""
+    parameters = {name: _hash(json.dumps(sums), 4) for name, sums in checksums.items()}
+    return {"digest": _hash(json.dumps(checksums, sort_keys=True)), "parameters": parameters}
+
+
+def append_digest(folder: Path, step: int, checksums: Mapping[str, Sequence[int]]) -> None:
+    """Append the digest of the state after `step` to a run's digests. Raises OSError."""
+    last = list(_by_step(folder / DIGESTS).values())[-1:]
+    digest = digest_of(checksums)
+    chain = _hash("".join([*(line["chain"] for line in last), digest["digest"]]))
+    with (folder / DIGESTS).open("a", encoding="utf-8") as file:
+        file.write(f"{json.dumps({'step': step, 'chain': chain} | digest)}\n")
+
+
+def _by_step(path: Path) -> dict[int, dict[str, Any]]:
+    """Return the complete lines of a file by their steps; {} if there is none."""
+    lines: dict[int, dict[str, Any]] = {}
+    if path.exists():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, KeyError):  # a killed writer may leave part of a line
+                line = json.loads(text)
+                lines[int(line["step"])] = line
+    return lines
+
+
+def compare_runs(one: Path, other: Path, bound: float = 0.0) -> dict[str, Any]:
+    """Return where two runs differ, for `--json` of `parallel3d runs diff`.
+
+    - `steps`, `digests`: numbers of steps and of digests that both have.
+    - `first_step`, `values`: the first step whose loss or gradient norm differs, and both values;
+      None and {} if there is none.
+    - `first_digest`, `parameters`: the same for digests, and the parameters that differ there.
+    - `same`: True if nothing differs.
+
+    With a `bound` above 0, values may differ by this share, and digests are not compared. Raises
+    DataError if a folder is not a run's, or the two have no step in common.
+    """
+    metrics = [_by_step(run / _METRICS) for run in (one, other)]
+    digests = [_by_step(run / DIGESTS) if not bound else {} for run in (one, other)]
+    for run, lines in zip((one, other), metrics, strict=True):
+        if not lines:
+            raise DataError(f"{run}: has no {_METRICS} with a step; use the folder of a run")
+    steps = sorted(metrics[0].keys() & metrics[1].keys())
+    if not steps:
+        raise DataError(f"{one} and {other}: have no step in common; use two runs that overlap")
+
+    def differing(step: int) -> dict[str, list[float | None]]:
+        pairs = {key: [lines[step].get(key) for lines in metrics] for key in _COMPARED}
+        return {key: pair for key, pair in pairs.items() if not is_close(pair[0], pair[1], bound)}
+
+    shared = sorted(digests[0].keys() & digests[1].keys())
+    step = next(filter(differing, steps), None)
+    at = next((n for n in shared if digests[0][n]["digest"] != digests[1][n]["digest"]), None)
+    names = [lines[at]["parameters"] for lines in digests] if at else [{}, {}]
+    return {
+        "same": step is None and at is None,
+        "steps": len(steps),
+        "first_step": step,
+        "values": differing(step) if step else {},
+        "digests": len(shared),
+        "first_digest": at,
+        "parameters": [n for n in names[0] if names[0][n] != names[1].get(n)],
+    }
+
+
+def is_close(one: float | None, other: float | None, bound: float) -> bool:
+    """Return True if two numbers differ by `bound` times the larger one at most; null is null."""
+    if one is None or other is None or not bound:
+        return one == other
+    return abs(one - other) <= bound * max(abs(one), abs(other))
+
+
+def in_words(difference: Mapping[str, Any], rule: str = "in every bit") -> Iterator[str]:
+    """Yield lines about the result of `compare_runs`; `rule` says how values must agree."""
+    if difference["same"]:
+        steps, digests = difference["steps"], difference["digests"]
+        yield f"same: {steps:,} steps and {digests:,} digests agree {rule}"
+    for key, (one, other) in difference["values"].items():
+        yield f"step {difference['first_step']} is the first that differs: {key} {one} and {other}"
+    if names := difference["parameters"]:
+        named = ", ".join(names[:_NAMED]) + ", ..." * (len(names) > _NAMED)
+        yield (
+            f"the digest of step {difference['first_digest']} is the first that differs, in "
+            f"{len(names):,} parameters: {named}"
+        )

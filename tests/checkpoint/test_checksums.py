@@ -1,0 +1,139 @@
+"""Checksums and digests of the state: one number on every mesh, and a flipped bit changes it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from parallel3d.checkpoint.checksums import bit_sum, state_checksums
+from parallel3d.model.spec import named_params
+from parallel3d.train.digests import DIGESTS, append_digest, compare_runs, digest_of
+from parallel3d.verify.local_ranks import run_locally
+from tests.cases import Case, Trainer
+
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
+
+ROOT = Path(__file__).parents[2]
+SHAPE = (5, 3, 4)
+
+
+def counted_by_hand(array):
+    """The sum of the definition, in Python's own integers."""
+    total = 0
+    for index, bits in enumerate(array.reshape(-1).view(np.int32).tolist()):
+        weight = index * 0x9E3779B97F4A7C15 % 2**64
+        signed = weight - 2**64 if weight >= 2**63 else weight
+        total += bits * ((signed ^ signed >> 29) | 1)
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def test_the_sum_is_the_one_of_the_definition():
+    array = np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
+    tensor = torch.from_numpy(array)
+    whole = int(bit_sum(tensor, (0, 0, 0), SHAPE))
+    assert whole == counted_by_hand(array)
+    assert int(bit_sum(torch.tensor(2.5), (), ())) == counted_by_hand(np.float32(2.5))
+    parts = [
+        bit_sum(tensor[a:b, :, c:d], (a, 0, c), SHAPE)
+        for a, b in ((0, 2), (2, 5))
+        for c, d in ((0, 1), (1, 4))
+    ]
+    assert int(torch.stack(parts).sum()) == whole
+    for element in (0, 17, 59):
+        for bit in range(32):
+            flipped = tensor.clone()
+            flipped.view(torch.int32).view(-1)[element] ^= -(2**31) if bit == 31 else 1 << bit
+            assert int(bit_sum(flipped, (0, 0, 0), SHAPE)) != whole
+
+
+def digest_on_rank(rank, case):
+    """The digest of the state before the first step."""
+    return _digest(Trainer(case))
+
+
+def digests_around_a_flip(rank, case):
+    """The digests before and after rank 1 flips a bit of a moment, and that moment's parameter."""
+    trainer = Trainer(case)
+    trainer.executor.run(trainer.batches()[0])
+    trainer.engine.step(trainer.lr)
+    before = _digest(trainer)
+    with trainer.engine.states.opened(0, write=True) as tensors:
+        tensors[0]["exp_avg"].view(torch.int32)[0] ^= rank
+    return before, _digest(trainer), trainer.engine.states.blocks[0][0].held.name
+
+
+def _digest(trainer):
+    shapes = {n: s.shape for n, s in named_params(trainer.parts.layers).items()}
+    return digest_of(state_checksums(trainer.engine, trainer.mesh, shapes))
+
+
+PLACES = [
+    {"mesh": (1, 1, 1), "zero_stage": 0},
+    {"mesh": (2, 2, 1), "zero_stage": 3},
+    pytest.param({"mesh": (1, 2, 1), "zero_stage": 0}, marks=pytest.mark.slow),
+    pytest.param({"mesh": (1, 2, 2), "zero_stage": 1, "offload": "cpu"}, marks=pytest.mark.slow),
+    pytest.param({"mesh": (4, 1, 1), "zero_stage": 2}, marks=pytest.mark.slow),
+    pytest.param({"mesh": (1, 1, 4), "zero_stage": 3, "tied": False}, marks=pytest.mark.slow),
+]
+EXPECTED = {}
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_every_mesh_has_the_digest_of_the_same_state(place):
+    """Before the first step all meshes have the same bits: weights by name, moments of zeros."""
+    case = Case(**place, batch=8, microbatches=2)
+    digests = run_locally(digest_on_rank, case.world_size, case)
+    expected = EXPECTED.setdefault(case.tied, digests[0])
+    assert all(digest == expected for digest in digests)
+
+
+def test_a_flipped_bit_of_a_moment_is_named():
+    case = Case((1, 2, 1), zero_stage=1, batch=8, microbatches=2)
+    (before, after, _), (_, same, name) = run_locally(digests_around_a_flip, 2, case)
+    assert after == same != before
+    differing = [n for n, d in before["parameters"].items() if d != after["parameters"][n]]
+    assert differing == [name]
+
+
+def write_run(folder, losses, states):
+    folder.mkdir()
+    lines = [{"step": i, "loss": x, "grad_norm": 1.0} for i, x in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for step, (a, b) in states.items():
+        append_digest(folder, step, {"a": [a, 1, 2], "b": [b, 3, 4]})
+    return folder
+
+
+def diff(*arguments):
+    command = [sys.executable, "launch/runs.py", "diff", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_two_runs_are_compared(tmp_path):
+    losses = [5.0, 4.0, 3.5, 3.0]
+    one = write_run(tmp_path / "one", losses, {2: (1, 2), 4: (5, 6)})
+    same = write_run(tmp_path / "same", losses[:3], {2: (1, 2)})
+    other = write_run(tmp_path / "other", [5.0, 4.0, 3.6, 3.1], {2: (1, 2), 4: (5, 7)})
+    assert compare_runs(one, same) == {
+        "same": True, "steps": 3, "first_step": None, "values": {},
+        "digests": 1, "first_digest": None, "parameters": [],
+    }  # fmt: skip
+    chains = [
+        [json.loads(line)["chain"] for line in (run / DIGESTS).read_text().splitlines()]
+        for run in (one, same, other)
+    ]
+    assert chains[0][0] == chains[1][0] == chains[2][0] and chains[0][1] != chains[2][1]
+    ended = diff(one, other, "--json")
+    assert ended.returncode == 1
+    assert json.loads(ended.stdout) == {
+        "same": False, "steps": 4, "first_step": 3, "values": {"loss": [3.5, 3.6]},
+        "digests": 2, "first_digest": 4, "parameters": ["b"],
+    }  # fmt: skip
+    ended = diff(one, other)
+    assert "step 3 is the first that differs: loss 3.5 and 3.6" in ended.stdout + ended.stderr
+    ended = diff(one, tmp_path)
+    assert ended.returncode == 2 and "use the folder of a run" in ended.stderr

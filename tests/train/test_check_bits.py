@@ -1,0 +1,143 @@
+"""A single wrong bit in what several ranks hold is seen, and its rank and parameter are named."""
+
+import json
+
+import pytest
+import torch
+
+from parallel3d.base.errors import TrainingError
+from parallel3d.train.check_bits import check_bits
+from parallel3d.verify.local_ranks import run_locally
+from tests.cases import Case, Trainer
+from tests.checkpoint.drill import changed, prepared_config
+from tests.train.running import folder_of, start
+
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
+
+CLEAN = 3  # steps before the faults; each is checked
+
+
+def flip(trainer, kind, name, bit):
+    """Flip a bit of the last element of a weight, or of a state's piece, on this rank."""
+    if kind == "weight":
+        held = next(h for h in trainer.engine.held if h.name == name)
+        held.parameter.data.view(torch.int32).view(-1)[-1] ^= _mask(bit)
+        return
+    for number, pieces in enumerate(trainer.engine.states.blocks):
+        for place, piece in enumerate(pieces):
+            if piece.held.name == name:
+                with trainer.engine.states.opened(number, write=True) as tensors:
+                    tensors[place][kind].view(torch.int32)[-1] ^= _mask(bit)
+                return
+    raise AssertionError(f"{name} is not on this rank")
+
+
+def _mask(bit):
+    return -(2**31) if bit == 31 else 1 << bit
+
+
+def check_on_rank(rank, case, faults):
+    """What the check says about clean steps, and about each fault (rank, kind, name, bit)."""
+    trainer, said = Trainer(case), []
+    stages = trainer.parts.schedule.pp_coord_of_stage
+    ends = stages[0], stages[-1]
+    for step, batch in zip(range(CLEAN), trainer.batches(), strict=True):
+        trainer.executor.run(batch, step)
+        norm = trainer.engine.step(trainer.lr).grad_norm
+        check_bits(trainer.engine, trainer.mesh, norm, ends)
+    for culprit, kind, name, bit in faults:
+        is_norm = kind == "norm"
+        if rank == culprit and not is_norm:
+            flip(trainer, kind, name, bit)
+        with pytest.raises(TrainingError) as raised:
+            wrong = norm * (1 + 2**-50) if is_norm and rank == culprit else norm
+            check_bits(trainer.engine, trainer.mesh, wrong, ends)
+        said.append(str(raised.value))
+        if rank == culprit and not is_norm:
+            flip(trainer, kind, name, bit)
+    check_bits(trainer.engine, trainer.mesh, norm, ends)
+    trainer.close()
+    return said
+
+
+def check(case, faults, expected):
+    """Each fault must name its kind of copy, its parameter and these ranks, on all ranks alike."""
+    ranks = run_locally(check_on_rank, case.world_size, case, faults)
+    assert all(said == ranks[0] for said in ranks)
+    for text, (what, name, named) in zip(ranks[0], expected, strict=True):
+        assert text.startswith(f"{what} differ in {name}: "), text
+        assert [int(part.split()[0]) for part in text.split(" rank ")[1:]] == named, text
+        assert ("one of" in text) == (len(named) > 1)
+
+
+REPLICAS, TP, TIED, NORMS = (
+    "data-parallel replicas", "tensor-parallel copies", "tied weights", "gradient norms"
+)  # fmt: skip
+CUT, UNCUT = "blocks.1.mlp.up.weight", "blocks.0.norm1.weight"
+TOKENS, LAST = "embedding.token.weight", "head.norm.bias"
+BITS = [0, 12, 22, 23, 30, 31]
+
+
+def settings(**more):
+    return {"batch": 12, "microbatches": 2, "steps": CLEAN} | more
+
+
+def test_replicas_over_dp():
+    """Of three, the one that differs from two is named; each kind of state is compared."""
+    faults = [(2, "weight", CUT, 0), (1, "exp_avg_sq", UNCUT, 31), (0, "norm", "", 0)]
+    expected = [(REPLICAS, CUT, [2]), (REPLICAS, UNCUT, [1]), (NORMS, NORMS, [0])]
+    check(Case((1, 3, 1), zero_stage=0, **settings()), faults, expected)
+
+
+def test_copies_over_tp_and_tied_weights():
+    """Two copies do not tell which of them is wrong, so both ranks are named."""
+    faults = [(3, "master", LAST, 22), (1, "exp_avg", TOKENS, 0)]
+    expected = [(TP, LAST, [2, 3]), (TIED, TOKENS, [1, 3])]
+    check(Case((2, 1, 2), zero_stage=1, **settings()), faults, expected)
+
+
+MORE = [
+    ((1, 1, 4), {"zero_stage": 3}, (3, "master", UNCUT), (TP, UNCUT, [3])),
+    ((1, 2, 2), {"zero_stage": 3}, (3, "exp_avg", UNCUT), (TP, UNCUT, [2, 3])),
+    ((1, 2, 2), {"zero_stage": 1, "offload": "cpu"}, (0, "master", UNCUT), (TP, UNCUT, [0, 1])),
+    ((2, 2, 1), {"zero_stage": 3}, (0, "master", TOKENS), (TIED, TOKENS, [0, 2])),
+    ((1, 3, 1), {"zero_stage": 2}, (1, "weight", CUT), (REPLICAS, CUT, [1])),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "more", "fault", "expected"), MORE)
+def test_every_bit_on_other_meshes(mesh, more, fault, expected):
+    case = Case(mesh, **settings(**more))
+    check(case, [(*fault, bit) for bit in BITS], [expected] * len(BITS))
+
+
+def spoil_a_replica(rank):
+    """Rank 1 flips a bit of a weight after its third step."""
+    from parallel3d.train import trainer as trainer_module
+
+    take_step = trainer_module.Trainer._step
+
+    def spoiled(self, step, *args):
+        taken = take_step(self, step, *args)
+        if rank == 1 and step == 2:
+            self.engine.held[-1].parameter.data.view(torch.int32).view(-1)[0] ^= 1
+        return taken
+
+    trainer_module.Trainer._step = spoiled
+
+
+def test_a_run_stops_and_saves_nothing_of_the_step(tmp_path):
+    raw = prepared_config(tmp_path)
+    own = {"run.name": "bits", "train.check_bits": {"every": 1}, "checkpoint.asynchronous": False}
+    changes = {f"parallel3d.{name}": value for name, value in own.items()}
+    raw = changed(raw, changes | {"zero_optimization.stage": 0})
+    ranks = start(raw, (1, 2, 1), spoil_a_replica)
+    assert all("after step 3 data-parallel replicas differ in" in r.error for r in ranks), ranks
+    folder = folder_of(raw)
+    assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == [
+        "step-1",
+        "step-2",
+    ]
+    event = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+    assert (event["event"], event["step"]) == ("wrong_bits", 3)
