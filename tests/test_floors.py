@@ -57,12 +57,12 @@ ROOMS = [
 # The most statements of each room: what stood when the house was made small, and 5 %. Whoever needs
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
-    "launch": 690,
+    "launch": 710,
     "models": 880,
     "parallel3d/base": 850,
     "parallel3d/calibrate": 560,
     "parallel3d/checkpoint": 1360,
-    "parallel3d/config": 1700,
+    "parallel3d/config": 1720,
     "parallel3d/data": 3080,
     "parallel3d/engine": 1450,
     "parallel3d/huggingface": 960,

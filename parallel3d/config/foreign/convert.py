@@ -13,8 +13,8 @@ from parallel3d.config import document
 from parallel3d.config.foreign import megatron, nanotron, neox
 from parallel3d.config.foreign.rules import Row, Rule, Verdict
 
-_MODEL, _DATA, _TRAIN = "parallel3d.model", "parallel3d.data", "parallel3d.train"
-_SCHEDULE = f"{_TRAIN}.lr_schedule"
+_MODEL, _DATA = "parallel3d.model", "parallel3d.data"
+_SCHEDULE = "parallel3d.train.lr_schedule"
 # norm, positions, MLP, biases
 _FAMILIES = {
     ("layernorm", "learned", "gelu", True): "gpt",
@@ -72,7 +72,7 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
             rows.append(table[setting].apply(setting, value, "assumed", values))
     framework.complete(values)
     for add in (_add_model, _add_schedule, _add_data):
-        rows += add(values, framework.TOKEN_FORMAT)
+        rows += add(values, "datatrove" if framework is nanotron else "megatron")
     values.setdefault("parallel3d.pipeline.schedule", "one_f_one_b")
     ours = [(path, json.dumps(value)) for path, value in values.items() if path[0] != "@"]
     config: dict[str, Any] = {}
@@ -89,8 +89,9 @@ def _read(paths: Sequence[str]) -> tuple[Any, dict[str, Any]]:
             try:
                 blocks |= yaml.safe_load(stream)
             except (TypeError, ValueError, yaml.YAMLError) as error:
-                why = " ".join(str(error).split())
-                raise ConfigError(f"{path}: {why}; write a block of settings in YAML") from None
+                raise ConfigError(
+                    f"{path}: {' '.join(str(error).split())}; write a block of settings in YAML"
+                ) from None
     framework = nanotron if "parallelism" in blocks else neox
     return framework, _flat(blocks, framework.TABLE)
 
@@ -144,7 +145,7 @@ def _add_schedule(values: dict[str, Any], _: str) -> Iterator[Row]:
     start = values.get("@start", end - values["@last"] if "@last" in values else warmup)
     end = start + values["@decay_steps"] if "@decay_steps" in values else end
     is_late, shape = start > warmup, values.get("@shape", style)
-    values |= {f"{_TRAIN}.steps": steps, f"{_SCHEDULE}.warmup_steps": warmup}
+    values |= {"parallel3d.train.steps": steps, f"{_SCHEDULE}.warmup_steps": warmup}
     if style == "constant":
         return
     values[f"{_SCHEDULE}.type"] = "wsd" if is_late else style
