@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -165,7 +166,7 @@ def _add_data(values: dict[str, Any], token_format: str) -> Iterator[Row]:
         values[source], weights = "mixture", values.get("@weights") or [1] * len(files)
         values[f"{_DATA}.mixture"] = [
             {"source": token_format, "paths": [file], "weight": weight}
-            for file, weight in zip(files, weights, strict=False)
+            for file, weight in zip_longest(files, weights, fillvalue=1)
         ]
     elif files:
         values |= {source: token_format, f"{_DATA}.paths": files}
