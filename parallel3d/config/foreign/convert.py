@@ -136,8 +136,11 @@ def _add_schedule(values: dict[str, Any], _: str) -> Iterator[Row]:
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "parallel3d.mesh.dp")
     batch = values.get("train_batch_size", prod(values.get(size, 0) for size in sizes))
     for name in ("@steps", "@warmup_steps", "@end"):
-        if batch and f"{name} in samples" in values:
-            values[name] = values[f"{name} in samples"] // batch
+        samples = values.get(f"{name} in samples", 0)
+        if samples and batch:
+            values[name] = samples // batch
+        elif samples:
+            yield Row("UNKNOWN", f"{name[1:]} in samples", samples, why="of an unknown batch")
     steps, style = values.get("@steps"), values.get("@style", "constant")
     if steps is None:
         return  # the config's check says that the run has no length
@@ -145,9 +148,9 @@ def _add_schedule(values: dict[str, Any], _: str) -> Iterator[Row]:
     warmup = values.get("@warmup_steps", round(values.get("@warmup_fraction", 0) * end))
     start = values.get("@start", end - values["@last"] if "@last" in values else warmup)
     end = start + values["@decay_steps"] if "@decay_steps" in values else end
-    is_late, shape = start > warmup, values.get("@shape", style)
+    is_late, shape = start > warmup or style in ("1-sqrt", "wsd"), values.get("@shape", style)
     values |= {"parallel3d.train.steps": steps, f"{_SCHEDULE}.warmup_steps": warmup}
-    if style == "constant":
+    if style == "constant" or start >= steps:
         return
     values[f"{_SCHEDULE}.type"] = "wsd" if is_late else style
     if is_late:
