@@ -124,6 +124,8 @@ def of_nanotron(start, decay, style, steps=1000):
         ("null", 900, "cosine", lambda progress: (1 + cos(pi * progress)) / 2),
         ("null", "null", "linear", lambda progress: 1 - progress),
         (800, 200, "1-sqrt", lambda progress: 1 - sqrt(progress)),
+        ("null", 900, "1-sqrt", lambda progress: 1 - sqrt(progress)),
+        (1000, 200, "1-sqrt", lambda progress: 1),
     ],
 )
 def test_the_rate_is_that_of_nanotron(start, decay, style, shape, converted):
@@ -133,7 +135,7 @@ def test_the_rate_is_that_of_nanotron(start, decay, style, shape, converted):
     config = RunConfig.from_dict(config).resolve(16)
     first = 100 if start == "null" else start
     for step in (1, 50, 100, 500, 799, 801, 900, 999, 1000):
-        progress = max(0, step - first) / (1000 - first)
+        progress = max(0, step - first) / max(1, 1000 - first)
         expected = 3e-4 + (3e-3 - 3e-4) * shape(progress) if step > 100 else 3e-3 * step / 100
         assert rate(config, step - 1) == pytest.approx(expected, rel=1e-6), step
 
@@ -149,6 +151,13 @@ def test_samples_become_steps(converted):
     config, _ = converted("train.sh", theirs("train.sh")[0])
     train = config["parallel3d"]["train"]
     assert (train["steps"], train["lr_schedule"]["warmup_steps"]) == (1280000 / 128, 12800 / 128)
+
+
+def test_samples_need_a_batch(converted):
+    text = theirs("train.sh")[0].replace("--global-batch-size 128", "")
+    text = text.replace("--train-samples 1280000", "--train-iters 10")
+    _, rows = converted("train.sh", text)
+    assert rows["warmup_steps in samples"].verdict == "UNKNOWN"
 
 
 @pytest.mark.parametrize(

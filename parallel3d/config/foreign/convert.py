@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -13,8 +14,8 @@ from parallel3d.config import document
 from parallel3d.config.foreign import megatron, nanotron, neox
 from parallel3d.config.foreign.rules import Row, Rule, Verdict
 
-_MODEL, _DATA, _TRAIN = "parallel3d.model", "parallel3d.data", "parallel3d.train"
-_SCHEDULE = f"{_TRAIN}.lr_schedule"
+_MODEL, _DATA = "parallel3d.model", "parallel3d.data"
+_SCHEDULE = "parallel3d.train.lr_schedule"
 # norm, positions, MLP, biases
 _FAMILIES = {
     ("layernorm", "learned", "gelu", True): "gpt",
@@ -72,7 +73,7 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
             rows.append(table[setting].apply(setting, value, "assumed", values))
     framework.complete(values)
     for add in (_add_model, _add_schedule, _add_data):
-        rows += add(values, framework.TOKEN_FORMAT)
+        rows += add(values, "datatrove" if framework is nanotron else "megatron")
     values.setdefault("parallel3d.pipeline.schedule", "one_f_one_b")
     ours = [(path, json.dumps(value)) for path, value in values.items() if path[0] != "@"]
     config: dict[str, Any] = {}
@@ -89,8 +90,9 @@ def _read(paths: Sequence[str]) -> tuple[Any, dict[str, Any]]:
             try:
                 blocks |= yaml.safe_load(stream)
             except (TypeError, ValueError, yaml.YAMLError) as error:
-                why = " ".join(str(error).split())
-                raise ConfigError(f"{path}: {why}; write a block of settings in YAML") from None
+                raise ConfigError(
+                    f"{path}: {' '.join(str(error).split())}; write a block of settings in YAML"
+                ) from None
     framework = nanotron if "parallelism" in blocks else neox
     return framework, _flat(blocks, framework.TABLE)
 
@@ -134,8 +136,11 @@ def _add_schedule(values: dict[str, Any], _: str) -> Iterator[Row]:
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "parallel3d.mesh.dp")
     batch = values.get("train_batch_size", prod(values.get(size, 0) for size in sizes))
     for name in ("@steps", "@warmup_steps", "@end"):
-        if batch and f"{name} in samples" in values:
-            values[name] = values[f"{name} in samples"] // batch
+        samples = values.get(f"{name} in samples", 0)
+        if samples and batch:
+            values[name] = samples // batch
+        elif samples:
+            yield Row("UNKNOWN", f"{name[1:]} in samples", samples, why="of an unknown batch")
     steps, style = values.get("@steps"), values.get("@style", "constant")
     if steps is None:
         return  # the config's check says that the run has no length
@@ -143,9 +148,9 @@ def _add_schedule(values: dict[str, Any], _: str) -> Iterator[Row]:
     warmup = values.get("@warmup_steps", round(values.get("@warmup_fraction", 0) * end))
     start = values.get("@start", end - values["@last"] if "@last" in values else warmup)
     end = start + values["@decay_steps"] if "@decay_steps" in values else end
-    is_late, shape = start > warmup, values.get("@shape", style)
-    values |= {f"{_TRAIN}.steps": steps, f"{_SCHEDULE}.warmup_steps": warmup}
-    if style == "constant":
+    is_late, shape = start > warmup or style in ("1-sqrt", "wsd"), values.get("@shape", style)
+    values |= {"parallel3d.train.steps": steps, f"{_SCHEDULE}.warmup_steps": warmup}
+    if style == "constant" or start >= steps:
         return
     values[f"{_SCHEDULE}.type"] = "wsd" if is_late else style
     if is_late:
@@ -164,7 +169,7 @@ def _add_data(values: dict[str, Any], token_format: str) -> Iterator[Row]:
         values[source], weights = "mixture", values.get("@weights") or [1] * len(files)
         values[f"{_DATA}.mixture"] = [
             {"source": token_format, "paths": [file], "weight": weight}
-            for file, weight in zip(files, weights, strict=False)
+            for file, weight in zip_longest(files, weights, fillvalue=1)
         ]
     elif files:
         values |= {source: token_format, f"{_DATA}.paths": files}

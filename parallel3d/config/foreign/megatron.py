@@ -16,7 +16,6 @@ _RATE = f"{_P}.train.lr_schedule"
 _ARGUMENT = re.compile(
     r"(?<!\S)--([A-Za-z][\w-]*)(?:=|\s+(?!--))?(.*?)(?=\s--[A-Za-z]|\s*\$\{?\w*(?:ARGS|args|options)|[|&;]|$)"
 )
-TOKEN_FORMAT = "megatron"
 TABLE: dict[str, Rule] = {
     # The mesh
     "tensor-model-parallel-size": Rule(f"{_P}.mesh.tp"),

@@ -6,10 +6,8 @@ from parallel3d.config.foreign.rules import Rule, dropped, missing
 
 _P = "parallel3d"
 _MODEL, _RATE = "model.model_config", "optimizer.learning_rate_scheduler"
-_THROUGH_HUGGING_FACE = "weights come over through Hugging Face: set model.from_pretrained"
 _STAGE, _DATA = "data_stages.data", "data_stages.data.dataset"
 
-TOKEN_FORMAT = "datatrove"
 TABLE: dict[str, Rule] = {
     # The model
     f"{_MODEL}.is_llama_config": Rule(f"{_P}.model.family@family", {True: "llama"}),
@@ -45,7 +43,10 @@ TABLE: dict[str, Rule] = {
     f"{_MODEL}._use_doc_masking": Rule(f"{_P}.data.isolate_documents"),
     **missing(f"{_MODEL}.z_loss_enabled", "the loss has no z term", False),
     **missing("model.init_method.use_mup", "see parallel3d.model.parametrization", False),
-    **missing("model.init_method.path", _THROUGH_HUGGING_FACE),
+    **missing(
+        "model.init_method.path checkpoints.resume_checkpoint_path",
+        "weights come over through Hugging Face: set model.from_pretrained",
+    ),
     **missing(
         "model.init_method.scaling_method", "std / sqrt(2 x layers) before the residual",
         "NUM_LAYERS",
@@ -145,7 +146,6 @@ TABLE: dict[str, Rule] = {
     # The rest
     "general.seed": Rule(f"{_P}.train.seed"),
     "checkpoints.checkpoint_interval": Rule(f"{_P}.checkpoint.every"),
-    **missing("checkpoints.resume_checkpoint_path", _THROUGH_HUGGING_FACE),
     **dropped("general.project general.run", "set parallel3d.run.name"),
     **dropped(
         "general.step general.consumed_train_samples general.benchmark_csv_path "

@@ -7,7 +7,6 @@ from parallel3d.config.foreign.rules import Rule, dropped, missing
 _P = "parallel3d"
 _FULL = ("global", "flash")
 
-TOKEN_FORMAT = "megatron"
 TABLE: dict[str, Rule] = {
     # The mesh
     "pipe_parallel_size": Rule(f"{_P}.mesh.pp", lambda size: max(1, size)),
