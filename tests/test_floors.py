@@ -68,11 +68,11 @@ BUDGET = {
     "parallel3d/huggingface": 960,
     "parallel3d/mesh": 1220,
     "parallel3d/model": 500,
-    "parallel3d/pipeline": 350,
+    "parallel3d/pipeline": 380,
     "parallel3d/plan": 2630,
     "parallel3d/scaling": 2720,
     "parallel3d/schedule": 910,
-    "parallel3d/tensor": 890,
+    "parallel3d/tensor": 910,
     "parallel3d/train": 2040,
     "parallel3d/verify": 1200,
 }
