@@ -191,6 +191,17 @@ def test_ranks_live_in_the_mesh():
             assert name not in MESH_ONLY | {"RANK", "LOCAL_RANK"}, f"{path}:{node.lineno}: {name}"
 
 
+def test_axis_names_stand_in_the_mesh_and_in_config_keys():
+    quoted = [
+        f"{path}:{number}"
+        for path in FILES
+        if "mesh" not in path.parts
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1)
+        if re.search("[\"'](pp|dp|tp)[\"']", line)
+    ]
+    assert len(quoted) <= 10, quoted  # docs/architecture.md lists them
+
+
 def test_collectives_go_by_the_names_of_this_torch():
     for path in FILES:
         if path != Path("parallel3d/mesh/transfer.py"):

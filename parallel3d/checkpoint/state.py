@@ -158,9 +158,7 @@ def _changes(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -
 def _mesh(config: RunConfig) -> dict[str, Any]:
     zero = config.zero_optimization
     return {
-        "pp": config.mesh.pp,
-        "dp": config.mesh.dp,
-        "tp": config.mesh.tp,
+        **config.mesh.sizes._asdict(),
         "schedule": config.pipeline.schedule,
         "stages_per_rank": config.pipeline.stages_per_rank,
         "zero_stage": zero.stage,

@@ -267,7 +267,7 @@ def _check_scheduler(scheduler: Any, train: TrainConfig) -> Iterator[Problem]:
 def _check_profile(train: TrainConfig, mesh: MeshConfig) -> Iterator[Problem]:
     profile, steps = train.profile, train.steps
     if profile and not isinstance(profile.ranks, str) and mesh.dp != "auto":
-        size = mesh.pp * mesh.dp * mesh.tp
+        size = mesh.sizes.ranks
         if (last := max(profile.ranks)) >= size:
             rule = f"names rank {last}, and the mesh has {size}"
             remedy = f"use ranks from 0 to {size - 1}"

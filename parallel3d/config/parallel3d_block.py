@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Strict, WrapValidator
 
 from parallel3d import models
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.section import Choice, PathText, Section
 from parallel3d.config import hardware
 from parallel3d.config.data import DataConfig
@@ -78,6 +79,11 @@ class MeshConfig(Section):
     sequence_parallel: bool = False
     """Shard the activations outside attention and MLP over tp, along the sequence
     (arXiv:2205.05198)."""
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """The mesh's sizes; "auto" counts as 1."""
+        return MeshSizes(self.pp, 1 if self.dp == "auto" else self.dp, self.tp)
 
     def __str__(self) -> str:
         return f"pp={self.pp} x dp={self.dp} x tp={self.tp}"

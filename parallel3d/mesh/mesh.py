@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from parallel3d.base import fault
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.mesh_sizes import AXES, MeshSizes
 from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.groups import set_timeout, split
 from parallel3d.mesh.join import STARTUP_TIMEOUT, join
@@ -24,7 +25,6 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.mesh.transfer import Transfer, all_gather_single
 
-AXES = ("pp", "dp", "tp")
 _BACKSTOP = 15.0  # seconds for the arbiter to name a late rank first
 
 
@@ -68,9 +68,10 @@ class Mesh:
         watched: bool = False,
     ) -> None:
         launch = launch or Launch.from_environment()
-        if pp * dp * tp != launch.world_size:
+        sizes = MeshSizes(pp, dp, tp)
+        if sizes.ranks != launch.world_size:
             raise ConfigError(
-                f"mesh pp={pp} x dp={dp} x tp={tp} = {pp * dp * tp} ranks, but "
+                f"mesh {sizes.label} = {sizes.ranks} ranks, but "
                 f"{launch.world_size} processes were started; the two must be equal"
             )
         self.rank = launch.rank
@@ -88,7 +89,7 @@ class Mesh:
             torch.set_num_threads(cores)
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(cores, 32)))
         join(launch, self.device, watched)
-        self._grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
+        self._grid = torch.arange(sizes.ranks).view(sizes)
         place = (self._grid == self.rank).nonzero()[0].tolist()
         self.coords: tuple[int, ...] = tuple(place)
         groups = self._groups = {
@@ -333,20 +334,19 @@ def draw_mesh(grid: Sequence[Sequence[Sequence[int]]]) -> str:
 
     A cell holds the ranks of one tp group.
     """
-    pp, dp, tp = len(grid), len(grid[0]), len(grid[0][0])
-    columns, rows = _shown(pp), _shown(dp)
+    sizes = MeshSizes(len(grid), len(grid[0]), len(grid[0][0]))
+    columns, rows = _shown(sizes.pp), _shown(sizes.dp)
     table = [["", *("" if p is None else f"pp {p}" for p in columns)]]
     for d in rows:
         cells = ["·" if p is None or d is None else _cell(grid[p][d]) for p in columns]
         table.append(["" if d is None else f"dp {d}", *cells])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [f"mesh pp {pp} × dp {dp} × tp {tp} = {pp * dp * tp} rank{'s'[: pp * dp * tp > 1]}"]
+    lines = [f"mesh {sizes.label} = {sizes.ranks} rank{'s'[: sizes.ranks > 1]}"]
     for i, row in enumerate(table):
         label, *cells = (f"{cell:^{width}}" for cell, width in zip(row, widths, strict=True))
         lines.append(f"  {label}  {(' → ' if i else '   ').join(cells)}".rstrip())
-    legend = {"→ pp cuts the layers": pp, "rows: dp cuts the batch": dp}
-    legend["[ ] tp cuts the matrices"] = tp
-    notes = [text for text, size in legend.items() if size > 1]
+    legend = "→ pp cuts the layers", "rows: dp cuts the batch", "[ ] tp cuts the matrices"
+    notes = [text for text, size in zip(legend, sizes, strict=True) if size > 1]
     return "\n".join([*lines, "  " + "   ".join(notes)] if notes else lines)
 
 

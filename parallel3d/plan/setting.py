@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any, Literal, Self
 
 from parallel3d import models
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.config.parallel3d_block import gathered_for, reduces_once
 from parallel3d.model.config import ModelConfig
@@ -129,9 +130,14 @@ class Setting:
         return 1.0
 
     @property
+    def mesh(self) -> MeshSizes:
+        """The sizes of the mesh."""
+        return MeshSizes(self.pp, self.dp, self.tp)
+
+    @property
     def devices(self) -> int:
         """Number of devices in the mesh."""
-        return self.pp * self.dp * self.tp * self.cp
+        return self.mesh.ranks * self.cp
 
     @property
     def global_batch_size(self) -> int:
@@ -166,7 +172,7 @@ class Setting:
         return cls(
             layers=layers_of(config.model), hidden_size=config.model.hidden_size,
             shape=Shape(config.micro_batch_size, config.data.sequence_length),
-            num_microbatches=config.num_microbatches, pp=mesh.pp, dp=mesh.dp, tp=mesh.tp,
+            num_microbatches=config.num_microbatches, **mesh.sizes._asdict(),
             sequence_parallel=mesh.sequence_parallel, schedule=pipeline.schedule,
             stages_per_rank=pipeline.stages_per_rank, recompute=pipeline.activation_checkpointing,
             precision=config.precision, zero_stage=zero.stage,

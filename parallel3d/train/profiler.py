@@ -145,7 +145,7 @@ class Profiler:
     def _write(self, lanes: list[Lane]) -> None:
         write_lanes(self._directory, lanes)
         schedule = self._executor.schedule
-        first = {lane.pp_dp_tp[0]: lane for lane in reversed(lanes)}
+        first = {lane.coords[0]: lane for lane in reversed(lanes)}
         if len(first) < schedule.pp_size:
             return
         spans = tuple(lane.spans(-1) for _, lane in sorted(first.items()))

@@ -173,7 +173,7 @@ def checked(
 
     Raises TrainingError if a rank fails.
     """
-    size = config.mesh.pp * int(config.mesh.dp) * config.mesh.tp
+    size = config.mesh.sizes.ranks
     findings: list[RankFindings] = run_locally(
         function or check, size, config, reference, task, timeout=timeout
     )
@@ -192,7 +192,7 @@ def checked(
 
 def check(rank: int, config: RunConfig, reference: Reference, task: CaseTask) -> RankFindings:
     """Train a small config on its course as one rank and compare with the reference."""
-    mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp)
+    mesh = Mesh(*config.mesh.sizes)
     torch.set_num_threads(1)  # more threads slow such small products down
     with swapping_small_tensors(2 * BLOCK), low_thresholds(config):
         parts = assemble(config, mesh, seed=SEED)

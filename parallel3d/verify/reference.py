@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.model import optimizers
@@ -27,7 +28,7 @@ from parallel3d.models.common import head_size_of
 from parallel3d.tensor.cut import Cut
 from parallel3d.tensor.initialise import fill
 from parallel3d.verify import definitions
-from parallel3d.verify.shrink import LONG, SEQUENCE_LENGTH, Sizes, shrink
+from parallel3d.verify.shrink import LONG, SEQUENCE_LENGTH, shrink
 
 SEED = 0
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -182,8 +183,8 @@ def train_reference(
 
 
 def prepare(
-    config: RunConfig, meshes: Sequence[Sizes], folder: Path
-) -> tuple[dict[Sizes, RunConfig], Reference]:
+    config: RunConfig, meshes: Sequence[MeshSizes], folder: Path
+) -> tuple[dict[MeshSizes, RunConfig], Reference]:
     """Return the small config of each mesh and their common reference, trained on the course.
 
     If the config clips, the limit lies between the gradient norms of the quiet steps and the loud
@@ -206,7 +207,7 @@ def prepare(
     return small, replace(reference, schedule=schedule, rates=rates)
 
 
-def prepare_long(config: RunConfig, mesh: Sizes, folder: Path) -> tuple[RunConfig, Reference]:
+def prepare_long(config: RunConfig, mesh: MeshSizes, folder: Path) -> tuple[RunConfig, Reference]:
     """Return the config of one step with long sequences and large ids on a mesh, and its reference.
 
     Raises ConfigError.
@@ -260,7 +261,7 @@ def schedule_of(config: RunConfig, small: RunConfig) -> RunConfig:
         | {"warmup_steps": warmup, "decay_steps": decay and min(decay, steps - warmup)},
     }
     schedule = RunConfig.from_dict(raw, "the config's schedule")
-    return schedule.resolve(small.mesh.pp * int(small.mesh.dp) * small.mesh.tp)
+    return schedule.resolve(small.mesh.sizes.ranks)
 
 
 def losses_of(

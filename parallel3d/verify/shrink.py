@@ -1,6 +1,5 @@
 """Shrink a config: sizes become small; every setting that could change the numbers stays."""
 
-import re
 from collections.abc import Sequence
 from itertools import product
 from math import lcm, prod
@@ -8,12 +7,11 @@ from typing import Any, NamedTuple
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.model import optimizers
 from parallel3d.model.config import HasKeyValueHeads, ModelConfig
 from parallel3d.schedule import schedules
-
-Sizes = tuple[int, int, int]  # pp, dp, tp
 
 SEQUENCE_LENGTH, VOCAB_SIZE, HEAD_SIZE = 16, 261, 8  # no vocabulary size that 2 or 4 divides
 ALWAYS_CLIPPED = 0.02
@@ -28,15 +26,8 @@ SCHEDULES: dict[str, dict[str, float]] = {
     "wsd": DECAY | {"decay_steps": STEPS - 1},
 }
 EPS = 1e-6  # minimum; with Adam's 1e-8 rounding alone moves weights whose gradient is nearly 0
-MESHES: tuple[Sizes, ...] = (
-    (1, 1, 1),
-    (1, 4, 1),
-    (1, 1, 4),
-    (4, 1, 1),
-    (2, 2, 1),
-    (2, 1, 2),
-    (1, 2, 2),
-    (2, 2, 2),
+MESHES = tuple(
+    map(MeshSizes.parse, ("1x1x1", "1x4x1", "1x1x4", "4x1x1", "2x2x1", "2x1x2", "1x2x2", "2x2x2"))
 )
 MOST_RANKS = 64  # processes on one machine
 # By default ZeRO-3 would not partition a model this small.
@@ -68,31 +59,31 @@ SHORT = Extent()
 LONG = Extent(1, 272, 2**16 + 261, 0.15)
 
 
-def parse_meshes(text: str) -> tuple[Sizes, ...]:
+def parse_meshes(text: str) -> tuple[MeshSizes, ...]:
     """Parse "1x1x1,2x2x2" into meshes, pp x dp x tp. Raises ConfigError."""
     meshes = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*([1-9][0-9]*)x([1-9][0-9]*)x([1-9][0-9]*)\s*", part)
-        if match is None:
-            raise ConfigError(f"--meshes {part!r}: must be pp x dp x tp, for example 2x2x1")
-        pp, dp, tp = map(int, match.groups())
-        if pp * dp * tp > MOST_RANKS:
+        try:
+            mesh = MeshSizes.parse(part.strip())
+        except ValueError as error:
+            raise ConfigError(f"--meshes {error}") from None
+        if mesh.ranks > MOST_RANKS:
             raise ConfigError(
-                f"--meshes {part!r}: needs {pp * dp * tp:,} processes, but verify starts at most "
+                f"--meshes {part!r}: needs {mesh.ranks:,} processes, but verify starts at most "
                 f"{MOST_RANKS} on one machine; use a smaller mesh"
             )
-        meshes.append((pp, dp, tp))
+        meshes.append(mesh)
     return tuple(meshes)
 
 
 def shrink(
     config: RunConfig,
-    meshes: tuple[Sizes, ...],
+    meshes: Sequence[MeshSizes],
     folder: str = "",
     batch: int | None = None,
     clipping: float = ALWAYS_CLIPPED,
     extent: Extent = SHORT,
-) -> dict[Sizes, RunConfig]:
+) -> dict[MeshSizes, RunConfig]:
     """Return the small config of each mesh; all train the same model on the same global batches.
 
     Learning rate, decay, clipping and eps are fixed so that one tolerance fits every config.
@@ -144,7 +135,7 @@ def shrink(
     microbatches = min(config.num_microbatches, MICROBATCHES)
     samples = 1 if extent.sequence_length > SEQUENCE_LENGTH else 2
     batch = batch or samples * microbatches * lcm(*(dp for _, dp, _ in meshes))
-    return {mesh: _on_mesh(raw, mesh, microbatches, batch) for mesh in meshes}
+    return {mesh: _on_mesh(raw, MeshSizes(*mesh), microbatches, batch) for mesh in meshes}
 
 
 def drops_out(config: RunConfig) -> bool:
@@ -153,10 +144,10 @@ def drops_out(config: RunConfig) -> bool:
     return any(value != 0 for name, value in settings if name.endswith("_pdrop"))
 
 
-def resuming_pair(meshes: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
+def resuming_pair(meshes: Sequence[MeshSizes]) -> tuple[MeshSizes, MeshSizes]:
     """Return the meshes to save on and to resume on: most axes differ, and few ranks are used."""
 
-    def rank(pair: tuple[Sizes, Sizes]) -> tuple[int, int, int]:
+    def rank(pair: tuple[MeshSizes, MeshSizes]) -> tuple[int, int, int]:
         saved, resumed = pair
         differ = sum(a != b for a, b in zip(saved, resumed, strict=True))
         return -differ, -min(prod(resumed), 2), prod(resumed)
@@ -164,27 +155,26 @@ def resuming_pair(meshes: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
     return min(product(meshes, meshes), key=rank)
 
 
-def why_not(config: RunConfig, mesh: Sizes) -> str | None:
+def why_not(config: RunConfig, mesh: MeshSizes) -> str | None:
     """Return why a config's schedule cannot run on a mesh, or None if it can."""
     pipeline = config.pipeline
     microbatches = min(config.num_microbatches, MICROBATCHES)
     return schedules.load(pipeline.schedule).invalid(
-        mesh[0], microbatches, pipeline.stages_per_rank
+        mesh.pp, microbatches, pipeline.stages_per_rank
     )
 
 
-def _on_mesh(raw: dict[str, Any], mesh: Sizes, microbatches: int, batch: int) -> RunConfig:
-    pp, dp, tp = mesh
+def _on_mesh(raw: dict[str, Any], mesh: MeshSizes, microbatches: int, batch: int) -> RunConfig:
     block = raw["parallel3d"]
-    sizes = block["mesh"] | {"pp": pp, "dp": dp, "tp": tp}
+    sizes = block["mesh"] | mesh._asdict()
     changed = raw | {
         "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": batch // (dp * microbatches),
+        "train_micro_batch_size_per_gpu": batch // (mesh.dp * microbatches),
         "gradient_accumulation_steps": microbatches,
         "parallel3d": block | {"mesh": sizes},
     }
-    source = f"the config, shrunk for mesh {pp}x{dp}x{tp}"
-    return RunConfig.from_dict(changed, source).resolve(pp * dp * tp)
+    source = f"the config, shrunk for mesh {mesh}"
+    return RunConfig.from_dict(changed, source).resolve(mesh.ranks)
 
 
 def _small_model(

@@ -7,7 +7,7 @@ from torch import nn
 from parallel3d.checkpoint import find
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import Saver
-from parallel3d.engine import KINDS, Engine, EngineSettings, building, writing
+from parallel3d.engine import Engine, EngineSettings, building, writing
 from parallel3d.huggingface.from_ranks import whole_parameter
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
@@ -15,6 +15,7 @@ from parallel3d.tensor.cut import Cut, cut_parameter, held_parameters
 from parallel3d.tensor.initialise import fill
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import NO_THRESHOLDS
+from tests.checkpoint.folders import KINDS
 from tests.checkpoint.resharding import state
 
 pytestmark = pytest.mark.gloo

@@ -210,7 +210,7 @@ def environment(monkeypatch):
 def test_wrong_product(environment):
     environment(RANK=0, WORLD_SIZE=8, LOCAL_RANK=0)
     before = dist.is_initialized()
-    with pytest.raises(ConfigError, match=r"pp=2 x dp=3 x tp=1 = 6 ranks, but 8 processes"):
+    with pytest.raises(ConfigError, match="mesh pp 2 × dp 3 × tp 1 = 6 ranks, but 8 processes"):
         Mesh(2, 3, 1)
     assert dist.is_initialized() == before  # nothing half-made stays behind
 

@@ -34,7 +34,7 @@ def hardware_of(config: RunConfig, name: str | None = None) -> Hardware:
 def devices_of(config: RunConfig, machine: Hardware) -> int:
     """Return the number of devices in a config's mesh, else of this machine or of one node."""
     if not config.is_planned and isinstance(config.mesh.dp, int):
-        return config.mesh.pp * config.mesh.dp * config.mesh.tp
+        return config.mesh.sizes.ranks
     if machine.cores is not None:
         return int(machine.cores.count.value)
     if machine.devices_per_node is not None:
@@ -97,7 +97,7 @@ def nothing_fits(least: Plan) -> str:
     excess = f"{over:,.0f} bytes more than a device has" if over > 0 else least.reason
     return (
         f"NOTHING FITS on {request.devices:,} x {request.hardware.name}: the smallest plan needs "
-        f"{gib(memory.total)} GiB ({excess}), with pp {s.pp} × dp {s.dp} × tp {s.tp}, "
+        f"{gib(memory.total)} GiB ({excess}), with {s.mesh.label}, "
         f"ZeRO-{s.zero_stage}, micro batch {s.shape.batch}, recompute {s.recompute}, offload: "
         f"{least.offload}; use {', or '.join(remedies)}"
     )

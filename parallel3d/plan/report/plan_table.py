@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from parallel3d.base import terminal
+from parallel3d.base.mesh_sizes import AXES
 from parallel3d.base.terminal import Cell, Column
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
@@ -88,8 +89,8 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
     columns: list[FilledColumn] = [
         (Column("#"), [str(number) for number, _ in enumerate(plans, first)]),
         (
-            Column("pp×dp×tp", right=False),
-            [f"{s.pp}×{s.dp}×{s.tp}" + (" sp" if s.sequence_parallel else "") for s in settings],
+            Column("×".join(AXES), right=False),
+            ["×".join(map(str, s.mesh)) + (" sp" if s.sequence_parallel else "") for s in settings],
         ),
         (
             Column("ZeRO", right=False, line=1),
@@ -225,7 +226,7 @@ def lines_of(setting: Setting) -> Iterator[str]:
     split = ", sequence parallel" if s.sequence_parallel else ""
     several = f" with {s.stages_per_rank} stages a rank" if s.stages_per_rank > 1 else ""
     reduced = "once a step" if s.reduces_once else "after each microbatch"
-    yield f"mesh      pp {s.pp} × dp {s.dp} × tp {s.tp}{split}"
+    yield f"mesh      {s.mesh.label}{split}"
     yield (
         f"pipeline  {s.schedule}{several}, {s.num_microbatches} microbatches of {s.shape.batch}, "
         f"recompute {s.recompute}"

@@ -56,10 +56,7 @@ def drawing(plan: Plan) -> tuple[str, object]:
     setting, spans = spans_of(plan)
     s, total = setting, plan.setting.num_microbatches
     some = "" if s.num_microbatches == total else f" ({s.num_microbatches} of {total} drawn)"
-    title = (
-        f"pp {s.pp} × dp {s.dp} × tp {s.tp}, {s.schedule}, {total} microbatches of "
-        f"{s.shape.batch}{some}"
-    )
+    title = f"{s.mesh.label}, {s.schedule}, {total} microbatches of {s.shape.batch}{some}"
     above = draw.figure([(title, spans)], plan.time.bubble)
     height = draw.height_of(spans)
     below = [f'<g transform="translate(0 {height})">', *_panel(plan, setting, spans), "</g>"]

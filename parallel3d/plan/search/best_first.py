@@ -16,13 +16,13 @@ from heapq import heappop, heappush, nsmallest
 from itertools import count, islice
 from typing import NamedTuple
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.plan.memory.peak import Memory, least_in_flight, least_on_first, peak_of
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import (
     PLAIN,
     Choices,
     Flow,
-    MeshSizes,
     Order,
     ZeroState,
     setting_of,

@@ -11,6 +11,7 @@ from typing import Any
 from parallel3d import models
 from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.mesh_sizes import AXES
 from parallel3d.base.section import ABSENT, Problem, Problems
 from parallel3d.config import RunConfig
 from parallel3d.model.config import ModelConfig
@@ -329,7 +330,7 @@ def _ranks_of(mesh: Any, devices: int) -> tuple[int, int]:
     """
     if mesh == "plan":
         return devices, 1
-    pp, dp, tp = (mesh.get(axis, "auto") for axis in ("pp", "dp", "tp"))
+    pp, dp, tp = (mesh.get(axis, "auto") for axis in AXES)
     rest = prod(size for size in (pp, tp) if isinstance(size, int) and size > 0)
     if not isinstance(dp, int) or dp < 1:
         dp = max(1, devices // rest)
