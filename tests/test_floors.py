@@ -70,7 +70,7 @@ BUDGET = {
     "parallel3d/huggingface": 960,
     "parallel3d/mesh": 1220,
     "parallel3d/model": 500,
-    "parallel3d/pipeline": 350,
+    "parallel3d/pipeline": 380,
     "parallel3d/plan": 2630,
     "parallel3d/report": 310,
     "parallel3d/scaling": 2760,

@@ -29,7 +29,7 @@ class SideLoss(NamedTuple):
 
 
 LayerOutput = Tensor | tuple[Tensor, dict[str, SideLoss]]
-"""What a layer returns: an activation, or an activation and side losses by name."""
+"""The output of a layer: an activation, or an activation and side losses by name."""
 
 
 class SideLosses(NamedTuple):
@@ -44,7 +44,7 @@ class SideLosses(NamedTuple):
 
 
 StageOutput = Tensor | tuple[Tensor, SideLosses]
-"""What a stage returns: an activation or the loss, and in training the side losses, if any."""
+"""The output of a stage: an activation or the loss, and in training the side losses, if any."""
 
 
 def sum_side_losses(side_losses: list[tuple[str, SideLoss]]) -> SideLosses:

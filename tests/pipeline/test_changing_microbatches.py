@@ -73,7 +73,7 @@ def test_against_one_process(tmp_path):
 
 
 def fail_on_rank(rank, case):
-    """What the executor says of a number that its schedule cannot do, or would place elsewhere."""
+    """The errors for a number that the schedule cannot do, and for one that it places elsewhere."""
     trainer, said = Trainer(case), []
     executor, (batch,) = trainer.executor, trainer.batches()
     make = executor._make_schedule
