@@ -105,7 +105,7 @@ def forecast(
     is_off = law is not None and known != ["--flops"] and "beta" in (surface or ())
     texts = {
         "fewer than 4 budgets have their best size between others, so the surface makes the "
-        "forecast; on published ladders it was off by 8 % at 10 times the FLOPs":
+        "forecast; on published ladders it was off by 9 % at 10 times the FLOPs":
             law is None and fit.law == PARAMETRIC.name,
         "no parametric law fits these runs; the loss is that of the best run of the budget":
             law is not None and known != ["--flops"] and not is_off,

@@ -44,8 +44,7 @@ def loss(plt: Any, fit: Fit) -> Picture:
     dots = axes.scatter(points.flops, points.loss, c=points.params, norm="log", s=13, zorder=3)
     figure.colorbar(dots, label="parameters")
     axes.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel=_LOSS)
-    axes.yaxis.set_minor_formatter("{x:.3g}")
-    axes.yaxis.set_major_formatter("{x:.3g}")
+    axes.yaxis.set(minor_formatter="{x:.3g}", major_formatter="{x:.3g}")
     caption = "Loss of every fitted run over its FLOPs, coloured by size"
     flops = np.geomspace(points.flops.min(), points.flops.max() * 10, 100)
     if law := LAWS.get(fit.law):

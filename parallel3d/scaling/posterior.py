@@ -107,16 +107,17 @@ def best_loss(flops: float, logs: Array, losses: Array) -> BestLoss | None:
 
 
 def posterior(bests: Sequence[BestLoss], draws: int = DRAWS, seed: int = 0) -> Posterior | None:
-    """Return the posterior of the law; None for fewer than four budgets or a loss that rises."""
+    """Return the posterior of the law; None for fewer than four budgets or a loss that rises.
+
+    The priors of E, of the drop A C^-gamma at the middle budget, and of log(noise) are flat.
+    """
     if len(bests) < LEAST:
         return None
     flops, loss, variance, squares, freedom, _ = np.array(bests).T
     logs = np.log(flops) - (middle := float(np.log(flops).mean()))
     weight = 1 / (variance * loss**2)
-    noise, own = 0.0, 0.0
-    if freedom.sum() > 0.5:
-        noise, own = squares.sum() / freedom.sum(), _NOISE_FREEDOM
-    degrees = len(bests) - 2 + own
+    own = _NOISE_FREEDOM if freedom.sum() > 0.5 else 0.0
+    noise, degrees = squares.sum() / max(freedom.sum(), 0.5), len(bests) - 2 + own
     low, high = _RANGE
     for _ in range(3):  # each grid covers the gammas that the one before found likely
         gammas = np.linspace(low, high, 240)
