@@ -39,7 +39,8 @@ _READ_BY = {
     "split": ("hub",), "token_field": ("parquet", "hub"), "label_field": ("parquet", "hub"),
     "weight_field": ("parquet", "hub", "datatrove"), "token_dtype": ("datatrove", "tokens"),
     "check_ids": ("parquet", "hub", *ID_SOURCES), "mixture": ("mixture",),
-    "validation_split": ("hub", "mixture"),
+    "validation_split": ("hub", "mixture"), "stream": ("text", "jsonl", "parquet", *ID_SOURCES),
+    "manifest": ("text", "jsonl", "parquet", *ID_SOURCES),
 }  # fmt: skip
 # Names of the built-in evaluations: held-out text, and the parts of a mixture.
 _BUILT_IN = re.compile(r"held_out|mixture\..*")
@@ -95,10 +96,15 @@ class SourceConfig(Section):
     check_ids: Literal["full", "sample"] = "full"
     """How to check token ids from other programs against the vocabulary: "full" reads all of them
     once, "sample" those of 256 documents per file. Flat arrays are always read in full."""
+    stream: bool = False
+    """Fetch the files of `paths` (shards, also URLs) during the run, when only a few of them fit on
+    the disk. Requires `manifest`, and holds nothing out: evaluate on `data.validation` sets."""
+    manifest: PathText = ""
+    """Folder of a stream's manifest, written by `prepare.py --manifest`; every node reads it."""
 
     @model_validator(mode="after")
     def _check_source(self) -> "SourceConfig":
-        if problems := [*_check_keys(self), *_check_loss_columns(self)]:
+        if problems := [*_check_keys(self), *_check_loss_columns(self), *_check_stream(self)]:
             raise Problems(problems)
         return self
 
@@ -167,14 +173,26 @@ class DataConfig(SourceConfig):
     remote_cache_bytes: int = Field(default=10 * 2**30, ge=0)
     """Maximum bytes of remote token ids that a node keeps in `cache`; the least recently used
     blocks are evicted first. 0 (or less than 1.1 MB) disables the cache."""
+    stream_cache_bytes: Size = Field(default=100 * 2**30, gt=0)
+    """Maximum bytes of streamed shards that a node keeps in `cache`; the least recently used shards
+    are removed first. Two windows of shards must fit, or all shards."""
+    stream_window: Annotated[int, Field(gt=0)] | Literal["all"] = 16
+    """Shards of a stream whose samples are shuffled together. "all" (or as many) is the order that
+    the same corpus has without `stream`."""
     cache: PathText = Field(default="auto", min_length=1)
     """Folder for tokenized corpora; "auto" is $XDG_CACHE_HOME/parallel3d or ~/.cache/parallel3d."""
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
-        if problems := [*_check_tokenizer(self), *_check_names(self)]:
+        problems = [*_check_tokenizer(self), *_check_names(self), *_check_streams(self)]
+        if problems:
             raise Problems(problems)
         return self
+
+    @property
+    def streams(self) -> tuple[SourceConfig, ...]:
+        """The sources that are streamed: the corpus, or parts of the mixture."""
+        return tuple(part for part in self.mixture or (self,) if part.stream)
 
     @property
     def has_own_size(self) -> bool:
@@ -249,3 +267,30 @@ def _check_loss_columns(section: SourceConfig) -> Iterator[Problem]:
         if value and section.source in _READ_BY["token_field"] and section.token_field is None:
             rule = "requires token_field"
             yield Problem(key, value, rule, 'add "token_field": "input_ids"')
+
+
+def _check_stream(section: SourceConfig) -> Iterator[Problem]:
+    """Yield the problems of a source's stream and manifest."""
+    if section.stream and not section.manifest:
+        example = 'add "manifest": "FOLDER", and run `prepare.py --manifest` once'
+        yield Problem("manifest", section.manifest, "is required by stream", example)
+    if section.manifest and not section.stream:
+        rule = "is for streams"
+        yield Problem("manifest", section.manifest, rule, 'remove it, or add "stream": true')
+    for key in ("label_field", "weight_field"):
+        if section.stream and (value := getattr(section, key)):
+            yield Problem(key, value, "cannot be streamed", "remove it, or remove stream")
+
+
+def _check_streams(data: DataConfig) -> Iterator[Problem]:
+    """Yield the problems of settings that a stream cannot be combined with."""
+    for name, section in data.validation.items():
+        if section.stream:
+            rule = "cannot be streamed: validation sets are read as a whole"
+            yield Problem(f"validation.{name}.stream", True, rule, "remove it")
+    if data.streams and data.held_out_fraction not in (0, "auto"):
+        rule, remedy = "cannot be held out of streams", "remove it, and use data.validation"
+        yield Problem("held_out_fraction", data.held_out_fraction, rule, remedy)
+    if data.streams and data.tokenizer == "train":
+        rule = "cannot be trained on streams"
+        yield Problem("tokenizer", "train", rule, "name a folder, or a tokenizer of the hub")

@@ -61,6 +61,7 @@ _NOT_TRAINED = (
         "parallel3d.data.workers",
         "parallel3d.data.read_ahead",
         "parallel3d.data.remote_cache_bytes",
+        "parallel3d.data.stream_cache_bytes",
     ),
     *(f"parallel3d.train.{name}" for name in ("stop_after", "timeout_seconds", "profile")),
 )

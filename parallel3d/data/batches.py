@@ -11,6 +11,7 @@ import numpy as np
 from parallel3d.base.errors import DataError
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.data.order import GOLDEN, Mixing, sample_index
+from parallel3d.data.sharded import ShardedTokens
 
 
 def num_windows(num_tokens: int, sequence_length: int) -> int:
@@ -100,9 +101,27 @@ class Batches:
             here = parts == part
             # Streams of equal length must not share one order.
             seed = self.seed + int(part) * GOLDEN
-            windows = sample_index(seed, places[here], self._sizes[part])
-            starts[here] = windows * self.sequence_length
+            tokens = self.streams[part].tokens
+            if isinstance(tokens, ShardedTokens):
+                starts[here] = tokens.sample_starts(seed, places[here], self.sequence_length)
+            else:
+                windows = sample_index(seed, places[here], self._sizes[part])
+                starts[here] = windows * self.sequence_length
         return parts, starts
+
+    @property
+    def waiting_for(self) -> str:
+        """The shard that a stream waits for; "" if none does."""
+        return next(filter(None, (tokens.waiting_for for tokens in self._sharded())), "")
+
+    def close(self) -> None:
+        """End the threads that fetch shards."""
+        for tokens in self._sharded():
+            tokens.close()
+
+    def _sharded(self) -> list[ShardedTokens]:
+        tokens = (stream.tokens for stream in self.streams)
+        return [one for one in tokens if isinstance(one, ShardedTokens)]
 
 
 def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> None:

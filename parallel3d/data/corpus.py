@@ -32,6 +32,8 @@ from parallel3d.data.ids.counting import TokenWeights
 from parallel3d.data.ids.remote import SET_BYTES, BlockCache, RemoteFiles, is_url
 from parallel3d.data.ids.spans import Spans, check_sizes
 from parallel3d.data.rows import place_of
+from parallel3d.data.shard_cache import ShardCache
+from parallel3d.data.sharded import ShardedTokens
 
 PLACE = np.dtype([("file", "<i4"), ("row", "<i8")])
 HELD_OUT_COUNTS, HELD_OUT_BYTES = "held_out_counts.npy", "held_out_bytes.npy"
@@ -64,7 +66,7 @@ class DocumentBounds:
 class TokenStream:
     """Consecutive documents: tokens [num_tokens], bounds int64 [num_documents + 1]."""
 
-    tokens: np.ndarray | Spans
+    tokens: np.ndarray | Spans | ShardedTokens
     bounds: np.ndarray | DocumentBounds
     weights: TokenWeights | None = None
     """The weight of each token in the loss; None if all tokens count equally."""
@@ -126,11 +128,13 @@ class Corpus:
     """The validation sets by name; all their documents are held out."""
 
     @classmethod
-    def open(cls, directory: str | Path, remote_cache_bytes: int = 0) -> "Corpus":
+    def open(
+        cls, directory: str | Path, remote_cache_bytes: int = 0, shards: ShardCache | None = None
+    ) -> "Corpus":
         """Return the corpus that `prepare` wrote to `directory`, without reading its sources.
 
-        `remote_cache_bytes` limits the cache for blocks of remote files. Raises DataError if the
-        corpus is incomplete.
+        `remote_cache_bytes` limits the cache for blocks of remote files, `shards` is the cache of
+        streams. Raises DataError if the corpus is incomplete.
         """
         directory = Path(directory)
         if not is_complete(directory):
@@ -140,7 +144,7 @@ class Corpus:
         fields |= {"key": meta.get("key", directory.name), "found": meta.get("found", {})}
         if "mixture" in meta:
             parts = tuple(
-                cls.open(directory.parent / part["corpus"], remote_cache_bytes)
+                cls.open(directory.parent / part["corpus"], remote_cache_bytes, shards)
                 for part in meta["mixture"]
             )
             weights = tuple(part["weight"] for part in meta["mixture"])
@@ -152,7 +156,7 @@ class Corpus:
                 labels=tuple(part["label"] for part in meta["mixture"]),
                 **fields,
             )
-        train, held_out = streams_of(directory, meta, remote_cache_bytes)
+        train, held_out = streams_of(directory, meta, remote_cache_bytes, shards)
         return cls(directory=directory, train=train, held_out=held_out, **fields)
 
     def place(self) -> dict[str, Any]:
@@ -162,11 +166,16 @@ class Corpus:
         return {"directory": str(self.directory), "key": self.key, **facts}
 
     @classmethod
-    def at(cls, place: Mapping[str, Any], remote_cache_bytes: int = 0) -> "Corpus":
+    def at(
+        cls,
+        place: Mapping[str, Any],
+        remote_cache_bytes: int = 0,
+        shards: ShardCache | None = None,
+    ) -> "Corpus":
         """Return the corpus that `place` describes, with its validation sets; see `open`."""
         sets = place["validation"].items()
         return replace(
-            cls.open(place["directory"], remote_cache_bytes),
+            cls.open(place["directory"], remote_cache_bytes, shards),
             found=place["found"],
             validation={name: cls.at(part, remote_cache_bytes) for name, part in sets},
         )
@@ -229,13 +238,19 @@ class Corpus:
 
 
 def streams_of(
-    directory: Path, meta: Mapping[str, Any], remote_cache_bytes: int = 0
+    directory: Path,
+    meta: Mapping[str, Any],
+    remote_cache_bytes: int = 0,
+    shards: ShardCache | None = None,
 ) -> list[TokenStream]:
     """Return the training and the held-out stream of the corpus in `directory`."""
     bounds = np.asarray(np.memmap(directory / "bounds.bin", dtype=np.int64, mode="r"))
     num_train, dtype = meta["num_train_documents"], np.dtype(meta["dtype"])
     own: list[DocumentBounds | np.ndarray]
     own = [bounds[: num_train + 1], DocumentBounds(bounds[num_train:])]
+    if "stream" in meta:
+        sharded = ShardedTokens(directory, dict(meta), shards)
+        return [TokenStream(sharded, own[0]), TokenStream(np.empty(0, dtype), own[1])]
     if "files" not in meta:
         tokens = np.asarray(np.memmap(directory / "tokens.bin", dtype=dtype, mode="r"))
         parts = np.split(tokens, [int(bounds[num_train])])

@@ -24,9 +24,11 @@ from parallel3d.data.corpus_folder import (
     train,
 )
 from parallel3d.data.documents import Documents, find_documents
+from parallel3d.data.ids.validate import DIGEST
 from parallel3d.data.order import whole_shares
 from parallel3d.data.sources import Progress, find_files, no_progress
 from parallel3d.data.split import num_common, split_documents
+from parallel3d.data.streams import check_room, make_manifest, open_shard_cache, open_stream
 from parallel3d.data.tokenised import Tokenised, TokenRecipe, find_tokens, vocabulary_of
 from parallel3d.data.tokenizer import check_name, save_tokenizer, tokenizer_directory
 
@@ -49,33 +51,52 @@ def prepare(config: DataConfig, progress: Progress = no_progress) -> Corpus:
         return _Preparation(config, tokenizer, progress).run()
 
 
+def prepare_manifests(config: DataConfig, progress: Progress = no_progress) -> None:
+    """Read the shards of a config's streams, and write their manifests; see make_manifest."""
+    check_name(config.tokenizer)
+    is_own = config.tokenizer not in ("train", "none")
+    with tokenizer_directory(config.tokenizer) if is_own else nullcontext() as tokenizer:
+        for part in config.mixture or (config,):
+            if part.stream:
+                make_manifest(config, part, tokenizer, progress)
+
+
 class _Preparation:
     """One call of `prepare`; `tokenizer` is the directory of an existing tokenizer, if any."""
 
     def __init__(self, config: DataConfig, tokenizer: Path | None, progress: Progress) -> None:
         self.config, self.tokenizer, self.progress = config, tokenizer, progress
-        self.cache = cache_root(config.cache)
+        self.cache, self.shards = cache_root(config.cache), open_shard_cache(config)
 
     def run(self) -> Corpus:
         """Return the corpus, with its validation sets."""
         config = self.config
         parts: tuple[PartConfig | DataConfig, ...] = config.mixture or (config,)
         progress_of = [self._progress_of(number, len(parts)) for number in range(len(parts))]
-        sources = []
+        sources: list[Documents | Tokenised | None] = []
         for number, part in enumerate(parts):
             with _prefix_errors(f"data.mixture.{number}") if config.mixture else nullcontext():
-                sources.append(self._find(part, progress_of[number]))
-        tables = [source.table for source in sources]
-        held_out = split_documents(tables, config.held_out_fraction, config.held_out_seed)
+                sources.append(None if part.stream else self._find(part, progress_of[number]))
+        local = [source for source in sources if source is not None]
+        tables = [source.table for source in local]
+        fraction = 0 if config.streams else config.held_out_fraction
+        held_out = split_documents(tables, fraction, config.held_out_seed)
         # A mixture's tokenizer is trained on all parts; a single corpus trains its own.
         shares = whole_shares([part.weight for part in config.mixture]) if config.mixture else []
         if config.mixture and config.tokenizer == "train":
-            self.tokenizer = self._train_tokenizer(sources, held_out, shares)
-        corpora = [self._build(*args) for args in zip(sources, held_out, progress_of, strict=True)]
+            self.tokenizer = self._train_tokenizer(local, held_out, shares)
+        masks, corpora = iter(held_out), []
+        for part, source, shown in zip(parts, sources, progress_of, strict=True):
+            corpora.append(
+                open_stream(config, part, self.tokenizer, self.shards)
+                if source is None
+                else self._build(source, next(masks), shown)
+            )
+        if config.streams:
+            check_room(config, corpora)
         corpus = self._mix(corpora, shares) if config.mixture else corpora[0]
-        training = np.concatenate(
-            [table["digest"][~apart] for table, apart in zip(tables, held_out, strict=True)]
-        )
+        digests = [table["digest"][~apart] for table, apart in zip(tables, held_out, strict=True)]
+        training = np.concatenate([np.empty(0, DIGEST), *digests])
         if config.tokenizer == "train":
             self.tokenizer = corpus.tokenizer_directory
         sets = {}
@@ -158,7 +179,7 @@ class _Preparation:
         first = corpora[0]
         weights = [share / sum(shares) for share in shares]
         parts = [
-            {"corpus": corpus.directory.name, "weight": weight, "label": _label(part)}
+            {"corpus": self._name(corpus.directory), "weight": weight, "label": _label(part)}
             for corpus, weight, part in zip(corpora, weights, self.config.mixture, strict=True)
         ]
         directory = self.cache / "corpora" / digest_of(FORMAT, json.dumps(parts))
@@ -183,12 +204,16 @@ class _Preparation:
                 }
                 copy_tokenizer(first.tokenizer_directory, folder / "tokenizer")
                 (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-        mixture = Corpus.open(directory)
+        mixture = Corpus.open(directory, shards=self.shards)
         skipped: Counter[str] = Counter()
         for corpus in corpora:
             skipped.update(corpus.found.get("skipped", {}))
         facts = {**mixture.found, "skipped": dict(sorted(skipped.items())), "skipped_first": []}
         return replace(mixture, parts=tuple(corpora), found=facts)
+
+    def _name(self, directory: Path) -> str:
+        """Return the name of a corpus in the cache, or the path of a manifest."""
+        return directory.name if directory.parent == self.cache / "corpora" else str(directory)
 
     def _progress_of(self, number: int, num_parts: int) -> Progress:
         """Return the progress of one part, which shows the part's number in a mixture."""

@@ -16,6 +16,7 @@ from parallel3d.data.batches import Batches, documents_of, first_sample
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.evaluation_samples import EvaluationSamples
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.schedule.schedule import Schedule
 from parallel3d.tensor.segments import Segments
@@ -45,7 +46,7 @@ class Feed:
         used = {"tokens": owners[0] == coord, "labels": owners[-1] == coord}
         self._kinds = [name for name, is_used in used.items() if is_used]
         self._isolates = config.data.isolate_documents
-        training = Batches(corpus.train, length, config.train.seed)
+        self._batches = training = Batches(corpus.train, length, config.train.seed)
         # One read-ahead for each: an evaluation must not discard the training steps built ahead.
         self._training = ReadAhead(partial(self._step, training))
         self._evaluations: dict[EvaluationSamples, ReadAhead[_Step]] = {}
@@ -73,6 +74,7 @@ class Feed:
 
     def close(self) -> None:
         """End the threads that build samples ahead."""
+        self._batches.close()
         self._training.close()
         for ahead in self._evaluations.values():
             ahead.close()
@@ -126,11 +128,15 @@ class Feed:
 
     def _taken(self, ahead: ReadAhead[_Step], start: int, then: list[int]) -> _Step:
         try:
-            return ahead.take(start, then)
+            return ahead.take(start, then, self._say_waiting)
         except DataError as error:
             # Other ranks read other samples, without this error.
             size = self._config.global_batch_size
             raise RankError(f"{error} (in samples {start:,} to {start + size - 1:,})") from error
+
+    def _say_waiting(self) -> None:
+        if name := self._batches.waiting_for:
+            pulse.doing(f"waiting for the shard {name}")
 
     def _cut(self, step: _Step) -> list[Microbatch]:
         tensor, device = self._on_device(step.arrays), self._mesh.device

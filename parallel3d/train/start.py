@@ -22,6 +22,7 @@ from parallel3d.data.prepare import prepare
 from parallel3d.data.prepare_progress import shown_progress
 from parallel3d.data.show import describe_skips
 from parallel3d.data.sources import no_progress
+from parallel3d.data.streams import open_shard_cache
 from parallel3d.engine.swap import check_writable
 from parallel3d.huggingface.initial_weights import find_weights, load_weights, tokenizer_warning
 from parallel3d.mesh.agree import agree, gather_json, on_first
@@ -220,7 +221,7 @@ def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -
             "a parallel3d.data.cache that all nodes share"
         ) from None
     refuse_different(places, nodes)
-    corpus = Corpus.at(places[first], data.remote_cache_bytes)
+    corpus = Corpus.at(places[first], data.remote_cache_bytes, open_shard_cache(data))
     console.print(*corpus_lines(corpus), sep="\n")
     return corpus
 

@@ -21,6 +21,8 @@ class Settings:
     split: str = "train"
     token_field: str | None = None
     weight: float = 1.0
+    stream: bool = False
+    streams: tuple["Settings", ...] = ()
     mixture: tuple["Settings", ...] = ()
     tokenizer: str = "train"
     vocab_size: int = 300
