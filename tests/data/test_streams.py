@@ -22,7 +22,7 @@ from tests.data.stores import http_store, s3_store
 
 pytestmark = pytest.mark.gloo
 
-LENGTH, SHARDS, EPOCHS, SEED = 16, 12, 3, 3
+LENGTH, SHARDS, EPOCHS, SEED = 16, 8, 3, 3
 IDS = {"tokenizer": "none", "vocab_size": writers.SIZE, "end_of_text_id": writers.END}
 
 
@@ -93,7 +93,11 @@ def bytes_in(folder):
     return total
 
 
-@pytest.mark.parametrize("store", ["folder", "http", "s3", "memory"])
+def slow(*names):
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("store", ["folder", "s3", *slow("http", "memory")])
 def test_from_every_store_it_is_the_local_order(store, shards, tmp_path):
     local = local_samples(shards / "*.npy", tmp_path)
 
@@ -116,10 +120,9 @@ def test_from_every_store_it_is_the_local_order(store, shards, tmp_path):
         check("memory://streamed")
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("datatrove", "raw", "text")]
-
-
-@pytest.mark.parametrize("name", ["megatron", "parquet", "jsonl", *SLOW])
+@pytest.mark.parametrize(
+    "name", ["megatron", "jsonl", *slow("datatrove", "raw", "parquet", "text")]
+)
 def test_every_source_has_the_samples_of_its_local_corpus(name, tmp_path):
     folder, settings = tmp_path / "shards", {"source": name}
     folder.mkdir()
@@ -215,6 +218,7 @@ batches.close()
 """
 
 
+@pytest.mark.slow
 def test_after_kills_at_five_points_it_goes_on_with_the_same_samples(shards, tmp_path):
     settings = config(shards / "*.npy", tmp_path)
     prepare_manifests(settings)
@@ -246,7 +250,7 @@ def test_failures_and_truncated_shards_are_tried_again(shards, tmp_path):
         settings = prepared(server, tmp_path)
         clean = digest(streamed(settings.model_copy(update={"cache": str(tmp_path / "c")}), 40))
         server.faults = {
-            "03.npy": ["fail"] * 4, "07.npy": ["cut", "cut"], "08.npy": ["fail", "cut"]
+            "03.npy": ["fail"] * 4, "06.npy": ["cut", "cut"], "07.npy": ["fail", "cut"]
         }  # fmt: skip
         assert digest(streamed(settings, 40)) == clean
         assert not any(server.faults.values())
@@ -254,7 +258,7 @@ def test_failures_and_truncated_shards_are_tried_again(shards, tmp_path):
         assert len(server.requests) >= 3 * SHARDS + 8
 
 
-@pytest.mark.parametrize("damage", ["changed", "missing", "unreachable"])
+@pytest.mark.parametrize("damage", ["changed", "unreachable", *slow("missing")])
 def test_a_shard_that_cannot_be_used_has_one_message(damage, shards, tmp_path):
     with http_store(shards) as server:
         settings = prepared(server, tmp_path)
@@ -284,7 +288,7 @@ def test_a_shard_that_cannot_be_used_has_one_message(damage, shards, tmp_path):
 def test_a_lost_shard_is_skipped_the_same_on_every_mesh(shards, tmp_path, capfd):
     with http_store(shards) as server:
         settings = prepared(server, tmp_path, on_error="skip")
-        whole = local_samples(shards / "*.npy", tmp_path)
+        whole = streamed(settings.model_copy(update={"cache": str(tmp_path / "clean")}), 40)
         lost = np.load(shards / "04.npy").astype(np.int64).tobytes()
         (shards / "04.npy").unlink()
         found = {
@@ -296,11 +300,12 @@ def test_a_lost_shard_is_skipped_the_same_on_every_mesh(shards, tmp_path, capfd)
         assert len(found) == 1
         read = streamed(settings, 40)
     assert capfd.readouterr().err.count("skipped shard 1 of this node") == 3
-    assert len(read) == len(whole)
-    inner = [window.tobytes() in lost for window in read]
-    assert sum(window.tobytes() in lost for window in whole) > 50 and not any(inner)
-    corpus = {bytes(token) for token in whole}
-    assert len({bytes(token) for token in read} & corpus) > 0.9 * len({bytes(x) for x in read})
+    differs = (read != whole).any(axis=1)
+    was_lost = np.array([window.tobytes() in lost for window in whole])
+    # Every other sample is at its place. One an epoch begins in the lost shard and ends after it.
+    assert differs[was_lost].all() and was_lost.sum() > 50
+    assert differs.sum() <= was_lost.sum() + EPOCHS
+    assert not any(window.tobytes() in lost for window in read)
 
 
 def test_a_manifest_that_does_not_fit_is_refused(shards, tmp_path):
