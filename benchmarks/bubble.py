@@ -45,7 +45,7 @@ class Sleeper:
 
     evaluate = forward
 
-    def backward(self, output: Tensor, grad: Tensor | None = None, *, stage: int = 0) -> None:
+    def backward(self, output: Tensor, grad: Tensor | None, *, stage: int, last: bool) -> None:
         """The input's gradient; the weights', too, where backwards are whole."""
         time.sleep(self._backward)
         output.backward(grad)
