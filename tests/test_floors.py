@@ -62,7 +62,7 @@ BUDGET = {
     "parallel3d/calibrate": 560,
     "parallel3d/checkpoint": 1360,
     "parallel3d/config": 1500,
-    "parallel3d/data": 3560,
+    "parallel3d/data": 3680,
     "parallel3d/engine": 1450,
     "parallel3d/huggingface": 960,
     "parallel3d/mesh": 1220,

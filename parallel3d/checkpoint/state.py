@@ -29,11 +29,11 @@ class Position:
     tokens: int = 0
     next_sample: int = 0
 
-    def after(self, config: RunConfig) -> "Position":
-        """Return the position one step later."""
+    def after(self, config: RunConfig, padding: int = 0) -> "Position":
+        """Return the position one step later; `padding` is not counted among its tokens."""
         return Position(
             self.step + 1,
-            self.tokens + config.tokens_per_step,
+            self.tokens + config.tokens_per_step - padding,
             self.next_sample + config.global_batch_size,
         )
 
@@ -81,9 +81,11 @@ class RunState:
         meaning.
         """
         saved, config = state["config"]["parallel3d"], self._config
+        packing = saved["data"].get("packing", "none")
         for setting, old, new in (
             ("parallel3d.train.seed", saved["train"]["seed"], config.train.seed),
             (_LENGTH, saved["data"]["sequence_length"], config.data.sequence_length),
+            ("parallel3d.data.packing", packing, config.data.packing),
         ):
             if old != new:
                 raise CheckpointError(

@@ -31,6 +31,7 @@ from parallel3d.data.cache import is_complete
 from parallel3d.data.ids.counting import TokenWeights
 from parallel3d.data.ids.remote import SET_BYTES, BlockCache, RemoteFiles, is_url
 from parallel3d.data.ids.spans import Spans, check_sizes
+from parallel3d.data.packing import Packing
 from parallel3d.data.rows import place_of
 from parallel3d.data.shard_cache import ShardCache
 from parallel3d.data.sharded import ShardedTokens
@@ -70,6 +71,8 @@ class TokenStream:
     bounds: np.ndarray | DocumentBounds
     weights: TokenWeights | None = None
     """The weight of each token in the loss; None if all tokens count equally."""
+    packing: Packing | None = None
+    """The documents in each sample; None if samples are consecutive windows."""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -13,8 +13,9 @@ import numpy as np
 from parallel3d.base.errors import DataError
 from parallel3d.base.masking import mask
 from parallel3d.config.data import DataConfig, PartConfig, yields_token_ids
+from parallel3d.data import packing
 from parallel3d.data.cache import cache_root, digest_of, is_complete, locked, staged
-from parallel3d.data.corpus import Corpus, entropy
+from parallel3d.data.corpus import Corpus, Mixture, entropy
 from parallel3d.data.corpus_folder import (
     FORMAT,
     TRAINING_BYTES,
@@ -59,6 +60,30 @@ def prepare_manifests(config: DataConfig, progress: Progress = no_progress) -> N
         for part in config.mixture or (config,):
             if part.stream:
                 make_manifest(config, part, tokenizer, progress)
+
+
+def pack(corpus: Corpus, config: DataConfig, progress: Progress = no_progress) -> Corpus:
+    """Return the corpus with the packing of its training part, which is cached.
+
+    It is a function of the documents and data.sequence_length. Raises DataError if the cache cannot
+    be written.
+    """
+    if config.packing == "none":
+        return corpus
+    if isinstance(corpus.train, Mixture):
+        parts = tuple(pack(part, config, progress) for part in corpus.parts)
+        streams = tuple(part.stream("train") for part in parts)
+        return replace(corpus, parts=parts, train=replace(corpus.train, parts=streams))
+    stream, length = corpus.stream("train"), config.sequence_length
+    key = digest_of(packing.FORMAT, corpus.key, length)
+    directory = cache_root(config.cache) / "packings" / key
+    with _published(directory, progress) as folder:
+        if folder:
+            progress("packing documents", 0, 1)
+            packing.Packing.make(np.asarray(stream.bounds), length).save(folder)
+    packed = packing.Packing.open(directory, length)
+    facts = packed.facts(np.asarray(stream.bounds))
+    return replace(corpus, train=replace(stream, packing=packed), found={**corpus.found, **facts})
 
 
 class _Preparation:
@@ -109,7 +134,7 @@ class _Preparation:
             if not is_listed:
                 facts = {**sets[name].found, "found_by": "data.validation_split"}
                 sets[name] = replace(sets[name], found=facts)
-        return replace(corpus, validation=sets)
+        return pack(replace(corpus, validation=sets), config, self.progress)
 
     def _find(self, section: DataConfig | PartConfig, progress: Progress) -> Documents | Tokenised:
         """Return the documents of a source of text or of token ids; not for mixtures."""

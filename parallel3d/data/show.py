@@ -18,8 +18,8 @@ LENGTHS = {"shortest": 0, "5%": 5, "median": 50, "95%": 95, "longest": 100}
 def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list[dict[str, Any]]:
     """Return the first `count` samples of a run, in the format of `--json`.
 
-    A sample is a window of the mixture part `part`, starting at its token `start`. `fragments` are
-    the documents in the window: whether each `begins` and `ends` within the sample, its ids with
+    A sample is one of the mixture part `part`, starting at its token `start`. `fragments` are the
+    documents in the sample: whether each `begins` and `ends` within the sample, its ids with
     end-of-text, and its text (None without a tokenizer).
     """
     parts = corpus.parts or (corpus,)
@@ -27,15 +27,16 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
     directory = corpus.tokenizer_directory
     tokenizer = load_tokenizer(directory) if any(directory.iterdir()) else None
     rows = []
-    for index, (part, window) in enumerate(zip(*batches.windows(0, count), strict=True)):
-        stream, first = batches.streams[part], int(window)
-        bounds = stream.bounds
-        fragments = []
-        document = int(np.searchsorted(bounds, first, side="right")) - 1
-        after = int(np.searchsorted(bounds, first + sequence_length))
-        for number in range(document, after):
-            begin, end = int(bounds[number]), int(bounds[number + 1])
-            start, stop = max(first, begin), min(first + sequence_length, end)
+    for index, (part, places, _) in enumerate(zip(*batches.places(0, count), strict=True)):
+        stream, fragments = batches.streams[part], []
+        numbers = np.searchsorted(stream.bounds, places, side="right") - 1
+        cuts = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(places) != 1)) + 1
+        for own in np.split(places, cuts):
+            start, stop = int(own[0]), int(own[-1]) + 1
+            if start < 0:
+                continue
+            number = int(np.searchsorted(stream.bounds, start, side="right")) - 1
+            begin, end = int(stream.bounds[number]), int(stream.bounds[number + 1])
             ids = np.asarray(stream.tokens[start:stop]).tolist()
             plain = ids[:-1] if stop == end else ids
             fragment = {
@@ -48,7 +49,9 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
             }
             fragments.append(fragment)
         label = corpus.labels[part] if corpus.labels else ""
-        rows.append({"index": index, "part": label, "start": first, "fragments": fragments})
+        rows.append(
+            {"index": index, "part": label, "start": int(places[0]), "fragments": fragments}
+        )
     return rows
 
 

@@ -72,6 +72,10 @@ class Feed:
         documents = None if step.documents is None else self._on_device(step.documents)
         return self._cut(step), documents
 
+    def padding(self, start: int) -> int:
+        """Return the padding in tokens of the step that begins at sample `start`, on all ranks."""
+        return self._batches.padding(start, self._config.global_batch_size)
+
     def close(self) -> None:
         """End the threads that build samples ahead."""
         self._batches.close()
@@ -97,8 +101,12 @@ class Feed:
         used = [arrays[kind].reshape(shape) for kind in self._kinds]
         step = _Step(self._readable(np.stack(used, axis=1) if used else nothing))
         if self._isolates:
-            documents = torch.from_numpy(documents_of(tokens, self._end_of_text).reshape(shape))
-            step = step._replace(segments=tuple(map(Segments.of, documents)))
+            if batches.is_packed:
+                documents = batches.places(first, count)[2]
+            else:
+                documents = documents_of(tokens, self._end_of_text)
+            cut = torch.from_numpy(documents.reshape(shape))
+            step = step._replace(segments=tuple(map(Segments.of, cut)))
         if "labels" in self._kinds and batches.weighs:
             weights = batches.weights(first, count).reshape(shape)
             step = step._replace(weights=self._readable(weights))

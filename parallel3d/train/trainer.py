@@ -100,6 +100,7 @@ class Trainer:
         self.saver, self.stop, self.position = saver, stop or StopRequest(), start.position
         self._state = RunState(config, corpus) if saver else None
         self._role_rates = role_rates(config.model)
+        self._step_tokens = config.tokens_per_step  # without padding
         self._stall: float | None = None  # of the last save, until a line of metrics contains it
         self._feed = Feed(config, mesh, corpus, parts.schedule)
         self._evaluation = Evaluation(
@@ -117,7 +118,11 @@ class Trainer:
 
     def _run(self) -> Result:
         result, first = Result(steps=self.position.step), self.position.step
-        seconds = step_seconds = 0.0  # `seconds` excludes the first step, which also warms up
+        tokens, seconds, step_seconds = (
+            0,
+            0.0,
+            0.0,
+        )  # two exclude the first step, which also warms up
         window = min(max(self.config.num_steps // 10, _FEWEST), _MOST)
         losses: deque[float] = deque(maxlen=window)
         while result.steps < self.config.num_steps and not result.stopped:
@@ -137,7 +142,10 @@ class Trainer:
                 self._warn_if_slow(step_seconds)
                 if self.progress and (graphs := compiled.describe()):
                     self.progress.say(graphs)
-            self.position = self.position.after(self.config)
+            padding = self._feed.padding(self.position.next_sample)
+            self._step_tokens = self.config.tokens_per_step - padding
+            tokens += self._step_tokens if step > first else 0
+            self.position = self.position.after(self.config, padding)
             result.steps = step + 1
             # Every tp rank of the last stage reports the loss of its dp coordinate.
             result.loss = sum(row.loss for row in rows) / (
@@ -160,8 +168,7 @@ class Trainer:
                 self.writer.complete(result.validation)
             self.stop.finished()
         else:
-            timed = max(1, result.steps - first - 1)
-            speed = self._speed(seconds / timed if seconds else step_seconds)
+            speed = self._speed(tokens or self._step_tokens, seconds or step_seconds)
             result.tokens_per_second, result.tflops_per_device, result.mfu = speed
             result.mean_loss, result.mean_loss_of = fmean(losses), len(losses)
             result.loss_deviation = stdev(losses) if len(losses) > 1 else math.nan
@@ -246,11 +253,14 @@ class Trainer:
             self.saver.finish()
         raise TrainingError(message)
 
-    def _speed(self, seconds: float) -> tuple[float, float, float | None]:
-        """Return tokens per second of the mesh, model TFLOP/s per device, and MFU."""
-        tokens = self.config.tokens_per_step / seconds
-        flops = tokens * self.flops_per_token / self.mesh.size("world")
-        return tokens, flops / 1e12, flops / self.peak_flops if self.peak_flops else None
+    def _speed(self, tokens: int, seconds: float) -> tuple[float, float, float | None]:
+        """Return tokens per second of the mesh, model TFLOP/s per device, and MFU.
+
+        Padding is none of the tokens.
+        """
+        rate_of_tokens = tokens / seconds
+        flops = rate_of_tokens * self.flops_per_token / self.mesh.size("world")
+        return rate_of_tokens, flops / 1e12, flops / self.peak_flops if self.peak_flops else None
 
     def _report(
         self,
@@ -262,7 +272,7 @@ class Trainer:
         validation: Losses,
     ) -> None:
         """Write and show a step's metrics, on the rank that reports."""
-        tokens_per_second, tflops, mfu = self._speed(seconds)
+        tokens_per_second, tflops, mfu = self._speed(self._step_tokens, seconds)
         stall, self._stall = self._stall, None
         metrics = StepMetrics(
             step=result.steps,

@@ -58,6 +58,7 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (config.mesh.sequence_parallel, "mesh.sequence_parallel", ""),
         (True, "order of samples, labels", ""),
         (data.isolate_documents, "data.isolate_documents", ""),
+        (data.packing != "none", f"data.packing = {data.packing}", "tests/verify/test_packing.py"),
         (data.source == "mixture", "shares of data.mixture", ""),
         (weighs, "labels that count unequally", ""),
         (True, f"reading data.source = {data.source}", "tests/data/test_sources.py"),
