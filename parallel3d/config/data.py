@@ -118,6 +118,21 @@ class PartConfig(SourceConfig):
     """Share of the samples, relative to the other parts' weights."""
 
 
+class FimConfig(Section):
+    """Fill-in-the-middle: documents with the middle moved to the end."""
+
+    rate: float = Field(default=0.5, ge=0, le=1)
+    """Share of the documents that are rearranged."""
+    spm_rate: float = Field(default=0.5, ge=0, le=1)
+    """Share of these with the suffix first (SPM); the others have the prefix first (PSM)."""
+    by: Literal["document", "fragment"] = "document"
+    """"document": only documents that are whole in their sample; "fragment": also the parts of
+    documents that are cut."""
+    tokens: Annotated[tuple[str, str, str], Strict(False)] | Literal["auto"] = "auto"
+    """The tokenizer's special tokens before prefix, suffix and middle; "auto" knows those of
+    StarCoder, Qwen, CodeLlama and DeepSeek."""
+
+
 class ValidationConfig(PartConfig):
     """A validation set: a source used for evaluation only."""
 
@@ -151,6 +166,8 @@ class DataConfig(SourceConfig):
     """"none" cuts the documents, one after another, every sequence_length tokens. "best_fit" puts
     whole documents into samples, and cuts only documents that are longer than a sample; the padding
     counts neither in the loss nor in tokens and throughput (arXiv:2404.10830)."""
+    fim: FimConfig | None = None
+    """Fill-in-the-middle of the training samples; null disables it."""
     held_out_fraction: Annotated[float, Field(ge=0, lt=0.5)] | Literal["auto"] = "auto"
     """Fraction of the text, by size, that is held out for evaluation, in whole documents; 0 holds
     out none. "auto" is 5 %, at most 128 MiB. With fewer than 1,280 documents it is the share of 64
@@ -189,6 +206,7 @@ class DataConfig(SourceConfig):
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
         problems = [*_check_tokenizer(self), *_check_names(self), *_check_streams(self)]
+        problems += _check_fim(self)
         if problems:
             raise Problems(problems)
         return self
@@ -244,6 +262,19 @@ def _check_names(data: DataConfig) -> Iterator[Problem]:
             yield Problem("validation", name, rule, "use letters, digits, _, - and .")
         elif _BUILT_IN.fullmatch(name):
             yield Problem("validation", name, "is reserved for held-out text", "use another name")
+
+
+def _check_fim(data: DataConfig) -> Iterator[Problem]:
+    """Yield the problems of settings that fill-in-the-middle cannot be combined with."""
+    weighs = any(part.label_field or part.weight_field for part in data.mixture or (data,))
+    refused = (
+        (weighs, "fim", "set", "cannot be combined with label_field or weight_field", "remove one"),
+        (data.tokenizer == "none", "tokenizer", "none", "has no tokens for fim", "name another"),
+        (data.sequence_length < 8, "sequence_length", data.sequence_length,
+         "is too short for fim", "use 8 or more"),
+    )  # fmt: skip
+    if data.fim:
+        yield from (Problem(*problem) for is_wrong, *problem in refused if is_wrong)
 
 
 def _check_keys(section: SourceConfig) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
+from parallel3d.data.fim import Fim
 from parallel3d.data.order import GOLDEN, Mixing, sample_index
 from parallel3d.data.sharded import ShardedTokens
 
@@ -76,11 +77,13 @@ class Batches:
     `num_samples` is the number of samples before the first one repeats.
     """
 
-    def __init__(self, stream: TokenStream | Mixture, sequence_length: int, seed: int) -> None:
+    def __init__(
+        self, stream: TokenStream | Mixture, sequence_length: int, seed: int, fim: Fim | None = None
+    ) -> None:
         # A single stream is treated as a mixture of one part.
         self.streams = (stream,) if isinstance(stream, TokenStream) else stream.parts
         self.sequence_length = sequence_length
-        self.seed = seed
+        self.seed, self.fim = seed, fim
         self._mixing = Mixing((1.0,) if isinstance(stream, TokenStream) else stream.weights)
         self._sizes = [num_samples(part, sequence_length) for part in self.streams]
         self.is_packed = is_packed(stream)
@@ -91,10 +94,15 @@ class Batches:
         """Return tokens and labels of the samples first_sample .. first_sample + count - 1.
 
         Both int64 [count, sequence_length]; labels[b, t] is the token after tokens[b, t] in the
-        stream. Both are 0 in padding.
+        stream, or in a rearranged document (`fim`). Both are 0 in padding.
         """
+        if self.fim:
+            return self._rearranged(self.fim, first_sample, count)[:2]
+        return self._plain(first_sample, count)
+
+    def _plain(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         if self.is_packed:
-            return self._packed_microbatch(first_sample, count)
+            return self._packed(first_sample, count)
         parts, starts = self.windows(first_sample, count)
         windows = np.empty((count, self.sequence_length + 1), dtype=np.int64)
         within = np.arange(self.sequence_length + 1)
@@ -103,7 +111,7 @@ class Batches:
             windows[here] = self.streams[part].tokens[starts[here][:, None] + within]
         return windows[:, :-1].copy(), windows[:, 1:].copy()
 
-    def _packed_microbatch(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def _packed(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         parts, places, _ = self.places(first_sample, count)
         tokens, labels = np.zeros((2, *places.shape), dtype=np.int64)
         for part in np.unique(parts):
@@ -112,6 +120,20 @@ class Batches:
             labels[here] = self.streams[part].tokens[places[here] + 1]
         return tokens, labels
 
+    def _rearranged(
+        self, fim: Fim, first_sample: int, count: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return tokens, labels and weights with some documents rearranged."""
+        tokens, labels = self._plain(first_sample, count)
+        parts, places, pieces = self.places(first_sample, count)
+        weights = (places >= 0).astype(np.float32)
+        if not self.is_packed:
+            pieces = documents_of(tokens, fim.end_of_text)
+        for row, part in enumerate(parts):
+            sample, bounds = (tokens[row], labels[row], weights[row]), self.streams[part].bounds
+            fim.rearrange(first_sample + row, bounds, places[row], pieces[row], sample)
+        return tokens, labels, weights
+
     @property
     def weighs(self) -> bool:
         """True if some stream has weights for its tokens, or samples have padding."""
@@ -119,19 +141,19 @@ class Batches:
 
     def weights(self, first_sample: int, count: int) -> np.ndarray:
         """Return the weights of the samples' labels: float32 [count, sequence_length]."""
+        if self.fim:
+            return self._rearranged(self.fim, first_sample, count)[2]
         parts, places, _ = self.places(first_sample, count)
-        weights = (places >= 0).astype(np.float32)
+        is_token = places >= 0
+        weights = is_token.astype(np.float32)
         for part in np.unique(parts):
-            here, stream_weights = (
-                (parts == part)[:, None] & (places >= 0),
-                self.streams[part].weights,
-            )
+            here, stream_weights = (parts == part)[:, None] & is_token, self.streams[part].weights
             if stream_weights is not None:
                 weights[here] = stream_weights[places[here] + 1]
         return weights
 
     def padding(self, first_sample: int, count: int) -> int:
-        """Return the number of places in the samples that are padding."""
+        """Return the number of places in the samples that are not tokens of the text."""
         parts, samples = self.windows(first_sample, count)
         packings = ((part, self.streams[part].packing) for part in np.unique(parts))
         return sum(packing.padding(samples[parts == part]) for part, packing in packings if packing)

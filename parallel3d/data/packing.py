@@ -24,28 +24,32 @@ class Packing:
 
     - `starts` int64, `lengths` int32 [pieces]: the first token and the size of each piece
     - `firsts` int64 [samples + 1]: sample i has the pieces firsts[i] .. firsts[i + 1] - 1
+    - `room`: places of padding that follow each piece
     """
 
     sequence_length: int
+    room: int
     starts: np.ndarray
     lengths: np.ndarray
     firsts: np.ndarray
 
     @classmethod
-    def make(cls, bounds: np.ndarray, sequence_length: int) -> "Packing":
+    def make(cls, bounds: np.ndarray, sequence_length: int, room: int = 0) -> "Packing":
         """Return the packing of documents with these bounds, int64 [documents + 1]."""
+        most = sequence_length - room
         sizes = np.diff(bounds)
         sizes[-1] -= 1  # no token follows the last one
-        counts = -(-sizes // sequence_length)
+        counts = -(-sizes // most)
         document = np.repeat(np.arange(len(sizes)), counts)
         before = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
-        before *= sequence_length  # tokens of the document in earlier pieces
-        lengths = np.minimum(sizes[document] - before, sequence_length)
-        samples, num_samples = best_fit(lengths, sequence_length)
+        before *= most  # tokens of the document in earlier pieces
+        lengths = np.minimum(sizes[document] - before, most)
+        samples, num_samples = best_fit(lengths + room, sequence_length)
         order = np.argsort(samples, kind="stable")
         pieces = np.bincount(samples, minlength=num_samples)
         return cls(
             sequence_length,
+            room,
             (bounds[document] + before)[order],
             lengths[order].astype(np.int32),
             np.concatenate([[0], np.cumsum(pieces)]),
@@ -60,11 +64,13 @@ class Packing:
             np.save(folder / f"{name}.npy", getattr(self, name), allow_pickle=False)
 
     @classmethod
-    def open(cls, folder: Path, sequence_length: int) -> "Packing":
+    def open(cls, folder: Path, sequence_length: int, room: int) -> "Packing":
         """Return the packing that was saved in `folder`, memory-mapped."""
         paths = (folder / f"{name}.npy" for name in _ARRAYS)
         return cls(
-            sequence_length, *(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths)
+            sequence_length,
+            room,
+            *(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths),
         )
 
     def positions(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -77,10 +83,11 @@ class Packing:
         for row, sample in enumerate(samples.tolist()):
             own = slice(*self.firsts[sample : sample + 2].tolist())
             lengths = self.lengths[own].astype(np.int64)
-            numbers = np.repeat(np.arange(len(lengths)), lengths)
-            begins = np.cumsum(lengths) - lengths
-            places[row, : len(numbers)] = (
-                np.arange(len(numbers)) + (self.starts[own] - begins)[numbers]
+            numbers = np.repeat(np.arange(len(lengths)), lengths + self.room)
+            begins = np.cumsum(lengths + self.room) - lengths - self.room
+            within = np.arange(len(numbers)) - begins[numbers]
+            places[row, : len(numbers)] = np.where(
+                within < lengths[numbers], self.starts[own][numbers] + within, -1
             )
             pieces[row] = len(lengths)
             pieces[row, : len(numbers)] = numbers
@@ -94,7 +101,8 @@ class Packing:
 
     def facts(self, bounds: np.ndarray) -> dict[str, Any]:
         """Return the number of samples, and the shares of padding and of cut documents."""
-        cut, places = np.diff(bounds) > self.sequence_length, len(self) * self.sequence_length
+        cut = np.diff(bounds) > self.sequence_length - self.room
+        places = len(self) * self.sequence_length
         return {
             "packed_samples": len(self),
             "packed_padding_share": 1 - int(self.lengths.sum(dtype=np.int64)) / places,

@@ -25,6 +25,7 @@ from parallel3d.data.corpus_folder import (
     train,
 )
 from parallel3d.data.documents import Documents, find_documents
+from parallel3d.data.fim import ROOM, Fim
 from parallel3d.data.ids.validate import DIGEST
 from parallel3d.data.order import whole_shares
 from parallel3d.data.sources import Progress, find_files, no_progress
@@ -65,8 +66,8 @@ def prepare_manifests(config: DataConfig, progress: Progress = no_progress) -> N
 def pack(corpus: Corpus, config: DataConfig, progress: Progress = no_progress) -> Corpus:
     """Return the corpus with the packing of its training part, which is cached.
 
-    It is a function of the documents and data.sequence_length. Raises DataError if the cache cannot
-    be written.
+    It is a function of the documents, data.sequence_length and whether data.fim is set. Raises
+    DataError if the cache cannot be written.
     """
     if config.packing == "none":
         return corpus
@@ -75,13 +76,14 @@ def pack(corpus: Corpus, config: DataConfig, progress: Progress = no_progress) -
         streams = tuple(part.stream("train") for part in parts)
         return replace(corpus, parts=parts, train=replace(corpus.train, parts=streams))
     stream, length = corpus.stream("train"), config.sequence_length
-    key = digest_of(packing.FORMAT, corpus.key, length)
+    room = ROOM if config.fim else 0
+    key = digest_of(packing.FORMAT, corpus.key, length, room)
     directory = cache_root(config.cache) / "packings" / key
     with _published(directory, progress) as folder:
         if folder:
             progress("packing documents", 0, 1)
-            packing.Packing.make(np.asarray(stream.bounds), length).save(folder)
-    packed = packing.Packing.open(directory, length)
+            packing.Packing.make(np.asarray(stream.bounds), length, room).save(folder)
+    packed = packing.Packing.open(directory, length, room)
     facts = packed.facts(np.asarray(stream.bounds))
     return replace(corpus, train=replace(stream, packing=packed), found={**corpus.found, **facts})
 
@@ -134,6 +136,7 @@ class _Preparation:
             if not is_listed:
                 facts = {**sets[name].found, "found_by": "data.validation_split"}
                 sets[name] = replace(sets[name], found=facts)
+        Fim.of(config.fim, corpus)  # refuses a tokenizer without the special tokens
         return pack(replace(corpus, validation=sets), config, self.progress)
 
     def _find(self, section: DataConfig | PartConfig, progress: Progress) -> Documents | Tokenised:

@@ -15,6 +15,7 @@ from parallel3d.data.ahead import ReadAhead
 from parallel3d.data.batches import Batches, documents_of, first_sample
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.evaluation_samples import EvaluationSamples
+from parallel3d.data.fim import Fim
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.pipeline.executor import Microbatch
@@ -46,7 +47,9 @@ class Feed:
         used = {"tokens": owners[0] == coord, "labels": owners[-1] == coord}
         self._kinds = [name for name, is_used in used.items() if is_used]
         self._isolates = config.data.isolate_documents
-        self._batches = training = Batches(corpus.train, length, config.train.seed)
+        seed = config.train.seed
+        fim = Fim.of(config.data.fim, corpus, seed)
+        self._batches = training = Batches(corpus.train, length, seed, fim)
         # One read-ahead for each: an evaluation must not discard the training steps built ahead.
         self._training = ReadAhead(partial(self._step, training))
         self._evaluations: dict[EvaluationSamples, ReadAhead[_Step]] = {}

@@ -28,6 +28,7 @@ class Settings:
     vocab_size: int = 300
     sequence_length: int = 8
     packing: str = "none"
+    fim: object = None
     held_out_fraction: float | str = 0.2
     held_out_seed: int = 0
     validation: Mapping[str, "Settings"] = field(default_factory=dict)
