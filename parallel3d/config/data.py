@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 from pydantic_core import to_jsonable_python
@@ -56,6 +56,43 @@ _REQUIRED_KEYS = {
     "hub": ("name", '"name": "owner/dataset" or a folder'),
     "mixture": ("mixture", '"mixture": [{"source": "text", "paths": ["a/*.txt"], "weight": 1}]'),
 }
+
+
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?) ?([KMBT]?) tokens")
+
+
+def _num_tokens(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if not (match := _TOKENS.fullmatch(value)):
+        raise ValueError('must be a number of tokens; write 10000000000 or "10B tokens"')
+    return round(float(match[1]) * 1000 ** " KMBT".index(match[2] or " "))
+
+
+def _check_starts(weights: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+    starts = [start for start, _ in weights]
+    if starts[:1] != [0] or starts != sorted(set(starts)):
+        raise ValueError("must begin with [0, WEIGHT], and go on with more tokens in each entry")
+    return weights
+
+
+_Weight = Annotated[float, Field(gt=0)]
+# Weights from a number of tokens on: [[0, 0.7], ["10B tokens", 0.3]].
+_Start = Annotated[int, BeforeValidator(_num_tokens)]
+_Change = Annotated[tuple[_Start, _Weight], Strict(False)]
+Weights = Annotated[tuple[_Change, ...], Strict(False), AfterValidator(_check_starts)]
+
+
+def weight_changes(part: Any) -> tuple[tuple[int, float], ...]:
+    """Return (first token of the run, weight) for each weight of a part, from token 0 on."""
+    weight = getattr(part, "weight", 1.0)
+    return weight if isinstance(weight, tuple) else ((0, weight),)
+
+
+def weights_at(data: "DataConfig", tokens: int) -> list[float]:
+    """Return the weights of a mixture's parts after so many tokens of samples."""
+    parts = map(weight_changes, data.mixture)
+    return [max(own for own in part if own[0] <= tokens)[1] for part in parts]
 
 
 class SourceConfig(Section):
@@ -114,8 +151,9 @@ class PartConfig(SourceConfig):
 
     source: Source
     """As data.source."""
-    weight: float = Field(default=1.0, gt=0)
-    """Share of the samples, relative to the other parts' weights."""
+    weight: _Weight | Weights = 1.0
+    """Share of the samples, relative to the other parts' weights. It may change during the run:
+    [[0, 0.7], ["10B tokens", 0.3]] has the weight 0.3 after 10^10 tokens of samples."""
 
 
 class FimConfig(Section):

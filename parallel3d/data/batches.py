@@ -42,6 +42,14 @@ def is_packed(stream: TokenStream | Mixture) -> bool:
     return all(part.packing is not None for part in parts)
 
 
+def mixing_of(stream: TokenStream | Mixture, sequence_length: int) -> Mixing:
+    """Return the parts of a mixture's samples; a stream is a mixture of one part."""
+    if isinstance(stream, TokenStream) or not stream.changes:
+        return Mixing((1.0,) if isinstance(stream, TokenStream) else stream.weights)
+    changes = [(tokens // sequence_length, weights) for tokens, weights in stream.changes]
+    return Mixing(stream.weights, changes)
+
+
 def first_sample(
     start: int, microbatch: int, dp_coord: int, *, micro_batch: int, num_microbatches: int, dp: int
 ) -> int:
@@ -80,11 +88,10 @@ class Batches:
     def __init__(
         self, stream: TokenStream | Mixture, sequence_length: int, seed: int, fim: Fim | None = None
     ) -> None:
-        # A single stream is treated as a mixture of one part.
         self.streams = (stream,) if isinstance(stream, TokenStream) else stream.parts
         self.sequence_length = sequence_length
         self.seed, self.fim = seed, fim
-        self._mixing = Mixing((1.0,) if isinstance(stream, TokenStream) else stream.weights)
+        self._mixing = mixing_of(stream, sequence_length)
         self._sizes = [num_samples(part, sequence_length) for part in self.streams]
         self.is_packed = is_packed(stream)
         assert min(self._sizes) > 0, "check_length must be called first"
@@ -191,6 +198,11 @@ class Batches:
                 windows = sample_index(seed, places[here], self._sizes[part])
                 starts[here] = windows * (1 if self.is_packed else self.sequence_length)
         return parts, starts
+
+    def epochs(self, index: int) -> list[float]:
+        """Return how often each stream was read before the sample with this global index."""
+        counts = self._mixing.counts(index).tolist()
+        return [count / size for count, size in zip(counts, self._sizes, strict=True)]
 
     @property
     def waiting_for(self) -> str:

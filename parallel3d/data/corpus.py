@@ -97,6 +97,8 @@ class Mixture:
 
     parts: tuple[TokenStream, ...]
     weights: tuple[float, ...]
+    changes: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """Other weights, each from a number of tokens of samples on."""
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -151,9 +153,10 @@ class Corpus:
                 for part in meta["mixture"]
             )
             weights = tuple(part["weight"] for part in meta["mixture"])
+            changes = tuple((first, tuple(own)) for first, own in meta.get("changes", ()))
             return cls(
                 directory=directory,
-                train=Mixture(tuple(part.stream("train") for part in parts), weights),
+                train=Mixture(tuple(part.stream("train") for part in parts), weights, changes),
                 held_out=Mixture(tuple(part.stream("held_out") for part in parts), weights),
                 parts=parts,
                 labels=tuple(part["label"] for part in meta["mixture"]),

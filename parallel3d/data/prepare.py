@@ -12,7 +12,13 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.base.masking import mask
-from parallel3d.config.data import DataConfig, PartConfig, yields_token_ids
+from parallel3d.config.data import (
+    DataConfig,
+    PartConfig,
+    weight_changes,
+    weights_at,
+    yields_token_ids,
+)
 from parallel3d.data import packing
 from parallel3d.data.cache import cache_root, digest_of, is_complete, locked, staged
 from parallel3d.data.corpus import Corpus, Mixture, entropy
@@ -109,7 +115,7 @@ class _Preparation:
         fraction = 0 if config.streams else config.held_out_fraction
         held_out = split_documents(tables, fraction, config.held_out_seed)
         # A mixture's tokenizer is trained on all parts; a single corpus trains its own.
-        shares = whole_shares([part.weight for part in config.mixture]) if config.mixture else []
+        shares = whole_shares(weights_at(config, 0)) if config.mixture else []
         if config.mixture and config.tokenizer == "train":
             self.tokenizer = self._train_tokenizer(local, held_out, shares)
         masks, corpora = iter(held_out), []
@@ -210,7 +216,10 @@ class _Preparation:
             {"corpus": self._name(corpus.directory), "weight": weight, "label": _label(part)}
             for corpus, weight, part in zip(corpora, weights, self.config.mixture, strict=True)
         ]
-        directory = self.cache / "corpora" / digest_of(FORMAT, json.dumps(parts))
+        starts = {start for part in self.config.mixture for start, _ in weight_changes(part)}
+        changes = [[start, weights_at(self.config, start)] for start in sorted(starts - {0})]
+        changing = [json.dumps(changes)] if changes else []
+        directory = self.cache / "corpora" / digest_of(FORMAT, json.dumps(parts), *changing)
         with _published(directory, self.progress) as folder:
             if folder:
                 frequencies = sum(
@@ -225,11 +234,12 @@ class _Preparation:
                 meta = {
                     "end_of_text": first.end_of_text,
                     "format": FORMAT,
-                    "key": digest_of(FORMAT, json.dumps(keys)),
+                    "key": digest_of(FORMAT, json.dumps(keys), *changing),
                     "mixture": parts,
                     "unigram_entropy": entropy(np.asarray(frequencies)),
                     "vocab_size": first.vocab_size,
                 }
+                meta |= {"changes": changes} if changes else {}
                 copy_tokenizer(first.tokenizer_directory, folder / "tokenizer")
                 (folder / "meta.json").write_text(json.dumps(meta, indent=1))
         mixture = Corpus.open(directory, shards=self.shards)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from parallel3d.data.batches import Batches
+from parallel3d.data.batches import Batches, mixing_of
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.tokenizer import load_tokenizer
 
@@ -140,9 +140,10 @@ def summarise(corpus: Corpus, tokens: float | None) -> dict[str, Any]:
     """Return the summary of a corpus, with each part's epochs in a run of `tokens` tokens."""
     summary = corpus.summary()
     summary["epochs"] = None if tokens is None else tokens / len(corpus.train)
-    for part, row in zip(corpus.parts, summary.get("mixture", ()), strict=True):
-        share = row["weight"] / len(part.train)
-        row["epochs"] = None if tokens is None else tokens * share
+    for number, row in enumerate(summary.get("mixture", ())):
+        counts = None if tokens is None else mixing_of(corpus.train, 1).counts(int(tokens))
+        length = len(corpus.parts[number].train)
+        row["epochs"] = None if counts is None else float(counts[number]) / length
     return summary
 
 

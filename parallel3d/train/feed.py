@@ -79,6 +79,13 @@ class Feed:
         """Return the padding in tokens of the step that begins at sample `start`, on all ranks."""
         return self._batches.padding(start, self._config.global_batch_size)
 
+    def epochs(self, start: int) -> dict[str, float]:
+        """Return how often each part of a mixture was read before the sample `start`."""
+        if len(self._batches.streams) == 1:
+            return {}
+        epochs = self._batches.epochs(start)
+        return {f"mixture.{number}": round(own, 6) for number, own in enumerate(epochs)}
+
     def close(self) -> None:
         """End the threads that build samples ahead."""
         self._batches.close()

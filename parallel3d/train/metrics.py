@@ -55,6 +55,8 @@ class StepMetrics:
     """Only in fp16. If the gradients of a step overflow, it is skipped and grad_norm is null."""
     role_lr: dict[str, float] = field(default_factory=dict)
     """Learning rate of each role; only if the model's parametrization scales rates by role."""
+    part_epochs: dict[str, float] = field(default_factory=dict)
+    """How often each part of a mixture has been read; "mixture.0" is the first part."""
     checkpoint_stall_seconds: float | None = None
     """Seconds for which a save held up training; only on the line after the save."""
 
@@ -62,8 +64,7 @@ class StepMetrics:
         """Return one line of JSON without a newline; numbers that are not finite are null."""
         values: dict[str, Any] = {name: finite(getattr(self, name)) for name in _ALWAYS}
         values |= _in_json(self.validation)
-        if self.role_lr:
-            values["role_lr"] = self.role_lr
+        values |= {name: own for name in _BY_NAME if (own := getattr(self, name))}
         for name in _SOMETIMES:
             if (value := getattr(self, name)) is not None:
                 values[name] = finite(value)
@@ -74,6 +75,7 @@ class StepMetrics:
         values = {name: getattr(self, name) for name in (*_ALWAYS[1:], *_SOMETIMES)}
         numbers = {name: value for name, value in values.items() if value is not None}
         numbers |= {f"lr/{role}": lr for role, lr in self.role_lr.items()}
+        numbers |= {f"epochs/{part}": epochs for part, epochs in self.part_epochs.items()}
         return numbers | _flat(self.validation)
 
 
@@ -98,8 +100,9 @@ def _flat(validation: Losses) -> dict[str, float]:
 
 _HELD_OUT_LOSS = "held_out_loss"
 _SOMETIMES = ("loss_scale", "checkpoint_stall_seconds")
-_BLOCKS = ("validation", "role_lr")
-_ALWAYS = tuple(f.name for f in fields(StepMetrics) if f.name not in (*_BLOCKS, *_SOMETIMES))
+_BY_NAME = ("role_lr", "part_epochs")
+_OTHERS = ("validation", *_BY_NAME, *_SOMETIMES)
+_ALWAYS = tuple(f.name for f in fields(StepMetrics) if f.name not in _OTHERS)
 
 
 class MetricsWriter:

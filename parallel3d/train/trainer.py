@@ -286,6 +286,7 @@ class Trainer:
             peak_memory_bytes=int(max(row.memory for row in rows)),
             step_seconds=seconds,
             role_lr={role: lr * factor for role, factor in self._role_rates.items()},
+            part_epochs=self._feed.epochs(self.position.next_sample),
             validation=validation,
             loss_scale=done.loss_scale if self.config.fp16.enabled else None,
             checkpoint_stall_seconds=stall,

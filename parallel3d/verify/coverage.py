@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from parallel3d.config import RunConfig
+from parallel3d.config.data import weight_changes
 from parallel3d.verify.shrink import LONG, drops_out
 
 PROVED, ELSEWHERE, NOT_PROVED = "proved", "tested elsewhere", "not proved"
@@ -29,6 +30,7 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
     )
     mup = getattr(getattr(model, "parametrization", None), "type", "standard") != "standard"
     parts = data.mixture if data.source == "mixture" else (data,)
+    changes = any(len(weight_changes(part)) > 1 for part in parts)
     weighs = any(part.label_field or part.weight_field for part in parts)
     devices = (zero.offload_optimizer.device, zero.offload_param.device)
     # Whether the config has it, its name, and the test that has it if it is not proved here.
@@ -60,6 +62,7 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (data.isolate_documents, "data.isolate_documents", ""),
         (data.packing != "none", f"data.packing = {data.packing}", "tests/verify/test_packing.py"),
         (data.source == "mixture", "shares of data.mixture", ""),
+        (changes, "weights of data.mixture that change", "tests/data/test_mixing.py"),
         (weighs, "labels that count unequally", ""),
         (True, f"reading data.source = {data.source}", "tests/data/test_sources.py"),
         (True, "held-out losses", "tests/train/test_evaluation.py"),
