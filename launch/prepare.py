@@ -1,6 +1,7 @@
 """Prepare the data of a config without training: `parallel3d prepare --config ds.json [--json]`.
 
-`--to megatron PREFIX` also writes Megatron-LM's files; `--show N` shows samples.
+`--to megatron PREFIX` also writes Megatron-LM's files; `--show N` shows samples; `--manifest`
+writes the manifests of streams.
 """
 
 import json
@@ -11,7 +12,7 @@ from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.export import export_megatron
-from parallel3d.data.prepare import prepare
+from parallel3d.data.prepare import prepare, prepare_manifests
 from parallel3d.data.prepare_progress import shown_progress
 from parallel3d.data.show import as_text, document_statistics, render_samples, samples, summarise
 
@@ -33,12 +34,18 @@ def main() -> int:
         "--show", type=int, metavar="N", default=0,
         help="show the first N samples of the run, and statistics of the documents",
     )  # fmt: skip
+    parser.add_argument(
+        "--manifest", action="store_true",
+        help="read the shards of streams once, and write data.manifest",
+    )  # fmt: skip
     args, overrides = parser.parse_known_args()
     if args.to and args.to[0] != "megatron":
         parser.error(f"--to = {args.to[0]}: unknown format; the only one is megatron")
     try:
         config = RunConfig.from_json(args.config, overrides)
         with shown_progress() as progress:
+            if args.manifest:
+                prepare_manifests(config.data, progress)
             corpus = prepare(config.data, progress)
             check_length(corpus, config.data.sequence_length, batch_of_run(config))
             written = export_megatron(corpus, args.to[1], progress) if args.to else []

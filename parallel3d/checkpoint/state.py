@@ -30,10 +30,10 @@ class Position:
     tokens: int = 0
     next_sample: int = 0
 
-    def after(self, config: RunConfig) -> "Position":
-        """Return the position one step later."""
+    def after(self, config: RunConfig, padding: int = 0) -> "Position":
+        """Return the position one step later; `padding` is not counted among its tokens."""
         size = config.batch_size_at(self.next_sample)
-        tokens = self.tokens + size * config.data.sequence_length
+        tokens = self.tokens + size * config.data.sequence_length - padding
         return Position(self.step + 1, tokens, self.next_sample + size)
 
 
@@ -80,9 +80,11 @@ class RunState:
         meaning.
         """
         saved, config = state["config"]["parallel3d"], self._config
+        packing = saved["data"].get("packing", "none")
         for setting, old, new in (
             ("parallel3d.train.seed", saved["train"]["seed"], config.train.seed),
             (_LENGTH, saved["data"]["sequence_length"], config.data.sequence_length),
+            ("parallel3d.data.packing", packing, config.data.packing),
         ):
             if old != new:
                 raise CheckpointError(

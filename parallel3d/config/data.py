@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 from pydantic_core import to_jsonable_python
@@ -39,7 +39,8 @@ _READ_BY = {
     "split": ("hub",), "token_field": ("parquet", "hub"), "label_field": ("parquet", "hub"),
     "weight_field": ("parquet", "hub", "datatrove"), "token_dtype": ("datatrove", "tokens"),
     "check_ids": ("parquet", "hub", *ID_SOURCES), "mixture": ("mixture",),
-    "validation_split": ("hub", "mixture"),
+    "validation_split": ("hub", "mixture"), "stream": ("text", "jsonl", "parquet", *ID_SOURCES),
+    "manifest": ("text", "jsonl", "parquet", *ID_SOURCES),
 }  # fmt: skip
 # Names of the built-in evaluations: held-out text, and the parts of a mixture.
 _BUILT_IN = re.compile(r"held_out|mixture\..*")
@@ -55,6 +56,43 @@ _REQUIRED_KEYS = {
     "hub": ("name", '"name": "owner/dataset" or a folder'),
     "mixture": ("mixture", '"mixture": [{"source": "text", "paths": ["a/*.txt"], "weight": 1}]'),
 }
+
+
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?) ?([KMBT]?) tokens")
+
+
+def _num_tokens(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if not (match := _TOKENS.fullmatch(value)):
+        raise ValueError('must be a number of tokens; write 10000000000 or "10B tokens"')
+    return round(float(match[1]) * 1000 ** " KMBT".index(match[2] or " "))
+
+
+def _check_starts(weights: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+    starts = [start for start, _ in weights]
+    if starts[:1] != [0] or starts != sorted(set(starts)):
+        raise ValueError("must begin with [0, WEIGHT], and go on with more tokens in each entry")
+    return weights
+
+
+_Weight = Annotated[float, Field(gt=0)]
+# Weights from a number of tokens on: [[0, 0.7], ["10B tokens", 0.3]].
+_Start = Annotated[int, BeforeValidator(_num_tokens)]
+_Change = Annotated[tuple[_Start, _Weight], Strict(False)]
+Weights = Annotated[tuple[_Change, ...], Strict(False), AfterValidator(_check_starts)]
+
+
+def weight_changes(part: Any) -> tuple[tuple[int, float], ...]:
+    """Return (first token of the run, weight) for each weight of a part, from token 0 on."""
+    weight = getattr(part, "weight", 1.0)
+    return weight if isinstance(weight, tuple) else ((0, weight),)
+
+
+def weights_at(data: "DataConfig", tokens: int) -> list[float]:
+    """Return the weights of a mixture's parts after so many tokens of samples."""
+    parts = map(weight_changes, data.mixture)
+    return [max(own for own in part if own[0] <= tokens)[1] for part in parts]
 
 
 class SourceConfig(Section):
@@ -95,10 +133,15 @@ class SourceConfig(Section):
     check_ids: Literal["full", "sample"] = "full"
     """How to check token ids from other programs against the vocabulary: "full" reads all of them
     once, "sample" those of 256 documents per file. Flat arrays are always read in full."""
+    stream: bool = False
+    """Fetch the files of `paths` (shards, also URLs) during the run, when only a few of them fit on
+    the disk. Requires `manifest`, and holds nothing out: evaluate on `data.validation` sets."""
+    manifest: PathText = ""
+    """Folder of a stream's manifest, written by `prepare.py --manifest`; every node reads it."""
 
     @model_validator(mode="after")
     def _check_source(self) -> "SourceConfig":
-        if problems := [*_check_keys(self), *_check_loss_columns(self)]:
+        if problems := [*_check_keys(self), *_check_loss_columns(self), *_check_stream(self)]:
             raise Problems(problems)
         return self
 
@@ -108,8 +151,24 @@ class PartConfig(SourceConfig):
 
     source: Source
     """As data.source."""
-    weight: float = Field(default=1.0, gt=0)
-    """Share of the samples, relative to the other parts' weights."""
+    weight: _Weight | Weights = 1.0
+    """Share of the samples, relative to the other parts' weights. It may change during the run:
+    [[0, 0.7], ["10B tokens", 0.3]] has the weight 0.3 after 10^10 tokens of samples."""
+
+
+class FimConfig(Section):
+    """Fill-in-the-middle: documents with the middle moved to the end."""
+
+    rate: float = Field(default=0.5, ge=0, le=1)
+    """Share of the documents that are rearranged."""
+    spm_rate: float = Field(default=0.5, ge=0, le=1)
+    """Share of these with the suffix first (SPM); the others have the prefix first (PSM)."""
+    by: Literal["document", "fragment"] = "document"
+    """"document": only documents that are whole in their sample; "fragment": also the parts of
+    documents that are cut."""
+    tokens: Annotated[tuple[str, str, str], Strict(False)] | Literal["auto"] = "auto"
+    """The tokenizer's special tokens before prefix, suffix and middle; "auto" knows those of
+    StarCoder, Qwen, CodeLlama and DeepSeek."""
 
 
 class ValidationConfig(PartConfig):
@@ -141,6 +200,12 @@ class DataConfig(SourceConfig):
     isolate_documents: bool = False
     """Isolate documents packed into one sample: attention stops at a document's end, and positions
     restart."""
+    packing: Literal["none", "best_fit"] = "none"
+    """"none" cuts the documents, one after another, every sequence_length tokens. "best_fit" puts
+    whole documents into samples, and cuts only documents that are longer than a sample; the padding
+    counts neither in the loss nor in tokens and throughput (arXiv:2404.10830)."""
+    fim: FimConfig | None = None
+    """Fill-in-the-middle of the training samples; null disables it."""
     held_out_fraction: Annotated[float, Field(ge=0, lt=0.5)] | Literal["auto"] = "auto"
     """Fraction of the text, by size, that is held out for evaluation, in whole documents; 0 holds
     out none. "auto" is 5 %, at most 128 MiB. With fewer than 1,280 documents it is the share of 64
@@ -167,14 +232,27 @@ class DataConfig(SourceConfig):
     remote_cache_bytes: int = Field(default=10 * 2**30, ge=0)
     """Maximum bytes of remote token ids that a node keeps in `cache`; the least recently used
     blocks are evicted first. 0 (or less than 1.1 MB) disables the cache."""
+    stream_cache_bytes: Size = Field(default=100 * 2**30, gt=0)
+    """Maximum bytes of streamed shards that a node keeps in `cache`; the least recently used shards
+    are removed first. Two windows of shards must fit, or all shards."""
+    stream_window: Annotated[int, Field(gt=0)] | Literal["all"] = 16
+    """Shards of a stream whose samples are shuffled together. "all" (or as many) is the order that
+    the same corpus has without `stream`."""
     cache: PathText = Field(default="auto", min_length=1)
     """Folder for tokenized corpora; "auto" is $XDG_CACHE_HOME/parallel3d or ~/.cache/parallel3d."""
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
-        if problems := [*_check_tokenizer(self), *_check_names(self)]:
+        problems = [*_check_tokenizer(self), *_check_names(self), *_check_streams(self)]
+        problems += _check_fim(self)
+        if problems:
             raise Problems(problems)
         return self
+
+    @property
+    def streams(self) -> tuple[SourceConfig, ...]:
+        """The sources that are streamed: the corpus, or parts of the mixture."""
+        return tuple(part for part in self.mixture or (self,) if part.stream)
 
     @property
     def has_own_size(self) -> bool:
@@ -224,6 +302,19 @@ def _check_names(data: DataConfig) -> Iterator[Problem]:
             yield Problem("validation", name, "is reserved for held-out text", "use another name")
 
 
+def _check_fim(data: DataConfig) -> Iterator[Problem]:
+    """Yield the problems of settings that fill-in-the-middle cannot be combined with."""
+    weighs = any(part.label_field or part.weight_field for part in data.mixture or (data,))
+    refused = (
+        (weighs, "fim", "set", "cannot be combined with label_field or weight_field", "remove one"),
+        (data.tokenizer == "none", "tokenizer", "none", "has no tokens for fim", "name another"),
+        (data.sequence_length < 8, "sequence_length", data.sequence_length,
+         "is too short for fim", "use 8 or more"),
+    )  # fmt: skip
+    if data.fim:
+        yield from (Problem(*problem) for is_wrong, *problem in refused if is_wrong)
+
+
 def _check_keys(section: SourceConfig) -> Iterator[Problem]:
     """Yield the keys that the section's source does not read, and the one that it lacks."""
     source = section.source
@@ -249,3 +340,33 @@ def _check_loss_columns(section: SourceConfig) -> Iterator[Problem]:
         if value and section.source in _READ_BY["token_field"] and section.token_field is None:
             rule = "requires token_field"
             yield Problem(key, value, rule, 'add "token_field": "input_ids"')
+
+
+def _check_stream(section: SourceConfig) -> Iterator[Problem]:
+    """Yield the problems of a source's stream and manifest."""
+    if section.stream and not section.manifest:
+        example = 'add "manifest": "FOLDER", and run `prepare.py --manifest` once'
+        yield Problem("manifest", section.manifest, "is required by stream", example)
+    if section.manifest and not section.stream:
+        rule = "is for streams"
+        yield Problem("manifest", section.manifest, rule, 'remove it, or add "stream": true')
+    for key in ("label_field", "weight_field"):
+        if section.stream and (value := getattr(section, key)):
+            yield Problem(key, value, "cannot be streamed", "remove it, or remove stream")
+
+
+def _check_streams(data: DataConfig) -> Iterator[Problem]:
+    """Yield the problems of settings that a stream cannot be combined with."""
+    for name, section in data.validation.items():
+        if section.stream:
+            rule = "cannot be streamed: validation sets are read as a whole"
+            yield Problem(f"validation.{name}.stream", True, rule, "remove it")
+    if data.streams and data.held_out_fraction not in (0, "auto"):
+        rule, remedy = "cannot be held out of streams", "remove it, and use data.validation"
+        yield Problem("held_out_fraction", data.held_out_fraction, rule, remedy)
+    if data.streams and data.packing != "none":
+        rule, remedy = "cannot be combined with stream", 'use "none", or remove stream'
+        yield Problem("packing", data.packing, rule, remedy)
+    if data.streams and data.tokenizer == "train":
+        rule = "cannot be trained on streams"
+        yield Problem("tokenizer", "train", rule, "name a folder, or a tokenizer of the hub")

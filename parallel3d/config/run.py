@@ -62,6 +62,7 @@ _NOT_TRAINED = (
         "parallel3d.data.workers",
         "parallel3d.data.read_ahead",
         "parallel3d.data.remote_cache_bytes",
+        "parallel3d.data.stream_cache_bytes",
     ),
     *(
         f"parallel3d.train.{name}"

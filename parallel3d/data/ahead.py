@@ -5,7 +5,7 @@ The same calls are made with the same arguments, whether ahead of time or on dem
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -13,6 +13,7 @@ Batch = TypeVar("Batch")
 
 # `close` stops waiting after this time, if the thread hangs in a read from a disk or network.
 CLOSE_TIMEOUT_SECONDS = 5.0
+WAIT_SECONDS = 1.0
 
 
 class ReadAhead(Generic[Batch]):
@@ -28,11 +29,18 @@ class ReadAhead(Generic[Batch]):
         self._queue: SimpleQueue[tuple[int, Future[Batch]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def take(self, key: int, then: Sequence[int] = ()) -> Batch:
-        """Return `make(key)`, announce the keys `then`, and cancel all other announced keys."""
+    def take(
+        self, key: int, then: Sequence[int] = (), on_wait: Callable[[], None] = lambda: None
+    ) -> Batch:
+        """Return `make(key)`, announce the keys `then`, and cancel all other announced keys.
+
+        While the thread is busy with the key, `on_wait` is called every WAIT_SECONDS.
+        """
         future = self._futures.pop(key, None)
         # If the thread has not begun with this key, compute it here.
         is_ahead = future is not None and not future.cancel()
+        while future and is_ahead and not wait([future], WAIT_SECONDS).done:
+            on_wait()
         batch = future.result() if future and is_ahead else self._make(key)
         for other in self._futures.keys() - set(then):
             self._futures.pop(other).cancel()

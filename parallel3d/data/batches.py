@@ -2,20 +2,52 @@
 
 Samples are windows of sequence_length + 1 tokens that start every sequence_length tokens. So each
 token of the stream is predicted once an epoch; an incomplete window at the end is dropped. A window
-may span several documents, with end-of-text between them. In a mixture, each sample is a window of
-one of its streams.
+may span several documents, with end-of-text between them. A packed stream (`packing`) has samples
+of whole documents instead. In a mixture, each sample is one of its streams.
 """
 
 import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
+from parallel3d.data.fim import Fim
 from parallel3d.data.order import GOLDEN, Mixing, sample_index
+from parallel3d.data.sharded import ShardedTokens
 
 
 def num_windows(num_tokens: int, sequence_length: int) -> int:
     """Return the number of samples that a stream of `num_tokens` holds."""
     return max(0, (num_tokens - 1) // sequence_length)
+
+
+def num_samples(stream: TokenStream | Mixture, sequence_length: int) -> int:
+    """Return the number of samples of a stream, or of all streams of a mixture."""
+    if isinstance(stream, Mixture):
+        return sum(num_samples(part, sequence_length) for part in stream.parts)
+    if stream.packing:
+        return len(stream.packing)
+    return num_windows(len(stream), sequence_length)
+
+
+def tokens_of_epoch(stream: TokenStream | Mixture, sequence_length: int) -> int:
+    """Return the number of tokens, of which windows without packing are as many samples."""
+    if is_packed(stream):
+        return num_samples(stream, sequence_length) * sequence_length + 1
+    return len(stream)
+
+
+def is_packed(stream: TokenStream | Mixture) -> bool:
+    """Return True if the samples are packed, which holds for all parts of a mixture or for none."""
+    parts = (stream,) if isinstance(stream, TokenStream) else stream.parts
+    return all(part.packing is not None for part in parts)
+
+
+def mixing_of(stream: TokenStream | Mixture, sequence_length: int) -> Mixing:
+    """Return the parts of a mixture's samples; a stream is a mixture of one part."""
+    if isinstance(stream, TokenStream) or not stream.changes:
+        return Mixing((1.0,) if isinstance(stream, TokenStream) else stream.weights)
+    changes = [(tokens // sequence_length, weights) for tokens, weights in stream.changes]
+    return Mixing(stream.weights, changes)
 
 
 def first_sample(
@@ -53,21 +85,31 @@ class Batches:
     `num_samples` is the number of samples before the first one repeats.
     """
 
-    def __init__(self, stream: TokenStream | Mixture, sequence_length: int, seed: int) -> None:
-        # A single stream is treated as a mixture of one part.
+    def __init__(
+        self, stream: TokenStream | Mixture, sequence_length: int, seed: int, fim: Fim | None = None
+    ) -> None:
         self.streams = (stream,) if isinstance(stream, TokenStream) else stream.parts
         self.sequence_length = sequence_length
-        self.seed = seed
-        self._mixing = Mixing((1.0,) if isinstance(stream, TokenStream) else stream.weights)
-        self._sizes = [num_windows(len(part), sequence_length) for part in self.streams]
+        self.seed, self.fim = seed, fim
+        self._mixing = mixing_of(stream, sequence_length)
+        self._sizes = [num_samples(part, sequence_length) for part in self.streams]
+        self.is_packed = is_packed(stream)
         assert min(self._sizes) > 0, "check_length must be called first"
         self.num_samples = min(self._mixing.index_of(s, n) for s, n in enumerate(self._sizes))
 
     def microbatch(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and labels of the samples first_sample .. first_sample + count - 1.
 
-        Both int64 [count, sequence_length]; labels[b, t] is the token after tokens[b, t].
+        Both int64 [count, sequence_length]; labels[b, t] is the token after tokens[b, t] in the
+        stream, or in a rearranged document (`fim`). Both are 0 in padding.
         """
+        if self.fim:
+            return self._rearranged(self.fim, first_sample, count)[:2]
+        return self._plain(first_sample, count)
+
+    def _plain(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        if self.is_packed:
+            return self._packed(first_sample, count)
         parts, starts = self.windows(first_sample, count)
         windows = np.empty((count, self.sequence_length + 1), dtype=np.int64)
         within = np.arange(self.sequence_length + 1)
@@ -76,33 +118,105 @@ class Batches:
             windows[here] = self.streams[part].tokens[starts[here][:, None] + within]
         return windows[:, :-1].copy(), windows[:, 1:].copy()
 
+    def _packed(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        parts, places, _ = self.places(first_sample, count)
+        tokens, labels = np.zeros((2, *places.shape), dtype=np.int64)
+        for part in np.unique(parts):
+            here = (parts == part)[:, None] & (places >= 0)
+            tokens[here] = self.streams[part].tokens[places[here]]
+            labels[here] = self.streams[part].tokens[places[here] + 1]
+        return tokens, labels
+
+    def _rearranged(
+        self, fim: Fim, first_sample: int, count: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return tokens, labels and weights with some documents rearranged."""
+        tokens, labels = self._plain(first_sample, count)
+        parts, places, pieces = self.places(first_sample, count)
+        weights = (places >= 0).astype(np.float32)
+        if not self.is_packed:
+            pieces = documents_of(tokens, fim.end_of_text)
+        for row, part in enumerate(parts):
+            sample, bounds = (tokens[row], labels[row], weights[row]), self.streams[part].bounds
+            fim.rearrange(first_sample + row, bounds, places[row], pieces[row], sample)
+        return tokens, labels, weights
+
     @property
     def weighs(self) -> bool:
-        """True if some stream has weights for its tokens."""
-        return any(stream.weights is not None for stream in self.streams)
+        """True if some stream has weights for its tokens, or samples have padding."""
+        return self.is_packed or any(stream.weights is not None for stream in self.streams)
 
     def weights(self, first_sample: int, count: int) -> np.ndarray:
         """Return the weights of the samples' labels: float32 [count, sequence_length]."""
-        parts, starts = self.windows(first_sample, count)
-        weights = np.ones((count, self.sequence_length), dtype=np.float32)
-        within = np.arange(1, self.sequence_length + 1)
+        if self.fim:
+            return self._rearranged(self.fim, first_sample, count)[2]
+        parts, places, _ = self.places(first_sample, count)
+        is_token = places >= 0
+        weights = is_token.astype(np.float32)
         for part in np.unique(parts):
-            here, stream_weights = parts == part, self.streams[part].weights
+            here, stream_weights = (parts == part)[:, None] & is_token, self.streams[part].weights
             if stream_weights is not None:
-                weights[here] = stream_weights[starts[here][:, None] + within]
+                weights[here] = stream_weights[places[here] + 1]
         return weights
 
+    def padding(self, first_sample: int, count: int) -> int:
+        """Return the number of places in the samples that are not tokens of the text."""
+        parts, samples = self.windows(first_sample, count)
+        packings = ((part, self.streams[part].packing) for part in np.unique(parts))
+        return sum(packing.padding(samples[parts == part]) for part, packing in packings if packing)
+
+    def places(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return each sample's stream [count], and of each token its place there and its piece.
+
+        The last two are int64 [count, sequence_length]; see `Packing.positions`. Without packing a
+        sample is one piece.
+        """
+        parts, starts = self.windows(first_sample, count)
+        places = starts[:, None] + np.arange(self.sequence_length)
+        pieces = np.zeros_like(places)
+        for part in np.unique(parts):
+            packing, here = self.streams[part].packing, parts == part
+            if packing:
+                places[here], pieces[here] = packing.positions(starts[here])
+        return parts, places, pieces
+
     def windows(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return each sample's stream, and the position of its first token there: [count]."""
+        """Return each sample's stream, and the position of its first token there: [count].
+
+        In place of the position, packed streams have the number of the sample.
+        """
         parts, places = self._mixing.assign(np.arange(first_sample, first_sample + count))
         starts = np.empty(count, dtype=np.int64)
         for part in np.unique(parts):
             here = parts == part
             # Streams of equal length must not share one order.
             seed = self.seed + int(part) * GOLDEN
-            windows = sample_index(seed, places[here], self._sizes[part])
-            starts[here] = windows * self.sequence_length
+            tokens = self.streams[part].tokens
+            if isinstance(tokens, ShardedTokens):
+                starts[here] = tokens.sample_starts(seed, places[here], self.sequence_length)
+            else:
+                windows = sample_index(seed, places[here], self._sizes[part])
+                starts[here] = windows * (1 if self.is_packed else self.sequence_length)
         return parts, starts
+
+    def epochs(self, index: int) -> list[float]:
+        """Return how often each stream was read before the sample with this global index."""
+        counts = self._mixing.counts(index).tolist()
+        return [count / size for count, size in zip(counts, self._sizes, strict=True)]
+
+    @property
+    def waiting_for(self) -> str:
+        """The shard that a stream waits for; "" if none does."""
+        return next(filter(None, (tokens.waiting_for for tokens in self._sharded())), "")
+
+    def close(self) -> None:
+        """End the threads that fetch shards."""
+        for tokens in self._sharded():
+            tokens.close()
+
+    def _sharded(self) -> list[ShardedTokens]:
+        tokens = (stream.tokens for stream in self.streams)
+        return [one for one in tokens if isinstance(one, ShardedTokens)]
 
 
 def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> None:
@@ -115,10 +229,10 @@ def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> Non
         part.parts if isinstance(part, Mixture) else (part,)
         for part in (corpus.train, corpus.held_out)
     )
-    num_samples = sum(num_windows(len(stream), sequence_length) for stream in train)
-    if num_samples < global_batch:
+    count = num_samples(corpus.train, sequence_length)
+    if count < global_batch:
         raise DataError(
-            f"the training part has {len(corpus.train)} tokens = {num_samples} samples of"
+            f"the training part has {len(corpus.train)} tokens = {count} samples of"
             f" data.sequence_length={sequence_length}, fewer than the {global_batch} samples of one"
             " step; add text, or lower sequence_length, micro batch, accumulation or dp"
         )
@@ -139,7 +253,7 @@ def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> Non
         remedy = "add text, or " + (f"set {setting} to null" if setting else "remove the set")
         needed.append((place, part.held_out, remedy))
     for place, stream, remedy in needed:
-        if num_windows(len(stream), sequence_length) < 1:
+        if num_samples(stream, sequence_length) < 1:
             raise DataError(
                 f"{place} has {len(stream)} tokens, fewer than one sample of"
                 f" data.sequence_length={sequence_length} (+ 1); {remedy}"

@@ -58,15 +58,20 @@ def staged(directory: Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
-        files = sorted(path for path in partial.rglob("*") if path.is_file())
-        entries = {str(p.relative_to(partial)): [p.stat().st_size, _digest(p)] for p in files}
-        (partial / MANIFEST).write_text(json.dumps(entries, indent=1))
-        for path in [*partial.rglob("*"), partial]:
-            sync(path)
-        shutil.rmtree(directory, ignore_errors=True)
-        rename(partial, directory)
+        seal(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def seal(partial: Path, directory: Path) -> None:
+    """Add the manifest of a complete folder `partial`, and let it replace `directory`."""
+    files = sorted(path for path in partial.rglob("*") if path.is_file())
+    entries = {str(p.relative_to(partial)): [p.stat().st_size, _digest(p)] for p in files}
+    (partial / MANIFEST).write_text(json.dumps(entries, indent=1))
+    for path in [*partial.rglob("*"), partial]:
+        sync(path)
+    shutil.rmtree(directory, ignore_errors=True)
+    rename(partial, directory)
 
 
 def is_complete(directory: Path, bits: bool = False) -> bool:

@@ -32,7 +32,10 @@ from parallel3d.data.cache import is_complete
 from parallel3d.data.ids.counting import TokenWeights
 from parallel3d.data.ids.remote import SET_BYTES, BlockCache, RemoteFiles, is_url
 from parallel3d.data.ids.spans import SpanFile, Spans, check_sizes
+from parallel3d.data.packing import Packing
 from parallel3d.data.rows import place_of
+from parallel3d.data.shard_cache import ShardCache
+from parallel3d.data.sharded import ShardedTokens
 
 PLACE = np.dtype([("file", "<i4"), ("row", "<i8")])
 HELD_OUT_COUNTS, HELD_OUT_BYTES = "held_out_counts.npy", "held_out_bytes.npy"
@@ -65,10 +68,12 @@ class DocumentBounds:
 class TokenStream:
     """Consecutive documents: tokens [num_tokens], bounds int64 [num_documents + 1]."""
 
-    tokens: np.ndarray | Spans
+    tokens: np.ndarray | Spans | ShardedTokens
     bounds: np.ndarray | DocumentBounds
     weights: TokenWeights | None = None
     """The weight of each token in the loss; None if all tokens count equally."""
+    packing: Packing | None = None
+    """The documents in each sample; None if samples are consecutive windows."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -93,6 +98,8 @@ class Mixture:
 
     parts: tuple[TokenStream, ...]
     weights: tuple[float, ...]
+    changes: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """Other weights, each from a number of tokens of samples on."""
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -136,11 +143,13 @@ class Corpus:
     """The validation sets by name; all their documents are held out."""
 
     @classmethod
-    def open(cls, directory: str | Path, remote_cache_bytes: int = 0) -> "Corpus":
+    def open(
+        cls, directory: str | Path, remote_cache_bytes: int = 0, shards: ShardCache | None = None
+    ) -> "Corpus":
         """Return the corpus that `prepare` wrote to `directory`, without reading its sources.
 
-        `remote_cache_bytes` limits the cache for blocks of remote files. Raises DataError if the
-        corpus is incomplete.
+        `remote_cache_bytes` limits the cache for blocks of remote files, `shards` is the cache of
+        streams. Raises DataError if the corpus is incomplete.
         """
         directory = Path(directory)
         if not is_complete(directory):
@@ -150,19 +159,20 @@ class Corpus:
         fields |= {"key": meta.get("key", directory.name), "found": meta.get("found", {})}
         if "mixture" in meta:
             parts = tuple(
-                cls.open(directory.parent / part["corpus"], remote_cache_bytes)
+                cls.open(directory.parent / part["corpus"], remote_cache_bytes, shards)
                 for part in meta["mixture"]
             )
             weights = tuple(part["weight"] for part in meta["mixture"])
+            changes = tuple((first, tuple(own)) for first, own in meta.get("changes", ()))
             return cls(
                 directory=directory,
-                train=Mixture(tuple(part.stream("train") for part in parts), weights),
+                train=Mixture(tuple(part.stream("train") for part in parts), weights, changes),
                 held_out=Mixture(tuple(part.stream("held_out") for part in parts), weights),
                 parts=parts,
                 labels=tuple(part["label"] for part in meta["mixture"]),
                 **fields,
             )
-        train, held_out = streams_of(directory, meta, remote_cache_bytes)
+        train, held_out = streams_of(directory, meta, remote_cache_bytes, shards)
         return cls(directory=directory, train=train, held_out=held_out, **fields)
 
     def place(self) -> Place:
@@ -175,11 +185,16 @@ class Corpus:
         }
 
     @classmethod
-    def at(cls, place: Place, remote_cache_bytes: int = 0) -> "Corpus":
+    def at(
+        cls,
+        place: Place,
+        remote_cache_bytes: int = 0,
+        shards: ShardCache | None = None,
+    ) -> "Corpus":
         """Return the corpus that `place` describes, with its validation sets; see `open`."""
         sets = place["validation"].items()
         return replace(
-            cls.open(place["directory"], remote_cache_bytes),
+            cls.open(place["directory"], remote_cache_bytes, shards),
             found=place["found"],
             validation={name: cls.at(part, remote_cache_bytes) for name, part in sets},
         )
@@ -242,13 +257,19 @@ class Corpus:
 
 
 def streams_of(
-    directory: Path, meta: Mapping[str, Any], remote_cache_bytes: int = 0
+    directory: Path,
+    meta: Mapping[str, Any],
+    remote_cache_bytes: int = 0,
+    shards: ShardCache | None = None,
 ) -> list[TokenStream]:
     """Return the training and the held-out stream of the corpus in `directory`."""
     bounds = np.asarray(np.memmap(directory / "bounds.bin", dtype=np.int64, mode="r"))
     num_train, dtype = meta["num_train_documents"], np.dtype(meta["dtype"])
     own: list[DocumentBounds | np.ndarray]
     own = [bounds[: num_train + 1], DocumentBounds(bounds[num_train:])]
+    if "stream" in meta:
+        sharded = ShardedTokens(directory, dict(meta), shards)
+        return [TokenStream(sharded, own[0]), TokenStream(np.empty(0, dtype), own[1])]
     if "files" not in meta:
         tokens = np.asarray(np.memmap(directory / "tokens.bin", dtype=dtype, mode="r"))
         parts = np.split(tokens, [int(bounds[num_train])])

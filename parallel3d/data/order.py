@@ -87,9 +87,14 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
 
 
 class Mixing:
-    """A mapping from global sample index to a part of a mixture and a place in that part."""
+    """A mapping from global sample index to a part of a mixture and a place in that part.
 
-    def __init__(self, weights: Sequence[float]) -> None:
+    `changes` are (first global index, weights from there on). Each part goes on where it was.
+    """
+
+    def __init__(
+        self, weights: Sequence[float], changes: Sequence[tuple[int, Sequence[float]]] = ()
+    ) -> None:
         self.shares = np.array(whole_shares(weights), dtype=np.int64)
         self.period = int(self.shares.sum())
         self._part = _pattern(self.shares.tolist())
@@ -97,17 +102,44 @@ class Mixing:
         self._before = np.empty(self.period, dtype=np.int64)
         for part, share in enumerate(self.shares):
             self._before[self._part == part] = np.arange(share)
+        # The mixings one after another, their first indices, and the samples of each part by then.
+        self._mixings = [self, *(Mixing(own) for _, own in changes)]
+        self._firsts = np.array([0, *(first for first, _ in changes)])
+        counts = zip(self._mixings, np.diff(self._firsts).tolist(), strict=False)
+        none = np.zeros_like(self.shares)
+        self._done = np.cumsum([none, *(one._count(number) for one, number in counts)], axis=0)
 
     def assign(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the part of each global index [n], and the place in that part's own order."""
-        block, place = np.divmod(index, self.period)
-        part = self._part[place]
-        return part, block * self.shares[part] + self._before[place]
+        parts, places = np.empty((2, len(index)), dtype=np.int64)
+        numbers = np.searchsorted(self._firsts, index, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            here, mixing = numbers == number, self._mixings[number]
+            block, place = np.divmod(index[here] - self._firsts[number], mixing.period)
+            parts[here] = part = mixing._part[place]
+            own = block * mixing.shares[part] + mixing._before[place]
+            places[here] = self._done[number][part] + own
+        return parts, places
 
     def index_of(self, part: int, place: int) -> int:
         """Return the global index of a place in a part's order."""
-        block, before = divmod(place, int(self.shares[part]))
-        return block * self.period + int(np.flatnonzero(self._part == part)[before])
+        number = int(np.searchsorted(self._done[:, part], place, side="right")) - 1
+        mixing, place = self._mixings[number], place - int(self._done[number, part])
+        block, before = divmod(place, int(mixing.shares[part]))
+        within = int(np.flatnonzero(mixing._part == part)[before])
+        return int(self._firsts[number]) + block * mixing.period + within
+
+    def counts(self, index: int) -> np.ndarray:
+        """Return the number of samples of each part before a global index: int64 [parts]."""
+        number = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        within = self._mixings[number]._count(index - int(self._firsts[number]))
+        return np.asarray(self._done[number] + within)
+
+    def _count(self, number: int) -> np.ndarray:
+        """Return how many of the first samples of this mixing are of each part."""
+        block, rest = divmod(number, self.period)
+        some = np.bincount(self._part[:rest], minlength=len(self.shares))
+        return np.asarray(block * self.shares + some)
 
 
 def _pattern(shares: list[int]) -> np.ndarray:

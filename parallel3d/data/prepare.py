@@ -12,9 +12,16 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.base.masking import mask
-from parallel3d.config.data import DataConfig, PartConfig, yields_token_ids
+from parallel3d.config.data import (
+    DataConfig,
+    PartConfig,
+    weight_changes,
+    weights_at,
+    yields_token_ids,
+)
+from parallel3d.data import packing
 from parallel3d.data.cache import cache_root, digest_of, is_complete, locked, staged
-from parallel3d.data.corpus import Corpus, entropy
+from parallel3d.data.corpus import Corpus, Mixture, entropy
 from parallel3d.data.corpus_folder import (
     FORMAT,
     TRAINING_BYTES,
@@ -24,9 +31,12 @@ from parallel3d.data.corpus_folder import (
     train,
 )
 from parallel3d.data.documents import Documents, find_documents
+from parallel3d.data.fim import ROOM, Fim
+from parallel3d.data.ids.validate import DIGEST
 from parallel3d.data.order import whole_shares
 from parallel3d.data.sources import Progress, find_files, no_progress
 from parallel3d.data.split import num_common, split_documents
+from parallel3d.data.streams import check_room, make_manifest, open_shard_cache, open_stream
 from parallel3d.data.tokenised import Tokenised, TokenRecipe, find_tokens, vocabulary_of
 from parallel3d.data.tokenizer import check_name, save_tokenizer, tokenizer_directory
 
@@ -49,33 +59,77 @@ def prepare(config: DataConfig, progress: Progress = no_progress) -> Corpus:
         return _Preparation(config, tokenizer, progress).run()
 
 
+def prepare_manifests(config: DataConfig, progress: Progress = no_progress) -> None:
+    """Read the shards of a config's streams, and write their manifests; see make_manifest."""
+    check_name(config.tokenizer)
+    is_own = config.tokenizer not in ("train", "none")
+    with tokenizer_directory(config.tokenizer) if is_own else nullcontext() as tokenizer:
+        for part in config.mixture or (config,):
+            if part.stream:
+                make_manifest(config, part, tokenizer, progress)
+
+
+def pack(corpus: Corpus, config: DataConfig, progress: Progress = no_progress) -> Corpus:
+    """Return the corpus with the packing of its training part, which is cached.
+
+    It is a function of the documents, data.sequence_length and whether data.fim is set. Raises
+    DataError if the cache cannot be written.
+    """
+    if config.packing == "none":
+        return corpus
+    if isinstance(corpus.train, Mixture):
+        parts = tuple(pack(part, config, progress) for part in corpus.parts)
+        streams = tuple(part.stream("train") for part in parts)
+        return replace(corpus, parts=parts, train=replace(corpus.train, parts=streams))
+    stream, length = corpus.stream("train"), config.sequence_length
+    room = ROOM if config.fim else 0
+    key = digest_of(packing.FORMAT, corpus.key, length, room)
+    directory = cache_root(config.cache) / "packings" / key
+    with _published(directory, progress) as folder:
+        if folder:
+            progress("packing documents", 0, 1)
+            packing.Packing.make(np.asarray(stream.bounds), length, room).save(folder)
+    packed = packing.Packing.open(directory, length, room)
+    facts = packed.facts(np.asarray(stream.bounds))
+    return replace(corpus, train=replace(stream, packing=packed), found={**corpus.found, **facts})
+
+
 class _Preparation:
     """One call of `prepare`; `tokenizer` is the directory of an existing tokenizer, if any."""
 
     def __init__(self, config: DataConfig, tokenizer: Path | None, progress: Progress) -> None:
         self.config, self.tokenizer, self.progress = config, tokenizer, progress
-        self.cache = cache_root(config.cache)
+        self.cache, self.shards = cache_root(config.cache), open_shard_cache(config)
 
     def run(self) -> Corpus:
         """Return the corpus, with its validation sets."""
         config = self.config
         parts: tuple[PartConfig | DataConfig, ...] = config.mixture or (config,)
         progress_of = [self._progress_of(number, len(parts)) for number in range(len(parts))]
-        sources = []
+        sources: list[Documents | Tokenised | None] = []
         for number, part in enumerate(parts):
             with _prefix_errors(f"data.mixture.{number}") if config.mixture else nullcontext():
-                sources.append(self._find(part, progress_of[number]))
-        tables = [source.table for source in sources]
-        held_out = split_documents(tables, config.held_out_fraction, config.held_out_seed)
+                sources.append(None if part.stream else self._find(part, progress_of[number]))
+        local = [source for source in sources if source is not None]
+        tables = [source.table for source in local]
+        fraction = 0 if config.streams else config.held_out_fraction
+        held_out = split_documents(tables, fraction, config.held_out_seed)
         # A mixture's tokenizer is trained on all parts; a single corpus trains its own.
-        shares = whole_shares([part.weight for part in config.mixture]) if config.mixture else []
+        shares = whole_shares(weights_at(config, 0)) if config.mixture else []
         if config.mixture and config.tokenizer == "train":
-            self.tokenizer = self._train_tokenizer(sources, held_out, shares)
-        corpora = [self._build(*args) for args in zip(sources, held_out, progress_of, strict=True)]
+            self.tokenizer = self._train_tokenizer(local, held_out, shares)
+        masks, corpora = iter(held_out), []
+        for part, source, shown in zip(parts, sources, progress_of, strict=True):
+            corpora.append(
+                open_stream(config, part, self.tokenizer, self.shards)
+                if source is None
+                else self._build(source, next(masks), shown)
+            )
+        if config.streams:
+            check_room(config, corpora)
         corpus = self._mix(corpora, shares) if config.mixture else corpora[0]
-        training = np.concatenate(
-            [table["digest"][~apart] for table, apart in zip(tables, held_out, strict=True)]
-        )
+        digests = [table["digest"][~apart] for table, apart in zip(tables, held_out, strict=True)]
+        training = np.concatenate([np.empty(0, DIGEST), *digests])
         if config.tokenizer == "train":
             self.tokenizer = corpus.tokenizer_directory
         sets = {}
@@ -88,7 +142,8 @@ class _Preparation:
             if not is_listed:
                 facts = {**sets[name].found, "found_by": "data.validation_split"}
                 sets[name] = replace(sets[name], found=facts)
-        return replace(corpus, validation=sets)
+        Fim.of(config.fim, corpus)  # refuses a tokenizer without the special tokens
+        return pack(replace(corpus, validation=sets), config, self.progress)
 
     def _find(self, section: DataConfig | PartConfig, progress: Progress) -> Documents | Tokenised:
         """Return the documents of a source of text or of token ids; not for mixtures."""
@@ -158,10 +213,13 @@ class _Preparation:
         first = corpora[0]
         weights = [share / sum(shares) for share in shares]
         parts = [
-            {"corpus": corpus.directory.name, "weight": weight, "label": _label(part)}
+            {"corpus": self._name(corpus.directory), "weight": weight, "label": _label(part)}
             for corpus, weight, part in zip(corpora, weights, self.config.mixture, strict=True)
         ]
-        directory = self.cache / "corpora" / digest_of(FORMAT, json.dumps(parts))
+        starts = {start for part in self.config.mixture for start, _ in weight_changes(part)}
+        changes = [[start, weights_at(self.config, start)] for start in sorted(starts - {0})]
+        changing = [json.dumps(changes)] if changes else []
+        directory = self.cache / "corpora" / digest_of(FORMAT, json.dumps(parts), *changing)
         with _published(directory, self.progress) as folder:
             if folder:
                 frequencies = sum(
@@ -176,19 +234,24 @@ class _Preparation:
                 meta = {
                     "end_of_text": first.end_of_text,
                     "format": FORMAT,
-                    "key": digest_of(FORMAT, json.dumps(keys)),
+                    "key": digest_of(FORMAT, json.dumps(keys), *changing),
                     "mixture": parts,
                     "unigram_entropy": entropy(np.asarray(frequencies)),
                     "vocab_size": first.vocab_size,
                 }
+                meta |= {"changes": changes} if changes else {}
                 copy_tokenizer(first.tokenizer_directory, folder / "tokenizer")
                 (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-        mixture = Corpus.open(directory)
+        mixture = Corpus.open(directory, shards=self.shards)
         skipped: Counter[str] = Counter()
         for corpus in corpora:
             skipped.update(corpus.found.get("skipped", {}))
         facts = {**mixture.found, "skipped": dict(sorted(skipped.items())), "skipped_first": []}
         return replace(mixture, parts=tuple(corpora), found=facts)
+
+    def _name(self, directory: Path) -> str:
+        """Return the name of a corpus in the cache, or the path of a manifest."""
+        return directory.name if directory.parent == self.cache / "corpora" else str(directory)
 
     def _progress_of(self, number: int, num_parts: int) -> Progress:
         """Return the progress of one part, which shows the part's number in a mixture."""

@@ -117,16 +117,17 @@ def make_shard(
     with locked(directory, lambda: None):
         if not is_complete(directory, bits=True):
             with staged(directory) as folder:
-                _fill(folder, plan, number, tokenizer, on_documents)
+                fill_shard(folder, plan, number, tokenizer, on_documents)
 
 
-def _fill(
+def fill_shard(
     folder: Path,
     plan: ShardPlan,
     number: int,
     tokenizer: "PreTrainedTokenizerBase | Backend",
     on_documents: Callable[[int], None],
 ) -> None:
+    """Write the files of a shard to `folder`; see make_shard."""
     first, end = plan.bounds[number : number + 2]
     counts = np.zeros(plan.vocab_size, dtype=np.int64)
     lengths = np.zeros(end - first, dtype=np.int64)

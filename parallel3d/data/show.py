@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from parallel3d.data.batches import Batches
+from parallel3d.data.batches import Batches, mixing_of
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.tokenizer import load_tokenizer
 
@@ -45,15 +45,16 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
     directory = corpus.tokenizer_directory
     tokenizer = load_tokenizer(directory) if any(directory.iterdir()) else None
     rows: list[Sample] = []
-    for index, (part, window) in enumerate(zip(*batches.windows(0, count), strict=True)):
-        stream, first = batches.streams[part], int(window)
-        bounds = stream.bounds
-        fragments = []
-        document = int(np.searchsorted(bounds, first, side="right")) - 1
-        after = int(np.searchsorted(bounds, first + sequence_length))
-        for number in range(document, after):
-            begin, end = int(bounds[number]), int(bounds[number + 1])
-            start, stop = max(first, begin), min(first + sequence_length, end)
+    for index, (part, places, _) in enumerate(zip(*batches.places(0, count), strict=True)):
+        stream, fragments = batches.streams[part], []
+        numbers = np.searchsorted(stream.bounds, places, side="right") - 1
+        cuts = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(places) != 1)) + 1
+        for own in np.split(places, cuts):
+            start, stop = int(own[0]), int(own[-1]) + 1
+            if start < 0:
+                continue
+            number = int(np.searchsorted(stream.bounds, start, side="right")) - 1
+            begin, end = int(stream.bounds[number]), int(stream.bounds[number + 1])
             ids = np.asarray(stream.tokens[start:stop]).tolist()
             plain = ids[:-1] if stop == end else ids
             fragment: Fragment = {
@@ -66,7 +67,9 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
             }
             fragments.append(fragment)
         label = corpus.labels[part] if corpus.labels else ""
-        rows.append({"index": index, "part": label, "start": first, "fragments": fragments})
+        rows.append(
+            {"index": index, "part": label, "start": int(places[0]), "fragments": fragments}
+        )
     return rows
 
 
@@ -155,9 +158,10 @@ def summarise(corpus: Corpus, tokens: float | None) -> dict[str, Any]:
     """Return the summary of a corpus, with each part's epochs in a run of `tokens` tokens."""
     summary = corpus.summary()
     summary["epochs"] = None if tokens is None else tokens / len(corpus.train)
-    for part, row in zip(corpus.parts, summary.get("mixture", ()), strict=True):
-        share = row["weight"] / len(part.train)
-        row["epochs"] = None if tokens is None else tokens * share
+    for number, row in enumerate(summary.get("mixture", ())):
+        counts = None if tokens is None else mixing_of(corpus.train, 1).counts(int(tokens))
+        length = len(corpus.parts[number].train)
+        row["epochs"] = None if counts is None else float(counts[number]) / length
     return summary
 
 

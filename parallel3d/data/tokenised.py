@@ -94,12 +94,12 @@ class TokenRecipe:
         meta = {
             "dtype": "uint16" if tokens.vocabulary.size <= 2**16 else "uint32",
             "end_of_text": tokens.vocabulary.end_of_text,
-            "files": _in_json(tokens.files),
+            "files": in_json(tokens.files),
             "found": tokens.facts,
             "key": self.content(),
         }
         if tokens.weights:
-            meta["weights"] = _in_json(tokens.weights)
+            meta["weights"] = in_json(tokens.weights)
         write_facts(
             folder,
             tokens.table,
@@ -111,7 +111,7 @@ class TokenRecipe:
         )
 
 
-def _in_json(files: Sequence[TokenFile]) -> list[SpanFile]:
+def in_json(files: Sequence[TokenFile]) -> list[SpanFile]:
     """Return the files as a corpus's meta.json lists them."""
     return [
         {
@@ -234,7 +234,9 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
         # The import takes a second.
         from parallel3d.data.hub import arrow_files, arrow_files_of_parquet
 
-        if section.source == "parquet":
+        if section.stream:
+            paths = names = section.paths  # of Arrow, made from a shard
+        elif section.source == "parquet":
             paths, names = arrow_files_of_parquet(tuple(matching_files(section.paths, "parquet")))
         else:
             paths, names, rows = arrow_files(section.name, section.subset, section.split)
@@ -244,19 +246,27 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
         return [arrow.read(*pair, section.token_field) for pair in zip(paths, names, strict=True)]
     if section.source == "megatron":
         roots = [path.removesuffix(".bin").removesuffix(".idx") for path in section.paths]
-        return [megatron.read(path) for path in _matching([f"{root}.bin" for root in roots], "bin")]
+        return [
+            megatron.read(path)
+            for path in matching_sources([f"{root}.bin" for root in roots], "bin")
+        ]
     dtype = section.token_dtype
     if dtype == "auto":
         dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
     if section.source == "tokens":
-        return [flat_arrays.read(path, INTEGERS[dtype]) for path in _matching(section.paths, "npy")]
-    shards = [p for p in _matching(section.paths, "ds") if not p.endswith(datatrove.COMPANIONS)]
+        return [
+            flat_arrays.read(path, INTEGERS[dtype])
+            for path in matching_sources(section.paths, "npy")
+        ]
+    shards = [
+        p for p in matching_sources(section.paths, "ds") if not p.endswith(datatrove.COMPANIONS)
+    ]
     if not shards:
         raise DataError("data.paths matches no .ds file; use their paths, or corpus/**/*.ds")
     return [datatrove.read(path, INTEGERS[dtype]) for path in shards]
 
 
-def _matching(paths: Sequence[str], suffix: str) -> list[str]:
+def matching_sources(paths: Sequence[str], suffix: str) -> list[str]:
     """Return the files that match the paths, URLs and globs."""
     local = [path for path in paths if not is_url(path)]
     urls = {url for path in paths if is_url(path) for url in matching(path)}

@@ -38,6 +38,8 @@ class BadSteps:
         self._train = train
         self.count = int(saved.get(KEY, {}).get("count", 0)) if saved else 0
         """Number of steps that were skipped or rewound."""
+        self.left_out = left_out(saved or {})
+        """Number of samples before the next one that rewinds left out."""
         self.rewind_to(saved or {})
 
     @property
@@ -99,7 +101,12 @@ class BadSteps:
         if not self.count and self._train.on_spike == "ignore":
             return {}
         windows = {"losses": [*self._losses], "grad_norms": [*self._norms]}
-        return {KEY: {"count": self.count, **windows}}
+        return {KEY: {"count": self.count, "left_out": self.left_out, **windows}}
+
+
+def left_out(state: Mapping[str, Any]) -> int:
+    """Return the number of samples before a state.json's `next_sample` that rewinds left out."""
+    return int(state.get(KEY, {}).get("left_out", 0))
 
 
 def robust_score(value: float, earlier: Sequence[float]) -> float:

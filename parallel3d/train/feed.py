@@ -15,7 +15,9 @@ from parallel3d.data.ahead import ReadAhead
 from parallel3d.data.batches import Batches, documents_of, first_sample
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.evaluation_samples import EvaluationSamples
+from parallel3d.data.fim import Fim
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.schedule.schedule import Schedule
 from parallel3d.tensor.segments import Segments
@@ -45,7 +47,9 @@ class Feed:
         used = {"tokens": owners[0] == coord, "labels": owners[-1] == coord}
         self._kinds = [name for name, is_used in used.items() if is_used]
         self._isolates = config.data.isolate_documents
-        training = Batches(corpus.train, length, config.train.seed)
+        seed = config.train.seed
+        fim = Fim.of(config.data.fim, corpus, seed)
+        self._batches = training = Batches(corpus.train, length, seed, fim)
         # One read-ahead for each: an evaluation must not discard the training steps built ahead.
         self._training = ReadAhead(partial(self._trained, training))
         self._evaluations: dict[EvaluationSamples, ReadAhead[_Step]] = {}
@@ -73,8 +77,20 @@ class Feed:
         documents = None if step.documents is None else self._on_device(step.documents)
         return self._cut(step), documents
 
+    def padding(self, start: int) -> int:
+        """Return the padding in tokens of the step that begins at sample `start`, on all ranks."""
+        return self._batches.padding(start, self._config.batch_size_at(start))
+
+    def epochs(self, start: int) -> dict[str, float]:
+        """Return how often each part of a mixture was read before the sample `start`."""
+        if len(self._batches.streams) == 1:
+            return {}
+        epochs = self._batches.epochs(start)
+        return {f"mixture.{number}": round(own, 6) for number, own in enumerate(epochs)}
+
     def close(self) -> None:
         """End the threads that build samples ahead."""
+        self._batches.close()
         self._training.close()
         for ahead in self._evaluations.values():
             ahead.close()
@@ -94,8 +110,12 @@ class Feed:
         used = [arrays[kind].reshape(shape) for kind in self._kinds]
         step = _Step(self._readable(np.stack(used, axis=1) if used else nothing))
         if self._isolates:
-            documents = torch.from_numpy(documents_of(tokens, self._end_of_text).reshape(shape))
-            step = step._replace(segments=tuple(map(Segments.of, documents)))
+            if batches.is_packed:
+                documents = batches.places(first, count)[2]
+            else:
+                documents = documents_of(tokens, self._end_of_text)
+            cut = torch.from_numpy(documents.reshape(shape))
+            step = step._replace(segments=tuple(map(Segments.of, cut)))
         if "labels" in self._kinds and batches.weighs:
             weights = batches.weights(first, count).reshape(shape)
             step = step._replace(weights=self._readable(weights))
@@ -125,10 +145,14 @@ class Feed:
 
     def _taken(self, ahead: ReadAhead[_Step], start: int, then: list[int], *, end: int) -> _Step:
         try:
-            return ahead.take(start, then)
+            return ahead.take(start, then, self._say_waiting)
         except DataError as error:
             # Other ranks read other samples, without this error.
             raise RankError(f"{error} (in samples {start:,} to {end - 1:,})") from error
+
+    def _say_waiting(self) -> None:
+        if name := self._batches.waiting_for:
+            pulse.doing(f"waiting for the shard {name}")
 
     def _cut(self, step: _Step) -> list[Microbatch]:
         tensor, device = self._on_device(step.arrays), self._mesh.device

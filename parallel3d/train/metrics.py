@@ -59,6 +59,8 @@ class StepMetrics:
     side_losses: dict[str, float] = field(default_factory=dict)
     """Mean of each side loss over the layers that have it and the batch, without its coefficient;
     only if the model has any. `loss` is without them."""
+    part_epochs: dict[str, float] = field(default_factory=dict)
+    """How often each part of a mixture has been read; "mixture.0" is the first part."""
     checkpoint_stall_seconds: float | None = None
     """Seconds for which a save held up training; only on the line after the save."""
 
@@ -66,10 +68,9 @@ class StepMetrics:
         """Return one line of JSON without a newline; numbers that are not finite are null."""
         values: dict[str, Any] = {name: finite(getattr(self, name)) for name in _ALWAYS}
         values |= _in_json(self.validation)
-        if self.role_lr:
-            values["role_lr"] = self.role_lr
-        if self.side_losses:
-            values["side_losses"] = {name: finite(x) for name, x in self.side_losses.items()}
+        for name in _BY_NAME:
+            if numbers := getattr(self, name):
+                values[name] = {key: finite(x) for key, x in numbers.items()}
         for name in _SOMETIMES:
             if (value := getattr(self, name)) is not None:
                 values[name] = finite(value)
@@ -81,6 +82,7 @@ class StepMetrics:
         numbers = {name: value for name, value in values.items() if value is not None}
         numbers |= {f"lr/{role}": lr for role, lr in self.role_lr.items()}
         numbers |= {f"side_losses/{name}": value for name, value in self.side_losses.items()}
+        numbers |= {f"epochs/{part}": epochs for part, epochs in self.part_epochs.items()}
         return numbers | _flat(self.validation)
 
 
@@ -105,8 +107,9 @@ def _flat(validation: Losses) -> dict[str, float]:
 
 _HELD_OUT_LOSS = "held_out_loss"
 _SOMETIMES = ("loss_scale", "checkpoint_stall_seconds")
-_BLOCKS = ("validation", "role_lr", "side_losses")
-_ALWAYS = tuple(f.name for f in fields(StepMetrics) if f.name not in (*_BLOCKS, *_SOMETIMES))
+_BY_NAME = ("role_lr", "side_losses", "part_epochs")
+_OTHERS = ("validation", *_BY_NAME, *_SOMETIMES)
+_ALWAYS = tuple(f.name for f in fields(StepMetrics) if f.name not in _OTHERS)
 
 
 class MetricsWriter:

@@ -15,13 +15,14 @@ from parallel3d.checkpoint import find, free_space
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
-from parallel3d.data.batches import check_length
+from parallel3d.data.batches import check_length, tokens_of_epoch
 from parallel3d.data.corpus import Corpus, Place
 from parallel3d.data.lines import EMPTY
-from parallel3d.data.prepare import prepare
+from parallel3d.data.prepare import pack, prepare
 from parallel3d.data.prepare_progress import shown_progress
 from parallel3d.data.show import describe_skips
 from parallel3d.data.sources import no_progress
+from parallel3d.data.streams import open_shard_cache
 from parallel3d.engine.swap import check_writable
 from parallel3d.huggingface.initial_weights import find_weights, load_weights, tokenizer_warning
 from parallel3d.mesh.agree import agree, gather_json, on_first
@@ -35,6 +36,7 @@ from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
 from parallel3d.plan.setting import leaves_weights_open, with_weights
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.attempts import Attempts
+from parallel3d.train.bad_steps import left_out
 from parallel3d.train.claim import Claim, token_of
 from parallel3d.train.ending import command_to_go_on
 from parallel3d.train.known_hardware import described_hardware
@@ -87,7 +89,8 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     check_machine(config, mesh, nodes, console.print)
     corpus = open_corpus(config, mesh, nodes, console)
     pulse.doing("looking for a checkpoint")
-    config = _with_weights(config.with_corpus(corpus.vocab_size, len(corpus.train)), mesh)
+    num_tokens = tokens_of_epoch(corpus.train, config.data.sequence_length)
+    config = _with_weights(config.with_corpus(corpus.vocab_size, num_tokens), mesh)
     for note in config.notes[len(early_notes) :]:
         console.print(note)
     checkpoint, position, pretrained = None, Position(), None
@@ -96,8 +99,8 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
         position = state.position_in(checkpoint.state, checkpoint.folder, console.print)
     else:
         pretrained = _find_pretrained(config, mesh, corpus.tokenizer_directory, console.print)
-    # Not `next_sample`: batches may have been skipped (train.on_nonfinite).
-    config = config.resumed(position.step, position.tokens // config.data.sequence_length)
+    num_left_out = left_out(checkpoint.state) if checkpoint else 0
+    config = config.resumed(position.step, position.next_sample - num_left_out)
     return Start(config, settings, folder, digest, corpus, checkpoint, position, pretrained)
 
 
@@ -222,7 +225,8 @@ def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -
             "a parallel3d.data.cache that all nodes share"
         ) from None
     refuse_different(places, nodes)
-    corpus = Corpus.at(places[first], data.remote_cache_bytes)
+    corpus = Corpus.at(places[first], data.remote_cache_bytes, open_shard_cache(data))
+    corpus = pack(corpus, data)
     console.print(*corpus_lines(corpus), sep="\n")
     return corpus
 
@@ -237,6 +241,10 @@ def corpus_lines(corpus: Corpus) -> Iterator[str]:
     yield f"        vocabulary {corpus.vocab_size:,}, unigram entropy {corpus.unigram_entropy:.4f}"
     if lost := max(part.found.get("unknown_share", 0.0) for part in corpus.parts or (corpus,)):
         yield f"WARNING: the tokenizer does not know {lost:.0%} of the text; use another one"
+    for part in corpus.parts or (corpus,):
+        if packed := part.found.get("packed_samples"):
+            share = part.found["packed_padding_share"]
+            yield f"        packed into {packed:,} samples, {share:.2%} padding"
     yield from _left_out(corpus, "left out")
     for name, part in corpus.validation.items():
         documents = part.held_out.num_documents

@@ -24,7 +24,7 @@ from parallel3d.model.spec import named_params
 from parallel3d.models.common import role_rates
 from parallel3d.tensor import compiled
 from parallel3d.train.assembly import Assembly
-from parallel3d.train.bad_steps import BadSteps, Verdict
+from parallel3d.train.bad_steps import BadSteps, Verdict, left_out
 from parallel3d.train.check_bits import check_bits
 from parallel3d.train.digests import append_digest
 from parallel3d.train.evaluation import HELD_OUT, Evaluation, Losses
@@ -157,7 +157,8 @@ class Trainer:
             if verdict.action == "rewind":
                 result.steps = self._rewind(verdict, step)
                 continue
-            before, self.position = self.position, self.position.after(self.config)
+            padding = self._feed.padding(self.position.next_sample)
+            before, self.position = self.position, self.position.after(self.config, padding)
             step_tokens = self.position.tokens - before.tokens
             if step > first:
                 seconds, tokens = seconds + step_seconds, tokens + step_tokens
@@ -348,6 +349,7 @@ class Trainer:
         state = checkpoint.state
         self._leave_out(verdict, step, int(state["next_sample"]), to=checkpoint.step)
         next_sample = self.position.after(self.config).next_sample
+        self._bad.left_out = next_sample - (int(state["next_sample"]) - left_out(state))
         self.position = Position(checkpoint.step, int(state["tokens"]), next_sample)
         self._bad.rewind_to(state)
         if self.writer:
@@ -401,6 +403,7 @@ class Trainer:
             step_seconds=seconds,
             role_lr={role: lr * factor for role, factor in self._role_rates.items()},
             side_losses=self._means_of_side_losses(rows),
+            part_epochs=self._feed.epochs(self.position.next_sample),
             validation=validation,
             loss_scale=done.loss_scale if self.config.fp16.enabled else None,
             checkpoint_stall_seconds=stall,

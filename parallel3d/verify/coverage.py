@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from parallel3d.config import RunConfig
+from parallel3d.config.data import weight_changes
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.models.common import pretrained_of
 from parallel3d.verify.shrink import LONG, drops_out
@@ -31,6 +32,7 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
     )
     mup = parametrization_of(model).type != "standard"
     parts = data.mixture if data.source == "mixture" else (data,)
+    changes = any(len(weight_changes(part)) > 1 for part in parts)
     weighs = any(part.label_field or part.weight_field for part in parts)
     devices = (zero.offload_optimizer.device, zero.offload_param.device)
     # Whether the config has it, its name, and the test that has it if it is not proved here.
@@ -60,7 +62,9 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (config.mesh.sequence_parallel, "mesh.sequence_parallel", ""),
         (True, "order of samples, labels", ""),
         (data.isolate_documents, "data.isolate_documents", ""),
+        (data.packing != "none", f"data.packing = {data.packing}", "tests/verify/test_packing.py"),
         (data.source == "mixture", "shares of data.mixture", ""),
+        (changes, "weights of data.mixture that change", "tests/data/test_mixing.py"),
         (weighs, "labels that count unequally", ""),
         (True, f"reading data.source = {data.source}", "tests/data/test_sources.py"),
         (True, "held-out losses", "tests/train/test_evaluation.py"),

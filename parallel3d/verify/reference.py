@@ -20,6 +20,7 @@ from parallel3d import models
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
+from parallel3d.config.data import weight_changes
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.model import optimizers
 from parallel3d.model.config import ModelConfig
@@ -69,7 +70,7 @@ def text_of(config: RunConfig) -> tuple[list[definitions.Stream], list[int]]:
     length, vocab = config.data.sequence_length, int(config.model.vocab_size)
     size, end, data = config.global_batch_size, vocab - 1, config.data
     parts = data.mixture if data.source == "mixture" else (data,)
-    shares = definitions.shares_of([getattr(part, "weight", 1.0) for part in parts])
+    shares = definitions.shares_of([weight_changes(part)[0][1] for part in parts])
     generator, streams = np.random.default_rng(7), list[definitions.Stream]()
     for part, share in zip(parts, shares, strict=True):
         count = max(1, (5 * size * share) // (2 * sum(shares)))

@@ -19,6 +19,9 @@ MASKED = {
     "https://:secret@host": "https://:***@host",
     "simplecache::https://user:secret@host/a": "simplecache::https://user:***@host/a",
     "one https://a:secret@b/c, two http://d:secret@e": "one https://a:***@b/c, two http://d:***@e",
+    "https://h/a?X-Amz-Signature=secret&b=1": "https://h/a?X-Amz-Signature=***&b=1",
+    'p = ["https://h/a?b=1&sig=secret", "c"]': 'p = ["https://h/a?b=1&sig=***", "c"]',
+    "https://h/a?sv=2&access_token=secret: 404": "https://h/a?sv=2&access_token=*** 404",
     'data.paths = ["https://a:secret@b/c", "x@y"]': 'data.paths = ["https://a:***@b/c", "x@y"]',
 }
 AS_THEY_ARE = [
@@ -28,6 +31,8 @@ AS_THEY_ARE = [
     "http://[::1]:80/a@b",
     'data.paths = ["https://host:8080/a", "x@y"]',
     "a:b@c",
+    "https://host/a?page=2&size=3",
+    "data.token_field=ids",
     "user@host: no URL",
 ]
 

@@ -61,3 +61,15 @@ def test_another_rule_of_holding_out_matters_where_it_gave_another_corpus(run, s
     assert not said
     moved.position_in(now.at(Position(2, 16, 2)), Path("step-2"), said.append)
     assert "the corpus has changed since the checkpoint" in said[0]
+
+
+def test_another_packing_is_refused(run):
+    """Packed samples are others, so the position means other text."""
+    config, corpus = run
+    saved = RunState(config, corpus).at(Position(2, 16, 2))
+    packed = config._with("data", packing="best_fit")
+    with pytest.raises(CheckpointError, match=r"data\.packing was none and is now best_fit, so"):
+        RunState(packed, corpus).position_in(saved, Path("step-2"), print)
+    older = deepcopy(saved)
+    del older["config"]["parallel3d"]["data"]["packing"]  # by a version without packing
+    assert RunState(config, corpus).position_in(older, Path(), print) == Position(2, 16, 2)

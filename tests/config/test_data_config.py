@@ -91,6 +91,13 @@ BAD = [
     ({"mixture": [PART]}, "mixture", "not read", 'use source "mixture"'),
     ({**mixture(), "paths": ["a"]}, "paths", 'not read by source "mixture"', "remove it"),
     (mixture(weight=0.0), "mixture.1.weight", "greater than 0", "raise it"),
+    (mixture(weight=[[5, 1.0]]), "mixture.1.weight", "must begin with [0, WEIGHT]", "--help"),
+    (
+        mixture(weight=[[0, 1.0], ["1 B", 2.0]]),
+        "mixture.1.weight",
+        "number of tokens",
+        "10B tokens",
+    ),
     (mixture(name="x"), "mixture.1.name", 'not read by source "text"', 'use source "hub"'),
     (mixture(source="mixture"), "mixture.1.source", "must be", '"text"'),
     (mixture(vocab_size=300), "mixture.1.vocab_size", "not a setting", "did you mean"),

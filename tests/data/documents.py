@@ -21,10 +21,14 @@ class Settings:
     split: str = "train"
     token_field: str | None = None
     weight: float = 1.0
+    stream: bool = False
+    streams: tuple["Settings", ...] = ()
     mixture: tuple["Settings", ...] = ()
     tokenizer: str = "train"
     vocab_size: int = 300
     sequence_length: int = 8
+    packing: str = "none"
+    fim: object = None
     held_out_fraction: float | str = 0.2
     held_out_seed: int = 0
     validation: Mapping[str, "Settings"] = field(default_factory=dict)

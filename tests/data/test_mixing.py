@@ -15,6 +15,7 @@ from parallel3d.data.batches import Batches, check_length, documents_of
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.data.order import MAX_PATTERN, Mixing, sample_index, whole_shares
 from parallel3d.data.prepare import prepare
+from parallel3d.data.show import summarise
 from tests.data.documents import Settings, contents
 
 pytestmark = pytest.mark.gloo
@@ -61,6 +62,42 @@ def test_these_values_never_change():
     assert Mixing([0.5, 0.3, 0.2]).assign(np.arange(10))[0].tolist() == PINNED
     parts, places = Mixing([0.7, 0.3]).assign(10**15 + np.arange(4))
     assert (parts.tolist(), (places - 10**14).tolist()) == PINNED_FAR
+
+
+CHANGES = [(10, (1.0, 1.0)), (11, (1.0, 9.0)), (1000, (5.0, 1.0))]
+
+
+def test_weights_that_change_begin_at_an_index_and_parts_go_on_where_they_were():
+    mixing = Mixing((3.0, 1.0), CHANGES)
+    parts, places = mixing.assign(np.arange(3000))
+    for part in range(2):
+        own = places[parts == part]
+        assert np.array_equal(own, np.arange(len(own)))
+        for place in (0, 2, 9, 300):
+            assert mixing.index_of(part, place) == np.flatnonzero(parts == part)[place]
+    for begin, end, weights in ((0, 10, (3, 1)), (11, 1000, (1, 9)), (1000, 3000, (5, 1))):
+        alone = Mixing(weights).assign(np.arange(end - begin))[0]
+        assert np.array_equal(parts[begin:end], alone)
+    for index in (0, 1, 10, 11, 500, 1000, 2990):
+        counts = np.bincount(parts[:index], minlength=2)
+        assert mixing.counts(index).tolist() == counts.tolist()
+        apart = [mixing.assign(np.array([i])) for i in range(index, index + 5)]
+        assert [int(part[0]) for part, _ in apart] == parts[index : index + 5].tolist()
+
+
+def test_samples_and_epochs_of_a_mixture_whose_weights_change():
+    mixture = replace(MIXTURE, changes=((105, (0.1, 0.1, 0.8)), (2000, (0.8, 0.1, 0.1))))
+    batches = Batches(mixture, 10, seed=3)
+    tokens, _ = batches.microbatch(0, 400)
+    parts = tokens[:, 0] // 1000
+    assert np.array_equal(parts[:10], Mixing((0.5, 0.2, 0.3)).assign(np.arange(10))[0])
+    for begin, end, weights in ((10, 200, (1, 1, 8)), (200, 400, (8, 1, 1))):
+        counts = np.bincount(parts[begin:end], minlength=3)
+        assert np.abs(counts - (end - begin) * np.array(weights) / 10).max() <= 1
+    epochs = np.bincount(parts[:250], minlength=3) / np.array([10, 4, 30])
+    assert batches.epochs(250) == epochs.tolist()
+    seen = tokens[parts == 2, 0] % 1000 // 10
+    assert sorted(seen[:30]) == sorted(seen[30:60]) == list(range(30))
 
 
 PINNED = [0, 1, 0, 2, 0, 1, 0, 1, 0, 2]
@@ -211,6 +248,23 @@ def test_the_parts_are_kept_for_other_mixtures_of_the_same_tokenizer(mixture):
     # A tokenizer that is trained is trained anew on other shares.
     trained = prepare(replace(mixture, mixture=(mixture.mixture[0], heavier)))
     assert trained.parts[0].directory not in [part.directory for part in first.parts]
+
+
+def test_weights_that_change_are_kept_with_the_corpus(mixture):
+    weights = {"0": ((0, 3.0), (800, 1.0)), "1": ((0, 1.0), (400, 3.0), (800, 3.0))}
+    first, second = (
+        replace(part, weight=weight)
+        for part, weight in zip(mixture.mixture, weights.values(), strict=True)
+    )
+    corpus = prepare(replace(mixture, mixture=(first, second)))
+    assert corpus.train.weights == (0.75, 0.25)
+    assert corpus.train.changes == ((400, (3.0, 3.0)), (800, (1.0, 3.0)))
+    constant = prepare(mixture)
+    assert constant.train.changes == () and constant.key != corpus.key
+    assert [part.directory for part in constant.parts] == [p.directory for p in corpus.parts]
+    epochs = [row["epochs"] for row in summarise(corpus, 900)["mixture"]]
+    lengths = [len(part.train) for part in corpus.parts]
+    assert epochs == pytest.approx([525 / lengths[0], 375 / lengths[1]], rel=0.01)
 
 
 def test_two_preparations_of_a_mixture_give_the_same_bits(mixture, tmp_path):

@@ -15,6 +15,7 @@ from parallel3d.data.batches import Batches
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.data.evaluation_samples import EvaluationSamples
 from parallel3d.data.ids.remote import SET_BYTES
+from parallel3d.data.packing import Packing
 from parallel3d.data.prepare import prepare
 from parallel3d.mesh.mesh import Peers
 from parallel3d.schedule.schedules import make_schedule
@@ -113,6 +114,24 @@ def test_each_rank_has_what_its_stages_use(
                     expected = Segments.of(torch.from_numpy(by_hand))
                     assert found.segments.lengths == expected.lengths
                     assert found.segments.positions.tolist() == expected.positions.tolist()
+
+
+def test_padding_is_its_own_document_and_has_no_weight(closed):
+    bounds = np.cumsum([0, *np.random.default_rng(0).integers(5, 8, 200)])
+    packing = Packing.make(bounds, LENGTH)
+    train = TokenStream(np.arange(1000, 1000 + bounds[-1]), bounds, packing=packing)
+    corpus = SimpleNamespace(train=train, held_out=stream(0, 200), end_of_text=END)
+    settings = {"packing": "best_fit", "isolate_documents": True, "mesh": (1, 2)}
+    feeds = [feed_of(corpus, (0, dp), **settings)[0] for dp in range(2)]
+    closed += feeds
+    for start in (0, 16, 160):
+        batch = [microbatch for feed in feeds for microbatch in feed.training(start)]
+        padding = torch.cat([m.tokens for m in batch]) == 0
+        assert torch.equal(padding, torch.cat([m.weights for m in batch]) == 0)
+        assert padding.any() and feeds[0].padding(start) == int(padding.sum())
+        first = padding & ~padding.roll(1, 1)
+        positions = torch.cat([m.segments.positions for m in batch])
+        assert not positions[first].any() and (positions[padding & ~first] > 0).all()
 
 
 def test_ranks_between_the_first_and_the_last_read_nothing(corpus, closed, monkeypatch):

@@ -299,6 +299,9 @@ def test_rates_of_roles_are_there_where_roles_have_their_own():
     metrics = step_metrics(role_lr=rates)
     assert json.loads(metrics.to_json())["role_lr"] == rates
     assert metrics.flat()["lr/hidden"] == 2.5e-4 and "role_lr" not in metrics.flat()
+    metrics = step_metrics(part_epochs={"mixture.1": 1.5})
+    assert json.loads(metrics.to_json())["part_epochs"] == {"mixture.1": 1.5}
+    assert metrics.flat()["epochs/mixture.1"] == 1.5 and "part_epochs" not in metrics.flat()
 
 
 def test_the_kernel_of_attention_is_said_with_the_model(monkeypatch):

@@ -38,25 +38,25 @@ def is_url(path: str) -> bool:
 
 def size_of(url: str) -> int | None:
     """Return a file's size in bytes; None if it does not exist."""
-    with _system_of(url) as (system, path):
+    with system_of(url) as (system, path):
         return int(system.size(path)) if system.isfile(path) else None
 
 
 def version_of(url: str) -> str:
     """Return an identifier of the file's current contents, as far as its file system has one."""
-    with _system_of(url) as (system, path):
+    with system_of(url) as (system, path):
         return str(system.ukey(path))
 
 
 def open_url(url: str) -> BinaryIO:
     """Open a file to read its first bytes."""
-    with _system_of(url) as (system, path):
+    with system_of(url) as (system, path):
         return cast(BinaryIO, system.open(path, "rb", block_size=2**16))
 
 
 def matching(pattern: str) -> list[str]:
     """Return the sorted URLs of the files that match a URL or glob; raise DataError if none do."""
-    with _system_of(pattern) as (system, path):
+    with system_of(pattern) as (system, path):
         paths = [path] if system.isfile(path) else system.glob(path)
         urls = sorted(str(system.unstrip_protocol(p)) for p in paths if system.isfile(p))
     if not urls:
@@ -76,7 +76,7 @@ def read_ranges(ranges: Sequence[Range]) -> list[bytes]:
     for _, group in groupby(ranges, lambda span: span.path.rpartition("/")[0]):
         urls, starts, ends = zip(*group, strict=True)
         names = [url.rpartition("/")[2] for url in urls]
-        with _system_of(urls[0]) as (system, path):
+        with system_of(urls[0]) as (system, path):
             paths = [path.removesuffix(names[0]) + name for name in names]
             blocks += system.cat_ranges(paths, list(starts), list(ends), on_error="raise")
     for span, data in zip(ranges, blocks, strict=True):
@@ -89,9 +89,9 @@ def read_ranges(ranges: Sequence[Range]) -> list[bytes]:
 
 
 @contextmanager
-def _system_of(url: str) -> Iterator[tuple["AbstractFileSystem", str]]:
-    """Yield the file system of a URL, and the path in it; turn errors into DataErrors."""
-    if f":{MASK}@" in url:
+def system_of(url: str) -> Iterator[tuple["AbstractFileSystem", str]]:
+    """Yield the file system of a URL or path, and the path in it; turn errors into DataErrors."""
+    if f":{MASK}@" in url or f"={MASK}" in url:
         raise DataError(
             f"{url}: its password was masked when a run's config was saved; set data.paths to the"
             " URL with its password, or keep the password in fsspec's config files"

@@ -1,0 +1,197 @@
+"""Measure streams: orders, disk, waits, memory and shuffle quality (docs/streams.md).
+
+    python -m benchmarks.streams FOLDER [--tokens 1000000000]
+
+writes 1,000 shards of that many ids to FOLDER, and streams them from it; a corpus of 1.2 GB is
+streamed from Python's HTTP server at 5 MB/s. A step is a pause of 50 ms.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from parallel3d.config.data import DataConfig
+from parallel3d.data.ahead import ReadAhead
+from parallel3d.data.batches import Batches
+from parallel3d.data.prepare import prepare, prepare_manifests
+from parallel3d.data.shard_order import ShardOrder
+from tests.data.stores import http_store
+
+END, SIZE, LENGTH, BATCH, SPEED = 7, 50_000, 1024, 32, 5_000_000
+STEP_SECONDS, THROTTLED_STEPS = 0.05, 3000
+
+
+def write_shards(folder: Path, num_shards: int, tokens: int) -> None:
+    """Write flat arrays of random ids; a document has 1,000 ids on average."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(num_shards):
+        path = folder / f"{number:04}.npy"
+        if not path.exists():
+            rng = np.random.default_rng(number)
+            ids = rng.integers(END + 1, SIZE, tokens, dtype=np.uint16)
+            ids[rng.integers(0, tokens, tokens // 1000)] = END
+            ids[-1] = END
+            ids.tofile(path)
+
+
+def config(paths: str, folder: Path, stream: bool = True, **settings: object) -> DataConfig:
+    """Return the settings of a corpus in `folder`."""
+    own: dict[str, object] = {"source": "tokens", "tokenizer": "none", "vocab_size": SIZE}
+    own |= {"end_of_text_id": END, "paths": (paths,), "sequence_length": LENGTH}
+    own |= {"held_out_fraction": 0, "cache": str(folder / "cache")} | settings
+    if stream:
+        own |= {"stream": True, "manifest": str(folder / "manifest")}
+    return DataConfig(**own)  # type: ignore[arg-type]
+
+
+def orders(folder: Path) -> None:
+    """Print the hashes of three epochs, local and streamed, on several meshes and batches."""
+    write_shards(folder / "shards", 40, 50_000)
+    paths = str(folder / "shards/*.npy")
+
+    def digest(settings: DataConfig, step: int, dp: int) -> str:
+        batches, hashed = Batches(prepare(settings).train, LENGTH, seed=3), sha256()
+        for start in range(0, 3 * batches.num_samples, step):
+            end = min(start + step, 3 * batches.num_samples)
+            for part in np.array_split(np.arange(start, end), dp):
+                if len(part):
+                    tokens, labels = batches.microbatch(int(part[0]), len(part))
+                    hashed.update(np.hstack([tokens, labels[:, -1:]]).tobytes())
+        batches.close()
+        return hashed.hexdigest()[:16]
+
+    prepare_manifests(config(paths, folder))
+    print("| local |  | 32 | 1 |", digest(config(paths, folder, stream=False), 32, 1), "|")
+    for window in ("all", 4):
+        for step, dp in ((32, 1), (32, 2), (48, 4)):
+            settings = config(paths, folder, stream_window=window)
+            print("| streamed |", window, "|", step, "|", dp, "|", digest(settings, step, dp), "|")
+
+
+def bytes_on_disk(folder: Path) -> int:
+    """Return the bytes that the files of a folder take, some of which may be removed meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def throttled(folder: Path) -> None:
+    """Stream a corpus of 50 times the cache at 5 MB/s; print disk and waits."""
+    write_shards(folder / "shards", 300, 2_000_000)
+    settings = config(str(folder / "shards/*.npy"), folder, stream_window=2)
+    with http_store(folder / "shards") as server:
+        settings = settings.model_copy(update={"paths": (f"{server.url}/*.npy",)})
+        prepare_manifests(settings)
+        total = 300 * 4_000_000
+        limit = total // 50
+        settings = settings.model_copy(update={"stream_cache_bytes": limit})
+        server.speed, most, is_over = SPEED, 0, threading.Event()
+
+        def sample() -> None:
+            nonlocal most
+            while not is_over.wait(0.01):
+                most = max(most, bytes_on_disk(folder / "cache/streams"))
+
+        threading.Thread(target=sample, daemon=True).start()
+        began = time.perf_counter()
+        batches = Batches(prepare(settings).train, LENGTH, seed=3)
+        ahead = ReadAhead(lambda start: batches.microbatch(start, 2 * BATCH))
+        waits = []
+        for step in range(THROTTLED_STEPS):
+            asked = time.perf_counter()
+            ahead.take(step * 2 * BATCH, [(step + n) * 2 * BATCH for n in (1, 2)])
+            waits.append(time.perf_counter() - asked)
+            if step == 0:
+                first = time.perf_counter() - began
+            time.sleep(STEP_SECONDS)
+        seconds = time.perf_counter() - began
+        needed = len(waits) * 2 * BATCH * LENGTH * 2
+        is_over.set()
+        batches.close()
+        ahead.close()
+    print(f"corpus {total:,} bytes, limit {limit:,}, most on the disk {most:,}")
+    print(
+        f"{len(waits)} steps, {needed / seconds / 1e6:.2f} MB/s needed, first after {first:.2f} s"
+    )
+    late = [wait for wait in waits[10:] if wait > STEP_SECONDS / 2]
+    print(f"longest wait after the tenth step {max(waits[10:]):.4f} s, {len(late)} above 25 ms")
+
+
+OPEN = """
+import json, sys, time
+import psutil
+from benchmarks.streams import DataConfig, BATCH, LENGTH
+from parallel3d.data.batches import Batches
+from parallel3d.data.corpus import Corpus
+from parallel3d.data.streams import open_shard_cache
+settings = DataConfig.model_validate_json(sys.argv[1])
+before = psutil.Process().memory_info().rss
+began = time.perf_counter()
+corpus = Corpus.open(settings.manifest, shards=open_shard_cache(settings))
+batches = Batches(corpus.train, LENGTH, seed=3)
+opened, most = time.perf_counter() - began, 0
+batches.microbatch(0, BATCH)
+first = time.perf_counter() - began
+for step in range(3000):
+    batches.microbatch(step * BATCH, BATCH)
+    most = max(most, psutil.Process().memory_info().rss)
+batches.close()
+print(json.dumps([opened, first, (most - before) / 1e6, 3000 / (time.perf_counter() - began)]))
+"""
+
+
+def large(folder: Path, tokens: int) -> None:
+    """Stream 1,000 shards; print the time to open them, and the memory of a process."""
+    write_shards(folder / "shards", 1000, tokens // 1000)
+    settings = config(str(folder / "shards/*.npy"), folder, stream_window=16)
+    began = time.perf_counter()
+    prepare_manifests(settings)
+    manifest = bytes_on_disk(folder / "manifest")
+    print(f"manifest: {time.perf_counter() - began:.0f} s, {manifest / 1e6:.1f} MB")
+    command = [sys.executable, "-c", OPEN, settings.model_dump_json()]
+    opened, first, memory, rate = json.loads(subprocess.run(command, stdout=-1, check=True).stdout)
+    print(f"opened in {opened:.3f} s, first step after {first:.2f} s, {memory:.0f} MB more memory")
+    print(f"{rate:.0f} steps/s of {BATCH} x {LENGTH} ids")
+
+
+def shuffle_quality() -> None:
+    """Print the mean distance in an epoch of samples that are neighbours in the corpus."""
+    counts = np.full(1000, 1000)
+    size = int(counts.sum())
+    for window in (1, 4, 16, 64, 256, 1000):
+        places = np.empty(size, np.int64)
+        places[ShardOrder(counts, window).sample_index(3, np.arange(size))] = np.arange(size)
+        distances = np.abs(np.diff(places))
+        within = distances[np.arange(size - 1) % 1000 != 999]
+        print(f"| {window} | {distances.mean() / size:.4f} | {within.mean() / size:.4f} |")
+
+
+def main() -> None:
+    """Run all measurements."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokens", type=int, default=10**9)
+    args = parser.parse_args()
+    print(f"{psutil.cpu_count()} cores")
+    orders(args.folder / "orders")
+    shuffle_quality()
+    large(args.folder / "large", args.tokens)
+    throttled(args.folder / "throttled")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,444 @@
+"""Streams: a manifest of shards is made once, and a run fetches the shards that it needs.
+
+A manifest is a folder that looks like a corpus (`corpus`) without its tokens:
+
+    shards.json   for each shard its files (URL, bytes, BLAKE2 hash), tokens, documents, key
+    heads.bin     [shards, head_length]: the ids from the beginning of each shard on
+    bounds.bin, places.npy, names.json, counts.npy, tokenizer/, meta.json   as in a corpus
+
+It has 20 bytes for each document. A shard's ids are those that its documents have in a local
+corpus: of text after tokenising, of other programs' ids with one end-of-text after each document.
+"""
+
+import json
+import shutil
+import time
+from functools import lru_cache
+from hashlib import blake2b, file_digest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from parallel3d.base.errors import DataError
+from parallel3d.config.data import DataConfig, PartConfig, SourceConfig, yields_token_ids
+from parallel3d.data.cache import cache_root, digest_of, is_complete, seal
+from parallel3d.data.corpus import Corpus
+from parallel3d.data.corpus_folder import FORMAT, Recipe, write_facts
+from parallel3d.data.documents import Documents, Skips, find_documents
+from parallel3d.data.ids import datatrove, megatron
+from parallel3d.data.ids.id_file import BLOCK, is_file
+from parallel3d.data.ids.remote import RemoteFiles, is_url, system_of
+from parallel3d.data.ids.spans import Spans
+from parallel3d.data.ids.validate import Vocabulary
+from parallel3d.data.shard_cache import IDS, LostShard, Shard, ShardCache
+from parallel3d.data.sharded import HEADS, SHARDS, ShardedTokens
+from parallel3d.data.shards import ShardPlan, fill_shard
+from parallel3d.data.sources import KINDS, SUFFIX, Files, Progress, find_files, no_progress
+from parallel3d.data.tokenised import (
+    Tokenised,
+    TokenRecipe,
+    find_tokens,
+    in_json,
+    matching_sources,
+    vocabulary_of,
+)
+from parallel3d.data.tokenizer import (
+    Backend,
+    directory_digest,
+    is_backend_enough,
+    load_tokenizer,
+    num_tokens,
+    save_tokenizer,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ATTEMPTS = 5
+FIRST_PAUSE_SECONDS = 0.5
+# Settings that determine the ids of a shard.
+_SETTINGS = ("source", "documents", "text_field", "token_field", "token_dtype")
+
+
+class _Converted(NamedTuple):
+    """The documents of one shard, whose ids were written: table of ENTRY, lengths, counts."""
+
+    table: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray
+    facts: dict[str, object]
+    skips: Skips
+
+
+def open_shard_cache(config: DataConfig) -> ShardCache | None:
+    """Return the node's cache for the streams of a config; None if it has none."""
+    if not config.streams:
+        return None
+    return ShardCache(
+        cache_root(config.cache) / "streams",
+        config.stream_cache_bytes,
+        fetch_shard,
+        window=None if config.stream_window == "all" else config.stream_window,
+        skips=config.on_error == "skip",
+    )
+
+
+def open_stream(
+    config: DataConfig,
+    section: DataConfig | PartConfig,
+    tokenizer: Path | None,
+    cache: ShardCache | None,
+) -> Corpus:
+    """Return the corpus of a manifest; raise DataError if the config differs from it."""
+    folder = Path(section.manifest).expanduser().absolute()
+    remedy = "run `parallel3d prepare --config ... --manifest`"
+    if not is_complete(folder) or not (folder / SHARDS).is_file():
+        raise DataError(
+            f"data.manifest = {section.manifest!r} is not a complete manifest; {remedy}"
+        )
+    made = _meta(folder)["stream"]
+    for name, value in _identity(config, section, tokenizer).items():
+        if made["identity"][name] != value:
+            raise DataError(
+                f"data.{name} = {value!r}: the manifest {section.manifest!r} was made with"
+                f" {made['identity'][name]!r}; set it back, or {remedy} again"
+            )
+    if config.sequence_length > made["head_length"]:
+        raise DataError(
+            f"data.sequence_length = {config.sequence_length}: the manifest {section.manifest!r}"
+            f" was made for samples of at most {made['head_length']} tokens; {remedy} again"
+        )
+    return Corpus.open(folder, shards=cache)
+
+
+def check_room(config: DataConfig, corpora: list[Corpus]) -> None:
+    """Raise DataError unless two windows of each stream fit into data.stream_cache_bytes."""
+    tokens = [part.stream("train").tokens for part in corpora]
+    needed = sum(part.num_bytes_needed for part in tokens if isinstance(part, ShardedTokens))
+    if needed > config.stream_cache_bytes:
+        raise DataError(
+            f"data.stream_cache_bytes = {config.stream_cache_bytes:,}: two windows of"
+            f" data.stream_window = {config.stream_window} shards need {needed:,} bytes; raise it,"
+            " lower stream_window, or write smaller shards"
+        )
+
+
+def make_manifest(
+    config: DataConfig,
+    section: DataConfig | PartConfig,
+    tokenizer: Path | None,
+    progress: Progress = no_progress,
+) -> None:
+    """Read every shard of a stream once, and write its manifest, which replaces an earlier one.
+
+    Raises DataError for unusable shards, and if another folder has the manifest's name.
+    """
+    target = Path(section.manifest).expanduser().absolute()
+    if target.exists() and not (target / SHARDS).is_file() and not _is_empty(target):
+        raise DataError(f"data.manifest = {section.manifest!r} is not a manifest; use a new folder")
+    folder = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "tokenizer").mkdir(parents=True)
+    try:
+        _fill(folder, config, section, tokenizer, progress)
+        seal(folder, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _fill(
+    folder: Path,
+    config: DataConfig,
+    section: DataConfig | PartConfig,
+    tokenizer: Path | None,
+    progress: Progress,
+) -> None:
+    if tokenizer:
+        save_tokenizer(load_tokenizer(tokenizer), folder / "tokenizer")
+    vocabulary = _vocabulary(config, section, folder / "tokenizer" if tokenizer else None)
+    keys = {key: getattr(section, key) for key in SourceConfig.model_fields}
+    part = PartConfig(**keys | {"source": section.source})
+    loaded = load_tokenizer(folder / "tokenizer") if tokenizer else None
+    meta: dict[str, Any] = {
+        "dtype": "uint16" if vocabulary.size <= 2**16 else "uint32",
+        "end_of_text": vocabulary.end_of_text,
+        "stream": {
+            "head_length": config.sequence_length,
+            "identity": _identity(config, section, tokenizer),
+            "section": part.model_copy(update={"paths": ("a shard",)}).model_dump(mode="json"),
+            "vocabulary": list(vars(vocabulary).values()),
+            "rule": [config.on_error, config.max_skipped],
+            "max_line_bytes": config.max_line_bytes,
+            "backend_only": bool(loaded) and is_backend_enough(loaded, folder / "tokenizer"),
+        },
+    }
+    (folder / "meta.json").write_text(json.dumps(meta))
+    shards = _shard_paths(part)
+    entries, heads = [], []
+    converted = []
+    for number, urls in enumerate(shards):
+        progress("reading shards", number, len(shards))
+        work = folder / "shard"
+        (work / "raw").mkdir(parents=True)
+        files = [_download(url, work / "raw") for url in urls]
+        one = _convert(folder, work, [file["path"] for file in files])
+        one.table["file"] = number
+        entries.append(_entry(files, one, meta))
+        heads.append(np.fromfile(work / IDS, meta["dtype"], count=config.sequence_length))
+        converted.append(one)
+        shutil.rmtree(work)
+    progress("reading shards", len(shards), len(shards))
+    (folder / SHARDS).write_text(json.dumps(entries, indent=1))
+    with open(folder / HEADS, "wb") as file:
+        ahead = np.zeros(config.sequence_length, meta["dtype"])
+        rows = []
+        for head in reversed(heads):
+            ahead = np.concatenate([head, ahead])[: config.sequence_length]
+            rows.append(ahead)
+        np.stack(rows[::-1]).tofile(file)
+    table, lengths = (
+        np.concatenate([getattr(one, name) for one in converted]) for name in ("table", "lengths")
+    )
+    held_out, skips = np.zeros(len(table), dtype=bool), Skips()
+    counts = np.sum([one.counts for one in converted], axis=0)
+    facts: dict[str, Any] = {}
+    for one in converted:
+        skips.add_all(one.skips)
+        facts |= {name: facts.get(name, 0) + value for name, value in one.facts.items()}
+    names = [urls[0] for urls in shards]
+    if yields_token_ids(section):
+        facts["check_ids"] = section.check_ids
+        tokens = Tokenised((), table, counts, vocabulary, facts)
+        meta["key"], kind = TokenRecipe(tokens, held_out, tokenizer).content(), "ids"
+    else:
+        facts |= {"num_bytes": int(table["num_bytes"].sum())} | skips.summary()
+        kind = KINDS[part.documents] if part.source == "text" else part.source
+        documents = Documents(Files(kind, (), ()), table)
+        meta["key"] = Recipe(documents, held_out, tokenizer, vocabulary.size).key()
+    write_facts(
+        folder,
+        table,
+        held_out,
+        lengths,
+        counts,
+        names={"kind": kind, "names": names},
+        meta=meta | {"found": facts},
+    )
+
+
+def fetch_shard(shard: Shard, folder: Path) -> None:
+    """Write the ids of a shard of a manifest to `folder`/ids.bin.
+
+    Raises LostShard if it is missing or differs from the manifest, DataError if it cannot be read.
+    """
+    changed = (shard.manifest / SHARDS).stat().st_mtime_ns
+    entry = _json(shard.manifest / SHARDS, changed)[shard.number]
+    (folder / "raw").mkdir()
+    for file in entry["files"]:
+        _download(file["path"], folder / "raw", file)
+    one = _convert(shard.manifest, folder, [file["path"] for file in entry["files"]])
+    if (tokens := int(one.lengths.sum())) != entry["tokens"]:
+        raise DataError(
+            f"{shard.name} has {tokens:,} tokens, but its manifest says {entry['tokens']:,}, made"
+            " with another version of the tokenizers; make it again"
+        )
+    for path in folder.iterdir():
+        if path.name != IDS:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _download(url: str, folder: Path, expected: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Fetch a file to `folder`; return its path, size and hash.
+
+    Failures, and files that differ from `expected`, are tried again with growing pauses. Raises
+    LostShard if the file is missing or differs, DataError if it cannot be read.
+    """
+    target = folder / _file_name(url)
+    error: DataError | None = None
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+        try:
+            with system_of(url) as (system, path):
+                system.get_file(path, str(target))
+        except DataError as failed:
+            error = failed
+            if isinstance(failed.__cause__, FileNotFoundError):
+                error = _lost(url, "does not exist", expected) if expected else failed
+            continue
+        with open(target, "rb") as file:
+            digest = file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
+        actual = {"path": url, "size": target.stat().st_size, "hash": digest}
+        if expected in (None, actual):
+            return actual
+        error = _lost(url, f"has {actual['size']:,} bytes with the hash {digest}", expected or {})
+    assert error
+    if isinstance(error, LostShard) or expected is None:
+        raise error
+    raise DataError(f"after {ATTEMPTS} attempts: {error} (expected {_described(expected)})")
+
+
+def _file_name(url: str) -> str:
+    """Return the file's name without the query of a URL, since its ending says how it is read."""
+    name = url.rpartition("/")[2]
+    return name.partition("?")[0] if is_url(url) else name
+
+
+def _lost(url: str, what: str, expected: dict[str, Any]) -> LostShard:
+    return LostShard(
+        f"{url} {what}, but its manifest expects {_described(expected)}; restore it, make the"
+        ' manifest again, or set data.on_error to "skip"'
+    )
+
+
+def _described(expected: dict[str, Any]) -> str:
+    return f"{expected['size']:,} bytes with the hash {expected['hash']}"
+
+
+def _convert(manifest: Path, folder: Path, urls: list[str]) -> _Converted:
+    """Write the ids of the shard whose files are in `folder`/raw to `folder`/ids.bin."""
+    stream = _meta(manifest)["stream"]
+    section = PartConfig.model_validate(stream["section"])
+    vocabulary = Vocabulary(*stream["vocabulary"])
+    dtype = np.dtype(_meta(manifest)["dtype"])
+    local = str(folder / "raw" / _file_name(urls[0]))
+    try:
+        if yields_token_ids(section):
+            return _convert_ids(section, local, folder, vocabulary, dtype)
+        found = find_files(section.model_copy(update={"paths": (local,)}), stream["max_line_bytes"])
+        documents = find_documents(
+            Files(found.kind, found.paths, (urls[0],), found.field, (), found.max_line_bytes),
+            folder,
+            rule=tuple(stream["rule"]),
+        )
+        count = len(documents)
+        plan = ShardPlan(
+            work=folder,
+            documents=documents,
+            held_out=np.zeros(count, dtype=bool),
+            bounds=[0, count],
+            todo=[0],
+            vocab_size=vocabulary.size,
+            end_of_text=vocabulary.end_of_text,
+        )
+        fill_shard(folder, plan, 0, _tokenizer(manifest), lambda _: None)
+        (folder / "train.bin").rename(folder / IDS)
+        lengths, counts = (np.load(folder / f"{name}.npy") for name in ("lengths", "counts"))
+        return _Converted(documents.table.copy(), lengths, counts, {}, documents.skips)
+    except DataError as error:
+        raise DataError(str(error).replace(local, urls[0])) from error
+
+
+def _convert_ids(
+    section: PartConfig, local: str, folder: Path, vocabulary: Vocabulary, dtype: np.dtype
+) -> _Converted:
+    if section.token_field is not None:
+        local = _to_arrow(local, section.token_field)
+    part = section.model_copy(update={"paths": (local,)})
+    tokens = find_tokens(part, vocabulary, folder, no_progress)
+    lengths = tokens.table["num_bytes"] // 4 + 1
+    spans = Spans(
+        files=in_json(tokens.files),
+        places=np.zeros(len(lengths), np.int64),
+        starts=tokens.table["offset"].astype(np.int64),
+        bounds=np.concatenate([[0], np.cumsum(lengths)]),
+        end_of_text=vocabulary.end_of_text,
+        dtype=dtype,
+        remote=RemoteFiles({}, "", None),
+    )
+    with open(folder / IDS, "wb") as file:
+        for first in range(0, len(spans), BLOCK):
+            spans[first : first + BLOCK].tofile(file)
+    facts = {name: tokens.facts[name] for name in ("num_checked_ids", "num_empty_documents")}
+    return _Converted(tokens.table, lengths, tokens.counts, facts, Skips())
+
+
+def _to_arrow(path: str, column: str) -> str:
+    """Write a column of a Parquet file as an uncompressed Arrow stream; return its path."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            if column not in file.schema_arrow.names:
+                raise DataError(f'{path} has no column "{column}"; set token_field to its name')
+            schema = pa.schema([file.schema_arrow.field(column)])
+            with pa.ipc.new_stream(f"{path}.arrow", schema) as stream:
+                for batch in file.iter_batches(columns=[column]):
+                    stream.write_batch(batch)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read ({error}); write it again") from error
+    return f"{path}.arrow"
+
+
+def _shard_paths(section: PartConfig) -> list[list[str]]:
+    """Return the files of each shard; the first one has the ids or the text."""
+    if section.source == "megatron":
+        roots = [path.removesuffix(".bin").removesuffix(".idx") for path in section.paths]
+        paths = matching_sources([f"{root}.bin" for root in roots], "bin")
+        return [[path, megatron.index_of(path)] for path in paths]
+    paths = matching_sources(section.paths, SUFFIX.get(section.source, "npy"))
+    if section.source != "datatrove":
+        return [[path] for path in paths]
+    paths = [path for path in paths if not path.endswith(datatrove.COMPANIONS)]
+    beside = datatrove.COMPANIONS[:2]
+    return [[x, *(f"{x}{end}" for end in beside if is_file(f"{x}{end}"))] for x in paths]
+
+
+def _entry(files: list[dict[str, Any]], one: _Converted, meta: dict[str, Any]) -> dict[str, Any]:
+    tokens, stream = int(one.lengths.sum()), meta["stream"]
+    hashes = [file["hash"] for file in files]
+    key = digest_of(FORMAT, *hashes, *stream["identity"].values(), *stream["rule"])
+    beside = 64 * len(one.table) + 16 * len(one.counts)
+    if stream["section"]["token_field"]:
+        beside += 16 * tokens  # the column in Arrow, of int64 at most
+    return {
+        "files": files,
+        "tokens": tokens,
+        "documents": len(one.table),
+        "key": key,
+        "fetch_bytes": sum(file["size"] for file in files) + beside,
+    }
+
+
+def _identity(
+    config: DataConfig, section: DataConfig | PartConfig, tokenizer: Path | None
+) -> dict[str, Any]:
+    """Return the settings that determine the ids of a stream, as JSON values."""
+    own: dict[str, Any] = {name: getattr(section, name) for name in _SETTINGS}
+    own["tokenizer"] = directory_digest(tokenizer) if tokenizer else "none"
+    if tokenizer is None:
+        own["vocab_size"] = config.vocab_size
+    return own | {"end_of_text_id": config.end_of_text_id}
+
+
+def _vocabulary(
+    config: DataConfig, section: DataConfig | PartConfig, tokenizer: Path | None
+) -> Vocabulary:
+    if yields_token_ids(section):
+        return vocabulary_of(config, tokenizer)
+    assert tokenizer, "the config was checked"
+    loaded = load_tokenizer(tokenizer)
+    return Vocabulary(num_tokens(loaded), loaded.eos_token_id)
+
+
+def _meta(manifest: Path) -> dict[str, Any]:
+    changed = (manifest / "meta.json").stat().st_mtime_ns
+    meta: dict[str, Any] = _json(manifest / "meta.json", changed)
+    return meta
+
+
+@lru_cache(8)
+def _json(path: Path, changed: int) -> Any:
+    return json.loads(path.read_text())
+
+
+@lru_cache(4)
+def _tokenizer(manifest: Path) -> "PreTrainedTokenizerBase | Backend":
+    is_enough = _meta(manifest)["stream"]["backend_only"]
+    return (Backend.load if is_enough else load_tokenizer)(manifest / "tokenizer")

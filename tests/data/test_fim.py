@@ -1,0 +1,148 @@
+"""Fill-in-the-middle: the right share of documents, all their tokens, and the rest untouched."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from parallel3d.base.errors import ConfigError, DataError
+from parallel3d.config import RunConfig
+from parallel3d.config.data import FimConfig
+from parallel3d.data.batches import Batches
+from parallel3d.data.corpus import Mixture, TokenStream
+from parallel3d.data.fim import ROOM, Fim
+from parallel3d.data.packing import Packing
+from parallel3d.data.prepare import prepare
+from parallel3d.data.tokenizer import load_tokenizer, save_tokenizer
+
+pytestmark = pytest.mark.gloo
+
+END, LENGTH = 0, 48
+BEFORE, AFTER, BETWEEN = SPECIAL = (1, 2, 3)
+
+
+def stream(packed, seed=0, longest=70):
+    """Documents with ids that occur once."""
+    lengths = np.random.default_rng(seed).integers(2, longest, 400)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    ids = np.arange(10, 10 + bounds[-1])
+    ids[bounds[1:] - 1] = END
+    packing = Packing.make(bounds, LENGTH, ROOM) if packed else None
+    return TokenStream(ids, bounds, packing=packing)
+
+
+def batches_of(text, seed=7, **settings):
+    fim = Fim(FimConfig(**settings), SPECIAL, END, seed)
+    return Batches(text, LENGTH, seed=5, fim=fim), Batches(text, LENGTH, seed=5)
+
+
+def original(ids):
+    """A rearranged document in its first order, and whether its suffix came first."""
+    after, between = ids.index(AFTER), ids.index(BETWEEN)
+    assert ids[0] == BEFORE and after < between
+    if after == 1:  # SPM: the middle follows the prefix, so the suffix moves to the end
+        return ids[between + 1 :] + ids[after + 1 : between], True
+    return ids[1:after] + ids[between + 1 :] + ids[after + 1 : between], False
+
+
+def documents_in(batches, plain):
+    """Each document of an epoch: its plain ids, and its ids as it was read, with the labels."""
+    count = batches.num_samples
+    tokens, labels = batches.microbatch(0, count)
+    weights, before = batches.weights(0, count), plain.microbatch(0, count)
+    _, places, pieces = batches.places(0, count)
+    if not batches.is_packed:
+        ends = np.cumsum(before[0] == END, axis=1)
+        pieces = np.hstack([np.zeros((count, 1), int), ends[:, :-1]])
+    for row in range(count):
+        for number in range(pieces[row].max() + 1):
+            own = (pieces[row] == number) & (weights[row] == 1)
+            old = (pieces[row] == number) & (places[row] >= 0)
+            ids = [array[row][own].tolist() for array in (tokens, labels)]
+            if old.any():
+                yield [array[row][old].tolist() for array in before], *ids
+
+
+@pytest.mark.parametrize("by", ["document", "fragment"])
+def test_packed_documents_keep_all_tokens_and_the_shares_are_those_asked_for(by):
+    batches, plain = batches_of(stream(True), rate=0.4, spm_rate=0.25, by=by)
+    eligible = changed = first = 0
+    for (old, old_labels), ids, labels in documents_in(batches, plain):
+        ends = old[-1] == END
+        whole = ends and (old[0] - 10 in batches.streams[0].bounds)
+        eligible += whole or by == "fragment"
+        if not set(SPECIAL) & set(ids):
+            assert (ids, labels) == (old, old_labels)
+            continue
+        assert whole or by == "fragment"
+        assert Counter(ids) == Counter(old) + Counter(SPECIAL)
+        restored, is_first = original(ids[:-1] if ends else ids)
+        assert restored == (old[:-1] if ends else old)
+        assert labels == [*ids[1:], old_labels[-1] if ends else END]
+        changed, first = changed + 1, first + is_first
+    for count, total, rate in ((changed, eligible, 0.4), (first, changed, 0.25)):
+        assert total > 100 and abs(count - rate * total) < 3 * (total * rate * (1 - rate)) ** 0.5
+
+
+def test_without_packing_a_document_gives_its_last_tokens_for_the_special_ones():
+    batches, plain = batches_of(stream(False), rate=0.5, by="fragment")
+    changed = 0
+    for (old, old_labels), ids, labels in documents_in(batches, plain):
+        assert len(ids) == len(old)
+        if not set(SPECIAL) & set(ids):
+            assert (ids, labels) == (old, old_labels)
+            continue
+        changed, ends = changed + 1, old[-1] == END
+        restored, _ = original(ids[:-1] if ends else ids)
+        assert restored == (old[:-1] if ends else old)[:-ROOM]
+        assert labels == [*ids[1:], old_labels[-1] if ends else END]
+    assert changed > 100
+
+
+def test_it_depends_on_seed_and_index_alone_and_differs_between_epochs():
+    text = Mixture((stream(True, 1), stream(True, 2)), (2.0, 1.0))
+    batches, _ = batches_of(text)
+    tokens = batches.microbatch(30, 40)[0]
+    apart = [batches_of(text)[0].microbatch(30 + i, 1)[0][0] for i in range(40)]
+    assert np.array_equal(tokens, np.stack(apart))
+    assert not np.array_equal(tokens, batches_of(text, seed=8)[0].microbatch(30, 40)[0])
+    one, _ = batches_of(stream(True))
+    epochs = [one.microbatch(n * one.num_samples, one.num_samples)[0] for n in (0, 1)]
+    starts = [{i for row in epoch for i in row[np.roll(row == BEFORE, 1)]} for epoch in epochs]
+    assert len(starts[0] - starts[1]) > 20
+
+
+def test_no_document_is_changed_at_rate_0_and_all_at_1():
+    never, plain = batches_of(stream(True), rate=0)
+    assert np.array_equal(never.microbatch(0, 50), plain.microbatch(0, 50))
+    always, _ = batches_of(stream(True, longest=LENGTH - ROOM), rate=1, spm_rate=0)
+    tokens = always.microbatch(0, always.num_samples)[0]
+    assert (tokens == BETWEEN).sum() == 399  # the stream ends within the last one
+
+
+def test_it_uses_the_tokenizers_own_tokens_or_says_which_are_missing(settings, tmp_path):
+    tokenizer = load_tokenizer(prepare(settings).tokenizer_directory)
+    names = ["<fim_suffix>", "<fim_middle>", "<fim_prefix>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    (tmp_path / "own").mkdir()
+    save_tokenizer(tokenizer, tmp_path / "own")
+    own = replace(settings, tokenizer=str(tmp_path / "own"), fim=FimConfig())
+    corpus = prepare(own)
+    ids = [tokenizer.convert_tokens_to_ids(names[n]) for n in (2, 0, 1)]
+    assert Fim.of(FimConfig(), corpus).special == tuple(ids)
+    chosen = FimConfig(tokens=("<fim_middle>", "<fim_suffix>", "<fim_prefix>"))
+    assert Fim.of(chosen, corpus).special == (ids[2], ids[1], ids[0])
+    for fim in (FimConfig(tokens=("a", "<no such>", "b")), FimConfig()):
+        with pytest.raises(DataError, match=r"data\.fim\.tokens = .*: the tokenizer does not have"):
+            prepare(replace(settings if fim.tokens == "auto" else own, fim=fim))
+
+
+def test_what_it_cannot_be_combined_with():
+    data = {"source": "parquet", "paths": ["a"], "token_field": "x", "weight_field": "y"}
+    data |= {"sequence_length": 7, "tokenizer": "none", "fim": {"tokens": ["a", "b", "c"]}}
+    with pytest.raises(ConfigError) as raised:
+        RunConfig.from_dict({"parallel3d": {"data": data}})
+    message = str(raised.value)
+    assert "fim" in message and "combined with label_field or weight_field" in message
+    assert "7: is too short for fim" in message and '"none": has no tokens for fim' in message

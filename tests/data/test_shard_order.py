@@ -1,0 +1,56 @@
+"""The order of a stream's samples: every sample once an epoch, group by group, a pure function."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel3d.data.order import sample_index
+from parallel3d.data.shard_order import ShardOrder, windows_per_shard
+
+pytestmark = pytest.mark.gloo
+
+COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
+
+
+@given(COUNTS, st.integers(0, 2**63), st.integers(1, 14), st.data())
+def test_each_epoch_has_every_sample_and_any_part_of_it_is_the_same(counts, seed, window, data):
+    order, size = ShardOrder(np.array(counts), window), sum(counts)
+    whole = order.sample_index(seed, np.arange(3 * size))
+    for epoch in whole.reshape(3, size):
+        assert sorted(epoch.tolist()) == [*range(size)]
+    some = data.draw(st.lists(st.integers(0, 3 * size - 1), min_size=1))
+    again = ShardOrder(np.array(counts), window).sample_index(seed, np.array(some))
+    assert again.tolist() == whole[some].tolist()
+
+
+@given(COUNTS, st.integers(0, 2**63), st.integers(0, 3))
+def test_with_a_window_of_all_shards_it_is_the_order_of_a_local_corpus(counts, seed, more):
+    index = np.arange(2 * sum(counts) + 5)
+    order = ShardOrder(np.array(counts), len(counts) + more)
+    local = sample_index(seed, index, sum(counts))
+    assert order.sample_index(seed, index).tolist() == local.tolist()
+
+
+@settings(max_examples=20)
+@given(COUNTS, st.integers(0, 2**63), st.integers(1, 5))
+def test_at_any_place_two_groups_of_shards_are_enough(counts, seed, window):
+    """The next group is announced while the samples of the one before it are read."""
+    order = ShardOrder(np.array(counts), window)
+    shard_of = np.repeat(np.arange(len(counts)), counts)
+    announced = set(range(len(counts)))
+    for index in np.arange(2 * sum(counts)).reshape(-1, 1):
+        now, following = order.wanted(seed, index)
+        assert shard_of[order.sample_index(seed, index)[0]] in now
+        assert max(len(now), len(following)) <= window
+        # A group without samples is passed over.
+        assert announced.issuperset(now) or not all(counts)
+        announced = {*now, *following}
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 7))
+def test_samples_begin_where_they_do_in_one_stream(tokens, length):
+    starts = np.arange(0, max(0, sum(tokens) - length), length)
+    shards = np.searchsorted(np.cumsum(tokens), starts, side="right")
+    expected = np.bincount(shards, minlength=len(tokens))
+    assert windows_per_shard(np.array(tokens), length).tolist() == expected.tolist()
