@@ -43,10 +43,10 @@ class Stages(nn.Module):
         self,
         layers: dict[int, list[nn.Module]],
         recompute: set[nn.Module],
-        side_losses: Mapping[nn.Module, tuple[str, ...]],
+        side_losses: Mapping[nn.Module, tuple[str, ...]] | None = None,
     ) -> None:
         super().__init__()
-        self._side_losses = side_losses
+        self._side_losses = side_losses or {}
         self.stages = nn.ModuleDict({str(s): nn.ModuleList(ls) for s, ls in layers.items()})
         self.layers, self._recompute = layers, recompute
 

@@ -1,6 +1,7 @@
 """Side losses of layers: the numbers of one process of transformers on every schedule and mesh."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ from parallel3d.model import optimizers
 from parallel3d.schedule.schedules import names, splits_backward, why_not
 from parallel3d.verify import definitions
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.measure import microbatches
+from parallel3d.verify.measure import TOLERANCE, microbatches
 from parallel3d.verify.reference import Reference, _loaded, first_weights, in_our_names, relative
 from tests.cases import Case, Trainer
 from tests.verify.measuring import batches, errors_of, plain_course
@@ -154,6 +155,18 @@ def test_every_schedule(name, pp, reference):
         for kind, stage in zero.items()
     ]
     check(cases, reference)
+
+
+@pytest.mark.slow
+def test_the_loss_scale_of_fp16_is_theirs_too(reference):
+    """In the gradient norm, because Adam's steps do not depend on a scale."""
+    each, once = (
+        case_of((2, 1, 1), "one_f_one_b", zero_stage=stage, reduction=reduction, precision="fp16")
+        for stage, reduction in ((3, "per_microbatch"), (1, "per_step"))
+    )
+    scale = {"fp16.initial_scale_power": 8}
+    cases = [replace(case, changes=case.changes | scale) for case in (each, once)]
+    check(cases, reference, tolerance=TOLERANCE["fp16"])
 
 
 @pytest.mark.slow
