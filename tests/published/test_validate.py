@@ -16,6 +16,7 @@ from benchmarks.published import fits
 from benchmarks.published.rows import LeftOut, read
 from benchmarks.published.statistics import Choice, constants, regrets
 from benchmarks.published.validate import MEANS, outcomes, show, summary, validate
+from benchmarks.published.validation_tables import markdown
 from parallel3d.base.errors import ConfigError
 from parallel3d.config.hardware import Hardware
 from parallel3d.plan.setting import Setting
@@ -120,7 +121,7 @@ def report_of(table: Path) -> dict[str, Any]:
 def test_the_report_has_the_keys_that_scripts_rely_on(table: Path) -> None:
     report = report_of(table)
     assert set(report) == {
-        "sources", "groups", "overall", "memory", "assumed", "rows", "left_out",
+        "sources", "groups", "overall", "memory", "assumed", "rows", "left_out", "asked",
     }  # fmt: skip
     assert all(set(line) >= KEYS for line in report["sources"].values())
     assert set(report["overall"]) >= KEYS
@@ -246,6 +247,25 @@ def test_zero3_collapses_at_a_fixed_batch_as_published() -> None:
     rows = [row for row in read(SAMPLE)[0] if row.model == "GPT-174.6B (PTD-P)"]
     seconds = {o.row.setting.devices: o.predicted for o in outcomes(rows, fits.without)}
     assert seconds[1536] < 0.6 * seconds[768]
+
+
+@pytest.mark.slow
+def test_the_docs_show_what_the_command_prints() -> None:
+    """docs/planner/validation.md: python -m benchmarks.published TABLE.csv --markdown."""
+    if not SHARED.exists():
+        pytest.skip(f"{SHARED} is not there")
+    report, docs = validate(SHARED), Path(__file__).parents[2] / "docs"
+    page = (docs / "planner/validation.md").read_text(encoding="utf-8")
+    assert markdown(report) in page
+    total, memory = report["overall"], report["memory"]
+    by_group, by_row = (f"{line['mean_error'] * 100:.1f} %" for line in (total, total["by_row"]))
+    assert f"is {by_group} by group and {by_row} by row" in " ".join(page.split())
+    overview = (docs / "planner.md").read_text(encoding="utf-8")
+    worst = f"{total['worst_error'] * 100:.0f} %"
+    assert f"| {by_group} by group, {by_row} by row | {worst} |" in overview
+    off, most = f"{memory['mean_error'] * 100:.1f} %", f"{memory['worst_error'] * 100:.0f} %"
+    assert f"| {memory['rows']} published figures | {off} | {most} |" in overview
+    assert f"{total['rows']:,} published runs of 22 sources in 11 groups" in overview
 
 
 @pytest.mark.slow
