@@ -51,7 +51,7 @@ BOUNDS = {
     "link": (0.2, 1.0),
     "network": (0.2, 1.0),
     "congestion": (1e-3, 0.3),
-    "latency": (0.3, 2.0),
+    "latency": (0.3, 1.5),
     "overlap": (0.2, 1.0),
     "tensor_overlap": (0.2, 1.0),
     "overhead_per_operator": (1e-6, 1e-5),

@@ -151,14 +151,16 @@ FSDP_PURE = replace(
 )
 NANOTRON = Software(
     # nanotron scripts/scaling_benchmarks.py: gradients accumulate in fp32, tp_mode REDUCE_SCATTER
-    # with tp_linear_async_communication; data-parallel reduction in DDP's hooks of the last
-    # microbatch (parallel/data_parallel/utils.py: sync only then).
+    # with tp_linear_async_communication, whose forward hides a gather behind a tp-th of one product
+    # and no reduction (parallel/tensor_parallel/functional.py); data-parallel reduction in DDP's
+    # hooks of the last microbatch (parallel/data_parallel/utils.py: sync only then).
     name="nanotron",
     bucket=TORCH_DDP,
     handles_small=False,
     hopper=False,
     overlaps_reduction=True,
     overlaps_tensor=True,
+    exposes_forward=True,
 )
 
 # By other names, letters and digits alone: the programs whose runs stand behind a name here.

@@ -118,13 +118,13 @@ def _mesh(cells: Mapping[str, str], filled: Filled) -> tuple[int, int, int, int]
 
 def _batch(filled: Filled, dp: int) -> tuple[int, int]:
     """Sequences of a microbatch, and microbatches of a data-parallel rank."""
-    batch, micro = (filled.numbers.get(name) for name in ("global_batch_seqs", "micro_batch"))
     blanks = {"global_batch_seqs": "global batch", "micro_batch": "microbatch"}
     if columns := [column for column in blanks if filled.numbers.get(column) is None]:
         words = " and the ".join(blanks[column] for column in columns)
         verb = "is" if len(columns) == 1 else "are"
         rule = f"the {words} {verb} not stated; fill {' and '.join(columns)}"
         raise UnusableRow(rule, asks=columns)
+    batch, micro = (filled.numbers[column] for column in blanks)
     count, rest = divmod(batch, micro * dp)
     if rest:
         raise UnusableRow(

@@ -44,6 +44,8 @@ class Software:
     """True if tensor-parallel collectives overlap with matrix products, in forwards too. This
     engine overlaps them in backwards (train.overlap), which plans ignore until a GPU has measured
     the gain."""
+    exposes_forward: bool = False
+    """True if tensor-parallel collectives overlap in backwards only."""
     overlaps_offload: bool = False
     """True if offload traffic overlaps with computes."""
     overlaps_sends: bool = False

@@ -120,7 +120,7 @@ def _priced(
         collective_seconds(c.kind, c.elements * size, *group, hardware, curves) for c in collectives
     )
     hidden = 0.0
-    if software.overlaps_tensor:
+    if software.overlaps_tensor and (backward or not software.exposes_forward):
         hidden = min(seconds.matmuls, curves.tensor_overlap * tensor)
     attention = seconds.attention * cp  # queries attend to the keys of all cp ranks
     if work.attention and cp > 1:

@@ -320,6 +320,31 @@ def test_a_search_counts_scattered_activations():
     assert 0 < sends[1] < sends[0]
 
 
+PLANNED = "--mesh plan --gradient_accumulation_steps auto --train_micro_batch_size_per_gpu auto"
+LLAMA_405B = (
+    "--model.hidden_size 16384 --model.num_hidden_layers 126 --model.num_attention_heads 128 "
+    "--model.intermediate_size 53248"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes", "batch", "devices", "mesh"),
+    [
+        ("llama-70b", LLAMA_405B, 2048, 16_384, (16, 128, 8)),  # its authors' own
+        ("llama-70b", "", 128, 64, (1, 64, 1)),
+        ("llama-8b", "", 128, 8, (1, 4, 2)),
+    ],
+)
+def test_first_rows_are_those_beside_published_meshes(name, sizes, batch, devices, mesh):
+    """docs/planner.md has them, with the reason of each difference."""
+    words = f"{PLANNED} {sizes} --train_batch_size {batch}".split()
+    wanted = RunConfig.from_json(f"{name}.json", words)
+    row = search(request_of(wanted, hardware.load("h100"), devices), rows=1).plans[0].setting
+    assert (row.pp, row.dp, row.tp) == mesh
+    assert row.offload_optimizer == row.offload_param == "none"
+
+
 @pytest.mark.slow
 def test_a_trillion_parameters_on_3072_devices():
     """The issue's bound is 10 s on one idle core; a busy machine takes longer."""
