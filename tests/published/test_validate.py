@@ -230,7 +230,7 @@ def test_the_marks_hold_on_transcribed_rows(table: Path) -> None:
     # arXiv:2104.04473, tables 1 and 2 whole: ZeRO-3's collapse is the first half of table 2.
     tables = [sources["megatron_sc21_t1"], sources["megatron_sc21_t2"]]
     assert [t["rows"] for t in tables] == [t1, t2]
-    # The mark is for whole tables; the deep pipelines that the shallow one lacks are predicted best.
+    # The mark is for whole tables; the deep pipelines, of which one lacks some, fit best.
     most = 0.08 if table == SAMPLE else 0.085
     assert sum(t["rows"] * t["mean_error"] for t in tables) / (t1 + t2) <= most
     assert groups["megatron_core_h100"]["rows"] == core
