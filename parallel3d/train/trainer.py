@@ -141,7 +141,7 @@ class Trainer:
             result.steps = step + 1
             # Every tp rank of the last stage reports the loss of its dp coordinate.
             result.loss = sum(row.loss for row in rows) / (
-                self.mesh.size("dp") * self.mesh.size("tp")
+                self.mesh.replicas.size * self.mesh.tensor.size
             )
             losses.append(result.loss)
             result.peak_memory_bytes = [int(row.memory) for row in rows]
@@ -249,7 +249,7 @@ class Trainer:
     def _speed(self, seconds: float) -> tuple[float, float, float | None]:
         """Return tokens per second of the mesh, model TFLOP/s per device, and MFU."""
         tokens = self.config.tokens_per_step / seconds
-        flops = tokens * self.flops_per_token / self.mesh.size("world")
+        flops = tokens * self.flops_per_token / self.mesh.world.size
         return tokens, flops / 1e12, flops / self.peak_flops if self.peak_flops else None
 
     def _report(
