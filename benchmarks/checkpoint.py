@@ -34,6 +34,7 @@ import torch.multiprocessing as mp
 from contenders import Contender, DeepSpeed, Ours, Torch, digest_of, trained, wipe
 from rich.filesize import decimal
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.calibrate.steps import SmallRun
 from parallel3d.engine import Engine
 from parallel3d.mesh.launch import Launch
@@ -167,7 +168,7 @@ def on_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
         mesh = Mesh(dp=args.ranks, launch=Launch(rank, args.ranks, rank, args.ranks))
         torch.serialization.set_crc32_options(args.crc32)
         run = SmallRun(
-            (1, args.ranks, 1), args.zero, args.hidden, args.layers, micro=1, microbatches=1,
+            MeshSizes(dp=args.ranks), args.zero, args.hidden, args.layers, micro=1, microbatches=1,
             seq=16, vocab=args.vocab, offload=args.offload, precision=args.precision,
         )  # fmt: skip
         engine, layers = trained(mesh, run)

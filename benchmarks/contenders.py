@@ -19,7 +19,7 @@ from parallel3d.checkpoint import find
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import read_manifest, read_state
 from parallel3d.checkpoint.save import Saver
-from parallel3d.engine import KINDS, Engine
+from parallel3d.engine import Engine
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import LayerSpec
 from parallel3d.pipeline.executor import Microbatch
@@ -67,7 +67,7 @@ class Contender:
         """Have all files and folders on disk; each rank takes its share."""
         self.mesh.barrier()
         paths = [self.folder, *sorted(self.folder.rglob("*"))]
-        for path in paths[self.mesh.rank :: self.mesh.size("world")]:
+        for path in paths[self.mesh.rank :: self.mesh.world.size]:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
@@ -167,11 +167,11 @@ class Torch(Contender):
             for number, block in enumerate(states.blocks):
                 tensors = stack.enter_context(states.opened(number))
                 if self._whole:
-                    for kind in KINDS:
+                    for kind in states.kinds:
                         found[f"{rank}|{number}|{kind}"] = _flat(tensors[0][kind])
                     continue
                 for piece, kinds in zip(block, tensors, strict=True):
-                    for kind in KINDS:
+                    for kind in states.kinds:
                         found[f"{piece.held.name}|{piece.start}|{kind}"] = kinds[kind]
             yield found
 
@@ -202,7 +202,7 @@ def digest_of(engine: Engine) -> str:
     for number in range(len(engine.states.blocks)):
         with engine.states.opened(number) as tensors:
             for kinds in tensors:
-                for kind in KINDS:
+                for kind in engine.states.kinds:
                     digest.update(kinds[kind].cpu().numpy().data.cast("B"))
     return digest.hexdigest()
 
@@ -212,5 +212,5 @@ def wipe(engine: Engine) -> None:
     for number in range(len(engine.states.blocks)):
         with engine.states.opened(number, write=True) as tensors:
             for kinds in tensors:
-                for kind in KINDS:
+                for kind in engine.states.kinds:
                     kinds[kind].zero_()

@@ -29,7 +29,7 @@ from rich.filesize import decimal
 from parallel3d import models
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.box import Box
-from parallel3d.checkpoint.chunks import KINDS, Chunk, header
+from parallel3d.checkpoint.chunks import Chunk, header
 from parallel3d.checkpoint.manifest import manifest_bytes
 from parallel3d.config import RunConfig
 from parallel3d.data.sources import no_progress
@@ -37,6 +37,7 @@ from parallel3d.huggingface.conversion import export, import_folder, quiet
 from parallel3d.huggingface.read_back import Proof
 from parallel3d.huggingface.source import CheckpointSource
 from parallel3d.huggingface.weight_files import WeightFiles
+from parallel3d.model import optimizers
 from parallel3d.model.spec import named_params
 
 SIZES = {  # hidden size, layers, heads, vocabulary
@@ -78,7 +79,7 @@ def make_checkpoint(size: str, folder: Path) -> Path:
     chunks = [
         Chunk(name, kind, Box((0,) * len(shape), shape))
         for name, shape in shapes.items()
-        for kind in KINDS
+        for kind in optimizers.kinds("adamw")
     ]
     # Not the same ones in each.
     arrays = (

@@ -177,7 +177,7 @@ def measure(
         gc.collect()
         if on_device:
             torch.accelerator.empty_cache()
-    speed = config.tokens_per_step / seconds / mesh.size("world")
+    speed = config.tokens_per_step / seconds / mesh.world.size
     memory = torch.accelerator.max_memory_allocated() if on_device else None
     return {
         "fits": True,

@@ -30,7 +30,7 @@ def measure(dp: int) -> tuple[float, float]:
     from parallel3d.mesh import mesh as mesh_module
     from parallel3d.mesh.launch import Launch
     from parallel3d.model.spec import Init, ParamSpec
-    from parallel3d.tensor.cut import HeldParameter, cut_parameter
+    from parallel3d.tensor.cut import cut_parameter, held_parameters
 
     def join(launch: Launch, device: torch.device, watched: bool) -> None:
         dist.init_process_group("fake", rank=0, world_size=dp, store=FakeStore())
@@ -44,14 +44,17 @@ def measure(dp: int) -> tuple[float, float]:
     )
 
     def layer() -> nn.Module:
-        weights = (cut_parameter((ELEMENTS,), None, mesh.group("tp")) for _ in range(WEIGHTS))
+        weights = (cut_parameter((ELEMENTS,)) for _ in range(WEIGHTS))
         return nn.ParameterList(weights)
 
     with building(settings, mesh):
         layers = [layer() for _ in range(LAYERS)]
     stages = nn.ModuleList(layers)
-    spec = ParamSpec("weight", (ELEMENTS,), None, Init(0.0), weight_decay=True)
-    held = [HeldParameter(name, p, spec) for name, p in stages.named_parameters()]
+    specs = [
+        ParamSpec(name, (ELEMENTS,), (), Init(0.0), weight_decay=True)
+        for name, _ in stages.named_parameters()
+    ]
+    held = list(held_parameters(stages, specs, mesh))
     engine = Engine(stages, held, settings, mesh=mesh, layers={0: layers})
     gathers, reductions = [], []
     for _ in range(ROUNDS):

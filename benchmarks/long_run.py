@@ -71,7 +71,7 @@ def on_the_mesh(rank: int, config: RunConfig) -> Curve:
     mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
     parts = assemble(config, mesh)
     feed = Feed(config, mesh, prepare(config.data), parts.schedule)
-    copies = mesh.size("dp") * mesh.size("tp")  # of the last stage, each with its loss
+    copies = mesh.replicas.size * mesh.tensor.size  # of the last stage, each with its loss
 
     def steps() -> Iterator[tuple[float, float]]:
         for step in range(config.num_steps):

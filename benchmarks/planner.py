@@ -19,6 +19,7 @@ from statistics import mean, median
 
 import torch
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.calibrate.describe import calibrate
 from parallel3d.calibrate.steps import SmallRun, time_steps
 from parallel3d.config.hardware import Hardware
@@ -28,19 +29,19 @@ from parallel3d.plan.time.step import step_time
 from parallel3d.verify.local_ranks import run_locally
 
 RUNS = (
-    SmallRun((1, 1, 1), 0, 512, 4, microbatches=4, vocab=2048),
-    SmallRun((1, 1, 1), 3, 384, 6, microbatches=4, vocab=4096),
-    SmallRun((1, 1, 1), 0, 768, 3, family="llama", seq=256, vocab=2048),
-    SmallRun((1, 1, 1), 1, 512, 4, microbatches=4, seq=256, offload="cpu"),
-    SmallRun((1, 1, 1), 0, 512, 6, microbatches=2, seq=256, recompute="full"),
-    SmallRun((1, 2, 1), 1, 512, 4, microbatches=4, vocab=2048),
-    SmallRun((1, 2, 1), 3, 512, 4, micro=4, microbatches=2, vocab=2048),
-    SmallRun((1, 2, 1), 3, 384, 6, family="llama", micro=4, microbatches=4, offload="cpu"),
-    SmallRun((1, 2, 1), 0, 384, 8, micro=4, microbatches=2, vocab=4096, recompute="full"),
-    SmallRun((2, 1, 1), 0, 512, 6, microbatches=8, vocab=2048),
-    SmallRun((2, 1, 1), 1, 384, 8, family="llama", microbatches=8, schedule="one_f_one_b"),
-    SmallRun((1, 1, 2), 0, 512, 4, micro=4, microbatches=2, vocab=2048),
-    SmallRun((1, 1, 2), 1, 768, 4, family="llama", micro=4, microbatches=1, vocab=4096),
+    SmallRun(MeshSizes(1, 1, 1), 0, 512, 4, microbatches=4, vocab=2048),
+    SmallRun(MeshSizes(1, 1, 1), 3, 384, 6, microbatches=4, vocab=4096),
+    SmallRun(MeshSizes(1, 1, 1), 0, 768, 3, family="llama", seq=256, vocab=2048),
+    SmallRun(MeshSizes(1, 1, 1), 1, 512, 4, microbatches=4, seq=256, offload="cpu"),
+    SmallRun(MeshSizes(1, 1, 1), 0, 512, 6, microbatches=2, seq=256, recompute="full"),
+    SmallRun(MeshSizes(1, 2, 1), 1, 512, 4, microbatches=4, vocab=2048),
+    SmallRun(MeshSizes(1, 2, 1), 3, 512, 4, micro=4, microbatches=2, vocab=2048),
+    SmallRun(MeshSizes(1, 2, 1), 3, 384, 6, family="llama", micro=4, microbatches=4, offload="cpu"),
+    SmallRun(MeshSizes(1, 2, 1), 0, 384, 8, micro=4, microbatches=2, vocab=4096, recompute="full"),
+    SmallRun(MeshSizes(2, 1, 1), 0, 512, 6, microbatches=8, vocab=2048),
+    SmallRun(MeshSizes(2, 1, 1), 1, 384, 8, family="llama", microbatches=8, schedule="one_f_one_b"),
+    SmallRun(MeshSizes(1, 1, 2), 0, 512, 4, micro=4, microbatches=2, vocab=2048),
+    SmallRun(MeshSizes(1, 1, 2), 1, 768, 4, family="llama", micro=4, microbatches=1, vocab=4096),
 )
 
 
@@ -58,8 +59,8 @@ def main() -> None:
         say(f"round {number + 1} of {args.rounds}")
         with tempfile.TemporaryDirectory() as folder:
             hardware = calibrate(say, Path(folder) / "this-machine.json")
-        for ranks in sorted({run.ranks for run in RUNS}):
-            runs = [run for run in RUNS if run.ranks == ranks]
+        for ranks in sorted({run.mesh.ranks for run in RUNS}):
+            runs = [run for run in RUNS if run.mesh.ranks == ranks]
             say(f"training on {ranks} ranks, {len(runs)} settings in turns")
             taken = run_locally(time_steps, ranks, runs, args.steps, timeout=900)[0]
             for run, steps in zip(runs, taken, strict=True):

@@ -18,6 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.calibrate.steps import SmallRun
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
@@ -74,7 +75,7 @@ def on_rank(rank: int, args: argparse.Namespace) -> dict[str, Any]:
 def step_of(args: argparse.Namespace, mesh: Mesh) -> Any:
     """A step of a GPT of the sizes asked for, under 1F1B with four microbatches a rank."""
     run = SmallRun(
-        (args.ranks, 1, 1), 1, args.hidden, args.layers * args.ranks, micro=args.batch,
+        MeshSizes(pp=args.ranks), 1, args.hidden, args.layers * args.ranks, micro=args.batch,
         microbatches=4 * args.ranks, seq=args.seq, vocab=4096, schedule="one_f_one_b",
     )  # fmt: skip
     parts = assemble(run.config(), mesh)

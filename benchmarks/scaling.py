@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from parallel3d.base.mesh_sizes import AXES, MeshSizes
 from parallel3d.calibrate.describe import calibrate
 from parallel3d.calibrate.steps import SmallRun, time_steps
 from parallel3d.config import hardware
@@ -30,23 +31,21 @@ from parallel3d.plan.time.step import step_time
 from parallel3d.scaling.plots import png, style
 from parallel3d.verify.local_ranks import run_locally
 
-AXES = ("pp", "dp", "tp")
 COLOURS = dict(zip(AXES, ("#2c6e8f", "#c0392b", "#35a07c"), strict=True))
 
 
 def runs_of(args: argparse.Namespace, ranks: int) -> dict[str, SmallRun]:
     """One run along each axis; of a single rank there is one, by every name."""
     found = {}
-    for at, axis in enumerate(AXES):
-        mesh = [1, 1, 1]
-        mesh[at] = ranks
+    for axis in AXES:
+        mesh = MeshSizes()._replace(**{axis: ranks})
         found[axis] = SmallRun(
-            (mesh[0], mesh[1], mesh[2]),
+            mesh,
             args.zero,
             args.hidden,
             args.layers,
             micro=args.micro,
-            microbatches=args.microbatches // mesh[1],
+            microbatches=args.microbatches // mesh.dp,
             seq=args.length,
             vocab=args.vocab,
             schedule="one_f_one_b",

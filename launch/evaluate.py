@@ -8,7 +8,7 @@ import argparse
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, STOPPED, Parser, whole_number
@@ -59,7 +59,7 @@ def evaluate(
     return STOPPED if losses is None else DONE
 
 
-def numbers(loss: "SetLoss") -> dict[str, Any]:
+def numbers(loss: "SetLoss") -> dict[str, float | None]:
     """Return the numbers of an evaluated set for `--json`; None if not finite or not known."""
     fields = loss.to_json() | {"perplexity": loss.perplexity}
     return {k: x if (x := fields[k]) is not None and math.isfinite(x) else None for k in SHOWN}

@@ -86,9 +86,7 @@ def batch_of_run(config: RunConfig) -> int:
     """Return the samples per step; on the smallest possible mesh if the mesh is not fixed."""
     if config.train_batch_size is not None or config.is_planned:
         return config.train_batch_size or 1
-    mesh = config.mesh
-    dp = mesh.dp if isinstance(mesh.dp, int) else 1
-    return config.resolve(mesh.pp * dp * mesh.tp).global_batch_size
+    return config.resolve(config.mesh.sizes.ranks).global_batch_size
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ plants published silent bugs one at a time, and each must be detected (docs/muse
 
 import argparse
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -47,8 +46,7 @@ def main() -> int:
 
 def ranks_of(config: RunConfig) -> int:
     """Return the number of ranks of the config's mesh; "auto" counts as one on its axis."""
-    sizes = () if config.is_planned else (config.mesh.pp, config.mesh.dp, config.mesh.tp)
-    return math.prod(size for size in sizes if isinstance(size, int))
+    return 1 if config.is_planned else config.mesh.sizes.ranks
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:

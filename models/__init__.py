@@ -4,6 +4,7 @@ A family may add `huggingface.py`: its architecture and parameter names in trans
 """
 
 import os
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -11,6 +12,7 @@ from typing import Any
 
 from parallel3d.base import user_folders
 from parallel3d.base.section import Problem, Problems
+from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.model.spec import LayerSpec, Shape, named_params
 
@@ -25,12 +27,26 @@ def families() -> list[str]:
 
 def config_class(family: str) -> Any:
     """Return the family's frozen config class (`Config` in its spec.py)."""
-    return import_module(f"parallel3d.models.{family}.spec").Config
+    return _spec(family).Config
 
 
-def layers(config: Any) -> list[LayerSpec]:
+def small(config: ModelConfig, tp: Sequence[int]) -> dict[str, object]:
+    """Return the family's own settings in a model that `verify` trains, by name.
+
+    - config: the model with small sizes that fit most families (parallel3d/verify/shrink.py).
+    - tp: the sizes of the tensor-parallel groups that train it.
+
+    A family's spec.py may have `small`; {} if it has none.
+    """
+    settings: dict[str, object] = {}
+    if hasattr(spec := _spec(config.family), "small"):
+        settings = spec.small(config, tp)
+    return settings
+
+
+def layers(config: ModelConfig) -> list[LayerSpec]:
     """Return the layers of a model of any family, first to last."""
-    specs: list[LayerSpec] = import_module(f"parallel3d.models.{config.family}.spec").layers(config)
+    specs: list[LayerSpec] = _spec(config.family).layers(config)
     if (kind := parametrization_of(config).type) != "standard":
         for name, p in named_params(specs).items():
             if p.role is None:
@@ -41,13 +57,20 @@ def layers(config: Any) -> list[LayerSpec]:
     return specs
 
 
-def num_params(config: Any) -> int:
-    """Return the number of parameters of a model; a tied copy is counted once."""
-    return sum(layer.num_params for layer in layers(config))
+def num_params(config: ModelConfig, active: bool = False) -> int:
+    """Return the number of parameters of a model, or of those that each token uses (`active`).
+
+    A tied copy is counted once. All parameters of a dense model are active.
+    """
+    specs = layers(config)
+    return sum(layer.num_active_params if active else layer.num_params for layer in specs)
 
 
-def train_flops_per_token(config: Any, seq: int) -> float:
-    """Return the FLOPs of forward and backward per token of a sequence of length `seq`."""
+def train_flops_per_token(config: ModelConfig, seq: int) -> float:
+    """Return the FLOPs of forward and backward per token of a sequence of length `seq`.
+
+    They are those of the active parameters: a layer's cost counts the products that tokens enter.
+    """
     return sum(layer.cost(Shape(1, seq)).train_flops for layer in layers(config)) / seq
 
 
@@ -55,3 +78,7 @@ def huggingface(family: str) -> ModuleType | None:
     """Return the family's `huggingface` module, which loads torch; None if it has none."""
     name = f"parallel3d.models.{family}.huggingface"
     return import_module(name) if find_spec(name) else None
+
+
+def _spec(family: str) -> ModuleType:
+    return import_module(f"parallel3d.models.{family}.spec")

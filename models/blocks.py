@@ -1,9 +1,8 @@
 """Layers that several families share, built from tensor-parallel layers."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
+from parallel3d.model.config import ModelConfig
 from parallel3d.models.common import scales_of
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
@@ -17,7 +16,7 @@ from parallel3d.tensor.vocab import VocabParallelEmbedding, VocabParallelOutput
 class TokenEmbedding(nn.Module):
     """Token embedding of a family whose positions enter in the attention."""
 
-    def __init__(self, config: Any, name: str, context: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, name: str, context: LayerContext) -> None:
         super().__init__()
         self.token = VocabParallelEmbedding(
             int(config.vocab_size), config.hidden_size, context.group, context.sequence_parallel
@@ -37,7 +36,7 @@ class FusedAttention(nn.Module):
 
     def __init__(
         self,
-        config: Any,
+        config: ModelConfig,
         name: str,
         context: LayerContext,
         *,
@@ -77,7 +76,7 @@ class GeluMLP(nn.Module):
     `approximate` is "none" or "tanh", as in torch.
     """
 
-    def __init__(self, config: Any, context: LayerContext, approximate: str) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, approximate: str) -> None:
         super().__init__()
         size, inner = config.hidden_size, config.inner_size
         group, split = context.group, context.sequence_parallel
@@ -95,7 +94,7 @@ class GeluMLP(nn.Module):
 class NormedHead(nn.Module):
     """Final norm, logits and loss; the family's head passes its `norm`."""
 
-    def __init__(self, config: Any, norm: nn.Module, context: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, norm: nn.Module, context: LayerContext) -> None:
         super().__init__()
         self.norm = norm
         self.output = VocabParallelOutput(int(config.vocab_size), config.hidden_size, context)

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import isqrt, sqrt
-from typing import Any
 
 from pydantic import Field, model_validator
 
 from parallel3d.base.section import PathText, Problem, Problems, Section
+from parallel3d.model.attention_cost import AttentionCost
+from parallel3d.model.config import HasHeadSize, ModelConfig, TransformerConfig
 from parallel3d.model.parametrization import (
     ROLES,
     Parametrization,
@@ -15,10 +16,11 @@ from parallel3d.model.parametrization import (
     Scales,
     parametrization_of,
 )
-from parallel3d.model.spec import CostOf, Init, LayerSpec, ParamSpec
-from parallel3d.model.transformer_cost import BlockCost
+from parallel3d.model.spec import CostOf, CutOver, Init, LayerSpec, ParamSpec
 
 _ZEROS = Init()
+TP_0, TP_1 = ("tensor",), (None, "tensor")
+"""`ParamSpec.cut_over` of a parameter whose dim 0 or dim 1 tensor parallelism cuts."""
 
 
 class Pretrained(Section):
@@ -51,6 +53,11 @@ class ModelSection(Section):
         return self
 
 
+def pretrained_of(config: ModelConfig) -> Pretrained | str | None:
+    """Return `from_pretrained`; None, too, if the family cannot be imported."""
+    return config.from_pretrained if isinstance(config, ModelSection) else None
+
+
 def divisor_below(number: int, limit: int) -> int:
     """Return the largest divisor of `number` below `limit` that is found in milliseconds."""
     most = min(isqrt(number), 10**6)
@@ -58,7 +65,7 @@ def divisor_below(number: int, limit: int) -> int:
     return max(n for n in divisors if n < limit)
 
 
-def refuse_uneven_heads(config: Any) -> None:
+def refuse_uneven_heads(config: ModelConfig) -> None:
     """Raise Problems unless num_attention_heads divides hidden_size."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     if hidden % heads:
@@ -68,14 +75,21 @@ def refuse_uneven_heads(config: Any) -> None:
         raise Problems([Problem("num_attention_heads", heads, rule, remedy)])
 
 
-def vocab_size(config: Any) -> int:
+def vocab_size(config: ModelConfig) -> int:
     """Return the number of rows of the embedding; raise ValueError while it is "auto"."""
     if config.vocab_size == "auto":
         raise ValueError('vocab_size "auto" is not resolved; call RunConfig.with_vocab_size first')
     return int(config.vocab_size)
 
 
-def weight_inits(config: Any) -> tuple[Init, Init]:
+def head_size_of(config: ModelConfig) -> int:
+    """Return the width of one head."""
+    if isinstance(config, HasHeadSize):
+        return config.head_size
+    return config.hidden_size // config.num_attention_heads
+
+
+def weight_inits(config: TransformerConfig) -> tuple[Init, Init]:
     """Return the initial values of a block's weights: the normal ones, and the residual ones.
 
     Two projections of each block add to the residual stream (Radford et al. 2019, section 2.3).
@@ -87,13 +101,14 @@ def weight_inits(config: Any) -> tuple[Init, Init]:
     return Init(std=std), Init(std=std / sqrt(2 * depth))
 
 
-def scales_of(config: Any) -> Scales:
+def scales_of(config: ModelConfig) -> Scales:
     """Return the muP factors of a model of any family."""
-    head_size = getattr(config, "head_size", config.hidden_size // config.num_attention_heads)
-    return Scales.of(config, head_size)
+    if parametrization_of(config).type == "standard":
+        return Scales()
+    return Scales.of(config, head_size_of(config))
 
 
-def role_rates(config: Any) -> dict[Role, float]:
+def role_rates(config: ModelConfig) -> dict[Role, float]:
     """Return the factor of each role's learning rate; {} if all are 1."""
     if parametrization_of(config).type == "standard":
         return {}
@@ -102,7 +117,7 @@ def role_rates(config: Any) -> dict[Role, float]:
 
 
 def folded(
-    config: Any,
+    config: TransformerConfig,
     params: Iterable[ParamSpec],
     *,
     query: str,
@@ -126,33 +141,31 @@ def folded(
 
 def layer_norm(name: str, size: int) -> Iterable[ParamSpec]:
     """Yield the weight and the bias of a LayerNorm."""
-    yield ParamSpec(f"{name}.weight", (size,), None, Init(value=1.0), False, role="vector")
-    yield ParamSpec(f"{name}.bias", (size,), None, _ZEROS, False, role="vector")
+    yield ParamSpec(f"{name}.weight", (size,), (), Init(value=1.0), False, role="vector")
+    yield ParamSpec(f"{name}.bias", (size,), (), _ZEROS, False, role="vector")
 
 
-def biased_cost(config: Any) -> BlockCost:
-    """Return the cost of a `biased_block` without rotation, dropout or parallel branches."""
+def fused_attention(config: ModelConfig) -> AttentionCost:
+    """Return the cost of models/blocks.py's `FusedAttention`, without rotation and dropout."""
     heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-    return BlockCost(
-        config.hidden_size, config.inner_size, heads, heads, size, fused_qkv=True, biases=True
-    )
+    return AttentionCost(heads, heads, size, fused_qkv=True, bias=True)
 
 
-def biased_block(config: Any, number: int, cost: BlockCost) -> LayerSpec:
+def biased_block(config: TransformerConfig, number: int, cost: CostOf) -> LayerSpec:
     """Return a block of two LayerNorms, fused q, k, v and an MLP, all with biases."""
     hidden, inner = config.hidden_size, config.inner_size
     normal, residual = weight_inits(config)
     params = (
         *layer_norm("norm1", hidden),
-        ParamSpec("attention.qkv.weight", (3, hidden, hidden), 1, normal, True, role="hidden"),
-        ParamSpec("attention.qkv.bias", (3, hidden), 1, _ZEROS, False, role="vector"),
-        ParamSpec("attention.output.weight", (hidden, hidden), 1, residual, True, role="hidden"),
-        ParamSpec("attention.output.bias", (hidden,), None, _ZEROS, False, role="vector"),
+        ParamSpec("attention.qkv.weight", (3, hidden, hidden), TP_1, normal, True, role="hidden"),
+        ParamSpec("attention.qkv.bias", (3, hidden), TP_1, _ZEROS, False, role="vector"),
+        ParamSpec("attention.output.weight", (hidden, hidden), TP_1, residual, True, role="hidden"),
+        ParamSpec("attention.output.bias", (hidden,), (), _ZEROS, False, role="vector"),
         *layer_norm("norm2", hidden),
-        ParamSpec("mlp.up.weight", (inner, hidden), 0, normal, True, role="hidden"),
-        ParamSpec("mlp.up.bias", (inner,), 0, _ZEROS, False, role="vector"),
-        ParamSpec("mlp.down.weight", (hidden, inner), 1, residual, True, role="hidden"),
-        ParamSpec("mlp.down.bias", (hidden,), None, _ZEROS, False, role="vector"),
+        ParamSpec("mlp.up.weight", (inner, hidden), TP_0, normal, True, role="hidden"),
+        ParamSpec("mlp.up.bias", (inner,), TP_0, _ZEROS, False, role="vector"),
+        ParamSpec("mlp.down.weight", (hidden, inner), TP_1, residual, True, role="hidden"),
+        ParamSpec("mlp.down.bias", (hidden,), (), _ZEROS, False, role="vector"),
     )
     branches = "attention.output.", "mlp.down."
     params = folded(config, params, query="attention.qkv.", branches=branches, fused=3)
@@ -160,18 +173,18 @@ def biased_block(config: Any, number: int, cost: BlockCost) -> LayerSpec:
     return LayerSpec(f"blocks.{number}", params, cost, build, config)
 
 
-def table(config: Any, name: str, rows: int, tp_dim: int | None) -> ParamSpec:
+def table(config: TransformerConfig, name: str, rows: int, cut_over: CutOver) -> ParamSpec:
     """Return a table of the embedding: one vector of the model's width per row."""
     init, shape = Init(std=config.initializer_range), (rows, config.hidden_size)
     factors = _unless_one(scales_of(config).input)
-    return ParamSpec(name, shape, tp_dim, init, True, role="input", folded=factors)
+    return ParamSpec(name, shape, cut_over, init, True, role="input", folded=factors)
 
 
 def _unless_one(factor: float) -> tuple[float, ...]:
     return (factor,) if factor != 1 else ()
 
 
-def head(config: Any, norm: Iterable[ParamSpec], cost: CostOf) -> LayerSpec:
+def head(config: TransformerConfig, norm: Iterable[ParamSpec], cost: CostOf) -> LayerSpec:
     """Return the last layer: a norm and the output projection, which may be tied to the embedding.
 
     The multiplier of the logits is folded into the norm, because a tied weight is also the input's.
@@ -181,7 +194,7 @@ def head(config: Any, norm: Iterable[ParamSpec], cost: CostOf) -> LayerSpec:
     factor = scales.output / (scales.input if config.tie_word_embeddings else 1)
     params = (
         *(replace(p, folded=_unless_one(factor)) for p in norm),
-        ParamSpec("output.weight", shape, 0, normal, True, role="output"),
+        ParamSpec("output.weight", shape, TP_0, normal, True, role="output"),
     )
     tied = (("output.weight", "embedding.token.weight"),) if config.tie_word_embeddings else ()
     return LayerSpec(

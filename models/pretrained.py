@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 
 from parallel3d import models
 from parallel3d.base.section import ABSENT, Problem, Problems
@@ -68,7 +67,7 @@ class Fields:
     `length`: the tokens of a training sample, if known.
     """
 
-    def __init__(self, config: Mapping[str, Any], length: int | None = None) -> None:
+    def __init__(self, config: Mapping[str, object], length: int | None = None) -> None:
         self._config, self.length = config, length
         self._known = set(_NEUTRAL)
         self._problems: list[Problem] = []
@@ -82,7 +81,7 @@ class Fields:
         """True if a field is present, even if null."""
         return name in self._config
 
-    def take(self, name: str, default: Any = ABSENT) -> Any:
+    def take(self, name: str, default: object = ABSENT) -> object:
         """Return a field's value, or `default` if it is missing or null; refuse it without one."""
         self._known.add(name)
         value = self._config.get(name)
@@ -91,14 +90,14 @@ class Fields:
             return None
         return default if value is None else value
 
-    def only(self, name: str, *allowed: Any, rule: str, remedy: str = _REMEDY) -> None:
+    def only(self, name: str, *allowed: object, rule: str, remedy: str = _REMEDY) -> None:
         """Refuse a field whose value is not one of `allowed`; missing and null are accepted."""
         self._known.add(name)
         value = self._config.get(name)
         if value is not None and not any(value == x and type(value) is type(x) for x in allowed):
             self.refuse(name, rule, remedy)
 
-    def rope(self, *places: str) -> tuple[str, str, dict[str, Any]]:
+    def rope(self, *places: str) -> tuple[str, str, dict[str, object]]:
         """Return the block of the rotation: its field's name, its type, and its other entries.
 
         The first of `places` that is present counts, as in transformers.
@@ -117,7 +116,7 @@ class Fields:
         """Accept fields that change nothing."""
         self._known.update(names)
 
-    def refuse(self, name: str, rule: str, remedy: str = _REMEDY, value: Any = None) -> None:
+    def refuse(self, name: str, rule: str, remedy: str = _REMEDY, value: object = None) -> None:
         """Record that the value of a field is not supported."""
         shown = self._config.get(name, ABSENT) if value is None else value
         self._problems.append(Problem(name, shown, rule, remedy))
@@ -134,7 +133,7 @@ class Fields:
             raise Problems(self._problems)
 
 
-def model_block(config: Mapping[str, Any], length: int | None = None) -> dict[str, Any]:
+def model_block(config: Mapping[str, object], length: int | None = None) -> dict[str, object]:
     """Return the "model" block of a config.json; raise Problems, whose paths are its fields.
 
     `length`: the tokens of a training sample, if known.
@@ -153,12 +152,12 @@ def model_block(config: Mapping[str, Any], length: int | None = None) -> dict[st
     named = config.get("architectures") or [classes[0]]
     if not isinstance(named, list) or named[0] not in classes or len(named) > 1:
         fields.refuse("architectures", "is not the language model of its type", f"use {classes[0]}")
-    block: dict[str, Any] = family.model_block(fields)
+    block: dict[str, object] = family.model_block(fields)
     fields.finish()
     return block
 
 
-def class_of(config: Mapping[str, Any]) -> str:
+def class_of(config: Mapping[str, object]) -> str:
     """Return the transformers language model class of a supported config.json."""
     kind = str(config["model_type"])
     return next(str(m.MODEL_TYPES[kind][0]) for m in _families() if kind in m.MODEL_TYPES)

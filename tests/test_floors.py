@@ -42,6 +42,7 @@ ROOMS = [
     (2, "parallel3d/tensor"),
     (2, "parallel3d/engine/quirks"),
     (2, "parallel3d/engine"),
+    (2, "parallel3d/engine/optimizers"),
     (2, "parallel3d/data/ids"),
     (2, "parallel3d/data"),
     (3, "models/*"),
@@ -58,15 +59,15 @@ ROOMS = [
 BUDGET = {
     "launch": 680,
     "models": 880,
-    "parallel3d/base": 850,
+    "parallel3d/base": 855,
     "parallel3d/calibrate": 560,
     "parallel3d/checkpoint": 1360,
-    "parallel3d/config": 1510,
-    "parallel3d/data": 3780,
+    "parallel3d/config": 1530,
+    "parallel3d/data": 3805,
     "parallel3d/engine": 1450,
     "parallel3d/huggingface": 960,
     "parallel3d/mesh": 1220,
-    "parallel3d/model": 360,
+    "parallel3d/model": 500,
     "parallel3d/pipeline": 350,
     "parallel3d/plan": 2630,
     "parallel3d/scaling": 2720,
@@ -188,6 +189,17 @@ def test_ranks_live_in_the_mesh():
         for node in nodes_of(path):
             name = getattr(node, "attr", getattr(node, "id", getattr(node, "value", None)))
             assert name not in MESH_ONLY | {"RANK", "LOCAL_RANK"}, f"{path}:{node.lineno}: {name}"
+
+
+def test_axis_names_stand_in_the_mesh_and_in_config_keys():
+    quoted = [
+        f"{path}:{number}"
+        for path in FILES
+        if "mesh" not in path.parts
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1)
+        if re.search("[\"'](pp|dp|tp)[\"']", line)
+    ]
+    assert len(quoted) <= 10, quoted  # docs/architecture.md lists them
 
 
 def test_collectives_go_by_the_names_of_this_torch():

@@ -59,9 +59,9 @@ def step(tokens: Tensor, labels: Tensor) -> Tensor | None:
     pairs = common.microbatches(tokens, labels)
     loss = parts.executor.run([Microbatch(x, y) for x, y in pairs])
     parts.engine.step(common.LR)
-    return loss if mesh.coord("pp") == pp - 1 else None
+    return loss if mesh.pipeline.coord == pp - 1 else None
 
 
-coord = mesh.coord("dp")
+coord = mesh.samples.coord
 common.compete(options, step, dp_coord=coord, dp=dp, after_imports=after_imports)
 os._exit(0)

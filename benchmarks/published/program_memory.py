@@ -9,7 +9,8 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from parallel3d.config.hardware import Hardware
-from parallel3d.model.spec import STATE_BYTES, KeptMemory, LayerCost, Shape
+from parallel3d.model.optimizers import state_bytes
+from parallel3d.model.spec import KeptMemory, LayerCost, Shape
 from parallel3d.plan.layers.placement import LayerKinds, cost_of, in_flight, model_of, stages_on
 from parallel3d.plan.memory.peak import margin
 from parallel3d.plan.setting import Setting
@@ -31,7 +32,7 @@ class Holds:
     """
 
     weight: int = 2
-    states: int = STATE_BYTES
+    states: int = state_bytes("adamw")
     bucket: int = 0
     partition: int = 0
     fixed: int = 0
@@ -174,10 +175,10 @@ def stages_of(model: LayerKinds, num_stages: int, placement: str, seq: int) -> t
 def _elements(model: LayerKinds, kind: int, tp: int) -> int:
     """Parameters of a layer on one tp rank."""
     params = model.kinds[kind].params
-    return sum(p.elements(tp) for p in params)
+    return sum(p.elements({"tensor": tp}) for p in params)
 
 
 def _tied(model: LayerKinds, kind: int, tp: int) -> int:
     """Elements of a layer's parameters that another layer shares, so that they exist once."""
     names = {name for name, _ in model.kinds[kind].tied}
-    return sum(p.elements(tp) for p in model.kinds[kind].params if p.name in names)
+    return sum(p.elements({"tensor": tp}) for p in model.kinds[kind].params if p.name in names)

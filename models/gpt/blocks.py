@@ -23,9 +23,9 @@ from parallel3d.tensor.vocab import VocabParallelEmbedding
 class Table(nn.Module):
     """The first rows of a learned table, replicated on each rank."""
 
-    def __init__(self, rows: int, size: int, context: LayerContext) -> None:
+    def __init__(self, rows: int, size: int) -> None:
         super().__init__()
-        self.weight = cut_parameter((rows, size), None, context.group)
+        self.weight = cut_parameter((rows, size))
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions [...] -> [..., size]."""
@@ -44,7 +44,7 @@ class Embedding(nn.Module):
         self.token = VocabParallelEmbedding(
             int(config.vocab_size), size, context.group, context.sequence_parallel
         )
-        self.position = Table(config.max_position_embeddings, size, context)
+        self.position = Table(config.max_position_embeddings, size)
         self.dropout = Dropout(config.embd_pdrop, f"{name}.dropout", context.key, split)
         self.split, self.scale = split, scales_of(config).input
 
@@ -63,12 +63,12 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         super().__init__()
-        size, eps, group = config.hidden_size, config.layer_norm_epsilon, context.group
+        size, eps = config.hidden_size, config.layer_norm_epsilon
         key, split = context.key, context.sequence_group
-        self.norm1 = LayerNorm(size, group, eps)
+        self.norm1 = LayerNorm(size, eps)
         self.attention = FusedAttention(config, name, context, dropout=config.attn_pdrop)
         self.dropout1 = Dropout(config.resid_pdrop, f"{name}.dropout1", key, split)
-        self.norm2 = LayerNorm(size, group, eps)
+        self.norm2 = LayerNorm(size, eps)
         self.mlp = GeluMLP(config, context, "tanh")
         self.dropout2 = Dropout(config.resid_pdrop, f"{name}.dropout2", key, split)
         self.scale = scales_of(config).branch
@@ -84,5 +84,5 @@ class Head(NormedHead):
     """Final LayerNorm, logits and loss."""
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        norm = LayerNorm(config.hidden_size, context.group, config.layer_norm_epsilon)
+        norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
         super().__init__(config, norm, context)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel3d.models.common import class_named, renamed
 from parallel3d.models.gpt.spec import Config
@@ -42,10 +42,9 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
     """
     from transformers import GPT2Config
 
-    kind: Any = GPT2Config
-    return kind(
+    return GPT2Config(
         architectures=[class_named(name, "GPT2LMHeadModel")],
-        vocab_size=config.vocab_size,
+        vocab_size=int(config.vocab_size),
         n_positions=config.max_position_embeddings,
         n_embd=config.hidden_size,
         n_layer=config.num_hidden_layers,
@@ -63,13 +62,14 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
     )
 
 
-def reference(config: Config) -> Any:
+def reference(config: Config) -> nn.Module:
     """Return a `GPT2LMHeadModel` of the same architecture, in fp32, randomly initialised."""
     from transformers import GPT2LMHeadModel
 
     settings = architecture(config)
     settings._attn_implementation = "eager"
-    return GPT2LMHeadModel(settings).float()
+    model: nn.Module = GPT2LMHeadModel(settings).float()
+    return model
 
 
 def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,5 @@
 """Converts GPT-2's config.json to the "model" block of the family (floor 0)."""
 
-from typing import Any
-
 from parallel3d.models.pretrained import Fields
 
 MODEL_TYPES = {"gpt2": ("GPT2LMHeadModel", "GPT2Model")}
@@ -15,7 +13,7 @@ FREE = {
 _ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
 
 
-def model_block(fields: Fields) -> dict[str, Any]:
+def model_block(fields: Fields) -> dict[str, object]:
     """Return the "model" block of a config.json; unsupported values are recorded in `fields`."""
     hidden = fields.take("n_embd")
     fields.only("activation_function", *_ACTIVATIONS, rule="is not the tanh approximation of GELU")

@@ -10,12 +10,15 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from parallel3d.model.head_cost import HeadCost
+from parallel3d.model.mlp_cost import MlpCost
+from parallel3d.model.norm_cost import LAYER_NORM
 from parallel3d.model.spec import LayerSpec
-from parallel3d.model.transformer_cost import EmbeddingCost
+from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
 from parallel3d.models.common import (
+    TP_0,
     ModelSection,
     biased_block,
-    biased_cost,
+    fused_attention,
     head,
     layer_norm,
     refuse_uneven_heads,
@@ -71,11 +74,12 @@ class Config(ModelSection):
 
 def layers(config: Config) -> list[LayerSpec]:
     """Return embedding, blocks and head; raise ValueError if vocab_size is "auto"."""
-    block = replace(
-        biased_cost(config),
-        dropout=config.resid_pdrop > 0,
-        attention_dropout=config.attn_pdrop > 0,
+    modules = (
+        replace(fused_attention(config), dropout=config.attn_pdrop > 0),
+        MlpCost(config.inner_size, bias=True),
     )
+    dropout = config.resid_pdrop > 0
+    block = BlockCost(config.hidden_size, LAYER_NORM, modules, dropout=dropout)
     blocks = [biased_block(config, i, block) for i in range(config.num_hidden_layers)]
     cost = HeadCost(config.hidden_size, vocab_size(config))
     return [_embedding(config), *blocks, head(config, layer_norm("norm", config.hidden_size), cost)]
@@ -83,8 +87,8 @@ def layers(config: Config) -> list[LayerSpec]:
 
 def _embedding(config: Config) -> LayerSpec:
     params = (
-        table(config, "token.weight", vocab_size(config), 0),
-        table(config, "position.weight", config.max_position_embeddings, None),
+        table(config, "token.weight", vocab_size(config), TP_0),
+        table(config, "position.weight", config.max_position_embeddings, ()),
     )
     cost = EmbeddingCost(config.hidden_size, positions=True, dropout=config.embd_pdrop > 0)
     return LayerSpec("embedding", params, cost, "parallel3d.models.gpt.blocks:Embedding", config)

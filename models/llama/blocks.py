@@ -28,8 +28,8 @@ class Attention(nn.Module):
         self.qkv = GroupedColumnLinear(
             hidden, heads, size, group, config.attention_bias, split, context.overlap
         )
-        self.q_norm = RMSNorm(size, group, eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(size, group, eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(size, eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(size, eps) if config.qk_norm else nn.Identity()
         self.rotary = Rotary(size, config.rope_theta, _scaling(config))
         self.core = CausalAttention(
             0.0,
@@ -81,9 +81,9 @@ class Block(nn.Module):
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.norm1 = RMSNorm(size, context.group, eps)
+        self.norm1 = RMSNorm(size, eps)
         self.attention = Attention(config, name, context)
-        self.norm2 = RMSNorm(size, context.group, eps)
+        self.norm2 = RMSNorm(size, eps)
         self.mlp = MLP(config, context)
         self.scale = scales_of(config).branch
 
@@ -98,7 +98,7 @@ class Head(NormedHead):
     """Final RMSNorm, logits and loss."""
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        norm = RMSNorm(config.hidden_size, context.group, config.rms_norm_eps)
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         super().__init__(config, norm, context)
 
 

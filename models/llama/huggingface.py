@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel3d.models.common import class_named, renamed
 from parallel3d.models.llama.spec import Config
@@ -94,7 +94,7 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
     )
 
 
-def reference(config: Config) -> Any:
+def reference(config: Config) -> nn.Module:
     """Return a transformers model of the same architecture, in fp32, randomly initialised.
 
     Raises ValueError as `architecture` does.
@@ -103,8 +103,8 @@ def reference(config: Config) -> Any:
 
     settings = architecture(config)
     settings._attn_implementation = "eager"
-    model: Any = getattr(transformers, settings.architectures[0])
-    return model(settings).float()
+    model: nn.Module = getattr(transformers, settings.architectures[0])(settings).float()
+    return model
 
 
 def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ def _gate_and_up(name: str) -> tuple[str, str]:
     return target.replace("gate_up", "gate_proj"), target.replace("gate_up", "up_proj")
 
 
-def _rope(config: Config) -> dict[str, Any]:
+def _rope(config: Config) -> dict[str, object]:
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_type": "default", "rope_theta": config.rope_theta}

@@ -3,7 +3,7 @@
 SmolLM2 is a `LlamaForCausalLM`. Missing fields have the default of the class.
 """
 
-from typing import Any
+from typing import TypeGuard
 
 from parallel3d.models.pretrained import Fields
 
@@ -17,7 +17,7 @@ FREE = {"initializer_range": "initializer_range"}
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def model_block(fields: Fields) -> dict[str, Any]:
+def model_block(fields: Fields) -> dict[str, object]:
     """Return the "model" block of a config.json; unsupported values are recorded in `fields`."""
     kind = fields.model_type
     heads = fields.take("num_attention_heads")
@@ -56,7 +56,7 @@ def model_block(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _longest(fields: Fields) -> Any:
+def _longest(fields: Fields) -> object:
     """Return the longest sequence that no attention window cuts; a window counts its own token."""
     longest = fields.take("max_position_embeddings", 2048)
     # A missing field means MistralConfig's default; null means no window.
@@ -84,7 +84,7 @@ def _longest(fields: Fields) -> Any:
     return min(longest, window)
 
 
-def _rope(fields: Fields) -> tuple[Any, dict[str, Any] | None]:
+def _rope(fields: Fields) -> tuple[object, dict[str, object] | None]:
     """Return the base of the rotary frequencies, and Llama 3.1's scaling of them, or None."""
     base = fields.take("rope_theta", 10_000.0)
     where, kind, rope = fields.rope("rope_parameters", "rope_scaling")
@@ -104,5 +104,5 @@ def _rope(fields: Fields) -> tuple[Any, dict[str, Any] | None]:
     return base, {"rope_type": "llama3"} | {name: rope.get(name) for name in _SCALING}
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and value > 0

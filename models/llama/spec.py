@@ -5,16 +5,21 @@ architecture, with norms on query and key Qwen3's. Settings have the names of th
 `LlamaConfig`; blocks.py has the modules.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from parallel3d.base.section import Problem, Problems, Section
+from parallel3d.model.attention_cost import AttentionCost
 from parallel3d.model.head_cost import HeadCost
+from parallel3d.model.mlp_cost import MlpCost
+from parallel3d.model.norm_cost import RMS_NORM
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
 from parallel3d.models.common import (
+    TP_0,
+    TP_1,
     ModelSection,
     divisor_below,
     folded,
@@ -131,12 +136,20 @@ class Config(ModelSection):
 def layers(config: Config) -> list[LayerSpec]:
     """Return embedding, blocks and head; raise ValueError if vocab_size is "auto"."""
     blocks = [_block(config, f"blocks.{i}") for i in range(config.num_hidden_layers)]
-    cost = HeadCost(config.hidden_size, vocab_size(config), statistics=1, composite_norm=True)
+    cost = HeadCost(config.hidden_size, vocab_size(config), RMS_NORM)
     return [_embedding(config), *blocks, head(config, [_norm("norm", config.hidden_size)], cost)]
 
 
+def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
+    """Return a scaling of rotary positions that begins inside a small model's sequence."""
+    if config.rope_scaling is None:
+        return {}
+    shorter = {"original_max_position_embeddings": config.max_position_embeddings // 2}
+    return {"rope_scaling": config.rope_scaling.model_copy(update=shorter).model_dump(mode="json")}
+
+
 def _embedding(config: Config) -> LayerSpec:
-    params = (table(config, "token.weight", vocab_size(config), 0),)
+    params = (table(config, "token.weight", vocab_size(config), TP_0),)
     cost = EmbeddingCost(config.hidden_size)
     return LayerSpec("embedding", params, cost, "parallel3d.models.blocks:TokenEmbedding", config)
 
@@ -149,30 +162,27 @@ def _block(config: Config, name: str) -> LayerSpec:
         _norm("norm1", hidden),
         *_qkv(config, normal),
         *_qk_norms(config),
-        ParamSpec("attention.output.weight", (hidden, queries), 1, residual, True, role="hidden"),
+        ParamSpec(
+            "attention.output.weight", (hidden, queries), TP_1, residual, True, role="hidden"
+        ),
         _norm("norm2", hidden),
-        ParamSpec("mlp.gate_up.weight", (2, inner, hidden), 1, normal, True, role="hidden"),
-        ParamSpec("mlp.down.weight", (hidden, inner), 1, residual, True, role="hidden"),
+        ParamSpec("mlp.gate_up.weight", (2, inner, hidden), TP_1, normal, True, role="hidden"),
+        ParamSpec("mlp.down.weight", (hidden, inner), TP_1, residual, True, role="hidden"),
     )
     # A norm on the heads cancels factors before it, so the factor goes into the norm.
     query = "attention.q_norm." if config.qk_norm else "attention.qkv.q_"
     branches = "attention.output.", "mlp.down."
     params = folded(config, params, query=query, branches=branches)
 
-    cost = BlockCost(
-        hidden,
-        inner,
+    attention = AttentionCost(
         config.num_attention_heads,
         config.kv_heads,
         config.head_size,
-        gated=True,
-        fused_qkv=False,
-        statistics=1,
-        composite_norm=True,
         qkv_bias=config.attention_bias,
+        qk_norm=RMS_NORM if config.qk_norm else None,
         rotary=config.head_size,
-        qk_norm=config.qk_norm,
     )
+    cost = BlockCost(hidden, RMS_NORM, (attention, MlpCost(inner, gated=True)))
     return LayerSpec(name, params, cost, "parallel3d.models.llama.blocks:Block", config)
 
 
@@ -181,9 +191,9 @@ def _qkv(config: Config, normal: Init) -> Iterator[ParamSpec]:
     for name, count in heads.items():
         rows, path = count * config.head_size, f"attention.qkv.{name}"
         shape = (rows, config.hidden_size)
-        yield ParamSpec(f"{path}_weight", shape, 0, normal, True, units=count, role="hidden")
+        yield ParamSpec(f"{path}_weight", shape, TP_0, normal, True, units=count, role="hidden")
         if config.attention_bias:
-            yield ParamSpec(f"{path}_bias", (rows,), 0, ZEROS, False, units=count, role="vector")
+            yield ParamSpec(f"{path}_bias", (rows,), TP_0, ZEROS, False, units=count, role="vector")
 
 
 def _qk_norms(config: Config) -> Iterator[ParamSpec]:
@@ -194,4 +204,4 @@ def _qk_norms(config: Config) -> Iterator[ParamSpec]:
 
 
 def _norm(name: str, size: int, partial: bool = False) -> ParamSpec:
-    return ParamSpec(f"{name}.weight", (size,), None, ONES, False, partial=partial, role="vector")
+    return ParamSpec(f"{name}.weight", (size,), (), ONES, False, partial=partial, role="vector")

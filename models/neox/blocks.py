@@ -20,8 +20,8 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         super().__init__()
-        size, eps, group = config.hidden_size, config.layer_norm_eps, context.group
-        self.norm1, self.norm2 = LayerNorm(size, group, eps), LayerNorm(size, group, eps)
+        size, eps = config.hidden_size, config.layer_norm_eps
+        self.norm1, self.norm2 = LayerNorm(size, eps), LayerNorm(size, eps)
         rotary = Rotary(config.rotary_size, config.rotary_emb_base)
         self.attention = FusedAttention(config, name, context, rotary=rotary)
         approximate = "none" if config.activation == "gelu" else "tanh"
@@ -41,5 +41,5 @@ class Head(NormedHead):
     """Final LayerNorm, logits and loss."""
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        norm = LayerNorm(config.hidden_size, context.group, config.layer_norm_eps)
+        norm = LayerNorm(config.hidden_size, config.layer_norm_eps)
         super().__init__(config, norm, context)

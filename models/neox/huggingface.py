@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel3d.models.common import class_named, renamed
 from parallel3d.models.neox.spec import Config
@@ -44,10 +44,9 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
     """
     from transformers import GPTNeoXConfig
 
-    kind: Any = GPTNeoXConfig
-    return kind(
+    return GPTNeoXConfig(
         architectures=[class_named(name, "GPTNeoXForCausalLM")],
-        vocab_size=config.vocab_size,
+        vocab_size=int(config.vocab_size),
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=config.num_attention_heads,
@@ -71,7 +70,7 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
     )
 
 
-def reference(config: Config) -> Any:
+def reference(config: Config) -> nn.Module:
     """Return a `GPTNeoXForCausalLM` of the same architecture, in fp32, randomly initialised.
 
     Its parameters have the names that they have in files.
@@ -83,10 +82,10 @@ def reference(config: Config) -> Any:
     return named_as_in_files(GPTNeoXForCausalLM(settings).float())
 
 
-def named_as_in_files(model: Any) -> Any:
+def named_as_in_files(model: nn.Module) -> nn.Module:
     """Return a `GPTNeoXForCausalLM` with its parameters renamed as in its files."""
     if "lm_head" in model._modules:
-        model.embed_out = model._modules.pop("lm_head")
+        model.add_module("embed_out", model._modules.pop("lm_head"))
         object.__setattr__(model, "lm_head", model.embed_out)  # its forward uses this name
     return model
 

@@ -1,7 +1,5 @@
 """Converts config.json of GPT-NeoX and Pythia to the family's "model" block (floor 0)."""
 
-from typing import Any
-
 from parallel3d.models.pretrained import Fields
 
 MODEL_TYPES = {"gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXModel")}
@@ -9,7 +7,7 @@ FREE = {"initializer_range": "initializer_range"}
 _TANH = "gelu_pytorch_tanh"  # another name for "gelu_new"
 
 
-def model_block(fields: Fields) -> dict[str, Any]:
+def model_block(fields: Fields) -> dict[str, object]:
     """Return the "model" block of a config.json; unsupported values are recorded in `fields`."""
     base, share = _rope(fields)
     activation = fields.take("hidden_act", "gelu")
@@ -38,7 +36,7 @@ def model_block(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _rope(fields: Fields) -> tuple[Any, Any]:
+def _rope(fields: Fields) -> tuple[object, object]:
     """Return the base of the rotary frequencies, and the share of each head that rotates."""
     base, share = fields.take("rotary_emb_base", 10_000.0), fields.take("rotary_pct", 0.25)
     where, kind, rope = fields.rope("rope_scaling", "rope_parameters")

@@ -12,12 +12,15 @@ from pydantic import Field, model_validator
 
 from parallel3d.base.section import Problem, Problems
 from parallel3d.model.head_cost import HeadCost
+from parallel3d.model.mlp_cost import MlpCost
+from parallel3d.model.norm_cost import LAYER_NORM
 from parallel3d.model.spec import LayerSpec
-from parallel3d.model.transformer_cost import EmbeddingCost
+from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
 from parallel3d.models.common import (
+    TP_0,
     ModelSection,
     biased_block,
-    biased_cost,
+    fused_attention,
     head,
     layer_norm,
     refuse_uneven_heads,
@@ -92,14 +95,18 @@ class Config(ModelSection):
 
 def layers(config: Config) -> list[LayerSpec]:
     """Return embedding, blocks and head; raise ValueError if vocab_size is "auto"."""
-    rotary, parallel = config.rotary_size, config.use_parallel_residual
-    block = replace(biased_cost(config), rotary=rotary, parallel=parallel)
+    modules = (
+        replace(fused_attention(config), rotary=config.rotary_size),
+        MlpCost(config.inner_size, bias=True),
+    )
+    parallel = config.use_parallel_residual
+    block = BlockCost(config.hidden_size, LAYER_NORM, modules, parallel=parallel)
     blocks = [biased_block(config, i, block) for i in range(config.num_hidden_layers)]
     cost = HeadCost(config.hidden_size, vocab_size(config))
     return [_embedding(config), *blocks, head(config, layer_norm("norm", config.hidden_size), cost)]
 
 
 def _embedding(config: Config) -> LayerSpec:
-    token = table(config, "token.weight", vocab_size(config), 0)
+    token = table(config, "token.weight", vocab_size(config), TP_0)
     cost = EmbeddingCost(config.hidden_size)
     return LayerSpec("embedding", (token,), cost, "parallel3d.models.blocks:TokenEmbedding", config)

@@ -56,11 +56,14 @@ class Parser(argparse.ArgumentParser):
 
     def add_alias(self, action: argparse.Action, *flags: str) -> None:
         """Add other spellings of a flag; the help does not list them."""
-        kind: dict[str, Any] = {"type": action.type}
-        if action.nargs == 0:
-            kind = {"action": "store_true"}
-        hidden = argparse.SUPPRESS
-        self.add_argument(*flags, dest=action.dest, default=hidden, help=hidden, **kind)
+        added = self.add_argument(
+            *flags,
+            action="store_true" if action.nargs == 0 else "store",
+            dest=action.dest,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
+        added.type = action.type
 
     def add_config(self, required: bool = True) -> None:
         """Add `--config FILE`, the training config."""

@@ -87,7 +87,8 @@ def _settings_of_choice(choice: Choice, path: str) -> Iterator[SettingDoc]:
     """Yield the settings of every class that may be chosen, shared ones once."""
     key, names = f"{path}.{choice.key}", list(choice.names())
     words = " | ".join(map(json.dumps, names))
-    yield SettingDoc(key, words, "", f"The {choice.key}; it decides which settings follow.")
+    if not choice.beside:
+        yield SettingDoc(key, words, "", f"The {choice.key}; it decides which settings follow.")
     choices_of_setting: dict[SettingDoc, list[str]] = {}
     for name in names:
         for setting in settings(choice.class_of(name), path):
@@ -98,7 +99,7 @@ def _settings_of_choice(choice: Choice, path: str) -> Iterator[SettingDoc]:
             yield replace(setting, only=only)
 
 
-def problems_in(error: ValidationError, raw: Any, root: type[Section]) -> list[Problem]:
+def problems_in(error: ValidationError, raw: object, root: type[Section]) -> list[Problem]:
     """Return pydantic's errors in `raw`, a config of model `root`, as one problem per path."""
     problems_by_path: dict[str, list[Problem]] = {}
     known = cache(lambda: settings(root))
@@ -109,37 +110,38 @@ def problems_in(error: ValidationError, raw: Any, root: type[Section]) -> list[P
 
 
 def sound_settings(
-    raw: dict[str, Any], problems: Sequence[Problem], root: type[Section]
-) -> dict[str, Any]:
+    raw: dict[str, object], problems: Sequence[Problem], root: type[Section]
+) -> dict[str, object]:
     """Return the valid top-level settings of `raw` and of its "parallel3d" block."""
     broken = {".".join(p.path.split(".")[:n]) for p in problems for n in (1, 2)}
     parallel3d_block = _section_of(root.model_fields["parallel3d"].annotation)
     assert parallel3d_block, "the root has a parallel3d block"
-    sound: dict[str, Any] = {}
+    sound: dict[str, object] = {}
     for model, prefix, raw_block in (
         (root, "", raw),
         (parallel3d_block, _OURS, raw.get("parallel3d")),
     ):
-        block: Any = raw_block
-        for name, field in model.model_fields.items() if isinstance(block, dict) else ():
+        if not isinstance(raw_block, dict):
+            continue
+        for name, field in model.model_fields.items():
             if prefix + name in broken:
                 continue
-            if name in block:
-                sound[name] = _reader(model, name).validate_python(block[name])
+            if name in raw_block:
+                sound[name] = _reader(model, name).validate_python(raw_block[name])
             elif not field.is_required():
                 sound[name] = field.default
     return sound
 
 
 @cache  # building one takes milliseconds
-def _reader(model: type[Section], name: str) -> TypeAdapter[Any]:
+def _reader(model: type[Section], name: str) -> TypeAdapter[object]:
     field = model.model_fields[name]
     annotation: Any = Annotated[field.annotation, field]
-    return TypeAdapter[Any](annotation)
+    return TypeAdapter[object](annotation)
 
 
 def _problems_of(
-    detail: ErrorDetails, raw: Any, root: type[Section], known: Callable[[], list[SettingDoc]]
+    detail: ErrorDetails, raw: object, root: type[Section], known: Callable[[], list[SettingDoc]]
 ) -> Iterator[Problem]:
     path, value, model = _located(detail, raw, root)
     field = model.model_fields.get(path.rpartition(".")[2]) if model else None
@@ -180,7 +182,7 @@ def _pasted(path: str, field: FieldInfo) -> str:
 
 
 def _unknown(
-    path: str, value: Any, model: type[Section] | None, root: type[Section],
+    path: str, value: object, model: type[Section] | None, root: type[Section],
     settings: Callable[[], list[SettingDoc]],
 ) -> Iterator[Problem]:  # fmt: skip
     """Yield the problem of an unknown key: why it is refused, else the setting it may mean."""
@@ -224,13 +226,14 @@ def _elsewhere(path: str, key: str, settings: Iterable[str]) -> str:
 
 
 def _located(
-    detail: ErrorDetails, raw: Any, root: type[Section]
-) -> tuple[str, Any, type[Section] | None]:
+    detail: ErrorDetails, raw: object, root: type[Section]
+) -> tuple[str, object, type[Section] | None]:
     """Return an error's dotted path and value, and the section that the last name belongs to."""
     path: list[str] = []
     section: type[Section] | None = root  # the section of `raw`, or of its items
     owner, of_items = section, False
     for part in detail["loc"]:
+        outer = raw
         if isinstance(raw, dict) and (part in raw or detail["type"] == "missing"):
             raw = raw.get(part, ABSENT)
         elif isinstance(raw, list | tuple) and isinstance(part, int):
@@ -246,8 +249,10 @@ def _located(
         section = _section_of(field.annotation) if field else None
         of_items = field is not None and get_origin(field.annotation) in (tuple, Mapping)
         if field and (choice := _choice_of(field)) and isinstance(raw, dict):
-            name: Any = raw.get(choice.key)
-            section = choice.class_of(name) if name in choice.names() else None
+            block = outer if choice.beside and isinstance(outer, dict) else raw
+            name = block.get(choice.key, "")
+            name = name if name in choice.names() else choice.beside
+            section = choice.class_of(name) if name else None
     return ".".join(path), raw, owner
 
 
@@ -268,7 +273,7 @@ def _doc(field: FieldInfo) -> str:
     return " ".join((field.description or "").split())
 
 
-def _as_json(value: Section) -> Any:
+def _as_json(value: Section) -> object:
     return value.model_dump(mode="json")
 
 
@@ -278,7 +283,7 @@ def _choice_of(field: FieldInfo) -> Choice | None:
     return next((function for function in functions if isinstance(function, Choice)), None)
 
 
-def _section_of(annotation: Any) -> type[Section] | None:
+def _section_of(annotation: object) -> type[Section] | None:
     """Return the section class in an annotation (also in `Section | None`), if there is one."""
     for candidate in (annotation, *get_args(annotation)):
         if get_origin(candidate) is Annotated:
@@ -288,14 +293,14 @@ def _section_of(annotation: Any) -> type[Section] | None:
     return None
 
 
-def _json_word(word: Any) -> str:
+def _json_word(word: object) -> str:
     """Return a value of pydantic's context, which is written as Python, as JSON text."""
     if isinstance(word, float) and word.is_integer():
         word = int(word) if abs(word) < 1e15 else f"{word:g}"  # 1e+40, not its 41 digits
     return {"True": "true", "False": "false"}.get(str(word), str(word).replace("'", '"'))
 
 
-def _type_name(annotation: Any) -> str:
+def _type_name(annotation: object) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type_name(args[0])

@@ -1,7 +1,6 @@
 """Masking of passwords and keys in URLs, in all messages, logs and files that a run writes."""
 
 import re
-from typing import Any
 
 MASK = "***"
 # The password of scheme://user:password@host. One with an unescaped "/" ends at the first "@", and
@@ -19,7 +18,7 @@ def mask(text: str) -> str:
     return _KEY.sub(rf"\1{MASK}", _PASSWORD.sub(rf"\1{MASK}@", text))
 
 
-def mask_values(value: Any) -> Any:
+def mask_values(value: object) -> object:
     """Return a tree of JSON values with the passwords and keys of URLs masked."""
     if isinstance(value, dict):
         return {key: mask_values(inner) for key, inner in value.items()}

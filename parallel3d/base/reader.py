@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import parallel3d
 from parallel3d.base.errors import ConfigError
@@ -43,7 +42,7 @@ def find(name: str) -> Path:
     )
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, object]:
     """Return the object in a config file; raise ConfigError with the line of a syntax error."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -53,7 +52,7 @@ def read(path: Path) -> dict[str, Any]:
     return parse(text, str(path))
 
 
-def parse(text: str, source: str = "config") -> dict[str, Any]:
+def parse(text: str, source: str = "config") -> dict[str, object]:
     """Return the JSON object in `text`, which may have comments and trailing commas."""
     value = _load(text, source)
     if not isinstance(value, dict):
@@ -61,23 +60,30 @@ def parse(text: str, source: str = "config") -> dict[str, Any]:
     return value
 
 
-def set_values(raw: dict[str, Any], values: Iterable[tuple[str, str]]) -> None:
+def set_values(raw: dict[str, object], values: Iterable[tuple[str, str]]) -> None:
     """Set values in `raw`, each given as dotted path and text; the last value of a path wins."""
     for path, text in values:
         *sections, key = path.split(".")
         block = raw
         for section in sections:
-            block = block.setdefault(section, {})
-            if not isinstance(block, dict):
-                raise ConfigError(f"--{path}: {section!r} is {block!r}, which has no settings")
+            inner = block.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"--{path}: {section!r} is {inner!r}, which has no settings")
+            block = inner
         block[key] = value(text)
 
 
-def value_at(raw: Any, path: str) -> Any:
+def value_at(raw: object, path: str) -> object:
     """Return the value at a dotted path of an object; ABSENT if there is none."""
     for name in path.split(".") if path else ():
         raw = raw.get(name, ABSENT) if isinstance(raw, dict) else ABSENT
     return raw
+
+
+def block_at(raw: object, path: str) -> dict[str, object]:
+    """Return the block at a dotted path of an object; a new empty one if there is none."""
+    block = value_at(raw, path)
+    return block if isinstance(block, dict) else {}
 
 
 def setting_pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -97,7 +103,7 @@ def setting_pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield path, text
 
 
-def value(text: str) -> Any:
+def value(text: str) -> object:
     """Return a command-line value: parsed as JSON if it is JSON, else the text itself."""
     try:
         return _load(text, "the command line")
@@ -105,10 +111,10 @@ def value(text: str) -> Any:
         return text
 
 
-def _load(text: str, source: str) -> Any:
+def _load(text: str, source: str) -> object:
     clean = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         for key, count in Counter(key for key, _ in pairs).items():
             if count > 1:
                 places = re.finditer(re.escape(json.dumps(key)) + r"\s*:", clean)
@@ -119,7 +125,7 @@ def _load(text: str, source: str) -> Any:
                 )
         return dict(pairs)
 
-    def refuse_constant(name: str) -> Any:
+    def refuse_constant(name: str) -> object:
         raise ConfigError(f"{source}: {name} is not JSON; write a finite number")
 
     try:

@@ -5,9 +5,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Strict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Strict,
+    ValidationInfo,
+)
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.masking import mask
@@ -32,7 +39,7 @@ class Problem:
     """One problem in a config: the path, the value there, the broken rule, and a remedy."""
 
     path: str
-    value: Any
+    value: object
     rule: str
     remedy: str
 
@@ -45,7 +52,7 @@ class Problem:
         return f"{self.path}{value}: {self.rule}; {self.remedy}"
 
 
-ABSENT: Any = object()  # the value of a missing key
+ABSENT: object = object()  # the value of a missing key
 _MOST_OF_A_LIST = 5  # problems in one list that a message shows
 
 
@@ -78,26 +85,30 @@ class Choice:
     """A validator of a block whose class is chosen by its setting `key`.
 
     `what` describes a name in messages, `names` returns all names, `class_of` the class of a name.
+    With `beside`, the key stands beside the block, and `beside` is its default.
     """
 
     key: str
     what: str
     names: Callable[[], Iterable[str]]
     class_of: Callable[[str], type[Section]]
+    beside: str = ""
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: object, info: ValidationInfo) -> object:
         if isinstance(value, Section):
             return value
         if not isinstance(value, dict):
             raise ValueError("must be a block of settings; write {...}")
-        name, names = value.get(self.key, ABSENT), list(self.names())
+        names = list(self.names())
+        # A wrong name beside the block has its own problem, and is missing here.
+        name = info.data.get(self.key, self.beside) if self.beside else value.get(self.key, ABSENT)
         if name not in names:
             remedy = f"use one of: {', '.join(names)}"
             raise Problems([Problem(self.key, name, f"is not a known {self.what}", remedy)])
         return self.class_of(name).model_validate(value)
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -117,7 +128,7 @@ def _path_text(text: str) -> str:
 PathText = Annotated[str, AfterValidator(_path_text)]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     # Before it is cut, which may hide the end of a password.
     text = mask(json.dumps(value, default=str))
     return text if len(text) <= 80 else text[:76] + " ..."

@@ -1,14 +1,16 @@
-"""Search folders for a user's own model families and schedules.
+"""Search folders for a user's own model families, schedules and optimizers.
 
-They are appended to the `__path__` of `parallel3d.models` and `parallel3d.schedule.schedules`, and
-to an environment variable that processes started later inherit.
+They are appended to the `__path__` of `parallel3d.models`, `parallel3d.schedule.schedules` and
+`parallel3d.model.optimizers`, and to an environment variable that processes started later inherit.
 """
 
 import importlib
 import os
 from collections.abc import MutableSequence
 
-MODELS, SCHEDULES = "PARALLEL3D_MODELS", "PARALLEL3D_SCHEDULES"
+MODELS, SCHEDULES, OPTIMIZERS = (
+    f"PARALLEL3D_{kind}" for kind in ("MODELS", "SCHEDULES", "OPTIMIZERS")
+)
 """Environment variables that list folders, separated by ":"."""
 
 

@@ -191,8 +191,8 @@ def fit_program(
     The hardware gets the rates of complete updates, and the speedup of a process that runs alone.
     """
     settings = {run: Setting.from_config(run.config()) for run in timed}
-    alone = {settings[run]: one for run, one in timed.items() if run.ranks == 1}
-    several = {settings[run]: one for run, one in timed.items() if run.ranks > 1}
+    alone = {settings[run]: one for run, one in timed.items() if run.mesh.ranks == 1}
+    several = {settings[run]: one for run, one in timed.items() if run.mesh.ranks > 1}
     values = {**asdict(curves), _CROWD: 1.0}
     hardware, values = _fit_updates(values, hardware, alone)
 

@@ -186,7 +186,7 @@ def _steps(ranks: int, effort: Effort) -> Iterator[tuple[SmallRun, Timed]]:
     """Yield small runs on one and on all processes, with the shortest of their steps."""
     chosen = small_runs(ranks)[: effort.small_runs]
     for world_size in (ranks, 1):
-        runs = [run for run in chosen if run.ranks == world_size]
+        runs = [run for run in chosen if run.mesh.ranks == world_size]
         timings = run_locally(time_steps, world_size, runs, effort.steps, True, timeout=600)[0]
         for run, steps in zip(runs, timings, strict=True):
             yield run, Timed(*map(min, zip(*steps, strict=True)))

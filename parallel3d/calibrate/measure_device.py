@@ -14,9 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.engine.op_builds import load_cpu_adam, make_optimizer
+from parallel3d.engine.op_builds import load_cpu_adam
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
+from parallel3d.model import optimizers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATTENTIONS = (  # batch, heads, seq, head size
@@ -214,9 +215,9 @@ def _adam(timer: Timer, device: torch.device, cpu_adam: bool) -> float:
     parameter = torch.zeros(count, device=device, requires_grad=True)
     parameter.grad = torch.full_like(parameter, 1e-3)
     groups = [{"params": [parameter], "weight_decay": 0.1}]
-    optimizer = make_optimizer(
-        groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, cpu_adam=cpu_adam, device=device
-    )
+    adamw = optimizers.load("adamw")
+    params = adamw.Params.model_validate({"lr": 1e-3, "betas": (0.9, 0.95)})
+    optimizer = adamw.make(groups, params, device=device, cpu_adam=cpu_adam)
     return count / timer.seconds(optimizer.step)
 
 
@@ -235,7 +236,7 @@ def measure_links(
     """Return for each collective and a send the rows (gathered bytes, slowest rank's seconds)."""
     results: dict[str, list[tuple[int, float]]] = {}
     for kind in KINDS:
-        say(f"{kind} between {mesh.size('world')} ranks")
+        say(f"{kind} between {mesh.world.size} ranks")
         rows = results[kind] = []
         for size in SIZES:
             rows.append((size, _collective_seconds(_collective(kind, size, mesh), mesh, effort)))
@@ -261,7 +262,7 @@ def _collective_seconds(run: Callable[[], object], mesh: Mesh, effort: Effort) -
 
 
 def _collective(kind: str, size: int, mesh: Mesh) -> Callable[[], Any]:
-    group, ranks, coord = mesh.group("world"), mesh.size("world"), mesh.coord("world")
+    group, ranks, coord = mesh.world
     part = torch.ones(max(1, size // 4 // ranks), device=mesh.device)
     gathered = torch.ones(len(part) * ranks, device=mesh.device)
     if kind == "all_reduce":

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.calibrate.measure_device import clock_of, set_threads, slowest
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
@@ -19,7 +20,7 @@ HEAD_SIZE = 64
 class SmallRun(NamedTuple):
     """The sizes and choices of a small training run to time."""
 
-    mesh: tuple[int, int, int]  # pp, dp, tp
+    mesh: MeshSizes
     zero: int
     hidden: int
     layers: int
@@ -33,15 +34,8 @@ class SmallRun(NamedTuple):
     schedule: str = "gpipe"
     precision: str = "fp32"
 
-    @property
-    def ranks(self) -> int:
-        """Number of processes of the run."""
-        pp, dp, tp = self.mesh
-        return pp * dp * tp
-
     def config(self) -> RunConfig:
         """Return the resolved config of the run."""
-        pp, dp, tp = self.mesh
         model = {
             "family": self.family, "hidden_size": self.hidden, "num_hidden_layers": self.layers,
             "num_attention_heads": max(1, self.hidden // HEAD_SIZE),
@@ -63,25 +57,26 @@ class SmallRun(NamedTuple):
                 "stage3_param_persistence_threshold": 0,
             },
             "parallel3d": {
-                "mesh": {"pp": pp, "dp": dp, "tp": tp}, "model": model, "data": data,
+                "mesh": self.mesh._asdict(), "model": model, "data": data,
                 "pipeline": {
                     "schedule": self.schedule, "activation_checkpointing": self.recompute,
                 },
                 "train": {"steps": 1},
             },
         }  # fmt: skip
-        return RunConfig.from_dict(raw, f"the run {self}").resolve(self.ranks)
+        return RunConfig.from_dict(raw, f"the run {self}").resolve(self.mesh.ranks)
 
     def __str__(self) -> str:
-        pp, dp, tp = self.mesh
         words = [
-            f"{pp}x{dp}x{tp}",
+            str(self.mesh),
             f"ZeRO-{self.zero}",
             f"{self.family} {self.hidden} x {self.layers}",
         ]
         words += [f"offload {self.offload}"] * (self.offload != "none")
         words += [f"recompute {self.recompute}"] * (self.recompute != "none")
-        words += [self.schedule] * (pp > 1) + [self.precision] * (self.precision != "fp32")
+        words += [self.schedule] * (self.mesh.pp > 1) + [self.precision] * (
+            self.precision != "fp32"
+        )
         return ", ".join(words)
 
 
@@ -94,12 +89,12 @@ class Timed(NamedTuple):
 
 def small_runs(ranks: int) -> list[SmallRun]:
     """Return small runs on one process and on `ranks`, similar enough to compare."""
-    tiny = SmallRun((1, ranks, 1), 1, 64, 2, micro=1, seq=32)
-    wide = SmallRun((1, ranks, 1), 1, 256, 2, micro=4)
+    tiny = SmallRun(MeshSizes(dp=ranks), 1, 64, 2, micro=1, seq=32)
+    wide = SmallRun(MeshSizes(dp=ranks), 1, 256, 2, micro=4)
     # Few tokens and more parameters than fit a cache: dominated by reduction, norm, Adam, gathers.
-    heavy = SmallRun((1, ranks, 1), 1, 1024, 1, micro=1, microbatches=1, seq=32)
+    heavy = SmallRun(MeshSizes(dp=ranks), 1, 1024, 1, micro=1, microbatches=1, seq=32)
     heads = ranks * -(-4 // ranks)  # at least four, and a multiple of the tp ranks
-    alone: dict[str, Any] = {"mesh": (1, 1, 1), "zero": 0}
+    alone: dict[str, Any] = {"mesh": MeshSizes(), "zero": 0}
     return [
         tiny,
         tiny._replace(**alone),
@@ -111,18 +106,20 @@ def small_runs(ranks: int) -> list[SmallRun]:
         tiny._replace(zero=3, microbatches=6),
         wide._replace(zero=3),
         wide._replace(family="llama", layers=3),
-        wide._replace(mesh=(1, 1, ranks), zero=0, hidden=heads * HEAD_SIZE),
-        wide._replace(mesh=(ranks, 1, 1), zero=0, layers=max(4, ranks), microbatches=4, micro=2),
+        wide._replace(mesh=MeshSizes(tp=ranks), zero=0, hidden=heads * HEAD_SIZE),
+        wide._replace(
+            mesh=MeshSizes(pp=ranks), zero=0, layers=max(4, ranks), microbatches=4, micro=2
+        ),
         heavy,
         heavy._replace(zero=3),
         tiny._replace(**alone, layers=6),
-        tiny._replace(mesh=(1, 1, 1), zero=3, layers=6),
+        tiny._replace(mesh=MeshSizes(), zero=3, layers=6),
         tiny._replace(**alone, microbatches=6),
         wide._replace(**alone, layers=4, microbatches=1),
         wide._replace(**alone, family="llama"),
         wide._replace(**alone, recompute="full"),
         heavy._replace(**alone),
-        heavy._replace(mesh=(1, 1, 1), offload="cpu"),
+        heavy._replace(mesh=MeshSizes(), offload="cpu"),
     ]
 
 
@@ -153,7 +150,7 @@ def _step(
     mesh: Mesh, parts: Assembly, batch: list[Microbatch], lr: float, step: int, own_time: bool
 ) -> Timed:
     backend = torch.get_device_module(mesh.device)
-    now = clock_of(mesh) if own_time and mesh.size("world") == 1 else time.perf_counter
+    now = clock_of(mesh) if own_time and mesh.world.size == 1 else time.perf_counter
     mesh.barrier()
     start = now()
     parts.executor.run(batch, step)

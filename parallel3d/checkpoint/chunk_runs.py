@@ -13,8 +13,7 @@ from torch import Tensor
 
 from parallel3d.checkpoint.box import Box, boxes_of, shift
 from parallel3d.checkpoint.chunks import Chunk
-from parallel3d.engine import KINDS, Engine, HeldParameter, ParameterPiece
-from parallel3d.mesh.mesh import Mesh
+from parallel3d.engine import Engine, HeldParameter
 from parallel3d.tensor.cut import even_split
 
 SMALLEST = 2**18  # elements of a copy's smallest piece, except the last: 1 MiB
@@ -40,39 +39,32 @@ def global_boxes(held: HeldParameter, start: int, stop: int) -> list[tuple[Box, 
 
     The list is that of `boxes_of`.
     """
-    cut = held.cut
-    first = [0] * len(cut.global_shape)
-    if cut.dim is not None:
-        first[cut.dim] = cut.start
-    boxes = boxes_of(cut.local_shape, start, stop)
-    return [(shift(box, tuple(first)), at) for box, at in boxes]
+    first = [start for start, _ in held.cut.bounds]
+    boxes = boxes_of(held.cut.local_shape, start, stop)
+    return [(shift(box, first), at) for box, at in boxes]
 
 
-def runs_to_write(engine: Engine, mesh: Mesh) -> list[ChunkRun]:
+def runs_to_write(engine: Engine) -> list[ChunkRun]:
     """Return the runs of chunks that this rank writes; together, ranks write each element once.
 
-    The first tp rank writes parameters that tp does not shard; data-parallel replicas write even
-    shares.
+    Of tensor-parallel ranks with equal copies the first one writes; replicas write even shares.
     """
     runs = []
     for number, block in enumerate(engine.states.blocks):
         for index, piece in enumerate(block):
             if not piece.held.counts:
                 continue
-            start, stop = _share(engine, mesh, piece)
+            start, stop = 0, piece.numel
+            if engine.settings.zero_stage == 0:  # the replicas hold equal pieces
+                replicas = piece.held.replicas
+                start, stop = even_split(piece.numel, replicas.size, replicas.coord)
             if stop > start:
                 at = piece.start
                 boxes = [b for b, _ in global_boxes(piece.held, at + start, at + stop)]
-                for kind in KINDS:
+                for kind in engine.states.kinds:
                     chunks = tuple(Chunk(piece.held.name, kind, box) for box in boxes)
                     runs.append(ChunkRun(number, index, kind, start, stop, chunks))
     return runs
-
-
-def _share(engine: Engine, mesh: Mesh, piece: ParameterPiece) -> tuple[int, int]:
-    if engine.settings.shard_axis == "dp":
-        return 0, piece.numel
-    return even_split(piece.numel, mesh.size("dp"), mesh.coord("dp"))
 
 
 def live_tensors(engine: Engine, runs: Sequence[ChunkRun]) -> Iterator[Tensor]:

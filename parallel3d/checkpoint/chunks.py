@@ -1,8 +1,8 @@
 """A checkpoint's safetensors files, with one tensor per chunk.
 
-A chunk is a box of a parameter's fp32 master weight or of one of its Adam moments, in the
-coordinates of the whole parameter. Its key is `name|kind|offset,offset,...`; its shape is the shape
-of the stored tensor.
+A chunk is a box of a parameter's fp32 master weight or of a state that the optimizer keeps for it,
+in the coordinates of the whole parameter. Its key is `name|kind|offset,offset,...`; its shape is
+the shape of the stored tensor.
 """
 
 import json
@@ -23,7 +23,6 @@ from parallel3d.checkpoint.safe_files import is_count, parse_object
 
 Dims = tuple[int, ...]
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 _ITEM = 4  # bytes of an fp32 number
@@ -32,7 +31,10 @@ _KEY = re.compile(r"(.+)\|(\w+)\|((?:\d{1,18}(?:,\d{1,18})*)?)", re.ASCII | re.D
 
 
 class Chunk(NamedTuple):
-    """A box of a parameter's `kind`, one of KINDS, in the coordinates of the whole parameter."""
+    """A box of a parameter's `kind`, in the coordinates of the whole parameter.
+
+    `kind` is "master" or a state of the optimizer, as in `parallel3d.model.optimizers.kinds`.
+    """
 
     name: str
     kind: str
@@ -48,14 +50,11 @@ class Chunk(NamedTuple):
         """Return the chunk for a key and the shape of its tensor; raises ValueError."""
         match = _KEY.fullmatch(key)
         offsets = tuple(int(x) for x in match[3].split(",") if x) if match else ()
-        if match and match[2] in KINDS and len(offsets) == len(shape):
+        if match and len(offsets) == len(shape):
             chunk = cls(match[1], match[2], Box(offsets, tuple(shape)))
             if chunk.key == key:  # no leading zeros
                 return chunk
-        raise ValueError(
-            f"key {_short(key)} is not name|kind|offsets with kind one of {', '.join(KINDS)} and "
-            f"{len(shape)} offsets"
-        )
+        raise ValueError(f"key {_short(key)} is not name|kind|offsets with {len(shape)} offsets")
 
 
 def header(chunks: Sequence[Chunk]) -> bytes:

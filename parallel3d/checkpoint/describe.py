@@ -14,14 +14,16 @@ from rich.filesize import decimal
 from parallel3d.base import terminal
 from parallel3d.base.errors import CheckpointError
 from parallel3d.base.terminal import Column
-from parallel3d.checkpoint.chunks import KINDS, ChunkFile
+from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.manifest import (
     MANIFEST,
     STATE,
+    optimizer_of,
     read_sound_state,
     shapes_of,
     step_folders,
 )
+from parallel3d.model import optimizers
 
 LEFT_OVER = {
     ".tmp": "unfinished: a save in progress, or one that was killed",
@@ -33,10 +35,10 @@ _STATE_KEYS = (
     *("random", "corpus", "split", "tokenizer", "versions", "mesh", "config"),
 )
 _MODEL_KEYS = "family", "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"
-_KIND_NAMES = {
+_PARTS = {
     "master": "weights (master)",
-    "exp_avg": "Adam's first moments (exp_avg)",
-    "exp_avg_sq": "second moments (exp_avg_sq)",
+    "other": "headers, state and manifest",
+    "total": "total",
 }
 _MOST_FILES = 12  # rows in the table of files
 
@@ -78,7 +80,8 @@ def describe(folder: Path) -> dict[str, Any]:
     """
     entries, state = read_sound_state(folder)
     shapes = shapes_of(state)
-    sizes: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+    kinds = optimizers.kinds(name) if (name := optimizer_of(state)) else ()
+    sizes = Counter[str](dict.fromkeys(kinds, 0))
     files = []
     for name, entry in entries.items():
         num_chunks = 0
@@ -118,9 +121,11 @@ def show(description: Mapping[str, Any], out: Console) -> None:
         f"{description['num_elements']:,}",
     )
     _print_table(out, [("parameters", "", "elements"), *rows, total])
-    labels = _KIND_NAMES | {"other": "headers, state and manifest", "total": "total"}
+    states = optimizers.load(name).STATE if (name := optimizer_of(description)) else ()
+    words = _PARTS | {state.name: f"{state.words} ({state.name})" for state in states}
     rows = [
-        (labels[kind], decimal(size), f"{size:,}") for kind, size in description["bytes"].items()
+        (words.get(part, part), decimal(size), f"{size:,}")
+        for part, size in description["bytes"].items()
     ]
     _print_table(out, [("on disk", "", "bytes"), *rows])
     files = [

@@ -104,7 +104,7 @@ def verify_on_all_ranks(path: Path, mesh: Mesh) -> FoundCheckpoint:
     rejecting = _rejecting(mesh.rank)
     entries, state = on_first(mesh, rejecting(lambda: _read_state_and_files(path)))
     files = {name: Entry(*entry) for name, entry in entries.items()}
-    agree(mesh, rejecting(lambda: _check_share(path, files, mesh.rank, mesh.size("world"))))
+    agree(mesh, rejecting(lambda: _check_share(path, files, mesh.rank, mesh.world.size)))
     return FoundCheckpoint(
         path, tuple(name for name in sorted(files) if name.endswith(_TENSORS)), state
     )

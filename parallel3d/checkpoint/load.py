@@ -20,7 +20,7 @@ from torch import Tensor
 from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.box import Box, overlapping
 from parallel3d.checkpoint.chunk_runs import global_boxes
-from parallel3d.checkpoint.chunks import KINDS, Chunk, ChunkFile
+from parallel3d.checkpoint.chunks import Chunk, ChunkFile
 from parallel3d.checkpoint.find import FoundCheckpoint
 from parallel3d.checkpoint.manifest import shapes_of
 from parallel3d.engine import Engine, HeldParameter, writing
@@ -43,34 +43,35 @@ class StoredChunk(NamedTuple):
 class Index:
     """The positions of the chunks of some parameters."""
 
-    def __init__(self, rows: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, rows: Mapping[str, np.ndarray], kinds: Sequence[str]) -> None:
         """Create an index from a table per parameter.
 
         Args:
             rows: by parameter, int64 [boxes, 1 + 2 dims + kinds]. A row is a box in a file: index
-                of the file, offsets and shape of the box, and the first byte of each of KINDS (0
-                if the kind has no such chunk).
+                of the file, offsets and shape of the box, and the first byte of each kind (0 if
+                the kind has no such chunk).
+            kinds: those that are indexed, in the order of the columns.
         """
-        self._rows = rows
+        self._rows, self._kinds = rows, kinds
 
     def find_overlap(self) -> tuple[str, str, Box] | None:
         """Return a parameter, a kind and a chunk that overlaps another one, or None."""
         for name, rows in self._rows.items():
             checked: set[bytes] = set()  # most kinds have the same chunks
-            for column, kind in enumerate(KINDS):
-                stored = rows[:, column - len(KINDS)] > 0
+            for column, kind in enumerate(self._kinds):
+                stored = rows[:, column - len(self._kinds)] > 0
                 if stored.tobytes() not in checked:
                     checked.add(stored.tobytes())
-                    if pair := overlapping(_boxes(rows[stored])):
+                    if pair := overlapping(_boxes(rows[stored, : -len(self._kinds)])):
                         return name, kind, pair[0]
         return None
 
     def find(self, name: str, kind: str, box: Box) -> Iterator[StoredChunk]:
         """Yield the chunks that overlap a box of a parameter's kind, each with the shared box."""
         rows, dims = self._rows.get(name), len(box.shape)
-        if rows is None or rows.shape[1] != 1 + 2 * dims + len(KINDS):
+        if rows is None or rows.shape[1] != 1 + 2 * dims + len(self._kinds):
             return
-        at = rows[:, KINDS.index(kind) - len(KINDS)]
+        at = rows[:, self._kinds.index(kind) - len(self._kinds)]
         first, shape = rows[:, 1 : 1 + dims], rows[:, 1 + dims : 1 + 2 * dims]
         starts = np.maximum(first, box.offsets)
         sizes = np.minimum(first + shape, np.add(box.offsets, box.shape)) - starts
@@ -81,40 +82,45 @@ class Index:
 
 
 def _boxes(rows: np.ndarray) -> list[Box]:
-    dims = (rows.shape[1] - 1 - len(KINDS)) // 2
-    return [Box(tuple(row[:dims]), tuple(row[dims:])) for row in rows[:, 1 : 1 + 2 * dims].tolist()]
+    """Return the boxes of rows [boxes, 1 + 2 dims], without the columns of the kinds."""
+    dims = (rows.shape[1] - 1) // 2
+    return [Box(tuple(row[:dims]), tuple(row[dims:])) for row in rows[:, 1:].tolist()]
 
 
 def make_index(
-    folder: Path, files: Sequence[str], shapes: Shapes, names: Iterable[str], mesh: Mesh
-) -> Index:
+    folder: Path, files: Sequence[str], shapes: Shapes, names: Iterable[str], mesh: Mesh,
+    kinds: Sequence[str],
+) -> Index:  # fmt: skip
     """Return the index of the parameters `names`. Collective.
 
     Args:
         files: names of the safetensors files in `folder`.
         shapes: global shapes of all parameters in the checkpoint.
         names: parameters that this rank reads.
+        kinds: what is read of them; chunks of other kinds are left out.
 
     Raises CheckpointError on all ranks if a file is not valid, or has a parameter that is not in
     `shapes`.
     """
 
     def read() -> str:
-        return json.dumps(_packed_rows(folder, files, shapes, mesh))
+        return json.dumps(_packed_rows(folder, files, shapes, mesh, kinds))
 
     shares = [json.loads(text) for text in mesh.gather_texts(agree(mesh, read), aside=True)]
     index = {}
     for name in names:
-        width = 1 + 2 * len(shapes[name]) + len(KINDS)
+        width = 1 + 2 * len(shapes[name]) + len(kinds)
         rows = b"".join(zlib.decompress(b64decode(s[name])) for s in shares if name in s)
         index[name] = np.frombuffer(rows, "<i8").reshape(-1, width)
-    return Index(index)
+    return Index(index, kinds)
 
 
-def _packed_rows(folder: Path, files: Sequence[str], shapes: Shapes, mesh: Mesh) -> dict[str, str]:
+def _packed_rows(
+    folder: Path, files: Sequence[str], shapes: Shapes, mesh: Mesh, kinds: Sequence[str]
+) -> dict[str, str]:
     """Return the index rows of this rank's share of the files, by parameter, as text."""
     rows: dict[str, list[list[int]]] = defaultdict(list)
-    for number in range(mesh.rank, len(files), mesh.size("world")):
+    for number in range(mesh.rank, len(files), mesh.world.size):
         boxes: dict[tuple[str, Box], list[int]] = {}
         with ChunkFile(folder / files[number]) as file:
             for chunk, at in file.chunks.items():
@@ -123,8 +129,9 @@ def _packed_rows(folder: Path, files: Sequence[str], shapes: Shapes, mesh: Mesh)
                         f"{file.path}: {chunk.key[:80]!r} fits no parameter in state.json; "
                         "use another checkpoint"
                     )
-                starts = boxes.setdefault((chunk.name, chunk.box), [0] * len(KINDS))
-                starts[KINDS.index(chunk.kind)] = at
+                if chunk.kind in kinds:
+                    starts = boxes.setdefault((chunk.name, chunk.box), [0] * len(kinds))
+                    starts[kinds.index(chunk.kind)] = at
         for (name, box), starts in boxes.items():
             rows[name].append([number, *box.offsets, *box.shape, *starts])
     # Rows are mostly zero bytes (small numbers in 8 bytes each), so they compress well.
@@ -144,7 +151,9 @@ def load(
     """
     originals = tied_names(layers)
     held = {piece.held.name for block in engine.states.blocks for piece in block}
-    index = _index_of(checkpoint, layers, {originals.get(name, name) for name in held}, mesh)
+    index = _index_of(
+        checkpoint, layers, {originals.get(n, n) for n in held}, mesh, engine.states.kinds
+    )
 
     def read() -> None:
         refuse_overlaps(checkpoint.folder, index)
@@ -161,11 +170,14 @@ def load(
 
 
 def _index_of(
-    checkpoint: FoundCheckpoint, layers: Sequence[LayerSpec], names: Iterable[str], mesh: Mesh
-) -> Index:
+    checkpoint: FoundCheckpoint, layers: Sequence[LayerSpec], names: Iterable[str], mesh: Mesh,
+    kinds: Sequence[str],
+) -> Index:  # fmt: skip
     """Check that a checkpoint is of this model and return the index of some parameters."""
     check_parameters(checkpoint.folder, checkpoint.state, layers)
-    return make_index(checkpoint.folder, checkpoint.files, shapes_of(checkpoint.state), names, mesh)
+    return make_index(
+        checkpoint.folder, checkpoint.files, shapes_of(checkpoint.state), names, mesh, kinds
+    )
 
 
 def check_parameters(folder: Path, state: Mapping[str, Any], layers: Sequence[LayerSpec]) -> None:
@@ -211,7 +223,7 @@ def boxes_to_fill(
                 (
                     originals.get(piece.held.name, piece.held.name),
                     box,
-                    {kind: kinds[kind][at : at + box.numel].view(box.shape) for kind in KINDS},
+                    {k: flat[at : at + box.numel].view(box.shape) for k, flat in kinds.items()},
                 )
                 for piece, kinds in zip(block, tensors, strict=True)
                 for box, at in global_boxes(piece.held, piece.start, piece.start + piece.numel)
@@ -276,7 +288,7 @@ def load_weights(
     """
     originals = tied_names(layers)
     names = {h.name: originals.get(h.name, h.name) for h in held}
-    index = _index_of(checkpoint, layers, set(names.values()), mesh)
+    index = _index_of(checkpoint, layers, set(names.values()), mesh, ("master",))
 
     def read() -> None:
         refuse_overlaps(checkpoint.folder, index)

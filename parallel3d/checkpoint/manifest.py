@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from parallel3d.base.errors import CheckpointError
+from parallel3d.base.reader import value_at
 from parallel3d.checkpoint.box import Box, inside, overlapping
-from parallel3d.checkpoint.chunks import KINDS, Chunk, ChunkFile
+from parallel3d.checkpoint.chunks import Chunk, ChunkFile
 from parallel3d.checkpoint.safe_files import (
     is_count,
     open_file,
@@ -26,6 +27,8 @@ from parallel3d.checkpoint.safe_files import (
     read_bytes,
     tokenizer_digest,
 )
+from parallel3d.config.deepspeed import file_of
+from parallel3d.model import optimizers
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -178,11 +181,21 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def optimizer_of(state: Mapping[str, Any]) -> str | None:
+    """Return the file of a checkpoint's optimizer; None if it is the user's and not known here.
+
+    The folder that the checkpoint's config names is not searched, because its code would be run.
+    """
+    name = value_at(state, "config.optimizer.type")
+    file = file_of(name if isinstance(name, str) else "AdamW")
+    return file if file in optimizers.names() else None
+
+
 def verify(folder: Path, progress: Callable[[int], None] = lambda size: None) -> list[Fault]:
     """Read a checkpoint completely and return its faults; an empty list if it is valid.
 
     Compares all files with the manifest, and checks that the chunks of all files hold each element
-    of every parameter's master weight and moments once.
+    of every parameter's master weight and optimizer state once.
 
     Args:
         progress: called with the size of each file that has been read.
@@ -211,6 +224,7 @@ def _check_contents(folder: Path, manifest: Manifest) -> list[Fault]:
         reason = f"it is of step {state.get('step')!r}, the manifest of {manifest.step}"
         return [Fault(STATE, reason)]
     faults: list[Fault] = []
+    kinds = optimizers.kinds(name) if (name := optimizer_of(state)) else ()
     tokenizer = folder / TOKENIZER
     if tokenizer.is_dir() and tokenizer_digest(tokenizer) != state.get("tokenizer"):
         faults.append(Fault(TOKENIZER, "its hash is not the one in state.json"))
@@ -221,13 +235,15 @@ def _check_contents(folder: Path, manifest: Manifest) -> list[Fault]:
         try:
             with ChunkFile(folder / file) as opened:
                 for chunk in opened.chunks:
+                    if kinds and chunk.kind not in kinds:
+                        raise ValueError(f"{chunk.key[:80]!r} is none of {', '.join(kinds)}")
                     _add_box(chunk, shapes, file, boxes[chunk.name, chunk.kind])
         except ValueError as error:
             faults.append(Fault(file, _reason(error, folder / file)))
     return faults or [
         fault
         for name, shape in shapes.items()
-        for kind in KINDS
+        for kind in kinds or sorted({"master", *(kind for _, kind in boxes)})
         if (fault := _check_tiling(f"{kind} of {name[:80]!r}", shape, boxes[name, kind]))
     ]
 

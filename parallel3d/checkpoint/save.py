@@ -78,7 +78,7 @@ class Saver:
         self._keep, self._always, self._hashed = keep, always, hashed
         self._asynchronous, self._say = asynchronous, say
         self._shapes = {name: spec.shape for name, spec in named_params(layers).items()}
-        self._runs = chunk_runs.runs_to_write(engine, mesh)
+        self._runs = chunk_runs.runs_to_write(engine)
         chunks = [chunk for run in self._runs for chunk in run.chunks]
         self._header = header(chunks) if chunks else b""
         self._numel = sum(run.stop - run.start for run in self._runs)
@@ -223,7 +223,7 @@ class Saver:
         if not self._header:
             return {}
         rank = self._mesh.rank
-        name = f"shard-{rank:05d}-of-{self._mesh.size('world'):05d}.safetensors"
+        name = f"shard-{rank:05d}-of-{self._mesh.world.size:05d}.safetensors"
         with _reporting(partial / name, f"rank {rank}: "):
             entry = disk.write_file(partial / name, chain([self._header], arrays), self._hashed)
         return {name: [entry.size, entry.digest]}

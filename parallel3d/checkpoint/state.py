@@ -11,6 +11,7 @@ from parallel3d.base.errors import CheckpointError
 from parallel3d.base.masking import mask
 from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.config import RunConfig
+from parallel3d.config.deepspeed import file_of
 from parallel3d.config.learning_rate import rate
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.split import SPLIT_FORMAT
@@ -93,6 +94,13 @@ class RunState:
                     f"place in the data; set it back to {old}, or start a new run with another "
                     "run.name"
                 )
+        types = [c["optimizer"]["type"] for c in (state["config"], self._fixed["config"])]
+        if len({file_of(name) for name in types}) > 1:
+            raise CheckpointError(
+                f"{path}: optimizer.type was {json.dumps(types[0])} and is now "
+                f"{json.dumps(types[1])}, which cannot continue from the other's state; set it "
+                "back, or start a new run with another run.name"
+            )
         was, now = (
             (config["parallel3d"]["model"].get("parametrization") or {"type": "standard"})
             for config in (state["config"], self._fixed["config"])
@@ -154,9 +162,7 @@ def _changes(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -
 def _mesh(config: RunConfig) -> dict[str, Any]:
     zero = config.zero_optimization
     return {
-        "pp": config.mesh.pp,
-        "dp": config.mesh.dp,
-        "tp": config.mesh.tp,
+        **config.mesh.sizes._asdict(),
         "schedule": config.pipeline.schedule,
         "stages_per_rank": config.pipeline.stages_per_rank,
         "zero_stage": zero.stage,

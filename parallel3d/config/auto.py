@@ -8,9 +8,8 @@ import json
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
 
-from parallel3d.base.reader import value_at
+from parallel3d.base.reader import block_at, value_at
 from parallel3d.base.section import ABSENT
 
 AUTO = "auto"
@@ -23,19 +22,19 @@ class Rule:
     path: str
     words: str
     """The value, as the documentation states it."""
-    value: Callable[[dict[str, Any]], Any]
+    value: Callable[[dict[str, object]], object]
     """The value for a file; ABSENT if the setting is removed and derived later."""
     warning: str = ""
     """A warning for the user, if the value is often wrong for pretraining."""
 
 
-def _constant(path: str, value: Any) -> Rule:
+def _constant(path: str, value: object) -> Rule:
     words = f"{json.dumps(value)}, the default of TrainingArguments"
     return Rule(path, words, lambda raw: deepcopy(value))
 
 
 def _hidden(path: str, words: str, of_hidden_size: Callable[[int], int]) -> Rule:
-    def value(raw: dict[str, Any]) -> Any:
+    def value(raw: dict[str, object]) -> object:
         hidden = value_at(raw, "parallel3d.model.hidden_size")
         return of_hidden_size(hidden) if type(hidden) is int else ABSENT
 
@@ -76,13 +75,13 @@ RULES = (
 )
 
 
-def resolve(raw: dict[str, Any]) -> list[str]:
+def resolve(raw: dict[str, object]) -> list[str]:
     """Replace each "auto" that has a rule, in place; return a note on each, then warnings."""
     notes, warnings = [], []
     for rule in RULES:
         section, _, key = rule.path.rpartition(".")
-        block = value_at(raw, section)
-        if not isinstance(block, dict) or block.get(key) != AUTO:
+        block = block_at(raw, section)
+        if block.get(key) != AUTO:
             continue
         value = rule.value(raw)
         if value is ABSENT:

@@ -24,13 +24,18 @@ from parallel3d.config.parallel3d_block import (
     TrainConfig,
     reduces_once,
 )
+from parallel3d.model import optimizers
+from parallel3d.model.config import HasKeyValueHeads, ModelConfig
+from parallel3d.model.parametrization import parametrization_of
+from parallel3d.model.spec import MASTER_BYTES
+from parallel3d.models.common import pretrained_of
 from parallel3d.schedule import schedules
 
 _LEAST_ON_NVME = 2**18  # elements; DeepSpeed keeps less than 1 MiB in host memory
 _signature = cache(signature)  # the planner checks thousands of meshes
 
 
-def find_problems(settings: Mapping[str, Any]) -> list[Problem]:
+def find_problems(settings: Mapping[str, object]) -> list[Problem]:
     """Return a problem for each rule that the settings break.
 
     Args:
@@ -47,7 +52,7 @@ def find_problems(settings: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
-def _check_heads(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
+def _check_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     heads = model.num_attention_heads
     if heads % mesh.tp:
         rule = f"does not divide num_attention_heads={heads}"
@@ -56,7 +61,7 @@ def _check_heads(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
         )
 
 
-def _check_inner_size(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
+def _check_inner_size(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     size = model.inner_size
     # A tp that does not divide the heads is reported by another check.
     if size % mesh.tp and model.num_attention_heads % mesh.tp == 0:
@@ -65,8 +70,8 @@ def _check_inner_size(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
         yield Problem("parallel3d.model.intermediate_size", size, rule, remedy)
 
 
-def _check_key_value_heads(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
-    heads = getattr(model, "num_key_value_heads", None)
+def _check_key_value_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
+    heads = model.num_key_value_heads if isinstance(model, HasKeyValueHeads) else None
     if heads and heads % mesh.tp and mesh.tp % heads:
         rule = f"neither divides num_key_value_heads={heads} nor is a multiple of it"
         usable = [
@@ -75,7 +80,9 @@ def _check_key_value_heads(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
         yield Problem("parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {_join_with_or(usable)}")
 
 
-def _check_layers(mesh: MeshConfig, pipeline: PipelineConfig, model: Any) -> Iterator[Problem]:
+def _check_layers(
+    mesh: MeshConfig, pipeline: PipelineConfig, model: ModelConfig
+) -> Iterator[Problem]:
     num_layers = model.num_hidden_layers + 2
     per_rank = pipeline.stages_per_rank
     if mesh.pp * per_rank > num_layers:
@@ -145,7 +152,7 @@ def _check_sequence_parallel(mesh: MeshConfig, data: DataConfig) -> Iterator[Pro
         yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
 
 
-def _check_sequence(data: DataConfig, model: Any) -> Iterator[Problem]:
+def _check_sequence(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
     length, limit = data.sequence_length, model.max_position_embeddings
     if length > limit:
         rule = f"is longer than the model's max_position_embeddings={limit}"
@@ -153,24 +160,24 @@ def _check_sequence(data: DataConfig, model: Any) -> Iterator[Problem]:
         yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
 
 
-def _check_tp_of_vocabulary(mesh: MeshConfig, model: Any) -> Iterator[Problem]:
+def _check_tp_of_vocabulary(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     size = model.vocab_size
     if size != "auto" and size < mesh.tp:
         rule = f"is less than tp={mesh.tp}, so some ranks would have no token"
         yield Problem("parallel3d.model.vocab_size", size, rule, f"use {mesh.tp} or more")
 
 
-def _check_trained_vocabulary(data: DataConfig, model: Any) -> Iterator[Problem]:
+def _check_trained_vocabulary(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
     if data.has_own_size:
         yield from _check_vocabulary(data.vocab_size, model)
 
 
-def _check_vocabulary(tokenizer_size: int, model: Any) -> Iterator[Problem]:
+def _check_vocabulary(tokenizer_size: int, model: ModelConfig) -> Iterator[Problem]:
     size = model.vocab_size
     if size != "auto" and size < tokenizer_size:
         rule = f"is smaller than the tokenizer's {tokenizer_size} tokens"
         remedy = f'use {tokenizer_size} or more, or "auto"'
-        if getattr(model, "from_pretrained", None):
+        if pretrained_of(model):
             remedy = "set data.tokenizer to the tokenizer that the model was trained with"
         yield Problem("parallel3d.model.vocab_size", size, rule, remedy)
 
@@ -260,7 +267,7 @@ def _check_scheduler(scheduler: Any, train: TrainConfig) -> Iterator[Problem]:
 def _check_profile(train: TrainConfig, mesh: MeshConfig) -> Iterator[Problem]:
     profile, steps = train.profile, train.steps
     if profile and not isinstance(profile.ranks, str) and mesh.dp != "auto":
-        size = mesh.pp * mesh.dp * mesh.tp
+        size = mesh.sizes.ranks
         if (last := max(profile.ranks)) >= size:
             rule = f"names rank {last}, and the mesh has {size}"
             remedy = f"use ranks from 0 to {size - 1}"
@@ -307,9 +314,9 @@ def _check_offload(zero_optimization: ZeroConfig) -> Iterator[Problem]:
         yield Problem(f"{path}.offload_optimizer.device", optimizer, rule, remedy)
 
 
-def _check_nvme(zero_optimization: ZeroConfig) -> Iterator[Problem]:
+def _check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
     """Refuse combinations of NVMe settings in which DeepSpeed fails or goes wrong."""
-    zero, path, optimizer = zero_optimization, "zero_optimization", "offload_optimizer"
+    zero, path, block = zero_optimization, "zero_optimization", "offload_optimizer"
     threshold, offload = zero.stage3_param_persistence_threshold, zero.offload_optimizer
     if zero.offload_param.device == "nvme" and threshold > _LEAST_ON_NVME:
         rule = "would keep parameters unsharded that offload_param puts on NVMe"
@@ -317,18 +324,51 @@ def _check_nvme(zero_optimization: ZeroConfig) -> Iterator[Problem]:
         yield Problem(f"{path}.stage3_param_persistence_threshold", threshold, rule, remedy)
     if zero.offload_param.device == "nvme" and offload.fast_init:
         rule = "would start from wrong weights, because offload_param puts parameters on NVMe"
-        yield Problem(f"{path}.{optimizer}.fast_init", True, rule, "remove it")
-    needed = 4 * (1 + offload.pipeline_read + offload.pipeline_write)
+        yield Problem(f"{path}.{block}.fast_init", True, rule, "remove it")
+    # The swapper reads master, gradient and states into one buffer each.
+    each = max(4, 1 + len(optimizers.kinds(optimizer.file)))
+    needed = each * (1 + offload.pipeline_read + offload.pipeline_write)
     if offload.device == "nvme" and offload.buffer_count < needed:
-        rule = "is too few buffers for pipeline_read or pipeline_write"
+        what = (
+            "pipeline_read or pipeline_write" if needed > each else f"the state of {optimizer.type}"
+        )
+        rule = f"is too few buffers for {what}"
         remedy = f"use {needed} or more, or disable pipeline_read and pipeline_write"
-        yield Problem(f"{path}.{optimizer}.buffer_count", offload.buffer_count, rule, remedy)
+        yield Problem(f"{path}.{block}.buffer_count", offload.buffer_count, rule, remedy)
 
 
-def _check_adam(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
-    if optimizer.params.torch_adam and zero_optimization.offload_optimizer.device != "none":
-        rule = "cannot be combined with offload_optimizer, which uses DeepSpeed's Adam on the host"
-        yield Problem("optimizer.params.torch_adam", True, rule, "remove one of them")
+def _check_optimizer(
+    optimizer: OptimizerConfig, zero_optimization: ZeroConfig, model: Any
+) -> Iterator[Problem]:
+    """Refuse what the engine, DeepSpeed or a checkpoint cannot do with an optimizer."""
+    file, name = optimizers.load(optimizer.file), optimizer.type
+    device, kind = zero_optimization.offload_optimizer.device, parametrization_of(model).type
+    usable = " or ".join(f'"{place}"' for place in ("none", *file.OFFLOADS))
+    rules = [
+        (file.WHOLE_MATRICES, Problem(
+            "optimizer.type", name, "needs whole matrices, but ZeRO cuts them into flat pieces",
+            'use an optimizer that works element by element ("AdamW")',
+        )),
+        (device not in ("none", *file.OFFLOADS), Problem(
+            "zero_optimization.offload_optimizer.device", device,
+            f"cannot hold the state of {name}", f"use {usable}",
+        )),
+        (kind not in file.PARAMETRIZATIONS, Problem(
+            "parallel3d.model.parametrization.type", kind,
+            f"sets learning rates that do not transfer with {name}",
+            'use "standard", or optimizer.type = "AdamW"',
+        )),
+        (device != "none" and getattr(optimizer.params, "torch_adam", False), Problem(
+            "optimizer.params.torch_adam", True,
+            "cannot be combined with offload_optimizer, which uses DeepSpeed's Adam on the host",
+            "remove one of them",
+        )),
+        *((state.num_bytes != MASTER_BYTES, Problem(
+            "optimizer.type", name, f"keeps {state.name} in {state.num_bytes} bytes an element",
+            "keep it in fp32 (4 bytes), as checkpoints and DeepSpeed's swap buffers do",
+        )) for state in file.STATE),
+    ]  # fmt: skip
+    yield from (problem for is_broken, problem in rules if is_broken)
 
 
 def _divisors_of(number: int) -> list[int]:
@@ -346,5 +386,5 @@ CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_reduction, _check_compile, _check_sequence, _check_sequence_parallel,
     _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary, _check_batch,
     _check_plan, _check_length, _check_lr_schedule, _check_scheduler, _check_profile,
-    _check_precision, _check_communication_type, _check_offload, _check_nvme, _check_adam,
+    _check_precision, _check_communication_type, _check_offload, _check_nvme, _check_optimizer,
 )  # fmt: skip

@@ -6,66 +6,86 @@ are in deepspeed_keys.py and are refused by name.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import BeforeValidator, Field, PlainValidator
 
-from parallel3d.base.section import PathText, Section, Size
+from parallel3d.base.errors import ConfigError
+from parallel3d.base.section import Choice, PathText, Section, Size
+from parallel3d.model import optimizers
 
 # Shown in the message where the block is missing, so that it can be pasted.
 EXAMPLE = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 DEFAULT_LR = 1e-3  # of DeepSpeed's Adam, for files without an optimizer
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
 
 OTHER_OPTIMIZERS = ("adagrad", "lamb", "lion", "muadam", "muadamw", "musgd", "muon")
 ONE_BIT_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
-def _optimizer_name(value: Any) -> Any:
+# As `OptimizerConfig.type` spells them; in DeepSpeed, "Adam" decouples weight decay, too.
+_ADAMW = {"adamw": "AdamW", "adam": "Adam", "fusedadam": "Adam"}
+
+
+def _optimizer_name(value: object) -> object:
     """Return the name as `OptimizerConfig.type` spells it; DeepSpeed ignores its case."""
     if not isinstance(value, str):
         return value
+    known = _ADAMW | {name.lower(): name for name in optimizers.names() if name != "adamw"}
+    if name := known.get(value.lower()):
+        optimizers.load(file_of(name))
+        return name
     if value.lower() in OTHER_OPTIMIZERS:
         raise ValueError('is not yet supported by parallel3d; use "AdamW"')
     if value.lower() in ONE_BIT_OPTIMIZERS:
         raise ValueError(
             'compresses communication to one bit and was removed in DeepSpeed 0.19; use "AdamW"'
         )
-    return {"adam": "Adam", "adamw": "AdamW", "fusedadam": "Adam"}.get(value.lower(), value)
+    choice = " or ".join(f'"{name}"' for name in dict.fromkeys(known.values()))
+    raise ValueError(f'must be {choice}; write "AdamW", or set run.optimizer_folders')
 
 
-def _zero_stage(value: Any) -> Any:
+def file_of(type_name: str) -> str:
+    """Return the file of an optimizer by its type, as `_optimizer_name` spells it."""
+    return "adamw" if type_name in _ADAMW.values() else type_name
+
+
+def _zero_stage(value: object) -> object:
     """Return the value if it is an integer: to Python, true and 1.0 equal a choice of 0 to 3."""
     if type(value) is not int:
         raise ValueError("must be 0, 1, 2 or 3; write a whole number")
     return value
 
 
-class AdamParams(Section):
-    """The parameters of Adam."""
+def _params_of(type_name: str) -> type[Section]:
+    """Return the settings of an optimizer; those of AdamW if its file cannot be used."""
+    try:
+        return optimizers.load(file_of(type_name)).Params
+    except ConfigError:  # a problem of optimizer.type
+        return optimizers.load("adamw").Params
 
-    lr: float = Field(gt=0)
-    """Peak learning rate; parallel3d.train.lr_schedule scales it.
-    Without an optimizer block: 0.001, DeepSpeed's default."""
-    betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.999)
-    """Decay rates of the first and second moments."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the square root of the second moment."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay, applied to matrices only. DeepSpeed's default is 0 (torch's AdamW:
-    0.01)."""
-    torch_adam: bool = False
-    """Use torch's Adam instead of DeepSpeed's. No effect on optimizers that run on the device,
-    which are torch's already; not allowed with offload_optimizer."""
+
+# The settings of optimizer.params, by optimizer.type.
+PARAMS = Choice(
+    "type",
+    "optimizer",
+    lambda: ("AdamW", "Adam", *(name for name in optimizers.names() if name != "adamw")),
+    _params_of,
+    beside="AdamW",
+)
 
 
 class OptimizerConfig(Section):
-    """The optimizer. Both names mean AdamW: in DeepSpeed, "Adam" decouples weight decay too."""
+    """The optimizer. "Adam" means AdamW, too: in DeepSpeed it decouples weight decay."""
 
-    type: Annotated[Literal["AdamW", "Adam"], BeforeValidator(_optimizer_name)] = "AdamW"
-    """"AdamW" or "Adam"; both decouple weight decay, as in DeepSpeed. "FusedAdam" is read as
-    "Adam", which is fused on GPUs and torch's on CPUs."""
-    params: AdamParams = Field(examples=[EXAMPLE["params"]])
-    """Learning rate, betas, eps and weight decay."""
+    type: Annotated[str, BeforeValidator(_optimizer_name)] = "AdamW"
+    """"AdamW" or "Adam", which both decouple weight decay, as in DeepSpeed; or the name of a file
+    in run.optimizer_folders. "FusedAdam" is read as "Adam", which is fused on GPUs and torch's on
+    CPUs."""
+    params: Annotated[Any, PlainValidator(PARAMS)] = Field(examples=[EXAMPLE["params"]])
+    """Learning rate, and the optimizer's own settings."""
+
+    @property
+    def file(self) -> str:
+        """Name of the optimizer's file, for `parallel3d.model.optimizers`."""
+        return file_of(self.type)
 
 
 class Bf16Config(Section):

@@ -6,11 +6,10 @@ tests/config/test_deepspeed_keys.py compares the tables with the installed DeepS
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from parallel3d.base.section import ABSENT
 
-ANY: Any = object()  # stands for every value
+ANY: object = object()  # stands for every value
 
 
 @dataclass(frozen=True)
@@ -19,16 +18,16 @@ class Key:
 
     reason: str
     """Why other values are refused: "rule; remedy"."""
-    values: tuple[Any, ...] = ()
+    values: tuple[object, ...] = ()
     """Accepted values."""
-    items: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    items: dict[str, tuple[object, ...]] = field(default_factory=dict)
     """For a block: the accepted values of each of its keys."""
     switch: str = ""
     """For a block: its key that turns it on; a block that is off is accepted whatever it holds."""
     reasons: dict[str, str] = field(default_factory=dict)
     """For a block: reasons of single keys, in place of `reason`."""
 
-    def refused(self, value: Any) -> Any:
+    def refused(self, value: object) -> object:
         """Return the part of `value` that is refused; ABSENT if all of it is accepted."""
         if any(_same(value, v) for v in self.values):
             return ABSENT
@@ -38,11 +37,11 @@ class Key:
             return ABSENT if value.get(self.switch, False) is False else value
         return {k: v for k, v in value.items() if not self._accepts(k, v)} or ABSENT
 
-    def _accepts(self, item: str, value: Any) -> bool:
+    def _accepts(self, item: str, value: object) -> bool:
         return any(v is ANY or _same(value, v) for v in self.items.get(item, ()))
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     """Return True if a and b are equal in JSON, where 1 equals 1.0 but not true."""
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 

@@ -1,9 +1,9 @@
-"""Folders of the user's own models and schedules, registered before the config is read."""
+"""The user's own models, schedules and optimizers: folders, registered before a config is read."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Strict
 
@@ -11,16 +11,18 @@ from parallel3d import models
 from parallel3d.base import user_folders
 from parallel3d.base.reader import value_at
 from parallel3d.base.section import PathText
+from parallel3d.model import optimizers
 from parallel3d.schedule import schedules
 
 # The package that searches such folders, the environment variable that lists them, and their files.
 _KINDS = {
     "model_folders": (models, user_folders.MODELS, "*/spec.py"),
     "schedule_folders": (schedules, user_folders.SCHEDULES, "*.py"),
+    "optimizer_folders": (optimizers, user_folders.OPTIMIZERS, "*.py"),
 }
 
 
-def register(raw: dict[str, Any]) -> None:
+def register(raw: dict[str, object]) -> None:
     """Register the folders that `raw` names; names that are not folders are refused later."""
     for name, (package, variable, _) in _KINDS.items():
         folders = value_at(raw, f"parallel3d.run.{name}")
@@ -51,4 +53,7 @@ ModelFolders = Annotated[
 ]
 ScheduleFolders = Annotated[
     tuple[Annotated[PathText, AfterValidator(_folder_of("schedule_folders"))], ...], Strict(False)
+]
+OptimizerFolders = Annotated[
+    tuple[Annotated[PathText, AfterValidator(_folder_of("optimizer_folders"))], ...], Strict(False)
 ]

@@ -7,7 +7,7 @@ from parallel3d.config import LrScheduleConfig, RunConfig
 
 def rate(config: RunConfig, step: int) -> float:
     """Return the learning rate of `step`, counted from 0; the config must be resolved."""
-    lr = config.optimizer.params.lr
+    lr: float = config.optimizer.params.lr
     if config.scheduler is not None:
         return float(config.scheduler.params.rate(lr, step))
     assert config.train.steps, "resolve and with_corpus come first"

@@ -6,10 +6,9 @@ from_pretrained names is completed first, because "auto" may depend on its sizes
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
 
 from parallel3d.base import reader
-from parallel3d.base.reader import value_at
+from parallel3d.base.reader import block_at, value_at
 from parallel3d.base.section import ABSENT
 from parallel3d.config import auto, folders, pretrained
 from parallel3d.config.deepspeed import DEFAULT_LR
@@ -33,7 +32,7 @@ _NULLABLE = (
 )
 
 
-def normalise(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def normalise(raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
     """Return a copy of a ds.json's object with settings only, and notes on what was resolved."""
     raw, notes = _without_comments(raw), []
     if "zero_optimization" not in raw:
@@ -45,20 +44,22 @@ def normalise(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             "to change it, set --optimizer.params.lr 3e-4"
         )
     for section, name in _NULLABLE:
-        block = _block(raw, section)
+        block = block_at(raw, section)
         if block.get(name, ABSENT) is None:
             del block[name]
     for name in SWITCHED:
-        block = raw.get(name, ABSENT)
-        if block is None or (isinstance(block, dict) and block.get("enabled", False) is False):
+        switched = raw.get(name, ABSENT)
+        if switched is None or (
+            isinstance(switched, dict) and switched.get("enabled", False) is False
+        ):
             del raw[name]
     for section, old, new, if_true in _OLD_NAMES:
-        block = _block(raw, section)
+        block = block_at(raw, section)
         if old in block and new not in block and (if_true is None or block[old] is True):
             value = block.pop(old)
             block[new] = value if if_true is None else dict(if_true)
     for section, keys in BY_SECTION.items():
-        block = _block(raw, section)
+        block = block_at(raw, section)
         for name in keys.keys() & block.keys():
             refused = keys[name].refused(block.pop(name))
             if refused is not ABSENT:
@@ -68,10 +69,10 @@ def normalise(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return raw, [*notes, *auto.resolve(raw)]
 
 
-def _without_comments(raw: dict[str, Any]) -> dict[str, Any]:
+def _without_comments(raw: dict[str, object]) -> dict[str, object]:
     """Return a copy without keys that start with "_", except in the parallel3d block."""
 
-    def copied(value: Any) -> Any:
+    def copied(value: object) -> object:
         if isinstance(value, list):
             return [copied(item) for item in value]
         if not isinstance(value, dict):
@@ -79,30 +80,24 @@ def _without_comments(raw: dict[str, Any]) -> dict[str, Any]:
         return {k: copied(v) for k, v in value.items() if not k.startswith("_")}
 
     own_block = {k: deepcopy(v) for k, v in raw.items() if k == "parallel3d"}
-    deepspeed: dict[str, Any] = copied({k: v for k, v in raw.items() if k not in own_block})
-    return deepspeed | own_block
+    settings = {k: v for k, v in raw.items() if k not in own_block and not k.startswith("_")}
+    return {k: copied(v) for k, v in settings.items()} | own_block
 
 
-def _block(raw: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the block at a dotted path of `raw`; a new empty one if there is none."""
-    block = value_at(raw, path)
-    return block if isinstance(block, dict) else {}
-
-
-def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+def apply_overrides(raw: dict[str, object], overrides: Sequence[str]) -> list[str]:
     """Set `--a.b value` pairs in `raw`, in place; return notes on other changes.
 
     A model from `--parallel3d.model.from_pretrained` replaces the one in `raw`, except for the
     settings that a config.json does not fix. Raises ConfigError if settings contradict the model.
     """
-    command_line: dict[str, Any] = {}
+    command_line: dict[str, object] = {}
     values = [(full_path(path), text) for path, text in reader.setting_pairs(overrides)]
     reader.set_values(command_line, values)
     name, replaced = value_at(command_line, pretrained.PATH), value_at(raw, "parallel3d.model")
     if not isinstance(name, str) or not isinstance(replaced, dict):
         reader.set_values(raw, values)
         return []
-    del raw["parallel3d"]["model"]
+    del block_at(raw, "parallel3d")["model"]
     reader.set_values(raw, values)
     folders.register(raw)  # the model's family may be the user's own
     return pretrained.fill(raw, replaced)

@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Strict, WrapValidator
 
 from parallel3d import models
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.section import Choice, PathText, Section
 from parallel3d.config import hardware
 from parallel3d.config.data import DataConfig
-from parallel3d.config.folders import ModelFolders, ScheduleFolders
+from parallel3d.config.folders import ModelFolders, OptimizerFolders, ScheduleFolders
 from parallel3d.config.monitors import Trackers
 from parallel3d.schedule import schedules
 from parallel3d.schedule.sharding import Weights
@@ -59,7 +60,7 @@ def _known_hardware(name: str) -> str:
     return name
 
 
-def _mesh_or_plan(value: Any, _: Any) -> Any:
+def _mesh_or_plan(value: object, _: object) -> object:
     """Return a mesh or "plan"; pydantic's errors for the union would not name the setting."""
     return (
         value if value == PLAN or isinstance(value, Section) else MeshConfig.model_validate(value)
@@ -78,6 +79,11 @@ class MeshConfig(Section):
     sequence_parallel: bool = False
     """Shard the activations outside attention and MLP over tp, along the sequence
     (arXiv:2205.05198)."""
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """The mesh's sizes; "auto" counts as 1."""
+        return MeshSizes(self.pp, 1 if self.dp == "auto" else self.dp, self.tp)
 
     def __str__(self) -> str:
         return f"pp={self.pp} x dp={self.dp} x tp={self.tp}"
@@ -211,7 +217,7 @@ class TrainConfig(Section):
     """
 
 
-def _resume_point(value: Any) -> Any:
+def _resume_point(value: object) -> object:
     if value in ("auto", "none") or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     if isinstance(value, str) and value.strip():
@@ -267,6 +273,9 @@ class OutputConfig(Section):
     schedule_folders: ScheduleFolders = ()
     """Folders of your own schedules, each a file (docs/add-a-schedule.md). For commands without a
     config, set PARALLEL3D_SCHEDULES."""
+    optimizer_folders: OptimizerFolders = ()
+    """Folders of your own optimizers, each a file (docs/add-an-optimizer.md). For commands without
+    a config, set PARALLEL3D_OPTIMIZERS."""
 
 
 class Parallel3DConfig(Section):

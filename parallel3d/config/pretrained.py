@@ -33,7 +33,7 @@ _SHARD = re.compile(r"[^/\\\x00-\x1f]{1,240}\.safetensors")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
-def fill(raw: dict[str, Any], replaced: Mapping[str, Any] | None = None) -> list[str]:
+def fill(raw: dict[str, object], replaced: Mapping[str, object] | None = None) -> list[str]:
     """Complete the "model" block of a ds.json in place if it names a folder; return notes.
 
     Args:
@@ -44,7 +44,7 @@ def fill(raw: dict[str, Any], replaced: Mapping[str, Any] | None = None) -> list
     Raises ConfigError if the folder does not exist, no family fits its model, or settings
     contradict its config.json.
     """
-    name, model = reader.value_at(raw, PATH), reader.value_at(raw, "parallel3d.model")
+    name, model = reader.value_at(raw, PATH), reader.block_at(raw, "parallel3d.model")
     if not isinstance(name, str):
         return []
     folder, record = _locate(name)
@@ -60,11 +60,11 @@ def fill(raw: dict[str, Any], replaced: Mapping[str, Any] | None = None) -> list
         chosen = {key: value for key, value in replaced.items() if key in free} | chosen
         dropped = ", ".join(key for key in replaced if key not in free)
         notes += [f"model: {name} replaces these settings of the config: {dropped}"] * bool(dropped)
-    raw["parallel3d"]["model"] = {**chosen, **fixed, KEY: record}
-    return [*notes, *_dropouts(config, fixed, chosen)]
+    reader.block_at(raw, "parallel3d")["model"] = {**chosen, **fixed, KEY: record}
+    return [*notes, *_dropouts(config, fixed["family"], chosen)]
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, object]:
     """Return the object in a folder's config.json; raises ConfigError."""
     path = folder / "config.json"
     if not os.path.isfile(path):
@@ -73,7 +73,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def derive_model_block(
-    folder: Path, config: Mapping[str, Any], length: int | None = None
+    folder: Path, config: Mapping[str, object], length: int | None = None
 ) -> dict[str, Any]:
     """Return the "model" block for a folder's config.json; raises Problems that name its fields.
 
@@ -149,7 +149,7 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{path}: cannot be read: {reason}; make it readable, or download it again")
 
 
-def _locate(name: str) -> tuple[Path, dict[str, Any]]:
+def _locate(name: str) -> tuple[Path, dict[str, object]]:
     """Return the folder of a local path or of a model on the hub, and the record for the config."""
     remedy = "name a folder with config.json, or a model on the hub"
     if not name.isprintable():
@@ -205,7 +205,7 @@ def download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path
 
 
 def _contradictions(
-    chosen: Mapping[str, Any], fixed: Mapping[str, Any], folder: Path
+    chosen: Mapping[str, object], fixed: Mapping[str, object], folder: Path
 ) -> Iterator[Problem]:
     for key, value in chosen.items():
         if key not in fixed or value == "auto":
@@ -223,7 +223,7 @@ def _contradictions(
             yield Problem(f"parallel3d.model.{key}", value, rule, "remove it")
 
 
-def _described(fixed: Mapping[str, Any]) -> str:
+def _described(fixed: Mapping[str, object]) -> str:
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
     words = dict(zip(names, ("layers", "hidden size", "heads", "vocabulary"), strict=True))
     sizes = ", ".join(f"{words[name]} {fixed.get(name)}" for name in names)
@@ -231,9 +231,9 @@ def _described(fixed: Mapping[str, Any]) -> str:
 
 
 def _dropouts(
-    config: Mapping[str, Any], fixed: Mapping[str, Any], chosen: Mapping[str, Any]
+    config: Mapping[str, object], family: str, chosen: Mapping[str, object]
 ) -> Iterator[str]:
     """Yield a note on each dropout that the published model used and this config does not set."""
-    for setting, field in pretrained.free_settings(fixed["family"]).items():
+    for setting, field in pretrained.free_settings(family).items():
         if "drop" in setting and setting not in chosen and config.get(field):
             yield f"model.{setting}: 0 unless set; {field} is {config[field]} in config.json"

@@ -39,6 +39,7 @@ from parallel3d.config.parallel3d_block import (
     TrainConfig,
 )
 from parallel3d.config.scheduler import SCHEDULER
+from parallel3d.model.config import ModelConfig
 
 # Settings of the previous release, and what to do instead; to be dropped in the next release.
 _REMOVED = {
@@ -145,7 +146,7 @@ class RunConfig(Section):
         return config.with_notes(*notes, *config.notes) if notes else config
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any], source: str = "the config") -> "RunConfig":
+    def from_dict(cls, raw: dict[str, object], source: str = "the config") -> "RunConfig":
         """Return the config in `raw`, the object of a ds.json; raises ConfigError.
 
         Args:
@@ -174,7 +175,7 @@ class RunConfig(Section):
         return config
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """DeepSpeed's settings and those of the "parallel3d" block, in one dictionary."""
         return dict(self) | dict(self.parallel3d)
 
@@ -197,9 +198,10 @@ class RunConfig(Section):
         return self.parallel3d.pipeline
 
     @property
-    def model(self) -> Any:
+    def model(self) -> ModelConfig:
         """The model's settings, the `Config` of its family."""
-        return self.parallel3d.model
+        model: ModelConfig = self.parallel3d.model
+        return model
 
     @property
     def data(self) -> DataConfig:
@@ -331,17 +333,17 @@ class RunConfig(Section):
         """Return the config as one JSON object with all defaults; `from_dict` reads it back."""
         return self.model_dump(mode="json")
 
-    def to_public_dict(self) -> dict[str, Any]:
+    def to_public_dict(self) -> dict[str, object]:
         """Return the config as `to_dict` does, with the passwords of URLs masked, to be written."""
         return {key: mask_values(value) for key, value in self.to_dict().items()}
 
-    def _checked(self, source: str = "the config", **known: Any) -> "RunConfig":
+    def _checked(self, source: str = "the config", **known: object) -> "RunConfig":
         """Return this config; raises ConfigError if its settings contradict each other."""
         if problems := checks.find_problems(self.settings | known):
             raise Problems(problems, source)
         return self
 
-    def _with(self, section: str, **values: Any) -> "RunConfig":
+    def _with(self, section: str, **values: object) -> "RunConfig":
         changed = getattr(self, section).model_copy(update=values)
         block = self.parallel3d.model_copy(update={section: changed})
         return self.model_copy(update={"parallel3d": block})
@@ -363,10 +365,8 @@ def digest_of(config: RunConfig, also: Iterable[str] = ()) -> str:
     """
     values = config.to_public_dict()
     # Runs begun before this setting was removed must still be found, until the next release.
-    values["parallel3d"]["train"]["check_layers"] = True
+    reader.block_at(values, "parallel3d.train")["check_layers"] = True
     for path in (*_NOT_TRAINED, *also):
         section, _, name = path.rpartition(".")
-        block = reader.value_at(values, section)
-        if isinstance(block, dict):
-            block.pop(name, None)
+        reader.block_at(values, section).pop(name, None)
     return blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()

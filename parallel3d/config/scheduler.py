@@ -159,7 +159,7 @@ class LRRangeTestParams(Section):
         return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * intervals)
 
 
-def _schedule(name: str, params: type[Section], default: Any = ...) -> type[Section]:
+def _schedule(name: str, params: type[Section], default: object = ...) -> type[Section]:
     """Return the section class of a DeepSpeed schedule.
 
     Args:

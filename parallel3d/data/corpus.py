@@ -21,16 +21,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from parallel3d.base.errors import DataError
 from parallel3d.base.masking import mask
 from parallel3d.data.cache import is_complete
 from parallel3d.data.ids.counting import TokenWeights
 from parallel3d.data.ids.remote import SET_BYTES, BlockCache, RemoteFiles, is_url
-from parallel3d.data.ids.spans import Spans, check_sizes
+from parallel3d.data.ids.spans import SpanFile, Spans, check_sizes
 from parallel3d.data.packing import Packing
 from parallel3d.data.rows import place_of
 from parallel3d.data.shard_cache import ShardCache
@@ -55,11 +56,11 @@ class DocumentBounds:
     def __getitem__(self, key: Any) -> Any:
         return self._bounds[key] - self._first
 
-    def searchsorted(self, places: Any, side: Literal["left", "right"] = "left") -> Any:
+    def searchsorted(self, places: ArrayLike, side: Literal["left", "right"] = "left") -> Any:
         """Return what numpy's searchsorted returns, reading only a few pages of the map."""
         return self._bounds.searchsorted(np.asarray(places) + self._first, side)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[:], dtype)
 
 
@@ -107,6 +108,15 @@ class Mixture:
     def num_documents(self) -> int:
         """Number of documents in all streams."""
         return sum(part.num_documents for part in self.parts)
+
+
+class Place(TypedDict):
+    """Where a corpus is, as JSON: another process opens it with `Corpus.at`."""
+
+    directory: str
+    key: str
+    found: Mapping[str, Any]
+    validation: dict[str, "Place"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,18 +175,18 @@ class Corpus:
         train, held_out = streams_of(directory, meta, remote_cache_bytes, shards)
         return cls(directory=directory, train=train, held_out=held_out, **fields)
 
-    def place(self) -> dict[str, Any]:
+    def place(self) -> Place:
         """Return a JSON object from which `at` opens the corpus in another process."""
-        sets = {name: part.place() for name, part in self.validation.items()}
-        facts = {"found": self.found, "validation": sets}
-        return {"directory": str(self.directory), "key": self.key, **facts}
+        return {
+            "directory": str(self.directory),
+            "key": self.key,
+            "found": self.found,
+            "validation": {name: part.place() for name, part in self.validation.items()},
+        }
 
     @classmethod
     def at(
-        cls,
-        place: Mapping[str, Any],
-        remote_cache_bytes: int = 0,
-        shards: ShardCache | None = None,
+        cls, place: Place, remote_cache_bytes: int = 0, shards: ShardCache | None = None
     ) -> "Corpus":
         """Return the corpus that `place` describes, with its validation sets; see `open`."""
         sets = place["validation"].items()
@@ -264,9 +274,7 @@ def streams_of(
 
     places = np.load(directory / "places.npy", mmap_mode="r", allow_pickle=False)["file"]
 
-    def spans(
-        files: list[dict[str, Any]], starts: str, between: int, dtype: np.dtype
-    ) -> list[Spans]:
+    def spans(files: Sequence[SpanFile], starts: str, between: int, dtype: np.dtype) -> list[Spans]:
         check_sizes(files)
         begins = np.memmap(directory / starts, dtype=np.int64, mode="r")
         return [
@@ -293,7 +301,7 @@ def streams_of(
     return [TokenStream(*parts) for parts in zip(ids, own, weights, strict=True)]
 
 
-def _remote(directory: Path, files: Sequence[Mapping[str, Any]], cache_bytes: int) -> RemoteFiles:
+def _remote(directory: Path, files: Sequence[SpanFile], cache_bytes: int) -> RemoteFiles:
     """Return the corpus's remote files; their blocks are cached beside all corpora."""
     sizes = {file["path"]: file["size"] for file in files if is_url(file["path"])}
     cache = None

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -92,7 +92,7 @@ class Recipe:
             backend_only=num_processes > 1 and is_backend_enough(tokenizer, work / "tokenizer"),
         )
         plan.save()
-        facts: dict[str, Any] = {"num_bytes": int(documents.table["num_bytes"].sum())}
+        facts: dict[str, object] = {"num_bytes": int(documents.table["num_bytes"].sum())}
         if (lost := lost_share(tokenizer, _excerpts(documents))) > LOST:
             progress(f"warning: the tokenizer does not cover {lost:.0%} of the text", 0, 1)
             facts["unknown_share"] = round(lost, 4)
@@ -155,7 +155,7 @@ def write_facts(
     lengths: np.ndarray,
     counts: np.ndarray,
     *,
-    names: dict[str, Any],
+    names: Mapping[str, object],
     meta: dict[str, Any],
 ) -> None:
     """Write bounds, places, counts, names.json and meta.json of a corpus.

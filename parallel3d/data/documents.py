@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -66,7 +66,7 @@ class Skips:
         counts, listed = json.loads(text)
         return cls(Counter(counts), [Listed(name, x[0], x[1], name + x[2]) for x in listed])
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Return counts by reason, and the first flaws, as `prepare --json` prints them."""
         listed = [
             {"file": x.name, "line": x.row or None, "reason": x.reason, "message": x.message}

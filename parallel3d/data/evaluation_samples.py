@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -37,7 +36,7 @@ class SetLoss:
         """The exponential of the loss."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, float | None]:
         """Return the numbers by name; None for those that are not finite."""
         numbers = vars(self).items()
         return {k: v if v is not None and math.isfinite(v) else None for k, v in numbers}

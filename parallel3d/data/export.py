@@ -5,7 +5,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,7 @@ CODE = {name: code for code, name in megatron.CODES.items()}
 
 def export_megatron(
     corpus: Corpus, prefix: str, progress: Progress = no_progress
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Write PREFIX.bin and PREFIX.idx, for a mixture PREFIX_0.bin and so on.
 
     Each document is a sequence that ends with end-of-text. Training documents come first; passing
@@ -46,7 +45,7 @@ def export_megatron(
         ) from error
 
 
-def _write(corpus: Corpus, prefix: str, progress: Progress) -> dict[str, Any]:
+def _write(corpus: Corpus, prefix: str, progress: Progress) -> dict[str, object]:
     streams = corpus.stream("train"), corpus.stream("held_out")
     dtype = INTEGERS["uint16" if corpus.vocab_size < UINT16_LIMIT else "int32"]
     lengths = np.concatenate([np.diff(stream.bounds) for stream in streams])

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, NamedTuple, cast
 
 from parallel3d.base.errors import DataError
 
@@ -224,7 +224,7 @@ def json_text(line: bytes, place: str, field: str, max_bytes: int) -> bytes:
         ) from None
 
 
-class _Object(list[tuple[str, Any]]):
+class _Object(list[tuple[str, object]]):
     """The (key, value) pairs of a JSON object in order, including repeated keys."""
 
 
@@ -247,7 +247,7 @@ def _object(line: bytes, place: str, field: str) -> _Object:
     return value
 
 
-def _values_of(value: _Object, place: str, field: str, inner: str = "") -> list[Any]:
+def _values_of(value: _Object, place: str, field: str, inner: str = "") -> list[object]:
     """Return the values of the field, or of the remaining path `inner` in a nested object.
 
     A key that equals the remaining path ends the search. Raises Flaw if a key on the path is
@@ -257,7 +257,7 @@ def _values_of(value: _Object, place: str, field: str, inner: str = "") -> list[
     on_the_way = [pair for pair in value if pair[0] == path or path.startswith(f"{pair[0]}.")]
     if len(dict(on_the_way)) < len(on_the_way):
         raise _repeated(place, field)
-    values: list[Any] = []
+    values: list[object] = []
     for key, item in on_the_way:
         if key == path:
             return [*values, item]

@@ -1,7 +1,7 @@
 """Descriptions of a corpus: its summary, samples as the model sees them, document statistics."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
@@ -15,18 +15,36 @@ if TYPE_CHECKING:
 LENGTHS = {"shortest": 0, "5%": 5, "median": 50, "95%": 95, "longest": 100}
 
 
-def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list[dict[str, Any]]:
-    """Return the first `count` samples of a run, in the format of `--json`.
+class Fragment(TypedDict):
+    """A document in a sample, as `--json` prints it."""
 
-    A sample is one of the mixture part `part`, starting at its token `start`. `fragments` are the
-    documents in the sample: whether each `begins` and `ends` within the sample, its ids with
-    end-of-text, and its text (None without a tokenizer).
-    """
+    document: str
+    num_tokens: int
+    begins: bool
+    """True if the document begins within the sample."""
+    ends: bool
+    text: str | None
+    """None without a tokenizer."""
+    ids: list[int]
+    """With the end-of-text."""
+
+
+class Sample(TypedDict):
+    """A sample of the mixture part `part`, starting at its token `start`."""
+
+    index: int
+    part: str
+    start: int
+    fragments: list[Fragment]
+
+
+def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list[Sample]:
+    """Return the first `count` samples of a run, in the format of `--json`."""
     parts = corpus.parts or (corpus,)
     batches = Batches(corpus.train, sequence_length, seed)
     directory = corpus.tokenizer_directory
     tokenizer = load_tokenizer(directory) if any(directory.iterdir()) else None
-    rows = []
+    rows: list[Sample] = []
     for index, (part, places, _) in enumerate(zip(*batches.places(0, count), strict=True)):
         stream, fragments = batches.streams[part], []
         numbers = np.searchsorted(stream.bounds, places, side="right") - 1
@@ -39,7 +57,7 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
             begin, end = int(stream.bounds[number]), int(stream.bounds[number + 1])
             ids = np.asarray(stream.tokens[start:stop]).tolist()
             plain = ids[:-1] if stop == end else ids
-            fragment = {
+            fragment: Fragment = {
                 "document": parts[part].name(number),
                 "num_tokens": stop - start,
                 "begins": start == begin,
@@ -76,14 +94,14 @@ def document_statistics(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def render_samples(corpus: Corpus, shown: list[dict[str, Any]], isolated: bool) -> "RenderableType":
+def render_samples(corpus: Corpus, shown: list[Sample], isolated: bool) -> "RenderableType":
     """Return samples and document statistics formatted for a terminal."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.rule import Rule
     from rich.text import Text
 
-    lines: list[Any] = []
+    lines: list[RenderableType] = []
     for sample in shown:
         tokens = sum(part["num_tokens"] for part in sample["fragments"])
         where = f" of {sample['part']}" if sample["part"] else ""
@@ -147,7 +165,7 @@ def summarise(corpus: Corpus, tokens: float | None) -> dict[str, Any]:
     return summary
 
 
-def as_text(summary: dict[str, Any]) -> str:
+def as_text(summary: Mapping[str, Any]) -> str:
     """Return the summary as text: one value per line, a mixture as a table."""
     mixture = summary.get("mixture", ())
     lines = [f"{name:<24}{_format(x)}" for name, x in summary.items() if name not in _NESTED]
@@ -191,7 +209,7 @@ def describe_skips(skipped: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
 
 
-def _format(value: Any) -> str:
+def _format(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4f}"
     return "?" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

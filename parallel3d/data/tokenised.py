@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from parallel3d.data.ids import arrow, datatrove, flat_arrays, megatron
 from parallel3d.data.ids.counting import beside_ids
 from parallel3d.data.ids.id_file import INTEGERS, TokenFile, is_file
 from parallel3d.data.ids.remote import is_url, matching, version_of
+from parallel3d.data.ids.spans import SpanFile
 from parallel3d.data.ids.validate import Checked, OnIds, Vocabulary, check
 from parallel3d.data.sources import Progress, matching_files
 from parallel3d.data.tokenizer import load_tokenizer, num_tokens, save_tokenizer
@@ -49,7 +49,7 @@ class Tokenised:
     counts: np.ndarray
     """int64 [vocabulary]"""
     vocabulary: Vocabulary
-    facts: dict[str, Any]
+    facts: dict[str, object]
     """Facts about the check, for the corpus's summary."""
     weights: tuple[TokenFile, ...] = ()
     """For each file, the weights of its ids in the loss; empty if all ids count equally."""
@@ -111,7 +111,7 @@ class TokenRecipe:
         )
 
 
-def in_json(files: Sequence[TokenFile]) -> list[dict[str, Any]]:
+def in_json(files: Sequence[TokenFile]) -> list[SpanFile]:
     """Return the files as a corpus's meta.json lists them."""
     return [
         {
@@ -178,7 +178,7 @@ def find_tokens(
         num_empty += int(checked.num_empty)
         if not len(table):
             raise DataError(f"{file.name}: all documents are empty; leave it out of the source")
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         "check_ids": section.check_ids,
         "num_checked_ids": num_checked,
         "num_empty_documents": num_empty,
@@ -218,7 +218,7 @@ def _check_cached(
     return checked
 
 
-def _signature(file: TokenFile, settings: tuple[Any, ...]) -> str:
+def _signature(file: TokenFile, settings: tuple[object, ...]) -> str:
     """Return a digest of the current state of a file and its index files."""
     paths = file.path, megatron.index_of(file.path), f"{file.path}.index"
     if is_url(file.path):

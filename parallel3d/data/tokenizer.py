@@ -14,6 +14,7 @@ from parallel3d.base.errors import DataError
 from parallel3d.base.hub_access import why_unreachable
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
@@ -85,7 +86,7 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
 class Backend:
     """A tokenizer for `encode` that does not need transformers."""
 
-    backend_tokenizer: Any
+    backend_tokenizer: "Tokenizer"
 
     @classmethod
     def load(cls, directory: Path) -> "Backend":
@@ -95,7 +96,7 @@ class Backend:
         return cls(Tokenizer.from_file(str(directory / "tokenizer.json")))
 
 
-def is_backend_enough(tokenizer: Any, directory: Path) -> bool:
+def is_backend_enough(tokenizer: object, directory: Path) -> bool:
     """True if `Backend.load(directory)` encodes exactly as `tokenizer` does.
 
     Some classes of transformers modify the backend that they load, and some have none.

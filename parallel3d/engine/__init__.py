@@ -12,10 +12,10 @@ if torch.accelerator.current_accelerator() is None:  # torch was built for CPUs
 from parallel3d.engine.construction import building, writing
 from parallel3d.engine.engine import Engine, ForwardEngine, StepResult, forward_settings
 from parallel3d.engine.engine_settings import EngineSettings
-from parallel3d.engine.optimizer_states import KINDS, ParameterPiece
+from parallel3d.engine.optimizer_states import ParameterPiece
 from parallel3d.tensor.cut import HeldParameter
 
 __all__ = [
-    "KINDS", "Engine", "EngineSettings", "ForwardEngine", "HeldParameter", "ParameterPiece",
+    "Engine", "EngineSettings", "ForwardEngine", "HeldParameter", "ParameterPiece",
     "StepResult", "building", "forward_settings", "writing",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from parallel3d.engine import op_builds, swap
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.quirks import core, fp16, nvme
-from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.mesh import Mesh, Peers
 
 _log = logging.getLogger(__name__)
 
@@ -27,38 +27,38 @@ class ModelParallelUnit:
     """The mesh as DeepSpeed's model-parallel unit (`mpu`).
 
     DeepSpeed's model-parallel group is every rank that shares one copy of the model (pp x tp).
-    `shard_axis` names the group that ZeRO shards over: "dp", or "self" if nothing is sharded.
+    `shards` are the ranks over which ZeRO shards, or this rank alone if nothing is sharded.
     """
 
-    def __init__(self, mesh: Mesh, shard_axis: str) -> None:
-        self._mesh, self._shards = mesh, shard_axis
+    def __init__(self, model: Peers, shards: Peers) -> None:
+        self._model, self._shards = model, shards
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.group(self._shards)
+        return self._shards.group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        return self._mesh.ranks(self._shards)
+        return self._shards.ranks
 
     def get_data_parallel_rank(self) -> int:
-        return self._mesh.coord(self._shards)
+        return self._shards.coord
 
     def get_data_parallel_world_size(self) -> int:
-        return self._mesh.size(self._shards)
+        return self._shards.size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.group("model")
+        return self._model.group
 
     def get_model_parallel_rank(self) -> int:
-        return self._mesh.coord("model")
+        return self._model.coord
 
     def get_model_parallel_world_size(self) -> int:
-        return self._mesh.size("model")
+        return self._model.size
 
 
 def building(
     settings: EngineSettings, mesh: Mesh, *, say: Callable[[str], None] = _log.info,
     beside: nn.Parameter | None = None,
-) -> AbstractContextManager[Any]:  # fmt: skip
+) -> AbstractContextManager[None]:  # fmt: skip
     """Return the context in which a stage's modules are constructed.
 
     Under ZeRO-3 each module is sharded over dp before it is initialised, so no rank ever holds a
@@ -80,11 +80,11 @@ def building(
         folder = make_folder(settings.param_options, "param", mesh, say)
         options = settings.param_options | {"nvme_path": str(folder)}
         settings = replace(settings, param_options=options)
-    sharding: AbstractContextManager[Any] = deepspeed.zero.Init(
-        data_parallel_group=mesh.group("dp"),
-        config_dict_or_path=settings.deepspeed_config(mesh.size("dp")),
+    sharding: AbstractContextManager[None] = deepspeed.zero.Init(
+        data_parallel_group=mesh.shards.group,
+        config_dict_or_path=settings.deepspeed_config(mesh.shards.size),
         # No dtype: DeepSpeed 0.19.8 turns an explicit fp32 into bf16 on devices without fp16.
-        mpu=ModelParallelUnit(mesh, "dp"),
+        mpu=ModelParallelUnit(mesh.model, mesh.shards),
         param_swapper=swapper,
     )
     return sharding
@@ -122,12 +122,12 @@ def writing(parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
 
 
 def make_folder(
-    options: Mapping[str, Any], part: str, mesh: Mesh, say: Callable[[str], None]
+    options: Mapping[str, object], part: str, mesh: Mesh, say: Callable[[str], None]
 ) -> Path:
     """Load async_io for NVMe offload of `part` ("param" or "optimizer"); make its swap folder."""
     op_builds.load_async_io(mesh, say)
     setting = f"zero_optimization.offload_{part}.nvme_path"
-    return swap.make_folder(options["nvme_path"], mesh, setting)
+    return swap.make_folder(str(options["nvme_path"]), mesh, setting)
 
 
 def swap_folder(parameter: nn.Parameter) -> Path | None:

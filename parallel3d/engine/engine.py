@@ -23,6 +23,7 @@ from parallel3d.engine.optimizer_states import OptimizerStates
 from parallel3d.engine.quirks import core, fp16, nvme, streams, tracing, updating
 from parallel3d.engine.reduction import Reduction
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model import optimizers
 from parallel3d.tensor.cut import HeldParameter
 from parallel3d.tensor.weight_gradients import accumulate_in_place
 
@@ -58,7 +59,7 @@ class _Module(nn.Module):
         super().__init__()
         self.stages, self.placeholders = stages, placeholders
 
-    def forward(self, *inputs: Any, **options: Any) -> Tensor:
+    def forward(self, *inputs: Tensor | int, **options: object) -> Tensor:
         result: Tensor = self.stages(*inputs, **options)
         return result
 
@@ -83,8 +84,8 @@ class Engine:
     ) -> None:  # fmt: skip
         self.held, self.settings, self.mesh = tuple(held), settings, mesh
         self._kinds = core.group_kinds(settings.rates)
-        pair = mesh.join_pair(*(coord % mesh.size("pp") for coord in owners))
-        core.bind_trace_check(mesh.group("dp"), mesh.device)
+        pair = mesh.join_pair(*(coord % mesh.pipeline.size for coord in owners))
+        core.bind_trace_check(mesh.shards.group, mesh.device)
         core.count_once(self.held)
         if settings.precision != "fp32":
             core.accumulate_in_fp32(self.held)
@@ -95,17 +96,15 @@ class Engine:
         offload = settings.offload_optimizer != "none"
         if offload:
             op_builds.use_host_threads(mesh.device, mesh.local_size, say)
-        optimizer = op_builds.make_optimizer(
+        file = optimizers.load(settings.optimizer)
+        optimizer = file.make(
             core.param_groups(
                 self.held, placeholders, settings.weight_decay, settings.eps, settings.rates
             ),
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            cpu_adam=offload and op_builds.load_cpu_adam(mesh, say),
+            settings.params,
             device=mesh.device,
+            cpu_adam=offload and file.CPU_ADAM and op_builds.load_cpu_adam(mesh, say),
         )
-        updating.recompute_bias_correction(optimizer)
         folder = swap_folder(first) if first is not None else None
         self._folders: list[Path] = [folder] if folder else []
         if settings.offload_optimizer == "nvme":
@@ -114,14 +113,13 @@ class Engine:
             self._folders.append(folder)
             options = settings.optimizer_options | {"nvme_path": str(folder)}
             settings = replace(settings, optimizer_options=options)
+        shards = mesh.alone if settings.zero_stage == 0 else mesh.shards
         with core.without_muon():
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
                 optimizer=optimizer,
-                config=settings.deepspeed_config(
-                    mesh.size(settings.shard_axis), sum(h.elements for h in self.held)
-                ),
-                mpu=ModelParallelUnit(mesh, settings.shard_axis),
+                config=settings.deepspeed_config(shards.size, sum(h.elements for h in self.held)),
+                mpu=ModelParallelUnit(mesh.model, shards),
                 dist_init_required=False,
             )
         self._check_groups()
@@ -272,8 +270,8 @@ class Engine:
 
     @cached_property
     def states(self) -> OptimizerStates:
-        """This rank's masters and moments, which a checkpoint saves."""
-        return OptimizerStates(self._deepspeed, self.held)
+        """This rank's masters and optimizer state, which a checkpoint saves."""
+        return OptimizerStates(self._deepspeed, self.held, self.settings.optimizer)
 
     def close(self) -> None:
         """Free DeepSpeed's hooks and buffers, and remove its files."""
@@ -306,16 +304,16 @@ class ForwardEngine:
     def __init__(self, stages: nn.Module, settings: EngineSettings, mesh: Mesh) -> None:
         self.settings = settings
         self._run: Any = stages.eval()
-        self._deepspeed: Any = None
+        self._deepspeed: deepspeed.DeepSpeedEngine | None = None
         self._folder: Path | None = None
         if settings.shards_parameters:
-            core.bind_trace_check(mesh.group("dp"), mesh.device)
+            core.bind_trace_check(mesh.shards.group, mesh.device)
             first = next(stages.parameters(), None)
             self._folder = swap_folder(first) if first is not None else None
             self._deepspeed, *_ = deepspeed.initialize(
                 model=stages,
-                config=settings.deepspeed_config(mesh.size("dp")),
-                mpu=ModelParallelUnit(mesh, "dp"),
+                config=settings.deepspeed_config(mesh.shards.size),
+                mpu=ModelParallelUnit(mesh.model, mesh.shards),
                 dist_init_required=False,
             )
             self._run = self._deepspeed

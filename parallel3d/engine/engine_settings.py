@@ -10,6 +10,7 @@ from parallel3d.base.section import Section
 from parallel3d.config import RunConfig
 from parallel3d.config.parallel3d_block import gathered_for, reduces_once
 from parallel3d.engine.quirks import core
+from parallel3d.model import optimizers
 from parallel3d.model.parametrization import Rate, Role, Scales
 from parallel3d.models.common import scales_of
 from parallel3d.schedule.sharding import Weights
@@ -23,6 +24,8 @@ class EngineSettings:
     """The settings of an engine.
 
     - `reduced_in`: the precision in which gradients are averaged over dp.
+    - `optimizer`: the name of its file. `lr`, `eps` and `weight_decay` are those of its parameter
+      groups; it reads its other settings from `params`.
     - `rates`: factors of the learning rate, eps and weight decay for each role of a parameter.
     - The dicts hold DeepSpeed's own keys: `zero_options` of `zero_optimization`,
       `optimizer_options` and `param_options` of its offload sections, `aio`, `fp16`.
@@ -39,20 +42,23 @@ class EngineSettings:
     gradient_clipping: float = 0.0
     overlap_update: bool = False
     lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    optimizer: str = "adamw"
+    params: Section = field(
+        default_factory=lambda: optimizers.load("adamw").Params.model_validate({"lr": 1e-3})
+    )
     rates: Mapping[Role | None, Rate] = field(default_factory=Scales().rates)
     zero_options: dict[str, Any] = field(default_factory=dict)
-    optimizer_options: dict[str, Any] = field(default_factory=dict)
-    param_options: dict[str, Any] = field(default_factory=dict)
-    aio: dict[str, Any] = field(default_factory=dict)
-    fp16: dict[str, Any] = field(default_factory=dict)
+    optimizer_options: dict[str, object] = field(default_factory=dict)
+    param_options: dict[str, object] = field(default_factory=dict)
+    aio: dict[str, object] = field(default_factory=dict)
+    fp16: dict[str, object] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "EngineSettings":
         """Return the engine's settings from a run's config."""
-        zero, adam, pipeline = config.zero_optimization, config.optimizer.params, config.pipeline
+        zero, params, pipeline = config.zero_optimization, config.optimizer.params, config.pipeline
         own_fields = {"stage", "offload_optimizer", "offload_param"}
         return cls(
             micro_batch_size=config.micro_batch_size, zero_stage=zero.stage,
@@ -61,9 +67,9 @@ class EngineSettings:
             reduced_in=config.communication_data_type or "fp32",
             gradient_reduction=pipeline.gradient_reduction, weights=gathered_for(pipeline.weights),
             gradient_clipping=config.gradient_clipping,
-            overlap_update=config.train.overlap_update and zero.stage == 3, lr=adam.lr,
-            betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay,
-            rates=scales_of(config.model).rates(),
+            overlap_update=config.train.overlap_update and zero.stage == 3, lr=params.lr,
+            eps=getattr(params, "eps", 0.0), weight_decay=getattr(params, "weight_decay", 0.0),
+            optimizer=config.optimizer.file, params=params, rates=scales_of(config.model).rates(),
             zero_options=zero.model_dump(exclude=own_fields, exclude_none=True),
             optimizer_options=_options(zero.offload_optimizer, "device"),
             param_options=_options(zero.offload_param, "device"), aio=_options(config.aio),
@@ -84,11 +90,6 @@ class EngineSettings:
     def shards_parameters(self) -> bool:
         """True if the parameters themselves are sharded over dp (ZeRO-3)."""
         return self.zero_stage == 3
-
-    @property
-    def shard_axis(self) -> str:
-        """The mesh axis that DeepSpeed shards over: "dp", or "self" at ZeRO-0."""
-        return "self" if self.zero_stage == 0 else "dp"
 
     @property
     def reduce_bucket_size(self) -> int:
@@ -118,7 +119,7 @@ class EngineSettings:
         overlaps: bool = self.shards_parameters if overlap is None else overlap
         return self.runs_without_hooks and overlaps
 
-    def deepspeed_config(self, dp_size: int, elements: int | None = None) -> dict[str, Any]:
+    def deepspeed_config(self, dp_size: int, elements: int | None = None) -> dict[str, object]:
         """Return the config for DeepSpeed, which shards over `dp_size` ranks.
 
         `elements`: this rank's number of parameters. DeepSpeed allocates buckets at full size, so
@@ -169,6 +170,6 @@ class EngineSettings:
         }
 
 
-def _options(section: Section, *exclude: str) -> dict[str, Any]:
+def _options(section: Section, *exclude: str) -> dict[str, object]:
     """Return a section's settings under DeepSpeed's names, without the excluded ones."""
     return section.model_dump(exclude=set(exclude), exclude_none=True)

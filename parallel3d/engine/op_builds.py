@@ -1,4 +1,4 @@
-"""The optimizer that DeepSpeed shards, and the C++ operators that offload needs.
+"""The C++ operators that offload needs.
 
 Operators are compiled on first use, and again for another version of torch or DeepSpeed. A killed
 build leaves a file named `lock`, on which torch would wait forever.
@@ -128,23 +128,3 @@ def _load(builder: Any, say: Callable[[str], None]) -> None:
             say(f"compiling DeepSpeed's {name} ({about})")
         pulse.doing(f"loading or compiling DeepSpeed's {name}")
     builder.load(verbose=False)
-
-
-def make_optimizer(
-    groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float,
-    cpu_adam: bool, device: torch.device,
-) -> torch.optim.Optimizer:  # fmt: skip
-    """Return AdamW over parameter groups, each of which has its own weight decay.
-
-    `cpu_adam` selects DeepSpeed's vectorised one for states on the host. Otherwise it is torch's,
-    fused on CUDA and CPUs: unfused, its temporaries take twice the memory of all weights.
-    """
-    if cpu_adam:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        adam: torch.optim.Optimizer = DeepSpeedCPUAdam(
-            groups, lr=lr, betas=betas, eps=eps, weight_decay=0.0, adamw_mode=True
-        )
-        return adam
-    fused = device.type in ("cuda", "cpu")
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=0.0, fused=fused)

@@ -1,4 +1,4 @@
-"""Views of this rank's fp32 masters and Adam moments, for every ZeRO stage and offload.
+"""Views of this rank's fp32 masters and optimizer state, for every ZeRO stage and offload.
 
 A checkpoint reads and writes them in place, without copies.
 """
@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
+from parallel3d.model import optimizers
 from parallel3d.tensor.cut import HeldParameter
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -37,14 +38,18 @@ class _Place:
 
 
 class OptimizerStates:
-    """Masters and moments of the held parameters, and the counters of Adam and the loss scaler.
+    """Masters and optimizer state of the held parameters, and the counters beside them.
 
+    `kinds` names them: "master", and the state that the optimizer's file declares.
     `blocks` groups the pieces whose tensors are in memory together; they stay the same for the
     engine's lifetime. No piece covers ZeRO's padding or the placeholders.
     """
 
-    def __init__(self, engine: Any, held: Iterable[HeldParameter]) -> None:
-        self._zero: Any = engine.optimizer
+    def __init__(
+        self, engine: DeepSpeedEngine, held: Iterable[HeldParameter], optimizer: str
+    ) -> None:
+        self._zero: ZeROOptimizer = engine.optimizer
+        self._file, self.kinds = optimizers.load(optimizer), optimizers.kinds(optimizer)
         self._zero3 = hasattr(self._zero, "fp16_groups")
         places = sorted(
             (_zero3_places if self._zero3 else _zero12_places)(self._zero, held),
@@ -58,14 +63,14 @@ class OptimizerStates:
     def opened(self, block_index: int, write: bool = False) -> Iterator[list[dict[str, Tensor]]]:
         """Yield each piece's flat fp32 tensors [numel] by kind: views of the live memory.
 
-        Moments are zeros before the first step. Pass `write` to keep what is written into the
+        States are zeros before the first step. Pass `write` to keep what is written into the
         tensors. Open one block at a time, between steps. Tensors that are read from NVMe are not
         valid afterwards.
         """
         block = self._blocks[block_index]
         with self._in_memory(block[0].group, write) as flat:
             yield [
-                {kind: flat[kind].narrow(0, place.offset, place.piece.numel) for kind in KINDS}
+                {kind: flat[kind].narrow(0, place.offset, place.piece.numel) for kind in self.kinds}
                 for place in block
             ]
 
@@ -81,14 +86,14 @@ class OptimizerStates:
             if not self._is_swapped(group):  # `_put_back` has done it for those on NVMe
                 self._zero._reassign_or_swap_out_partitioned_parameters(group)
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, object]:
         """Return the counters for `set_counters`, as JSON.
 
-        "optimizer_steps" counts Adam's steps. "loss_scale" is the state of the dynamic loss scaler,
-        None without one.
+        "optimizer_steps" is the optimizer's own count, 0 if it keeps none. "loss_scale" is the
+        state of the dynamic loss scaler, None without one.
         """
         states = self._zero.optimizer.state
-        steps = {int(states[m]["step"]) if m in states else 0 for m in self._masters}
+        steps = {int(states[m].get("step", 0)) if m in states else 0 for m in self._masters}
         assert len(steps) == 1, steps
         scaler = self._zero.loss_scaler
         scale = {name: getattr(scaler, name) for name in _SCALER} if scaler.dynamic else None
@@ -102,10 +107,10 @@ class OptimizerStates:
             if master not in states:
                 with self._in_memory(group, write=True):
                     pass
-            step = states[master]["step"]
+            step = states[master].get("step")
             if isinstance(step, Tensor):
                 step.fill_(steps)
-            else:
+            elif step is not None:
                 states[master]["step"] = steps
         scaler = self._zero.loss_scaler
         if scaler.dynamic and counters["loss_scale"] is not None:
@@ -134,9 +139,9 @@ class OptimizerStates:
             )
         new = master not in states
         if new:
-            states[master] = _new_state(self._zero.optimizer, master)
+            states[master] = self._file.new_state(self._zero.optimizer, master)
         state = states[master]
-        flat = {"master": master.detach(), **{kind: state[kind] for kind in KINDS[1:]}}
+        flat = {"master": master.detach(), **{kind: state[kind] for kind in self.kinds[1:]}}
         try:
             yield flat
         except BaseException:
@@ -162,21 +167,7 @@ class OptimizerStates:
         master.grad = None
 
 
-def _new_state(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Any]:
-    """Return the state that the optimizer's first step would create."""
-    step: Tensor | int = 0
-    if not isinstance(optimizer, DeepSpeedCPUAdam):
-        on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
-        device = master.device if on_device else torch.device("cpu")
-        step = torch.zeros((), dtype=torch.float32, device=device)
-    return {
-        "step": step,
-        "exp_avg": torch.zeros_like(master, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
-    }
-
-
-def _zero3_places(zero: Any, held: Iterable[HeldParameter]) -> Iterator[_Place]:
+def _zero3_places(zero: ZeROOptimizer, held: Iterable[HeldParameter]) -> Iterator[_Place]:
     """Yield this rank's places under ZeRO-3: equal shards of each parameter, the last padded."""
     for h in held:
         group, offset, size = zero.grad_position[zero.get_param_id(h.parameter)]
@@ -186,7 +177,7 @@ def _zero3_places(zero: Any, held: Iterable[HeldParameter]) -> Iterator[_Place]:
             yield _Place(group, offset, ParameterPiece(h, start, numel))
 
 
-def _zero12_places(zero: Any, held: Iterable[HeldParameter]) -> Iterator[_Place]:
+def _zero12_places(zero: ZeROOptimizer, held: Iterable[HeldParameter]) -> Iterator[_Place]:
     """Yield this rank's places under ZeRO-1 and 2, which cut a whole group's flat tensor."""
     by_id = {id(h.parameter): h for h in held}
     for group, parameters in enumerate(zero.round_robin_bit16_groups):

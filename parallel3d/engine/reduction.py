@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
 from parallel3d.engine.engine_settings import EngineSettings
@@ -29,7 +30,7 @@ class Reduction:
     """
 
     def __init__(
-        self, engine: Any, held: Sequence[HeldParameter], layers: Layers, *,
+        self, engine: DeepSpeedEngine, held: Sequence[HeldParameter], layers: Layers, *,
         settings: EngineSettings, mesh: Mesh, owners: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
         self._deepspeed, self._held, self._settings = engine, tuple(held), settings
@@ -146,30 +147,30 @@ class Reduction:
         """Sum partial gradients over tp, tied ones over their owners, before ZeRO shards them."""
         held = list(held)
         partial = [_grad(h) for h in held if h.partial]
-        if partial and self._mesh.size("tp") > 1:
-            all_reduce_coalesced(partial, self._mesh.group("tp"))
+        if partial and self._mesh.tensor.size > 1:
+            all_reduce_coalesced(partial, self._mesh.tensor.group)
         tied = [_grad(h) for h in held if h.tied_across]
         if tied:
             assert self._owners is not None
             all_reduce_coalesced(tied, self._owners)
-        if self._settings.zero_stage == 0 and self._mesh.size("dp") > 1:
+        if self._settings.zero_stage == 0:
             self._average_over_replicas(held)
 
     def _average_over_replicas(self, held: Iterable[HeldParameter]) -> None:
-        """Average over dp in buckets; in a last backward, without waiting (`_finish_average`)."""
-        bucket: list[Tensor] = []
-        for h in held:
-            grad = _grad(h).div_(self._mesh.size("dp"))
-            if bucket and sum(g.numel() for g in bucket) + grad.numel() > self._bucket:
-                self._average(bucket)
-                bucket = []
-            bucket.append(grad)
-        if bucket:
-            self._average(bucket)
+        """Average over replicas in buckets; in a last backward, without waiting."""
+        for replicas, same in groupby(held, key=lambda h: h.replicas):
+            bucket: list[Tensor] = []
+            for h in same if replicas.size > 1 else ():
+                grad = _grad(h).div_(replicas.size)
+                if bucket and sum(g.numel() for g in bucket) + grad.numel() > self._bucket:
+                    self._average(bucket, replicas.group)
+                    bucket = []
+                bucket.append(grad)
+            if bucket:
+                self._average(bucket, replicas.group)
 
-    def _average(self, bucket: Sequence[Tensor]) -> None:
-        group, dtype = self._mesh.group("dp"), self._settings.reduction_dtype
-        finish = start_all_reduce(bucket, group, dtype)
+    def _average(self, bucket: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        finish = start_all_reduce(bucket, group, self._settings.reduction_dtype)
         if self._last is None:
             finish()
         else:

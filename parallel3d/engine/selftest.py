@@ -7,7 +7,6 @@ docs/deepspeed.md, which would otherwise show only as a slightly wrong loss curv
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import deepspeed
 import torch
@@ -19,8 +18,9 @@ from parallel3d.engine.engine import Engine
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.quirks import core, nvme
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model import optimizers
 from parallel3d.model.spec import Init, ParamSpec
-from parallel3d.tensor.cut import Cut, HeldParameter
+from parallel3d.tensor.cut import Cut, held_parameters
 from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -35,16 +35,16 @@ _log = logging.getLogger(__name__)
 def _inner_size(settings: EngineSettings, mesh: Mesh) -> int:
     """Return the toy's inner size; on NVMe, shards are a few blocks and a fraction of one."""
     on_nvme = "nvme" in (settings.offload_optimizer, settings.offload_param)
-    return mesh.size("tp") * (32 * mesh.size("dp") + 1 if on_nvme else 8)
+    return mesh.tensor.size * (32 * mesh.shards.size + 1 if on_nvme else 8)
 
 
 def _specs(inner: int) -> list[ParamSpec]:
     init = Init(std=0.3)
     return [
-        ParamSpec("up.weight", (inner, _HIDDEN), 0, init, weight_decay=True),
-        ParamSpec("up.bias", (inner,), 0, init, weight_decay=False),
-        ParamSpec("down.weight", (_HIDDEN, inner), 1, init, weight_decay=True),
-        ParamSpec("down.bias", (_HIDDEN,), None, init, weight_decay=False),
+        ParamSpec("up.weight", (inner, _HIDDEN), ("tensor",), init, weight_decay=True),
+        ParamSpec("up.bias", (inner,), ("tensor",), init, weight_decay=False),
+        ParamSpec("down.weight", (_HIDDEN, inner), (None, "tensor"), init, weight_decay=True),
+        ParamSpec("down.bias", (_HIDDEN,), (), init, weight_decay=False),
     ]
 
 
@@ -53,11 +53,11 @@ class _Stage(nn.Module):
 
     def __init__(self, inner: int, mesh: Mesh) -> None:
         super().__init__()
-        group = mesh.group("tp")
+        group = mesh.tensor.group
         self.up = ColumnParallelLinear(_HIDDEN, inner, group)
         self.down = RowParallelLinear(inner, _HIDDEN, group)
 
-    def forward(self, stage: int, x: Tensor, on_input_grad: Any = None) -> Tensor:
+    def forward(self, stage: int, x: Tensor, on_input_grad: object = None) -> Tensor:
         """x [batch, hidden] -> [batch, hidden]; the other arguments are unused."""
         added: Tensor = self.down(torch.tanh(self.up(x)))
         return x + added
@@ -117,11 +117,10 @@ def _run(
     inner = _inner_size(settings, mesh)
     with building(settings, mesh, say=say):
         stage = _Stage(inner, mesh)
-    named = dict(stage.named_parameters())
-    held = [HeldParameter(s.name, named[s.name], s) for s in _specs(inner)]
+    held = list(held_parameters(stage, _specs(inner), mesh))
     for h in held:
         with writing(h.parameter) as (shard, start), torch.no_grad():
-            fill(shard, start, h.spec, h.name, h.cut, seed=mesh.coord("pp"))
+            fill(shard, start, h.spec, h.name, h.cut, seed=mesh.pipeline.coord)
     engine = Engine(stage, held, settings, mesh=mesh, say=say)
     try:
         norms = [_step(engine, by_loss) for by_loss in (False, True)]
@@ -133,7 +132,7 @@ def _run(
 
 def _step(engine: Engine, by_loss: bool) -> float:
     mesh, dtype = engine.mesh, engine.settings.dtype
-    samples = _samples(mesh.size("dp"))[mesh.coord("dp")].to(mesh.device, dtype)
+    samples = _samples(mesh.samples.size)[mesh.samples.coord].to(mesh.device, dtype)
     outputs = []
     with engine.accumulation():
         engine.gather(0)
@@ -164,25 +163,26 @@ def _reference(
     microbatches and averaged over dp.
     """
     specs = _specs(_inner_size(settings, mesh))
-    stages = [_full_weights(specs, p, settings.dtype) for p in range(mesh.size("pp"))]
-    own_weights = stages[mesh.coord("pp")]
+    stages = [_full_weights(specs, p, settings.dtype) for p in range(mesh.pipeline.size)]
+    own_weights = stages[mesh.pipeline.coord]
     before = {name: weight.detach().clone() for name, weight in own_weights.items()}
     decay = [w[s.name] for w in stages for s in specs if s.weight_decay]
     no_decay = [w[s.name] for w in stages for s in specs if not s.weight_decay]
+    group = {"lr": settings.lr, "eps": settings.eps}
     groups = [
-        {"params": decay, "weight_decay": settings.weight_decay},
-        {"params": no_decay, "weight_decay": 0.0},
+        group | {"params": decay, "weight_decay": settings.weight_decay},
+        group | {"params": no_decay, "weight_decay": 0.0},
     ]
-    adam = torch.optim.AdamW(groups, settings.lr, settings.betas, settings.eps)
-    x, grad = _samples(mesh.size("dp")).flatten(0, 1).transpose(0, 1).flatten(1, 2)
+    optimizer = optimizers.load(settings.optimizer).reference(groups, settings.params)
+    x, grad = _samples(mesh.samples.size).flatten(0, 1).transpose(0, 1).flatten(1, 2)
     norms = []
     for _ in range(2):
         for weights in stages:
-            (_plain(weights, x) * grad / mesh.size("dp")).sum().backward()
+            (_plain(weights, x) * grad / mesh.samples.size).sum().backward()
         norm = nn.utils.clip_grad_norm_(decay + no_decay, settings.gradient_clipping)
         norms.append(float(norm))
-        adam.step()
-        adam.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return norms, before, {name: weight.detach() for name, weight in own_weights.items()}
 
 
@@ -190,7 +190,7 @@ def _full_weights(specs: list[ParamSpec], seed: int, dtype: torch.dtype) -> dict
     weights = {}
     for spec in specs:
         flat = torch.empty(spec.numel, dtype=dtype)
-        fill(flat, 0, spec, spec.name, Cut(spec.shape, None, 0, 0, 0), seed)
+        fill(flat, 0, spec, spec.name, Cut(spec.shape), seed)
         weights[spec.name] = flat.view(spec.shape).float().requires_grad_()
     return weights
 
@@ -210,8 +210,7 @@ def _compare(
         )
     for name, (cut, weight) in weights.items():
         full, moved = after[name], float((after[name] - before[name]).abs().max())
-        part = full if cut.dim is None else full.narrow(cut.dim, cut.start, cut.stop - cut.start)
-        error = float((weight - part).abs().max())
+        error = float((weight - cut.part_of(full)).abs().max())
         message = f"wrong by {error:.3g}; the two steps change it by {moved:.3g}"
         errors[f"{name} after the steps"] = (error / moved, message)
     # `not <=` also catches NaN.

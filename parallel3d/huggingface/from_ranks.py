@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch import Tensor
+
 from parallel3d.base.errors import TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus
-from parallel3d.engine import Engine
+from parallel3d.engine import Engine, HeldParameter
 from parallel3d.huggingface.card import About, line_after, write_rest
 from parallel3d.huggingface.weight_files import SHARD_BYTES, WeightFiles, Writer, create, publish
 from parallel3d.mesh.agree import agree, gather_json, on_first
@@ -56,15 +58,13 @@ def _write(
     engine: Engine, mesh: Mesh, directory: Path, writer: Writer, layout: WeightFiles
 ) -> list[str]:
     """Gather the weights of this pipeline coordinate; return the names that this rank wrote."""
-    writes = mesh.coord("dp") == 0 and mesh.coord("tp") == 0
+    writes = mesh.replicas.coord == mesh.tensor.coord == 0
     written: list[str] = []
     problem: OSError | None = None
     for held in engine.held:
         if held.copy:
             continue
-        value = engine.full_parameter(held)
-        if held.cut.dim is not None:
-            value = mesh.all_gather(value, "tp", held.cut.dim)
+        value = whole_parameter(engine, mesh, held)
         if writes and problem is None:
             try:
                 for stored_name, tensor in layout.converted(held.name, value.cpu()).items():
@@ -81,6 +81,14 @@ def _write(
 
     agree(mesh, close)
     return written
+
+
+def whole_parameter(engine: Engine, mesh: Mesh, held: HeldParameter) -> Tensor:
+    """Return the whole fp32 value of a parameter. Collective over all ranks with parts of it."""
+    value = engine.full_parameter(held)
+    for part in held.cut.parts:
+        value = mesh.all_gather(value, mesh.peers(part.role), part.dim)
+    return value
 
 
 @contextmanager

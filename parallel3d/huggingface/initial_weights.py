@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from parallel3d.base.errors import ConfigError, DataError
 from parallel3d.checkpoint.load import boxes_to_fill, reading
@@ -14,16 +13,19 @@ from parallel3d.huggingface.published_weights import PublishedWeights
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import find_nodes
+from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import LayerSpec, tied_names
+from parallel3d.models.common import Pretrained, pretrained_of
 
 
-def find_weights(config: Any, mesh: Mesh) -> Path:
+def find_weights(config: ModelConfig, mesh: Mesh) -> Path:
     """Check the published weights that a model config starts from, and return their folder.
 
     Collective. The first rank of each node downloads a model from the hub. Raises ConfigError or
     CheckpointError on all ranks if the folder is missing or has changed since the config was read.
     """
-    origin = config.from_pretrained
+    origin = pretrained_of(config)
+    assert isinstance(origin, Pretrained), "it was resolved with the config"
     nodes = find_nodes(mesh)
 
     def fetched() -> Path:
@@ -52,7 +54,7 @@ def find_weights(config: Any, mesh: Mesh) -> Path:
 
 
 def load_weights(
-    folder: Path, config: Any, *, engine: Engine, mesh: Mesh, layers: Sequence[LayerSpec]
+    folder: Path, config: ModelConfig, *, engine: Engine, mesh: Mesh, layers: Sequence[LayerSpec]
 ) -> None:
     """Load published weights into the engine's fp32 master weights; the optimizer state is new.
 

@@ -5,7 +5,7 @@ from itertools import product
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from parallel3d.checkpoint.box import Box, boxes_of
 from parallel3d.checkpoint.chunks import read_header
 from parallel3d.checkpoint.safe_files import is_count
 from parallel3d.config.pretrained import weight_files
+from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import named_params, tied_names
 from parallel3d.models.pretrained import Part
 
@@ -79,7 +80,7 @@ class PublishedWeights:
         CheckpointError: a file is damaged.
     """
 
-    def __init__(self, folder: Path, config: Any) -> None:
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
         self.folder, self._config = folder, config
         family = models.huggingface(config.family)
         assert family is not None, "a family that can be imported has a huggingface.py"

@@ -250,7 +250,7 @@ def _logits_differ(folder: Path, read: Read, layout: WeightFiles) -> Iterator[st
     config = layout.config
     length = min(MOST_TOKENS, config.max_position_embeddings)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
+    tokens = torch.randint(int(config.vocab_size), (1, length), generator=generator)
     expected = _logits(read, layout, tokens)
     model = loaded(folder, dtype=torch.float32, attn_implementation="eager")
     logits = model.eval()(tokens, use_cache=False).logits

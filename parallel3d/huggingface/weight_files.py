@@ -14,7 +14,6 @@ from functools import cached_property
 from itertools import accumulate
 from math import frexp
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -26,6 +25,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.checkpoint.arrays import empty, memory_of
 from parallel3d.checkpoint.chunks import header_bytes
 from parallel3d.mesh.nodes import wait_until
+from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import ParamSpec, named_params
 
 INDEX = "model.safetensors.index.json"
@@ -54,7 +54,7 @@ class WeightFiles:
     transformers, or those of parallel3d if transformers has no class for the model.
     """
 
-    config: Any  # of the model
+    config: ModelConfig
     dtype: torch.dtype = torch.float32
     shard_bytes: int = SHARD_BYTES
 

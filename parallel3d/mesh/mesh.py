@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from parallel3d.base import fault
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.mesh_sizes import AXES, MeshSizes
 from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.groups import set_timeout, split
 from parallel3d.mesh.join import STARTUP_TIMEOUT, join
@@ -23,16 +25,38 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.mesh.transfer import Transfer, all_gather_single
 
-AXES = ("pp", "dp", "tp")
 _BACKSTOP = 15.0  # seconds for the arbiter to name a late rank first
 
 
-class Mesh:
-    """A pp x dp x tp grid of ranks with a process group along each axis.
+class Peers(NamedTuple):
+    """The ranks that share a role with this rank, which is number `coord` of `size` in `group`."""
 
-    Axes: "pp", "dp", "tp", "model" (pp and tp: the ranks that share one copy of the model),
-    "world", "self". `watched`: start a sentry beside each rank. Raises ConfigError if the launch
-    has a different number of ranks.
+    group: dist.ProcessGroup
+    size: int
+    coord: int
+
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks, in group order."""
+        return dist.get_process_group_ranks(self.group)
+
+
+ROLES = ("pipeline", "samples", "replicas", "shards", "tensor", "model", "world", "alone")
+
+
+class Mesh:
+    """A pp x dp x tp grid of ranks, with a group of this rank and its peers for each role.
+
+    pipeline: the ranks that hold the other stages; stages exchange activations.
+    samples: the ranks that compute other samples of the batch.
+    replicas: the ranks whose gradients of the same weights are averaged.
+    shards: the ranks over which ZeRO shards weights, gradients and optimizer states.
+    tensor: the ranks that hold the other parts of this rank's matrices.
+    model: the ranks that share one copy of the model (pp and tp).
+    world: all ranks. alone: this rank.
+
+    `coords` are this rank's coordinates along AXES. `watched`: start a sentry beside each rank.
+    Raises ConfigError if the launch has a different number of ranks.
     """
 
     def __init__(
@@ -44,9 +68,10 @@ class Mesh:
         watched: bool = False,
     ) -> None:
         launch = launch or Launch.from_environment()
-        if pp * dp * tp != launch.world_size:
+        sizes = MeshSizes(pp, dp, tp)
+        if sizes.ranks != launch.world_size:
             raise ConfigError(
-                f"mesh pp={pp} x dp={dp} x tp={tp} = {pp * dp * tp} ranks, but "
+                f"mesh {sizes.label} = {sizes.ranks} ranks, but "
                 f"{launch.world_size} processes were started; the two must be equal"
             )
         self.rank = launch.rank
@@ -64,18 +89,22 @@ class Mesh:
             torch.set_num_threads(cores)
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(cores, 32)))
         join(launch, self.device, watched)
-        self._grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
+        self._grid = torch.arange(sizes.ranks).view(sizes)
         place = (self._grid == self.rank).nonzero()[0].tolist()
-        self._coords = dict(zip(AXES, place, strict=True))
-        self._groups = {
+        self.coords: tuple[int, ...] = tuple(place)
+        groups = self._groups = {
             axis: self._split(self._grid.movedim(dim, -1).flatten(0, 1), axis)
             for dim, axis in enumerate(AXES)
         }
-        self._groups["model"] = self._split(self._grid.transpose(0, 1).flatten(1), "model")
-        self._groups["world"] = self._split(self._grid.view(1, -1), "world")
-        self._groups["self"] = self._split(self._grid.view(-1, 1), "self")
+        groups["model"] = self._split(self._grid.transpose(0, 1).flatten(1), "model")
+        groups["world"] = self._split(self._grid.view(1, -1), "world")
+        groups["self"] = self._split(self._grid.view(-1, 1), "self")
+        peers = {name: Peers(group, group.size(), group.rank()) for name, group in groups.items()}
+        self.pipeline, self.samples, self.tensor = (peers[axis] for axis in AXES)
+        self.replicas = self.shards = self.samples
+        self.model, self.world, self.alone = (peers[name] for name in ("model", "world", "self"))
         # One group per direction, so that gradients do not queue behind activations.
-        self._backward = self._groups["pp"]
+        self._backward = groups["pp"]
         if pp > 1:
             pipes = self._grid.flatten(1).t()
             self._backward = self._split(pipes, "pp backward", shared=False)
@@ -97,17 +126,10 @@ class Mesh:
         assert group is not None
         return group
 
-    def size(self, axis: str) -> int:
-        """Return the number of ranks along an axis."""
-        return dist.get_world_size(self._groups[axis])
-
-    def coord(self, axis: str) -> int:
-        """Return the coordinate of this rank on an axis."""
-        return dist.get_rank(self._groups[axis])
-
-    def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the process group that contains this rank and varies along `axis` alone."""
-        return self._groups[axis]
+    def peers(self, role: str) -> Peers:
+        """Return the ranks of one of ROLES."""
+        peers: Peers = getattr(self, role)
+        return peers
 
     def name_of(self, group: dist.ProcessGroup) -> str:
         """Return the axis along which `group` varies, "ends" (a tied weight's owners) or "other".
@@ -116,16 +138,12 @@ class Mesh:
         """
         name = group.group_name
         if name == self._backward.group_name:
-            name = self._groups["pp"].group_name
+            name = self.pipeline.group.group_name
         axes = [axis for axis, known in self._groups.items() if known.group_name == name]
         if len(axes) > 1:
             axes = [axes[0], *(["world"] if "world" in axes else [])]
         pairs = [known.group_name for known in self._pairs.values() if known is not None]
         return "=".join(axes) or ("ends" if name in pairs else "other")
-
-    def ranks(self, axis: str) -> list[int]:
-        """Return the global ranks of `group(axis)`, in group order."""
-        return dist.get_process_group_ranks(self._groups[axis])
 
     @property
     def backend(self) -> str:
@@ -134,21 +152,21 @@ class Mesh:
 
     def isend(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> Transfer:
         """Start sending to another pipeline coordinate, at the same dp and tp coordinates."""
-        group = self._pipe(pp_coord - self._coords["pp"])
+        group = self._pipe(pp_coord - self.pipeline.coord)
         work = dist.isend(tensor, group=group, tag=tag, group_dst=pp_coord)
         assert work is not None
         return Transfer(work, self._transfer_timeout)
 
     def irecv(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> Transfer:
         """Post a receive into `tensor` from another pipeline coordinate."""
-        group = self._pipe(self._coords["pp"] - pp_coord)
+        group = self._pipe(self.pipeline.coord - pp_coord)
         work = dist.irecv(tensor, group=group, tag=tag, group_src=pp_coord)
         assert work is not None
         return Transfer(work, self._transfer_timeout)
 
     def _pipe(self, step: int) -> dist.ProcessGroup:
         """Return the group for messages over `step` pipeline coordinates."""
-        return self._groups["pp"] if step > 0 else self._backward
+        return self.pipeline.group if step > 0 else self._backward
 
     def join_pair(self, a: int, b: int) -> dist.ProcessGroup | None:
         """Return the group of pipeline coordinates `a` and `b`, which share a tied weight.
@@ -192,7 +210,7 @@ class Mesh:
         for place, value in zip(row, values, strict=True):
             if isinstance(value, torch.Tensor):
                 place.copy_(value.detach().reshape(()), non_blocking=True)
-        gathered = row.new_empty(self.size("world") * len(known))
+        gathered = row.new_empty(self.world.size * len(known))
         all_gather_single(gathered, row)
         rows: list[list[float]] = gathered.view(-1, len(known)).tolist()
         return rows
@@ -231,16 +249,16 @@ class Mesh:
         return data.numpy().tobytes().decode()
 
     def _gather(self, tensor: torch.Tensor, aside: bool = False) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self.size("world"))]
+        gathered = [torch.empty_like(tensor) for _ in range(self.world.size)]
         if aside:
             _wait(dist.all_gather(gathered, tensor, self._aside, async_op=True))
         else:
             dist.all_gather(gathered, tensor)
         return gathered
 
-    def all_gather(self, part: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
-        """Concatenate the ranks' parts of a tensor along `dim`, where their sizes may differ."""
-        group, size = self._groups[axis], self.size(axis)
+    def all_gather(self, part: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
+        """Concatenate the peers' parts of a tensor along `dim`, where their sizes may differ."""
+        group, size = peers.group, peers.size
         if size == 1:
             return part
         lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(size)]
@@ -287,7 +305,7 @@ class Mesh:
         """
         if dist.is_initialized():
             dist.destroy_process_group()
-        for name in ("_groups", "_pairs", "_backward", "_aside"):
+        for name in (*ROLES, "_groups", "_pairs", "_backward", "_aside"):
             vars(self).pop(name, None)
 
 
@@ -316,20 +334,19 @@ def draw_mesh(grid: Sequence[Sequence[Sequence[int]]]) -> str:
 
     A cell holds the ranks of one tp group.
     """
-    pp, dp, tp = len(grid), len(grid[0]), len(grid[0][0])
-    columns, rows = _shown(pp), _shown(dp)
+    sizes = MeshSizes(len(grid), len(grid[0]), len(grid[0][0]))
+    columns, rows = _shown(sizes.pp), _shown(sizes.dp)
     table = [["", *("" if p is None else f"pp {p}" for p in columns)]]
     for d in rows:
         cells = ["·" if p is None or d is None else _cell(grid[p][d]) for p in columns]
         table.append(["" if d is None else f"dp {d}", *cells])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [f"mesh pp {pp} × dp {dp} × tp {tp} = {pp * dp * tp} rank{'s'[: pp * dp * tp > 1]}"]
+    lines = [f"mesh {sizes.label} = {sizes.ranks} rank{'s'[: sizes.ranks > 1]}"]
     for i, row in enumerate(table):
         label, *cells = (f"{cell:^{width}}" for cell, width in zip(row, widths, strict=True))
         lines.append(f"  {label}  {(' → ' if i else '   ').join(cells)}".rstrip())
-    legend = {"→ pp cuts the layers": pp, "rows: dp cuts the batch": dp}
-    legend["[ ] tp cuts the matrices"] = tp
-    notes = [text for text, size in legend.items() if size > 1]
+    legend = "→ pp cuts the layers", "rows: dp cuts the batch", "[ ] tp cuts the matrices"
+    notes = [text for text, size in zip(legend, sizes, strict=True) if size > 1]
     return "\n".join([*lines, "  " + "   ".join(notes)] if notes else lines)
 
 

@@ -1,15 +1,13 @@
-"""The cost of a transformer's last layer on one tensor-parallel rank (floor 0, no torch).
-
-In the formulas `full` is batch x seq x hidden elements. `part` is the share of one rank before the
-layer: a tp-th under sequence parallelism.
-"""
+"""The cost of a transformer's last layer on one tensor-parallel rank (floor 0, no torch)."""
 
 from dataclasses import dataclass
 from functools import lru_cache
 
+from parallel3d.model.norm_cost import LAYER_NORM, NormCost
 from parallel3d.model.spec import Collective, KeptMemory, LayerCost, MatMul, Recompute, Shape, Work
+from parallel3d.model.stream import Stream
 
-_FP32, _INT64 = 4, 8  # bytes: of a statistic or a logsumexp; of a row number
+_FP32, _INT64 = 4, 8  # bytes: of a logsumexp; of a row number
 
 LOGITS_AT_ONCE = 2**27
 """Elements; limits a rank to 0.5 GB of fp32 logits at a time, however long the batch."""
@@ -33,10 +31,13 @@ class HeadCost:
     """The cost of the final norm, the logits and vocabulary-parallel cross-entropy in fp32."""
 
     hidden: int
+    """Width of the residual stream."""
     vocab: int
-    statistics: int = 2
-    composite_norm: bool = False
-    in_parts: bool = True  # compute large logits for some tokens at a time
+    """Rows of the output projection, of all tp ranks."""
+    norm: NormCost = LAYER_NORM
+    """The norm before the output projection."""
+    in_parts: bool = True
+    """Large logits are computed for some tokens at a time."""
 
     def __call__(
         self,
@@ -46,47 +47,41 @@ class HeadCost:
         recompute: Recompute = "none",
     ) -> LayerCost:
         """Return the cost of one microbatch; `recompute` has no effect on the head."""
-        return _head(self, shape, tp, sequence_parallel and tp > 1)
+        return _head(self, Stream(shape, self.hidden, tp, sequence_parallel and tp > 1))
 
 
 @lru_cache(maxsize=4096)
-def _head(c: HeadCost, shape: Shape, tp: int, sequence_parallel: bool) -> LayerCost:
-    vocab, split = -(-c.vocab // tp), int(sequence_parallel)
-    full, logits = shape.tokens * c.hidden, shape.tokens * vocab
-    part = full // tp if sequence_parallel else full
-    product = MatMul(shape.tokens, c.hidden, vocab)
-    loss = (Collective("all_reduce", shape.tokens), Collective("all_reduce", 2 * shape.tokens))
-    gather: tuple[Collective, ...] = ()
-    backward: tuple[Collective, ...] = (Collective("all_reduce", full),) if tp > 1 else ()
-    if sequence_parallel:
-        gather = (Collective("all_gather", full),)
-        backward = (Collective("reduce_scatter", full), *gather)
-    # The input and the norm's output.
-    saved = KeptMemory(
-        2 * part, _FP32 * c.statistics * (part // c.hidden), unfused=part if c.composite_norm else 0
-    )
-    if c.in_parts and num_chunks(shape.tokens, vocab) > 1:
+def _head(c: HeadCost, stream: Stream) -> LayerCost:
+    return c.norm(stream) + _loss(c, stream)
+
+
+def _loss(c: HeadCost, stream: Stream) -> LayerCost:
+    tokens, full, vocab = stream.shape.tokens, stream.full, stream.share(c.vocab)
+    split, logits = int(stream.sequence_parallel), tokens * vocab
+    product = MatMul(tokens, c.hidden, vocab)
+    loss = (Collective("all_reduce", tokens), Collective("all_reduce", 2 * tokens))
+    if c.in_parts and num_chunks(tokens, vocab) > 1:
         # Per token: the logsumexp, the row of its label, and two flags: whether another rank holds
         # the row, and whether the token counts.
-        saved += KeptMemory(0, (_FP32 + _INT64 + 2) * shape.tokens)
+        saved = KeptMemory(0, (_FP32 + _INT64 + 2) * tokens)
         # A part's logits, also in fp32; the input and its gradient, in full and of this part.
-        tokens = chunk_tokens(shape.tokens, vocab)
-        besides = (1 + split) * full + 2 * tokens * c.hidden
-        working = KeptMemory(tokens * vocab + besides, copies=tokens * vocab)
+        at_once = chunk_tokens(tokens, vocab)
+        besides = (1 + split) * full + 2 * at_once * c.hidden
+        working = KeptMemory(at_once * vocab + besides, copies=at_once * vocab)
         recomputed = Work((product,), None, 4 * logits)
     else:
-        saved += KeptMemory(logits)  # the gradient of the logits
+        saved = KeptMemory(logits)  # the gradient of the logits
         # The larger of: the logits in fp32; the input's gradient and the input times the loss's
         # gradient.
         behind = (2 + split) * full
         working, recomputed = KeptMemory(behind, copies=max(0, logits - behind // 2)), Work()
     return LayerCost(
-        shape.tokens * 2 * c.hidden * c.vocab,
+        tokens * 2 * c.hidden * c.vocab,
         # Traffic of the logits, in elements of the training type: forward and backward together
         # move 12 (fp32) or 21 (bf16), about three times this, as the backward counts twice.
-        Work((product,), None, 2 * part + 9 * logits // 2, (*gather, *(loss if tp > 1 else ()))),
+        Work((product,), None, 9 * logits // 2, (*stream.gather, *(loss if stream.tp > 1 else ()))),
         recomputed,
-        backward_collectives=backward,
+        backward_collectives=stream.reduce + stream.gather,
         saved=saved,
         working=working,
     )

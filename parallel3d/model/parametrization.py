@@ -7,11 +7,12 @@ factors are relative to a base model, where each is 1 and the parametrisation is
 
 from dataclasses import dataclass
 from math import sqrt
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from pydantic import Field, model_validator
 
 from parallel3d.base.section import Problem, Problems, Section
+from parallel3d.model.config import ModelConfig
 
 Role = Literal["input", "hidden", "output", "vector"]
 """The function of a parameter: from a table's rows to the width ("input"), width to width
@@ -77,7 +78,7 @@ class Scales:
     base_depth: int | None = None  # None: rates are not transferred over depth
 
     @classmethod
-    def of(cls, model: Any, head_size: int) -> "Scales":
+    def of(cls, model: ModelConfig, head_size: int) -> "Scales":
         """Return the factors of a model of any family."""
         settings, depth = parametrization_of(model), model.num_hidden_layers
         if settings.base_width is None:
@@ -117,7 +118,7 @@ class Scales:
         return {role: self.rate(role) for role in (None, *ROLES)}
 
 
-def parametrization_of(model: Any) -> Parametrization:
+def parametrization_of(model: ModelConfig) -> Parametrization:
     """Return a model's parametrisation; the standard one if its family has no such setting."""
     parametrization: Parametrization = getattr(model, "parametrization", Parametrization())
     return parametrization

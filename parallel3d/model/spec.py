@@ -4,19 +4,21 @@ The initialiser seeds the parameters that a layer declares, the engine counts th
 norm, checkpoints name them, and the planner adds them up.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from operator import add, sub
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
+from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import Role
 
 Recompute = Literal["none", "selective", "full"]
+CutOver = tuple[str | None, ...]
+Sizes = Mapping[str, int]
+"""The number of ranks of each role of a mesh; a role that is not in it has one."""
 MASTER_BYTES = 4
 """Bytes of a trained element's master weight in fp32."""
-STATE_BYTES = MASTER_BYTES + 8
-"""Bytes of a trained element's master weight and Adam's two moments."""
 
 
 @dataclass(frozen=True)
@@ -33,39 +35,56 @@ class ParamSpec:
 
     name: str
     shape: tuple[int, ...]
-    tp_dim: int | None  # the dim that tensor parallelism cuts; None: not cut
+    cut_over: CutOver  # the role of the mesh that cuts each dim, from the first on; (): none
     init: Init
     weight_decay: bool
-    units: int | None = None  # indivisible parts of tp_dim (key/value heads)
+    units: int | None = None  # indivisible parts of a dim that is cut (key/value heads)
     partial: bool = False  # not cut, but each rank has part of the gradient (norm of its heads)
     role: Role | None = None  # its function, by which a parametrisation sets its rates
     folded: tuple[float, ...] = ()  # factor at export, or one per index of the first dim
 
-    def cut_dim(self, tp: int) -> int | None:
-        """Return the dim along which `tp` ranks cut the parameter; None if each holds all of it."""
-        return None if self.units is not None and self.units < tp else self.tp_dim
+    def cuts(self, sizes: Sizes) -> dict[int, str]:
+        """Return the dims that are cut on a mesh of these sizes, each with the role that cuts it.
 
-    def is_partial(self, tp: int, sequence_parallel: bool) -> bool:
-        """True if the tp ranks' gradients of the parameter must be summed.
+        A role of more ranks than the dim has `units` does not cut it.
+        """
+        return {
+            dim: role
+            for dim, role in enumerate(self.cut_over)
+            if role is not None and (self.units is None or sizes.get(role, 1) <= self.units)
+        }
+
+    def replicated_over(self, sizes: Sizes) -> tuple[str, ...]:
+        """Return the roles whose ranks hold equal copies (before ZeRO shards them).
+
+        The first is that of the ranks whose gradients are averaged. Copies on tensor-parallel ranks
+        come from equal computations.
+        """
+        is_cut = "tensor" in self.cuts(sizes).values()
+        return ("replicas",) if is_cut else ("replicas", "tensor")
+
+    def is_partial(self, sizes: Sizes, sequence_parallel: bool) -> bool:
+        """True if the tensor-parallel ranks' gradients of the parameter must be summed.
 
         Besides `partial`, these are parameters whose units each serve several ranks, and under
         sequence parallelism all that are not cut, because each rank sees a part of the tokens.
         """
-        if tp == 1 or self.cut_dim(tp) is not None:
+        if sizes["tensor"] == 1 or "tensor" not in self.replicated_over(sizes):
             return False
-        return sequence_parallel or self.partial or self.tp_dim is not None
+        return sequence_parallel or self.partial or "tensor" in self.cut_over
 
     @property
     def numel(self) -> int:
         """Number of elements of the full parameter."""
         return prod(self.shape)
 
-    def elements(self, tp: int) -> int:
-        """Return the parameter's number of elements on the tp rank that holds most of them."""
-        dim = self.cut_dim(tp)
-        if dim is None:
-            return self.numel
-        return self.numel // self.shape[dim] * -(-self.shape[dim] // tp)
+    def elements(self, sizes: Sizes) -> int:
+        """Return the parameter's number of elements on the rank that holds most of them."""
+        cuts = self.cuts(sizes)
+        return prod(
+            -(-size // sizes.get(cuts[dim], 1)) if dim in cuts else size
+            for dim, size in enumerate(self.shape)
+        )
 
 
 @dataclass(frozen=True)
@@ -129,6 +148,16 @@ class Work:
     traffic: int = 0  # elements that memory-bound operators read and write (norms, residual, ...)
     collectives: tuple[Collective, ...] = ()
 
+    def __add__(self, later: "Work") -> "Work":
+        """Return this work and then `later`; only one of the two may have an attention."""
+        assert self.attention is None or later.attention is None
+        return Work(
+            self.matmuls + later.matmuls,
+            self.attention or later.attention,
+            self.traffic + later.traffic,
+            self.collectives + later.collectives,
+        )
+
 
 @dataclass(frozen=True)
 class KeptMemory:
@@ -163,12 +192,24 @@ class KeptMemory:
         return KeptMemory(*map(sub, vars(self).values(), vars(other).values()))
 
 
+def fullest(*moments: KeptMemory) -> KeptMemory:
+    """Return the moment with most elements, together with the most scores of any moment.
+
+    Only the classic kernel has scores, so moments are ordered without them; they bound its peak.
+    """
+    most = max(moments, key=lambda memory: memory.elements)
+    scores = max(memory.scores for memory in moments)
+    dropped_scores = max(memory.dropped_scores for memory in moments)
+    return replace(most, scores=scores, dropped_scores=dropped_scores)
+
+
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of one microbatch in one layer, on one tp rank except for `forward_flops`.
+    """The cost of one microbatch in a layer or a part of it, on one tp rank.
 
     `forward_flops` is the sum over all tp ranks: a multiply-add counts as two and attention in full
-    (no saving for the causal mask), as in torch's FlopCounterMode.
+    (no saving for the causal mask), as in torch's FlopCounterMode. A part that computes only some
+    tokens, as an expert does, counts those.
     """
 
     forward_flops: int
@@ -180,6 +221,22 @@ class LayerCost:
     )  # from forward to backward: with the layer's input, without its output
     working: KeptMemory = KeptMemory()  # peak of forward or backward beyond `saved`
     resident: KeptMemory = KeptMemory()  # from the first microbatch on (tables of rotary angles)
+
+    def __add__(self, later: "LayerCost") -> "LayerCost":
+        """Return the cost of this part and then `later`.
+
+        The backward of `later` comes first, while all is saved; what it saved is free in this
+        part's backward.
+        """
+        return LayerCost(
+            self.forward_flops + later.forward_flops,
+            self.forward + later.forward,
+            self.recomputed + later.recomputed,
+            self.backward_collectives + later.backward_collectives,
+            self.saved + later.saved,
+            fullest(later.working, self.working - later.saved),
+            self.resident + later.resident,
+        )
 
     @property
     def train_flops(self) -> int:
@@ -208,19 +265,28 @@ class LayerSpec:
       called as `Class(config, name, context)`.
     - tied: maps a parameter of this layer to the global name of the parameter it shares its value
       with.
+    - active: the share of a parameter's elements that each token uses, by name, where it is not all
+      (k / E of E stacked experts).
     """
 
     name: str
     params: tuple[ParamSpec, ...]
     cost: CostOf
     build: str
-    config: Any
+    config: ModelConfig
     tied: tuple[tuple[str, str], ...] = ()
+    active: tuple[tuple[str, float], ...] = ()
 
     @property
     def num_params(self) -> int:
         """Number of parameters that the layer adds to the model; tied copies do not count."""
         return sum(p.numel for p in self.own_params)
+
+    @property
+    def num_active_params(self) -> int:
+        """Number of those parameters that each token uses; all in a dense layer."""
+        share = dict(self.active)
+        return sum(round(p.numel * share.get(p.name, 1)) for p in self.own_params)
 
     @property
     def own_params(self) -> tuple[ParamSpec, ...]:

@@ -94,9 +94,9 @@ class Executor:
     ) -> None:
         self.schedule, self.mesh, self.engine = schedule, mesh, engine
         self._key, self._hidden_shape = key, hidden_shape
-        tp = mesh.size("tp")
+        tp = mesh.tensor.size
         self._scatter = scatter and tp > 1 and prod(hidden_shape) % tp == 0
-        self._program = schedule.programs[mesh.coord("pp")]
+        self._program = schedule.programs[mesh.pipeline.coord]
         self._last_stage = schedule.num_stages - 1
         self._run: dict[Op, Callable[[int, int], None]] = {
             Op.F: self._forward,
@@ -202,7 +202,7 @@ class Executor:
             return self.schedule.num_microbatches
         assert len(weights) == len(batch), "either all microbatches have weights or none"
         total = torch.stack([w.sum() for w in weights]).sum()
-        total = all_reduce(total, self.mesh.group("dp")) / self.mesh.size("dp")
+        total = all_reduce(total, self.mesh.replicas.group) / self.mesh.replicas.size
         # If all weights of the batch are 0, loss and gradients are 0.
         return total.clamp(min=torch.finfo(total.dtype).tiny)
 
@@ -262,7 +262,7 @@ class Executor:
         """Return the part of a contiguous tensor that this rank sends or receives."""
         if not self._scatter:
             return tensor
-        return tensor.view(-1).chunk(self.mesh.size("tp"))[self.mesh.coord("tp")]
+        return tensor.view(-1).chunk(self.mesh.tensor.size)[self.mesh.tensor.coord]
 
     def _tag(self, receive: Action) -> int:
         """Return a tag unique to a transfer in a step; gloo matches by it, NCCL by order."""
@@ -282,9 +282,9 @@ class Executor:
                 if self._scatter:
                     received = self.flow.inputs if op is Op.RECV_F else self.flow.gradients
                     flat = received[compute.stage, compute.microbatch].view(-1)
-                    all_gather_single(flat, self._part(flat), group=self.mesh.group("tp"))
+                    all_gather_single(flat, self._part(flat), group=self.mesh.tensor.group)
         if compute.op is not Op.W:
             self.engine.wait_for_weights(compute.stage)
 
     def _on_this_rank(self, stage: int) -> bool:
-        return self.schedule.pp_coord_of_stage[stage] == self.mesh.coord("pp")
+        return self.schedule.pp_coord_of_stage[stage] == self.mesh.pipeline.coord

@@ -1,6 +1,6 @@
 """Build and initialise the layers of this rank's stages (floor 4)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -17,7 +17,7 @@ from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import Schedule
 from parallel3d.tensor.compiled import compile_block
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.cut import cut_of
+from parallel3d.tensor.cut import held_parameters
 from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.segments import Segments
@@ -104,21 +104,32 @@ def build_stages(
     have the same bits on every mesh. If `seed` is None, weights are left uninitialised. Under
     ZeRO-3 no rank ever holds a whole stage.
     """
-    key = RandomKey(seed or 0, mesh.coord("dp"))
+    key = RandomKey(seed or 0, mesh.samples.coord)
     selective = activation_checkpointing == "selective"
-    context = LayerContext(mesh.group("tp"), key, sequence_parallel, selective, overlap)
+    context = LayerContext(mesh.tensor.group, key, sequence_parallel, selective, overlap)
     costs = [float(layer.cost(shape).forward_flops) for layer in layers]
     placement = partition(costs, schedule.num_stages)
     own_stages = [
-        s for s, coord in enumerate(schedule.pp_coord_of_stage) if coord == mesh.coord("pp")
+        s for s, coord in enumerate(schedule.pp_coord_of_stage) if coord == mesh.pipeline.coord
     ]
     modules: dict[str, nn.Module] = {}
     with building(settings, mesh):
         for s in own_stages:
             for i in placement[s]:
                 modules[layers[i].name] = _build_layer(layers[i], context)
-    own = [layer for layer in layers if layer.name in modules]
-    held = _tie(layers, modules, [h for o in own for h in _held(o, modules[o.name], context)])
+    held = [
+        h
+        for layer in layers
+        if layer.name in modules
+        for h in held_parameters(
+            modules[layer.name],
+            layer.params,
+            mesh,
+            prefix=f"{layer.name}.",
+            sequence_parallel=sequence_parallel,
+        )
+    ]
+    held = _tie(layers, modules, held)
     originals = tied_names(layers)
     for h in held:
         if seed is None:
@@ -141,28 +152,17 @@ def _build_layer(layer: LayerSpec, context: LayerContext) -> nn.Module:
     return module
 
 
-def _held(layer: LayerSpec, module: nn.Module, context: LayerContext) -> Iterator[HeldParameter]:
-    """Yield the module's parameters, which must be exactly those that its spec declares."""
-    tp = context.group.size()
-    declared = {p.name: p for p in layer.params}
-    built = dict(module.named_parameters())
-    assert declared.keys() == built.keys(), declared.keys() ^ built.keys()
-    for name, spec in declared.items():
-        cut = cut_of(built[name])
-        expected = spec.shape, spec.cut_dim(tp)
-        assert (cut.global_shape, cut.dim) == expected, f"{layer.name}.{name}"
-        partial = spec.is_partial(tp, context.sequence_parallel)
-        yield HeldParameter(f"{layer.name}.{name}", built[name], spec, partial=partial)
-
-
 def _tie(
     layers: Sequence[LayerSpec], modules: dict[str, nn.Module], held: list[HeldParameter]
 ) -> list[HeldParameter]:
     """Make tied weights one parameter if both copies are on this rank; otherwise mark them."""
     by_name = {h.name: h for h in held}
+    cuts = {f"{layer.name}.{p.name}": p.cut_over for layer in layers for p in layer.params}
     for layer in layers:
         for copy_name, original in layer.tied:
             copy = f"{layer.name}.{copy_name}"
+            # Ranks at equal places of their stages sum the gradients of the two copies.
+            assert cuts[copy] == cuts[original], f"{copy} and {original} are cut differently"
             if copy in by_name and original in by_name:
                 path, _, attribute = copy_name.rpartition(".")
                 owner: Any = modules[layer.name].get_submodule(path)

@@ -1,13 +1,12 @@
 """Refusal of model and batch sizes that no machine can hold, before any layer is built."""
 
-from typing import Any
-
 from parallel3d import models
 from parallel3d.base.section import Problem, Problems
 from parallel3d.config import RunConfig
 from parallel3d.config.data import DataConfig
 from parallel3d.config.parallel3d_block import MeshConfig
-from parallel3d.model.spec import STATE_BYTES
+from parallel3d.model.config import ModelConfig
+from parallel3d.model.optimizers import state_bytes
 from parallel3d.plan.setting import BYTES
 
 MOST_LAYERS = 2_000
@@ -27,7 +26,7 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
     `room` is device and host memory of a rank together. It is compared with a lower bound that
     holds for every schedule, ZeRO stage and recomputation. Takes milliseconds for any size.
     """
-    model = config.parallel3d.model
+    model = config.model
     if problems := _counts(config, model):
         raise Problems(problems)
     sizes = {path: size for path, size in _least_bytes(config, model, ranks).items() if size}
@@ -36,7 +35,7 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
     path = max(sizes, key=lambda path: sizes[path])
     if path == "parallel3d.model":
         name = _decisive_size(model)
-        path, value = f"{path}.{name}", getattr(model, name)
+        path, value = f"{path}.{name}", model.model_dump()[name]
     else:
         value = config.data.sequence_length
     each = f"for each of {ranks:,} ranks" if ranks > 1 else "for one rank"
@@ -44,25 +43,25 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
     raise Problems([Problem(path, value, rule, "lower it, or use more ranks")])
 
 
-def _counts(config: RunConfig, model: Any) -> list[Problem]:
+def _counts(config: RunConfig, model: ModelConfig) -> list[Problem]:
     """Return a problem for each count (layers, samples, microbatches) that is too large."""
+    accumulation = config.gradient_accumulation_steps
+    micro = config.train_micro_batch_size_per_gpu
     limits = (
-        ("parallel3d.model.num_hidden_layers", MOST_LAYERS, "layers"),
-        ("gradient_accumulation_steps", MOST_MICROBATCHES, "microbatches"),
-        ("train_batch_size", MOST_SAMPLES, "samples"),
-        ("train_micro_batch_size_per_gpu", MOST_SAMPLES, "samples"),
+        ("parallel3d.model.num_hidden_layers", model.num_hidden_layers, MOST_LAYERS, "layers"),
+        ("gradient_accumulation_steps", accumulation, MOST_MICROBATCHES, "microbatches"),
+        ("train_batch_size", config.train_batch_size, MOST_SAMPLES, "samples"),
+        ("train_micro_batch_size_per_gpu", micro, MOST_SAMPLES, "samples"),
     )
     problems = []
-    for path, most, unit in limits:
-        *block, name = path.split(".")
-        value = getattr(model if block else config, name, None)
+    for path, value, most, unit in limits:
         if isinstance(value, int) and value > most:
             rule, remedy = f"is above the limit of {most:,} {unit}", f"use {most:,} or less"
             problems.append(Problem(path, value, rule, remedy))
     return problems
 
 
-def _least_bytes(config: RunConfig, model: Any, ranks: int) -> dict[str, int]:
+def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> dict[str, int]:
     """Return a lower bound on the bytes of the fullest rank, device and host, by config key."""
     zero, element = config.zero_optimization, BYTES[config.precision]
     mesh, data = config.parallel3d.mesh, config.parallel3d.data
@@ -75,26 +74,26 @@ def _least_bytes(config: RunConfig, model: Any, ranks: int) -> dict[str, int]:
     if zero.offload_param.device != "nvme":
         states += params * element // (split * weights)
     if zero.offload_optimizer.device != "nvme":
-        states += params * STATE_BYTES // (split * optimizer)
+        states += params * state_bytes(config.optimizer.file) // (split * optimizer)
     seq, samples = data.sequence_length, config.train_micro_batch_size_per_gpu or 1
     tokens = samples * seq * _TOKEN
     stream = samples * seq * model.hidden_size * element // tp  # the input of a layer
     return {"parallel3d.model": states, "parallel3d.data.sequence_length": tokens + stream}
 
 
-def _num_params(model: Any, data: DataConfig) -> int:
+def _num_params(model: ModelConfig, data: DataConfig) -> int:
     if model.vocab_size == "auto":
         own = data.vocab_size if data.has_own_size else 1
         model = model.model_copy(update={"vocab_size": own})
     return models.num_params(model)
 
 
-def _decisive_size(model: Any) -> str:
+def _decisive_size(model: ModelConfig) -> str:
     """Return the model size that contributes most parameters; among equals, the largest."""
     sizes = {
         name: value
-        for name in type(model).model_fields
-        if type(value := getattr(model, name)) is int and value > 1
+        for name, value in model.model_dump().items()
+        if type(value) is int and value > 1
     }
     model = model.model_copy(update={"vocab_size": sizes.get("vocab_size", 1)})
     num_params = models.num_params(model)

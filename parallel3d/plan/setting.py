@@ -5,8 +5,10 @@ from functools import lru_cache
 from typing import Any, Literal, Self
 
 from parallel3d import models
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.config.parallel3d_block import gathered_for, reduces_once
+from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import LayerSpec, Recompute, Shape
 from parallel3d.schedule.sharding import Weights
 
@@ -82,6 +84,7 @@ class Setting:
     - `num_microbatches`: per step.
     - `reduces_once`: True if gradients are reduced once per step.
     - `weights`: how long ZeRO-3's weights stay gathered.
+    - `optimizer`: the name of its file.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -102,6 +105,7 @@ class Setting:
     weights: Weights = "per_microbatch"
     offload_optimizer: Device = "none"
     offload_param: Device = "none"
+    optimizer: str = "adamw"
     buffers: Buffers = Buffers()
     software: Software = ENGINE
 
@@ -126,9 +130,14 @@ class Setting:
         return 1.0
 
     @property
+    def mesh(self) -> MeshSizes:
+        """The sizes of the mesh."""
+        return MeshSizes(self.pp, self.dp, self.tp)
+
+    @property
     def devices(self) -> int:
         """Number of devices in the mesh."""
-        return self.pp * self.dp * self.tp * self.cp
+        return self.mesh.ranks * self.cp
 
     @property
     def global_batch_size(self) -> int:
@@ -150,6 +159,11 @@ class Setting:
         """Number of parameters of the model; a tied weight counts once."""
         return sum(layer.num_params for layer in self.layers)
 
+    @property
+    def num_active_params(self) -> int:
+        """Number of parameters that each token uses."""
+        return sum(layer.num_active_params for layer in self.layers)
+
     @classmethod
     def from_config(cls, config: RunConfig) -> "Setting":
         """Return the setting of a resolved config, whose mesh, batch and vocabulary are known."""
@@ -158,14 +172,14 @@ class Setting:
         return cls(
             layers=layers_of(config.model), hidden_size=config.model.hidden_size,
             shape=Shape(config.micro_batch_size, config.data.sequence_length),
-            num_microbatches=config.num_microbatches, pp=mesh.pp, dp=mesh.dp, tp=mesh.tp,
+            num_microbatches=config.num_microbatches, **mesh.sizes._asdict(),
             sequence_parallel=mesh.sequence_parallel, schedule=pipeline.schedule,
             stages_per_rank=pipeline.stages_per_rank, recompute=pipeline.activation_checkpointing,
             precision=config.precision, zero_stage=zero.stage,
             reduces_once=reduces_once(zero.stage, pipeline.gradient_reduction),
             weights=gathered_for(pipeline.weights),
             offload_optimizer=zero.offload_optimizer.device,
-            offload_param=zero.offload_param.device,
+            offload_param=zero.offload_param.device, optimizer=config.optimizer.file,
             software=Software(
                 reduction_bytes=BYTES[config.communication_data_type or "fp32"],
                 scatters_sends=pipeline.scatter_activations,
@@ -179,7 +193,7 @@ class Setting:
 
 
 @lru_cache(maxsize=64)
-def layers_of(model: Any) -> tuple[LayerSpec, ...]:
+def layers_of(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return a model's layers, built once: settings of one model share the layer objects."""
     return tuple(models.layers(model))
 

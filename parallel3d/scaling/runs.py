@@ -13,6 +13,7 @@ from typing import Any
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
+from parallel3d.model.config import ModelConfig
 from parallel3d.scaling.run_table import Table, number
 
 CONFIG, METRICS = "config.json", "metrics.jsonl"
@@ -53,19 +54,21 @@ class PartCounts:
     head: int
     transformer: int
     total: int
+    inactive: int = 0  # of the blocks: those that a token does not use
 
     @property
     def with_head(self) -> int:
-        """The N of scaling laws: parameters of the blocks and the head."""
-        return self.transformer + self.head
+        """The N of scaling laws: active parameters of the blocks and the head."""
+        return self.transformer - self.inactive + self.head
 
 
-def count(model: Any) -> PartCounts:
+def count(model: ModelConfig) -> PartCounts:
     """Count the parameters of a model of any family; its vocabulary size must be known."""
     embedding, *blocks, head = models.layers(model)
     return PartCounts(
         embedding.num_params, sum(param.numel for param in head.params),
         sum(layer.num_params for layer in blocks), models.num_params(model),
+        sum(layer.num_params - layer.num_active_params for layer in blocks),
     )  # fmt: skip
 
 
@@ -142,7 +145,8 @@ def settings(folder: Path) -> dict[str, str]:
             "learning-rate schedule":
                 f"{schedule.type}{final if schedule.type != 'constant' else ''}",
             "warm-up, steps": schedule.warmup_steps,
-            "betas, weight decay": f"{list(adam.betas)}, {adam.weight_decay}",
+            "betas, weight decay":
+                f"{list(getattr(adam, 'betas', ()))}, {getattr(adam, 'weight_decay', 0.0)}",
             "precision": config.precision, "seeds": train.seed,
             "held-out samples": "all" if samples >= ALL else samples,
         }.items():  # fmt: skip

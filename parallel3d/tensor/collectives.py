@@ -5,9 +5,9 @@ Sequence parallelism uses an all-gather and a reduce-scatter (g and g-bar of arX
 section 4.2.2).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,19 @@ from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
 from parallel3d.tensor.compiled import graph_break
 
 
+class Waits(Protocol):
+    """A collective that may still be running."""
+
+    def wait(self) -> object:
+        """Wait for the collective."""
+
+
 @dataclass(frozen=True)
 class Pending:
     """A collective that may still be running; `result` is valid after `wait`."""
 
     result: Tensor
-    works: Sequence[Any] = ()
+    works: Sequence[Waits | None] = ()
 
     def wait(self) -> Tensor:
         """Wait for the collective and return its result; work queued afterwards may use it."""
@@ -32,7 +39,9 @@ class Pending:
         return self.result
 
 
-def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(
+    x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
     """Reduce `x` over the group into a new tensor; for a group of one return `x` itself."""
     if group.size() == 1:
         return x
@@ -65,8 +74,9 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, async_op: bool = T
 
 
 def _each_sample(
-    collective: Any, out: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: bool
-) -> list[Any]:
+    collective: Callable[..., Waits | None], out: Tensor, x: Tensor, group: dist.ProcessGroup,
+    async_op: bool,
+) -> list[Waits | None]:  # fmt: skip
     """Run one collective per sample; return the works to wait for (None if already finished).
 
     `out` and `x` are contiguous, [..., seq or its part, size]. One collective for all samples would
@@ -105,25 +115,42 @@ def sequence_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return x.narrow(dim, length * group.rank(), length)
 
 
+class Context(Protocol):
+    """The context that torch passes to the forward and backward of an autograd.Function."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Save inputs or outputs of the forward as `saved_tensors`."""
+
+    def mark_dirty(self, *inputs: Tensor) -> None:
+        """Declare that the forward overwrites these inputs."""
+
+
 class _G(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.mark_dirty(x)
         return start_all_reduce(x, group, async_op=False).result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _GroupContext(Context, Protocol):
+    group: dist.ProcessGroup
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: _GroupContext, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return reduce_scatter_sequence(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _GroupContext, grad: Tensor) -> tuple[Tensor, None]:
         return all_gather_sequence(grad, ctx.group), None
 
 

@@ -49,7 +49,7 @@ def pointwise(function: Callable[Arguments, Returned]) -> Callable[Arguments, Re
     """
 
     @cache  # on first use: importing torch's compiler takes a second
-    def compiled() -> Callable[..., Any]:
+    def compiled() -> Callable[Arguments, Returned]:
         return torch.compile(function, fullgraph=True, dynamic=False, backend=_backend)
 
     @wraps(function)

@@ -1,12 +1,15 @@
-"""Describe how a parameter is cut over a tensor-parallel group, and its role on a rank."""
+"""Describe how a parameter is cut over groups of ranks, and its role on a rank."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from parallel3d.mesh.mesh import ROLES, Mesh, Peers
 from parallel3d.model.spec import ParamSpec
 
 
@@ -15,37 +18,52 @@ def even_split(length: int, parts: int, index: int) -> tuple[int, int]:
     return length * index // parts, length * (index + 1) // parts
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A tp rank's part of a global parameter: [start, stop) of `dim`, or all if it is None."""
+class CutPart(NamedTuple):
+    """A dim that is cut over the ranks of a role of the mesh: this rank has [start, stop) of it."""
 
-    global_shape: tuple[int, ...]
-    dim: int | None
+    dim: int
+    role: str
     start: int
     stop: int
-    group_rank: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A rank's part of a global parameter; a dim that is not in `parts` is not cut."""
+
+    global_shape: tuple[int, ...]
+    parts: tuple[CutPart, ...] = ()
+
+    @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """The bounds [start, stop) of this rank's part, dim by dim."""
+        cut = {part.dim: (part.start, part.stop) for part in self.parts}
+        return tuple(cut.get(dim, (0, size)) for dim, size in enumerate(self.global_shape))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's part."""
-        if self.dim is None:
-            return self.global_shape
-        head, tail = self.global_shape[: self.dim], self.global_shape[self.dim + 1 :]
-        return (*head, self.stop - self.start, *tail)
+        return tuple(stop - start for start, stop in self.bounds)
 
-    @property
-    def counts(self) -> bool:
-        """True if this rank counts the part where each element counts once (the gradient norm)."""
-        return self.dim is not None or self.group_rank == 0
+    def part_of(self, whole: Tensor) -> Tensor:
+        """Return the view of this rank's part in a tensor of the global shape."""
+        return whole[tuple(slice(*bounds) for bounds in self.bounds)]
 
 
 def cut_parameter(
-    shape: tuple[int, ...], dim: int | None, group: dist.ProcessGroup
+    shape: tuple[int, ...], **cuts: tuple[int, dist.ProcessGroup] | None
 ) -> nn.Parameter:
-    """Create an empty parameter for this rank's part of global `shape`, with its `cut` attached."""
-    rank, size = group.rank(), group.size()
-    start, stop = (0, 0) if dim is None else even_split(shape[dim], size, rank)
-    cut = Cut(tuple(shape), dim, start, stop, rank)
+    """Create an empty parameter for this rank's part of global `shape`, with its `cut` attached.
+
+    `cuts` has by role of the mesh the dim that is cut, and the group that cuts it.
+    """
+    parts = sorted(
+        CutPart(dim, role, *even_split(shape[dim], group.size(), group.rank()))
+        for role, over in cuts.items()
+        if over is not None
+        for dim, group in [over]
+    )
+    cut = Cut(tuple(shape), tuple(parts))
     parameter = nn.Parameter(torch.empty(cut.local_shape))
     parameter.cut = cut  # type: ignore[attr-defined]
     return parameter
@@ -60,6 +78,8 @@ def cut_of(parameter: nn.Parameter) -> Cut:
 class HeldParameter:
     """A parameter of this rank's stages, under its global name.
 
+    - `replicas`: the ranks whose gradients of it are averaged.
+    - `first`: of the tensor-parallel ranks with equal copies, this rank is the first.
     - `tied_across`: the weight's other copy is on another pipeline coordinate.
     - `copy`: it is the second of two tied copies, which is not counted, saved or reported.
     - `partial`: each tp rank's gradient is a partial sum; the engine sums it over tp.
@@ -68,21 +88,53 @@ class HeldParameter:
     name: str
     parameter: nn.Parameter
     spec: ParamSpec
+    replicas: Peers
+    first: bool = True
     tied_across: bool = False
     copy: bool = False
     partial: bool = False
 
     @property
     def cut(self) -> Cut:
-        """The part of the parameter on this tp rank."""
+        """This rank's part of the parameter, which ZeRO may shard over `replicas`."""
         return cut_of(self.parameter)
 
     @property
     def elements(self) -> int:
-        """The number of elements of this tp rank's part."""
+        """The number of elements of this rank's part."""
         return prod(self.cut.local_shape)
 
     @property
     def counts(self) -> bool:
         """True if this rank counts its elements where each of the model's counts once."""
-        return self.cut.counts and not self.copy
+        return self.first and not self.copy
+
+
+def held_parameters(
+    module: nn.Module,
+    specs: Iterable[ParamSpec],
+    mesh: Mesh,
+    *,
+    prefix: str = "",
+    sequence_parallel: bool = False,
+) -> Iterator[HeldParameter]:
+    """Yield the parameters of a module, which must be exactly those that `specs` declare.
+
+    `prefix` comes before their names.
+    """
+    declared, built = {p.name: p for p in specs}, dict(module.named_parameters())
+    assert declared.keys() == built.keys(), declared.keys() ^ built.keys()
+    sizes = {role: mesh.peers(role).size for role in ROLES}
+    for name, spec in declared.items():
+        cut = cut_of(built[name])
+        cuts = {part.dim: part.role for part in cut.parts}
+        assert (cut.global_shape, cuts) == (spec.shape, spec.cuts(sizes)), prefix + name
+        replicas, *others = map(mesh.peers, spec.replicated_over(sizes))
+        yield HeldParameter(
+            prefix + name,
+            built[name],
+            spec,
+            replicas,
+            first=all(peers.coord == 0 for peers in others),
+            partial=spec.is_partial(sizes, sequence_parallel),
+        )

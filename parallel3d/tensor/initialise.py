@@ -31,23 +31,19 @@ def fill(out: Tensor, start: int, spec: ParamSpec, name: str, cut: Cut, seed: in
     if spec.init.std == 0:
         out[: stop - start].fill_(spec.init.value)
         return
-    rows, columns = ((1,) * (2 - len(spec.shape)) + spec.shape)[-2:]
-    slabs = prod(spec.shape[:-2])
-    bounds = [(0, rows), (0, columns)]
-    if cut.dim is not None:
-        assert cut.dim >= len(spec.shape) - 2, "tensor parallelism cuts one of the last two dims"
-        bounds[cut.dim - len(spec.shape)] = (cut.start, cut.stop)
-    (r0, r1), (c0, c1) = bounds
+    *outer, rows, columns = (1, 1, *spec.shape)
+    *outer_bounds, (r0, r1), (c0, c1) = ((0, 1), (0, 1), *cut.bounds)
+    numbers = torch.arange(prod(outer)).view(outer)[tuple(slice(*b) for b in outer_bounds)]
     width = c1 - c0
     slab_numel = (r1 - r0) * width
-    for slab in range(slabs):
+    for slab, number in enumerate(numbers.flatten().tolist()):
         # The rows of this slab, counted from r0, that overlap the flat range.
         first = max(0, start - slab * slab_numel) // width
         last = -(-min(slab_numel, stop - slab * slab_numel) // width)
         row = r0 + first
         while row < r0 + last:
             end = min(r0 + last, (row // _tile(rows) + 1) * _tile(rows))
-            values = _band(name, seed, slab, row, end, c0, c1, rows, columns, spec.init.std)
+            values = _band(name, seed, number, row, end, c0, c1, rows, columns, spec.init.std)
             offset = slab * slab_numel + (row - r0) * width - start
             lo, hi = max(0, offset), min(stop - start, offset + values.numel())
             out[lo:hi].copy_(values.flatten()[lo - offset : hi - offset])

@@ -31,9 +31,9 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel, self.overlap = group, sequence_parallel, overlap
         layers = (fused,) if fused else ()
-        dim = len(layers)
-        self.weight = cut_parameter((*layers, out_features, in_features), dim, group)
-        self.bias = cut_parameter((*layers, out_features), dim, group) if bias else None
+        cut = len(layers), group
+        self.weight = cut_parameter((*layers, out_features, in_features), tensor=cut)
+        self.bias = cut_parameter((*layers, out_features), tensor=cut) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in], or its part of the sequence -> [..., fused * out / tp]."""
@@ -62,11 +62,11 @@ class GroupedColumnLinear(nn.Module):
         self.group, self.sequence_parallel, self.overlap = group, sequence_parallel, overlap
         self.heads, self.head_size = dict(heads), head_size
         for name, count in heads.items():
-            dim = 0 if count >= group.size() else None
-            weight = cut_parameter((count * head_size, in_features), dim, group)
+            cut = (0, group) if count >= group.size() else None
+            weight = cut_parameter((count * head_size, in_features), tensor=cut)
             self.register_parameter(f"{name}_weight", weight)
             if bias:
-                parameter = cut_parameter((count * head_size,), dim, group)
+                parameter = cut_parameter((count * head_size,), tensor=cut)
                 self.register_parameter(f"{name}_bias", parameter)
         self.has_bias = bias
 
@@ -110,8 +110,8 @@ class RowParallelLinear(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
-        self.weight = cut_parameter((out_features, in_features), 1, group)
-        self.bias = cut_parameter((out_features,), None, group) if bias else None
+        self.weight = cut_parameter((out_features, in_features), tensor=(1, group))
+        self.bias = cut_parameter((out_features,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in / tp] -> [..., out], the same on each rank, or its part of the sequence."""

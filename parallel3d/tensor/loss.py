@@ -5,14 +5,19 @@ Backward then recomputes the logits of each, which adds a third to the head's pr
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.model.head_cost import chunk_tokens
-from parallel3d.tensor.collectives import all_gather_sequence, all_reduce, reduce_scatter_sequence
+from parallel3d.tensor.collectives import (
+    Context,
+    all_gather_sequence,
+    all_reduce,
+    reduce_scatter_sequence,
+)
 from parallel3d.tensor.cross_entropy import (
     gradient_from_exponentials,
     gradient_from_logits,
@@ -34,6 +39,14 @@ def local_ids(tokens: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     return (tokens - start).masked_fill(outside, 0), outside
 
 
+class _LossContext(Context, Protocol):
+    weight: Tensor
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+    in_parts: bool
+    most_rows: int
+
+
 class _Loss(torch.autograd.Function):
     """-log softmax(x @ weight.T) at the label, in fp32.
 
@@ -44,7 +57,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, start: int, most_rows: int,
+        ctx: _LossContext, x: Tensor, weight: Tensor, labels: Tensor, start: int, most_rows: int,
         group: dist.ProcessGroup, sequence_parallel: bool,
     ) -> Tensor:  # fmt: skip
         """Return the loss of each label, [...] like `labels`.
@@ -78,7 +91,7 @@ class _Loss(torch.autograd.Function):
         return (total.log() - picked).view(labels.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, *tuple[None, ...]]:
+    def backward(ctx: _LossContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         backward = _in_parts if ctx.in_parts else _at_once
         grad_x, grad_weight = backward(ctx, grad.flatten().unsqueeze(-1))
         if grad_x is not None:
@@ -88,7 +101,7 @@ class _Loss(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None, None
 
 
-def _at_once(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _at_once(ctx: _LossContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients by x and weight from the saved gradient by the logits.
 
     `grad` [tokens, 1] is that by the losses. It multiplies tensors of the hidden size, not of the
@@ -106,7 +119,7 @@ def _at_once(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return grad_x, grad_weight
 
 
-def _in_parts(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _in_parts(ctx: _LossContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients by x and weight, recomputing the logits of each chunk.
 
     `grad` [tokens, 1] is that by the losses. The weight's gradient cannot be deferred, because its
@@ -147,7 +160,7 @@ def _parts(tokens: int, vocab: int) -> Iterator[slice]:
     return (slice(first, min(first + step, tokens)) for first in range(0, tokens, step))
 
 
-def _full_input(ctx: Any, x: Tensor) -> Tensor:
+def _full_input(ctx: _LossContext, x: Tensor) -> Tensor:
     """Return the input of all tokens, [tokens, size]."""
     return (all_gather_sequence(x, ctx.group) if ctx.sequence_parallel else x).flatten(0, -2)
 

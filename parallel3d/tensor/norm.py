@@ -1,6 +1,5 @@
 """Normalisation over the last dim, which is not cut by tensor parallelism."""
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.tensor.cut import cut_of, cut_parameter
@@ -8,13 +7,13 @@ from parallel3d.tensor.pointwise import layer_norm, rms_norm
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over the last dim; its parameters are replicated over the group."""
+    """LayerNorm over the last dim, with parameters that are not cut."""
 
-    def __init__(self, size: int, group: dist.ProcessGroup, eps: float) -> None:
+    def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = cut_parameter((size,), None, group)
-        self.bias = cut_parameter((size,), None, group)
+        self.weight = cut_parameter((size,))
+        self.bias = cut_parameter((size,))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]."""
@@ -25,12 +24,12 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) times a weight (arXiv:1910.07467), replicated over the group."""
+    """x / sqrt(mean(x^2) + eps) times a weight (arXiv:1910.07467), which is not cut."""
 
-    def __init__(self, size: int, group: dist.ProcessGroup, eps: float) -> None:
+    def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = cut_parameter((size,), None, group)
+        self.weight = cut_parameter((size,))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]."""

@@ -6,7 +6,7 @@ Their backward overlaps collectives with products, and can defer the weights' gr
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.tensor.collectives import (
+    Context,
     Pending,
     all_gather_sequence,
     start_all_gather,
@@ -24,6 +25,10 @@ from parallel3d.tensor.compiled import graph_break
 from parallel3d.tensor.weight_gradients import compute_or_defer, is_deferring
 
 
+class _LinearContext(Context, Protocol):
+    weight: Tensor
+
+
 class _Linear(torch.autograd.Function):
     """x @ weight.T with the *parameter itself* saved for backward.
 
@@ -32,13 +37,13 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: _LinearContext, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight = weight  # recomputation would save another tensor in its place
         return x @ weight.flatten(0, -2).t()  # [..., fused * out]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
@@ -63,6 +68,14 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 Rows = tuple[int, int] | None  # the rows [start, stop) of a weight that are used; None: all
 
 
+class _ColumnContext(Context, Protocol):
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+    overlap: bool
+    rows: Sequence[Rows]
+    weights: tuple[Tensor, ...]
+
+
 class _ColumnLinear(torch.autograd.Function):
     """Several products with one input (f of tensor parallelism), with one collective for all.
 
@@ -74,8 +87,8 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, overlap: bool,
-        rows: Sequence[Rows], *weights: Tensor,
+        ctx: _ColumnContext, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool,
+        overlap: bool, rows: Sequence[Rows], *weights: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.sequence_parallel, ctx.rows = group, sequence_parallel, rows
@@ -84,7 +97,7 @@ class _ColumnLinear(torch.autograd.Function):
         return tuple(full_x @ _used(w, r).t() for w, r in zip(weights, rows, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _ColumnContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients by the input and each weight from those by the outputs."""
         x, *weights = ctx.saved_tensors
         group, split, async_op = ctx.group, ctx.sequence_parallel, ctx.overlap
@@ -161,5 +174,8 @@ def column_linear(
 
 
 @graph_break("a collective of tensor parallelism")
-def _across(*inputs: Any) -> tuple[Tensor, ...]:
-    return _ColumnLinear.apply(*inputs)
+def _across(
+    x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, overlap: bool,
+    rows: Sequence[Rows], *weights: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _ColumnLinear.apply(x, group, sequence_parallel, overlap, rows, *weights)

@@ -26,15 +26,14 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
-        self.weight = cut_parameter((vocab_size, size), 0, group)
+        self.weight = cut_parameter((vocab_size, size), tensor=(0, group))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed tokens [..., seq] (int64), replicated over the group -> [..., seq, size].
 
         Under sequence parallelism return this rank's part, [..., seq / tp, size].
         """
-        cut = cut_of(self.weight)
-        local, outside = local_ids(tokens, cut.start, cut.stop)
+        local, outside = local_ids(tokens, *cut_of(self.weight).bounds[0])
         vectors = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0.0)
         return reduce_from_group(vectors, self.group, self.sequence_parallel)
 
@@ -49,7 +48,7 @@ class VocabParallelOutput(nn.Module):
         super().__init__()
         self.vocab_size, self.group = vocab_size, context.group
         self.sequence_parallel = context.sequence_parallel
-        self.weight = cut_parameter((vocab_size, size), 0, context.group)
+        self.weight = cut_parameter((vocab_size, size), tensor=(0, context.group))
 
     def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the mean loss [] in nats, or in evaluation each token's loss [batch, seq].

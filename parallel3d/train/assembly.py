@@ -94,7 +94,7 @@ def build(
     layers, pipeline = models.layers(config.model), config.pipeline
     shape = Shape(config.micro_batch_size, config.data.sequence_length)
     schedule = make_schedule(
-        pipeline.schedule, mesh.size("pp"), config.num_microbatches, pipeline.stages_per_rank
+        pipeline.schedule, mesh.pipeline.size, config.num_microbatches, pipeline.stages_per_rank
     )
     stages = build_stages(
         layers,

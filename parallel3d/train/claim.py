@@ -149,6 +149,5 @@ def _held(folder: Path, holder: Holder) -> str:
 
 def name_of(config: RunConfig) -> str:
     """Return the default name of a run, made of its model and its mesh."""
-    sizes = "x".join(str(getattr(config.mesh, axis)) for axis in ("pp", "dp", "tp"))
     model = config.model
-    return f"{model.family}-h{model.hidden_size}-l{model.num_hidden_layers}-{sizes}"
+    return f"{model.family}-h{model.hidden_size}-l{model.num_hidden_layers}-{config.mesh.sizes}"

@@ -29,7 +29,7 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
     Returns the exit code: 1 if the run does not fit into memory.
     """
     mesh = None if config.is_planned else config.mesh
-    own = mesh.pp * mesh.dp * mesh.tp if mesh and isinstance(mesh.dp, int) else launch.world_size
+    own = mesh.sizes.ranks if mesh and mesh.dp != "auto" else launch.world_size
     devices = devices or own
     refuse_impossible(config, devices)
     plan: Plan | None = None

@@ -80,7 +80,7 @@ class Evaluation:
             if self._stop.stopping:
                 return None
         # Every tp rank of the last stage adds the losses of its dp coordinate.
-        tp = self._mesh.size("tp")
+        tp = self._mesh.tensor.size
         total = np.array(self._mesh.sum_floats(sums)[:-1]) / tp
         if not samples.batches.weighs:
             return samples.loss(total)

@@ -43,7 +43,7 @@ class Feed:
     def __init__(self, config: RunConfig, mesh: Mesh, corpus: Corpus, schedule: Schedule) -> None:
         length = config.data.sequence_length
         self._config, self._mesh, self._end_of_text = config, mesh, corpus.end_of_text
-        owners, coord = schedule.pp_coord_of_stage, mesh.coord("pp")
+        owners, coord = schedule.pp_coord_of_stage, mesh.pipeline.coord
         used = {"tokens": owners[0] == coord, "labels": owners[-1] == coord}
         self._kinds = [name for name, is_used in used.items() if is_used]
         self._isolates = config.data.isolate_documents
@@ -137,10 +137,10 @@ class Feed:
         first = first_sample(
             start,
             0,
-            self._mesh.coord("dp"),
+            self._mesh.samples.coord,
             micro_batch=config.micro_batch_size,
             num_microbatches=config.num_microbatches,
-            dp=self._mesh.size("dp"),
+            dp=self._mesh.samples.size,
         )
         return first, config.micro_batch_size * config.num_microbatches
 

@@ -16,7 +16,7 @@ from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.data.evaluation_samples import held_out_samples
-from parallel3d.plan.report.plan_table import count
+from parallel3d.plan.report.plan_table import parameters
 from parallel3d.tensor.attention import log_kernel
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.evaluation import HELD_OUT
@@ -109,7 +109,7 @@ def print_placement(console: Console, config: RunConfig, parts: Assembly) -> Non
         *(["deterministic"] if config.train.deterministic else []),
     ]
     console.print(
-        f"model   {config.model.family}, {count(total)} parameters; {schedule.name}, "
+        f"model   {config.model.family}, {parameters(layers)}; {schedule.name}, "
         f"{schedule.num_microbatches} microbatches of {config.micro_batch_size} x "
         f"{config.data.sequence_length} tokens"
     )

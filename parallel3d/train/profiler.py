@@ -64,7 +64,7 @@ class Profiler:
         if tensorboard:
             self._tensorboard = run / "tensorboard" / "plugins" / "profile" / run.name
         if isinstance(chosen.ranks, str):
-            self._is_profiled = chosen.ranks == "all" or mesh.coord("dp") == 0
+            self._is_profiled = chosen.ranks == "all" or mesh.replicas.coord == 0
         else:
             self._is_profiled = mesh.rank in chosen.ranks
         self._is_pending = False  # steps were recorded, on some rank, and not written
@@ -128,8 +128,7 @@ class Profiler:
             self._mesh.barrier()
             ends.append(time.time())
         clock = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
-        coords = [self._mesh.coord(axis) for axis in ("pp", "dp", "tp")]
-        record = {"clock": clock, "ends": ends, "coords": coords}
+        record = {"clock": clock, "ends": ends, "coords": self._mesh.coords}
         record["steps"] = [asdict(step) for step in self._steps]
         sends = bool(self._steps) or self._mesh.rank == 0
         rows = dict(enumerate(gather_json(self._mesh, record if sends else None)))
@@ -146,7 +145,7 @@ class Profiler:
     def _write(self, lanes: list[Lane]) -> None:
         write_lanes(self._directory, lanes)
         schedule = self._executor.schedule
-        first = {lane.pp_dp_tp[0]: lane for lane in reversed(lanes)}
+        first = {lane.coords[0]: lane for lane in reversed(lanes)}
         if len(first) < schedule.pp_size:
             return
         spans = tuple(lane.spans(-1) for _, lane in sorted(first.items()))

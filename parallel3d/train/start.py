@@ -16,7 +16,7 @@ from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length, tokens_of_epoch
-from parallel3d.data.corpus import Corpus
+from parallel3d.data.corpus import Corpus, Place
 from parallel3d.data.lines import EMPTY
 from parallel3d.data.prepare import pack, prepare
 from parallel3d.data.prepare_progress import shown_progress
@@ -31,6 +31,7 @@ from parallel3d.mesh.join import STARTUP_TIMEOUT
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes, find_nodes, wait_until
 from parallel3d.mesh.pulse import rank as pulse
+from parallel3d.models.common import Pretrained, pretrained_of
 from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
 from parallel3d.plan.setting import leaves_weights_open, with_weights
 from parallel3d.train.assembly import Assembly
@@ -170,12 +171,12 @@ def check_machine(config: RunConfig, mesh: Mesh, nodes: Nodes, say: Say) -> None
 
     Called before the corpus and the model, which take long. Warns if a tp group spans hosts.
     """
-    if torn := nodes.torn(mesh.size("tp")):
+    if torn := nodes.torn(mesh.tensor.size):
         others = f", and {len(torn) - 1} more groups" if torn[1:] else ""
         say(
-            f"mesh    tp = {mesh.size('tp')} SPANS HOSTS: {nodes.in_words(torn[0])}{others}; every "
-            "layer waits for the network. Use a tp that divides the ranks of a node, and number "
-            "each node's ranks consecutively (srun --distribution=block)"
+            f"mesh    tp = {mesh.tensor.size} SPANS HOSTS: {nodes.in_words(torn[0])}{others}; "
+            "every layer waits for the network. Use a tp that divides the ranks of a node, and "
+            "number each node's ranks consecutively (srun --distribution=block)"
         )
 
     def look() -> None:
@@ -184,7 +185,7 @@ def check_machine(config: RunConfig, mesh: Mesh, nodes: Nodes, say: Say) -> None
         if mesh.device.type != "cpu":
             ask = getattr(torch.get_device_module(mesh.device), "mem_get_info", None)
             device = ask(mesh.device)[1] if ask else MOST_BYTES
-        refuse_impossible(config, mesh.size("world"), host + device)
+        refuse_impossible(config, mesh.world.size, host + device)
         for name in ("offload_optimizer", "offload_param"):
             section = getattr(config.zero_optimization, name)
             if section.device == "nvme":
@@ -202,7 +203,7 @@ def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -
     pulse.doing("opening the corpus, or waiting for it to be prepared")
     first, data = nodes.first(mesh.rank), config.data
 
-    def prepared() -> dict[str, Any] | None:
+    def prepared() -> Place | None:
         if mesh.rank != first:
             return None
         with nullcontext(no_progress) if console.quiet else shown_progress() as progress:
@@ -261,7 +262,7 @@ def _left_out(corpus: Corpus, what: str) -> Iterator[str]:
         yield f"        {what}: {describe_skips(skipped)}{where}"
 
 
-def refuse_different(places: list[dict[str, Any] | None], nodes: Nodes) -> None:
+def refuse_different(places: list[Place | None], nodes: Nodes) -> None:
     """Raise DataError on all ranks unless every node has prepared the same text.
 
     `places` has the description of the corpus by the first rank of each node, None for other ranks.
@@ -277,16 +278,17 @@ def refuse_different(places: list[dict[str, Any] | None], nodes: Nodes) -> None:
             )
 
 
-def _keys(place: dict[str, Any]) -> dict[str, str]:
+def _keys(place: Place) -> dict[str, str]:
     sets = {f"data.validation.{name}": part["key"] for name, part in place["validation"].items()}
     return {"the corpus": place["key"], **sets}
 
 
 def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -> Path | None:
     """Return the folder of model.from_pretrained, if set; report it, and warn of its tokenizer."""
-    origin = getattr(config.model, "from_pretrained", None)
+    origin = pretrained_of(config.model)
     if origin is None:
         return None
+    assert isinstance(origin, Pretrained), "it was resolved with the config"
     folder = find_weights(config.model, mesh)
     at = f" at {origin.revision}" if origin.revision else ""
     say(f"weights of {origin.folder}{at}")

@@ -195,12 +195,11 @@ def join(config: RunConfig, launch: Launch) -> "Mesh":
     """Join the mesh of a resolved config, watched by a sentry process."""
     from parallel3d.mesh.mesh import Mesh  # it loads torch, which is slow
 
-    sizes = config.mesh
     if config.train.deterministic:
         from parallel3d.mesh.device import pin_collectives
 
         pin_collectives()
-    return Mesh(sizes.pp, int(sizes.dp), sizes.tp, launch, watched=True)
+    return Mesh(*config.mesh.sizes, launch, watched=True)
 
 
 def meet_at_the_end(mesh: "Mesh") -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from parallel3d.base.atomic import replaced
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.mesh_sizes import AXES
 from parallel3d.schedule.schedule import Action, Span
 
 LANES, TIMELINE = "lanes.json", "timeline.json"
@@ -32,7 +33,7 @@ class Lane:
     """The recorded steps of one rank, and how many seconds its clock is ahead of rank 0's."""
 
     rank: int
-    pp_dp_tp: tuple[int, int, int]
+    coords: tuple[int, ...]  # along AXES
     steps: list[Step]
     ahead: float
 
@@ -86,8 +87,8 @@ def _write(folder: Path, lanes: list[Lane], with_trace: Iterable[Lane]) -> Path:
 
 def _own_events(lane: Lane, origin: float) -> Iterator[dict[str, Any]]:
     """Yield a rank's name, steps and actions as trace events, in microseconds since `origin`."""
-    pp, dp, tp = lane.pp_dp_tp
-    name = f"rank {lane.rank} (pp {pp}, dp {dp}, tp {tp})"
+    coords = (f"{axis} {coord}" for axis, coord in zip(AXES, lane.coords, strict=True))
+    name = f"rank {lane.rank} ({', '.join(coords)})"
     yield _name("process", lane.rank, 0, name)
     yield _name("thread", lane.rank, 0, "pipeline")
     zero = origin + lane.ahead

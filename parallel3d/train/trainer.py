@@ -149,7 +149,7 @@ class Trainer:
             result.steps = step + 1
             # Every tp rank of the last stage reports the loss of its dp coordinate.
             result.loss = sum(row.loss for row in rows) / (
-                self.mesh.size("dp") * self.mesh.size("tp")
+                self.mesh.replicas.size * self.mesh.tensor.size
             )
             losses.append(result.loss)
             result.peak_memory_bytes = [int(row.memory) for row in rows]
@@ -259,7 +259,7 @@ class Trainer:
         Padding is none of the tokens.
         """
         rate_of_tokens = tokens / seconds
-        flops = rate_of_tokens * self.flops_per_token / self.mesh.size("world")
+        flops = rate_of_tokens * self.flops_per_token / self.mesh.world.size
         return rate_of_tokens, flops / 1e12, flops / self.peak_flops if self.peak_flops else None
 
     def _report(

@@ -85,15 +85,15 @@ class StepWatch:
         self._steps += 1
 
     def _show_times(self, step: int) -> None:
-        own = [self._mesh.coord("pp"), *(s / self._steps for s in self._sums.values())]
+        own = [self._mesh.pipeline.coord, *(s / self._steps for s in self._sums.values())]
         rows = self._mesh.gather_floats(own)
-        for pp in range(self._mesh.size("pp")):
+        for pp in range(self._mesh.pipeline.size):
             stage_rows = [row[1:] for row in rows if row[0] == pp]
             means = [
                 1e3 * sum(column) / len(stage_rows) for column in zip(*stage_rows, strict=True)
             ]
             words = " + ".join(f"{n} {ms:.1f}" for n, ms in zip(PARTS, means, strict=True))
-            place = f"pp {pp}, " if self._mesh.size("pp") > 1 else ""
+            place = f"pp {pp}, " if self._mesh.pipeline.size > 1 else ""
             over = f"mean of {self._steps}"
             self._say(f"time    step {step}, {place}{over}: {sum(means):.1f} ms = {words}")
         self._sums, self._steps = dict.fromkeys(PARTS, 0.0), 0
@@ -101,9 +101,9 @@ class StepWatch:
     def _show_traffic(self, step: int, traffic: Traffic) -> None:
         """Print the traffic of the first rank of each stage; its other ranks do the same."""
         mesh = self._mesh
-        is_first = mesh.coord("dp") == mesh.coord("tp") == 0
+        is_first = mesh.replicas.coord == mesh.tensor.coord == 0
         calls = [asdict(c) for c in traffic.calls]
-        everyone = gather_json(mesh, [mesh.coord("pp"), calls] if is_first else None)
+        everyone = gather_json(mesh, [mesh.pipeline.coord, calls] if is_first else None)
         self._say(f"comms   step {step}, one rank of each stage; MiB of full messages")
         self._say("        pp  group     ranks  operation       calls          MiB")
         for pp, calls in filter(None, everyone):
@@ -125,7 +125,7 @@ class StepWatch:
                 totals[i] += value
         forward = sum(row[2] for row in kinds.values())
         train, tokens = parts.flops_per_token, config.tokens_per_step
-        rate = train * tokens / seconds / self._mesh.size("world") / 1e12
+        rate = train * tokens / seconds / self._mesh.world.size / 1e12
         lines = [
             "flops   counted as for MFU: matrix products and full attention, without recomputation",
             "        (parallel3d's own count, not DeepSpeed's profiler)",

@@ -173,7 +173,7 @@ def checked(
 
     Raises TrainingError if a rank fails.
     """
-    size = config.mesh.pp * int(config.mesh.dp) * config.mesh.tp
+    size = config.mesh.sizes.ranks
     findings: list[RankFindings] = run_locally(
         function or check, size, config, reference, task, timeout=timeout
     )
@@ -192,7 +192,7 @@ def checked(
 
 def check(rank: int, config: RunConfig, reference: Reference, task: CaseTask) -> RankFindings:
     """Train a small config on its course as one rank and compare with the reference."""
-    mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp)
+    mesh = Mesh(*config.mesh.sizes)
     torch.set_num_threads(1)  # more threads slow such small products down
     with swapping_small_tensors(2 * BLOCK), low_thresholds(config):
         parts = assemble(config, mesh, seed=SEED)
@@ -323,7 +323,7 @@ class CaseRun:
             return 0.0
         schedule, expected = self.reference.schedule, self.reference.rates
         off = max(abs(rate(schedule, step) - lr) for step, lr in enumerate(expected))
-        return off / schedule.optimizer.params.lr
+        return off / float(schedule.optimizer.params.lr)
 
     def _compare(self, batch: list[Microbatch], step: int) -> None:
         """Record the share of a step's tokens, labels and positions that differ from the course."""
@@ -340,7 +340,7 @@ class CaseRun:
     def _mean(self, local: torch.Tensor | float) -> float:
         """Return the mean over dp of a loss that the last stage's tp ranks hold (others hold 0)."""
         everyone = self.mesh.gather_floats([local])
-        return sum(row[0] for row in everyone) / (self.mesh.size("dp") * self.mesh.size("tp"))
+        return sum(row[0] for row in everyone) / (self.mesh.replicas.size * self.mesh.tensor.size)
 
     def _evaluated(self, batch: list[Microbatch], drops: bool) -> float:
         """Return the mean loss of a batch in evaluation, where dropout must be off."""
@@ -352,7 +352,7 @@ class CaseRun:
 
     def _dropped(self, batch: list[Microbatch], step: int) -> Masks:
         """Run a step with dropout on and return the masks it drew."""
-        coords = self.mesh.coord("dp"), self.mesh.coord("tp")
+        coords = self.mesh.samples.coord, self.mesh.tensor.coord
         split = self.config.mesh.sequence_parallel
         with watched(self.parts.stages.module, coords, split, DROPOUT) as masks:
             self.parts.executor.run(batch, step)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.config import HasKeyValueHeads, ModelConfig
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.scaling.coordinates import (
     CHANGE,
@@ -58,7 +59,7 @@ def check_coordinates(
     sizes: dict[int, list[Sizes]] = {width: [] for width in configs}
     for turn in range(ROUNDS):
         for width, small in configs.items():
-            ranks = small.mesh.pp * int(small.mesh.dp) * small.mesh.tp
+            ranks = small.mesh.sizes.ranks
             for seed in range(turn * seeds, (turn + 1) * seeds):
                 sums = run_locally(_measure_on_rank, ranks, small, seed, timeout=1800)
                 sizes[width].append(_merged(sums))
@@ -79,9 +80,8 @@ def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
     stays; otherwise their size stays and their number grows. Raises ConfigError if the heads do not
     divide the width.
     """
-    mesh = config.mesh
-    sizes = mesh.pp, 1 if mesh.dp == "auto" else mesh.dp, mesh.tp
-    share = sizes[1] * min(config.num_microbatches, MICROBATCHES)
+    sizes = config.mesh.sizes
+    share = sizes.dp * min(config.num_microbatches, MICROBATCHES)
     small = shrink(config, (sizes,), batch=lcm(BATCH, share))[sizes]
     model, raw = config.model, small.to_dict()
     settings = parametrization_of(model)
@@ -90,7 +90,7 @@ def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
         heads = settings.base_width // settings.base_head_size
     if width % heads:
         raise ConfigError(f"--widths {width}: must be a multiple of the model's {heads} heads")
-    stages = mesh.pp * config.pipeline.stages_per_rank
+    stages = sizes.pp * config.pipeline.stages_per_rank
     changed = {
         "num_hidden_layers": max(BLOCKS, stages - 1),
         "hidden_size": width,
@@ -104,20 +104,15 @@ def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
     block["model"] |= {name: value for name, value in changed.items() if name in block["model"]}
     block["data"]["sequence_length"] = LENGTH
     block["train"]["steps"] = steps
-    adam = config.optimizer.params
-    raw["optimizer"]["params"] |= {
-        "lr": adam.lr,
-        "eps": adam.eps,
-        "weight_decay": adam.weight_decay,
-    }
+    raw["optimizer"]["params"] = config.optimizer.params.model_dump(mode="json")
     raw["gradient_clipping"] = 0.0
     where = f"the config at --widths {width}"
-    return RunConfig.from_dict(raw, where).resolve(sizes[0] * sizes[1] * sizes[2])
+    return RunConfig.from_dict(raw, where).resolve(sizes.ranks)
 
 
-def _kv_heads(model: Any, heads: int) -> int | None:
+def _kv_heads(model: ModelConfig, heads: int) -> int | None:
     """Keep the config's queries per key/value head if that divides the heads; else one each."""
-    kv_heads = getattr(model, "num_key_value_heads", None)
+    kv_heads = model.num_key_value_heads if isinstance(model, HasKeyValueHeads) else None
     if kv_heads is None:
         return None
     fewer = max(1, heads * kv_heads // model.num_attention_heads)
@@ -126,9 +121,8 @@ def _kv_heads(model: Any, heads: int) -> int | None:
 
 def _measure_on_rank(rank: int, config: RunConfig, seed: int) -> Sums:
     """Train as one rank and return sums over its part of each layer's activations."""
-    assert isinstance(config.mesh.dp, int)
-    torch.set_num_threads(1 if config.mesh.pp * config.mesh.dp * config.mesh.tp > 1 else 2)
-    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    torch.set_num_threads(1 if config.mesh.sizes.ranks > 1 else 2)
+    mesh = Mesh(*config.mesh.sizes)
     parts = assemble(config, mesh, seed=seed)
     batch = microbatches(_batch(config), config, mesh)
     with _activations(parts) as now:

@@ -1,9 +1,11 @@
 """A list of what a run of verify proves about a config, and what it does not look at."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from parallel3d.config import RunConfig
 from parallel3d.config.data import weight_changes
+from parallel3d.model.parametrization import parametrization_of
+from parallel3d.models.common import pretrained_of
 from parallel3d.verify.shrink import LONG, drops_out
 
 PROVED, ELSEWHERE, NOT_PROVED = "proved", "tested elsewhere", "not proved"
@@ -28,20 +30,20 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         config.data,
         config.model,
     )
-    mup = getattr(getattr(model, "parametrization", None), "type", "standard") != "standard"
+    mup = parametrization_of(model).type != "standard"
     parts = data.mixture if data.source == "mixture" else (data,)
     changes = any(len(weight_changes(part)) > 1 for part in parts)
     weighs = any(part.label_field or part.weight_field for part in parts)
     devices = (zero.offload_optimizer.device, zero.offload_param.device)
     # Whether the config has it, its name, and the test that has it if it is not proved here.
-    rows: tuple[tuple[Any, str, str], ...] = (
+    rows: tuple[tuple[object, str, str], ...] = (
         (True, f"pipeline.schedule = {pipeline.schedule}", ""),
         (True, f"pipeline.weights = {pipeline.weights}", ""),
         (True, f"activation_checkpointing = {pipeline.activation_checkpointing}", ""),
         (True, f"ZeRO stage {zero.stage}", ""),
         (devices != ("none", "none"), f"offload to {', '.join(devices)}", ""),
         (True, f"precision {config.precision}", ""),
-        (config.optimizer.params.weight_decay, "which parameters decay", ""),
+        (getattr(config.optimizer.params, "weight_decay", 0), "which parameters decay", ""),
         (config.gradient_clipping, "gradient_clipping", ""),
         (not config.scheduler, f"train.lr_schedule.type = {config.train.lr_schedule.type}", ""),
         (config.scheduler, "scheduler", "tests/config/test_learning_rates.py"),
@@ -53,7 +55,7 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (drops_out(config), "where dropout's masks agree and differ", ""),
         (drops_out(config), "dropout's scale", "tests/tensor/test_dropout.py"),
         (
-            getattr(model, "from_pretrained", None),
+            pretrained_of(model),
             "import of model.from_pretrained",
             "tests/huggingface/test_import.py",
         ),

@@ -151,18 +151,19 @@ def kinds(reference: Any) -> dict[str, str]:
 def optimizer_groups(
     reference: Any, config: Any, masters: dict[str, Tensor]
 ) -> list[dict[str, Any]]:
-    """Return AdamW's group of each master weight; `rate` multiplies the learning rate.
+    """Return the optimizer's group of each master weight; `rate` multiplies the learning rate.
 
     Matrices and tables decay, vectors do not (docs/add-a-model.md). Under muP a matrix has the
     rate over and the decay times the width; over depth, eps falls, too (docs/scaling.md).
     """
     wider, deeper = widths(config.model)
     transfers = getattr(getattr(config.model, "parametrization", None), "base_depth", None)
-    adam, groups = config.optimizer.params, []
+    params, groups = config.optimizer.params, []
     for name, kind in kinds(reference).items():
         if name not in masters:  # a tied copy
             continue
-        eps, decay, is_matrix = adam.eps, adam.weight_decay, kind in ("matrix", "residual")
+        eps, decay = (getattr(params, key, 0.0) for key in ("eps", "weight_decay"))
+        is_matrix = kind in ("matrix", "residual")
         if transfers is not None:
             eps /= wider * (1 if kind == "table" else deeper)
         if kind in ("bias", "gain"):

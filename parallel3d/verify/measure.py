@@ -10,9 +10,10 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from parallel3d.config import RunConfig, ZeroConfig
+from parallel3d.config import RunConfig
 from parallel3d.engine.op_builds import load_async_io, load_cpu_adam
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model import optimizers
 from parallel3d.model.spec import tied_names
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.tensor.segments import Segments
@@ -71,12 +72,13 @@ def compile_operators(config: RunConfig) -> None:
     """
     zero = config.zero_optimization
     if zero.offload_optimizer.device != "none" or zero.offload_param.device == "nvme":
-        run_locally(_compile_operators, 1, zero, timeout=1800)
+        run_locally(_compile_operators, 1, config, timeout=1800)
 
 
-def _compile_operators(rank: int, zero: ZeroConfig) -> None:
+def _compile_operators(rank: int, config: RunConfig) -> None:
     mesh, say = Mesh(), partial(print, file=sys.stderr, flush=True)
-    if zero.offload_optimizer.device != "none":
+    zero, uses_adam = config.zero_optimization, optimizers.load(config.optimizer.file).CPU_ADAM
+    if uses_adam and zero.offload_optimizer.device != "none":
         load_cpu_adam(mesh, say)
     if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
         load_async_io(mesh, say)
@@ -104,7 +106,7 @@ def worst(errors: Any) -> float:
 def microbatches(batch: Sequence[Tensor | None], config: RunConfig, mesh: Mesh) -> list[Microbatch]:
     """Return the microbatches of this dp coordinate from a global batch."""
     share = config.micro_batch_size * config.num_microbatches
-    start = share * mesh.coord("dp")
+    start = share * mesh.samples.coord
 
     def cut(x: Tensor) -> list[Tensor]:
         return list(x[start : start + share].split(config.micro_batch_size))
@@ -134,9 +136,7 @@ def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> d
             name, cut = originals.get(held.name, held.name), held.cut
             expected = file.get_tensor(name)
             start = first.get(name, expected)
-            if cut.dim is not None:
-                where = cut.dim, cut.start, cut.stop - cut.start
-                expected, start = expected.narrow(*where), start.narrow(*where)
+            expected, start = cut.part_of(expected), cut.part_of(start)
             difference = parts.engine.full_parameter(held).cpu() - expected
             largest = worst([largest, float(difference.abs().max())])
             squared_distance += float(difference.square().sum())

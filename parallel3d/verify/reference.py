@@ -18,14 +18,18 @@ from torch import Tensor, nn
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.config.data import weight_changes
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
+from parallel3d.model import optimizers
+from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import named_params
+from parallel3d.models.common import head_size_of
 from parallel3d.tensor.cut import Cut
 from parallel3d.tensor.initialise import fill
 from parallel3d.verify import definitions
-from parallel3d.verify.shrink import LONG, SEQUENCE_LENGTH, Sizes, shrink
+from parallel3d.verify.shrink import LONG, SEQUENCE_LENGTH, shrink
 
 SEED = 0
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -150,7 +154,7 @@ def first_weights(config: RunConfig) -> dict[str, Tensor]:
     weights = {}
     for name, spec in named_params(models.layers(config.model)).items():
         flat = torch.empty(spec.numel)
-        fill(flat, 0, spec, name, Cut(spec.shape, None, 0, 0, 0), SEED)
+        fill(flat, 0, spec, name, Cut(spec.shape), SEED)
         weights[name] = flat.view(spec.shape)
     return weights
 
@@ -158,10 +162,10 @@ def first_weights(config: RunConfig) -> dict[str, Tensor]:
 def train_reference(
     config: RunConfig, folder: Path, course: Course, *, rows: int | None = None
 ) -> Reference:
-    """Train the small model with transformers and torch's AdamW.
+    """Train the small model with transformers and the optimizer in plain PyTorch.
 
     A config of fp32 is trained in fp64. Half precision follows the config's own plan: products in
-    it, masters, added gradients, clipping and Adam in fp32. `rows`: samples that are computed
+    it, masters, added gradients, clipping and the update in fp32. `rows`: samples that are computed
     together; with it attention has torch's fused kernel, so sums have another order.
 
     Raises ConfigError for a family without a transformers model.
@@ -174,8 +178,8 @@ def train_reference(
 
 
 def prepare(
-    config: RunConfig, meshes: Sequence[Sizes], folder: Path
-) -> tuple[dict[Sizes, RunConfig], Reference]:
+    config: RunConfig, meshes: Sequence[MeshSizes], folder: Path
+) -> tuple[dict[MeshSizes, RunConfig], Reference]:
     """Return the small config of each mesh and their common reference, trained on the course.
 
     If the config clips, the limit lies between the gradient norms of the quiet steps and the loud
@@ -198,7 +202,7 @@ def prepare(
     return small, replace(reference, schedule=schedule, rates=rates)
 
 
-def prepare_long(config: RunConfig, mesh: Sizes, folder: Path) -> tuple[RunConfig, Reference]:
+def prepare_long(config: RunConfig, mesh: MeshSizes, folder: Path) -> tuple[RunConfig, Reference]:
     """Return the config of one step with long sequences and large ids on a mesh, and its reference.
 
     Raises ConfigError.
@@ -252,7 +256,7 @@ def schedule_of(config: RunConfig, small: RunConfig) -> RunConfig:
         | {"warmup_steps": warmup, "decay_steps": decay and min(decay, steps - warmup)},
     }
     schedule = RunConfig.from_dict(raw, "the config's schedule")
-    return schedule.resolve(small.mesh.pp * int(small.mesh.dp) * small.mesh.tp)
+    return schedule.resolve(small.mesh.sizes.ranks)
 
 
 def losses_of(
@@ -265,7 +269,7 @@ def losses_of(
     return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
 
 
-def in_our_names(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_our_names(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return uncut tensors of transformers under our global names, without tied copies.
 
     Inverts the family's `to_huggingface` by mapping the index of each element. Raises KeyError if a
@@ -304,10 +308,8 @@ def _loaded(
     missing, unexpected = model.load_state_dict(state_dict, strict=False)
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     assert not unexpected and set(missing) <= tied, (missing, unexpected)
-    head_size = getattr(config.model, "head_size", None)
-    heads = config.model.num_attention_heads
     try:
-        definitions.multiply(model, config.model, head_size or config.model.hidden_size // heads)
+        definitions.multiply(model, config.model, head_size_of(config.model))
     except ValueError as error:
         raise ConfigError(
             f"parallel3d.model.parametrization: {type(model).__name__} has no attention scale to "
@@ -324,14 +326,14 @@ def train_model(
     course: Course,
     rows: int | None = None,
 ) -> Reference:
-    """Train a model of transformers with torch's AdamW and save its weights under our names."""
+    """Train a model of transformers in plain PyTorch and save its weights under our names."""
     start = definitions.start_error(model, config.model)
     masters = named = dict(model.named_parameters())
     if config.precision in HALF:
         masters = {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
     scale = _SCALE if config.precision == "fp16" else 1.0
     groups = definitions.optimizer_groups(model, config, masters)
-    optimizer = torch.optim.AdamW(groups, betas=config.optimizer.params.betas, foreach=False)
+    optimizer = optimizers.load(config.optimizer.file).reference(groups, config.optimizer.params)
     losses, norms = [], []
     limit = config.gradient_clipping or float("inf")
     for batch, lr in zip(course.steps, course.rates, strict=True):

@@ -1,21 +1,23 @@
 """Shrink a config: sizes become small; every setting that could change the numbers stays."""
 
-import re
 from collections.abc import Sequence
 from itertools import product
 from math import lcm, prod
 from typing import Any, NamedTuple
 
+from parallel3d import models
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
+from parallel3d.model import optimizers
+from parallel3d.model.config import HasKeyValueHeads, ModelConfig
 from parallel3d.schedule import schedules
-
-Sizes = tuple[int, int, int]  # pp, dp, tp
 
 SEQUENCE_LENGTH, VOCAB_SIZE, HEAD_SIZE = 16, 261, 8  # no vocabulary size that 2 or 4 divides
 ALWAYS_CLIPPED = 0.02
-STEPS, MICROBATCHES, LEARNING_RATE, WARMUP_STEPS = 3, 4, 3e-4, 2
-WEIGHT_DECAY = 5.0  # if the config decays; a mistake in 0.1 would move nothing in three steps
+STEPS, MICROBATCHES, WARMUP_STEPS = 3, 4, 2
+# Learning rate x decay, if the config decays; a mistake in less would move nothing in three steps.
+DECAY_PER_STEP = 5 * 3e-4
 DECAY = {"warmup_steps": 1, "min_ratio": 0.5}  # so that the last step still trains
 SCHEDULES: dict[str, dict[str, float]] = {
     "constant": {"warmup_steps": WARMUP_STEPS},
@@ -24,15 +26,8 @@ SCHEDULES: dict[str, dict[str, float]] = {
     "wsd": DECAY | {"decay_steps": STEPS - 1},
 }
 EPS = 1e-6  # minimum; with Adam's 1e-8 rounding alone moves weights whose gradient is nearly 0
-MESHES: tuple[Sizes, ...] = (
-    (1, 1, 1),
-    (1, 4, 1),
-    (1, 1, 4),
-    (4, 1, 1),
-    (2, 2, 1),
-    (2, 1, 2),
-    (1, 2, 2),
-    (2, 2, 2),
+MESHES = tuple(
+    map(MeshSizes.parse, ("1x1x1", "1x4x1", "1x1x4", "4x1x1", "2x2x1", "2x1x2", "1x2x2", "2x2x2"))
 )
 MOST_RANKS = 64  # processes on one machine
 # By default ZeRO-3 would not partition a model this small.
@@ -64,31 +59,31 @@ SHORT = Extent()
 LONG = Extent(1, 272, 2**16 + 261, 0.15)
 
 
-def parse_meshes(text: str) -> tuple[Sizes, ...]:
+def parse_meshes(text: str) -> tuple[MeshSizes, ...]:
     """Parse "1x1x1,2x2x2" into meshes, pp x dp x tp. Raises ConfigError."""
     meshes = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*([1-9][0-9]*)x([1-9][0-9]*)x([1-9][0-9]*)\s*", part)
-        if match is None:
-            raise ConfigError(f"--meshes {part!r}: must be pp x dp x tp, for example 2x2x1")
-        pp, dp, tp = map(int, match.groups())
-        if pp * dp * tp > MOST_RANKS:
+        try:
+            mesh = MeshSizes.parse(part.strip())
+        except ValueError as error:
+            raise ConfigError(f"--meshes {error}") from None
+        if mesh.ranks > MOST_RANKS:
             raise ConfigError(
-                f"--meshes {part!r}: needs {pp * dp * tp:,} processes, but verify starts at most "
+                f"--meshes {part!r}: needs {mesh.ranks:,} processes, but verify starts at most "
                 f"{MOST_RANKS} on one machine; use a smaller mesh"
             )
-        meshes.append((pp, dp, tp))
+        meshes.append(mesh)
     return tuple(meshes)
 
 
 def shrink(
     config: RunConfig,
-    meshes: tuple[Sizes, ...],
+    meshes: Sequence[MeshSizes],
     folder: str = "",
     batch: int | None = None,
     clipping: float = ALWAYS_CLIPPED,
     extent: Extent = SHORT,
-) -> dict[Sizes, RunConfig]:
+) -> dict[MeshSizes, RunConfig]:
     """Return the small config of each mesh; all train the same model on the same global batches.
 
     Learning rate, decay, clipping and eps are fixed so that one tolerance fits every config.
@@ -122,10 +117,12 @@ def shrink(
     }
     raw.pop("scheduler", None)
     raw["gradient_clipping"] = clipping if config.gradient_clipping else 0.0
-    raw["optimizer"]["params"]["lr"] = LEARNING_RATE
-    raw["optimizer"]["params"]["eps"] = max(EPS, config.optimizer.params.eps)
-    if config.optimizer.params.weight_decay:
-        raw["optimizer"]["params"]["weight_decay"] = WEIGHT_DECAY
+    params = raw["optimizer"]["params"]
+    params["lr"] = optimizers.load(config.optimizer.file).VERIFY_LR
+    if "eps" in params:
+        params["eps"] = max(EPS, params["eps"])
+    if params.get("weight_decay"):
+        params["weight_decay"] = DECAY_PER_STEP / params["lr"]
     if config.precision == "fp16":
         raw["fp16"] |= GROWING_SCALE
     raw["zero_optimization"] |= NO_THRESHOLDS | BUCKETS
@@ -138,19 +135,19 @@ def shrink(
     microbatches = min(config.num_microbatches, MICROBATCHES)
     samples = 1 if extent.sequence_length > SEQUENCE_LENGTH else 2
     batch = batch or samples * microbatches * lcm(*(dp for _, dp, _ in meshes))
-    return {mesh: _on_mesh(raw, mesh, microbatches, batch) for mesh in meshes}
+    return {mesh: _on_mesh(raw, MeshSizes(*mesh), microbatches, batch) for mesh in meshes}
 
 
 def drops_out(config: RunConfig) -> bool:
     """Return True if a config trains with dropout."""
-    model = config.model
-    return any(getattr(model, n) > 0 for n in type(model).model_fields if n.endswith("_pdrop"))
+    settings = config.model.model_dump().items()
+    return any(value != 0 for name, value in settings if name.endswith("_pdrop"))
 
 
-def resuming_pair(meshes: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
+def resuming_pair(meshes: Sequence[MeshSizes]) -> tuple[MeshSizes, MeshSizes]:
     """Return the meshes to save on and to resume on: most axes differ, and few ranks are used."""
 
-    def rank(pair: tuple[Sizes, Sizes]) -> tuple[int, int, int]:
+    def rank(pair: tuple[MeshSizes, MeshSizes]) -> tuple[int, int, int]:
         saved, resumed = pair
         differ = sum(a != b for a, b in zip(saved, resumed, strict=True))
         return -differ, -min(prod(resumed), 2), prod(resumed)
@@ -158,57 +155,57 @@ def resuming_pair(meshes: Sequence[Sizes]) -> tuple[Sizes, Sizes]:
     return min(product(meshes, meshes), key=rank)
 
 
-def why_not(config: RunConfig, mesh: Sizes) -> str | None:
+def why_not(config: RunConfig, mesh: MeshSizes) -> str | None:
     """Return why a config's schedule cannot run on a mesh, or None if it can."""
     pipeline = config.pipeline
     microbatches = min(config.num_microbatches, MICROBATCHES)
     return schedules.load(pipeline.schedule).invalid(
-        mesh[0], microbatches, pipeline.stages_per_rank
+        mesh.pp, microbatches, pipeline.stages_per_rank
     )
 
 
-def _on_mesh(raw: dict[str, Any], mesh: Sizes, microbatches: int, batch: int) -> RunConfig:
-    pp, dp, tp = mesh
+def _on_mesh(raw: dict[str, Any], mesh: MeshSizes, microbatches: int, batch: int) -> RunConfig:
     block = raw["parallel3d"]
-    sizes = block["mesh"] | {"pp": pp, "dp": dp, "tp": tp}
+    sizes = block["mesh"] | mesh._asdict()
     changed = raw | {
         "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": batch // (dp * microbatches),
+        "train_micro_batch_size_per_gpu": batch // (mesh.dp * microbatches),
         "gradient_accumulation_steps": microbatches,
         "parallel3d": block | {"mesh": sizes},
     }
-    source = f"the config, shrunk for mesh {pp}x{dp}x{tp}"
-    return RunConfig.from_dict(changed, source).resolve(pp * dp * tp)
+    source = f"the config, shrunk for mesh {mesh}"
+    return RunConfig.from_dict(changed, source).resolve(mesh.ranks)
 
 
-def _small_model(model: Any, stages: int, tp_sizes: list[int], extent: Extent) -> dict[str, Any]:
-    """Return small sizes under the names of Hugging Face's configs; other settings stay."""
+def _small_model(
+    model: ModelConfig, stages: int, tp_sizes: list[int], extent: Extent
+) -> dict[str, object]:
+    """Return small sizes under the names of Hugging Face's configs; other settings stay.
+
+    A family's `small` in its spec.py has the last word on its own settings.
+    """
+    settings = model.model_dump()
     widest = lcm(*tp_sizes)
     heads, queries = widest, 1
-    kv_heads = getattr(model, "num_key_value_heads", None)
+    kv_heads = model.num_key_value_heads if isinstance(model, HasKeyValueHeads) else None
     if kv_heads is not None:
         queries = model.num_attention_heads // kv_heads
         # As few key/value heads as possible: fewer than tp ranks breaks most often.
         counts = (n for n in range(min(2, kv_heads), 2 * widest + 1) if n * queries % widest == 0)
         kv_heads = next(n for n in counts if all(n % tp == 0 or tp % n == 0 for tp in tp_sizes))
         heads = kv_heads * queries
-    head_dim = getattr(model, "head_dim", None)
-    small: dict[str, Any] = {
+    small: dict[str, object] = {
         "hidden_size": heads * HEAD_SIZE,
         "num_attention_heads": heads,
         # With the embedding and the head, one layer more than the stages divide evenly.
         "num_hidden_layers": max(3, stages - 1),
         "vocab_size": extent.vocab_size,
         "max_position_embeddings": extent.sequence_length,
-        "initializer_range": extent.initializer_range or getattr(model, "initializer_range", None),
+        "initializer_range": extent.initializer_range or settings.get("initializer_range"),
         "num_key_value_heads": kv_heads,
         "intermediate_size": 12 * heads,
-        "head_dim": None if head_dim is None else 2 * HEAD_SIZE,
+        "head_dim": None if settings.get("head_dim") is None else 2 * HEAD_SIZE,
     }
-    small |= {name: 0.0 for name in type(model).model_fields if name.endswith("_pdrop")}
-    scaling = getattr(model, "rope_scaling", None)
-    if scaling is not None and hasattr(scaling, "original_max_position_embeddings"):
-        small["rope_scaling"] = scaling.model_dump(mode="json") | {
-            "original_max_position_embeddings": extent.sequence_length // 2
-        }
-    return {name: value for name, value in small.items() if name in type(model).model_fields}
+    small |= {name: 0.0 for name in settings if name.endswith("_pdrop")}
+    small = {name: value for name, value in small.items() if name in settings}
+    return small | models.small(model.model_copy(update=small), tp_sizes)

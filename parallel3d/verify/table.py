@@ -1,7 +1,6 @@
 """The report of verify: run every mesh and print its differences from the reference."""
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,20 @@ from rich.console import Console
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError, TrainingError
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.verify import coverage
 from parallel3d.verify.case import CaseTask, checked
 from parallel3d.verify.measure import TOLERANCE, ReferenceErrors, compile_operators
 from parallel3d.verify.reference import prepare, prepare_long
-from parallel3d.verify.shrink import LONG, Sizes, drops_out, resuming_pair, shrink, why_not
+from parallel3d.verify.shrink import LONG, drops_out, resuming_pair, shrink, why_not
 
 LONG_TASK = CaseTask()
 _COLUMNS = ("mesh", "loss", "gradient norm", "weights", "evaluation", "")
 
 
 def verify(
-    config: RunConfig, meshes: Sequence[Sizes], folder: Path, console: Console, chosen: bool
+    config: RunConfig, meshes: Sequence[MeshSizes], folder: Path, console: Console, chosen: bool
 ) -> dict[str, Any]:
     """Compare each mesh with the reference, print a line for each, and return the JSON report.
 
@@ -34,8 +34,8 @@ def verify(
     for mesh in meshes:
         if reason := why_not(config, mesh):
             if chosen:
-                raise ConfigError(f"mesh {name_of(mesh)}: {reason}")
-            console.print(f"{name_of(mesh):<16}not run: {reason}")
+                raise ConfigError(f"mesh {mesh}: {reason}")
+            console.print(f"{mesh!s:<16}not run: {reason}")
         else:
             runnable.append(mesh)
     if not runnable:
@@ -52,7 +52,7 @@ def verify(
     saved, resumed = resuming_pair(runnable)
     tasks = [(mesh, CaseTask(folder if mesh == saved else None, None, drops)) for mesh in runnable]
     tasks.append((resumed, CaseTask(resumes=folder)))
-    tasks.append((min(runnable, key=lambda mesh: (mesh[2] == 1, prod(mesh))), LONG_TASK))
+    tasks.append((min(runnable, key=lambda mesh: (mesh.tp == 1, mesh.ranks)), LONG_TASK))
     cases: list[dict[str, Any]] = []
     counters: dict[str, Any] | None = None
     for mesh, task in tasks:
@@ -67,12 +67,12 @@ def verify(
             errors, raised = ReferenceErrors(*[float("inf")] * 3), str(failure)
         bounds = right.tolerances or tolerance
         cases.append(_case(config, mesh, errors, bounds))
-        cases[-1]["resumed_from"] = name_of(saved) if task.resumes else None
+        cases[-1]["resumed_from"] = str(saved) if task.resumes else None
         cases[-1]["sequence_length"] = run.data.sequence_length
         beyond = ", ".join(errors.beyond(bounds))
         verdict = f"DIFFERS ({beyond})" if beyond else "equal"
         numbers = (errors.loss, errors.grad_norm, errors.weight, errors.evaluation)
-        shown = f"{name_of(saved)} > {name_of(mesh)}" if task.resumes else name_of(mesh)
+        shown = f"{saved} > {mesh}" if task.resumes else str(mesh)
         shown += " long" if task is LONG_TASK else ""
         console.print(_row(shown, *(f"{x:.1e}" for x in numbers), verdict))
         if raised:
@@ -81,7 +81,7 @@ def verify(
     word = "equal" if passed else "NOT EQUAL"
     console.print(
         f"{word} to one process, within {tolerance:.1g}: {len(runnable)} meshes, a run saved on "
-        f"{name_of(saved)} and resumed on {name_of(resumed)}, and a step of "
+        f"{saved} and resumed on {resumed}, and a step of "
         f"{LONG.sequence_length} tokens with ids up to {LONG.vocab_size:,}"
     )
     console.print(coverage.summary(config))
@@ -118,13 +118,13 @@ def _row(*cells: str) -> str:
 
 def _case(
     config: RunConfig,
-    mesh: Sizes,
+    mesh: MeshSizes,
     errors: ReferenceErrors,
     tolerance: float | Mapping[str, float],
 ) -> dict[str, Any]:
     zero = config.zero_optimization
     return {
-        "mesh": name_of(mesh),
+        "mesh": str(mesh),
         "schedule": config.pipeline.schedule,
         "zero_stage": zero.stage,
         "offload": _offload(config),
@@ -140,8 +140,3 @@ def _offload(config: RunConfig) -> str:
     zero = config.zero_optimization
     where = {"optimizer": zero.offload_optimizer.device, "parameters": zero.offload_param.device}
     return ", ".join(f"{k} on {v}" for k, v in where.items() if v != "none") or "none"
-
-
-def name_of(mesh: Sizes) -> str:
-    """Return a mesh as "2x1x4"."""
-    return "x".join(map(str, mesh))

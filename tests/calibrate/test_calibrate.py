@@ -57,7 +57,7 @@ def machine(monkeypatch):
     """A machine of two processes on which measuring takes no time."""
     monkeypatch.setattr(calibration, "_devices", lambda: (False, 2))
     monkeypatch.setattr(calibration, "_measure", lambda ranks, effort: planted(ranks))
-    runs = [(run, Timed(0.05 * (1 + run.layers) * run.ranks, 0.01)) for run in small_runs(2)]
+    runs = [(run, Timed(0.05 * (1 + run.layers) * run.mesh.ranks, 0.01)) for run in small_runs(2)]
     monkeypatch.setattr(calibration, "_steps", lambda ranks, effort: runs)
     return monkeypatch
 
@@ -116,11 +116,11 @@ def test_processes_that_share_a_core_take_turns(machine, tmp_path):
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_the_small_runs_can_run_on_any_number_of_processes(ranks):
     runs = small_runs(ranks)
-    assert {run.ranks for run in runs} == {1, ranks}
+    assert {run.mesh.ranks for run in runs} == {1, ranks}
     assert len(set(runs)) == len(runs)
     for run in runs:
         assert run.config().mesh.dp == run.mesh[1]
-        assert Setting.from_config(run.config()).devices == run.ranks
+        assert Setting.from_config(run.config()).devices == run.mesh.ranks
 
 
 @pytest.mark.parametrize(

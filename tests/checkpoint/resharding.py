@@ -153,7 +153,7 @@ def save_on_rank(rank, sides, root):
         trained = Trained(side, root)
         trained.train()
         parts = list(trained.gathered())
-        everything.append(parts if trained.mesh.coord("dp") == 0 else [])
+        everything.append(parts if trained.mesh.replicas.coord == 0 else [])
         saver = Saver(
             trained.engine, trained.mesh, layers(trained.config.model), folder=root / str(side),
             asynchronous=number % 2 == 0,
@@ -187,8 +187,7 @@ def whole(parts):
         for kind, value in values.items():
             empty = torch.full(cut.global_shape, torch.nan)
             place = found.setdefault(f"{name}|{kind}", empty)
-            if cut.dim is not None:
-                place = place.narrow(cut.dim, cut.start, cut.stop - cut.start)
+            place = cut.part_of(place)
             missing = bool(place.isnan().all())
             assert missing or torch.equal(place, value), f"the ranks differ in {name}'s {kind}"
             place.copy_(value)
@@ -244,8 +243,7 @@ def differences(trained, reference):
     for name, copy, cut, values in trained.gathered():
         for kind, value in values.items():
             expected = reference[f"{'embedding.token.weight' if copy else name}|{kind}"]
-            if cut.dim is not None:
-                expected = expected.narrow(cut.dim, cut.start, cut.stop - cut.start)
+            expected = cut.part_of(expected)
             compared += value.numel()
             if count := differing(value, expected):
                 wrong.append(f"{name}'s {kind}: {count} of {value.numel()} elements")

@@ -67,7 +67,6 @@ BAD_HEADERS = [
             "w",
             "w|master",
             "w|master|",
-            "w|weights|0",
             "|master|0",
             "w|master|0,0",
             "w|master|-1",

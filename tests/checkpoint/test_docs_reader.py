@@ -11,9 +11,9 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from parallel3d.checkpoint.box import Box, boxes_of, shift
-from parallel3d.checkpoint.chunks import KINDS, MAX_HEADER_BYTES, Chunk, header
+from parallel3d.checkpoint.chunks import MAX_HEADER_BYTES, Chunk, header
 from parallel3d.checkpoint.manifest import Entry, manifest_bytes, verify
-from tests.checkpoint.folders import SHAPES, make_checkpoint, state_of, values_of
+from tests.checkpoint.folders import KINDS, SHAPES, make_checkpoint, state_of, values_of
 
 pytestmark = pytest.mark.gloo
 

@@ -9,6 +9,7 @@ from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.box import Box, overlap
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.load import make_index
+from parallel3d.mesh.mesh import Peers
 from tests.checkpoint.folders import FIRST, KINDS, SECOND, SHAPES, write_tensors
 
 pytestmark = pytest.mark.gloo
@@ -20,10 +21,8 @@ class Rank:
     """A rank of so many that meets no other, but hears what they would say."""
 
     def __init__(self, rank, count, heard=None):
-        self.rank, self.count, self.heard = rank, count, heard
-
-    def size(self, axis):
-        return self.count
+        self.rank, self.heard = rank, heard
+        self.world = Peers(None, count, rank)
 
     def gather_texts(self, text, aside=False):
         return self.heard if text and self.heard else [text]  # "": nothing went wrong
@@ -35,7 +34,7 @@ ALONE = Rank(0, 1)
 @pytest.mark.parametrize("box", [((0, 0), (5, 2)), ((1, 1), (1, 1)), ((1, 0), (3, 1))])
 def test_it_finds_what_every_header_says(folder, box):
     box = Box(*box)
-    index = make_index(folder, FILES, SHAPES, ["embedding.weight"], ALONE)
+    index = make_index(folder, FILES, SHAPES, ["embedding.weight"], ALONE, KINDS)
     for kind in KINDS:
         expected = set()
         for number, name in enumerate(FILES):
@@ -51,7 +50,7 @@ def test_it_finds_what_every_header_says(folder, box):
 
 def test_elements_that_are_there_twice_are_named(folder):
     shutil.copy(folder / FIRST, folder / "again.safetensors")
-    index = make_index(folder, [*FILES, "again.safetensors"], SHAPES, list(SHAPES), ALONE)
+    index = make_index(folder, [*FILES, "again.safetensors"], SHAPES, list(SHAPES), ALONE, KINDS)
     assert index.find_overlap() == ("embedding.weight", "master", Box((0, 0), (2, 2)))
 
 
@@ -61,4 +60,4 @@ def test_a_chunk_of_no_parameter_is_refused(folder, key):
     with pytest.raises(
         CheckpointError, match=f"{SECOND}: '{key.split('|')[0]}.* fits no parameter"
     ):
-        make_index(folder, FILES, SHAPES, list(SHAPES), ALONE)
+        make_index(folder, FILES, SHAPES, list(SHAPES), ALONE, KINDS)

@@ -178,6 +178,7 @@ WRONG = [
     ({"w|master|2": ROWS[0]}, "is not inside its parameter"),
     ({"w|master|2,0,0": ROWS[None]}, "is not inside its parameter"),
     ({"v|master|2,0": ROWS}, "no parameter 'v'"),
+    ({"w|weights|2,0": ROWS}, "is none of master, exp_avg"),
     ({"w|master|0,0": ROWS}, "is also in"),
     ({"w|master|1,0": ROWS}, "overlaps that at"),
     ({"w|master|2,0": ROWS, "w|master|3,5": ROWS[:1, :1]}, "overlaps that at"),

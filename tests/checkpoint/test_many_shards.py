@@ -20,13 +20,12 @@ from parallel3d.checkpoint.box import boxes_of
 from parallel3d.checkpoint.chunks import Chunk
 from parallel3d.checkpoint.load import load, make_index
 from parallel3d.checkpoint.manifest import read_manifest
-from parallel3d.engine import KINDS
 from parallel3d.model.spec import named_params
 from parallel3d.models import layers
 from parallel3d.tensor.cut import even_split
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case
-from tests.checkpoint.folders import seal, state_of, write_tensors
+from tests.checkpoint.folders import KINDS, seal, state_of, write_tensors
 from tests.checkpoint.resharding import STEPS, Side, Trained, differences
 from tests.checkpoint.test_index import Rank
 
@@ -99,7 +98,7 @@ def test_the_work_of_a_rank_does_not_grow_with_their_number(count, tmp_path, mon
     """It opens its own file to hash it, to see that it is what its name says, and for the index."""
     folder, shards = write(tmp_path, count)
     headers = [
-        json.dumps(loading._packed_rows(folder, shards, SHAPES, Rank(rank, count)))
+        json.dumps(loading._packed_rows(folder, shards, SHAPES, Rank(rank, count), KINDS))
         for rank in range(count)
     ]
     opened, really_open = Counter(), os.open
@@ -113,7 +112,7 @@ def test_the_work_of_a_rank_does_not_grow_with_their_number(count, tmp_path, mon
     files = read_manifest(folder).files
     opened.clear()
     find._check_share(folder, files, 3, count + 1)
-    index = make_index(folder, shards, SHAPES, list(SHAPES), Rank(3, count, headers))
+    index = make_index(folder, shards, SHAPES, list(SHAPES), Rank(3, count, headers), KINDS)
     assert opened == {shards[3]: 3} and index.find_overlap() is None
     chunks = sum(boxes_in(count)) * len(KINDS)
     assert sum(map(len, headers)) < 100 * count + 40 * chunks  # what the others send

@@ -243,7 +243,7 @@ def weigh(rank, root):
     peaks.append(peak_of(lambda: (behind.save(state(1)), behind.finish())))
 
     copied = sum(array.nbytes for array in behind._buffer.arrays())
-    size = waiting.num_bytes // trained.mesh.size("world")
+    size = waiting.num_bytes // trained.mesh.world.size
     trained.mesh.barrier()
     trained.engine.close()
     # tp cuts rows and columns; here a rank needs whole tensors' flat halves of both ranks' files.

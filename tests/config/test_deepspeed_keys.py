@@ -34,6 +34,7 @@ from parallel3d.config.scheduler import SCHEDULERS
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.selftest import self_test
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model import optimizers
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, measure
 from tests.config.configs import REMOVED, raw
@@ -196,7 +197,7 @@ def test_optimizers():
     known = set(code.co_varnames[2 : code.co_argcount]) - {"adamw_mode"}
     others = deepspeed_keys.BY_SECTION["optimizer.params"]
     known |= set(signature(FusedAdam).parameters) - {"params"}
-    assert known <= set(deepspeed.AdamParams.model_fields) | set(others)
+    assert known <= set(optimizers.load("adamw").Params.model_fields) | set(others)
     config = RunConfig.from_dict(raw(optimizer=REMOVED))
     for adam in (FusedAdam, DeepSpeedCPUAdam):
         defaults = {name: p.default for name, p in signature(adam).parameters.items()}

@@ -78,7 +78,7 @@ def peak_of_stages(rank, case):
     trainer.executor._run = {op: watched(m) for op, m in trainer.executor._run.items()}
     trainer.executor.run(trainer.batches()[0])
     sizes = [sum(h.ds_numel for m in ms for h in m.parameters()) for ms in layers.values()]
-    expected = most_gathered(trainer.executor.schedule.programs[trainer.mesh.coord("pp")])
+    expected = most_gathered(trainer.executor.schedule.programs[trainer.mesh.pipeline.coord])
     left = sum(p.numel() for p in trainer.stages.module.parameters())
     trainer.close()
     return most[0], sorted(sizes), len(expected), left

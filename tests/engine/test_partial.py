@@ -1,16 +1,17 @@
 """Gradients of which each tp rank has a part are summed, once a step."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-from parallel3d.engine import Engine, EngineSettings, HeldParameter, building, writing
+from parallel3d.engine import Engine, EngineSettings, building, writing
 from parallel3d.engine import reduction as reduction_file
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec
-from parallel3d.tensor.cut import Cut, cut_parameter
+from parallel3d.tensor.cut import Cut, cut_parameter, held_parameters
 from parallel3d.tensor.initialise import fill
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import NO_THRESHOLDS
@@ -25,18 +26,18 @@ class Weighted(nn.Module):
 
     def __init__(self, mesh):
         super().__init__()
-        ranks = mesh.size("tp")
-        self.share = (mesh.coord("tp") + 1) / (ranks * (ranks + 1) / 2)  # they add up to 1
-        self.weight = cut_parameter((HIDDEN, HIDDEN), None, mesh.group("tp"))
-        self.bias = cut_parameter((HIDDEN,), None, mesh.group("tp"))
+        ranks = mesh.tensor.size
+        self.share = (mesh.tensor.coord + 1) / (ranks * (ranks + 1) / 2)  # they add up to 1
+        self.weight = cut_parameter((HIDDEN, HIDDEN))
+        self.bias = cut_parameter((HIDDEN,))
 
     def forward(self, stage, x):
         return self.share * torch.tanh(x @ self.weight + self.bias)
 
 
 SPECS = [
-    ParamSpec("weight", (HIDDEN, HIDDEN), None, Init(std=0.3), weight_decay=True),
-    ParamSpec("bias", (HIDDEN,), None, Init(std=0.3), weight_decay=False),
+    ParamSpec("weight", (HIDDEN, HIDDEN), (), Init(std=0.3), weight_decay=True),
+    ParamSpec("bias", (HIDDEN,), (), Init(std=0.3), weight_decay=False),
 ]
 
 
@@ -45,7 +46,7 @@ def sum_partial(rank, dp, settings, partial):
     mesh, calls = Mesh(1, dp, 2), []
     with building(settings, mesh):
         module = Weighted(mesh)
-    held = [HeldParameter(s.name, getattr(module, s.name), s, partial=partial) for s in SPECS]
+    held = [replace(h, partial=partial) for h in held_parameters(module, SPECS, mesh)]
     for h in held:
         with writing(h.parameter) as (shard, start), torch.no_grad():
             fill(shard, start, h.spec, h.name, h.cut, 0)
@@ -53,7 +54,7 @@ def sum_partial(rank, dp, settings, partial):
     reduce = reduction_file.all_reduce_coalesced
 
     def counted(tensors, group, *dtype):
-        calls.append(group is mesh.group("tp"))
+        calls.append(group is mesh.tensor.group)
         reduce(tensors, group, *dtype)
 
     x, grad = inputs()
@@ -63,7 +64,7 @@ def sum_partial(rank, dp, settings, partial):
         with patch.object(reduction_file, "all_reduce_coalesced", counted):
             with engine.accumulation():
                 for m in range(MICROBATCHES):
-                    here = slice(mesh.coord("dp") * BATCH, (mesh.coord("dp") + 1) * BATCH)
+                    here = slice(mesh.samples.coord * BATCH, (mesh.samples.coord + 1) * BATCH)
                     output = engine.forward(0, x[m, here].clone().requires_grad_())
                     engine.backward(output, grad[m, here].clone())
             norms.append(engine.step(0.1).grad_norm)
@@ -80,7 +81,7 @@ def plain_training(dp):
     weights = {}
     for spec in SPECS:
         flat = torch.empty(spec.numel)
-        fill(flat, 0, spec, spec.name, Cut(spec.shape, None, 0, 0, 0), 0)
+        fill(flat, 0, spec, spec.name, Cut(spec.shape), 0)
         weights[spec.name] = flat.view(spec.shape).requires_grad_()
     adam = torch.optim.AdamW(weights.values(), lr=0.1, eps=1.0, weight_decay=0.0)
     x, grad = inputs()[:, :, : dp * BATCH]

@@ -10,8 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from parallel3d.checkpoint import chunks
-from parallel3d.engine import KINDS
 from parallel3d.models import huggingface
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import in_our_names
@@ -23,6 +21,7 @@ from tests.verify.measuring import reference_on_batches
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
+KINDS = ("master", "exp_avg", "exp_avg_sq")
 SMALL = {"steps": resuming.BEFORE + resuming.AFTER, "batch": 8, "microbatches": 2}
 SMALL |= {"model": {"num_hidden_layers": 1}}
 TWO = Case(mesh=(1, 2, 1), **SMALL)
@@ -79,10 +78,6 @@ def pieces(rank, case):
     return found
 
 
-def test_files_and_engine_name_the_same_kinds():
-    assert chunks.KINDS == KINDS
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -102,12 +97,10 @@ def test_pieces_tile_each_part_and_hold_what_adam_has(case, tmp_path):
     want, seen = expected(case, tmp_path), {}
     for name, cut, copy, start, kinds in found:
         name = "embedding.token.weight" if copy else name
-        times = seen.setdefault((name, cut.start, copy), torch.zeros(cut.local_shape).flatten())
+        times = seen.setdefault((name, cut.parts, copy), torch.zeros(cut.local_shape).flatten())
         times[start : start + kinds["master"].numel()] += 1
         for kind, tensor in kinds.items():
-            whole = want[name][kind]
-            if cut.dim is not None:
-                whole = whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
+            whole = cut.part_of(want[name][kind])
             part = whole.flatten()[start : start + tensor.numel()]
             error = float((tensor - part).abs().max() / whole.abs().max())
             # A key's bias has no gradient but rounding, of which Adam makes whole steps.

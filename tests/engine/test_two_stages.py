@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from parallel3d.engine import Engine, EngineSettings, HeldParameter, building, writing
+from parallel3d.engine import Engine, EngineSettings, building, writing
 from parallel3d.engine.quirks import core
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec
+from parallel3d.tensor.cut import held_parameters
 from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.linear import ColumnParallelLinear
 from parallel3d.verify.local_ranks import run_locally
@@ -26,7 +27,7 @@ class TwoStages(nn.Module):
 
     def __init__(self, mesh):
         super().__init__()
-        group = mesh.group("tp")
+        group = mesh.tensor.group
         self.stages = nn.ModuleList(
             nn.ModuleList(ColumnParallelLinear(HIDDEN, HIDDEN, group) for _ in range(3))
             for _ in range(2)
@@ -63,12 +64,12 @@ def alternate(mesh, reduction, order):
     settings = EngineSettings(BATCH, gradient_reduction=reduction, eps=1.0, zero_options=options)
     with building(settings, mesh):
         module = TwoStages(mesh)
-    held = [
-        HeldParameter(
-            name, p, ParamSpec(name, tuple(p.ds_shape), 0, Init(std=0.3), p.ds_numel > HIDDEN)
-        )
+    normal = Init(std=0.3)
+    specs = [
+        ParamSpec(name, tuple(p.ds_shape), ("tensor",), normal, p.ds_numel > HIDDEN)
         for name, p in module.named_parameters()
     ]
+    held = list(held_parameters(module, specs, mesh))
     for h in held:
         with writing(h.parameter) as (shard, start), torch.no_grad():
             fill(shard, start, h.spec, h.name, h.cut, 0)

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel3d.mesh import groups, join
 from parallel3d.mesh.launch import Launch
-from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.mesh import ROLES, Mesh
 
 pytestmark = pytest.mark.gloo
 
@@ -63,7 +63,7 @@ def test_a_rank_joins_a_few_groups_whatever_the_world(calls):
     made, _ = calls
     mesh = Mesh(*SIZES, Launch(5, WORLD, 5, 8))
     mesh.join_pair(0, PP - 1)
-    joined = [*map(mesh.group, ("pp", "dp", "tp", "model", "world", "self")), mesh._backward]
+    joined = [*{getattr(mesh, role).group for role in ROLES}, mesh._backward]
     joined += [mesh.join_pair(0, PP - 1), mesh._aside]
     assert len({id(group) for group in joined}) == 9  # each rank's, at any size
     assert len(dist.distributed_c10d._world.pg_names) == 9

@@ -46,7 +46,7 @@ def sums_on_rank(rank, sizes):
         time.sleep(0.1 * (rank == turn % 2))
         mesh = Mesh(*size)
         total = torch.tensor([1.0 + rank])
-        dist.all_reduce(total, group=mesh.group("pp" if size[0] == 2 else "tp"))
+        dist.all_reduce(total, group=(mesh.pipeline if size[0] == 2 else mesh.tensor).group)
         found.append(total.item())
         mesh.close()
     return found

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.mesh.launch import Launch
-from parallel3d.mesh.mesh import AXES, Mesh, draw_mesh
+from parallel3d.mesh.mesh import ROLES, Mesh, draw_mesh
 from parallel3d.tensor.collectives import all_gather_sequence, reduce_scatter_sequence
 from parallel3d.verify.local_ranks import run_locally
 
@@ -29,19 +29,20 @@ def places_on_rank(rank, sizes):
     found = []
     for size in sizes:
         mesh = Mesh(*size)
-        groups = {axis: mesh.ranks(axis) for axis in (*AXES, "model", "world")}
+        peers = {role: getattr(mesh, role) for role in ROLES}
+        groups = {role: own.ranks for role, own in peers.items()}
         ends = mesh.join_pair(0, size[0] - 1)
         joined = None if ends is None else dist.get_process_group_ranks(ends)
-        coords = {axis: mesh.coord(axis) for axis in (*AXES, "model")}
-        lengths = {axis: mesh.size(axis) for axis in groups}
+        coords = mesh.coords, {role: own.coord for role, own in peers.items()}
+        lengths = {role: own.size for role, own in peers.items()}
         # The sum over a group tells who is really in it.
         sums = {}
-        for axis in groups:
+        for role, own in peers.items():
             total = torch.tensor([2.0**rank])
-            dist.all_reduce(total, group=mesh.group(axis))
-            sums[axis] = int(total)
+            dist.all_reduce(total, group=own.group)
+            sums[role] = int(total)
         mesh.set_timeouts(50)
-        timed = [*map(mesh.group, groups), *([] if ends is None else [ends])]
+        timed = [*(own.group for own in peers.values()), *([] if ends is None else [ends])]
         timeouts = {g._get_backend(mesh.device).options._timeout.seconds for g in timed}
         said = mesh.picture(), mesh.backend, timeouts
         found.append((groups, joined, coords, lengths, sums, said))
@@ -69,15 +70,17 @@ def test_places(sizes):
             groups, ends, coords, lengths, sums, said = results[rank][number]
             p, d, t = (int(i[0]) for i in np.where(grid == rank))
             assert groups == {
-                "pp": grid[:, d, t].tolist(),
-                "dp": grid[p, :, t].tolist(),
-                "tp": grid[p, d, :].tolist(),
+                "pipeline": grid[:, d, t].tolist(),
+                **dict.fromkeys(("samples", "replicas", "shards"), grid[p, :, t].tolist()),
+                "tensor": grid[p, d, :].tolist(),
                 "model": grid[:, d, :].flatten().tolist(),
                 "world": list(range(world)),
+                "alone": [rank],
             }
-            assert coords == {"pp": p, "dp": d, "tp": t, "model": p * size[2] + t}
-            assert lengths == {axis: len(ranks) for axis, ranks in groups.items()}
-            assert sums == {axis: sum(2**r for r in ranks) for axis, ranks in groups.items()}
+            place = {role: ranks.index(rank) for role, ranks in groups.items()}
+            assert coords == ((p, d, t), place)
+            assert lengths == {role: len(ranks) for role, ranks in groups.items()}
+            assert sums == {role: sum(2**r for r in ranks) for role, ranks in groups.items()}
             owners = sorted({int(grid[0, d, t]), int(grid[-1, d, t])})
             assert ends == (owners if p in (0, size[0] - 1) and len(owners) == 2 else None)
             assert said == (draw_mesh(grid.tolist()), "gloo", {50})
@@ -86,19 +89,19 @@ def test_places(sizes):
 def transfers_on_rank(rank):
     """Each pp coordinate sends to both its neighbours; the tensors say who sent them, and when."""
     mesh = Mesh(3, 1, 2)
-    me, pp = mesh.coord("pp"), mesh.size("pp")
+    me, pp = mesh.pipeline.coord, mesh.pipeline.size
     sends, receives = [], []
     for peer in {(me - 1) % pp, (me + 1) % pp}:
         for number in range(4):
             # Two channels: tags 0 and 2, whose messages overtake each other on the way in.
-            message = torch.tensor([rank, mesh.coord("tp"), peer, number], dtype=torch.float32)
+            message = torch.tensor([rank, mesh.tensor.coord, peer, number], dtype=torch.float32)
             sends.append((mesh.isend(message, peer, tag=2 * (number % 2)), message))
         for number in (1, 3, 0, 2):
             buffer = torch.empty(4)
             receives.append((mesh.irecv(buffer, peer, tag=2 * (number % 2)), peer, number, buffer))
     for transfer, peer, number, buffer in reversed(receives):
         transfer.wait()
-        assert buffer.tolist() == [mesh.ranks("pp")[peer], mesh.coord("tp"), me, number]
+        assert buffer.tolist() == [mesh.pipeline.ranks[peer], mesh.tensor.coord, me, number]
     for transfer, _ in sends:
         transfer.wait()
         assert transfer.is_completed()
@@ -172,11 +175,11 @@ def test_helpers_and_a_clean_end():
 
 def test_one_process_needs_no_launcher():
     code = (
-        "from parallel3d.mesh.mesh import Mesh\n"
+        "from parallel3d.mesh.mesh import ROLES, Mesh\n"
         "mesh = Mesh()\n"
         "mesh.set_timeouts(5)\n"
         "mesh.barrier()\n"
-        "sizes = [mesh.size(axis) for axis in ('pp', 'dp', 'tp', 'model', 'world')]\n"
+        "sizes = [getattr(mesh, role).size for role in ROLES]\n"
         "print(sizes, mesh.gather_floats([3]))\n"
         "mesh.close()\n"
         "from pathlib import Path\n"
@@ -188,7 +191,7 @@ def test_one_process_needs_no_launcher():
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "[1, 1, 1, 1, 1] [[3.0]]\n[]\n"
+    assert done.stdout == f"{[1] * len(ROLES)} [[3.0]]\n[]\n"
 
 
 @pytest.fixture
@@ -207,7 +210,7 @@ def environment(monkeypatch):
 def test_wrong_product(environment):
     environment(RANK=0, WORLD_SIZE=8, LOCAL_RANK=0)
     before = dist.is_initialized()
-    with pytest.raises(ConfigError, match=r"pp=2 x dp=3 x tp=1 = 6 ranks, but 8 processes"):
+    with pytest.raises(ConfigError, match="mesh pp 2 × dp 3 × tp 1 = 6 ranks, but 8 processes"):
         Mesh(2, 3, 1)
     assert dist.is_initialized() == before  # nothing half-made stays behind
 
@@ -268,8 +271,8 @@ def gathered_and_scattered_on_rank(rank, samples):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         part = torch.full((samples, 2, 3), 1.0 + rank)
-        whole = all_gather_sequence(part, mesh.group("tp"))
-        again = reduce_scatter_sequence(whole, mesh.group("tp"))
+        whole = all_gather_sequence(part, mesh.tensor.group)
+        again = reduce_scatter_sequence(whole, mesh.tensor.group)
         rows = mesh.gather_floats([float(rank)])
     mesh.close()
     return whole[:, :, 0].tolist(), (again - 2 * part).abs().max().item(), rows

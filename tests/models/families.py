@@ -56,7 +56,9 @@ def batch_of(config, seq=16):
 
 def part(whole, cut):
     """What a rank with this cut holds of a whole tensor."""
-    return whole if cut.dim is None else whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
+    for p in cut.parts:
+        whole = whole.narrow(p.dim, p.start, p.stop - p.start)
+    return whole
 
 
 @lru_cache
@@ -104,7 +106,7 @@ def computed(config, tp, sequence_parallel=False, documents=None, seq=16):
     gradients = []
     for h in built.held:
         if h.partial:
-            dist.all_reduce(h.parameter.grad, group=mesh.group("tp"))
+            dist.all_reduce(h.parameter.grad, group=mesh.tensor.group)
         gradients.append((h.name, h.cut, h.parameter.grad))
     return loss.item(), logits.value, gradients
 

@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 import pytest
 
 from parallel3d import models
+from parallel3d.model.norm_cost import RMS_NORM
 from parallel3d.model.spec import Attention, KeptMemory, Work
 from parallel3d.verify.local_ranks import run_locally
 from tests.models.costs import measure
@@ -159,17 +160,36 @@ def test_a_planted_fault_is_found(ran, fault):
         assert faulty == cost or quantity in wrong(case, faulty, did), (case.layer.name, *case[1:])
 
 
+def wrong_settings(cost):
+    """The cost with one setting wrong, by its path: a switch turned, or a size twice what it is."""
+    for field in fields(cost):
+        name, value = field.name, getattr(cost, field.name)
+        several = value if isinstance(value, tuple) else ()
+        for i, part in enumerate(several):
+            for path, other in wrong_settings(part):
+                parts = (*several[:i], other, *several[i + 1 :])
+                yield f"{name}.{i}.{path}", replace(cost, **{name: parts})
+        if is_dataclass(value):
+            for path, other in wrong_settings(value):
+                yield f"{name}.{path}", replace(cost, **{name: other})
+        if name == "qk_norm":
+            yield name, replace(cost, qk_norm=RMS_NORM if value is None else None)
+        elif isinstance(value, int):
+            other = not value if isinstance(value, bool) else 2 * value
+            yield name, replace(cost, **{name: other})
+
+
 def test_a_wrong_setting_of_a_cost_is_found(ran):
-    """As a new family may give it: a switch of a BlockCost turned, or a size twice what it is."""
-    for name, layer in {case.layer.build: case.layer for case, _ in ran}.items():
-        cases = [(case, did) for case, did in ran if case.layer.build == name]
-        for field in fields(layer.cost) if is_dataclass(layer.cost) else ():
-
-            def faulty(case, name=field.name):
-                value = getattr(case.layer.cost, name)
-                other = not value if isinstance(value, bool) else 2 * value
-                return case.cost(replace(case.layer.cost, **{name: other}))
-
-            changed = [(case, did) for case, did in cases if faulty(case) != case.cost()]
-            seen = [case for case, did in changed if wrong(case, faulty(case), did)]
-            assert seen or not changed, (name, field.name)
+    """As a new family may give it, of the layer's cost or of a part of it."""
+    for name in {case.layer.build for case, _ in ran}:
+        changed, seen = set(), set()
+        for case, did in ran:
+            if case.layer.build != name or not is_dataclass(case.layer.cost):
+                continue
+            for path, cost in wrong_settings(case.layer.cost):
+                faulty = case.cost(cost)
+                if faulty != case.cost():
+                    changed.add(path)
+                    if wrong(case, faulty, did):
+                        seen.add(path)
+        assert seen == changed, (name, changed - seen)

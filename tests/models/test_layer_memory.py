@@ -43,7 +43,7 @@ def mesh():
 
 
 def make_layers(mesh):
-    context = LayerContext(mesh.group("tp"), RandomKey(0))
+    context = LayerContext(mesh.tensor.group, RandomKey(0))
     layers = [
         Embedding(CONFIG, "e", context),
         Block(CONFIG, "b", context),

@@ -35,10 +35,12 @@ def test_spec_describes_the_built_module(name):
     specs = named_params(models.layers(config))
     ranks = [found["described"] for found in found_of(name)]
     for tp, results in zip((1, 2, 4), zip(*ranks, strict=True), strict=True):
+        sizes = {"tensor": tp}
         for held, unique in results:
             assert [key for key, *_ in held] == list(specs)
             for key, cut, shape, _ in held:
-                assert (cut.global_shape, cut.dim) == (specs[key].shape, specs[key].cut_dim(tp))
+                cuts = {p.dim: p.role for p in cut.parts}
+                assert (cut.global_shape, cuts) == (specs[key].shape, specs[key].cuts(sizes))
                 assert shape == cut.local_shape
             assert unique == sum(torch.Size(shape).numel() for _, _, shape, _ in held)
         # Over the tp group each element is counted once, and the parts make up the whole.
@@ -46,12 +48,13 @@ def test_spec_describes_the_built_module(name):
         counted = sum(torch.Size(s).numel() for held in group for _, _, s, counts in held if counts)
         assert counted == models.num_params(config)
         for key, spec in specs.items():
-            parts = [cut for held in group for name, cut, *_ in held if name == key]
-            if spec.cut_dim(tp) is not None:
-                assert [c.start for c in parts] == [0, *(c.stop for c in parts[:-1])]
-                assert parts[-1].stop == spec.shape[spec.tp_dim]
-                unit = spec.shape[spec.tp_dim] // (spec.units or 1)
-                assert spec.units is None or all(c.start % unit == 0 for c in parts)
+            cuts = [cut for held in group for name, cut, *_ in held if name == key]
+            for dim in spec.cuts(sizes):
+                bounds = [cut.bounds[dim] for cut in cuts]
+                assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
+                assert bounds[-1][1] == spec.shape[dim]
+                unit = spec.shape[dim] // (spec.units or 1)
+                assert spec.units is None or all(start % unit == 0 for start, _ in bounds)
 
 
 def on_every_mesh(config):

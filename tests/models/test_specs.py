@@ -4,6 +4,7 @@ Names and cuts of parameters are compared with the built modules in test_model.p
 in test_layer_cost_of_torch.py.
 """
 
+from dataclasses import replace
 from math import sqrt
 
 import pytest
@@ -11,7 +12,10 @@ from pydantic import ValidationError
 
 from parallel3d.config import RunConfig
 from parallel3d.models import config_class, families, layers, num_params, train_flops_per_token
+from parallel3d.models.llama import spec as llama
 from parallel3d.models.llama.spec import RopeScaling
+from parallel3d.plan.report.plan_table import parameters
+from parallel3d.scaling.runs import count
 
 pytestmark = pytest.mark.pure
 
@@ -60,6 +64,24 @@ PUBLISHED = [
 @pytest.mark.parametrize(("config", "count"), PUBLISHED)
 def test_parameters_of_published_models(config, count):
     assert num_params(config) == count
+
+
+def test_active_parameters_stand_beside_totals(monkeypatch):
+    """Mixtral-8x7B without its routers: a dense model of whose MLPs a token uses two eighths."""
+    mixtral = model(
+        "llama", 4096, 32, 32, 32000, num_key_value_heads=8, intermediate_size=8 * 14336
+    )
+    dense, routers = layers(mixtral), 32 * 8 * 4096
+    assert num_params(mixtral, active=True) == num_params(mixtral) == 46_702_792_704 - routers
+    assert count(mixtral).with_head == num_params(mixtral) - 32000 * 4096
+    shares = ("mlp.gate_up.weight", 2 / 8), ("mlp.down.weight", 2 / 8)
+    specs = [dense[0], *(replace(block, active=shares) for block in dense[1:-1]), dense[-1]]
+    monkeypatch.setattr(llama, "layers", lambda config: specs)
+    assert num_params(mixtral) == 46_702_792_704 - routers
+    assert num_params(mixtral, active=True) == 12_879_925_248 - routers
+    assert count(mixtral).with_head == num_params(mixtral, active=True) - 32000 * 4096
+    assert parameters(dense) == "46.7B parameters"
+    assert parameters(specs) == "46.7B parameters (12.9B active)"
 
 
 @pytest.mark.parametrize(
@@ -143,8 +165,8 @@ def test_a_tied_output_is_the_embedding():
 def test_a_key_value_head_is_never_cut():
     params = {p.name: p for p in layers(small("llama", num_key_value_heads=2))[1].params}
     keys = params["attention.qkv.k_weight"]
-    assert [keys.cut_dim(tp) for tp in (1, 2, 4)] == [0, 0, None]
-    assert [keys.is_partial(tp, False) for tp in (1, 2, 4)] == [False, False, True]
+    assert [keys.cuts({"tensor": tp}) for tp in (1, 2, 4)] == [{0: "tensor"}, {0: "tensor"}, {}]
+    assert [keys.is_partial({"tensor": tp}, False) for tp in (1, 2, 4)] == [False, False, True]
 
 
 @pytest.mark.parametrize(("share", "turning"), [(0.25, 4), (1.0, 16), (0.5, 8), (0.3, 4)])

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from parallel3d.base.errors import TrainingError
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
@@ -25,7 +26,7 @@ from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.train.feed import Feed
 from parallel3d.verify.case import go_on, save
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.shrink import MESHES, Sizes, shrink
+from parallel3d.verify.shrink import MESHES, shrink
 from tests.museum import exhibits
 from tests.museum.exhibit import Exhibit
 from tests.museum.halls import hall
@@ -34,7 +35,7 @@ from tests.museum.shown import PARTS, STEPS, Curve
 HALFWAY, EPOCH_STEPS, WARMUP_STEPS = STEPS // 2, 40, 10
 LEARNING_RATE, CLIPPING, MICROBATCHES, BATCH = 3e-3, 1.0, 2, 16
 OTHER_RUNS = 5
-SAVED_MESH = (1, 1, 2)  # of a run that a resume goes on from: each goes on on another
+SAVED_MESH = MeshSizes(1, 1, 2)  # of a run that a resume goes on from: each goes on on another
 _SCALE_WINDOW = 20  # steps; in the three of verify it has to grow sooner
 
 
@@ -47,15 +48,14 @@ class Leg:
     resumes: Path | None = None
 
 
-def mesh_of(exhibit: Exhibit) -> Sizes:
+def mesh_of(exhibit: Exhibit) -> MeshSizes:
     """An exhibit's mesh, with two ranks of an axis at most where that is enough: they cost."""
     if "fewer key/value heads than tp" in exhibit.needs:
-        return exhibit.mesh
-    pp, dp, tp = (min(2, size) for size in exhibit.mesh)
-    return pp, dp, tp
+        return exhibit.sizes
+    return MeshSizes(*(min(2, size) for size in exhibit.mesh))
 
 
-def curve_config(config: RunConfig, mesh: Sizes, seed: int, folder: Path) -> RunConfig:
+def curve_config(config: RunConfig, mesh: MeshSizes, seed: int, folder: Path) -> RunConfig:
     """A config in small on a mesh, for a hundred steps, with its own dropout.
 
     ZeRO-1 at most: no exhibit needs more, and on ranks of one machine it is a third of the time.
@@ -87,7 +87,7 @@ def right_curves(title: str, folder: Path) -> list[Curve]:
     On one rank: any mesh gives the same.
     """
     config, seeds = hall(title), range(OTHER_RUNS + 1)
-    configs = (curve_config(config, (1, 1, 1), seed, folder) for seed in seeds)
+    configs = (curve_config(config, MeshSizes(), seed, folder) for seed in seeds)
     return [curve_of(config, Leg(), folder) for config in configs]
 
 
@@ -110,7 +110,7 @@ def curve_of(config: RunConfig, leg: Leg, folder: Path, timeout: float = 600) ->
 
     `config` is one of `curve_config`. A run that raises in the library's own words has no number.
     """
-    size = config.mesh.pp * int(config.mesh.dp) * config.mesh.tp
+    size = config.mesh.sizes.ranks
     try:
         losses = run_locally(_train, size, config, leg, folder, timeout=timeout)[0]
     except TrainingError as error:
@@ -124,7 +124,7 @@ def curve_of(config: RunConfig, leg: Leg, folder: Path, timeout: float = 600) ->
 
 def _train(rank: int, config: RunConfig, leg: Leg, folder: Path) -> list[float]:
     """On one rank: the mean loss of each step."""
-    mesh = Mesh(config.mesh.pp, int(config.mesh.dp), config.mesh.tp)
+    mesh = Mesh(*config.mesh.sizes)
     torch.set_num_threads(1)
     with exhibits.load(leg.exhibit).plant() if leg.exhibit else nullcontext():
         parts, corpus = assemble(config, mesh), _text(config, folder)
@@ -143,7 +143,7 @@ def _losses(
     while position.step < STEPS:
         local = parts.executor.run(feed.training(position.next_sample), position.step)
         everyone = mesh.gather_floats([local])
-        losses.append(sum(row[0] for row in everyone) / (mesh.size("dp") * mesh.size("tp")))
+        losses.append(sum(row[0] for row in everyone) / (mesh.replicas.size * mesh.tensor.size))
         parts.engine.step(rate(config, position.step))
         position = position.after(config)
         if position.step == HALFWAY:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from unittest.mock import patch
 
+from parallel3d.base.mesh_sizes import MeshSizes
+
 Planted = AbstractContextManager[Any]
 """Within it the mistake is in our code, in this process alone."""
-
-Sizes = tuple[int, int, int]  # pp, dp, tp
 
 
 Kind = Literal["parallel", "shared", "size", "beside", "half"]
@@ -36,9 +36,14 @@ class Exhibit:
     doc: str
     date: str = ""
     source: str = ""
-    mesh: Sizes = (1, 1, 1)
+    mesh: tuple[int, int, int] = (1, 1, 1)
     needs: tuple[str, ...] = ()
     kind: Kind = "parallel"
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """The sizes of `mesh`."""
+        return MeshSizes(*self.mesh)
 
     @property
     def what(self) -> str:

@@ -123,7 +123,7 @@ def _line(record: Record, mark: Mark | None) -> str:
         exhibit.date,
         exhibit.source or "classic",
         exhibit.what.replace("|", "\\|"),
-        f"{record['hall']}, {'x'.join(map(str, exhibit.mesh))}",
+        f"{record['hall']}, {exhibit.sizes}",
         record["by"] if record["seen"] else "**missed**",
         f"{record['relative_size']:.0e}".replace("e-0", "e-").replace("e+0", "e"),
         f"{record['seconds']:.1f}",

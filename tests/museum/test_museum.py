@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.schedule import schedules
 from parallel3d.verify.case import CaseTask, checked
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.gloo
 ALL = {name: exhibits.load(name).EXHIBIT for name in exhibits.names()}
 # What one process, or two ranks, and the first hall can hold costs little.
 FEW = ["loss_divided_twice", "clipped_by_stage", "first_epoch_again", "decay_ten_times_too_weak"]
-SMALL_MESHES = [(1, 1, 1), (2, 1, 1)]
+SMALL_MESHES = [MeshSizes(), MeshSizes(pp=2)]
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +144,7 @@ def drawn(number):
         mesh = lot.choice(MESHES)
         schedule, stages = settings["schedule"], settings["stages_per_rank"]
         split = schedules.splits_backward(schedule) and settings["reduction"] == "per_microbatch"
-        if not schedules.why_not(schedule, mesh[0], 4, stages) and not split:
+        if not schedules.why_not(schedule, mesh.pp, 4, stages) and not split:
             return config_of(**settings), mesh
 
 

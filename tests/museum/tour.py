@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from parallel3d.base.errors import TrainingError
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.verify.case import CaseTask, RankFindings, check, checked
 from parallel3d.verify.local_ranks import RanksHung
@@ -16,7 +17,7 @@ from parallel3d.verify.measure import TOLERANCE, compile_operators
 from parallel3d.verify.reference import Reference, prepare, prepare_long
 from parallel3d.verify.shrink import MESHES, drops_out, resuming_pair, shrink, why_not
 from tests.museum import exhibits
-from tests.museum.exhibit import Exhibit, Sizes
+from tests.museum.exhibit import Exhibit
 from tests.museum.needs import lacking
 
 TIMEOUT_SECONDS = 300.0
@@ -68,7 +69,9 @@ class Hall:
     Files go to `folder`. Raises ConfigError for a config that cannot be verified.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, meshes: Sequence[Sizes] = MESHES) -> None:
+    def __init__(
+        self, config: RunConfig, folder: Path, meshes: Sequence[MeshSizes] = MESHES
+    ) -> None:
         torch.set_num_threads(1)  # tiny products on many threads spend their time waiting
         self._config, self._folder = config, folder
         self._meshes = [mesh for mesh in meshes if not why_not(config, mesh)]
@@ -81,10 +84,10 @@ class Hall:
         """What the hall's config lacks of an exhibit's needs; "" if it can hold it."""
         mesh = self._mesh_of(exhibit)
         if mesh is None:
-            return "a mesh " + "x".join(map(str, exhibit.mesh))
+            return f"a mesh {exhibit.sizes}"
         return lacking(exhibit, self._config, self._small[mesh]) or ""
 
-    def small(self, mesh: Sizes) -> RunConfig:
+    def small(self, mesh: MeshSizes) -> RunConfig:
         """The small config of one of the hall's meshes."""
         self.trained()
         return self._small[mesh]
@@ -126,7 +129,7 @@ class Hall:
         said = WORDS.get(by, by.replace("_", " "))
         return found(f"resume: {said}" if resumes else said, beyond[by], beyond)
 
-    def _planted(self, name: str, mesh: Sizes, long: bool) -> tuple[RunConfig, Reference]:
+    def _planted(self, name: str, mesh: MeshSizes, long: bool) -> tuple[RunConfig, Reference]:
         """Return the config and reference of a library with an exhibit in it.
 
         The mistake is in every process, so the reference has it wherever it calls the library.
@@ -140,9 +143,9 @@ class Hall:
             small, reference = prepare(self._config, self._meshes, folder)
         return small[mesh], reference
 
-    def _mesh_of(self, exhibit: Exhibit) -> Sizes | None:
+    def _mesh_of(self, exhibit: Exhibit) -> MeshSizes | None:
         """The exhibit's own mesh, else the first of the hall that has its axes."""
-        for mesh in (m for m in (exhibit.mesh, *self._meshes) if m in self._meshes):
+        for mesh in (m for m in (exhibit.sizes, *self._meshes) if m in self._meshes):
             if all(has > 1 or wants == 1 for has, wants in zip(mesh, exhibit.mesh, strict=True)):
                 return mesh
         return None

@@ -118,7 +118,7 @@ def train_all_on_rank(rank, cases, references):
                 e.flow.deferred,
             )
         ]
-        coord = trainer.mesh.coord("pp")
+        coord = trainer.mesh.pipeline.coord
         at_most = max(peak_in_flight(trainer.executor.schedule)[coord], 1)
         memory = coord, at_most, holds, evaluator_holds, sum(left)
         results.append((found, start, memory))

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from parallel3d.base.errors import ScheduleError
+from parallel3d.mesh.mesh import Peers
 from parallel3d.pipeline.clock import timing
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedule import Action, Op, Schedule, add_sharding, peak_in_flight
@@ -73,8 +74,7 @@ def watched_step(rank, case):
         executor.flow.gradients,
         executor.flow.arriving,
     ]
-    where = [mesh.coord(axis) for axis in ("pp", "dp", "tp")]
-    return executor.spans, transfers, alive, sum(map(len, left)), *where
+    return executor.spans, transfers, alive, sum(map(len, left)), *mesh.coords
 
 
 WATCHED = [
@@ -133,7 +133,8 @@ def test_what_ran_is_the_program(case):
 def test_weight_gradients_apart_are_refused_where_each_backward_reduces():
     ops = (Op.F, Op.I, Op.W)
     schedule = Schedule("mine", 1, (0,), (tuple(Action(op, 0, 0) for op in ops),))
-    mesh = SimpleNamespace(coord=lambda axis: 0, size=lambda axis: 1)
+    alone = Peers(None, 1, 0)
+    mesh = SimpleNamespace(pipeline=alone, tensor=alone)
     engine = SimpleNamespace(settings=SimpleNamespace(reduces_once=False))
     with pytest.raises(ScheduleError, match="mine: 0W0 requires gradients to be reduced once"):
         Executor(schedule, mesh, engine=engine, key=None, hidden_shape=(1, 1, 1))
@@ -143,7 +144,7 @@ def evaluate_on_rank(rank, case):
     """Losses of a forward-only pass at the start and after training, and what it left behind."""
     trainer = Trainer(case)
     evaluator, batch = trainer.evaluator, trainer.batches()[0]
-    replicas = trainer.mesh.size("dp") * trainer.mesh.size("tp")
+    replicas = trainer.mesh.replicas.size * trainer.mesh.tensor.size
 
     def mean_loss(executor):
         rows = trainer.mesh.gather_floats([executor.run(batch)])

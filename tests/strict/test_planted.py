@@ -45,7 +45,7 @@ def receives_in_another_order():
     def swap(executor, batch, step=0):
         first, second = (Action(Op.RECV_F, 1, microbatch) for microbatch in (0, 1))
         bad = reordered(executor.schedule, first, second)
-        executor._program = bad.programs[executor.mesh.coord("pp")]
+        executor._program = bad.programs[executor.mesh.pipeline.coord]
         return run(executor, batch, step)
 
     return patch.object(Executor, "run", swap)
@@ -56,7 +56,7 @@ def gradients_sent_the_other_way():
     pipe = Mesh._pipe
 
     def forward(mesh, step):
-        return pipe(mesh, 1 if mesh.coord("pp") == 0 else step)
+        return pipe(mesh, 1 if mesh.pipeline.coord == 0 else step)
 
     return patch.object(Mesh, "_pipe", forward)
 

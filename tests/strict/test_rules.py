@@ -26,12 +26,12 @@ LIMIT = 1.0  # seconds for an operation, where that is what ends the ranks
 LATE_SENDS = "send=0.3"  # a busy machine, too, changes the buffer before
 
 
-def all_reduce(mesh, axis, size=4, **options):
-    return dist.all_reduce(torch.ones(size), group=mesh.group(axis), **options)
+def all_reduce(mesh, role, size=4, **options):
+    return dist.all_reduce(torch.ones(size), group=getattr(mesh, role).group, **options)
 
 
 def missing_wait(mesh):
-    if mesh.coord("pp") == 0:
+    if mesh.pipeline.coord == 0:
         mesh.isend(torch.ones(4), 1, 0).wait()
     else:
         mesh.irecv(torch.empty(4), 0, 0)
@@ -39,7 +39,7 @@ def missing_wait(mesh):
 
 def reused_buffer(mesh):
     buffer = torch.ones(4)
-    if mesh.coord("pp") == 0:
+    if mesh.pipeline.coord == 0:
         sent = mesh.isend(buffer, 1, 0)
         buffer.mul_(2)
         sent.wait()
@@ -48,7 +48,7 @@ def reused_buffer(mesh):
 
 
 def swapped_order(mesh):
-    if mesh.coord("pp") == 0:
+    if mesh.pipeline.coord == 0:
         works = [mesh.isend(torch.ones(4), 1, tag) for tag in (0, 1)]
     else:
         works = [mesh.irecv(torch.empty(4), 0, tag) for tag in (1, 0)]
@@ -57,11 +57,11 @@ def swapped_order(mesh):
 
 
 def wrong_group(mesh):
-    all_reduce(mesh, "dp" if mesh.rank == 0 else "tp")
+    all_reduce(mesh, "replicas" if mesh.rank == 0 else "tensor")
 
 
 def wrong_size(mesh):
-    all_reduce(mesh, "tp", 4 + mesh.coord("tp"))
+    all_reduce(mesh, "tensor", 4 + mesh.tensor.coord)
 
 
 def wrong_type(mesh):
@@ -76,7 +76,7 @@ def wrong_kind(mesh):
 
 
 def world_inside_a_stage(mesh):
-    if mesh.coord("pp") == 0:
+    if mesh.pipeline.coord == 0:
         all_reduce(mesh, "world")
         mesh.isend(torch.ones(4), 1, 0).wait()
     else:
@@ -160,7 +160,7 @@ def fault_on_rank(rank, number):
         plant(mesh)
         for _ in range(200):  # a rank without a fault hears of the others' when it communicates
             time.sleep(0.05)
-            all_reduce(mesh, "self")
+            all_reduce(mesh, "alone")
     except StrictError as error:
         return str(error), time.monotonic() - start
     return "nothing", 0.0
@@ -190,7 +190,7 @@ def timeouts_on_rank(rank):
     """The seconds that groups give their operations, and what a killed peer's waits for."""
     mesh = Mesh(2, 1, 1)
     ends = mesh.join_pair(0, 1)
-    groups = [*map(mesh.group, ("pp", "dp", "world")), mesh._backward, ends]
+    groups = [mesh.pipeline.group, mesh.replicas.group, mesh.world.group, mesh._backward, ends]
     halves = dist.group.WORLD.split_among([[1], [0]], timedelta(minutes=10), "halves")
     outside = split([[1]], "one", timedelta(seconds=7))
     return [
@@ -236,7 +236,7 @@ def freed_on_rank(rank, is_freed):
     mesh = Mesh(1, 2, 1)
     frees, tensor, other = is_freed and rank == 0, torch.ones(4), torch.ones(4)
     gathered, received = torch.empty(8), torch.empty(4)
-    group = mesh.group("dp")
+    group = mesh.replicas.group
     works = [all_gather_single(gathered, tensor, group=group, async_op=True)]
     if frees:
         tensor.data = torch.zeros(4)

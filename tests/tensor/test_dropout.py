@@ -31,9 +31,9 @@ def mask(dropout, numel=256):
 
 def masks_on_rank(rank):
     mesh = Mesh(1, 2, 2)
-    key = RandomKey(3, mesh.coord("dp"))
+    key = RandomKey(3, mesh.samples.coord)
     replicated = Dropout(0.5, "here", key)
-    split = Dropout(0.5, "here", key, mesh.group("tp"))
+    split = Dropout(0.5, "here", key, mesh.tensor.group)
     elsewhere = Dropout(0.5, "there", key)
     found = {
         "replicated": mask(replicated),
@@ -48,7 +48,7 @@ def masks_on_rank(rank):
     key.microbatch, key.seed = 0, 4
     found["seed"] = mask(replicated)
     mesh.barrier()
-    return (mesh.coord("dp"), mesh.coord("tp")), found
+    return (mesh.samples.coord, mesh.tensor.coord), found
 
 
 def test_masks_agree_and_differ():
@@ -109,11 +109,11 @@ def test_one_generator_is_seeded(monkeypatch):
 
 
 def block_on_rank(mesh):
-    key = RandomKey(0, mesh.coord("dp"))
-    block = Block(CONFIG, "blocks.0", LayerContext(mesh.group("tp"), key))
-    generator = torch.Generator().manual_seed(5 + mesh.coord("tp"))
+    key = RandomKey(0, mesh.samples.coord)
+    block = Block(CONFIG, "blocks.0", LayerContext(mesh.tensor.group, key))
+    generator = torch.Generator().manual_seed(5 + mesh.tensor.coord)
     for parameter in block.parameters():
-        seeded = torch.Generator().manual_seed(1) if parameter.cut.dim is None else generator
+        seeded = torch.Generator().manual_seed(1) if not parameter.cut.parts else generator
         parameter.data.normal_(generator=seeded).mul_(0.5)
     return block, key
 

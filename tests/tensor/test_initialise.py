@@ -15,7 +15,7 @@ from parallel3d.model.spec import Init, ParamSpec, Shape
 from parallel3d.models import layers
 from parallel3d.pipeline import stages
 from parallel3d.schedule.schedules import make_schedule
-from parallel3d.tensor.cut import Cut, even_split
+from parallel3d.tensor.cut import Cut, CutPart, even_split
 from parallel3d.tensor.initialise import fill
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case
@@ -26,35 +26,38 @@ pytestmark = pytest.mark.gloo
 NORMAL = Init(std=0.02)
 
 
-def spec_of(shape, tp_dim=None, init=NORMAL):
-    return ParamSpec("weight", tuple(shape), tp_dim, init, True)
+def spec_of(shape, init=NORMAL):
+    return ParamSpec("weight", tuple(shape), (), init, True)
 
 
-def cut_of(shape, tp_dim, tp, rank):
-    start, stop = (0, 0) if tp_dim is None else even_split(shape[tp_dim], tp, rank)
-    return Cut(tuple(shape), tp_dim, start, stop, rank)
+def cut_of(shape, *parts):
+    """The cut of a rank, from (dim, number of ranks that cut it, number of this one)."""
+    ranges = [(dim, "tensor", *even_split(shape[dim], size, rank)) for dim, size, rank in parts]
+    return Cut(tuple(shape), tuple(CutPart(*part) for part in ranges))
 
 
 def part(whole, cut):
-    return whole if cut.dim is None else whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
+    for p in cut.parts:
+        whole = whole.narrow(p.dim, p.start, p.stop - p.start)
+    return whole
 
 
 def whole(spec, name="weight", seed=0):
     flat = torch.empty(spec.numel)
-    fill(flat, 0, spec, name, cut_of(spec.shape, None, 1, 0), seed)
+    fill(flat, 0, spec, name, Cut(spec.shape), seed)
     return flat.view(spec.shape)
 
 
 @st.composite
 def ranges(draw):
-    """A parameter, a cut of it by tp, and a flat range of the cut by ZeRO, with its padding."""
+    """A parameter, a cut of some dims, and a flat range of the cut by ZeRO, with its padding."""
     shape = draw(st.lists(st.integers(1, 600), min_size=1, max_size=2))
     shape = (*draw(st.sampled_from([(), (3,)])), *shape) if len(shape) == 2 else tuple(shape)
-    tp_dim = draw(st.sampled_from([None, *range(max(0, len(shape) - 2), len(shape))]))
-    tp = draw(st.integers(1, 4))
-    cut = cut_of(shape, tp_dim, tp, draw(st.integers(0, tp - 1)))
+    dims = draw(st.sets(st.integers(0, len(shape) - 1)))
+    sizes = {dim: draw(st.integers(1, 4)) for dim in dims}
+    cut = cut_of(shape, *((dim, n, draw(st.integers(0, n - 1))) for dim, n in sizes.items()))
     start, stop = sorted(draw(st.integers(0, prod(cut.local_shape) + 5)) for _ in range(2))
-    return spec_of(shape, tp_dim), cut, start, stop
+    return spec_of(shape), cut, start, stop
 
 
 @settings(max_examples=60, deadline=None)
@@ -91,7 +94,7 @@ def test_nothing_is_drawn_twice():
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_constants(value):
     out = torch.full((5,), torch.nan)
-    fill(out, 6, spec_of((9,), init=Init(value=value)), "weight", cut_of((9,), None, 1, 0), 0)
+    fill(out, 6, spec_of((9,), init=Init(value=value)), "weight", Cut((9,)), 0)
     assert out[:3].tolist() == [value] * 3
     assert out[3:].isnan().all(), "padding is left alone"
 
@@ -99,7 +102,7 @@ def test_constants(value):
 def test_bf16_is_the_rounded_start():
     spec = spec_of((300, 20))
     out = torch.empty(spec.numel, dtype=torch.bfloat16)
-    fill(out, 0, spec, "weight", cut_of(spec.shape, None, 1, 0), 0)
+    fill(out, 0, spec, "weight", Cut(spec.shape), 0)
     assert torch.equal(out.view(spec.shape), whole(spec).bfloat16())
 
 
@@ -122,11 +125,11 @@ class Memory(Counting):
             self.largest = max(self.largest, storage.nbytes())
 
 
-@pytest.mark.parametrize("tp_dim", [0, 1])
-def test_a_shard_draws_no_more_than_its_tiles(tp_dim):
-    spec, dp = spec_of((4096, 1024), tp_dim), 4
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_shard_draws_no_more_than_its_tiles(dim):
+    spec, dp = spec_of((4096, 1024)), 4
     for rank in range(4):
-        cut = cut_of(spec.shape, tp_dim, 4, rank)
+        cut = cut_of(spec.shape, (dim, 4, rank))
         height, width = cut.local_shape
         out = torch.empty(height * width // dp)
         with Memory() as memory:
@@ -143,9 +146,9 @@ def test_a_shard_draws_no_more_than_its_tiles(tp_dim):
 @pytest.mark.parametrize("shape", [(32, 32), (61, 32), (3, 32, 32), (128, 20)])
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)])
 def test_no_shard_draws_the_whole_of_a_small_parameter(shape, tp, dp):
-    spec = spec_of(shape, len(shape) - 2)
+    spec = spec_of(shape)
     for tp_rank, dp_rank in product(range(tp), range(dp)):
-        cut = cut_of(shape, spec.tp_dim, tp, tp_rank)
+        cut = cut_of(shape, (len(shape) - 2, tp, tp_rank))
         out = torch.empty(-(-prod(cut.local_shape) // dp))
         with Memory() as memory:
             fill(out, len(out) * dp_rank, spec, "weight", cut, 0)

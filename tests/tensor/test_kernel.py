@@ -27,7 +27,7 @@ def attend(dropout, context, heads):
 @pytest.fixture
 def context():
     mesh = Mesh()
-    yield LayerContext(mesh.group("tp"), RandomKey(0))
+    yield LayerContext(mesh.tensor.group, RandomKey(0))
     mesh.close()
 
 

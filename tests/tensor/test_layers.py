@@ -81,7 +81,9 @@ def in_type(dtype):
 
 def part(whole, cut):
     """What a rank should hold of a whole parameter, or of its gradient."""
-    return whole if cut.dim is None else whole.narrow(cut.dim, cut.start, cut.stop - cut.start)
+    for p in cut.parts:
+        whole = whole.narrow(p.dim, p.start, p.stop - p.start)
+    return whole
 
 
 def share(x, dim, group):
@@ -120,7 +122,7 @@ def compare(layer, twin, inputs, outputs, s, tolerance):
         close(x.grad, x_of(whole_x.grad), "input gradient", tolerance)
     for name, parameter in layer.named_parameters():
         cut = cut_of(parameter)
-        if cut.dim is None and (s.split or isinstance(layer, GroupedColumnLinear)):
+        if not cut.parts and (s.split or isinstance(layer, GroupedColumnLinear)):
             dist.all_reduce(parameter.grad, group=layer.group)
         close(parameter.grad, part(twin[name].grad, cut), f"{name} gradient", tolerance)
 
@@ -173,7 +175,7 @@ def check_embedding(s, group, tolerance):
 def check_norms(s, group, tolerance):
     for kind in (LayerNorm, RMSNorm):
         x, w, b = tensors(s.seed, (*s.whole, s.wide), (s.wide,), (s.wide,))
-        layer = kind(s.wide, group, 1e-5)
+        layer = kind(s.wide, 1e-5)
         layer.group = group
         give(layer, weight=w, bias=b)
         mine = leaf(s.part(x, group))
@@ -228,7 +230,7 @@ def check_on_rank(rank, kinds, examples, dtype, meshes=((1, 4, 1), (1, 2, 2), (1
         for kind, example in product(kinds, examples):
             try:
                 with in_type(dtype):
-                    CHECKS[kind](example, grid.group("tp"), TOLERANCES[dtype])
+                    CHECKS[kind](example, grid.tensor.group, TOLERANCES[dtype])
             except AssertionError as error:
                 raise AssertionError(f"{kind}, tp {mesh[2]}, {example}: {error}") from None
         grid.barrier()  # a rank that is done must not leave while others still make their groups

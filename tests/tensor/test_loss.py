@@ -89,7 +89,7 @@ def check_on_rank(rank, examples, dtype, meshes=((1, 4, 1), (1, 2, 2), (1, 1, 4)
         for check, example in product(checks or CHECKS, examples):
             try:
                 with in_type(dtype):
-                    check(example, grid.group("tp"), TOLERANCES[dtype])
+                    check(example, grid.tensor.group, TOLERANCES[dtype])
             except AssertionError as error:
                 message = f"{check.__name__}, tp {mesh[2]}, {example}: {error}"
                 raise AssertionError(message) from None
@@ -135,7 +135,7 @@ def test_a_missing_collective_is_seen(number):
 
 def confident_gradients(rank):
     """In bf16, the gradient at labels that the model is ever more sure of, and in fp32."""
-    group = Mesh(1, 1, 2).group("tp")
+    group = Mesh(1, 1, 2).tensor.group
     (logits,) = tensors(0, (64, 50))
     labels = torch.arange(64) % 50
     logits = logits.detach()

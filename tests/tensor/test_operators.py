@@ -80,7 +80,7 @@ def count_on_rank(rank, inductor):
     torch._inductor.config.compile_threads = 1
     mesh = Mesh()
     layer = models.layers(models.config_class("llama")(**SMALL))[1]
-    context = LayerContext(mesh.group("tp"), RandomKey(0))
+    context = LayerContext(mesh.tensor.group, RandomKey(0))
     block = resolve_name(layer.build)(layer.config, layer.name, context)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

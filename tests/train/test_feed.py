@@ -17,6 +17,7 @@ from parallel3d.data.evaluation_samples import EvaluationSamples
 from parallel3d.data.ids.remote import SET_BYTES
 from parallel3d.data.packing import Packing
 from parallel3d.data.prepare import prepare
+from parallel3d.mesh.mesh import Peers
 from parallel3d.schedule.schedules import make_schedule
 from parallel3d.tensor.segments import Segments
 from parallel3d.train.feed import Feed
@@ -49,12 +50,8 @@ def feed_of(corpus, place=(0, 0), *, mesh=(1, 1), schedule="gpipe", stages=1, **
     }
     config = RunConfig.from_dict(raw).resolve(pp * dp)
     plan = make_schedule(schedule, pp, config.num_microbatches, stages)
-    axes = ("pp", "dp")
-    rank = SimpleNamespace(
-        coord=dict(zip(axes, place, strict=True)).get,
-        size=dict(zip(axes, mesh, strict=True)).get,
-        device=torch.device("cpu"),
-    )
+    pipeline, samples = (Peers(None, *own) for own in zip(mesh, place, strict=True))
+    rank = SimpleNamespace(pipeline=pipeline, samples=samples, device=torch.device("cpu"))
     return Feed(config, rank, corpus, plan), config
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from launch import draw as launch_draw
 from parallel3d.config.parallel3d_block import ProfileConfig
+from parallel3d.mesh.mesh import Peers
 from parallel3d.schedule.draw import spans_from_json
 from parallel3d.schedule.schedule import Action, add_sharding
 from parallel3d.schedule.schedules import make_schedule
@@ -165,7 +166,10 @@ def test_another_nodes_clock_is_set_by_the_barriers(monkeypatch):
         ]
         return [text, *(json.dumps(mine | other) for other in others)]
 
-    mesh = SimpleNamespace(barrier=lambda: None, coord=lambda axis: 0, gather_texts=gather, rank=0)
+    mesh = SimpleNamespace(
+        barrier=lambda: None, coords=(0, 0, 0), gather_texts=gather, rank=0,
+        replicas=Peers(None, 1, 0),
+    )  # fmt: skip
     recorder = profiler.Profiler(ProfileConfig(start=0), mesh, None, run=Path("nowhere"))
     seen = timeline.Step(0, 100.0, 102.0, 100.5, [("0F0", 0.0, 1.0)])
     recorder._steps = [seen]
@@ -184,7 +188,7 @@ def profile_chosen_ranks(rank, folder, ranks):
     with recorder.step(0):
         trainer.executor.run(batch, 0)
         trainer.engine.step(trainer.lr)
-    return trainer.mesh.coord("dp"), recorder._torch is not None
+    return trainer.mesh.replicas.coord, recorder._torch is not None
 
 
 def events_in(profile):

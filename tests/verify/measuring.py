@@ -108,6 +108,6 @@ def train(parts: Assembly, config: RunConfig, mesh: Mesh) -> Curves:
         local = parts.executor.run(microbatches(batch, config, mesh), step)
         everyone = mesh.gather_floats([local])
         # Every tp rank of the last stage reports the same loss.
-        losses.append(sum(row[0] for row in everyone) / (mesh.size("dp") * mesh.size("tp")))
+        losses.append(sum(row[0] for row in everyone) / (mesh.replicas.size * mesh.tensor.size))
         norms.append(parts.engine.step(config.optimizer.params.lr).grad_norm)
     return losses, norms

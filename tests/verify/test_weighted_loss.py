@@ -43,7 +43,7 @@ def train_weighted(rank, config, expected):
     def microbatches(batch, config, mesh):
         weights = weights_of(batch[0].shape)
         masked = batch[1].masked_fill(weights == 0, IGNORED)
-        start = config.micro_batch_size * config.num_microbatches * mesh.coord("dp")
+        start = config.micro_batch_size * config.num_microbatches * mesh.samples.coord
         own = weights[start:].split(config.micro_batch_size)
         found = plain((batch[0], masked, batch[2]), config, mesh)
         return [m._replace(weights=w) for m, w in zip(found, own, strict=False)]

@@ -1,9 +1,9 @@
 """Weights of tokens in the loss, read from columns or files beside the ids."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.ids import arrow
@@ -28,7 +28,7 @@ class TokenWeights:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __getitem__(self, key: Any) -> np.ndarray:
+    def __getitem__(self, key: slice | ArrayLike) -> np.ndarray:
         numbers: np.ndarray = self._numbers[key]
         if self._are_labels:
             counts: np.ndarray = numbers != IGNORED

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypedDict
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.ids.id_file import NUMBERS, num_bytes, open_ids, read_ids
@@ -15,10 +16,19 @@ OPEN_FILES = 64
 BYTE = np.dtype(np.uint8)
 
 
+class SpanFile(TypedDict):
+    """A file of ids, as a corpus's meta.json lists it; `offset` and `size` are in bytes."""
+
+    name: str
+    path: str
+    dtype: str
+    offset: int
+    size: int
+
+
 class Spans:
     """The ids [num_tokens] of consecutive documents, each followed by an end-of-text.
 
-    - `files`: name, path, dtype, offset and size of each file
     - `places`, `starts` [documents]: document i begins at id `starts[i]` of file `places[i]`
     - `bounds` [documents + 1]: document i is `bounds[i]` .. `bounds[i + 1]` - 1 of this array
     - `remote`: reads the files that are URLs; all ranges of one index are requested together
@@ -30,7 +40,7 @@ class Spans:
     def __init__(
         self,
         *,
-        files: Sequence[dict[str, Any]],
+        files: Sequence[SpanFile],
         places: np.ndarray,
         starts: np.ndarray,
         bounds: np.ndarray,
@@ -51,7 +61,7 @@ class Spans:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, key: Any) -> np.ndarray:
+    def __getitem__(self, key: slice | ArrayLike) -> np.ndarray:
         if isinstance(key, slice):
             first, last, step = key.indices(len(self))
             if step == 1:
@@ -68,7 +78,7 @@ class Spans:
         windows = [(int(flat[a]), int(flat[a]) + b - a) for a, b in pairwise(edges)]
         return self._read(windows).reshape(index.shape)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         ids = self[:]
         return ids if dtype is None else ids.astype(dtype)
 
@@ -81,7 +91,9 @@ class Spans:
             at += last - first
         for is_remote, read in ((False, self._read_local), (True, self._remote.read)):
             chosen = [piece for piece in pieces if self._is_remote[piece[0]] == is_remote]
-            contents: Sequence[Any] = read([span for _, _, span in chosen]) if chosen else []
+            contents: Sequence[bytes | np.ndarray] = (
+                read([span for _, _, span in chosen]) if chosen else []
+            )
             for (number, place, _), data in zip(chosen, contents, strict=True):
                 part = np.frombuffer(data, self._dtypes[number])
                 ids[place : place + len(part)] = part
@@ -120,7 +132,7 @@ class Spans:
         return open_ids(path, self._names[path])
 
 
-def check_sizes(files: Sequence[dict[str, Any]]) -> None:
+def check_sizes(files: Sequence[SpanFile]) -> None:
     """Raise DataError unless each local file exists and still has its size."""
     for file in files:
         if is_url(file["path"]):

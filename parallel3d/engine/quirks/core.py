@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import cpuinfo
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 from torch import nn
 
@@ -86,7 +86,7 @@ def accumulation_steps() -> int:
     return 1
 
 
-def start_backward(engine: Any) -> None:
+def start_backward(engine: DeepSpeedEngine) -> None:
     """Make the next backward add to the gradients of the previous one.
 
     DeepSpeed counts micro-steps in `forward`. In F1 F2 B1 B2 the second backward would silently
@@ -95,14 +95,14 @@ def start_backward(engine: Any) -> None:
     engine.optimizer.clear_backward_seen_flag()
 
 
-def accumulate_from_zero(engine: Any) -> None:
+def accumulate_from_zero(engine: DeepSpeedEngine) -> None:
     """Set the reduced gradients to zero, and make every backward of the step add to them.
 
     In DeepSpeed a step's first backward overwrites the previous step's gradients and later ones
     add. The first backward of a rank's *other* stages would then add to the previous step's.
     """
     optimizer = engine.optimizer
-    gradients: dict[Any, torch.Tensor] = getattr(
+    gradients: dict[object, torch.Tensor] = getattr(
         optimizer,
         "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
         getattr(optimizer, "accumulated_grads_in_cpu", {}),
@@ -149,7 +149,7 @@ def group_kinds(rates: Mapping[Role | None, Rate]) -> list[tuple[Rate, bool]]:
 def param_groups(
     held: Iterable[HeldParameter], placeholders: Placeholders, weight_decay: float, eps: float,
     rates: Mapping[Role | None, Rate],
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, object]]:  # fmt: skip
     """Return the optimizer groups of `group_kinds` with explicit weight decay: defaults differ."""
     held, groups = list(held), []
     for (rate, decays), weight in zip(group_kinds(rates), placeholders.parameters(), strict=True):
@@ -203,7 +203,7 @@ class DeferredReduction:
     end looks like one more microbatch in which only these parameters have gradients.
     """
 
-    def __init__(self, engine: Any, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, engine: DeepSpeedEngine, parameters: list[nn.Parameter]) -> None:
         self._optimizer = engine.optimizer
         self._parameters = {id(p): p for p in parameters}
         self._gradients: dict[int, torch.Tensor] = {}
@@ -244,7 +244,7 @@ class DeferredReduction:
         self._optimizer.overlapping_partition_gradients_reduce_epilogue()
 
 
-def abandon_coalescing(engine: Any) -> None:
+def abandon_coalescing(engine: DeepSpeedEngine) -> None:
     """Skip the collectives of `coalesce_grad_reduction` after an error: no peer would join."""
     engine._flush_coalesced_reduction_zero12 = lambda optimizer: None
     engine._flush_coalesced_reduction_zero3 = lambda optimizer: None

@@ -1,13 +1,14 @@
 """Remedies for faults of DeepSpeed 0.19.8 under fp16, one function each."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
 
-def expect_scaled_gradient(engine: Any) -> None:
+def expect_scaled_gradient(engine: DeepSpeedEngine) -> None:
     """Allow a direct backward under fp16; its gradient carries the last stage's loss scale.
 
     With a dynamic loss scale DeepSpeed raises after a direct backward unless `engine.scale` was
@@ -22,7 +23,7 @@ def allow_fp16_on_cpu(device: torch.device) -> None:
         get_accelerator().is_fp16_supported = lambda: True
 
 
-def at_last_loss_scale(optimizer: Any) -> bool:
+def at_last_loss_scale(optimizer: ZeROOptimizer) -> bool:
     """Return True if one more overflow would be at the smallest loss scale.
 
     DeepSpeed would raise a bare Exception there; this call disables that.
@@ -35,7 +36,7 @@ def at_last_loss_scale(optimizer: Any) -> bool:
     return bool(hysteresis == 1 and scaler.cur_scale == scaler.min_scale)
 
 
-def grow_scale_after_step(optimizer: Any) -> Callable[[], None]:
+def grow_scale_after_step(optimizer: ZeROOptimizer) -> Callable[[], None]:
     """Keep the loss scale from growing within a step; return a function to call after the step.
 
     DeepSpeed doubles the dynamic scale before it divides the gradients by it, which halves the
@@ -59,7 +60,7 @@ def grow_scale_after_step(optimizer: Any) -> Callable[[], None]:
     return finish
 
 
-def forget_skipped_gradients(optimizer: Any) -> None:
+def forget_skipped_gradients(optimizer: ZeROOptimizer) -> None:
     """Drop the gradients of a skipped step.
 
     At ZeRO-1 and 2 with an offloaded optimizer DeepSpeed keeps them and adds the next step's, so

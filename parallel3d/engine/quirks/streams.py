@@ -4,15 +4,15 @@ They do nothing on a synchronous device (the CPU), which has no streams.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, nn
 
 _GATHER_STREAM = "_PartitionedParameterCoordinator__allgather_stream"
 
 
-def keep_gradients_until_reduced(optimizer: Any) -> None:
+def keep_gradients_until_reduced(optimizer: ZeROOptimizer) -> None:
     """Keep the memory of ZeRO-3's gradients until the reduction stream has read them.
 
     A rank without a part of a small parameter frees the gradient without recording the stream
@@ -35,7 +35,7 @@ def keep_gradients_until_reduced(optimizer: Any) -> None:
     optimizer.partition_grads = record_and_partition
 
 
-def gather_after_update(optimizer: Any) -> None:
+def gather_after_update(optimizer: ZeROOptimizer) -> None:
     """Make ZeRO-3's next gathers wait for the update of the shards; call it after a step.
 
     Gathers run on their own stream, which does not wait for the default stream. DeepSpeed relies on
@@ -46,7 +46,7 @@ def gather_after_update(optimizer: Any) -> None:
         getattr(coordinator, _GATHER_STREAM).wait_stream(get_accelerator().current_stream())
 
 
-def prioritize_reductions(optimizer: Any) -> None:
+def prioritize_reductions(optimizer: ZeROOptimizer) -> None:
     """Give the stream of gradient reductions high priority: synchronous collectives run on it."""
     if get_accelerator().is_synchronized_device():
         return

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
 PART = 2**25  # elements of each of the two buffers: 64 MiB in bf16
@@ -18,7 +18,7 @@ class _Buffer(NamedTuple):
     mark: Callable[[], object]
 
 
-def copy_weights_in_parts(optimizer: Any, device: torch.device) -> None:
+def copy_weights_in_parts(optimizer: ZeROOptimizer, device: torch.device) -> None:
     """Make ZeRO-3 copy weights that the host has updated to the device in parts of PART elements.
 
     After each group's update on the host DeepSpeed casts the new weights into pageable memory,
@@ -70,7 +70,7 @@ def _nothing() -> None:
     """Do nothing: copies on a CPU are synchronous."""
 
 
-def share_with_weights(optimizer: Any) -> None:
+def share_with_weights(optimizer: ZeROOptimizer) -> None:
     """Let masters share the weights' memory if both have the same device and dtype.
 
     DeepSpeed keeps two copies, which wastes 4 bytes per element of this rank's shard, and copies
@@ -110,15 +110,14 @@ def _alike(master: Tensor, weights: Tensor) -> bool:
     )
 
 
-def recompute_bias_correction(optimizer: torch.optim.Optimizer) -> None:
+def recompute_bias_correction(adam: torch.optim.Optimizer) -> None:
     """Make CPU Adam's bias correction depend on the step number only.
 
     Its C++ code updates the powers of the betas as running fp32 products, and computes the exact
     power only if the step number jumps. A resumed run's first step jumps, so its weights differ in
     the last bits. An empty call at step 0 before each step makes every step a jump.
     """
-    if isinstance(optimizer, DeepSpeedCPUAdam):
-        optimizer.register_step_pre_hook(_jump)
+    adam.register_step_pre_hook(_jump)
 
 
 def _jump(adam: Any, *_: Any) -> None:

@@ -6,7 +6,7 @@ identified by the id of its tuple of layers: hashing the layers would take longe
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from parallel3d.model.spec import LayerCost, LayerSpec, Recompute, Shape
 from parallel3d.plan.setting import Setting
@@ -35,7 +35,7 @@ def model_of(layers: tuple[LayerSpec, ...]) -> LayerKinds:
     """Return a model's layers sorted into kinds; the same object for the same tuple of layers."""
     model = _models.get(id(layers))
     if model is None:
-        seen: dict[Any, int] = {}
+        seen: dict[object, int] = {}
         alike = ((layer.build, layer.params, layer.tied, layer.config) for layer in layers)
         kind_of = tuple(seen.setdefault(key, len(seen)) for key in alike)
         kinds = tuple(layers[kind_of.index(k)] for k in range(len(seen)))

@@ -41,7 +41,7 @@ def weights_of_kind(model: LayerKinds, kind: int, tp: int, threshold: int = 0) -
     """Return the sizes of the weights in one layer of a kind."""
     modules = defaultdict[str, list[int]](list)
     for spec in model.kinds[kind].params:
-        modules[spec.name.rpartition(".")[0]].append(spec.elements(tp))
+        modules[spec.name.rpartition(".")[0]].append(spec.elements({"tensor": tp}))
     every = [size for module in modules.values() for size in module]
     large = [size for size in every if size > threshold]
     return WeightSizes(
@@ -91,7 +91,8 @@ def sizes(stages: tuple[StageLayers, ...], tp: int, threshold: int) -> WeightSiz
 def partial(model: LayerKinds, kind: int, tp: int, sequence_parallel: bool) -> int:
     """Return the elements of a kind's layer whose gradients the tp ranks must sum."""
     params = model.kinds[kind].params
-    return sum(p.elements(tp) for p in params if p.is_partial(tp, sequence_parallel))
+    sizes = {"tensor": tp}
+    return sum(p.elements(sizes) for p in params if p.is_partial(sizes, sequence_parallel))
 
 
 @lru_cache(maxsize=4096)
@@ -109,7 +110,7 @@ def _copies(model: LayerKinds, kind: int, tp: int) -> int:
     """Return the elements of a kind's weights that are copies of another layer's."""
     layer = model.kinds[kind]
     copies = {name for name, _ in layer.tied}
-    return sum(p.elements(tp) for p in layer.params if p.name in copies)
+    return sum(p.elements({"tensor": tp}) for p in layer.params if p.name in copies)
 
 
 def tied_elsewhere(model: LayerKinds, held: Counts, tp: int) -> int:

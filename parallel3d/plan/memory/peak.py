@@ -167,7 +167,7 @@ def nccl_estimate(setting: Setting, coord: int, hardware: Hardware | None) -> in
     if is_cpu(hardware) or devices == 1:
         return 0
     # The groups of mesh/mesh.py: an axis that holds all ranks is the world.
-    communicators = 1 + sum(1 < size < devices for size in (s.pp, s.dp, s.tp))
+    communicators = 1 + sum(1 < size < devices for size in s.mesh)
     communicators += (s.pp > 1) + (s.dp > 1 and s.pp * s.tp > 1)  # "pp backward", "model"
     home = stages_on(s.schedule, s.pp, s.stages_per_rank)[coord]
     stages = {*range(s.pp * s.stages_per_rank)} - {*home}

@@ -6,7 +6,8 @@ a program's Software.
 
 from typing import NamedTuple
 
-from parallel3d.model.spec import MASTER_BYTES, STATE_BYTES
+from parallel3d.model.optimizers import state_bytes
+from parallel3d.model.spec import MASTER_BYTES
 from parallel3d.plan.layers.weight_counts import WeightSizes
 from parallel3d.plan.setting import Setting
 
@@ -51,7 +52,7 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     shards, zero3 = setting.dp, setting.zero_stage == 3
     share = -(-s.params // shards) if setting.zero_stage else s.params
     weight_bytes = (share if zero3 else s.params) * element
-    optimizer = share * STATE_BYTES
+    optimizer = share * state_bytes(setting.optimizer)
     if element == MASTER_BYTES and setting.offload_optimizer == setting.offload_param == "none":
         optimizer -= share * MASTER_BYTES  # the weights are their own masters
     shard = share * gradient

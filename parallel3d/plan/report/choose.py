@@ -1,11 +1,9 @@
 """Write the planner's choices into a config. Pure functions: every rank gets the same config."""
 
-from typing import Any
-
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config.hardware import Cores, Figure, Hardware, Host
-from parallel3d.model.spec import STATE_BYTES
+from parallel3d.model.optimizers import kinds, state_bytes
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.report.plan_rows import nothing_fits
 from parallel3d.plan.report.plan_table import lines_of, seconds
@@ -68,10 +66,10 @@ def _cpu_rank(setting: Setting, host_bytes: int) -> Hardware:
     )  # fmt: skip
 
 
-def fixed_by(config: RunConfig) -> dict[str, Any]:
+def fixed_by(config: RunConfig) -> dict[str, object]:
     """Return the choices in parallel3d.plan.fix with their values, by the planner's names."""
     zero, pipeline = config.zero_optimization, config.pipeline
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "zero_stage": zero.stage, "offload_optimizer": zero.offload_optimizer.device,
         "offload_param": zero.offload_param.device, "weights": pipeline.weights,
         "micro_batch": config.train_micro_batch_size_per_gpu, "schedule": pipeline.schedule,
@@ -89,7 +87,7 @@ def fixed_by(config: RunConfig) -> dict[str, Any]:
 def apply(config: RunConfig, plan: Plan) -> RunConfig:
     """Return the config with a plan's choices, and notes that name them."""
     s = plan.setting
-    mesh = {"pp": s.pp, "dp": s.dp, "tp": s.tp, "sequence_parallel": s.sequence_parallel}
+    mesh = {**s.mesh._asdict(), "sequence_parallel": s.sequence_parallel}
     raw = config.to_dict()
     block, zero = raw["parallel3d"], raw["zero_optimization"]
     block |= {"mesh": mesh, "plan": {}}
@@ -116,7 +114,8 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
 
 
 def checkpoint_bytes(setting: Setting) -> int:
-    """Return the approximate bytes of a checkpoint: fp32 weights, two moments, file headers."""
+    """Return the approximate bytes of a checkpoint: fp32 weights, optimizer state, file headers."""
     s = setting
     num_tensors = sum(len(layer.own_params) for layer in s.layers)
-    return STATE_BYTES * s.num_params + 3 * _HEADER_ENTRY * (num_tensors * s.tp + s.devices)
+    header = len(kinds(s.optimizer)) * _HEADER_ENTRY * (num_tensors * s.tp + s.devices)
+    return state_bytes(s.optimizer) * s.num_params + header

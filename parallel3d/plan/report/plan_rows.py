@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -35,7 +34,7 @@ def hardware_of(config: RunConfig, name: str | None = None) -> Hardware:
 def devices_of(config: RunConfig, machine: Hardware) -> int:
     """Return the number of devices in a config's mesh, else of this machine or of one node."""
     if not config.is_planned and isinstance(config.mesh.dp, int):
-        return config.mesh.pp * config.mesh.dp * config.mesh.tp
+        return config.mesh.sizes.ranks
     if machine.cores is not None:
         return int(machine.cores.count.value)
     if machine.devices_per_node is not None:
@@ -49,7 +48,7 @@ def make_request(config: RunConfig, machine: Hardware, devices: int, fix: Sequen
 
     Raises ConfigError for a malformed or repeated choice.
     """
-    fixed: dict[str, Any] = {}
+    fixed: dict[str, object] = {}
     for word in fix:
         name, equals, text = word.partition("=")
         if not equals:
@@ -98,7 +97,7 @@ def nothing_fits(least: Plan) -> str:
     excess = f"{over:,.0f} bytes more than a device has" if over > 0 else least.reason
     return (
         f"NOTHING FITS on {request.devices:,} x {request.hardware.name}: the smallest plan needs "
-        f"{gib(memory.total)} GiB ({excess}), with pp {s.pp} × dp {s.dp} × tp {s.tp}, "
+        f"{gib(memory.total)} GiB ({excess}), with {s.mesh.label}, "
         f"ZeRO-{s.zero_stage}, micro batch {s.shape.batch}, recompute {s.recompute}, offload: "
         f"{least.offload}; use {', or '.join(remedies)}"
     )
@@ -126,14 +125,20 @@ def explain(
                 terminal.say(out, f"written to {path}")
 
 
-def to_json(ranking: Ranking, request: Request) -> dict[str, Any]:
-    """Return the JSON of `parallel3d plan --json`: rows that fit, then rows that do not."""
+def to_json(ranking: Ranking, request: Request) -> dict[str, object]:
+    """Return the JSON of `parallel3d plan --json`: rows that fit, then rows that do not.
+
+    Only a model with parameters that some tokens do not use has "num_active_params".
+    """
+    base = request.base
+    active = {"num_active_params": base.num_active_params}
     return {
         "plans": [plan.to_json() for plan in ranking.rows],
         "hardware": request.hardware.name,
         "devices": request.devices,
         "global_batch_size": request.global_batch_size,
-        "num_params": request.base.num_params,
+        "num_params": base.num_params,
+        **(active if base.num_active_params != base.num_params else {}),
         "least": ranking.least.to_json() if ranking.least else None,
     }
 

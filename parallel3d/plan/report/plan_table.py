@@ -7,9 +7,11 @@ from rich.console import Console
 from rich.text import Text
 
 from parallel3d.base import terminal
+from parallel3d.base.mesh_sizes import AXES
 from parallel3d.base.terminal import Cell, Column
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
+from parallel3d.model.spec import LayerSpec
 from parallel3d.plan.memory.peak import PARTS, Memory, nccl_estimate, peak_of
 from parallel3d.plan.search.best_first import Ranking
 from parallel3d.plan.search.plans import Plan, Request
@@ -56,6 +58,13 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
         terminal.say(out, Text(f"{hidden} faster {plans} not fit; omit --rows to list all", "dim"))
 
 
+def parameters(layers: Sequence[LayerSpec]) -> str:
+    """Return "1.5B parameters"; and how many are active, if a token does not use all."""
+    total = sum(layer.num_params for layer in layers)
+    active = sum(layer.num_active_params for layer in layers)
+    return f"{count(total)} parameters" + (f" ({count(active)} active)" if active < total else "")
+
+
 def say_heading(request: Request, out: Console) -> None:
     """Print the request: model, precision, devices, tokens of a step, and fixed choices."""
     config, hardware = request.config, request.hardware
@@ -63,7 +72,7 @@ def say_heading(request: Request, out: Console) -> None:
     tokens = "" if request.num_tokens is None else f", {count(request.num_tokens)} tokens in all"
     terminal.say(
         out,
-        f"{config.model.family} of {count(request.base.num_params)} parameters in "
+        f"{config.model.family} of {parameters(request.base.layers)} in "
         f"{request.base.precision} on {request.devices:,} x {hardware.name}; a step of "
         f"{batch:,} x {seq:,} = {count(batch * seq)} tokens{tokens}",
     )
@@ -80,8 +89,8 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
     columns: list[FilledColumn] = [
         (Column("#"), [str(number) for number, _ in enumerate(plans, first)]),
         (
-            Column("pp×dp×tp", right=False),
-            [f"{s.pp}×{s.dp}×{s.tp}" + (" sp" if s.sequence_parallel else "") for s in settings],
+            Column("×".join(AXES), right=False),
+            ["×".join(map(str, s.mesh)) + (" sp" if s.sequence_parallel else "") for s in settings],
         ),
         (
             Column("ZeRO", right=False, line=1),
@@ -217,7 +226,7 @@ def lines_of(setting: Setting) -> Iterator[str]:
     split = ", sequence parallel" if s.sequence_parallel else ""
     several = f" with {s.stages_per_rank} stages a rank" if s.stages_per_rank > 1 else ""
     reduced = "once a step" if s.reduces_once else "after each microbatch"
-    yield f"mesh      pp {s.pp} × dp {s.dp} × tp {s.tp}{split}"
+    yield f"mesh      {s.mesh.label}{split}"
     yield (
         f"pipeline  {s.schedule}{several}, {s.num_microbatches} microbatches of {s.shape.batch}, "
         f"recompute {s.recompute}"
@@ -294,7 +303,9 @@ def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> I
 
 def largest_layer(setting: Setting) -> int:
     """Return the parameters of the largest layer on a tp rank, rounded up to two digits."""
-    exact = max(sum(p.elements(setting.tp) for p in layer.params) for layer in setting.layers)
+    exact = max(
+        sum(p.elements({"tensor": setting.tp}) for p in layer.params) for layer in setting.layers
+    )
     unit: int = 10 ** max(0, len(str(exact)) - 2)
     return -(-exact // unit) * unit
 

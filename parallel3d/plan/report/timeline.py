@@ -2,7 +2,6 @@
 
 from html import escape
 from itertools import accumulate
-from typing import Any
 
 from parallel3d.plan.memory.peak import saved_bytes
 from parallel3d.plan.search.plans import Plan
@@ -52,15 +51,12 @@ def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float,
     return base, points
 
 
-def drawing(plan: Plan) -> tuple[str, Any]:
+def drawing(plan: Plan) -> tuple[str, object]:
     """Return the SVG of a plan's timeline and memory, and its trace for Perfetto."""
     setting, spans = spans_of(plan)
     s, total = setting, plan.setting.num_microbatches
     some = "" if s.num_microbatches == total else f" ({s.num_microbatches} of {total} drawn)"
-    title = (
-        f"pp {s.pp} × dp {s.dp} × tp {s.tp}, {s.schedule}, {total} microbatches of "
-        f"{s.shape.batch}{some}"
-    )
+    title = f"{s.mesh.label}, {s.schedule}, {total} microbatches of {s.shape.batch}{some}"
     above = draw.figure([(title, spans)], plan.time.bubble)
     height = draw.height_of(spans)
     below = [f'<g transform="translate(0 {height})">', *_panel(plan, setting, spans), "</g>"]

@@ -14,15 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush, nsmallest
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.plan.memory.peak import Memory, least_in_flight, least_on_first, peak_of
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import (
     PLAIN,
     Choices,
     Flow,
-    MeshSizes,
     Order,
     ZeroState,
     setting_of,
@@ -111,7 +111,9 @@ class _Search:
     def best_first(self, per_mesh: int) -> Iterator[Plan]:
         """Yield the plans that fit, fastest first; among equally fast plans the simplest first."""
         serial, num_plans = count(), Counter[MeshSizes]()
-        heap: list[tuple[float, tuple[Any, ...], int, MeshSizes, Any]] = [
+        heap: list[
+            tuple[float, tuple[object, ...], int, MeshSizes, Flow | Untested | Fitting | Plan]
+        ] = [
             (floor, (), next(serial), flow.mesh, flow) for floor, flow in self.floors
         ]  # a sorted list is a heap
         while heap:
@@ -258,7 +260,7 @@ class _Search:
                 yield least_on_first(setting_of(self.request, *choices), self.hardware)[0], choices
 
 
-def simplicity(plan: Plan) -> tuple[Any, ...]:
+def simplicity(plan: Plan) -> tuple[object, ...]:
     """Return the sort key of equally fast plans: fewer stages first, then less offload, etc."""
     s = plan.setting
     flow, order, state = candidates.choices_of(s)

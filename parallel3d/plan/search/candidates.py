@@ -11,9 +11,11 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
+from parallel3d.base.mesh_sizes import AXES, MeshSizes
 from parallel3d.base.section import Problem, Problems
 from parallel3d.config import MeshConfig, checks
 from parallel3d.config.parallel3d_block import reduces_once
+from parallel3d.model import optimizers
 from parallel3d.model.spec import Recompute, Shape
 from parallel3d.plan.search.plans import CHOICES, Request
 from parallel3d.plan.setting import Device, Setting
@@ -25,14 +27,6 @@ MOST_STAGES = 64  # per rank; a search over hundreds takes minutes, and each sta
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 WEIGHTS: tuple[Weights, ...] = ("per_step", "per_pass", "per_microbatch")  # fastest first
-
-
-class MeshSizes(NamedTuple):
-    """Numbers of pipeline, data-parallel and tensor-parallel ranks."""
-
-    pp: int
-    dp: int
-    tp: int
 
 
 class Flow(NamedTuple):
@@ -220,8 +214,7 @@ def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> 
 
 def choices_of(setting: Setting) -> Choices:
     """Return the flow, order and state of a setting."""
-    mesh = MeshSizes(setting.pp, setting.dp, setting.tp)
-    flow = Flow(mesh, setting.shape.batch, setting.recompute, setting.sequence_parallel)
+    flow = Flow(setting.mesh, setting.shape.batch, setting.recompute, setting.sequence_parallel)
     offloads = setting.offload_optimizer, setting.offload_param
     count = sum(DEVICES.index(device) for device in offloads)
     weights: Weights = setting.weights if setting.zero_stage == 3 else "per_microbatch"
@@ -249,7 +242,12 @@ def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: De
     if zero_stage != 3 and (param != "none" or optimizer == "nvme"):
         return False
     host, config = request.hardware.host, request.config
-    if host is None or config.optimizer.params.torch_adam:
+    usable = ("none", *optimizers.load(config.optimizer.file).OFFLOADS)
+    if (
+        host is None
+        or getattr(config.optimizer.params, "torch_adam", False)
+        or optimizer not in usable
+    ):
         return False
     # The planner does not choose a path on disk: NVMe offload needs the config's nvme_path.
     zero = config.zero_optimization
@@ -265,7 +263,7 @@ def problem_of(request: Request, mesh: MeshSizes) -> Problem | None:
     """Return the config's first problem with a mesh, or None."""
     config = request.config
     settings = {
-        "mesh": MeshConfig(pp=mesh.pp, dp=mesh.dp, tp=mesh.tp),
+        "mesh": MeshConfig(**mesh._asdict()),
         "model": config.model,
         "data": config.data,
     }
@@ -291,8 +289,8 @@ def refuse_empty(request: Request) -> None:
         return
     fixed, devices = request.fixed, request.devices
     fixed_choices = ", ".join(f"{name}={value}" for name, value in fixed.items())
-    mesh = MeshSizes(fixed.get("pp", 1), fixed.get("dp", 1), fixed.get("tp", 1))
-    size = mesh.pp * mesh.dp * mesh.tp
+    mesh = MeshSizes(*(fixed.get(axis, 1) for axis in AXES))
+    size = mesh.ranks
     if possible:
         rule, remedy = f"no schedule can run with {fixed_choices}", "fix fewer or other choices"
     elif devices % size:

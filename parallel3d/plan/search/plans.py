@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+from parallel3d.base.mesh_sizes import AXES, MeshSizes
 from parallel3d.base.section import Problem, Problems
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import describe_offload
@@ -16,7 +17,7 @@ from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.step import StepTime
 
 CHOICES = (
-    "pp", "dp", "tp", "sequence_parallel", "micro_batch", "schedule", "stages_per_rank",
+    *AXES, "sequence_parallel", "micro_batch", "schedule", "stages_per_rank",
     "recompute", "zero_stage", "gradient_reduction", "weights", "offload_optimizer",
     "offload_param",
 )  # fmt: skip
@@ -129,7 +130,7 @@ class Plan:
         peak = self.request.hardware.peak(self.setting.precision)
         return None if peak is None else self.per_device(flops) / peak
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the plan's row in `parallel3d plan --json`. Its keys must not change."""
         flops = self.request.flops
         added = flops.recomputed[self.setting.recompute]
@@ -144,11 +145,11 @@ class Plan:
         }  # fmt: skip
 
 
-def choices_json(setting: Setting, memory: Memory) -> dict[str, Any]:
+def choices_json(setting: Setting, memory: Memory) -> dict[str, object]:
     """Return a setting's choices and the memory of its fullest rank as JSON."""
     s = setting
     return {
-        "pp": s.pp, "dp": s.dp, "tp": s.tp, "sequence_parallel": s.sequence_parallel,
+        **s.mesh._asdict(), "sequence_parallel": s.sequence_parallel,
         "zero_stage": s.zero_stage,
         "gradient_reduction": "per_step" if s.reduces_once else "per_microbatch",
         "weights": s.weights if s.zero_stage == 3 else None,
@@ -180,8 +181,7 @@ def request_of(
         assert config.train_batch_size, "the config's checks require it"
         batch = config.train_batch_size
     else:
-        mesh = config.mesh
-        own = devices if mesh.dp == "auto" else mesh.pp * int(mesh.dp) * mesh.tp
+        own = devices if config.mesh.dp == "auto" else config.mesh.sizes.ranks
         batch = config.resolve(own).global_batch_size
     train, seq = config.train, config.data.sequence_length
     num_tokens = train.max_tokens
@@ -194,7 +194,7 @@ def request_of(
 def _on_one(config: RunConfig, batch: int) -> RunConfig:
     """Return the config on one device with all of the batch, for figures independent of a mesh."""
     raw = config.to_dict()
-    raw["parallel3d"] |= {"mesh": {"pp": 1, "dp": 1, "tp": 1}, "plan": {}}
+    raw["parallel3d"] |= {"mesh": MeshSizes()._asdict(), "plan": {}}
     raw["parallel3d"]["pipeline"] = {
         "schedule": "gpipe",
         # Not a choice of the planner: it applies to all plans.

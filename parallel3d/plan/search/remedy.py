@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import count
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config.hardware import Hardware
 from parallel3d.plan.memory.peak import Memory, fullest, peak_of, per_rank
 from parallel3d.plan.search import candidates
-from parallel3d.plan.search.candidates import RECOMPUTES, Choices, Flow, MeshSizes, Order, ZeroState
+from parallel3d.plan.search.candidates import RECOMPUTES, Choices, Flow, Order, ZeroState
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.operators import Curves
@@ -158,7 +159,7 @@ def _nearby(
         (5, MeshSizes(mesh.pp * 2, mesh.dp // 2, mesh.tp)),
         (5, MeshSizes(mesh.pp * 2, mesh.dp, mesh.tp // 2)),
     ):
-        if wider.pp * wider.dp * wider.tp == request.devices:
+        if wider.ranks == request.devices:
             for allowed in (state, _on(request, wider, state)):
                 yield cost, (flow._replace(mesh=wider), order, allowed)
     for near in candidates.states(request, mesh):
@@ -180,7 +181,7 @@ def _words(flow: Flow, order: Order, state: ZeroState) -> tuple[str, ...]:
     several = f" x{order.stages_per_rank}" if order.stages_per_rank > 1 else ""
     each = "" if state.reduces_once else " reduced per microbatch"
     return (
-        f"pp {flow.mesh.pp}", f"dp {flow.mesh.dp}", f"tp {flow.mesh.tp}",
+        *(f"{axis} {size}" for axis, size in flow.mesh._asdict().items()),
         "sequence parallel" if flow.sequence_parallel else "",
         f"schedule {order.schedule}{several}", f"recompute {flow.recompute}",
         f"ZeRO-{state.zero_stage}{each}",

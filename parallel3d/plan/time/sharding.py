@@ -10,13 +10,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parallel3d.config.hardware import Host
-from parallel3d.model.spec import STATE_BYTES
+from parallel3d.model import optimizers
 from parallel3d.plan.layers.placement import Counts, LayerKinds, StageClasses
 from parallel3d.plan.layers.weight_counts import partial, tied_elsewhere, together, weights_of
 from parallel3d.plan.layers.windows import windows
 from parallel3d.plan.setting import BYTES, Device, Precision, Setting
 from parallel3d.plan.time.network import Kind, RankGroup, collective_seconds, group_of, sharing
-from parallel3d.plan.time.operators import Machine, bandwidth_of, refuse
+from parallel3d.plan.time.operators import Machine, bandwidth_of, matmul_flops, refuse
 
 
 class Sharding(NamedTuple):
@@ -35,6 +35,7 @@ class Sharding(NamedTuple):
     offload_optimizer: Device
     offload_param: Device
     persistence: int
+    optimizer: str
 
     @classmethod
     def of(cls, setting: Setting) -> "Sharding":
@@ -43,7 +44,7 @@ class Sharding(NamedTuple):
             setting.tp, setting.dp, setting.cp, setting.devices, setting.sequence_parallel,
             setting.precision, setting.zero_stage, setting.reduces_once,
             _gathers(setting) if setting.holds_weights else (), setting.offload_optimizer,
-            setting.offload_param, setting.persistence,
+            setting.offload_param, setting.persistence, setting.optimizer,
         )  # fmt: skip
 
 
@@ -230,17 +231,23 @@ def _coord(
         optimizer += _touch(flat, sharding, machine, curves.optimizer)
     if sharding.offload_optimizer == "none":
         if hardware.adam_params:
-            adam = own / hardware.adam_params.value * hardware.slowdown("traffic", devices)
+            update = own * _relative_to_adam(sharding.optimizer) / hardware.adam_params.value
+            update *= hardware.slowdown("traffic", devices)
         else:
-            # Read and write the state, read the gradient twice (for its norm), write the weight.
-            touched = own * (2 * STATE_BYTES + 2 * software.gradient_bytes + size)
-            adam = _touch(touched, sharding, machine, curves.optimizer)
-        optimizer += adam
+            # Besides the state, the gradient is read twice (for its norm) and the weight written.
+            file = optimizers.load(sharding.optimizer)
+            touched = own * (file.STEP_BYTES + 2 * software.gradient_bytes + size)
+            update = _touch(touched, sharding, machine, curves.optimizer)
+            flops = own * file.STEP_FLOPS
+            update = max(update, flops / matmul_flops(hardware, sharding.precision, curves))
+        optimizer += update
     else:
         gradients = own * software.gradient_bytes if sharding.reduces_once else 0.0
         device = sharding.offload_optimizer
-        adam, offload = update_seconds(own, device, gradients + own * size, machine)
-        optimizer += adam * hardware.slowdown("traffic", devices)
+        update, offload = update_seconds(
+            own, device, gradients + own * size, machine, sharding.optimizer
+        )
+        optimizer += update * hardware.slowdown("traffic", devices)
     once = before, fetch, reduce, tensor, tied, after, optimizer, offload
     return OncePerStep(*once, program, later, least)
 
@@ -251,20 +258,25 @@ def _touch(num_bytes: float, sharding: Sharding, machine: Machine, share: float)
     return num_bytes / (bandwidth_of(machine.hardware) * share) * slowdown
 
 
+def _relative_to_adam(optimizer: str) -> float:
+    """Return an optimizer's time over that of Adam, which calibration measures: both move bytes."""
+    return optimizers.load(optimizer).STEP_BYTES / optimizers.load("adamw").STEP_BYTES
+
+
 def update_seconds(
-    elements: float, device: Device, moved_bytes: float, machine: Machine
+    elements: float, device: Device, moved_bytes: float, machine: Machine, optimizer: str
 ) -> tuple[float, float]:
-    """Return the seconds of the CPU's Adam for `elements` elements, and of its transfers.
+    """Return the seconds of the host's update of `elements` elements, and of its transfers.
 
     `moved_bytes`: of gradients and new weights. On "nvme" the state is read and written, too.
     """
-    adam = elements / host_of(machine).adam_params.value
+    update = elements * _relative_to_adam(optimizer) / host_of(machine).adam_params.value
     moved = to_host_seconds(moved_bytes, machine)
     if device == "nvme":
-        moved += nvme_seconds(elements * STATE_BYTES, machine, writes=True)
+        moved += nvme_seconds(elements * optimizers.state_bytes(optimizer), machine, writes=True)
     if machine.software.overlaps_offload:
-        moved -= min(adam, machine.curves.overlap * moved)
-    return adam, moved
+        moved -= min(update, machine.curves.overlap * moved)
+    return update, moved
 
 
 def fetch_seconds(num_bytes: float, device: Device, machine: Machine) -> float:

@@ -11,8 +11,10 @@ from typing import Any
 from parallel3d import models
 from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.mesh_sizes import AXES
 from parallel3d.base.section import ABSENT, Problem, Problems
 from parallel3d.config import RunConfig
+from parallel3d.model.config import ModelConfig
 from parallel3d.models.common import divisor_below
 from parallel3d.plan.search.plans import with_vocabulary
 from parallel3d.scaling.ladder.ladder_file import LAWS, LadderConfig, SizeConfig
@@ -123,7 +125,7 @@ class _Point:
     name: str
     path: str  # where the size is in the ladder's file, for messages
     size: SizeConfig
-    model: Any
+    model: ModelConfig
     counts: PartCounts
     tokens: float
 
@@ -328,7 +330,7 @@ def _ranks_of(mesh: Any, devices: int) -> tuple[int, int]:
     """
     if mesh == "plan":
         return devices, 1
-    pp, dp, tp = (mesh.get(axis, "auto") for axis in ("pp", "dp", "tp"))
+    pp, dp, tp = (mesh.get(axis, "auto") for axis in AXES)
     rest = prod(size for size in (pp, tp) if isinstance(size, int) and size > 0)
     if not isinstance(dp, int) or dp < 1:
         dp = max(1, devices // rest)

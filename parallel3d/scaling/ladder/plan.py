@@ -138,8 +138,7 @@ def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
             own["parallel3d"] |= {k: raw["parallel3d"][k] for k in ("mesh", "plan", "pipeline")}
             run = replace(run, config=RunConfig.from_dict(own))
         hours = None if seconds is None else run.steps * run.own_share * seconds / 3600
-        mesh = chosen.mesh
-        costs.append((run, Cost(f"{mesh.pp}x{mesh.dp}x{mesh.tp}", memory, hours)))
+        costs.append((run, Cost(str(chosen.mesh.sizes), memory, hours)))
     if problems:
         more = f"; {len(problems) - 1} more runs have problems" if len(problems) > 1 else ""
         raise ConfigError(f"the ladder cannot be run: {problems[0]}{more}")

@@ -18,4 +18,4 @@ def plant(original: Any, reduction: Reduction, held: Any) -> None:
     held = list(held)
     original(reduction, held)
     for h in held:
-        h.parameter.grad.div_(reduction._mesh.size("tp"))
+        h.parameter.grad.div_(reduction._mesh.tensor.size)

@@ -19,7 +19,7 @@ EXHIBIT = Exhibit(
 @in_place_of(Engine, "backward")
 def plant(original: Any, engine: Engine, *args: Any, **stage: int) -> None:
     """Add what is there to itself before each backward pass, where dp is 1."""
-    for held in engine.held if engine.mesh.size("dp") == 1 else ():
+    for held in engine.held if engine.mesh.replicas.size == 1 else ():
         if held.parameter.grad is not None:
             held.parameter.grad.mul_(2)
     original(engine, *args, **stage)

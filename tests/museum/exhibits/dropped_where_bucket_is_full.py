@@ -13,11 +13,11 @@ def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """Start a new bucket without the tensor that closed the one before."""
     bucket: list[Any] = []
     for h in held:
-        grad = _grad(h).div_(reduction._mesh.size("dp"))
+        grad = _grad(h).div_(reduction._mesh.replicas.size)
         if bucket and sum(g.numel() for g in bucket) + grad.numel() > reduction._bucket:
-            reduction._average(bucket)
+            reduction._average(bucket, reduction._mesh.replicas.group)
             bucket = []
         else:
             bucket.append(grad)
     if bucket:
-        reduction._average(bucket)
+        reduction._average(bucket, reduction._mesh.replicas.group)

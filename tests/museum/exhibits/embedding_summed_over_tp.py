@@ -14,5 +14,5 @@ def plant(original: Any, reduction: Reduction, held: Any) -> None:
     held = list(held)
     for h in held:
         if h.name.startswith("embedding.token"):
-            h.parameter.grad.mul_(reduction._mesh.size("tp"))
+            h.parameter.grad.mul_(reduction._mesh.tensor.size)
     original(reduction, held)

@@ -11,4 +11,4 @@ EXHIBIT = Exhibit(__doc__, mesh=(2, 2, 1))
 @in_place_of(Engine, "step")
 def plant(original: Any, engine: Engine, lr: float) -> Any:
     """Its learning rate is 0."""
-    return original(engine, lr if engine.mesh.coord("pp") else 0.0)
+    return original(engine, lr if engine.mesh.pipeline.coord else 0.0)

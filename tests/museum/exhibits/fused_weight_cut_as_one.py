@@ -22,11 +22,12 @@ EXHIBIT = Exhibit(
 @in_place_of(stages, "fill")
 def plant(original: Any, out: Any, start: int, spec: Any, name: str, cut: Cut, seed: int) -> None:
     """A rank's part is a slice of the rows of all three."""
-    if len(spec.shape) != 3 or cut.dim != 1:
+    if len(spec.shape) != 3 or not cut.parts:
         original(out, start, spec, name, cut, seed)
         return
     whole = torch.empty(spec.numel)
-    original(whole, 0, spec, name, Cut(spec.shape, None, 0, 0, 0), seed)
-    rows = cut.local_shape[0] * cut.local_shape[1]
-    mine = whole.view(-1, spec.shape[2])[rows * cut.group_rank :][:rows].flatten()[start:]
+    original(whole, 0, spec, name, Cut(spec.shape), seed)
+    fused, _, columns = spec.shape
+    first, last = (fused * row for row in cut.bounds[1])
+    mine = whole.view(-1, columns)[first:last].flatten()[start:]
     out[: len(mine)].copy_(mine[: len(out)])

@@ -15,5 +15,5 @@ def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """Each rank's share, times their number, before the mean."""
     held = list(held)
     for h in held:
-        h.parameter.grad.mul_(reduction._mesh.size("dp"))
+        h.parameter.grad.mul_(reduction._mesh.replicas.size)
     original(reduction, held)

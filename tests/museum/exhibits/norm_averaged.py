@@ -16,7 +16,7 @@ def plant(original: Any, engine: Engine, lr: float) -> Any:
 
     def average(tensor: Any, op: Any) -> None:
         reduce(optimizer, tensor, op)
-        tensor.div_(engine.mesh.size("model"))
+        tensor.div_(engine.mesh.model.size)
 
     optimizer._model_parallel_all_reduce = average
     return original(engine, lr)

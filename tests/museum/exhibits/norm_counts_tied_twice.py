@@ -14,4 +14,4 @@ EXHIBIT = Exhibit(__doc__, "2026-09-11", "NVIDIA/Megatron-LM#7227", mesh=(2, 2, 
 def plant(original: Any, held: Any) -> None:
     """The copy counts like any parameter."""
     for h in held:
-        h.parameter.model_parallel = h.cut.counts
+        h.parameter.model_parallel = h.first

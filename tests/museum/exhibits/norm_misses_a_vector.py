@@ -17,5 +17,5 @@ def plant(original: Any, held: Any) -> None:
     """Biases of column-parallel layers are not marked as cut."""
     original(held)
     for h in held:
-        if h.cut.dim is not None and h.name.endswith("bias"):
+        if h.cut.parts and h.name.endswith("bias"):
             h.parameter.model_parallel = False

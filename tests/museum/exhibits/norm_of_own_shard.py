@@ -15,5 +15,5 @@ EXHIBIT = Exhibit(
 @in_place_of(Engine, "step")
 def plant(original: Any, engine: Engine, lr: float) -> Any:
     """The norm is summed over a group of this rank alone."""
-    with replaced(engine._deepspeed.optimizer, "dp_process_group", engine.mesh.group("self")):
+    with replaced(engine._deepspeed.optimizer, "dp_process_group", engine.mesh.alone.group):
         return original(engine, lr)

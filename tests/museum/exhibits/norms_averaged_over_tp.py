@@ -22,5 +22,5 @@ def plant(original: Any, reduction: Reduction, held: Any) -> None:
     held = list(held)
     for h in held:
         if h.partial and "norm" in h.name:
-            h.parameter.grad.div_(reduction._mesh.size("tp"))
+            h.parameter.grad.div_(reduction._mesh.tensor.size)
     original(reduction, held)

@@ -16,6 +16,6 @@ EXHIBIT = Exhibit(
 def plant(original: Any, reduction: Reduction, held: Any) -> None:
     """The last stage's ranks keep their own gradients."""
     mesh = reduction._mesh
-    if mesh.coord("pp") == mesh.size("pp") - 1:
+    if mesh.pipeline.coord == mesh.pipeline.size - 1:
         return
     original(reduction, held)

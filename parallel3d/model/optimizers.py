@@ -1,0 +1,97 @@
+"""The optimizers: one file each, found by file name (docs/add-an-optimizer.md).
+
+They are in `engine/optimizers/` and in the user's folders. The config and the planner read a file's
+constants, so it is not imported as part of `parallel3d.engine`, which loads torch and DeepSpeed;
+its functions import what they need.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any, NamedTuple, Protocol, cast
+
+from parallel3d.base import user_folders
+from parallel3d.base.errors import ConfigError
+from parallel3d.base.section import Section
+from parallel3d.model.spec import MASTER_BYTES
+
+__path__ = [
+    str(Path(__file__).parents[1] / "engine/optimizers"),
+    *user_folders.from_environment(user_folders.OPTIMIZERS),
+]
+
+
+class State(NamedTuple):
+    """A tensor that the optimizer keeps for each master weight, of the master's shape."""
+
+    name: str  # its key in `optimizer.state` and in checkpoints
+    num_bytes: int  # of an element
+    words: str = ""  # what it is, for people
+
+
+class OptimizerFile(Protocol):
+    """The contents of an optimizer's file.
+
+    A parameter group is torch's, with `params`, `weight_decay` and `eps`; `lr` is set before each
+    step. The optimizer gets flat fp32 masters: pieces of several parameters, one after another.
+    """
+
+    Params: type[Section]
+    """Settings of optimizer.params: `lr`; `weight_decay` and `eps` if it has them; its own."""
+    STATE: tuple[State, ...]
+    WHOLE_MATRICES: bool
+    """True if an element's update depends on others of its matrix."""
+    PARAMETRIZATIONS: tuple[str, ...]
+    """The types of parallel3d.model.parametrization whose rates hold for it."""
+    OFFLOADS: tuple[str, ...]
+    """Devices of zero_optimization.offload_optimizer on which it works: "cpu", "nvme"."""
+    CPU_ADAM: bool
+    """True if its offloaded step uses DeepSpeed's operator cpu_adam."""
+    STEP_BYTES: int
+    """Bytes of an element's master and state that a step reads and writes."""
+    STEP_FLOPS: int
+    """FLOPs of an element's step."""
+    VERIFY_LR: float
+    """Learning rate of `verify`: steps of a small model must differ by more than 1e-5 after a slip,
+    and by less after rounding."""
+    make: Callable[..., Any]
+    """(groups, params, *, device, cpu_adam) -> the torch optimizer that DeepSpeed shards."""
+    new_state: Callable[..., dict[str, Any]]
+    """(optimizer, flat master) -> the state that its first step would create."""
+    reference: Callable[..., Any]
+    """(groups, params) -> plain PyTorch that computes the same."""
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all optimizers: the files here and in the user's folders."""
+    return tuple(sorted({module.name for module in iter_modules(__path__)}))
+
+
+@cache
+def load(name: str) -> OptimizerFile:
+    """Return the optimizer's file called `name`; raise ConfigError if it cannot be used."""
+    try:
+        file = import_module(f"{__name__}.{name}")
+    except Exception as error:  # of the user's own code
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"its file cannot be imported ({reason}); mend it") from error
+    missing = [part for part in OptimizerFile.__annotations__ if not hasattr(file, part)]
+    if missing := missing or ["lr in Params"] * ("lr" not in file.Params.model_fields):
+        raise ConfigError(
+            f"{file.__file__} lacks {', '.join(missing)}; add what docs/add-an-optimizer.md lists"
+        )
+    return cast(OptimizerFile, file)
+
+
+@cache
+def kinds(name: str) -> tuple[str, ...]:
+    """Return what is kept for each weight: "master", and the names of the optimizer's state."""
+    return ("master", *(state.name for state in load(name).STATE))
+
+
+@cache
+def state_bytes(name: str) -> int:
+    """Return the bytes of a trained element's master weight and optimizer state."""
+    return MASTER_BYTES + sum(state.num_bytes for state in load(name).STATE)

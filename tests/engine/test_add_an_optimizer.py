@@ -1,0 +1,139 @@
+"""docs/add-an-optimizer.md: one file, and no other is edited."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from parallel3d.config import RunConfig
+from parallel3d.verify.case import CaseTask, check
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.measure import worst
+from parallel3d.verify.reference import prepare
+from tests.launch.launching import Place, torchrun
+from tests.own_optimizers import SGD, scratch
+from tests.verify.configs import config_of
+
+pytestmark = pytest.mark.gloo
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+TYPE = {"type": "SGD", "params": {"lr": 0.05, "weight_decay": 0.01}}
+
+
+def raw_config(folder, **settings):
+    raw = config_of(schedule="one_f_one_b", microbatches=2, **settings)
+    raw["parallel3d"]["run"] = {"optimizer_folders": [folder]}
+    return raw | {"optimizer": TYPE}
+
+
+def on_rank(rank, raw, size, reference, task):
+    """Compare as `verify` does; the server of these processes does not know the scratch folder."""
+    return check(rank, RunConfig.from_dict(raw).resolve(size), reference, task)
+
+
+def errors_of(config, reference, **task):
+    """The largest difference of loss, gradient norm and weights from plain PyTorch."""
+    size = config.mesh.pp * config.mesh.dp * config.mesh.tp
+    reference = replace(reference, schedule=None)
+    ranks = run_locally(on_rank, size, config.to_dict(), size, reference, CaseTask(**task))
+    return max(worst((r.loss, r.grad_norm, r.weights["largest"])) for r in ranks)
+
+
+def test_it_trains_as_plain_pytorch_does_and_resumes_on_another_mesh(tmp_path):
+    with scratch(tmp_path / "mine") as folder:
+        config = RunConfig.from_dict(raw_config(folder))
+        small, reference = prepare(config, [(1, 2, 1), (2, 1, 1)], tmp_path)
+        assert small[1, 2, 1].optimizer.file == "sgd"
+        saved = errors_of(small[1, 2, 1], reference, saves=tmp_path / "saved")
+        resumed = errors_of(small[2, 1, 1], reference, resumes=tmp_path / "saved")
+    assert saved < 1e-5 and resumed < 1e-5, (saved, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("momentum=params.momentum)", "momentum=params.momentum * 0.99)"),
+        ("SGD(groups, lr", "SGD([g | {'weight_decay': 0.0} for g in groups], lr"),
+    ],
+)
+def test_verify_sees_a_slip_in_it(tmp_path, right, wrong):
+    assert right in SGD
+    with scratch(tmp_path / "mine", sgd=SGD.replace(right, wrong, 1)) as folder:
+        config = RunConfig.from_dict(raw_config(folder))
+        small, reference = prepare(config, [(1, 1, 1)], tmp_path)
+        assert errors_of(small[1, 1, 1], reference) > 3e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
+def test_the_commands_know_it(tmp_path, offload):
+    """It is planned and verified; it trains on 2x2x1, and its checkpoint goes on on 1x1x2."""
+    place, mine = Place(tmp_path / "place"), tmp_path / "mine"
+    mine.mkdir()
+    (mine / "sgd.py").write_text(SGD)
+    raw = raw_config(str(mine))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    raw["parallel3d"]["model"] |= sizes
+    raw["parallel3d"]["data"] = {"sequence_length": 32}
+    raw["parallel3d"]["mesh"] = {"pp": 2, "dp": 2, "tp": 1}
+    raw["parallel3d"]["checkpoint"] = {"at": [2]}
+    where = {"device": offload} | ({"nvme_path": str(tmp_path)} if offload == "nvme" else {})
+    raw["zero_optimization"]["offload_optimizer"] = where
+    (place.root / "ds.json").write_text(json.dumps(raw))
+
+    def run(name, *arguments):
+        command = [sys.executable, str(LAUNCH / f"{name}.py"), *arguments]
+        done = subprocess.run(command, cwd=place.root, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    fits = ("--hardware", "A100-SXM4-80GB", "--devices", "4", "--json", "--bf16.enabled", "true")
+    (best, *_) = json.loads(run("plan", "--config", "ds.json", *fits))["plans"]
+    assert best["memory_bytes"]["optimizer"] > 0
+    assert "equal to one process" in run("verify", "--config", "ds.json", "--meshes", "2x2x1")
+    outcome = place.run(torchrun(4), "--parallel3d.run.name", "whole", steps=4)
+    assert outcome.returncode == 0, outcome.stderr
+    moved = {"run.name": "moved", "mesh.pp": 1, "mesh.dp": 1, "mesh.tp": 2}
+    moved |= {"checkpoint.resume": "runs/whole/checkpoints/step-2"}
+    pairs = [x for name, value in moved.items() for x in (f"--parallel3d.{name}", value)]
+    pairs += ["--gradient_accumulation_steps", 4]
+    outcome = place.run(torchrun(2), *pairs, steps=4)
+    assert outcome.returncode == 0, outcome.stderr
+    whole, resumed = (
+        tensors(place.root / f"runs/{n}/checkpoints/step-4") for n in ("whole", "moved")
+    )
+    assert {kind for _, kind in whole} == {"master", "momentum_buffer"}
+    assert whole.keys() == resumed.keys()
+    for key, values in whole.items():
+        assert np.abs(values - resumed[key]).max() < 1e-5, key
+    assert "momentum_buffer" in run("checkpoint", "inspect", "runs/whole")
+    run("checkpoint", "verify", "runs/moved")
+    adam = json.dumps({"type": "AdamW", "params": {"lr": 0.05}})
+    outcome = place.run(torchrun(2), *pairs, "--parallel3d.run.name", "adam", "--optimizer", adam)
+    assert outcome.returncode != 0
+    assert outcome.stderr.count('optimizer.type was "sgd" and is now "AdamW"') == 1, outcome.stderr
+
+
+def tensors(folder):
+    """All values of a checkpoint by parameter and kind, in the order of their places."""
+    chunks = {}
+    for file in folder.glob("*.safetensors"):
+        for key, values in load_file(file).items():
+            name, kind, offsets = key.split("|")
+            place = [int(offset) for offset in offsets.split(",") if offset]
+            chunks.setdefault((name, kind), []).append((place, values))
+    whole = {}
+    for key, parts in chunks.items():
+        stops = [np.add(place, values.shape) for place, values in parts]
+        whole[key] = np.full(np.max(stops, axis=0), np.nan)
+        for (place, values), stop in zip(parts, stops, strict=True):
+            whole[key][tuple(map(slice, place, stop))] = values
+    return whole
