@@ -67,7 +67,7 @@ class _Converted(NamedTuple):
     table: np.ndarray
     lengths: np.ndarray
     counts: np.ndarray
-    facts: dict[str, object]
+    facts: dict[str, int]
     skips: Skips
 
 
