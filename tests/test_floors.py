@@ -58,10 +58,10 @@ ROOMS = [
 # The most statements of each room: what stood when the house was made small, and 5 %. Whoever needs
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
-    "launch": 740,
+    "launch": 790,
     "models": 880,
     "parallel3d/base": 870,
-    "parallel3d/calibrate": 560,
+    "parallel3d/calibrate": 700,
     "parallel3d/checkpoint": 1360,
     "parallel3d/config": 1500,
     "parallel3d/data": 3080,
