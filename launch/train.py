@@ -2,14 +2,18 @@
 
 import argparse
 import json
+import os
+import sys
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
-from parallel3d.base.arguments import DONE, STOPPED, Parser, whole_number
+from parallel3d.base.arguments import DONE, STOPPED, Parser, amount, prints_errors_as, whole_number
+from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, help_text
+from parallel3d.mesh.launch import Launch
 from parallel3d.train import ending
 from parallel3d.train.claim import Claim, claim, resolve_config
 from parallel3d.train.ending import command_to_go_on
@@ -17,6 +21,13 @@ from parallel3d.train.stopping import StopRequest, end_with, join, meet_at_the_e
 
 if TYPE_CHECKING:  # torch and DeepSpeed are loaded after the config and the folder are checked
     from parallel3d.mesh.mesh import Mesh
+
+
+_WISHES = {
+    "--minutes": "without --config: choose a run that ends after about N minutes on this machine",
+    "--params": "without --config: train the largest model of up to N parameters, such as 5M",
+    "--tokens": "without --config: train on N tokens, such as 100M",
+}
 
 
 def train(
@@ -90,13 +101,36 @@ def run(
 def main() -> NoReturn:
     """Run the command `train`, and exit with its code; only rank 0 prints."""
     args, overrides = parse_args()
+    if args.config is None:
+        sys.exit(prints_errors_as("train")(partial(start_chosen, args, overrides))())
     end_with(partial(run, args, overrides))
+
+
+def start_chosen(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Choose a run by --minutes, --params and --tokens, and become the launcher of its ranks."""
+    if Launch.from_environment().world_size > 1:
+        raise ConfigError(
+            "--config: is missing under a launcher; for --minutes, --params and --tokens start "
+            "`parallel3d train` by itself, which starts the ranks"
+        )
+    from parallel3d.calibrate.dial import Wishes, dial  # it loads torch
+
+    base = RunConfig.from_json("ds.json", overrides)
+    path, ranks = dial(base, Wishes(args.minutes, args.params, args.tokens), ending.say)
+    # As the pace was measured; torchrun would set 1.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    words = [*launcher * (ranks > 1), "-m", "parallel3d", "train", "--config", str(path)]
+    words += [*["--json"] * args.json, *overrides]  # what the user sets wins
+    os.execv(sys.executable, [sys.executable, *words])
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `train`, and the rest of the command line: settings by their path."""
     parser = Parser(__doc__, f"Every setting of the config is also an option:\n\n{help_text()}")
-    parser.add_config()
+    parser.add_config(required=False)
+    for flag, text in _WISHES.items():
+        parser.add_argument(flag, type=amount, metavar="N", help=text)
     parser.add_json()
     parser.add_argument(
         "--dry-run", type=whole_number(0), nargs="?", const=0, metavar="DEVICES",
@@ -110,6 +144,14 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     if args.devices and args.dry_run is None:
         parser.error(f"--devices = {args.devices}: only works with --dry-run; add --dry-run")
     args.dry_run = args.devices or args.dry_run
+    wishes = [flag for flag in _WISHES if getattr(args, flag.removeprefix("--")) is not None]
+    if not wishes and args.config is None:
+        parser.error("--config: is missing; add it, or --minutes 20 for a run of that time")
+    if wishes and (args.config or args.dry_run is not None):
+        other = "--config" if args.config else "--dry-run"
+        parser.error(f"{wishes[0]}: cannot be combined with {other}; use one of the two")
+    if len(wishes) == len(_WISHES):
+        parser.error(f"{', '.join(wishes)}: one follows from the others; remove one")
     return args, overrides
 
 

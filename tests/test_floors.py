@@ -62,7 +62,7 @@ BUDGET = {
     "launch": 790,
     "models": 880,
     "parallel3d/base": 870,
-    "parallel3d/calibrate": 560,
+    "parallel3d/calibrate": 700,
     "parallel3d/checkpoint": 1360,
     "parallel3d/config": 1800,
     "parallel3d/data": 3820,

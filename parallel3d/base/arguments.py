@@ -127,6 +127,15 @@ def whole_number(least: int = 1, most: int = _MOST) -> Callable[[str], int]:
     return read
 
 
+def amount(text: str) -> float:
+    """Read a positive number with an optional suffix, such as 20, 0.5, 5M or 1.2B."""
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)([kMBT]?)", text, re.ASCII)
+    if number is None or not float(number[1]):
+        rule, remedy = "must be a positive number", "use one such as 20, 500k, 5M or 1.2B"
+        raise argparse.ArgumentTypeError(f" = {text}: {rule}; {remedy}")
+    return float(number[1]) * {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[number[2]]
+
+
 def output_file(text: str) -> Path:
     """Return the path of a file to write; raise ArgumentTypeError if it cannot be written.
 

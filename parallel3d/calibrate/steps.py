@@ -124,14 +124,19 @@ def small_runs(ranks: int) -> list[SmallRun]:
 
 
 def time_steps(
-    rank: int, runs: Sequence[SmallRun], steps: int, own_time: bool = False
+    rank: int, runs: Sequence[SmallRun | dict[str, Any]], steps: int, own_time: bool = False
 ) -> list[list[Timed]]:
     """Return the seconds of `steps` training steps of each run, all on this world's ranks.
+
+    A run is small, or a resolved config with its vocabulary size, as `RunConfig.to_dict` returns.
 
     The runs take turns, so that disturbances affect all alike. The first round is a warm-up.
     `own_time`: for a single process, use `clock_of`, which leaves out waits.
     """
-    built = [_build(run) for run in runs]
+    built = [
+        _build(run.config() if isinstance(run, SmallRun) else RunConfig.from_dict(run))
+        for run in runs
+    ]
     timings: list[list[Timed]] = [[] for _ in runs]
     gc.collect()
     gc.disable()  # garbage collection is slow with many engines in one process
@@ -162,11 +167,11 @@ def _step(
     return Timed(slowest(mesh, end - start), slowest(mesh, end - reduced))
 
 
-def _build(run: SmallRun) -> tuple[Mesh, Assembly, list[Microbatch], float]:
-    config, mesh = run.config(), Mesh(*run.mesh)
+def _build(config: RunConfig) -> tuple[Mesh, Assembly, list[Microbatch], float]:
+    mesh = Mesh(*config.mesh.sizes)
     set_threads(mesh)
     parts = assemble(config, mesh)
-    shape = (run.microbatches, run.micro, run.seq + 1)
-    text = torch.randint(run.vocab, shape, device=mesh.device)
+    shape = (config.num_microbatches, config.micro_batch_size, config.data.sequence_length + 1)
+    text = torch.randint(int(config.model.vocab_size), shape, device=mesh.device)
     batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
     return mesh, parts, batch, config.optimizer.params.lr

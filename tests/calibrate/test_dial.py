@@ -1,0 +1,164 @@
+"""`train --minutes`: what is chosen for a machine of known speed, and what is refused."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from launch import train
+from parallel3d.base.errors import ConfigError
+from parallel3d.calibrate import describe, dial
+from parallel3d.calibrate.dial import Wishes
+from parallel3d.config import RunConfig
+from parallel3d.config.hardware import Hardware, Link
+from parallel3d.scaling.runs import count
+from tests.calibrate.test_calibrate import planted
+
+pytestmark = pytest.mark.gloo
+
+AGE, START, STEP = 10.0, 5.0, 0.5  # seconds
+BAD_INPUT = 2
+
+
+@pytest.fixture(scope="module")
+def machine():
+    """A machine of two processes."""
+    together, alone = planted(2), planted(1)
+    for row in together:
+        row.pop("links", None)
+    figure = describe._figure
+    link = Link(bandwidth=figure(1e9), latency=figure(1e-4))
+    described = describe._describe(together, alone, on_gpu=False)
+    return described.model_copy(update={"link": link})
+
+
+@pytest.fixture
+def place(machine, monkeypatch, tmp_path):
+    """Where a machine, a text and the pace of steps are known without measuring."""
+    monkeypatch.chdir(tmp_path)
+    corpus = SimpleNamespace(train=range(1_000_000))
+    monkeypatch.setattr(dial, "prepare", lambda data: corpus)
+    monkeypatch.setattr(dial, "machine_of", lambda config, say: machine)
+    monkeypatch.setattr(dial, "pace", lambda config: (STEP, START))
+    monkeypatch.setattr(dial, "age", lambda: AGE)
+    return tmp_path
+
+
+def chosen(*overrides, **wishes):
+    """The config that was written, the number of ranks, and what was said by its name."""
+    said = []
+    base = RunConfig.from_json("ds.json", list(overrides))
+    path, ranks = dial.dial(base, Wishes(**wishes), said.append)
+    config = RunConfig.from_json(str(path)).resolve(ranks)
+    names = dict(line.split(maxsplit=1) for line in said)
+    return config, ranks, names
+
+
+def test_the_run_takes_the_time_that_its_measured_steps_take(place):
+    config, ranks, said = chosen(minutes=20)
+    evaluations = 5 * config.train.evaluate_samples / config.global_batch_size / 3
+    training = config.num_steps + evaluations
+    assert AGE + START + training * STEP == pytest.approx(20 * 60, abs=2 * STEP)
+    assert ranks == 2 and config.mesh.sizes.ranks == 2
+    # Whatever the config sets is in its file, and a second run has a name of its own.
+    assert config.train.evaluate_every == config.num_steps // 5 and "auto" not in (
+        config.run.name, config.model.vocab_size,
+    )  # fmt: skip
+    assert list(said) == [
+        "machine", "model", "tokens", "data", "batch", "rate", "mesh", "pace", "config",
+    ]  # fmt: skip
+    assert "0.5 s a step, measured" in said["pace"]
+    assert said["config"].startswith("runs/20-minutes.json")
+    assert chosen(minutes=20)[0].run.name == "20-minutes-2"
+
+
+def test_a_slower_machine_than_planned_trains_a_smaller_model(place, monkeypatch):
+    def size(slowness):
+        monkeypatch.setattr(dial, "pace", lambda config: (slowness * planned(config), START))
+        return count(chosen(minutes=30)[0].model).with_head
+
+    def planned(config):
+        base = RunConfig.from_json("ds.json", [])
+        chooser = dial.Chooser(base, Wishes(30), dial.machine_of(base, print))
+        return chooser.candidate(config.model.num_attention_heads).plan.time.seconds
+
+    assert size(4.0) < size(1.0) < size(0.25)
+
+
+def test_sizes_and_tokens_follow_from_each_other(place):
+    config, _, _ = chosen(params=2e6)
+    params = count(config.model).with_head
+    assert 1e6 < params <= 2e6
+    assert config.num_steps * config.tokens_per_step == pytest.approx(20 * params, rel=0.01)
+    other, _, _ = chosen(tokens=20.0 * params)
+    assert other.model == config.model and other.num_steps == config.num_steps
+    both, _, _ = chosen(params=2e6, tokens=1e6)
+    assert both.model == config.model
+    assert both.num_steps * both.tokens_per_step == pytest.approx(1e6, rel=0.02)
+    timed, _, said = chosen(params=2e6, minutes=60)
+    assert timed.model == config.model and timed.num_steps > 6000
+    assert "use more text" in said["data"]  # a million tokens, many times
+    # The rate falls with the size, and the batch grows with the tokens.
+    small, _, _ = chosen(params=3e5)
+    assert small.optimizer.params.lr > config.optimizer.params.lr
+    assert small.global_batch_size < config.global_batch_size
+
+
+def test_what_the_user_sets_stays(place):
+    config, _, _ = chosen("--run.name", "mine", "--data.vocab_size", "512", minutes=10)
+    assert config.run.name == "mine" and config.model.vocab_size == 512
+    assert (place / "runs/mine.json").exists()
+
+
+def test_too_little_time_is_refused_with_a_remedy(place):
+    with pytest.raises(ConfigError, match=r"--minutes = 0.5: leaves time for \d+ steps of 0.5 s"):
+        chosen(minutes=0.5)
+    with pytest.raises(ConfigError, match=r"use --minutes 1, or a smaller --params"):
+        chosen(minutes=0.5, params=1e6)
+    assert not list(place.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--config: is missing; add it, or --minutes 20"),
+        (["--minutes", "no"], "--minutes = no: must be a positive number; use one such as 20"),
+        (["--minutes", "0"], "--minutes = 0: must be a positive number"),
+        (["--params", "5M", "--config", "ds.json"], "--params: cannot be combined with --config"),
+        (["--minutes", "1", "--dry-run"], "--minutes: cannot be combined with --dry-run"),
+        (["--minutes", "1", "--params", "1M", "--tokens", "1M"], "remove one"),
+    ],
+)
+def test_flags_that_contradict_are_refused(monkeypatch, capsys, words, message):
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    assert ended.value.code == BAD_INPUT and message in capsys.readouterr().err
+
+
+def test_under_a_launcher_there_is_no_dial(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--minutes", "5"])
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    assert ended.value.code == BAD_INPUT
+    assert "--config: is missing under a launcher" in capsys.readouterr().err
+
+
+def test_the_ranks_are_started_with_the_config(place, monkeypatch):
+    seen = []
+    monkeypatch.setattr(train.os, "execv", lambda program, words: seen.append(words))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--minutes", "5", "--json", "--train.seed", "7"])
+    with pytest.raises(SystemExit):
+        train.main()
+    (words,) = seen
+    assert words[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    assert words[5:] == [
+        "-m", "parallel3d", "train", "--config", "runs/5-minutes.json", "--json",
+        "--train.seed", "7",
+    ]  # fmt: skip
+    written = json.loads((place / "runs/5-minutes.json").read_text())
+    assert written["parallel3d"]["run"]["name"] == "5-minutes"
+    assert isinstance(dial.machine_of(None, print), Hardware)
