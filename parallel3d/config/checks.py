@@ -345,10 +345,6 @@ def _check_optimizer(
     device, kind = zero_optimization.offload_optimizer.device, parametrization_of(model).type
     usable = " or ".join(f'"{place}"' for place in ("none", *file.OFFLOADS))
     rules = [
-        (file.WHOLE_MATRICES, Problem(
-            "optimizer.type", name, "needs whole matrices, but ZeRO cuts them into flat pieces",
-            'use an optimizer that works element by element ("AdamW")',
-        )),
         (device not in ("none", *file.OFFLOADS), Problem(
             "zero_optimization.offload_optimizer.device", device,
             f"cannot hold the state of {name}", f"use {usable}",

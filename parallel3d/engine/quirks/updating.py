@@ -70,6 +70,12 @@ def _nothing() -> None:
     """Do nothing: copies on a CPU are synchronous."""
 
 
+def group_of(optimizer: ZeROOptimizer, index: int) -> int:
+    """Return the parameter group of a flat master; ZeRO-3 splits large groups into several."""
+    groups = getattr(optimizer, "sub_group_to_group_id", None)
+    return index if groups is None else int(groups[index])
+
+
 def share_with_weights(optimizer: ZeROOptimizer) -> None:
     """Let masters share the weights' memory if both have the same device and dtype.
 

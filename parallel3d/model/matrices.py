@@ -1,0 +1,45 @@
+"""The matrices of hidden parameters, and their homes, for optimizers of whole matrices (floor 0)."""
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from parallel3d.model.spec import ParamSpec
+
+
+def matrix_view(spec: ParamSpec, per_head: bool = False) -> tuple[int, ...]:
+    """Return a parameter's shape as a stack of matrices: [*stack, rows, columns].
+
+    A matrix maps columns to rows. Fused matrices (q, k, v; gate, up) are stacked already. With
+    `per_head` the rows of each head are a matrix, where the parameter's rows consist of heads.
+    """
+    *stack, rows, columns = spec.shape
+    if per_head and spec.units is not None:
+        stack, rows = [*stack, spec.units], rows // spec.units
+    return *stack, rows, columns
+
+
+def newton_schulz_cost(rows: int, columns: int) -> int:
+    """Return n^2 m of a matrix whose smaller dim is n; products of Newton-Schulz are that large."""
+    return min(rows, columns) ** 2 * max(rows, columns)
+
+
+def deal(costs: Sequence[int], homes: int) -> list[int]:
+    """Return the home of each matrix by longest processing time (Graham 1969, section 4).
+
+    The most expensive matrix that is left goes to the home with the least work.
+    """
+    loads, dealt = [(0, home) for home in range(homes)], [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, home = heapq.heappop(loads)
+        dealt[index] = home
+        heapq.heappush(loads, (load + costs[index], home))
+    return dealt
+
+
+def imbalance(costs: Iterable[int], homes: int) -> float:
+    """Return the work of the busiest home relative to the mean, 1 if there is none."""
+    costs = list(costs)
+    loads = [0] * homes
+    for cost, home in zip(costs, deal(costs, homes), strict=True):
+        loads[home] += cost
+    return max(loads) * homes / sum(costs) if sum(costs) else 1.0
