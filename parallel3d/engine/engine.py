@@ -100,7 +100,11 @@ class Engine:
             op_builds.use_host_threads(mesh.device, mesh.local_size, say)
         optimizer = file.make(
             core.param_groups(
-                self.held, placeholders, settings.weight_decay, settings.eps, settings.rates,
+                self.held,
+                placeholders,
+                settings.weight_decay,
+                settings.eps,
+                settings.rates,
                 self._kinds,
             ),
             settings.params,
@@ -295,6 +299,9 @@ class Engine:
             if self._kinds[updating.group_of(zero, index)].matrices:
                 own = [matrix for matrix in matrices if matrix.group == index]
                 optimizer.matrices[master] = WholeMatrices(own, stage, self.mesh.device)
+        if getattr(self.settings.params, "clip", "all") == "adam_only":
+            unclipped = [number for number, kind in enumerate(self._kinds) if kind.matrices]
+            updating.leave_unclipped(zero, unclipped)
 
     def _check_groups(self) -> None:
         """Raise ConfigError if stages differ in their number of optimizer groups.

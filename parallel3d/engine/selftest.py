@@ -182,6 +182,9 @@ def _reference(
         group | {"params": decay, "weight_decay": settings.weight_decay},
         group | {"params": no_decay, "weight_decay": 0.0},
     ]
+    clipped = decay + no_decay
+    if getattr(settings.params, "clip", "all") == "adam_only":
+        clipped = no_decay
     if _uses_matrices(settings):
         groups[0]["views"] = lambda weight: [weight]
     optimizer = optimizers.load(settings.optimizer).reference(groups, settings.params)
@@ -190,7 +193,8 @@ def _reference(
     for _ in range(2):
         for weights in stages:
             (_plain(weights, x) * grad / mesh.samples.size).sum().backward()
-        norm = nn.utils.clip_grad_norm_(decay + no_decay, settings.gradient_clipping)
+        norm = nn.utils.get_total_norm([w.grad for w in decay + no_decay if w.grad is not None])
+        nn.utils.clip_grads_with_norm_(clipped, settings.gradient_clipping, norm)
         norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()

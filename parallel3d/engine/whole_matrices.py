@@ -77,9 +77,7 @@ class WholeMatrices:
             for r in ranks
         ]
 
-    def map(
-        self, flat: Tensor, function: Callable[[Sequence[Tensor]], Sequence[Tensor]]
-    ) -> Tensor:
+    def map(self, flat: Tensor, function: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Tensor:
         """Return `function` of all matrices in a flat tensor; collective over the stage.
 
         `function` gets the matrices whose home is this rank, [rows, columns] each, on the mesh's
@@ -221,6 +219,9 @@ def _pieces_in(
         for (first, _), at, length in zip(stack, place, view, strict=False):
             matrix = matrix * length + first + int(at)
         first, stop = max(start, number * each), min(start + numel, (number + 1) * each)
-        yield matrix, _Piece(
-            rank, offset + first - start, first - number * each, stop - first, rows, columns
+        yield (
+            matrix,
+            _Piece(
+                rank, offset + first - start, first - number * each, stop - first, rows, columns
+            ),
         )

@@ -1,4 +1,4 @@
-"""The matrices of hidden parameters, and their homes, for optimizers of whole matrices (floor 0)."""
+"""The matrices of hidden parameters, and their home ranks (floor 0, no torch)."""
 
 import heapq
 from collections.abc import Iterable, Sequence

@@ -94,7 +94,7 @@ def load(name: str) -> OptimizerFile:
 
 
 @cache
-def kinds(name: str, role: Role | None | Literal["any"] = "any") -> tuple[str, ...]:
+def kinds(name: str, role: Role | Literal["any"] | None = "any") -> tuple[str, ...]:
     """Return what is kept for a weight: "master", and the names of the optimizer's state.
 
     `role` is the parameter's. By default the names of all parameters' states are returned.
@@ -108,6 +108,6 @@ def state_bytes(name: str, role: Role | None = None) -> int:
     return MASTER_BYTES + sum(state.num_bytes for state in _states(name, role))
 
 
-def _states(name: str, role: Role | None | Literal["any"]) -> list[State]:
+def _states(name: str, role: Role | Literal["any"] | None) -> list[State]:
     is_matrix = role == MATRIX
     return [s for s in load(name).STATE if role == "any" or s.matrices in (None, is_matrix)]

@@ -184,7 +184,9 @@ def optimizer_groups(
             "weight_decay": decay * wider if is_matrix else decay,
             "eps": eps,
         }
-        groups.append(group | ({"views": views[name]} if name in views else {}))
+        if name in views:
+            group |= {"views": views[name], "clipped": params.clip == "all"}
+        groups.append(group)
     return groups
 
 
@@ -203,9 +205,13 @@ def matrices_of(reference: Any, config: Any) -> dict[str, Any]:
         count, layer = 1, path.split(".")[-1]
         if layer in ("c_attn", "query_key_value"):
             count = 3
-        if config.optimizer.params.per_head and (count == 3 or layer in ("q_proj", "k_proj", "v_proj")):
+        if config.optimizer.params.per_head and (
+            count == 3 or layer in ("q_proj", "k_proj", "v_proj")
+        ):
             is_few = layer in ("k_proj", "v_proj")
-            count *= (getattr(config.model, "num_key_value_heads", None) or heads) if is_few else heads
+            count *= (
+                (getattr(config.model, "num_key_value_heads", None) or heads) if is_few else heads
+            )
         is_turned = type(reference.get_submodule(path)).__name__ == "Conv1D"
         by_head = layer == "query_key_value" and count == 3
         functions[name] = partial(_views, is_turned, heads if by_head else 0, count)

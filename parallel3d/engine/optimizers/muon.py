@@ -143,7 +143,7 @@ OFFLOADS = ("cpu",)
 CPU_ADAM = True
 STEP_BYTES = 24  # of AdamW; Muon's momentum moves less, and its products are counted apart
 STEP_FLOPS = 14
-VERIFY_LR = 3e-4
+VERIFY_LR = 1e-3
 
 
 def make(

@@ -152,9 +152,7 @@ class GroupKind(NamedTuple):
     matrices: bool = False
 
 
-def group_kinds(
-    rates: Mapping[Role | None, Rate], whole_matrices: bool = False
-) -> list[GroupKind]:
+def group_kinds(rates: Mapping[Role | None, Rate], whole_matrices: bool = False) -> list[GroupKind]:
     """Return the kind of each optimizer group.
 
     There are two groups for each distinct rate of a role, so all stages have the same groups. An
