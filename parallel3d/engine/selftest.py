@@ -103,9 +103,14 @@ def _scaled_down(settings: EngineSettings) -> EngineSettings:
     if settings.offload_param == "nvme":
         zero["stage3_param_persistence_threshold"] = 0
         param = param | {"buffer_size": 2**12, "max_in_cpu": 0}
-    fixed = settings.fp16.get("loss_scale")
+    fixed, params = settings.fp16.get("loss_scale"), settings.params
+    if settings.optimizer == "muon":
+        # One rate for all. More steps of Newton-Schulz multiply half precision's rounding by
+        # several hundred.
+        params = params.model_copy(update={"ns_steps": 1, "muon_lr": None, "adam_lr": None})
     return replace(
         settings,
+        params=params,
         micro_batch_size=_BATCH,
         lr=0.1,
         # With a large eps Adam's step is proportional to the gradient; otherwise it is nearly the
