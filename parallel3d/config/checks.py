@@ -326,7 +326,8 @@ def _check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> It
         rule = "would start from wrong weights, because offload_param puts parameters on NVMe"
         yield Problem(f"{path}.{block}.fast_init", True, rule, "remove it")
     # The swapper reads master, gradient and states into one buffer each.
-    each = max(4, 1 + len(optimizers.kinds(optimizer.file)))
+    roles = (optimizers.MATRIX, None)
+    each = max(4, *(1 + len(optimizers.kinds(optimizer.file, role)) for role in roles))
     needed = each * (1 + offload.pipeline_read + offload.pipeline_write)
     if offload.device == "nvme" and offload.buffer_count < needed:
         what = (

@@ -2,8 +2,26 @@
 
 import heapq
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Literal, NamedTuple
 
 from parallel3d.model.spec import ParamSpec
+
+
+class NewtonSchulz(NamedTuple):
+    """The work on each hidden matrix in a step: its steps, and their precision."""
+
+    steps: int
+    precision: Literal["fp32", "bf16"] = "fp32"
+    per_head: bool = False
+
+    def flops(self, cost: int, smallest: int) -> int:
+        """Return the FLOPs for a matrix of n = `smallest` and n^2 m = `cost`.
+
+        A step multiplies [n, m] by its transpose, the product by itself, and the sum by [n, m].
+        """
+        return self.steps * (4 * cost + 2 * smallest**3)
 
 
 def matrix_view(spec: ParamSpec, per_head: bool = False) -> tuple[int, ...]:
@@ -36,10 +54,16 @@ def deal(costs: Sequence[int], homes: int) -> list[int]:
     return dealt
 
 
-def imbalance(costs: Iterable[int], homes: int) -> float:
-    """Return the work of the busiest home relative to the mean, 1 if there is none."""
-    costs = list(costs)
+@lru_cache(maxsize=4096)
+def imbalance(costs: tuple[int, ...], homes: int) -> float:
+    """Return the work of the busiest home relative to the mean; 1 if there is no work."""
     loads = [0] * homes
     for cost, home in zip(costs, deal(costs, homes), strict=True):
         loads[home] += cost
-    return max(loads) * homes / sum(costs) if sum(costs) else 1.0
+    return max(loads) * homes / sum(costs) if costs else 1.0
+
+
+def matrices_of(specs: Iterable[ParamSpec], per_head: bool) -> list[tuple[int, int]]:
+    """Return rows and columns of every hidden matrix."""
+    views = [matrix_view(spec, per_head) for spec in specs if spec.role == "hidden"]
+    return [view[-2:] for view in views for _ in range(prod(view[:-2]))]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from parallel3d.base.section import Problem, Problems, Section
+from parallel3d.model.matrices import NewtonSchulz
 from parallel3d.model.optimizers import State
 
 if TYPE_CHECKING:
@@ -112,6 +113,11 @@ class Params(Section):
             listed = own if isinstance(own[0], tuple) else (own,)
             steps = self.ns_steps or (len(listed) if len(listed) > 1 else 5)
         return (listed + (listed[-1],) * steps)[:steps]
+
+    @property
+    def newton_schulz(self) -> NewtonSchulz:
+        """The work on each matrix, for the planner."""
+        return NewtonSchulz(len(self.polynomials), self.ns_dtype, self.per_head)
 
     def factor(self, rows: int, columns: int) -> float:
         """Return the factor of the update of a matrix."""
