@@ -76,9 +76,9 @@ class OptimizerConfig(Section):
     """The optimizer. "Adam" means AdamW, too: in DeepSpeed it decouples weight decay."""
 
     type: Annotated[str, BeforeValidator(_optimizer_name)] = "AdamW"
-    """"AdamW" or "Adam", which both decouple weight decay, as in DeepSpeed; or the name of a file
-    in run.optimizer_folders. "FusedAdam" is read as "Adam", which is fused on GPUs and torch's on
-    CPUs."""
+    """"AdamW" or "Adam", which both decouple weight decay, as in DeepSpeed; "Muon" (docs/muon.md);
+    or the name of a file in run.optimizer_folders. "FusedAdam" is read as "Adam", which is fused on
+    GPUs and torch's on CPUs."""
     params: Annotated[Any, PlainValidator(PARAMS)] = Field(examples=[EXAMPLE["params"]])
     """Learning rate, and the optimizer's own settings."""
 

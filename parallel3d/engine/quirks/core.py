@@ -142,7 +142,7 @@ class Placeholders(nn.Module):
 
 
 class GroupKind(NamedTuple):
-    """What the parameters of an optimizer group have in common.
+    """The common properties of the parameters of an optimizer group.
 
     `matrices`: they are hidden matrices, which the optimizer needs whole.
     """
