@@ -47,24 +47,24 @@ class Muon(torch.optim.Optimizer):
         return self._adam_file.new_state(self._adam, master)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure
         """Update the masters that have a gradient; collective over the ranks of the stage."""
         for group in self.param_groups:
             for master in group["params"] if group["matrices"] else ():
                 if master.grad is not None:
-                    self._update(master, group)
+                    self._update(master, master.grad, group)
         groups = [g for g in self.param_groups if g["params"] and not g["matrices"]]
         if groups:  # DeepSpeed passes one group at a time
             self._adam.param_groups = groups
             self._adam.step()
 
-    def _update(self, master: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, master: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, momentum = self.state[master], self.params.momentum
         if not state:
             state.update(self.new_state(master))
         state["step"] += 1
-        average = state["momentum_buffer"].lerp_(master.grad, 1 - momentum)
-        direction = master.grad.lerp_(average, momentum) if self.params.nesterov else average
+        average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        direction = gradient.lerp_(average, momentum) if self.params.nesterov else average
         update = self.matrices[master].map(direction, self._orthogonalised)
         master.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
@@ -125,7 +125,7 @@ class PlainMuon(torch.optim.Optimizer):
         self._adam = torch.optim.AdamW(others, betas=params.betas, foreach=False)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure
         """Update all parameters."""
         self._adam.step()
         for group in self.param_groups:

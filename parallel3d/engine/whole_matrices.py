@@ -122,14 +122,14 @@ class WholeMatrices:
                 parts[piece.rows, piece.columns].append(piece)
             whole = received.new_empty(matrix.shape)
             for (rows, columns), cut in parts.items():
-                values = [by_piece[id(p)] for p in sorted(cut, key=lambda p: p.start)]
+                in_order = [by_piece[id(p)] for p in sorted(cut, key=lambda p: p.start)]
                 part = whole[slice(*rows), slice(*columns)]
-                part.copy_(torch.cat(values).view(part.shape))
+                part.copy_(torch.cat(in_order).view(part.shape))
             matrices.append(whole)
         return matrices
 
 
-def _joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+def _joined(tensors: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(tensors) if tensors else like.new_empty(0)
 
 

@@ -66,4 +66,4 @@ def imbalance(costs: tuple[int, ...], homes: int) -> float:
 def matrices_of(specs: Iterable[ParamSpec], per_head: bool) -> list[tuple[int, int]]:
     """Return rows and columns of every hidden matrix."""
     views = [matrix_view(spec, per_head) for spec in specs if spec.role == "hidden"]
-    return [view[-2:] for view in views for _ in range(prod(view[:-2]))]
+    return [(view[-2], view[-1]) for view in views for _ in range(prod(view[:-2]))]

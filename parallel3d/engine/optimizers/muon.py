@@ -121,11 +121,12 @@ class Params(Section):
 
     def factor(self, rows: int, columns: int) -> float:
         """Return the factor of the update of a matrix."""
-        return {
+        factors = {
             "original": max(1.0, rows / columns) ** 0.5,
             "match_rms_adamw": 0.2 * max(rows, columns) ** 0.5,
             "spectral": (rows / columns) ** 0.5,
-        }[self.scale]
+        }
+        return float(factors[self.scale])
 
 
 def _converges(polynomials: tuple[Triple, ...]) -> bool:

@@ -80,7 +80,8 @@ def together(layers: Iterable[tuple[int, WeightSizes]]) -> WeightSizes:
     layers = list(layers)
     sums = [sum(count * one[i] for count, one in layers) for i in range(4)]
     most = [max(one[i] for _, one in layers) for i in range(4, 8)]
-    return WeightSizes(*sums, *most, sum(count * one.matrices for count, one in layers))
+    matrices = sum(count * one.matrices for count, one in layers)
+    return WeightSizes(*sums, *most)._replace(matrices=matrices)
 
 
 @lru_cache(maxsize=16384)

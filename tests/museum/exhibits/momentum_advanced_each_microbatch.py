@@ -11,9 +11,9 @@ EXHIBIT = Exhibit(
 
 
 @in_place_of(Muon, "_update")
-def plant(original: Any, muon: Muon, master: Any, group: Any) -> None:
+def plant(original: Any, muon: Muon, master: Any, gradient: Any, group: Any) -> None:
     """One more time than it should."""
     if muon.state[master]:
         buffer, momentum = muon.state[master]["momentum_buffer"], muon.params.momentum
-        buffer.lerp_(master.grad, 1 - momentum)
-    original(muon, master, group)
+        buffer.lerp_(gradient, 1 - momentum)
+    original(muon, master, gradient, group)
