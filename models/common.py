@@ -155,9 +155,10 @@ def biased_block(config: TransformerConfig, number: int, cost: CostOf) -> LayerS
     """Return a block of two LayerNorms, fused q, k, v and an MLP, all with biases."""
     hidden, inner = config.hidden_size, config.inner_size
     normal, residual = weight_inits(config)
+    fused, heads = (3, hidden, hidden), config.num_attention_heads
     params = (
         *layer_norm("norm1", hidden),
-        ParamSpec("attention.qkv.weight", (3, hidden, hidden), TP_1, normal, True, role="hidden"),
+        ParamSpec("attention.qkv.weight", fused, TP_1, normal, True, units=heads, role="hidden"),
         ParamSpec("attention.qkv.bias", (3, hidden), TP_1, _ZEROS, False, role="vector"),
         ParamSpec("attention.output.weight", (hidden, hidden), TP_1, residual, True, role="hidden"),
         ParamSpec("attention.output.bias", (hidden,), (), _ZEROS, False, role="vector"),

@@ -250,8 +250,8 @@ def _located(
         of_items = field is not None and get_origin(field.annotation) in (tuple, Mapping)
         if field and (choice := _choice_of(field)) and isinstance(raw, dict):
             block = outer if choice.beside and isinstance(outer, dict) else raw
-            name = block.get(choice.key, "")
-            name = name if name in choice.names() else choice.beside
+            written = str(block.get(choice.key, "")).lower()  # DeepSpeed ignores case
+            name = next((n for n in choice.names() if n.lower() == written), choice.beside)
             section = choice.class_of(name) if name else None
     return ".".join(path), raw, owner
 

@@ -61,7 +61,7 @@ def runs_to_write(engine: Engine) -> list[ChunkRun]:
             if stop > start:
                 at = piece.start
                 boxes = [b for b, _ in global_boxes(piece.held, at + start, at + stop)]
-                for kind in engine.states.kinds:
+                for kind in engine.states.kinds_of(piece.held):
                     chunks = tuple(Chunk(piece.held.name, kind, box) for box in boxes)
                     runs.append(ChunkRun(number, index, kind, start, stop, chunks))
     return runs

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import file_digest
 from math import prod
 from pathlib import Path
@@ -224,7 +224,7 @@ def _check_contents(folder: Path, manifest: Manifest) -> list[Fault]:
         reason = f"it is of step {state.get('step')!r}, the manifest of {manifest.step}"
         return [Fault(STATE, reason)]
     faults: list[Fault] = []
-    kinds = optimizers.kinds(name) if (name := optimizer_of(state)) else ()
+    kinds = optimizers.kinds(optimizer) if (optimizer := optimizer_of(state)) else ()
     tokenizer = folder / TOKENIZER
     if tokenizer.is_dir() and tokenizer_digest(tokenizer) != state.get("tokenizer"):
         faults.append(Fault(TOKENIZER, "its hash is not the one in state.json"))
@@ -243,9 +243,21 @@ def _check_contents(folder: Path, manifest: Manifest) -> list[Fault]:
     return faults or [
         fault
         for name, shape in shapes.items()
-        for kind in kinds or sorted({"master", *(kind for _, kind in boxes)})
+        for kind in _kinds_of(name, optimizer, boxes)
         if (fault := _check_tiling(f"{kind} of {name[:80]!r}", shape, boxes[name, kind]))
     ]
+
+
+def _kinds_of(
+    name: str, optimizer: str | None, boxes: Mapping[tuple[str, str], object]
+) -> Sequence[str]:
+    """Return what must be stored of a parameter, whose role a checkpoint does not state."""
+    if optimizer is None:
+        return sorted({"master", *(kind for _, kind in boxes)})
+    of_matrices = optimizers.kinds(optimizer, optimizers.MATRIX)
+    of_others = optimizers.kinds(optimizer, None)
+    own = set(of_matrices) - set(of_others)
+    return of_matrices if any((name, kind) in boxes for kind in own) else of_others
 
 
 def _add_box(

@@ -335,7 +335,8 @@ def _check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> It
         rule = "would start from wrong weights, because offload_param puts parameters on NVMe"
         yield Problem(f"{path}.{block}.fast_init", True, rule, "remove it")
     # The swapper reads master, gradient and states into one buffer each.
-    each = max(4, 1 + len(optimizers.kinds(optimizer.file)))
+    roles = (optimizers.MATRIX, None)
+    each = max(4, *(1 + len(optimizers.kinds(optimizer.file, role)) for role in roles))
     needed = each * (1 + offload.pipeline_read + offload.pipeline_write)
     if offload.device == "nvme" and offload.buffer_count < needed:
         what = (
@@ -354,10 +355,6 @@ def _check_optimizer(
     device, kind = zero_optimization.offload_optimizer.device, parametrization_of(model).type
     usable = " or ".join(f'"{place}"' for place in ("none", *file.OFFLOADS))
     rules = [
-        (file.WHOLE_MATRICES, Problem(
-            "optimizer.type", name, "needs whole matrices, but ZeRO cuts them into flat pieces",
-            'use an optimizer that works element by element ("AdamW")',
-        )),
         (device not in ("none", *file.OFFLOADS), Problem(
             "zero_optimization.offload_optimizer.device", device,
             f"cannot hold the state of {name}", f"use {usable}",

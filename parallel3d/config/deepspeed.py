@@ -16,7 +16,7 @@ from parallel3d.model import optimizers
 EXAMPLE = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 DEFAULT_LR = 1e-3  # of DeepSpeed's Adam, for files without an optimizer
 
-OTHER_OPTIMIZERS = ("adagrad", "lamb", "lion", "muadam", "muadamw", "musgd", "muon")
+OTHER_OPTIMIZERS = ("adagrad", "lamb", "lion", "muadam", "muadamw", "musgd")
 ONE_BIT_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
@@ -76,9 +76,9 @@ class OptimizerConfig(Section):
     """The optimizer. "Adam" means AdamW, too: in DeepSpeed it decouples weight decay."""
 
     type: Annotated[str, BeforeValidator(_optimizer_name)] = "AdamW"
-    """"AdamW" or "Adam", which both decouple weight decay, as in DeepSpeed; or the name of a file
-    in run.optimizer_folders. "FusedAdam" is read as "Adam", which is fused on GPUs and torch's on
-    CPUs."""
+    """"AdamW" or "Adam", which both decouple weight decay, as in DeepSpeed; "Muon" (docs/muon.md);
+    or the name of a file in run.optimizer_folders. "FusedAdam" is read as "Adam", which is fused on
+    GPUs and torch's on CPUs."""
     params: Annotated[Any, PlainValidator(PARAMS)] = Field(examples=[EXAMPLE["params"]])
     """Learning rate, and the optimizer's own settings."""
 

@@ -233,6 +233,9 @@ BY_SECTION: dict[str, dict[str, Key]] = {
             "must be true: master weights and moments are fp32; remove it", (True,)
         ),
         "fused": Key("is not used: Adam is fused wherever the device allows; remove it", (None,)),
+        "ns_method": Key(
+            'must be "standard": the Gram iteration loses digits; remove it', ("standard",)
+        ),
         "max_grad_norm": Key("is not used; set gradient_clipping", (None, 0)),
         "set_grad_none": _EITHER,
         **dict.fromkeys(_ONE_BIT_PARAMS, _ONE_BIT),
@@ -276,7 +279,9 @@ BY_SECTION: dict[str, dict[str, Key]] = {
             "(link_hp_params), so saved weights would be wrong; remove it",
             (False,),
         ),
-        "save_muon_momentum_buffer_in_memory": Key("is for Muon, not Adam; remove it", (False,)),
+        "save_muon_momentum_buffer_in_memory": Key(
+            "is not used: Muon's momentum is where offload_optimizer puts it; remove it", (False,)
+        ),
         "stage3_gather_16bit_weights_on_model_save": _FULL_WEIGHTS,
         "stage3_gather_fp16_weights_on_model_save": _FULL_WEIGHTS,
         "zenflow": Key(

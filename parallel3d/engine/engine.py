@@ -19,9 +19,10 @@ from parallel3d.engine import op_builds, swap
 from parallel3d.engine.construction import ModelParallelUnit, building, make_folder, swap_folder
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import GatheredWeights, Layers
-from parallel3d.engine.optimizer_states import OptimizerStates
+from parallel3d.engine.optimizer_states import OptimizerStates, masters_of, places_of
 from parallel3d.engine.quirks import core, fp16, nvme, streams, tracing, updating
 from parallel3d.engine.reduction import Reduction
+from parallel3d.engine.whole_matrices import WholeMatrices, find_matrices
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model import optimizers
 from parallel3d.tensor.cut import HeldParameter
@@ -83,7 +84,8 @@ class Engine:
         layers: Layers | None = None,
     ) -> None:  # fmt: skip
         self.held, self.settings, self.mesh = tuple(held), settings, mesh
-        self._kinds = core.group_kinds(settings.rates)
+        file = optimizers.load(settings.optimizer)
+        self._kinds = core.group_kinds(settings.rates, file.WHOLE_MATRICES)
         pair = mesh.join_pair(*(coord % mesh.pipeline.size for coord in owners))
         core.bind_trace_check(mesh.shards.group, mesh.device)
         core.count_once(self.held)
@@ -96,10 +98,14 @@ class Engine:
         offload = settings.offload_optimizer != "none"
         if offload:
             op_builds.use_host_threads(mesh.device, mesh.local_size, say)
-        file = optimizers.load(settings.optimizer)
         optimizer = file.make(
             core.param_groups(
-                self.held, placeholders, settings.weight_decay, settings.eps, settings.rates
+                self.held,
+                placeholders,
+                settings.weight_decay,
+                settings.eps,
+                settings.rates,
+                self._kinds,
             ),
             settings.params,
             device=mesh.device,
@@ -123,6 +129,8 @@ class Engine:
                 dist_init_required=False,
             )
         self._check_groups()
+        if file.WHOLE_MATRICES:
+            self._find_matrices(optimizer)
         updating.share_with_weights(self._deepspeed.optimizer)
         streams.prioritize_reductions(self._deepspeed.optimizer)
         if settings.shards_parameters:
@@ -237,8 +245,8 @@ class Engine:
         every rank if fp16 gradients overflow at the smallest loss scale.
         """
         optimizer = self._deepspeed.optimizer
-        for group, (rate, _) in zip(optimizer.param_groups, self._kinds, strict=True):
-            group["lr"] = lr * rate.lr
+        for group, kind in zip(optimizer.param_groups, self._kinds, strict=True):
+            group["lr"] = lr * kind.rate.lr * group.get("factor", 1.0)
         began = self._now()
         scale, last = self.loss_scale, fp16.at_last_loss_scale(optimizer)
         asking: AbstractContextManager[list[Tensor]] = nullcontext([])
@@ -290,6 +298,22 @@ class Engine:
         self._deepspeed.destroy()
         for folder in self._folders:
             swap.remove_folder(folder)
+
+    def _find_matrices(self, optimizer: Any) -> None:
+        """Give an optimizer of whole matrices those of each of its groups."""
+        zero, stage = self._deepspeed.optimizer, self.mesh.join_stage()
+        matrices = find_matrices(
+            self.held, places_of(zero, self.held), mesh=self.mesh, stage=stage,
+            sharded=self.settings.zero_stage > 0,
+            per_head=getattr(self.settings.params, "per_head", False),
+        )  # fmt: skip
+        for index, master in enumerate(masters_of(zero)):
+            if self._kinds[updating.group_of(zero, index)].matrices:
+                own = [matrix for matrix in matrices if matrix.group == index]
+                optimizer.matrices[master] = WholeMatrices(own, stage, self.mesh.device)
+        if getattr(self.settings.params, "clip", "all") == "adam_only":
+            unclipped = [number for number, kind in enumerate(self._kinds) if kind.matrices]
+            updating.leave_unclipped(zero, unclipped)
 
     def _check_groups(self) -> None:
         """Raise ConfigError if stages differ in their number of optimizer groups.

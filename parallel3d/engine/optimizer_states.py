@@ -29,7 +29,7 @@ class ParameterPiece:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """The place of a piece: it begins at element `offset` of an optimizer group's flat tensor."""
 
     group: int
@@ -40,7 +40,8 @@ class _Place:
 class OptimizerStates:
     """Masters and optimizer state of the held parameters, and the counters beside them.
 
-    `kinds` names them: "master", and the state that the optimizer's file declares.
+    `kinds` names them: "master", and the states that the optimizer's file declares. `kinds_of`
+    returns those of a parameter.
     `blocks` groups the pieces whose tensors are in memory together; they stay the same for the
     engine's lifetime. No piece covers ZeRO's padding or the placeholders.
     """
@@ -49,15 +50,17 @@ class OptimizerStates:
         self, engine: DeepSpeedEngine, held: Iterable[HeldParameter], optimizer: str
     ) -> None:
         self._zero: ZeROOptimizer = engine.optimizer
-        self._file, self.kinds = optimizers.load(optimizer), optimizers.kinds(optimizer)
+        self._name, self._file = optimizer, optimizers.load(optimizer)
+        self.kinds = optimizers.kinds(optimizer)
         self._zero3 = hasattr(self._zero, "fp16_groups")
-        places = sorted(
-            (_zero3_places if self._zero3 else _zero12_places)(self._zero, held),
-            key=lambda place: (place.group, place.offset),
-        )
+        places = places_of(self._zero, held)
         groups = sorted({place.group for place in places})
         self._blocks = [[place for place in places if place.group == group] for group in groups]
         self.blocks = tuple(tuple(place.piece for place in block) for block in self._blocks)
+
+    def kinds_of(self, held: HeldParameter) -> tuple[str, ...]:
+        """Return the kinds that are kept for a parameter."""
+        return optimizers.kinds(self._name, held.spec.role)
 
     @contextmanager
     def opened(self, block_index: int, write: bool = False) -> Iterator[list[dict[str, Tensor]]]:
@@ -70,7 +73,7 @@ class OptimizerStates:
         block = self._blocks[block_index]
         with self._in_memory(block[0].group, write) as flat:
             yield [
-                {kind: flat[kind].narrow(0, place.offset, place.piece.numel) for kind in self.kinds}
+                {k: tensor.narrow(0, place.offset, place.piece.numel) for k, tensor in flat.items()}
                 for place in block
             ]
 
@@ -119,10 +122,7 @@ class OptimizerStates:
 
     @property
     def _masters(self) -> list[Tensor]:
-        """Each optimizer group's flat master; empty while it is on NVMe."""
-        name = "fp32_partitioned_groups_flat" if self._zero3 else "single_partition_of_fp32_groups"
-        masters: list[Tensor] = getattr(self._zero, name)
-        return masters
+        return masters_of(self._zero)
 
     def _is_swapped(self, group: int) -> bool:
         return self._zero3 and bool(self._zero._swappable_optimizer_subgroup(group))
@@ -141,7 +141,8 @@ class OptimizerStates:
         if new:
             states[master] = self._file.new_state(self._zero.optimizer, master)
         state = states[master]
-        flat = {"master": master.detach(), **{kind: state[kind] for kind in self.kinds[1:]}}
+        flat = {"master": master.detach()}
+        flat |= {kind: state[kind] for kind in self.kinds[1:] if kind in state}
         try:
             yield flat
         except BaseException:
@@ -167,17 +168,31 @@ class OptimizerStates:
         master.grad = None
 
 
-def _zero3_places(zero: ZeROOptimizer, held: Iterable[HeldParameter]) -> Iterator[_Place]:
+def places_of(zero: ZeROOptimizer, held: Iterable[HeldParameter]) -> list[Place]:
+    """Return where the optimizer groups hold this rank's pieces, in the order of the groups."""
+    places = (_zero3_places if hasattr(zero, "fp16_groups") else _zero12_places)(zero, held)
+    return sorted(places, key=lambda place: (place.group, place.offset))
+
+
+def masters_of(zero: ZeROOptimizer) -> list[Tensor]:
+    """Return each optimizer group's flat master; empty while it is on NVMe."""
+    is_zero3 = hasattr(zero, "fp16_groups")
+    name = "fp32_partitioned_groups_flat" if is_zero3 else "single_partition_of_fp32_groups"
+    masters: list[Tensor] = getattr(zero, name)
+    return masters
+
+
+def _zero3_places(zero: ZeROOptimizer, held: Iterable[HeldParameter]) -> Iterator[Place]:
     """Yield this rank's places under ZeRO-3: equal shards of each parameter, the last padded."""
     for h in held:
         group, offset, size = zero.grad_position[zero.get_param_id(h.parameter)]
         start = size * zero._get_param_partition_rank(h.parameter)
         numel = min(size, h.parameter.ds_numel - start)  # type: ignore[attr-defined]
         if numel > 0:
-            yield _Place(group, offset, ParameterPiece(h, start, numel))
+            yield Place(group, offset, ParameterPiece(h, start, numel))
 
 
-def _zero12_places(zero: ZeROOptimizer, held: Iterable[HeldParameter]) -> Iterator[_Place]:
+def _zero12_places(zero: ZeROOptimizer, held: Iterable[HeldParameter]) -> Iterator[Place]:
     """Yield this rank's places under ZeRO-1 and 2, which cut a whole group's flat tensor."""
     by_id = {id(h.parameter): h for h in held}
     for group, parameters in enumerate(zero.round_robin_bit16_groups):
@@ -188,4 +203,4 @@ def _zero12_places(zero: ZeROOptimizer, held: Iterable[HeldParameter]) -> Iterat
             start = max(begin - at, 0)
             numel = min(begin + size - at, parameter.numel()) - start
             if h is not None and numel > 0:
-                yield _Place(group, at + start - begin, ParameterPiece(h, start, numel))
+                yield Place(group, at + start - begin, ParameterPiece(h, start, numel))

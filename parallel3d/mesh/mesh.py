@@ -180,6 +180,22 @@ class Mesh:
             self._pairs[pair] = split(ends, "ends", STARTUP_TIMEOUT)
         return self._pairs.get(pair)
 
+    def join_stage(self) -> Peers:
+        """Return the ranks that hold parts of the same layers: all of a pipeline coordinate.
+
+        Collective over the world, before `set_timeouts`.
+        """
+        _, dp, tp = self._grid.shape
+        if dp == 1 or tp == 1:
+            return self.replicas if tp == 1 else self.tensor
+        if "stage" not in self._groups:
+            group = self._split(self._grid.flatten(1), "stage")
+            if group is dist.group.WORLD:
+                return self.world
+            self._groups["stage"] = group
+        group = self._groups["stage"]
+        return Peers(group, group.size(), group.rank())
+
     def set_timeouts(self, seconds: float) -> None:
         """Let all communication fail after `seconds`; 0 means a week.
 

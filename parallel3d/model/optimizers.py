@@ -10,12 +10,16 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from parallel3d.base import user_folders
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import Section
+from parallel3d.model.parametrization import Role
 from parallel3d.model.spec import MASTER_BYTES
+
+MATRIX: Role = "hidden"
+"""The role of the parameters that an optimizer of whole matrices treats as such."""
 
 __path__ = [
     str(Path(__file__).parents[1] / "engine/optimizers"),
@@ -29,20 +33,24 @@ class State(NamedTuple):
     name: str  # its key in `optimizer.state` and in checkpoints
     num_bytes: int  # of an element
     words: str = ""  # what it is, for people
+    matrices: bool | None = None  # True: kept for hidden matrices only, False: for all others only
 
 
 class OptimizerFile(Protocol):
     """The contents of an optimizer's file.
 
     A parameter group is torch's, with `params`, `weight_decay` and `eps`; `lr` is set before each
-    step. The optimizer gets flat fp32 masters: pieces of several parameters, one after another.
+    step, times the group's `factor` if it has one. `decays` is True if its parameters may decay,
+    `matrices` if they are hidden matrices (never, unless the file has WHOLE_MATRICES). The
+    optimizer gets flat fp32 masters: pieces of several parameters, one after another.
     """
 
     Params: type[Section]
     """Settings of optimizer.params: `lr`; `weight_decay` and `eps` if it has them; its own."""
     STATE: tuple[State, ...]
     WHOLE_MATRICES: bool
-    """True if an element's update depends on others of its matrix."""
+    """True if an element's update depends on others of its matrix. What `make` returns then has
+    a dict `matrices`, into which the engine puts a `WholeMatrices` for each group of them."""
     PARAMETRIZATIONS: tuple[str, ...]
     """The types of parallel3d.model.parametrization whose rates hold for it."""
     OFFLOADS: tuple[str, ...]
@@ -86,12 +94,20 @@ def load(name: str) -> OptimizerFile:
 
 
 @cache
-def kinds(name: str) -> tuple[str, ...]:
-    """Return what is kept for each weight: "master", and the names of the optimizer's state."""
-    return ("master", *(state.name for state in load(name).STATE))
+def kinds(name: str, role: Role | Literal["any"] | None = "any") -> tuple[str, ...]:
+    """Return what is kept for a weight: "master", and the names of the optimizer's state.
+
+    `role` is the parameter's. By default the names of all parameters' states are returned.
+    """
+    return ("master", *(state.name for state in _states(name, role)))
 
 
 @cache
-def state_bytes(name: str) -> int:
+def state_bytes(name: str, role: Role | None = None) -> int:
     """Return the bytes of a trained element's master weight and optimizer state."""
-    return MASTER_BYTES + sum(state.num_bytes for state in load(name).STATE)
+    return MASTER_BYTES + sum(state.num_bytes for state in _states(name, role))
+
+
+def _states(name: str, role: Role | Literal["any"] | None) -> list[State]:
+    is_matrix = role == MATRIX
+    return [s for s in load(name).STATE if role == "any" or s.matrices in (None, is_matrix)]

@@ -6,7 +6,7 @@ from parallel3d.config import RunConfig
 from parallel3d.config.data import DataConfig
 from parallel3d.config.parallel3d_block import MeshConfig
 from parallel3d.model.config import ModelConfig
-from parallel3d.model.optimizers import state_bytes
+from parallel3d.model.optimizers import MATRIX, state_bytes
 from parallel3d.plan.setting import BYTES
 
 MOST_LAYERS = 2_000
@@ -74,7 +74,8 @@ def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> dict[str,
     if zero.offload_param.device != "nvme":
         states += params * element // (split * weights)
     if zero.offload_optimizer.device != "nvme":
-        states += params * state_bytes(config.optimizer.file) // (split * optimizer)
+        each = min(state_bytes(config.optimizer.file, role) for role in (None, MATRIX))
+        states += params * each // (split * optimizer)
     seq, samples = data.sequence_length, config.train_micro_batch_size_per_gpu or 1
     tokens = samples * seq * _TOKEN
     stream = samples * seq * model.hidden_size * element // tp  # the input of a layer

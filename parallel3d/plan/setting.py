@@ -11,6 +11,7 @@ from parallel3d.config import RunConfig
 from parallel3d.config.hardware import Kernels
 from parallel3d.config.parallel3d_block import gathered_for, reduces_once
 from parallel3d.model.config import ModelConfig
+from parallel3d.model.matrices import NewtonSchulz
 from parallel3d.model.spec import LayerSpec, Recompute, Shape
 from parallel3d.schedule.sharding import Weights
 
@@ -92,7 +93,8 @@ class Setting:
     - `num_microbatches`: per step.
     - `reduces_once`: True if gradients are reduced once per step.
     - `weights`: how long ZeRO-3's weights stay gathered.
-    - `optimizer`: the name of its file.
+    - `optimizer`: the name of its file. `newton_schulz`: its work on each hidden matrix, if it
+      needs whole ones.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -114,6 +116,7 @@ class Setting:
     offload_optimizer: Device = "none"
     offload_param: Device = "none"
     optimizer: str = "adamw"
+    newton_schulz: NewtonSchulz | None = None
     buffers: Buffers = Buffers()
     software: Software = ENGINE
 
@@ -193,6 +196,7 @@ class Setting:
             weights=gathered_for(pipeline.weights),
             offload_optimizer=zero.offload_optimizer.device,
             offload_param=zero.offload_param.device, optimizer=config.optimizer.file,
+            newton_schulz=getattr(config.optimizer.params, "newton_schulz", None),
             software=Software(
                 kernels="eager" if config.train.compile == "none" else "compiled",
                 reduction_bytes=BYTES[config.communication_data_type or "fp32"],

@@ -7,6 +7,7 @@ counts, which parameters decay, muP's factors, and how weights start. Plain loop
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from math import ceil, cos, inf, lcm, pi, sqrt
 from typing import Any
 
@@ -150,15 +151,18 @@ def kinds(reference: Any) -> dict[str, str]:
 
 def optimizer_groups(
     reference: nn.Module, config: Any, masters: Mapping[str, Tensor]
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """Return the optimizer's group of each master weight; `rate` multiplies the learning rate.
 
     Matrices and tables decay, vectors do not (docs/add-a-model.md). Under muP a matrix has the
-    rate over and the decay times the width; over depth, eps falls, too (docs/scaling.md).
+    rate over and the decay times the width; over depth, eps falls, too (docs/scaling.md). Muon's
+    groups have `views`, and AdamW has its own rate and decay beside it (docs/muon.md).
     """
     wider, deeper = widths(config.model)
     transfers = getattr(getattr(config.model, "parametrization", None), "base_depth", None)
     params, groups = config.optimizer.params, []
+    is_muon = config.optimizer.type.lower() == "muon"
+    views = matrices_of(reference, config) if is_muon else {}
     for name, kind in kinds(reference).items():
         if name not in masters:  # a tied copy
             continue
@@ -166,17 +170,60 @@ def optimizer_groups(
         is_matrix = kind in ("matrix", "residual")
         if transfers is not None:
             eps /= wider * (1 if kind == "table" else deeper)
+        rate = 1 / wider if is_matrix else 1.0
+        if is_muon:
+            own = params.muon_lr if name in views else params.adam_lr
+            rate = 1.0 if own is None else own / params.lr
+            if name not in views and params.adam_weight_decay is not None:
+                decay = params.adam_weight_decay
         if kind in ("bias", "gain"):
             decay = 0.0
-        groups.append(
-            {
-                "params": [masters[name]],
-                "rate": 1 / wider if is_matrix else 1.0,
-                "weight_decay": decay * wider if is_matrix else decay,
-                "eps": eps,
-            }
-        )
+        group = {
+            "params": [masters[name]],
+            "rate": rate,
+            "weight_decay": decay * wider if is_matrix else decay,
+            "eps": eps,
+        }
+        if name in views:
+            group |= {"views": views[name], "clipped": params.clip == "all"}
+        groups.append(group)
     return groups
+
+
+def matrices_of(reference: Any, config: Any) -> dict[str, Any]:
+    """Return a function for each hidden matrix of a model of transformers.
+
+    It returns the matrices that Muon orthogonalises, as views of a tensor, [out, in] each: GPT-2
+    keeps weights as [in, out] and q, k, v side by side. NeoX keeps q, k, v of one head together, so
+    the rows of its matrices have two dims.
+    """
+    heads, functions = config.model.num_attention_heads, {}
+    for name, kind in kinds(reference).items():
+        if kind not in ("matrix", "residual"):
+            continue
+        path = name.removesuffix(".weight")
+        count, layer = 1, path.split(".")[-1]
+        if layer in ("c_attn", "query_key_value"):
+            count = 3
+        if config.optimizer.params.per_head and (
+            count == 3 or layer in ("q_proj", "k_proj", "v_proj")
+        ):
+            is_few = layer in ("k_proj", "v_proj")
+            count *= (
+                (getattr(config.model, "num_key_value_heads", None) or heads) if is_few else heads
+            )
+        is_turned = type(reference.get_submodule(path)).__name__ == "Conv1D"
+        by_head = layer == "query_key_value" and count == 3
+        functions[name] = partial(_views, is_turned, heads if by_head else 0, count)
+    return functions
+
+
+def _views(is_turned: bool, heads: int, count: int, tensor: Tensor) -> list[Tensor]:
+    whole = tensor.t() if is_turned else tensor  # [out, in]
+    if heads:  # rows are [heads, 3, size]
+        size = len(whole) // (3 * heads)
+        return list(whole.view(heads, 3, size, -1).movedim(1, 0))
+    return list(whole.unflatten(0, (count, -1)))
 
 
 def multiply(reference: Any, model: Any, head_size: int) -> None:

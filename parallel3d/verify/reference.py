@@ -340,6 +340,7 @@ def train_model(
     scale = _SCALE if config.precision == "fp16" else 1.0
     groups = definitions.optimizer_groups(model, config, masters)
     optimizer = optimizers.load(config.optimizer.file).reference(groups, config.optimizer.params)
+    clipped = [weight for g in groups if g.get("clipped", True) for weight in g["params"]]
     losses, norms = [], []
     limit = config.gradient_clipping or float("inf")
     for batch, lr in zip(course.steps, course.rates, strict=True):
@@ -351,7 +352,9 @@ def train_model(
             (part * scale).backward()
             loss += part.item()
             _add_to_masters(named, masters, scale)
-        norms.append(float(nn.utils.clip_grad_norm_(masters.values(), limit)))
+        norm = nn.utils.get_total_norm([m.grad for m in masters.values() if m.grad is not None])
+        nn.utils.clip_grads_with_norm_(clipped, limit, norm)
+        norms.append(float(norm))
         optimizer.step()
         losses.append(loss)
         with torch.no_grad():

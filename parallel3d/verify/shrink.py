@@ -38,6 +38,7 @@ NO_THRESHOLDS = {
     "stage3_prefetch_bucket_size": 0,
 }
 BUCKETS = {"reduce_bucket_size": 2**12, "allgather_bucket_size": 2**12}  # some are full
+OTHER_RATES = {"muon_lr": 2.0, "adam_lr": 0.5}  # relative to lr
 # A loss scale that grows within the steps and starts where no gradient overflows.
 GROWING_SCALE = {"initial_scale_power": 8, "loss_scale_window": 2}
 BLOCK = 1024  # bytes per NVMe read; DeepSpeed's default is larger than a small tensor
@@ -121,8 +122,13 @@ def shrink(
     params["lr"] = optimizers.load(config.optimizer.file).VERIFY_LR
     if "eps" in params:
         params["eps"] = max(EPS, params["eps"])
+    for name, factor in OTHER_RATES.items():
+        if params.get(name) is not None:
+            params[name] = factor * params["lr"]
     if params.get("weight_decay"):
         params["weight_decay"] = DECAY_PER_STEP / params["lr"]
+    if params.get("adam_weight_decay"):
+        params["adam_weight_decay"] = DECAY_PER_STEP / params["lr"] / 2
     if config.precision == "fp16":
         raw["fp16"] |= GROWING_SCALE
     raw["zero_optimization"] |= NO_THRESHOLDS | BUCKETS

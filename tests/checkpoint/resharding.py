@@ -18,6 +18,7 @@ from parallel3d.checkpoint import find
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import verify
 from parallel3d.checkpoint.save import Saver
+from parallel3d.model import optimizers
 from parallel3d.models import layers
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import microbatches
@@ -25,7 +26,7 @@ from tests.cases import Case, Trainer
 from tests.models.families import small
 
 STEPS = 2  # so that the moments are of several gradients
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MUON = {"optimizer": {"type": "muon", "params": {"lr": 3e-3}}}
 
 
 def _sizes(family, **sizes):
@@ -57,6 +58,7 @@ class Side:
     sequence_parallel: bool = False
     precision: str = "fp32"
     thresholds: bool = False  # DeepSpeed's own, under which small parameters stay gathered
+    muon: bool = False  # in place of AdamW
 
     @property
     def world_size(self):
@@ -66,7 +68,7 @@ class Side:
     @property
     def weights(self):
         """What two sides must have in common."""
-        return self.model, self.tied
+        return self.model, self.tied, self.muon
 
     def __str__(self):
         changed = [
@@ -78,6 +80,7 @@ class Side:
             *([self.precision] if self.precision != "fp32" else []),
             *(["sp"] if self.sequence_parallel else []),
             *(["thresholds"] if self.thresholds else []),
+            *(["muon"] if self.muon else []),
         ]
         return "-".join(changed)
 
@@ -98,6 +101,7 @@ class Trained(Trainer):
                 reduction="auto", sequence_parallel=side.sequence_parallel,
                 precision=side.precision, microbatches=MICROBATCHES, batch=BATCH,
                 thresholds=side.thresholds, model=MODELS[side.model],
+                changes=MUON if side.muon else {},
             )
         )  # fmt: skip
 
@@ -116,7 +120,7 @@ class Trained(Trainer):
         self._link_moments()
         for held in self.engine.held:
             values = {"master": self.engine.full_parameter(held)}
-            for kind in MOMENTS:
+            for kind in optimizers.kinds(self.engine.settings.optimizer, held.spec.role)[1:]:
                 found = safe_get_full_optimizer_state(held.parameter, kind)
                 values[kind] = found.detach().reshape(held.cut.local_shape)
             yield held.name, held.copy, held.cut, {k: v.cpu().clone() for k, v in values.items()}
@@ -158,7 +162,7 @@ def save_on_rank(rank, sides, root):
             trained.engine, trained.mesh, layers(trained.config.model), folder=root / str(side),
             asynchronous=number % 2 == 0,
         )  # fmt: skip
-        saver.save(state(STEPS))
+        saver.save(state(STEPS) | ({"config": MUON} if side.muon else {}))
         saver.require_saved()
         trained.mesh.barrier()
         trained.engine.close()

@@ -48,6 +48,21 @@ def test_every_mesh_to_every_mesh(tmp_path):
     check(load_all(cases, tmp_path), cases)
 
 
+# Both kinds of state in one checkpoint; the home of a matrix has no say in where momentum lies.
+MUON = [
+    Side((2, 1, 1), 3, "cpu", muon=True),
+    Side((1, 1, 2), 0, muon=True),
+    Side((1, 2, 1), 2, muon=True),
+]
+
+
+@pytest.mark.slow
+def test_muon(tmp_path):
+    save(MUON, tmp_path)
+    cases = [(target, MUON) for target in MUON]
+    check(load_all(cases, tmp_path), cases)
+
+
 DEEP = {"model": "deep", "stages_per_rank": 2}
 LLAMA = {"model": "llama", "tied": False}
 # Of each set, any side can be loaded on any other.

@@ -191,7 +191,7 @@ def test_the_switch_of_a_block_is_one(name, section):
 
 
 def test_optimizers():
-    names = {"adam", "adamw", *deepspeed.OTHER_OPTIMIZERS}
+    names = {"adam", "adamw", "muon", *deepspeed.OTHER_OPTIMIZERS}
     assert names == set(deepspeed_config.DEEPSPEED_OPTIMIZERS)
     code = DeepSpeedCPUAdam.__init__.__code__
     known = set(code.co_varnames[2 : code.co_argcount]) - {"adamw_mode"}

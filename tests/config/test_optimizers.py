@@ -30,14 +30,13 @@ CPU = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 @pytest.fixture
 def mine(tmp_path):
     files = {
-        "whole": SGD.replace("WHOLE_MATRICES = False", "WHOLE_MATRICES = True"),
         "narrow": SGD.replace(STATE, STATE.replace("4", "2")),
         "three": SGD.replace(STATE, THREE),
         "pinned": SGD.replace('OFFLOADS = ("cpu", "nvme")', "OFFLOADS = ()"),
         "slip": SGD.replace("optimizers import State", "optimizers import kinds"),
         "part": SGD.replace(STATE, "").replace("def reference", "def _reference"),
     }
-    assert len({SGD, *files.values()}) == 7
+    assert len({SGD, *files.values()}) == 6
     with scratch(tmp_path / "mine", **files) as folder:
         yield folder
 
@@ -54,7 +53,9 @@ def test_the_files_are_read_without_torch():
 
 
 def test_a_file_in_the_users_folder_is_an_optimizer(mine):
-    assert 'must be "AdamW" or "Adam"; write "AdamW", or set run.opt' in error_of(**{NAME: "SGD"})
+    assert 'must be "AdamW" or "Adam" or "muon"; write "AdamW", or set run.opt' in error_of(
+        **{NAME: "SGD"}
+    )
     config = RunConfig.from_dict(raw(**{NAME: "SGD", FOLDERS: [mine]}))
     assert config.optimizer.type == config.optimizer.file == "sgd"
     assert config.optimizer.params.model_dump() == {
@@ -76,10 +77,6 @@ def test_a_file_in_the_users_folder_is_an_optimizer(mine):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {NAME: "whole"},
-            'optimizer.type = "whole": needs whole matrices, but ZeRO cuts',
-        ),
         ({NAME: "narrow"}, "keeps momentum_buffer in 2 bytes an element; keep it in fp32"),
         (
             {NAME: "three", OFFLOAD: NVME},

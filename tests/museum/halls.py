@@ -6,7 +6,7 @@ Each holds what the others lack; an exhibit is shown in the first one that can h
 from typing import Any
 
 from parallel3d.config import RunConfig
-from tests.verify.configs import config_of
+from tests.verify.configs import MUON, config_of
 
 _SIZES = {
     "hidden_size": 512,
@@ -47,6 +47,7 @@ HALLS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16", "zero": 3},
     "bf16 llama": {"model": {**_LLAMA, **_GQA}, "precision": "bf16"},
     "fp16": {"precision": "fp16", "zero": 3},
+    "Muon": {"optimizer": MUON},
 }
 
 

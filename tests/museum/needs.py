@@ -58,6 +58,7 @@ NEEDS: dict[str, Need] = {
     "long": lambda config, small: True,  # planted in the case of long sequences and large ids
     "bf16": lambda config, small: small.precision == "bf16",
     "fp16": lambda config, small: small.precision == "fp16",
+    "Muon": lambda config, small: small.optimizer.file == "muon",
     "resume": lambda config, small: True,
 }
 

@@ -131,6 +131,19 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         """Reduce and scatter several tensors as one operation."""
         return self._scattered(outputs, inputs, inputs, opts)
 
+    def alltoall_base(
+        self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int], opts: Any = None
+    ) -> Handle:
+        """Give each rank its part of every rank's tensor; sizes may differ."""
+        result, own = on_host(output), on_host(tensor)
+        opts = opts or dist.AllToAllOptions()
+
+        def run() -> None:
+            self.queue.gloo.alltoall_base(result, own, received, sent, opts).wait()
+
+        what = str(tensor.dtype).removeprefix("torch.")
+        return self._all("all_to_all", what, run, [tensor], [output], [result], [own])
+
     # The same under the names of torch before 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

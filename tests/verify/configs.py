@@ -23,6 +23,8 @@ MODELS: dict[str, dict[str, Any]] = {family: {"family": family} for family in fa
     },
     "qwen2": {"family": "llama", "num_key_value_heads": 4, "attention_bias": True},
 }
+ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
+MUON = {"type": "Muon", "params": ADAMW["params"] | {"lr": 0.02, "adam_lr": 3e-3}}
 SIZES = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 16}
 
 
@@ -40,16 +42,17 @@ def config_of(
     sequence_parallel: bool = False,
     isolate: bool = False,
     precision: str = "fp32",
+    optimizer: dict[str, Any] = ADAMW,
 ) -> dict[str, Any]:
     """The object of a ds.json; `offload` is "none", "cpu", "nvme", "cpu+cpu" or "nvme+nvme".
 
     The second of two is where parameters go.
     """
-    optimizer, _, parameters = offload.partition("+")
-    zero_optimization: dict[str, Any] = {"stage": zero, "offload_optimizer": {"device": optimizer}}
+    states, _, parameters = offload.partition("+")
+    zero_optimization: dict[str, Any] = {"stage": zero, "offload_optimizer": {"device": states}}
     if parameters:
         zero_optimization["offload_param"] = {"device": parameters}
-    for name, device in (("offload_optimizer", optimizer), ("offload_param", parameters)):
+    for name, device in (("offload_optimizer", states), ("offload_param", parameters)):
         if device == "nvme":
             zero_optimization[name]["nvme_path"] = "/somewhere"  # shrink() writes its own
     block = {
@@ -68,10 +71,7 @@ def config_of(
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": microbatches,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
-        },
+        "optimizer": optimizer,
         "zero_optimization": zero_optimization,
         "parallel3d": block,
     } | ({precision: {"enabled": True}} if precision != "fp32" else {})

@@ -7,11 +7,13 @@ checks that the fault comes back.
 
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import cpuinfo
 import torch
@@ -20,6 +22,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 from torch import nn
 
+from parallel3d.model.optimizers import MATRIX
 from parallel3d.model.parametrization import Rate, Role
 from parallel3d.tensor.cut import HeldParameter
 
@@ -138,25 +141,46 @@ class Placeholders(nn.Module):
             self.register_parameter(f"group_{group}", nn.Parameter(torch.zeros(1)))
 
 
-def group_kinds(rates: Mapping[Role | None, Rate]) -> list[tuple[Rate, bool]]:
-    """Return the rate of each optimizer group, and whether its weights decay.
+class GroupKind(NamedTuple):
+    """The common properties of the parameters of an optimizer group.
 
-    There are two groups for each distinct rate of a role, so all stages have the same groups.
+    `matrices`: they are hidden matrices, which the optimizer needs whole.
     """
-    return [(rate, decays) for rate in dict.fromkeys(rates.values()) for decays in (True, False)]
+
+    rate: Rate
+    decays: bool
+    matrices: bool = False
+
+
+def group_kinds(rates: Mapping[Role | None, Rate], whole_matrices: bool = False) -> list[GroupKind]:
+    """Return the kind of each optimizer group.
+
+    There are two groups for each distinct rate of a role, so all stages have the same groups. An
+    optimizer of whole matrices has groups of its own for hidden ones.
+    """
+    roles = {(rate, whole_matrices and role == MATRIX): None for role, rate in rates.items()}
+    return [
+        GroupKind(rate, decays, matrices) for rate, matrices in roles for decays in (True, False)
+    ]
 
 
 def param_groups(
     held: Iterable[HeldParameter], placeholders: Placeholders, weight_decay: float, eps: float,
-    rates: Mapping[Role | None, Rate],
-) -> list[dict[str, object]]:  # fmt: skip
-    """Return the optimizer groups of `group_kinds` with explicit weight decay: defaults differ."""
-    held, groups = list(held), []
-    for (rate, decays), weight in zip(group_kinds(rates), placeholders.parameters(), strict=True):
-        members = [h for h in held if rates[h.spec.role] == rate and h.spec.weight_decay == decays]
-        decay = weight_decay * rate.weight_decay if decays else 0.0
-        params = [*(h.parameter for h in members), weight]
-        groups.append({"params": params, "weight_decay": decay, "eps": eps * rate.eps})
+    rates: Mapping[Role | None, Rate], kinds: Sequence[GroupKind],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return an optimizer group of each kind with explicit weight decay: defaults differ."""
+    groups = []
+    whole_matrices = any(kind.matrices for kind in kinds)
+    of_kind = defaultdict[GroupKind, list[nn.Parameter]](list)
+    for h in held:
+        matrices = whole_matrices and h.spec.role == MATRIX
+        kind = GroupKind(rates[h.spec.role], h.spec.weight_decay, matrices)
+        of_kind[kind].append(h.parameter)
+    for kind, weight in zip(kinds, placeholders.parameters(), strict=True):
+        decay = weight_decay * kind.rate.weight_decay if kind.decays else 0.0
+        group = {"params": [*of_kind[kind], weight], "weight_decay": decay}
+        group |= {"eps": eps * kind.rate.eps, "decays": kind.decays, "matrices": kind.matrices}
+        groups.append(group)
     return groups
 
 

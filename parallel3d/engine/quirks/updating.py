@@ -1,7 +1,7 @@
 """Remedies for DeepSpeed 0.19.8's updates of weights, one function each."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -105,6 +105,35 @@ def asking_before_update(
     finally:
         setattr(optimizer, name, compute)
         optimizer._update_scale = update_scale
+
+
+def group_of(optimizer: ZeROOptimizer, index: int) -> int:
+    """Return the parameter group of a flat master; ZeRO-3 splits large groups into several."""
+    groups = getattr(optimizer, "sub_group_to_group_id", None)
+    return index if groups is None else int(groups[index])
+
+
+def leave_unclipped(optimizer: ZeROOptimizer, groups: Collection[int]) -> None:
+    """Do not clip the gradients of these parameter groups; they still count in the norm."""
+    unscale_and_clip = optimizer.unscale_and_clip_grads
+
+    def unscale(which: int | list[Tensor], norm: Tensor) -> None:
+        """`which`: at ZeRO-3 the index of a flat master, else a list with its gradient."""
+        masters = getattr(optimizer, "single_partition_of_fp32_groups", ())
+        index = which if isinstance(which, int) else None
+        for number, master in enumerate(masters):
+            if index is None and not isinstance(which, int) and master.grad is which[0]:
+                index = number
+        assert index is not None
+        limit = optimizer.clip_grad
+        if group_of(optimizer, index) in groups:
+            optimizer.clip_grad = 0.0
+        try:
+            unscale_and_clip(which, norm)
+        finally:
+            optimizer.clip_grad = limit
+
+    optimizer.unscale_and_clip_grads = unscale
 
 
 def share_with_weights(optimizer: ZeROOptimizer) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
+from parallel3d.model.optimizers import MATRIX
 from parallel3d.plan.layers.placement import Counts, LayerKinds, StageLayers
 
 
@@ -19,6 +20,7 @@ class WeightSizes(NamedTuple):
       in one buffer and is copied out of it, so it counts twice.
     - `copied`: such copies for a complete layer.
     - `layer`: the largest layer.
+    - `matrices`: elements of hidden matrices, of all layers.
     """
 
     params: int
@@ -29,6 +31,7 @@ class WeightSizes(NamedTuple):
     module: int
     copied: int
     layer: int
+    matrices: int = 0
 
     @property
     def gathered(self) -> int:
@@ -40,7 +43,8 @@ class WeightSizes(NamedTuple):
 def weights_of_kind(model: LayerKinds, kind: int, tp: int, threshold: int = 0) -> WeightSizes:
     """Return the sizes of the weights in one layer of a kind."""
     modules = defaultdict[str, list[int]](list)
-    for spec in model.kinds[kind].params:
+    params = model.kinds[kind].params
+    for spec in params:
         modules[spec.name.rpartition(".")[0]].append(spec.elements({"tensor": tp}))
     every = [size for module in modules.values() for size in module]
     large = [size for size in every if size > threshold]
@@ -49,6 +53,7 @@ def weights_of_kind(model: LayerKinds, kind: int, tp: int, threshold: int = 0) -
         num_small=len(every) - len(large), largest=max(every, default=0),
         module=max((sum(own) * min(len(own), 2) for own in modules.values()), default=0),
         copied=sum(large) if len(large) > 1 else 0, layer=sum(every),
+        matrices=sum(p.elements({"tensor": tp}) for p in params if p.role == MATRIX),
     )  # fmt: skip
 
 
@@ -75,7 +80,8 @@ def together(layers: Iterable[tuple[int, WeightSizes]]) -> WeightSizes:
     layers = list(layers)
     sums = [sum(count * one[i] for count, one in layers) for i in range(4)]
     most = [max(one[i] for _, one in layers) for i in range(4, 8)]
-    return WeightSizes(*sums, *most)
+    matrices = sum(count * one.matrices for count, one in layers)
+    return WeightSizes(*sums, *most)._replace(matrices=matrices)
 
 
 @lru_cache(maxsize=16384)

@@ -6,7 +6,7 @@ a program's Software.
 
 from typing import NamedTuple
 
-from parallel3d.model.optimizers import state_bytes
+from parallel3d.model.optimizers import MATRIX, state_bytes
 from parallel3d.model.spec import MASTER_BYTES
 from parallel3d.plan.layers.weight_counts import WeightSizes
 from parallel3d.plan.setting import Setting
@@ -52,7 +52,9 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     shards, zero3 = setting.dp, setting.zero_stage == 3
     share = -(-s.params // shards) if setting.zero_stage else s.params
     weight_bytes = (share if zero3 else s.params) * element
-    optimizer = share * state_bytes(setting.optimizer)
+    matrices = -(-s.matrices // shards) if setting.zero_stage else s.matrices
+    optimizer = (share - matrices) * state_bytes(setting.optimizer)
+    optimizer += matrices * state_bytes(setting.optimizer, MATRIX)
     if element == MASTER_BYTES and setting.offload_optimizer == setting.offload_param == "none":
         optimizer -= share * MASTER_BYTES  # the weights are their own masters
     shard = share * gradient
@@ -108,6 +110,10 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     if not offloads:
         group = min(share, buffers.sub_group_size) * MASTER_BYTES
         stepping = group * (zero3 or loose)  # separate tensors are copied into one buffer
+    if setting.newton_schulz is not None:
+        # What is sent and the result; at a home the matrices as they arrive, whole, and stacked,
+        # and three of their size in a step of Newton-Schulz.
+        stepping += (2 * matrices + 6 * -(-s.matrices // shards)) * MASTER_BYTES
     return StateBytes(
         weights=weight_bytes if setting.offload_param == "none" else 0,
         optimizer=optimizer if not offloads else 0, shard=shard, standing=zero3,

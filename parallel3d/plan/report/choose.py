@@ -115,7 +115,8 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
 
 def checkpoint_bytes(setting: Setting) -> int:
     """Return the approximate bytes of a checkpoint: fp32 weights, optimizer state, file headers."""
-    s = setting
-    num_tensors = sum(len(layer.own_params) for layer in s.layers)
-    header = len(kinds(s.optimizer)) * _HEADER_ENTRY * (num_tensors * s.tp + s.devices)
-    return state_bytes(s.optimizer) * s.num_params + header
+    s, total = setting, 0
+    for spec in (spec for layer in s.layers for spec in layer.own_params):
+        total += state_bytes(s.optimizer, spec.role) * spec.numel
+        total += len(kinds(s.optimizer, spec.role)) * _HEADER_ENTRY * s.tp
+    return total + len(kinds(s.optimizer)) * _HEADER_ENTRY * s.devices

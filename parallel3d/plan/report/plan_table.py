@@ -17,6 +17,8 @@ from parallel3d.plan.search.best_first import Ranking
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
+from parallel3d.plan.time.operators import curves_for, machine_of
+from parallel3d.plan.time.sharding import slowest_matrix_work
 from parallel3d.plan.time.step import TIMES
 
 _BAR = 8  # columns of the bar of memory
@@ -177,6 +179,8 @@ def explain(plan: Plan, out: Console) -> None:
     if plan.setting.pp > 1:
         share = f"{100 * plan.time.bubble:.1f} %"
         terminal.say(out, f"\nbubble: pp ranks idle for {share} of the time of their passes")
+    for line in on_matrices(plan.setting, request.hardware):
+        terminal.say(out, line)
     added = flops.recomputed[plan.setting.recompute]
     terminal.say(
         out,
@@ -203,6 +207,19 @@ def explain(plan: Plan, out: Console) -> None:
     if not plan.fits:
         problem = f"\ndoes not fit: {plan.reason}\nsmallest change: {plan.remedy}"
         terminal.say(out, Text(problem, "red"))
+
+
+def on_matrices(setting: Setting, hardware: Hardware) -> Iterator[str]:
+    """Yield a line about the exchange and the work of an optimizer of whole matrices."""
+    if setting.newton_schulz is not None:
+        machine = machine_of(hardware, setting.software, curves_for(hardware))
+        work = slowest_matrix_work(setting, machine)
+        yield (
+            f"\n{setting.optimizer}: a stage's ranks exchange {work.sent_bytes / 1e9:.3g} GB in "
+            f"{seconds(work.exchange_seconds)} s a step; Newton-Schulz takes "
+            f"{seconds(work.product_seconds)} s, and the busiest rank has {work.imbalance:.3g} "
+            "times the mean work"
+        )
 
 
 def show_memory(memory: Memory, setting: Setting, hardware: Hardware | None, out: Console) -> None:

@@ -11,12 +11,18 @@ from typing import NamedTuple
 
 from parallel3d.config.hardware import Host
 from parallel3d.model import optimizers
-from parallel3d.plan.layers.placement import Counts, LayerKinds, StageClasses
+from parallel3d.model.matrices import NewtonSchulz, imbalance, matrices_of, newton_schulz_cost
+from parallel3d.model.spec import MASTER_BYTES
+from parallel3d.plan.layers.placement import Counts, LayerKinds, StageClasses, stage_classes_of
 from parallel3d.plan.layers.weight_counts import partial, tied_elsewhere, together, weights_of
 from parallel3d.plan.layers.windows import windows
 from parallel3d.plan.setting import BYTES, Device, Precision, Setting
 from parallel3d.plan.time.network import Kind, RankGroup, collective_seconds, group_of, sharing
 from parallel3d.plan.time.operators import Machine, bandwidth_of, matmul_flops, refuse
+
+_FP32_SHARE = 1 / 16
+"""FLOP/s of fp32 over those of half precision, where only the latter are known: those of an A100's
+data sheet, 19.5 of 312 TFLOP/s (H100 SXM: 67 of 989)."""
 
 
 class Sharding(NamedTuple):
@@ -37,6 +43,7 @@ class Sharding(NamedTuple):
     offload_param: Device
     persistence: int
     optimizer: str
+    newton_schulz: NewtonSchulz | None
 
     @classmethod
     def of(cls, setting: Setting) -> "Sharding":
@@ -45,7 +52,7 @@ class Sharding(NamedTuple):
             setting.tp, setting.dp, setting.cp, setting.shards, setting.devices,
             setting.sequence_parallel, setting.precision, setting.zero_stage, setting.reduces_once,
             _gathers(setting) if setting.holds_weights else (), setting.offload_optimizer,
-            setting.offload_param, setting.persistence, setting.optimizer,
+            setting.offload_param, setting.persistence, setting.optimizer, setting.newton_schulz,
         )  # fmt: skip
 
 
@@ -121,6 +128,68 @@ def _transfers(layout: StageClasses, sharding: Sharding, machine: Machine) -> Tr
         for classes in layout.coords
     )
     return stages, coords
+
+
+class MatrixWork(NamedTuple):
+    """A coordinate's exchange of whole matrices and the work on them, in a step.
+
+    - `sent_bytes`: by all its ranks, to homes and back. `imbalance`: the busiest home's work
+      relative to the mean.
+    """
+
+    sent_bytes: float = 0.0
+    exchange_seconds: float = 0.0
+    product_seconds: float = 0.0
+    imbalance: float = 1.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the step takes longer."""
+        return self.exchange_seconds + self.product_seconds
+
+
+def matrix_work(
+    model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
+) -> MatrixWork:
+    """Return what an optimizer of whole matrices adds; nothing for one that works by elements."""
+    work, hardware, curves = sharding.newton_schulz, machine.hardware, machine.curves
+    if work is None:
+        return MatrixWork()
+    shapes = [
+        shape
+        for kind, count in enumerate(held)
+        for shape in matrices_of(model.kinds[kind].params, work.per_head) * count
+    ]
+    costs = tuple(newton_schulz_cost(*shape) for shape in shapes)
+    homes = sharding.dp * sharding.tp
+    uneven = imbalance(costs, homes)
+    flops = sum(work.flops(c, min(s)) for c, s in zip(costs, shapes, strict=True)) / homes * uneven
+    elements = sum(rows * columns for rows, columns in shapes)
+    # Each rank's shard goes to the homes, and comes back; without ZeRO to all replicas.
+    back = 1 if sharding.zero_stage else sharding.dp
+    group = group_of(homes, 1, sharding.devices, hardware)
+    exchange = sum(
+        collective_seconds("all_gather", MASTER_BYTES * n / homes, *group, hardware, curves)
+        for n in (elements, elements * back)
+    )
+    has_rate = work.precision in {*hardware.matmul_flops, *hardware.peak_flops}
+    rate = matmul_flops(hardware, work.precision if has_rate else sharding.precision, curves)
+    if work.precision == "fp32" and not has_rate:
+        rate *= _FP32_SHARE
+    products = flops / rate
+    sent = MASTER_BYTES * elements * (1 + back) if homes > 1 else 0
+    return MatrixWork(sent, exchange, products, uneven)
+
+
+def slowest_matrix_work(setting: Setting, machine: Machine) -> MatrixWork:
+    """Return the matrix work of the pipeline coordinate on which it takes longest."""
+    layout = stage_classes_of(setting)
+    held = [
+        tuple(map(sum, zip(*(layout.stages[c] for c in classes), strict=True)))
+        for classes in layout.coords
+    ]
+    works = [matrix_work(layout.model, own, Sharding.of(setting), machine) for own in held]
+    return max(works, key=lambda work: work.seconds)
 
 
 class _HeldWeights:
@@ -261,6 +330,7 @@ def _coord(
             own, device, gradients + own * size, machine, sharding.optimizer
         )
         optimizer += update * hardware.slowdown("traffic", devices)
+    optimizer += matrix_work(model, held, sharding, machine).seconds
     once = before, fetch, reduce, tensor, tied, after, optimizer, offload
     return OncePerStep(*once, program, later, least)
 

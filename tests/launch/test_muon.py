@@ -1,0 +1,63 @@
+"""The commands with Muon: it is planned, verified and trained, and goes on on another mesh."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.engine.test_add_an_optimizer import tensors
+from tests.launch.launching import Place, torchrun
+from tests.verify.configs import MUON, config_of
+
+pytestmark = [pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+
+
+@pytest.mark.usefixtures("cpu_adam")
+def test_it_trains_is_planned_verified_and_goes_on_on_another_mesh(tmp_path):
+    place = Place(tmp_path / "place")
+    raw = config_of(schedule="one_f_one_b", microbatches=2, offload="cpu", optimizer=MUON)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    raw["parallel3d"]["model"] |= sizes
+    raw["parallel3d"]["data"] = {"sequence_length": 32}
+    raw["parallel3d"]["mesh"] = {"pp": 2, "dp": 2, "tp": 1}
+    raw["parallel3d"]["checkpoint"] = {"at": [2]}
+    (place.root / "ds.json").write_text(json.dumps(raw))
+
+    def run(name, *arguments):
+        command = [sys.executable, str(LAUNCH / f"{name}.py"), *arguments]
+        done = subprocess.run(command, cwd=place.root, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    fits = ("--hardware", "A100-SXM4-80GB", "--devices", "4", "--json", "--bf16.enabled", "true")
+    (best, *_) = json.loads(run("plan", "--config", "ds.json", *fits))["plans"]
+    assert best["memory_bytes"]["optimizer"] > 0
+    assert "equal to one process" in run("verify", "--config", "ds.json", "--meshes", "2x2x1,1x1x2")
+    outcome = place.run(torchrun(4), "--parallel3d.run.name", "whole", steps=4)
+    assert outcome.returncode == 0, outcome.stderr
+    changes = {
+        "parallel3d.run.name": "moved", "parallel3d.mesh.pp": 1, "parallel3d.mesh.tp": 2,
+        "zero_optimization.stage": 1, "zero_optimization.offload_optimizer.device": "none",
+        "parallel3d.checkpoint.resume": "runs/whole/checkpoints/step-2",
+    }  # fmt: skip
+    pairs = [str(x) for name, value in changes.items() for x in (f"--{name}", value)]
+    outcome = place.run(torchrun(4), *pairs, steps=4)
+    assert outcome.returncode == 0, outcome.stderr
+    whole, moved = (
+        tensors(place.root / f"runs/{name}/checkpoints/step-4") for name in ("whole", "moved")
+    )
+    assert whole.keys() == moved.keys()
+    for key, values in whole.items():
+        assert np.abs(values - moved[key]).max() < 1e-5, key
+    kept = {name: {kind for n, kind in whole if n == name} for name, _ in whole}
+    for name, kinds in kept.items():
+        matrix = name.startswith("blocks") and whole[name, "master"].ndim > 1 and "bias" not in name
+        own = {"momentum_buffer"} if matrix else {"exp_avg", "exp_avg_sq"}
+        assert kinds == {"master", *own}, name
+    assert "momentum_buffer" in run("checkpoint", "inspect", "runs/whole")
+    run("checkpoint", "verify", "runs/moved")
