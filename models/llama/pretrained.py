@@ -5,6 +5,7 @@ SmolLM2 is a `LlamaForCausalLM`. Missing fields have the default of the class.
 
 from typing import TypeGuard
 
+from parallel3d.models.llama.spec import SCALINGS
 from parallel3d.models.pretrained import Fields
 
 MODEL_TYPES = {
@@ -13,8 +14,8 @@ MODEL_TYPES = {
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
 }
-FREE = {"initializer_range": "initializer_range"}
-_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+FREE = {"initializer_range": "initializer_range", "attn_pdrop": "attention_dropout"}
+_LENGTH = "original_max_position_embeddings"
 
 
 def model_block(fields: Fields) -> dict[str, object]:
@@ -26,11 +27,14 @@ def model_block(fields: Fields) -> dict[str, object]:
     head_dim = fields.take("head_dim", *([] if kind == "qwen3" else [None]))
     base, scaling = _rope(fields)
     fields.only("hidden_act", "silu", "swish", rule="is not SiLU")
-    fields.only("attention_dropout", 0, 0.0, rule="adds dropout, which the family does not support")
-    biases = "adds biases on query, key, value and output, which no family supports"
-    fields.only("attention_bias", False, *([True] if kind == "qwen2" else []), rule=biases)
+    # Qwen2 always has biases on query, key and value; Mistral has none, and only Llama's MLP can.
+    has_bias = kind in ("llama", "qwen3") and fields.take("attention_bias", False)
+    if kind == "mistral":
+        fields.only("attention_bias", False, rule="adds biases, which the class does not have")
+    if kind != "llama":
+        fields.only("mlp_bias", False, rule="adds biases, which the class does not have")
+    fields.ignore("attention_bias")
     for name, rule in (
-        ("mlp_bias", "adds biases to the MLP"),
         ("rope_interleaved", "rotates pairs of neighbouring features"),
         ("use_mrope", "rotates by several positions per token"),
     ):
@@ -51,7 +55,9 @@ def model_block(fields: Fields) -> dict[str, object]:
         "rope_theta": base,
         "rope_scaling": scaling,
         "tie_word_embeddings": fields.take("tie_word_embeddings", False),
-        "attention_bias": kind == "qwen2",
+        "attention_bias": kind == "qwen2" or has_bias,
+        "attention_output_bias": has_bias,
+        "mlp_bias": kind == "llama" and fields.take("mlp_bias", False),
         "qk_norm": kind == "qwen3",
     }
 
@@ -85,7 +91,7 @@ def _longest(fields: Fields) -> object:
 
 
 def _rope(fields: Fields) -> tuple[object, dict[str, object] | None]:
-    """Return the base of the rotary frequencies, and Llama 3.1's scaling of them, or None."""
+    """Return the base of the rotary frequencies, and the scaling of them, or None."""
     base = fields.take("rope_theta", 10_000.0)
     where, kind, rope = fields.rope("rope_parameters", "rope_scaling")
     base = rope.pop("rope_theta", base)
@@ -93,15 +99,20 @@ def _rope(fields: Fields) -> tuple[object, dict[str, object] | None]:
         fields.refuse(where, "rotates only part of each head")
     if kind == "default":
         return base, None
-    if kind != "llama3":
+    if str(kind) not in SCALINGS:
         rule = f'has rope_type "{kind}", which the family does not support'
-        fields.refuse(where, rule, 'use a model with "llama3" or "default"')
+        fields.refuse(where, rule, f"use a model with {', '.join(SCALINGS)} or default")
         return base, None
-    if missing := [name for name in _SCALING if name not in rope]:
+    own = SCALINGS[kind]
+    required = ["factor", *(own if kind == "llama3" else ())]
+    entries = {name: value for name, value in rope.items() if value is not None}
+    if kind == "yarn" and fields.has("max_position_embeddings"):
+        entries.setdefault(_LENGTH, fields.take("max_position_embeddings"))
+    if missing := [name for name in required if name not in entries]:
         fields.refuse(where, f"has no {missing[0]}", "add it")
-    if more := sorted(rope.keys() - set(_SCALING)):
+    if more := sorted(entries.keys() - {"factor", *own}):
         fields.refuse(where, f"has {more[0]}, which is unknown")
-    return base, {"rope_type": "llama3"} | {name: rope.get(name) for name in _SCALING}
+    return base, {"rope_type": kind, **entries}
 
 
 def _is_count(value: object) -> TypeGuard[int]:
