@@ -60,7 +60,7 @@ ROOMS = [
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
     "launch": 790,
-    "models": 930,
+    "models": 950,
     "parallel3d/base": 870,
     "parallel3d/calibrate": 560,
     "parallel3d/checkpoint": 1360,

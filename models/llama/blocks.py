@@ -30,7 +30,8 @@ class Attention(nn.Module):
         )
         self.q_norm = RMSNorm(size, eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(size, eps) if config.qk_norm else nn.Identity()
-        self.rotary = _rotary(config)
+        number = int(name.rpartition(".")[2])
+        self.rotary = _rotary(config) if config.rotates(number) else None
         self.core = CausalAttention(
             config.attn_pdrop,
             f"{name}.attention",
@@ -48,7 +49,8 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x)  # each [batch, seq, heads here, size]
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # each [batch, heads here, seq, size]
-        q, k = self.rotary(q, k, None if segments is None else segments.positions)
+        if self.rotary is not None:
+            q, k = self.rotary(q, k, None if segments is None else segments.positions)
         return self.output(self.core(q, k, v, segments))  # [batch, seq, hidden]
 
 

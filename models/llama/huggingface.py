@@ -3,6 +3,7 @@
 `_CLASSES` lists the classes by the biases and norms of a config.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -43,6 +44,7 @@ _CLASSES = {
     ("attention_bias",): ("Qwen2ForCausalLM",),
     ("qk_norm",): ("Qwen3ForCausalLM",),
     (*_ATTENTION, "qk_norm"): ("Qwen3ForCausalLM",),
+    ("no_rope_layer_interval",): ("SmolLM3ForCausalLM",),
 }
 # Folders of the model without its head omit this prefix.
 PREFIX = "model."
@@ -60,12 +62,13 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
     """
     import transformers
 
-    switches = tuple(n for n in (*_ATTENTION, "mlp_bias", "qk_norm") if getattr(config, n))
+    names = (*_ATTENTION, "mlp_bias", "qk_norm", "no_rope_layer_interval")
+    switches = tuple(n for n in names if getattr(config, n))
     if switches not in _CLASSES:
+        texts = (f"{n} = {json.dumps(getattr(config, n))}" for n in switches)
         raise ValueError(
-            f"{' with '.join(f'{name} = true' for name in switches)}: no class of transformers has "
-            "exactly these biases and norms on the heads; turn one of them off, or set "
-            "attention_bias and attention_output_bias alike"
+            f"{' with '.join(texts)}: no class of transformers has exactly these switches; turn "
+            "one of them off, or set attention_bias and attention_output_bias alike"
         )
     chosen = class_named(name, *_CLASSES[switches])
     if chosen == "LlamaForCausalLM" and config.hidden_size % config.num_attention_heads:
@@ -74,12 +77,18 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
             f"{config.hidden_size}, which LlamaForCausalLM requires; Qwen3ForCausalLM "
             "(qk_norm = true) does not"
         )
+    blocks, interval = config.num_hidden_layers, config.no_rope_layer_interval
     kind = getattr(transformers, chosen.replace("ForCausalLM", "Config"))
     biases = {"attention_bias": config.attention_output_bias}
     own: dict[str, dict[str, object]] = {
         "LlamaForCausalLM": {**biases, "mlp_bias": config.mlp_bias},
         "MistralForCausalLM": {"sliding_window": None},
         "Qwen3ForCausalLM": {**biases},
+        "SmolLM3ForCausalLM": {
+            "no_rope_layer_interval": interval,
+            "no_rope_layers": [int(config.rotates(number)) for number in range(blocks)],
+            "use_sliding_window": False,
+        },
     }
     return kind(
         architectures=[chosen],

@@ -1,4 +1,4 @@
-"""Converts config.json of Llama, Mistral, Qwen2 and Qwen3 to the family's "model" block (floor 0).
+"""Converts config.json of Llama, Mistral, Qwen2, Qwen3 and SmolLM3 to the "model" block (floor 0).
 
 SmolLM2 is a `LlamaForCausalLM`. Missing fields have the default of the class.
 """
@@ -13,6 +13,7 @@ MODEL_TYPES = {
     "mistral": ("MistralForCausalLM", "MistralModel"),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Model"),
 }
 FREE = {"initializer_range": "initializer_range", "attn_pdrop": "attention_dropout"}
 _LENGTH = "original_max_position_embeddings"
@@ -27,12 +28,13 @@ def model_block(fields: Fields) -> dict[str, object]:
     head_dim = fields.take("head_dim", *([] if kind == "qwen3" else [None]))
     base, scaling = _rope(fields)
     fields.only("hidden_act", "silu", "swish", rule="is not SiLU")
-    # Qwen2 always has biases on query, key and value; Mistral has none, and only Llama's MLP can.
+    # Qwen2 always has biases on query, key and value; Mistral has none.
     has_bias = kind in ("llama", "qwen3") and fields.take("attention_bias", False)
-    if kind == "mistral":
-        fields.only("attention_bias", False, rule="adds biases, which the class does not have")
+    biased = f'adds biases, which are not supported for model_type "{kind}"'
+    if kind in ("mistral", "smollm3"):
+        fields.only("attention_bias", False, rule=biased)
     if kind != "llama":
-        fields.only("mlp_bias", False, rule="adds biases, which the class does not have")
+        fields.only("mlp_bias", False, rule=biased)
     fields.ignore("attention_bias")
     for name, rule in (
         ("rope_interleaved", "rotates pairs of neighbouring features"),
@@ -54,7 +56,8 @@ def model_block(fields: Fields) -> dict[str, object]:
         "rms_norm_eps": fields.take("rms_norm_eps", 1e-6),
         "rope_theta": base,
         "rope_scaling": scaling,
-        "tie_word_embeddings": fields.take("tie_word_embeddings", False),
+        "no_rope_layer_interval": _interval(fields) if kind == "smollm3" else None,
+        "tie_word_embeddings": fields.take("tie_word_embeddings", kind == "smollm3"),
         "attention_bias": kind == "qwen2" or has_bias,
         "attention_output_bias": has_bias,
         "mlp_bias": kind == "llama" and fields.take("mlp_bias", False),
@@ -77,7 +80,7 @@ def _longest(fields: Fields) -> object:
         known = all(kind in ("full_attention", "sliding_attention") for kind in types)
         if not known or window is None:
             fields.refuse("layer_types", "has layers that do not attend to all previous tokens")
-    if window is None or (not used and fields.model_type in ("qwen2", "qwen3")):
+    if window is None or (not used and fields.model_type not in ("llama", "mistral")):
         return longest
     if not _is_count(window):
         fields.refuse("sliding_window", "must be a number of tokens", "download the file again")
@@ -90,9 +93,24 @@ def _longest(fields: Fields) -> object:
     return min(longest, window)
 
 
+def _interval(fields: Fields) -> object:
+    """Return after how many blocks one has no rotary positions, or None if all have them."""
+    interval, count = fields.take("no_rope_layer_interval", 4), fields.take("num_hidden_layers", 0)
+    listed = fields.take("no_rope_layers", None)
+    if listed is None:
+        return interval
+    if not isinstance(listed, list) or not _is_count(count) or len(listed) < count:
+        fields.refuse("no_rope_layers", "must be a list with 0 or 1 for each layer", "correct it")
+        return None
+    without = [number for number, rotates in enumerate(listed[:count], 1) if not rotates]
+    if without and without != [*range(without[0], count + 1, without[0])]:
+        fields.refuse("no_rope_layers", "is not 0 for every n-th layer alone")
+    return without[0] if without else None
+
+
 def _rope(fields: Fields) -> tuple[object, dict[str, object] | None]:
     """Return the base of the rotary frequencies, and the scaling of them, or None."""
-    base = fields.take("rope_theta", 10_000.0)
+    base = fields.take("rope_theta", 2e6 if fields.model_type == "smollm3" else 10_000.0)
     where, kind, rope = fields.rope("rope_parameters", "rope_scaling")
     base = rope.pop("rope_theta", base)
     if rope.pop("partial_rotary_factor", 1) not in (1, None):
@@ -106,8 +124,8 @@ def _rope(fields: Fields) -> tuple[object, dict[str, object] | None]:
     own = SCALINGS[kind]
     required = ["factor", *(own if kind == "llama3" else ())]
     entries = {name: value for name, value in rope.items() if value is not None}
-    if kind == "yarn" and fields.has("max_position_embeddings"):
-        entries.setdefault(_LENGTH, fields.take("max_position_embeddings"))
+    if kind == "yarn":
+        entries.setdefault(_LENGTH, fields.take("max_position_embeddings", 2048))
     if missing := [name for name in required if name not in entries]:
         fields.refuse(where, f"has no {missing[0]}", "add it")
     if more := sorted(entries.keys() - {"factor", *own}):

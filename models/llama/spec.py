@@ -139,6 +139,8 @@ class Config(ModelSection):
     """Base of the rotary frequencies; Llama 3 has 500000, Qwen 1000000."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies for long sequences; null means none."""
+    no_rope_layer_interval: Positive | None = None
+    """Every so many blocks, one has no rotary positions; 4 in SmolLM3. null means that all have."""
     tie_word_embeddings: bool = False
     """Share the weight of the output projection with the token embedding."""
     attention_bias: bool = False
@@ -171,6 +173,11 @@ class Config(ModelSection):
         # arXiv:2302.13971, section 2.2: two thirds of 4 x hidden, because there are three matrices.
         return self.intermediate_size or -(-8 * self.hidden_size // (3 * 256)) * 256
 
+    def rotates(self, number: int) -> bool:
+        """True if the block of this number, from 0, has rotary positions."""
+        interval = self.no_rope_layer_interval
+        return interval is None or (number + 1) % interval != 0
+
     @model_validator(mode="after")
     def _check(self) -> "Config":
         if problems := list(self._problems()):
@@ -201,19 +208,21 @@ class Config(ModelSection):
 
 def layers(config: Config) -> list[LayerSpec]:
     """Return embedding, blocks and head; raise ValueError if vocab_size is "auto"."""
-    blocks = [_block(config, f"blocks.{i}") for i in range(config.num_hidden_layers)]
+    blocks = [_block(config, i) for i in range(config.num_hidden_layers)]
     cost = HeadCost(config.hidden_size, vocab_size(config), RMS_NORM)
     return [_embedding(config), *blocks, head(config, [_norm("norm", config.hidden_size)], cost)]
 
 
 def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
-    """Return a scaling of rotary positions that begins inside a small model's sequence."""
-    if config.rope_scaling is None:
-        return {}
-    scaling = config.rope_scaling.model_dump(mode="json")
-    if "original_max_position_embeddings" in scaling:
-        scaling["original_max_position_embeddings"] = config.max_position_embeddings // 2
-    return {"rope_scaling": scaling}
+    """Return a scaling and an interval of rotary positions that act in a small model."""
+    settings: dict[str, object] = {}
+    if config.rope_scaling is not None:
+        scaling = settings["rope_scaling"] = config.rope_scaling.model_dump(mode="json")
+        if "original_max_position_embeddings" in scaling:
+            scaling["original_max_position_embeddings"] = config.max_position_embeddings // 2
+    if config.no_rope_layer_interval is not None:
+        settings["no_rope_layer_interval"] = min(2, config.no_rope_layer_interval)
+    return settings
 
 
 def _embedding(config: Config) -> LayerSpec:
@@ -222,7 +231,7 @@ def _embedding(config: Config) -> LayerSpec:
     return LayerSpec("embedding", params, cost, "parallel3d.models.blocks:TokenEmbedding", config)
 
 
-def _block(config: Config, name: str) -> LayerSpec:
+def _block(config: Config, number: int) -> LayerSpec:
     hidden, inner = config.hidden_size, config.inner_size
     queries = config.num_attention_heads * config.head_size
     normal, residual = weight_inits(config)
@@ -252,12 +261,13 @@ def _block(config: Config, name: str) -> LayerSpec:
         qkv_bias=config.attention_bias,
         output_bias=config.attention_output_bias,
         qk_norm=RMS_NORM if config.qk_norm else None,
-        rotary=config.head_size,
+        rotary=config.head_size if config.rotates(number) else 0,
         dropout=config.attn_pdrop > 0,
     )
     mlp = MlpCost(inner, gated=True, bias=config.mlp_bias)
     cost = BlockCost(hidden, RMS_NORM, (attention, mlp))
-    return LayerSpec(name, params, cost, "parallel3d.models.llama.blocks:Block", config)
+    build = "parallel3d.models.llama.blocks:Block"
+    return LayerSpec(f"blocks.{number}", params, cost, build, config)
 
 
 def _qkv(config: Config, normal: Init) -> Iterator[ParamSpec]:

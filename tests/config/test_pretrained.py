@@ -46,6 +46,11 @@ QWEN2 = LLAMA | {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64,
     "use_sliding_window": False, "max_window_layers": 2, "is_llama_config": None,
 }  # fmt: skip
+SMOLLM3 = LLAMA | {
+    "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "use_sliding_window": False,
+    "no_rope_layers": [1, 1, 0, 1], "no_rope_layer_interval": 3, "tie_word_embeddings": None,
+    "layer_types": ["full_attention"] * 4, "sliding_window": None, "max_window_layers": 2,
+}  # fmt: skip
 QWEN3 = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 PYTHIA = {
@@ -113,6 +118,9 @@ def refused(folder, **changes):
         (QWEN2, {"attention_bias": True, "max_position_embeddings": 512}),
         (QWEN2 | {"layer_types": ["full_attention"] * 4}, {"qk_norm": False}),
         (QWEN3 | {"head_dim": 128}, {"qk_norm": True, "head_size": 128, "attention_bias": False}),
+        (SMOLLM3, {"no_rope_layer_interval": 3, "tie_word_embeddings": True, "qk_norm": False}),
+        (SMOLLM3 | {"no_rope_layers": [1, 1, 1, 1]}, {"no_rope_layer_interval": None}),
+        (SMOLLM3 | {"no_rope_layers": None, "rope_theta": None}, {"rope_theta": 2e6}),
         (
             PYTHIA,
             {"rotary_size": 4, "rotary_emb_base": 1e4, "inner_size": 256, "activation": "gelu"},
@@ -143,9 +151,14 @@ REFUSED = [
     (GPT2 | {"architectures": ["GPT2DoubleHeadsModel"]}, "architectures = "),
     (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "architectures = "),
     (LLAMA | {"hidden_act": "gelu"}, 'hidden_act = "gelu": is not SiLU'),
-    (MISTRAL | {"attention_bias": True}, "attention_bias = true: adds biases, which the class"),
-    (QWEN3 | {"mlp_bias": True}, "mlp_bias = true: adds biases, which the class does not have"),
+    (MISTRAL | {"attention_bias": True}, "attention_bias = true: adds biases, which are"),
+    (QWEN3 | {"mlp_bias": True}, "mlp_bias = true: adds biases, which are not"),
     (LLAMA | {"mlp_bias": "yes"}, 'mlp_bias = "yes": must be true or false'),
+    (SMOLLM3 | {"no_rope_layers": [1, 0, 1, 1]}, "no_rope_layers = [1, 0, 1, 1]: is not 0 for"),
+    (SMOLLM3 | {"no_rope_layers": [1]}, "no_rope_layers = [1]: must be a list with 0 or 1"),
+    (SMOLLM3 | {"attention_bias": True}, 'which are not supported for model_type "smollm3"'),
+    (SMOLLM3 | {"sliding_window": 64, "use_sliding_window": True}, "sliding_window = 64: hides"),
+    (LLAMA | {"model_type": "olmo2"}, 'model_type = "olmo2": is not supported'),
     (LLAMA | {"rope_interleaved": True}, "rope_interleaved = true"),
     (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: rotates only part"),
     *(

@@ -41,6 +41,10 @@ MODELS = {
     "mistral": ("MistralConfig", GROUPED | {"head_dim": 16, "sliding_window": 32}),
     "qwen2": ("Qwen2Config", GROUPED | {"rms_norm_eps": 1e-5}),
     "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 16, "tie_word_embeddings": True}),
+    "smollm3, no rotation": (
+        "SmolLM3Config",
+        GROUPED | {"no_rope_layer_interval": 2, "pad_token_id": None, "bos_token_id": None},
+    ),
     "smollm2": ("LlamaConfig", GROUPED | {"tie_word_embeddings": True}),
     "pythia": ("GPTNeoXConfig", SIZES),
     "neox one after the other": (

@@ -203,7 +203,7 @@ def test_the_tokenizer_is_the_one_of_the_run_and_no_other(tmp_path):
 
 def test_a_model_that_no_class_can_be_is_refused(tmp_path):
     config = small("llama", attention_bias=True, qk_norm=True)
-    with pytest.raises(ConfigError, match="no class of transformers has exactly these biases"):
+    with pytest.raises(ConfigError, match="no class of transformers has exactly these switches"):
         exported(config, tmp_path)
     with pytest.raises(ConfigError, match="cannot be a LlamaForCausalLM; use GPT2LMHeadModel"):
         exported(small("gpt"), tmp_path / "gpt", architecture="LlamaForCausalLM")

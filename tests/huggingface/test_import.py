@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gloo
 
 CLASSES = {
     "gpt2": "GPT2LMHeadModel", "llama2": "LlamaForCausalLM", "llama3": "LlamaForCausalLM",
-    "llama": "LlamaForCausalLM",
+    "llama": "LlamaForCausalLM", "smollm3": "SmolLM3ForCausalLM",
     "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "smollm2": "LlamaForCausalLM", "pythia": "GPTNeoXForCausalLM", "neox": "GPTNeoXForCausalLM",
 }  # fmt: skip

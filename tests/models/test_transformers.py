@@ -50,6 +50,7 @@ VARIANTS |= {
     "linear scaling": small("llama", rope_scaling=RopeScaling(rope_type="linear", factor=4.0)),
     "Qwen3, biases, yarn": small("llama", head_dim=16, rope_scaling=YARN, qk_norm=True, **OUTPUT),
     "biases": small("llama", num_key_value_heads=2, **BIASES),
+    "SmolLM3": small("llama", num_key_value_heads=2, no_rope_layer_interval=2),
     "Qwen2, one kv head": small("llama", num_key_value_heads=1, attention_bias=True),
     "Qwen3, wide heads": small("llama", num_key_value_heads=2, head_dim=16, qk_norm=True),
     "GPT-NeoX, whole heads turn": small("neox", rotary_pct=1.0, activation="gelu_fast"),
