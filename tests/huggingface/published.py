@@ -18,6 +18,7 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 50_000.0, "factor": 4.0, "low_freq_factor": 0.1,
     "high_freq_factor": 1.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
+NO_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic"}
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -43,7 +44,7 @@ MODELS = {
     "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 16, "tie_word_embeddings": True}),
     "smollm3, no rotation": (
         "SmolLM3Config",
-        GROUPED | {"no_rope_layer_interval": 2, "pad_token_id": None, "bos_token_id": None},
+        GROUPED | {"no_rope_layer_interval": 2, **NO_IDS},
     ),
     "smollm2": ("LlamaConfig", GROUPED | {"tie_word_embeddings": True}),
     "pythia": ("GPTNeoXConfig", SIZES),
