@@ -13,7 +13,7 @@ from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear
 from parallel3d.tensor.norm import RMSNorm
 from parallel3d.tensor.pointwise import scale, swiglu
-from parallel3d.tensor.rotary import FrequencyScaling, Rotary
+from parallel3d.tensor.rotary import FrequencyScaling, LinearScaling, Rotary, YarnScaling
 from parallel3d.tensor.segments import Segments
 
 
@@ -30,9 +30,10 @@ class Attention(nn.Module):
         )
         self.q_norm = RMSNorm(size, eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(size, eps) if config.qk_norm else nn.Identity()
-        self.rotary = Rotary(size, config.rope_theta, _scaling(config))
+        number = int(name.rpartition(".")[2])
+        self.rotary = _rotary(config) if config.rotates(number) else None
         self.core = CausalAttention(
-            0.0,
+            config.attn_pdrop,
             f"{name}.attention",
             context,
             heads=(heads["q"], heads["k"]),
@@ -40,7 +41,7 @@ class Attention(nn.Module):
             scale=scales_of(config).scores(size),
         )
         self.output = RowParallelLinear(
-            heads["q"] * size, hidden, group, bias=False, sequence_parallel=split
+            heads["q"] * size, hidden, group, config.attention_output_bias, sequence_parallel=split
         )
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
@@ -48,7 +49,8 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x)  # each [batch, seq, heads here, size]
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # each [batch, heads here, seq, size]
-        q, k = self.rotary(q, k, None if segments is None else segments.positions)
+        if self.rotary is not None:
+            q, k = self.rotary(q, k, None if segments is None else segments.positions)
         return self.output(self.core(q, k, v, segments))  # [batch, seq, hidden]
 
 
@@ -63,12 +65,12 @@ class MLP(nn.Module):
             size,
             inner,
             group,
-            bias=False,
+            bias=config.mlp_bias,
             fused=2,
             sequence_parallel=split,
             overlap=context.overlap,
         )
-        self.down = RowParallelLinear(inner, size, group, bias=False, sequence_parallel=split)
+        self.down = RowParallelLinear(inner, size, group, config.mlp_bias, split)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
@@ -102,9 +104,17 @@ class Head(NormedHead):
         super().__init__(config, norm, context)
 
 
-def _scaling(config: Config) -> FrequencyScaling | None:
-    scaling = config.rope_scaling
-    if scaling is None:
-        return None
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    return FrequencyScaling(scaling.factor, low, high, scaling.original_max_position_embeddings)
+def _rotary(config: Config) -> Rotary:
+    size, theta, scaling = config.head_size, config.rope_theta, config.rope_scaling
+    # "dynamic" changes sequences beyond max_position_embeddings only, which are not trained on.
+    if scaling is None or scaling.rope_type == "dynamic":
+        return Rotary(size, theta)
+    factor, length = scaling.factor, scaling.original_max_position_embeddings
+    if scaling.rope_type == "linear":
+        return Rotary(size, theta, LinearScaling(factor))
+    if scaling.rope_type == "llama3":
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        return Rotary(size, theta, FrequencyScaling(factor, low, high, length))
+    slow, fast = scaling.beta_slow, scaling.beta_fast
+    yarn = YarnScaling(theta, factor, slow, fast, length, scaling.truncate)
+    return Rotary(size, theta, yarn, scaling.rotation_factor)

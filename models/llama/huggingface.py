@@ -1,9 +1,9 @@
 """The Llama family in transformers: a reference model, and weights under its names.
 
-Without biases and norms on the heads a config is a `LlamaForCausalLM`, or on request a
-`MistralForCausalLM`; with the biases a `Qwen2ForCausalLM`, with the norms a `Qwen3ForCausalLM`.
+`_CLASSES` lists the classes by the biases and norms of a config.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +34,18 @@ _NAMES = {
     "norm2": "post_attention_layernorm",
 }
 
+_ATTENTION = ("attention_bias", "attention_output_bias")
+# The possible classes of a config with these switches on; the first is the default.
+_CLASSES = {
+    (): ("LlamaForCausalLM", "MistralForCausalLM"),
+    ("mlp_bias",): ("LlamaForCausalLM",),
+    _ATTENTION: ("LlamaForCausalLM",),
+    (*_ATTENTION, "mlp_bias"): ("LlamaForCausalLM",),
+    ("attention_bias",): ("Qwen2ForCausalLM",),
+    ("qk_norm",): ("Qwen3ForCausalLM",),
+    (*_ATTENTION, "qk_norm"): ("Qwen3ForCausalLM",),
+    ("no_rope_layer_interval",): ("SmolLM3ForCausalLM",),
+}
 # Folders of the model without its head omit this prefix.
 PREFIX = "model."
 # Frequencies that old versions of transformers saved with the weights.
@@ -48,29 +60,36 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
 
     Raises ValueError if no class of transformers has this architecture, or not the requested one.
     """
-    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    import transformers
 
-    if config.attention_bias and config.qk_norm:
+    names = (*_ATTENTION, "mlp_bias", "qk_norm", "no_rope_layer_interval")
+    switches = tuple(n for n in names if getattr(config, n))
+    if switches not in _CLASSES:
+        texts = (f"{n} = {json.dumps(getattr(config, n))}" for n in switches)
         raise ValueError(
-            "attention_bias = true with qk_norm = true: no class of transformers has both biases "
-            "on query, key and value and norms on the heads; turn one of the two off"
+            f"{' with '.join(texts)}: no class of transformers has exactly these switches; turn "
+            "one of them off, or set attention_bias and attention_output_bias alike"
         )
-    kind: Any = LlamaConfig
-    if config.qk_norm:
-        kind, chosen = Qwen3Config, class_named(name, "Qwen3ForCausalLM")
-    elif config.attention_bias:
-        kind, chosen = Qwen2Config, class_named(name, "Qwen2ForCausalLM")
-    else:
-        chosen = class_named(name, "LlamaForCausalLM", "MistralForCausalLM")
-        if chosen == "MistralForCausalLM":
-            kind = MistralConfig
-        elif config.hidden_size % config.num_attention_heads:
-            raise ValueError(
-                f"num_attention_heads = {config.num_attention_heads}: does not divide hidden_size="
-                f"{config.hidden_size}, which LlamaForCausalLM requires; Qwen3ForCausalLM "
-                "(qk_norm = true) does not"
-            )
-    window = {"sliding_window": None} if kind is MistralConfig else {}
+    chosen = class_named(name, *_CLASSES[switches])
+    if chosen == "LlamaForCausalLM" and config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"num_attention_heads = {config.num_attention_heads}: does not divide hidden_size="
+            f"{config.hidden_size}, which LlamaForCausalLM requires; Qwen3ForCausalLM "
+            "(qk_norm = true) does not"
+        )
+    blocks, interval = config.num_hidden_layers, config.no_rope_layer_interval
+    kind = getattr(transformers, chosen.replace("ForCausalLM", "Config"))
+    biases = {"attention_bias": config.attention_output_bias}
+    own: dict[str, dict[str, object]] = {
+        "LlamaForCausalLM": {**biases, "mlp_bias": config.mlp_bias},
+        "MistralForCausalLM": {"sliding_window": None},
+        "Qwen3ForCausalLM": {**biases},
+        "SmolLM3ForCausalLM": {
+            "no_rope_layer_interval": interval,
+            "no_rope_layers": [int(config.rotates(number)) for number in range(blocks)],
+            "use_sliding_window": False,
+        },
+    }
     return kind(
         architectures=[chosen],
         vocab_size=config.vocab_size,
@@ -86,11 +105,11 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
         initializer_range=config.initializer_range,
         tie_word_embeddings=config.tie_word_embeddings,
         hidden_act="silu",
-        attention_dropout=0.0,
+        attention_dropout=config.attn_pdrop,
         bos_token_id=end_of_text,
         eos_token_id=end_of_text,
         pad_token_id=None,
-        **window,
+        **own.get(chosen, {}),
     )
 
 
@@ -114,7 +133,7 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
     """
     renamed_weights: dict[str, Tensor] = {}
     for name, value in weights.items():
-        if name.endswith("gate_up.weight"):
+        if "gate_up" in name:
             for part, target in zip(value, _gate_and_up(name), strict=True):
                 renamed_weights[target] = part
         else:
@@ -124,9 +143,9 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
 
 def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Return the tensors of transformers that hold one of our parameters, of this shape."""
-    if name.endswith("gate_up.weight"):
-        both = enumerate(_gate_and_up(name))
-        return tuple(Part(target, shape[1:], (0, 1), index) for index, target in both)
+    if "gate_up" in name:
+        both, order = enumerate(_gate_and_up(name)), tuple(range(len(shape) - 1))
+        return tuple(Part(target, shape[1:], order, index) for index, target in both)
     return (Part(renamed(name, _NAMES), shape, tuple(range(len(shape)))),)
 
 
@@ -139,4 +158,5 @@ def _rope(config: Config) -> dict[str, object]:
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_type": "default", "rope_theta": config.rope_theta}
-    return {"rope_theta": config.rope_theta} | scaling.model_dump()
+    entries = {name: x for name, x in scaling.model_dump().items() if x is not None}
+    return {"rope_theta": config.rope_theta} | entries

@@ -1,10 +1,11 @@
-"""Converts config.json of Llama, Mistral, Qwen2 and Qwen3 to the family's "model" block (floor 0).
+"""Converts config.json of Llama, Mistral, Qwen2, Qwen3 and SmolLM3 to the "model" block (floor 0).
 
 SmolLM2 is a `LlamaForCausalLM`. Missing fields have the default of the class.
 """
 
 from typing import TypeGuard
 
+from parallel3d.models.llama.spec import SCALINGS
 from parallel3d.models.pretrained import Fields
 
 MODEL_TYPES = {
@@ -12,9 +13,10 @@ MODEL_TYPES = {
     "mistral": ("MistralForCausalLM", "MistralModel"),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Model"),
 }
-FREE = {"initializer_range": "initializer_range"}
-_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+FREE = {"initializer_range": "initializer_range", "attn_pdrop": "attention_dropout"}
+_LENGTH = "original_max_position_embeddings"
 
 
 def model_block(fields: Fields) -> dict[str, object]:
@@ -26,11 +28,15 @@ def model_block(fields: Fields) -> dict[str, object]:
     head_dim = fields.take("head_dim", *([] if kind == "qwen3" else [None]))
     base, scaling = _rope(fields)
     fields.only("hidden_act", "silu", "swish", rule="is not SiLU")
-    fields.only("attention_dropout", 0, 0.0, rule="adds dropout, which the family does not support")
-    biases = "adds biases on query, key, value and output, which no family supports"
-    fields.only("attention_bias", False, *([True] if kind == "qwen2" else []), rule=biases)
+    # Qwen2 always has biases on query, key and value; Mistral has none.
+    has_bias = kind in ("llama", "qwen3") and fields.take("attention_bias", False)
+    biased = f'adds biases, which are not supported for model_type "{kind}"'
+    if kind in ("mistral", "smollm3"):
+        fields.only("attention_bias", False, rule=biased)
+    if kind != "llama":
+        fields.only("mlp_bias", False, rule=biased)
+    fields.ignore("attention_bias")
     for name, rule in (
-        ("mlp_bias", "adds biases to the MLP"),
         ("rope_interleaved", "rotates pairs of neighbouring features"),
         ("use_mrope", "rotates by several positions per token"),
     ):
@@ -50,8 +56,11 @@ def model_block(fields: Fields) -> dict[str, object]:
         "rms_norm_eps": fields.take("rms_norm_eps", 1e-6),
         "rope_theta": base,
         "rope_scaling": scaling,
-        "tie_word_embeddings": fields.take("tie_word_embeddings", False),
-        "attention_bias": kind == "qwen2",
+        "no_rope_layer_interval": _interval(fields) if kind == "smollm3" else None,
+        "tie_word_embeddings": fields.take("tie_word_embeddings", kind == "smollm3"),
+        "attention_bias": kind == "qwen2" or has_bias,
+        "attention_output_bias": has_bias,
+        "mlp_bias": kind == "llama" and fields.take("mlp_bias", False),
         "qk_norm": kind == "qwen3",
     }
 
@@ -71,7 +80,7 @@ def _longest(fields: Fields) -> object:
         known = all(kind in ("full_attention", "sliding_attention") for kind in types)
         if not known or window is None:
             fields.refuse("layer_types", "has layers that do not attend to all previous tokens")
-    if window is None or (not used and fields.model_type in ("qwen2", "qwen3")):
+    if window is None or (not used and fields.model_type not in ("llama", "mistral")):
         return longest
     if not _is_count(window):
         fields.refuse("sliding_window", "must be a number of tokens", "download the file again")
@@ -84,24 +93,44 @@ def _longest(fields: Fields) -> object:
     return min(longest, window)
 
 
+def _interval(fields: Fields) -> object:
+    """Return after how many blocks one has no rotary positions, or None if all have them."""
+    interval, count = fields.take("no_rope_layer_interval", 4), fields.take("num_hidden_layers", 0)
+    listed = fields.take("no_rope_layers", None)
+    if listed is None:
+        return interval
+    if not isinstance(listed, list) or not _is_count(count) or len(listed) < count:
+        fields.refuse("no_rope_layers", "must be a list with 0 or 1 for each layer", "correct it")
+        return None
+    without = [number for number, rotates in enumerate(listed[:count], 1) if not rotates]
+    if without and without != [*range(without[0], count + 1, without[0])]:
+        fields.refuse("no_rope_layers", "is not 0 for every n-th layer alone")
+    return without[0] if without else None
+
+
 def _rope(fields: Fields) -> tuple[object, dict[str, object] | None]:
-    """Return the base of the rotary frequencies, and Llama 3.1's scaling of them, or None."""
-    base = fields.take("rope_theta", 10_000.0)
+    """Return the base of the rotary frequencies, and the scaling of them, or None."""
+    base = fields.take("rope_theta", 2e6 if fields.model_type == "smollm3" else 10_000.0)
     where, kind, rope = fields.rope("rope_parameters", "rope_scaling")
     base = rope.pop("rope_theta", base)
     if rope.pop("partial_rotary_factor", 1) not in (1, None):
         fields.refuse(where, "rotates only part of each head")
     if kind == "default":
         return base, None
-    if kind != "llama3":
+    if str(kind) not in SCALINGS:
         rule = f'has rope_type "{kind}", which the family does not support'
-        fields.refuse(where, rule, 'use a model with "llama3" or "default"')
+        fields.refuse(where, rule, f"use a model with {', '.join(SCALINGS)} or default")
         return base, None
-    if missing := [name for name in _SCALING if name not in rope]:
+    own = SCALINGS[kind]
+    required = ["factor", *(own if kind == "llama3" else ())]
+    entries = {name: value for name, value in rope.items() if value is not None}
+    if kind == "yarn":
+        entries.setdefault(_LENGTH, fields.take("max_position_embeddings", 2048))
+    if missing := [name for name in required if name not in entries]:
         fields.refuse(where, f"has no {missing[0]}", "add it")
-    if more := sorted(rope.keys() - set(_SCALING)):
+    if more := sorted(entries.keys() - {"factor", *own}):
         fields.refuse(where, f"has {more[0]}, which is unknown")
-    return base, {"rope_type": "llama3"} | {name: rope.get(name) for name in _SCALING}
+    return base, {"rope_type": kind, **entries}
 
 
 def _is_count(value: object) -> TypeGuard[int]:

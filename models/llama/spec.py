@@ -6,9 +6,10 @@ architecture, with norms on query and key Qwen3's. Settings have the names of th
 """
 
 from collections.abc import Iterator, Sequence
+from math import log
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, model_serializer, model_validator
 
 from parallel3d.base.section import Problem, Problems, Section
 from parallel3d.model.attention_cost import AttentionCost
@@ -30,30 +31,85 @@ from parallel3d.models.common import (
 )
 
 Positive = Annotated[int, Field(gt=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
 ZEROS, ONES = Init(), Init(value=1.0)
 
 
-class RopeScaling(Section):
-    """Llama 3.1's scaling of rotary positions beyond the length of the first pretraining."""
+# The settings of each type of scaling, besides its factor.
+SCALINGS: dict[str, tuple[str, ...]] = {
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "linear": (),
+    "dynamic": (),
+    "yarn": (
+        "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate",
+        "attention_factor", "mscale", "mscale_all_dim",
+    ),
+}  # fmt: skip
 
-    rope_type: Literal["llama3"] = "llama3"
-    """Slow rotations are slowed by `factor`, fast ones stay, those between are interpolated."""
+
+class RopeScaling(Section):
+    """Scaling of rotary positions beyond the length of the first pretraining."""
+
+    rope_type: Literal["llama3", "linear", "dynamic", "yarn"] = "llama3"
+    """"llama3" and "yarn": slow rotations are slowed by `factor`, fast ones stay, those between are
+    interpolated; "yarn" also scales queries and keys. "linear": all are slowed. "dynamic": only
+    sequences beyond max_position_embeddings change, so training does not; exported models keep
+    it."""
     factor: float = Field(ge=1)
     """How many times slower the slow rotations become; 8 in Llama 3.1."""
     low_freq_factor: float = Field(default=1.0, gt=0)
-    """Rotations with fewer turns than this over the original length count as slow."""
+    """For "llama3": rotations with fewer turns than this over the original length count as slow."""
     high_freq_factor: float = Field(default=4.0, gt=0)
-    """Rotations with more turns than this over the original length count as fast."""
+    """For "llama3": rotations with more turns than this over the original length count as fast."""
     original_max_position_embeddings: Positive = 8192
-    """The original length, in tokens."""
+    """For "llama3" and "yarn": the original length, in tokens."""
+    beta_fast: float = Field(default=32.0, gt=0)
+    """For "yarn": as high_freq_factor."""
+    beta_slow: float = Field(default=1.0, gt=0)
+    """For "yarn": as low_freq_factor."""
+    truncate: bool = True
+    """For "yarn": round the interpolated range outwards to whole pairs of features."""
+    attention_factor: float | None = Field(default=None, gt=0)
+    """For "yarn": the factor of rotated queries and keys; null: 0.1 ln(factor) + 1, or mscale's."""
+    mscale: float | None = Field(default=None, gt=0)
+    """For "yarn": with mscale_all_dim, the attention factor is (0.1 mscale ln(factor) + 1) /
+    (0.1 mscale_all_dim ln(factor) + 1)."""
+    mscale_all_dim: float | None = Field(default=None, gt=0)
+    """For "yarn": see mscale."""
+
+    @property
+    def rotation_factor(self) -> float:
+        """The factor of "yarn" for rotated queries and keys, resolved (arXiv:2309.00071, 3.4)."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        above, below = self.mscale, self.mscale_all_dim
+        if above is None or below is None:
+            above, below = 1.0, 0.0
+        return (0.1 * above * log(self.factor) + 1) / (0.1 * below * log(self.factor) + 1)
+
+    @model_serializer
+    def _of_type(self) -> dict[str, object]:
+        names = "rope_type", "factor", *SCALINGS[self.rope_type]
+        return {name: getattr(self, name) for name in names}
 
     @model_validator(mode="after")
     def _check(self) -> "RopeScaling":
+        if problems := list(self._problems()):
+            raise Problems(problems)
+        return self
+
+    def _problems(self) -> Iterator[Problem]:
+        for name in type(self).model_fields.keys() - self._of_type().keys():
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                rule = f'is not a setting of rope_type "{self.rope_type}"'
+                yield Problem(name, value, rule, "remove it")
         low, high = self.low_freq_factor, self.high_freq_factor
         if high <= low:
             rule, remedy = f"is not above low_freq_factor={low}", f"use more than {low}"
-            raise Problems([Problem("high_freq_factor", high, rule, remedy)])
-        return self
+            yield Problem("high_freq_factor", high, rule, remedy)
+        if self.beta_fast < self.beta_slow:
+            rule, remedy = f"is below beta_slow={self.beta_slow}", f"use {self.beta_slow} or more"
+            yield Problem("beta_fast", self.beta_fast, rule, remedy)
 
 
 class Config(ModelSection):
@@ -82,13 +138,22 @@ class Config(ModelSection):
     rope_theta: float = Field(default=10_000.0, gt=0)
     """Base of the rotary frequencies; Llama 3 has 500000, Qwen 1000000."""
     rope_scaling: RopeScaling | None = None
-    """Scaling of the rotary frequencies as in Llama 3.1; null means none."""
+    """Scaling of the rotary frequencies for long sequences; null means none."""
+    no_rope_layer_interval: Positive | None = None
+    """Every so many blocks, one has no rotary positions; 4 in SmolLM3. null means that all have."""
     tie_word_embeddings: bool = False
     """Share the weight of the output projection with the token embedding."""
     attention_bias: bool = False
-    """Biases on query, key and value, as in Qwen2; the output projection has none."""
+    """Biases on query, key and value, as in Qwen2."""
+    attention_output_bias: bool = False
+    """A bias on the attention's output projection; the attention_bias of transformers' Llama and
+    Qwen3 is this and attention_bias."""
+    mlp_bias: bool = False
+    """Biases on the MLP's three projections."""
     qk_norm: bool = False
     """RMSNorm over each head of query and key before their rotation, as in Qwen3."""
+    attn_pdrop: Probability = 0.0
+    """Dropout on the attention weights."""
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of weights, times 1/sqrt(2 x layers) for those that feed the residual."""
 
@@ -107,6 +172,11 @@ class Config(ModelSection):
         """Inner width of the MLP, resolved."""
         # arXiv:2302.13971, section 2.2: two thirds of 4 x hidden, because there are three matrices.
         return self.intermediate_size or -(-8 * self.hidden_size // (3 * 256)) * 256
+
+    def rotates(self, number: int) -> bool:
+        """True if the block of this number, from 0, has rotary positions."""
+        interval = self.no_rope_layer_interval
+        return interval is None or (number + 1) % interval != 0
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
@@ -127,6 +197,9 @@ class Config(ModelSection):
                 yield Problem("num_attention_heads", heads, rule, remedy)
             else:
                 yield Problem("head_dim", self.head_dim, rule, f"use {self.head_dim + 1}")
+        if self.rope_scaling and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1:
+            rule = 'must be greater than 1 for rope_type "yarn"'
+            yield Problem("rope_theta", self.rope_theta, rule, "raise it")
         if heads % self.kv_heads:
             rule = f"does not divide num_attention_heads={heads}"
             remedy = f"use {divisor_below(heads, self.kv_heads)}"
@@ -135,17 +208,21 @@ class Config(ModelSection):
 
 def layers(config: Config) -> list[LayerSpec]:
     """Return embedding, blocks and head; raise ValueError if vocab_size is "auto"."""
-    blocks = [_block(config, f"blocks.{i}") for i in range(config.num_hidden_layers)]
+    blocks = [_block(config, i) for i in range(config.num_hidden_layers)]
     cost = HeadCost(config.hidden_size, vocab_size(config), RMS_NORM)
     return [_embedding(config), *blocks, head(config, [_norm("norm", config.hidden_size)], cost)]
 
 
 def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
-    """Return a scaling of rotary positions that begins inside a small model's sequence."""
-    if config.rope_scaling is None:
-        return {}
-    shorter = {"original_max_position_embeddings": config.max_position_embeddings // 2}
-    return {"rope_scaling": config.rope_scaling.model_copy(update=shorter).model_dump(mode="json")}
+    """Return a scaling and an interval of rotary positions that act in a small model."""
+    settings: dict[str, object] = {}
+    if config.rope_scaling is not None:
+        scaling = settings["rope_scaling"] = config.rope_scaling.model_dump(mode="json")
+        if "original_max_position_embeddings" in scaling:
+            scaling["original_max_position_embeddings"] = config.max_position_embeddings // 2
+    if config.no_rope_layer_interval is not None:
+        settings["no_rope_layer_interval"] = min(2, config.no_rope_layer_interval)
+    return settings
 
 
 def _embedding(config: Config) -> LayerSpec:
@@ -154,7 +231,7 @@ def _embedding(config: Config) -> LayerSpec:
     return LayerSpec("embedding", params, cost, "parallel3d.models.blocks:TokenEmbedding", config)
 
 
-def _block(config: Config, name: str) -> LayerSpec:
+def _block(config: Config, number: int) -> LayerSpec:
     hidden, inner = config.hidden_size, config.inner_size
     queries = config.num_attention_heads * config.head_size
     normal, residual = weight_inits(config)
@@ -165,9 +242,12 @@ def _block(config: Config, name: str) -> LayerSpec:
         ParamSpec(
             "attention.output.weight", (hidden, queries), TP_1, residual, True, role="hidden"
         ),
+        *_bias(config.attention_output_bias, "attention.output", hidden),
         _norm("norm2", hidden),
         ParamSpec("mlp.gate_up.weight", (2, inner, hidden), TP_1, normal, True, role="hidden"),
+        *_bias(config.mlp_bias, "mlp.gate_up", 2, inner),
         ParamSpec("mlp.down.weight", (hidden, inner), TP_1, residual, True, role="hidden"),
+        *_bias(config.mlp_bias, "mlp.down", hidden),
     )
     # A norm on the heads cancels factors before it, so the factor goes into the norm.
     query = "attention.q_norm." if config.qk_norm else "attention.qkv.q_"
@@ -179,11 +259,15 @@ def _block(config: Config, name: str) -> LayerSpec:
         config.kv_heads,
         config.head_size,
         qkv_bias=config.attention_bias,
+        output_bias=config.attention_output_bias,
         qk_norm=RMS_NORM if config.qk_norm else None,
-        rotary=config.head_size,
+        rotary=config.head_size if config.rotates(number) else 0,
+        dropout=config.attn_pdrop > 0,
     )
-    cost = BlockCost(hidden, RMS_NORM, (attention, MlpCost(inner, gated=True)))
-    return LayerSpec(name, params, cost, "parallel3d.models.llama.blocks:Block", config)
+    mlp = MlpCost(inner, gated=True, bias=config.mlp_bias)
+    cost = BlockCost(hidden, RMS_NORM, (attention, mlp))
+    build = "parallel3d.models.llama.blocks:Block"
+    return LayerSpec(f"blocks.{number}", params, cost, build, config)
 
 
 def _qkv(config: Config, normal: Init) -> Iterator[ParamSpec]:
@@ -194,6 +278,13 @@ def _qkv(config: Config, normal: Init) -> Iterator[ParamSpec]:
         yield ParamSpec(f"{path}_weight", shape, TP_0, normal, True, units=count, role="hidden")
         if config.attention_bias:
             yield ParamSpec(f"{path}_bias", (rows,), TP_0, ZEROS, False, units=count, role="vector")
+
+
+def _bias(exists: bool, name: str, *shape: int) -> Iterator[ParamSpec]:
+    """Yield the bias of a product: that of two fused ones [2, rows] is cut, [rows] is not."""
+    if exists:
+        cut_over = TP_1 if len(shape) > 1 else ()
+        yield ParamSpec(f"{name}.bias", shape, cut_over, ZEROS, False, role="vector")
 
 
 def _qk_norms(config: Config) -> Iterator[ParamSpec]:

@@ -25,6 +25,8 @@ class AttentionCost:
     """Every product has a bias."""
     qkv_bias: bool = False
     """Query, key and value have a bias."""
+    output_bias: bool = False
+    """The output projection has a bias."""
     qk_norm: NormCost | None = None
     """The norm over each head of query and key, before the rotation."""
     rotary: int = 0
@@ -88,7 +90,7 @@ class AttentionCost:
             # x cos + rotated x sin, in five operators; then a cat with the other features.
             traffic += 11 * rotated * self.rotary // self.head_size
             traffic += 2 * rotated if self.rotary < self.head_size else 0
-        if self.bias:
+        if self.bias or self.output_bias:
             traffic += 2 * stream.part
         return traffic
 

@@ -1,16 +1,59 @@
-"""Rotary positions (RoFormer, arXiv:2104.09864) and Llama 3.1's scaling of their frequencies.
+"""Rotary positions (RoFormer, arXiv:2104.09864) and the scalings of their frequencies.
 
 Feature i of a head is rotated with feature i + size / 2, as in the checkpoints of transformers. The
 paper pairs neighbouring features, which differs only in their order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import tau
+from math import ceil, floor, log, tau
 
 import torch
 from torch import Tensor, nn
 
-from parallel3d.tensor.pointwise import rotate
+from parallel3d.tensor.pointwise import rotate, scale
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (arXiv:2306.15595): every rotation is `factor` times slower."""
+
+    factor: float
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        """Scale frequencies in radians per token, of any shape."""
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's scaling of rotary frequencies (arXiv:2309.00071, section 3.2), as in transformers.
+
+    Frequencies with fewer than `slow` turns over `original_length` are divided by `factor`; those
+    with more than `fast` are unchanged. Between them the change is linear in the number of the
+    pair of features. `truncate`: the range begins and ends at whole pairs.
+    """
+
+    theta: float
+    factor: float
+    slow: float
+    fast: float
+    original_length: int
+    truncate: bool
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        """Scale frequencies in radians per token: [pairs] -> [pairs]."""
+        pairs = len(frequencies)
+        first, last = (
+            pairs * log(self.original_length / (turns * tau)) / log(self.theta)
+            for turns in (self.fast, self.slow)
+        )
+        if self.truncate:
+            first, last = floor(first), ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        numbers = torch.arange(pairs, dtype=torch.float32, device=frequencies.device)
+        scaled = ((numbers - first) / (last - first or 0.001)).clamp(0, 1)
+        return frequencies * (1 - scaled + scaled / self.factor)
 
 
 @dataclass(frozen=True)
@@ -39,11 +82,17 @@ class Rotary(nn.Module):
     Only the first `size` features of a head are rotated (GPT-NeoX, arXiv:2204.06745, section 2.1,
     rotates part of a head). The module has no parameter or buffer: angles are fp32 under any
     precision.
+
+    - `scaling`: the change of the frequencies, if any.
+    - `factor`: multiplies cos and sin, and so rotated queries and keys.
     """
 
-    def __init__(self, size: int, theta: float, scaling: FrequencyScaling | None = None) -> None:
+    def __init__(
+        self, size: int, theta: float, scaling: Callable[[Tensor], Tensor] | None = None,
+        factor: float = 1.0,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.size, self.theta, self.scaling = size, theta, scaling
+        self.size, self.theta, self.scaling, self.factor = size, theta, scaling, factor
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -79,7 +128,8 @@ class Rotary(nn.Module):
     def _tables_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
         here = torch.arange(x.shape[-2], dtype=torch.float32, device=x.device)
         angles = torch.outer(here, self.frequencies(x.device)).repeat(1, 2)  # [seq, size]
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos, sin = scale(angles.cos(), self.factor), scale(angles.sin(), self.factor)
+        return cos.to(x.dtype), sin.to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.size}, theta={self.theta}" + (f", {self.scaling}" if self.scaling else "")

@@ -13,6 +13,7 @@ from parallel3d import models
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config import pretrained as module
+from parallel3d.models.llama.spec import RopeScaling
 from tests.config.configs import error_of, raw
 
 pytestmark = pytest.mark.pure
@@ -36,12 +37,19 @@ LLAMA3 = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256, "rope_type": "llama3",
 }  # fmt: skip
+YARN = {"type": "yarn", "factor": 4.0, "beta_fast": 16}  # without its original length
+BIASED = {"attention_bias": True, "attention_output_bias": True}
 MISTRAL = LLAMA | {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 256,
 }  # fmt: skip
 QWEN2 = LLAMA | {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64,
     "use_sliding_window": False, "max_window_layers": 2, "is_llama_config": None,
+}  # fmt: skip
+SMOLLM3 = LLAMA | {
+    "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "use_sliding_window": False,
+    "no_rope_layers": [1, 1, 0, 1], "no_rope_layer_interval": 3, "tie_word_embeddings": None,
+    "layer_types": ["full_attention"] * 4, "sliding_window": None, "max_window_layers": 2,
 }  # fmt: skip
 QWEN3 = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
@@ -54,6 +62,10 @@ PYTHIA = {
     "classifier_dropout": 0.1, "torch_dtype": "float16", "use_cache": True,
 }  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+
+
+def scaled(kind, **settings):
+    return {"rope_scaling": RopeScaling(rope_type=kind, **settings)}
 
 
 def published(folder, config, weights=("model.safetensors",)):
@@ -83,7 +95,20 @@ def refused(folder, **changes):
         (LLAMA, {"family": "llama", "rope_theta": 5e5, "kv_heads": 8, "qk_norm": False}),
         (LLAMA | {"num_key_value_heads": None}, {"kv_heads": 16}),
         (LLAMA | {"rope_scaling": LLAMA3}, {"max_position_embeddings": 512}),
+        (LLAMA | {"attention_bias": True, "attention_dropout": 0.1}, {**BIASED, "attn_pdrop": 0.0}),
+        (LLAMA | {"mlp_bias": True}, {"mlp_bias": True, "attention_bias": False}),
+        (
+            QWEN2 | {"attention_bias": True},
+            {"attention_bias": True, "attention_output_bias": False},
+        ),
+        (QWEN3 | {"attention_bias": True}, {**BIASED, "qk_norm": True, "mlp_bias": False}),
         (LLAMA | {"rope_scaling": {"type": "default"}}, {"rope_scaling": None}),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}}, scaled("linear", factor=2.0)),
+        (QWEN3 | {"rope_scaling": {"type": "dynamic", "factor": 2}}, scaled("dynamic", factor=2.0)),
+        (
+            QWEN2 | {"rope_scaling": YARN | {"mscale": None}},
+            scaled("yarn", factor=4.0, original_max_position_embeddings=512, beta_fast=16.0),
+        ),
         (
             LLAMA | {"rope_parameters": LLAMA3 | {"rope_theta": 7e5}, "rope_theta": None},
             {"rope_theta": 7e5},
@@ -93,6 +118,9 @@ def refused(folder, **changes):
         (QWEN2, {"attention_bias": True, "max_position_embeddings": 512}),
         (QWEN2 | {"layer_types": ["full_attention"] * 4}, {"qk_norm": False}),
         (QWEN3 | {"head_dim": 128}, {"qk_norm": True, "head_size": 128, "attention_bias": False}),
+        (SMOLLM3, {"no_rope_layer_interval": 3, "tie_word_embeddings": True, "qk_norm": False}),
+        (SMOLLM3 | {"no_rope_layers": [1, 1, 1, 1]}, {"no_rope_layer_interval": None}),
+        (SMOLLM3 | {"no_rope_layers": None, "rope_theta": None}, {"rope_theta": 2e6}),
         (
             PYTHIA,
             {"rotary_size": 4, "rotary_emb_base": 1e4, "inner_size": 256, "activation": "gelu"},
@@ -110,7 +138,7 @@ def test_config_json_gives_the_model_block(config, fixed, tmp_path):
     model = config_of(published(tmp_path / "model", config)).model
     assert {name: getattr(model, name) for name in fixed} == fixed
     assert model.vocab_size == 5000 and model.num_hidden_layers == 4
-    if model.family == "llama" and model.rope_scaling:
+    if model.family == "llama" and model.rope_scaling and "rope_scaling" not in fixed:
         assert model.rope_scaling.model_dump() == LLAMA3
     assert models.num_params(model) > 0
 
@@ -123,19 +151,27 @@ REFUSED = [
     (GPT2 | {"architectures": ["GPT2DoubleHeadsModel"]}, "architectures = "),
     (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "architectures = "),
     (LLAMA | {"hidden_act": "gelu"}, 'hidden_act = "gelu": is not SiLU'),
-    (LLAMA | {"attention_bias": True}, "attention_bias = true: adds biases on query"),
-    (QWEN3 | {"attention_bias": True}, "attention_bias = true"),
-    (LLAMA | {"mlp_bias": True}, "mlp_bias = true: adds biases to the MLP"),
+    (MISTRAL | {"attention_bias": True}, "attention_bias = true: adds biases, which are"),
+    (QWEN3 | {"mlp_bias": True}, "mlp_bias = true: adds biases, which are not"),
+    (LLAMA | {"mlp_bias": "yes"}, 'mlp_bias = "yes": must be true or false'),
+    (SMOLLM3 | {"no_rope_layers": [1, 0, 1, 1]}, "no_rope_layers = [1, 0, 1, 1]: is not 0 for"),
+    (SMOLLM3 | {"no_rope_layers": [1]}, "no_rope_layers = [1]: must be a list with 0 or 1"),
+    (SMOLLM3 | {"attention_bias": True}, 'which are not supported for model_type "smollm3"'),
+    (SMOLLM3 | {"sliding_window": 64, "use_sliding_window": True}, "sliding_window = 64: hides"),
+    (LLAMA | {"model_type": "olmo2"}, 'model_type = "olmo2": is not supported'),
     (LLAMA | {"rope_interleaved": True}, "rope_interleaved = true"),
-    (LLAMA | {"attention_dropout": 0.1}, "attention_dropout = 0.1: adds dropout"),
     (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: rotates only part"),
     *(
         (LLAMA | {"rope_scaling": {key: kind, "factor": 2.0}}, f'{{"{key}": "{kind}"')
         for key, kind in (
-            ("type", "linear"), ("rope_type", "yarn"), ("rope_type", "dynamic"),
-            ("rope_type", "longrope"), ("type", "mrope"),
+            ("rope_type", "longrope"), ("type", "mrope")
         )
     ),
+    (LLAMA | {"rope_scaling": {"type": "linear"}}, "has no factor; add it"),
+    (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor = 0.5: must be at least"),
+    (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0, "beta_slow": 1}}, "has beta_sl"),
+    (LLAMA | {"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast = 0.5: is below beta_slow"),
+    (LLAMA | {"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta = 1.0: must be greater than 1"),
     (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "has no low_freq_factor"),
     (LLAMA | {"rope_scaling": LLAMA3 | {"more": 1}}, "has more, which is unknown"),
     (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters = "),
@@ -187,7 +223,7 @@ def test_what_is_not_supported_is_refused_by_its_field(config, said, tmp_path):
 
 
 def test_all_that_is_not_supported_is_said_at_once(tmp_path):
-    folder = published(tmp_path / "model", LLAMA | {"hidden_act": "relu", "mlp_bias": True})
+    folder = published(tmp_path / "model", LLAMA | {"hidden_act": "relu", "rope_interleaved": True})
     assert refused(folder).startswith("2 problems in ")
 
 

@@ -18,6 +18,14 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 50_000.0, "factor": 4.0, "low_freq_factor": 0.1,
     "high_freq_factor": 1.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
+NO_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic"}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 2.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5}
 # Each class of config with the settings of one model.
 MODELS = {
@@ -25,9 +33,19 @@ MODELS = {
     "gpt2 untied": ("GPT2Config", GPT2 | {"tie_word_embeddings": False, "n_inner": 72}),
     "llama2": ("LlamaConfig", SIZES),
     "llama3": ("LlamaConfig", GROUPED | {"rope_parameters": LLAMA3}),
+    "llama, linear": ("LlamaConfig", GROUPED | {"rope_parameters": LINEAR}),
+    "llama, dynamic": ("LlamaConfig", GROUPED | {"rope_parameters": LINEAR | DYNAMIC}),
+    "llama, biases": ("LlamaConfig", GROUPED | BIASES),
+    "llama, biases, yarn": ("LlamaConfig", GROUPED | BIASES | {"rope_parameters": YARN}),
+    "qwen3, biases": ("Qwen3Config", GROUPED | {"attention_bias": True}),
+    "qwen3, yarn": ("Qwen3Config", GROUPED | {"head_dim": 32, "rope_parameters": YARN}),
     "mistral": ("MistralConfig", GROUPED | {"head_dim": 16, "sliding_window": 32}),
     "qwen2": ("Qwen2Config", GROUPED | {"rms_norm_eps": 1e-5}),
     "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 16, "tie_word_embeddings": True}),
+    "smollm3, no rotation": (
+        "SmolLM3Config",
+        GROUPED | {"no_rope_layer_interval": 2, **NO_IDS},
+    ),
     "smollm2": ("LlamaConfig", GROUPED | {"tie_word_embeddings": True}),
     "pythia": ("GPTNeoXConfig", SIZES),
     "neox one after the other": (
@@ -53,6 +71,7 @@ def save(name, folder, dtype=torch.float32, **how):
         for path, parameter in model.named_parameters():
             is_scale = parameter.ndim == 1 and path.endswith("weight")
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
+            noise += 1e-3 * noise.sign()  # a tiny step changes the bits of a tiny weight alone
             parameter.copy_(noise + float(is_scale))
     model.to(dtype).save_pretrained(folder, **how)
     return folder

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.gloo
 SCALING = RopeScaling(
     factor=4.0, low_freq_factor=0.1, high_freq_factor=1.0, original_max_position_embeddings=16
 )
+BIASES = {"attention_bias": True, "mlp_bias": True}
 # With room for a sample that scaled rotations show in.
 GROUPED = {"num_key_value_heads": 2, "max_position_embeddings": 64}
 MODELS = {
@@ -33,9 +34,11 @@ MODELS = {
     "GPT2LMHeadModel, untied": small("gpt", tie_word_embeddings=False),
     "GPTNeoXForCausalLM": small("neox"),
     "LlamaForCausalLM, grouped, tied": small("llama", tie_word_embeddings=True, **GROUPED),
+    "LlamaForCausalLM, biases": small("llama", attention_output_bias=True, **BIASES, **GROUPED),
     "LlamaForCausalLM, scaled": small("llama", rope_scaling=SCALING),
     "MistralForCausalLM": small("llama", head_dim=16, **GROUPED),
     "Qwen2ForCausalLM, biases": small("llama", attention_bias=True, **GROUPED),
+    "SmolLM3ForCausalLM": small("llama", no_rope_layer_interval=2, **GROUPED),
     "Qwen3ForCausalLM, wide heads": small("llama", qk_norm=True, head_dim=16, **GROUPED),
 }
 
@@ -201,7 +204,7 @@ def test_the_tokenizer_is_the_one_of_the_run_and_no_other(tmp_path):
 
 def test_a_model_that_no_class_can_be_is_refused(tmp_path):
     config = small("llama", attention_bias=True, qk_norm=True)
-    with pytest.raises(ConfigError, match="no class of transformers has both biases"):
+    with pytest.raises(ConfigError, match="no class of transformers has exactly these switches"):
         exported(config, tmp_path)
     with pytest.raises(ConfigError, match="cannot be a LlamaForCausalLM; use GPT2LMHeadModel"):
         exported(small("gpt"), tmp_path / "gpt", architecture="LlamaForCausalLM")

@@ -21,6 +21,7 @@ MUP = {
 }  # fmt: skip
 EXACT = {"type": "mup", "base_width": 8, "base_head_size": 2, "base_depth": 1}  # powers of two
 GROUPED = {"tie_word_embeddings": True, "num_key_value_heads": 2}
+BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
 # Every family that is found, and what else some of them can be.
 MODELS = {
     family: (family, GROUPED if family == "llama" else {})
@@ -30,6 +31,7 @@ MODELS = {
     "gpt, untied": ("gpt", {"tie_word_embeddings": False}),
     "neox, one after the other": ("neox", {"use_parallel_residual": False}),
     "qwen2": ("llama", {"attention_bias": True}),
+    "llama, biases": ("llama", BIASES),
     "qwen3": ("llama", {"qk_norm": True, "head_dim": 16}),
 }
 

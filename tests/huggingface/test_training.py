@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from parallel3d import models
 from parallel3d.config import RunConfig
+from parallel3d.huggingface.from_ranks import save_weights
 from parallel3d.huggingface.initial_weights import find_weights, load_weights
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
@@ -18,6 +19,8 @@ from tests.models.families import part
 from tests.verify.measuring import differences, errors_of, plain_course, train
 
 pytestmark = pytest.mark.gloo
+
+OUT = "weights"
 
 
 def config_on(folder, mesh, **changes):
@@ -57,8 +60,11 @@ def largest_errors(folder, mesh, tmp_path, **changes):
     return errors_of(config, run_locally(train_on_rank, pp * dp * tp, config, reference))
 
 
-def test_training_on_is_that_of_transformers(tmp_path):
-    errors = largest_errors(save("gpt2", tmp_path / "model"), (1, 1, 1), tmp_path)
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("gpt2", (1, 1, 1)), ("llama, biases, yarn", (1, 1, 2))]
+)
+def test_training_on_is_that_of_transformers(name, mesh, tmp_path):
+    errors = largest_errors(save(name, tmp_path / "model"), mesh, tmp_path)
     assert errors.within(1e-5), errors
 
 
@@ -69,6 +75,36 @@ def test_training_on_from_each_architecture_on_each_mesh(name, mesh, tmp_path):
     errors = largest_errors(save(name, tmp_path / "model"), mesh, tmp_path)
     print(name, mesh, errors)
     assert errors.within(1e-5), errors
+
+
+def save_on_rank(rank, folders):
+    """Train one tiny step from each folder on tp 2, and save the weights beside it."""
+    for folder in folders:
+        changes = {"optimizer.params.lr": 1e-12, "parallel3d.train.steps": 1}
+        config = config_on(folder, (1, 1, 2), **changes)
+        mesh, parts = started(config)
+        train(parts, config, mesh)
+        save_weights(parts.engine, mesh, folder, config=config)
+        parts.engine.close()
+
+
+FEW = ("llama, biases, yarn", "smollm3, no rotation")
+OTHERS = tuple(name for name in MODELS if "," in name and name not in FEW)
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=str)
+def test_a_tiny_step_exports_the_same_model(names, tmp_path):
+    """The same bits, and a config.json by which transformers computes the same logits."""
+    folders = [save(name, tmp_path / name) for name in names]
+    run_locally(save_on_rank, 2, folders)
+    tokens = torch.randint(61, (2, 64), generator=torch.Generator().manual_seed(4))
+    for folder in folders:
+        original, exported = (load_file(at / "model.safetensors") for at in (folder, folder / OUT))
+        assert exported.keys() == original.keys(), folder
+        assert all(torch.equal(exported[n], value) for n, value in original.items()), folder
+        models_read = [AutoModelForCausalLM.from_pretrained(at) for at in (folder, folder / OUT)]
+        logits, expected = (model(tokens).logits for model in models_read)
+        assert torch.equal(logits, expected), folder
 
 
 def held_on_rank(rank, configs):

@@ -118,7 +118,7 @@ class Layer:
         self.tokens = torch.randint(spec.config.vocab_size, (SHAPE.batch, SHAPE.seq))
         self.place = case.place
         full = {self.module} if case.recompute == "full" else set()
-        self.stages = Stages({0: [self.module]}, full)
+        self.stages = Stages({0: [self.module]}, full, {})
         tensors = [*self.module.parameters(), self.x, self.tokens]
         self.known = {t.untyped_storage().data_ptr() for t in tensors}
         with Alive(self.known) as first:

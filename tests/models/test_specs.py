@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from parallel3d.config import RunConfig
 from parallel3d.models import config_class, families, layers, num_params, train_flops_per_token
 from parallel3d.models.llama import spec as llama
-from parallel3d.models.llama.spec import RopeScaling
+from parallel3d.models.llama.spec import SCALINGS, RopeScaling
 from parallel3d.plan.report.plan_table import parameters
 from parallel3d.scaling.runs import count
 
@@ -214,7 +214,22 @@ def test_refused_scaling():
     with pytest.raises(ValidationError, match=r"high_freq_factor = 1.0: is not above low_freq"):
         RopeScaling(factor=8.0, high_freq_factor=1.0)
     with pytest.raises(ValidationError):
-        RopeScaling(factor=8.0, rope_type="yarn")
+        RopeScaling(factor=8.0, rope_type="longrope")
+    with pytest.raises(ValidationError, match="truncate = false: is not a setting of rope_type"):
+        RopeScaling(factor=8.0, truncate=False)
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_a_small_model_keeps_its_switches(kind):
+    """A scaling that depends on a length begins inside the small model's sequence."""
+    scaling = RopeScaling(rope_type=kind, factor=8.0)
+    config = small("llama", rope_scaling=scaling, no_rope_layer_interval=4)
+    shrunk = llama.small(config, [2])
+    assert shrunk.pop("no_rope_layer_interval") == 2
+    kept = scaling.model_dump()
+    if "original_max_position_embeddings" in kept:
+        kept["original_max_position_embeddings"] = config.max_position_embeddings // 2
+    assert shrunk == {"rope_scaling": kept}
 
 
 def test_all_problems_at_once():

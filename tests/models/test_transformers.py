@@ -35,11 +35,22 @@ SEQ = 48
 SCALING = RopeScaling(
     factor=4.0, low_freq_factor=0.1, high_freq_factor=1.0, original_max_position_embeddings=16
 )
+# Of a head of 16 features' eight frequencies two stay, and two are blended.
+YARN = RopeScaling(
+    rope_type="yarn", factor=4.0, beta_fast=2.0, beta_slow=0.1, truncate=False,
+    original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.2,
+)  # fmt: skip
+OUTPUT = {"attention_bias": True, "attention_output_bias": True}
+BIASES = OUTPUT | {"mlp_bias": True}
 # The variants of llama below turn its switches, and more.
 VARIANTS = {n: c for n, c in EVERY_FAMILY.items() if ALL not in n and not n.startswith("llama ")}
 VARIANTS |= {
     "grouped, tied": small("llama", num_key_value_heads=2, tie_word_embeddings=True),
     "llama3 scaling": small("llama", num_key_value_heads=2, rope_scaling=SCALING),
+    "linear scaling": small("llama", rope_scaling=RopeScaling(rope_type="linear", factor=4.0)),
+    "Qwen3, biases, yarn": small("llama", head_dim=16, rope_scaling=YARN, qk_norm=True, **OUTPUT),
+    "biases": small("llama", num_key_value_heads=2, **BIASES),
+    "SmolLM3": small("llama", num_key_value_heads=2, no_rope_layer_interval=2),
     "Qwen2, one kv head": small("llama", num_key_value_heads=1, attention_bias=True),
     "Qwen3, wide heads": small("llama", num_key_value_heads=2, head_dim=16, qk_norm=True),
     "GPT-NeoX, whole heads turn": small("neox", rotary_pct=1.0, activation="gelu_fast"),
@@ -162,6 +173,8 @@ def test_a_config_without_a_class_in_transformers():
     theirs = models.huggingface("llama")
     with pytest.raises(ValueError, match="attention_bias = true with qk_norm = true"):
         theirs.reference(small("llama", attention_bias=True, qk_norm=True))
+    with pytest.raises(ValueError, match="attention_output_bias = true: no class of transformers"):
+        theirs.reference(small("llama", attention_output_bias=True))
     with pytest.raises(ValueError, match="num_attention_heads = 5: does not divide hidden_size=32"):
         theirs.reference(small("llama", num_attention_heads=5, head_dim=8))
 

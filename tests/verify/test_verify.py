@@ -45,7 +45,7 @@ def test_only_sizes_shrink(model):
         zero, before = made.zero_optimization, config.zero_optimization
         assert (zero.stage, zero.offload_param) == (before.stage, before.offload_param)
         assert zero.offload_optimizer == before.offload_optimizer
-        for name in ("family", "tie_word_embeddings", "attention_bias", "qk_norm"):
+        for name in ("family", "tie_word_embeddings", "attention_bias", "qk_norm", "mlp_bias"):
             assert getattr(made.model, name, None) == getattr(config.model, name, None)
         assert made.model.num_hidden_layers + 2 >= 8  # every stage of pp=4 has a layer
         assert sum(layer.num_params for layer in layers(made.model)) < 250_000
