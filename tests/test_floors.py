@@ -64,7 +64,7 @@ BUDGET = {
     "parallel3d/base": 870,
     "parallel3d/calibrate": 560,
     "parallel3d/checkpoint": 1360,
-    "parallel3d/config": 1720,
+    "parallel3d/config": 1870,
     "parallel3d/data": 3780,
     "parallel3d/engine": 1480,
     "parallel3d/huggingface": 960,
