@@ -208,7 +208,8 @@ def request_of(
     num_tokens = train.max_tokens
     if train.steps is not None:
         num_tokens = train.steps * batch * seq
-    sizes, phases = tuple(size for _, size in train.batch_schedule), ()
+    sizes = tuple(size for _, size in train.batch_schedule)
+    phases: tuple[tuple[int, int], ...] = ()
     if sizes:
         batch, samples = max(sizes), (num_tokens or 0) // seq
         if train.steps is not None:
