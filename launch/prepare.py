@@ -75,6 +75,8 @@ def tokens_of_run(config: RunConfig, corpus: Corpus) -> float | None:
     if train.epochs is not None:
         return train.epochs * len(corpus.train)
     assert train.steps is not None, "the config requires one of the three"
+    if train.batch_schedule:
+        return config.samples_of_steps(train.steps) * config.data.sequence_length
     if config.train_batch_size is None and (
         config.is_planned or not isinstance(config.mesh.dp, int)
     ):

@@ -64,7 +64,7 @@ BUDGET = {
     "parallel3d/base": 870,
     "parallel3d/calibrate": 700,
     "parallel3d/checkpoint": 1360,
-    "parallel3d/config": 1800,
+    "parallel3d/config": 1870,
     "parallel3d/data": 3820,
     "parallel3d/engine": 1880,
     "parallel3d/huggingface": 960,

@@ -54,7 +54,7 @@ class RunState:
     def at(self, position: Position) -> dict[str, object]:
         """Return the run's state at a position, as `Saver.save` takes it."""
         done = position.step >= self._config.num_steps
-        next_lr = None if done else rate(self._config, position.step)
+        next_lr = None if done else rate(self._config, position.step, position.next_sample)
         return {
             **self._fixed,
             "step": position.step,

@@ -1,14 +1,18 @@
 """Arithmetic of mesh, batch and steps, and schedules fitted to the number of steps."""
 
+from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 from parallel3d.base.section import Problem, Problems
+from parallel3d.config.data import DataConfig, num_tokens
 from parallel3d.config.parallel3d_block import MeshConfig, TrainConfig
 from parallel3d.config.scheduler import TOTAL_STEPS
 
 BATCH, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
+LAWS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # train.batch_lr: exponent of the batch's growth
 _WARMUP = "parallel3d.train.lr_schedule.warmup_steps"
 
 
@@ -55,6 +59,51 @@ def _share(batch: int, parts: int, factors: str) -> int:
     return batch // parts
 
 
+def batch_phases(train: TrainConfig, data: DataConfig) -> tuple[tuple[int, int], ...]:
+    """Return (first sample, samples per step) of each entry of train.batch_schedule."""
+    length = data.sequence_length
+    return tuple(
+        (-(-num_tokens(at) // length) if isinstance(at, str) else at, size)
+        for at, size in train.batch_schedule
+    )
+
+
+def samples_of_steps(phases: Sequence[tuple[int, int]], steps: int) -> int:
+    """Return the samples in a run's first `steps` steps; `phases` are those of `batch_phases`."""
+    sample = 0
+    for (_, size), (until, _) in pairwise(phases):
+        # The step that reaches the next phase still has this phase's size.
+        count = min(steps, max(0, -(-(until - sample) // size)))
+        sample, steps = sample + count * size, steps - count
+    return sample + steps * phases[-1][1]
+
+
+def lr_steps(train: TrainConfig, data: DataConfig) -> int | None:
+    """Return the run's length as lr_schedule counts it: with batch_schedule in steps of the first
+    batch; None if it is not known.
+    """
+    phases = batch_phases(train, data)
+    if not phases or train.steps is None:
+        return train.steps
+    return samples_of_steps(phases, train.steps) // phases[0][1]
+
+
+def lr_factor(train: TrainConfig, size: int) -> float:
+    """Return the factor of train.batch_lr for a batch of `size` samples."""
+    first = train.batch_schedule[0][1]
+    return float((size / first) ** LAWS[train.batch_lr])
+
+
+def describe_batches(train: TrainConfig, data: DataConfig) -> str:
+    """Return train.batch_schedule in words: sizes, first samples, rates and steps."""
+    sizes = [
+        f"{size:,} from sample {first:,} (learning rate x {lr_factor(train, size):.4g})"
+        for first, size in batch_phases(train, data)
+    ]
+    length = f"; {train.steps:,} steps" if train.steps else ""
+    return f"parallel3d.train.batch_schedule: samples per step {', '.join(sizes)}{length}"
+
+
 def check_tokens(max_tokens: int, tokens_per_step: int) -> None:
     """Raise ConfigError if `max_tokens` tokens are less than one step."""
     if max_tokens < tokens_per_step:
@@ -77,13 +126,13 @@ def samples_of_epochs(epochs: float, samples: int, batch: int) -> int:
     return num_samples
 
 
-def fit(train: TrainConfig, scheduler: Any) -> tuple[TrainConfig, Any, list[str]]:
+def fit(train: TrainConfig, scheduler: Any, data: DataConfig) -> tuple[TrainConfig, Any, list[str]]:
     """Return `train` and DeepSpeed's `scheduler` fitted to train.steps, with notes on changes.
 
     A warm-up longer than the run is cut to the run, or to the start of the decay. total_num_steps
     = "auto" becomes the run's steps. Without steps, both are returned as they are.
     """
-    steps, notes = train.steps, []
+    steps, notes = lr_steps(train, data), []
     if steps is None:
         return train, scheduler, []
     schedule = train.lr_schedule

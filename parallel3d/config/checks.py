@@ -8,7 +8,7 @@ num_key_value_heads.
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from inspect import signature
-from math import isqrt
+from math import gcd, isqrt
 from typing import Any
 
 from parallel3d.base.section import ABSENT, Problem
@@ -244,18 +244,71 @@ def _check_length(train: TrainConfig) -> Iterator[Problem]:
         yield Problem("parallel3d.train", lengths, rule, remedy)
 
 
-def _check_lr_schedule(train: TrainConfig) -> Iterator[Problem]:
+def _check_batch_schedule(
+    train: TrainConfig, data: DataConfig, train_batch_size: int | None, scheduler: Any
+) -> Iterator[Problem]:
+    """Check the positions of batch_schedule, and the settings that it conflicts with."""
+    phases, path = arithmetic.batch_phases(train, data), "parallel3d.train.batch_schedule"
+    if not phases:
+        if train.batch_lr != "none":
+            rule, remedy = "is not read without batch_schedule", "remove it, or add batch_schedule"
+            yield Problem("parallel3d.train.batch_lr", train.batch_lr, rule, remedy)
+        return
+    samples, first = [sample for sample, _ in phases], phases[0][1]
+    if samples[0] != 0 or samples != sorted(set(samples)):
+        rule = f"must begin with position 0 and go on with later samples, not {samples}"
+        yield Problem(path, train.batch_schedule, rule, "write [[0, 64], [1000, 128]]")
+    if train_batch_size not in (None, first):
+        rule = f"is not the first size of {path}, {first}"
+        yield Problem(arithmetic.BATCH, train_batch_size, rule, f"use {first}, or remove it")
+    if scheduler is not None:
+        rule = f"counts steps, which have several sizes with {path}"
+        remedy = "use parallel3d.train.lr_schedule, which then counts samples"
+        yield Problem("scheduler", scheduler.type, rule, remedy)
+
+
+def _check_batch_sizes(
+    train: TrainConfig,
+    mesh: MeshConfig,
+    pipeline: PipelineConfig,
+    train_micro_batch_size_per_gpu: int | None,
+) -> Iterator[Problem]:
+    """Check that this mesh can do every size of batch_schedule, if micro batch and dp are known."""
+    micro, path = train_micro_batch_size_per_gpu, "parallel3d.train.batch_schedule"
+    if micro is None or mesh.dp == "auto":
+        return
+    share, sizes = micro * int(mesh.dp), [size for _, size in train.batch_schedule]
+    if wrong := [size for size in sizes if size % share]:
+        rule = f"is not a multiple of {arithmetic.MICRO}={micro} x dp={mesh.dp} = {share}"
+        near = [max(1, wrong[0] // share) * share, wrong[0] // share * share + share]
+        remedy = (
+            f"use multiples of {share} ({_join_with_or(sorted(set(near)))}), or a micro batch x dp"
+        )
+        remedy += f" that divides {', '.join(map(str, sizes))}: at most {gcd(*sizes)}"
+        yield Problem(path, ", ".join(map(str, wrong)), rule, remedy)
+        return
+    for size in sizes[1:]:  # the first is checked with the schedule
+        numbers = mesh.pp, size // share, pipeline.stages_per_rank
+        if reason := schedules.why_not(pipeline.schedule, *numbers):
+            rule, _, remedy = reason.partition("; ")
+            count = f"is {size // share} microbatches"
+            rule = f"{count}, with which {pipeline.schedule!r} cannot run: {rule}"
+            yield Problem(path, size, rule, remedy or "use another size or pipeline.schedule")
+            return
+
+
+def _check_lr_schedule(train: TrainConfig, data: DataConfig) -> Iterator[Problem]:
     schedule, path = train.lr_schedule, "parallel3d.train.lr_schedule"
     decay = schedule.decay_steps
     if decay is not None and schedule.type != "wsd":
         rule = f'is not read by type "{schedule.type}"'
         yield Problem(f"{path}.decay_steps", decay, rule, 'remove it, or use type "wsd"')
-    elif decay is not None and train.steps is not None:
+    elif decay is not None and (steps := arithmetic.lr_steps(train, data)) is not None:
         warmup = schedule.warmup_steps
-        if warmup + decay > train.steps:
-            rule = f"plus warmup_steps={warmup} exceeds the run's {train.steps} steps"
-            rest = train.steps - warmup
-            remedy = f"use at most {rest}" if rest > 0 else f"use {train.steps} or less for both"
+        if warmup + decay > steps:
+            rule = f"plus warmup_steps={warmup} exceeds the run's {steps} steps"
+            rest = steps - warmup
+            remedy = f"use at most {rest}" if rest > 0 else f"use {steps} or less for both"
             yield Problem(f"{path}.decay_steps", decay, rule, remedy)
 
 
@@ -391,6 +444,7 @@ CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads, _check_key_value_heads, _check_inner_size, _check_layers, _check_schedule,
     _check_reduction, _check_compile, _check_rewind, _check_sequence, _check_sequence_parallel,
     _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary, _check_batch,
-    _check_plan, _check_length, _check_lr_schedule, _check_scheduler, _check_profile,
-    _check_precision, _check_communication_type, _check_offload, _check_nvme, _check_optimizer,
+    _check_plan, _check_length, _check_batch_schedule, _check_batch_sizes, _check_lr_schedule,
+    _check_scheduler, _check_profile, _check_precision, _check_communication_type, _check_offload,
+    _check_nvme, _check_optimizer,
 )  # fmt: skip

@@ -61,7 +61,8 @@ _REQUIRED_KEYS = {
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?) ?([KMBT]?) tokens")
 
 
-def _num_tokens(value: Any) -> Any:
+def num_tokens(value: Any) -> Any:
+    """Return the number in a text such as "10B tokens"; other values as they are."""
     if not isinstance(value, str):
         return value
     if not (match := _TOKENS.fullmatch(value)):
@@ -78,7 +79,7 @@ def _check_starts(weights: tuple[tuple[int, float], ...]) -> tuple[tuple[int, fl
 
 _Weight = Annotated[float, Field(gt=0)]
 # Weights from a number of tokens on: [[0, 0.7], ["10B tokens", 0.3]].
-_Start = Annotated[int, BeforeValidator(_num_tokens)]
+_Start = Annotated[int, BeforeValidator(num_tokens)]
 _Change = Annotated[tuple[_Start, _Weight], Strict(False)]
 Weights = Annotated[tuple[_Change, ...], Strict(False), AfterValidator(_check_starts)]
 

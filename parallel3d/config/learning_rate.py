@@ -3,19 +3,30 @@
 from math import cos, pi, sqrt
 
 from parallel3d.config import LrScheduleConfig, RunConfig
+from parallel3d.config.arithmetic import lr_factor
 
 
-def rate(config: RunConfig, step: int) -> float:
-    """Return the learning rate of `step`, counted from 0; the config must be resolved."""
+def rate(config: RunConfig, step: int, sample: int = 0) -> float:
+    """Return the learning rate of `step`, counted from 0; the config must be resolved.
+
+    With train.batch_schedule it is a function of `sample`, the step's first sample: a step counts
+    by its samples, and train.batch_lr adds its factor.
+    """
     lr: float = config.optimizer.params.lr
     if config.scheduler is not None:
         return float(config.scheduler.params.rate(lr, step))
     assert config.train.steps, "resolve and with_corpus come first"
-    return lr * fraction(config.train.lr_schedule, step, config.train.steps)
+    if not (phases := config.train.batch_schedule):
+        return lr * fraction(config.train.lr_schedule, step, config.train.steps)
+    first, size = phases[0][1], config.batch_size_at(sample)
+    ended, total = (sample + size) / first, config.samples_of_steps(config.train.steps) / first
+    return lr * lr_factor(config.train, size) * fraction(config.train.lr_schedule, ended - 1, total)
 
 
-def fraction(schedule: LrScheduleConfig, step: int, num_steps: int) -> float:
+def fraction(schedule: LrScheduleConfig, step: float, num_steps: float) -> float:
     """Return the factor on the learning rate at `step`, counted from 0, of `num_steps`.
+
+    Steps of another size than the first are fractions: the step ends at `step` + 1.
 
     The warm-up is linear from 1/warmup_steps to 1. After it the factor is constant, or falls to
     `min_ratio` at the last step:
@@ -26,14 +37,15 @@ def fraction(schedule: LrScheduleConfig, step: int, num_steps: int) -> float:
         run: Hägele et al., arXiv:2405.18392, section 3).
     """
     warmup = schedule.warmup_steps
-    if step < warmup:
+    if step + 1 <= warmup:
         return (step + 1) / warmup
     if schedule.type == "constant":
         return 1.0
     decay = num_steps - warmup
     if schedule.type == "wsd":
         decay = min(decay, schedule.decay_steps or max(1, num_steps // 5))
-    progress = max(0, step + 1 - (num_steps - decay)) / max(1, decay)  # 1 at the last step
+    # 1 at the last step; samples that were left out come on top.
+    progress = min(1.0, max(0, step + 1 - (num_steps - decay)) / max(1, decay))
     height = {
         "cosine": (1 + cos(pi * progress)) / 2,
         "linear": 1 - progress,

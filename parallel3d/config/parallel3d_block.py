@@ -9,7 +9,7 @@ from parallel3d import models
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.section import Choice, PathText, Section
 from parallel3d.config import hardware
-from parallel3d.config.data import DataConfig
+from parallel3d.config.data import DataConfig, num_tokens
 from parallel3d.config.folders import ModelFolders, OptimizerFolders, ScheduleFolders
 from parallel3d.config.monitors import Trackers
 from parallel3d.schedule import schedules
@@ -143,18 +143,24 @@ class PlanConfig(Section):
 
 
 class LrScheduleConfig(Section):
-    """The learning rate over the run, as a fraction of optimizer.params.lr."""
+    """The learning rate over the run, as a fraction of optimizer.params.lr.
+
+    With train.batch_schedule a step counts by its samples: warm-up, decay and the run's length are
+    measured in steps of the first batch, so the curve is a function of the tokens, whichever of
+    steps, max_tokens and epochs limits the run.
+    """
 
     type: Literal["constant", "cosine", "linear", "wsd"] = "constant"
     """Shape after the warm-up: "constant"; or decay to min_ratio at the last step by half a cosine,
     linearly, or ("wsd": warm-up, stable, decay) as 1 - sqrt over the last decay_steps."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up. In a shorter run the warm-up is cut to the run's length (or to the
-    start of the decay), with a note."""
+    start of the decay), with a note. With train.batch_schedule: steps of the first batch."""
     min_ratio: float = Field(default=0.1, ge=0, le=1)
     """Final learning rate of "cosine", "linear" and "wsd", as a fraction of the peak."""
     decay_steps: int | None = Field(default=None, gt=0)
-    """Steps over which "wsd" decays; null means a fifth of the run."""
+    """Steps over which "wsd" decays; null means a fifth of the run. With train.batch_schedule:
+    steps of the first batch."""
 
 
 Ranks = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False), Field(min_length=1)]
@@ -182,6 +188,16 @@ class CheckBitsConfig(Section):
     without which tensor-parallel copies may round unlike."""
 
 
+def _known_position(position: int | str) -> int | str:
+    num_tokens(position)
+    return position
+
+
+# A number of samples, or of tokens as text.
+_Position = Annotated[int | str, AfterValidator(_known_position)]
+_Batch = Annotated[tuple[_Position, Positive], Strict(False)]
+
+
 class TrainConfig(Section):
     """How long to train, and when to evaluate."""
 
@@ -197,6 +213,15 @@ class TrainConfig(Section):
     """Seed of initial weights, dropout and the order of samples."""
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     """Learning-rate schedule."""
+    batch_schedule: Annotated[tuple[_Batch, ...], Strict(False)] = ()
+    """Samples per step that change during the run: [[0, 64], ["2M tokens", 128]] starts with 64 and
+    takes 128 from the first step that begins after 2 million tokens. A position is a number of
+    samples, or text with a number of tokens (samples x sequence_length). The micro batch stays and
+    the accumulation follows, so each size must be a multiple of micro batch x dp. train_batch_size
+    is the first size. Positions count consumed samples, so a run resumes on any mesh."""
+    batch_lr: Literal["none", "sqrt", "linear"] = "none"
+    """Factor on the learning rate with batch_schedule, by a step's batch relative to the first one:
+    1, its square root, or the ratio itself."""
     evaluate_every: int = Field(default=0, ge=0)
     """Steps between evaluations on held-out text; 0 evaluates only after the last step."""
     evaluate_samples: int = Field(default=64, gt=0)

@@ -163,6 +163,9 @@ class RunConfig(Section):
             # Valid settings are compared with each other, too, to report all errors at once.
             problems += checks.find_problems(explain.sound_settings(raw, problems, cls))
             raise Problems(problems, source) from None
+        if config.train.batch_schedule and config.train_batch_size is None:
+            first = config.train.batch_schedule[0][1]
+            config = config.model_copy(update={"train_batch_size": first})
         config._notes = tuple(notes)
         return config._fitted()._checked(source=source)
 
@@ -262,27 +265,38 @@ class RunConfig(Section):
 
     @property
     def batch_phases(self) -> tuple[tuple[int, int], ...]:
-        """The first sample of each phase, and its microbatches per step and data-parallel rank."""
-        return ((0, self.num_microbatches),)
+        """The first sample of each phase of train.batch_schedule, and its samples per step."""
+        phases = arithmetic.batch_phases(self.train, self.data)
+        return phases or ((0, self.global_batch_size),)
 
     def num_microbatches_at(self, sample: int) -> int:
         """Return the microbatches per data-parallel rank of the step that begins at a sample."""
-        return [count for first, count in self.batch_phases if first <= sample][-1]
+        assert isinstance(self.mesh.dp, int), "resolve(world_size) comes first"
+        return self.batch_size_at(sample) // (self.micro_batch_size * self.mesh.dp)
 
     def batch_size_at(self, sample: int) -> int:
         """Return the samples, over all ranks, of the step that begins at a sample."""
-        assert isinstance(self.mesh.dp, int), "resolve(world_size) comes first"
-        return self.micro_batch_size * self.num_microbatches_at(sample) * self.mesh.dp
+        return [size for first, size in self.batch_phases if first <= sample][-1]
 
     def steps_between(self, sample: int, end: int) -> int:
         """Return the number of whole steps in the samples from `sample` up to, without, `end`."""
-        steps = 0
+        return sum(steps for _, steps in self.steps_by_size(sample, end))
+
+    def samples_of_steps(self, steps: int) -> int:
+        """Return the samples in the run's first `steps` steps."""
+        return arithmetic.samples_of_steps(self.batch_phases, steps)
+
+    def steps_by_size(self, sample: int, end: int) -> list[tuple[int, int]]:
+        """Return (samples per step, whole steps) of each phase from `sample` up to `end`."""
+        phases = []
         for until in (*(first for first, _ in self.batch_phases if first > sample), end):
             size = self.batch_size_at(sample)
             # The step that reaches the next phase still has this phase's size.
             count = max(0, min(-(-(until - sample) // size), (end - sample) // size))
-            steps, sample = steps + count, sample + count * size
-        return steps
+            if count:
+                phases.append((size, count))
+            sample += count * size
+        return phases
 
     def resolve(self, world_size: int) -> "RunConfig":
         """Return the config for `world_size` ranks: dp, batch sizes and, of max_tokens, steps.
@@ -311,6 +325,9 @@ class RunConfig(Section):
             steps = config.steps_between(0, samples)
             config = config._with("train", steps=steps, max_tokens=None)
             config._max_samples = samples
+        if config.train.batch_schedule:
+            note = arithmetic.describe_batches(config.train, config.data)
+            config = config.with_notes(*dict.fromkeys((*config.notes, note)))
         return config._fitted()._checked()
 
     def with_corpus(self, vocab_size: int, num_train_tokens: int) -> "RunConfig":
@@ -334,17 +351,18 @@ class RunConfig(Section):
             config._max_samples = max_samples
         return config._fitted()._checked()
 
-    def resumed(self, step: int, num_samples: int) -> "RunConfig":
+    def resumed(self, step: int, sample: int, num_left_out: int = 0) -> "RunConfig":
         """Return this complete config for a run that resumes after `step` steps.
 
         If max_tokens or epochs limit the run, its steps follow from the samples that are left.
 
         Args:
-            num_samples: number of samples that were trained on.
+            sample: the next step's first sample.
+            num_left_out: number of samples before it that were not trained on.
         """
         if self._max_samples is None:
             return self
-        left = self.steps_between(num_samples, self._max_samples)
+        left = self.steps_between(sample, self._max_samples + num_left_out)
         return self._with("train", steps=max(1, step + left))._fitted()._checked()
 
     def with_vocab_size(self, size: int) -> "RunConfig":
@@ -379,7 +397,7 @@ class RunConfig(Section):
 
     def _fitted(self) -> "RunConfig":
         """Return this config with its learning-rate schedule fitted to the steps, if known."""
-        train, scheduler, notes = arithmetic.fit(self.train, self.scheduler)
+        train, scheduler, notes = arithmetic.fit(self.train, self.scheduler, self.data)
         block = self.parallel3d.model_copy(update={"train": train})
         config = self.model_copy(update={"parallel3d": block, "scheduler": scheduler})
         config._notes = (*self._notes, *notes)

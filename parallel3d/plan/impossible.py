@@ -52,6 +52,10 @@ def _counts(config: RunConfig, model: ModelConfig) -> list[Problem]:
         ("gradient_accumulation_steps", accumulation, MOST_MICROBATCHES, "microbatches"),
         ("train_batch_size", config.train_batch_size, MOST_SAMPLES, "samples"),
         ("train_micro_batch_size_per_gpu", micro, MOST_SAMPLES, "samples"),
+        *(
+            ("parallel3d.train.batch_schedule", size, MOST_SAMPLES, "samples")
+            for _, size in config.train.batch_schedule
+        ),
     )
     problems = []
     for path, value, most, unit in limits:

@@ -182,13 +182,17 @@ class Setting:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "Setting":
-        """Return the setting of a resolved config, whose mesh, batch and vocabulary are known."""
+        """Return the setting of a resolved config, whose mesh, batch and vocabulary are known.
+
+        With train.batch_schedule its step is that of the largest batch.
+        """
         zero, pipeline, mesh = config.zero_optimization, config.pipeline, config.mesh
         assert isinstance(mesh.dp, int), "resolve(world_size) comes first"
+        firsts = [first for first, _ in config.batch_phases]
         return cls(
             layers=layers_of(config.model), hidden_size=config.model.hidden_size,
             shape=Shape(config.micro_batch_size, config.data.sequence_length),
-            num_microbatches=config.num_microbatches, **mesh.sizes._asdict(),
+            num_microbatches=max(map(config.num_microbatches_at, firsts)), **mesh.sizes._asdict(),
             sequence_parallel=mesh.sequence_parallel, schedule=pipeline.schedule,
             stages_per_rank=pipeline.stages_per_rank, recompute=pipeline.activation_checkpointing,
             precision=config.precision, zero_stage=zero.stage,

@@ -90,6 +90,8 @@ def _place(
         changed = {"dp": "auto"}
     changed = {axis: size for axis, size in changed.items() if axis not in overridden_axes}
     block["mesh"] = mesh | changed
+    if isinstance(train := block.get("train"), dict):  # an evaluation has one batch size
+        train |= {"batch_schedule": [], "batch_lr": "none"}
     batch_sizes = [
         raw.get(n) for n in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     ]

@@ -123,7 +123,7 @@ class _Trace:
 
     def __init__(self, parts: Assembly, mesh: Mesh, step: int) -> None:
         self._key, self._mesh, self._step = parts.stages.key, mesh, step
-        self._first = mesh.samples.coord * parts.schedule.num_microbatches
+        self._executor = parts.executor
         self._squares: dict[str, Tensor] = {}
         for stage, layers in parts.stages.module.layers.items():
             for index, layer in zip(parts.stages.layers_of_stage[stage], layers, strict=True):
@@ -131,7 +131,8 @@ class _Trace:
 
     def _note_output(self, layer: int, _: nn.Module, __: Any, output: Tensor) -> None:
         if self._key.step == self._step - 1 and torch.is_grad_enabled():
-            place = f"{self._first + self._key.microbatch} {layer}"
+            first = self._mesh.samples.coord * self._executor.schedule.num_microbatches
+            place = f"{first + self._key.microbatch} {layer}"
             self._note(f"output {place}", output)
             output.register_hook(partial(self._note, f"gradient {place}"))
 

@@ -100,7 +100,7 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     else:
         pretrained = _find_pretrained(config, mesh, corpus.tokenizer_directory, console.print)
     num_left_out = left_out(checkpoint.state) if checkpoint else 0
-    config = config.resumed(position.step, position.next_sample - num_left_out)
+    config = config.resumed(position.step, position.next_sample, num_left_out)
     return Start(config, settings, folder, digest, corpus, checkpoint, position, pretrained)
 
 
@@ -210,7 +210,8 @@ def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -
             return None
         with nullcontext(no_progress) if console.quiet else shown_progress() as progress:
             corpus = prepare(data, progress)
-        check_length(corpus, data.sequence_length, config.global_batch_size)
+        largest = max(size for _, size in config.batch_phases)
+        check_length(corpus, data.sequence_length, largest)
         return corpus.place()
 
     try:

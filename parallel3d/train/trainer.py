@@ -147,7 +147,7 @@ class Trainer:
                     if observer:
                         observed.enter_context(observer.step(step))
                 began = time.perf_counter()
-                lr = rate(self.config, step)
+                lr = rate(self.config, step, self.position.next_sample)
                 rows, done, verdict = self._step(step, lr)
                 step_seconds = time.perf_counter() - began
             if step == first:

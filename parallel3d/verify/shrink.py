@@ -114,6 +114,8 @@ def shrink(
         "max_tokens": None,
         "epochs": None,
         "profile": None,
+        "batch_schedule": (),
+        "batch_lr": "none",
         "lr_schedule": {"type": kind, **SCHEDULES[kind]},
     }
     raw.pop("scheduler", None)

@@ -1,11 +1,11 @@
 """A global batch that changes within a run, and side losses: the metrics of one process."""
 
 import json
+from math import cos, pi, sqrt
 from pathlib import Path
 
 import pytest
 
-from parallel3d.config import RunConfig
 from parallel3d.train.ending import DONE, STOPPED
 from tests.checkpoint.drill import LENGTH, changed, prepared_config
 from tests.train.running import folder_of, start
@@ -13,19 +13,25 @@ from tests.train.running import folder_of, start
 pytestmark = pytest.mark.gloo
 
 FAMILIES = str(Path(__file__).parents[1] / "pipeline/families")
-PHASES = (0, 8), (12, 12), (40, 4)  # the first sample of a phase, and samples in a step
-SIZES = 8, 8, 12, 12, 4, 4
+SCHEDULE = [[0, 8], [f"{12 * LENGTH} tokens", 12], [40, 4], [f"{48 * LENGTH - 1} tokens", 8]]
+SIZES = 8, 8, 12, 12, 4, 4, 8, 8
 MICRO = 2
 
 
-def in_phases(rank):
-    """A stand-in for a setting: the batch is a function of the samples seen."""
-
-    def batch_phases(self):
-        share = self.micro_batch_size * self.mesh.dp
-        return tuple((first, size // share) for first, size in PHASES)
-
-    RunConfig.batch_phases = property(batch_phases)
+def growing(tmp_path):
+    """A run with SCHEDULE, 3 samples longer than its whole steps, and the same on one process."""
+    raw = prepared_config(tmp_path)
+    none = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
+    settings = {f"parallel3d.model.{name}": value for name, value in none.items()}
+    tokens = (sum(SIZES) + 3) * LENGTH
+    train = {"steps": None, "max_tokens": tokens, "batch_schedule": SCHEDULE, "batch_lr": "sqrt"}
+    settings |= {f"parallel3d.train.{name}": value for name, value in train.items()}
+    settings |= {"train_micro_batch_size_per_gpu": MICRO}
+    del raw["gradient_accumulation_steps"]
+    settings |= {"parallel3d.model.family": "routed", "parallel3d.run.model_folders": [FAMILIES]}
+    raw = changed(raw, settings)
+    one = changed(raw, {"parallel3d.run.name": "one", "train_micro_batch_size_per_gpu": 4})
+    return changed(raw, {"parallel3d.run.name": "two"}), one
 
 
 def lines(raw):
@@ -36,37 +42,48 @@ def samples_of(ranks):
     return sorted({sample for ended in ranks for sample in ended.samples})
 
 
-def test_the_same_run_on_pp_2_with_a_resume_in_between(tmp_path):
-    """ZeRO-3 to the middle of the second phase, then ZeRO-1; one more step would not fit."""
-    raw = prepared_config(tmp_path)
-    none = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
-    settings = {f"parallel3d.model.{name}": value for name, value in none.items()}
-    settings |= {"parallel3d.train.steps": None, "parallel3d.train.max_tokens": 51 * LENGTH}
-    settings |= {"train_batch_size": 8, "train_micro_batch_size_per_gpu": MICRO}
-    del raw["gradient_accumulation_steps"]
-    settings |= {"parallel3d.model.family": "routed", "parallel3d.run.model_folders": [FAMILIES]}
-    raw = changed(raw, settings)
-    one = changed(raw, {"parallel3d.run.name": "one", "train_micro_batch_size_per_gpu": 4})
-    (ended,) = start(one, (1, 1, 1), in_phases)
-    assert ended.code == DONE, ended
-    assert samples_of([ended]) == list(range(sum(SIZES)))
-
-    two = changed(raw, {"parallel3d.run.name": "two"})
-    zero = "zero_optimization.stage"
-    ranks = start(changed(two, {"parallel3d.train.stop_after": 3, zero: 3}), (2, 1, 1), in_phases)
-    assert {ended.code for ended in ranks} == {STOPPED}, ranks
-    assert samples_of(ranks) == list(range(28))
-    ranks = start(changed(two, {zero: 1}), (2, 1, 1), in_phases)
-    assert {ended.code for ended in ranks} == {DONE}, ranks
-    assert samples_of(ranks) == list(range(28, sum(SIZES)))
-
+def check_same(two, one):
+    """That each step of both runs has its size, the same numbers and the rate by hand."""
     tokens = 0
     for size, ours, theirs in zip(SIZES, lines(two), lines(one), strict=True):
         tokens += size * LENGTH
         assert ours["tokens"] == theirs["tokens"] == tokens
+        passed = tokens / LENGTH / 8  # in steps of the first batch, of which the run has 8
+        height = passed / 2 if passed <= 2 else 0.55 + 0.45 * cos(pi * (passed - 2) / 6)
+        assert ours["lr"] == pytest.approx(2e-3 * sqrt(size / 8) * height, rel=1e-9)
         speed = ours["tokens_per_second"] * ours["step_seconds"]
         assert speed == pytest.approx(size * LENGTH)
         assert ours["side_losses"] == pytest.approx(theirs["side_losses"], rel=1e-5), ours["step"]
         assert ours["side_losses"].keys() == {"balance", "z", "largest", "size"}
         for key in ("loss", "grad_norm", "lr"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5), (ours["step"], key)
+
+
+def run_in_parts(raw, parts):
+    """Start a run on each part's mesh with its settings, up to its step; check the samples."""
+    ends = [0]
+    for mesh, stop_after, settings in parts:
+        settings = {"parallel3d.train.stop_after": stop_after} | settings
+        ranks = start(changed(raw, settings), mesh)
+        assert {ended.code for ended in ranks} == {STOPPED if stop_after else DONE}, ranks
+        ends.append(sum(SIZES[:stop_after]))
+        assert samples_of(ranks) == list(range(*ends[-2:]))
+
+
+def test_the_same_run_on_pp_2_with_a_resume_in_between(tmp_path):
+    """ZeRO-3 to the middle of the second phase, then ZeRO-1; one more step would not fit."""
+    two, one = growing(tmp_path)
+    run_in_parts(one, [((1, 1, 1), None, {})])
+    zero = "zero_optimization.stage"
+    run_in_parts(two, [((2, 1, 1), 3, {zero: 3}), ((2, 1, 1), None, {zero: 1})])
+    check_same(two, one)
+
+
+@pytest.mark.slow
+def test_a_resume_on_another_mesh_in_each_phase(tmp_path):
+    """The micro batch stays, so dp 2 takes half as many microbatches."""
+    two, one = growing(tmp_path)
+    run_in_parts(one, [((1, 1, 1), None, {})])
+    meshes = (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 1, 1), (2, 2, 1)
+    run_in_parts(two, zip(meshes, (1, 3, 5, 7, None), ({},) * 5, strict=True))
+    check_same(two, one)

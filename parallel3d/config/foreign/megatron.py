@@ -98,7 +98,7 @@ TABLE: dict[str, Rule] = {
     # Batch, length and optimizer
     "micro-batch-size": Rule("train_micro_batch_size_per_gpu"),
     "global-batch-size": Rule("train_batch_size"),
-    **missing("rampup-batch-size", "the batch is constant"),
+    **missing("rampup-batch-size", "write it as parallel3d.train.batch_schedule"),
     "seq-length": Rule(f"{_P}.data.sequence_length"),
     "train-iters": Rule(f"{_P}.train.steps@steps"),
     "train-samples": Rule(f"{_P}.train.steps@steps in samples"),

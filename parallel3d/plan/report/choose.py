@@ -102,7 +102,7 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
     zero["offload_optimizer"]["device"] = s.offload_optimizer
     zero["offload_param"]["device"] = s.offload_param
     raw["train_micro_batch_size_per_gpu"] = s.shape.batch
-    raw["gradient_accumulation_steps"] = s.num_microbatches
+    raw["gradient_accumulation_steps"] = raw["train_batch_size"] // s.shape.batch // s.dp
     machine = plan.request.hardware
     return RunConfig.from_dict(raw).with_notes(
         *config.notes,

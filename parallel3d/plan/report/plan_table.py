@@ -78,6 +78,12 @@ def say_heading(request: Request, out: Console) -> None:
         f"{request.base.precision} on {request.devices:,} x {hardware.name}; a step of "
         f"{batch:,} x {seq:,} = {count(batch * seq)} tokens{tokens}",
     )
+    if request.batch_sizes:
+        sizes = ", ".join(f"{size:,}" for size in request.batch_sizes)
+        of_size = ", ".join(f"{steps:,} of {size:,}" for size, steps in request.phases)
+        total = sum(steps for _, steps in request.phases)
+        phases = f"{total:,} steps: {of_size} samples" if total else f"steps of {sizes} samples"
+        terminal.say(out, f"{phases}; memory and time of a step are those of the largest batch")
     if request.fixed:
         terminal.say(
             out, "fixed: " + ", ".join(f"{name} = {v}" for name, v in request.fixed.items())

@@ -77,7 +77,7 @@ def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
         Flow(mesh, micro_batch, recompute, split)
         for split in ((False, True) if may_split else (False,))
         for recompute in RECOMPUTES
-        for micro_batch in _divisors(request.global_batch_size // mesh.dp)
+        for micro_batch in _divisors(request.common_batch // mesh.dp)
         if _is_open(request, micro_batch=micro_batch, recompute=recompute, sequence_parallel=split)
     )
 
@@ -87,7 +87,8 @@ def orders(request: Request, flow: Flow) -> tuple[Order, ...]:
     """Return every schedule that can run the flow, fewest stages first."""
     allowed = []
     pp, num_layers, names = flow.mesh.pp, len(request.base.layers), schedules.names()
-    count = request.global_batch_size // flow.mesh.dp // flow.micro_batch
+    sizes = request.batch_sizes or (request.global_batch_size,)
+    counts = {size // flow.mesh.dp // flow.micro_batch for size in sizes}
     # One rank has one stage: more stages would run the same computes in the same order.
     for stages_per_rank in range(1, 1 + (1 if pp == 1 else min(num_layers // pp, MOST_STAGES))):
         # Either all layers, or all but embedding and head, must divide evenly.
@@ -98,7 +99,7 @@ def orders(request: Request, flow: Flow) -> tuple[Order, ...]:
             if flow.recompute == "full" and schedules.splits_backward(name):
                 continue  # recomputation saves nothing: W's inputs stay until W
             order = Order(stages_per_rank, name)
-            runs = schedules.why_not(name, pp, count, stages_per_rank) is None
+            runs = not any(schedules.why_not(name, pp, n, stages_per_rank) for n in counts)
             if runs and _is_open(request, **order._asdict()):
                 allowed.append(order)
     return tuple(allowed)
@@ -271,8 +272,8 @@ def problem_of(request: Request, mesh: MeshSizes) -> Problem | None:
     if mesh.pp > len(request.base.layers):
         rule = f"exceeds the {len(request.base.layers)} layers of the model"
         problems.append(Problem("pp", mesh.pp, rule, f"use {len(request.base.layers)} or less"))
-    if request.global_batch_size % mesh.dp:
-        rule = f"does not divide the {request.global_batch_size} samples of a step"
+    if request.common_batch % mesh.dp:
+        rule = f"does not divide the {request.common_batch} samples of a step"
         problems.append(Problem("dp", mesh.dp, rule, "use another dp or train_batch_size"))
     return problems[0] if problems else None
 
@@ -301,7 +302,7 @@ def refuse_empty(request: Request) -> None:
     else:
         rule = (
             f"no mesh of {devices} devices divides the model's heads and layers and the "
-            f"{request.global_batch_size} samples of a step"
+            f"{request.common_batch} samples of a step"
             + (f" with {fixed_choices}" if fixed_choices else "")
         )
         remedy = "use another number of devices or another train_batch_size" + (

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from math import gcd
 from typing import Any
 
 from parallel3d.base.mesh_sizes import AXES, MeshSizes
@@ -14,7 +15,7 @@ from parallel3d.model.spec import LayerSpec, Shape
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.setting import Setting
-from parallel3d.plan.time.step import StepTime
+from parallel3d.plan.time.step import StepTime, step_time
 
 CHOICES = (
     *AXES, "sequence_parallel", "micro_batch", "schedule", "stages_per_rank",
@@ -31,6 +32,9 @@ class Request:
     - `base`: a Setting of the run, whose choices the planner replaces.
     - `fixed`: fixed choices, by the names of CHOICES.
     - `num_tokens`: tokens of the run; None if its length is not set in tokens or steps.
+    - `batch_sizes`: with train.batch_schedule, its sizes; the global batch is the largest, which
+      needs the most memory.
+    - `phases`: with it, (samples per step, steps) of each phase of the run, if the length is known.
     """
 
     config: RunConfig
@@ -40,6 +44,13 @@ class Request:
     global_batch_size: int
     fixed: Mapping[str, Any] = field(default_factory=dict)
     num_tokens: int | None = None
+    batch_sizes: tuple[int, ...] = ()
+    phases: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def common_batch(self) -> int:
+        """The largest number of samples that divides the batch of every step."""
+        return gcd(self.global_batch_size, *self.batch_sizes)
 
     @cached_property
     def flops(self) -> "Flops":
@@ -110,11 +121,21 @@ class Plan:
         """Tokens per second of all devices."""
         return self.setting.tokens_per_step / self.time.seconds
 
-    @property
+    @cached_property
     def days(self) -> float | None:
-        """Days of the run without evaluation and checkpoints; None if its length is unknown."""
+        """Days of the run without evaluation and checkpoints; None if its length is unknown.
+
+        With train.batch_schedule: the sum over its phases, each with its own time of a step.
+        """
         tokens = self.request.num_tokens
-        return None if tokens is None else tokens / self.tokens_per_second / 86400
+        if tokens is None or not self.request.phases:
+            return None if tokens is None else tokens / self.tokens_per_second / 86400
+        s = self.setting
+        counts = [(size // s.shape.batch // s.dp, steps) for size, steps in self.request.phases]
+        return sum(
+            steps * step_time(s.but(num_microbatches=count), self.request.hardware).seconds / 86400
+            for count, steps in counts
+        )
 
     @property
     def device_hours(self) -> float | None:
@@ -187,8 +208,17 @@ def request_of(
     num_tokens = train.max_tokens
     if train.steps is not None:
         num_tokens = train.steps * batch * seq
+    sizes = tuple(size for _, size in train.batch_schedule)
+    phases: tuple[tuple[int, int], ...] = ()
+    if sizes:
+        batch, samples = max(sizes), (num_tokens or 0) // seq
+        if train.steps is not None:
+            samples = config.samples_of_steps(train.steps)
+        phases = tuple(config.steps_by_size(0, samples))
+        num_tokens = seq * sum(size * steps for size, steps in phases) or None
     base = Setting.from_config(_on_one(config, batch))
-    return Request(config, base, hardware, devices, batch, fixed or {}, num_tokens)
+    choices = fixed or {}
+    return Request(config, base, hardware, devices, batch, choices, num_tokens, sizes, phases)
 
 
 def _on_one(config: RunConfig, batch: int) -> RunConfig:
@@ -203,7 +233,7 @@ def _on_one(config: RunConfig, batch: int) -> RunConfig:
     raw |= {"train_batch_size": batch, "train_micro_batch_size_per_gpu": batch}
     raw["gradient_accumulation_steps"] = 1
     raw["parallel3d"]["train"] |= {"steps": None, "max_tokens": None, "epochs": None}
-    raw["parallel3d"]["train"] |= {"steps": 10**9}
+    raw["parallel3d"]["train"] |= {"steps": 10**9, "batch_schedule": (), "batch_lr": "none"}
     return RunConfig.from_dict(raw).resolve(1)
 
 

@@ -22,7 +22,8 @@ from parallel3d.scaling.ladder.sizes import model_of
 from parallel3d.scaling.points import FLOPS_PER_ND
 from parallel3d.scaling.runs import ALL, PartCounts, count
 
-_OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "stop_after")  # train keys the ladder sets
+# Keys of train that the ladder sets.
+_OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "batch_schedule", "stop_after")
 CONFIGS, TRUNKS = "configs", "trunks"  # folders within a ladder's directory
 
 
