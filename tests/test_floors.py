@@ -59,12 +59,12 @@ ROOMS = [
 # The most statements of each room: what stood when the house was made small, and 5 %. Whoever needs
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
-    "launch": 790,
+    "launch": 900,
     "models": 950,
     "parallel3d/base": 870,
     "parallel3d/calibrate": 700,
     "parallel3d/checkpoint": 1360,
-    "parallel3d/config": 1870,
+    "parallel3d/config": 1920,
     "parallel3d/data": 3820,
     "parallel3d/engine": 1880,
     "parallel3d/huggingface": 960,
