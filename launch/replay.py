@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, whole_number
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.mesh.launch import Launch
 from parallel3d.train.claim import resolve_config
 from parallel3d.train.digests import in_words
@@ -51,12 +52,12 @@ def replay(args: argparse.Namespace, overrides: list[str], launch: Launch) -> in
     return DONE if difference["same"] else FAILED
 
 
-def mesh_sizes(text: str) -> tuple[int, ...]:
-    """Return the sizes of pp, dp and tp in a text like 2x1x4."""
-    sizes = tuple(whole_number()(size) for size in text.split("x"))
-    if len(sizes) != 3:
-        raise argparse.ArgumentTypeError(f" = {text}: must be PPxDPxTP; write 1x1x1")
-    return sizes
+def mesh_sizes(text: str) -> MeshSizes:
+    """Return the mesh that a text such as 2x1x4 names."""
+    try:
+        return MeshSizes.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f": {error}") from None
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.published.validate import show, validate
+from benchmarks.published.validation_tables import markdown
 from parallel3d.base import terminal
 from parallel3d.base.arguments import Parser
 from parallel3d.base.errors import Parallel3DError
@@ -21,6 +22,7 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("file", type=Path, metavar="FILE.csv", help="published runs")
     parser.add_argument("--program", metavar="NAME", help="what runs without a program in it ran")
+    parser.add_argument("--markdown", action="store_true", help="print the table of the docs")
     parser.add_json()
     args = parser.parse_args()
     try:
@@ -28,6 +30,9 @@ def main() -> int:
     except (Parallel3DError, OSError) as error:
         print(f"published: {error}", file=sys.stderr)
         return BAD_INPUT
+    if args.markdown:
+        print(markdown(report))
+        return DONE
     show(report, terminal.console(args.json))
     if args.json:
         print(json.dumps(report))

@@ -4,6 +4,7 @@ Each entry is noted on the rows that use it. None depends on what was measured.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from benchmarks.published import programs
@@ -13,12 +14,16 @@ Cells = Mapping[str, str]
 
 
 class PublishedSource(NamedTuple):
-    """A source of published runs: its group, the program it ran, and what its blanks mean."""
+    """A source of published runs: its group, the program it ran, and what its blanks mean.
+
+    `cells`: what its documents state where the table has a blank or a rounded figure.
+    """
 
     group: str
     program: Software
     blanks: Mapping[str, Any] = {}
     note: str = ""
+    cells: Mapping[str, str] = {}
 
 
 # arXiv:2104.04473, run_table_1.sh: microbatch of each size (also for the README of 2021-01).
@@ -85,7 +90,13 @@ SOURCES: Mapping[str, PublishedSource] = {
     "olmo_core": PublishedSource(
         "olmo_core",
         programs.FSDP2,
-        {"n_gpus": 64, "zero_stage": 3, "recompute": "none", "precision": "bf16", "seq_len": 4096},
+        {
+            "n_gpus": 64,
+            "zero_stage": "3 (HSDP)",
+            "recompute": "none",
+            "precision": "bf16",
+            "seq_len": 4096,
+        },
         "batches of src/scripts/train; devices are not stated: 64, of which 8 shard (HSDP)",
     ),
     "deepspeed_azure_2022": PublishedSource(
@@ -110,7 +121,19 @@ SOURCES: Mapping[str, PublishedSource] = {
         {"micro_batch": 1, "zero_stage": 1},
         "microbatch 1, heads and MLP of arXiv:2210.02414, appendix B",
     ),
-    "gptneox20b": PublishedSource("single", programs.MEGATRON_DEEPSPEED),
+    "gptneox20b": PublishedSource(
+        "single",
+        programs.MEGATRON_DEEPSPEED,
+        # EleutherAI/gpt-neox configs/20B.yml; its megatron/logging.py counts recomputation
+        cells={
+            "micro_batch": "4",
+            "global_batch_seqs": "1536",
+            "recompute": "full",
+            "precision": "fp16",
+            "tflops_convention": "hardware",
+        },
+        note="microbatch, batch (4 x 32 x 12) and recomputation of its configs/20B.yml",
+    ),
     "opt175b": PublishedSource("single", programs.MEGATRON_DEEPSPEED),
     "llama1": PublishedSource("single", programs.FSDP2),
     "palm_t3": PublishedSource("single", programs.JAX),
@@ -141,6 +164,9 @@ def program_of(source: str, cells: Cells) -> Software:
         return programs.FSDP_PURE if "MP mode=PURE" in notes else program
     if "JAX" in zero:
         return programs.JAX
+    if source == "torchtitan_bench_202412" and "torch.compile" not in notes:
+        # its rows name all techniques that they use
+        return replace(program, kernels="eager")
     if source.startswith("torchtitan") and "async tp" in notes.lower().replace(
         "asynctp", "async tp"
     ):

@@ -18,7 +18,10 @@ COLUMNS = (
     "tflops_convention", "measured_mfu", "measured_iter_time_s", "measured_memory_gb", "notes",
     "measured_tokens_per_s_per_gpu", "offload", "attn_flops_convention",
 )  # fmt: skip
-OPTIONAL = ("program", "network_gbps", "attention_kernel", "virtual_stages")
+OPTIONAL = (
+    "program", "network_gbps", "devices_per_node", "attention_kernel", "kernels",
+    "virtual_stages",
+)  # fmt: skip
 ABOUT = ("source_title", "source_ref", "verified_how")  # say where a row is from, not how it ran
 
 # The most that a cell may hold: several times what anybody has published, so that what lies above
@@ -27,7 +30,8 @@ WHOLE = {
     "n_layers": 2_000, "hidden": 1_000_000, "heads": 10_000, "kv_heads": 10_000,
     "ffn_hidden": 10_000_000, "vocab": 100_000_000, "seq_len": 100_000_000, "n_gpus": 10_000_000,
     "tp": 10_000, "pp": 10_000, "cp": 10_000, "dp": 10_000_000, "virtual_pp": 10_000,
-    "virtual_stages": 10_000, "micro_batch": 1_000_000, "global_batch_seqs": 10_000_000,
+    "virtual_stages": 10_000, "devices_per_node": 10_000, "micro_batch": 1_000_000,
+    "global_batch_seqs": 10_000_000,
 }  # fmt: skip
 REAL = {
     "params_b": 1e6, "measured_tflops_per_gpu": 1e5, "measured_mfu": 100.0,
@@ -43,15 +47,33 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _RANGE = re.compile(r"(\d+\.?\d*)-(\d+\.?\d*)(K?)", re.ASCII)
 
 
+# What a column that a row cannot do without has to say; the report asks once for each column.
+QUESTIONS = {
+    "program": "the training program, by a name in benchmarks/published/programs.py",
+    "gpu": "the chip, by the name of a file in configs/hardware",
+    "n_gpus": "the number of devices",
+    "tp": "tensor-parallel ranks", "pp": "pipeline stages", "dp": "data-parallel ranks",
+    "zero_stage": "0, 1, 2 or 3, or FSDP",
+    "micro_batch": "sequences of a microbatch on one data-parallel rank",
+    "global_batch_seqs": "sequences of a step on all devices",
+    "model_name": "a known model, or gpt or llama for one that is built alike",
+    "n_layers": "transformer blocks", "hidden": "width of the residual stream",
+    "heads": "attention heads", "vocab": "number of entries of the vocabulary",
+    "seq_len": "tokens of a sequence",
+    "tflops_convention": '"hardware" if the FLOP/s count recomputation, else "model"',
+}  # fmt: skip
+
+
 class UnusableRow(Exception):
     """The reason why a row cannot be used.
 
-    `rule`: the same reason without what is the row's own.
+    `rule`: the same reason without what is the row's own. `asks`: columns, of QUESTIONS, that would
+    make the row usable if they were filled.
     """
 
-    def __init__(self, reason: str, rule: str = "") -> None:
+    def __init__(self, reason: str, rule: str = "", asks: Sequence[str] = ()) -> None:
         super().__init__(reason)
-        self.rule = rule or reason
+        self.rule, self.asks = rule or reason, tuple(asks)
 
 
 class CsvLine(NamedTuple):
@@ -178,10 +200,20 @@ def numbers_of(line: int, cells: Mapping[str, str]) -> dict[str, Any]:
 
 def in_words(text: str) -> bool:
     """Whether a cell says in words what other rows say in a number ("Llama 3's")."""
-    return bool(re.search(r"[A-Za-z]{3}", text)) and text.lower().lstrip("+-") not in _NO_NUMBERS
+    words = re.search(r"[A-Za-z]{3}", text) or _THOUSANDS.fullmatch(text)
+    return bool(words) and text.lower().lstrip("+-") not in _NO_NUMBERS
 
 
 _NO_NUMBERS = {"nan", "inf", "infinity"}
+_EXACT = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3})+|\d{4,})(?![\w.])", re.ASCII)
+_THOUSANDS = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) ?(?:k|thousand)\b", re.ASCII | re.IGNORECASE)
+
+
+def number_in(text: str) -> int | None:
+    """The size that words state: "50,257 tokens", or rounded to thousands, "a 250k vocabulary"."""
+    if match := _EXACT.search(text):
+        return int(match.group(1).replace(",", ""))
+    return round(float(match.group(1)) * 1000) if (match := _THOUSANDS.search(text)) else None
 
 
 def _number(text: str, ranges: bool) -> float | None:

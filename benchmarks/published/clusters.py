@@ -42,8 +42,10 @@ _JEAN_ZAY: dict[str, Any] = {
     "network": _network(6.8e9, 1e-5, _OMNI_PATH).model_copy(update={"one_ring": True}),
 }
 _DGX2_PEAK = "nv-adlr.github.io/MegatronLMV1: 62.4 TFLOP/s are 48 % of a DGX-2H's peak for a GPU"
+_DGX2_MOST = "83 of the V100's 125 TFLOP/s (configs/hardware), in proportion to the peak"
 _DGX2: dict[str, Any] = {
     "peak_flops": {"fp16": Figure(value=1.3e14, source=_DGX2_PEAK)},
+    "matmul_flops": {"fp16": Figure(value=8.3e13 * 130 / 125, source=_DGX2_MOST)},
     "devices_per_node": Figure(value=16, source="NVIDIA DGX-2: 16 V100 behind NVSwitch"),
     "network": _network(6.25e9, 1e-5, "NVIDIA DGX-2: eight 100 Gb/s InfiniBand ports a node"),
 }
@@ -59,6 +61,7 @@ _CHIPS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"h200", "H200-SXM-141GB", {}),
     (r"h100", "H100-SXM5-80GB", {}),
     (r"gb200", "GB200-NVL72", {}),
+    (r"gb300", "GB300-NVL72", {}),
     (r"b200", "B200-SXM-180GB", {}),
     (r"b300", "B300-SXM-288GB", {}),
     (r"mi300x", "MI300X", {}),
@@ -80,11 +83,13 @@ _MEMORY = re.compile(r"\b(\d\d\d?) ?gi?b?\b", re.IGNORECASE)
 
 
 @lru_cache(maxsize=1024)
-def at(source: str, gpu: str, gbps: float | None = None) -> Hardware | None:
+def at(
+    source: str, gpu: str, gbps: float | None = None, node: int | None = None
+) -> Hardware | None:
     """The hardware of a source's rows, or None for a device that no file describes (a TPU).
 
-    `gpu` is a name in words, or that of a file in configs/hardware. `gbps`: Gb/s of the network for
-    each device, in one direction, where a row states it.
+    `gpu` is a name in words, or that of a file in configs/hardware. Where a row states them:
+    `gbps`, Gb/s of the network for each device, in one direction; `node`, devices of a node.
     """
     found = next((load for name, load in _files() if name == gpu.lower()), None)
     if found is None and not _OTHER_BOARD.search(gpu):
@@ -96,6 +101,9 @@ def at(source: str, gpu: str, gbps: float | None = None) -> Hardware | None:
     said = _MEMORY.search(gpu)
     if said and abs(float(said.group(1)) * 1e9 / machine.memory_bytes.value - 1) > 0.1:
         return None  # a board with another memory, such as an A100 with 64 GB
+    if node is not None:
+        devices = Figure(value=node, source="the row's devices_per_node")
+        machine = machine.model_copy(update={"devices_per_node": devices})
     if gbps is None:
         return machine
     rate = Figure(value=gbps * 1e9 / 8, source="the row's network_gbps")
@@ -120,7 +128,8 @@ def _words() -> tuple[tuple[re.Pattern[str], tuple[str, dict[str, Any]]], ...]:
 def chip(gpu: str) -> str:
     """The chip's short name, under which the constant-efficiency baseline pools its rows."""
     names = (
-        "500W", "H100 94GB", "GB200", "B200", "B300", "H200", "H100", "A100", "V100", "MI300X"
+        "500W", "H100 94GB", "GB200", "GB300", "B200", "B300", "H200", "H100", "A100", "V100",
+        "MI300X",
     )  # fmt: skip
     found = next((name for name in names if name.lower() in gpu.lower()), gpu)
     return "H100 500 W" if found in ("500W", "H100 94GB") else found

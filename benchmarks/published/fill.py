@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.published import programs
 from benchmarks.published.architectures import Architecture, found, known, unmodelled
 from benchmarks.published.assumptions import SOURCES, program_of, source_of, supplied
-from benchmarks.published.cells import UnusableRow
+from benchmarks.published.cells import UnusableRow, number_in
 from parallel3d.config.hardware import Hardware
 from parallel3d.models.llama import spec as llama
 from parallel3d.plan.setting import Setting, Software
@@ -63,6 +63,7 @@ class Filled:
                 f'the program that ran "{source}" is not stated; fill the column program, or give '
                 f"--program, with one of: {programs.names()}",
                 "the program is not stated; fill the column program, or give --program NAME",
+                ["program"],
             )
         self.assumed["program"] = default.name
         return default
@@ -86,12 +87,21 @@ class Filled:
         given = Architecture(**sizes, tied=self.numbers.get("tied"))
         in_table = cells["source_id"] in SOURCES
         looked_up = known(name) if in_table else self._looked_up(given, name)
-        model = self._vocabulary(given.filled(looked_up), cells)
+        vocab = self._vocabulary(given.vocab, cells)
+        model = replace(given, vocab=vocab).filled(looked_up)
+        if model.vocab is None and cells["vocab"]:
+            raise UnusableRow(
+                f'vocab = "{cells["vocab"]}" is in words, and neither they nor "{name}" have '
+                "a known vocabulary; write the number of its entries",
+                "vocab is in words that are not known",
+                ["vocab"],
+            )
         if model.missing:
             raise UnusableRow(
                 f"no {', '.join(model.missing)}: the architecture of {name} is not known; fill "
                 f"{', '.join(_COLUMNS[size] for size in model.missing)}",
                 "the architecture of the model is not known",
+                [_COLUMNS[size] for size in model.missing],
             )
         self._check(model)
         blank = [f for f in _COLUMNS if getattr(given, f) is None and getattr(model, f) is not None]
@@ -114,19 +124,16 @@ class Filled:
                 return Architecture(vocab=model.vocab, family=model.family)
         return model
 
-    def _vocabulary(self, model: Architecture, cells: Mapping[str, str]) -> Architecture:
-        """The model with the vocabulary of its own name, else of what the cell says in words."""
+    def _vocabulary(self, stated: int | None, cells: Mapping[str, str]) -> int | None:
+        """The vocabulary that a row states: a number, a number in words, or that of a model."""
         words = cells["vocab"]
-        if not words or model.vocab is not None:
-            return model
+        if stated is not None or not words:
+            return stated
         other = found(words)
-        if other is None or other.vocab is None:
-            raise UnusableRow(
-                f'vocab = "{words}" is in words, and neither they nor "{cells["model_name"]}" have '
-                "a known vocabulary; write the number of its entries",
-                "vocab is in words that are not known",
-            )
-        return replace(model, vocab=other.vocab)
+        vocab = number_in(words) or (other.vocab if other else None)
+        if vocab is not None:
+            self.assumed["vocab"] = vocab
+        return vocab
 
     def _check(self, model: Architecture) -> None:
         assert model.hidden and model.heads
@@ -159,6 +166,7 @@ class Filled:
             f'whether "{name}" is built as a GPT or as a LLaMA is not known; write gpt or llama '
             "into model_name, or all sizes and params_b, which then tell",
             "whether the model is a GPT or a LLaMA is not known",
+            ["model_name"],
         )
 
     def _compare(self, model: Architecture, name: str) -> None:
@@ -177,6 +185,7 @@ class Filled:
         node, network = hardware.devices_per_node, hardware.network
         if node and network and setting.devices > node.value:
             self.or_else("network_gbps", None, round(network.bandwidth.value * 8 / 1e9, 3))
+            self.or_else("devices_per_node", None, int(node.value))
 
 
 def _supplied(source: str, cells: Mapping[str, str]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def _stated(
     convention, attention = cells["tflops_convention"], cells["attn_flops_convention"]
     if not convention:
         rule = "whether its TFLOP/s count recomputation is not stated"
-        raise UnusableRow(f"{rule}; {_STATE} in tflops_convention", rule)
+        raise UnusableRow(f"{rule}; {_STATE} in tflops_convention", rule, ["tflops_convention"])
     flops = flops_of_step(setting, convention, attention)
     if flops is None:
         raise UnusableRow(

@@ -110,7 +110,7 @@ def _kept_products(setting: Setting, cost: LayerCost) -> KeptMemory:
 
 def _states(setting: Setting, holds: Holds, model: LayerKinds, layers: tuple[int, ...]) -> Parts:
     sizes = [_elements(model, kind, setting.tp) for kind in layers]
-    elements, shards = sum(sizes), setting.dp * setting.cp
+    elements, shards = sum(sizes), setting.shards
     first, last = model.kind_of[0], model.kind_of[-1]
     if first in layers and last in layers:
         elements -= _tied(model, last, setting.tp)
@@ -135,7 +135,7 @@ def _states(setting: Setting, holds: Holds, model: LayerKinds, layers: tuple[int
         blocks = [
             size for kind, size in zip(layers, sizes, strict=True) if kind not in (first, last)
         ]
-        if setting.pp > 1:
+        if setting.pp > 1 or setting.holds_weights:
             # In a pipeline weights stay gathered, and gradients whole, from first to last pass.
             parts["gathered"] = setting.bytes_per_element * elements
         else:

@@ -14,12 +14,16 @@ from difflib import SequenceMatcher
 
 from parallel3d.plan.setting import Software
 
+TORCH_DDP = (
+    25 * 2**20 / 2
+)  # torch's DistributedDataParallel: bucket_cap_mb is 25, of 2-byte gradients
+
 _CLASSIC = Software(
     # What all programs of 2020 to 2022 here share: Megatron-LM's fused kernels, attention with its
     # scores in memory, no sequence parallelism yet, gradients in fp16 (megatron/arguments.py:
     # accumulate-allreduce-grads-in-fp32 is off by default).
     handles_small=False,
-    fused=True,
+    kernels="tuned",
     attention="classic",
     causal_skips=False,
     gradient_bytes=2,
@@ -47,6 +51,7 @@ MEGATRON_2021_TORCH_DDP = replace(
     # run_table_1.sh chooses DDP=torch for models without a pipeline: it reduces in backward hooks.
     name="Megatron-LM 2021, torch's DDP",
     overlaps_reduction=True,
+    bucket=TORCH_DDP,
 )
 _ZERO3 = replace(_CLASSIC, handles_small=True, one_ring=True)
 ZERO3_2021 = replace(
@@ -68,7 +73,7 @@ HF_ZERO3_2021 = replace(
     # bigscience experiments/gpt2-hf-ds/*.slurm: transformers' GPT-2, eager; overlap_comm is true,
     # but "auto" prefetches 0.9 h^2 elements of a layer's 12 h^2.
     name="transformers and DeepSpeed ZeRO-3 2021",
-    fused=False,
+    kernels="eager",
     overlaps_reduction=True,
 )
 ZERO3_2022 = replace(
@@ -89,7 +94,7 @@ MEGATRON_CORE = Software(
     # What gradients are reduced in is not stated; as in NVIDIA's recipes for the same library.
     name="Megatron-Core",
     handles_small=False,
-    fused=True,
+    kernels="tuned",
     overlaps_sends=True,
     overlaps_gather=True,
     overlaps_reduction=True,
@@ -109,7 +114,7 @@ JAX = Software(
     # attention; FSDP within the scan over layers, gathers once a microbatch.
     name="JAX",
     handles_small=False,
-    fused=True,
+    kernels="compiled",
     overlaps_gather=True,
     overlaps_reduction=True,
 )
@@ -135,7 +140,7 @@ FSDP_DEFAULT = replace(
     # mosaicml/llm-foundry, scripts/train/benchmarking/README.md, MP mode DEFAULT: reductions in
     # fp32; Triton or flash attention; backward prefetch.
     name="FSDP, DEFAULT",
-    fused=False,
+    kernels="eager",
 )
 FSDP_PURE = replace(
     FSDP_DEFAULT,
@@ -146,13 +151,16 @@ FSDP_PURE = replace(
 )
 NANOTRON = Software(
     # nanotron scripts/scaling_benchmarks.py: gradients accumulate in fp32, tp_mode REDUCE_SCATTER
-    # with tp_linear_async_communication; data-parallel reduction in DDP's hooks of the last
-    # microbatch (parallel/data_parallel/utils.py: sync only then).
+    # with tp_linear_async_communication, whose forward hides a gather behind a tp-th of one product
+    # and no reduction (parallel/tensor_parallel/functional.py); data-parallel reduction in DDP's
+    # hooks of the last microbatch (parallel/data_parallel/utils.py: sync only then).
     name="nanotron",
+    bucket=TORCH_DDP,
     handles_small=False,
     hopper=False,
     overlaps_reduction=True,
     overlaps_tensor=True,
+    exposes_forward=True,
 )
 
 # By other names, letters and digits alone: the programs whose runs stand behind a name here.

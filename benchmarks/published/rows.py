@@ -56,19 +56,22 @@ class PublishedRun:
 class LeftOut(NamedTuple):
     """A row that cannot be used: its line in the file, its source and why.
 
-    `rule`: the reason without what is the row's own, by which rows are grouped.
+    `rule`: the reason without what is the row's own, by which rows are grouped. `asks`: the columns
+    that would make it usable.
     """
 
     line: int
     source: str
     reason: str
     rule: str = ""
+    asks: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, line: int, source: str, problem: Exception) -> "LeftOut":
         """The left-out row for a problem met on a line of the file."""
         reason = " ".join(str(problem).split())
-        return cls(line, source, reason, getattr(problem, "rule", "") or reason)
+        rule = getattr(problem, "rule", "") or reason
+        return cls(line, source, reason, rule, getattr(problem, "asks", ()))
 
 
 def read(path: Path | str, program: str | None = None) -> tuple[list[PublishedRun], list[LeftOut]]:
@@ -112,14 +115,17 @@ def _row(line: int, cells: dict[str, str], default: Software | None) -> Publishe
     if "ANOMALY" in cells["notes"]:
         raise UnusableRow("flagged ANOMALY in the table")
     refuse_adapters(cells)
+    cells |= source_of(source).cells
     cells["virtual_pp"] = _one_of(cells, "virtual_pp", "virtual_stages")
     filled = Filled(numbers_of(line, cells))
-    machine = clusters.at(source, cells["gpu"], filled.numbers.get("network_gbps"))
+    network, node = (filled.numbers.get(name) for name in ("network_gbps", "devices_per_node"))
+    machine = clusters.at(source, cells["gpu"], network, node)
     if machine is None:
         raise UnusableRow(
             f"no hardware is described for {cells['gpu'] or 'a row without a gpu'}; write one of: "
             f"{', '.join(names())}",
             "no hardware is described for the gpu",
+            [] if cells["gpu"] else ["gpu"],
         )
     if "SXM" in machine.name and "sxm" not in cells["gpu"].lower():
         filled.assumed["gpu"] = machine.name
@@ -130,9 +136,8 @@ def _row(line: int, cells: dict[str, str], default: Software | None) -> Publishe
         filled.notes.append(source_of(source).note)
     if "rowwise" in cells["precision"]:
         filled.notes.append(ROWWISE)
-    sixteen = "bf16" if machine.peak("bf16") else "fp16"
-    setting = setting_of(cells, filled, model, program, sixteen)
-    if setting.precision == "bf16" and sixteen == "fp16":
+    setting = setting_of(cells, filled, model, program, machine)
+    if setting.precision == "bf16" and machine.peak("bf16") is None:
         rule = "the chip has no bf16"
         raise UnusableRow(f"{machine.name} has no bf16; write fp16 or fp32 in precision", rule)
     filled.network(setting, machine)

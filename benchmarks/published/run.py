@@ -8,9 +8,10 @@ from benchmarks.published.architectures import Architecture
 from benchmarks.published.cells import UnusableRow
 from benchmarks.published.fill import Filled
 from benchmarks.published.programs import cuts_sequence
+from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import Shape
 from parallel3d.plan.layers.placement import model_of, stages_of
-from parallel3d.plan.setting import Setting, Software
+from parallel3d.plan.setting import Precision, Setting, Software
 from parallel3d.plan.time.step import check
 
 # Ten times what any published run asks of the planner; a row at either limit takes seconds.
@@ -22,21 +23,29 @@ PLACEMENTS = 20_000_000  # stages x layers squared: what balancing the stages se
 class PublishedSetting(Setting):
     """One way in which another program ran one model, with features that this engine lacks.
 
-    `cp`: context-parallel ranks. `recomputed_share`: the part that is recomputed of what
+    `cp`: context-parallel ranks. `sharding_ranks`: those that share ZeRO's state; 0 for all.
+    `recomputed_share`: the part that is recomputed of what
     `recompute` recomputes.
     """
 
     _: KW_ONLY
     cp: int = 1
     recomputed_share: float = 1.0
+    sharding_ranks: int = 0
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that share ZeRO's state."""
+        return self.sharding_ranks or self.dp * self.cp
 
 
 def setting_of(
-    cells: Mapping[str, str], filled: Filled, model: Architecture, program: Software, sixteen: str
-) -> PublishedSetting:
+    cells: Mapping[str, str], filled: Filled, model: Architecture, program: Software,
+    machine: Hardware,
+) -> PublishedSetting:  # fmt: skip
     """The setting of a row; raises UnusableRow or ConfigError where it cannot have run so.
 
-    `sixteen`: the chip's number format of 16 bits, in which a row ran that states none.
+    A row that states no number format, or only 16 bits, ran in the chip's own.
     """
     pp, dp, tp, cp = _mesh(cells, filled)
     micro, count = _batch(filled, dp)
@@ -48,6 +57,9 @@ def setting_of(
     sharded = program.name.startswith(("FSDP", "DeepSpeed ZeRO-3"))
     stage = filled.or_else("zero_stage", cells["zero_stage"], 3 if sharded else 0)
     zero = vocabulary.zero_stage_of(str(stage))
+    sixteen: Precision = "bf16" if machine.peak("bf16") else "fp16"
+    node = machine.devices_per_node
+    in_node = max(1, int(node.value) // (tp * cp)) * cp if node else dp * cp
     optimizer, params = vocabulary.offload_of(filled.or_else("offload", cells["offload"], "none"))
     assert model.heads and model.hidden and model.seq
     if model.heads % tp:
@@ -69,12 +81,16 @@ def setting_of(
         stages_per_rank=virtual,
         recompute=recompute,
         recomputed_share=share,
-        precision=vocabulary.precision_of(filled.or_else("precision", cells["precision"], sixteen)),
+        precision=vocabulary.precision_of(
+            filled.or_else("precision", cells["precision"], sixteen), sixteen
+        ),
         zero_stage=zero,
+        weights=vocabulary.weights_of(f"{stage}; {cells['program']}"),
+        sharding_ranks=vocabulary.shards_of(str(stage), min(in_node, dp * cp)) if zero else 0,
         reduces_once=zero < 2,
         offload_optimizer=optimizer,
         offload_param=params,
-        software=vocabulary.with_kernel(program, cells["attention_kernel"]),
+        software=vocabulary.with_kernels(program, cells),
     )
     _check(setting)
     return setting
@@ -85,10 +101,11 @@ def _mesh(cells: Mapping[str, str], filled: Filled) -> tuple[int, int, int, int]
     numbers = filled.numbers
     devices = numbers.get("n_gpus")
     if devices is None:
-        raise UnusableRow("the number of devices is not stated; fill n_gpus")
+        raise UnusableRow("the number of devices is not stated; fill n_gpus", asks=["n_gpus"])
     stated = [numbers.get(name) for name in ("tp", "pp", "dp", "zero_stage")]
     if not any(stated) and not cells["zero_stage"]:
-        raise UnusableRow("no mesh is stated; fill tp, pp, dp or zero_stage")
+        columns = ["tp", "pp", "dp", "zero_stage"]
+        raise UnusableRow("no mesh is stated; fill tp, pp, dp or zero_stage", asks=columns)
     pp, tp, cp = (filled.or_else(name, numbers.get(name), 1) for name in ("pp", "tp", "cp"))
     dp = numbers.get("dp") or max(1, devices // (tp * pp * cp))
     if tp * pp * cp * dp != devices:
@@ -101,12 +118,13 @@ def _mesh(cells: Mapping[str, str], filled: Filled) -> tuple[int, int, int, int]
 
 def _batch(filled: Filled, dp: int) -> tuple[int, int]:
     """Sequences of a microbatch, and microbatches of a data-parallel rank."""
-    batch, micro = (filled.numbers.get(name) for name in ("global_batch_seqs", "micro_batch"))
-    if batch is None or micro is None:
-        blank, column = ("microbatch", "micro_batch")
-        if batch is None:
-            blank, column = "global batch", "global_batch_seqs"
-        raise UnusableRow(f"the {blank} is not stated; fill {column}")
+    blanks = {"global_batch_seqs": "global batch", "micro_batch": "microbatch"}
+    if columns := [column for column in blanks if filled.numbers.get(column) is None]:
+        words = " and the ".join(blanks[column] for column in columns)
+        verb = "is" if len(columns) == 1 else "are"
+        rule = f"the {words} {verb} not stated; fill {' and '.join(columns)}"
+        raise UnusableRow(rule, asks=columns)
+    batch, micro = (filled.numbers[column] for column in blanks)
     count, rest = divmod(batch, micro * dp)
     if rest:
         raise UnusableRow(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published import fits
+from benchmarks.published.cells import QUESTIONS
 from benchmarks.published.memory_compared import validate_memory
 from benchmarks.published.neighbours import Lookup, RunFigures, development
 from benchmarks.published.rows import LeftOut, PublishedRun, read
@@ -79,6 +80,17 @@ def validate(path: Path | str, program: str | None = None) -> dict[str, Any]:
             {"row": out.line, "source": out.source, "reason": out.reason, "rule": out.rule}
             for out in left_out
         ],
+        "asked": _asked(left_out),
+    }
+
+
+def _asked(left_out: Sequence[LeftOut]) -> dict[str, Any]:
+    """column -> what to write into it, and the rows that would then be used, once for the table."""
+    lines = {name: [out.line for out in left_out if name in out.asks] for name in QUESTIONS}
+    return {
+        name: {"write": QUESTIONS[name], "rows": len(own), "lines": own}
+        for name, own in lines.items()
+        if own
     }
 
 

@@ -59,6 +59,8 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         _print(console, _memory(memory))
     if report["assumed"]:
         _print(console, _assumed(report["assumed"]))
+    if report["asked"]:
+        _print(console, _asked(report["asked"]))
     if report["left_out"]:
         _print(console, _left_out(report["left_out"]))
 
@@ -79,6 +81,28 @@ def _table(name: str, lines: Lines, columns: Columns, title: int) -> Table:
     return table
 
 
+def markdown(report: Mapping[str, Any]) -> str:
+    """Return the table of groups in docs/planner/validation.md."""
+    total = report["overall"]
+    ends = {"**all, by group**": total, "all, by row": total["by_row"]}
+    lines = []
+    for name, values in {**report["groups"], **ends}.items():
+        cells = [_in_docs(key, values[key]) for key in _DOCS]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+_DOCS = (
+    "rows", "mean_error", "worst_error", "bias", "constant_mean_error", "neighbour_mean_error",
+    "rank_correlation", "flops_rank_correlation", "mesh_regret", "mesh_sets",
+)  # fmt: skip
+
+
+def _in_docs(key: str, value: Any) -> str:
+    text = _text(key, value).replace(",", "").replace("%", " %")
+    return "–" if text == "-" else text
+
+
 def _memory(memory: Mapping[str, Any]) -> str:
     lost, ran = memory["out_of_memory_rows"], memory["ran_rows"]
     wrong = len(memory["said_to_fit"]), len(memory["ran_but_said_not_to_fit"])
@@ -96,6 +120,15 @@ def _assumed(assumed: Mapping[str, Any]) -> Table:
         values = sorted(column["values"].items(), key=lambda item: -item[1])
         shown = [f"{value} in {count:,}" for value, count in values[:_EXAMPLES]]
         table.add_row(name, f"{column['rows']:,}", _listed(shown, len(values)))
+    return table
+
+
+def _asked(asked: Mapping[str, Any]) -> Table:
+    """Columns that would make rows usable, each once, with what to write and the rows' lines."""
+    table = _plain(("please fill", "left"), ("rows", "right"), ("with", "left"), ("lines", "left"))
+    for name, column in asked.items():
+        lines = _listed([str(line) for line in column["lines"][:_EXAMPLES]], column["rows"])
+        table.add_row(name, f"{column['rows']:,}", column["write"], lines)
     return table
 
 

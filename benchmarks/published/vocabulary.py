@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import NoReturn, get_args
 
 from benchmarks.published.cells import ABOUT, UnusableRow
+from parallel3d.config.hardware import Kernels
 from parallel3d.model.spec import Recompute
 from parallel3d.plan.setting import Device, Precision, Software
+from parallel3d.schedule.sharding import Weights
 
 _NO = {"", "-", "0", "no", "none", "off", "false", "n/a", "na"}
 _ADAPTERS = re.compile(
@@ -57,13 +59,18 @@ def refuse_adapters(cells: Mapping[str, str]) -> None:
         )
 
 
-def precision_of(text: str) -> Precision:
-    """The number format of the matrix products; of several that are named, the narrowest."""
+def precision_of(text: str, sixteen: Precision = "bf16") -> Precision:
+    """The number format of the matrix products; of several that are named, the narrowest.
+
+    `sixteen`: the chip's format of 16 bits, which "mixed (16-bit)" means.
+    """
     lower = text.lower()
     if not _FEW_BITS.search(lower):
         for precision, words in _PRECISIONS.items():
             if re.search(words, lower):
                 return precision
+        if re.search(r"\bhalf\b|\b16[- ]?bits?\b", lower):
+            return sixteen
     _unknown("precision", text, "bf16, fp16, fp32 or fp8; narrower weights are not modelled")
 
 
@@ -77,6 +84,28 @@ def zero_stage_of(text: str) -> int:
     if text.lower() in {"ddp", "none", "no"}:
         return 0
     _unknown("zero_stage", text, "0, 1, 2 or 3")
+
+
+_KEPT = re.compile(
+    r"\b(not|no|without|never|isn.t|aren.t)\b[^;.]{0,12}reshard|reshard\w*[ :=]*(false|never|no)\b"
+)
+
+
+def weights_of(text: str) -> Weights:
+    """How long gathered weights stay: through a step where a row says that none is resharded."""
+    return "per_step" if _KEPT.search(text.lower()) else "per_microbatch"
+
+
+def shards_of(text: str, in_node: int) -> int:
+    """The ranks that share ZeRO's state in words ("HSDP", "hybrid, 16 shards"); 0: all replicas.
+
+    `in_node`: the data-parallel ranks of a node, which hybrid sharding without a number means.
+    """
+    lower = text.lower()
+    if not re.search(r"hsdp|hybrid|hierarchical|shards|inside (a|the) node", lower):
+        return 0
+    number = re.search(r"(\d+)[- ](?:way|shards|ranks)|shards? (?:of|over|=) ?(\d+)", lower)
+    return int(number.group(1) or number.group(2)) if number else in_node
 
 
 def recompute_of(text: str) -> tuple[Recompute, float]:
@@ -114,22 +143,50 @@ _KERNELS: Mapping[str, dict[str, object]] = {
 }
 _KERNEL_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("classic", "eager", "naive", "unfused", "fusedsoftmax", "math"), "classic"),
-    **dict.fromkeys(("flash", "flashattention", "flashattn"), "flash"),
+    **dict.fromkeys(("flash", "flashattention", "flashattn", "fused", "fusedattention"), "flash"),
     **dict.fromkeys(("flash1", "flashattention1", "flashattn1", "fa1"), "ampere"),
     **dict.fromkeys(("flash2", "flashattention2", "flashattn2", "fa2"), "ampere"),
     **dict.fromkeys(("triton", "sdpa", "torchsdpa", "xformers", "memoryefficient"), "ampere"),
+    **dict.fromkeys(("compiled", "flexattention", "scaleddotproductattention"), "ampere"),
     **dict.fromkeys(("flash3", "flashattention3", "flashattn3", "fa3"), "hopper"),
     **dict.fromkeys(("cudnn", "te", "transformerengine"), "hopper"),
 }
 
 
-def with_kernel(program: Software, text: str) -> Software:
-    """The program with the attention kernel that a row states; blank: the program's own."""
+# Words of a program's kernels; the first that matches counts: "no torch.compile" is not compiled.
+_CLASSES: Mapping[Kernels, str] = {
+    "eager": r"\beager\b|\b(no|not|without|un)[- ]?(torch\.?)?(compil|fused)|"
+    r"compile[ :=]*(false|off|none)",
+    "compiled": r"compil|inductor|\bxla\b|\bjax\b",
+    "tuned": r"\bfused\b|\btuned\b|transformer ?engine|\bte\b|\bapex\b|\bliger\b",
+}
+
+
+def class_of(text: str) -> Kernels | None:
+    """The class of a program's kernels in words; None where the words name none."""
+    return next((kind for kind, words in _CLASSES.items() if re.search(words, text.lower())), None)
+
+
+def with_kernels(program: Software, cells: Mapping[str, str]) -> Software:
+    """The program with the kernels that a row states; what it leaves blank is the program's own.
+
+    `kernels` and remarks in `program` name the class of all kernels, `attention_kernel` that one.
+    """
+    stated = cells["kernels"]
+    if kind := class_of(stated or cells["program"]):
+        program = replace(program, kernels=kind)
+    elif stated:
+        _unknown("kernels", stated, "eager, compiled or tuned")
+    text = cells["attention_kernel"]
     if not text:
         return program
-    plain = re.sub(r"\(.*?\)", "", text.lower())
-    name = _KERNEL_NAMES.get(re.sub(r"v(?=\d)|[^a-z0-9]", "", plain))
+    squeezed = (re.sub(r"v(?=\d)|[^a-z0-9]", "", re.sub(cut, "", text.lower())) for cut in _CUTS)
+    name = next((_KERNEL_NAMES[word] for word in squeezed if word in _KERNEL_NAMES), None)
     if name is None:
         _unknown("attention_kernel", text, "classic, flash, flash2, flash3, sdpa, triton or cudnn")
     changes: dict[str, object] = _KERNELS[name]
     return replace(program, **changes)  # type: ignore[arg-type]
+
+
+# Remarks of a kernel's name: in brackets, what it runs through, and the word kernel itself.
+_CUTS = (r"\(.*?\)", r"\(.*?\)|\b(via|through|from|in|of|with)\b.*|\bkernels?\b")

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo
 
@@ -21,6 +21,8 @@ DIRECTORY = reader.CONFIGS / "hardware"
 THIS_MACHINE = "this-machine"
 """Name of the description that `parallel3d plan --calibrate` writes."""
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
+Kernels = Literal["eager", "compiled", "tuned"]
+"""Classes of a program's kernels, as in parallel3d.plan.setting.Software."""
 KINDS = ("matmul", "attention", "traffic", "overhead")  # kinds of work that shared cores slow down
 # Bounds of plausible bandwidths, rates, sizes and latencies in SI units; beyond them sums overflow.
 _LEAST, _MOST = 1e-15, 1e21
@@ -76,6 +78,9 @@ def _known(names: tuple[str, ...]) -> AfterValidator:
 
 Count = Annotated[Figure, AfterValidator(_whole)]
 ByDtype = Annotated[Mapping[str, Figure], _known(DTYPES)]
+ByKernels = Annotated[
+    Mapping[str, Annotated[Figure, AfterValidator(_fraction)]], _known(get_args(Kernels))
+]
 
 
 class Link(Section):
@@ -132,6 +137,9 @@ class Hardware(Section):
     """Bytes per second to and from device memory."""
     matmul_flops: ByDtype = Field(default={})
     """Highest measured FLOP/s of a large matrix product, by data type."""
+    kernels: ByKernels = Field(default={})
+    """Fraction of `matmul_flops` that the products of a program reach, by the class of its kernels
+    ("eager", "compiled", "tuned"), where it was measured; otherwise the fitted fraction."""
     devices_per_node: Count | None = None
     """Devices connected by `link`; other devices are reached by `network`."""
     link: Link | None = None

@@ -186,10 +186,7 @@ class Corpus:
 
     @classmethod
     def at(
-        cls,
-        place: Place,
-        remote_cache_bytes: int = 0,
-        shards: ShardCache | None = None,
+        cls, place: Place, remote_cache_bytes: int = 0, shards: ShardCache | None = None
     ) -> "Corpus":
         """Return the corpus that `place` describes, with its validation sets; see `open`."""
         sets = place["validation"].items()

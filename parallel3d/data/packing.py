@@ -102,7 +102,7 @@ class Packing:
     def facts(self, bounds: np.ndarray) -> dict[str, Any]:
         """Return the number of samples, and the shares of padding and of cut documents."""
         cut = np.diff(bounds) > self.sequence_length - self.room
-        places = len(self) * self.sequence_length
+        places = max(1, len(self) * self.sequence_length)
         return {
             "packed_samples": len(self),
             "packed_padding_share": 1 - int(self.lengths.sum(dtype=np.int64)) / places,
@@ -129,7 +129,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
             open_bins[room].append(some)
             has_bins[room] = True
 
-    for size, items in zip((-distinct).tolist(), np.split(order, firsts[1:]), strict=True):
+    for size, items in zip((-distinct).tolist(), np.split(order, firsts[1:]), strict=False):
         while len(items):
             room = size + int(has_bins[size:].argmax())
             if has_bins[room]:

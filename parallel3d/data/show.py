@@ -30,7 +30,7 @@ class Fragment(TypedDict):
 
 
 class Sample(TypedDict):
-    """A window of the mixture part `part`, starting at its token `start`."""
+    """A sample of the mixture part `part`, starting at its token `start`."""
 
     index: int
     part: str

@@ -16,7 +16,7 @@ import time
 from functools import lru_cache
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -67,7 +67,7 @@ class _Converted(NamedTuple):
     table: np.ndarray
     lengths: np.ndarray
     counts: np.ndarray
-    facts: dict[str, object]
+    facts: dict[str, int]
     skips: Skips
 
 
@@ -355,7 +355,8 @@ def _convert_ids(
         for first in range(0, len(spans), BLOCK):
             spans[first : first + BLOCK].tofile(file)
     facts = {name: tokens.facts[name] for name in ("num_checked_ids", "num_empty_documents")}
-    return _Converted(tokens.table, lengths, tokens.counts, facts, Skips())
+    numbers = cast("dict[str, int]", facts)
+    return _Converted(tokens.table, lengths, tokens.counts, numbers, Skips())
 
 
 def _to_arrow(path: str, column: str) -> str:

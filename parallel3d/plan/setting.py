@@ -2,11 +2,13 @@
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
+from math import inf
 from typing import Any, Literal, Self
 
 from parallel3d import models
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
+from parallel3d.config.hardware import Kernels
 from parallel3d.config.parallel3d_block import gathered_for, reduces_once
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import LayerSpec, Recompute, Shape
@@ -42,6 +44,8 @@ class Software:
     """True if tensor-parallel collectives overlap with matrix products, in forwards too. This
     engine overlaps them in backwards (train.overlap), which plans ignore until a GPU has measured
     the gain."""
+    exposes_forward: bool = False
+    """True if tensor-parallel collectives overlap in backwards only."""
     overlaps_offload: bool = False
     """True if offload traffic overlaps with computes."""
     overlaps_sends: bool = False
@@ -50,14 +54,18 @@ class Software:
     """True if each tp rank sends its part of a message to the next stage, which gathers them."""
     one_ring: bool = False
     """ZeRO-3: True if collectives use only one network interface between nodes."""
-    fused: bool = False
-    """True if consecutive memory-bound operators are fused into one kernel."""
+    kernels: Kernels = "eager"
+    """The program's class: "eager" runs a kernel for each operator; "compiled" (torch.compile, XLA)
+    fuses consecutive memory-bound operators; "tuned" (Megatron-LM, Transformer Engine) has fused
+    kernels that were written by hand."""
     hopper: bool = True
     """True if the attention kernel is written for Hopper and later, not only for Ampere."""
     gradient_bytes: int = 4
     """Bytes of an accumulated gradient element."""
     reduction_bytes: int = 4
     """Bytes of a gradient element during its reduction."""
+    bucket: float = inf
+    """Gradient elements that one collective reduces."""
 
 
 ENGINE = Software()
@@ -113,6 +121,11 @@ class Setting:
     def cp(self) -> int:
         """Number of context-parallel ranks: 1 in this engine; other programs may have more."""
         return 1
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that share ZeRO's state; programs with hierarchical ZeRO have fewer."""
+        return self.dp * self.cp
 
     @property
     def holds_weights(self) -> bool:
@@ -185,6 +198,7 @@ class Setting:
             offload_optimizer=zero.offload_optimizer.device,
             offload_param=zero.offload_param.device, optimizer=config.optimizer.file,
             software=Software(
+                kernels="eager" if config.train.compile == "none" else "compiled",
                 reduction_bytes=BYTES[config.communication_data_type or "fp32"],
                 scatters_sends=pipeline.scatter_activations,
             ),

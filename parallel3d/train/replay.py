@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import CheckpointError
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.checkpoint import find
 from parallel3d.checkpoint.manifest import read_state, step_folders
 from parallel3d.checkpoint.state import RunState
@@ -26,8 +27,8 @@ from parallel3d.mesh.agree import gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import find_nodes
 from parallel3d.train.assembly import Assembly, assemble
-from parallel3d.train.digests import DIGESTS, compare_runs, is_close
-from parallel3d.train.metrics import METRICS, MetricsWriter, step_reached
+from parallel3d.train.digests import compare_runs, is_close
+from parallel3d.train.metrics import MetricsWriter, step_reached
 from parallel3d.train.start import Start, begin, open_corpus, restore
 from parallel3d.train.trainer import Trainer
 
@@ -37,11 +38,11 @@ Norms = dict[str, float]  # by "kind microbatch layer"
 
 
 def replay_config(
-    run: Path, step: int, mesh: Sequence[int] | None, overrides: Sequence[str]
+    run: Path, step: int, mesh: MeshSizes | None, overrides: Sequence[str]
 ) -> tuple[RunConfig, Path]:
     """Return the config that trains a run up to `step` again, and the checkpoint before that.
 
-    `mesh`: sizes of pp, dp and tp; None means the run's own. Raises CheckpointError if the run has
+    `mesh`: None means the run's own. Raises CheckpointError if the run has
     not trained the step, or has no checkpoint before it.
     """
     if step > (reached := step_reached(run)):
@@ -54,11 +55,9 @@ def replay_config(
         )
     raw = read_state(older[0])["config"]
     block = raw["parallel3d"]
-    own = block["mesh"]
-    sizes = dict(zip(("pp", "dp", "tp"), mesh or (own["pp"], own["dp"], own["tp"]), strict=True))
-    if sizes["pp"] == 1 != own["pp"]:
+    if mesh and mesh.pp == 1 != block["mesh"]["pp"]:
         block["pipeline"] |= {"schedule": "gpipe", "stages_per_rank": 1}
-    block["mesh"] = own | sizes
+    block["mesh"] |= mesh._asdict() if mesh else {}
     block["train"] |= {"stop_after": step, "evaluate_every": 0}
     block["run"] |= {"trackers": []}
     raw.pop("gradient_accumulation_steps", None)  # follows from the batch and dp
@@ -83,21 +82,15 @@ def replay(
     is_exact = mesh.device.type == "cpu" or config.train.deterministic
     is_same_mesh = is_exact and state.at(position)["mesh"] == source.state["mesh"]
     bound = 0.0 if is_same_mesh else BOUNDS[config.precision]
-    sizes = config.mesh
-    folder = run / "replays" / f"{sizes.pp}x{sizes.dp}x{sizes.tp}"
-
-    def forget() -> None:
-        for name in (METRICS, DIGESTS):
-            (folder / name).unlink(missing_ok=True)
-
-    on_first(mesh, forget)
+    folder = run / "replays" / str(config.mesh.sizes)
     parts = assemble(config, mesh, say=console.print)
     start = Start(config, {}, folder, "", corpus, source, position)
     restore(start, mesh, parts)
-    step = config.train.stop_after
-    assert step is not None
+    step = int(config.train.stop_after or 0)
     trace = _Trace(parts, mesh, step)
     writer = MetricsWriter(folder) if mesh.rank == 0 else None
+    if writer:
+        writer.rewind(0)  # the lines of an earlier replay
     Trainer(start, mesh, parts, writer=writer).run()
     norms = trace.gather(config.mesh.sequence_parallel)
 

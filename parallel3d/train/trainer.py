@@ -38,6 +38,7 @@ from parallel3d.train.stopping import StopRequest
 from parallel3d.train.watch import make_watch
 
 _FEWEST, _MOST = 10, 50  # the closing loss is the mean of a tenth of the steps, within these limits
+_LOADING_TIMEOUT = 1800.0  # seconds that a rank waits for another one that reads a checkpoint
 _PATIENCE = 20.0  # seconds for a step and a save; deepspeed's launcher waits 30 after a SIGTERM
 
 
@@ -335,6 +336,7 @@ class Trainer:
     def _rewind(self, verdict: Verdict, step: int) -> int:
         """Load the newest checkpoint and return its step, after which the next batch is trained."""
         pulse.doing(f"rewinding from step {step + 1}")
+        self.mesh.set_timeouts(_LOADING_TIMEOUT)
         checkpoint, folder = self._start.checkpoint, self._start.folder / "checkpoints"
         if self.saver:
             self.saver.finish()
@@ -354,6 +356,7 @@ class Trainer:
         self._bad.rewind_to(state)
         if self.writer:
             self.writer.rewind(checkpoint.step)
+        self.mesh.set_timeouts(self.config.train.timeout_seconds)
         return checkpoint.step
 
     def _give_up(self, message: str) -> NoReturn:

@@ -42,7 +42,7 @@ def test_what_a_plan_needs_is_there_and_plausible(name: str) -> None:
     assert h.memory_bandwidth and h.link and h.network and h.host and h.devices_per_node
     for dtype, measured in h.matmul_flops.items():
         peak = h.peak(dtype)
-        assert peak and 0.6 * peak < measured.value < peak
+        assert peak and 0.5 * peak < measured.value < peak  # MI300X reaches 51 %
     # Memory is faster than the links in a node, and these than what leaves it.
     link, network = h.link.bandwidth.value, h.network.bandwidth.value
     assert h.memory_bandwidth.value > 2 * link > 4 * network
@@ -55,7 +55,7 @@ def test_aliases_name_one_device_each() -> None:
     aliases = [alias for name in DESCRIBED for alias in hardware.load(name).aliases]
     assert len(aliases) == len(set(aliases))
     assert all(alias == alias.lower() for alias in aliases)
-    for gpu in ("v100", "a100", "a100-40gb", "h100", "h200", "b200", "gb200", "mi300x"):
+    for gpu in ("v100", "a100", "a100-40gb", "h100", "h200", "b200", "gb200", "gb300", "mi300x"):
         assert gpu in aliases
     for name in ("a100-80gb", "A100-80GB", "a100-sxm4-80gb", "A100"):
         assert hardware.load(name).name == "A100-SXM4-80GB"

@@ -130,6 +130,12 @@ def test_show_has_the_samples_of_the_run(packed):
             assert (part["begins"] and part["ends"]) or part["num_tokens"] in range(1, 25)
 
 
+def test_a_stream_of_one_token_has_no_sample():
+    packing = Packing.make(np.array([0, 1]), 8)
+    assert len(packing) == 0
+    assert packing.facts(np.array([0, 1]))["packed_samples"] == 0
+
+
 def test_streams_are_refused(tmp_path):
     data = {"source": "tokens", "paths": ["a.npy"], "stream": True, "manifest": "m"}
     data |= {"sequence_length": 8, "tokenizer": "gpt2", "packing": "best_fit"}

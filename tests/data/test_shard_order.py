@@ -13,6 +13,7 @@ pytestmark = pytest.mark.gloo
 COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
 
 
+@settings(max_examples=30)
 @given(COUNTS, st.integers(0, 2**63), st.integers(1, 14), st.data())
 def test_each_epoch_has_every_sample_and_any_part_of_it_is_the_same(counts, seed, window, data):
     order, size = ShardOrder(np.array(counts), window), sum(counts)
@@ -24,6 +25,7 @@ def test_each_epoch_has_every_sample_and_any_part_of_it_is_the_same(counts, seed
     assert again.tolist() == whole[some].tolist()
 
 
+@settings(max_examples=30)
 @given(COUNTS, st.integers(0, 2**63), st.integers(0, 3))
 def test_with_a_window_of_all_shards_it_is_the_order_of_a_local_corpus(counts, seed, more):
     index = np.arange(2 * sum(counts) + 5)

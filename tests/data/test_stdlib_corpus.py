@@ -28,7 +28,7 @@ corpus = prepare(SimpleNamespace(
     source="python-stdlib", token_field=None, paths=(), tokenizer="train", vocab_size=4096,
     held_out_fraction="auto", held_out_seed=0, validation={}, validation_split="validation",
     mixture=(), on_error="stop", max_skipped=0.1, workers="auto", cache="auto",
-    max_line_bytes=1000, stream=False, streams=()))
+    max_line_bytes=1000, stream=False, streams=(), packing="none", fim=None))
 print(json.dumps({
     **corpus.summary(), "calls": calls, "cpu_seconds": time.process_time(),
     "heavy": sorted({"torch", "datasets", "transformers", "tokenizers"} & set(sys.modules))}))

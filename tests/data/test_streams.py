@@ -97,7 +97,7 @@ def slow(*names):
     return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("store", ["folder", "s3", *slow("http", "memory")])
+@pytest.mark.parametrize("store", ["folder", *slow("s3", "http", "memory")])
 def test_from_every_store_it_is_the_local_order(store, shards, tmp_path):
     local = local_samples(shards / "*.npy", tmp_path)
 

@@ -11,7 +11,7 @@ from tests.data.ids import writers
 from tests.data.stores import http_store
 from tests.launch.launching import TRAIN, environment, torchrun
 
-pytestmark = pytest.mark.drill
+pytestmark = [pytest.mark.drill, pytest.mark.slow]
 
 KEY = "token=a-secret-key"
 PREPARE = str(Path(TRAIN).with_name("prepare.py"))
@@ -84,7 +84,6 @@ def test_a_streamed_run_takes_the_steps_of_a_local_one(runs, tmp_path):
     assert "?token=***" in config
 
 
-@pytest.mark.slow
 def test_it_resumes_on_another_mesh_with_the_same_samples(runs, tmp_path):
     settings = runs.stream | {"stream_window": 2, "stream_cache_bytes": 100_000}
     runs.run("whole", steps=40, **settings)

@@ -89,6 +89,49 @@ def test_all_bad_rows_together_abort_no_validation(
     )
 
 
+def test_what_is_missing_is_asked_for_once_per_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "table.csv"
+    rows = [
+        good(), changed("micro_batch="), changed("micro_batch= global_batch_seqs="), good(),
+        changed("source_id=mine"), changed("source_id=mine micro_batch="),
+    ]  # fmt: skip
+    path.write_text(text_of(rows), "utf-8")
+    monkeypatch.setenv("COLUMNS", "160")
+    code, out, err = validate(path, monkeypatch, capsys)
+    assert code == DONE
+    asked = json.loads(out)["asked"]
+    assert {name: column["lines"] for name, column in asked.items()} == {
+        "program": [6, 7], "micro_batch": [3, 4], "global_batch_seqs": [4],
+    }  # fmt: skip
+    assert err.count("sequences of a microbatch on one data-parallel rank") == 1
+
+
+def test_what_a_row_says_in_words_is_understood(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    own = "source_id=mine program=torchtitan tp=1 dp=8 n_gpus=8 "
+    rows = [
+        changed(own + "vocab=a 250k vocabulary"),
+        changed(own + "precision=mixed (16-bit)"),
+        changed(own + "zero_stage=FSDP, parameters not resharded"),
+        changed(own + "zero_stage=3 (HSDP) devices_per_node=4 network_gbps=100"),
+        changed(own + "kernels=not compiled"),
+    ]
+    path.write_text(text_of(rows), "utf-8")
+    read_rows, left_out = read(path)
+    assert not left_out
+    words, mixed, kept, hybrid, eager = (row.setting for row in read_rows)
+    assert words.layers[0].num_params == 250_000 * 4096
+    assert mixed.precision == "bf16" and mixed.layers == eager.layers
+    assert (kept.zero_stage, kept.weights, mixed.weights) == (3, "per_step", "per_microbatch")
+    assert (hybrid.shards, mixed.shards) == (4, 8)
+    assert (eager.software.kernels, mixed.software.kernels) == ("eager", "compiled")
+    network, node = read_rows[3].hardware.network, read_rows[3].hardware.devices_per_node
+    assert network and node and (network.bandwidth.value, node.value) == (12.5e9, 4)
+    assert "devices_per_node" not in read_rows[3].assumed
+
+
 HEADER = ",".join(NAMES) + "\n"
 GOOD = text_of([good()])
 FILES = {
@@ -138,8 +181,8 @@ def test_a_file_that_is_none_is_one_message(
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ("a,b", "line 3 has 2 cells, the header 36"),
-        (GOOD.splitlines()[1] + ",more", "line 3 has 37 cells, the header 36"),
+        ("a,b", "line 3 has 2 cells, the header 38"),
+        (GOOD.splitlines()[1] + ",more", "line 3 has 39 cells, the header 38"),
         ("," * (len(NAMES) - 1), "the row is empty"),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.published import programs, vocabulary
-from benchmarks.published.cells import UnusableRow
+from benchmarks.published.cells import UnusableRow, number_in
 
 pytestmark = pytest.mark.pure
 
@@ -22,6 +22,14 @@ def test_every_program_is_found_by_its_own_name_in_any_spelling() -> None:
     ):
         assert programs.named(text) is program
     assert programs.names("Megatron-LM").startswith('"Megatron-LM 2021", "Megatron-Core"')
+
+
+def test_sixteen_bits_in_words_are_the_format_of_the_chip() -> None:
+    for text in ("mixed (16-bit)", "16 bits", "half precision"):
+        assert vocabulary.precision_of(text, "fp16") == "fp16"
+        assert vocabulary.precision_of(text, "bf16") == "bf16"
+    with pytest.raises(UnusableRow, match="narrower weights are not modelled"):
+        vocabulary.precision_of("4-bit mixed", "bf16")
 
 
 @pytest.mark.parametrize(
@@ -45,11 +53,67 @@ def test_zero_stages_in_words(text: str, stage: int) -> None:
 @pytest.mark.parametrize(
     ("text", "attention", "hopper"),
     [("FlashAttention-2", "flash", False), ("flash_attn v3", "flash", True),
-     ("cuDNN (TE 1.9)", "flash", True), ("Flash", "flash", True), ("eager", "classic", True)],
+     ("cuDNN (TE 1.9)", "flash", True), ("Flash", "flash", True), ("eager", "classic", True),
+     ("FlashAttention-2 via SDPA", "flash", False), ("fused kernel", "flash", True)],
 )  # fmt: skip
 def test_attention_kernels_in_words(text: str, attention: str, hopper: bool) -> None:
-    program = vocabulary.with_kernel(programs.NEMO, text)
+    cells = {"program": "NeMo", "kernels": "", "attention_kernel": text}
+    program = vocabulary.with_kernels(programs.NEMO, cells)
     assert (program.attention, program.hopper, program.name) == (attention, hopper, "NeMo")
+
+
+@pytest.mark.parametrize(
+    ("program", "kernels", "expected"),
+    [
+        ("", "eager PyTorch", "eager"), ("", "torch.compile", "compiled"),
+        ("", "not compiled", "eager"), ("", "fused (Apex)", "tuned"), ("", "XLA", "compiled"),
+        ("torchtitan (torch.compile)", "", "compiled"), ("torchtitan, no compile", "", "eager"),
+        ("nanotron", "", "eager"), ("torchtitan (torch.compile)", "eager", "eager"),
+    ],
+)  # fmt: skip
+def test_the_class_of_a_program_is_what_the_row_says(
+    program: str, kernels: str, expected: str
+) -> None:
+    cells = {"program": program, "kernels": kernels, "attention_kernel": ""}
+    assert vocabulary.with_kernels(programs.NANOTRON, cells).kernels == expected
+
+
+def test_an_unknown_class_is_refused() -> None:
+    cells = {"program": "", "kernels": "quick", "attention_kernel": ""}
+    with pytest.raises(UnusableRow, match='kernels = "quick" is not known; write eager, compiled'):
+        vocabulary.with_kernels(programs.NANOTRON, cells)
+
+
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [
+        ("FSDP, parameters not resharded", "per_step"), ("FSDP", "per_microbatch"),
+        ("FSDP2 (reshard_after_forward=False)", "per_step"), ("3 (FSDP2)", "per_microbatch"),
+        ("FSDP2, reshard_after_forward: always", "per_microbatch"),
+        ("3, no resharding", "per_step"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_not_resharded_are_gathered_once(text: str, weights: str) -> None:
+    assert vocabulary.weights_of(text) == weights
+
+
+@pytest.mark.parametrize(
+    ("text", "shards"),
+    [("3 (HSDP)", 8), ("FSDP, hybrid, 16 shards", 16), ("3", 0), ("3 (FSDP2)", 0), ("ZeRO-3", 0),
+     ("FSDP, shards of 4", 4), ("3, inside a node", 8)],
+)  # fmt: skip
+def test_hierarchical_sharding_in_words(text: str, shards: int) -> None:
+    assert vocabulary.shards_of(text, 8) == shards
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("a 250k vocabulary", 250_000), ("BLOOM's 250,880", 250_880), ("50257 tokens", 50_257),
+     ("32.1K", 32_100), ("250k, padded to 250,880", 250_880), ("Llama 3's", None),
+     ("GPT-2's", None), ("cl100k_base", None)],
+)  # fmt: skip
+def test_vocabularies_in_words(text: str, size: int | None) -> None:
+    assert number_in(text) == size
 
 
 def test_notes_that_deny_adapters_leave_nothing_out() -> None:

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from parallel3d.base.errors import CheckpointError
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train import replay as replaying
 from parallel3d.train.ending import DONE
@@ -74,7 +75,7 @@ def replay_on_rank(rank, run, sizes, faults=(), alone=False):
 
     `alone`: no replay on another mesh is compared, but the one before.
     """
-    config, checkpoint = replaying.replay_config(run, STEP, sizes, [])
+    config, checkpoint = replaying.replay_config(run, STEP, MeshSizes(*sizes), [])
     config = config.resolve(int(os.environ["WORLD_SIZE"]))
     mesh, console = Mesh(*sizes), Console(quiet=True)
     said = [replaying.replay(config, mesh, run, checkpoint, console)]

@@ -31,10 +31,12 @@ from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import evaluate, fitting, room_of, worst
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.cost import costs_of
+from parallel3d.plan.time.network import sharing
 from parallel3d.plan.time.operators import Curves, curves_for
 from parallel3d.plan.time.step import lower_bound, step_time
 
 TOO_LARGE = 5  # the most plans that are faster than the first row, but do not fit
+OFFLOAD_GAIN = 0.1  # what an offload must save: the figures of hosts are assumed, not measured
 _TRIED = 4  # settings of a mesh that are compared to find the smallest of these
 _SAFE = 1 - 1e-9  # a bound and a simulation may be rounded differently
 
@@ -63,16 +65,22 @@ def search(
     """Return the `rows` fastest plans that fit, at most `per_mesh` of one mesh.
 
     The default of `per_mesh` leaves room for all meshes. A plan that fits without an offload is not
-    listed with it. Raises ConfigError if no mesh is possible or the hardware lacks a figure.
+    listed with it, and one with an offload comes behind those that take less than OFFLOAD_GAIN
+    longer. Tensor parallelism across nodes counts only if nothing else fits. Raises ConfigError if
+    no mesh is possible or the hardware lacks a figure.
     """
     candidates.check_fixed(request.fixed)
     candidates.refuse_empty(request)
-    work = _Search(request, curves or curves_for(request.hardware))
-    per_mesh = per_mesh or max(1, rows // len(work.meshes))
-    plans = tuple(islice(work.best_first(per_mesh), rows))
+    all_meshes = tuple(candidates.meshes(request))
+    node = sharing(request.devices, request.hardware)
+    for meshes in filter(None, (tuple(m for m in all_meshes if m.tp <= node), all_meshes)):
+        work = _Search(request, curves or curves_for(request.hardware), meshes)
+        most = per_mesh or max(1, rows // len(meshes))
+        if plans := tuple(islice(work.best_first(most), rows)):
+            break
     too_large = work.too_large(plans[0].time.seconds if plans else float("inf"))
     least = None if plans else evaluate(request, work.leanest(), curves)
-    return Ranking(plans, tuple(too_large), work.num_simulated, per_mesh, least)
+    return Ranking(plans, tuple(too_large), work.num_simulated, most, least)
 
 
 class Untested(NamedTuple):
@@ -96,13 +104,13 @@ class Fitting(NamedTuple):
 class _Search:
     """A search in progress."""
 
-    def __init__(self, request: Request, curves: Curves) -> None:
+    def __init__(self, request: Request, curves: Curves, meshes: tuple[MeshSizes, ...]) -> None:
         self.request, self.curves, self.hardware = request, curves, request.hardware
         self.room = room_of(request.hardware)  # of a device, and of its host
         self.num_simulated = 0
         # The time to accumulate gradients depends on the ZeRO stage; floors leave it out.
         self._software = replace(request.base.software, gradient_bytes=0)
-        self.meshes = tuple(candidates.meshes(request))
+        self.meshes = meshes
         flows = [flow for mesh in self.meshes for flow in candidates.flows(request, mesh)]
         self.floors = sorted((self._floor(flow), flow) for flow in flows)
         # If host and device are the same cores, an offload may be faster than none.
@@ -153,7 +161,12 @@ class _Search:
             self.num_simulated += 1
             time = step_time(node.setting, self.hardware, self.curves)
             plan = Plan(self.request, node.setting, node.memory, time)
-            yield float(f"{time.seconds:.9g}"), plan
+            yield float(f"{time.seconds * self._cost_of_offload(node.setting):.9g}"), plan
+
+    def _cost_of_offload(self, setting: Setting) -> float:
+        """Return the factor on an offloaded plan's seconds by which plans are ordered."""
+        offloads = {setting.offload_optimizer, setting.offload_param} != {"none"}
+        return 1 + OFFLOAD_GAIN if offloads and not self._offload_may_help else 1.0
 
     def _untested(
         self, flow: Flow, order: Order, groups: Sequence[Sequence[ZeroState]]

@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import Problem, Problems
-from parallel3d.config.hardware import Hardware
+from parallel3d.config.hardware import Hardware, Kernels
 from parallel3d.model.spec import Attention, MatMul, Work
 from parallel3d.plan.setting import BYTES, Precision, Software
 
@@ -31,6 +31,10 @@ class Curves:
     """The highest FLOP/s of a matrix product over the data sheet's peak, if it is not measured."""
     matmul: float = 0.9
     """Fraction of the highest measured FLOP/s that a very large product reaches."""
+    eager: float = 1.0
+    """Rate of products in a program of eager kernels, relative to one of tuned kernels."""
+    compiled: float = 1.0
+    """Rate of products in a compiled program, relative to one of tuned kernels."""
     wave: float = 1.2e6
     """Output elements whose time is lost at the end of a product: devices compute tiles in waves,
     and the last wave is not full."""
@@ -72,8 +76,12 @@ class Curves:
     """Seconds to synchronise the ranks of a collective."""
     overhead_per_layer: float = 4.2e-4
     """Host seconds per layer and forward; a backward takes twice as long (eager PyTorch at toy
-    sizes was measured at 0.33 ms, without kernel launches). A separate device computes meanwhile,
-    so the longer of host and device counts there."""
+    sizes was measured at 0.33 ms, without kernel launches). A separate device computes meanwhile;
+    `host_overlap` says how well the two overlap."""
+    host_overlap: float = 3.0
+    """Exponent p of (host^p + device^p)^(1/p), the seconds of a layer's pass on a separate device.
+    1 adds the two, and infinity leaves the longer one: some kernels of a layer wait for the host
+    even if its others do not."""
     overhead_per_action: float = 1e-4
     """Host seconds per forward or backward of a stage."""
     overhead_per_gather: float = 1e-5
@@ -172,6 +180,13 @@ def matmul_flops(hardware: Hardware, precision: Precision, curves: Curves) -> fl
     )
 
 
+def kernel_speed(hardware: Hardware, kernels: Kernels, curves: Curves) -> float:
+    """Return the rate of products in a program of such kernels; that of tuned ones is 1."""
+    if measured := hardware.kernels.get(kernels):
+        return measured.value
+    return {"eager": curves.eager, "compiled": curves.compiled, "tuned": 1.0}[kernels]
+
+
 def matmul_seconds(
     product: MatMul, precision: Precision, hardware: Hardware, curves: Curves
 ) -> float:
@@ -246,6 +261,7 @@ def work_seconds(
     if backward:
         products = tuple(p for product in products for p in backward_products(product))
     matmuls = sum(matmul_seconds(p, precision, hardware, curves) for p in products)
+    matmuls /= kernel_speed(hardware, software.kernels, curves)
     attention = traffic = 0.0
     if work.attention:
         attention = attention_seconds(
@@ -254,7 +270,8 @@ def work_seconds(
     if work.traffic:
         traffic = KERNELS * curves.overhead_per_operator
         # Few programs fuse the loss: each of its fp32 copies of the logits goes through memory.
-        left = curves.fused if software.fused and work.attention else 1.0
+        fuses = software.kernels != "eager" and hardware.cores is None
+        left = curves.fused if fuses and work.attention else 1.0
         traffic += left * traffic_seconds(work.traffic, precision, hardware, curves)
         traffic *= 2 if backward else 1
     return WorkSeconds(

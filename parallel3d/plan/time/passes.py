@@ -101,7 +101,8 @@ def _with_program(own: PassSeconds, program: float, machine: Machine) -> PassSec
     """Return a pass with its host time, which overlaps with a device but not with cores."""
     waits = program
     if machine.hardware.cores is None:
-        waits = max(0.0, program - own.compute - own.tensor)
+        busy, power = own.compute + own.tensor, machine.curves.host_overlap
+        waits = (program**power + busy**power) ** (1 / power) - busy
     return PassSeconds(own.compute + waits, own.tensor, own.free + waits)
 
 
@@ -119,7 +120,7 @@ def _priced(
         collective_seconds(c.kind, c.elements * size, *group, hardware, curves) for c in collectives
     )
     hidden = 0.0
-    if software.overlaps_tensor:
+    if software.overlaps_tensor and (backward or not software.exposes_forward):
         hidden = min(seconds.matmuls, curves.tensor_overlap * tensor)
     attention = seconds.attention * cp  # queries attend to the keys of all cp ranks
     if work.attention and cp > 1:

@@ -25,6 +25,7 @@ class Sharding(NamedTuple):
     tp: int
     dp: int
     cp: int
+    shards: int
     devices: int
     sequence_parallel: bool
     precision: Precision
@@ -41,8 +42,8 @@ class Sharding(NamedTuple):
     def of(cls, setting: Setting) -> "Sharding":
         """Return the sharding of a setting."""
         return cls(
-            setting.tp, setting.dp, setting.cp, setting.devices, setting.sequence_parallel,
-            setting.precision, setting.zero_stage, setting.reduces_once,
+            setting.tp, setting.dp, setting.cp, setting.shards, setting.devices,
+            setting.sequence_parallel, setting.precision, setting.zero_stage, setting.reduces_once,
             _gathers(setting) if setting.holds_weights else (), setting.offload_optimizer,
             setting.offload_param, setting.persistence, setting.optimizer,
         )  # fmt: skip
@@ -133,15 +134,19 @@ class _HeldWeights:
         self.total = together(self._layers)
         self._sharding, self._machine = sharding, machine
         self._one_ring = sharding.zero_stage == 3 and machine.software.one_ring
-        replicas = sharding.dp * sharding.cp
-        self._replicas = group_of(replicas, sharding.tp, sharding.devices, machine.hardware)
+        shards, tp = sharding.shards, sharding.tp
+        self._copies = sharding.dp * sharding.cp // shards
+        self._shards, self._across = (
+            group_of(ranks, stride, sharding.devices, machine.hardware)
+            for ranks, stride in ((shards, tp), (self._copies, tp * shards))
+        )
 
     def collective(
         self, kind: Kind, num_bytes: float, group: RankGroup | None = None, one_ring: bool = False
     ) -> float:
-        """Return the seconds of a collective, by default of the data-parallel group."""
+        """Return the seconds of a collective, by default of the ranks that share the state."""
         hardware, curves = self._machine.hardware, self._machine.curves
-        ranks = group or self._replicas
+        ranks = group or self._shards
         return collective_seconds(kind, num_bytes, *ranks, hardware, curves, one_ring=one_ring)
 
     def gather(self, size: int) -> float:
@@ -157,32 +162,40 @@ class _HeldWeights:
         return sum(count for count, one in self._layers if one.gathered)
 
     def reduce(self) -> float:
-        """Return the seconds to reduce the gradients, which are in one contiguous buffer."""
+        """Return the seconds to reduce the gradients, bucket by bucket.
+
+        If the ranks that share the state are not all replicas, they reduce first, and then each
+        reduces its shard with its counterparts.
+        """
         kind: Kind = "reduce_scatter" if self._sharding.zero_stage else "all_reduce"
-        moved = self.total.params * self._machine.software.reduction_bytes
-        return self.collective(kind, moved, one_ring=self._one_ring)
+        num_buckets = max(1, round(self.total.params / self._machine.software.bucket))
+        moved = self.total.params * self._machine.software.reduction_bytes / num_buckets
+        seconds = self.collective(kind, moved, one_ring=self._one_ring)
+        shard = moved / self._sharding.shards
+        seconds += self.collective("all_reduce", shard, self._across, self._one_ring)
+        return num_buckets * seconds
 
 
 def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine) -> StageTransfers:
     software, curves = machine.software, machine.curves
     weights = _HeldWeights(model, held, sharding, machine)
-    sizes, replicas = weights.total, sharding.dp * sharding.cp
+    sizes, shards = weights.total, sharding.shards
     size = BYTES[sharding.precision]
     gather = fetch = overhead = reduce = store = 0.0
     num_accumulated: float = sizes.params
     if sharding.zero_stage == 3:
         gather = weights.gather(size)
-        fetch = fetch_seconds(sizes.params / replicas * size, sharding.offload_param, machine)
+        fetch = fetch_seconds(sizes.params / shards * size, sharding.offload_param, machine)
         handled = sizes.num_params - (0 if software.handles_small else sizes.num_small)
-        apart = curves.overhead_per_message if replicas > 1 else 0.0
+        apart = curves.overhead_per_message if shards > 1 else 0.0
         overhead = weights.num_gathers if sharding.gathers else handled
         overhead *= curves.overhead_per_gather + apart
     if not sharding.reduces_once:
         reduce = weights.reduce()
         if sharding.offload_optimizer != "none" and sharding.zero_stage >= 1:
-            store = to_host_seconds(sizes.params / replicas * software.gradient_bytes, machine)
+            store = to_host_seconds(sizes.params / shards * software.gradient_bytes, machine)
         if sharding.zero_stage >= 2:
-            num_accumulated /= replicas
+            num_accumulated /= shards
     added = _touch(2 * num_accumulated * software.gradient_bytes, sharding, machine, curves.traffic)
     return StageTransfers(gather, fetch, overhead, reduce, store, added)
 
@@ -195,9 +208,9 @@ def _coord(
     hardware = machine.hardware
     held = tuple(sum(counts) for counts in zip(*(layout.stages[c] for c in classes), strict=True))
     weights = _HeldWeights(model, held, sharding, machine)
-    sizes, replicas = weights.total, sharding.dp * sharding.cp
+    sizes = weights.total
     zero, size = sharding.zero_stage, BYTES[sharding.precision]
-    own = sizes.params / (replicas if zero else 1)
+    own = sizes.params / (sharding.shards if zero else 1)
     before = fetch = program = later = least = reduce = after = tensor = tied = 0.0
     for times, move in zip(sharding.gathers, moves, strict=False):
         later += times * move.gather_seconds - (0.0 if before else move.gather_seconds)

@@ -47,8 +47,10 @@ def best_of_each_mesh(request, rows):
         if not request.hardware.cores and state.num_offloads and (flow, order, state[1:3]) in bare:
             continue  # it fits without
         seconds = step_time(setting_of(request, flow, order, state), request.hardware).seconds
-        best[flow.mesh] = min(best.get(flow.mesh, 1e9), seconds)
-    return sorted(best.items(), key=lambda item: item[1])[:rows]
+        rank = seconds * (1.1 if state.num_offloads and not request.hardware.cores else 1)
+        best[flow.mesh] = min(best.get(flow.mesh, (1e9, 1e9)), (rank, seconds))
+    ranked = sorted(best.items(), key=lambda item: item[1])[:rows]
+    return [(mesh, seconds) for mesh, (_, seconds) in ranked]
 
 
 # From plenty to so little that only recomputation, ZeRO-3 and offload are left.
@@ -81,7 +83,7 @@ def test_rows_are_those_of_an_exhaustive_search(devices, batch, layers, memory, 
 def test_bounds_are_bounds():
     """On what the search discards by: time from below, memory from below."""
     request = request_of(config(), machine(), 8)
-    work = _Search(request, curves_for(request.hardware))
+    work = _Search(request, curves_for(request.hardware), tuple(candidates.meshes(request)))
     floors = {flow: floor for floor, flow in work.floors}
     for flow, order, state in [*everything(request)][::97]:
         setting = setting_of(request, flow, order, state)
@@ -177,6 +179,23 @@ def test_the_smallest_change_fits(devices, memory, batch, every):
         assert fits(held, request.hardware), words
         changed += 1
     assert changed >= 5
+
+
+def test_tensor_parallelism_stays_inside_a_node_unless_nothing_else_fits():
+    """Two nodes of two: tp 4 would be between them."""
+    fixed = {"pp": 1, "zero_stage": 0, "recompute": "full"}
+    roomy = request_of(config(batch=4), machine(per_node=2), 4, fixed)
+    rows = search(roomy).plans
+    assert {plan.setting.tp for plan in rows} == {1, 2}
+    assert {
+        p.setting.tp
+        for p in search(request_of(config(batch=4), machine(per_node=4), 4, fixed)).plans
+    } == {1, 2, 4}
+    # Room for what tp 4 needs, and no more.
+    only = request_of(config(batch=4), machine(per_node=2), 4, fixed | {"tp": 4})
+    least = min(plan.memory.total for plan in search(only).plans)
+    tight = request_of(config(batch=4), machine(least, host_memory=0.0, per_node=2), 4, fixed)
+    assert {plan.setting.tp for plan in search(tight).plans} == {4}
 
 
 def test_faster_plans_that_do_not_fit_are_said_with_what_to_change():
@@ -299,6 +318,31 @@ def test_a_search_counts_scattered_activations():
         assert plan.setting.software.scatters_sends == scatters
         sends.append(plan.time.parts["pipeline"])
     assert 0 < sends[1] < sends[0]
+
+
+PLANNED = "--mesh plan --gradient_accumulation_steps auto --train_micro_batch_size_per_gpu auto"
+LLAMA_405B = (
+    "--model.hidden_size 16384 --model.num_hidden_layers 126 --model.num_attention_heads 128 "
+    "--model.intermediate_size 53248"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes", "batch", "devices", "mesh"),
+    [
+        ("llama-70b", LLAMA_405B, 2048, 16_384, (16, 128, 8)),  # its authors' own
+        ("llama-70b", "", 128, 64, (1, 64, 1)),
+        ("llama-8b", "", 128, 8, (1, 4, 2)),
+    ],
+)
+def test_first_rows_are_those_beside_published_meshes(name, sizes, batch, devices, mesh):
+    """docs/planner.md has them, with the reason of each difference."""
+    words = f"{PLANNED} {sizes} --train_batch_size {batch}".split()
+    wanted = RunConfig.from_json(f"{name}.json", words)
+    row = search(request_of(wanted, hardware.load("h100"), devices), rows=1).plans[0].setting
+    assert (row.pp, row.dp, row.tp) == mesh
+    assert row.offload_optimizer == row.offload_param == "none"
 
 
 @pytest.mark.slow

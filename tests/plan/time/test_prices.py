@@ -1,12 +1,15 @@
 """What single operators, collectives, ZeRO and offload cost in a plan, beside figures by hand."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from math import inf
 
 import pytest
 
+from benchmarks.published.run import PublishedSetting
 from parallel3d.base.errors import ConfigError
-from parallel3d.config import hardware
+from parallel3d.config import RunConfig, hardware
+from parallel3d.config.hardware import Figure
 from parallel3d.model.spec import Attention, MatMul, Shape
 from parallel3d.plan.layers.placement import stage_classes_of
 from parallel3d.plan.layers.weight_counts import WeightSizes
@@ -14,7 +17,13 @@ from parallel3d.plan.memory.states import states
 from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.plan.time.cost import costs_of
 from parallel3d.plan.time.network import collective_seconds, crosses, group_of, send_seconds
-from parallel3d.plan.time.operators import Curves, attention_seconds, machine_of, matmul_seconds
+from parallel3d.plan.time.operators import (
+    Curves,
+    attention_seconds,
+    machine_of,
+    matmul_seconds,
+    work_seconds,
+)
 from parallel3d.plan.time.sharding import transfers_of
 from parallel3d.plan.time.step import step_time
 from parallel3d.schedule.schedule import Action, Op
@@ -143,6 +152,88 @@ def test_gradients_reduced_in_bf16_move_half_the_bytes(stage) -> None:
     half = [s / 2 for s in seconds[0]]
     assert seconds[1] == pytest.approx(half, rel=0.05) and max(half) > 0
     assert buckets[1] == buckets[0] / (2 if stage == 3 else 1)
+
+
+def test_hierarchical_zero_gathers_inside_a_node_and_reduces_shards_between_nodes() -> None:
+    """Closed form for 16 replicas on two nodes of 8, which share the state among 8 or among all."""
+    curves = replace(Curves(), link=1.0, network=1.0, congestion=0.0, latency=1.0)
+    curves = replace(curves, **{n: 0.0 for n in vars(curves) if n.startswith("overhead")})
+    machine = A100.model_copy(update={"link": link(3e11, 3e-6), "network": link(25e9, 1e-5)})
+    moves = partial(collective_seconds, hardware=machine, curves=curves)
+    base = Setting(layers_of(GPT), GPT.hidden_size, Shape(1, 128), 1, dp=16, zero_stage=3)
+    base = base.but(buffers=replace(base.buffers, stage3_param_persistence_threshold=0))
+    own = {f.name: getattr(base, f.name) for f in fields(Setting)}
+    for shards, inside in ((8, 8), (0, 16)):
+        setting = PublishedSetting(**own, sharding_ranks=shards)
+        assert setting.shards == inside
+        layout = stage_classes_of(setting)
+        ((stage,), (once,)) = transfers_of(layout, setting, machine_of(machine, Software(), curves))
+        sizes = [layer.num_params for layer in setting.layers]
+        gathers = sum(moves("all_gather", 2 * size, inside, 8) for size in sizes if size)
+        assert stage.gather_seconds == pytest.approx(gathers)
+        total = 4 * sum(sizes)
+        reduction = moves("reduce_scatter", total, inside, 8)
+        if shards:
+            reduction += moves("all_reduce", total / 8, 2, 1)
+        assert once.reduce_seconds == pytest.approx(reduction)
+
+
+def test_buckets_wait_once_each() -> None:
+    """DDP's many small reductions between 64 nodes, and one of all gradients."""
+    setting = Setting(layers_of(GPT), GPT.hidden_size, Shape(1, 128), 1, dp=512, zero_stage=1)
+    layout, params = stage_classes_of(setting), setting.num_params
+
+    def reduction(bucket: float) -> float:
+        machine = machine_of(A100, Software(bucket=bucket), Curves())
+        return transfers_of(layout, setting, machine)[1][0].reduce_seconds
+
+    whole, moves = reduction(inf), partial(collective_seconds, hardware=A100, curves=Curves())
+    assert whole == reduction(2 * params) == moves("reduce_scatter", 4 * params, 512, 8)
+    ten = reduction(params / 10)
+    assert ten == pytest.approx(10 * moves("reduce_scatter", 4 * params / 10, 512, 8))
+    waits = Curves().overhead_per_collective + (448 * 3.4e-6 + 64 * 1.4e-5)
+    assert ten - whole == pytest.approx(9 * waits, rel=0.2)
+
+
+def test_the_class_of_a_program_sets_the_rate_of_its_products() -> None:
+    curves = Curves(eager=0.9, compiled=0.95)
+    work = layers_of(GPT)[1].cost(Shape(1, 128)).forward
+    times = {
+        kernels: work_seconds(work, "bf16", A100, curves, Software(kernels=kernels))
+        for kernels in ("eager", "compiled", "tuned")
+    }
+    assert times["eager"].matmuls == pytest.approx(times["tuned"].matmuls / 0.9)
+    assert times["compiled"].matmuls == pytest.approx(times["tuned"].matmuls / 0.95)
+    assert times["eager"].traffic > times["compiled"].traffic == times["tuned"].traffic
+    # A figure that was measured on the device counts instead of the fitted one.
+    measured = A100.model_copy(update={"kernels": {"eager": Figure(value=0.5, source="measured")}})
+    eager = work_seconds(work, "bf16", measured, curves, Software())
+    assert eager.matmuls == pytest.approx(times["tuned"].matmuls / 0.5)
+    own = {name: Setting.from_config(compiled(name)).software.kernels for name in ("none", "block")}
+    assert own == {"none": "eager", "block": "compiled"}
+
+
+def compiled(mode: str) -> RunConfig:
+    """Return a config of one device that compiles its blocks, or not."""
+    raw = config(batch=4).to_dict()
+    raw["parallel3d"] |= {"mesh": {"pp": 1, "dp": 1, "tp": 1}, "plan": {}}
+    raw["parallel3d"]["train"]["compile"] = mode
+    return RunConfig.from_dict(raw).resolve(1)
+
+
+def test_host_and_device_overlap_less_the_nearer_they_are() -> None:
+    """(host^p + device^p)^(1/p): 1 adds, infinity takes the longer."""
+    setting = Setting(layers_of(GPT), GPT.hidden_size, Shape(1, 128), 1, zero_stage=0)
+    ideal = replace(Curves(), **{n: 0.0 for n in vars(Curves()) if n.startswith("overhead")})
+    host = replace(ideal, overhead_per_layer=1e-3)
+
+    def compute(curves: Curves) -> float:
+        return step_time(setting, A100, curves).parts["compute"]
+
+    device, both = compute(ideal), compute(replace(host, host_overlap=1.0))
+    alone = both - device
+    longer = compute(replace(host, host_overlap=50.0))
+    assert max(device, alone) * 0.99 < longer < compute(host) < both
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
