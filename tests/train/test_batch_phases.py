@@ -68,6 +68,7 @@ def run_in_parts(raw, parts):
         settings = {"parallel3d.train.stop_after": stop_after} | settings
         ranks = start(changed(raw, settings), mesh)
         assert {ended.code for ended in ranks} == {STOPPED if stop_after else DONE}, ranks
+        assert any(ended.says("12 from sample 12 (learning rate x 1.225)") for ended in ranks)
         ends.append(sum(SIZES[:stop_after]))
         assert samples_of(ranks) == list(range(*ends[-2:]))
 
