@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.mesh.launch import Launch
+from parallel3d.train.checkpoint_config import evaluation_config
 from parallel3d.train.ending import DONE, STOPPED
 from tests.checkpoint.drill import LENGTH, changed, prepared_config
 from tests.train.running import folder_of, start
@@ -66,6 +68,7 @@ def run_in_parts(raw, parts):
         settings = {"parallel3d.train.stop_after": stop_after} | settings
         ranks = start(changed(raw, settings), mesh)
         assert {ended.code for ended in ranks} == {STOPPED if stop_after else DONE}, ranks
+        assert any(ended.says("12 from sample 12 (learning rate x 1.225)") for ended in ranks)
         ends.append(sum(SIZES[:stop_after]))
         assert samples_of(ranks) == list(range(*ends[-2:]))
 
@@ -77,6 +80,10 @@ def test_the_same_run_on_pp_2_with_a_resume_in_between(tmp_path):
     zero = "zero_optimization.stage"
     run_in_parts(two, [((2, 1, 1), 3, {zero: 3}), ((2, 1, 1), None, {zero: 1})])
     check_same(two, one)
+    # dp 3 cannot do its sizes, but an evaluation has one size.
+    checkpoint = folder_of(two) / "checkpoints" / f"step-{len(SIZES)}"
+    config = evaluation_config(checkpoint, Launch(0, 6, 0)).resolve(6)
+    assert config.mesh.dp == 3 and config.global_batch_size % (3 * MICRO) == 0
 
 
 @pytest.mark.slow
