@@ -60,14 +60,14 @@ ROOMS = [
 # The most statements of each room: what stood when the house was made small, and 5 %. Whoever needs
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
-    "launch": 885,
+    "launch": 870,
     "models": 880,
     "parallel3d/base": 870,
     "parallel3d/calibrate": 560,
     "parallel3d/checkpoint": 1360,
     "parallel3d/config": 1800,
     "parallel3d/data": 3820,
-    "parallel3d/doctor": 240,
+    "parallel3d/doctor": 205,
     "parallel3d/engine": 1480,
     "parallel3d/huggingface": 960,
     "parallel3d/mesh": 1220,

@@ -5,7 +5,6 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +13,11 @@ import pytest
 
 from parallel3d.calibrate.measure_device import Effort
 from parallel3d.config import RunConfig, hardware
-from parallel3d.doctor import facts, links
-from parallel3d.doctor.checks import judge
-from parallel3d.doctor.facts import UNLIMITED, Facts
-from parallel3d.doctor.links import NEIGHBOURS, Timed
+from parallel3d.doctor import check, hosts, links
+from parallel3d.doctor.hosts import ALIKE, check_hosts
+from parallel3d.doctor.links import NEIGHBOURS, Timed, check_links
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.mesh.nodes import Nodes, find_nodes
+from parallel3d.mesh.nodes import Nodes
 from parallel3d.verify.local_ranks import run_locally
 from tests.launch.launching import environment, torchrun
 
@@ -28,19 +26,20 @@ pytestmark = pytest.mark.gloo
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
 NODES = Nodes(("node0", "node0", "node1", "node1"), ("a", "a", "b", "b"))
-HEALTHY = Facts(
-    {"Python": "3.11.7", "torch": "2.13.0"}, "H100", 0.01, 0.0, True, True, 2**20, UNLIMITED,
-    8 * GIB, 64 * GIB, 900 * GIB,
-)  # fmt: skip
+HEALTHY = dict.fromkeys(ALIKE, "1.0") | {
+    "device memory in use": 0.01, "clock": 0.0, "run directory": True, "data cache": True,
+    "open files": 2**20, "locked memory": resource.RLIM_INFINITY, "shared memory": 8 * GIB,
+    "free memory per rank": 64 * GIB, "free disk for runs": 900 * GIB,
+}  # fmt: skip
 CONFIG = RunConfig.from_json("ds.json")
 
 
-def failures(facts_of_ranks=(HEALTHY,) * 4, groups=(), nodes=NODES, described=None):
+def failures(rows=(HEALTHY,) * 4, groups=(), nodes=NODES):
     """The outliers and the remedy of each check that fails, by its name."""
-    rows = list(judge(CONFIG, facts_of_ranks, groups, nodes, described))
-    assert len({row.name for row in rows}) == len(rows)
-    assert all(bool(row.outliers) == bool(row.remedy) == bool(row.where) for row in rows)
-    return {row.name: (row.outliers, row.remedy) for row in rows if row.remedy}
+    checks = [*check_hosts(CONFIG, rows, nodes), *check_links(groups, nodes, "h100")]
+    assert len({row.name for row in checks}) == len(checks)
+    assert all(bool(row.outliers) == bool(row.remedy) for row in checks)
+    return {row.name: (row.outliers, row.remedy) for row in checks if row.remedy}
 
 
 def test_equal_hosts_pass():
@@ -48,37 +47,35 @@ def test_equal_hosts_pass():
 
 
 @pytest.mark.parametrize(
-    "changes, check, remedy",
+    "name, value, remedy",
     [
-        ({"versions": {"Python": "3.11.7", "torch": "2.12.0"}}, "torch", "the same torch"),
-        ({"device": "A100"}, "device", "equal devices"),
-        ({"device_used": 0.4}, "device memory in use", "nvidia-smi"),
-        ({"seconds_ahead": -30.0}, "clock", "chronyc"),
-        ({"sees_runs": False}, "run directory", "parallel3d.run.directory"),
-        ({"open_files": 256}, "open files", "ulimit -n"),
-        ({"locked_memory": 8 * 2**20}, "locked memory", "memlock"),
-        ({"shared_memory": 64 * 2**20}, "shared memory", "--shm-size"),
-        ({"free_memory": 20 * GIB}, "free memory per rank", "end the other processes"),
-        ({"free_disk": 2**20}, "free disk for runs", "free some space"),
+        *((name, "0.9", f"the same {name}") for name in ALIKE),
+        ("device memory in use", 0.4, "nvidia-smi"),
+        ("clock", -30.0, "chronyc"),
+        ("run directory", False, "parallel3d.run.directory"),
+        ("open files", 256, "ulimit -n"),
+        ("locked memory", 8 * 2**20, "memlock"),
+        ("shared memory", 64 * 2**20, "--shm-size"),
+        ("free memory per rank", 20 * GIB, "end the other processes"),
+        ("free disk for runs", 2**20, "free some space"),
     ],
-    ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_the_rank_that_differs_is_named(changes, check, remedy):
+def test_the_rank_that_differs_is_named(name, value, remedy):
     """Rank 0 itself is named, too: the others are compared with each other, not with it."""
     for odd in (0, 2):
-        ranks = [replace(HEALTHY, **changes) if rank == odd else HEALTHY for rank in range(4)]
-        ((name, (outliers, text)),) = failures(ranks).items()
-        assert (name, outliers) == (check, (odd,)) and remedy in text
+        rows = [HEALTHY | {name: value} if rank == odd else HEALTHY for rank in range(4)]
+        ((failed, (outliers, text)),) = failures(rows).items()
+        assert (failed, outliers) == (name, (odd,)) and remedy in text
 
 
 def test_a_cache_that_is_not_shared_is_no_fault():
-    own = replace(HEALTHY, sees_cache=False)
+    own = HEALTHY | {"data cache": False}
     assert failures([HEALTHY, HEALTHY, own, own]) == {}
     assert failures([own] * 4).keys() == {"data cache"}  # not even rank 0 can write to it
 
 
 def grid(slow_ranks=(), slow_pair=None, hosts=None):
-    """The times of a 2x2x2 mesh's groups and of its ring, where what is slow takes ten times."""
+    """The rates of a 2x2x2 mesh's groups and of its ring, where what is slow has a tenth."""
     hosts = hosts or ("a",) * 8
     groups = {"pp": [(r, r + 4) for r in range(4)], "tp": [(r, r + 1) for r in (0, 2, 4, 6)]}
     groups["dp"] = [(0, 2), (1, 3), (4, 6), (5, 7)]
@@ -86,9 +83,8 @@ def grid(slow_ranks=(), slow_pair=None, hosts=None):
     for kind, members in groups.items():
         for ranks in members:
             is_slow = set(ranks) & set(slow_ranks) or (kind == NEIGHBOURS and ranks == slow_pair)
-            machines = tuple({hosts[rank]: None for rank in ranks})
-            seconds = 0.1 if is_slow else 0.01 if len(machines) == 1 else 0.05
-            yield Timed(kind, ranks, machines, 2**20, seconds)
+            num_machines = len({hosts[rank] for rank in ranks})
+            yield Timed(kind, ranks, num_machines, 1e8 if is_slow else 1e9 / num_machines**2)
 
 
 @pytest.mark.parametrize(
@@ -109,13 +105,10 @@ def test_slow_links_are_where_slow_groups_intersect(planted, outliers):
 
 def test_a_slow_host_is_named_by_groups_that_share_no_rank():
     nodes = Nodes(("h0", "h0", "h1", "h1", "h2", "h2"), tuple("aabbcc"))
-    seconds = {(0, 2): 1.0, (1, 3): 1.0, (2, 4): 1.0, (3, 5): 1.0, (4, 0): 0.1, (5, 1): 0.1}
+    rates = {(0, 2): 1e8, (1, 3): 1e8, (2, 4): 1e8, (3, 5): 1e8, (4, 0): 1e9, (5, 1): 1e9}
     pairs = [pair for part in links.rounds(nodes) for pair in part]
     assert {frozenset(p) for p in pairs} >= {frozenset((0, 2)), frozenset((1, 3))}
-    groups = [
-        Timed(NEIGHBOURS, ranks, tuple(nodes.machines[r] for r in ranks), 2**20, s)
-        for ranks, s in seconds.items()
-    ]
+    groups = [Timed(NEIGHBOURS, ranks, 2, rate) for ranks, rate in rates.items()]
     assert failures((HEALTHY,) * 6, groups, nodes)["slow links"][0] == (2, 3)
 
 
@@ -130,32 +123,39 @@ def test_the_ring_meets_each_rank_twice_and_once_in_a_round(size):
     assert sorted(every) == sorted([*range(size)] * 2)
 
 
+IDEAL = {"link": 1.0, "latency": 1.0, "overhead_per_collective": 0.0}
+
+
 def test_links_slower_than_the_hardware_file_fail():
+    """The planner's seconds are a sum by hand: a ring moves half of 64 MiB over each link."""
     described = hardware.load("h100-sxm5-80gb")
-    fast = Timed("tp", (0, 1), ("a",), 2**26, 2**25 / 200e9)
-    slow = replace(fast, ranks=(2, 3), machines=("b",), seconds=2**25 / 20e9)
-    assert failures(groups=[fast], described=described) == {}
-    assert failures(groups=[slow], described=described)["links: tp"][0] == (2, 3)
+    described = described.model_copy(update={"curves": {**IDEAL}})
+    seconds = links._planned_seconds("tp", 2**26, 2, 1, described)
+    by_hand = 2**25 / described.link.bandwidth.value + described.link.latency.value
+    assert seconds == pytest.approx(by_hand)
+    fast = Timed("tp", (0, 1), 1, 200e9, planned=400e9)
+    slow = Timed("tp", (2, 3), 1, 100e9, planned=400e9)
+    assert failures(groups=[fast]) == {}
+    ((name, (outliers, _)),) = failures(groups=[fast, slow]).items()
+    assert (name, outliers) == ("links: tp", (2, 3))
 
 
 def planted(rank, folder):
     """What the doctor says of four ranks, of which the third differs in everything."""
     raw = {"parallel3d.run.directory": folder, "parallel3d.data.cache": folder}
-    facts.wait_until = lambda look, _: look()
+    hosts.wait_until = lambda look, _: look()
     if rank == 2:
-        facts.torch = SimpleNamespace(**vars(facts.torch) | {"__version__": "1.13"})
-        facts.time = SimpleNamespace(time=lambda: time.time() + 20)
-        facts.resource = SimpleNamespace(**vars(resource) | {"getrlimit": lambda _: (64, 64)})
+        hosts.torch = SimpleNamespace(**vars(hosts.torch) | {"__version__": "1.13"})
+        hosts.time = SimpleNamespace(time=lambda: time.time() + 20)
+        hosts.resource = SimpleNamespace(**vars(resource) | {"getrlimit": lambda _: (64, 64)})
         raw["parallel3d.run.directory"] = f"{folder}/own"
         links.timings = partial(late, links.timings)
     overrides = [word for key, value in raw.items() for word in (f"--{key}", value)]
     config = RunConfig.from_json("ds.json", [*overrides, "--mesh.pp", "2", "--mesh.tp", "2"])
     mesh = Mesh(2, 1, 2)
-    nodes = find_nodes(mesh)
-    gathered = facts.gather_facts(config, mesh)
-    timed = list(links.measure(mesh, nodes, Effort(seconds=0.0, copied_bytes=2**18)))
+    checks = check(config, mesh, Effort(seconds=0.0, copied_bytes=2**18))
     mesh.barrier()
-    return {row.name: row.outliers for row in judge(config, gathered, timed, nodes, None)}
+    return {row.name: row.outliers for row in checks}
 
 
 def late(timings, run, mesh, effort):
@@ -190,7 +190,7 @@ def test_a_low_limit_ends_the_command_with_1_and_the_remedy(tmp_path):
     assert ended.returncode == 1, ended.stderr
     report = json.loads(ended.stdout)
     assert not report["passed"] and report["mesh"] == "1x1x1"
-    (row,) = (check for check in report["checks"] if check["remedy"])
+    (row,) = (row for row in report["checks"] if row["remedy"])
     assert (row["name"], row["outliers"]) == ("open files", [0])
     assert "open files            FAILS  ranks 0 on" in ended.stderr
     assert "ulimit -n" in ended.stderr and "\x1b" not in ended.stderr
