@@ -25,6 +25,7 @@ COMMANDS = {
     "report": "write a page with the curves of runs",
     "runs": "compare two runs",
     "replay": "train a step of a run again, and name what differs",
+    "doctor": "check the hosts of a launch: versions, links, clocks, folders, limits",
     "scale": "plan, run and fit scaling ladders",
 }
 

@@ -54,18 +54,20 @@ ROOMS = [
     (5, "parallel3d/train"),
     (5, "parallel3d/verify"),
     (5, "parallel3d/calibrate"),
+    (5, "parallel3d/doctor"),
     (6, "launch"),
 ]
 # The most statements of each room: what stood when the house was made small, and 5 %. Whoever needs
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
-    "launch": 900,
+    "launch": 930,
     "models": 950,
     "parallel3d/base": 870,
     "parallel3d/calibrate": 700,
     "parallel3d/checkpoint": 1360,
     "parallel3d/config": 1920,
     "parallel3d/data": 3820,
+    "parallel3d/doctor": 205,
     "parallel3d/engine": 1880,
     "parallel3d/huggingface": 960,
     "parallel3d/mesh": 1220,

@@ -13,8 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.engine.op_builds import load_cpu_adam
-from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.mesh import Mesh, Peers
 from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
 from parallel3d.model import optimizers
 
@@ -114,6 +113,8 @@ class Timer:
 
 def measure_device(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> dict[str, object]:
     """Return this rank's figures, a Measured as JSON. Collective: all ranks measure together."""
+    from parallel3d.engine.op_builds import load_cpu_adam  # it loads DeepSpeed
+
     timer, result = Timer(mesh, effort), Measured()
     result.device_name, result.memory_bytes = describe(mesh)
     for name, dtype in DTYPES.items():
@@ -238,32 +239,38 @@ def measure_links(
         say(f"{kind} between {mesh.world.size} ranks")
         rows = results[kind] = []
         for size in SIZES:
-            rows.append((size, _collective_seconds(_collective(kind, size, mesh), mesh, effort)))
+            run = collective(kind, size, mesh.world, mesh.device)
+            rows.append((size, min(max(row) for row in timings(run, mesh, effort))))
             # The fit of bandwidth and latency needs two sizes, however slow the machine is.
             if len(rows) > 1 and 4 * rows[-1][1] > effort.longest:
                 break
     return results
 
 
-def _collective_seconds(run: Callable[[], object], mesh: Mesh, effort: Effort) -> float:
+def timings(run: Callable[[], object], mesh: Mesh, effort: Effort) -> list[list[float]]:
+    """Return the seconds of `run` on every rank, for each of at least 3 times. Collective."""
     run()
-    timings: list[float] = []
-    while len(timings) < 3 or (sum(timings) < effort.seconds and len(timings) < 20):
+    rows: list[list[float]] = []
+    # The slowest rank's seconds are the same on each rank, so that all stop together.
+    while len(rows) < 3 or (sum(map(max, rows)) < effort.seconds and len(rows) < 20):
         mesh.barrier()
         torch.get_device_module(mesh.device).synchronize()
         start = time.perf_counter()
         run()
         torch.get_device_module(mesh.device).synchronize()
-        # The same value on each rank, so that all stop together.
         elapsed = time.perf_counter() - start
-        timings.append(slowest(mesh, elapsed))
-    return min(timings)
+        rows.append([row[0] for row in mesh.gather_floats([elapsed])])
+    return rows
 
 
-def _collective(kind: str, size: int, mesh: Mesh) -> Callable[[], object]:
-    group, ranks, coord = mesh.world
-    part = torch.ones(max(1, size // 4 // ranks), device=mesh.device)
-    gathered = torch.ones(len(part) * ranks, device=mesh.device)
+def collective(kind: str, size: int, peers: Peers, device: torch.device) -> Callable[[], object]:
+    """Return the collective of `peers` over a gathered tensor of `size` bytes.
+
+    "send" is a message from the first of the peers to the second.
+    """
+    group, ranks, coord = peers
+    part = torch.ones(max(1, size // 4 // ranks), device=device)
+    gathered = torch.ones(len(part) * ranks, device=device)
     if kind == "all_reduce":
         return partial(dist.all_reduce, gathered, group=group)
     if kind == "all_gather":

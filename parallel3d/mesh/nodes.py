@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from parallel3d.base.lock import place_of_this_process
@@ -29,7 +29,7 @@ class Nodes:
         groups = (range(start, start + size) for start in starts)
         return [group for group in groups if len({self.machines[rank] for rank in group}) > 1]
 
-    def in_words(self, ranks: range) -> str:
+    def in_words(self, ranks: Iterable[int]) -> str:
         """Return the hosts of some ranks as text: "ranks 0, 1 on node0 and 2, 3 on node1"."""
         by_machine: dict[str, list[int]] = {}
         for rank in ranks:

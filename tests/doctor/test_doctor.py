@@ -1,0 +1,205 @@
+"""The doctor names each planted outlier: on facts of four ranks, on gloo, and as a command."""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from parallel3d.calibrate.measure_device import Effort
+from parallel3d.config import RunConfig, hardware
+from parallel3d.doctor import check, hosts, links
+from parallel3d.doctor.hosts import ALIKE, check_hosts
+from parallel3d.doctor.links import NEIGHBOURS, Timed, check_links
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.nodes import Nodes
+from parallel3d.verify.local_ranks import run_locally
+from tests.launch.launching import environment, torchrun
+
+pytestmark = pytest.mark.gloo
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+NODES = Nodes(("node0", "node0", "node1", "node1"), ("a", "a", "b", "b"))
+HEALTHY = dict.fromkeys(ALIKE, "1.0") | {
+    "device memory in use": 0.01, "clock": 0.0, "run directory": True, "data cache": True,
+    "open files": 2**20, "locked memory": resource.RLIM_INFINITY, "shared memory": 8 * GIB,
+    "free memory per rank": 64 * GIB, "free disk for runs": 900 * GIB,
+}  # fmt: skip
+CONFIG = RunConfig.from_json("ds.json")
+
+
+def failures(rows=(HEALTHY,) * 4, groups=(), nodes=NODES):
+    """The outliers and the remedy of each check that fails, by its name."""
+    checks = [*check_hosts(CONFIG, rows, nodes), *check_links(groups, nodes, "h100")]
+    assert len({row.name for row in checks}) == len(checks)
+    assert all(bool(row.outliers) == bool(row.remedy) for row in checks)
+    return {row.name: (row.outliers, row.remedy) for row in checks if row.remedy}
+
+
+def test_equal_hosts_pass():
+    assert failures() == {}
+
+
+@pytest.mark.parametrize(
+    "name, value, remedy",
+    [
+        *((name, "0.9", f"the same {name}") for name in ALIKE),
+        ("device memory in use", 0.4, "nvidia-smi"),
+        ("clock", -30.0, "chronyc"),
+        ("run directory", False, "parallel3d.run.directory"),
+        ("open files", 256, "ulimit -n"),
+        ("locked memory", 8 * 2**20, "memlock"),
+        ("shared memory", 64 * 2**20, "--shm-size"),
+        ("free memory per rank", 20 * GIB, "end the other processes"),
+        ("free disk for runs", 2**20, "free some space"),
+    ],
+)
+def test_the_rank_that_differs_is_named(name, value, remedy):
+    """Rank 0 itself is named, too: the others are compared with each other, not with it."""
+    for odd in (0, 2):
+        rows = [HEALTHY | {name: value} if rank == odd else HEALTHY for rank in range(4)]
+        ((failed, (outliers, text)),) = failures(rows).items()
+        assert (failed, outliers) == (name, (odd,)) and remedy in text
+
+
+def test_a_cache_that_is_not_shared_is_no_fault():
+    own = HEALTHY | {"data cache": False}
+    assert failures([HEALTHY, HEALTHY, own, own]) == {}
+    assert failures([own] * 4).keys() == {"data cache"}  # not even rank 0 can write to it
+
+
+def grid(slow_ranks=(), slow_pair=None, hosts=None):
+    """The rates of a 2x2x2 mesh's groups and of its ring, where what is slow has a tenth."""
+    hosts = hosts or ("a",) * 8
+    groups = {"pp": [(r, r + 4) for r in range(4)], "tp": [(r, r + 1) for r in (0, 2, 4, 6)]}
+    groups["dp"] = [(0, 2), (1, 3), (4, 6), (5, 7)]
+    groups[NEIGHBOURS] = [(r, (r + 1) % 8) for r in range(8)]
+    for kind, members in groups.items():
+        for ranks in members:
+            is_slow = set(ranks) & set(slow_ranks) or (kind == NEIGHBOURS and ranks == slow_pair)
+            num_machines = len({hosts[rank] for rank in ranks})
+            yield Timed(kind, ranks, num_machines, 1e8 if is_slow else 1e9 / num_machines**2)
+
+
+@pytest.mark.parametrize(
+    "planted, outliers",
+    [
+        ({}, None),
+        ({"hosts": ("a",) * 4 + ("b",) * 4}, None),  # its pp groups are on the network
+        ({"slow_ranks": [5]}, (5,)),
+        ({"slow_pair": (2, 3)}, (2, 3)),
+    ],
+    ids=["none", "two hosts", "rank", "link"],
+)
+def test_slow_links_are_where_slow_groups_intersect(planted, outliers):
+    nodes = Nodes(("node",) * 8, planted.get("hosts", ("a",) * 8))
+    failed = failures((HEALTHY,) * 8, list(grid(**planted)), nodes)
+    assert failed.get("slow links", (None,))[0] == outliers
+
+
+def test_a_slow_host_is_named_by_groups_that_share_no_rank():
+    nodes = Nodes(("h0", "h0", "h1", "h1", "h2", "h2"), tuple("aabbcc"))
+    rates = {(0, 2): 1e8, (1, 3): 1e8, (2, 4): 1e8, (3, 5): 1e8, (4, 0): 1e9, (5, 1): 1e9}
+    pairs = [pair for part in links.rounds(nodes) for pair in part]
+    assert {frozenset(p) for p in pairs} >= {frozenset((0, 2)), frozenset((1, 3))}
+    groups = [Timed(NEIGHBOURS, ranks, 2, rate) for ranks, rate in rates.items()]
+    assert failures((HEALTHY,) * 6, groups, nodes)["slow links"][0] == (2, 3)
+
+
+@pytest.mark.parametrize("size", range(3, 10))
+def test_the_ring_meets_each_rank_twice_and_once_in_a_round(size):
+    nodes = Nodes(("h",) * size, tuple("ab"[rank % 2] for rank in range(size)))
+    parts = links.rounds(nodes)
+    for pairs in parts:
+        members = [rank for pair in pairs for rank in pair]
+        assert len(members) == len(set(members))
+    every = [rank for pairs in parts for pair in pairs for rank in pair]
+    assert sorted(every) == sorted([*range(size)] * 2)
+
+
+IDEAL = {"link": 1.0, "latency": 1.0, "overhead_per_collective": 0.0}
+
+
+def test_links_slower_than_the_hardware_file_fail():
+    """The planner's seconds are a sum by hand: a ring moves half of 64 MiB over each link."""
+    described = hardware.load("h100-sxm5-80gb")
+    described = described.model_copy(update={"curves": {**IDEAL}})
+    seconds = links._planned_seconds("tp", 2**26, 2, 1, described)
+    by_hand = 2**25 / described.link.bandwidth.value + described.link.latency.value
+    assert seconds == pytest.approx(by_hand)
+    fast = Timed("tp", (0, 1), 1, 200e9, planned=400e9)
+    slow = Timed("tp", (2, 3), 1, 100e9, planned=400e9)
+    assert failures(groups=[fast]) == {}
+    ((name, (outliers, _)),) = failures(groups=[fast, slow]).items()
+    assert (name, outliers) == ("links: tp", (2, 3))
+
+
+def planted(rank, folder):
+    """What the doctor says of four ranks, of which the third differs in everything."""
+    raw = {"parallel3d.run.directory": folder, "parallel3d.data.cache": folder}
+    hosts.wait_until = lambda look, _: look()
+    if rank == 2:
+        hosts.torch = SimpleNamespace(**vars(hosts.torch) | {"__version__": "1.13"})
+        hosts.time = SimpleNamespace(time=lambda: time.time() + 20)
+        hosts.resource = SimpleNamespace(**vars(resource) | {"getrlimit": lambda _: (64, 64)})
+        raw["parallel3d.run.directory"] = f"{folder}/own"
+        links.timings = partial(late, links.timings)
+    overrides = [word for key, value in raw.items() for word in (f"--{key}", value)]
+    config = RunConfig.from_json("ds.json", [*overrides, "--mesh.pp", "2", "--mesh.tp", "2"])
+    mesh = Mesh(2, 1, 2)
+    checks = check(config, mesh, Effort(seconds=0.0, copied_bytes=2**18))
+    mesh.barrier()
+    return {row.name: row.outliers for row in checks}
+
+
+def late(timings, run, mesh, effort):
+    """The timings of a rank that is late at each collective."""
+    return timings(lambda: (time.sleep(0.08), run()), mesh, effort)
+
+
+def test_a_rank_of_four_that_differs_is_named(tmp_path):
+    (tmp_path / "own").mkdir()
+    rows = run_locally(planted, 4, str(tmp_path))
+    assert all(row == rows[0] for row in rows)
+    wrong = {name: outliers for name, outliers in rows[0].items() if outliers}
+    named = {"torch", "clock", "run directory", "open files", "slow links"}
+    assert wrong == dict.fromkeys(named, (2,))
+    assert {"links: pp", "links: tp", "links: neighbours"} <= rows[0].keys()
+    assert [*tmp_path.iterdir()] == [tmp_path / "own"]  # no file of the doctor stays
+
+
+def doctor(*words, launcher=(sys.executable,), folder, **options):
+    command = [*launcher, str(ROOT / "launch" / "doctor.py"), *words]
+    return subprocess.run(
+        command, cwd=folder, env=environment() | {"COLUMNS": "80"}, capture_output=True, text=True,
+        timeout=120, **options,
+    )  # fmt: skip
+
+
+def test_a_low_limit_ends_the_command_with_1_and_the_remedy(tmp_path):
+    def lower():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
+
+    ended = doctor("--json", folder=tmp_path, preexec_fn=lower)
+    assert ended.returncode == 1, ended.stderr
+    report = json.loads(ended.stdout)
+    assert not report["passed"] and report["mesh"] == "1x1x1"
+    (row,) = (row for row in report["checks"] if row["remedy"])
+    assert (row["name"], row["outliers"]) == ("open files", [0])
+    assert "open files            FAILS  ranks 0 on" in ended.stderr
+    assert "ulimit -n" in ended.stderr and "\x1b" not in ended.stderr
+    assert max(map(len, ended.stderr.splitlines())) <= 80
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
+def test_four_ranks_of_one_machine_pass(tmp_path):
+    ended = doctor("--mesh.pp", "2", launcher=torchrun(4), folder=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "links: pp             ok" in ended.stdout and "links: dp" in ended.stdout
