@@ -76,8 +76,8 @@ def test_the_readme_command_trains_the_mesh(place, alone, dp, tp):
     run = place.root / f"runs/gpt-h128-l4-2x{dp}x{tp}"
     config = json.loads((run / "config.json").read_text())
     assert config["parallel3d"]["pipeline"]["weights"] == "per_step"
-    files = {"attempts.json", "checkpoints", "config.json", "corpus.json", "metrics.jsonl"}
-    assert {path.name for path in run.iterdir()} == files | {"tokenizer", "weights"}
+    files = {"attempts.json", "checkpoints", "config.json", "corpus.json", "events.jsonl"}
+    assert {path.name for path in run.iterdir()} == files | {"metrics.jsonl", "tokenizer", "weights"}
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= {
         path.name for path in (run / "weights").iterdir()
     }
