@@ -411,8 +411,6 @@ def digest_of(config: RunConfig, also: Iterable[str] = ()) -> str:
         also: dotted paths of settings to ignore, besides those of output, stopping and speed.
     """
     values = config.to_public_dict()
-    # Runs begun before this setting was removed must still be found, until the next release.
-    reader.block_at(values, "parallel3d.train")["check_layers"] = True
     for path in (*_NOT_TRAINED, *also):
         section, _, name = path.rpartition(".")
         reader.block_at(values, section).pop(name, None)
