@@ -16,7 +16,7 @@ def check(config: RunConfig, mesh: Mesh, effort: Effort | None = None) -> list[C
 
     `effort` has the seconds and the bytes of each measurement of a link.
     """
-    num_bytes = 2**22 if mesh.device.type == "cpu" else 2**26
+    num_bytes = 2**24 if mesh.device.type == "cpu" else 2**26
     nodes, hardware = find_nodes(mesh), described_hardware(config, mesh.device)
     pulse.doing("comparing hosts")
     rows = gather_json(mesh, measure_host(config, mesh), aside=True)

@@ -131,7 +131,8 @@ def check_hosts(
             "free some space, or set parallel3d.run.directory to another disk",
         ),
     }  # fmt: skip
-    yield Check("hosts", nodes.in_words(range(len(rows))))
+    ranks_of_host = Counter(nodes.hosts).items()
+    yield Check("hosts", ", ".join(f"{host} (ranks: {count})" for host, count in ranks_of_host))
     for name, (is_right, show, remedy) in rules.items():
         values = [row[name] for row in rows]
         right = [show(value) for value in sorted(values) if is_right(value)]

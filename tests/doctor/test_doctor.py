@@ -39,6 +39,8 @@ def failures(rows=(HEALTHY,) * 4, groups=(), nodes=NODES):
     checks = [*check_hosts(CONFIG, rows, nodes), *check_links(groups, nodes, "h100")]
     assert len({row.name for row in checks}) == len(checks)
     assert all(bool(row.outliers) == bool(row.remedy) for row in checks)
+    for row in checks:  # the hosts of the outliers stand in the message
+        assert not row.outliers or nodes.in_words(row.outliers) in row.value + row.remedy
     return {row.name: (row.outliers, row.remedy) for row in checks if row.remedy}
 
 
