@@ -78,7 +78,7 @@ def count_by_deepspeed():  # row 6
 
 @contextmanager
 def no_placeholders():  # row 7
-    def groups(held, placeholders, weight_decay, eps, rates):
+    def groups(held, placeholders, weight_decay, eps, rates, kinds):
         return [
             {
                 "params": [h.parameter for h in held if h.spec.weight_decay is decays],
