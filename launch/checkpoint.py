@@ -48,7 +48,7 @@ def verify_all(path: Path, as_json: bool, console: Console) -> int:
     """Read every checkpoint at `path` and print whether it is intact; return the exit code."""
     from parallel3d.checkpoint.describe import find_checkpoints, find_leftovers
 
-    bad: list[dict[str, Any]] = []
+    bad: list[dict[str, str]] = []
     for folder in find_checkpoints(path):
         wrong, summary = verify_one(folder)
         bad += [{"file": f"{folder.absolute().name}/{f}", "reason": reason} for f, reason in wrong]

@@ -8,7 +8,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from parallel3d.base.arguments import DONE, Parser, prints_errors_as, whole_number
 
@@ -32,7 +31,7 @@ def main() -> int:
     return DONE
 
 
-def options_of(args: argparse.Namespace) -> dict[str, Any]:
+def options_of(args: argparse.Namespace) -> dict[str, object]:
     """Return the arguments for transformers' `generate`."""
     if args.greedy:
         return {"do_sample": False, **dict.fromkeys(SAMPLING)}

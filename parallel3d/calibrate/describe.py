@@ -112,7 +112,7 @@ def _measure(ranks: int, effort: Effort) -> Rows:
     return run_locally(_on_rank, ranks, ranks, effort, timeout=600)
 
 
-def _on_rank(rank: int, ranks: int, effort: Effort) -> dict[str, Any]:
+def _on_rank(rank: int, ranks: int, effort: Effort) -> dict[str, object]:
     mesh = Mesh(dp=ranks)
     set_threads(mesh)
 

@@ -124,7 +124,7 @@ def small_runs(ranks: int) -> list[SmallRun]:
 
 
 def time_steps(
-    rank: int, runs: Sequence[SmallRun | dict[str, Any]], steps: int, own_time: bool = False
+    rank: int, runs: Sequence[SmallRun | dict[str, object]], steps: int, own_time: bool = False
 ) -> list[list[Timed]]:
     """Return the seconds of `steps` training steps of each run, all on this world's ranks.
 

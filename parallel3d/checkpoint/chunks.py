@@ -152,7 +152,7 @@ def _parse(file: ArrayFile) -> dict[Chunk, int]:
     return chunks
 
 
-def _tensors(tensors: dict[str, Any]) -> list[tuple[Chunk, tuple[int, int]]]:
+def _tensors(tensors: dict[str, object]) -> list[tuple[Chunk, tuple[int, int]]]:
     """Return a header's chunks with their data offsets; raises ValueError if numbers do not fit."""
     chunks = []
     for key, entry in tensors.items():

@@ -122,7 +122,7 @@ def _rejecting(rank: int) -> Iterator[None]:
     raise CheckpointError(f"is rejected: {problem} (seen by rank {rank})")
 
 
-def _read_state_and_files(path: Path) -> tuple[Mapping[str, Entry], dict[str, Any]]:
+def _read_state_and_files(path: Path) -> tuple[Mapping[str, Entry], dict[str, object]]:
     """Return the files in the manifest, whose sizes have been checked, and the state."""
     manifest = read_manifest(path)
     for name, entry in sorted(manifest.files.items()):

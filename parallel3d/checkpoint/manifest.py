@@ -166,7 +166,7 @@ def read_sound_state(folder: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
     return files, read_state(folder)
 
 
-def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes_of(state: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters in a state, by name; raises CheckpointError."""
     parameters, shapes = state.get("parameters"), {}
     if not isinstance(parameters, dict):
@@ -181,7 +181,7 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def optimizer_of(state: Mapping[str, Any]) -> str | None:
+def optimizer_of(state: Mapping[str, object]) -> str | None:
     """Return the file of a checkpoint's optimizer; None if it is the user's and not known here.
 
     The folder that the checkpoint's config names is not searched, because its code would be run.

@@ -4,7 +4,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from xxhash import xxh3_128
 
@@ -44,7 +44,7 @@ def tokenizer_digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
+def parse_object(data: bytes) -> dict[str, object]:
     """Return the JSON object in `data`; raises ValueError, also for repeated keys and NaN."""
     try:
         parsed = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse)

@@ -104,7 +104,7 @@ class Saver:
             seconds = 0.0  # the first save will report the error
         return max(row[0] for row in self._mesh.gather_floats([seconds]))
 
-    def save(self, state: dict[str, Any], wait: bool = False) -> float:
+    def save(self, state: dict[str, object], wait: bool = False) -> float:
         """Save the training state and return the seconds that training waited. Collective.
 
         Args:
@@ -174,7 +174,7 @@ class Saver:
         self._buffer.fill(chunk_runs.live_tensors(self._engine, self._runs))
         return self._buffer
 
-    def _own_state(self) -> dict[str, Any]:
+    def _own_state(self) -> dict[str, object]:
         counters = self._engine.states.counters()
         return {
             "format": FORMAT,

@@ -143,7 +143,9 @@ _NOT_REPORTED = {
 }
 
 
-def _changes(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _changes(
+    was: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
+) -> Iterator[str]:
     """Yield each setting that differs as "path old -> new"; settings in only one are ignored."""
     for name in (name for name in now if name in was):
         path = f"{prefix}{name}"

@@ -126,7 +126,9 @@ def samples_of_epochs(epochs: float, samples: int, batch: int) -> int:
     return num_samples
 
 
-def fit(train: TrainConfig, scheduler: Any, data: DataConfig) -> tuple[TrainConfig, Any, list[str]]:
+def fit(
+    train: TrainConfig, scheduler: Any, data: DataConfig
+) -> tuple[TrainConfig, object, list[str]]:
     """Return `train` and DeepSpeed's `scheduler` fitted to train.steps, with notes on changes.
 
     A warm-up longer than the run is cut to the run, or to the start of the decay. total_num_steps

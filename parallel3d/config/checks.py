@@ -401,7 +401,7 @@ def _check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> It
 
 
 def _check_optimizer(
-    optimizer: OptimizerConfig, zero_optimization: ZeroConfig, model: Any
+    optimizer: OptimizerConfig, zero_optimization: ZeroConfig, model: ModelConfig
 ) -> Iterator[Problem]:
     """Refuse what the engine, DeepSpeed or a checkpoint cannot do with an optimizer."""
     file, name = optimizers.load(optimizer.file), optimizer.type

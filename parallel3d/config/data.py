@@ -84,7 +84,7 @@ _Change = Annotated[tuple[_Start, _Weight], Strict(False)]
 Weights = Annotated[tuple[_Change, ...], Strict(False), AfterValidator(_check_starts)]
 
 
-def weight_changes(part: Any) -> tuple[tuple[int, float], ...]:
+def weight_changes(part: object) -> tuple[tuple[int, float], ...]:
     """Return (first token of the run, weight) for each weight of a part, from token 0 on."""
     weight = getattr(part, "weight", 1.0)
     return weight if isinstance(weight, tuple) else ((0, weight),)

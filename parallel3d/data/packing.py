@@ -9,7 +9,6 @@ the token before it. The places that remain are padding, which does not count in
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -99,7 +98,7 @@ class Packing:
         used = sum(int(self.lengths[a:b].sum()) for a, b in zip(*ends, strict=True))
         return len(samples) * self.sequence_length - used
 
-    def facts(self, bounds: np.ndarray) -> dict[str, Any]:
+    def facts(self, bounds: np.ndarray) -> dict[str, object]:
         """Return the number of samples, and the shares of padding and of cut documents."""
         cut = np.diff(bounds) > self.sequence_length - self.room
         places = max(1, len(self) * self.sequence_length)

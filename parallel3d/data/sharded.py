@@ -50,7 +50,7 @@ class ShardedTokens:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, key: Any) -> np.ndarray:
+    def __getitem__(self, key: object) -> np.ndarray:
         if isinstance(key, slice):
             first, last, step = key.indices(len(self))
             ids = self._read(first, max(first, last))

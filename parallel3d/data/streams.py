@@ -16,7 +16,7 @@ import time
 from functools import lru_cache
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import numpy as np
 
@@ -59,6 +59,14 @@ ATTEMPTS = 5
 FIRST_PAUSE_SECONDS = 0.5
 # Settings that determine the ids of a shard.
 _SETTINGS = ("source", "documents", "text_field", "token_field", "token_dtype")
+
+
+class _File(TypedDict):
+    """A file of a shard, as shards.json has it: URL, bytes, BLAKE2 hash."""
+
+    path: str
+    size: int
+    hash: str
 
 
 class _Converted(NamedTuple):
@@ -252,7 +260,7 @@ def fetch_shard(shard: Shard, folder: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _download(url: str, folder: Path, expected: dict[str, Any] | None = None) -> dict[str, Any]:
+def _download(url: str, folder: Path, expected: _File | None = None) -> _File:
     """Fetch a file to `folder`; return its path, size and hash.
 
     Failures, and files that differ from `expected`, are tried again with growing pauses. Raises
@@ -273,10 +281,12 @@ def _download(url: str, folder: Path, expected: dict[str, Any] | None = None) ->
             continue
         with open(target, "rb") as file:
             digest = file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
-        actual = {"path": url, "size": target.stat().st_size, "hash": digest}
+        actual: _File = {"path": url, "size": target.stat().st_size, "hash": digest}
         if expected in (None, actual):
             return actual
-        error = _lost(url, f"has {actual['size']:,} bytes with the hash {digest}", expected or {})
+        error = _lost(
+            url, f"has {actual['size']:,} bytes with the hash {digest}", expected or actual
+        )
     assert error
     if isinstance(error, LostShard) or expected is None:
         raise error
@@ -289,14 +299,14 @@ def _file_name(url: str) -> str:
     return name.partition("?")[0] if is_url(url) else name
 
 
-def _lost(url: str, what: str, expected: dict[str, Any]) -> LostShard:
+def _lost(url: str, what: str, expected: _File) -> LostShard:
     return LostShard(
         f"{url} {what}, but its manifest expects {_described(expected)}; restore it, make the"
         ' manifest again, or set data.on_error to "skip"'
     )
 
 
-def _described(expected: dict[str, Any]) -> str:
+def _described(expected: _File) -> str:
     return f"{expected['size']:,} bytes with the hash {expected['hash']}"
 
 
@@ -391,7 +401,7 @@ def _shard_paths(section: PartConfig) -> list[list[str]]:
     return [[x, *(f"{x}{end}" for end in beside if is_file(f"{x}{end}"))] for x in paths]
 
 
-def _entry(files: list[dict[str, Any]], one: _Converted, meta: dict[str, Any]) -> dict[str, Any]:
+def _entry(files: list[_File], one: _Converted, meta: dict[str, Any]) -> dict[str, object]:
     tokens, stream = int(one.lengths.sum()), meta["stream"]
     hashes = [file["hash"] for file in files]
     key = digest_of(FORMAT, *hashes, *stream["identity"].values(), *stream["rule"])
@@ -430,7 +440,7 @@ def _vocabulary(
 
 def _meta(manifest: Path) -> dict[str, Any]:
     changed = (manifest / "meta.json").stat().st_mtime_ns
-    meta: dict[str, Any] = _json(manifest / "meta.json", changed)
+    meta: dict[str, object] = _json(manifest / "meta.json", changed)
     return meta
 
 

@@ -47,7 +47,7 @@ class Check:
     """The remedy; empty if the check passes."""
 
 
-def measure_host(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+def measure_host(config: RunConfig, mesh: Mesh) -> dict[str, object]:
     """Return the values of this rank by the names of the checks; sizes in bytes. Collective.
 
     The limits are the hard ones, which the library raises its soft limits to. The free memory is

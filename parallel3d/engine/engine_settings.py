@@ -130,7 +130,7 @@ class EngineSettings:
         over one rank, and the engine averages the gradients. Stages 1 and 2 differ only by
         `gradient_reduction`.
         """
-        zero: dict[str, Any] = {
+        zero: dict[str, object] = {
             **self.zero_options,
             "stage": 3 if self.zero_stage == 3 else 2,
             # It would replace torch.nn.functional.linear globally; our layers do not need it.

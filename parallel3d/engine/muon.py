@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
         return self._adam_file.new_state(self._adam, master)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
         """Update the masters that have a gradient; collective over the ranks of the stage."""
         for group in self.param_groups:
             for master in group["params"] if group["matrices"] else ():
@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
         return updates
 
 
-def set_rates(groups: list[dict[str, Any]], params: Any) -> None:
+def set_rates(groups: list[dict[str, object]], params: Any) -> None:
     """Set the decay of AdamW's groups, and each group's `factor` of the learning rate."""
     for group in groups:
         if not group["matrices"] and group["decays"] and params.adam_weight_decay is not None:
@@ -125,7 +125,7 @@ class PlainMuon(torch.optim.Optimizer):
         self._adam = torch.optim.AdamW(others, betas=params.betas, foreach=False)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
         """Update all parameters."""
         self._adam.step()
         for group in self.param_groups:

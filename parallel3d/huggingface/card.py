@@ -83,7 +83,7 @@ def tokenizer_files(folder: Path | None) -> list[Path]:
 
 def line_after(run: Path, step: int) -> dict[str, Any]:
     """Return the last line for `step` in a run's metrics.jsonl; {} if there is none."""
-    last: dict[str, Any] = {}
+    last: dict[str, object] = {}
     with suppress(OSError), open(run / "metrics.jsonl", encoding="utf-8", errors="replace") as file:
         for text in file:
             with suppress(ValueError):

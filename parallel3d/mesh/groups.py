@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from importlib import import_module
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,7 @@ def choose_backend(device: torch.device) -> str:
     return str(register(settings, device.type))
 
 
-def options_of(backend: str, timeout: timedelta, urgent: bool = False) -> Any:
+def options_of(backend: str, timeout: timedelta, urgent: bool = False) -> object:
     """Return the options of an NCCL group; None for other backends.
 
     `urgent`: its kernels are scheduled before compute kernels when both are ready.

@@ -59,7 +59,7 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None
-    ) -> Any:
+    ) -> object:
         """Run the operator, and count it if it communicates."""
         if func.namespace == "c10d":
             self._count(func._schema.name.partition("::")[2], args)

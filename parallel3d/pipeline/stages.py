@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -203,7 +202,7 @@ def _tie(
             assert cuts[copy] == cuts[original], f"{copy} and {original} are cut differently"
             if copy in by_name and original in by_name:
                 path, _, attribute = copy_name.rpartition(".")
-                owner: Any = modules[layer.name].get_submodule(path)
+                owner: object = modules[layer.name].get_submodule(path)
                 delattr(owner, attribute)
                 setattr(owner, attribute, by_name[original].parameter)
                 del by_name[copy]

@@ -359,7 +359,7 @@ def _differences(runs: Sequence[Run]) -> Part:
     return Part("Settings that differ", ("", *(run.name for run in runs)), rows)
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
+def _flat(settings: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
     """Return path and value of each setting in nested sections."""
     rows: list[tuple[str, object]] = []
     for name, value in settings.items():

@@ -53,7 +53,7 @@ def fit_law(
     scatter = np.log(points.loss / law.loss(values, points.params, points.tokens))
 
     drawn = dict(zip("ND", map(np.asarray, law.optimal(samples)), strict=True)) if samples else {}
-    diagnostics: dict[str, Any] = {
+    diagnostics: dict[str, object] = {
         "starts": {"number": len(starts), "reached": reached},
         "converged": best.converged,
         "bounds_hit": hit,
@@ -163,7 +163,7 @@ def tells(points: Points, law: Law) -> bool:
     return True
 
 
-def held_out(points: Points, law: Law, estimator: Estimator) -> dict[str, Any] | None:
+def held_out(points: Points, law: Law, estimator: Estimator) -> dict[str, object] | None:
     """Fit the smaller budgets and return the relative errors on the largest.
 
     Returns None if the smaller budgets do not determine the law.
@@ -191,7 +191,7 @@ def held_out(points: Points, law: Law, estimator: Estimator) -> dict[str, Any] |
     }  # fmt: skip
 
 
-def noise_floor(points: Points) -> dict[str, Any] | None:
+def noise_floor(points: Points) -> dict[str, object] | None:
     """Return the pooled scatter of log(loss) among runs of equal size and tokens.
 
     Returns None if no two runs are equal.
@@ -210,7 +210,7 @@ def noise_floor(points: Points) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def residuals(points: Points, scatter: Array) -> dict[str, Any]:
+def residuals(points: Points, scatter: Array) -> dict[str, object]:
     """Return the root mean square and the worst of `scatter`, which is log(loss) - log(law)."""
     worst = int(np.argmax(np.abs(scatter)))
     return {

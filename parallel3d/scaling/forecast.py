@@ -54,11 +54,11 @@ class Forecast:
     """FLOPs of the run divided by those of the largest fitted run."""
     by: str = ""
     """The law of the loss: "frontier", "frontier x surface" or the name of the fit's law."""
-    back_test: Sequence[Mapping[str, Any]] = ()
+    back_test: Sequence[Mapping[str, object]] = ()
     """As `posterior.back_test` returns it."""
     warnings: Sequence[str] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the object that `--json` prints; its keys are published and do not change."""
         return {
             "flops": self.flops, "params": self.params, "tokens": self.tokens, "loss": self.loss,
@@ -225,7 +225,7 @@ def register(path: Path, forecast: Forecast, fit: Fit) -> None:
         ) from None
 
 
-def compare(files: Sequence[Path], points: Points) -> list[dict[str, Any]]:
+def compare(files: Sequence[Path], points: Points) -> list[dict[str, object]]:
     """Compare registered forecasts with their runs among the points.
 
     Returns a row for each forecast and run, with the error and True if the interval held. They are

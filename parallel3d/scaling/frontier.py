@@ -209,7 +209,7 @@ def fit_frontier(
     )  # fmt: skip
 
 
-def held_out(bests: Sequence[Best], losses: Sequence[BestLoss]) -> dict[str, Any] | None:
+def held_out(bests: Sequence[Best], losses: Sequence[BestLoss]) -> dict[str, object] | None:
     """Return the errors on the loss and the size of the largest budget, of a fit to the others.
 
     Returns None if the others are too few.

@@ -1,7 +1,8 @@
 """Plots of a fit, each a PNG as bytes."""
 
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -14,9 +15,13 @@ from parallel3d.scaling.posterior import posterior
 from parallel3d.scaling.result import Fit
 from parallel3d.scaling.runs import Curve
 
+if TYPE_CHECKING:  # of an extra
+    from matplotlib.figure import Figure
+
+_T = TypeVar("_T")
 _MOST = 9  # lines of one plot that can be told apart
 _LOSS = "loss (nats per token)"
-Picture = tuple[Any, str]
+Picture = tuple["Figure", str]
 """A figure and its caption."""
 
 
@@ -31,13 +36,13 @@ def pictures(fit: Fit, curves: Sequence[Curve] = ()) -> dict[str, tuple[bytes, s
         return {name: (png(plt, plot[0]), plot[1]) for name, plot in drawn.items() if plot}
 
 
-def _some(items: Sequence[Any]) -> list[Any]:
+def _some(items: Sequence[_T]) -> list[_T]:
     """Return at most _MOST of the items, evenly spaced and including both ends."""
     places = np.linspace(0, len(items) - 1, min(len(items), _MOST)).round().astype(int)
     return [items[i] for i in places]
 
 
-def loss(plt: Any, fit: Fit) -> Picture:
+def loss(plt: ModuleType, fit: Fit) -> Picture:
     """Draw the loss over FLOPs, coloured by size, with the law's curve for some sizes."""
     points = fit.points
     figure, axes = plt.subplots()
@@ -69,7 +74,7 @@ def loss(plt: Any, fit: Fit) -> Picture:
     return figure, f"{caption}."
 
 
-def isoflop(plt: Any, fit: Fit) -> Picture | None:
+def isoflop(plt: ModuleType, fit: Fit) -> Picture | None:
     """Draw the loss over the size at each budget, with the best size by both methods."""
     shown = _some(profiles(fit.points))
     if len(shown) < 2:
@@ -78,7 +83,10 @@ def isoflop(plt: Any, fit: Fit) -> Picture | None:
     colours = plt.cm.ScalarMappable(
         plt.matplotlib.colors.LogNorm(shown[0].flops, shown[-1].flops), "viridis"
     )
-    best = {"akima": ("D", "best size, Akima"), "parabola": ("x", "best size, parabola")}
+    best: dict[frontier.Method, tuple[str, str]] = {
+        "akima": ("D", "best size, Akima"),
+        "parabola": ("x", "best size, parabola"),
+    }
     for profile in shown:
         shade = colours.to_rgba(profile.flops)
         params, losses, tokens = np.exp(profile.logs[:, np.argsort(profile.logs[0])])
@@ -99,7 +107,7 @@ def isoflop(plt: Any, fit: Fit) -> Picture | None:
     return figure, f"IsoFLOP profiles: loss of the runs of each budget over their size{lines}."
 
 
-def optima(plt: Any, fit: Fit) -> Picture | None:
+def optima(plt: ModuleType, fit: Fit) -> Picture | None:
     """Draw the best size over the budget with its power law, or the best setting over the size."""
     best = fit.diagnostics.get("best")
     if not best:
@@ -123,7 +131,7 @@ def optima(plt: Any, fit: Fit) -> Picture | None:
     return figure, "Best size of each budget, with the fitted power law and its 95 % interval."
 
 
-def residuals(plt: Any, fit: Fit) -> Picture | None:
+def residuals(plt: ModuleType, fit: Fit) -> Picture | None:
     """Draw the residuals of the law over FLOPs, and their histogram."""
     if len(fit.scatter) != len(fit.points):
         return None
@@ -142,7 +150,7 @@ def residuals(plt: Any, fit: Fit) -> Picture | None:
     return figure, f"{caption}."
 
 
-def intervals(plt: Any, fit: Fit) -> Picture | None:
+def intervals(plt: ModuleType, fit: Fit) -> Picture | None:
     """Draw the bootstrap distribution of the parameters and of the exponents of the best N, D."""
     values, drawn = dict(fit.parameters), dict(fit.samples)
     if "N_exponent" not in values:
@@ -165,7 +173,7 @@ def intervals(plt: Any, fit: Fit) -> Picture | None:
     )
 
 
-def held_out(plt: Any, fit: Fit) -> Picture | None:
+def held_out(plt: ModuleType, fit: Fit) -> Picture | None:
     """Draw predicted over true loss, for the held-out budgets and for registered forecasts."""
     diagnostics = fit.diagnostics
     held = (diagnostics.get("held_out") or {}).get("rows", ()) if fit.law in LAWS else ()
@@ -197,7 +205,7 @@ def held_out(plt: Any, fit: Fit) -> Picture | None:
     )
 
 
-def loss_curves(plt: Any, curves: Sequence[Curve]) -> Picture | None:
+def loss_curves(plt: ModuleType, curves: Sequence[Curve]) -> Picture | None:
     """Draw the training loss of every run over its tokens, with its held-out loss."""
     if not curves:
         return None

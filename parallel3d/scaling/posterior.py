@@ -147,7 +147,7 @@ def posterior(bests: Sequence[BestLoss], draws: int = DRAWS, seed: int = 0) -> P
     return Posterior(offset[rows], drops[rows], gammas[chosen][rows], deviation[rows], middle)
 
 
-def back_test(bests: Sequence[BestLoss]) -> list[dict[str, Any]]:
+def back_test(bests: Sequence[BestLoss]) -> list[dict[str, object]]:
     """Predict the last 1, 2 and 3 budgets from those before them; skip what leaves too few.
 
     Each has the keys of `fit.held_out`, and "beyond", the largest FLOPs over the largest fitted

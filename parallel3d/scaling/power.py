@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -49,7 +48,7 @@ def power_law(x: Sequence[Array], y: Array, log_error: Array | None = None) -> P
     return Power(float(np.exp(solution[0] - solution[1:] @ middles)), tuple(solution[1:].tolist()))
 
 
-def best_values(points: Points, setting: Array) -> tuple[list[dict[str, Any]], list[str]]:
+def best_values(points: Points, setting: Array) -> tuple[list[dict[str, object]], list[str]]:
     """Return the best value of a swept setting for each size and length.
 
     It is the vertex of a parabola through the best value and its two neighbours. The second list

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,7 @@ def with_checks(fit: Fit, table: Table) -> Fit:
     """
     losses, at_edge = losses_of(fit.points, fit.law)
     warnings = _units(fit.points) + _design(fit, len(losses), at_edge, table)
-    checks: dict[str, Any] = {
+    checks: dict[str, object] = {
         "warnings": [*fit.diagnostics["warnings"], *warnings], "forecast_warnings": warnings,
         "frontier": None,
     }  # fmt: skip

@@ -109,7 +109,7 @@ def interval(draws: Array | None) -> list[float] | None:
     return [float(low), float(high)]
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """Replace numbers that are not finite by None, since JSON has no NaN."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}

@@ -22,7 +22,7 @@ class Table:
 
     path: Path
     columns: tuple[str, ...]
-    rows: tuple[Mapping[str, Any], ...]
+    rows: tuple[Mapping[str, object], ...]
     names: tuple[str, ...]
     left_out: tuple[tuple[str, str], ...] = ()
     """(name, reason) of runs without a row."""

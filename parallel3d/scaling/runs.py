@@ -79,7 +79,7 @@ def read_runs(folder: Path) -> Table:
     Unique tokens are those of the run if recorded, else those of its ladder. Raises ConfigError if
     no run has finished.
     """
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, object]] = {}
     left_out = []
     unique = unique_tokens(folder)
     for path in _folders(folder):
@@ -183,7 +183,7 @@ def _folders(folder: Path) -> list[Path]:
         ) from None
 
 
-def _row(path: Path) -> dict[str, Any]:
+def _row(path: Path) -> dict[str, object]:
     config = config_of(path)
     steps, counted = config.train.steps, count(config.model)
     per_token = models.train_flops_per_token(config.model, config.data.sequence_length)
@@ -221,7 +221,7 @@ def last_line(path: Path) -> dict[str, Any]:
     raise NoEnd(f"its {METRICS} has no complete line")
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+def _parsed(line: str) -> dict[str, object] | None:
     try:
         parsed = json.loads(line)
         int(parsed["step"]), float(parsed["tokens"])

@@ -273,7 +273,7 @@ def _lane_text(rank: Sequence[Span], timeline: Timeline, columns: float) -> str:
     return line
 
 
-def chrome_trace(spans: Spans) -> dict[str, Any]:
+def chrome_trace(spans: Spans) -> dict[str, object]:
     """Return a trace for Perfetto or chrome://tracing: a process per rank, messages async."""
     events: list[dict[str, Any]] = []
     for coord, rank in enumerate(spans):

@@ -19,7 +19,7 @@ Returned = TypeVar("Returned")
 
 _mode: Mode = "none"
 _backend = "inductor"
-_excluded: list[list[Any]] = []  # functions left out of blocks, each with its reason
+_excluded: list[list[object]] = []  # functions left out of blocks, each with its reason
 
 
 def set_mode(mode: Mode, backend: str = "inductor") -> None:

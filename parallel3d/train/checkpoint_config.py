@@ -12,6 +12,7 @@ from parallel3d.checkpoint.manifest import STATE, read_state
 from parallel3d.config import RunConfig
 from parallel3d.config.normalise import apply_overrides
 from parallel3d.mesh.launch import Launch
+from parallel3d.model.config import ModelConfig
 
 
 def checkpoint_in(path: Path) -> Path:
@@ -65,7 +66,7 @@ def evaluation_config(
     return config
 
 
-def _mesh_of(raw: dict[str, Any]) -> dict[str, Any]:
+def _mesh_of(raw: dict[str, object]) -> dict[str, object]:
     """Return the mesh block; {} if it is "plan" or invalid, which is reported later."""
     block = raw.get("parallel3d")
     mesh = block.get("mesh") if isinstance(block, dict) else None
@@ -99,7 +100,9 @@ def _place(
         raw.pop("train_batch_size", None)  # it may belong to another dp
 
 
-def _differing(trained: Any, evaluated: Any) -> Iterator[tuple[str, Any, Any]]:
+def _differing(
+    trained: ModelConfig, evaluated: ModelConfig
+) -> Iterator[tuple[str, object, object]]:
     """Yield each differing model setting that can change results: name, trained, evaluated."""
     trained_values, evaluated_values = (
         model.model_dump(mode="json") for model in (trained, evaluated)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -66,7 +65,7 @@ class StepMetrics:
 
     def to_json(self) -> str:
         """Return one line of JSON without a newline; numbers that are not finite are null."""
-        values: dict[str, Any] = {name: finite(getattr(self, name)) for name in _ALWAYS}
+        values: dict[str, object] = {name: finite(getattr(self, name)) for name in _ALWAYS}
         values |= _in_json(self.validation)
         for name in _BY_NAME:
             if numbers := getattr(self, name):
@@ -86,9 +85,9 @@ class StepMetrics:
         return numbers | _flat(self.validation)
 
 
-def _in_json(validation: Losses) -> dict[str, Any]:
+def _in_json(validation: Losses) -> dict[str, object]:
     """Return the keys that an evaluation adds to a line."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     if HELD_OUT in validation:
         values[_HELD_OUT_LOSS] = finite(validation[HELD_OUT].loss)
     if validation:

@@ -94,7 +94,7 @@ def replay(
     Trainer(start, mesh, parts, writer=writer).run()
     norms = trace.gather(config.mesh.sequence_parallel)
 
-    def compare() -> dict[str, Any]:
+    def compare() -> dict[str, object]:
         names, stages = [layer.name for layer in parts.layers], parts.stages.layers_of_stage
         first = None
         for path in sorted(run.glob(f"replays/*/step-{step}.json")):
@@ -113,7 +113,7 @@ def replay(
         same = difference["same"] and first is None
         return difference | {"same": same, "bound": bound, "first_tensor": first}
 
-    comparison: dict[str, Any] = on_first(mesh, compare)
+    comparison: dict[str, object] = on_first(mesh, compare)
     parts.engine.close()
     return comparison
 
@@ -129,7 +129,7 @@ class _Trace:
             for index, layer in zip(parts.stages.layers_of_stage[stage], layers, strict=True):
                 layer.register_forward_hook(partial(self._note_output, index))
 
-    def _note_output(self, layer: int, _: nn.Module, __: Any, output: Tensor) -> None:
+    def _note_output(self, layer: int, _: nn.Module, __: object, output: Tensor) -> None:
         if self._key.step == self._step - 1 and torch.is_grad_enabled():
             first = self._mesh.samples.coord * self._executor.schedule.num_microbatches
             place = f"{first + self._key.microbatch} {layer}"

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -52,7 +51,7 @@ class Start:
 
     config: RunConfig
     """The final config, with the corpus's vocabulary and the number of steps."""
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     """The config as the user wrote it; changed settings reset the count of failed attempts."""
     folder: Path
     """The run's folder, which may not exist yet."""
@@ -113,7 +112,7 @@ def begin(config: RunConfig, mesh: Mesh, console: Console) -> tuple[str, ...]:
 
 
 def _find_folder(
-    settings: Mapping[str, Any], mesh: Mesh, claim: Claim | None
+    settings: Mapping[str, object], mesh: Mesh, claim: Claim | None
 ) -> tuple[Path, str, bool]:
     """Return the run's folder, its digest, and whether the folder exists."""
 

@@ -94,7 +94,9 @@ class Trackers:
             )
 
 
-def _without_tensorboard(print_error: Callable[[Any], Any], error: Any) -> None:
+def _without_tensorboard(
+    print_error: Callable[[threading.ExceptHookArgs], object], error: threading.ExceptHookArgs
+) -> None:
     """Print an error of a thread, except TensorBoard's writer, whose error `log` reports."""
     if not type(error.thread).__module__.startswith("tensorboard."):
         print_error(error)

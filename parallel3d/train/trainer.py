@@ -73,8 +73,8 @@ class Result:
 class _Row(NamedTuple):
     """The numbers of one rank about a step, which all ranks gather."""
 
-    loss: Any  # of its part of the batch; loss and norm stay on the device until gathered
-    norm: Any
+    loss: float  # of its part of the batch
+    norm: float
     memory: float  # peak, in bytes
     stop: float  # 1 if the rank was asked to stop, else 0
     save: float  # 1 if the rank was asked to save, else 0
@@ -327,7 +327,7 @@ class Trainer:
             reason=verdict.reason,
         )  # fmt: skip
 
-    def _record(self, event: str, **values: Any) -> None:
+    def _record(self, event: str, **values: object) -> None:
         """Write an event to the run's journal, on rank 0."""
         if self.writer:
             with suppress(OSError):  # `writer` reports a full disk

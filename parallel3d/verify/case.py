@@ -115,9 +115,9 @@ def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
     Each place, microbatch and dp coordinate has its own mask, and so has each tp coordinate where
     activations are split. Recomputation must draw the same mask again.
     """
-    owners: dict[str, set[Any]] = {}
+    owners: dict[str, set[tuple[object, ...]]] = {}
     wrong = total = 0
-    states: dict[Any, set[str]] = {}
+    states: dict[tuple[object, ...], set[str]] = {}
     for masks in ranks:
         wrong += len(masks.redrawn)
         total += len(masks.places) * num_microbatches
@@ -137,7 +137,9 @@ class Reduced(TorchDispatchMode):
 
     eps = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         if func.namespace == "c10d" and "reduce" in func.__name__:
             for x in tree_flatten(args)[0]:
                 if isinstance(x, torch.Tensor) and x.is_floating_point() and x.itemsize < 4:

@@ -9,11 +9,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from math import ceil, cos, inf, lcm, pi, sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from parallel3d.config import RunConfig
+    from parallel3d.model.config import ModelConfig
 
 _MODULUS, _GOLDEN = 2**64, 0x9E3779B97F4A7C15
 # Projections that add to the residual stream, by the last part of their names in transformers.
@@ -120,7 +126,7 @@ def documents_of(tokens: Tensor, end_of_text: int) -> Tensor:
     return numbers
 
 
-def widths(model: Any) -> tuple[float, float]:
+def widths(model: "ModelConfig") -> tuple[float, float]:
     """Return how many times wider and deeper than muP's base a model is; 1 without muP."""
     settings = getattr(model, "parametrization", None)
     if settings is None or settings.type != "mup":
@@ -129,7 +135,7 @@ def widths(model: Any) -> tuple[float, float]:
     return model.hidden_size / settings.base_width, deeper
 
 
-def kinds(reference: Any) -> dict[str, str]:
+def kinds(reference: "PreTrainedModel") -> dict[str, str]:
     """Return the kind of each parameter of a model of transformers.
 
     "table": a row for each token or position; "residual": a matrix that adds to the residual
@@ -150,7 +156,7 @@ def kinds(reference: Any) -> dict[str, str]:
 
 
 def optimizer_groups(
-    reference: nn.Module, config: Any, masters: Mapping[str, Tensor]
+    reference: "PreTrainedModel", config: "RunConfig", masters: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
     """Return the optimizer's group of each master weight; `rate` multiplies the learning rate.
 
@@ -190,7 +196,9 @@ def optimizer_groups(
     return groups
 
 
-def matrices_of(reference: Any, config: Any) -> dict[str, Any]:
+def matrices_of(
+    reference: "PreTrainedModel", config: "RunConfig"
+) -> Mapping[str, Callable[[Tensor], list[Tensor]]]:
     """Return a function for each hidden matrix of a model of transformers.
 
     It returns the matrices that Muon orthogonalises, as views of a tensor, [out, in] each: GPT-2
@@ -226,7 +234,7 @@ def _views(is_turned: bool, heads: int, count: int, tensor: Tensor) -> list[Tens
     return list(whole.unflatten(0, (count, -1)))
 
 
-def multiply(reference: Any, model: Any, head_size: int) -> None:
+def multiply(reference: Any, model: "ModelConfig", head_size: int) -> None:
     """Hook muP's multipliers into a model of transformers (docs/scaling.md).
 
     Raises ValueError if they scale attention's scores and it has no scale to change.
@@ -258,7 +266,7 @@ def _times(factor: float) -> Callable[[nn.Module, object, Tensor], Tensor]:
     return hook
 
 
-def start_error(reference: Any, model: Any) -> float:
+def start_error(reference: "PreTrainedModel", model: "ModelConfig") -> float:
     """Return how far first weights are from their family's rule, in standard errors.
 
     Each kind of weight is normal with mean 0 and a known standard deviation: initializer_range,

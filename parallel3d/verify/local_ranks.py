@@ -96,8 +96,8 @@ def run_locally(
                 process.join()
 
 
-def _collect(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float) -> list[Any]:
-    results: dict[int, Any] = {}
+def _collect(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float) -> list[object]:
+    results: dict[int, object] = {}
     waiting = {pipe: number for number, (_, pipe) in enumerate(ranks)}
     lost: RankFailed | None = None  # a rank that lost its peer; the peer's own error is better
     while waiting:
@@ -133,7 +133,7 @@ def _run(
     port: int,
     timeout: float,
     quiet: bool,
-    function: Callable[..., Any],
+    function: Callable[..., object],
     args: tuple[object, ...],
 ) -> None:
     """Set a rank up, call the function, send its result, and exit when the parent has all."""

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,9 @@ from parallel3d.tensor.cut import Cut
 from parallel3d.tensor.initialise import fill
 from parallel3d.verify import definitions
 from parallel3d.verify.shrink import LONG, SEQUENCE_LENGTH, shrink
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SEED = 0
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -294,7 +298,7 @@ def in_our_names(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str
 
 def _loaded(
     config: RunConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64
-) -> tuple[Any, Any]:
+) -> tuple["PreTrainedModel", ModuleType]:
     """Return a model of transformers with these weights, and its family's module."""
     family = models.huggingface(config.model.family)
     if family is None:
@@ -325,8 +329,8 @@ def _loaded(
 
 
 def train_model(
-    model: Any,
-    family: Any,
+    model: "PreTrainedModel",
+    family: ModuleType,
     config: RunConfig,
     folder: Path,
     course: Course,
@@ -386,7 +390,7 @@ def _add_to_masters(
             parameter.grad = None
 
 
-def _parts_of_loss(model: Any, batch: Batch, rows: int | None) -> Iterator[Tensor]:
+def _parts_of_loss(model: "PreTrainedModel", batch: Batch, rows: int | None) -> Iterator[Tensor]:
     """Yield losses of some samples at a time that add up to the weighted mean over a batch."""
     tokens, labels, documents, weights = Batch(*batch)
     weights = torch.ones(labels.shape) if weights is None else weights

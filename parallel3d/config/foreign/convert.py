@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from math import prod
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -24,7 +25,7 @@ _FAMILIES = {
 }
 # Values by name that not every family has: their settings, the others' only value, and the verdict
 # if it is another one. No settings: the family has no use for the value.
-_OF_FAMILIES: dict[str, tuple[dict[str, Sequence[str]], Any, Verdict]] = {
+_OF_FAMILIES: dict[str, tuple[dict[str, Sequence[str]], object, Verdict]] = {
     "@norm_eps": (
         {"gpt": ["layer_norm_epsilon"], "neox": ["layer_norm_eps"], "llama": ["rms_norm_eps"]},
         None, "REFUSED",
@@ -81,8 +82,8 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
     return config, rows
 
 
-def _read(paths: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    blocks: dict[str, Any] = {}
+def _read(paths: Sequence[str]) -> tuple[ModuleType, dict[str, object]]:
+    blocks: dict[str, object] = {}
     for path in paths:
         with open(path, encoding="utf-8-sig", errors="replace") as stream:
             if not path.endswith((".yml", ".yaml")):
@@ -97,7 +98,7 @@ def _read(paths: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     return framework, _flat(blocks, framework.TABLE)
 
 
-def _flat(blocks: dict[str, Any], table: dict[str, Rule], prefix: str = "") -> dict[str, Any]:
+def _flat(blocks: dict[str, object], table: dict[str, Rule], prefix: str = "") -> dict[str, object]:
     """Return nested settings by dotted path, down to the paths that `table` has.
 
     GPT-NeoX's hyphens become underscores. Of a list of blocks, the first is taken apart.

@@ -223,12 +223,12 @@ class Unread(str):
     """A value that only the running script knows, as the script writes it."""
 
 
-def arguments(text: str) -> dict[str, Any]:
+def arguments(text: str) -> dict[str, object]:
     """Return the values of all arguments in a script or a file of arguments; True without a value.
 
     A value is `Unread` if it depends on what the script finds, or stands in a branch.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     variables: dict[str, str] = {}
     depth = 0  # of branches
     text = re.sub(r"(?m)(^|\s)#.*$", "", text)  # comments

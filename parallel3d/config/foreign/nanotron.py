@@ -1,7 +1,5 @@
 """nanotron's YAML (github.com/huggingface/nanotron, `nanotron.config.Config`)."""
 
-from typing import Any
-
 from parallel3d.config.foreign.rules import Rule, dropped, missing
 
 _P = "parallel3d"
@@ -176,7 +174,7 @@ TABLE |= {
     for setting, rule in TABLE.items()
     if setting.startswith(_STAGE)
 }
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, object] = {
     "model.dtype": "bfloat16",
     f"{_MODEL}.rms_norm_eps": 1e-6,
     f"{_RATE}.lr_decay_style": "linear",
@@ -185,6 +183,6 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def complete(values: dict[str, Any]) -> None:
+def complete(values: dict[str, object]) -> None:
     """Combine the decay rates of the moments."""
     values["optimizer.params.betas"] = [values.get("@beta1", 0.9), values.get("@beta2", 0.999)]

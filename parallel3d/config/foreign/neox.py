@@ -160,7 +160,7 @@ TABLE: dict[str, Rule] = {
         "master_addr master_port include exclude", "the launcher's",
     ),
 }  # fmt: skip
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, object] = {
     "norm": "layernorm", "pos_emb": "learned", "activation": "gelu", "bias_gelu_fusion": False,
     "gpt_j_residual": False, "no_weight_tying": False, "rotary_pct": 1.0, "weight_decay": 0.1,
     "min_lr": 0.0, "lr_decay_style": "linear", "warmup": 0.01, "seed": 1234,

@@ -41,8 +41,8 @@ class Rule(NamedTuple):
     """
 
     path: str = ""
-    read: Callable[[Any], Any] | dict[Any, Any] = lambda value: value
-    plain: tuple[Any, ...] = ()
+    read: Callable[[Any], object] | dict[object, object] = lambda value: value
+    plain: tuple[object, ...] = ()
     why: str = "this value has no counterpart"
     verdict: Verdict = "DIFFERS"
 
@@ -51,7 +51,7 @@ class Rule(NamedTuple):
         """The name of the translated value: our setting, or "@name"."""
         return self.path[max(0, self.path.find("@")) :]
 
-    def apply(self, setting: str, value: Any, found: Verdict, values: dict[str, Any]) -> Row:
+    def apply(self, setting: str, value: object, found: Verdict, values: dict[str, object]) -> Row:
         """Return the row of a value, and add its translation, if there is one, to `values`.
 
         Args:
@@ -75,6 +75,6 @@ def dropped(names: str, why: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), Rule(why=why, verdict="dropped"))
 
 
-def missing(names: str, why: str, *plain: Any, verdict: Verdict = "DIFFERS") -> dict[str, Rule]:
+def missing(names: str, why: str, *plain: object, verdict: Verdict = "DIFFERS") -> dict[str, Rule]:
     """Return rules of features, separated by spaces, that we lack; `plain` does not use them."""
     return dict.fromkeys(names.split(), Rule(plain=plain, why=why, verdict=verdict))

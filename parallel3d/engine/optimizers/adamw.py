@@ -81,7 +81,7 @@ def new_state(optimizer: "torch.optim.Optimizer", master: "torch.Tensor") -> dic
     }
 
 
-def reference(groups: list[dict[str, Any]], params: Params) -> "torch.optim.Optimizer":
+def reference(groups: list[dict[str, object]], params: Params) -> "torch.optim.Optimizer":
     """Return torch's own AdamW, unfused, in the masters' precision."""
     import torch
 

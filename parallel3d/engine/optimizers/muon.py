@@ -162,13 +162,13 @@ def make(
     return Muon(groups, params, device=device, cpu_adam=cpu_adam)
 
 
-def new_state(optimizer: Any, master: "torch.Tensor") -> dict[str, Any]:
+def new_state(optimizer: Any, master: "torch.Tensor") -> dict[str, object]:
     """Return the state that the first step would create, with its counter of steps."""
-    state: dict[str, Any] = optimizer.new_state(master)
+    state: dict[str, object] = optimizer.new_state(master)
     return state
 
 
-def reference(groups: list[dict[str, Any]], params: Params) -> "torch.optim.Optimizer":
+def reference(groups: list[dict[str, object]], params: Params) -> "torch.optim.Optimizer":
     """Return the same in plain PyTorch, for whole parameters.
 
     A group's `views` returns the matrices of a tensor as views, [rows, columns] each, where rows

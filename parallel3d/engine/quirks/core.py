@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cpuinfo
 import torch
@@ -167,7 +167,7 @@ def group_kinds(rates: Mapping[Role | None, Rate], whole_matrices: bool = False)
 def param_groups(
     held: Iterable[HeldParameter], placeholders: Placeholders, weight_decay: float, eps: float,
     rates: Mapping[Role | None, Rate], kinds: Sequence[GroupKind],
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, object]]:  # fmt: skip
     """Return an optimizer group of each kind with explicit weight decay: defaults differ."""
     groups = []
     whole_matrices = any(kind.matrices for kind in kinds)

@@ -84,7 +84,7 @@ def copy_out_of_buffers() -> None:
 
 def _copying(make: Callable[..., None]) -> Callable[..., None]:
     @wraps(make)
-    def make_and_copy(handle: Any, params: Any) -> None:
+    def make_and_copy(handle: object, params: Any) -> None:
         make(handle, params)
         for param in params if isinstance(params, list) else [params]:
             if is_on_nvme(param) and param.data.data_ptr() == param.ds_tensor.data.data_ptr():
@@ -122,7 +122,7 @@ def refuse_unlockable_memory(aio_handle: Any) -> None:
     allocate = aio_handle.new_cpu_locked_tensor
 
     @wraps(allocate)
-    def allocate_or_refuse(handle: Any, num_elements: int, example: Tensor) -> Tensor:
+    def allocate_or_refuse(handle: object, num_elements: int, example: Tensor) -> Tensor:
         _check_lockable(num_elements * example.element_size())
         buffer: Tensor = allocate(handle, num_elements, example)
         return buffer

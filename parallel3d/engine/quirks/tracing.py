@@ -31,7 +31,7 @@ class Traces:
 
     def __init__(self, engine: Any) -> None:
         self._coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
-        self._saved: dict[tuple[int, Direction], dict[str, Any]] = {}
+        self._saved: dict[tuple[int, Direction], dict[str, object]] = {}
         self._current: tuple[int, Direction] | None = None
 
     def begin(self, stage: int, direction: Direction) -> None:
@@ -46,7 +46,7 @@ class Traces:
         if direction == "backward":  # before a forward DeepSpeed's own hook does it
             self._coordinator.reset_step()
 
-    def _new_trace(self) -> dict[str, Any]:
+    def _new_trace(self) -> dict[str, object]:
         """Return the state for a pass that has not run yet.
 
         DeepSpeed caches the parameters to release by the place in a trace, so each trace needs its

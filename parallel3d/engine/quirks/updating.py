@@ -89,7 +89,7 @@ def asking_before_update(
     compute, update_scale = getattr(optimizer, name), optimizer._update_scale
     refused: list[Tensor] = []
 
-    def judged() -> Any:
+    def judged() -> object:
         norms = compute()
         norm = combine_grad_norm_groups(norms) if is_zero3 else norms
         if is_kept(unscaled := norm / optimizer.loss_scale):
@@ -186,7 +186,7 @@ def recompute_bias_correction(adam: torch.optim.Optimizer) -> None:
     adam.register_step_pre_hook(_jump)
 
 
-def _jump(adam: Any, *_: Any) -> None:
+def _jump(adam: Any, *_: object) -> None:
     empty, group = torch.empty(0), adam.param_groups[0]
     beta1, beta2 = group["betas"]
     options = group["lr"], beta1, beta2, group["eps"], group["weight_decay"]

@@ -39,7 +39,7 @@ class Line:
         except OSError:
             self.close()
 
-    def receive(self) -> list[Any]:
+    def receive(self) -> list[object]:
         """Return the objects that have arrived; close if the other end is gone or sends no JSON."""
         try:
             while data := self.socket.recv(MOST_BYTES):

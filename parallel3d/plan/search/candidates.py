@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from parallel3d.base.mesh_sizes import AXES, MeshSizes
 from parallel3d.base.section import Problem, Problems
@@ -223,7 +223,7 @@ def choices_of(setting: Setting) -> Choices:
     return flow, Order(setting.stages_per_rank, setting.schedule), state
 
 
-def _is_open(request: Request, **choices: Any) -> bool:
+def _is_open(request: Request, **choices: object) -> bool:
     """Return True if none of these choices is fixed to another value."""
     fixed = request.fixed
     return all(fixed.get(name, value) == value for name, value in choices.items())
@@ -311,9 +311,9 @@ def refuse_empty(request: Request) -> None:
     raise Problems([Problem("--devices", devices, rule, remedy)], "the plan")
 
 
-def check_fixed(fixed: Mapping[str, Any]) -> None:
+def check_fixed(fixed: Mapping[str, object]) -> None:
     """Raise ConfigError for a fixed choice with an unknown name or value."""
-    allowed: dict[str, tuple[Any, ...]] = {
+    allowed: dict[str, tuple[object, ...]] = {
         "schedule": schedules.names(), "recompute": RECOMPUTES, "zero_stage": (0, 1, 2, 3),
         "gradient_reduction": ("auto", "per_step", "per_microbatch"), "weights": ("auto", *WEIGHTS),
         "offload_optimizer": DEVICES, "offload_param": DEVICES, "sequence_parallel": (True, False),

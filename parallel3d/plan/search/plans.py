@@ -183,7 +183,7 @@ def choices_json(setting: Setting, memory: Memory) -> dict[str, object]:
 
 
 def request_of(
-    config: RunConfig, hardware: Hardware, devices: int, fixed: Mapping[str, Any] | None = None
+    config: RunConfig, hardware: Hardware, devices: int, fixed: Mapping[str, object] | None = None
 ) -> Request:
     """Return the request of a config on `devices` devices.
 

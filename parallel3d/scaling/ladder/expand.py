@@ -71,7 +71,7 @@ class LadderRun:
         return Path(self.config.run.directory) / self.config.run.name
 
 
-def _shared_model(base: Mapping[str, Any], source: Path) -> dict[str, Any]:
+def _shared_model(base: Mapping[str, object], source: Path) -> dict[str, object]:
     """Return the model settings that all sizes share, with the vocabulary size as a number.
 
     source: the ladder's file, for messages.
@@ -143,7 +143,7 @@ class _Point:
         return values[0] * hyperparameters.learning_rate_factor, values[1]
 
 
-def runs_of(ladder: LadderConfig, base: Mapping[str, Any], source: Path) -> list[LadderRun]:
+def runs_of(ladder: LadderConfig, base: Mapping[str, object], source: Path) -> list[LadderRun]:
     """Return every run of the ladder: trunks, runs to fit laws to, and held-out runs.
 
     base: the config that all runs share. source: the ladder's file, for messages.
@@ -176,7 +176,7 @@ def runs_of(ladder: LadderConfig, base: Mapping[str, Any], source: Path) -> list
 
 
 def _points(
-    ladder: LadderConfig, size: SizeConfig, shared: Mapping[str, Any], path: str, kind: str,
+    ladder: LadderConfig, size: SizeConfig, shared: Mapping[str, object], path: str, kind: str,
     budgets: Sequence[float], key: str = "",
 ) -> Iterator[_Point]:  # fmt: skip
     """Yield the point of each budget; `key` is the place of the size within the block at `path`."""
@@ -193,7 +193,7 @@ def _points(
 
 
 def _forks(
-    ladder: LadderConfig, base: Mapping[str, Any], points: Sequence[_Point], seed: int
+    ladder: LadderConfig, base: Mapping[str, object], points: Sequence[_Point], seed: int
 ) -> list[LadderRun]:
     """Return a trunk with a constant learning rate and a fork of it for each budget.
 
@@ -310,7 +310,7 @@ def _power(number: float) -> str:
 
 
 def _write_batch(
-    raw: dict[str, Any], block: dict[str, Any], *, batch: int, dp: int, rate: float
+    raw: dict[str, Any], block: dict[str, object], *, batch: int, dp: int, rate: float
 ) -> None:
     """Set the learning rate and the global batch in `raw`, with microbatches up to the base's."""
     micro = raw.pop("train_micro_batch_size_per_gpu", None)

@@ -246,7 +246,9 @@ def resume_of(run: LadderRun) -> str:
     return "auto" if first in FRESH else str(own[-1])
 
 
-def _changes(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _changes(
+    was: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
+) -> Iterator[str]:
     """Yield the settings that differ between two configs, as "path: old -> new"."""
     for name in now:
         path = f"{prefix}{name}"

@@ -55,7 +55,7 @@ def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], pa
     return _checked({**shared, **_inner(ladder, width), **own}, path)
 
 
-def _nearest(ladder: LadderConfig, target: float, shared: dict[str, Any], path: str) -> Any:
+def _nearest(ladder: LadderConfig, target: float, shared: dict[str, object], path: str) -> Any:
     """Return the model nearest to `target` parameters in its blocks.
 
     Its width is a multiple of head_size, and its depth follows from aspect_ratio.
@@ -90,7 +90,7 @@ def _nearest(ladder: LadderConfig, target: float, shared: dict[str, Any], path: 
     return shaped(best)
 
 
-def _inner(ladder: LadderConfig, width: Any) -> dict[str, Any]:
+def _inner(ladder: LadderConfig, width: object) -> dict[str, object]:
     """Return {"intermediate_size": ...} by mlp_ratio; {} without mlp_ratio or an integer width."""
     ratio = ladder.mlp_ratio
     if ratio is None or isinstance(width, bool) or not isinstance(width, int):
@@ -98,7 +98,7 @@ def _inner(ladder: LadderConfig, width: Any) -> dict[str, Any]:
     return {"intermediate_size": max(1, round(ratio * width))}
 
 
-def _checked(raw: dict[str, Any], path: str) -> Any:
+def _checked(raw: dict[str, object], path: str) -> Any:
     family = raw.get("family")
     if family not in models.families():
         raise Problems([Problem(
