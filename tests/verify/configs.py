@@ -23,8 +23,9 @@ MODELS: dict[str, dict[str, Any]] = {family: {"family": family} for family in fa
     },
     "qwen2": {"family": "llama", "num_key_value_heads": 4, "attention_bias": True},
 }
-ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
-MUON = {"type": "Muon", "params": ADAMW["params"] | {"lr": 0.02, "adam_lr": 3e-3}}
+_RATES: dict[str, Any] = {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
+ADAMW = {"type": "AdamW", "params": _RATES}
+MUON = {"type": "Muon", "params": _RATES | {"lr": 0.02, "adam_lr": 3e-3}}
 SIZES = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 16}
 
 
