@@ -1,9 +1,6 @@
 """Side losses of layers: the numbers of one process of transformers on every schedule and mesh."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +8,6 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from parallel3d import models
-from parallel3d.base import user_folders
 from parallel3d.model import optimizers
 from parallel3d.schedule.schedules import names, splits_backward, why_not
 from parallel3d.verify import definitions
@@ -20,11 +15,11 @@ from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import TOLERANCE, microbatches
 from parallel3d.verify.reference import Reference, _loaded, first_weights, in_our_names, relative
 from tests.cases import Case, Trainer
+from tests.own_families import FOLDER, forgotten_afterwards
 from tests.verify.measuring import batches, errors_of, plain_course
 
 pytestmark = pytest.mark.gloo
 
-FOLDER = str(Path(__file__).parent / "families")
 COEFFICIENTS = {"balance": 0.3, "z": 0.02, "largest": 0.0, "size": 0.05}
 BATCH, BLOCKS = 12, 7  # with embedding and head a layer or more for each of 8 stages
 
@@ -32,13 +27,8 @@ BATCH, BLOCKS = 12, 7  # with embedding and head a layer or more for each of 8 s
 @pytest.fixture(scope="module", autouse=True)
 def family():
     """Forget the family of FOLDER afterwards."""
-    with (
-        patch.object(models, "__path__", list(models.__path__)),
-        patch.dict("os.environ", {user_folders.MODELS: ""}),
-    ):
+    with forgotten_afterwards():
         yield
-    for name in [name for name in sys.modules if name.startswith(f"{models.__name__}.routed")]:
-        del sys.modules[name]
 
 
 def case_of(mesh, schedule, **settings):

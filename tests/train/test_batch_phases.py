@@ -2,7 +2,6 @@
 
 import json
 from math import cos, pi, sqrt
-from pathlib import Path
 
 import pytest
 
@@ -10,14 +9,21 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.train.checkpoint_config import evaluation_config
 from parallel3d.train.ending import DONE, STOPPED
 from tests.checkpoint.drill import LENGTH, changed, prepared_config
+from tests.own_families import FOLDER, forgotten_afterwards
 from tests.train.running import folder_of, start
 
 pytestmark = pytest.mark.gloo
 
-FAMILIES = str(Path(__file__).parents[1] / "pipeline/families")
 SCHEDULE = [[0, 8], [f"{12 * LENGTH} tokens", 12], [40, 4], [f"{48 * LENGTH - 1} tokens", 8]]
 SIZES = 8, 8, 12, 12, 4, 4, 8, 8
 MICRO = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def family():
+    """Forget the family of FOLDER afterwards."""
+    with forgotten_afterwards():
+        yield
 
 
 def growing(tmp_path):
@@ -30,7 +36,7 @@ def growing(tmp_path):
     settings |= {f"parallel3d.train.{name}": value for name, value in train.items()}
     settings |= {"train_micro_batch_size_per_gpu": MICRO}
     del raw["gradient_accumulation_steps"]
-    settings |= {"parallel3d.model.family": "routed", "parallel3d.run.model_folders": [FAMILIES]}
+    settings |= {"parallel3d.model.family": "routed", "parallel3d.run.model_folders": [FOLDER]}
     raw = changed(raw, settings)
     one = changed(raw, {"parallel3d.run.name": "one", "train_micro_batch_size_per_gpu": 4})
     return changed(raw, {"parallel3d.run.name": "two"}), one

@@ -31,6 +31,8 @@ SCHEDULES = [
 def test_they_owe_the_library_nothing():
     """Whatever they imported from it would be a mistake that both sides share."""
     tree = ast.parse(Path(definitions.__file__).read_text())
+    for_types = [node for node in tree.body if ast.unparse(node).startswith("if TYPE_CHECKING")]
+    tree.body = [node for node in tree.body if node not in for_types]
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert imports and not any("parallel3d" in ast.unparse(node) for node in imports)
     assert sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) <= 250
