@@ -14,12 +14,13 @@ import time
 import torch
 
 from benchmarks.contestants import common
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.shrink import Sizes, parse_meshes
+from parallel3d.verify.shrink import parse_meshes
 
 OPTIMIZERS = {
     "AdamW": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -27,7 +28,7 @@ OPTIMIZERS = {
 }
 
 
-def config_of(optimizer: str, mesh: Sizes, microbatches: int) -> RunConfig:
+def config_of(optimizer: str, mesh: MeshSizes, microbatches: int) -> RunConfig:
     """Return the peers' model under an optimizer, at ZeRO-1."""
     pp, dp, tp = mesh
     raw = {
@@ -51,7 +52,7 @@ def config_of(optimizer: str, mesh: Sizes, microbatches: int) -> RunConfig:
     return RunConfig.from_dict(raw).resolve(pp * dp * tp)
 
 
-def measure(rank: int, mesh: Sizes, microbatches: int, steps: int) -> dict[str, list[float]]:
+def measure(rank: int, mesh: MeshSizes, microbatches: int, steps: int) -> dict[str, list[float]]:
     """Return the seconds of each step of each optimizer on this rank."""
     grid, parts = Mesh(*mesh), dict[str, Assembly]()
     for name in OPTIMIZERS:
