@@ -1,6 +1,6 @@
 # parallel3d in a container, for CPUs:
 #     docker build -t parallel3d .
-#     docker run --rm -v "$PWD/runs:/work/runs" parallel3d train --config ds.json
+#     docker run --rm -v "$PWD/runs:/parallel3d/runs" parallel3d train --config ds.json
 # For NVIDIA GPUs, where `docker run` also needs --gpus all --shm-size 8g:
 #     docker build -t parallel3d --build-arg BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 .
 # pip installs torch's CUDA build, which also runs without a GPU. For the smaller CPU build, or another
@@ -22,5 +22,5 @@ ENV PATH=/opt/parallel3d/bin:$PATH
 COPY . /src
 RUN pip install --no-cache-dir "/src[scaling]" && rm -r /src
 
-WORKDIR /work
+WORKDIR /parallel3d
 ENTRYPOINT ["parallel3d"]
