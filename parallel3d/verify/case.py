@@ -32,6 +32,7 @@ from parallel3d.pipeline.executor import Microbatch
 from parallel3d.tensor import loss
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.dropout import Dropout
+from parallel3d.tensor.norm import LayerNorm, RMSNorm
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.train.feed import Feed
@@ -57,6 +58,7 @@ THRESHOLDS: tuple[tuple[object, str, int], ...] = (
 )
 SAVED_STEPS = STEPS - 1  # the run is saved after these; the resumed run makes the last step
 DROPOUT = 0.5
+NORM_SIZE = 256  # features of the norms that are compared alone, and their tokens
 
 
 @dataclass(frozen=True)
@@ -292,6 +294,7 @@ class CaseRun:
                 "masters": max(self.masters),
                 "reduction": self.reduced.eps,
                 "turns": self._compare_turns(),
+                "norms": self._compare_norms(),
             },
             counters=counters,
             masks=masks,
@@ -318,6 +321,32 @@ class CaseRun:
         off = turned[0, 0].float() - torch.cat((right[0, :, :half], right[1, :, :half]), -1)
         worst_off = float(off.abs().max())
         return worst_off if worst_off > max(1e-4, torch.finfo(dtype).eps) else 0.0
+
+    def _compare_norms(self) -> float:
+        """Return the largest error of the norms' scale that one rounding does not explain.
+
+        A mean in half precision scales whole tokens by less than the rounding of a feature, which
+        hides it in the loss; over many features the rounding averages out.
+        """
+        dtype, worst_off = self.parts.engine.settings.dtype, 0.0
+        modules = self.parts.stages.module.modules()
+        for kind in {type(m) for m in modules if isinstance(m, (LayerNorm, RMSNorm))}:
+            norm = kind(NORM_SIZE, eps=1e-6).to(dtype).requires_grad_(False)
+            norm.weight.fill_(1)
+            if isinstance(norm, LayerNorm):
+                norm.bias.zero_()
+            x = torch.randn(NORM_SIZE, NORM_SIZE, generator=torch.Generator().manual_seed(SEED))
+            x = x.to(dtype)  # [tokens, features]
+            exact = x.double()
+            if isinstance(norm, LayerNorm):
+                exact -= exact.mean(-1, keepdim=True)
+            exact /= (exact.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+            off, rounding = (
+                float(((y.double() - exact) * exact).mean(-1).square().mean().sqrt())
+                for y in (norm(x), exact.to(dtype))
+            )
+            worst_off = max(worst_off, off if off > max(1e-6, 2 * rounding) else 0.0)
+        return worst_off
 
     def _compare_rates(self) -> float:
         """Return the largest relative difference of the learning rates of the user's schedule."""

@@ -42,6 +42,7 @@ class ReferenceErrors:
     masters: float = 0.0  # largest share of fp32 masters that half precision would hold
     reduction: float = 0.0  # eps of the type that gradients are averaged in; 0 for fp32
     turns: float = 0.0  # of rotary positions' cos and sin, beyond one rounding
+    norms: float = 0.0  # relative, of the scale of a normalised token, beyond one rounding
 
     def within(self, tolerance: float | Mapping[str, float]) -> bool:
         """Return True if no error exceeds its bound; a NaN does."""

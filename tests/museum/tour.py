@@ -25,6 +25,7 @@ _OURS = "parallel3d.base.errors."
 WORDS = {
     "start": "first weights",
     "turns": "rotary positions",
+    "norms": "norms",
     "rates": "learning rates",
     "samples": "order of samples",
     "masks": "dropout masks",
