@@ -31,7 +31,7 @@ class ModuleCost(Protocol):
     """
 
     def __call__(self, stream: Stream, recompute: Recompute) -> LayerCost:
-        """Return the cost of one microbatch, for "none" and "selective"."""
+        """Return the cost of one microbatch, with the parts in `recompute` recomputed."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
     cost = LayerCost(0)
     for number, module in enumerate(c.modules):
         beside = c.parallel and number > 0
-        cost += c.norm(stream, shares_input=beside)
+        cost += c.norm(stream, beside, recompute)
         cost += module(stream, recompute)
         cost += _residual_sum(stream, beside)
     return cost
