@@ -79,7 +79,7 @@ class Block(nn.Module):
         # In place, because no backward needs the output of a branch.
         y = normed(self.norm1, x, self.recompute)
         x = self.dropout1(scale(self.attention(y, segments), self.scale)).add_(x)
-        y = normed(self.norm2, x, self.recompute)
+        y = normed(self.norm2, x, self.recompute, "mlp")
         return self.dropout2(scale(self.mlp(y), self.scale)).add_(x)
 
 

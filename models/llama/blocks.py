@@ -96,7 +96,7 @@ class Block(nn.Module):
         # In place, because no backward needs the output of a branch.
         y = normed(self.norm1, x, self.recompute)
         x = scale(self.attention(y, segments), self.scale).add_(x)
-        y = normed(self.norm2, x, self.recompute)
+        y = normed(self.norm2, x, self.recompute, "mlp")
         return scale(self.mlp(y), self.scale).add_(x)
 
 

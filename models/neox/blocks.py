@@ -37,7 +37,7 @@ class Block(nn.Module):
         summed = scale(self.attention(y, segments), self.scale).add_(x)
         if not self.parallel:
             x = summed
-        y = normed(self.norm2, x, self.recompute)
+        y = normed(self.norm2, x, self.recompute, "mlp")
         return scale(self.mlp(y), self.scale).add_(summed)
 
 

@@ -40,8 +40,7 @@ class MlpCost:
             traffic += 2 * self._factors * inner + 2 * stream.part
         parts, recomputed, left = parts_of(recompute), Work(), kept
         if "mlp" in parts:
-            # Its input stays, even if a norm would recompute it.
-            left = inner * waits(parts) + stream.part * ("layernorm" in parts)
+            left = inner if waits(parts) else 0
             recomputed = Work(self._matmuls(stream)[:1], None, traffic, stream.gather)
         elif "mlp_act" in parts:
             left = self._factors * inner

@@ -44,6 +44,12 @@ def num_full(recompute: str, num_layers: int) -> int:
     return min(num_layers, int(most or num_layers)) if mode == "full" else 0
 
 
+def strength(recompute: str) -> int:
+    """Return how much of a layer runs again, as an index of MODES; a list counts as "mlp"."""
+    mode = recompute.partition(":")[0]
+    return MODES.index(mode if mode in MODES else "mlp")
+
+
 def while_weights_wait(recompute: str) -> str:
     """Return what frees memory if weight gradients wait: the inputs of all products stay."""
     return "none" if recompute.startswith("full") else f"{recompute}+{_WAITS}"

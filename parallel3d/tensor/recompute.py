@@ -44,9 +44,13 @@ def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return y
 
 
-def normed(norm: nn.Module, x: Tensor, recompute: frozenset[str]) -> Tensor:
-    """Return `norm(x)`, recomputed as `recompute` says; a linear layer must take it next."""
-    y: Tensor = recomputed(norm, x) if "layernorm" in recompute else norm(x)
+def normed(norm: nn.Module, x: Tensor, recompute: frozenset[str], before: str = "") -> Tensor:
+    """Return `norm(x)`, recomputed as `recompute` says; a linear layer must take it next.
+
+    `before`: the sub-layer that takes it, which saves its input if it is itself recomputed.
+    """
+    again = "layernorm" in recompute and before not in recompute
+    y: Tensor = recomputed(norm, x) if again else norm(x)
     return y
 
 
@@ -56,8 +60,7 @@ def activated(
 ) -> Tensor:  # fmt: skip
     """Return the activation function of the product `up(x)`, recomputed as `recompute` says."""
     if "mlp" in recompute:
-        # A view, because `up` would not save an input that is itself recomputed.
-        return recomputed(lambda x: activation(up(x.view_as(x))), x)
+        return recomputed(lambda x: activation(up(x)), x)
     return recomputed(activation, up(x)) if "mlp_act" in recompute else activation(up(x))
 
 

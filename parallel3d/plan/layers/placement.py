@@ -78,6 +78,19 @@ def parts_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[StageLayers,
     )
 
 
+@lru_cache(maxsize=4096)
+def blocks_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[int, ...]:
+    """Return for each stage the number of its layers without embedding and head."""
+    parts = parts_of(model, num_stages, seq)
+    return tuple([sum(kind not in model.ends for kind in part.kinds) for part in parts])
+
+
+def blocks_in_stages(setting: Setting) -> tuple[int, ...]:
+    """Return for each stage of a setting the number of its layers that may be recomputed."""
+    num_stages = setting.pp * setting.stages_per_rank
+    return blocks_of(model_of(setting.layers), num_stages, setting.shape.seq)
+
+
 def recompute_of(part: StageLayers, recompute: Recompute) -> list[Recompute]:
     """Return what each layer of a stage computes again; embedding and head do not."""
     if ":" not in recompute:
