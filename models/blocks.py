@@ -1,5 +1,7 @@
 """Layers that several families share, built from tensor-parallel layers."""
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from parallel3d.model.config import ModelConfig
@@ -8,6 +10,7 @@ from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.pointwise import gelu, scale
+from parallel3d.tensor.recompute import activated
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.vocab import VocabParallelEmbedding, VocabParallelOutput
@@ -84,11 +87,12 @@ class GeluMLP(nn.Module):
             size, inner, group, sequence_parallel=split, overlap=context.overlap
         )
         self.down = RowParallelLinear(inner, size, group, sequence_parallel=split)
-        self.approximate = approximate
+        self.approximate, self.recompute = approximate, context.recompute
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        return self.down(gelu(self.up(x), self.approximate))
+        function = partial(gelu, approximate=self.approximate)
+        return self.down(activated(self.up, function, x, self.recompute))
 
 
 class NormedHead(nn.Module):

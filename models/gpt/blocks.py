@@ -16,6 +16,7 @@ from parallel3d.tensor.cut import cut_of, cut_parameter
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.norm import LayerNorm
 from parallel3d.tensor.pointwise import scale
+from parallel3d.tensor.recompute import normed
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.vocab import VocabParallelEmbedding
 
@@ -71,13 +72,15 @@ class Block(nn.Module):
         self.norm2 = LayerNorm(size, eps)
         self.mlp = GeluMLP(config, context, "tanh")
         self.dropout2 = Dropout(config.resid_pdrop, f"{name}.dropout2", key, split)
-        self.scale = scales_of(config).branch
+        self.scale, self.recompute = scales_of(config).branch, context.recompute
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
         # In place, because no backward needs the output of a branch.
-        x = self.dropout1(scale(self.attention(self.norm1(x), segments), self.scale)).add_(x)
-        return self.dropout2(scale(self.mlp(self.norm2(x)), self.scale)).add_(x)
+        y = normed(self.norm1, x, self.recompute)
+        x = self.dropout1(scale(self.attention(y, segments), self.scale)).add_(x)
+        y = normed(self.norm2, x, self.recompute, "mlp")
+        return self.dropout2(scale(self.mlp(y), self.scale)).add_(x)
 
 
 class Head(NormedHead):

@@ -13,6 +13,7 @@ from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear
 from parallel3d.tensor.norm import RMSNorm
 from parallel3d.tensor.pointwise import scale, swiglu
+from parallel3d.tensor.recompute import activated, normed
 from parallel3d.tensor.rotary import FrequencyScaling, LinearScaling, Rotary, YarnScaling
 from parallel3d.tensor.segments import Segments
 
@@ -71,10 +72,11 @@ class MLP(nn.Module):
             overlap=context.overlap,
         )
         self.down = RowParallelLinear(inner, size, group, config.mlp_bias, split)
+        self.recompute = context.recompute
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        return self.down(swiglu(self.gate_up(x)))  # [batch, seq, hidden]
+        return self.down(activated(self.gate_up, swiglu, x, self.recompute))  # [batch, seq, hidden]
 
 
 class Block(nn.Module):
@@ -87,13 +89,15 @@ class Block(nn.Module):
         self.attention = Attention(config, name, context)
         self.norm2 = RMSNorm(size, eps)
         self.mlp = MLP(config, context)
-        self.scale = scales_of(config).branch
+        self.scale, self.recompute = scales_of(config).branch, context.recompute
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
         # In place, because no backward needs the output of a branch.
-        x = scale(self.attention(self.norm1(x), segments), self.scale).add_(x)
-        return scale(self.mlp(self.norm2(x)), self.scale).add_(x)
+        y = normed(self.norm1, x, self.recompute)
+        x = scale(self.attention(y, segments), self.scale).add_(x)
+        y = normed(self.norm2, x, self.recompute, "mlp")
+        return scale(self.mlp(y), self.scale).add_(x)
 
 
 class Head(NormedHead):

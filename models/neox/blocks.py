@@ -11,6 +11,7 @@ from parallel3d.models.neox.spec import Config
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.norm import LayerNorm
 from parallel3d.tensor.pointwise import scale
+from parallel3d.tensor.recompute import normed
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.tensor.segments import Segments
 
@@ -26,15 +27,18 @@ class Block(nn.Module):
         self.attention = FusedAttention(config, name, context, rotary=rotary)
         approximate = "none" if config.activation == "gelu" else "tanh"
         self.mlp = GeluMLP(config, context, approximate)
+        self.recompute = context.recompute
         self.parallel, self.scale = config.use_parallel_residual, scales_of(config).branch
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
         # In place, because no backward needs the output of a branch.
-        summed = scale(self.attention(self.norm1(x), segments), self.scale).add_(x)
+        y = normed(self.norm1, x, self.recompute)
+        summed = scale(self.attention(y, segments), self.scale).add_(x)
         if not self.parallel:
             x = summed
-        return scale(self.mlp(self.norm2(x)), self.scale).add_(summed)
+        y = normed(self.norm2, x, self.recompute, "mlp")
+        return scale(self.mlp(y), self.scale).add_(summed)
 
 
 class Head(NormedHead):

@@ -12,6 +12,7 @@ from parallel3d.config import hardware
 from parallel3d.config.data import DataConfig, num_tokens
 from parallel3d.config.folders import ModelFolders, OptimizerFolders, ScheduleFolders
 from parallel3d.config.monitors import Trackers
+from parallel3d.model import recompute
 from parallel3d.schedule import schedules
 from parallel3d.schedule.sharding import Weights
 
@@ -110,9 +111,11 @@ class PipelineConfig(Section):
     scatter_activations: bool = False
     """Without sequence_parallel: each tp rank sends 1/tp of the activations to the next stage,
     whose tp ranks all-gather them. Divides the traffic between nodes by tp."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Recompute in the backward: "selective" the attention (arXiv:2205.05198), "full" the whole
-    layer."""
+    activation_checkpointing: Annotated[str, BeforeValidator(recompute.text_of)] = "none"
+    """Recompute in the backward: "selective" the attention (arXiv:2205.05198), "mlp" the MLP up to
+    its last product, "full" the whole layer, {"full": 3} the first 3 layers of each stage; or a
+    list of "layernorm", "core_attn", "mlp_act", "mlp". Also written "full:3" and
+    "core_attn+mlp_act" (docs/long-context.md)."""
 
 
 def reduces_once(zero_stage: int, gradient_reduction: str) -> bool:

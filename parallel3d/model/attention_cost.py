@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from parallel3d.model.norm_cost import NormCost
+from parallel3d.model.recompute import parts_of
 from parallel3d.model.spec import Attention, KeptMemory, LayerCost, MatMul, Recompute, Work
 from parallel3d.model.stream import Stream
 
@@ -35,7 +36,7 @@ class AttentionCost:
     """Dropout on the attention weights."""
 
     def __call__(self, stream: Stream, recompute: Recompute) -> LayerCost:
-        """Return the cost of one microbatch; "selective" recomputes what is inside the attention.
+        """Return the cost of one microbatch; "core_attn" is what is inside the attention.
 
         It has no moment of its own: what later modules saved is free in its backward, and is more.
         """
@@ -46,7 +47,7 @@ class AttentionCost:
         num_scores = stream.shape.batch * heads * seq**2
         scores = KeptMemory(scores=num_scores, dropped_scores=num_scores if self.dropout else 0)
         inside = scores + KeptMemory(other=_FP32 * heads * stream.shape.tokens)  # the logsumexp
-        is_selective = recompute == "selective"
+        is_selective = "core_attn" in parts_of(recompute)
         # A key/value head on several tp ranks counts once.
         one = stream._replace(tp=1)
         flops = sum(m.flops for m in self._matmuls(one)) + self._attention(one).flops

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from parallel3d.model.recompute import parts_of, waits
 from parallel3d.model.spec import KeptMemory, LayerCost, MatMul, Recompute, Work
 from parallel3d.model.stream import Stream
 
@@ -24,20 +25,33 @@ class MlpCost:
         return 2 if self.gated else 1
 
     def __call__(self, stream: Stream, recompute: Recompute) -> LayerCost:
-        """Return the cost of one microbatch; "selective" recomputes nothing."""
+        """Return the cost of one microbatch.
+
+        "mlp_act" recomputes the activation function from the first product's output, "mlp" that
+        product, too. Either stops before the last product.
+        """
         inner = stream.shape.tokens * stream.share(self.inner)
         # Input and output of the activation; SwiGLU: both factors, the activated one, their
         # product; ReLU: its output.
         kept = (4 if self.gated else 1 if self.relu else 2) * inner
-        traffic = (5 if self.gated else 2) * inner  # the activation, and the product of the factors
+        # The activation, and the product of the factors.
+        traffic = activation = (5 if self.gated else 2) * inner
         if self.bias:
             traffic += 2 * self._factors * inner + 2 * stream.part
+        parts, recomputed, left = parts_of(recompute), Work(), kept
+        if "mlp" in parts:
+            left = inner if waits(parts) else 0
+            recomputed = Work(self._matmuls(stream)[:1], None, traffic, stream.gather)
+        elif "mlp_act" in parts:
+            left = self._factors * inner
+            recomputed = Work(traffic=activation)
         return LayerCost(
             sum(m.flops for m in self._matmuls(stream._replace(tp=1))),
             Work(self._matmuls(stream), None, traffic, stream.gather + stream.reduce),
+            recomputed,
             backward_collectives=stream.gather + stream.reduce + stream.gather,
-            saved=KeptMemory(kept),
-            working=KeptMemory(self._peak(stream, inner, kept)),
+            saved=KeptMemory(left),
+            working=KeptMemory(kept - left + self._peak(stream, inner, kept)),
         )
 
     def _peak(self, stream: Stream, inner: int, kept: int) -> int:

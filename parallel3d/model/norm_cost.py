@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from parallel3d.model.spec import KeptMemory, LayerCost, Work
+from parallel3d.model.recompute import parts_of
+from parallel3d.model.spec import KeptMemory, LayerCost, Recompute, Work
 from parallel3d.model.stream import Stream
 
 _FP32 = 4  # bytes of a statistic
@@ -17,16 +18,22 @@ class NormCost:
     composite: bool = False
     """torch has no fused CPU kernel for the norm."""
 
-    def __call__(self, stream: Stream, shares_input: bool = False) -> LayerCost:
+    def __call__(
+        self, stream: Stream, shares_input: bool = False, recompute: Recompute = "none"
+    ) -> LayerCost:
         """Return the cost of the norm of a module's input.
 
         The norm reads its input and writes its output, and both are kept: the input for its own
         backward, the output for the module's. An input that it shares with another norm is counted
-        there.
+        there. "layernorm" recomputes the output, when less is left of what later parts saved.
         """
-        kept = self.kept(stream.part, stream.hidden)
-        kept += KeptMemory(0 if shares_input else stream.part)
-        return LayerCost(0, Work(traffic=2 * stream.part), saved=kept)
+        kept, again = KeptMemory(0 if shares_input else stream.part), Work()
+        work = Work(traffic=2 * stream.part)
+        if "layernorm" in parts_of(recompute):
+            again = work
+        else:
+            kept += self.kept(stream.part, stream.hidden)
+        return LayerCost(0, work, again, saved=kept)
 
     def kept(self, elements: int, size: int) -> KeptMemory:
         """Return the memory of one tensor and the statistics of its vectors of `size` elements."""

@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple, Protocol
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import Role
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = str
+"""What is computed again in the backward (recompute.py)."""
 CutOver = tuple[str | None, ...]
 Sizes = Mapping[str, int]
 """The number of ranks of each role of a mesh; a role that is not in it has one."""

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
+from parallel3d.model.mlp_cost import MlpCost
 from parallel3d.model.norm_cost import NormCost
+from parallel3d.model.recompute import parts_of
 from parallel3d.model.spec import (
     KeptMemory,
     LayerCost,
@@ -31,7 +33,7 @@ class ModuleCost(Protocol):
     """
 
     def __call__(self, stream: Stream, recompute: Recompute) -> LayerCost:
-        """Return the cost of one microbatch, for "none" and "selective"."""
+        """Return the cost of one microbatch, with the parts in `recompute` recomputed."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,9 @@ def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
     cost = LayerCost(0)
     for number, module in enumerate(c.modules):
         beside = c.parallel and number > 0
-        cost += c.norm(stream, shares_input=beside)
+        # An MLP that runs again keeps its input, the norm's output.
+        keeps = isinstance(module, MlpCost) and "mlp" in parts_of(recompute)
+        cost += c.norm(stream, beside, "none" if keeps else recompute)
         cost += module(stream, recompute)
         cost += _residual_sum(stream, beside)
     return cost

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d.engine import EngineSettings, HeldParameter, building, writing
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.recompute import num_full, parts_of
 from parallel3d.model.spec import LayerSpec, Shape, tied_names
 from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import Schedule
@@ -34,7 +35,7 @@ class Stages(nn.Module):
 
     - `layers`: each stage's layers.
     - `recompute`: the layers whose activations are recomputed in the backward (activation
-      checkpointing "full": all except embedding and head).
+      checkpointing "full": all except embedding and head, or the first of each stage).
     - `side_losses`: the names of the side losses that each layer returns, where it returns any.
     """
 
@@ -141,8 +142,8 @@ def build_stages(
     ZeRO-3 no rank ever holds a whole stage.
     """
     key = RandomKey(seed or 0, mesh.samples.coord)
-    selective = activation_checkpointing == "selective"
-    context = LayerContext(mesh.tensor.group, key, sequence_parallel, selective, overlap)
+    parts = parts_of(activation_checkpointing)
+    context = LayerContext(mesh.tensor.group, key, sequence_parallel, parts, overlap)
     costs = [float(layer.cost(shape).forward_flops) for layer in layers]
     placement = partition(costs, schedule.num_stages)
     own_stages = [
@@ -177,7 +178,10 @@ def build_stages(
     inner = {layer.name for layer in layers[1:-1]}
     for name in inner & modules.keys():
         compile_block(modules[name])
-    recompute = {m for n, m in modules.items() if n in inner and activation_checkpointing == "full"}
+    recompute: set[nn.Module] = set()
+    for s in own_stages:
+        blocks = [modules[layers[i].name] for i in placement[s] if layers[i].name in inner]
+        recompute |= {*blocks[: num_full(activation_checkpointing, len(blocks))]}
     side_losses = {modules[o.name]: o.side_losses for o in layers if o.name in modules}
     return BuiltStages(Stages(by_stage, recompute, side_losses), tuple(held), key, placement)
 

@@ -21,7 +21,7 @@ class CausalAttention(nn.Module):
     - `heads`: the number of query heads and of key-value heads, over all ranks.
     - `scale`: None means 1/sqrt(head_size).
     - With segments, a query attends only within its own document.
-    - `context.recompute_attention`: recompute the attention in backward ("selective"
+    - "core_attn" in `context.recompute`: recompute the attention in backward ("selective"
       recomputation, arXiv:2205.05198, section 5).
     """
 
@@ -33,7 +33,7 @@ class CausalAttention(nn.Module):
         self.dropout = Dropout(dropout, place, context.key, context.group)
         tp = context.group.size()
         self.heads_here, self.head_size = (heads[0] // tp, max(1, heads[1] // tp)), head_size
-        self.recompute, self.scale = context.recompute_attention, scale
+        self.recompute, self.scale = "core_attn" in context.recompute, scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None = None) -> Tensor:
         """q, k, v [batch, heads, seq, size] -> [batch, seq, heads * size].

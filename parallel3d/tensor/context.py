@@ -13,7 +13,7 @@ class LayerContext:
 
     - `sequence_parallel`: between layers each rank of the group holds its part of the sequence,
       [batch, seq / tp, hidden].
-    - `recompute_attention`: recompute attention in backward instead of saving its activations.
+    - `recompute`: the sub-layers that are computed again in backward (model/recompute.py).
     - `overlap`: overlap a backward's collectives with its products. Without it, less memory is
       needed: the full input and its full gradient are not held at the same time.
     """
@@ -21,7 +21,7 @@ class LayerContext:
     group: dist.ProcessGroup
     key: RandomKey
     sequence_parallel: bool = False
-    recompute_attention: bool = False
+    recompute: frozenset[str] = frozenset()
     overlap: bool = True
 
     @property

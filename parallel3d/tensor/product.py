@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.tensor.collectives import (
-    Context,
     Pending,
     all_gather_sequence,
     start_all_gather,
@@ -22,10 +21,11 @@ from parallel3d.tensor.collectives import (
     start_reduce_scatter,
 )
 from parallel3d.tensor.compiled import graph_break
+from parallel3d.tensor.recompute import SavingContext, save, saved
 from parallel3d.tensor.weight_gradients import compute_or_defer, is_deferring
 
 
-class _LinearContext(Context, Protocol):
+class _LinearContext(SavingContext, Protocol):
     weight: Tensor
 
 
@@ -38,13 +38,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _LinearContext, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        save(ctx, x, weight)
         ctx.weight = weight  # recomputation would save another tensor in its place
         return x @ weight.flatten(0, -2).t()  # [..., fused * out]
 
     @staticmethod
     def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
+        x, weight = saved(ctx)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight.flatten(0, -2)
@@ -68,7 +68,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 Rows = tuple[int, int] | None  # the rows [start, stop) of a weight that are used; None: all
 
 
-class _ColumnContext(Context, Protocol):
+class _ColumnContext(SavingContext, Protocol):
     group: dist.ProcessGroup
     sequence_parallel: bool
     overlap: bool
@@ -90,7 +90,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx: _ColumnContext, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool,
         overlap: bool, rows: Sequence[Rows], *weights: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.save_for_backward(x, *weights)
+        save(ctx, x, *weights)
         ctx.group, ctx.sequence_parallel, ctx.rows = group, sequence_parallel, rows
         ctx.weights, ctx.overlap = weights, overlap
         full_x = all_gather_sequence(x, group) if sequence_parallel else x
@@ -99,7 +99,7 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _ColumnContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients by the input and each weight from those by the outputs."""
-        x, *weights = ctx.saved_tensors
+        x, *weights = saved(ctx)
         group, split, async_op = ctx.group, ctx.sequence_parallel, ctx.overlap
         needs_x, _, _, _, _, *needs_weights = ctx.needs_input_grad
         full_x = cache(lambda: all_gather_sequence(x, group) if split else x)

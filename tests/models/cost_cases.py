@@ -11,6 +11,7 @@ from tests.verify.pairwise import pairwise
 SHAPE = Shape(2, 64)
 SIZES = {"hidden_size": 64, "num_attention_heads": 8, "vocab_size": 1021}
 MOST, STRIDE = 1000, 13  # of more combinations each 13th, and no setting has 13 values
+RECOMPUTES = ("none", "selective", "mlp", "mlp_act", "full")
 MESHES = ((1, False), (2, False), (2, True), (4, False), (4, True))  # tp, sequence parallelism
 
 
@@ -44,7 +45,7 @@ def settings_of(family):
         found["no_rope_layer_interval"] = (None, 1)
     if "num_key_value_heads" in models.config_class(family).model_fields:
         found["num_key_value_heads"] = (None, 2)
-    return found | {"mesh": MESHES, "recompute": ("none", "selective", "full")}
+    return found | {"mesh": MESHES, "recompute": RECOMPUTES}
 
 
 def cases_of(family, full=False):

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from parallel3d.model.recompute import parts_of
 from parallel3d.model.spec import Collective
 from parallel3d.pipeline.stages import Stages
 from parallel3d.tensor.context import LayerContext
@@ -108,7 +109,7 @@ class Layer:
 
     def __init__(self, case, group, dtype=torch.float32):
         spec, split = case.layer, case.sequence_parallel
-        context = LayerContext(group, RandomKey(0), split, case.recompute == "selective")
+        context = LayerContext(group, RandomKey(0), split, parts_of(case.recompute))
         torch.manual_seed(0)
         self.module = resolve_name(spec.build)(spec.config, spec.name, context).to(dtype)
         for parameter in self.module.parameters():

@@ -4,10 +4,12 @@ A search calls these functions a hundred thousand times, so their results are ca
 identified by the id of its tuple of layers: hashing the layers would take longer than the lookup.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from parallel3d.model.recompute import num_full
 from parallel3d.model.spec import LayerCost, LayerSpec, Recompute, Shape
 from parallel3d.plan.setting import Setting
 from parallel3d.schedule.partition import partition
@@ -26,6 +28,11 @@ class LayerKinds:
     layers: tuple[LayerSpec, ...]
     kind_of: tuple[int, ...]
     kinds: tuple[LayerSpec, ...]
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The kinds of the embedding and of the head."""
+        return self.kind_of[0], self.kind_of[-1]
 
 
 _models: dict[int, LayerKinds] = {}
@@ -69,6 +76,28 @@ def parts_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[StageLayers,
         )
         for layers in stages_of(model, num_stages, seq)
     )
+
+
+@lru_cache(maxsize=4096)
+def blocks_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[int, ...]:
+    """Return for each stage the number of its layers without embedding and head."""
+    parts = parts_of(model, num_stages, seq)
+    return tuple([sum(kind not in model.ends for kind in part.kinds) for part in parts])
+
+
+def blocks_in_stages(setting: Setting) -> tuple[int, ...]:
+    """Return for each stage of a setting the number of its layers that may be recomputed."""
+    num_stages = setting.pp * setting.stages_per_rank
+    return blocks_of(model_of(setting.layers), num_stages, setting.shape.seq)
+
+
+def recompute_of(part: StageLayers, recompute: Recompute) -> list[Recompute]:
+    """Return what each layer of a stage computes again; embedding and head do not."""
+    if ":" not in recompute:
+        return [recompute] * len(part.kinds)
+    is_block = [kind not in part.model.ends for kind in part.kinds]
+    first = num_full(recompute, sum(is_block))
+    return ["full" if sum(is_block[:i]) < first else "none" for i in range(len(is_block))]
 
 
 @lru_cache(maxsize=65536)
@@ -204,6 +233,14 @@ class StageClasses:
     def pp(self) -> int:
         """Number of pipeline coordinates."""
         return len(self.homes)
+
+    def share_in_full(self, recompute: Recompute, classes: Iterable[int]) -> float:
+        """Return the share of the blocks in stages of these classes that run again as a whole."""
+        ends = self.model.ends
+        blocks = [
+            sum(n for kind, n in enumerate(self.stages[c]) if kind not in ends) for c in classes
+        ]
+        return sum(num_full(recompute, n) for n in blocks) / max(1, sum(blocks))
 
 
 def stage_classes_of(setting: Setting) -> StageClasses:

@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from parallel3d.model.spec import Recompute, Shape
-from parallel3d.plan.layers.placement import StageLayers, cost_of
+from parallel3d.plan.layers.placement import StageLayers, cost_of, recompute_of
 from parallel3d.plan.layers.weight_counts import weights_of_kind
 
 
@@ -67,11 +67,12 @@ def stage_activations(
     model, shape = part.model, Shape(batch, seq)
     hidden = shape.tokens * hidden_size * element // (tp if sequence_parallel else 1)
     by_kind = {}
-    for kind in set(part.kinds):
-        cost = cost_of(model, kind, shape, tp, sequence_parallel, recompute)
+    layers = [*zip(part.kinds, recompute_of(part, recompute), strict=True)]
+    for layer in set(layers):
+        cost = cost_of(model, layer[0], shape, tp, sequence_parallel, layer[1])
         held = (cost.saved, cost.working, cost.resident)
         num_bytes = [k.bytes(element, classic, not on_cpu) for k in held]
-        by_kind[kind] = *num_bytes, bool(cost.recomputed.matmuls)
+        by_kind[layer] = *num_bytes, bool(cost.recomputed.matmuls)
     freed = freed_logits = summed = 0
     if on_cpu and not part.ends:
         freed = hidden  # gloo does not report that a message has left: each stage's output stays
@@ -80,9 +81,9 @@ def stage_activations(
     laters: list[BackwardMoment] = []
     moments: list[BackwardMoment] = []
     produced: list[int] = []
-    for kind in reversed(part.kinds):
-        saved, working, _, computes_again = by_kind[kind]
-        weights = weights_of_kind(model, kind, tp)
+    for layer in reversed(layers):
+        saved, working, _, computes_again = by_kind[layer]
+        weights = weights_of_kind(model, layer[0], tp)
         largest = weights.largest
         summed += weights.params
         logits = working if part.ends and not produced else -freed_logits
@@ -97,10 +98,10 @@ def stage_activations(
         if part.ends and len(produced) == 1:
             freed_logits = saved
         freed += saved
-    saved, working, *_ = by_kind[part.kinds[-1]]
+    saved, working, *_ = by_kind[layers[-1]]
     ending = 0 if on_cpu or part.ends else hidden  # the output, until it is sent
     return StageActivations(
-        freed, saved if part.ends else 0, sum(by_kind[kind][2] for kind in part.kinds), hidden,
+        freed, saved if part.ends else 0, sum(by_kind[layer][2] for layer in layers), hidden,
         max(firsts, key=attrgetter("total")), max(laters, key=attrgetter("total")),
         BackwardMoment(0, working + ending, working if part.ends else 0, 0), tuple(produced),
         tuple(moments),

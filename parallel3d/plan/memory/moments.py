@@ -113,8 +113,8 @@ class CoordinateRank:
 
         The hooks prefetch along the trace of each pass (engine/quirks/tracing.py). Soon the stage
         is gathered up to the limit of live parameters; it is released module by module. Parameters
-        that are too small to be sharded stay, for all stages. Full recomputation uses a layer's
-        weights twice in a backward.
+        that are too small to be sharded stay, for all stages. Recomputed products use
+        their weights twice in a backward.
         """
         if not self._gathers:
             return GatheredBytes(0, 0, 0)
@@ -125,7 +125,7 @@ class CoordinateRank:
         ahead = buffers.stage3_prefetch_bucket_size
         if not ahead:
             again = 0
-            if setting.recompute == "full":
+            if setting.recompute not in ("none", "selective"):
                 again = min(s.layer, buffers.stage3_max_reuse_distance) * element
             return GatheredBytes(one, min(one + again, stage_bytes + s.module * element), one)
         live = min(stage_bytes, max(one, buffers.stage3_max_live_parameters * element))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parallel3d.config.hardware import Hardware
-from parallel3d.model.spec import Recompute
+from parallel3d.model.recompute import while_weights_wait
 from parallel3d.plan.layers.placement import (
     StageLayers,
     model_of,
@@ -123,9 +123,9 @@ def _parts(setting: Setting) -> tuple[StageLayers, ...]:
 
 def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivations:
     software, shape = setting.software, setting.shape
-    # From I to W the inputs of all linear layers stay, so full recomputation saves nothing.
-    saves_nothing = setting.recompute == "full" and splits_backward(setting.schedule)
-    recompute: Recompute = "none" if saves_nothing else setting.recompute
+    recompute = setting.recompute
+    if splits_backward(setting.schedule):  # the inputs of all linear layers stay from I to W
+        recompute = while_weights_wait(recompute)
     return stage_activations(
         part, shape.batch, shape.seq, setting.tp, setting.sequence_parallel, recompute,
         setting.hidden_size, setting.bytes_per_element, software.gradient_bytes,

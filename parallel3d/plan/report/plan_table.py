@@ -187,12 +187,11 @@ def explain(plan: Plan, out: Console) -> None:
         terminal.say(out, f"\nbubble: pp ranks idle for {share} of the time of their passes")
     for line in on_matrices(plan.setting, request.hardware):
         terminal.say(out, line)
-    added = flops.recomputed[plan.setting.recompute]
     terminal.say(
         out,
         f"\n{count(plan.tokens_per_second)} tokens/s; TFLOP/s of a device: "
         f"{plan.per_device(flops.full) / 1e12:.4g} without recomputation, "
-        f"{plan.per_device(flops.full + added) / 1e12:.4g} with it",
+        f"{plan.per_device(flops.full + plan.recomputed_flops) / 1e12:.4g} with it",
     )
     if (full := plan.mfu(flops.full)) is not None:
         causal = plan.mfu(flops.causal)
@@ -358,9 +357,7 @@ def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None
             (Column(_SHORT.get(part, part), line=1), [_shown(plan, part) for plan in plans])
         )
     columns.append((Column("│", rule=True, line=2), rule))
-    rates = [
-        plan.per_device(flops.full + flops.recomputed[plan.setting.recompute]) for plan in plans
-    ]
+    rates = [plan.per_device(flops.full + plan.recomputed_flops) for plan in plans]
     columns.append((Column("TF/s hw", line=2), [three(rate / 1e12) for rate in rates]))
     if request.hardware.peak(request.base.precision) is not None:
         shares = [plan.mfu(flops.causal) or 0 for plan in plans]

@@ -17,6 +17,8 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from parallel3d.base.mesh_sizes import MeshSizes
+from parallel3d.model.recompute import strength
+from parallel3d.plan.layers.placement import blocks_in_stages
 from parallel3d.plan.memory.peak import Memory, least_in_flight, least_on_first, peak_of
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import (
@@ -28,7 +30,7 @@ from parallel3d.plan.search.candidates import (
     setting_of,
 )
 from parallel3d.plan.search.plans import Plan, Request
-from parallel3d.plan.search.remedy import evaluate, fitting, room_of, worst
+from parallel3d.plan.search.remedy import evaluate, fitting, room_of, with_fewest_in_full, worst
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.cost import costs_of
 from parallel3d.plan.time.network import sharing
@@ -151,7 +153,13 @@ class _Search:
         elif isinstance(node, Untested):
             flow, order, ((state, *others), *fallback) = node
             setting, memory = self._with_longest_gather(flow, order, state)
-            if memory:
+            if memory and self._opens_full(setting):
+                setting = with_fewest_in_full(setting, self.hardware, self._least_full(setting))
+                # A setting that fits without recomputation has its own node.
+                if setting.recompute != "none":
+                    memory = worst(setting, self.hardware)
+                    yield self._bound(setting), Fitting(setting, memory)
+            elif memory:
                 yield self._bound(setting), Fitting(setting, memory)
             else:
                 yield from self._untested(flow, order, fallback)
@@ -185,7 +193,7 @@ class _Search:
             if fitting_states[:1] == [*states[:1]]:
                 break  # the fallback counts only if the group's first state does not fit
         if fastest:
-            yield min(map(self._bound, fastest)), Untested(flow, order, groups)
+            yield min(map(self._bound_of_any, fastest)), Untested(flow, order, groups)
 
     def _with_longest_gather(
         self, flow: Flow, order: Order, state: ZeroState
@@ -207,6 +215,24 @@ class _Search:
         device, host = least_on_first(setting, self.hardware)
         return device <= self.room[0] and host <= self.room[1]
 
+    def _opens_full(self, setting: Setting) -> bool:
+        """Return True if the planner may recompute only some layers in full."""
+        return setting.recompute == "full" and candidates.opens_recompute(self.request)
+
+    def _least_full(self, setting: Setting) -> int:
+        """Return a lower bound on the layers of a stage that must be recomputed to fit."""
+        sizes = [
+            least_on_first(setting.but(recompute=way), self.hardware)[0] for way in ("none", "full")
+        ]
+        over, freed = sizes[0] - self.room[0], max(1, sizes[0] - sizes[1])
+        return max(0, over * min(blocks_in_stages(setting)) // freed)
+
+    def _bound_of_any(self, setting: Setting) -> float:
+        """Return a lower bound for a setting with any number of layers in full recomputation."""
+        if self._opens_full(setting):
+            setting = setting.but(recompute=f"full:{max(1, self._least_full(setting))}")
+        return self._bound(setting)
+
     def _bound(self, setting: Setting) -> float:
         """Return a lower bound on the seconds of a step."""
         return _SAFE * lower_bound(setting, self.hardware, self.curves)
@@ -215,6 +241,8 @@ class _Search:
         """Return a flow's lower bound: the seconds of all layers' passes divided by the ranks."""
         request, mesh = self.request, flow.mesh
         alone = flow._replace(mesh=MeshSizes(1, request.devices // mesh.tp, mesh.tp))
+        if flow.recompute == "full" and candidates.opens_recompute(request):
+            alone = alone._replace(recompute="none")  # of few layers
         setting = setting_of(request, alone, Order(1, "gpipe"), PLAIN)
         setting = setting.but(num_microbatches=1, software=self._software)
         costs = costs_of(setting, self.hardware, self.curves)
@@ -279,5 +307,5 @@ def simplicity(plan: Plan) -> tuple[object, ...]:
     flow, order, state = candidates.choices_of(s)
     return (
         s.pp * s.stages_per_rank, state, s.tp, s.sequence_parallel,
-        candidates.RECOMPUTES.index(s.recompute), plan.memory.total, order, flow.micro_batch,
+        strength(s.recompute), plan.memory.total, order, flow.micro_batch,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from parallel3d.base.section import Problem, Problems
 from parallel3d.config import MeshConfig, checks
 from parallel3d.config.parallel3d_block import reduces_once
 from parallel3d.model import optimizers
+from parallel3d.model.recompute import MODES, text_of
 from parallel3d.model.spec import Recompute, Shape
 from parallel3d.plan.search.plans import CHOICES, Request
 from parallel3d.plan.setting import Device, Setting
@@ -24,7 +25,6 @@ from parallel3d.schedule.sharding import Weights
 
 UNEVEN = 4  # stages per rank; more only if all stages, or all but the ends, are equally long
 MOST_STAGES = 64  # per rank; a search over hundreds takes minutes, and each stage adds messages
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 WEIGHTS: tuple[Weights, ...] = ("per_step", "per_pass", "per_microbatch")  # fastest first
 
@@ -69,16 +69,22 @@ def meshes(request: Request) -> Iterator[MeshSizes]:
                 yield mesh
 
 
+def opens_recompute(request: Request) -> bool:
+    """Return True if recomputation is the planner's choice."""
+    return "recompute" not in request.fixed
+
+
 @lru_cache(maxsize=1024)
 def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
     """Return a mesh's flows: every micro batch, recomputation and sequence parallelism."""
     may_split = mesh.tp > 1 and not request.base.shape.seq % mesh.tp
+    recomputes = MODES if opens_recompute(request) else (request.fixed["recompute"],)
     return tuple(
         Flow(mesh, micro_batch, recompute, split)
         for split in ((False, True) if may_split else (False,))
-        for recompute in RECOMPUTES
+        for recompute in recomputes
         for micro_batch in _divisors(request.common_batch // mesh.dp)
-        if _is_open(request, micro_batch=micro_batch, recompute=recompute, sequence_parallel=split)
+        if _is_open(request, micro_batch=micro_batch, sequence_parallel=split)
     )
 
 
@@ -96,7 +102,7 @@ def orders(request: Request, flow: Flow) -> tuple[Order, ...]:
         if stages_per_rank > UNEVEN and 0 not in lengths:
             continue
         for name in names:
-            if flow.recompute == "full" and schedules.splits_backward(name):
+            if flow.recompute.startswith("full") and schedules.splits_backward(name):
                 continue  # recomputation saves nothing: W's inputs stay until W
             order = Order(stages_per_rank, name)
             runs = not any(schedules.why_not(name, pp, n, stages_per_rank) for n in counts)
@@ -314,7 +320,7 @@ def refuse_empty(request: Request) -> None:
 def check_fixed(fixed: Mapping[str, object]) -> None:
     """Raise ConfigError for a fixed choice with an unknown name or value."""
     allowed: dict[str, tuple[object, ...]] = {
-        "schedule": schedules.names(), "recompute": RECOMPUTES, "zero_stage": (0, 1, 2, 3),
+        "schedule": schedules.names(), "zero_stage": (0, 1, 2, 3),
         "gradient_reduction": ("auto", "per_step", "per_microbatch"), "weights": ("auto", *WEIGHTS),
         "offload_optimizer": DEVICES, "offload_param": DEVICES, "sequence_parallel": (True, False),
     }  # fmt: skip
@@ -326,6 +332,11 @@ def check_fixed(fixed: Mapping[str, object]) -> None:
             near = get_close_matches(name, CHOICES, n=1)
             remedy = f'the nearest one is "{near[0]}"' if near else f"use {known}"
             problems.append(Problem(path, value, "is not a choice of the planner", remedy))
+        elif name == "recompute":
+            try:
+                text_of(value)
+            except ValueError as error:
+                problems.append(Problem(path, value, *str(error).split("; ", 1)))
         elif name in allowed and (type(value), value) not in (
             [(type(choice), choice) for choice in allowed[name]]  # 1, 1.0 and true are not the same
         ):

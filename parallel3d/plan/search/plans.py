@@ -11,8 +11,9 @@ from parallel3d.base.section import Problem, Problems
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
-from parallel3d.model.spec import LayerSpec, Shape
+from parallel3d.model.spec import LayerSpec, Recompute, Shape
 from parallel3d.plan.impossible import refuse_impossible
+from parallel3d.plan.layers.placement import stage_classes_of
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.step import StepTime, step_time
@@ -60,35 +61,35 @@ class Request:
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a forward and a backward, counted by each convention.
-
-    - `full` counts all of the attention, `causal` half of it.
-    - `recomputed`: the FLOPs that each mode of recomputation adds.
-    """
+    """FLOPs of a forward and a backward, with all of the attention or half of it (`causal`)."""
 
     full: float
     causal: float
-    recomputed: Mapping[str, float]
 
     def __mul__(self, times: int) -> "Flops":
-        added = {mode: times * flops for mode, flops in self.recomputed.items()}
-        return Flops(times * self.full, times * self.causal, added)
+        return Flops(times * self.full, times * self.causal)
 
 
 @lru_cache(maxsize=64)
 def flops_of(layers: tuple[LayerSpec, ...], seq: int) -> Flops:
     """Return the FLOPs of one sample, the same sums as in metrics.jsonl."""
     full = attention = 0.0
-    recomputed = {"none": 0.0, "selective": 0.0, "full": 0.0}
     for layer in layers:
         cost = layer.cost(Shape(1, seq))
         full += cost.train_flops
         attention += 3 * cost.forward.attention.flops if cost.forward.attention else 0
-        for mode in recomputed:
-            again = layer.cost(Shape(1, seq), recompute=mode).recomputed  # type: ignore[arg-type]
-            products = sum(product.flops for product in again.matmuls)
-            recomputed[mode] += products + (again.attention.flops if again.attention else 0)
-    return Flops(full, full - attention / 2, recomputed)
+    return Flops(full, full - attention / 2)
+
+
+@lru_cache(maxsize=64)
+def flops_again(layers: tuple[LayerSpec, ...], seq: int, recompute: Recompute) -> float:
+    """Return the FLOPs of one sample that recomputation adds in every layer."""
+    total = 0.0
+    for layer in layers:
+        again = layer.cost(Shape(1, seq), recompute=recompute).recomputed
+        total += sum(product.flops for product in again.matmuls)
+        total += again.attention.flops if again.attention else 0
+    return total
 
 
 @dataclass(frozen=True)
@@ -151,16 +152,25 @@ class Plan:
         peak = self.request.hardware.peak(self.setting.precision)
         return None if peak is None else self.per_device(flops) / peak
 
+    @cached_property
+    def recomputed_flops(self) -> float:
+        """FLOPs that recomputation adds to a step."""
+        s, request = self.setting, self.request
+        mode, _, most = s.recompute.partition(":")
+        again = flops_again(request.base.layers, s.shape.seq, mode) * request.global_batch_size
+        layout = stage_classes_of(s)
+        return again * layout.share_in_full(s.recompute, layout.class_of) if most else again
+
     def to_json(self) -> dict[str, object]:
         """Return the plan's row in `parallel3d plan --json`. Its keys must not change."""
         flops = self.request.flops
-        added = flops.recomputed[self.setting.recompute]
+        again = flops.full + self.recomputed_flops
         return {
             **choices_json(self.setting, self.memory), "fits": self.fits, "reason": self.reason,
             "remedy": self.remedy, "step_seconds": self.time.seconds, "time": dict(self.time.parts),
             "bubble": self.time.bubble, "tokens_per_second": self.tokens_per_second,
             "model_tflops_per_device": self.per_device(flops.full) / 1e12,
-            "hardware_tflops_per_device": self.per_device(flops.full + added) / 1e12,
+            "hardware_tflops_per_device": self.per_device(again) / 1e12,
             "mfu_full": self.mfu(flops.full), "mfu_causal": self.mfu(flops.causal),
             "days": self.days, "device_hours": self.device_hours,
         }  # fmt: skip

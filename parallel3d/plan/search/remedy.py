@@ -1,14 +1,17 @@
 """Check whether a setting fits, and find the smallest change that makes it fit."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import count
 
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config.hardware import Hardware
+from parallel3d.model.recompute import MODES, strength
+from parallel3d.plan.layers.placement import blocks_in_stages
 from parallel3d.plan.memory.peak import Memory, fullest, peak_of, per_rank
 from parallel3d.plan.search import candidates
-from parallel3d.plan.search.candidates import RECOMPUTES, Choices, Flow, Order, ZeroState
+from parallel3d.plan.search.candidates import Choices, Flow, Order, ZeroState
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.operators import Curves
@@ -68,6 +71,18 @@ def fitting(setting: Setting, hardware: Hardware) -> Memory | None:
     return memory if fits(memory, hardware) else None
 
 
+def with_fewest_in_full(setting: Setting, hardware: Hardware, least: int = 0) -> Setting:
+    """Return a setting that fits with as few layers as fit, from `least` on, recomputed in full.
+
+    If none need be, its recomputation is "none".
+    """
+    ways = ["none" if n == 0 else f"full:{n}" for n in range(least, max(blocks_in_stages(setting)))]
+    enough = bisect_left(
+        ways, True, key=lambda way: fitting(setting.but(recompute=way), hardware) is not None
+    )
+    return setting.but(recompute=ways[enough]) if enough < len(ways) else setting
+
+
 def worst(setting: Setting, hardware: Hardware) -> Memory:
     """Return the memory of the decisive rank: the fullest, or one that exceeds host memory."""
     memory, (device, host) = fullest(setting, hardware), room_of(hardware)
@@ -102,6 +117,8 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
             tried += 1
             setting = candidates.setting_of(request, *choices)
             if fitting(setting, request.hardware):
+                if choices[0].recompute == "full" != start[0].recompute:
+                    choices = candidates.choices_of(with_fewest_in_full(setting, request.hardware))
                 pairs = zip(_words(*start), _words(*choices), strict=True)
                 return " + ".join(new for old, new in pairs if new != old), choices
         for extra, changed in _nearby(request, *choices):
@@ -114,9 +131,11 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
 def _is_allowed(
     request: Request, meshes: frozenset[MeshSizes], flow: Flow, order: Order, state: ZeroState
 ) -> bool:
+    flows = candidates.flows(request, flow.mesh)
     return (
         flow.mesh in meshes
-        and flow in candidates.flows(request, flow.mesh)
+        # The planner may choose other recomputation than the modes that it starts from.
+        and (flow in flows or flow._replace(recompute="none") in flows)
         and order in candidates.orders(request, flow)
         and candidates.has_state(request, flow.mesh, state)
         and candidates.go_together(order, state)
@@ -130,6 +149,7 @@ def _nearby(
 
     - 1: sequence parallelism, another schedule, shorter gathers.
     - 2: selective recomputation, the next ZeRO stage, a smaller micro batch.
+    - 3: recomputation of the MLP.
     - 4: full recomputation, twice the tp.
     - 5: twice the pp.
     - 6: the optimizer to the host; 9 to NVMe.
@@ -143,9 +163,8 @@ def _nearby(
             yield 1, (flow, other, state)
     for less in candidates.shorter_gathers(request, order, state)[:1]:
         yield 1, (flow, order, less)
-    for recompute in RECOMPUTES[RECOMPUTES.index(flow.recompute) + 1 :]:
-        cost = 2 * RECOMPUTES.index(recompute)
-        yield cost, (flow._replace(recompute=recompute), order, state)
+    for recompute in MODES[strength(flow.recompute) + 1 :]:
+        yield 1 + strength(recompute), (flow._replace(recompute=recompute), order, state)
     for near in candidates.states(request, mesh):
         higher = near.zero_stage - state.zero_stage
         if near[3:5] == state[3:5] and (higher > 0 or (not higher and state.reduces_once)):

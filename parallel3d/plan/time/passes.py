@@ -39,24 +39,33 @@ Passes = tuple[tuple[PassSeconds, PassSeconds], ...]
 
 def stage_passes(layout: StageClasses, setting: Setting, machine: Machine) -> Passes:
     """Return the passes of each class of stages."""
-    return _sums(
-        layout,
-        _layers(
+
+    def layers(recompute: Recompute) -> Passes:
+        return _layers(
             layout.model, setting.shape, setting.tp, setting.cp, setting.sequence_parallel,
-            setting.recompute, setting.recomputed_share, setting.precision, setting.devices,
-            machine,
-        ),
-    )  # fmt: skip
+            recompute, setting.recomputed_share, setting.precision, setting.devices, machine,
+        )  # fmt: skip
+
+    if ":" not in setting.recompute:
+        return _sums(layout, layers(setting.recompute))
+    return _sums(layout, layers("full"), setting.recompute, layers("none"))
 
 
 @lru_cache(maxsize=65536)
-def _sums(layout: StageClasses, layers: Passes) -> Passes:
+def _sums(
+    layout: StageClasses, layers: Passes, recompute: Recompute = "", others: Passes = ()
+) -> Passes:
+    """Return the sums over the layers of each class; `others` are those after a stage's first."""
     both = []
-    for counts in layout.stages:
+    for own, counts in enumerate(layout.stages):
         there = back = PassSeconds()
-        for (forward, backward), count in zip(layers, counts, strict=True):
-            if count:
-                there, back = there.plus(forward, count), back.plus(backward, count)
+        share = layout.share_in_full(recompute, [own]) if others else 1.0
+        for kind, count in enumerate(counts):
+            for passes, part in ((layers, share), (others, 1 - share)):
+                if count and part:
+                    forward, backward = passes[kind]
+                    there = there.plus(forward, count * part)
+                    back = back.plus(backward, count * part)
         both.append((there, back))
     return tuple(both)
 

@@ -1,0 +1,76 @@
+"""Parts of a layer whose results are computed again in the backward instead of being saved."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from parallel3d.tensor.collectives import Context
+
+
+class SavingContext(Context, Protocol):
+    """The context of a product; `source` has saved its input, if that is recomputed."""
+
+    source: Context | None
+
+
+class _Keep(torch.autograd.Function):
+    """A tensor that is saved here, for the product that follows (`save`).
+
+    torch's recomputation stops at the last tensor that was saved. A product saves its input only
+    after it has run, and would run again.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
+        return grad
+
+
+def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return `function(x)`, computed again in the backward; a linear layer must take it next."""
+    if not torch.is_grad_enabled():
+        return function(x)
+    # Dropout masks depend only on their place, so no generator state is saved.
+    y: Tensor = checkpoint(
+        lambda x: _Keep.apply(function(x)), x, use_reentrant=False, preserve_rng_state=False
+    )
+    return y
+
+
+def normed(norm: nn.Module, x: Tensor, recompute: frozenset[str], before: str = "") -> Tensor:
+    """Return `norm(x)`, recomputed as `recompute` says; a linear layer must take it next.
+
+    `before`: the sub-layer that takes it, which saves its input if it is itself recomputed.
+    """
+    again = "layernorm" in recompute and before not in recompute
+    y: Tensor = recomputed(norm, x) if again else norm(x)
+    return y
+
+
+def activated(
+    up: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tensor], x: Tensor,
+    recompute: frozenset[str],
+) -> Tensor:  # fmt: skip
+    """Return the activation function of the product `up(x)`, recomputed as `recompute` says."""
+    if "mlp" in recompute:
+        return recomputed(lambda x: activation(up(x)), x)
+    return recomputed(activation, up(x)) if "mlp_act" in recompute else activation(up(x))
+
+
+def save(ctx: SavingContext, x: Tensor, *weights: Tensor) -> None:
+    """Save a product's input and weights for its backward; an input that is recomputed is saved."""
+    node: Any = x.grad_fn
+    ctx.source = node if getattr(node, "_forward_cls", None) is _Keep else None
+    ctx.save_for_backward(*(() if ctx.source else (x,)), *weights)
+
+
+def saved(ctx: SavingContext) -> tuple[Tensor, ...]:
+    """Return the input and the weights that `save` saved. It recomputes an input only once."""
+    return (*ctx.source.saved_tensors, *ctx.saved_tensors) if ctx.source else ctx.saved_tensors
