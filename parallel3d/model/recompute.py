@@ -26,16 +26,15 @@ def text_of(value: object) -> str:
             text = "+".join(name for name in SUBLAYERS if name in parts)
             return "selective" if text == "core_attn" else text
     raise ValueError(
-        f'must be {", ".join(MODES)}, a list of sub-layers, or {{"full": K}} with K of 1 or more; '
-        f"the sub-layers are {', '.join(SUBLAYERS)}"
+        f'is no kind of recomputation; use {", ".join(MODES)}, {{"full": K}} for the first K '
+        f"layers of each stage (as text full:K), or a list of {', '.join(SUBLAYERS)}"
     )
 
 
 @lru_cache(maxsize=256)
 def parts_of(recompute: str) -> frozenset[str]:
     """Return the sub-layers that are recomputed by themselves, in every layer."""
-    names = "core_attn" if recompute == "selective" else recompute
-    return frozenset(names.split("+")) & {*SUBLAYERS, _WAITS}
+    return frozenset(recompute.replace("selective", "core_attn").split("+")) & {*SUBLAYERS, _WAITS}
 
 
 def num_full(recompute: str, num_layers: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from operator import mul
 from typing import NamedTuple
 
+from parallel3d.model.recompute import num_full, parts_of
 from parallel3d.plan.layers.placement import MicrobatchCounts, StageLayers, in_flight
 from parallel3d.plan.layers.weight_counts import WeightSizes, sizes
 from parallel3d.plan.layers.windows import Gradients, Held, Windows, gradients, windows
@@ -125,7 +126,7 @@ class CoordinateRank:
         ahead = buffers.stage3_prefetch_bucket_size
         if not ahead:
             again = 0
-            if setting.recompute not in ("none", "selective"):
+            if num_full(setting.recompute, 1) or "mlp" in parts_of(setting.recompute):
                 again = min(s.layer, buffers.stage3_max_reuse_distance) * element
             return GatheredBytes(one, min(one + again, stage_bytes + s.module * element), one)
         live = min(stage_bytes, max(one, buffers.stage3_max_live_parameters * element))
