@@ -66,6 +66,12 @@ class CoordinateRank:
         self._always = s.num_microbatches * s.shape.tokens * _TOKEN
         self._always += sum([stage.resident_bytes for stage in self.stages])
 
+    @property
+    def waiting_on_host(self) -> int:
+        """Bytes of activations that wait on the host at the fullest moment."""
+        sizes = [stage.host_bytes for stage in self.stages]
+        return max(sum(map(mul, counts, sizes)) for counts in self._flight)
+
     def moments(self) -> Iterator[Moment]:
         """Yield every candidate for the fullest moment of a step, as bytes by part."""
         held, always = self.held, self._always

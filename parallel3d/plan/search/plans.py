@@ -237,8 +237,9 @@ def _on_one(config: RunConfig, batch: int) -> RunConfig:
     raw["parallel3d"] |= {"mesh": MeshSizes()._asdict(), "plan": {}}
     raw["parallel3d"]["pipeline"] = {
         "schedule": "gpipe",
-        # Not a choice of the planner: it applies to all plans.
+        # Not choices of the planner: they apply to all plans.
         "scatter_activations": config.pipeline.scatter_activations,
+        "offload_activations": config.pipeline.offload_activations,
     }
     raw |= {"train_batch_size": batch, "train_micro_batch_size_per_gpu": batch}
     raw["gradient_accumulation_steps"] = 1
