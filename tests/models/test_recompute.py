@@ -95,7 +95,7 @@ def test_the_same_bits_and_the_bytes_that_leave_the_device():
         assert all(alike), (family, text, alike)
         assert left == pytest.approx(said, rel=0.01), (family, text)
     by_way = {text: left for family, text, _, left, _ in found if family == "llama"}
-    order = ("none", "mlp_act", "core_attn+layernorm+mlp_act", "mlp", "full:1", "full")
+    order = ("none", "mlp_act", "core_attn+layernorm+mlp_act", "full:1", "mlp", "full")
     assert all(by_way[less] < by_way[more] for more, less in pairwise(order))
 
 

@@ -38,7 +38,8 @@ def deep(**kinds):
 # By mesh, so that the ranks of one do not change the order in which another's modules are made.
 CASES = {
     (1, 2, 1): [
-        {"thresholds": THRESHOLDS, "offload": "cpu", "bucket": 2**18, **OFTEN, **ONE, **FULL}
+        {"thresholds": THRESHOLDS, "offload": "cpu", "bucket": 2**18, **OFTEN, **ONE, **FULL},
+        deep(recompute="layernorm+mlp_act"),
     ],
     (2, 1, 1): [
         deep(M=6, schedule="interleaved", v=2),
