@@ -28,6 +28,7 @@ from parallel3d.config.parallel3d_block import (
 from parallel3d.model import optimizers
 from parallel3d.model.config import HasKeyValueHeads, ModelConfig
 from parallel3d.model.parametrization import parametrization_of
+from parallel3d.model.recompute import parts_of
 from parallel3d.model.spec import MASTER_BYTES
 from parallel3d.models.common import pretrained_of
 from parallel3d.schedule import schedules
@@ -133,7 +134,7 @@ def _check_reduction(pipeline: PipelineConfig, zero_optimization: ZeroConfig) ->
 def _check_compile(
     pipeline: PipelineConfig, train: TrainConfig, zero_optimization: ZeroConfig
 ) -> Iterator[Problem]:
-    """Check that compiled blocks have all their weights and an undivided backward."""
+    """Check that compiled blocks have all weights, and an undivided backward without parts."""
     if train.compile != "block":
         return
     path, remedy = "parallel3d.train.compile", 'use "pointwise"'
@@ -143,6 +144,9 @@ def _check_compile(
     if schedules.splits_backward(pipeline.schedule):
         rule = f"cannot split the backward, as schedule {pipeline.schedule!r} does"
         yield Problem(path, train.compile, rule, f"{remedy}, or another schedule")
+    if parts := sorted(parts_of(pipeline.activation_checkpointing) - {"core_attn"}):
+        rule = f"cannot recompute parts of a compiled block ({', '.join(parts)})"
+        yield Problem(path, train.compile, rule, f'{remedy}, or activation_checkpointing "full"')
 
 
 def _check_rewind(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[Problem]:

@@ -86,8 +86,8 @@ TOP_LEVEL = {
             "over tp; set parallel3d.mesh.sequence_parallel, which stores only each rank's part",
             "contiguous_memory_optimization": "is not supported: activations are not copied to a "
             "common buffer; remove it",
-            "cpu_checkpointing": "is not supported: activations stay on the device; remove it, or "
-            f'set {_RECOMPUTE} = "full", which stores the fewest',
+            "cpu_checkpointing": f'is not used; set {_RECOMPUTE} = "full" and '
+            'parallel3d.pipeline.offload_activations = "cpu"',
         },
     ),
     "amp": Key(f"{_REMOVED}; use bf16", switch="enabled"),

@@ -116,6 +116,9 @@ class PipelineConfig(Section):
     its last product, "full" the whole layer, {"full": 3} the first 3 layers of each stage; or a
     list of "layernorm", "core_attn", "mlp_act", "mlp". Also written "full:3" and
     "core_attn+mlp_act" (docs/long-context.md)."""
+    offload_activations: Literal["none", "cpu"] = "none"
+    """"cpu": the activations that layers save wait in host memory from forward to backward. On a
+    GPU the copies run beside the computes."""
 
 
 def reduces_once(zero_stage: int, gradient_reduction: str) -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from parallel3d.model.recompute import parts_of, waits
+from parallel3d.model.recompute import WAITS, parts_of
 from parallel3d.model.spec import KeptMemory, LayerCost, MatMul, Recompute, Work
 from parallel3d.model.stream import Stream
 
@@ -40,7 +40,7 @@ class MlpCost:
             traffic += 2 * self._factors * inner + 2 * stream.part
         parts, recomputed, left = parts_of(recompute), Work(), kept
         if "mlp" in parts:
-            left = inner if waits(parts) else 0
+            left = inner if WAITS in parts else 0
             recomputed = Work(self._matmuls(stream)[:1], None, traffic, stream.gather)
         elif "mlp_act" in parts:
             left = self._factors * inner

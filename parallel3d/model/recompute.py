@@ -11,7 +11,7 @@ MODES = ("none", "selective", "mlp", "full")
 SUBLAYERS = ("layernorm", "core_attn", "mlp_act", "mlp")
 """Parts of a layer that may be recomputed alone, under the names of Megatron's recompute-modules:
 the norms, the attention's kernel, the activation function, and the MLP up to its last product."""
-_WAITS = "waits"  # weight gradients wait for the inputs of their products
+WAITS = "waits"  # weight gradients wait for the inputs of their products
 
 
 def text_of(value: object) -> str:
@@ -26,16 +26,15 @@ def text_of(value: object) -> str:
             text = "+".join(name for name in SUBLAYERS if name in parts)
             return "selective" if text == "core_attn" else text
     raise ValueError(
-        f'must be {", ".join(MODES)}, a list of sub-layers, or {{"full": K}} with K of 1 or more; '
-        f"the sub-layers are {', '.join(SUBLAYERS)}"
+        f'is no kind of recomputation; use {", ".join(MODES)}, {{"full": K}} for the first K '
+        f"layers of each stage (as text full:K), or a list of {', '.join(SUBLAYERS)}"
     )
 
 
 @lru_cache(maxsize=256)
 def parts_of(recompute: str) -> frozenset[str]:
     """Return the sub-layers that are recomputed by themselves, in every layer."""
-    names = "core_attn" if recompute == "selective" else recompute
-    return frozenset(names.split("+")) & {*SUBLAYERS, _WAITS}
+    return frozenset(recompute.replace("selective", "core_attn").split("+")) & {*SUBLAYERS, WAITS}
 
 
 def num_full(recompute: str, num_layers: int) -> int:
@@ -52,9 +51,4 @@ def strength(recompute: str) -> int:
 
 def while_weights_wait(recompute: str) -> str:
     """Return what frees memory if weight gradients wait: the inputs of all products stay."""
-    return "none" if recompute.startswith("full") else f"{recompute}+{_WAITS}"
-
-
-def waits(parts: frozenset[str]) -> bool:
-    """Return True if weight gradients wait for the inputs of their products."""
-    return _WAITS in parts
+    return "none" if recompute.startswith("full") else f"{recompute}+{WAITS}"

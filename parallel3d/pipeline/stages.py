@@ -1,6 +1,7 @@
 """Build and initialise the layers of this rank's stages (floor 4)."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -19,6 +20,7 @@ from parallel3d.tensor.compiled import compile_block
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import held_parameters
 from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.host_activations import HostActivations
 from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.side_loss import (
@@ -37,6 +39,7 @@ class Stages(nn.Module):
     - `recompute`: the layers whose activations are recomputed in the backward (activation
       checkpointing "full": all except embedding and head, or the first of each stage).
     - `side_losses`: the names of the side losses that each layer returns, where it returns any.
+    - `on_host`: keeps the activations of all layers but the model's ends on the host.
     """
 
     def __init__(
@@ -44,9 +47,10 @@ class Stages(nn.Module):
         layers: dict[int, list[nn.Module]],
         recompute: set[nn.Module],
         side_losses: Mapping[nn.Module, tuple[str, ...]] | None = None,
+        on_host: HostActivations | None = None,
     ) -> None:
         super().__init__()
-        self._side_losses = side_losses or {}
+        self._side_losses, self._on_host = side_losses or {}, on_host
         self.stages = nn.ModuleDict({str(s): nn.ModuleList(ls) for s, ls in layers.items()})
         self.layers, self._recompute = layers, recompute
 
@@ -73,16 +77,18 @@ class Stages(nn.Module):
         layers = list(self.stages[str(stage)].children())
         last = layers.pop() if labels is not None else None
         side_losses: list[tuple[str, SideLoss]] = []
+        hooks = self._on_host.hooks() if self._on_host else nullcontext()
         for index, layer in enumerate(layers):
             if index and on_input_grad and x.requires_grad:
                 x.register_hook(partial(_call_hook, on_input_grad, stage, index))
-            if layer in self._recompute and torch.is_grad_enabled():
-                # Dropout masks depend only on their place, so no generator state is saved.
-                output = checkpoint(
-                    layer, x, segments, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                output = layer(x, segments)
+            with hooks if x.requires_grad else nullcontext():  # the embedding saves only token ids
+                if layer in self._recompute and torch.is_grad_enabled():
+                    # Dropout masks depend only on their place, so no generator state is saved.
+                    output = checkpoint(
+                        layer, x, segments, use_reentrant=False, preserve_rng_state=False
+                    )
+                else:
+                    output = layer(x, segments)
             x = self._collect(layer, output, side_losses)
         if last is not None:
             loss = last(x, labels) if weights is None else last(x, labels, weights)
@@ -132,6 +138,7 @@ def build_stages(
     shape: Shape,
     seed: int | None = 0,
     activation_checkpointing: str = "none",
+    offload_activations: bool = False,
     sequence_parallel: bool = False,
     overlap: bool = True,
 ) -> BuiltStages:
@@ -183,7 +190,9 @@ def build_stages(
         blocks = [modules[layers[i].name] for i in placement[s] if layers[i].name in inner]
         recompute |= {*blocks[: num_full(activation_checkpointing, len(blocks))]}
     side_losses = {modules[o.name]: o.side_losses for o in layers if o.name in modules}
-    return BuiltStages(Stages(by_stage, recompute, side_losses), tuple(held), key, placement)
+    on_host = HostActivations(mesh.device) if offload_activations else None
+    module = Stages(by_stage, recompute, side_losses, on_host)
+    return BuiltStages(module, tuple(held), key, placement)
 
 
 def _build_layer(layer: LayerSpec, context: LayerContext) -> nn.Module:

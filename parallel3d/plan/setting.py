@@ -115,6 +115,7 @@ class Setting:
     weights: Weights = "per_microbatch"
     offload_optimizer: Device = "none"
     offload_param: Device = "none"
+    offload_activations: bool = False
     optimizer: str = "adamw"
     newton_schulz: NewtonSchulz | None = None
     buffers: Buffers = Buffers()
@@ -200,6 +201,7 @@ class Setting:
             weights=gathered_for(pipeline.weights),
             offload_optimizer=zero.offload_optimizer.device,
             offload_param=zero.offload_param.device, optimizer=config.optimizer.file,
+            offload_activations=pipeline.offload_activations == "cpu",
             newton_schulz=getattr(config.optimizer.params, "newton_schulz", None),
             software=Software(
                 kernels="eager" if config.train.compile == "none" else "compiled",

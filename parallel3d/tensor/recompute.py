@@ -5,15 +5,22 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.tensor.collectives import Context
+
+_ALIASES = 3  # the most modules whose ZeRO-3 hooks pass on an alias of the kept tensor
 
 
 class SavingContext(Context, Protocol):
     """The context of a product; `source` has saved its input, if that is recomputed."""
 
     source: Context | None
+
+
+class _KeepContext(Context, Protocol):
+    storage: StorageWeakRef
 
 
 class _Keep(torch.autograd.Function):
@@ -24,8 +31,9 @@ class _Keep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor) -> Tensor:
+    def forward(ctx: _KeepContext, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.storage = StorageWeakRef(x.untyped_storage())
         return x.view_as(x)
 
     @staticmethod
@@ -67,7 +75,12 @@ def activated(
 def save(ctx: SavingContext, x: Tensor, *weights: Tensor) -> None:
     """Save a product's input and weights for its backward; an input that is recomputed is saved."""
     node: Any = x.grad_fn
-    ctx.source = node if getattr(node, "_forward_cls", None) is _Keep else None
+    for _ in range(_ALIASES):
+        if getattr(node, "_forward_cls", None) is _Keep or not getattr(node, "next_functions", ()):
+            break
+        node = node.next_functions[0][0]
+    kept = getattr(node, "storage", None)
+    ctx.source = node if kept and kept == StorageWeakRef(x.untyped_storage()) else None
     ctx.save_for_backward(*(() if ctx.source else (x,)), *weights)
 
 

@@ -111,6 +111,7 @@ def build(
         shape=shape,
         seed=seed,
         activation_checkpointing=config.pipeline.activation_checkpointing,
+        offload_activations=config.pipeline.offload_activations == "cpu",
         sequence_parallel=config.mesh.sequence_parallel,
         overlap=config.train.overlap,
     )

@@ -40,6 +40,7 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (True, f"pipeline.schedule = {pipeline.schedule}", ""),
         (True, f"pipeline.weights = {pipeline.weights}", ""),
         (True, f"activation_checkpointing = {pipeline.activation_checkpointing}", ""),
+        (pipeline.offload_activations != "none", "offload_activations", ""),
         (True, f"ZeRO stage {zero.stage}", ""),
         (devices != ("none", "none"), f"offload to {', '.join(devices)}", ""),
         (True, f"precision {config.precision}", ""),

@@ -16,6 +16,7 @@ from tests.config.configs import LLAMA, REMOVED, error_of, raw
 pytestmark = pytest.mark.pure
 
 ZERO, ADAM, P3D = "zero_optimization", "optimizer.params", "parallel3d"
+RECOMPUTE = f"{P3D}.pipeline.activation_checkpointing"
 NAME, STEPS, TRACKERS = f"{P3D}.run.name", f"{P3D}.train.steps", f"{P3D}.run.trackers"
 LR, AC = f"{P3D}.train.lr_schedule", "activation_checkpointing"
 ON = {"enabled": True}
@@ -89,6 +90,9 @@ BAD = [
     (f"{P3D}.mesh", "best", "block of settings", "{...}"),
     (f"{P3D}.pipeline.schedule", "zigzag", "is not a schedule", "one_f_one_b"),
     (f"{P3D}.model.family", "bert", "not a known model family", "gpt"),
+    (RECOMPUTE, "sometimes", "no kind of recomputation", 'a list of layernorm, core_attn'),
+    (RECOMPUTE, {"full": 0}, "no kind of recomputation", '{"full": K}'),
+    (RECOMPUTE, ["mlp", "qkv"], "no kind of recomputation", "core_attn, mlp_act, mlp"),
     (f"{P3D}.run.hardware", "abacus", "not described", "H100-SXM5-80GB"),
     (f"{P3D}.checkpoint.resume", True, 'must be "auto", "none", a step', "one of these"),
     ("scheduler.type", "Cosine", "is not a known scheduler", "WarmupCosineLR"),

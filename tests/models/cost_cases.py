@@ -11,7 +11,7 @@ from tests.verify.pairwise import pairwise
 SHAPE = Shape(2, 64)
 SIZES = {"hidden_size": 64, "num_attention_heads": 8, "vocab_size": 1021}
 MOST, STRIDE = 1000, 13  # of more combinations each 13th, and no setting has 13 values
-RECOMPUTES = ("none", "selective", "mlp", "mlp_act", "full")
+PARTS = ("mlp", "layernorm+mlp_act")  # all with each setting of a family are slow
 MESHES = ((1, False), (2, False), (2, True), (4, False), (4, True))  # tp, sequence parallelism
 
 
@@ -45,7 +45,7 @@ def settings_of(family):
         found["no_rope_layer_interval"] = (None, 1)
     if "num_key_value_heads" in models.config_class(family).model_fields:
         found["num_key_value_heads"] = (None, 2)
-    return found | {"mesh": MESHES, "recompute": RECOMPUTES}
+    return found | {"mesh": MESHES, "recompute": ("none", "selective", "full")}
 
 
 def cases_of(family, full=False):
@@ -58,6 +58,8 @@ def cases_of(family, full=False):
 
 def _cases(family, full):
     settings = settings_of(family)
+    if full:
+        settings["recompute"] += (*PARTS, "layernorm", "mlp_act", "layernorm+mlp")
 
     def config_of(row):
         chosen = {name: row[name] for name in row if name not in ("mesh", "recompute")}
@@ -74,6 +76,7 @@ def _cases(family, full):
         dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())
     )
     rows = [*filter(valid, product)] if full else pairwise(settings, valid)
+    rows += [rows[-1] | {"mesh": (2, True), "recompute": parts} for parts in PARTS]
     for row in rows[:: STRIDE if len(rows) > MOST else 1]:
         layers = models.layers(config_of(row))
         kinds = {(layer.build, layer.cost): i for i, layer in reversed([*enumerate(layers)])}

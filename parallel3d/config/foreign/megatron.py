@@ -8,6 +8,7 @@ from typing import Any
 
 from parallel3d.base import reader
 from parallel3d.config.foreign.rules import Rule, dropped, missing
+from parallel3d.model.recompute import text_of
 
 _P = "parallel3d"
 _RATE = f"{_P}.train.lr_schedule"
@@ -16,6 +17,12 @@ _RATE = f"{_P}.train.lr_schedule"
 _ARGUMENT = re.compile(
     r"(?<!\S)--([A-Za-z][\w-]*)(?:=|\s+(?!--))?(.*?)(?=\s--[A-Za-z]|\s*\$\{?\w*(?:ARGS|args|options)|[|&;]|$)"
 )
+
+
+def _sublayers(names: str | list[str]) -> str:
+    return text_of([names] if isinstance(names, str) else names)
+
+
 TABLE: dict[str, Rule] = {
     # The mesh
     "tensor-model-parallel-size": Rule(f"{_P}.mesh.tp"),
@@ -43,7 +50,9 @@ TABLE: dict[str, Rule] = {
          "activations-checkpoint-method"),
         Rule(f"{_P}.pipeline.activation_checkpointing", lambda _: "full"),
     ),
-    **dropped("recompute-method recompute-num-layers", "each layer is recomputed by itself"),
+    "recompute-modules": Rule(f"{_P}.pipeline@recompute_modules", _sublayers),
+    "recompute-method": Rule(f"{_P}.pipeline@recompute_method", plain=("uniform",)),
+    "recompute-num-layers": Rule(f"{_P}.pipeline@recompute_num_layers"),
     # The model
     "num-layers": Rule(f"{_P}.model.num_hidden_layers"),
     "hidden-size": Rule(f"{_P}.model.hidden_size"),
@@ -209,7 +218,12 @@ DEFAULTS: dict[str, Any] = {
 
 
 def complete(values: dict[str, Any]) -> None:
-    """Combine betas, take weights and paths of the data apart, and set the width of a SwiGLU."""
+    """Combine what several arguments say: betas, recomputation, the data, the width of a SwiGLU."""
+    recompute = f"{_P}.pipeline.activation_checkpointing"
+    if values.get(recompute) == "selective":
+        values[recompute] = values.get("@recompute_modules", "selective")
+    elif values.get("@recompute_method") == "block":
+        values[recompute] = {"full": values.get("@recompute_num_layers", 1)}
     values["optimizer.params.betas"] = [values.get("@beta1", 0.9), values.get("@beta2", 0.999)]
     words = values.get("@files", [""])
     if not isinstance(words[0], str):

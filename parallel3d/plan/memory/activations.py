@@ -33,6 +33,7 @@ class StageActivations(NamedTuple):
     """Bytes of one stage's activations on one tensor-parallel rank, and its fullest moments.
 
     - `saved_bytes`: left in flight by one microbatch.
+    - `host_bytes`: left on the host by one microbatch.
     - `logits_bytes`: the part of them in the model's last layer.
     - `resident_bytes`: present at any time.
     - `hidden_bytes`: passed between stages.
@@ -52,27 +53,31 @@ class StageActivations(NamedTuple):
     ending: BackwardMoment
     produced: tuple[int, ...]
     backwards: tuple[BackwardMoment, ...]
+    host_bytes: int
 
 
 @lru_cache(maxsize=65536)
 def stage_activations(
     part: StageLayers, batch: int, seq: int, tp: int, sequence_parallel: bool, recompute: Recompute,
-    hidden_size: int, element: int, gradient: int, classic: bool, on_cpu: bool,
+    hidden_size: int, element: int, gradient: int, classic: bool, on_cpu: bool, on_host: bool,
 ) -> StageActivations:  # fmt: skip
     """Return the bytes of a stage's activations.
 
     `element` and `gradient` are the bytes of one activation and of one gradient. `classic`: the
-    attention writes its scores to memory.
+    attention writes its scores to memory. `on_host`: what layers save waits on the host.
     """
     model, shape = part.model, Shape(batch, seq)
     hidden = shape.tokens * hidden_size * element // (tp if sequence_parallel else 1)
-    by_kind = {}
+    by_kind, moved_bytes = {}, 0
     layers = [*zip(part.kinds, recompute_of(part, recompute), strict=True)]
     for layer in set(layers):
         cost = cost_of(model, layer[0], shape, tp, sequence_parallel, layer[1])
         held = (cost.saved, cost.working, cost.resident)
-        num_bytes = [k.bytes(element, classic, not on_cpu) for k in held]
-        by_kind[layer] = *num_bytes, bool(cost.recomputed.matmuls)
+        saved, working, *others = [k.bytes(element, classic, not on_cpu) for k in held]
+        moved = saved if on_host and layer[0] not in model.ends else 0
+        # On its way back, and of the layer before it.
+        by_kind[layer] = saved - moved, working + 2 * moved, *others, bool(cost.recomputed.matmuls)
+        moved_bytes += moved * layers.count(layer)
     freed = freed_logits = summed = 0
     if on_cpu and not part.ends:
         freed = hidden  # gloo does not report that a message has left: each stage's output stays
@@ -98,11 +103,13 @@ def stage_activations(
         if part.ends and len(produced) == 1:
             freed_logits = saved
         freed += saved
+    if on_host and part.kinds[0] != model.ends[0]:  # the gradient of its input is still to come
+        freed, moved_bytes = freed + hidden, moved_bytes - hidden
     saved, working, *_ = by_kind[layers[-1]]
     ending = 0 if on_cpu or part.ends else hidden  # the output, until it is sent
     return StageActivations(
         freed, saved if part.ends else 0, sum(by_kind[layer][2] for layer in layers), hidden,
         max(firsts, key=attrgetter("total")), max(laters, key=attrgetter("total")),
         BackwardMoment(0, working + ending, working if part.ends else 0, 0), tuple(produced),
-        tuple(moments),
+        tuple(moments), moved_bytes,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from operator import mul
 from typing import NamedTuple
 
+from parallel3d.model.recompute import num_full, parts_of
 from parallel3d.plan.layers.placement import MicrobatchCounts, StageLayers, in_flight
 from parallel3d.plan.layers.weight_counts import WeightSizes, sizes
 from parallel3d.plan.layers.windows import Gradients, Held, Windows, gradients, windows
@@ -64,6 +65,12 @@ class CoordinateRank:
         )
         self._always = s.num_microbatches * s.shape.tokens * _TOKEN
         self._always += sum([stage.resident_bytes for stage in self.stages])
+
+    @property
+    def waiting_on_host(self) -> int:
+        """Bytes of activations that wait on the host at the fullest moment."""
+        sizes = [stage.host_bytes for stage in self.stages]
+        return max(sum(map(mul, counts, sizes)) for counts in self._flight)
 
     def moments(self) -> Iterator[Moment]:
         """Yield every candidate for the fullest moment of a step, as bytes by part."""
@@ -125,7 +132,7 @@ class CoordinateRank:
         ahead = buffers.stage3_prefetch_bucket_size
         if not ahead:
             again = 0
-            if setting.recompute not in ("none", "selective"):
+            if num_full(setting.recompute, 1) or "mlp" in parts_of(setting.recompute):
                 again = min(s.layer, buffers.stage3_max_reuse_distance) * element
             return GatheredBytes(one, min(one + again, stage_bytes + s.module * element), one)
         live = min(stage_bytes, max(one, buffers.stage3_max_live_parameters * element))

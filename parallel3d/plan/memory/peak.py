@@ -75,7 +75,7 @@ def peak_of(setting: Setting, coord: int, hardware: Hardware | None = None) -> M
     by_part["activations"] = max(0, by_part["activations"])
     by_part["margin"] = margin(sum(by_part.values()), hardware)
     by_part["margin"] += nccl_estimate(setting, coord, hardware)
-    return Memory(by_part, rank.held.host, rank.held.nvme, coord)
+    return Memory(by_part, rank.held.host + rank.waiting_on_host, rank.held.nvme, coord)
 
 
 def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, int]:
@@ -129,7 +129,7 @@ def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivation
     return stage_activations(
         part, shape.batch, shape.seq, setting.tp, setting.sequence_parallel, recompute,
         setting.hidden_size, setting.bytes_per_element, software.gradient_bytes,
-        software.attention == "classic", on_cpu,
+        software.attention == "classic", on_cpu, setting.offload_activations and not on_cpu,
     )  # fmt: skip
 
 

@@ -215,7 +215,7 @@ def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> 
         stages_per_rank=order.stages_per_rank, recompute=flow.recompute, precision=base.precision,
         zero_stage=state.zero_stage, reduces_once=state.reduces_once, weights=state.weights,
         offload_optimizer=state.offload_optimizer, offload_param=state.offload_param,
-        buffers=base.buffers, software=base.software,
+        buffers=base.buffers, software=base.software, offload_activations=base.offload_activations,
     )  # fmt: skip
 
 

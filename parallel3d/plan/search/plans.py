@@ -155,11 +155,13 @@ class Plan:
     @cached_property
     def recomputed_flops(self) -> float:
         """FLOPs that recomputation adds to a step."""
-        s, request = self.setting, self.request
+        s, layers, share = self.setting, self.request.base.layers, 1.0
         mode, _, most = s.recompute.partition(":")
-        again = flops_again(request.base.layers, s.shape.seq, mode) * request.global_batch_size
-        layout = stage_classes_of(s)
-        return again * layout.share_in_full(s.recompute, layout.class_of) if most else again
+        if most:
+            layout = stage_classes_of(s)
+            share = layout.share_in_full(s.recompute, layout.class_of)
+        plain, again = (flops_again(layers, s.shape.seq, way) for way in ("none", mode))
+        return (plain + share * (again - plain)) * self.request.global_batch_size
 
     def to_json(self) -> dict[str, object]:
         """Return the plan's row in `parallel3d plan --json`. Its keys must not change."""
@@ -237,8 +239,9 @@ def _on_one(config: RunConfig, batch: int) -> RunConfig:
     raw["parallel3d"] |= {"mesh": MeshSizes()._asdict(), "plan": {}}
     raw["parallel3d"]["pipeline"] = {
         "schedule": "gpipe",
-        # Not a choice of the planner: it applies to all plans.
+        # Not choices of the planner: they apply to all plans.
         "scatter_activations": config.pipeline.scatter_activations,
+        "offload_activations": config.pipeline.offload_activations,
     }
     raw |= {"train_batch_size": batch, "train_micro_batch_size_per_gpu": batch}
     raw["gradient_accumulation_steps"] = 1

@@ -8,6 +8,7 @@ from parallel3d.plan.layers.placement import LayerKinds, StageClasses, cost_of
 from parallel3d.plan.setting import BYTES, Precision, Setting
 from parallel3d.plan.time.network import collective_seconds, group_of, send_seconds, sharing
 from parallel3d.plan.time.operators import Machine, work_seconds
+from parallel3d.plan.time.sharding import to_host_seconds
 
 # Host time of a layer with full recomputation over that without, beyond the repeated forward.
 # Eager PyTorch takes 2.07 and 0.75 ms for a GPT block of toy size on a CPU; launching 140 and 105
@@ -44,6 +45,7 @@ def stage_passes(layout: StageClasses, setting: Setting, machine: Machine) -> Pa
         return _layers(
             layout.model, setting.shape, setting.tp, setting.cp, setting.sequence_parallel,
             recompute, setting.recomputed_share, setting.precision, setting.devices, machine,
+            setting.offload_activations and machine.hardware.cores is None,
         )  # fmt: skip
 
     if ":" not in setting.recompute:
@@ -74,7 +76,7 @@ def _sums(
 def _layers(
     model: LayerKinds, shape: Shape, tp: int, cp: int, sequence_parallel: bool,
     recompute: Recompute, recomputed_share: float, precision: Precision, devices: int,
-    machine: Machine,
+    machine: Machine, on_host: bool,
 ) -> Passes:  # fmt: skip
     mesh = tp, cp, precision, devices, machine
     overhead = machine.curves.overhead_per_layer
@@ -90,6 +92,9 @@ def _layers(
         units = _units(cost, share, machine)
         there = _with_program(forward, units[0] * overhead, machine)
         back = _with_program(backward.plus(again, recomputed_share), units[1] * overhead, machine)
+        if on_host and kind not in model.ends:  # the copies may take longer than the computes
+            copies = to_host_seconds(cost.saved.bytes(BYTES[precision]), machine)
+            there, back = (p._replace(compute=max(p.compute, copies)) for p in (there, back))
         both.append((there, back))
     return tuple(both)
 

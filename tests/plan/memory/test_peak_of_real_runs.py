@@ -38,9 +38,14 @@ def deep(**kinds):
 # By mesh, so that the ranks of one do not change the order in which another's modules are made.
 CASES = {
     (1, 2, 1): [
-        {"thresholds": THRESHOLDS, "offload": "cpu", "bucket": 2**18, **OFTEN, **ONE, **FULL}
+        {"thresholds": THRESHOLDS, "offload": "cpu", "bucket": 2**18, **OFTEN, **ONE, **FULL},
+        deep(recompute="layernorm+mlp_act"),
     ],
-    (2, 1, 1): [deep(M=6, schedule="interleaved", v=2)],
+    (2, 1, 1): [
+        deep(M=6, schedule="interleaved", v=2),
+        deep(zero=1, M=6, recompute="full:1", **ONE),
+        deep(zero=1, M=6, recompute="mlp", schedule="zero_bubble"),
+    ],
 }
 OTHERS = {(1, 2, 1): [{"model": LLAMA, "micro": 4}]}
 BOTH = {(1, 2, 1): [{**PASS, **BREADTH, **OFTEN, "offload": "cpu+cpu", **FLAT}]}
@@ -53,7 +58,10 @@ SLOW = {
         {**BREADTH, **FULL},
     ],
     (2, 1, 1): [deep(), deep(M=8, **ONE, **FULL)],
-    (1, 1, 2): [deep(sp=True, recompute="selective")],
+    (1, 1, 2): [
+        deep(sp=True, recompute="selective"), deep(sp=True, recompute="layernorm+mlp_act"),
+        deep(sp=True, recompute="mlp", model=DEEP | LLAMA),
+    ],
     (1, 4, 1): [{"zero": 1, "M": 1, "precision": "fp32", **OFTEN, **FLAT}],
     (2, 2, 1): [
         deep(M=6, **ONE),

@@ -7,6 +7,7 @@ import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
+from parallel3d.plan.layers.placement import blocks_in_stages
 from parallel3d.plan.memory.peak import least_on_first, peak_of, per_rank
 from parallel3d.plan.report.choose import apply, checkpoint_bytes, choose
 from parallel3d.plan.search import candidates
@@ -40,6 +41,12 @@ def best_of_each_mesh(request, rows):
         for kept in (state, *candidates.shorter_gathers(request, order, state)):
             setting = setting_of(request, flow, order, kept)
             if fits(worst(setting, request.hardware), request.hardware):
+                if flow.recompute == "full":  # in as few layers as fit
+                    for count in range(1, max(blocks_in_stages(setting))):
+                        fewer = setting.but(recompute=f"full:{count}")
+                        if fits(worst(fewer, request.hardware), request.hardware):
+                            flow = flow._replace(recompute=fewer.recompute)
+                            break
                 fitting.append((flow, order, kept))
                 break
     bare = {(flow, order, state[1:3]) for flow, order, state in fitting if not state.num_offloads}
@@ -279,10 +286,12 @@ def test_parts_sum_and_flops_agree():
     full = tokens * (72 * layers * h * h + 12 * layers * seq * h + 6 * h * vocab)
     assert request.flops.full == pytest.approx(full)
     assert request.flops.causal == pytest.approx(full - tokens * 6 * layers * seq * h)
-    recomputed = request.flops.recomputed
-    assert recomputed["none"] == 0 and recomputed["full"] == pytest.approx(
-        tokens * (24 * layers * h * h + 4 * layers * seq * h)
-    )
+    again = tokens * (24 * layers * h * h + 4 * layers * seq * h)
+    setting = request.base.but(pp=2)  # stages of 3 blocks
+    first = tokens * 8 * layers * h * h  # an MLP's first product
+    for mode, added in {"none": 0, "full": again, "full:2": again * 2 / 3, "mlp": first}.items():
+        plan = evaluate(request, setting.but(recompute=mode))
+        assert plan.recomputed_flops == pytest.approx(added), mode
 
 
 def test_bad_requests():

@@ -1,0 +1,94 @@
+"""Activations that wait for their backward in host memory."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_AHEAD = 8  # storages that are fetched before they are needed: about those of one layer
+
+
+class _OnHost:
+    """The bytes of one storage in host memory, and on the device again before their uses.
+
+    `before` is the storage that was saved before it, which the backward needs after it. On an
+    accelerator the copies run on `stream`, from and to page-locked memory.
+    """
+
+    def __init__(
+        self, storage: torch.UntypedStorage, stream: torch.Stream | None, before: "_OnHost | None"
+    ) -> None:
+        self.stream, self.before, self.uses = stream, before, 0
+        data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self.device, self.there = storage.device, data[:0]
+        if stream is None:
+            self.here = data.clone()
+            return
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            self.here = torch.empty_like(data, device="cpu", pin_memory=True)
+            self.here.copy_(data, non_blocking=True)
+        data.record_stream(stream)  # its memory is free when the copy has ended
+
+    def fetch(self) -> None:
+        """Start the copy to the device, unless it is there or not needed any more."""
+        if not self.uses or len(self.there):
+            return
+        if self.stream is None:
+            self.there = self.here
+            return
+        with self.stream:
+            self.there = self.here.to(self.device, non_blocking=True)
+        self.arrived = self.stream.record_event()
+
+    def take(self) -> torch.UntypedStorage:
+        """Return the storage on the device, and fetch the next ones; the last use forgets it."""
+        following: _OnHost | None = self
+        for _ in range(1 + _AHEAD):
+            if following is not None:
+                following.fetch()
+                following = following.before
+        there, self.uses = self.there, self.uses - 1
+        if self.stream is not None:
+            current = torch.accelerator.current_stream()
+            current.wait_event(self.arrived)
+            there.record_stream(current)
+        if not self.uses:
+            self.there = there[:0].clone()
+        return there.untyped_storage()
+
+
+class HostActivations:
+    """Hooks that keep what autograd saves in host memory until its backward.
+
+    Parameters, a stage's input and tensors of fewer than three dims (tables) stay where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Return the hooks of one forward."""
+        known: dict[tuple[int, int], tuple[StorageWeakRef, _OnHost]] = {}
+        newest: _OnHost | None = None
+
+        def pack(x: Tensor) -> Tensor | Callable[[], Tensor]:
+            nonlocal newest
+            if x.dim() < 3 or (x.is_leaf and x.requires_grad):
+                return x
+            storage, like = x.untyped_storage(), x.detach().new_empty(0)
+            place = x.storage_offset(), x.shape, x.stride()
+            key = storage.data_ptr(), x._version
+            if key not in known or known[key][0].expired():
+                newest = _OnHost(storage, self._stream, newest)
+                known[key] = StorageWeakRef(storage), newest
+            saved = known[key][1]
+            saved.uses += 1
+            return lambda: like.set_(saved.take(), *place)
+
+        def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
+            return packed if isinstance(packed, Tensor) else packed()
+
+        return saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,129 @@
+"""Recomputed and offloaded activations of every family: the same bits, and the bytes they say."""
+
+from contextlib import nullcontext
+from itertools import pairwise
+from pkgutil import resolve_name
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from parallel3d import models
+from parallel3d.model import recompute
+from parallel3d.model.spec import Shape
+from parallel3d.pipeline.stages import Stages
+from parallel3d.plan.layers.placement import blocks_in_stages
+from parallel3d.plan.memory.peak import saved_bytes
+from parallel3d.plan.setting import Setting
+from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.host_activations import HostActivations, _OnHost
+from parallel3d.tensor.weight_gradients import defer_weight_gradients
+from parallel3d.verify.local_ranks import run_locally
+from tests.models.families import small
+from tests.plan.settings import GPT
+
+SHAPE, BLOCKS = Shape(2, 16), 2
+WAYS = ("none", "full", "full:1", "mlp", "mlp_act", "layernorm+mlp", "core_attn+layernorm+mlp_act")
+
+
+def blocks_of(family, text, on_host=None):
+    """Blocks as one stage, some of them recomputed, and the cost of one block."""
+    dropout = {"resid_pdrop": 0.1} if family == "gpt" else {}
+    spec = models.layers(small(family, **dropout))[1]
+    context = LayerContext(dist.group.WORLD, RandomKey(0), recompute=recompute.parts_of(text))
+    torch.manual_seed(0)
+    blocks = [resolve_name(spec.build)(spec.config, f"blocks.{i}", context) for i in range(BLOCKS)]
+    for block in blocks:
+        for parameter in block.parameters():
+            parameter.data.normal_(0, 0.3)
+    full = {*blocks[: recompute.num_full(text, BLOCKS)]}
+    return Stages({0: blocks}, full, on_host=on_host), spec
+
+
+def train(stages, deferred=False):
+    """The output, and the gradients of the input and the weights."""
+    hidden = next(stages.parameters()).shape[-1]
+    x = torch.randn(SHAPE.batch, SHAPE.seq, hidden, requires_grad=True)
+    y = stages(0, x)
+    with defer_weight_gradients() if deferred else nullcontext() as products:
+        y.square().sum().backward()
+    if products is not None:
+        assert any(p.grad is None for p in stages.parameters())
+        products.make()
+    return [y.detach(), x.grad, *(p.grad for p in stages.parameters())]
+
+
+def compare(rank):
+    """For each family and way: bits, and the bytes that left the device with those predicted."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    start, found = _OnHost.__init__, []
+    for family in models.families():
+        plain = train(blocks_of(family, "none")[0])
+        for text in WAYS:
+            left = []
+
+            def note(self, storage, *others, left=left):
+                left.append(storage.nbytes())
+                start(self, storage, *others)
+
+            with patch.object(_OnHost, "__init__", note):
+                stages, spec = blocks_of(family, text, HostActivations(torch.device("cpu")))
+                runs = [train(stages)]
+            runs += [train(blocks_of(family, text)[0], deferred) for deferred in (False, True)]
+            alike = [all(map(torch.equal, plain, run)) for run in runs]
+            full = recompute.num_full(text, BLOCKS)
+            each = [
+                spec.cost(SHAPE, recompute="full" if i < full else text.partition(":")[0])
+                if "full" not in text or i < full
+                else spec.cost(SHAPE)
+                for i in range(BLOCKS)
+            ]
+            said = sum(cost.saved.bytes(4, fused_norms=False) for cost in each)
+            # The stage's input stays: its gradient is still to come.
+            said -= 4 * SHAPE.tokens * spec.config.hidden_size
+            found.append((family, text, alike, sum(left), said))
+    return found
+
+
+@pytest.mark.gloo
+def test_the_same_bits_and_the_bytes_that_leave_the_device():
+    (found,) = run_locally(compare, 1)
+    for family, text, alike, left, said in found:
+        assert all(alike), (family, text, alike)
+        assert left == pytest.approx(said, rel=0.01), (family, text)
+    by_way = {text: left for family, text, _, left, _ in found if family == "llama"}
+    order = ("none", "mlp_act", "core_attn+layernorm+mlp_act", "full:1", "mlp", "full")
+    assert all(by_way[less] < by_way[more] for more, less in pairwise(order))
+
+
+@pytest.mark.pure
+def test_the_first_layers_of_each_stage():
+    """Each layer in full recomputation saves the same bytes, up to all that a stage has."""
+    layers = tuple(models.layers(GPT))
+    setting = Setting(layers, GPT.hidden_size, Shape(1, 1024), 8, pp=2, stages_per_rank=1)
+    ways = ("none", *(f"full:{number}" for number in range(1, 11)))
+    by_way = [saved_bytes(setting.but(recompute=way)) for way in ways]
+    block, shape = layers[1], Shape(1, 1024)
+    freed = block.cost(shape).saved.bytes(2) - block.cost(shape, recompute="full").saved.bytes(2)
+    sizes = blocks_in_stages(setting)
+    assert sum(sizes) == GPT.num_hidden_layers and min(sizes) < max(sizes) < 10
+    for stage, num_blocks in enumerate(sizes):
+        for number, saved in enumerate(by_way):
+            assert by_way[0][stage] - saved[stage] == freed * min(number, num_blocks)
+    assert by_way[-1] == saved_bytes(setting.but(recompute="full"))
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("none", "none"), ("mlp", "mlp"), ({"full": 3}, "full:3"), ("full:3", "full:3"),
+        (["core_attn"], "selective"), (["mlp"], "mlp"),
+        (["mlp_act", "layernorm"], "layernorm+mlp_act"),
+    ],
+)  # fmt: skip
+def test_texts(value, text):
+    assert recompute.text_of(value) == recompute.text_of(text) == text

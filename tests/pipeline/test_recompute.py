@@ -1,0 +1,75 @@
+"""Recomputed sub-layers and first layers train to the same bits as without recomputation."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel3d.verify.local_ranks import run_locally
+from tests.cases import Case, Trainer
+
+pytestmark = pytest.mark.gloo
+
+DROPOUT = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+LLAMA = {"family": "llama", "num_key_value_heads": 2}
+SMALL = {"steps": 2, "batch": 16}
+OFFLOADED = {"parallel3d.pipeline.offload_activations": "cpu"}
+# Each way with each of: a schedule that splits the backward, sequence parallelism, ZeRO-3's hooks.
+ON_TWO = [
+    (
+        Case(mesh=(2, 1, 1), schedule="zero_bubble", zero_stage=1, model=DROPOUT, **SMALL),
+        ["layernorm+core_attn+mlp_act", "mlp"],
+    ),
+    (Case(mesh=(1, 1, 2), sequence_parallel=True, model=LLAMA, **SMALL), ["layernorm+mlp"]),
+    (Case(mesh=(1, 2, 1), schedule="one_f_one_b", **SMALL), ["full:1", "layernorm+mlp_act"]),
+]
+ON_FOUR = [
+    (
+        Case(mesh=(2, 1, 2), zero_stage=zero, schedule=schedule, stages_per_rank=v, **SMALL),
+        ["full:1", "mlp", "layernorm+mlp_act"],
+    )
+    for zero, schedule, v in ((0, "v_shape", 2), (3, "one_f_one_b", 1), (1, "zb_v", 2))
+] + [
+    (
+        Case(mesh=(1, 2, 2), zero_stage=zero, weights=weights, model=LLAMA, **SMALL),
+        ["full:1", "mlp"],
+    )
+    for zero, weights in ((2, "per_microbatch"), (3, "per_step"), (3, "per_pass"))
+]  # fmt: skip
+
+
+def train_on_rank(rank, cases):
+    """Losses, gradient norms and weights of each case."""
+    found = []
+    for case in cases:
+        trainer, numbers = Trainer(case), []
+        for step, batch in enumerate(trainer.batches()):
+            numbers.append(float(trainer.executor.run(batch, step)))
+            numbers.append(trainer.engine.step(trainer.lr).grad_norm)
+        found.append((numbers, [weight.clone() for *_, weight in trainer.weights()]))
+        trainer.close()
+    return found
+
+
+def check(groups):
+    """Compare each way, and the last one also with activations on the host, with none."""
+    for ranks in (2, 4):
+        cases, plain_of = [], []
+        for plain, ways in (g for g in groups if g[0].world_size == ranks):
+            first = len(cases)
+            cases += [plain, *(replace(plain, checkpointing=way) for way in ways)]
+            cases.append(replace(cases[-1], changes=OFFLOADED))
+            plain_of += [first] * (len(cases) - first)
+        for found in run_locally(train_on_rank, ranks, cases, timeout=300) if cases else ():
+            for case, first, (numbers, weights) in zip(cases, plain_of, found, strict=True):
+                assert numbers == found[first][0], case
+                assert all(map(torch.equal, weights, found[first][1])), case
+
+
+def test_the_same_bits_on_two_ranks():
+    check(ON_TWO)
+
+
+@pytest.mark.slow
+def test_the_same_bits_on_four_ranks():
+    check(ON_FOUR)
