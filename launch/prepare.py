@@ -8,6 +8,7 @@ import json
 import sys
 
 from parallel3d.base.arguments import DONE, STOPPED, Parser, prints_errors_as
+from parallel3d.base.section import Problem, Problems
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
@@ -45,6 +46,7 @@ def main() -> int:
         config = RunConfig.from_json(args.config, overrides)
         with shown_progress() as progress:
             if args.manifest:
+                check_streams(config)
                 prepare_manifests(config.data, progress)
             corpus = prepare(config.data, progress)
             check_length(corpus, config.data.sequence_length, batch_of_run(config))
@@ -65,6 +67,14 @@ def main() -> int:
 
         Console().print(render_samples(corpus, shown, config.data.isolate_documents))
     return DONE
+
+
+def check_streams(config: RunConfig) -> None:
+    """Raise ConfigError if no source of the config is a stream."""
+    if not config.data.streams:
+        each = "mixture.N." if config.data.mixture else ""
+        path, remedy = f"parallel3d.data.{each}stream", 'add "stream": true, or drop --manifest'
+        raise Problems([Problem(path, False, "is required by --manifest", remedy)])
 
 
 def tokens_of_run(config: RunConfig, corpus: Corpus) -> float | None:

@@ -161,6 +161,8 @@ class Batches:
 
     def padding(self, first_sample: int, count: int) -> int:
         """Return the number of places in the samples that are not tokens of the text."""
+        if not self.is_packed:
+            return 0
         parts, samples = self.windows(first_sample, count)
         packings = ((part, self.streams[part].packing) for part in np.unique(parts))
         return sum(packing.padding(samples[parts == part]) for part, packing in packings if packing)

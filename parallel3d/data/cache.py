@@ -50,9 +50,13 @@ def locked(directory: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def staged(directory: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `directory` on success; the caller holds its lock."""
-    remove_leftovers(directory.parent)
+def staged(directory: Path, in_cache: bool = True) -> Iterator[Path]:
+    """Yield an empty folder that replaces `directory` on success; the caller holds its lock.
+
+    Leftovers beside it are removed if the parent folder belongs to the cache.
+    """
+    if in_cache:
+        remove_leftovers(directory.parent)
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()

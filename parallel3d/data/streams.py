@@ -22,7 +22,7 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig, SourceConfig, yields_token_ids
-from parallel3d.data.cache import cache_root, digest_of, is_complete, seal
+from parallel3d.data.cache import cache_root, digest_of, is_complete, locked, staged
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.corpus_folder import FORMAT, Recipe, write_facts
 from parallel3d.data.documents import Documents, Skips, find_documents
@@ -143,20 +143,15 @@ def make_manifest(
     Raises DataError for unusable shards, and if another folder has the manifest's name.
     """
     target = Path(section.manifest).expanduser().absolute()
-    if target.exists() and not (target / SHARDS).is_file() and not _is_empty(target):
-        raise DataError(f"data.manifest = {section.manifest!r} is not a manifest; use a new folder")
-    folder = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "tokenizer").mkdir(parents=True)
-    try:
-        _fill(folder, config, section, tokenizer, progress)
-        seal(folder, target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+    phase = f"waiting for another process to write {section.manifest}"
+    with locked(target, lambda: progress(phase, 0, 1)):
+        if target.is_file() or (any(target.glob("*")) and not (target / SHARDS).is_file()):
+            raise DataError(
+                f"data.manifest = {section.manifest!r} is not a manifest; use a new folder"
+            )
+        with staged(target, in_cache=False) as folder:
+            (folder / "tokenizer").mkdir()
+            _fill(folder, config, section, tokenizer, progress)
 
 
 def _fill(
@@ -218,6 +213,7 @@ def _fill(
     for one in converted:
         skips.add_all(one.skips)
         facts |= {name: facts.get(name, 0) + value for name, value in one.facts.items()}
+    skips.check_share(len(table), config.max_skipped)
     names = [urls[0] for urls in shards]
     if yields_token_ids(section):
         facts["check_ids"] = section.check_ids
@@ -324,7 +320,8 @@ def _convert(manifest: Path, folder: Path, urls: list[str]) -> _Converted:
         documents = find_documents(
             Files(found.kind, found.paths, (urls[0],), found.field, (), found.max_line_bytes),
             folder,
-            rule=tuple(stream["rule"]),
+            # The share of skipped documents is that of all shards; `make_manifest` checks it.
+            rule=(stream["rule"][0], 1.0),
         )
         count = len(documents)
         plan = ShardPlan(

@@ -56,6 +56,12 @@ def test_json_is_one_object_alone_on_standard_output(config, settings):
             assert value in again.stdout
 
 
+def test_a_manifest_of_a_source_that_is_no_stream_is_refused_by_name(config):
+    done = run(config, "--manifest")
+    assert done.returncode == 2
+    assert "parallel3d.data.stream = false: is required by --manifest; add" in done.stderr
+
+
 @pytest.fixture
 def mixture(config, folder):
     """The documents, and rows of another kind, one to three."""

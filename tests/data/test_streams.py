@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
+from time import sleep
 
 import fsspec
 import numpy as np
@@ -15,7 +17,7 @@ from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig
 from parallel3d.data import streams
 from parallel3d.data.batches import Batches
-from parallel3d.data.cache import digest_of
+from parallel3d.data.cache import digest_of, locked
 from parallel3d.data.prepare import prepare, prepare_manifests
 from tests.data.ids import writers
 from tests.data.stores import http_store, s3_store
@@ -324,3 +326,47 @@ def test_a_manifest_that_does_not_fit_is_refused(shards, tmp_path):
     with pytest.raises(DataError, match="is not a manifest; use a new folder"):
         prepare_manifests(other)
     assert len([*shards.iterdir()]) == SHARDS
+
+
+def test_counting_padding_reads_no_shard(shards, tmp_path):
+    settings = config(shards / "*.npy", tmp_path, on_error="skip")
+    prepare_manifests(settings)
+    batches = Batches(prepare(settings).train, LENGTH, SEED)
+    assert batches.padding(0, 40) == 0
+    assert not (tmp_path / "cache/streams").exists()
+
+
+def rows_of_text(tmp_path, *rows):
+    """The settings of a stream of jsonl shards with these rows; None stands for a flawed one."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, texts in enumerate(rows):
+        lines = [json.dumps({"text": text}) for text in texts]
+        (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
+    text = {"source": "jsonl", "tokenizer": tokenizer_of(tmp_path), "end_of_text_id": None}
+    return config(folder / "*.jsonl", tmp_path, **text, on_error="skip", stream_window="all")
+
+
+def test_the_share_of_skipped_documents_is_that_of_all_shards(tmp_path):
+    good = "w1 w2 w3 " * 20
+    settings = rows_of_text(tmp_path, [good, None], [good] * 8)
+    prepare_manifests(settings)
+    corpus = prepare(settings)
+    assert corpus.found["skipped"] == {"null": 1} and corpus.num_documents == 9
+    assert len(streamed(settings, 8)) > 0
+    with pytest.raises(DataError, match=r"1 of 10 documents .* data\.max_skipped = 0\.09 allows"):
+        prepare_manifests(settings.model_copy(update={"max_skipped": 0.09}))
+
+
+def test_two_processes_that_write_a_manifest_wait_for_one_another(shards, tmp_path):
+    settings = config(shards / "*.npy", tmp_path)
+    phases = []
+    with ThreadPoolExecutor(1) as pool, locked(tmp_path / "manifest", lambda: None):
+        waiting = pool.submit(prepare_manifests, settings, lambda phase, *_: phases.append(phase))
+        while not phases:
+            sleep(0.01)
+        assert phases == [f"waiting for another process to write {tmp_path}/manifest"]
+        assert not (tmp_path / "manifest").exists()
+    waiting.result()
+    assert prepare(settings).num_documents
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest", "shards"]
