@@ -44,12 +44,16 @@ def find(name: str) -> Path:
 
 def read(path: Path) -> dict[str, object]:
     """Return the object in a config file; raise ConfigError with the line of a syntax error."""
+    return parse(text_of(path), str(path))
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a file; raise ConfigError if it cannot be read as UTF-8."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"cannot read {path}: {why}; use a UTF-8 text file") from None
-    return parse(text, str(path))
 
 
 def parse(text: str, source: str = "config") -> dict[str, object]:

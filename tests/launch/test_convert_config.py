@@ -13,7 +13,6 @@ import pytest
 from launch import convert as command
 from parallel3d import models
 from parallel3d.base import reader
-from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config.document import settings
 from parallel3d.config.foreign import megatron, nanotron, neox
@@ -187,6 +186,23 @@ def test_another_model_is_refused_and_nothing_written(
 
 
 @pytest.mark.parametrize(
+    ("name", "old", "new", "interval"),
+    [
+        ("small.yaml", "hidden_act: silu", "hidden_act: silu\n    no_rope_layer: 4", 4),
+        ("train.sh", "--swiglu", "--swiglu --no-rope-freq 4", 4),
+        ("train.sh", "--swiglu", "--swiglu --no-rope-freq [0,0,1]*2", None),
+    ],
+)
+def test_layers_without_positions(name, old, new, interval, converted):
+    text = theirs(name)[0]
+    assert old in text
+    config, rows = converted(name, text.replace(old, new, 1))
+    assert config["parallel3d"]["model"].get("no_rope_layer_interval") == interval
+    row = next(row for setting, row in rows.items() if "no" in setting and "rope" in setting)
+    assert row.verdict == ("taken" if interval else "REFUSED")
+
+
+@pytest.mark.parametrize(
     ("name", "old", "new", "setting"),
     [
         ("small.yaml", "tokens: {", "tokens: {new_thing: 1, ", "tokens.new_thing"),
@@ -237,6 +253,9 @@ def test_the_files_of_gpt_neox_belong_together(tmp_path):
         ("a.yml", "name: ci", "has no setting of nanotron, GPT-NeoX or Megatron-LM"),
         ("a.sh", "echo hello", "has no setting of nanotron, GPT-NeoX or Megatron-LM"),
         ("a.sh", "--num-layers 2 --lr 1", "parallel3d.model.hidden_size: is required"),
+        ("a.yml", "", "a.yml: has no settings; write a block of settings in YAML"),
+        ("a.yml", "a: 1\n\x1c", "a.yml: unacceptable character"),
+        ("a.yml", "data_stages: []\nparallelism: 3", "nanotron"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_2(name, text, said, tmp_path, called):
@@ -255,6 +274,16 @@ def test_a_config_is_written_once(tmp_path, called):
     assert code == 2 and "ds.json: exists; remove it, or name another file" in errors
 
 
-def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises((ConfigError, OSError)):
-        convert([str(tmp_path / "none.yaml")])
+def test_all_files_that_cannot_be_read_are_named_at_once(tmp_path, called):
+    (tmp_path / "binary.yml").write_bytes(b"\x80\xff\x00" * 9)
+    (tmp_path / "list.yml").write_text("- 1")
+    names = [tmp_path / name for name in ("none.yaml", "binary.yml", "list.yml", "none.sh")]
+    code, printed, errors = called(command.main, "convert", "config", *names)
+    assert (code, printed) == (2, "") and "Traceback" not in errors
+    assert [line for line in errors.splitlines() if "write" in line or "use a UTF-8" in line] == [
+        f"convert: cannot read {names[0]}: No such file or directory; use a UTF-8 text file",
+        f"  cannot read {names[1]}: 'utf-8' codec can't decode byte 0x80 in position 0: invalid "
+        "start byte; use a UTF-8 text file",
+        f"  {names[2]}: has no settings; write a block of settings in YAML",
+        f"  cannot read {names[3]}: No such file or directory; use a UTF-8 text file",
+    ]

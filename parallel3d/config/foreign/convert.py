@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from math import prod
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +39,7 @@ _OF_FAMILIES: dict[str, tuple[dict[str, Sequence[str]], object, Verdict]] = {
         {"gpt": [], "neox": ["rotary_emb_base"], "llama": ["rope_theta"]}, None, "REFUSED"
     ),
     "@rotary_pct": ({"gpt": [], "neox": ["rotary_pct"]}, 1, "REFUSED"),
+    "@no_rope_layers": ({"gpt": [], "llama": ["no_rope_layer_interval"]}, None, "REFUSED"),
     "@parallel_residual": ({"neox": ["use_parallel_residual"]}, False, "REFUSED"),
     "@gelu": ({"neox": ["activation"], "llama": []}, "gelu_fast", "DIFFERS"),
     "@dropout": ({"gpt": ["embd_pdrop", "resid_pdrop"]}, 0, "DIFFERS"),
@@ -83,19 +85,30 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
 
 
 def _read(paths: Sequence[str]) -> tuple[ModuleType, dict[str, object]]:
-    blocks: dict[str, object] = {}
+    blocks, wrong = dict[str, object](), []
     for path in paths:
-        with open(path, encoding="utf-8-sig", errors="replace") as stream:
+        try:
+            text = reader.text_of(Path(path))
             if not path.endswith((".yml", ".yaml")):
-                return megatron, megatron.arguments(stream.read())
-            try:
-                blocks |= yaml.safe_load(stream)
-            except (TypeError, ValueError, yaml.YAMLError) as error:
-                raise ConfigError(
-                    f"{path}: {' '.join(str(error).split())}; write a block of settings in YAML"
-                ) from None
+                return megatron, megatron.arguments(text)
+            blocks |= _block(path, text)
+        except ConfigError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ConfigError("\n  ".join(wrong))
     framework = nanotron if "parallelism" in blocks else neox
     return framework, _flat(blocks, framework.TABLE)
+
+
+def _block(path: str, text: str) -> dict[str, object]:
+    reason, block = "has no settings", None
+    try:
+        block = yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).replace(' in "<unicode string>",', " in").split())
+    if not isinstance(block, dict):
+        raise ConfigError(f"{path}: {reason}; write a block of settings in YAML")
+    return block
 
 
 def _flat(blocks: dict[str, object], table: dict[str, Rule], prefix: str = "") -> dict[str, object]:
@@ -106,7 +119,7 @@ def _flat(blocks: dict[str, object], table: dict[str, Rule], prefix: str = "") -
     settings: dict[str, Any] = {}
     for key, value in blocks.items():
         path = f"{prefix}{key}".replace("-", "_")
-        if path == "data_stages" and isinstance(value, list):
+        if path == "data_stages" and isinstance(value, list) and value:
             settings[f"{path}[1:]"], value = value[1:] or None, value[0]
         if isinstance(value, dict) and path not in table:
             settings |= _flat(value, table, f"{path}.")

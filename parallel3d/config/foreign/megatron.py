@@ -4,6 +4,7 @@ A script is read, not run: variables that are set outside `if`, `case` and loops
 """
 
 import re
+from operator import index
 from typing import Any
 
 from parallel3d.base import reader
@@ -71,6 +72,10 @@ TABLE: dict[str, Rule] = {
     **dropped("no-position-embedding", "as the type of the positions says"),
     "rotary-percent": Rule(f"{_P}.model.rotary_pct@rotary_pct"),
     "rotary-base": Rule(f"{_P}.model@rope_theta"),
+    "no-rope-freq": Rule(
+        f"{_P}.model.no_rope_layer_interval@no_rope_layers", index, verdict="REFUSED",
+        why="must be a number: every n-th layer has no positions",
+    ),
     **missing("use-rope-scaling", "set parallel3d.model.rope_scaling"),
     **missing("rotary-interleaved", "pairs are i and i + half"),
     "normalization": Rule(

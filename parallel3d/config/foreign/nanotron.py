@@ -30,7 +30,7 @@ TABLE: dict[str, Rule] = {
     ),
     **missing(f"{_MODEL}.hidden_act", "silu is the only one", "silu", verdict="REFUSED"),
     **missing(f"{_MODEL}.moe_config", "no family has experts", verdict="REFUSED"),
-    **missing(f"{_MODEL}.no_rope_layer", "all layers have positions", verdict="REFUSED"),
+    f"{_MODEL}.no_rope_layer": Rule(f"{_P}.model.no_rope_layer_interval@no_rope_layers"),
     **missing(
         f"{_MODEL}.rope_interleaved {_MODEL}.interleaved_rotary",
         "pairs are i and i + half: the same model with rows of query and key in another order",
