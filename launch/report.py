@@ -22,6 +22,9 @@ from parallel3d.base.errors import ConfigError
 def main() -> int:
     """Run the command `report`; return 2 for bad input."""
     args = parse_args()
+    if args.to and not args.to.suffix:
+        rule = "must have a suffix: its plots stand in a folder without one"
+        raise ConfigError(f"--to = {args.to}: {rule}; use --to {args.to}.html")
     if find_spec("matplotlib") is None:
         raise ConfigError("matplotlib is not installed; pip install 'parallel3d[scaling]'")
     from parallel3d.report import runs

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import sys
 from contextlib import closing
 from functools import partial
@@ -122,6 +123,7 @@ def start_chosen(args: argparse.Namespace, overrides: list[str]) -> int:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     words = [*launcher * (ranks > 1), "-m", "parallel3d", "train", "--config", str(path)]
     words += [*["--json"] * args.json, *overrides]  # what the user sets wins
+    ending.say(f"to resume the run: {shlex.join(['python', *words])}")
     os.execv(sys.executable, [sys.executable, *words])
 
 

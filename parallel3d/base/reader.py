@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import parallel3d
@@ -88,6 +88,15 @@ def block_at(raw: object, path: str) -> dict[str, object]:
     """Return the block at a dotted path of an object; a new empty one if there is none."""
     block = value_at(raw, path)
     return block if isinstance(block, dict) else {}
+
+
+def flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return each value in nested blocks by its dotted path."""
+    values: dict[str, object] = {}
+    for name, item in settings.items():
+        path = f"{prefix}{name}"
+        values |= flat(item, f"{path}.") if isinstance(item, Mapping) else {path: item}
+    return values
 
 
 def setting_pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:

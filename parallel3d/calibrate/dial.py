@@ -184,7 +184,7 @@ def dial(base: RunConfig, wishes: Wishes, say: Say) -> tuple[Path, int]:
         f"{config.precision}, by the planner",
         "pace": f"{step_seconds:.3g} s a step, measured ({chosen.plan.time.seconds:.3g} planned); "
         f"{steps:,} steps take {in_words(steps * step_seconds)}",
-        "config": f"{path}; to resume the run: parallel3d train --config {path}",
+        "config": str(path),
     }  # fmt: skip
     for name, text in lines.items():
         say(f"{name:<9}{text}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from parallel3d import models
 from parallel3d.base.masking import mask
+from parallel3d.base.step_lines import METRICS, parsed
 from parallel3d.config import RunConfig
 from parallel3d.data.tokenizer import TOKENIZER_SUFFIXES
 from parallel3d.huggingface.weight_files import WeightFiles
@@ -83,14 +84,9 @@ def tokenizer_files(folder: Path | None) -> list[Path]:
 
 def line_after(run: Path, step: int) -> dict[str, Any]:
     """Return the last line for `step` in a run's metrics.jsonl; {} if there is none."""
-    last: dict[str, object] = {}
-    with suppress(OSError), open(run / "metrics.jsonl", encoding="utf-8", errors="replace") as file:
-        for text in file:
-            with suppress(ValueError):
-                line = json.loads(text)
-                if isinstance(line, dict) and line.get("step") == step:
-                    last = line
-    return last
+    with suppress(OSError), open(run / METRICS, encoding="utf-8", errors="replace") as file:
+        return [{}, *(line for line, _ in parsed(file) if line["step"] == step)][-1]
+    return {}
 
 
 def steps_of(folder: Path) -> int | None:

@@ -14,6 +14,8 @@ import numpy as np
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.mesh_sizes import AXES
+from parallel3d.base.reader import flat
+from parallel3d.base.step_lines import METRICS, read_lines
 from parallel3d.config import RunConfig, hardware
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.report import plan_rows
@@ -99,7 +101,7 @@ def read(folder: Path) -> Run:
     try:
         (folder / "config.json").stat()  # its own message, without the shipped configs
         config = RunConfig.from_json(str(folder / "config.json"))
-        steps = _lines(folder / "metrics.jsonl")
+        steps = read_lines(folder / METRICS)
     except OSError as error:
         raise ConfigError(
             f"{error.filename}: {error.strerror}; name the folder of a run, such as runs/first"
@@ -107,18 +109,9 @@ def read(folder: Path) -> Run:
     if all(step.get("loss") is None for step in steps):
         raise ConfigError(f"{folder}/metrics.jsonl: has no loss yet; wait for the first step")
     journal = folder / "events.jsonl"
-    return Run(folder.resolve().name, config, steps, _lines(journal) if journal.exists() else [])
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file with one per line; a line that is cut off is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
+    return Run(
+        folder.resolve().name, config, steps, read_lines(journal) if journal.exists() else []
+    )
 
 
 def planned(run: Run, name: str | None) -> Plan | str:
@@ -307,7 +300,8 @@ def _results(runs: Sequence[Run]) -> Part:
     for place, run in enumerate(runs):
         last, launches, mfu = run.steps[-1], run.launches, run.measured("mfu")
         sets = {name: values[-1] for name, (_, values) in run.validation().items()}
-        meshes = [mesh for mesh, _ in groupby(map(_mesh, launches))]  # without repetitions
+        known = launches or [{"mesh": run.config.mesh.sizes}]  # older runs have no journal
+        meshes = [mesh for mesh, _ in groupby(map(_mesh, known))]  # without repetitions
         size = count(Setting.from_config(run.config).num_params)
         cells = {
             "model, parameters": f"{run.config.model.family}, {size}",
@@ -317,7 +311,7 @@ def _results(runs: Sequence[Run]) -> Part:
             **{f"loss of {name}": f"{loss:.4f}" for name, loss in sets.items()},
             "tokens/s": f"{run.measured('tokens_per_second'):,.0f}",
             "MFU": "-" if mfu != mfu else f"{100 * mfu:.1f} %",
-            f"mesh, {'×'.join(AXES)}": " → ".join(meshes) or "-",
+            f"mesh, {'×'.join(AXES)}": " → ".join(meshes),
             "launches": str(len(launches) or "-"),
         }  # fmt: skip
         for name, text in cells.items():
@@ -349,23 +343,14 @@ def _beside_plan(run: Run, plan: Plan | str) -> Part:
 
 def _differences(runs: Sequence[Run]) -> Part:
     """Return the table of settings in which the runs differ."""
-    flat = [dict(_flat(run.config.to_public_dict())) for run in runs]
-    names = dict.fromkeys(name for settings in flat for name in settings)
+    each = [flat(run.config.to_public_dict()) for run in runs]
+    names = dict.fromkeys(name for settings in each for name in settings)
     rows = []
     for name in names:
-        cells = [json.dumps(settings[name]) if name in settings else "-" for settings in flat]
+        cells = [json.dumps(settings[name]) if name in settings else "-" for settings in each]
         if len(set(cells)) > 1 and name != "parallel3d.run.name":
             rows.append((name.removeprefix("parallel3d."), *cells))
     return Part("Settings that differ", ("", *(run.name for run in runs)), rows)
-
-
-def _flat(settings: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
-    """Return path and value of each setting in nested sections."""
-    rows: list[tuple[str, object]] = []
-    for name, value in settings.items():
-        path = f"{prefix}{name}"
-        rows += _flat(value, f"{path}.") if isinstance(value, Mapping) else [(path, value)]
-    return rows
 
 
 def _moving_average(values: np.ndarray) -> np.ndarray:

@@ -4,7 +4,6 @@ The loss of a run is the held-out loss at its last step.
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,13 @@ from typing import Any
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.step_lines import METRICS, newest, read_lines
 from parallel3d.config import RunConfig
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.scaling.run_table import Table, number
 
-CONFIG, METRICS = "config.json", "metrics.jsonl"
+CONFIG = "config.json"
 CORPUS = "corpus.json"  # token counts, in a run's folder or in a ladder's directory
 COUNTS = ("with_head", "transformer", "total")
 """Columns with different counts of a run's parameters; N is the first unless a flag names another.
@@ -26,7 +26,6 @@ ERROR = "held_out_standard_error"
 UNIQUE = "corpus_unique_tokens"
 ALL = 10**12
 """Value of train.evaluate_samples for all held-out samples: more than there are."""
-_TAIL = 2**20  # bytes read from the end of metrics.jsonl, far more than a line
 _MOST_POINTS = 300  # points of a loss curve in a plot
 
 
@@ -111,10 +110,9 @@ def curves(folder: Path) -> list[Curve]:
     loss_curves = []
     for path in _folders(folder):
         try:
-            text = (path / METRICS).read_text(encoding="utf-8", errors="replace")
+            lines = read_lines(path / METRICS)
         except OSError:
             continue
-        lines = [line for line in map(_parsed, text.split("\n")) if line]
         tokens, loss = _series(lines[:: max(1, len(lines) // _MOST_POINTS)], "loss")
         held_out = list(zip(*_series(lines, "held_out_loss"), strict=True))
         loss_curves.append(Curve(path.name, tokens, loss, held_out))
@@ -123,7 +121,7 @@ def curves(folder: Path) -> list[Curve]:
 
 def _series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
     """Return the tokens and the values of a metric, from the lines in which it is a number."""
-    measured = [line for line in lines if _is_number(line.get(name))]
+    measured = [line for line in lines if _is_number(line.get(name)) and "tokens" in line]
     return [float(line["tokens"]) for line in measured], [float(line[name]) for line in measured]
 
 
@@ -209,25 +207,9 @@ def _row(path: Path) -> dict[str, object]:
 
 def last_line(path: Path) -> dict[str, Any]:
     """Return the last complete line of metrics.jsonl; raise NoEnd if there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        raise NoEnd(f"it has no {METRICS}") from None
-    for line in reversed(text.split("\n")):
-        if parsed := _parsed(line):
-            return parsed
-    raise NoEnd(f"its {METRICS} has no complete line")
-
-
-def _parsed(line: str) -> dict[str, object] | None:
-    try:
-        parsed = json.loads(line)
-        int(parsed["step"]), float(parsed["tokens"])
-        return dict(parsed)
-    except (ValueError, KeyError, TypeError):
-        return None
+    if line := newest(path):
+        return line
+    raise NoEnd(f"its {METRICS} has no complete line" if path.exists() else f"it has no {METRICS}")
 
 
 def _is_number(value: object) -> bool:

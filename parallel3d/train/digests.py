@@ -6,15 +6,14 @@ a hash chain: two runs whose chains agree at a step agreed at all digests before
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from parallel3d.base.errors import DataError
+from parallel3d.base.step_lines import METRICS, read_lines
 
 DIGESTS = "digests.jsonl"
-_METRICS = "metrics.jsonl"
 _COMPARED = ("loss", "grad_norm")
 _NAMED = 8  # parameters that are named
 
@@ -40,13 +39,7 @@ def append_digest(folder: Path, step: int, checksums: Mapping[str, Sequence[int]
 
 def _by_step(path: Path) -> dict[int, dict[str, Any]]:
     """Return the complete lines of a file by their steps; {} if there is none."""
-    lines: dict[int, dict[str, Any]] = {}
-    if path.exists():
-        for text in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError, KeyError):  # a killed writer may leave part of a line
-                line = json.loads(text)
-                lines[int(line["step"])] = line
-    return lines
+    return {int(line["step"]): line for line in (read_lines(path) if path.exists() else ())}
 
 
 def compare_runs(one: Path, other: Path, bound: float = 0.0) -> dict[str, Any]:
@@ -61,11 +54,11 @@ def compare_runs(one: Path, other: Path, bound: float = 0.0) -> dict[str, Any]:
     With a `bound` above 0, values may differ by this share, and digests are not compared. Raises
     DataError if a folder is not a run's, or the two have no step in common.
     """
-    metrics = [_by_step(run / _METRICS) for run in (one, other)]
+    metrics = [_by_step(run / METRICS) for run in (one, other)]
     digests = [_by_step(run / DIGESTS) if not bound else {} for run in (one, other)]
     for run, lines in zip((one, other), metrics, strict=True):
         if not lines:
-            raise DataError(f"{run}: has no {_METRICS} with a step; use the folder of a run")
+            raise DataError(f"{run}: has no {METRICS} with a step; use the folder of a run")
     steps = sorted(metrics[0].keys() & metrics[1].keys())
     if not steps:
         raise DataError(f"{one} and {other}: have no step in common; use two runs that overlap")

@@ -16,12 +16,10 @@ from pathlib import Path
 import torch
 
 from parallel3d.base.atomic import replace_text
+from parallel3d.base.step_lines import METRICS, newest, parsed
 from parallel3d.train.digests import DIGESTS
 from parallel3d.train.evaluation import HELD_OUT, Losses
 from parallel3d.train.trackers import Trackers
-
-METRICS = "metrics.jsonl"
-_TAIL = 2**20  # bytes read from its end, far more than the last line
 
 
 @dataclass(frozen=True)
@@ -214,26 +212,11 @@ def finite(number: float | None) -> float | None:
 
 def step_reached(folder: Path) -> int:
     """Return the last complete step in a folder's metrics.jsonl; 0 if there is none."""
-    try:
-        with open(folder / METRICS, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            ended, _, _ = file.read().decode(errors="replace").rpartition("\n")
-    except OSError:
-        return 0
-    return next((step for step, _ in reversed(_lines(ended))), 0)
+    return int(newest(folder / METRICS).get("step", 0))
 
 
 def forget_after(file: Path, step: int) -> None:
     """Remove the lines of steps after `step`, which will be repeated, from a file of a run."""
     if file.exists():
-        lines = _lines(file.read_text(errors="replace"))
-        replace_text(file, "".join(line for number, line in lines if number <= step))
-
-
-def _lines(text: str) -> list[tuple[int, str]]:
-    """Return (step, line) of each complete line; a killed writer may leave part of the last."""
-    lines = []
-    for line in text.split("\n"):
-        with suppress(ValueError, KeyError, TypeError):
-            lines.append((int(json.loads(line)["step"]), f"{line}\n"))
-    return lines
+        lines = parsed(file.read_text(errors="replace").split("\n"))
+        replace_text(file, "".join(f"{x}\n" for row, x in lines if int(row["step"]) <= step))

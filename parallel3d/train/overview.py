@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from parallel3d.base.errors import DataError
+from parallel3d.base.step_lines import METRICS
 from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import describe_offload
@@ -19,7 +20,7 @@ from parallel3d.plan.report.plan_table import parameters
 from parallel3d.tensor.attention import log_kernel
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.evaluation import HELD_OUT
-from parallel3d.train.metrics import METRICS, finite
+from parallel3d.train.metrics import finite
 from parallel3d.train.progress import in_words, percent
 from parallel3d.train.start import Start
 from parallel3d.train.trainer import Result

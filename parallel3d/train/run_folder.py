@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parallel3d.base.atomic import replace_text
+from parallel3d.base.step_lines import METRICS
 from parallel3d.checkpoint import disk, find
 from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.engine import Engine
@@ -18,7 +19,7 @@ from parallel3d.train.claim import written_to
 from parallel3d.train.digests import DIGESTS
 from parallel3d.train.journal import record
 from parallel3d.train.known_hardware import known_hardware
-from parallel3d.train.metrics import METRICS, MetricsWriter, forget_after, step_reached
+from parallel3d.train.metrics import MetricsWriter, forget_after, step_reached
 from parallel3d.train.progress import Progress
 from parallel3d.train.start import Start
 from parallel3d.train.trackers import Trackers

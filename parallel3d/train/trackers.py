@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.base.atomic import replace_text
+from parallel3d.base.reader import flat
 from parallel3d.config import RunConfig
 
 Values = Mapping[str, float]
@@ -62,7 +63,10 @@ class Trackers:
                 self._running[name] = tracker = make(name, config, directory, step)
                 tracker.start()
                 if name not in _LOCAL:
-                    tracker.store_init_configuration(_flat(config.to_public_dict()))
+                    settings = flat(config.to_public_dict()).items()
+                    tracker.store_init_configuration(
+                        {k: str(v) if isinstance(v, list | tuple) else v for k, v in settings}
+                    )
 
     def log(self, values: Values, step: int) -> None:
         """Pass the values of a step to each tracker; raise nothing."""
@@ -211,14 +215,3 @@ class _Comet:
         self._last |= dict.fromkeys(due, samples)
         if due:
             self._tracker.log(due, step=step)
-
-
-def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return a config as one value per dotted path."""
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = str(value) if isinstance(value, list | tuple) else value
-    return flat

@@ -147,7 +147,7 @@ def test_under_a_launcher_there_is_no_dial(monkeypatch, capsys):
     assert "--config: is missing under a launcher" in capsys.readouterr().err
 
 
-def test_the_ranks_are_started_with_the_config(place, monkeypatch):
+def test_the_ranks_are_started_with_the_config(place, monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(train.os, "execv", lambda program, words: seen.append(words))
     monkeypatch.setattr(sys, "argv", ["train.py", "--minutes", "5", "--json", "--train.seed", "7"])
@@ -159,6 +159,8 @@ def test_the_ranks_are_started_with_the_config(place, monkeypatch):
         "-m", "parallel3d", "train", "--config", "runs/5-minutes.json", "--json",
         "--train.seed", "7",
     ]  # fmt: skip
+    said = capsys.readouterr().err
+    assert f"to resume the run: python {' '.join(words[1:])}" in said, "with all of its ranks"
     written = json.loads((place / "runs/5-minutes.json").read_text())
     assert written["parallel3d"]["run"]["name"] == "5-minutes"
     assert isinstance(dial.machine_of(None, print), Hardware)

@@ -118,7 +118,9 @@ def test_what_is_measured_is_of_the_newest_launch(tmp_path):
     run = runs.read(folder)
     assert run.measured("mfu") != run.measured("mfu"), "no step has it"
     assert run.measured("tokens_per_second") == 50.0 and run.restarts() == run.memory() == []
-    assert "memory" not in runs.page([run], ["none"], {})[1]
+    page, plots = runs.page([run], ["none"], {})
+    sizes = "×".join(map(str, run.config.mesh.sizes))
+    assert "memory" not in plots and rows_of(page)["mesh, pp×dp×tp"] == [sizes]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -169,6 +171,9 @@ def test_what_is_no_run_is_refused(tmp_path, command):
     assert "empty/config.json: No such file or directory; name the" in refusal(command, empty)
     run = run_in(tmp_path / "run")
     assert "--hardware" in refusal(command, run, "--hardware", "nope")
+    to = tmp_path / "page"
+    assert f"--to = {to}: must have a suffix" in refusal(command, run, "--to", to)
+    assert not to.exists()
     (run / "metrics.jsonl").write_text("")
     assert "run/metrics.jsonl: has no loss yet; wait" in refusal(command, run)
 

@@ -11,6 +11,8 @@ from rich.console import Console
 from parallel3d.base import terminal
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.reader import flat
+from parallel3d.base.step_lines import METRICS
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig, hardware
 from parallel3d.config.hardware import THIS_MACHINE
@@ -24,7 +26,7 @@ from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
 from parallel3d.scaling.ladder.expand import CONFIGS, LadderRun, runs_of
 from parallel3d.scaling.ladder.ladder_file import LAWS, LadderConfig, load
-from parallel3d.scaling.runs import CONFIG, METRICS, NoEnd, config_of, last_line, unique_tokens
+from parallel3d.scaling.runs import CONFIG, NoEnd, config_of, last_line, unique_tokens
 
 REPEATS = 4
 """Epochs up to which repeated tokens are worth nearly as much as new ones (arXiv:2305.16264)."""
@@ -246,19 +248,13 @@ def resume_of(run: LadderRun) -> str:
     return "auto" if first in FRESH else str(own[-1])
 
 
-def _changes(
-    was: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
-) -> Iterator[str]:
+def _changes(was: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
     """Yield the settings that differ between two configs, as "path: old -> new"."""
-    for name in now:
-        path = f"{prefix}{name}"
-        old, new = was.get(name), now[name]
-        if old == new or path in (*_APART, "parallel3d.run", "parallel3d.checkpoint"):
-            continue
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _changes(old, new, f"{path}.")
-        else:
-            yield f"{path}: {json.dumps(old)} -> {json.dumps(new)}"
+    apart = tuple(f"{path}." for path in (*_APART, "parallel3d.run", "parallel3d.checkpoint"))
+    before = flat(was)
+    for path, new in flat(now).items():
+        if before.get(path) != new and not f"{path}.".startswith(apart):
+            yield f"{path}: {json.dumps(before.get(path))} -> {json.dumps(new)}"
 
 
 def show(ladder: Ladder, out: Console) -> None:

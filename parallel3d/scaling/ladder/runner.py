@@ -21,9 +21,10 @@ import parallel3d
 from parallel3d.base import terminal
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.lock import read as holder_of
+from parallel3d.base.step_lines import METRICS
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Ladder, checkpoints, resume_of, state_of
-from parallel3d.scaling.runs import METRICS, NoEnd, last_line
+from parallel3d.scaling.runs import NoEnd, last_line
 
 STOPPED = 3  # exit code of a run that was stopped on request
 _POLL_SECONDS = 0.2  # between two checks of the processes
