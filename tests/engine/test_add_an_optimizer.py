@@ -1,10 +1,7 @@
 """docs/add-an-optimizer.md: one file, and no other is edited."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +18,6 @@ from tests.verify.configs import config_of
 
 pytestmark = pytest.mark.gloo
 
-LAUNCH = Path(__file__).parents[2] / "launch"
 TYPE = {"type": "SGD", "params": {"lr": 0.05, "weight_decay": 0.01}}
 
 
@@ -80,25 +76,9 @@ def test_the_commands_know_it(tmp_path, offload):
     mine.mkdir()
     (mine / "sgd.py").write_text(SGD)
     raw = raw_config(str(mine))
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    raw["parallel3d"]["model"] |= sizes
-    raw["parallel3d"]["data"] = {"sequence_length": 32}
-    raw["parallel3d"]["mesh"] = {"pp": 2, "dp": 2, "tp": 1}
-    raw["parallel3d"]["checkpoint"] = {"at": [2]}
     where = {"device": offload} | ({"nvme_path": str(tmp_path)} if offload == "nvme" else {})
     raw["zero_optimization"]["offload_optimizer"] = where
-    (place.root / "ds.json").write_text(json.dumps(raw))
-
-    def run(name, *arguments):
-        command = [sys.executable, str(LAUNCH / f"{name}.py"), *arguments]
-        done = subprocess.run(command, cwd=place.root, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    fits = ("--hardware", "A100-SXM4-80GB", "--devices", "4", "--json", "--bf16.enabled", "true")
-    (best, *_) = json.loads(run("plan", "--config", "ds.json", *fits))["plans"]
-    assert best["memory_bytes"]["optimizer"] > 0
-    assert "equal to one process" in run("verify", "--config", "ds.json", "--meshes", "2x2x1")
+    place.assert_optimizer_is_known(raw, "2x2x1")
     outcome = place.run(torchrun(4), "--parallel3d.run.name", "whole", steps=4)
     assert outcome.returncode == 0, outcome.stderr
     moved = {"run.name": "moved", "mesh.pp": 1, "mesh.dp": 1, "mesh.tp": 2}
@@ -114,8 +94,8 @@ def test_the_commands_know_it(tmp_path, offload):
     assert whole.keys() == resumed.keys()
     for key, values in whole.items():
         assert np.abs(values - resumed[key]).max() < 1e-5, key
-    assert "momentum_buffer" in run("checkpoint", "inspect", "runs/whole")
-    run("checkpoint", "verify", "runs/moved")
+    assert "momentum_buffer" in place.call("checkpoint", "inspect", "runs/whole")
+    place.call("checkpoint", "verify", "runs/moved")
     adam = json.dumps({"type": "AdamW", "params": {"lr": 0.05}})
     outcome = place.run(torchrun(2), *pairs, "--parallel3d.run.name", "adam", "--optimizer", adam)
     assert outcome.returncode != 0

@@ -99,11 +99,12 @@ def self_tests(rank, shape, modes):
     params, mesh = MUON.Params(lr=1.0, clip="adam_only"), Mesh(*shape)
     for mode in modes:
         self_test(EngineSettings(1, optimizer="muon", params=params, **mode), mesh)
+    return len(modes)
 
 
 @pytest.mark.usefixtures("cpu_adam")
 def test_the_self_test_passes_in_half_precision_too():
-    run_locally(self_tests, 4, (1, 2, 2), MODES)
+    assert run_locally(self_tests, 4, (1, 2, 2), MODES) == [len(MODES)] * 4
 
 
 def traffic_on_rank(rank, case):

@@ -71,6 +71,27 @@ class Place:
             timeout=timeout,
         )  # fmt: skip
 
+    def call(self, name, *arguments):
+        """Run another command to its good end; returns what it prints."""
+        command = [sys.executable, str(Path(TRAIN).with_name(f"{name}.py")), *arguments]
+        done = subprocess.run(command, cwd=self.root, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def assert_optimizer_is_known(self, raw, meshes):
+        """Write ds.json, of a small model on 2x2x1, whose optimizer `plan` and `verify` know."""
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        raw["parallel3d"]["model"] |= sizes
+        raw["parallel3d"]["data"] = {"sequence_length": 32}
+        raw["parallel3d"]["mesh"] = {"pp": 2, "dp": 2, "tp": 1}
+        raw["parallel3d"]["checkpoint"] = {"at": [2]}
+        (self.root / "ds.json").write_text(json.dumps(raw))
+        fits = ("--hardware", "A100-SXM4-80GB", "--devices", "4", "--bf16.enabled", "true")
+        (best, *_) = json.loads(self.call("plan", "--config", "ds.json", "--json", *fits))["plans"]
+        assert best["memory_bytes"]["optimizer"] > 0
+        verified = self.call("verify", "--config", "ds.json", "--meshes", meshes)
+        assert "equal to one process" in verified
+
     @contextmanager
     def started(self, launcher, *arguments, **settings):
         """Start it in a session of its own; whatever of that session is left is killed."""

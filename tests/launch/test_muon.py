@@ -1,10 +1,5 @@
 """The commands with Muon: it is planned, verified and trained, and goes on on another mesh."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -14,30 +9,12 @@ from tests.verify.configs import MUON, config_of
 
 pytestmark = [pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-LAUNCH = Path(__file__).parents[2] / "launch"
-
 
 @pytest.mark.usefixtures("cpu_adam")
 def test_it_trains_is_planned_verified_and_goes_on_on_another_mesh(tmp_path):
     place = Place(tmp_path / "place")
     raw = config_of(schedule="one_f_one_b", microbatches=2, offload="cpu", optimizer=MUON)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    raw["parallel3d"]["model"] |= sizes
-    raw["parallel3d"]["data"] = {"sequence_length": 32}
-    raw["parallel3d"]["mesh"] = {"pp": 2, "dp": 2, "tp": 1}
-    raw["parallel3d"]["checkpoint"] = {"at": [2]}
-    (place.root / "ds.json").write_text(json.dumps(raw))
-
-    def run(name, *arguments):
-        command = [sys.executable, str(LAUNCH / f"{name}.py"), *arguments]
-        done = subprocess.run(command, cwd=place.root, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    fits = ("--hardware", "A100-SXM4-80GB", "--devices", "4", "--json", "--bf16.enabled", "true")
-    (best, *_) = json.loads(run("plan", "--config", "ds.json", *fits))["plans"]
-    assert best["memory_bytes"]["optimizer"] > 0
-    assert "equal to one process" in run("verify", "--config", "ds.json", "--meshes", "2x2x1,1x1x2")
+    place.assert_optimizer_is_known(raw, "2x2x1,1x1x2")
     outcome = place.run(torchrun(4), "--parallel3d.run.name", "whole", steps=4)
     assert outcome.returncode == 0, outcome.stderr
     changes = {
@@ -59,5 +36,5 @@ def test_it_trains_is_planned_verified_and_goes_on_on_another_mesh(tmp_path):
         matrix = name.startswith("blocks") and whole[name, "master"].ndim > 1 and "bias" not in name
         own = {"momentum_buffer"} if matrix else {"exp_avg", "exp_avg_sq"}
         assert kinds == {"master", *own}, name
-    assert "momentum_buffer" in run("checkpoint", "inspect", "runs/whole")
-    run("checkpoint", "verify", "runs/moved")
+    assert "momentum_buffer" in place.call("checkpoint", "inspect", "runs/whole")
+    place.call("checkpoint", "verify", "runs/moved")

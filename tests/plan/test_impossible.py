@@ -17,6 +17,14 @@ def config(*settings: str, name: str = "ds.json") -> RunConfig:
     return RunConfig.from_json(str(CONFIGS / name), settings)
 
 
+def is_possible(run: RunConfig, ranks: int, **room: int) -> bool:
+    try:
+        refuse_impossible(run, ranks, **room)
+    except ConfigError:
+        return False
+    return True
+
+
 MODEL = "--parallel3d.model."
 LONG = [
     f"--parallel3d.{name}=10000000000000"
@@ -59,7 +67,7 @@ def test_a_search_for_divisors_ends(heads):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.json")))
 def test_what_is_shipped_is_possible_on_one_rank(name):
-    refuse_impossible(config(name=name), 1)
+    assert is_possible(config(name=name), 1)
 
 
 def test_the_bound_is_what_the_ranks_must_hold():
@@ -69,7 +77,7 @@ def test_the_bound_is_what_the_ranks_must_hold():
     seq, hidden = cut.data.sequence_length, cut.model.hidden_size
     samples = cut.train_micro_batch_size_per_gpu or 1
     needed = 4 * params + 12 * params // 4 + samples * seq * (16 + 4 * hidden)
-    refuse_impossible(cut, 4, room=needed)
+    assert is_possible(cut, 4, room=needed)
     with pytest.raises(ConfigError, match=r"for each of 4 ranks, but a rank has at most"):
         refuse_impossible(cut, 4, room=needed - 1)
     assert needed < MOST_BYTES
@@ -84,6 +92,5 @@ def test_what_is_on_nvme_needs_no_memory():
         for key, value in (("device", "nvme"), ("nvme_path", "/tmp"))
         for word in (f"--zero_optimization.{place}.{key}", value)
     ]
-    with pytest.raises(ConfigError):
-        refuse_impossible(config(*sizes), 1)
-    refuse_impossible(config(*sizes, *to_disk), 1)
+    assert not is_possible(config(*sizes), 1)
+    assert is_possible(config(*sizes, *to_disk), 1)

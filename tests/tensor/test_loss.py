@@ -84,42 +84,49 @@ CHECKS = (check_cross_entropy, check_loss_in_parts)
 
 
 def check_on_rank(rank, examples, dtype, meshes=((1, 4, 1), (1, 2, 2), (1, 1, 4)), checks=None):
+    """Returns the number of checks that have passed."""
+    passed = 0
     for mesh in meshes:
         grid = Mesh(*mesh)
         for check, example in product(checks or CHECKS, examples):
             try:
                 with in_type(dtype):
                     check(example, grid.tensor.group, TOLERANCES[dtype])
+                passed += 1
             except AssertionError as error:
                 message = f"{check.__name__}, tp {mesh[2]}, {example}: {error}"
                 raise AssertionError(message) from None
         grid.barrier()  # a rank that is done must not leave while others still make their groups
+    return passed
 
 
 # The failing example is in the message: shrinking it would take minutes.
 @settings(max_examples=1, deadline=None, phases=[Phase.generate], database=None)
 @given(examples=st.lists(SIZES, min_size=10, max_size=10, unique=True))
 def test_losses_equal_their_twins(examples):
-    run_locally(check_on_rank, 4, examples, torch.float64, timeout=60)
+    passed = run_locally(check_on_rank, 4, examples, torch.float64, timeout=60)
+    assert passed == [3 * len(CHECKS) * len(examples)] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_losses_in_lower_precision(dtype):
-    run_locally(check_on_rank, 2, [EXAMPLE], dtype, [(1, 1, 2)], timeout=60)
+    passed = run_locally(check_on_rank, 2, [EXAMPLE], dtype, [(1, 1, 2)], timeout=60)
+    assert passed == [len(CHECKS)] * 2
 
 
 def compiled_on_rank(rank, dtype):
     """The same checks with the passes over logits compiled, as graphs without kernels."""
     compiled.set_mode("pointwise", "aot_eager")
     check_on_rank(rank, [EXAMPLE], dtype, [(1, 1, 2)])
-    assert compiled.counts().graphs > 4 and not compiled.counts().breaks
+    return compiled.counts().graphs, compiled.counts().breaks
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
 )
 def test_compiled_passes_give_the_same(dtype):
-    run_locally(compiled_on_rank, 2, dtype, timeout=120)
+    for graphs, breaks in run_locally(compiled_on_rank, 2, dtype, timeout=120):
+        assert graphs > 4 and not breaks
 
 
 def sabotage(rank, number):
@@ -134,7 +141,7 @@ def test_a_missing_collective_is_seen(number):
 
 
 def confident_gradients(rank):
-    """In bf16, the gradient at labels that the model is ever more sure of, and in fp32."""
+    """Gradients at labels that the model is ever more sure of: pairs in bf16 and in fp32."""
     group = Mesh(1, 1, 2).tensor.group
     (logits,) = tensors(0, (64, 50))
     labels = torch.arange(64) % 50
@@ -144,14 +151,18 @@ def confident_gradients(rank):
     weight = torch.nn.Parameter(share(torch.eye(50).bfloat16(), 0, group))
     whole = rounded.float().requires_grad_()
     F.cross_entropy(whole, labels).backward()
+    pairs = []
     for at_once in (head_cost.LOGITS_AT_ONCE, 64):
         head_cost.LOGITS_AT_ONCE = at_once
         mine = rounded.clone().requires_grad_()
         loss = vocab_parallel_loss(mine, weight, labels, vocab_size=50, group=group)
         loss.mean().backward()
-        assert mine.grad.dtype == torch.bfloat16
-        torch.testing.assert_close(mine.grad.float(), whole.grad, rtol=0.01, atol=0)
+        pairs.append((mine.grad, whole.grad))
+    return pairs
 
 
 def test_confident_labels_still_teach_in_bf16():
-    run_locally(confident_gradients, 2, timeout=60)
+    for pairs in run_locally(confident_gradients, 2, timeout=60):
+        for rounded, exact in pairs:
+            assert rounded.dtype == torch.bfloat16
+            torch.testing.assert_close(rounded.float(), exact, rtol=0.01, atol=0)

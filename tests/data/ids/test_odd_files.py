@@ -56,7 +56,7 @@ PAIRS = [
 def test_a_damaged_pair_of_megatron(damage, message, tmp_path):
     path = writers.megatron(tmp_path / "a.bin", ENDED)
     damage(path, path.with_suffix(".idx"))
-    refused(config_of("megatron", path), message, tmp_path)
+    assert_refused(config_of("megatron", path), message, tmp_path)
 
 
 OLD_PAIRS = [
@@ -74,10 +74,10 @@ OLD_PAIRS = [
 def test_a_damaged_pair_of_the_older_index(damage, message, tmp_path):
     path = writers.old_megatron(tmp_path / "a.bin", ENDED)
     damage(path, path.with_suffix(".idx"))
-    refused(config_of("megatron", path), message, tmp_path)
+    assert_refused(config_of("megatron", path), message, tmp_path)
 
 
-def refused(config, message, folder):
+def assert_refused(config, message, folder):
     with pytest.raises(DataError, match=message):
         prepare(config)
     left = [path for path in (folder / "cache").rglob("*") if path.is_file()]
@@ -129,7 +129,7 @@ FILES = [
 def test_an_odd_file(source, write_file, message, tmp_path):
     config = config_of(source, write_file(tmp_path))
     if message:
-        refused(config, message, tmp_path)
+        assert_refused(config, message, tmp_path)
     else:
         assert len(prepare(config).train) > 0  # tokens
 
@@ -156,7 +156,7 @@ def test_a_broken_header_of_numpy(name, tmp_path):
     path = tmp_path / "a.npy"
     data = header.encode() if isinstance(header, str) else header
     path.write_bytes(b"\x93NUMPY\2\0" + struct.pack("<I", len(data)) + data + bytes(20))
-    refused(config_of("tokens", path), rf"a\.npy .*{message}", tmp_path)
+    assert_refused(config_of("tokens", path), rf"a\.npy .*{message}", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -170,28 +170,28 @@ def test_a_broken_header_of_numpy(name, tmp_path):
 )
 def test_a_header_of_numpy_that_is_truncated_or_of_another_version(data, message, tmp_path):
     (tmp_path / "a.npy").write_bytes(data)
-    refused(config_of("tokens", tmp_path / "a.npy"), message, tmp_path)
+    assert_refused(config_of("tokens", tmp_path / "a.npy"), message, tmp_path)
 
 
 def test_metadata_of_datatrove_with_a_number_that_is_too_long(tmp_path):
     path = writers.datatrove(tmp_path / "a.ds", ENDED)
     Path(f"{path}.metadata").write_text("gpt2|2\n" + "9" * 5000)
-    refused(config_of("datatrove", path), r"a\.ds\.metadata: the second line is", tmp_path)
+    assert_refused(config_of("datatrove", path), r"a\.ds\.metadata: the second line is", tmp_path)
 
 
 def test_what_the_file_has_beyond_the_vocabulary_is_named(tmp_path):
     bad = [*ENDED[:20], [8, 9, -3, 7], *ENDED[20:]]
     path = writers.megatron(tmp_path / "a.bin", bad, "int32")
-    refused(config_of("megatron", path), r"document 21: id -3 \(int32, place 2\)", tmp_path)
+    assert_refused(config_of("megatron", path), r"document 21: id -3 \(int32, place 2\)", tmp_path)
     for check_ids in ("full", "sample"):
         config = config_of("megatron", path, vocab_size=257, check_ids=check_ids)
-        refused(config, r"document 3: id \d+ .* outside the vocabulary of 257", tmp_path)
+        assert_refused(config, r"document 3: id \d+ .* outside the vocabulary of 257", tmp_path)
 
 
 def test_a_width_that_is_not_the_files(tmp_path):
     path = writers.raw(tmp_path / "a.npy", ENDED)
     config = config_of("tokens", path, token_dtype="uint32")
-    refused(config, r"does not contain the end-of-text|not a multiple of uint32", tmp_path)
+    assert_refused(config, r"does not contain the end-of-text|not a multiple of uint32", tmp_path)
 
 
 def test_a_sample_says_so_and_takes_the_rest_on_trust(tmp_path, monkeypatch):
