@@ -31,7 +31,7 @@ from parallel3d.base.masking import mask
 from parallel3d.data.cache import is_complete
 from parallel3d.data.ids.counting import TokenWeights
 from parallel3d.data.ids.remote import SET_BYTES, BlockCache, RemoteFiles, is_url
-from parallel3d.data.ids.spans import SpanFile, Spans, check_sizes
+from parallel3d.data.ids.spans import IdArray, SpanFile, Spans, check_sizes
 from parallel3d.data.packing import Packing
 from parallel3d.data.rows import place_of
 from parallel3d.data.shard_cache import ShardCache
@@ -68,7 +68,7 @@ class DocumentBounds:
 class TokenStream:
     """Consecutive documents: tokens [num_tokens], bounds int64 [num_documents + 1]."""
 
-    tokens: np.ndarray | Spans | ShardedTokens
+    tokens: np.ndarray | IdArray
     bounds: np.ndarray | DocumentBounds
     weights: TokenWeights | None = None
     """The weight of each token in the loss; None if all tokens count equally."""

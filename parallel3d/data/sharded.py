@@ -1,7 +1,9 @@
 """The ids of a stream of shards as one array, of which only a few shards are on the disk."""
 
 import json
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +11,25 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.base.masking import mask
+from parallel3d.data.ids.spans import IdArray
 from parallel3d.data.shard_cache import EXTRA_BYTES, Shard, ShardCache
 from parallel3d.data.shard_order import ShardOrder, windows_per_shard
 
 SHARDS, HEADS = "shards.json", "heads.bin"
 
 
-class ShardedTokens:
+class ShardedTokens(IdArray):
     """The ids [num_tokens] of a manifest's shards, in their order; see `streams`.
 
     - `head_length`: ids at the beginning of each shard that the manifest has, so that a sample
       which ends in the next shard does not need it
     - `num_bytes_needed`: the least limit of the cache with which no shard is fetched twice an epoch
 
-    Index with slices or arrays of indices. Thread-safe. Without a cache nothing can be read.
+    Without a cache nothing can be read.
     """
 
     def __init__(self, manifest: Path, meta: dict[str, Any], cache: ShardCache | None) -> None:
-        self.dtype, self.ndim, self._cache = np.dtype(meta["dtype"]), 1, cache
+        self.dtype, self._cache = np.dtype(meta["dtype"]), cache
         entries = json.loads((manifest / SHARDS).read_text())
         self.num_tokens = np.array([entry["tokens"] for entry in entries], np.int64)
         self.firsts = np.concatenate([[0], np.cumsum(self.num_tokens)])
@@ -46,22 +49,6 @@ class ShardedTokens:
             for number, entry in enumerate(entries)
         ]
         self._order = lru_cache(2)(self._make_order)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, key: object) -> np.ndarray:
-        if isinstance(key, slice):
-            first, last, step = key.indices(len(self))
-            ids = self._read(first, max(first, last))
-            return ids[::step]
-        index = np.asarray(key)
-        flat = index.reshape(-1)
-        if len(flat) and not 0 <= flat.min() <= flat.max() < len(self):
-            raise IndexError(f"index {key} is out of bounds for {len(self)} ids")
-        cuts = np.flatnonzero(np.diff(flat) != 1) + 1
-        runs = [self._read(int(run[0]), int(run[-1]) + 1) for run in np.split(flat, cuts)]
-        return np.concatenate(runs).reshape(index.shape)
 
     @property
     def num_bytes_needed(self) -> int:
@@ -117,20 +104,20 @@ class ShardedTokens:
                 return np.asarray(first + (starts - self.firsts[lost]) % room)
         raise DataError("all shards are lost; restore them, or make the manifest again")
 
-    def _read(self, first: int, last: int) -> np.ndarray:
-        """Return the ids first .. last - 1."""
-        pieces, number = [np.empty(0, self.dtype)], int(self._shard_of(np.array(first)))
-        begin = first
+    def _read(self, windows: Sequence[tuple[int, int]]) -> np.ndarray:
+        pieces = chain.from_iterable(self._pieces(*window) for window in windows)
+        return np.concatenate([np.empty(0, self.dtype), *pieces])
+
+    def _pieces(self, first: int, last: int) -> Iterator[np.ndarray]:
+        """Yield the ids first .. last - 1, from shard to shard."""
+        begin, number = first, int(self._shard_of(np.array(first)))
         while first < last:
             start, end = self.firsts[number : number + 2].tolist()
             if first > begin and last - first <= self.head_length:
-                pieces.append(self._heads[number, : last - first])
-                break
+                yield self._heads[number, : last - first]
+                return
             end = min(end, last)
             if end > first:
                 shard = self.shards[number]
-                pieces.append(
-                    self._open_cache().read(shard, self.dtype, first - start, end - first)
-                )
+                yield self._open_cache().read(shard, self.dtype, first - start, end - first)
             first, number = end, number + 1
-        return np.concatenate(pieces)

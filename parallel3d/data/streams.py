@@ -34,13 +34,13 @@ from parallel3d.data.ids.validate import Vocabulary
 from parallel3d.data.shard_cache import IDS, LostShard, Shard, ShardCache
 from parallel3d.data.sharded import HEADS, SHARDS, ShardedTokens
 from parallel3d.data.shards import ShardPlan, fill_shard
-from parallel3d.data.sources import KINDS, SUFFIX, Files, Progress, find_files, no_progress
+from parallel3d.data.sources import KINDS, Files, Progress, find_files, no_progress
 from parallel3d.data.tokenised import (
     Tokenised,
     TokenRecipe,
     find_tokens,
     in_json,
-    matching_sources,
+    paths_of,
     vocabulary_of,
 )
 from parallel3d.data.tokenizer import (
@@ -386,15 +386,10 @@ def _to_arrow(path: str, column: str) -> str:
 
 def _shard_paths(section: PartConfig) -> list[list[str]]:
     """Return the files of each shard; the first one has the ids or the text."""
+    paths = paths_of(section)
     if section.source == "megatron":
-        roots = [path.removesuffix(".bin").removesuffix(".idx") for path in section.paths]
-        paths = matching_sources([f"{root}.bin" for root in roots], "bin")
         return [[path, megatron.index_of(path)] for path in paths]
-    paths = matching_sources(section.paths, SUFFIX.get(section.source, "npy"))
-    if section.source != "datatrove":
-        return [[path] for path in paths]
-    paths = [path for path in paths if not path.endswith(datatrove.COMPANIONS)]
-    beside = datatrove.COMPANIONS[:2]
+    beside = datatrove.COMPANIONS[:2] if section.source == "datatrove" else ()
     return [[x, *(f"{x}{end}" for end in beside if is_file(f"{x}{end}"))] for x in paths]
 
 

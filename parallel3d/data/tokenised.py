@@ -30,7 +30,7 @@ from parallel3d.data.ids.id_file import INTEGERS, TokenFile, is_file
 from parallel3d.data.ids.remote import is_url, matching, version_of
 from parallel3d.data.ids.spans import SpanFile
 from parallel3d.data.ids.validate import Checked, OnIds, Vocabulary, check
-from parallel3d.data.sources import Progress, matching_files
+from parallel3d.data.sources import SUFFIX, Progress, matching_files
 from parallel3d.data.tokenizer import load_tokenizer, num_tokens, save_tokenizer
 
 # Part of an index's name; raise it when scanning the same file yields something else.
@@ -245,28 +245,29 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
                 raise DataError(f"data.split = {section.split!r}: {rule}; name one split")
         return [arrow.read(*pair, section.token_field) for pair in zip(paths, names, strict=True)]
     if section.source == "megatron":
-        roots = [path.removesuffix(".bin").removesuffix(".idx") for path in section.paths]
-        return [
-            megatron.read(path)
-            for path in matching_sources([f"{root}.bin" for root in roots], "bin")
-        ]
+        return [megatron.read(path) for path in paths_of(section)]
     dtype = section.token_dtype
     if dtype == "auto":
         dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
-    if section.source == "tokens":
-        return [
-            flat_arrays.read(path, INTEGERS[dtype])
-            for path in matching_sources(section.paths, "npy")
-        ]
-    shards = [
-        p for p in matching_sources(section.paths, "ds") if not p.endswith(datatrove.COMPANIONS)
-    ]
-    if not shards:
-        raise DataError("data.paths matches no .ds file; use their paths, or corpus/**/*.ds")
-    return [datatrove.read(path, INTEGERS[dtype]) for path in shards]
+    read = flat_arrays.read if section.source == "tokens" else datatrove.read
+    return [read(path, INTEGERS[dtype]) for path in paths_of(section)]
 
 
-def matching_sources(paths: Sequence[str], suffix: str) -> list[str]:
+def paths_of(section: DataConfig | PartConfig) -> list[str]:
+    """Return the files with the ids or the text of a source, without those beside them."""
+    if section.source == "megatron":
+        roots = [path.removesuffix(".bin").removesuffix(".idx") for path in section.paths]
+        return _matching([f"{root}.bin" for root in roots], "bin")
+    suffix = {"datatrove": "ds", "tokens": "npy", **SUFFIX}[section.source]
+    paths = _matching(section.paths, suffix)
+    if section.source != "datatrove":
+        return paths
+    if shards := [path for path in paths if not path.endswith(datatrove.COMPANIONS)]:
+        return shards
+    raise DataError("data.paths matches no .ds file; use their paths, or corpus/**/*.ds")
+
+
+def _matching(paths: Sequence[str], suffix: str) -> list[str]:
     """Return the files that match the paths, URLs and globs."""
     local = [path for path in paths if not is_url(path)]
     urls = {url for path in paths if is_url(path) for url in matching(path)}

@@ -26,37 +26,15 @@ class SpanFile(TypedDict):
     size: int
 
 
-class Spans:
-    """The ids [num_tokens] of consecutive documents, each followed by an end-of-text.
+class IdArray:
+    """An array of ids [num_tokens] that is read on demand.
 
-    - `places`, `starts` [documents]: document i begins at id `starts[i]` of file `places[i]`
-    - `bounds` [documents + 1]: document i is `bounds[i]` .. `bounds[i + 1]` - 1 of this array
-    - `remote`: reads the files that are URLs; all ranges of one index are requested together
-
-    Index with slices or arrays of indices. Thread-safe. Files are read instead of memory-mapped, so
-    that a file that shrinks raises DataError; with a map it would kill the process.
+    Index with slices or arrays of indices. Thread-safe.
     """
 
-    def __init__(
-        self,
-        *,
-        files: Sequence[SpanFile],
-        places: np.ndarray,
-        starts: np.ndarray,
-        bounds: np.ndarray,
-        end_of_text: int,
-        dtype: np.dtype,
-        remote: RemoteFiles,
-    ) -> None:
-        self.dtype, self.shape, self.ndim = np.dtype(dtype), (int(bounds[-1] - bounds[0]),), 1
-        self._files, self._places, self._starts, self._bounds = files, places, starts, bounds
-        self._end_of_text, self._remote = end_of_text, remote
-        self._dtypes = [NUMBERS[file["dtype"]] for file in files]
-        self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], np.int64)
-        self._offsets = np.array([file["offset"] for file in files], np.int64)
-        self._names = {file["path"]: file["name"] for file in files}
-        self._is_remote = [is_url(file["path"]) for file in files]
-        self._open = lru_cache(OPEN_FILES)(self._opened)
+    dtype: np.dtype
+    shape: tuple[int]
+    ndim = 1
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -84,6 +62,42 @@ class Spans:
 
     def _read(self, windows: Sequence[tuple[int, int]]) -> np.ndarray:
         """Return the ids first .. last - 1 of all windows, concatenated."""
+        raise NotImplementedError
+
+
+class Spans(IdArray):
+    """The ids [num_tokens] of consecutive documents, each followed by an end-of-text.
+
+    - `places`, `starts` [documents]: document i begins at id `starts[i]` of file `places[i]`
+    - `bounds` [documents + 1]: document i is `bounds[i]` .. `bounds[i + 1]` - 1 of this array
+    - `remote`: reads the files that are URLs; all ranges of one index are requested together
+
+    Files are read instead of memory-mapped, so that a file that shrinks raises DataError; with a
+    map it would kill the process.
+    """
+
+    def __init__(
+        self,
+        *,
+        files: Sequence[SpanFile],
+        places: np.ndarray,
+        starts: np.ndarray,
+        bounds: np.ndarray,
+        end_of_text: int,
+        dtype: np.dtype,
+        remote: RemoteFiles,
+    ) -> None:
+        self.dtype, self.shape = np.dtype(dtype), (int(bounds[-1] - bounds[0]),)
+        self._files, self._places, self._starts, self._bounds = files, places, starts, bounds
+        self._end_of_text, self._remote = end_of_text, remote
+        self._dtypes = [NUMBERS[file["dtype"]] for file in files]
+        self._sizes = np.array([dtype.itemsize for dtype in self._dtypes], np.int64)
+        self._offsets = np.array([file["offset"] for file in files], np.int64)
+        self._names = {file["path"]: file["name"] for file in files}
+        self._is_remote = [is_url(file["path"]) for file in files]
+        self._open = lru_cache(OPEN_FILES)(self._opened)
+
+    def _read(self, windows: Sequence[tuple[int, int]]) -> np.ndarray:
         ids = np.full(sum(last - first for first, last in windows), self._end_of_text, self.dtype)
         pieces, at = [], 0
         for first, last in windows:
