@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 from pydantic import (
     AfterValidator,
@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Strict,
     ValidationInfo,
+    model_validator,
 )
 
 from parallel3d.base.errors import ConfigError
@@ -32,6 +33,16 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    def _problems(self) -> "Iterable[Problem]":
+        """Return the problems between settings of this block."""
+        return ()
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if problems := [*self._problems()]:
+            raise Problems(problems)
+        return self
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """The "data" section: the corpus or mixture, its tokenizer, and how it is cut into samples."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from pydantic_core import to_jsonable_python
 
-from parallel3d.base.section import ABSENT, PathText, Problem, Problems, Section, Size
+from parallel3d.base.section import ABSENT, PathText, Problem, Section, Size
 
 # Files of token ids written by other programs: Megatron-LM, datatrove, flat arrays.
 ID_SOURCES = ("megatron", "datatrove", "tokens")
@@ -140,11 +140,8 @@ class SourceConfig(Section):
     manifest: PathText = ""
     """Folder of a stream's manifest, written by `prepare.py --manifest`; every node reads it."""
 
-    @model_validator(mode="after")
-    def _check_source(self) -> "SourceConfig":
-        if problems := [*_check_keys(self), *_check_loss_columns(self), *_check_stream(self)]:
-            raise Problems(problems)
-        return self
+    def _problems(self) -> Iterable[Problem]:
+        return [*_check_keys(self), *_check_loss_columns(self), *_check_stream(self)]
 
 
 class PartConfig(SourceConfig):
@@ -242,13 +239,9 @@ class DataConfig(SourceConfig):
     cache: PathText = Field(default="auto", min_length=1)
     """Folder for tokenized corpora; "auto" is $XDG_CACHE_HOME/parallel3d or ~/.cache/parallel3d."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "DataConfig":
-        problems = [*_check_tokenizer(self), *_check_names(self), *_check_streams(self)]
-        problems += _check_fim(self)
-        if problems:
-            raise Problems(problems)
-        return self
+    def _problems(self) -> Iterable[Problem]:
+        checks = (_check_tokenizer, _check_names, _check_streams, _check_fim)
+        return [*super()._problems()] or [problem for check in checks for problem in check(self)]
 
     @property
     def streams(self) -> tuple[SourceConfig, ...]:

@@ -11,7 +11,6 @@ from pydantic import (
     PlainValidator,
     Strict,
     ValidationError,
-    model_validator,
 )
 
 from parallel3d.base import explain, reader
@@ -115,15 +114,15 @@ class BudgetConfig(Section):
         """The name of the list that is set."""
         return next(name for name in BUDGETS if getattr(self, name))
 
-    @model_validator(mode="after")
-    def _check(self) -> "BudgetConfig":
+    def _problems(self) -> Iterator[Problem]:
         budgets = {name: getattr(self, name) for name in BUDGETS if getattr(self, name)}
         if len(budgets) != 1:
-            raise Problems([Problem(
-                "", budgets, f"sets {' and '.join(budgets) or 'none'} of {', '.join(BUDGETS)}",
+            yield Problem(
+                "",
+                budgets,
+                f"sets {' and '.join(budgets) or 'none'} of {', '.join(BUDGETS)}",
                 "set exactly one",
-            )])  # fmt: skip
-        return self
+            )
 
 
 class HyperparametersConfig(Section):
@@ -164,13 +163,11 @@ class HeldOutConfig(Section):
     tokens: Budget | None = None
     """Training tokens."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "HeldOutConfig":
+    def _problems(self) -> Iterator[Problem]:
         if (self.flops is None) == (self.tokens is None):
-            raise Problems([Problem(
-                "flops", self.flops, "must have one budget", 'set either "flops" or "tokens"',
-            )])  # fmt: skip
-        return self
+            yield Problem(
+                "flops", self.flops, "must have one budget", 'set either "flops" or "tokens"'
+            )
 
 
 class LadderConfig(Section):
@@ -210,12 +207,6 @@ class LadderConfig(Section):
     def is_forked(self) -> bool:
         """True if each size has a trunk, and the runs of its budgets are forks of it."""
         return self.schedule.type == "forks"
-
-    @model_validator(mode="after")
-    def _check(self) -> "LadderConfig":
-        if problems := list(self._problems()):
-            raise Problems(problems)
-        return self
 
     def _problems(self) -> Iterator[Problem]:
         if len(self.sizes) < 2:
