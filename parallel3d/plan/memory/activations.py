@@ -8,6 +8,10 @@ from parallel3d.model.spec import Recompute, Shape
 from parallel3d.plan.layers.placement import StageLayers, cost_of
 from parallel3d.plan.layers.weight_counts import weights_of_kind
 
+GATHERED = 3
+"""Copies of all cp ranks' keys and values in a backward: themselves, their gradients, and these in
+the order of the ranks."""
+
 
 class BackwardMoment(NamedTuple):
     """Bytes at one moment of a backward pass, relative to the moment it begins.
@@ -56,10 +60,11 @@ class StageActivations(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def stage_activations(
-    part: StageLayers, batch: int, seq: int, tp: int, sequence_parallel: bool, recompute: Recompute,
-    hidden_size: int, element: int, gradient: int, classic: bool, on_cpu: bool,
+    part: StageLayers, batch: int, seq: int, cp: int, tp: int, sequence_parallel: bool,
+    recompute: Recompute, hidden_size: int, element: int, gradient: int, classic: bool,
+    on_cpu: bool,
 ) -> StageActivations:  # fmt: skip
-    """Return the bytes of a stage's activations.
+    """Return the bytes of a stage's activations; `seq` is a cp rank's share of the sequence.
 
     `element` and `gradient` are the bytes of one activation and of one gradient. `classic`: the
     attention writes its scores to memory.
@@ -71,6 +76,9 @@ def stage_activations(
         cost = cost_of(model, kind, shape, tp, sequence_parallel, recompute)
         held = (cost.saved, cost.working, cost.resident)
         num_bytes = [k.bytes(element, classic, not on_cpu) for k in held]
+        if cp > 1 and cost.forward.attention:
+            gathered = cp * cost.forward.attention.key_elements * element
+            num_bytes[1] += GATHERED * gathered
         by_kind[kind] = *num_bytes, bool(cost.recomputed.matmuls)
     freed = freed_logits = summed = 0
     if on_cpu and not part.ends:

@@ -127,7 +127,8 @@ def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivation
     saves_nothing = setting.recompute == "full" and splits_backward(setting.schedule)
     recompute: Recompute = "none" if saves_nothing else setting.recompute
     return stage_activations(
-        part, shape.batch, shape.seq, setting.tp, setting.sequence_parallel, recompute,
+        part, shape.batch, shape.seq // setting.cp, setting.cp, setting.tp,
+        setting.sequence_parallel, recompute,
         setting.hidden_size, setting.bytes_per_element, software.gradient_bytes,
         software.attention == "classic", on_cpu,
     )  # fmt: skip

@@ -6,7 +6,13 @@ from typing import NamedTuple
 from parallel3d.model.spec import Collective, LayerCost, Recompute, Shape, Work
 from parallel3d.plan.layers.placement import LayerKinds, StageClasses, cost_of
 from parallel3d.plan.setting import BYTES, Precision, Setting
-from parallel3d.plan.time.network import collective_seconds, group_of, send_seconds, sharing
+from parallel3d.plan.time.network import (
+    Kind,
+    collective_seconds,
+    group_of,
+    send_seconds,
+    sharing,
+)
 from parallel3d.plan.time.operators import Machine, work_seconds
 
 # Host time of a layer with full recomputation over that without, beyond the repeated forward.
@@ -32,6 +38,8 @@ class PassSeconds(NamedTuple):
         """Return the sum of these seconds and `times` times the `other` ones."""
         return PassSeconds(*(a + times * b for a, b in zip(self, other, strict=True)))
 
+
+_KEYS: tuple[Kind, ...] = "all_gather", "reduce_scatter"
 
 # [kinds of layers or classes of stages]: forward, and backward with recomputation.
 Passes = tuple[tuple[PassSeconds, PassSeconds], ...]
@@ -124,13 +132,14 @@ def _priced(
         hidden = min(seconds.matmuls, curves.tensor_overlap * tensor)
     attention = seconds.attention * cp  # queries attend to the keys of all cp ranks
     if work.attention and cp > 1:
-        # Ring attention (arXiv:2310.01889) passes keys and values on behind the computes, and their
-        # gradients in a backward.
-        batch, _, kv_heads, seq, head_size = work.attention
-        block = 2 * batch * kv_heads * seq * head_size * size
-        leaves = group_of(cp, tp, devices, hardware).nodes > 1
-        ring = send_seconds(block, leaves, hardware, curves) * (cp - 1) * (2 if backward else 1)
-        tensor += ring
-        hidden += min(attention, curves.overlap * ring)
+        # Keys and values, and in a backward their gradients.
+        block, over = work.attention.key_elements * size, group_of(cp, tp, devices, hardware)
+        if software.passes_keys:
+            ring = send_seconds(block, over.nodes > 1, hardware, curves) * (cp - 1)
+            ring *= 2 if backward else 1
+            tensor += ring
+            hidden += min(attention, curves.overlap * ring)
+        for kind in () if software.passes_keys else _KEYS[: 2 if backward else 1]:
+            tensor += collective_seconds(kind, cp * block, *over, hardware, curves)
     compute = seconds.matmuls + attention + seconds.traffic
     return PassSeconds(compute, tensor - hidden, compute - hidden)
