@@ -109,6 +109,7 @@ class Mesh:
         groups["world"] = self._split(self._grid.view(1, -1), "world")
         groups["self"] = self._split(self._grid.view(-1, 1), "self")
         groups["cp"] = self._split(self._rows("cp"), "cp") if sizes.cp > 1 else groups["self"]
+        self._groups = groups = {axis: groups[axis] for axis in AXES} | groups
         peers = {name: Peers.of(group) for name, group in groups.items()}
         self.pipeline, self.samples, self.context, self.tensor = (peers[axis] for axis in AXES)
         self.replicas = self.shards = self._over("dp cp", "dp", "cp")

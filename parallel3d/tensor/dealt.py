@@ -7,18 +7,21 @@ what a rank keeps is its own share.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
 from parallel3d.tensor.collectives import Context
 from parallel3d.tensor.compiled import graph_break
 from parallel3d.tensor.segments import Dealt
+
+_TILE = 128  # tokens of a block of FlexAttention
 
 
 @graph_break("the attention of dealt tokens")
@@ -28,21 +31,65 @@ def attend_dealt(q: Tensor, k: Tensor, v: Tensor, dealt: Dealt, scale: float | N
     Tokens are those of the flattened batch; the heads of k and v divide those of q.
     """
     gathered: Tensor = _Gather.apply(k, v, dealt)  # [tokens, 2, heads of k, size]
+    attend = at_once if q.device.type == "cuda" and dealt.block == _TILE else _piece_by_piece
     with _gather_again(gathered, k, v, dealt):
-        outputs = []
-        for queries, (tokens, first, end) in zip(
-            q.split([piece.tokens for piece in dealt.pieces]), dealt.pieces, strict=True
-        ):
-            keys, values = gathered[first:end].permute(1, 2, 0, 3).unsqueeze(1)
-            y = F.scaled_dot_product_attention(
-                queries.transpose(0, 1).unsqueeze(0),
-                keys,
-                values,
-                attn_mask=_mask(tokens, end - first, dealt, q.dtype, q.device),
-                scale=scale,
-                enable_gqa=k.shape[1] != q.shape[1],
-            )  # [1, heads, tokens of the piece, size]
-            outputs.append(y.squeeze(0).transpose(0, 1))
+        return attend(q, gathered, dealt, scale)
+
+
+def at_once(q: Tensor, gathered: Tensor, dealt: Dealt, scale: float | None) -> Tensor:
+    """Compute attention of all tokens here in one kernel, which skips blocks of masked keys."""
+    samples = q.unflatten(0, dealt.places.shape).transpose(1, 2)  # [batch, heads, here, size]
+    keys, values = gathered.unflatten(0, (-1, dealt.seq)).permute(2, 0, 3, 1, 4)
+    y = _flex(q.device)(
+        samples, keys, values, block_mask=block_mask(dealt), scale=scale,
+        enable_gqa=keys.shape[1] != q.shape[1],
+    )  # fmt: skip
+    return y.transpose(1, 2).flatten(0, 1)
+
+
+@cache
+def _flex(device: torch.device) -> Any:
+    """Return FlexAttention, compiled for an accelerator."""
+    return torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
+
+
+@lru_cache(maxsize=16)
+def block_mask(dealt: Dealt) -> BlockMask:
+    """Return which blocks of keys each block of tokens here attends to, wholly or in part."""
+    block = dealt.block
+    first, places = (t.unflatten(-1, (-1, block)) for t in (dealt.first, dealt.places))
+    begin = torch.arange(0, dealt.seq, block, device=first.device)  # of each block of keys
+    low, high = (t.unsqueeze(-1) for t in (first.amin(-1), first.amax(-1)))
+    here = places[..., :1]  # the first token of each block here; [batch, blocks here, 1]
+    seen = (begin + block > low) & (begin <= here)
+    whole = (begin >= high) & (begin < here)
+    kinds = []
+    for kind in (seen & ~whole, whole):
+        order = kind.int().argsort(dim=-1, descending=True, stable=True)
+        kinds += [t.int().unsqueeze(1) for t in (kind.sum(-1), order)]  # a head is as the others
+
+    def attends(batch: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (dealt.first[batch, query] <= key) & (key <= dealt.places[batch, query])
+
+    lengths = dealt.places.shape[-1], dealt.seq
+    return BlockMask.from_kv_blocks(*kinds, BLOCK_SIZE=block, mask_mod=attends, seq_lengths=lengths)
+
+
+def _piece_by_piece(q: Tensor, gathered: Tensor, dealt: Dealt, scale: float | None) -> Tensor:
+    outputs = []
+    for queries, (tokens, first, end) in zip(
+        q.split([piece.tokens for piece in dealt.pieces]), dealt.pieces, strict=True
+    ):
+        keys, values = gathered[first:end].permute(1, 2, 0, 3).unsqueeze(1)
+        y = F.scaled_dot_product_attention(
+            queries.transpose(0, 1).unsqueeze(0),
+            keys,
+            values,
+            attn_mask=_mask(tokens, end - first, dealt, q.dtype, q.device),
+            scale=scale,
+            enable_gqa=keys.shape[1] != q.shape[1],
+        )  # [1, heads, tokens of the piece, size]
+        outputs.append(y.squeeze(0).transpose(0, 1))
     return torch.cat(outputs)
 
 
