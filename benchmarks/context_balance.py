@@ -1,4 +1,4 @@
-"""How evenly attention's work is dealt to context-parallel ranks: ours beside head-tail and torch's.
+"""How evenly attention is dealt to context-parallel ranks, beside head-tail and torch's PTRR.
 
     python benchmarks/context_balance.py [--samples 16]
 
