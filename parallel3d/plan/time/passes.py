@@ -82,9 +82,10 @@ def _layers(
     both = []
     for kind in range(len(model.kinds)):
         cost = cost_of(model, kind, own, tp, sequence_parallel, recompute)
-        forward = _priced(cost.forward, cost.forward.collectives, *mesh)
-        again = _priced(cost.recomputed, cost.recomputed.collectives, *mesh)
-        backward = _priced(cost.forward, cost.backward_collectives, *mesh, backward=True)
+        forward = _priced(cost.forward, cost.forward.collectives, *mesh, _KEYS[:1])
+        # A backward gathers keys and values once, whether or not it recomputes the attention.
+        again = _priced(cost.recomputed, cost.recomputed.collectives, *mesh, ())
+        backward = _priced(cost.forward, cost.backward_collectives, *mesh, _KEYS, backward=True)
         share = recomputed_share if again.compute else 0.0
         units = _units(cost, share, machine)
         there = _with_program(forward, units[0] * overhead, machine)
@@ -116,9 +117,9 @@ def _with_program(own: PassSeconds, program: float, machine: Machine) -> PassSec
 
 def _priced(
     work: Work, collectives: tuple[Collective, ...], tp: int, cp: int, precision: Precision,
-    devices: int, machine: Machine, backward: bool = False,
+    devices: int, machine: Machine, over_keys: tuple[Kind, ...], backward: bool = False,
 ) -> PassSeconds:  # fmt: skip
-    """Return the seconds of one layer's computes and collectives."""
+    """Return the seconds of one layer's computes and collectives; `over_keys` are those of cp."""
     hardware, curves, software = machine.hardware, machine.curves, machine.software
     shared = sharing(devices, hardware)
     seconds = work_seconds(work, precision, hardware, curves, software, shared, backward)
@@ -139,7 +140,7 @@ def _priced(
             ring *= 2 if backward else 1
             tensor += ring
             hidden += min(attention, curves.overlap * ring)
-        for kind in () if software.passes_keys else _KEYS[: 2 if backward else 1]:
+        for kind in () if software.passes_keys else over_keys:
             tensor += collective_seconds(kind, cp * block, *over, hardware, curves)
     compute = seconds.matmuls + attention + seconds.traffic
     return PassSeconds(compute, tensor - hidden, compute - hidden)
