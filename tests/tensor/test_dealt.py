@@ -65,7 +65,7 @@ def attention_on_rank(rank):
 
 def test_it_is_the_attention_of_whole_samples():
     both = 2 * BATCH * SEQ * KV_HEADS * SIZE * 8  # bytes of all keys and values
-    for found in run_locally(attention_on_rank, 4, timeout=60):
+    for found in run_locally(attention_on_rank, 4, timeout=200):
         for errors, calls in found:
             assert max(errors) < 1e-12, errors
             # Forward and backward gather them, and the backward reduces their gradients.
@@ -95,8 +95,8 @@ def kept_on_rank(rank, cp):
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_rank_keeps_its_share(cp):
     """Keys and values of all ranks alone are as much as all that one rank keeps of its own."""
-    ((whole, _),) = run_locally(kept_on_rank, 1, 1, timeout=60)
-    for kept, _ in run_locally(kept_on_rank, cp, cp, timeout=60):
+    ((whole, _),) = run_locally(kept_on_rank, 1, 1, timeout=200)
+    for kept, _ in run_locally(kept_on_rank, cp, cp, timeout=200):
         assert kept * cp == pytest.approx(whole, rel=0.05)
 
 
@@ -131,7 +131,7 @@ def dropped(layer, x, tp_rank):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_masks_are_those_of_whole_samples(split):
-    for errors in run_locally(dropped_on_rank, 4, split, timeout=60):
+    for errors in run_locally(dropped_on_rank, 4, split, timeout=200):
         assert max(errors) < 1e-4
 
 

@@ -169,7 +169,9 @@ def nccl_estimate(setting: Setting, coord: int, hardware: Hardware | None) -> in
         return 0
     # The groups of mesh/mesh.py: an axis that holds all ranks is the world.
     communicators = 1 + sum(1 < size < devices for size in s.mesh)
-    communicators += (s.pp > 1) + (s.dp > 1 and s.pp * s.tp > 1)  # "pp backward", "model"
+    communicators += s.pp > 1  # "pp backward"
+    if s.pp * s.tp > 1:
+        communicators += (s.dp * s.cp > 1) + (s.dp > 1 < s.cp)  # "model", "dp cp"
     home = stages_on(s.schedule, s.pp, s.stages_per_rank)[coord]
     stages = {*range(s.pp * s.stages_per_rank)} - {*home}
     crossings = sum(i + 1 in stages for i in home) + sum(i - 1 in stages for i in home)
