@@ -116,7 +116,8 @@ class Feed:
         first, count = self._share(start, num_microbatches)
         tokens, labels = batches.microbatch(first, count)
         arrays = {"tokens": tokens, "labels": labels}
-        documents, places = np.zeros_like(tokens), None
+        documents: np.ndarray = np.zeros_like(tokens)
+        places: np.ndarray | None = None
         if self._isolates and batches.is_packed:
             documents = batches.places(first, count)[2]
         elif self._isolates:
