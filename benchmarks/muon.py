@@ -30,7 +30,7 @@ OPTIMIZERS = {
 
 def config_of(optimizer: str, mesh: MeshSizes, microbatches: int) -> RunConfig:
     """Return the peers' model under an optimizer, at ZeRO-1."""
-    pp, dp, tp = mesh
+    pp, dp, _, tp = mesh
     raw = {
         "train_micro_batch_size_per_gpu": common.MICRO,
         "gradient_accumulation_steps": microbatches,

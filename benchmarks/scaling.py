@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from parallel3d.base.mesh_sizes import AXES, MeshSizes
+from parallel3d.base.mesh_sizes import WITHOUT_CP as AXES
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.calibrate.describe import calibrate
 from parallel3d.calibrate.steps import SmallRun, time_steps
 from parallel3d.config import hardware

@@ -57,7 +57,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_config(required=False)
     parser.add_argument(
         "--meshes", metavar="MESHES",
-        help="meshes as PPxDPxTP, such as 1x1x1,2x2x2 (default: eight meshes)",
+        help="meshes as PPxDPxTP or PPxDPxCPxTP, such as 1x1x1,2x2x2 (default: eight meshes)",
     )  # fmt: skip
     parser.add_argument("--museum", action="store_true", help=argparse.SUPPRESS)  # was removed
     parser.add_json()

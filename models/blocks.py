@@ -69,7 +69,7 @@ class FusedAttention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_size))  # [batch, seq, 3, heads/tp, size]
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads/tp, seq, size]
         if self.rotary is not None:
-            q, k = self.rotary(q, k, None if segments is None else segments.positions)
+            q, k = self.rotary(q, k, segments)
         return self.output(self.core(q, k, v, segments))  # [batch, seq, hidden]
 
 

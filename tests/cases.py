@@ -12,6 +12,7 @@ from tempfile import mkdtemp
 import torch
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
@@ -57,8 +58,7 @@ class Case:
 
     @property
     def world_size(self):
-        pp, dp, tp = self.mesh
-        return pp * dp * tp
+        return MeshSizes(*self.mesh).ranks
 
     def __str__(self):
         mesh = "x".join(map(str, self.mesh))
@@ -74,9 +74,9 @@ class Case:
     @cached_property
     def config(self):
         """The resolved config of this run."""
-        pp, dp, tp = self.mesh
+        sizes = MeshSizes(*self.mesh)
         block = {
-            "mesh": {"pp": pp, "dp": dp, "tp": tp, "sequence_parallel": self.sequence_parallel},
+            "mesh": sizes._asdict() | {"sequence_parallel": self.sequence_parallel},
             "pipeline": {
                 "schedule": self.schedule,
                 "stages_per_rank": self.stages_per_rank,
@@ -89,7 +89,7 @@ class Case:
             "train": {"steps": self.steps},
         }
         raw = {
-            "train_micro_batch_size_per_gpu": self.batch // (dp * self.microbatches),
+            "train_micro_batch_size_per_gpu": self.batch // (sizes.dp * self.microbatches),
             "gradient_accumulation_steps": self.microbatches,
             "gradient_clipping": 0.02,
             "optimizer": {"type": "AdamW", "params": dict(ADAM)},

@@ -22,6 +22,7 @@ _CLASSIC = Software(
     # What all programs of 2020 to 2022 here share: Megatron-LM's fused kernels, attention with its
     # scores in memory, no sequence parallelism yet, gradients in fp16 (megatron/arguments.py:
     # accumulate-allreduce-grads-in-fp32 is off by default).
+    passes_keys=True,
     handles_small=False,
     kernels="tuned",
     attention="classic",
@@ -93,6 +94,7 @@ MEGATRON_CORE = Software(
     # pipeline-parallel communication (enabled by default)"; Transformer Engine's attention (cuDNN).
     # What gradients are reduced in is not stated; as in NVIDIA's recipes for the same library.
     name="Megatron-Core",
+    passes_keys=True,
     handles_small=False,
     kernels="tuned",
     overlaps_sends=True,
@@ -113,6 +115,7 @@ JAX = Software(
     # dgxc-benchmarking maxtext and paxml recipes: XLA's latency-hiding scheduler, cuDNN flash
     # attention; FSDP within the scan over layers, gathers once a microbatch.
     name="JAX",
+    passes_keys=True,
     handles_small=False,
     kernels="compiled",
     overlaps_gather=True,
@@ -156,6 +159,7 @@ NANOTRON = Software(
     # hooks of the last microbatch (parallel/data_parallel/utils.py: sync only then).
     name="nanotron",
     bucket=TORCH_DDP,
+    passes_keys=True,
     handles_small=False,
     hopper=False,
     overlaps_reduction=True,

@@ -23,13 +23,12 @@ PLACEMENTS = 20_000_000  # stages x layers squared: what balancing the stages se
 class PublishedSetting(Setting):
     """One way in which another program ran one model, with features that this engine lacks.
 
-    `cp`: context-parallel ranks. `sharding_ranks`: those that share ZeRO's state; 0 for all.
+    `sharding_ranks`: ranks that share ZeRO's state; 0 for all.
     `recomputed_share`: the part that is recomputed of what
     `recompute` recomputes.
     """
 
     _: KW_ONLY
-    cp: int = 1
     recomputed_share: float = 1.0
     sharding_ranks: int = 0
 

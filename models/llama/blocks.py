@@ -51,7 +51,7 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # each [batch, heads here, seq, size]
         if self.rotary is not None:
-            q, k = self.rotary(q, k, None if segments is None else segments.positions)
+            q, k = self.rotary(q, k, segments)
         return self.output(self.core(q, k, v, segments))  # [batch, seq, hidden]
 
 

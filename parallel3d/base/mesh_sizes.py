@@ -5,18 +5,29 @@ from math import prod
 from typing import NamedTuple, Self
 
 
-class MeshSizes(NamedTuple):
-    """The number of ranks along each axis, from the outermost axis to the innermost.
-
-    A mesh without an axis is a mesh where it is 1. As text it is "2x2x1".
-    """
-
+class _Axes(NamedTuple):
     pp: int = 1
     """Pipeline parallelism: cuts the layers into stages."""
     dp: int = 1
     """Data parallelism: cuts the batch; ZeRO shards the states."""
+    cp: int = 1
+    """Context parallelism: cuts the tokens of each sample."""
     tp: int = 1
     """Tensor parallelism: cuts the matrices."""
+
+
+class MeshSizes(_Axes):
+    """The number of ranks along each axis, from the outermost axis to the innermost.
+
+    A mesh without an axis is a mesh where it is 1. Three sizes are pp, dp and tp, also as text:
+    "2x2x1" is "2x2x1x1".
+    """
+
+    def __new__(cls, *sizes: int, **named: int) -> Self:
+        """Return the sizes in the order of AXES, or without cp, or by their axes' names."""
+        if len(sizes) == len(WITHOUT_CP):
+            sizes, named = (), dict(zip(WITHOUT_CP, sizes, strict=True)) | named
+        return super().__new__(cls, *sizes, **named)
 
     @property
     def ranks(self) -> int:
@@ -26,18 +37,25 @@ class MeshSizes(NamedTuple):
     @property
     def label(self) -> str:
         """The sizes with the names of their axes: "pp 2 × dp 2 × tp 1"."""
-        return " × ".join(f"{axis} {size}" for axis, size in self._asdict().items())
+        return " × ".join(f"{axis} {size}" for axis, size in self.shown.items())
+
+    @property
+    def shown(self) -> dict[str, int]:
+        """The sizes by axis as texts show them: without cp if it is 1."""
+        return {a: size for a, size in self._asdict().items() if a in WITHOUT_CP or size > 1}
 
     def __str__(self) -> str:
-        return "x".join(map(str, self))
+        return "x".join(map(str, self.shown.values()))
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the sizes that a text such as "2x2x1" names. Raises ValueError for others."""
         sizes = re.findall("[1-9][0-9]*", text)
-        if "x".join(sizes) != text or len(sizes) != len(AXES):
-            raise ValueError(f"{text!r}: must be {' x '.join(AXES)}, for example 2x2x1")
+        if "x".join(sizes) != text or len(sizes) not in (len(WITHOUT_CP), len(AXES)):
+            rule = f"must be {' x '.join(WITHOUT_CP)}, for example 2x2x1, or {' x '.join(AXES)}"
+            raise ValueError(f"{text!r}: {rule}")
         return cls(*map(int, sizes))
 
 
-AXES = MeshSizes._fields
+AXES = _Axes._fields
+WITHOUT_CP = tuple(axis for axis in AXES if axis != "cp")

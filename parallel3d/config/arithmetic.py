@@ -17,12 +17,17 @@ _WARMUP = "parallel3d.train.lr_schedule.warmup_steps"
 
 
 def data_parallel_size(mesh: MeshConfig, world_size: int) -> int:
-    """Return world_size / (pp x tp); raises ConfigError if that is not an integer, or not dp."""
-    others = mesh.pp * mesh.tp
+    """Return world_size / (pp x cp x tp).
+
+    Raises ConfigError if that is not an integer, or not dp.
+    """
+    others = mesh.pp * mesh.cp * mesh.tp
     if world_size % others:
-        rule = f"pp={mesh.pp} x tp={mesh.tp} = {others} does not divide {world_size} processes"
+        sizes = [f"{axis}={size}" for axis, size in mesh.sizes.shown.items() if axis != "dp"]
+        axes = " x ".join(size.partition("=")[0] for size in sizes)
+        rule = f"{' x '.join(sizes)} = {others} does not divide {world_size} processes"
         fitting = max(1, world_size // others) * others
-        remedy = f"start {fitting} processes, or choose a pp x tp that divides {world_size}"
+        remedy = f"start {fitting} processes, or choose a {axes} that divides {world_size}"
         raise Problems([Problem("parallel3d.mesh", mesh.model_dump(), rule, remedy)])
     if mesh.dp not in ("auto", world_size // others):
         size = others * int(mesh.dp)
@@ -30,6 +35,18 @@ def data_parallel_size(mesh: MeshConfig, world_size: int) -> int:
         remedy = f'start {size} processes, or set dp to {world_size // others} or "auto"'
         raise Problems([Problem("parallel3d.mesh.dp", mesh.dp, rule, remedy)])
     return world_size // others
+
+
+def block_tokens(length: int, cp: int) -> int:
+    """Return the size of the blocks of tokens in which samples of `length` are dealt to cp ranks.
+
+    It is 128, the tile of attention kernels, or less in short samples: so that each rank has at
+    least four blocks.
+    """
+    tokens = 128
+    while tokens > 1 and length < 4 * cp * tokens:
+        tokens //= 2
+    return tokens
 
 
 def batch_sizes(

@@ -165,6 +165,27 @@ def _check_sequence_parallel(mesh: MeshConfig, data: DataConfig) -> Iterator[Pro
         yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
 
 
+def _check_context(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
+    """Check that each cp rank gets as many blocks of tokens, and each of its tp ranks a part."""
+    length, parts = data.sequence_length, mesh.tp if mesh.sequence_parallel else 1
+    block = arithmetic.block_tokens(length, mesh.cp)
+    share = mesh.cp * block
+    if length % share:
+        rule = f"cannot be dealt to cp={mesh.cp} ranks in blocks of {block} tokens"
+        remedy = f"use {length // share * share + share}, or another mesh.cp"
+        yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
+    elif length // mesh.cp % parts and length % parts == 0:
+        rule = f"leaves {length // mesh.cp} tokens a rank, not a multiple of tp={mesh.tp}"
+        yield Problem("parallel3d.mesh.cp", mesh.cp, rule, "use sequence_parallel = false")
+
+
+def _check_attention_dropout(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
+    share = getattr(model, "attn_pdrop", 0.0)
+    if mesh.cp > 1 and share:
+        rule = f"drops scores of whole samples, which cp={mesh.cp} ranks share"
+        yield Problem("parallel3d.model.attn_pdrop", share, rule, "use 0, or mesh.cp = 1")
+
+
 def _check_sequence(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
     length, limit = data.sequence_length, model.max_position_embeddings
     if length > limit:
@@ -447,6 +468,7 @@ def _join_with_or(numbers: list[int]) -> str:
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads, _check_key_value_heads, _check_inner_size, _check_layers, _check_schedule,
     _check_reduction, _check_compile, _check_rewind, _check_sequence, _check_sequence_parallel,
+    _check_context, _check_attention_dropout,
     _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary, _check_batch,
     _check_plan, _check_length, _check_batch_schedule, _check_batch_sizes, _check_lr_schedule,
     _check_scheduler, _check_profile, _check_precision, _check_communication_type, _check_offload,

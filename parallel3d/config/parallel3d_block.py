@@ -30,7 +30,7 @@ Fixable = Literal[
     "zero_stage", "offload", "micro_batch", "schedule", "recompute", "gradient_reduction", "weights"
 ]
 FAMILY = Choice("family", "model family", models.families, models.config_class)
-# pp and tp cannot be derived from the number of processes, so their "auto" means 1.
+# pp, cp and tp cannot be derived from the number of processes, so their "auto" means 1.
 OneIfAuto = Annotated[Positive, BeforeValidator(lambda value: 1 if value == "auto" else value)]
 
 
@@ -74,7 +74,9 @@ class MeshConfig(Section):
     pp: OneIfAuto = 1
     """Pipeline-parallel ranks; "auto" means 1."""
     dp: Positive | Literal["auto"] = "auto"
-    """Data-parallel ranks; "auto" means the number of processes / (pp x tp)."""
+    """Data-parallel ranks; "auto" means the number of processes / (pp x cp x tp)."""
+    cp: OneIfAuto = 1
+    """Context-parallel ranks, which share the tokens of each sample; "auto" means 1."""
     tp: OneIfAuto = 1
     """Tensor-parallel ranks; "auto" means 1."""
     sequence_parallel: bool = False
@@ -84,10 +86,11 @@ class MeshConfig(Section):
     @property
     def sizes(self) -> MeshSizes:
         """The mesh's sizes; "auto" counts as 1."""
-        return MeshSizes(self.pp, 1 if self.dp == "auto" else self.dp, self.tp)
+        return MeshSizes(self.pp, 1 if self.dp == "auto" else self.dp, self.cp, self.tp)
 
     def __str__(self) -> str:
-        return f"pp={self.pp} x dp={self.dp} x tp={self.tp}"
+        shown = self.sizes.shown | {"dp": self.dp}
+        return " x ".join(f"{axis}={size}" for axis, size in shown.items())
 
 
 class PipelineConfig(Section):

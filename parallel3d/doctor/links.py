@@ -48,7 +48,9 @@ def measure_links(
     """
     size = effort.copied_bytes
     work: list[tuple[str, Sequence[Sequence[int]], Callable[[], object]]] = []
-    for axis, peers in zip(AXES, (mesh.pipeline, mesh.samples, mesh.tensor), strict=True):
+    for axis, peers in zip(
+        AXES, (mesh.pipeline, mesh.samples, mesh.context, mesh.tensor), strict=True
+    ):
         if peers.size > 1:
             groups = {tuple(ranks) for ranks in gather_json(mesh, peers.ranks, aside=True)}
             run = collective("all_gather", size, peers, mesh.device)

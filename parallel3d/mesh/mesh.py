@@ -1,7 +1,7 @@
-"""The device mesh: pipeline x data x tensor ranks (floor 1). Only this folder knows ranks.
+"""The mesh: pipeline x data x context x tensor ranks (floor 1). Only this folder knows ranks.
 
 `tp` is innermost, on the fast links of a node; `pp` is outermost, so only activations cross the
-slowest links. One process is a mesh of 1x1x1: there is no second code path.
+slowest links. One process is a mesh of 1x1x1x1: there is no second code path.
 """
 
 import os
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -35,40 +35,50 @@ class Peers(NamedTuple):
     size: int
     coord: int
 
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Self:
+        """Return the ranks of a group that has this rank."""
+        return cls(group, group.size(), group.rank())
+
     @property
     def ranks(self) -> list[int]:
         """The global ranks, in group order."""
         return dist.get_process_group_ranks(self.group)
 
 
-ROLES = ("pipeline", "samples", "replicas", "shards", "tensor", "model", "world", "alone")
+ROLES = (
+    "pipeline", "samples", "context", "replicas", "shards", "tensor", "model", "world", "alone",
+)  # fmt: skip
 
 
 class Mesh:
-    """A pp x dp x tp grid of ranks, with a group of this rank and its peers for each role.
+    """A pp x dp x cp x tp grid of ranks, with a group of this rank and its peers for each role.
+
+    `along` and `axes` are the sizes, as for `MeshSizes`.
 
     pipeline: the ranks that hold the other stages; stages exchange activations.
     samples: the ranks that compute other samples of the batch.
-    replicas: the ranks whose gradients of the same weights are averaged.
+    context: the ranks that hold the other tokens of this rank's samples.
+    replicas: the ranks whose gradients of the same weights are averaged (dp and cp).
     shards: the ranks over which ZeRO shards weights, gradients and optimizer states.
     tensor: the ranks that hold the other parts of this rank's matrices.
     model: the ranks that share one copy of the model (pp and tp).
     world: all ranks. alone: this rank.
 
-    `coords` are this rank's coordinates along AXES. `watched`: start a sentry beside each rank.
+    `coords` are this rank's coordinates along AXES, without cp if it is 1. `watched`: start a
+    sentry beside each rank.
     Raises ConfigError if the launch has a different number of ranks.
     """
 
     def __init__(
         self,
-        pp: int = 1,
-        dp: int = 1,
-        tp: int = 1,
+        *along: int,
         launch: Launch | None = None,
         watched: bool = False,
+        **axes: int,
     ) -> None:
         launch = launch or Launch.from_environment()
-        sizes = MeshSizes(pp, dp, tp)
+        sizes = MeshSizes(*along, **axes)
         if sizes.ranks != launch.world_size:
             raise ConfigError(
                 f"mesh {sizes.label} = {sizes.ranks} ranks, but "
@@ -90,22 +100,23 @@ class Mesh:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(cores, 32)))
         join(launch, self.device, watched)
         self._grid = torch.arange(sizes.ranks).view(sizes)
-        place = (self._grid == self.rank).nonzero()[0].tolist()
-        self.coords: tuple[int, ...] = tuple(place)
+        place = dict(zip(AXES, (self._grid == self.rank).nonzero()[0].tolist(), strict=True))
+        self.coords: tuple[int, ...] = tuple(place[axis] for axis in sizes.shown)
         groups = self._groups = {
-            axis: self._split(self._grid.movedim(dim, -1).flatten(0, 1), axis)
-            for dim, axis in enumerate(AXES)
+            axis: self._split(self._rows(axis), axis) for axis in AXES if axis != "cp"
         }
-        groups["model"] = self._split(self._grid.transpose(0, 1).flatten(1), "model")
+        groups["model"] = self._split(self._rows("pp", "tp"), "model")
         groups["world"] = self._split(self._grid.view(1, -1), "world")
         groups["self"] = self._split(self._grid.view(-1, 1), "self")
-        peers = {name: Peers(group, group.size(), group.rank()) for name, group in groups.items()}
-        self.pipeline, self.samples, self.tensor = (peers[axis] for axis in AXES)
-        self.replicas = self.shards = self.samples
+        groups["cp"] = self._split(self._rows("cp"), "cp") if sizes.cp > 1 else groups["self"]
+        self._groups = groups = {axis: groups[axis] for axis in AXES} | groups
+        peers = {name: Peers.of(group) for name, group in groups.items()}
+        self.pipeline, self.samples, self.context, self.tensor = (peers[axis] for axis in AXES)
+        self.replicas = self.shards = self._over("dp cp", "dp", "cp")
         self.model, self.world, self.alone = (peers[name] for name in ("model", "world", "self"))
         # One group per direction, so that gradients do not queue behind activations.
         self._backward = groups["pp"]
-        if pp > 1:
+        if sizes.pp > 1:
             pipes = self._grid.flatten(1).t()
             self._backward = self._split(pipes, "pp backward", shared=False)
         # Collectives of a group must keep their order, so threads beside training have their own.
@@ -113,6 +124,23 @@ class Mesh:
         self._aside = dist.new_group(backend=aside, timeout=STARTUP_TIMEOUT)
         self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         self._transfer_timeout: timedelta | None = None
+
+    def _rows(self, *axes: str) -> torch.Tensor:
+        """Return the ranks of each group along `axes`, in the order of AXES: [groups, ranks]."""
+        dims = [AXES.index(axis) for axis in axes]
+        last = self._grid.movedim(dims, [*range(-len(dims), 0)])
+        return last.flatten(-len(dims)).flatten(0, -2)
+
+    def _over(self, name: str, *axes: str) -> Peers:
+        """Return the ranks along several axes; the group of one of them, if the others are 1."""
+        sizes = dict(zip(AXES, self._grid.shape, strict=True))
+        longer = [axis for axis in axes if sizes[axis] > 1]
+        if len(longer) < 2:
+            return Peers.of(self._groups[(longer or axes)[0]])
+        group = self._groups.get(name) or self._split(self._rows(*axes), name)
+        if group is not dist.group.WORLD:
+            self._groups[name] = group
+        return Peers.of(group)
 
     def _split(self, ranks: torch.Tensor, name: str, shared: bool = True) -> dist.ProcessGroup:
         """Return the group of this rank's row of `ranks`.
@@ -151,7 +179,7 @@ class Mesh:
         return str(dist.get_backend())
 
     def isend(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> Transfer:
-        """Start sending to another pipeline coordinate, at the same dp and tp coordinates."""
+        """Start sending to another pipeline coordinate, at this rank's place of its stage."""
         group = self._pipe(pp_coord - self.pipeline.coord)
         work = dist.isend(tensor, group=group, tag=tag, group_dst=pp_coord)
         assert work is not None
@@ -171,7 +199,7 @@ class Mesh:
     def join_pair(self, a: int, b: int) -> dist.ProcessGroup | None:
         """Return the group of pipeline coordinates `a` and `b`, which share a tied weight.
 
-        Its ranks have equal dp and tp coordinates. None on other ranks, and if `a` equals `b`.
+        Its ranks have equal dp, cp and tp coordinates. None on other ranks, and if `a` equals `b`.
         Collective over the world, before `set_timeouts`.
         """
         pair = min(a, b), max(a, b)
@@ -185,16 +213,7 @@ class Mesh:
 
         Collective over the world, before `set_timeouts`.
         """
-        _, dp, tp = self._grid.shape
-        if dp == 1 or tp == 1:
-            return self.replicas if tp == 1 else self.tensor
-        if "stage" not in self._groups:
-            group = self._split(self._grid.flatten(1), "stage")
-            if group is dist.group.WORLD:
-                return self.world
-            self._groups["stage"] = group
-        group = self._groups["stage"]
-        return Peers(group, group.size(), group.rank())
+        return self.replicas if self.tensor.size == 1 else self._over("stage", "dp", "cp", "tp")
 
     def set_timeouts(self, seconds: float) -> None:
         """Let all communication fail after `seconds`; 0 means a week.
@@ -345,12 +364,12 @@ def _bytes_of(text: str) -> torch.Tensor:
 _LIMIT = 8  # rows and columns shown; a longer axis shows only its ends
 
 
-def draw_mesh(grid: Sequence[Sequence[Sequence[int]]]) -> str:
-    """Draw the ranks `grid[pp][dp][tp]`: a column for each pp coordinate, a row for each dp.
+def draw_mesh(grid: Sequence[Sequence[Sequence[Sequence[int]]]]) -> str:
+    """Draw the ranks `grid[pp][dp][cp][tp]`: a column for each pp coordinate, a row for each dp.
 
-    A cell holds the ranks of one tp group.
+    A cell holds the tp groups of its cp coordinates.
     """
-    sizes = MeshSizes(len(grid), len(grid[0]), len(grid[0][0]))
+    sizes = MeshSizes(len(grid), len(grid[0]), len(grid[0][0]), len(grid[0][0][0]))
     columns, rows = _shown(sizes.pp), _shown(sizes.dp)
     table = [["", *("" if p is None else f"pp {p}" for p in columns)]]
     for d in rows:
@@ -361,7 +380,12 @@ def draw_mesh(grid: Sequence[Sequence[Sequence[int]]]) -> str:
     for i, row in enumerate(table):
         label, *cells = (f"{cell:^{width}}" for cell, width in zip(row, widths, strict=True))
         lines.append(f"  {label}  {(' → ' if i else '   ').join(cells)}".rstrip())
-    legend = "→ pp cuts the layers", "rows: dp cuts the batch", "[ ] tp cuts the matrices"
+    legend = (
+        "→ pp cuts the layers",
+        "rows: dp cuts the batch",
+        "cells: cp cuts the tokens",
+        "[ ] tp cuts the matrices",
+    )
     notes = [text for text, size in zip(legend, sizes, strict=True) if size > 1]
     return "\n".join([*lines, "  " + "   ".join(notes)] if notes else lines)
 
@@ -371,5 +395,10 @@ def _shown(size: int) -> list[int | None]:
     return list(range(size)) if size <= _LIMIT else [*range(_LIMIT - 2), None, size - 1]
 
 
-def _cell(ranks: Sequence[int]) -> str:
+def _cell(groups: Sequence[Sequence[int]]) -> str:
+    shown = groups if len(groups) <= 2 else (groups[0], groups[-1])
+    return (" " if len(groups) <= 2 else " .. ").join(map(_tp_group, shown))
+
+
+def _tp_group(ranks: Sequence[int]) -> str:
     return f"[{' '.join(map(str, ranks))}]" if len(ranks) <= 4 else f"[{ranks[0]}..{ranks[-1]}]"

@@ -125,6 +125,11 @@ class Attention(NamedTuple):
     head_size: int
 
     @property
+    def key_elements(self) -> int:
+        """Elements of keys and values."""
+        return 2 * self.batch * self.kv_heads * self.seq * self.head_size
+
+    @property
     def flops(self) -> int:
         """FLOPs of scores and weighted values, in full (no saving for the causal mask)."""
         return 4 * self.batch * self.heads * self.seq * self.seq * self.head_size

@@ -30,8 +30,9 @@ class Microbatch(NamedTuple):
 
     - `tokens` (int64, [batch, seq]): for the first stage.
     - `labels` (int64, [batch, seq]): for the last stage.
-    - `segments`: for all stages, if documents are isolated.
-    - `weights` (fp32, [batch, seq]): how much each label counts. Either all microbatches of all dp
+    - `segments`: for all stages, if documents are isolated or samples are dealt to cp ranks; then
+      the other tensors have this rank's tokens, [batch, seq / cp].
+    - `weights` (fp32, [batch, seq]): how much each label counts. Either all microbatches of all
       ranks have them, or none; they are required if a label is -100.
     """
 
@@ -80,8 +81,8 @@ class Executor:
     - `make_schedule`: returns the schedule for another number of microbatches. It is called once
       for each number that `run` gets, and `run` raises what it raises, on all ranks. Without it
       every batch must have `schedule.num_microbatches`.
-    - `hidden_shape`: the shape of the messages between stages, [batch, seq, hidden], or
-      [batch, seq / tp, hidden] under sequence parallelism.
+    - `hidden_shape`: the shape of the messages between stages, [batch, seq / cp, hidden], or
+      [batch, seq / cp / tp, hidden] under sequence parallelism.
     - `scatter`: each tp rank sends its part of a message, and the receivers gather the parts.
     - `timed`: if set, `run` waits for the device and sets `spans`, each action's seconds since
       `started`. The gradients are reduced at `ended`. Both are Unix times.
@@ -136,7 +137,7 @@ class Executor:
         """Run the program over one batch; gradients are ready for `engine.step` afterwards.
 
         Return the mean loss [] on the device, or 0 on ranks without the last stage. Its mean over
-        the dp ranks is the batch's mean loss (divided by the sum of all weights, if there are any).
+        the replicas is the batch's mean loss (divided by the sum of all weights, if there are any).
         If the schedule has no backward actions, ranks with the last stage set `token_losses`
         [microbatches, batch, seq]. Otherwise ranks whose layers have side losses set `side_losses`:
         for each name the sum over these layers, [], as a mean over the microbatches.
@@ -199,13 +200,12 @@ class Executor:
         self._completing = {a[1:] for a in backwards.values() if a.op is Op.B}
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        x, labels, segments, weights = self._batch[microbatch]
+        x, labels, segments, weights = self._enter(microbatch)
         if stage > 0:
             # In evaluation no backward needs the input again.
             take = self.flow.inputs.__getitem__ if self._trains else self.flow.inputs.pop
             x = take((stage, microbatch)).requires_grad_(self._trains)
         assert x is not None, "the first stage needs tokens"
-        self._key.microbatch = microbatch
         engine = self.engine
         run: Callable[..., StageOutput] = engine.forward if self._trains else engine.evaluate
         if stage == self._last_stage and self._trains and weights is not None:
@@ -230,6 +230,13 @@ class Executor:
         if self._trains or stage in self.schedule.crossings:
             self.flow.outputs[stage, microbatch] = output
 
+    def _enter(self, microbatch: int) -> Microbatch:
+        """Return a microbatch, on which dropout masks depend from now on, also recomputed ones."""
+        own = self._batch[microbatch]
+        self._key.microbatch = microbatch
+        self._key.dealt = None if own.segments is None else own.segments.dealt
+        return own
+
     def _add_side_losses(self, output: Tensor, side_losses: SideLosses, key: _Key) -> Tensor:
         """Add a stage's side losses to the loss, or keep them for the backward of its output.
 
@@ -248,8 +255,8 @@ class Executor:
     def _losses_divisor(self, batch: list[Microbatch]) -> Tensor | int:
         """Return the divisor of the microbatches' losses, whose sum is then the mean loss.
 
-        It is their number, or for weighted losses the sum of the batch's weights divided by dp (one
-        all-reduce over dp), so that the mean over dp ranks is the batch's mean.
+        It is their number, or for weighted losses the sum of the batch's weights divided by the
+        number of replicas (one all-reduce), so that the mean over replicas is the batch's mean.
         """
         weights = [m.weights for m in batch if m.weights is not None]
         if not weights or not self._trains or not self._on_this_rank(self._last_stage):
@@ -261,7 +268,7 @@ class Executor:
         return total.clamp(min=torch.finfo(total.dtype).tiny)
 
     def _backward(self, stage: int, microbatch: int) -> None:
-        self._key.microbatch = microbatch  # recomputed dropout masks depend on it
+        self._enter(microbatch)
         key = stage, microbatch
         output = self.flow.outputs.pop(key)
         grad_output = None if stage == self._last_stage else self.flow.gradients.pop(key)

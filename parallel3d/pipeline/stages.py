@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from parallel3d.base.section import Problem, Problems
 from parallel3d.engine import EngineSettings, HeldParameter, building, writing
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.recompute import num_full, parts_of
 from parallel3d.model.spec import LayerSpec, Shape, tied_names
 from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import Schedule
+from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.compiled import compile_block
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import held_parameters
@@ -146,7 +148,8 @@ def build_stages(
 
     Initial weights depend only on `seed`, the weight's global name and the element's place, so they
     have the same bits on every mesh. If `seed` is None, weights are left uninitialised. Under
-    ZeRO-3 no rank ever holds a whole stage.
+    ZeRO-3 no rank ever holds a whole stage. Raises ConfigError for layers that cannot share the
+    tokens of a sample, if a cp group would.
     """
     key = RandomKey(seed or 0, mesh.samples.coord)
     parts = parts_of(activation_checkpointing)
@@ -161,6 +164,8 @@ def build_stages(
         for s in own_stages:
             for i in placement[s]:
                 modules[layers[i].name] = _build_layer(layers[i], context)
+    if (cp := mesh.context.size) > 1:
+        _refuse_whole_samples([layer for layer in layers if layer.name in modules], modules, cp)
     held = [
         h
         for layer in layers
@@ -193,6 +198,22 @@ def build_stages(
     on_host = HostActivations(mesh.device) if offload_activations else None
     module = Stages(by_stage, recompute, side_losses, on_host)
     return BuiltStages(module, tuple(held), key, placement)
+
+
+def _refuse_whole_samples(
+    layers: Sequence[LayerSpec], modules: Mapping[str, nn.Module], cp: int
+) -> None:
+    """Raise Problems for layers that need all tokens of a sample, which cp ranks share."""
+    for layer in layers:
+        rule = ""
+        if layer.side_losses:
+            rule = f"{layer.name} has side losses, which are of whole samples"
+        elif layer.cost(Shape(1, 8)).forward.attention is not None and not any(
+            isinstance(module, CausalAttention) for module in modules[layer.name].modules()
+        ):
+            rule = f"{layer.name} computes attention without tensor.attention.CausalAttention"
+        if rule:
+            raise Problems([Problem("parallel3d.mesh.cp", cp, rule, "use mesh.cp = 1")])
 
 
 def _build_layer(layer: LayerSpec, context: LayerContext) -> nn.Module:

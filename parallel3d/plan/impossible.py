@@ -69,11 +69,11 @@ def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> dict[str,
     """Return a lower bound on the bytes of the fullest rank, device and host, by config key."""
     zero, element = config.zero_optimization, BYTES[config.precision]
     mesh, data = config.parallel3d.mesh, config.parallel3d.data
-    split, tp, weights, optimizer = ranks, ranks, 1, 1
+    split, parts, weights, optimizer = ranks, ranks, 1, 1
     if isinstance(mesh, MeshConfig):
-        tp, split = mesh.tp, mesh.pp * mesh.tp
-        dp = mesh.dp if isinstance(mesh.dp, int) else max(1, ranks // split)
-        weights, optimizer = (dp if zero.stage == 3 else 1), (dp if zero.stage else 1)
+        parts, split = mesh.cp * mesh.tp, mesh.pp * mesh.tp
+        shards = mesh.dp * mesh.cp if isinstance(mesh.dp, int) else max(1, ranks // split)
+        weights, optimizer = (shards if zero.stage == 3 else 1), (shards if zero.stage else 1)
     params, states = _num_params(model, data), 0
     if zero.offload_param.device != "nvme":
         states += params * element // (split * weights)
@@ -82,7 +82,7 @@ def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> dict[str,
         states += params * each // (split * optimizer)
     seq, samples = data.sequence_length, config.train_micro_batch_size_per_gpu or 1
     tokens = samples * seq * _TOKEN
-    stream = samples * seq * model.hidden_size * element // tp  # the input of a layer
+    stream = samples * seq * model.hidden_size * element // parts  # the input of a layer
     return {"parallel3d.model": states, "parallel3d.data.sequence_length": tokens + stream}
 
 

@@ -53,6 +53,9 @@ class Software:
     """True if messages between pipeline stages overlap with computes of other microbatches."""
     scatters_sends: bool = False
     """True if each tp rank sends its part of a message to the next stage, which gathers them."""
+    passes_keys: bool = False
+    """True if context-parallel ranks pass keys and values on around a ring, behind the computes
+    (arXiv:2310.01889); this engine gathers them, in forwards and again in backwards."""
     one_ring: bool = False
     """ZeRO-3: True if collectives use only one network interface between nodes."""
     kernels: Kernels = "eager"
@@ -104,6 +107,7 @@ class Setting:
     _: KW_ONLY
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     tp: int = 1
     sequence_parallel: bool = False
     schedule: str = "gpipe"
@@ -120,11 +124,6 @@ class Setting:
     newton_schulz: NewtonSchulz | None = None
     buffers: Buffers = Buffers()
     software: Software = ENGINE
-
-    @property
-    def cp(self) -> int:
-        """Number of context-parallel ranks: 1 in this engine; other programs may have more."""
-        return 1
 
     @property
     def shards(self) -> int:
@@ -149,12 +148,12 @@ class Setting:
     @property
     def mesh(self) -> MeshSizes:
         """The sizes of the mesh."""
-        return MeshSizes(self.pp, self.dp, self.tp)
+        return MeshSizes(self.pp, self.dp, self.cp, self.tp)
 
     @property
     def devices(self) -> int:
         """Number of devices in the mesh."""
-        return self.mesh.ranks * self.cp
+        return self.mesh.ranks
 
     @property
     def global_batch_size(self) -> int:

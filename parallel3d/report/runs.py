@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.mesh_sizes import AXES
+from parallel3d.base.mesh_sizes import WITHOUT_CP
 from parallel3d.base.reader import flat
 from parallel3d.base.step_lines import METRICS, read_lines
 from parallel3d.config import RunConfig, hardware
@@ -271,7 +271,7 @@ def _memory(plt: ModuleType, runs: Sequence[Run], plans: Sequence[Plan | str]) -
 def _planned_memory(run: Run, plan: Plan | str) -> list[int]:
     """Return the planned peak of each rank, of what `Run.memory` counts; [] if it is unknown.
 
-    Ranks are numbered pp, dp, tp from the outermost axis to the innermost.
+    Ranks are numbered pp, dp, cp, tp from the outermost axis to the innermost.
     """
     setting = Setting.from_config(run.config)
     if run.newest_launch.get("device", "cpu") == "cpu":
@@ -311,7 +311,7 @@ def _results(runs: Sequence[Run]) -> Part:
             **{f"loss of {name}": f"{loss:.4f}" for name, loss in sets.items()},
             "tokens/s": f"{run.measured('tokens_per_second'):,.0f}",
             "MFU": "-" if mfu != mfu else f"{100 * mfu:.1f} %",
-            f"mesh, {'×'.join(AXES)}": " → ".join(meshes),
+            f"mesh, {'×'.join(WITHOUT_CP)}": " → ".join(meshes),
             "launches": str(len(launches) or "-"),
         }  # fmt: skip
         for name, text in cells.items():

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel3d.tensor.dealt import attend_dealt
 from parallel3d.tensor.segments import Segments
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -23,11 +24,14 @@ def attend_documents(
 
     The heads of k and v divide those of q. `scale`: None means 1/sqrt(size). torch's
     variable-length kernel computes all documents at once if it can (`in_one_kernel`); otherwise
-    each is computed separately.
+    each is computed separately. Where samples are dealt, k and v are those of the tokens here.
     """
     batch, _, seq, _ = q.shape
     # [batch * seq, heads, size]: a view, because it is the memory layout of the products before.
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    if segments.dealt is not None:
+        assert dropout == 0, "samples that a context-parallel group shares have no score dropout"
+        return attend_dealt(q, k, v, segments.dealt, scale).unflatten(0, (batch, seq))
     attend = _at_once if in_one_kernel(q, dropout) else _one_by_one
     return attend(q, k, v, segments, dropout, scale).unflatten(0, (batch, seq))
 

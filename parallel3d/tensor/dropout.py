@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel3d.tensor.collectives import sequence_part
 from parallel3d.tensor.compiled import graph_break
+from parallel3d.tensor.segments import Dealt
 
 
 @dataclass
@@ -22,6 +24,8 @@ class RandomKey:
     dp_coord: int = 0
     step: int = 0
     microbatch: int = 0
+    dealt: Dealt | None = None
+    """The tokens here of the microbatch, if a context-parallel group shares its samples."""
 
     def seed_generator(self, place: str, tp_rank: int, device: torch.device) -> None:
         """Seed the device's default generator for the next random operator."""
@@ -67,9 +71,28 @@ class Dropout(nn.Module):
         """Zero elements of x (any shape) with probability p; scale the others by 1 / (1 - p)."""
         if self.active_p == 0:
             return x
+        if self.key.dealt is not None:
+            return x * self._dealt_factor(x, self.key.dealt)
         self.seed(x.device)
         # Accelerators use this operator anyway; on CPUs F.dropout would save a float mask.
         return torch.native_dropout(x, self.p, True)[0]
+
+    @graph_break("the dropout mask of dealt tokens")
+    def _dealt_factor(self, x: Tensor, dealt: Dealt) -> Tensor:
+        """Return the part for the tokens here of what whole samples are multiplied by."""
+        over, places = self.split_over, dealt.places
+        parts = 1 if over is None else over.size()
+        like = x.new_ones((len(x), dealt.seq // parts, x.shape[-1]))
+        factors = []
+        for part in range(parts):
+            if over is None or part == over.rank():
+                self.seed(x.device)
+            else:
+                self.key.seed_generator(self.place, part, x.device)
+            factors.append(torch.native_dropout(like, self.p, True)[0])
+        if over is not None:
+            places = sequence_part(places, over, -1)
+        return torch.cat(factors, 1).gather(1, places.unsqueeze(-1).expand_as(x))
 
     def extra_repr(self) -> str:
         return f"p={self.p}, {'replicated' if self.split_over is None else 'split'}"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.tensor.pointwise import rotate, scale
+from parallel3d.tensor.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,15 @@ class Rotary(nn.Module):
         self.size, self.theta, self.scaling, self.factor = size, theta, scaling, factor
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Rotate q, k [batch, heads, seq, head size] by `positions` [batch, seq], below seq.
+    def forward(self, q: Tensor, k: Tensor, segments: Segments | None = None) -> tuple[Tensor, ...]:
+        """Rotate q, k [batch, heads, seq, head size] by the segments' positions.
 
         None means positions 0, 1, ... The cos and sin are computed in fp32 and rounded to q's
         dtype.
         """
-        cos, sin = self._cos_sin(q)
-        if positions is not None:
+        cos, sin = self._cos_sin(q, q.shape[-2] if segments is None else segments.seq)
+        if segments is not None:
+            positions = segments.positions
             # [batch, 1, seq, size]
             cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
         return rotate(q, k, cos, sin)
@@ -113,20 +115,20 @@ class Rotary(nn.Module):
         frequencies = 1.0 / self.theta**exponents
         return frequencies if self.scaling is None else self.scaling(frequencies)
 
-    def _cos_sin(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [seq, size] of positions 0, 1, ... for x [..., seq, any], cached."""
+    def _cos_sin(self, x: Tensor, seq: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [seq, size] of positions 0, 1, ... in the dtype of x, cached."""
         if torch.compiler.is_compiling():  # the block's own kernels compute them
-            return self._tables_of(x)
-        seq, tables = x.shape[-2], self._tables
+            return self._tables_of(x, seq)
+        tables = self._tables
         stale = tables is None or len(tables[0]) != seq
         if stale or tables is None or (tables[0].device, tables[0].dtype) != (x.device, x.dtype):
             # Not an inference tensor, even if an evaluation comes first: training uses it too.
             with torch.inference_mode(False), torch.no_grad():
-                tables = self._tables = self._tables_of(x)
+                tables = self._tables = self._tables_of(x, seq)
         return tables
 
-    def _tables_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        here = torch.arange(x.shape[-2], dtype=torch.float32, device=x.device)
+    def _tables_of(self, x: Tensor, seq: int) -> tuple[Tensor, Tensor]:
+        here = torch.arange(seq, dtype=torch.float32, device=x.device)
         angles = torch.outer(here, self.frequencies(x.device)).repeat(1, 2)  # [seq, size]
         cos, sin = scale(angles.cos(), self.factor), scale(angles.sin(), self.factor)
         return cos.to(x.dtype), sin.to(x.dtype)

@@ -3,13 +3,71 @@
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from parallel3d.config.arithmetic import block_tokens
+
+
+class Piece(NamedTuple):
+    """Neighbouring tokens of a document in a block that was dealt to this rank.
+
+    They are `tokens` tokens of the flattened tokens here. The last of them attends to the tokens
+    [first, end) of the flattened batch, each one before it to one less.
+    """
+
+    tokens: int
+    first: int
+    end: int
+
+
+class Dealt(NamedTuple):
+    """The tokens of a batch of samples that this rank of a context-parallel group has.
+
+    - `seq`: the length of whole samples. `block`: tokens that are dealt together.
+    - `places` [batch, seq / cp]: where in its sample each token here is.
+    - `order` [batch * seq]: the row of each token of the flattened batch if the ranks' flattened
+      tokens are gathered.
+    - `first` [batch, seq / cp]: where in the sample each token's document begins.
+    - `pieces`: the tokens here, in order.
+    """
+
+    group: dist.ProcessGroup
+    seq: int
+    block: int
+    places: Tensor
+    order: Tensor
+    first: Tensor
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, places: Tensor, starts: Tensor, group: dist.ProcessGroup) -> "Dealt":
+        """Return what this rank of `group` has.
+
+        - `places` [batch, cp, seq / cp]: of each rank's tokens in their samples.
+        - `starts` [batch, seq]: where the document of each token of the samples begins.
+        """
+        batch, seq = starts.shape
+        block = block_tokens(seq, group.size())
+        samples = torch.arange(batch).unsqueeze(-1) * seq  # the first token of each, flattened
+        rows = (places.transpose(0, 1) + samples).flatten()
+        own = places[:, group.rank()]
+        first = starts.gather(1, own)
+        begins = torch.ones_like(own, dtype=torch.bool)  # a block is also a piece's end
+        begins[:, 1:] = (first[:, 1:] != first[:, :-1]) | (own[:, 1:] % block == 0)
+        heads = begins.flatten().nonzero().squeeze(-1)
+        lengths = torch.diff(heads, append=torch.tensor([own.numel()]))
+        firsts, ends = ((t + samples).flatten()[heads] for t in (first, own))
+        numbers = zip(lengths.tolist(), firsts.tolist(), (ends + lengths).tolist(), strict=True)
+        pieces = tuple(Piece(*own_numbers) for own_numbers in numbers)
+        return cls(group, seq, block, own, rows.argsort(), first, pieces)
 
 
 class Segments(NamedTuple):
     """The places of documents in a batch of samples; every document ends with its sample.
 
-    - `positions` [batch, seq]: restart at 0 in each document.
+    - `positions` [batch, seq]: restart at 0 in each document. Where samples are dealt, those of the
+      tokens here.
     - `bounds` (int32, [documents + 1]): the index of each document's first token in the flattened
       batch, and the number of tokens at the end.
     - `lengths`: the number of tokens of each document.
@@ -18,10 +76,25 @@ class Segments(NamedTuple):
     positions: Tensor
     bounds: Tensor
     lengths: tuple[int, ...]
+    dealt: Dealt | None = None
+    """The tokens here, if a context-parallel group shares the samples."""
+
+    @property
+    def seq(self) -> int:
+        """The length of whole samples."""
+        return self.positions.shape[-1] if self.dealt is None else self.dealt.seq
 
     @classmethod
-    def of(cls, documents: Tensor) -> "Segments":
-        """Return the segments on the host; `documents` [batch, seq] has each token's document."""
+    def of(
+        cls,
+        documents: Tensor,
+        places: Tensor | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> "Segments":
+        """Return the segments on the host; `documents` [batch, seq] has each token's document.
+
+        `places` [batch, cp, seq / cp]: those of each rank's tokens, if `group` shares the samples.
+        """
         documents = documents.cpu()
         seq = documents.shape[-1]
         here = torch.arange(seq)
@@ -30,7 +103,11 @@ class Segments(NamedTuple):
         first = torch.where(starts, here, 0).cummax(-1).values  # where each document starts
         end = torch.tensor([documents.numel()])
         bounds = torch.cat([starts.flatten().nonzero().squeeze(-1), end]).to(torch.int32)
-        return cls(here - first, bounds, tuple(bounds.diff().tolist()))
+        positions, dealt = here - first, None
+        if places is not None and group is not None:
+            dealt = Dealt.of(places, first, group)
+            positions = dealt.places - dealt.first
+        return cls(positions, bounds, tuple(bounds.diff().tolist()), dealt)
 
     def on(self, device: torch.device) -> "Segments":
         """Return the segments with their tensors copied to a device, without waiting."""
@@ -39,4 +116,9 @@ class Segments(NamedTuple):
             pinned = tensor.pin_memory() if device.type == "cuda" else tensor
             return pinned.to(device, non_blocking=True)
 
-        return self._replace(positions=moved(self.positions), bounds=moved(self.bounds))
+        dealt = self.dealt
+        if dealt is not None:
+            tensors = {n: moved(v) for n, v in dealt._asdict().items() if isinstance(v, Tensor)}
+            dealt = dealt._replace(**tensors)
+        positions, bounds = moved(self.positions), moved(self.bounds)
+        return self._replace(positions=positions, bounds=bounds, dealt=dealt)

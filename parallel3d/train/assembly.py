@@ -127,6 +127,6 @@ def _schedule(config: RunConfig, mesh: Mesh, num_microbatches: int) -> Schedule:
 
 def hidden_shape(config: RunConfig) -> tuple[int, int, int]:
     """Return the shape of tensors between stages: [batch, seq, hidden], or a rank's part."""
-    parts = config.mesh.tp if config.mesh.sequence_parallel else 1
+    parts = config.mesh.cp * (config.mesh.tp if config.mesh.sequence_parallel else 1)
     seq = config.data.sequence_length // parts
     return config.micro_batch_size, seq, config.model.hidden_size

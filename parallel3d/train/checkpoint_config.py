@@ -43,8 +43,8 @@ def evaluation_config(
 
     It is the config of the checkpoint's run, or `file` if given, with `overrides` applied;
     `samples` replaces train.evaluate_samples. On one process the mesh is 1 x 1 x 1. With the run's
-    own config dp takes the ranks that pp and tp leave. Raises ConfigError for a wrong setting, and
-    if the model differs from the trained one.
+    own config dp takes the ranks that the other axes leave. Raises ConfigError for a wrong setting,
+    and if the model differs from the trained one.
     """
     own_config = read_state(checkpoint).get("config")
     if not isinstance(own_config, dict):
@@ -82,7 +82,7 @@ def _place(
         return
     changed: dict[str, Any] = {}
     if world_size == 1:
-        changed = {"pp": 1, "dp": "auto", "tp": 1}
+        changed = {"pp": 1, "dp": "auto", "cp": 1, "tp": 1}
         pipeline = block.get("pipeline")
         if isinstance(pipeline, dict) and "pp" not in overridden_axes:
             # On one rank the schedule and the stages do not change the numbers.

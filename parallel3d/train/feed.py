@@ -14,6 +14,7 @@ from parallel3d.config import RunConfig
 from parallel3d.data.ahead import ReadAhead
 from parallel3d.data.batches import Batches, documents_of, first_sample
 from parallel3d.data.corpus import Corpus
+from parallel3d.data.deal import deal
 from parallel3d.data.evaluation_samples import EvaluationSamples
 from parallel3d.data.fim import Fim
 from parallel3d.mesh.mesh import Mesh
@@ -36,8 +37,8 @@ class Feed:
     """The samples of a corpus, cut into microbatches for one dp coordinate.
 
     A rank gets the arrays that its stages use: the first stage tokens, the last stage labels, each
-    stage the segments. Threads build `data.read_ahead` steps ahead until `close`. Raises RankError
-    if samples cannot be read.
+    stage the segments. Each cp rank gets its tokens of every sample. Threads build
+    `data.read_ahead` steps ahead until `close`. Raises RankError if samples cannot be read.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, corpus: Corpus, schedule: Schedule) -> None:
@@ -46,7 +47,8 @@ class Feed:
         owners, coord = schedule.pp_coord_of_stage, mesh.pipeline.coord
         used = {"tokens": owners[0] == coord, "labels": owners[-1] == coord}
         self._kinds = [name for name, is_used in used.items() if is_used]
-        self._isolates = config.data.isolate_documents
+        self._isolates, self._context = config.data.isolate_documents, mesh.context
+        self._segments = self._isolates or mesh.context.size > 1
         seed = config.train.seed
         fim = Fim.of(config.data.fim, corpus, seed)
         self._batches = training = Batches(corpus.train, length, seed, fim)
@@ -98,37 +100,58 @@ class Feed:
     def _trained(self, batches: Batches, start: int) -> _Step:
         return self._step(batches, start, self._config.num_microbatches_at(start))
 
-    def _step(self, batches: Batches, start: int, num_microbatches: int) -> _Step:
+    def _step(
+        self,
+        batches: Batches,
+        start: int,
+        num_microbatches: int,
+        samples: EvaluationSamples | None = None,
+    ) -> _Step:
+        """Build a step; with `samples` the labels' documents too."""
         config, size = self._config, self._config.micro_batch_size
         shape = num_microbatches, size, config.data.sequence_length
         nothing = np.empty((shape[0], 0, *shape[1:]), dtype=np.int64)
-        if not self._kinds and not self._isolates:
+        if not self._kinds and not self._segments:
             return _Step(self._readable(nothing))
         first, count = self._share(start, num_microbatches)
         tokens, labels = batches.microbatch(first, count)
         arrays = {"tokens": tokens, "labels": labels}
-        used = [arrays[kind].reshape(shape) for kind in self._kinds]
+        documents: np.ndarray = np.zeros_like(tokens)
+        places: np.ndarray | None = None
+        if self._isolates and batches.is_packed:
+            documents = batches.places(first, count)[2]
+        elif self._isolates:
+            documents = documents_of(tokens, self._end_of_text)
+        cp = self._context
+        if cp.size > 1:
+            places = deal(documents, cp.size)  # [samples, cp, seq / cp]
+
+        def own(array: np.ndarray) -> np.ndarray:
+            """Return this rank's tokens of the samples, cut into microbatches."""
+            if places is not None:
+                array = np.take_along_axis(array, places[:, cp.coord], axis=1)
+            return array.reshape(*shape[:2], -1)
+
+        used = [own(arrays[kind]) for kind in self._kinds]
         step = _Step(self._readable(np.stack(used, axis=1) if used else nothing))
-        if self._isolates:
-            if batches.is_packed:
-                documents = batches.places(first, count)[2]
-            else:
-                documents = documents_of(tokens, self._end_of_text)
+        if self._segments:
             cut = torch.from_numpy(documents.reshape(shape))
-            step = step._replace(segments=tuple(map(Segments.of, cut)))
+            if places is None:
+                segments = map(Segments.of, cut)
+            else:
+                dealt = torch.from_numpy(places.reshape(*shape[:2], cp.size, -1))
+                segments = map(partial(Segments.of, group=cp.group), cut, dealt)
+            step = step._replace(segments=tuple(segments))
         if "labels" in self._kinds and batches.weighs:
-            weights = batches.weights(first, count).reshape(shape)
+            weights = own(batches.weights(first, count))
             step = step._replace(weights=self._readable(weights))
+        if "labels" in self._kinds and samples is not None:
+            labelled = own(samples.documents(first, count))
+            step = step._replace(documents=self._readable(labelled))
         return step
 
     def _evaluated(self, samples: EvaluationSamples, start: int) -> _Step:
-        config, count = self._config, self._config.num_microbatches
-        step = self._step(samples.batches, start, count)
-        if "labels" not in self._kinds:
-            return step
-        shape = count, config.micro_batch_size, config.data.sequence_length
-        documents = samples.documents(*self._share(start, count)).reshape(shape)
-        return step._replace(documents=self._readable(documents))
+        return self._step(samples.batches, start, self._config.num_microbatches, samples)
 
     def _share(self, start: int, num_microbatches: int) -> tuple[int, int]:
         """Return this dp coordinate's first sample of a step, and the number of its samples."""

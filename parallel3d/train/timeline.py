@@ -11,7 +11,7 @@ from typing import Any
 
 from parallel3d.base.atomic import replaced
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.mesh_sizes import AXES
+from parallel3d.base.mesh_sizes import AXES, WITHOUT_CP
 from parallel3d.schedule.schedule import Action, Span
 
 LANES, TIMELINE = "lanes.json", "timeline.json"
@@ -33,7 +33,7 @@ class Lane:
     """The recorded steps of one rank, and how many seconds its clock is ahead of rank 0's."""
 
     rank: int
-    coords: tuple[int, ...]  # along AXES
+    coords: tuple[int, ...]  # along AXES, or without cp
     steps: list[Step]
     ahead: float
 
@@ -87,7 +87,8 @@ def _write(folder: Path, lanes: list[Lane], with_trace: Iterable[Lane]) -> Path:
 
 def _own_events(lane: Lane, origin: float) -> Iterator[dict[str, object]]:
     """Yield a rank's name, steps and actions as trace events, in microseconds since `origin`."""
-    coords = (f"{axis} {coord}" for axis, coord in zip(AXES, lane.coords, strict=True))
+    axes = WITHOUT_CP if len(lane.coords) == len(WITHOUT_CP) else AXES
+    coords = (f"{axis} {coord}" for axis, coord in zip(axes, lane.coords, strict=True))
     name = f"rank {lane.rank} ({', '.join(coords)})"
     yield _name("process", lane.rank, 0, name)
     yield _name("thread", lane.rank, 0, "pipeline")

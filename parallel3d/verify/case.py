@@ -245,8 +245,9 @@ class CaseRun:
         self.feed = Feed(config, mesh, corpus, parts.schedule)
         self.state = RunState(config, corpus)
         self.eps, self.wrong, self.masters = [0.0], [0.0], [0.0]
-        # Gradients are averaged in fp32; activations, which tp adds up, are not.
-        in_fp32 = config.communication_data_type in (None, "fp32") and config.mesh.tp == 1
+        # Gradients are averaged in fp32; those of activations, which tp and cp add up, are not.
+        in_fp32 = config.communication_data_type in (None, "fp32")
+        in_fp32 = in_fp32 and config.mesh.tp == config.mesh.cp == 1
         self.averages_in_fp32 = in_fp32 and config.precision in HALF
         self.reduced = Reduced()  # type: ignore[no-untyped-call]
         for held in parts.engine.held:

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from parallel3d.config import RunConfig
+from parallel3d.data.deal import deal
 from parallel3d.engine.op_builds import load_async_io, load_cpu_adam
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model import optimizers
@@ -112,13 +114,21 @@ def microbatches(batch: Sequence[Tensor | None], config: RunConfig, mesh: Mesh) 
         return list(x[start : start + share].split(config.micro_batch_size))
 
     tokens, labels, documents, weights = Batch(*batch)  # type: ignore[arg-type]
+    segments = None if documents is None else list(map(Segments.of, cut(documents)))
+    if (cp := mesh.context).size > 1:
+        documents = torch.zeros_like(tokens) if documents is None else documents
+        places = torch.from_numpy(deal(documents.numpy(), cp.size))  # [samples, cp, seq / cp]
+        dealt = zip(cut(documents), cut(places), strict=True)
+        segments = [Segments.of(*both, cp.group) for both in dealt]
+        tokens, labels = (x.gather(1, places[:, cp.coord]) for x in (tokens, labels))
+        weights = None if weights is None else weights.gather(1, places[:, cp.coord])
     cut_batch = [
         Microbatch(x.to(mesh.device), y.to(mesh.device))
         for x, y in zip(cut(tokens), cut(labels), strict=True)
     ]
-    if documents is not None:
-        segments = [Segments.of(own).on(mesh.device) for own in cut(documents)]
-        cut_batch = [m._replace(segments=s) for m, s in zip(cut_batch, segments, strict=True)]
+    if segments is not None:
+        moved = [own.on(mesh.device) for own in segments]
+        cut_batch = [m._replace(segments=s) for m, s in zip(cut_batch, moved, strict=True)]
     if weights is not None:
         own_weights = [w.to(mesh.device) for w in cut(weights)]
         cut_batch = [m._replace(weights=w) for m, w in zip(cut_batch, own_weights, strict=True)]

@@ -57,7 +57,7 @@ class Extent(NamedTuple):
 SHORT = Extent()
 # More positions than bf16 tells apart, ids that uint16 does not hold, and weights so large that
 # attention depends on positions from the first step on.
-LONG = Extent(1, 272, 2**16 + 261, 0.15)
+LONG = Extent(1, 320, 2**16 + 261, 0.15)
 
 
 def parse_meshes(text: str) -> tuple[MeshSizes, ...]:
@@ -99,8 +99,10 @@ def shrink(
     """
     raw = config.to_dict()
     block = raw["parallel3d"]
-    stages = max(pp for pp, _, _ in meshes) * config.pipeline.stages_per_rank
-    block["model"] |= _small_model(config.model, stages, [tp for _, _, tp in meshes], extent)
+    sizes = {mesh: MeshSizes(*mesh) for mesh in meshes}
+    stages = max(mesh.pp for mesh in sizes.values()) * config.pipeline.stages_per_rank
+    tp_sizes = [mesh.tp for mesh in sizes.values()]
+    block["model"] |= _small_model(config.model, stages, tp_sizes, extent)
     block["data"] |= {
         "sequence_length": extent.sequence_length,
         "vocab_size": min(extent.vocab_size, config.data.vocab_size),
@@ -142,8 +144,8 @@ def shrink(
                 raw["zero_optimization"][name] |= PARAM_BUFFERS
     microbatches = min(config.num_microbatches, MICROBATCHES)
     samples = 1 if extent.sequence_length > SEQUENCE_LENGTH else 2
-    batch = batch or samples * microbatches * lcm(*(dp for _, dp, _ in meshes))
-    return {mesh: _on_mesh(raw, MeshSizes(*mesh), microbatches, batch) for mesh in meshes}
+    batch = batch or samples * microbatches * lcm(*(mesh.dp for mesh in sizes.values()))
+    return {mesh: _on_mesh(raw, own, microbatches, batch) for mesh, own in sizes.items()}
 
 
 def drops_out(config: RunConfig) -> bool:

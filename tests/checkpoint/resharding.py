@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import safe_get_full_optimizer_state
 from safetensors.torch import load_file, save_file
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.checkpoint import find
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import verify
@@ -62,8 +63,7 @@ class Side:
 
     @property
     def world_size(self):
-        pp, dp, tp = self.mesh
-        return pp * dp * tp
+        return MeshSizes(*self.mesh).ranks
 
     @property
     def weights(self):

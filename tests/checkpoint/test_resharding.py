@@ -63,6 +63,15 @@ def test_muon(tmp_path):
     check(load_all(cases, tmp_path), cases)
 
 
+CP = [Side((1, 1, 2, 1), 3), Side((2, 1, 1), 1)]
+
+
+def test_to_and_from_cp(tmp_path):
+    save(CP, tmp_path)
+    cases = [(target, CP) for target in CP]
+    check(load_all(cases, tmp_path), cases)
+
+
 DEEP = {"model": "deep", "stages_per_rank": 2}
 LLAMA = {"model": "llama", "tied": False}
 # Of each set, any side can be loaded on any other.

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import ROLES, Mesh, draw_mesh
 from parallel3d.tensor.collectives import all_gather_sequence, reduce_scatter_sequence
@@ -57,31 +58,35 @@ def places_on_rank(rank, sizes):
         [(2, 1, 2), (1, 4, 1), (4, 1, 1)],
         [(3, 2, 1), (1, 3, 2)],
         [(2, 2, 2), (4, 1, 2), (1, 2, 4)],
+        [(1, 1, 4, 1), (1, 1, 2, 2), (2, 1, 2, 1), (1, 2, 2, 1)],
+        [(1, 2, 2, 2), (2, 1, 2, 2)],
     ],
     ids=str,
 )
 def test_places(sizes):
-    """tp is innermost and pp outermost: arange(ranks).reshape(pp, dp, tp)."""
+    """tp is innermost and pp outermost: arange(ranks).reshape(pp, dp, cp, tp)."""
     world = int(np.prod(sizes[0]))
     results = run_locally(places_on_rank, world, sizes)
     for number, size in enumerate(sizes):
-        grid = np.arange(world).reshape(size)
+        grid = np.arange(world).reshape(MeshSizes(*size))
         for rank in range(world):
             groups, ends, coords, lengths, sums, said = results[rank][number]
-            p, d, t = (int(i[0]) for i in np.where(grid == rank))
+            p, d, c, t = (int(i[0]) for i in np.where(grid == rank))
             assert groups == {
-                "pipeline": grid[:, d, t].tolist(),
-                **dict.fromkeys(("samples", "replicas", "shards"), grid[p, :, t].tolist()),
-                "tensor": grid[p, d, :].tolist(),
-                "model": grid[:, d, :].flatten().tolist(),
+                "pipeline": grid[:, d, c, t].tolist(),
+                "samples": grid[p, :, c, t].tolist(),
+                "context": grid[p, d, :, t].tolist(),
+                **dict.fromkeys(("replicas", "shards"), grid[p, :, :, t].flatten().tolist()),
+                "tensor": grid[p, d, c, :].tolist(),
+                "model": grid[:, d, c, :].flatten().tolist(),
                 "world": list(range(world)),
                 "alone": [rank],
             }
             place = {role: ranks.index(rank) for role, ranks in groups.items()}
-            assert coords == ((p, d, t), place)
+            assert coords == ((p, d, c, t) if size[2:-1] > (1,) else (p, d, t), place)
             assert lengths == {role: len(ranks) for role, ranks in groups.items()}
             assert sums == {role: sum(2**r for r in ranks) for role, ranks in groups.items()}
-            owners = sorted({int(grid[0, d, t]), int(grid[-1, d, t])})
+            owners = sorted({int(grid[0, d, c, t]), int(grid[-1, d, c, t])})
             assert ends == (owners if p in (0, size[0] - 1) and len(owners) == 2 else None)
             assert said == (draw_mesh(grid.tolist()), "gloo", {50})
 
@@ -249,11 +254,15 @@ mesh pp 2 × dp 2 × tp 2 = 8 ranks
 
 
 def grid_of(*sizes):
-    return np.arange(np.prod(sizes)).reshape(sizes).tolist()
+    return np.arange(np.prod(sizes)).reshape(MeshSizes(*sizes)).tolist()
 
 
 def test_picture():
     assert draw_mesh(grid_of(2, 2, 2)) == PICTURE
+    assert draw_mesh(grid_of(1, 1, 4, 2)).splitlines()[2:] == [
+        "  dp 0  [0 1] .. [6 7]",
+        "  cells: cp cuts the tokens   [ ] tp cuts the matrices",
+    ]
     assert (
         draw_mesh(grid_of(1, 1, 1)) == "mesh pp 1 × dp 1 × tp 1 = 1 rank\n        pp 0\n  dp 0  [0]"
     )

@@ -73,7 +73,7 @@ def test_a_few_operations_whatever_the_world(sizes, rank, monkeypatch):
     monkeypatch.setattr(join.pulse, "begin", begin)
     launch = Launch(rank, world, rank % 8, 8)
     join.join(launch, torch.device("cpu"), watched=True)
-    mesh = Mesh(*sizes, launch)
+    mesh = Mesh(*sizes, launch=launch)
     mesh.join_pair(0, sizes[0] - 1)
     # Rank 0's start, the arbiter's address; on several nodes also the ranks with an interface.
     first = "set" if rank == 0 else "get"

@@ -77,8 +77,7 @@ def curve_config(config: RunConfig, mesh: MeshSizes, seed: int, folder: Path) ->
     raw["optimizer"]["params"] |= adam
     if config.precision == "fp16":
         raw["fp16"]["loss_scale_window"] = _SCALE_WINDOW
-    pp, dp, tp = mesh
-    return RunConfig.from_dict(raw, "a loss curve's config").resolve(pp * dp * tp)
+    return RunConfig.from_dict(raw, "a loss curve's config").resolve(mesh.ranks)
 
 
 def right_curves(title: str, folder: Path) -> list[Curve]:

@@ -61,7 +61,7 @@ improve `verify`, not the exhibit.
 _CANNOT = """## What the check cannot see
 
 - **Effects of size.** Thresholds are lowered so that buckets fill and the loss is made in
-  parts, and one step has 272 tokens and ids above 65,535. Larger sizes are not run.
+  parts, and one step has 320 tokens and ids above 65,535. Larger sizes are not run.
 - **Effects of a device.** Kernels, streams, and collectives that are not waited for: gloo's
   collectives block the host. `read_before_it_arrived` plants the effect of such a mistake; the
   strict backend checks NCCL's rules ([architecture.md](architecture.md)).

@@ -76,7 +76,7 @@ def join(monkeypatch):
         sizes = config.mesh
         rank = (pp * sizes.dp + dp) * sizes.tp + tp
         launch = Launch(rank, sizes.pp * sizes.dp * sizes.tp, 0)
-        return Mesh(sizes.pp, sizes.dp, sizes.tp, launch)
+        return Mesh(*sizes.sizes, launch=launch)
 
     yield join
     if dist.is_initialized():
@@ -124,11 +124,7 @@ def test_layers_of_the_first_middle_and_last_rank_on_the_meta_device(name, join)
     for pp in sorted({0, sizes.pp // 2, sizes.pp - 1}):
         tp = pp % sizes.tp
         mesh = join(config, pp, sizes.dp - 1, tp)
-        assert mesh.coords == (
-            pp,
-            sizes.dp - 1,
-            tp,
-        )
+        assert mesh.coords == (pp, sizes.dp - 1, tp)
         built = build_stages(
             layers,
             schedule,

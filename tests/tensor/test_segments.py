@@ -24,7 +24,7 @@ def test_segments_by_a_slow_loop(ends):
             ordinals.append(current)
             current += end
         documents.append(ordinals)
-    positions, bounds, lengths = Segments.of(torch.tensor(documents))
+    positions, bounds, lengths, _ = Segments.of(torch.tensor(documents))
     expected = [row.count(document) for row in documents for document in sorted({*row})]
     assert lengths == tuple(expected)
     assert bounds.dtype == torch.int32

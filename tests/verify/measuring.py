@@ -64,9 +64,9 @@ def measure(config: RunConfig, reference: Reference, timeout: float = 300) -> Re
     Raises TrainingError if a rank does.
     """
     assert isinstance(config.mesh.dp, int)
-    world_size = config.mesh.pp * config.mesh.dp * config.mesh.tp
+    ranks = config.mesh.sizes.ranks
     return errors_of(
-        config, run_locally(train_and_compare, world_size, config, reference, timeout=timeout)
+        config, run_locally(train_and_compare, ranks, config, reference, timeout=timeout)
     )
 
 
@@ -79,7 +79,7 @@ def errors_of(config: RunConfig, results: Iterable[Differences]) -> ReferenceErr
 def train_and_compare(rank: int, config: RunConfig, reference: Reference) -> Differences:
     """Train on one rank, and compare with the reference."""
     assert isinstance(config.mesh.dp, int)
-    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    mesh = Mesh(*config.mesh.sizes)
     torch.set_num_threads(1)  # tiny products on many threads spend their time waiting
     with swapping_small_tensors(2 * BLOCK):
         parts = assemble(config, mesh, seed=SEED)

@@ -76,7 +76,7 @@ def _table(measured, meshes, columns, heads, column_of):
         for column in columns:
             found = [e for row, e in measured if row["mesh"] == mesh and column_of(row) == column]
             cells.append(_cell(found) if found else "–")
-        lines.append(f"| {'×'.join(map(str, mesh))} | " + " | ".join(cells) + " |")
+        lines.append(f"| {str(mesh).replace('x', '×')} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

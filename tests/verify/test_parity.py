@@ -93,7 +93,7 @@ def errors_of(row, reference_of, folder, batch=BATCH):
     stages = STAGES[row["schedule"]]
     settings = {name: value for name, value in row.items() if name != "mesh"}
     config = RunConfig.from_dict(config_of(stages_per_rank=stages, **settings))
-    pp, _, _ = mesh = row["mesh"]
+    pp, *_ = mesh = row["mesh"]
     small = shrink(config, (*meshes_of(pp), mesh), str(folder), batch)[mesh]
     return measure(
         small, reference_of(row["model"], pp, stages, row["isolate"], batch), timeout=120
@@ -133,7 +133,24 @@ def interact(pair):
     return "microbatches" not in row or bool(row.keys() & {"reduction", "weights", "zero"})
 
 
-ROWS = [*pairwise(DEFAULT, can_be, seed=0, wanted=interact), ALL_AXES]
+# cp beside each other axis, each family, and each way that a rank holds a part of a sample.
+_CP = {"offload": "none", "reduction": "per_step", "weights": "per_pass", "microbatches": 2}
+_CP_SETTINGS = "model", "mesh", "zero", "schedule", "checkpointing", "sequence_parallel", "isolate"
+CP_ROWS = [
+    _CP | dict(zip(_CP_SETTINGS, values, strict=True))
+    for values in (
+        ("llama untied", (1, 1, 2, 2), 3, "gpipe", "none", True, True),
+        ("gpt", (1, 2, 2, 1), 1, "gpipe", "selective", False, False),
+        ("neox", (2, 1, 2, 1), 2, "zero_bubble", "none", False, True),
+    )
+]
+CP_MESHES = [(1, 1, 4, 1), (1, 2, 2, 2), (2, 1, 2, 2), (2, 2, 2, 1)]
+CP_EVERY_PAIR = pairwise(
+    DEFAULT | {"mesh": CP_MESHES, "offload": ["none", "cpu"], "microbatches": [1, 3]},
+    can_be,
+    seed=0,
+)
+ROWS = [*pairwise(DEFAULT, can_be, seed=0, wanted=interact), ALL_AXES, *CP_ROWS]
 EVERY_PAIR = pairwise(DEFAULT, can_be, seed=2)  # of the first few seeds the fewest rows
 
 
@@ -151,7 +168,11 @@ def test_every_pair_that_interacts_appears():
 
 @pytest.mark.parametrize(
     "row",
-    [*ROWS, *(pytest.param(row, marks=pytest.mark.slow) for row in EVERY_PAIR if row not in ROWS)],
+    [
+        *ROWS,
+        *(pytest.param(row, marks=pytest.mark.slow) for row in EVERY_PAIR if row not in ROWS),
+        *(pytest.param(row, marks=pytest.mark.slow) for row in CP_EVERY_PAIR),
+    ],
     ids=label,
 )
 @pytest.mark.usefixtures("operators")

@@ -10,6 +10,7 @@ import pytest
 
 from launch import verify as launch_verify
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.models import layers
 from parallel3d.verify import table
@@ -37,8 +38,8 @@ SETTINGS = {
 def test_only_sizes_shrink(model):
     config = RunConfig.from_dict(config_of(model=model, precision="bf16", **SETTINGS))
     small = shrink(config, MESHES)
-    for (pp, dp, tp), made in small.items():
-        assert (made.mesh.pp, made.mesh.dp, made.mesh.tp) == (pp, dp, tp)
+    for mesh, made in small.items():
+        assert made.mesh.sizes == MeshSizes(*mesh)
         assert made.mesh.sequence_parallel and made.data.isolate_documents
         assert made.pipeline == config.pipeline
         assert made.bf16 == config.bf16
@@ -113,7 +114,7 @@ def test_the_command(command, monkeypatch, capsys):
         ("2x1x1", "1x1x1"),
         ("1x1x1", None),
     ]
-    assert [case["sequence_length"] for case in found["cases"]] == [16, 16, 16, 272]
+    assert [case["sequence_length"] for case in found["cases"]] == [16, 16, 16, 320]
     for case in found["cases"]:
         assert case.keys() == {
             *("mesh", "schedule", "zero_stage", "offload", "passed"),

@@ -29,7 +29,7 @@ TABLE: dict[str, Rule] = {
     "tensor-model-parallel-size": Rule(f"{_P}.mesh.tp"),
     "pipeline-model-parallel-size": Rule(f"{_P}.mesh.pp"),
     "sequence-parallel": Rule(f"{_P}.mesh.sequence_parallel"),
-    **missing("context-parallel-size", "sequences are cut over tp only", 1),
+    "context-parallel-size": Rule(f"{_P}.mesh.cp"),
     **missing(
         "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank",
         'set parallel3d.pipeline: {"schedule": "interleaved", "stages_per_rank": ...}',

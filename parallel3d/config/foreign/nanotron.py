@@ -98,7 +98,7 @@ TABLE: dict[str, Rule] = {
         f"{_P}.pipeline.activation_checkpointing", {True: "full", False: "none"}
     ),
     **missing("parallelism.expert_parallel_size", "no family has experts", 1, verdict="REFUSED"),
-    **missing("parallelism.context_parallel_size", "sequences are cut over tp only", 1),
+    "parallelism.context_parallel_size": Rule(f"{_P}.mesh.cp"),
     # Tokens and text
     "tokens.sequence_length": Rule(f"{_P}.data.sequence_length"),
     "tokens.micro_batch_size": Rule("train_micro_batch_size_per_gpu"),

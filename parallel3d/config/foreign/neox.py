@@ -12,7 +12,7 @@ TABLE: dict[str, Rule] = {
     "pipe_parallel_size": Rule(f"{_P}.mesh.pp", lambda size: max(1, size)),
     "model_parallel_size": Rule(f"{_P}.mesh.tp"),
     "sequence_parallel": Rule(f"{_P}.mesh.sequence_parallel"),
-    **missing("context_parallel_size", "sequences are cut over tp only", 0, 1),
+    "context_parallel_size": Rule(f"{_P}.mesh.cp", lambda size: max(1, size)),
     **dropped("pipe_partition_method", "layers are placed on stages by their cost"),
     # The model
     "num_layers": Rule(f"{_P}.model.num_hidden_layers"),

@@ -8,6 +8,10 @@ from parallel3d.model.spec import Recompute, Shape
 from parallel3d.plan.layers.placement import StageLayers, cost_of, recompute_of
 from parallel3d.plan.layers.weight_counts import weights_of_kind
 
+GATHERED = 3
+"""Copies of all cp ranks' keys and values in a backward: themselves, their gradients, and these in
+the order of the ranks."""
+
 
 class BackwardMoment(NamedTuple):
     """Bytes at one moment of a backward pass, relative to the moment it begins.
@@ -58,10 +62,11 @@ class StageActivations(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def stage_activations(
-    part: StageLayers, batch: int, seq: int, tp: int, sequence_parallel: bool, recompute: Recompute,
-    hidden_size: int, element: int, gradient: int, classic: bool, on_cpu: bool, on_host: bool,
+    part: StageLayers, batch: int, seq: int, cp: int, tp: int, sequence_parallel: bool,
+    recompute: Recompute, hidden_size: int, element: int, gradient: int, classic: bool,
+    on_cpu: bool, on_host: bool,
 ) -> StageActivations:  # fmt: skip
-    """Return the bytes of a stage's activations.
+    """Return the bytes of a stage's activations; `seq` is a cp rank's share of the sequence.
 
     `element` and `gradient` are the bytes of one activation and of one gradient. `classic`: the
     attention writes its scores to memory. `on_host`: what layers save waits on the host.
@@ -74,6 +79,8 @@ def stage_activations(
         cost = cost_of(model, layer[0], shape, tp, sequence_parallel, layer[1])
         held = (cost.saved, cost.working, cost.resident)
         saved, working, *others = [k.bytes(element, classic, not on_cpu) for k in held]
+        if cp > 1 and cost.forward.attention:
+            working += GATHERED * cp * cost.forward.attention.key_elements * element
         moved = saved if on_host and layer[0] not in model.ends else 0
         # On its way back, and of the layer before it.
         by_kind[layer] = saved - moved, working + 2 * moved, *others, bool(cost.recomputed.matmuls)

@@ -63,7 +63,7 @@ class CoordinateRank:
         self._gathers = s.zero_stage == 3 and (
             s.dp > 1 or (s.offload_param != "none" and not self.on_cpu)
         )
-        self._always = s.num_microbatches * s.shape.tokens * _TOKEN
+        self._always = s.num_microbatches * s.shape.tokens // s.cp * _TOKEN
         self._always += sum([stage.resident_bytes for stage in self.stages])
 
     @property

@@ -127,7 +127,8 @@ def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivation
     if splits_backward(setting.schedule):  # the inputs of all linear layers stay from I to W
         recompute = while_weights_wait(recompute)
     return stage_activations(
-        part, shape.batch, shape.seq, setting.tp, setting.sequence_parallel, recompute,
+        part, shape.batch, shape.seq // setting.cp, setting.cp, setting.tp,
+        setting.sequence_parallel, recompute,
         setting.hidden_size, setting.bytes_per_element, software.gradient_bytes,
         software.attention == "classic", on_cpu, setting.offload_activations and not on_cpu,
     )  # fmt: skip
@@ -168,7 +169,9 @@ def nccl_estimate(setting: Setting, coord: int, hardware: Hardware | None) -> in
         return 0
     # The groups of mesh/mesh.py: an axis that holds all ranks is the world.
     communicators = 1 + sum(1 < size < devices for size in s.mesh)
-    communicators += (s.pp > 1) + (s.dp > 1 and s.pp * s.tp > 1)  # "pp backward", "model"
+    communicators += s.pp > 1  # "pp backward"
+    if s.pp * s.tp > 1:
+        communicators += (s.dp * s.cp > 1) + (s.dp > 1 < s.cp)  # "model", "dp cp"
     home = stages_on(s.schedule, s.pp, s.stages_per_rank)[coord]
     stages = {*range(s.pp * s.stages_per_rank)} - {*home}
     crossings = sum(i + 1 in stages for i in home) + sum(i - 1 in stages for i in home)

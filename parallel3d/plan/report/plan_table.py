@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from parallel3d.base import terminal
-from parallel3d.base.mesh_sizes import AXES
+from parallel3d.base.mesh_sizes import AXES, WITHOUT_CP
 from parallel3d.base.terminal import Cell, Column
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
@@ -94,11 +94,16 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
     # On a narrow terminal a row takes two lines: the plan's mesh, memory and speed come first.
     settings, flops = [plan.setting for plan in plans], request.flops.full
     room = request.hardware.memory_bytes.value
+    axes = AXES if any(s.cp > 1 for s in settings) else WITHOUT_CP
     columns: list[FilledColumn] = [
         (Column("#"), [str(number) for number, _ in enumerate(plans, first)]),
         (
-            Column("×".join(AXES), right=False),
-            ["×".join(map(str, s.mesh)) + (" sp" if s.sequence_parallel else "") for s in settings],
+            Column("×".join(axes), right=False),
+            [
+                "×".join(str(getattr(s, axis)) for axis in axes)
+                + (" sp" if s.sequence_parallel else "")
+                for s in settings
+            ],
         ),
         (
             Column("ZeRO", right=False, line=1),

@@ -40,6 +40,7 @@ from parallel3d.plan.time.step import lower_bound, step_time
 
 TOO_LARGE = 5  # the most plans that are faster than the first row, but do not fit
 OFFLOAD_GAIN = 0.1  # what an offload must save: the figures of hosts are assumed, not measured
+CP_GAIN = 0.03  # what context parallelism must save: less is within the planner's error
 _TRIED = 4  # settings of a mesh that are compared to find the smallest of these
 _SAFE = 1 - 1e-9  # a bound and a simulation may be rounded differently
 
@@ -69,8 +70,9 @@ def search(
 
     The default of `per_mesh` leaves room for all meshes. A plan that fits without an offload is not
     listed with it, and one with an offload comes behind those that take less than OFFLOAD_GAIN
-    longer. Tensor parallelism across nodes counts only if nothing else fits. Raises ConfigError if
-    no mesh is possible or the hardware lacks a figure.
+    longer; one with cp behind those that take less than CP_GAIN longer. Tensor parallelism across
+    nodes counts only if nothing else fits. Raises ConfigError if no mesh is possible or the
+    hardware lacks a figure.
     """
     candidates.check_fixed(request.fixed)
     candidates.refuse_empty(request)
@@ -177,12 +179,13 @@ class _Search:
             self.num_simulated += 1
             time = step_time(node.setting, self.hardware, self.curves)
             plan = Plan(self.request, node.setting, node.memory, time)
-            yield float(f"{time.seconds * self._cost_of_offload(node.setting):.9g}"), plan
+            yield float(f"{time.seconds * self._handicap(node.setting):.9g}"), plan
 
-    def _cost_of_offload(self, setting: Setting) -> float:
-        """Return the factor on an offloaded plan's seconds by which plans are ordered."""
+    def _handicap(self, setting: Setting) -> float:
+        """Return the factor on a plan's seconds by which plans are ordered: 1 for simple ones."""
         offloads = {setting.offload_optimizer, setting.offload_param} != {"none"}
-        return 1 + OFFLOAD_GAIN if offloads and not self._offload_may_help else 1.0
+        own = 1 + OFFLOAD_GAIN if offloads and not self._offload_may_help else 1.0
+        return own if setting.cp == 1 else own * (1 + CP_GAIN)
 
     def _untested(
         self, flow: Flow, order: Order, groups: Sequence[Sequence[ZeroState]]
@@ -248,7 +251,7 @@ class _Search:
     def _floor(self, flow: Flow) -> float:
         """Return a flow's lower bound: the seconds of all layers' passes divided by the ranks."""
         request, mesh = self.request, flow.mesh
-        alone = flow._replace(mesh=MeshSizes(1, request.devices // mesh.tp, mesh.tp))
+        alone = flow._replace(mesh=mesh._replace(pp=1, dp=mesh.dp * mesh.pp))
         if flow.recompute == "full" and candidates.opens_recompute(request):
             alone = alone._replace(recompute="none")  # of few layers
         setting = setting_of(request, alone, Order(1, "gpipe"), PLAIN)
@@ -314,6 +317,6 @@ def simplicity(plan: Plan) -> tuple[object, ...]:
     s = plan.setting
     flow, order, state = candidates.choices_of(s)
     return (
-        s.pp * s.stages_per_rank, state, s.tp, s.sequence_parallel,
+        s.pp * s.stages_per_rank, state, s.cp, s.tp, s.sequence_parallel,
         strength(s.recompute), plan.memory.total, order, flow.micro_batch,
     )  # fmt: skip

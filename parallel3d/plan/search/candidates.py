@@ -25,6 +25,7 @@ from parallel3d.schedule.sharding import Weights
 
 UNEVEN = 4  # stages per rank; more only if all stages, or all but the ends, are equally long
 MOST_STAGES = 64  # per rank; a search over hundreds takes minutes, and each stage adds messages
+LEAST_TOKENS = 4096  # a cp rank's; with fewer, gathers outlast the products that a rank saves
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 WEIGHTS: tuple[Weights, ...] = ("per_step", "per_pass", "per_microbatch")  # fastest first
 
@@ -61,10 +62,14 @@ Choices = tuple[Flow, Order, ZeroState]
 
 
 def meshes(request: Request) -> Iterator[MeshSizes]:
-    """Yield every mesh of the request's devices, ordered by pp, then tp."""
+    """Yield every mesh of the request's devices, ordered by pp, tp and cp."""
+    longest = max(1, request.base.shape.seq // LEAST_TOKENS, request.fixed.get("cp", 1))
     for pp in _divisors(request.devices):
-        for tp in _divisors(request.devices // pp):
-            mesh = MeshSizes(pp, request.devices // pp // tp, tp)
+        for tp, cp in product(_divisors(request.devices // pp), _divisors(request.devices // pp)):
+            dp, rest = divmod(request.devices, pp * cp * tp)
+            if rest or cp > longest:
+                continue
+            mesh = MeshSizes(pp, dp, cp, tp)
             if _is_open(request, **mesh._asdict()) and not problem_of(request, mesh):
                 yield mesh
 
@@ -77,7 +82,7 @@ def opens_recompute(request: Request) -> bool:
 @lru_cache(maxsize=1024)
 def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
     """Return a mesh's flows: every micro batch, recomputation and sequence parallelism."""
-    may_split = mesh.tp > 1 and not request.base.shape.seq % mesh.tp
+    may_split = mesh.tp > 1 and not request.base.shape.seq % (mesh.cp * mesh.tp)
     recomputes = MODES if opens_recompute(request) else (request.fixed["recompute"],)
     return tuple(
         Flow(mesh, micro_batch, recompute, split)
@@ -120,13 +125,13 @@ def go_together(order: Order, state: ZeroState) -> bool:
 def states(request: Request, mesh: MeshSizes) -> tuple[ZeroState, ...]:
     """Return every ZeRO stage, reduction and offload that the engine supports, simplest first.
 
-    On one data-parallel rank nothing is sharded. Stages 1 and 2 differ only in the reduction
+    On one replica nothing is sharded. Stages 1 and 2 differ only in the reduction
     (docs/deepspeed.md). `weights` is the fastest choice.
     """
     allowed = []
     once = request.fixed.get("gradient_reduction") != "per_microbatch"
     kinds = [(0, True), (3, once)]
-    if mesh.dp > 1:
+    if mesh.dp * mesh.cp > 1:
         kinds = [(0, True), (1, True), (2, False), (3, True), (3, False)]
         if "zero_stage" in request.fixed:  # stages 1 and 2 with either reduction
             kinds += [(1, False), (2, True)]
@@ -211,7 +216,8 @@ def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> 
         layers=base.layers, hidden_size=base.hidden_size,
         shape=Shape(flow.micro_batch, base.shape.seq),
         num_microbatches=request.global_batch_size // mesh.dp // flow.micro_batch, pp=mesh.pp,
-        dp=mesh.dp, tp=mesh.tp, sequence_parallel=flow.sequence_parallel, schedule=order.schedule,
+        dp=mesh.dp, cp=mesh.cp, tp=mesh.tp,
+        sequence_parallel=flow.sequence_parallel, schedule=order.schedule,
         stages_per_rank=order.stages_per_rank, recompute=flow.recompute, precision=base.precision,
         zero_stage=state.zero_stage, reduces_once=state.reduces_once, weights=state.weights,
         offload_optimizer=state.offload_optimizer, offload_param=state.offload_param,
@@ -296,7 +302,7 @@ def refuse_empty(request: Request) -> None:
         return
     fixed, devices = request.fixed, request.devices
     fixed_choices = ", ".join(f"{name}={value}" for name, value in fixed.items())
-    mesh = MeshSizes(*(fixed.get(axis, 1) for axis in AXES))
+    mesh = MeshSizes(**{axis: fixed.get(axis, 1) for axis in AXES})
     size = mesh.ranks
     if possible:
         rule, remedy = f"no schedule can run with {fixed_choices}", "fix fewer or other choices"

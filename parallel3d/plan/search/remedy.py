@@ -150,7 +150,7 @@ def _nearby(
     - 1: sequence parallelism, another schedule, shorter gathers.
     - 2: selective recomputation, the next ZeRO stage, a smaller micro batch.
     - 3: recomputation of the MLP.
-    - 4: full recomputation, twice the tp.
+    - 4: full recomputation, twice the tp or the cp.
     - 5: twice the pp.
     - 6: the optimizer to the host; 9 to NVMe.
     - 7: parameters to the host; 10 to NVMe.
@@ -174,9 +174,10 @@ def _nearby(
     if smaller:
         yield 2, (flow._replace(micro_batch=max(smaller)), order, state)
     for cost, wider in (
-        (4, MeshSizes(mesh.pp, mesh.dp // 2, mesh.tp * 2)),
-        (5, MeshSizes(mesh.pp * 2, mesh.dp // 2, mesh.tp)),
-        (5, MeshSizes(mesh.pp * 2, mesh.dp, mesh.tp // 2)),
+        (4, mesh._replace(dp=mesh.dp // 2, tp=mesh.tp * 2)),
+        (4, mesh._replace(dp=mesh.dp // 2, cp=mesh.cp * 2)),
+        (5, mesh._replace(pp=mesh.pp * 2, dp=mesh.dp // 2)),
+        (5, mesh._replace(pp=mesh.pp * 2, tp=mesh.tp // 2)),
     ):
         if wider.ranks == request.devices:
             for allowed in (state, _on(request, wider, state)):

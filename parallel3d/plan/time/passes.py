@@ -6,7 +6,13 @@ from typing import NamedTuple
 from parallel3d.model.spec import Collective, LayerCost, Recompute, Shape, Work
 from parallel3d.plan.layers.placement import LayerKinds, StageClasses, cost_of
 from parallel3d.plan.setting import BYTES, Precision, Setting
-from parallel3d.plan.time.network import collective_seconds, group_of, send_seconds, sharing
+from parallel3d.plan.time.network import (
+    Kind,
+    collective_seconds,
+    group_of,
+    send_seconds,
+    sharing,
+)
 from parallel3d.plan.time.operators import Machine, work_seconds
 from parallel3d.plan.time.sharding import to_host_seconds
 
@@ -33,6 +39,8 @@ class PassSeconds(NamedTuple):
         """Return the sum of these seconds and `times` times the `other` ones."""
         return PassSeconds(*(a + times * b for a, b in zip(self, other, strict=True)))
 
+
+_KEYS: tuple[Kind, ...] = "all_gather", "reduce_scatter"
 
 # [kinds of layers or classes of stages]: forward, and backward with recomputation.
 Passes = tuple[tuple[PassSeconds, PassSeconds], ...]
@@ -85,9 +93,10 @@ def _layers(
     both = []
     for kind in range(len(model.kinds)):
         cost = cost_of(model, kind, own, tp, sequence_parallel, recompute)
-        forward = _priced(cost.forward, cost.forward.collectives, *mesh)
-        again = _priced(cost.recomputed, cost.recomputed.collectives, *mesh)
-        backward = _priced(cost.forward, cost.backward_collectives, *mesh, backward=True)
+        forward = _priced(cost.forward, cost.forward.collectives, *mesh, _KEYS[:1])
+        # A backward gathers keys and values once, whether or not it recomputes the attention.
+        again = _priced(cost.recomputed, cost.recomputed.collectives, *mesh, ())
+        backward = _priced(cost.forward, cost.backward_collectives, *mesh, _KEYS, backward=True)
         share = recomputed_share if again.compute else 0.0
         units = _units(cost, share, machine)
         there = _with_program(forward, units[0] * overhead, machine)
@@ -122,9 +131,9 @@ def _with_program(own: PassSeconds, program: float, machine: Machine) -> PassSec
 
 def _priced(
     work: Work, collectives: tuple[Collective, ...], tp: int, cp: int, precision: Precision,
-    devices: int, machine: Machine, backward: bool = False,
+    devices: int, machine: Machine, over_keys: tuple[Kind, ...], backward: bool = False,
 ) -> PassSeconds:  # fmt: skip
-    """Return the seconds of one layer's computes and collectives."""
+    """Return the seconds of one layer's computes and collectives; `over_keys` are those of cp."""
     hardware, curves, software = machine.hardware, machine.curves, machine.software
     shared = sharing(devices, hardware)
     seconds = work_seconds(work, precision, hardware, curves, software, shared, backward)
@@ -138,13 +147,14 @@ def _priced(
         hidden = min(seconds.matmuls, curves.tensor_overlap * tensor)
     attention = seconds.attention * cp  # queries attend to the keys of all cp ranks
     if work.attention and cp > 1:
-        # Ring attention (arXiv:2310.01889) passes keys and values on behind the computes, and their
-        # gradients in a backward.
-        batch, _, kv_heads, seq, head_size = work.attention
-        block = 2 * batch * kv_heads * seq * head_size * size
-        leaves = group_of(cp, tp, devices, hardware).nodes > 1
-        ring = send_seconds(block, leaves, hardware, curves) * (cp - 1) * (2 if backward else 1)
-        tensor += ring
-        hidden += min(attention, curves.overlap * ring)
+        # Keys and values, and in a backward their gradients.
+        block, over = work.attention.key_elements * size, group_of(cp, tp, devices, hardware)
+        if software.passes_keys:
+            ring = send_seconds(block, over.nodes > 1, hardware, curves) * (cp - 1)
+            ring *= 2 if backward else 1
+            tensor += ring
+            hidden += min(attention, curves.overlap * ring)
+        for kind in () if software.passes_keys else over_keys:
+            tensor += collective_seconds(kind, cp * block, *over, hardware, curves)
     compute = seconds.matmuls + attention + seconds.traffic
     return PassSeconds(compute, tensor - hidden, compute - hidden)

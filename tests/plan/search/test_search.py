@@ -55,6 +55,7 @@ def best_of_each_mesh(request, rows):
             continue  # it fits without
         seconds = step_time(setting_of(request, flow, order, state), request.hardware).seconds
         rank = seconds * (1.1 if state.num_offloads and not request.hardware.cores else 1)
+        rank *= 1.03 if flow.mesh.cp > 1 else 1
         best[flow.mesh] = min(best.get(flow.mesh, (1e9, 1e9)), (rank, seconds))
     ranked = sorted(best.items(), key=lambda item: item[1])[:rows]
     return [(mesh, seconds) for mesh, (_, seconds) in ranked]
@@ -87,8 +88,22 @@ def test_rows_are_those_of_an_exhaustive_search(devices, batch, layers, memory, 
         assert found.num_simulated < 0.5 * sum(1 for _ in everything(request))
 
 
-def test_bounds_are_bounds():
+def test_cp_is_searched_where_samples_are_long(monkeypatch):
+    assert all(mesh.cp == 1 for mesh in candidates.meshes(request_of(config(), machine(), 8)))
+    monkeypatch.setattr(candidates, "LEAST_TOKENS", config().data.sequence_length // 4)
+    request = request_of(config(4, 6), machine(0.5 * GIB), 4)
+    assert {mesh.cp for mesh in candidates.meshes(request)} == {1, 2, 4}
+    found = [(choices_of(p.setting)[0].mesh, p.time.seconds) for p in search(request, 9, 1).plans]
+    expected = best_of_each_mesh(request, 9)
+    assert [mesh for mesh, _ in found] == [mesh for mesh, _ in expected]
+    assert [s for _, s in found] == pytest.approx([s for _, s in expected], rel=1e-8)
+    fixed = request_of(config(4, 6), machine(), 4, {"cp": 2})
+    assert all(plan.to_json()["cp"] == 2 for plan in search(fixed, 3).plans)
+
+
+def test_bounds_are_bounds(monkeypatch):
     """On what the search discards by: time from below, memory from below."""
+    monkeypatch.setattr(candidates, "LEAST_TOKENS", config().data.sequence_length // 2)
     request = request_of(config(), machine(), 8)
     work = _Search(request, curves_for(request.hardware), tuple(candidates.meshes(request)))
     floors = {flow: floor for floor, flow in work.floors}

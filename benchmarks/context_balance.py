@@ -1,0 +1,87 @@
+"""How evenly attention is dealt to context-parallel ranks, beside head-tail and torch's PTRR.
+
+    python benchmarks/context_balance.py [--samples 16]
+
+For each packing of documents of log-normal lengths into samples: the most work of a rank, by the
+ranks' mean, averaged over samples and at worst. Work is the pairs of query and key that attend.
+Head-tail dealing (Megatron-LM, arXiv:2407.21783) gives a rank the i-th piece of 2 cp and the i-th
+from the end. PTRR is torch's balancer of blocks for FlexAttention, which sorts blocks by the number
+of their unmasked key blocks and deals them in turn, forwards and backwards.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch.distributed.tensor.experimental._context_parallel._load_balancer import (
+    _PTRRLoadBalancer,
+)
+
+from parallel3d.data.deal import attention_work, deal
+
+BLOCK = 128
+RANKS = {8192: 8, 32768: 8, 131072: 16}  # by the length of samples
+DOCUMENTS = ((1024, 1.0), (4096, 1.0), (16384, 1.0), (4096, 2.0))  # mean tokens, sigma
+
+
+def packed(seq: int, mean: int, sigma: float, samples: int) -> np.ndarray:
+    """The document of each token, [samples, seq]: one after the other until the sample is full."""
+    rng, rows = np.random.default_rng(0), []
+    for _ in range(samples):
+        lengths = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, seq)
+        ends = np.maximum(1, lengths).astype(np.int64).cumsum()
+        rows.append(ends.searchsorted(np.arange(seq), side="right"))
+    return np.stack(rows)
+
+
+def in_blocks(blocks: np.ndarray) -> np.ndarray:
+    """Places of tokens, [samples, cp, seq / cp], from the blocks of each rank."""
+    places = blocks[..., None] * BLOCK + np.arange(BLOCK)
+    return places.reshape(*blocks.shape[:2], -1)
+
+
+def head_tail(documents: np.ndarray, cp: int) -> np.ndarray:
+    """Each rank's i-th piece of 2 cp, and the i-th from the end."""
+    samples, seq = documents.shape
+    pieces = np.arange(seq).reshape(2 * cp, -1)
+    own = np.stack([np.concatenate([pieces[i], pieces[-1 - i]]) for i in range(cp)])
+    return np.broadcast_to(own, (samples, *own.shape))
+
+
+def ptrr(documents: np.ndarray, cp: int) -> np.ndarray:
+    """As torch deals the blocks: by the number of key blocks that a block attends to."""
+    here = np.arange(documents.shape[1])
+    first = (here + 1 - attention_work(documents)).reshape(len(documents), -1, BLOCK).min(-1)
+    counts = torch.from_numpy(np.arange(first.shape[1]) - first // BLOCK + 1)
+    dealt = [_PTRRLoadBalancer.ptrr_scheduling(own, cp).numpy() for own in counts]
+    return in_blocks(np.stack(dealt))
+
+
+DEALS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "head-tail": head_tail, "torch's PTRR": ptrr, "longest first": deal,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--samples", type=int, default=16)
+    args = parser.parse_args()
+    print(
+        f"| sample, cp | documents | {' | '.join(DEALS)} |", "|---|---" + "|---" * 3 + "|", sep="\n"
+    )
+    for seq, cp in RANKS.items():
+        for mean, sigma in DOCUMENTS:
+            documents = packed(seq, mean, sigma, args.samples)
+            cells = []
+            for dealt in DEALS.values():
+                work = attention_work(documents)[:, None]
+                sums = np.take_along_axis(work, dealt(documents, cp), 2).sum(-1)
+                ratios = sums.max(1) / sums.mean(1)
+                cells.append(f"{ratios.mean():.3f} ({ratios.max():.3f})")
+            name = f"| {seq:,}, {cp} | mean {mean:,}, σ {sigma:g} |"
+            print(name, " | ".join(cells), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""How tokens are dealt to the ranks of a cp group: each once, evenly, whatever the documents."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel3d.config.arithmetic import block_tokens
+from parallel3d.data.deal import attention_work, deal
+
+pytestmark = pytest.mark.gloo
+
+
+def packed(seq, mean, samples, seed):
+    """Documents of log-normal lengths, one after the other until the sample is full."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(samples):
+        lengths = np.maximum(1, rng.lognormal(np.log(mean) - 0.5, 1, seq).astype(int))
+        rows.append(np.repeat(np.arange(seq), lengths)[:seq])
+    return np.stack(rows)
+
+
+@given(st.sampled_from([2, 3, 4, 8]), st.integers(1, 6), st.integers(0, 99))
+def test_each_token_goes_to_one_rank(cp, blocks, seed):
+    seq = 4 * cp * 2**blocks
+    documents = packed(seq, seq // 3, 2, seed)
+    places, block = deal(documents, cp), block_tokens(seq, cp)
+    assert places.shape == (2, cp, seq // cp) and block == min(128, 2**blocks)
+    for sample in places:
+        assert sorted(sample.ravel().tolist()) == list(range(seq))
+        assert (np.diff(sample) > 0).all()  # each rank has its own in order
+        assert (sample[:, ::block] % block == 0).all()
+    assert (deal(documents[1:], cp) == places[1:]).all()  # a sample's deal is its own
+
+
+def test_work_by_a_slow_loop():
+    documents = packed(64, 9, 3, seed=0)
+    for row, work in zip(documents, attention_work(documents), strict=True):
+        assert work.tolist() == [list(row[: i + 1]).count(row[i]) for i in range(64)]
+
+
+def balance(documents, cp):
+    """The most work of a rank of each sample, by the mean."""
+    work = np.take_along_axis(attention_work(documents)[:, None], deal(documents, cp), 2).sum(-1)
+    return work.max(1) / work.mean(1)
+
+
+@pytest.mark.parametrize(("seq", "cp"), [(8192, 8), (32768, 8), (131072, 16)])
+def test_ranks_have_equal_work(seq, cp):
+    """With and without isolation. Cut into neighbours, the last rank has almost twice the mean."""
+    assert balance(np.zeros((1, seq), dtype=int), cp).max() < 1.001
+    documents = packed(seq, 4096, 1, seed=1)
+    assert balance(documents, cp).max() <= 1.01
+    neighbours = attention_work(documents).reshape(1, cp, -1).sum(-1)
+    assert (neighbours.max(1) / neighbours.mean(1)).max() > 1.2

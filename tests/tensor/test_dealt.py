@@ -1,0 +1,164 @@
+"""A cp group's attention and dropout: those of whole samples, with a share of their memory."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from parallel3d.data.deal import deal
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.traffic import Traffic
+from parallel3d.tensor.dealt import at_once, block_mask
+from parallel3d.tensor.documents import attend_documents
+from parallel3d.tensor.dropout import Dropout, RandomKey
+from parallel3d.tensor.segments import Segments
+from parallel3d.verify.local_ranks import run_locally
+from tests.counting import Counting
+from tests.tensor.test_segments import with_a_mask
+
+pytestmark = pytest.mark.gloo
+
+BATCH, SEQ, HEADS, KV_HEADS, SIZE = 2, 96, 4, 2, 8
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 1 + [2] * 50 + [3] * 40, [0] * SEQ])
+
+
+def whole_tensors(dtype=torch.float64):
+    """Queries, keys, values and the gradient of the output, the same on each rank."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(BATCH, heads, SEQ, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    shapes.append((BATCH, SEQ, HEADS, SIZE))
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def own_part(x, places, dim):
+    """The tokens here of a tensor of whole samples, whose tokens are along `dim`."""
+    return torch.stack(
+        [sample.index_select(dim - 1, own) for sample, own in zip(x, places, strict=True)]
+    )
+
+
+def attention_on_rank(rank):
+    """Errors of output and gradients; calls and bytes of the group; the same where recomputed."""
+    mesh = Mesh(1, 1, 4, 1)
+    cp = mesh.context
+    segments = Segments.of(DOCUMENTS, torch.from_numpy(deal(DOCUMENTS.numpy(), cp.size)), cp.group)
+    q, k, v, grad = whole_tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    expected = with_a_mask(*inputs, DOCUMENTS)
+    wanted = [expected, *torch.autograd.grad(expected, inputs, grad)]
+    places = segments.dealt.places
+    parts = [own_part(t.detach(), places, d) for t, d in ((q, 2), (k, 2), (v, 2), (grad, 1))]
+    wanted = [own_part(t, places, d) for t, d in zip(wanted, (1, 2, 2, 2), strict=True)]
+    attend = partial(attend_documents, segments=segments, dropout=0.0)
+    found = []
+    for run in (attend, partial(checkpoint, attend, use_reentrant=False)):
+        here = [x.clone().requires_grad_() for x in parts[:3]]
+        with Traffic(mesh) as traffic:
+            y = run(*here)
+            got = [y, *torch.autograd.grad(y, here, parts[3])]
+        errors = [float((a - b).detach().abs().max()) for a, b in zip(got, wanted, strict=True)]
+        found.append((errors, {c.operation: (c.group, c.calls, c.bytes) for c in traffic.calls}))
+    mesh.barrier()
+    return found
+
+
+def test_it_is_the_attention_of_whole_samples():
+    both = 2 * BATCH * SEQ * KV_HEADS * SIZE * 8  # bytes of all keys and values
+    for found in run_locally(attention_on_rank, 4, timeout=200):
+        for errors, calls in found:
+            assert max(errors) < 1e-12, errors
+            # Forward and backward gather them, and the backward reduces their gradients.
+            assert calls == {
+                "all_gather": ("cp=world", 2, 2 * both),
+                "reduce_scatter": ("cp=world", 1, both),
+            }
+
+
+def kept_on_rank(rank, cp):
+    """Bytes that an attention keeps for its backward, and those of its inputs."""
+    mesh = Mesh(1, 1, cp, 1)
+    seq, documents = 1024, torch.zeros(1, 1024, dtype=torch.int64)
+    places, group = torch.from_numpy(deal(documents.numpy(), cp)), mesh.context.group
+    segments = Segments.of(documents, places if cp > 1 else None, group)
+    like = {"requires_grad": True}
+    with Counting() as counting:
+        q, k, v = (torch.randn(1, heads, seq // cp, SIZE, **like) for heads in (8, 4, 4))
+        attend_documents(q, k, v, segments, 0.0)  # the masks of all layers are made once
+        inputs = counting.bytes
+        y = attend_documents(q, k, v, segments, 0.0)
+        kept = counting.bytes - inputs
+    mesh.barrier()
+    return kept, y.numel() * 4
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_rank_keeps_its_share(cp):
+    """Keys and values of all ranks alone are as much as all that one rank keeps of its own."""
+    ((whole, _),) = run_locally(kept_on_rank, 1, 1, timeout=200)
+    for kept, _ in run_locally(kept_on_rank, cp, cp, timeout=200):
+        assert kept * cp == pytest.approx(whole, rel=0.05)
+
+
+def dropped_on_rank(rank, split):
+    """The largest difference of dropout's output and gradient from those of whole samples."""
+    mesh = Mesh(1, 1, 2, 2)
+    cp, over = mesh.context, mesh.tensor if split else mesh.alone
+    key = RandomKey(3)
+    layer = Dropout(0.5, "here", key, over.group if split else None)
+    whole = torch.arange(1.0, 1 + BATCH * SEQ * 3).view(BATCH, SEQ, 3)
+    expected = torch.cat([dropped(layer, part, r) for r, part in enumerate(parts(whole, over))], 1)
+    places = torch.from_numpy(deal(DOCUMENTS.numpy(), cp.size))
+    key.dealt = Segments.of(DOCUMENTS, places, cp.group).dealt
+    own = own_part(whole, places[:, cp.coord], 1)
+    here = parts(own, over)[over.coord].requires_grad_()
+    y = layer(here)
+    wanted = parts(own_part(expected, places[:, cp.coord], 1), over)[over.coord]
+    (grad,) = torch.autograd.grad(y.sum(), here)
+    mesh.barrier()
+    return float((y - wanted).abs().max()), float((grad * here - y).abs().max())
+
+
+def parts(x, over):
+    return list(x.chunk(over.size, 1))
+
+
+def dropped(layer, x, tp_rank):
+    """Dropout of a part of whole samples, as that tp rank has it."""
+    layer.key.seed_generator(layer.place, tp_rank, x.device)
+    return torch.native_dropout(x, layer.p, True)[0]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_masks_are_those_of_whole_samples(split):
+    for errors in run_locally(dropped_on_rank, 4, split, timeout=200):
+        assert max(errors) < 1e-4
+
+
+class Group:
+    """The size and rank of a group, whose ranks this process plays in turn."""
+
+    def __init__(self, size, rank):
+        self.size, self.rank = lambda: size, lambda: rank
+
+
+def test_one_kernel_computes_the_same():
+    """FlexAttention with the blocks that a GPU's kernel is told of, as torch runs it on a CPU."""
+    seq, cp = 1024, 2
+    documents = torch.stack([torch.arange(seq) // 300, (torch.arange(seq) > 7).long()])
+    places = torch.from_numpy(deal(documents.numpy(), cp))
+    q, k, v = (torch.randn(2, heads, seq, 16) for heads in (4, 2, 2))
+    expected = with_a_mask(q, k, v, documents)
+    gathered = torch.stack((k, v), 3).transpose(1, 2).flatten(0, 1).transpose(1, 2)
+    for rank in range(cp):
+        dealt = Segments.of(documents, places, Group(cp, rank)).dealt
+        own = own_part(q, dealt.places, 2).transpose(1, 2).flatten(0, 1)
+        found = at_once(own, gathered, dealt, None).unflatten(0, (2, -1))
+        torch.testing.assert_close(found, own_part(expected, dealt.places, 1), atol=1e-5, rtol=0)
+        # Blocks of keys that no token attends to are skipped; some need no mask.
+        same = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()
+        blocks = own_part(same, dealt.places, 1).unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
+        whole, mask = blocks.all(4).all(2), block_mask(dealt)
+        assert torch.equal(mask.full_kv_num_blocks[:, 0], whole.sum(-1).int())
+        partly = blocks.any(4).any(2) & ~whole
+        assert torch.equal(mask.kv_num_blocks[:, 0], partly.sum(-1).int()) and whole.any()
