@@ -49,7 +49,7 @@ _UNKNOWN = (
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of transformers that holds one of our parameters, or at `index` of its first dim.
+    """A tensor of transformers that holds one of our parameters, or at `index` of its first dims.
 
     Viewed as `shape`, with its dims in `order`, it has our elements in our order; one of our dims
     may be several of its dims.
@@ -58,7 +58,7 @@ class Part:
     name: str
     shape: tuple[int, ...]
     order: tuple[int, ...]
-    index: int | None = None
+    index: tuple[int, ...] = ()
 
 
 class Fields:

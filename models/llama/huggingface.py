@@ -131,27 +131,20 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
 
     Tensors are independent, so they may come one at a time. Neither side names a tied projection.
     """
-    renamed_weights: dict[str, Tensor] = {}
-    for name, value in weights.items():
-        if "gate_up" in name:
-            for part, target in zip(value, _gate_and_up(name), strict=True):
-                renamed_weights[target] = part
-        else:
-            renamed_weights[renamed(name, _NAMES)] = value
-    return renamed_weights
+    return {
+        part.name: value[part.index]
+        for name, value in weights.items()
+        for part in parts(config, name, tuple(value.shape))
+    }
 
 
 def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Return the tensors of transformers that hold one of our parameters, of this shape."""
+    target, order = renamed(name, _NAMES), tuple(range(len(shape)))
     if "gate_up" in name:
-        both, order = enumerate(_gate_and_up(name)), tuple(range(len(shape) - 1))
-        return tuple(Part(target, shape[1:], order, index) for index, target in both)
-    return (Part(renamed(name, _NAMES), shape, tuple(range(len(shape)))),)
-
-
-def _gate_and_up(name: str) -> tuple[str, str]:
-    target = renamed(name, _NAMES)
-    return target.replace("gate_up", "gate_proj"), target.replace("gate_up", "up_proj")
+        both = (target.replace("gate_up", part) for part in ("gate_proj", "up_proj"))
+        return tuple(Part(t, shape[1:], order[:-1], (index,)) for index, t in enumerate(both))
+    return (Part(target, shape, order),)
 
 
 def _rope(config: Config) -> dict[str, object]:
