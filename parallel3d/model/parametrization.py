@@ -14,9 +14,10 @@ from pydantic import Field, model_validator
 from parallel3d.base.section import Problem, Problems, Section
 from parallel3d.model.config import ModelConfig
 
-Role = Literal["input", "hidden", "output", "vector"]
+Role = Literal["input", "hidden", "output", "vector", "router", "balance"]
 """The function of a parameter: from a table's rows to the width ("input"), width to width
-("hidden"), width to logits ("output"), or one number per feature ("vector": biases, norm gains)."""
+("hidden"), width to logits ("output"), one number per feature ("vector": biases, norm gains), width
+to experts' scores ("router"), or a bias of those scores that balances loads ("balance")."""
 ROLES: tuple[Role, ...] = get_args(Role)
 _Positive = Annotated[int, Field(gt=0)]
 _Factor = Annotated[float, Field(gt=0)]
@@ -103,9 +104,9 @@ class Scales:
         """
         if role is None:
             return Rate()
-        is_inner = role in ("hidden", "vector")
+        is_inner = role in ("hidden", "vector", "router")
         eps = 1 / (self.width * (self.depth if is_inner else 1)) if self.base_depth else 1.0
-        if role == "hidden":
+        if role in ("hidden", "router"):
             return Rate(1 / self.width, self.width, eps)
         return Rate(eps=eps)
 
