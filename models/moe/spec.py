@@ -26,9 +26,9 @@ class Config(llama.Config):
 
     family: Literal["moe"]
     """The model family: the name of a folder in models/."""
-    num_experts: Positive
+    num_experts: Positive = 8
     """Experts per sparse layer, of which each token is sent to num_experts_per_tok."""
-    num_experts_per_tok: Positive
+    num_experts_per_tok: Positive = 2
     """Experts per token."""
     moe_intermediate_size: Positive | None = None
     """Inner width of each expert; null means intermediate_size, as in Mixtral and OLMoE."""
@@ -61,10 +61,9 @@ class Config(llama.Config):
     """The step of score_bias; 0 keeps the bias as it is."""
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the balance loss in the training loss, summed over layers; 0: no such loss."""
-    router_aux_loss: Literal["microbatch", "sequence", "pooled"] = "microbatch"
-    """Where loads are balanced. "microbatch": over the tokens of a microbatch on one rank, layer by
-    layer, as in Megatron-LM; it is 1 at balance. "sequence": over those of each sequence. "pooled":
-    over all layers together, as in transformers; it is num_experts_per_tok at balance."""
+    router_aux_loss: Literal["microbatch", "sequence"] = "microbatch"
+    """The tokens over which the balance loss compares loads, layer by layer: those of a microbatch
+    on one rank, as in Megatron-LM, or those of each sequence. It is 1 at balance."""
     router_z_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the mean square of the scores' logsumexp (arXiv:2202.08906), summed over layers."""
     capacity_factor: float | None = Field(default=None, gt=0)
@@ -79,6 +78,16 @@ class Config(llama.Config):
     def expert_size(self) -> int:
         """Inner width of an expert, resolved."""
         return self.moe_intermediate_size or self.inner_size
+
+    @property
+    def balance_step(self) -> float | None:
+        """The step of the scores' biases, or None without them."""
+        return self.score_bias_rate if self.score_bias else None
+
+    @property
+    def side_losses(self) -> dict[str, float]:
+        """The coefficients of the side losses of a sparse layer, by name."""
+        return {"balance": self.router_aux_loss_coef, "z": self.router_z_loss_coef}
 
     def is_sparse(self, number: int) -> bool:
         """True if the block of this number, from 0, has experts."""
@@ -163,7 +172,10 @@ def _block(config: Config, number: int) -> LayerSpec:
         return block
     share = config.num_experts_per_tok / config.num_experts
     active = (("mlp.experts.gate_up", share), ("mlp.experts.down", share))
-    return replace(block, active=active)
+    side_losses = [name for name, coefficient in config.side_losses.items() if coefficient]
+    return replace(
+        block, active=active, side_losses=tuple(side_losses), num_experts=config.num_experts
+    )
 
 
 def _experts(config: Config) -> Iterator[ParamSpec]:

@@ -34,20 +34,21 @@ class _Linear(torch.autograd.Function):
 
     torch saves a view of the weight, which keeps its storage alive: under ZeRO-3 the gathered
     weights of the whole stage would stay in memory until the backward, although they are released.
+    The weight is cast to the dtype of x if that is wider.
     """
 
     @staticmethod
     def forward(ctx: _LinearContext, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight = weight  # recomputation would save another tensor in its place
-        return x @ weight.flatten(0, -2).t()  # [..., fused * out]
+        return x @ weight.flatten(0, -2).t().to(x.dtype)  # [..., fused * out]
 
     @staticmethod
     def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight.flatten(0, -2)
+            grad_x = grad @ weight.flatten(0, -2).to(grad.dtype)
         if ctx.needs_input_grad[1]:
             shape = weight.shape
             grad_weight = compute_or_defer(
@@ -61,7 +62,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if (
         torch.compiler.is_compiling()
     ):  # blocks are compiled only where weights are not released or gradients deferred
-        return F.linear(x, weight.flatten(0, -2))
+        return F.linear(x, weight.flatten(0, -2).to(x.dtype))
     return _Linear.apply(x, weight)
 
 
