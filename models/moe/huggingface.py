@@ -99,10 +99,8 @@ def named_as_in_files(model: Any) -> nn.Module:
                 each.add_module(_NAMES_OF_MIXTRAL[name] if is_mixtral else name, projection)
             experts.add_module(str(number), each)
         experts.register_forward_pre_hook(_stack)
-        if "e_score_correction_bias" in gate._buffers:
-            gate.e_score_correction_bias = nn.Parameter(
-                gate._buffers.pop("e_score_correction_bias")
-            )
+        if (bias := gate._buffers.pop("e_score_correction_bias", None)) is not None:
+            gate.e_score_correction_bias = nn.Parameter(bias)
         if is_mixtral:
             layer.add_module("block_sparse_moe", layer._modules.pop("mlp"))
             object.__setattr__(layer, "mlp", layer.block_sparse_moe)  # its forward uses this name
