@@ -4,7 +4,6 @@ Names and cuts of parameters are compared with the built modules in test_model.p
 in test_layer_cost_of_torch.py.
 """
 
-from dataclasses import replace
 from math import sqrt
 
 import pytest
@@ -66,22 +65,43 @@ def test_parameters_of_published_models(config, count):
     assert num_params(config) == count
 
 
-def test_active_parameters_stand_beside_totals(monkeypatch):
-    """Mixtral-8x7B without its routers: a dense model of whose MLPs a token uses two eighths."""
-    mixtral = model(
-        "llama", 4096, 32, 32, 32000, num_key_value_heads=8, intermediate_size=8 * 14336
-    )
-    dense, routers = layers(mixtral), 32 * 8 * 4096
-    assert num_params(mixtral, active=True) == num_params(mixtral) == 46_702_792_704 - routers
-    assert count(mixtral).with_head == num_params(mixtral) - 32000 * 4096
-    shares = ("mlp.gate_up.weight", 2 / 8), ("mlp.down.weight", 2 / 8)
-    specs = [dense[0], *(replace(block, active=shares) for block in dense[1:-1]), dense[-1]]
-    monkeypatch.setattr(llama, "layers", lambda config: specs)
-    assert num_params(mixtral) == 46_702_792_704 - routers
-    assert num_params(mixtral, active=True) == 12_879_925_248 - routers
-    assert count(mixtral).with_head == num_params(mixtral, active=True) - 32000 * 4096
-    assert parameters(dense) == "46.7B parameters"
-    assert parameters(specs) == "46.7B parameters (12.9B active)"
+QWEN3_MOE = {
+    "vocab": 151936, "num_experts": 128, "num_experts_per_tok": 8, "num_key_value_heads": 4,
+    "head_dim": 128, "qk_norm": True,
+}  # fmt: skip
+EXPERTS = {
+    "Qwen3-30B-A3B": (
+        model("moe", 2048, 48, 32, intermediate_size=6144, moe_intermediate_size=768, **QWEN3_MOE),
+        30_532_122_624, 3_353_032_704,
+    ),
+    "Qwen3-235B-A22B": (
+        model(
+            "moe", 4096, 94, 64, intermediate_size=12288, moe_intermediate_size=1536, **QWEN3_MOE
+        ),
+        235_093_634_560, 22_190_763_520,
+    ),
+    "OLMoE-1B-7B": (
+        model("moe", 2048, 16, 16, 50304, intermediate_size=1024, num_experts=64,
+              num_experts_per_tok=8, qk_norm=True, qk_norm_over="width"),
+        6_919_161_856, 1_282_017_280,
+    ),
+    "Mixtral-8x7B": (
+        model("moe", 4096, 32, 32, 32000, num_key_value_heads=8, intermediate_size=14336),
+        46_702_792_704, 12_879_925_248,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_total_and_active_parameters_of_published_models_with_experts(name):
+    config, total, active = EXPERTS[name]
+    assert (num_params(config), num_params(config, active=True)) == (total, active)
+    assert count(config).with_head == active - config.vocab_size * config.hidden_size
+
+
+def test_active_parameters_stand_beside_totals():
+    mixtral, *_ = EXPERTS["Mixtral-8x7B"]
+    assert parameters(layers(mixtral)) == "46.7B parameters (12.9B active)"
 
 
 @pytest.mark.parametrize(
