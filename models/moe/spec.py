@@ -45,7 +45,7 @@ class Config(llama.Config):
     """How scores become weights. "softmax_topk": the largest of the softmax over all experts.
     "topk_softmax": the softmax of the largest scores. "sigmoid": the largest sigmoids, as in
     DeepSeek-V3."""
-    norm_topk_prob: bool = False
+    norm_topk_prob: bool = True
     """Divide a token's weights by their sum; released Qwen3 models and Mixtral do, OLMoE does not.
     No effect with "topk_softmax", whose weights have the sum 1."""
     routed_scaling_factor: float = Field(default=1.0, gt=0)
