@@ -51,7 +51,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """Route x [tokens, hidden]."""
         c = self.config
-        logits = linear(x.float(), self.weight)  # [tokens, experts]
+        logits = linear(x, self.weight, torch.float32)  # [tokens, experts]
         scores = shares = logits.sigmoid() if c.router == "sigmoid" else logits.softmax(-1)
         if c.router == "sigmoid":
             shares = scores / scores.sum(-1, keepdim=True)

@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from parallel3d.base.section import Problem, Problems
+from parallel3d.model.experts_cost import ExpertsCost
 from parallel3d.model.mlp_cost import MlpCost
 from parallel3d.model.spec import LayerSpec, ParamSpec
 from parallel3d.models.common import TP_0, TP_1, weight_inits
@@ -44,7 +45,7 @@ class Config(llama.Config):
     """How scores become weights. "softmax_topk": the largest of the softmax over all experts.
     "topk_softmax": the softmax of the largest scores. "sigmoid": the largest sigmoids, as in
     DeepSeek-V3."""
-    norm_topk_prob: bool = False
+    norm_topk_prob: bool = True
     """Divide a token's weights by their sum; released Qwen3 models and Mixtral do, OLMoE does not.
     No effect with "topk_softmax", whose weights have the sum 1."""
     routed_scaling_factor: float = Field(default=1.0, gt=0)
@@ -78,6 +79,17 @@ class Config(llama.Config):
     def expert_size(self) -> int:
         """Inner width of an expert, resolved."""
         return self.moe_intermediate_size or self.inner_size
+
+    @property
+    def inner_sizes(self) -> dict[str, int]:
+        """The inner widths that tp cuts, by setting."""
+        dense = not all(map(self.is_sparse, range(self.num_hidden_layers)))
+        own = (
+            {}
+            if self.moe_intermediate_size is None
+            else {"moe_intermediate_size": self.expert_size}
+        )
+        return own | ({"intermediate_size": self.inner_size} if dense or not own else {})
 
     @property
     def balance_step(self) -> float | None:
@@ -143,29 +155,35 @@ def layers(config: Config) -> list[LayerSpec]:
 
 def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
     """Return few experts, of which some tokens use each, and layers of every kind."""
-    experts = min(config.num_experts, 8)
-    settings = {
-        **llama.small(config, tp),
+    experts, k = min(config.num_experts, 8), min(config.num_experts_per_tok, 2)
+    limit = config.capacity_factor
+    return llama.small(config, tp) | {
         "num_experts": experts,
-        "num_experts_per_tok": min(config.num_experts_per_tok, 2),
+        "num_experts_per_tok": k,
         "moe_intermediate_size": config.hidden_size,
         "first_k_dense_replace": min(config.first_k_dense_replace, 1),
         "decoder_sparse_step": min(config.decoder_sparse_step, 2),
-        "mlp_only_layers": (),
+        "mlp_only_layers": (0,) if config.mlp_only_layers else (),
         "n_group": min(config.n_group, 2),
         "topk_group": min(config.topk_group, config.n_group, 2),
+        "capacity_factor": None if limit is None else min(limit, experts / k),
+        # The reference is a model of transformers, which neither adds these nor moves biases.
+        "router_aux_loss_coef": 0.0,
+        "router_z_loss_coef": 0.0,
+        "score_bias_rate": 0.0,
     }
-    return settings
 
 
 def _block(config: Config, number: int) -> LayerSpec:
     inner = config.inner_size
     if config.is_sparse(number):
-        active_size = (config.num_experts_per_tok + config.n_shared_experts) * config.expert_size
-        params, cost = _experts(config), MlpCost(active_size, gated=True)
+        size, shared = config.expert_size, config.n_shared_experts * config.expert_size
+        divided = config.norm_topk_prob or config.router == "topk_softmax"
+        cost = ExpertsCost(config.num_experts, config.num_experts_per_tok, size, divided, shared)
+        block = llama.block(config, number, _experts(config), cost)
     else:
-        params, cost = _mlp(config, "mlp", inner), MlpCost(inner, gated=True)
-    block = llama.block(config, number, params, cost)
+        mlp = _mlp(config, "mlp", inner)
+        block = llama.block(config, number, mlp, MlpCost(inner, gated=True))
     if config.qk_norm_over == "width":
         block = replace(block, params=tuple(_over_width(config, p) for p in block.params))
     if not config.is_sparse(number):

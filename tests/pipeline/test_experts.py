@@ -27,6 +27,7 @@ MOE = {
 }  # fmt: skip
 # Each router with what goes with it; every side loss, norm and MLP in one of them.
 SOFTMAX = {
+    "norm_topk_prob": False,
     "router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01, "qk_norm": True,
     "qk_norm_over": "width", "num_key_value_heads": 2,
 }  # fmt: skip
