@@ -60,8 +60,6 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
 
     Raises ValueError if no class of transformers has this architecture, or not the requested one.
     """
-    import transformers
-
     names = (*_ATTENTION, "mlp_bias", "qk_norm", "no_rope_layer_interval")
     switches = tuple(n for n in names if getattr(config, n))
     if switches not in _CLASSES:
@@ -78,7 +76,6 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
             "(qk_norm = true) does not"
         )
     blocks, interval = config.num_hidden_layers, config.no_rope_layer_interval
-    kind = getattr(transformers, chosen.replace("ForCausalLM", "Config"))
     biases = {"attention_bias": config.attention_output_bias}
     own: dict[str, dict[str, object]] = {
         "LlamaForCausalLM": {**biases, "mlp_bias": config.mlp_bias},
@@ -90,7 +87,15 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
             "use_sliding_window": False,
         },
     }
-    return kind(
+    return settings_of(config, chosen, end_of_text, **own.get(chosen, {}))
+
+
+def settings_of(config: Config, chosen: str, end_of_text: int | None, **own: object) -> Any:
+    """Return the transformers config of a class: what all classes have, and the class's own."""
+    import transformers
+
+    kind = getattr(transformers, chosen.replace("ForCausalLM", "Config"))
+    shared = dict(
         architectures=[chosen],
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -109,8 +114,8 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
         bos_token_id=end_of_text,
         eos_token_id=end_of_text,
         pad_token_id=None,
-        **own.get(chosen, {}),
     )
+    return kind(**shared | own)
 
 
 def reference(config: Config) -> nn.Module:
@@ -118,10 +123,14 @@ def reference(config: Config) -> nn.Module:
 
     Raises ValueError as `architecture` does.
     """
+    return built(architecture(config))
+
+
+def built(settings: Any) -> nn.Module:
+    """Return the model of a transformers config in fp32, randomly initialised."""
     import transformers
 
-    settings = architecture(config)
-    settings._attn_implementation = "eager"
+    settings._attn_implementation = settings._experts_implementation = "eager"
     model: nn.Module = getattr(transformers, settings.architectures[0])(settings).float()
     return model
 
@@ -131,27 +140,20 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
 
     Tensors are independent, so they may come one at a time. Neither side names a tied projection.
     """
-    renamed_weights: dict[str, Tensor] = {}
-    for name, value in weights.items():
-        if "gate_up" in name:
-            for part, target in zip(value, _gate_and_up(name), strict=True):
-                renamed_weights[target] = part
-        else:
-            renamed_weights[renamed(name, _NAMES)] = value
-    return renamed_weights
+    return {
+        part.name: value[part.index]
+        for name, value in weights.items()
+        for part in parts(config, name, tuple(value.shape))
+    }
 
 
 def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Return the tensors of transformers that hold one of our parameters, of this shape."""
+    target, order = renamed(name, _NAMES), tuple(range(len(shape)))
     if "gate_up" in name:
-        both, order = enumerate(_gate_and_up(name)), tuple(range(len(shape) - 1))
-        return tuple(Part(target, shape[1:], order, index) for index, target in both)
-    return (Part(renamed(name, _NAMES), shape, tuple(range(len(shape)))),)
-
-
-def _gate_and_up(name: str) -> tuple[str, str]:
-    target = renamed(name, _NAMES)
-    return target.replace("gate_up", "gate_proj"), target.replace("gate_up", "up_proj")
+        both = (target.replace("gate_up", part) for part in ("gate_proj", "up_proj"))
+        return tuple(Part(t, shape[1:], order[:-1], (index,)) for index, t in enumerate(both))
+    return (Part(target, shape, order),)
 
 
 def _rope(config: Config) -> dict[str, object]:

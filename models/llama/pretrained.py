@@ -17,20 +17,24 @@ MODEL_TYPES = {
 }
 FREE = {"initializer_range": "initializer_range", "attn_pdrop": "attention_dropout"}
 _LENGTH = "original_max_position_embeddings"
+_BASES = {"smollm3": 2e6, "mixtral": 1e6}  # of the rotary frequencies, where not 10,000
 
 
-def model_block(fields: Fields) -> dict[str, object]:
-    """Return the "model" block of a config.json; unsupported values are recorded in `fields`."""
-    kind = fields.model_type
+def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
+    """Return the "model" block of a config.json; unsupported values are recorded in `fields`.
+
+    kind: the model_type with the same attention, if the file's is another family's.
+    """
+    kind = kind or fields.model_type
     heads = fields.take("num_attention_heads")
-    # Of the four classes only Llama's default does not depend on the version of transformers.
+    # Only Llama's default does not depend on the version of transformers.
     kv_heads = fields.take("num_key_value_heads", *([heads] if kind == "llama" else []))
-    head_dim = fields.take("head_dim", *([] if kind == "qwen3" else [None]))
+    head_dim = fields.take("head_dim", *([] if fields.model_type == "qwen3" else [None]))
     base, scaling = _rope(fields)
     fields.only("hidden_act", "silu", "swish", rule="is not SiLU")
     # Qwen2 always has biases on query, key and value; Mistral has none.
     has_bias = kind in ("llama", "qwen3") and fields.take("attention_bias", False)
-    biased = f'adds biases, which are not supported for model_type "{kind}"'
+    biased = f'adds biases, which are not supported for model_type "{fields.model_type}"'
     if kind in ("mistral", "smollm3"):
         fields.only("attention_bias", False, rule=biased)
     if kind != "llama":
@@ -52,7 +56,7 @@ def model_block(fields: Fields) -> dict[str, object]:
         "head_dim": head_dim,
         "intermediate_size": fields.take("intermediate_size"),
         "vocab_size": fields.take("vocab_size"),
-        "max_position_embeddings": _longest(fields),
+        "max_position_embeddings": _longest(fields, kind),
         "rms_norm_eps": fields.take("rms_norm_eps", 1e-6),
         "rope_theta": base,
         "rope_scaling": scaling,
@@ -65,7 +69,7 @@ def model_block(fields: Fields) -> dict[str, object]:
     }
 
 
-def _longest(fields: Fields) -> object:
+def _longest(fields: Fields, kind: str) -> object:
     """Return the longest sequence that no attention window cuts; a window counts its own token."""
     longest = fields.take("max_position_embeddings", 2048)
     # A missing field means MistralConfig's default; null means no window.
@@ -75,12 +79,12 @@ def _longest(fields: Fields) -> object:
     used = fields.take("use_sliding_window", fields.model_type == "mistral")
     if not isinstance(types, list):
         fields.refuse("layer_types", "must be a list", "use one attention type per layer")
-    elif any(kind != "full_attention" for kind in types):
+    elif any(layer != "full_attention" for layer in types):
         used = True
-        known = all(kind in ("full_attention", "sliding_attention") for kind in types)
+        known = all(layer in ("full_attention", "sliding_attention") for layer in types)
         if not known or window is None:
             fields.refuse("layer_types", "has layers that do not attend to all previous tokens")
-    if window is None or (not used and fields.model_type not in ("llama", "mistral")):
+    if window is None or (not used and kind not in ("llama", "mistral")):
         return longest
     if not _is_count(window):
         fields.refuse("sliding_window", "must be a number of tokens", "download the file again")
@@ -110,7 +114,7 @@ def _interval(fields: Fields) -> object:
 
 def _rope(fields: Fields) -> tuple[object, dict[str, object] | None]:
     """Return the base of the rotary frequencies, and the scaling of them, or None."""
-    base = fields.take("rope_theta", 2e6 if fields.model_type == "smollm3" else 10_000.0)
+    base = fields.take("rope_theta", _BASES.get(fields.model_type, 10_000.0))
     where, kind, rope = fields.rope("rope_parameters", "rope_scaling")
     base = rope.pop("rope_theta", base)
     if rope.pop("partial_rotary_factor", 1) not in (1, None):

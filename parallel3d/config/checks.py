@@ -64,12 +64,13 @@ def _check_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
 
 
 def _check_inner_size(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
-    size = model.inner_size
-    # A tp that does not divide the heads is reported by another check.
-    if size % mesh.tp and model.num_attention_heads % mesh.tp == 0:
-        rule = f"is not a multiple of tp={mesh.tp}"
-        remedy = f"use {size // mesh.tp * mesh.tp + mesh.tp}, or another mesh.tp"
-        yield Problem("parallel3d.model.intermediate_size", size, rule, remedy)
+    sizes = getattr(model, "inner_sizes", {"intermediate_size": model.inner_size})
+    for name, size in sizes.items():
+        # A tp that does not divide the heads is reported by another check.
+        if size % mesh.tp and model.num_attention_heads % mesh.tp == 0:
+            rule = f"is not a multiple of tp={mesh.tp}"
+            remedy = f"use {size // mesh.tp * mesh.tp + mesh.tp}, or another mesh.tp"
+            yield Problem(f"parallel3d.model.{name}", size, rule, remedy)
 
 
 def _check_key_value_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -147,6 +148,13 @@ def _check_compile(
     if parts := sorted(parts_of(pipeline.activation_checkpointing) - {"core_attn"}):
         rule = f"cannot recompute parts of a compiled block ({', '.join(parts)})"
         yield Problem(path, train.compile, rule, f'{remedy}, or activation_checkpointing "full"')
+
+
+def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
+    """Check that experts, whose tokens are sorted, keep their activations on the device."""
+    if pipeline.offload_activations != "none" and hasattr(model, "num_experts"):
+        path, rule = "parallel3d.pipeline.offload_activations", "does not move what experts save"
+        yield Problem(path, pipeline.offload_activations, rule, 'use "none", or recomputation')
 
 
 def _check_rewind(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[Problem]:
@@ -467,7 +475,7 @@ def _join_with_or(numbers: list[int]) -> str:
 
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads, _check_key_value_heads, _check_inner_size, _check_layers, _check_schedule,
-    _check_reduction, _check_compile, _check_rewind, _check_sequence, _check_sequence_parallel,
+    _check_reduction, _check_compile, _check_activations, _check_rewind, _check_sequence, _check_sequence_parallel,
     _check_context, _check_attention_dropout,
     _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary, _check_batch,
     _check_plan, _check_length, _check_batch_schedule, _check_batch_sizes, _check_lr_schedule,

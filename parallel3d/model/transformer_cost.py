@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
+from parallel3d.model.experts_cost import ExpertsCost
 from parallel3d.model.mlp_cost import MlpCost
 from parallel3d.model.norm_cost import NormCost
 from parallel3d.model.recompute import parts_of
@@ -92,8 +93,9 @@ def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
     cost = LayerCost(0)
     for number, module in enumerate(c.modules):
         beside = c.parallel and number > 0
-        # An MLP that runs again keeps its input, the norm's output.
+        # An MLP that runs again keeps its input, the norm's output; so do experts.
         keeps = isinstance(module, MlpCost) and "mlp" in parts_of(recompute)
+        keeps = keeps or isinstance(module, ExpertsCost)
         cost += c.norm(stream, beside, "none" if keeps else recompute)
         cost += module(stream, recompute)
         cost += _residual_sum(stream, beside)

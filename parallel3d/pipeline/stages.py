@@ -194,7 +194,11 @@ def build_stages(
     for s in own_stages:
         blocks = [modules[layers[i].name] for i in placement[s] if layers[i].name in inner]
         recompute |= {*blocks[: num_full(activation_checkpointing, len(blocks))]}
-    side_losses = {modules[o.name]: o.side_losses for o in layers if o.name in modules}
+    side_losses = {
+        modules[o.name]: o.side_losses + ((o.loads,) if o.num_experts else ())
+        for o in layers
+        if o.name in modules
+    }
     on_host = HostActivations(mesh.device) if offload_activations else None
     module = Stages(by_stage, recompute, side_losses, on_host)
     return BuiltStages(module, tuple(held), key, placement)
