@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import isqrt, sqrt
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -12,6 +13,7 @@ from parallel3d.model.config import HasHeadSize, ModelConfig, TransformerConfig
 from parallel3d.model.parametrization import (
     ROLES,
     Parametrization,
+    Rate,
     Role,
     Scales,
     parametrization_of,
@@ -108,12 +110,18 @@ def scales_of(config: ModelConfig) -> Scales:
     return Scales.of(config, head_size_of(config))
 
 
-def role_rates(config: ModelConfig) -> dict[Role, float]:
-    """Return the factor of each role's learning rate; {} if all are 1."""
+def rates_of(config: ModelConfig, params: Section) -> dict[Role | None, Rate]:
+    """Return the factors of each role's rates, with an optimizer's parameters."""
+    return scales_of(config).rates(getattr(params, "width_power", 1.0))
+
+
+def role_lrs(config: ModelConfig, params: Any) -> dict[Role, float]:
+    """Return each role's peak learning rate over `params.lr`; {} without muP."""
     if parametrization_of(config).type == "standard":
         return {}
-    scales = scales_of(config)
-    return {role: scales.rate(role).lr for role in ROLES}
+    own_lr = getattr(params, "own_lr", lambda role: params.lr)
+    rates = rates_of(config, params)
+    return {role: rates[role].lr * own_lr(role) / params.lr for role in ROLES}
 
 
 def folded(

@@ -417,6 +417,11 @@ def _check_optimizer(
             f"sets learning rates that do not transfer with {name}",
             'use "standard", or optimizer.type = "AdamW"',
         )),
+        (kind == "mup" and getattr(optimizer.params, "width_power", 1.0) is None, Problem(
+            "optimizer.params.scale", getattr(optimizer.params, "scale", None),
+            "has no learning rate that transfers over the width, as muP needs",
+            'use "spectral" or "match_rms_adamw"',
+        )),
         (device != "none" and getattr(optimizer.params, "torch_adam", False), Problem(
             "optimizer.params.torch_adam", True,
             "cannot be combined with offload_optimizer, which uses DeepSpeed's Adam on the host",

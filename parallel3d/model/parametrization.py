@@ -96,26 +96,27 @@ class Scales:
             base_depth=settings.base_depth,
         )
 
-    def rate(self, role: Role | None) -> Rate:
+    def rate(self, role: Role | None, power: float = 1.0) -> Rate:
         """Return the factors of a role's rates; a parameter without a role has factors of 1.
 
-        AdamW's decay in a step is rate x decay, so the decay grows by what the rate loses.
+        Hidden matrices have the rate over width**power, 1 for Adam. The decay in a step is
+        rate x decay, so the decay grows by what the rate loses.
         """
         if role is None:
             return Rate()
         is_inner = role in ("hidden", "vector")
         eps = 1 / (self.width * (self.depth if is_inner else 1)) if self.base_depth else 1.0
         if role == "hidden":
-            return Rate(1 / self.width, self.width, eps)
+            return Rate(1 / self.width**power, self.width**power, eps)
         return Rate(eps=eps)
 
     def scores(self, head_size: int) -> float | None:
         """Return the factor of attention scores; None for the usual 1/sqrt(head_size)."""
         return None if self.query == 1 else self.query / sqrt(head_size)
 
-    def rates(self) -> dict[Role | None, Rate]:
+    def rates(self, power: float = 1.0) -> dict[Role | None, Rate]:
         """Return the factors of every role, and of a parameter without a role (None)."""
-        return {role: self.rate(role) for role in (None, *ROLES)}
+        return {role: self.rate(role, power) for role in (None, *ROLES)}
 
 
 def parametrization_of(model: ModelConfig) -> Parametrization:

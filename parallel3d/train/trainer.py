@@ -21,7 +21,7 @@ from parallel3d.engine import StepResult
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.model.spec import named_params
-from parallel3d.models.common import role_rates
+from parallel3d.models.common import role_lrs
 from parallel3d.tensor import compiled
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.bad_steps import BadSteps, Verdict, left_out
@@ -115,7 +115,7 @@ class Trainer:
         self.saver, self.stop, self.position = saver, stop or StopRequest(), start.position
         self._state = RunState(config, corpus) if saver else None
         self._bad = BadSteps(config.train, start.checkpoint.state if start.checkpoint else None)
-        self._role_rates = role_rates(config.model)
+        self._role_lrs = role_lrs(config.model, config.optimizer.params)
         # The number of layers with each side loss.
         self._side_losses = Counter(name for layer in parts.layers for name in layer.side_losses)
         self._stall: float | None = None  # of the last save, until a line of metrics contains it
@@ -404,7 +404,7 @@ class Trainer:
             mfu=mfu,
             peak_memory_bytes=int(max(row.memory for row in rows)),
             step_seconds=seconds,
-            role_lr={role: lr * factor for role, factor in self._role_rates.items()},
+            role_lr={role: lr * factor for role, factor in self._role_lrs.items()},
             side_losses=self._means_of_side_losses(rows),
             part_epochs=self._feed.epochs(self.position.next_sample),
             validation=validation,
