@@ -112,7 +112,8 @@ def scales_of(config: ModelConfig) -> Scales:
 
 def rates_of(config: ModelConfig, params: Section) -> dict[Role | None, Rate]:
     """Return the factors of each role's rates, with an optimizer's parameters."""
-    return scales_of(config).rates(getattr(params, "width_power", 1.0))
+    # None is refused with muP, and has no effect without it.
+    return scales_of(config).rates(getattr(params, "width_power", 1.0) or 0.0)
 
 
 def role_lrs(config: ModelConfig, params: Any) -> dict[Role, float]:

@@ -466,8 +466,8 @@ def _join_with_or(numbers: list[int]) -> str:
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads, _check_key_value_heads, _check_inner_size, _check_layers, _check_schedule,
     _check_reduction, _check_noise_scale, _check_compile, _check_rewind, _check_sequence,
-    _check_sequence_parallel, _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary, _check_batch,
-    _check_plan, _check_length, _check_batch_schedule, _check_batch_sizes, _check_lr_schedule,
-    _check_scheduler, _check_profile, _check_precision, _check_communication_type, _check_offload,
-    _check_nvme, _check_optimizer,
+    _check_sequence_parallel, _check_tp_of_vocabulary, _check_trained_vocabulary,
+    _check_vocabulary, _check_batch, _check_plan, _check_length, _check_batch_schedule,
+    _check_batch_sizes, _check_lr_schedule, _check_scheduler, _check_profile, _check_precision,
+    _check_communication_type, _check_offload, _check_nvme, _check_optimizer,
 )  # fmt: skip

@@ -69,6 +69,8 @@ def test_muons_rates_go_by_the_norm_of_its_updates(scale, rate):
     params = optimizers.load("muon").Params(lr=0.5, adam_lr=0.25, scale=scale)
     rates = rates_of(wide, params)
     assert rates["hidden"] == rate and rates["input"] == rates["output"] == Rate()
+    original = optimizers.load("muon").Params(lr=0.5)
+    assert set(rates_of(model("llama"), original).values()) == {Rate()}
     assert role_lrs(wide, params) == {
         "input": 0.5, "hidden": rate.lr, "output": 0.5, "vector": 0.5
     }  # fmt: skip
