@@ -110,15 +110,21 @@ def curves(folder: Path) -> list[Curve]:
     """Return the loss curve of every run in a folder, with fewer points for plotting."""
     loss_curves = []
     for path in _folders(folder):
-        try:
-            text = (path / METRICS).read_text(encoding="utf-8", errors="replace")
-        except OSError:
+        if not (lines := lines_of(path)):
             continue
-        lines = [line for line in map(_parsed, text.split("\n")) if line]
         tokens, loss = _series(lines[:: max(1, len(lines) // _MOST_POINTS)], "loss")
         held_out = list(zip(*_series(lines, "held_out_loss"), strict=True))
         loss_curves.append(Curve(path.name, tokens, loss, held_out))
     return loss_curves
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a run's metrics; [] if they cannot be read."""
+    try:
+        text = (folder / METRICS).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [line for line in map(_parsed, text.split("\n")) if line]
 
 
 def _series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:

@@ -264,8 +264,7 @@ class Trainer:
         """
         pulse.doing(f"the batch of step {step + 1}")
         every = self.config.train.noise_scale_every
-        is_measured = every and (step + 1) % every == 0
-        if is_measured:
+        if is_measured := every and (step + 1) % every == 0:
             self.engine.measure_own_gradient()
         loss = self.executor.run(self._feed.training(self.position.next_sample), step)
         pulse.doing(f"the optimizer's step {step + 1}")
