@@ -5,11 +5,13 @@ parallel3d scale run --ladder configs/ladders/cpu.json --parallel 2
 parallel3d scale fit runs.csv
 parallel3d scale predict --fit fit.json --flops 1e24 --register
 parallel3d scale coordcheck --config mup.json
+parallel3d scale critical-batch --run runs/mine
 """
 
 import argparse
 import json
 import sys
+from dataclasses import asdict
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
@@ -22,6 +24,7 @@ def main() -> int:
     args = parse_args()
     commands = {
         "plan": plan, "run": run, "fit": fit, "predict": predict, "coordcheck": coordcheck,
+        "critical-batch": critical_batch,
     }  # fmt: skip
     return commands[args.command](args)
 
@@ -100,6 +103,17 @@ def coordcheck(args: argparse.Namespace) -> int:
     return DONE if check.passed else FAILED
 
 
+def critical_batch(args: argparse.Namespace) -> int:
+    """Train forks of a run with several batches; return 1 if one failed and 3 if stopped."""
+    from parallel3d.scaling.ladder.critical_batch import measure
+    from parallel3d.scaling.result import finite
+
+    code, result = measure(args, terminal.console(args.json))
+    if args.json and result:
+        print(json.dumps(finite(asdict(result))))
+    return code
+
+
 def parse_args() -> argparse.Namespace:
     """Read the command line of `scale`."""
     parser = Parser(__doc__)
@@ -109,6 +123,7 @@ def parse_args() -> argparse.Namespace:
         ("run", flags.add_run, "train the unfinished runs of a ladder"),
         ("fit", flags.add_fit, "fit a law to runs"),
         ("predict", flags.add_predict, "forecast a run from a fit"),
+        ("critical-batch", flags.add_critical_batch, "find the largest useful batch of a run"),
         ("coordcheck", coordinates.add, "check that activations do not depend on the width"),
     ):
         add(commands.add_parser(name, help=words, description=words))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import isqrt, sqrt
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -11,6 +12,7 @@ from parallel3d.model.attention_cost import AttentionCost
 from parallel3d.model.config import HasHeadSize, ModelConfig, TransformerConfig
 from parallel3d.model.parametrization import (
     Parametrization,
+    Rate,
     Role,
     Scales,
     parametrization_of,
@@ -105,12 +107,23 @@ def scales_of(config: ModelConfig) -> Scales:
     return Scales.of(config, head_size_of(config))
 
 
-def role_rates(config: ModelConfig) -> dict[Role, float]:
-    """Return the factor of each role's learning rate; {} if all are 1."""
+def rates_of(config: ModelConfig, params: Section) -> dict[Role | None, Rate]:
+    """Return the factors of each role's rates, with an optimizer's parameters."""
+    # None is refused with muP, and has no effect without it.
+    return scales_of(config).rates(getattr(params, "width_power", 1.0) or 0.0)
+
+
+def role_lrs(config: ModelConfig, params: Any) -> dict[Role, float]:
+    """Return each role's peak learning rate over `params.lr`; {} without muP."""
     if parametrization_of(config).type == "standard":
         return {}
-    rates = scales_of(config).rates().items()
-    return {role: rate.lr for role, rate in rates if role is not None and not rate.is_step}
+    own_lr = getattr(params, "own_lr", lambda role: params.lr)
+    rates = rates_of(config, params).items()
+    return {
+        role: rate.lr * own_lr(role) / params.lr
+        for role, rate in rates
+        if role is not None and not rate.is_step
+    }
 
 
 def folded(

@@ -75,7 +75,7 @@ BUDGET = {
     "parallel3d/pipeline": 390,
     "parallel3d/plan": 2700,
     "parallel3d/report": 310,
-    "parallel3d/scaling": 2780,
+    "parallel3d/scaling": 2900,
     "parallel3d/schedule": 910,
     "parallel3d/tensor": 1095,
     "parallel3d/train": 2560,

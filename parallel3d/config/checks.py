@@ -132,6 +132,24 @@ def _check_reduction(pipeline: PipelineConfig, zero_optimization: ZeroConfig) ->
         yield Problem("parallel3d.pipeline.gradient_reduction", chosen, rule, 'use "per_step"')
 
 
+def _check_noise_scale(
+    train: TrainConfig, mesh: MeshConfig, pipeline: PipelineConfig, zero_optimization: ZeroConfig
+) -> Iterator[Problem]:
+    """Check that each data-parallel rank has a whole gradient of its own."""
+    path, every = "parallel3d.train.noise_scale_every", train.noise_scale_every
+    if every and mesh.dp == 1:
+        rule = "compares gradients of data-parallel ranks, and mesh.dp is 1"
+        yield Problem(path, every, rule, "use dp = 2 or more, or 0 here")
+    stage, chosen = zero_optimization.stage, pipeline.gradient_reduction
+    if every and not reduces_once(stage, chosen):
+        rule = (
+            "needs gradients that are reduced once per step, not after each microbatch as with "
+            f"zero_optimization.stage={stage} and gradient_reduction={chosen!r}"
+        )
+        remedy = 'set parallel3d.pipeline.gradient_reduction = "per_step", or 0 here'
+        yield Problem(path, every, rule, remedy)
+
+
 def _check_compile(
     pipeline: PipelineConfig, train: TrainConfig, zero_optimization: ZeroConfig
 ) -> Iterator[Problem]:
@@ -450,6 +468,11 @@ def _check_optimizer(
             f"sets learning rates that do not transfer with {name}",
             'use "standard", or optimizer.type = "AdamW"',
         )),
+        (kind == "mup" and getattr(optimizer.params, "width_power", 1.0) is None, Problem(
+            "optimizer.params.scale", getattr(optimizer.params, "scale", None),
+            "has no learning rate that transfers over the width, as muP needs",
+            'use "spectral" or "match_rms_adamw"',
+        )),
         (device != "none" and getattr(optimizer.params, "torch_adam", False), Problem(
             "optimizer.params.torch_adam", True,
             "cannot be combined with offload_optimizer, which uses DeepSpeed's Adam on the host",
@@ -475,8 +498,8 @@ def _join_with_or(numbers: list[int]) -> str:
 
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads, _check_key_value_heads, _check_inner_size, _check_layers, _check_schedule,
-    _check_reduction, _check_compile, _check_activations, _check_rewind, _check_sequence, _check_sequence_parallel,
-    _check_context, _check_attention_dropout,
+    _check_reduction, _check_noise_scale, _check_compile, _check_activations, _check_rewind,
+    _check_sequence, _check_sequence_parallel, _check_context, _check_attention_dropout,
     _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary, _check_batch,
     _check_plan, _check_length, _check_batch_schedule, _check_batch_sizes, _check_lr_schedule,
     _check_scheduler, _check_profile, _check_precision, _check_communication_type, _check_offload,

@@ -233,6 +233,9 @@ class TrainConfig(Section):
     1, its square root, or the ratio itself."""
     evaluate_every: int = Field(default=0, ge=0)
     """Steps between evaluations on held-out text; 0 evaluates only after the last step."""
+    noise_scale_every: int = Field(default=0, ge=0)
+    """Steps between measurements of the gradient noise scale (`gradient_noise` in metrics.jsonl);
+    0 measures nothing. Needs dp of 2 or more, and gradients that are reduced once per step."""
     evaluate_samples: int = Field(default=64, gt=0)
     """Held-out samples per evaluation."""
     stop_after: Positive | None = None

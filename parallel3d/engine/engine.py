@@ -40,12 +40,15 @@ class StepResult:
     - `applied`: whether the weights were updated.
     - `overflow`: an fp16 gradient overflowed at `loss_scale` (1 outside fp16), so every rank
       skipped the step and lowers the scale.
+    - `own_squares`: the part that this rank counts of the sum of squares of its dp coordinate's own
+      gradient, times `loss_scale` squared; 0 without `measure_own_gradient`.
     """
 
     norm: Tensor | float
     applied: bool
     overflow: bool = False
     loss_scale: float = 1.0
+    own_squares: Tensor | float = 0.0
 
     @cached_property
     def grad_norm(self) -> float:
@@ -169,6 +172,10 @@ class Engine:
         """Reduce a stage's gradients over the mesh, after its last backward of the step."""
         self._reduction.reduce(stage)
 
+    def measure_own_gradient(self) -> None:
+        """Measure `StepResult.own_squares` in the next step, on the device."""
+        self._reduction.own_squares = torch.zeros((), device=self.mesh.device)
+
     def accumulation(self) -> AbstractContextManager[None]:
         """Return the context of a step's forwards and backwards; gradients are reduced on exit."""
         return self._reduction.accumulation()
@@ -249,6 +256,7 @@ class Engine:
             scheduled = 1.0 if kind.rate.is_step else lr * group.get("factor", 1.0)
             group["lr"] = scheduled * kind.rate.lr
         began = self._now()
+        squares, self._reduction.own_squares = self._reduction.own_squares, None
         scale, last = self.loss_scale, fp16.at_last_loss_scale(optimizer)
         asking: AbstractContextManager[list[Tensor]] = nullcontext([])
         if is_kept:
@@ -275,6 +283,7 @@ class Engine:
             applied=applied,
             overflow=overflow,
             loss_scale=scale,
+            own_squares=0.0 if squares is None else squares,
         )
 
     def _now(self) -> float:

@@ -12,7 +12,7 @@ from parallel3d.config.parallel3d_block import gathered_for, reduces_once
 from parallel3d.engine.quirks import core
 from parallel3d.model import optimizers
 from parallel3d.model.parametrization import Rate, Role, Scales
-from parallel3d.models.common import scales_of
+from parallel3d.models.common import rates_of
 from parallel3d.schedule.sharding import Weights
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,7 +69,7 @@ class EngineSettings:
             gradient_clipping=config.gradient_clipping,
             overlap_update=config.train.overlap_update and zero.stage == 3, lr=params.lr,
             eps=getattr(params, "eps", 0.0), weight_decay=getattr(params, "weight_decay", 0.0),
-            optimizer=config.optimizer.file, params=params, rates=scales_of(config.model).rates(),
+            optimizer=config.optimizer.file, params=params, rates=rates_of(config.model, params),
             zero_options=zero.model_dump(exclude=own_fields, exclude_none=True),
             optimizer_options=_options(zero.offload_optimizer, "device"),
             param_options=_options(zero.offload_param, "device"), aio=_options(config.aio),

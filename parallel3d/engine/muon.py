@@ -89,8 +89,8 @@ def set_rates(groups: list[dict[str, object]], params: Any) -> None:
     for group in groups:
         if not group["matrices"] and group["decays"] and params.adam_weight_decay is not None:
             group["weight_decay"] = params.adam_weight_decay
-        own = params.muon_lr if group["matrices"] else params.adam_lr
-        group["factor"] = (own or params.lr) / params.lr
+        role = optimizers.MATRIX if group["matrices"] else None
+        group["factor"] = params.own_lr(role) / params.lr
 
 
 def orthogonalise(matrices: Tensor, params: Any) -> Tensor:

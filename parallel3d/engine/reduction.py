@@ -42,6 +42,8 @@ class Reduction:
                 for parameter in layer.parameters():
                     self._index.setdefault(parameter, index)
         self._last: int | None = None  # the stage whose last backward runs
+        # If asked for, the sum of squares of the gradients that dp will average; copies count once.
+        self.own_squares: Tensor | None = None
         # Only at ZeRO-0, which DeepSpeed does not average: to be called when the step needs them.
         self._averages: list[Callable[[], None]] = []
         self._bucket = settings.reduce_bucket_size
@@ -153,6 +155,10 @@ class Reduction:
         if tied:
             assert self._owners is not None
             all_reduce_coalesced(tied, self._owners)
+        if self.own_squares is not None:
+            for h in held:
+                if h.counts:
+                    self.own_squares += _grad(h).float().square().sum()
         if self._settings.zero_stage == 0:
             self._average_over_replicas(held)
 

@@ -20,6 +20,7 @@ from parallel3d.engine.quirks import core, nvme
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model import optimizers
 from parallel3d.model.optimizers import MATRIX
+from parallel3d.model.parametrization import Scales
 from parallel3d.model.spec import Init, ParamSpec
 from parallel3d.tensor.cut import Cut, held_parameters
 from parallel3d.tensor.initialise import fill
@@ -103,14 +104,16 @@ def _scaled_down(settings: EngineSettings) -> EngineSettings:
     if settings.offload_param == "nvme":
         zero["stage3_param_persistence_threshold"] = 0
         param = param | {"buffer_size": 2**12, "max_in_cpu": 0}
-    fixed, params = settings.fp16.get("loss_scale"), settings.params
+    fixed, params, rates = settings.fp16.get("loss_scale"), settings.params, settings.rates
     if settings.optimizer == "muon":
         # One rate for all. More steps of Newton-Schulz multiply half precision's rounding by
         # several hundred.
         params = params.model_copy(update={"ns_steps": 1, "muon_lr": None, "adam_lr": None})
+        rates = Scales().rates()
     return replace(
         settings,
         params=params,
+        rates=rates,
         micro_batch_size=_BATCH,
         lr=0.1,
         # With a large eps Adam's step is proportional to the gradient; otherwise it is nearly the

@@ -104,10 +104,11 @@ class Scales:
             balance_step=balance,
         )
 
-    def rate(self, role: Role | None) -> Rate:
+    def rate(self, role: Role | None, power: float = 1.0) -> Rate:
         """Return the factors of a role's rates; a parameter without a role has factors of 1.
 
-        AdamW's decay in a step is rate x decay, so the decay grows by what the rate loses.
+        Hidden matrices have the rate over width**power, 1 for Adam. The decay in a step is
+        rate x decay, so the decay grows by what the rate loses.
         """
         if role == "balance":
             return Rate(self.balance_step or 0.0, is_step=True)
@@ -115,7 +116,9 @@ class Scales:
             return Rate()
         is_inner = role in ("hidden", "vector", "router")
         eps = 1 / (self.width * (self.depth if is_inner else 1)) if self.base_depth else 1.0
-        if role in ("hidden", "router"):
+        if role == "hidden":
+            return Rate(1 / self.width**power, self.width**power, eps)
+        if role == "router":
             return Rate(1 / self.width, self.width, eps)
         return Rate(eps=eps)
 
@@ -123,10 +126,10 @@ class Scales:
         """Return the factor of attention scores; None for the usual 1/sqrt(head_size)."""
         return None if self.query == 1 else self.query / sqrt(head_size)
 
-    def rates(self) -> dict[Role | None, Rate]:
+    def rates(self, power: float = 1.0) -> dict[Role | None, Rate]:
         """Return the factors of every role, and of a parameter without a role (None)."""
         roles = (role for role in ROLES if role != "balance" or self.balance_step is not None)
-        return {role: self.rate(role) for role in (None, *roles)}
+        return {role: self.rate(role, power) for role in (None, *roles)}
 
 
 def parametrization_of(model: ModelConfig) -> Parametrization:

@@ -128,6 +128,27 @@ def add_run(parser: Parser) -> None:
     )
 
 
+def add_critical_batch(parser: Parser) -> None:
+    """Add the flags of `critical-batch`."""
+    add = parser.add_argument
+    # fmt: off
+    add("--run", type=Path, required=True, metavar="RUN", help="folder of a run with checkpoints")
+    add("--step", type=whole_number(), metavar="N", help="its checkpoint (default: the newest)")
+    add("--batches", type=whole_number(), nargs="+", metavar="N",
+        help="samples per step of the forks (default: the run's batch times 1/4 to 16)")
+    add("--tokens", type=whole_number(), metavar="N",
+        help="tokens of each fork (default: a tenth of the run's, at least 8 steps "
+        "of the largest batch)")
+    add("--batch-lr", choices=("none", "sqrt", "linear"), default="sqrt",
+        help="law of the learning rate, as train.batch_lr (default: sqrt)")
+    add("--tolerance", type=above_0, default=0.01, metavar="NATS",
+        help="loss above that of small batches that still counts as none (default: 0.01)")
+    add("--parallel", type=whole_number(), default=1, metavar="N",
+        help="train up to N forks at once (default: 1)")
+    # fmt: on
+    parser.add_json()
+
+
 def predict(args: argparse.Namespace) -> tuple[Forecast, Fit, Path | None]:
     """Make the forecast that the flags ask for, and register it if they say so.
 

@@ -109,14 +109,20 @@ def curves(folder: Path) -> list[Curve]:
     """Return the loss curve of every run in a folder, with fewer points for plotting."""
     loss_curves = []
     for path in _folders(folder):
-        try:
-            lines = read_lines(path / METRICS)
-        except OSError:
+        if not (lines := lines_of(path)):
             continue
         tokens, loss = _series(lines[:: max(1, len(lines) // _MOST_POINTS)], "loss")
         held_out = list(zip(*_series(lines, "held_out_loss"), strict=True))
         loss_curves.append(Curve(path.name, tokens, loss, held_out))
     return loss_curves
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a run's metrics; [] if they cannot be read."""
+    try:
+        return read_lines(folder / METRICS)
+    except OSError:
+        return []
 
 
 def _series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:

@@ -62,6 +62,10 @@ class StepMetrics:
     beyond an expert's capacity. As one list here: the loads, and dropped."""
     part_epochs: dict[str, float] = field(default_factory=dict)
     """How often each part of a mixture has been read; "mixture.0" is the first part."""
+    gradient_noise: dict[str, float] = field(default_factory=dict)
+    """Only after steps of train.noise_scale_every: estimates of the `trace` of the covariance of a
+    sample's gradient and of the `square` of the true gradient's norm, and their ratio `scale`, the
+    gradient noise scale in samples. Single steps are noisy: divide means of the first two."""
     checkpoint_stall_seconds: float | None = None
     """Seconds for which a save held up training; only on the line after the save."""
 
@@ -90,8 +94,20 @@ class StepMetrics:
         numbers |= {f"side_losses/{name}": value for name, value in self.side_losses.items()}
         for layer, row in self.experts.items():
             numbers |= {f"experts/{layer}/{name}": x for name, x in _balance(row).items()}
+        numbers |= {f"gradient_noise/{name}": value for name, value in self.gradient_noise.items()}
         numbers |= {f"epochs/{part}": epochs for part, epochs in self.part_epochs.items()}
         return numbers | _flat(self.validation)
+
+
+def gradient_noise(small: float, big: float, *, batch: int, ranks: int) -> dict[str, float]:
+    """Return StepMetrics.gradient_noise (arXiv:1812.06162, appendix A.1).
+
+    - `small`: mean over dp ranks of the squared norm of a rank's own gradient
+    - `big`: squared norm of their average, over `batch` samples
+    """
+    square = (ranks * big - small) / (ranks - 1)
+    trace = (small - big) * batch / (ranks - 1)
+    return {"trace": trace, "square": square, "scale": trace / square if square else math.nan}
 
 
 def _in_json(validation: Losses) -> dict[str, object]:
@@ -128,7 +144,7 @@ def _balance(row: list[float]) -> dict[str, float]:
 
 _HELD_OUT_LOSS = "held_out_loss"
 _SOMETIMES = ("loss_scale", "checkpoint_stall_seconds")
-_BY_NAME = ("role_lr", "side_losses", "part_epochs")
+_BY_NAME = ("role_lr", "side_losses", "part_epochs", "gradient_noise")
 _OTHERS = ("validation", "experts", *_BY_NAME, *_SOMETIMES)
 _ALWAYS = tuple(f.name for f in fields(StepMetrics) if f.name not in _OTHERS)
 

@@ -23,7 +23,7 @@ from parallel3d.engine import StepResult
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.model.spec import named_params
-from parallel3d.models.common import role_rates
+from parallel3d.models.common import role_lrs
 from parallel3d.tensor import compiled
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.bad_steps import BadSteps, Verdict, left_out
@@ -32,7 +32,7 @@ from parallel3d.train.digests import append_digest
 from parallel3d.train.evaluation import HELD_OUT, Evaluation, Losses
 from parallel3d.train.feed import Feed
 from parallel3d.train.journal import record
-from parallel3d.train.metrics import MetricsWriter, StepMetrics, peak_memory_bytes
+from parallel3d.train.metrics import MetricsWriter, StepMetrics, gradient_noise, peak_memory_bytes
 from parallel3d.train.profiler import Profiler
 from parallel3d.train.progress import Progress
 from parallel3d.train.start import Start
@@ -81,6 +81,7 @@ class _Row(NamedTuple):
     stop: float  # 1 if the rank was asked to stop, else 0
     save: float  # 1 if the rank was asked to save, else 0
     broken: float  # 1 if the rank's saves failed too often, else 0
+    own_squares: float  # of its dp coordinate's gradient, if measured
     side_losses: tuple[float, ...]  # summed over its layers
 
 
@@ -117,10 +118,11 @@ class Trainer:
         self.saver, self.stop, self.position = saver, stop or StopRequest(), start.position
         self._state = RunState(config, corpus) if saver else None
         self._bad = BadSteps(config.train, start.checkpoint.state if start.checkpoint else None)
-        self._role_rates = role_rates(config.model)
+        self._role_lrs = role_lrs(config.model, config.optimizer.params)
         # The number of layers with each side loss.
         self._side_losses = Counter(name for layer in parts.layers for name in layer.side_losses)
         self._sparse = [layer for layer in parts.layers if layer.num_experts]
+        self._noise: dict[str, float] = {}  # of the last step
         self._stall: float | None = None  # of the last save, until a line of metrics contains it
         self._feed = Feed(config, mesh, corpus, parts.schedule)
         self._evaluation = Evaluation(
@@ -264,6 +266,9 @@ class Trainer:
         ranks judge it before the update, which takes one more exchange.
         """
         pulse.doing(f"the batch of step {step + 1}")
+        every = self.config.train.noise_scale_every
+        if is_measured := every and (step + 1) % every == 0:
+            self.engine.measure_own_gradient()
         loss = self.executor.run(self._feed.training(self.position.next_sample), step)
         pulse.doing(f"the optimizer's step {step + 1}")
         side_losses = [self.executor.side_losses.get(name, 0.0) for name in self._side_losses]
@@ -278,9 +283,10 @@ class Trainer:
         done = self.engine.step(lr, is_kept if self._bad.may_skip else None)
         memory, broken = peak_memory_bytes(self.mesh.device), bool(self.saver and self.saver.broken)
         stop, save = self.stop.flags()
-        own = loss, done.norm, memory, stop, save, broken, *side_losses
-        rows = [_Row._make((*row[:6], tuple(row[6:]))) for row in self.mesh.gather_floats(own)]
+        own = loss, done.norm, memory, stop, save, broken, done.own_squares, *side_losses
+        rows = [_Row._make((*row[:7], tuple(row[7:]))) for row in self.mesh.gather_floats(own)]
         done = replace(done, norm=rows[self.mesh.rank].norm)
+        self._noise = self._gradient_noise(rows, done) if is_measured else {}
         if verdict is None:
             norm = None if done.overflow else rows[0].norm
             verdict = self._judge([(row.loss, *row.side_losses) for row in rows], norm)
@@ -301,6 +307,13 @@ class Trainer:
         elif verdict.action == "skip":
             self._leave_out(verdict, step, self.position.next_sample)
         return rows, done, verdict
+
+    def _gradient_noise(self, rows: Sequence[_Row], done: StepResult) -> dict[str, float]:
+        """Return the gradient noise of a step whose ranks measured their own gradients."""
+        ranks = self.mesh.replicas.size
+        small = sum(row.own_squares for row in rows) / ranks / done.loss_scale**2
+        batch = self.config.batch_size_at(self.position.next_sample)
+        return gradient_noise(small, done.grad_norm**2, batch=batch, ranks=ranks)
 
     def _judge(self, rows: Sequence[Sequence[float]], norm: float | None) -> Verdict:
         """Return what to do with a step; a row is a rank's loss and side losses."""
@@ -419,9 +432,10 @@ class Trainer:
             mfu=mfu,
             peak_memory_bytes=int(max(row.memory for row in rows)),
             step_seconds=seconds,
-            role_lr={role: lr * factor for role, factor in self._role_rates.items()},
+            role_lr={role: lr * factor for role, factor in self._role_lrs.items()},
             side_losses=self._means_of_side_losses(rows),
             experts=self._loads(),
+            gradient_noise=self._noise,
             part_epochs=self._feed.epochs(self.position.next_sample),
             validation=validation,
             loss_scale=done.loss_scale if self.config.fp16.enabled else None,

@@ -176,18 +176,19 @@ def optimizer_groups(
         is_matrix = kind in ("matrix", "residual")
         if transfers is not None:
             eps /= wider * (1 if kind == "table" else deeper)
-        rate = 1 / wider if is_matrix else 1.0
+        slower = wider if is_matrix else 1.0
+        own = None
         if is_muon:
+            slower = 1.0 if params.scale == "spectral" else slower**0.5
             own = params.muon_lr if name in views else params.adam_lr
-            rate = 1.0 if own is None else own / params.lr
             if name not in views and params.adam_weight_decay is not None:
                 decay = params.adam_weight_decay
         if kind in ("bias", "gain"):
             decay = 0.0
         group = {
             "params": [masters[name]],
-            "rate": rate,
-            "weight_decay": decay * wider if is_matrix else decay,
+            "rate": (own or params.lr) / params.lr / slower,
+            "weight_decay": decay * slower,
             "eps": eps,
         }
         if name in views:

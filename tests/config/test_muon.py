@@ -67,7 +67,7 @@ def test_factors_of_an_update(scale, tall, wide):
         ),
         (
             {"parallel3d.model.parametrization": {"type": "mup", "base_width": 32}},
-            "sets learning rates that do not transfer with muon",
+            'scale = "original": has no learning rate that transfers over the width',
         ),
     ],
 )  # fmt: skip

@@ -8,8 +8,9 @@ from pydantic import ValidationError
 
 from parallel3d import models
 from parallel3d.base.section import Problems
+from parallel3d.model import optimizers
 from parallel3d.model.parametrization import ROLES, Rate
-from parallel3d.models.common import role_rates, scales_of
+from parallel3d.models.common import rates_of, role_lrs, scales_of
 
 pytestmark = pytest.mark.pure
 
@@ -53,8 +54,26 @@ def test_starts_and_rates_go_by_the_width(family):
         "vector": Rate(),
     }  # fmt: skip
     assert (scales.input, scales.output, scales.branch, scales.query) == (1, 1 / 4, 1, 1)
-    assert role_rates(model(family, MUP)) == {"input": 1, "hidden": 1 / 4, "output": 1, "vector": 1}
-    assert role_rates(model(family)) == {}
+    adam = optimizers.load("adamw").Params(lr=1)
+    expected = {"input": 1, "hidden": 1 / 4, "output": 1, "vector": 1}
+    assert role_lrs(model(family, MUP), adam) == expected
+    assert role_lrs(model(family), adam) == {}
+
+
+@pytest.mark.parametrize(
+    ("scale", "rate"), [("spectral", Rate()), ("match_rms_adamw", Rate(1 / 2, 2))]
+)
+def test_muons_rates_go_by_the_norm_of_its_updates(scale, rate):
+    """The largest singular value of 0.2 sqrt(width) U V^T is sqrt(width) times that wanted."""
+    wide = model("llama", MUP)  # four times as wide as the base
+    params = optimizers.load("muon").Params(lr=0.5, adam_lr=0.25, scale=scale)
+    rates = rates_of(wide, params)
+    assert rates["hidden"] == rate and rates["input"] == rates["output"] == Rate()
+    original = optimizers.load("muon").Params(lr=0.5)
+    assert set(rates_of(model("llama"), original).values()) == {Rate()}
+    assert role_lrs(wide, params) == {
+        "input": 0.5, "hidden": rate.lr, "output": 0.5, "vector": 0.5
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -23,6 +23,7 @@ STAGES = {
     for name in schedules.names()
 }
 MODELS = ["gpt", "gpt untied", "llama", "llama untied", "neox"]
+MUP = {"type": "mup", "base_width": 16, "base_depth": 2}
 OTHER = {
     "scale": "match_rms_adamw", "coefficients": "polar_express", "per_head": True,
     "nesterov": False, "momentum": 0.9, "adam_weight_decay": 0.05, "muon_lr": 0.02,
@@ -42,7 +43,9 @@ def case(tmp_path_factory):
 
     @cache
     def train(model, params):
-        raw = raw_config(dict(params), model=model)
+        raw = raw_config(dict(params), model=model.removesuffix(" mup"))
+        if model.endswith(" mup"):
+            raw["parallel3d"]["model"]["parametrization"] = MUP
         return prepare(RunConfig.from_dict(raw), MESHES, tmp_path_factory.mktemp("reference"))
 
     def of(mesh, model, zero, offload="none", params=None, **settings):
@@ -64,11 +67,11 @@ def errors_of(case, **task):
 
 
 # What cuts a matrix, and what differs by it: dp at each ZeRO stage, tp by rows and by columns, key
-# and value heads that several tp ranks hold, and a stage that holds no matrix.
+# and value heads that several tp ranks hold, a stage that holds no matrix, and muP's rates.
 FEW = [
     ((1, 2, 2), "gpt", 0, "none", {}, {}),
-    ((1, 2, 2), "llama untied", 1, "none", OTHER, {"mesh_sequence_parallel": True}),
-    ((2, 1, 2), "llama untied", 2, "cpu", OTHER, {}),
+    ((1, 2, 2), "llama untied mup", 1, "none", OTHER, {"mesh_sequence_parallel": True}),
+    ((2, 1, 2), "llama untied mup", 2, "cpu", OTHER, {}),
 ]
 
 
@@ -93,6 +96,13 @@ def test_every_stage_and_offload(mesh, model, case):
         for zero, offload, params in product(range(4), ("none", "cpu"), ({}, OTHER))
     }
     assert not {k: e for k, e in errors.items() if not e.within(TOLERANCE["fp32"])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(2, 2, 1), (1, 2, 2)], ids=str)
+def test_mup_with_the_spectral_scale(mesh, case):
+    errors = errors_of(case(mesh, "gpt mup", 3, params={"scale": "spectral"}))
+    assert errors.within(TOLERANCE["fp32"]), errors
 
 
 @pytest.mark.slow

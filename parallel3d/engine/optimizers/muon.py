@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from parallel3d.base.section import Problem, Problems, Section
 from parallel3d.model.matrices import NewtonSchulz
-from parallel3d.model.optimizers import State
+from parallel3d.model.optimizers import MATRIX, State
+from parallel3d.model.parametrization import Role
 
 if TYPE_CHECKING:
     import torch
@@ -119,6 +120,20 @@ class Params(Section):
         """The work on each matrix, for the planner."""
         return NewtonSchulz(len(self.polynomials), self.ns_dtype, self.per_head)
 
+    @property
+    def width_power(self) -> float | None:
+        """The power of the width by which muP divides the rate of matrices; None: not usable.
+
+        A change of a matrix has the same effect at each width if its largest singular value is
+        proportional to sqrt(rows / columns) (arXiv:2310.17813). Updates of the spectral scale are;
+        those of "match_rms_adamw" are sqrt(width) times as large.
+        """
+        return {"spectral": 0.0, "match_rms_adamw": 0.5, "original": None}[self.scale]
+
+    def own_lr(self, role: Role | None) -> float:
+        """Return the learning rate of a role's parameters, at muP's base width."""
+        return (self.muon_lr if role == MATRIX else self.adam_lr) or self.lr
+
     def factor(self, rows: int, columns: int) -> float:
         """Return the factor of the update of a matrix."""
         factors = {
@@ -145,7 +160,7 @@ STATE = (
     State("exp_avg_sq", 4, "second moments", matrices=False),
 )
 WHOLE_MATRICES = True
-PARAMETRIZATIONS = ("standard",)
+PARAMETRIZATIONS = ("standard", "mup")
 OFFLOADS = ("cpu",)
 CPU_ADAM = True
 STEP_BYTES = 24  # of AdamW; Muon's momentum moves less, and its products are counted apart

@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -18,7 +20,7 @@ from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.flags import DRAWS, NO_EXTRA
 from parallel3d.scaling.forecast import Forecast
 from parallel3d.scaling.ladder.expand import LadderRun
-from parallel3d.scaling.ladder.plan import Ladder, ladder_of
+from parallel3d.scaling.ladder.plan import Ladder, Runs, ladder_of
 from parallel3d.scaling.ladder.runner import STOPPED, TRAIN, Display, Runner
 from parallel3d.scaling.laws import PARAMETRIC
 from parallel3d.scaling.points import points_of
@@ -27,6 +29,7 @@ from parallel3d.scaling.result import finite
 from parallel3d.scaling.runs import CORPUS, read_runs
 
 DONE, FAILED = 0, 1  # exit codes; scripts rely on them
+_R = TypeVar("_R", bound=Runs)
 LOCK = "ladder.lock"
 FIT = "forecast-fit.json"  # the law behind the forecasts, in the ladder's directory
 
@@ -36,7 +39,12 @@ def execute(name: str, parallel: int, out: Console) -> tuple[int, Ladder]:
 
     Raises ConfigError for a wrong ladder file, or if another process runs the same ladder.
     """
-    ladder = ladder_of(name)
+    return execute_runs(lambda: ladder_of(name), parallel, out)
+
+
+def execute_runs(read: Callable[[], _R], parallel: int, out: Console) -> tuple[int, _R]:
+    """Do the same for the runs that `read` returns."""
+    ladder = read()
     ladder.directory.mkdir(parents=True, exist_ok=True)
     lock = Lock(ladder.directory / LOCK, about=str(ladder.file))
     try:
@@ -50,10 +58,10 @@ def execute(name: str, parallel: int, out: Console) -> tuple[int, Ladder]:
         code = _execute(ladder, parallel, out)
     finally:
         lock.release()
-    return code, ladder_of(name)
+    return code, read()
 
 
-def _execute(ladder: Ladder, parallel: int, out: Console) -> int:
+def _execute(ladder: Runs, parallel: int, out: Console) -> int:
     ladder.write_configs()
     rungs = [rung for rung in ladder.rungs if rung.state.name != "finished"]
     trunks = {rung.run.trunk for rung in rungs}  # trunks that unfinished forks need
@@ -77,7 +85,7 @@ def _execute(ladder: Ladder, parallel: int, out: Console) -> int:
     return FAILED if runner.failed else DONE
 
 
-def _prepare(ladder: Ladder) -> None:
+def _prepare(ladder: Runs) -> None:
     """Tokenize the corpus once, before parallel runs need it, and record its number of tokens."""
     run = ladder.rungs[0].run
     config = ladder.config_file(run)
@@ -93,7 +101,7 @@ def _prepare(ladder: Ladder) -> None:
     replace_text(ladder.directory / CORPUS, f"{json.dumps(corpus, indent=1)}\n")
 
 
-def _forecast(ladder: Ladder, held_out: list[LadderRun], runner: Runner, display: Display) -> None:
+def _forecast(ladder: Runs, held_out: list[LadderRun], runner: Runner, display: Display) -> None:
     """Register a forecast for each held-out run; mark runs without one as failed."""
     for run in held_out:
         if runner.failed and not ladder.forecast_file(run).exists():
@@ -112,7 +120,7 @@ def _forecast(ladder: Ladder, held_out: list[LadderRun], runner: Runner, display
                 display.say(f"WARNING: {warning}")
 
 
-def register(ladder: Ladder, run: LadderRun) -> Forecast | None:
+def register(ladder: Runs, run: LadderRun) -> Forecast | None:
     """Fit the parametric law to the finished runs and register the forecast of a held-out run.
 
     Returns None if a forecast is registered already. Raises ConfigError if the runs do not

@@ -76,18 +76,12 @@ class Rung:
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """A ladder file and its rungs: trunks before their forks, held-out runs last."""
+class Runs:
+    """Runs in one directory, and the file that they come from."""
 
     file: Path
-    config: LadderConfig
+    directory: Path
     rungs: tuple[Rung, ...]
-    warnings: tuple[str, ...]
-
-    @property
-    def directory(self) -> Path:
-        """The folder that the runs are written to."""
-        return Path(self.config.directory)
 
     def config_file(self, run: LadderRun) -> Path:
         """Return the config file that launch/train.py reads for a run."""
@@ -105,6 +99,14 @@ class Ladder:
             replace_text(path, f"{json.dumps(rung.run.config.to_dict(), indent=1)}\n")
 
 
+@dataclass(frozen=True)
+class Ladder(Runs):
+    """A ladder file and its rungs: trunks before their forks, held-out runs last."""
+
+    config: LadderConfig
+    warnings: tuple[str, ...]
+
+
 def ladder_of(name: str) -> Ladder:
     """Read a ladder file, and return its runs with their costs and current states.
 
@@ -114,7 +116,8 @@ def ladder_of(name: str) -> Ladder:
     runs = with_costs(runs_of(config, base, file))
     unique = config.unique_tokens or unique_tokens(Path(config.directory))
     rungs = tuple(Rung(run, cost, state_of(run), unique) for run, cost in runs)
-    return Ladder(file, config, rungs, tuple(_warnings([run for run, _ in runs], unique)))
+    warnings = tuple(_warnings([run for run, _ in runs], unique))
+    return Ladder(file, Path(config.directory), rungs, config, warnings)
 
 
 def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
@@ -222,16 +225,16 @@ def state_of(run: LadderRun) -> State:
         return State("unfinished", step)
     if run.kind == "trunk":  # its loss is not used: there is no cool-down
         needed = set(run.config.checkpoint.at)
-        return State("finished" if needed <= set(checkpoints(run)) else "unfinished", step)
+        return State("finished" if needed <= set(checkpoints(run.folder)) else "unfinished", step)
     if "held_out_loss" not in last:
         return State("unfinished", step)
     evaluation = (last.get("validation") or {}).get("held_out") or {}
     return State("finished", step, last.get("held_out_loss"), evaluation.get("standard_error"))
 
 
-def checkpoints(run: LadderRun) -> list[int]:
-    """Return the steps of the run's own complete checkpoints, in ascending order."""
-    manifests = (run.folder / "checkpoints").glob("step-*/manifest.json")
+def checkpoints(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints in a run's folder, in ascending order."""
+    manifests = (folder / "checkpoints").glob("step-*/manifest.json")
     steps = (path.parent.name.removeprefix("step-") for path in manifests)
     return sorted(int(step) for step in steps if step.isdecimal())  # not step-N.rejected
 
@@ -242,7 +245,7 @@ def resume_of(run: LadderRun) -> str:
     A fork names its newest checkpoint by number, since with "auto" it would start at step 0,
     without the trunk's steps, if its checkpoints were damaged.
     """
-    first, own = str(run.config.checkpoint.resume), checkpoints(run)
+    first, own = str(run.config.checkpoint.resume), checkpoints(run.folder)
     if not own:
         return first
     return "auto" if first in FRESH else str(own[-1])

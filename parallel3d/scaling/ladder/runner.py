@@ -23,7 +23,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.lock import read as holder_of
 from parallel3d.base.step_lines import METRICS
 from parallel3d.scaling.ladder.expand import LadderRun
-from parallel3d.scaling.ladder.plan import Ladder, checkpoints, resume_of, state_of
+from parallel3d.scaling.ladder.plan import Runs, checkpoints, resume_of, state_of
 from parallel3d.scaling.runs import NoEnd, last_line
 
 STOPPED = 3  # exit code of a run that was stopped on request
@@ -98,7 +98,7 @@ class Display(Progress):
 class Runner:
     """Starts runs as processes, up to `parallel` at once, and follows each to its end."""
 
-    def __init__(self, ladder: Ladder, parallel: int, display: Display) -> None:
+    def __init__(self, ladder: Runs, parallel: int, display: Display) -> None:
         self._ladder, self._parallel, self._display = ladder, parallel, display
         self._devices = visible_devices()
         self._has_devices = bool(self._devices)
@@ -161,7 +161,7 @@ class Runner:
         room = len(self._running) < self._parallel
         for run in waiting if room else ():
             begin = Path(str(run.config.checkpoint.resume)) / "manifest.json"
-            has_start = not run.trunk or checkpoints(run) or begin.exists()
+            has_start = not run.trunk or checkpoints(run.folder) or begin.exists()
             if has_start and (not self._has_devices or run.devices <= len(self._devices)):
                 return run
         return None
@@ -234,7 +234,7 @@ class Runner:
 def _remedy(run: LadderRun, process: Process) -> str:
     """Return the remedy for a failed run: its log, or to train a damaged trunk again."""
     begin = Path(str(run.config.checkpoint.resume))
-    if not run.trunk or checkpoints(run) or str(begin) not in process.last_message():
+    if not run.trunk or checkpoints(run.folder) or str(begin) not in process.last_message():
         return f"; see {process.log}"
     # A second training of the trunk is bitwise equal, so finished forks stay valid.
     trunk = begin.parent.parent
