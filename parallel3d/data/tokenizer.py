@@ -190,7 +190,7 @@ def lost_share(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> fl
 
 def num_tokens(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Return the highest id plus one; vocabularies may have gaps."""
-    return max(tokenizer.get_vocab().values()) + 1
+    return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
