@@ -39,6 +39,8 @@ class Attention(nn.Module):
             heads=(heads["q"], heads["k"]),
             head_size=size,
             scale=scales_of(config).scores(size),
+            window=config.window(number),
+            sinks=config.attention_sinks,
         )
         self.output = RowParallelLinear(
             heads["q"] * size, hidden, group, config.attention_output_bias, sequence_parallel=split

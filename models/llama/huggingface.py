@@ -6,6 +6,7 @@
 import json
 import re
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ _NAMES = {
     "blocks": "model.layers",
     "attention.qkv.": "self_attn.",
     "attention.output": "self_attn.o_proj",
+    "attention.core": "self_attn",
     "attention": "self_attn",
     "q_weight": "q_proj.weight",
     "k_weight": "k_proj.weight",
@@ -37,7 +39,7 @@ _NAMES = {
 _ATTENTION = ("attention_bias", "attention_output_bias")
 # The possible classes of a config with these switches on; the first is the default.
 _CLASSES = {
-    (): ("LlamaForCausalLM", "MistralForCausalLM"),
+    (): ("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"),
     ("mlp_bias",): ("LlamaForCausalLM",),
     _ATTENTION: ("LlamaForCausalLM",),
     (*_ATTENTION, "mlp_bias"): ("LlamaForCausalLM",),
@@ -45,6 +47,12 @@ _CLASSES = {
     ("qk_norm",): ("Qwen3ForCausalLM",),
     (*_ATTENTION, "qk_norm"): ("Qwen3ForCausalLM",),
     ("no_rope_layer_interval",): ("SmolLM3ForCausalLM",),
+}
+_CLASSES |= {
+    (*attention, *mlp, *rope, "attention_sinks"): ("GraniteSWAForCausalLM",)
+    for attention, mlp, rope in product(
+        ((), _ATTENTION), ((), ("mlp_bias",)), ((), ("no_rope_layer_interval",))
+    )
 }
 # Folders of the model without its head omit this prefix.
 PREFIX = "model."
@@ -62,32 +70,52 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
     """
     import transformers
 
-    names = (*_ATTENTION, "mlp_bias", "qk_norm", "no_rope_layer_interval")
+    names = (*_ATTENTION, "mlp_bias", "qk_norm", "no_rope_layer_interval", "attention_sinks")
     switches = tuple(n for n in names if getattr(config, n))
-    if switches not in _CLASSES:
-        texts = (f"{n} = {json.dumps(getattr(config, n))}" for n in switches)
+    numbers = range(config.num_hidden_layers)
+    windows = [config.window(number) for number in numbers]
+    unfit = {"LlamaForCausalLM"} if any(windows) else set()
+    if len({*windows}) > 1:
+        unfit.add("MistralForCausalLM")
+    possible = [n for n in _CLASSES.get(switches, ()) if n not in unfit]
+    if not possible:
+        turned = (*switches, *["sliding_window"] * any(windows))
+        texts = (f"{n} = {json.dumps(getattr(config, n))}" for n in turned)
         raise ValueError(
             f"{' with '.join(texts)}: no class of transformers has exactly these switches; turn "
             "one of them off, or set attention_bias and attention_output_bias alike"
         )
-    chosen = class_named(name, *_CLASSES[switches])
+    chosen = class_named(name, *possible)
     if chosen == "LlamaForCausalLM" and config.hidden_size % config.num_attention_heads:
         raise ValueError(
             f"num_attention_heads = {config.num_attention_heads}: does not divide hidden_size="
             f"{config.hidden_size}, which LlamaForCausalLM requires; Qwen3ForCausalLM "
             "(qk_norm = true) does not"
         )
-    blocks, interval = config.num_hidden_layers, config.no_rope_layer_interval
     kind = getattr(transformers, chosen.replace("ForCausalLM", "Config"))
     biases = {"attention_bias": config.attention_output_bias}
+    types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    sliding = {"sliding_window": config.sliding_window, "layer_types": types}
+    switched = sliding | {"use_sliding_window": any(windows)}
+    rotates = [config.rotates(number) for number in numbers]
     own: dict[str, dict[str, object]] = {
         "LlamaForCausalLM": {**biases, "mlp_bias": config.mlp_bias},
-        "MistralForCausalLM": {"sliding_window": None},
-        "Qwen3ForCausalLM": {**biases},
+        "MistralForCausalLM": {"sliding_window": windows[0]},
+        "MinistralForCausalLM": sliding,
+        "Qwen2ForCausalLM": switched,
+        "Qwen3ForCausalLM": {**biases, **switched},
         "SmolLM3ForCausalLM": {
-            "no_rope_layer_interval": interval,
-            "no_rope_layers": [int(config.rotates(number)) for number in range(blocks)],
-            "use_sliding_window": False,
+            "no_rope_layer_interval": config.no_rope_layer_interval,
+            "no_rope_layers": [*map(int, rotates)],
+            **switched,
+        },
+        "GraniteSWAForCausalLM": {
+            **biases,
+            "mlp_bias": config.mlp_bias,
+            "attention_multiplier": config.head_size**-0.5,
+            "layer_rope_theta": [config.rope_theta * turns for turns in rotates],
+            **sliding,
+            "sliding_window": config.sliding_window or 128,  # it needs one, even if no layer has it
         },
     }
     return kind(

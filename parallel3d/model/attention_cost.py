@@ -6,6 +6,8 @@ from parallel3d.model.norm_cost import NormCost
 from parallel3d.model.spec import Attention, KeptMemory, LayerCost, MatMul, Recompute, Work
 from parallel3d.model.stream import Stream
 
+BLOCK = 128  # queries that share the mask of a window, without a kernel that has windows
+SINK_SIZE = 8  # features that a sink adds to a head; fewer would misalign fused kernels
 _FP32 = 4  # bytes of a logsumexp
 
 
@@ -33,6 +35,10 @@ class AttentionCost:
     """Features of each head that are rotated (rotary positions)."""
     dropout: bool = False
     """Dropout on the attention weights."""
+    window: int | None = None
+    """Tokens that a query sees, itself included; None: all before it."""
+    sinks: bool = False
+    """Each head has a sink (`tensor/documents.py`)."""
 
     def __call__(self, stream: Stream, recompute: Recompute) -> LayerCost:
         """Return the cost of one microbatch; "selective" recomputes what is inside the attention.
@@ -43,7 +49,7 @@ class AttentionCost:
         kept = self._kept(query, key)
         attention = self._attention(stream)
         heads, seq = attention.heads, stream.shape.seq
-        num_scores = stream.shape.batch * heads * seq**2
+        num_scores = stream.shape.batch * heads * seq * min(seq, attention.keys + BLOCK)
         scores = KeptMemory(scores=num_scores, dropped_scores=num_scores if self.dropout else 0)
         inside = scores + KeptMemory(other=_FP32 * heads * stream.shape.tokens)  # the logsumexp
         is_selective = recompute == "selective"
@@ -103,4 +109,5 @@ class AttentionCost:
 
     def _attention(self, stream: Stream) -> Attention:
         heads, kv_heads = stream.share(self.heads), stream.share(self.kv_heads)
-        return Attention(stream.shape.batch, heads, kv_heads, stream.shape.seq, self.head_size)
+        batch, seq = stream.shape.batch, stream.shape.seq
+        return Attention(batch, heads, kv_heads, seq, self.head_size, self.window)

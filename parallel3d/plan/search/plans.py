@@ -62,7 +62,7 @@ class Request:
 class Flops:
     """FLOPs of a forward and a backward, counted by each convention.
 
-    - `full` counts all of the attention, `causal` half of it.
+    - `full` counts all of the attention, `causal` half of it (with a window, most of it).
     - `recomputed`: the FLOPs that each mode of recomputation adds.
     """
 
@@ -78,17 +78,18 @@ class Flops:
 @lru_cache(maxsize=64)
 def flops_of(layers: tuple[LayerSpec, ...], seq: int) -> Flops:
     """Return the FLOPs of one sample, the same sums as in metrics.jsonl."""
-    full = attention = 0.0
+    full = masked = 0.0
     recomputed = {"none": 0.0, "selective": 0.0, "full": 0.0}
     for layer in layers:
         cost = layer.cost(Shape(1, seq))
         full += cost.train_flops
-        attention += 3 * cost.forward.attention.flops if cost.forward.attention else 0
+        if inner := cost.forward.attention:
+            masked += 3 * inner.flops * inner.keys / (2 * seq)
         for mode in recomputed:
             again = layer.cost(Shape(1, seq), recompute=mode).recomputed  # type: ignore[arg-type]
             products = sum(product.flops for product in again.matmuls)
             recomputed[mode] += products + (again.attention.flops if again.attention else 0)
-    return Flops(full, full - attention / 2, recomputed)
+    return Flops(full, full - masked, recomputed)
 
 
 @dataclass(frozen=True)

@@ -122,11 +122,13 @@ def _priced(
     hidden = 0.0
     if software.overlaps_tensor and (backward or not software.exposes_forward):
         hidden = min(seconds.matmuls, curves.tensor_overlap * tensor)
-    attention = seconds.attention * cp  # queries attend to the keys of all cp ranks
+    attention = seconds.attention
     if work.attention and cp > 1:
         # Ring attention (arXiv:2310.01889) passes keys and values on behind the computes, and their
         # gradients in a backward.
-        batch, _, kv_heads, seq, head_size = work.attention
+        batch, _, kv_heads, seq, head_size, window = work.attention
+        # Queries attend to the keys of all cp ranks, as far as their window reaches.
+        attention *= max(1, min(cp, (window or cp * seq) / seq))
         block = 2 * batch * kv_heads * seq * head_size * size
         leaves = group_of(cp, tp, devices, hardware).nodes > 1
         ring = send_seconds(block, leaves, hardware, curves) * (cp - 1) * (2 if backward else 1)
