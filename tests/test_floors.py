@@ -61,7 +61,7 @@ ROOMS = [
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
     "launch": 930,
-    "models": 950,
+    "models": 1050,
     "parallel3d/base": 870,
     "parallel3d/calibrate": 700,
     "parallel3d/checkpoint": 1360,
@@ -77,7 +77,7 @@ BUDGET = {
     "parallel3d/report": 310,
     "parallel3d/scaling": 2780,
     "parallel3d/schedule": 910,
-    "parallel3d/tensor": 940,
+    "parallel3d/tensor": 970,
     "parallel3d/train": 2560,
     "parallel3d/verify": 1230,
 }

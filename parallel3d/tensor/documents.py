@@ -119,14 +119,15 @@ def _attend(
         return attend(q, k, v, is_causal=True)[:, :, first:, :size]
     mask = _band(min(BLOCK, seq), window, q)  # [queries, window - 1 + queries]
     outputs = []
-    for start in range(0, seq, BLOCK):
-        stop, earliest = min(start + BLOCK, seq), max(0, start + 1 - window)
+    for number, queries in enumerate(q[:, :, first:].split(BLOCK, 2)):
+        start = BLOCK * number
+        stop, earliest = start + queries.shape[2], max(0, start + 1 - window)
         seen = mask[: stop - start, earliest - start + window - 1 :][:, : stop - earliest]
         keys, values = (t[:, :, first + earliest : first + stop] for t in (k, v))
         if sinks is not None:
             keys, values = (torch.cat([t[:, :, :1], u], 2) for t, u in ((k, keys), (v, values)))
             seen = F.pad(seen, (1, 0))
-        outputs.append(attend(q[:, :, first + start : first + stop], keys, values, attn_mask=seen))
+        outputs.append(attend(queries, keys, values, attn_mask=seen))
     return torch.cat(outputs, 2)[..., :size]
 
 
