@@ -10,7 +10,6 @@ from parallel3d.base.section import PathText, Problem, Problems, Section
 from parallel3d.model.attention_cost import AttentionCost
 from parallel3d.model.config import HasHeadSize, ModelConfig, TransformerConfig
 from parallel3d.model.parametrization import (
-    ROLES,
     Parametrization,
     Role,
     Scales,
@@ -103,8 +102,6 @@ def weight_inits(config: TransformerConfig) -> tuple[Init, Init]:
 
 def scales_of(config: ModelConfig) -> Scales:
     """Return the muP factors of a model of any family."""
-    if parametrization_of(config).type == "standard":
-        return Scales()
     return Scales.of(config, head_size_of(config))
 
 
@@ -112,8 +109,8 @@ def role_rates(config: ModelConfig) -> dict[Role, float]:
     """Return the factor of each role's learning rate; {} if all are 1."""
     if parametrization_of(config).type == "standard":
         return {}
-    scales = scales_of(config)
-    return {role: scales.rate(role).lr for role in ROLES}
+    rates = scales_of(config).rates().items()
+    return {role: rate.lr for role, rate in rates if role is not None and not rate.is_step}
 
 
 def folded(

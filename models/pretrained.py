@@ -31,10 +31,8 @@ _FOREIGN = {
     "attn_logit_softcapping": "caps the attention scores",
     "final_logit_softcapping": "caps the logits",
     "logits_soft_cap": "caps the logits",
-    "num_experts": "makes a mixture-of-experts model",
-    "num_local_experts": "makes a mixture-of-experts model",
-    "n_routed_experts": "makes a mixture-of-experts model",
-    "moe_intermediate_size": "makes a mixture-of-experts model",
+    "shared_expert_intermediate_size": "adds a shared expert with a gate",
+    "kv_lora_rank": "compresses keys and values (multi-head latent attention)",
     "sliding_window": "restricts attention to a window",
     "attention_sinks": "adds attention sinks",
     "is_encoder_decoder": "makes an encoder-decoder model",
@@ -49,7 +47,7 @@ _UNKNOWN = (
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of transformers that holds one of our parameters, or at `index` of its first dim.
+    """A tensor of transformers that holds one of our parameters, or at `index` of its first dims.
 
     Viewed as `shape`, with its dims in `order`, it has our elements in our order; one of our dims
     may be several of its dims.
@@ -58,7 +56,7 @@ class Part:
     name: str
     shape: tuple[int, ...]
     order: tuple[int, ...]
-    index: int | None = None
+    index: tuple[int, ...] = ()
 
 
 class Fields:

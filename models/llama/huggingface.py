@@ -36,6 +36,7 @@ _NAMES = {
     "norm2": "post_attention_layernorm",
 }
 
+_POST_NORMS = {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}
 _ATTENTION = ("attention_bias", "attention_output_bias")
 # The possible classes of a config with these switches on; the first is the default.
 _CLASSES = {
@@ -46,6 +47,8 @@ _CLASSES = {
     ("attention_bias",): ("Qwen2ForCausalLM",),
     ("qk_norm",): ("Qwen3ForCausalLM",),
     (*_ATTENTION, "qk_norm"): ("Qwen3ForCausalLM",),
+    ("qk_norm", "qk_norm_over", "post_norm"): ("Olmo2ForCausalLM",),
+    (*_ATTENTION, "qk_norm", "qk_norm_over", "post_norm"): ("Olmo2ForCausalLM",),
     ("no_rope_layer_interval",): ("SmolLM3ForCausalLM",),
 }
 _CLASSES |= {
@@ -54,6 +57,12 @@ _CLASSES |= {
         ((), _ATTENTION), ((), ("mlp_bias",)), ((), ("no_rope_layer_interval",))
     )
 }
+# Classes with a window in layers of choice, and in every layer or in none.
+_BY_LAYER = {
+    f"{name}ForCausalLM"
+    for name in ("Ministral", "Qwen2", "Qwen3", "SmolLM3", "GraniteSWA", "Dots1")
+}
+_UNIFORM = {f"{name}ForCausalLM" for name in ("Mistral", "Mixtral", "Qwen3Moe")}
 # Folders of the model without its head omit this prefix.
 PREFIX = "model."
 # Frequencies that old versions of transformers saved with the weights.
@@ -68,18 +77,12 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
 
     Raises ValueError if no class of transformers has this architecture, or not the requested one.
     """
-    import transformers
-
-    names = (*_ATTENTION, "mlp_bias", "qk_norm", "no_rope_layer_interval", "attention_sinks")
-    switches = tuple(n for n in names if getattr(config, n))
-    numbers = range(config.num_hidden_layers)
-    windows = [config.window(number) for number in numbers]
-    unfit = {"LlamaForCausalLM"} if any(windows) else set()
-    if len({*windows}) > 1:
-        unfit.add("MistralForCausalLM")
-    possible = [n for n in _CLASSES.get(switches, ()) if n not in unfit]
+    names = (*_ATTENTION, "mlp_bias", "qk_norm", "qk_norm_over", "post_norm")
+    names += ("no_rope_layer_interval", "attention_sinks")
+    switches = tuple(n for n in names if getattr(config, n) not in (None, False, "head"))
+    possible = [n for n in _CLASSES.get(switches, ()) if not windows_unlike(config, n)]
     if not possible:
-        turned = (*switches, *["sliding_window"] * any(windows))
+        turned = (*switches, *["sliding_window"] * (config.sliding_window is not None))
         texts = (f"{n} = {json.dumps(getattr(config, n))}" for n in turned)
         raise ValueError(
             f"{' with '.join(texts)}: no class of transformers has exactly these switches; turn "
@@ -92,33 +95,32 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
             f"{config.hidden_size}, which LlamaForCausalLM requires; Qwen3ForCausalLM "
             "(qk_norm = true) does not"
         )
-    kind = getattr(transformers, chosen.replace("ForCausalLM", "Config"))
     biases = {"attention_bias": config.attention_output_bias}
-    types = ["full_attention" if window is None else "sliding_attention" for window in windows]
-    sliding = {"sliding_window": config.sliding_window, "layer_types": types}
-    switched = sliding | {"use_sliding_window": any(windows)}
-    rotates = [config.rotates(number) for number in numbers]
+    rotates = [config.rotates(number) for number in range(config.num_hidden_layers)]
     own: dict[str, dict[str, object]] = {
         "LlamaForCausalLM": {**biases, "mlp_bias": config.mlp_bias},
-        "MistralForCausalLM": {"sliding_window": windows[0]},
-        "MinistralForCausalLM": sliding,
-        "Qwen2ForCausalLM": switched,
-        "Qwen3ForCausalLM": {**biases, **switched},
+        "Qwen3ForCausalLM": biases,
+        "Olmo2ForCausalLM": biases,
         "SmolLM3ForCausalLM": {
             "no_rope_layer_interval": config.no_rope_layer_interval,
             "no_rope_layers": [*map(int, rotates)],
-            **switched,
         },
         "GraniteSWAForCausalLM": {
             **biases,
             "mlp_bias": config.mlp_bias,
             "attention_multiplier": config.head_size**-0.5,
             "layer_rope_theta": [config.rope_theta * turns for turns in rotates],
-            **sliding,
-            "sliding_window": config.sliding_window or 128,  # it needs one, even if no layer has it
         },
     }
-    return kind(
+    return settings_of(config, chosen, end_of_text, **own.get(chosen, {}))
+
+
+def settings_of(config: Config, chosen: str, end_of_text: int | None, **own: object) -> Any:
+    """Return the transformers config of a class: what all classes have, and the class's own."""
+    import transformers
+
+    kind = getattr(transformers, chosen.replace("ForCausalLM", "Config"))
+    shared = dict(
         architectures=[chosen],
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -137,8 +139,30 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
         bos_token_id=end_of_text,
         eos_token_id=end_of_text,
         pad_token_id=None,
-        **own.get(chosen, {}),
     )
+    return kind(**shared | _sliding(config, chosen) | own)
+
+
+def windows_unlike(config: Config, name: str) -> str:
+    """Return how a class's windows differ from the model's; "" if it can have them."""
+    windows = {config.window(number) for number in range(config.num_hidden_layers)}
+    if name in _BY_LAYER or windows == {None} or (name in _UNIFORM and len(windows) == 1):
+        return ""
+    where = "the same in every layer" if name in _UNIFORM else "none"
+    return f"sliding_window = {config.sliding_window}: {name} has {where}"
+
+
+def _sliding(config: Config, name: str) -> dict[str, object]:
+    """Return the fields of a class for windows; one without a switch ignores the switch."""
+    windows = [config.window(number) for number in range(config.num_hidden_layers)]
+    unused = 128 if name == "GraniteSWAForCausalLM" else None  # it needs a window for no layer
+    if name not in (*_BY_LAYER, *_UNIFORM):
+        return {}
+    fields: dict[str, object] = {"use_sliding_window": any(windows)}
+    if name in _UNIFORM:
+        return fields | {"sliding_window": windows[0]}
+    types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    return fields | {"sliding_window": config.sliding_window or unused, "layer_types": types}
 
 
 def reference(config: Config) -> nn.Module:
@@ -146,10 +170,14 @@ def reference(config: Config) -> nn.Module:
 
     Raises ValueError as `architecture` does.
     """
+    return built(architecture(config))
+
+
+def built(settings: Any) -> nn.Module:
+    """Return the model of a transformers config in fp32, randomly initialised."""
     import transformers
 
-    settings = architecture(config)
-    settings._attn_implementation = "eager"
+    settings._attn_implementation = settings._experts_implementation = "eager"
     model: nn.Module = getattr(transformers, settings.architectures[0])(settings).float()
     return model
 
@@ -159,27 +187,21 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
 
     Tensors are independent, so they may come one at a time. Neither side names a tied projection.
     """
-    renamed_weights: dict[str, Tensor] = {}
-    for name, value in weights.items():
-        if "gate_up" in name:
-            for part, target in zip(value, _gate_and_up(name), strict=True):
-                renamed_weights[target] = part
-        else:
-            renamed_weights[renamed(name, _NAMES)] = value
-    return renamed_weights
+    return {
+        part.name: value[part.index]
+        for name, value in weights.items()
+        for part in parts(config, name, tuple(value.shape))
+    }
 
 
 def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Return the tensors of transformers that hold one of our parameters, of this shape."""
+    names = _NAMES | (_POST_NORMS if config.post_norm else {})
+    target, order = renamed(name, names), tuple(range(len(shape)))
     if "gate_up" in name:
-        both, order = enumerate(_gate_and_up(name)), tuple(range(len(shape) - 1))
-        return tuple(Part(target, shape[1:], order, index) for index, target in both)
-    return (Part(renamed(name, _NAMES), shape, tuple(range(len(shape)))),)
-
-
-def _gate_and_up(name: str) -> tuple[str, str]:
-    target = renamed(name, _NAMES)
-    return target.replace("gate_up", "gate_proj"), target.replace("gate_up", "up_proj")
+        both = (target.replace("gate_up", part) for part in ("gate_proj", "up_proj"))
+        return tuple(Part(t, shape[1:], order[:-1], (index,)) for index, t in enumerate(both))
+    return (Part(target, shape, order),)
 
 
 def _rope(config: Config) -> dict[str, object]:

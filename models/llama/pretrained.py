@@ -17,29 +17,40 @@ MODEL_TYPES = {
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
     "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Model"),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Model"),
     "granite_swa": ("GraniteSWAForCausalLM", "GraniteSWAModel"),
 }
 FREE = {"initializer_range": "initializer_range", "attn_pdrop": "attention_dropout"}
-# The window of a config.json without the field, and the classes with a switch for it.
+# The window of a config.json without the field; classes with a switch for it; those that have it in
+# every layer or in none.
 _DEFAULT_WINDOWS = {
-    **dict.fromkeys(("mistral", "ministral", "qwen2", "qwen3"), 4096), "granite_swa": 128,
+    **dict.fromkeys(("mistral", "ministral", "qwen2", "qwen3", "qwen3_moe", "dots1"), 4096),
+    "granite_swa": 128,
 }  # fmt: skip
-_SWITCHED, _SLIDING = ("qwen2", "qwen3", "smollm3"), "sliding_attention"
+_SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")
+_UNIFORM = ("mistral", "mixtral", "qwen3_moe")
+_SLIDING = "sliding_attention"
 _LENGTH = "original_max_position_embeddings"
+_BASES = {"smollm3": 2e6, "mixtral": 1e6}  # of the rotary frequencies, where not 10,000
 
 
-def model_block(fields: Fields) -> dict[str, object]:
-    """Return the "model" block of a config.json; unsupported values are recorded in `fields`."""
-    kind = fields.model_type
+def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
+    """Return the "model" block of a config.json; unsupported values are recorded in `fields`.
+
+    kind: the model_type with the same attention, if the file's is another family's.
+    """
+    kind = kind or fields.model_type
     heads = fields.take("num_attention_heads")
-    # Of the classes only Llama's default does not depend on the version of transformers.
+    # Only Llama's default does not depend on the version of transformers.
     kv_heads = fields.take("num_key_value_heads", *([heads] if kind == "llama" else []))
-    head_dim = fields.take("head_dim", *([] if kind == "qwen3" else [None]))
+    head_dim = fields.take("head_dim", *([] if fields.model_type == "qwen3" else [None]))
     base, scaling = _rope(fields)
     fields.only("hidden_act", "silu", "swish", rule="is not SiLU")
     # Qwen2 always has biases on query, key and value; Mistral has none.
-    has_bias = kind in ("llama", "qwen3", "granite_swa") and fields.take("attention_bias", False)
-    biased = f'adds biases, which are not supported for model_type "{kind}"'
+    has_bias = kind in ("llama", "qwen3", "olmo2", "granite_swa") and fields.take(
+        "attention_bias", False
+    )
+    biased = f'adds biases, which are not supported for model_type "{fields.model_type}"'
     if kind in ("mistral", "ministral", "smollm3"):
         fields.only("attention_bias", False, rule=biased)
     if kind not in ("llama", "granite_swa"):
@@ -69,7 +80,9 @@ def model_block(fields: Fields) -> dict[str, object]:
         "intermediate_size": fields.take("intermediate_size"),
         "vocab_size": fields.take("vocab_size"),
         "max_position_embeddings": fields.take("max_position_embeddings", 2048),
-        "rms_norm_eps": fields.take("rms_norm_eps", 1e-5 if kind == "granite_swa" else 1e-6),
+        "rms_norm_eps": fields.take(
+            "rms_norm_eps", 1e-5 if kind in ("granite_swa", "olmo2") else 1e-6
+        ),
         "rope_theta": base,
         "rope_scaling": scaling,
         "sliding_window": window,
@@ -82,56 +95,16 @@ def model_block(fields: Fields) -> dict[str, object]:
         "attention_bias": kind == "qwen2" or has_bias,
         "attention_output_bias": has_bias,
         "mlp_bias": kind in ("llama", "granite_swa") and fields.take("mlp_bias", False),
-        "qk_norm": kind == "qwen3",
+        "qk_norm": kind in ("qwen3", "olmo2"),
+        "qk_norm_over": "width" if kind == "olmo2" else "head",
+        "post_norm": kind == "olmo2",
     }
 
 
 def _windows(fields: Fields, interval: object) -> tuple[object, object]:
     """Return the window and the type of each layer, as transformers' class understands them."""
     kind, count = fields.model_type, fields.take("num_hidden_layers", 0)
-    first = fields.take("max_window_layers", 28)
-    types = fields.take("layer_types", None)
-    # A missing field means the default of the class; null means no window.
-    window = fields.take("sliding_window", None)
-    if not fields.has("sliding_window"):
-        window = _DEFAULT_WINDOWS.get(kind)
-    fields.ignore("use_sliding_window")
-    if kind in _SWITCHED and not fields.take("use_sliding_window", False):
-        window = None
-    if not (_is_count(count) and isinstance(first, int)):
-        return None, None
-    if window is not None and not _is_count(window):
-        fields.refuse("sliding_window", "must be a number of tokens", "download the file again")
-        return None, None
-    if types is None:
-        by_kind: dict[str, Callable[[int], bool]] = {
-            "qwen2": lambda number: number >= first,
-            "qwen3": lambda number: number >= first,
-            "smollm3": lambda number: _is_count(interval) and (number + 1) % interval == 0,
-            "granite_swa": lambda number: number % 4 > 0,
-        }
-        slides = map(by_kind.get(kind, lambda number: True), range(count))
-        types = [_SLIDING if window is not None and s else "full_attention" for s in slides]
-    elif not isinstance(types, list) or len(types) != count:
-        fields.refuse("layer_types", f"must be a list of {count} types", "correct it")
-        return None, None
-    elif any(t not in ("full_attention", _SLIDING) for t in types):
-        fields.refuse("layer_types", "has layers that do not attend to all tokens or to a window")
-        return None, None
-    elif kind == "mistral" and types != [types[0] if window is None else _SLIDING] * count:
-        rule = "is ignored by MistralForCausalLM, which has the window in every layer or in none"
-        fields.refuse("layer_types", rule, 'use model_type "ministral"')
-    if _SLIDING not in types:
-        return None, None
-    if window is None or kind == "llama":
-        fields.refuse("layer_types", "has layers with a window, but the class has none")
-    return window, None if "full_attention" not in types else types
-
-
-def _windows(fields: Fields, interval: object) -> tuple[object, object]:
-    """Return the window and the type of each layer, as transformers' class understands them."""
-    kind, count = fields.model_type, fields.take("num_hidden_layers", 0)
-    first = fields.take("max_window_layers", 28)
+    first = fields.take("max_window_layers", 62 if kind == "dots1" else 28)
     types = fields.take("layer_types", None)
     # A missing field means the default of the class; null means no window.
     window = fields.take("sliding_window", None)
@@ -150,6 +123,7 @@ def _windows(fields: Fields, interval: object) -> tuple[object, object]:
             "qwen2": lambda number: number >= first,
             "qwen3": lambda number: number >= first,
             "smollm3": lambda number: _is_count(interval) and (number + 1) % interval == 0,
+            "dots1": lambda number: number >= first,
             "granite_swa": lambda number: number % 4 > 0,
         }
         slides = map(by_kind.get(kind, lambda number: True), range(count))
@@ -160,12 +134,12 @@ def _windows(fields: Fields, interval: object) -> tuple[object, object]:
     elif any(t not in ("full_attention", _SLIDING) for t in types):
         fields.refuse("layer_types", "has layers that do not attend to all tokens or to a window")
         return None, None
-    elif kind == "mistral" and types != [types[0] if window is None else _SLIDING] * count:
-        rule = "is ignored by MistralForCausalLM, which has the window in every layer or in none"
-        fields.refuse("layer_types", rule, 'use model_type "ministral"')
+    elif kind in _UNIFORM and types != [types[0] if window is None else _SLIDING] * count:
+        rule = "is ignored by the class, which has the window in every layer or in none"
+        fields.refuse("layer_types", rule, "remove it, or use another model_type")
     if _SLIDING not in types:
         return None, None
-    if window is None or kind == "llama":
+    if window is None or kind in ("llama", "olmo2", "olmoe"):
         fields.refuse("layer_types", "has layers with a window, but the class has none")
     return window, None if "full_attention" not in types else types
 
@@ -209,7 +183,7 @@ def _refuse_multipliers(fields: Fields) -> None:
 
 def _rope(fields: Fields) -> tuple[object, dict[str, object] | None]:
     """Return the base of the rotary frequencies, and the scaling of them, or None."""
-    base = fields.take("rope_theta", 2e6 if fields.model_type == "smollm3" else 10_000.0)
+    base = fields.take("rope_theta", _BASES.get(fields.model_type, 10_000.0))
     where, kind, rope = fields.rope("rope_parameters", "rope_scaling")
     base = rope.pop("rope_theta", base)
     if rope.pop("partial_rotary_factor", 1) not in (1, None):

@@ -5,9 +5,9 @@ architecture, with norms on query and key Qwen3's. Settings have the names of th
 `LlamaConfig`; blocks.py has the modules.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import log
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, model_serializer, model_validator
 
@@ -17,7 +17,7 @@ from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.mlp_cost import MlpCost
 from parallel3d.model.norm_cost import RMS_NORM
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
-from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
+from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, ModuleCost
 from parallel3d.models.common import (
     TP_0,
     TP_1,
@@ -34,6 +34,7 @@ Positive = Annotated[int, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 LayerTypes = Annotated[tuple[Literal["full_attention", "sliding_attention"], ...], Strict(False)]
 ZEROS, ONES = Init(), Init(value=1.0)
+BRANCHES = "attention.output.", "mlp.down.", "mlp.experts.down", "mlp.shared.down."
 
 
 # The settings of each type of scaling, besides its factor.
@@ -162,6 +163,10 @@ class Config(ModelSection):
     """Biases on the MLP's three projections."""
     qk_norm: bool = False
     """RMSNorm over each head of query and key before their rotation, as in Qwen3."""
+    qk_norm_over: Literal["head", "width"] = "head"
+    """What qk_norm normalises: each head, as in Qwen3, or all heads together, as in OLMo 2."""
+    post_norm: bool = False
+    """Norm the outputs of attention and MLP instead of their inputs, as in OLMo 2."""
     attn_pdrop: Probability = 0.0
     """Dropout on the attention weights."""
     initializer_range: float = Field(default=0.02, gt=0)
@@ -228,11 +233,17 @@ class Config(ModelSection):
             yield Problem("num_key_value_heads", self.kv_heads, rule, remedy)
 
 
-def layers(config: Config) -> list[LayerSpec]:
-    """Return embedding, blocks and head; raise ValueError if vocab_size is "auto"."""
-    blocks = [_block(config, i) for i in range(config.num_hidden_layers)]
+def layers(
+    config: Config, block_of: Callable[[Any, int], LayerSpec] | None = None
+) -> list[LayerSpec]:
+    """Return embedding, blocks and head; raise ValueError if vocab_size is "auto".
+
+    A family that differs in its blocks alone passes `block_of`, which maps a config and a block's
+    number to the block.
+    """
+    blocks = [(block_of or _block)(config, i) for i in range(config.num_hidden_layers)]
     cost = HeadCost(config.hidden_size, vocab_size(config), RMS_NORM)
-    return [_embedding(config), *blocks, head(config, [_norm("norm", config.hidden_size)], cost)]
+    return [_embedding(config), *blocks, head(config, [norm("norm", config.hidden_size)], cost)]
 
 
 def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
@@ -260,10 +271,22 @@ def _embedding(config: Config) -> LayerSpec:
 
 def _block(config: Config, number: int) -> LayerSpec:
     hidden, inner = config.hidden_size, config.inner_size
-    queries = config.num_attention_heads * config.head_size
+    normal, residual = weight_inits(config)
+    mlp = (
+        ParamSpec("mlp.gate_up.weight", (2, inner, hidden), TP_1, normal, True, role="hidden"),
+        *_bias(config.mlp_bias, "mlp.gate_up", 2, inner),
+        ParamSpec("mlp.down.weight", (hidden, inner), TP_1, residual, True, role="hidden"),
+        *_bias(config.mlp_bias, "mlp.down", hidden),
+    )
+    return block(config, number, mlp, MlpCost(inner, gated=True, bias=config.mlp_bias))
+
+
+def block(config: Config, number: int, mlp: Iterable[ParamSpec], mlp_cost: ModuleCost) -> LayerSpec:
+    """Return the block of a Llama-like family, with its own MLP."""
+    hidden, queries = config.hidden_size, config.num_attention_heads * config.head_size
     normal, residual = weight_inits(config)
     params = (
-        _norm("norm1", hidden),
+        norm("norm1", hidden),
         *_qkv(config, normal),
         *_qk_norms(config),
         *_sinks(config),
@@ -271,17 +294,13 @@ def _block(config: Config, number: int) -> LayerSpec:
             "attention.output.weight", (hidden, queries), TP_1, residual, True, role="hidden"
         ),
         *_bias(config.attention_output_bias, "attention.output", hidden),
-        _norm("norm2", hidden),
-        ParamSpec("mlp.gate_up.weight", (2, inner, hidden), TP_1, normal, True, role="hidden"),
-        *_bias(config.mlp_bias, "mlp.gate_up", 2, inner),
-        ParamSpec("mlp.down.weight", (hidden, inner), TP_1, residual, True, role="hidden"),
-        *_bias(config.mlp_bias, "mlp.down", hidden),
+        norm("norm2", hidden),
+        *mlp,
     )
     # A norm on the heads cancels factors before it, so the factor goes into the norm.
     query = "attention.q_norm." if config.qk_norm else "attention.qkv.q_"
-    branches = "attention.output.", "mlp.down."
+    branches = ("norm1.", "norm2.") if config.post_norm else BRANCHES
     params = folded(config, params, query=query, branches=branches)
-
     attention = AttentionCost(
         config.num_attention_heads,
         config.kv_heads,
@@ -294,9 +313,8 @@ def _block(config: Config, number: int) -> LayerSpec:
         window=config.window(number),
         sinks=config.attention_sinks,
     )
-    mlp = MlpCost(inner, gated=True, bias=config.mlp_bias)
-    cost = BlockCost(hidden, RMS_NORM, (attention, mlp))
-    build = "parallel3d.models.llama.blocks:Block"
+    cost = BlockCost(hidden, RMS_NORM, (attention, mlp_cost))
+    build = f"parallel3d.models.{config.family}.blocks:Block"
     return LayerSpec(f"blocks.{number}", params, cost, build, config)
 
 
@@ -318,10 +336,13 @@ def _bias(exists: bool, name: str, *shape: int) -> Iterator[ParamSpec]:
 
 
 def _qk_norms(config: Config) -> Iterator[ParamSpec]:
-    if config.qk_norm:
-        for name in ("q_norm", "k_norm"):
+    for name, heads in (("q_norm", config.num_attention_heads), ("k_norm", config.kv_heads)):
+        weight, shape = f"attention.{name}.weight", (heads * config.head_size,)
+        if config.qk_norm and config.qk_norm_over == "width":
+            yield ParamSpec(weight, shape, TP_0, ONES, False, units=heads, role="vector")
+        elif config.qk_norm:
             # Each tp rank normalises its own heads, so it has only part of the gradient.
-            yield _norm(f"attention.{name}", config.head_size, partial=True)
+            yield norm(f"attention.{name}", config.head_size, partial=True)
 
 
 def _sinks(config: Config) -> Iterator[ParamSpec]:
@@ -330,5 +351,6 @@ def _sinks(config: Config) -> Iterator[ParamSpec]:
         yield ParamSpec("attention.core.sinks", shape, TP_0, ZEROS, False, role="vector")
 
 
-def _norm(name: str, size: int, partial: bool = False) -> ParamSpec:
+def norm(name: str, size: int, partial: bool = False) -> ParamSpec:
+    """Return the weight of an RMSNorm."""
     return ParamSpec(f"{name}.weight", (size,), (), ONES, False, partial=partial, role="vector")

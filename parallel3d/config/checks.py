@@ -63,12 +63,13 @@ def _check_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
 
 
 def _check_inner_size(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
-    size = model.inner_size
-    # A tp that does not divide the heads is reported by another check.
-    if size % mesh.tp and model.num_attention_heads % mesh.tp == 0:
-        rule = f"is not a multiple of tp={mesh.tp}"
-        remedy = f"use {size // mesh.tp * mesh.tp + mesh.tp}, or another mesh.tp"
-        yield Problem("parallel3d.model.intermediate_size", size, rule, remedy)
+    sizes = getattr(model, "inner_sizes", {"intermediate_size": model.inner_size})
+    for name, size in sizes.items():
+        # A tp that does not divide the heads is reported by another check.
+        if size % mesh.tp and model.num_attention_heads % mesh.tp == 0:
+            rule = f"is not a multiple of tp={mesh.tp}"
+            remedy = f"use {size // mesh.tp * mesh.tp + mesh.tp}, or another mesh.tp"
+            yield Problem(f"parallel3d.model.{name}", size, rule, remedy)
 
 
 def _check_key_value_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:

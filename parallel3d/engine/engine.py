@@ -246,7 +246,8 @@ class Engine:
         """
         optimizer = self._deepspeed.optimizer
         for group, kind in zip(optimizer.param_groups, self._kinds, strict=True):
-            group["lr"] = lr * kind.rate.lr * group.get("factor", 1.0)
+            scheduled = 1.0 if kind.rate.is_step else lr * group.get("factor", 1.0)
+            group["lr"] = scheduled * kind.rate.lr
         began = self._now()
         scale, last = self.loss_scale, fp16.at_last_loss_scale(optimizer)
         asking: AbstractContextManager[list[Tensor]] = nullcontext([])

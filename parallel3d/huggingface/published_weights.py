@@ -114,12 +114,11 @@ class PublishedWeights:
         """
         shape = self.shapes[name]
         for part in self._parts(name):
-            if part.index is None:
-                self._read(part, shape, box, out)
-                continue
-            row = part.index - box.offsets[0]
-            if 0 <= row < box.shape[0]:
-                self._read(part, shape[1:], Box(box.offsets[1:], box.shape[1:]), out[row])
+            depth = len(part.index)
+            row = tuple(i - first for i, first in zip(part.index, box.offsets, strict=False))
+            if all(0 <= i < size for i, size in zip(row, box.shape, strict=False)):
+                inner = Box(box.offsets[depth:], box.shape[depth:])
+                self._read(part, shape[depth:], inner, out[row])
 
     def read_whole(self, name: str) -> Tensor:
         """Return a full parameter in fp32 on the host."""

@@ -280,7 +280,8 @@ def _logits(read: Read, layout: WeightFiles, tokens: Tensor) -> Tensor:
 
     x = tokens
     for layer in layers[:-1]:
-        x = build(layer)(x, None)
+        output = build(layer)(x, None)
+        x = output if isinstance(output, Tensor) else output[0]  # without side losses
     head: Any = build(layers[-1])
     logits: list[Tensor] = []
     # The head itself returns losses, so take the logits from its output layer.

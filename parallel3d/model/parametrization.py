@@ -14,9 +14,10 @@ from pydantic import Field, model_validator
 from parallel3d.base.section import Problem, Problems, Section
 from parallel3d.model.config import ModelConfig
 
-Role = Literal["input", "hidden", "output", "vector"]
+Role = Literal["input", "hidden", "output", "vector", "router", "balance"]
 """The function of a parameter: from a table's rows to the width ("input"), width to width
-("hidden"), width to logits ("output"), or one number per feature ("vector": biases, norm gains)."""
+("hidden"), width to logits ("output"), one number per feature ("vector": biases, norm gains), width
+to experts' scores ("router"), or a bias of those scores that balances loads ("balance")."""
 ROLES: tuple[Role, ...] = get_args(Role)
 _Positive = Annotated[int, Field(gt=0)]
 _Factor = Annotated[float, Field(gt=0)]
@@ -55,11 +56,15 @@ class Parametrization(Section):
 
 
 class Rate(NamedTuple):
-    """The factors of a role's learning rate, weight decay and Adam's eps."""
+    """The factors of a role's learning rate, weight decay and Adam's eps.
+
+    is_step: `lr` is not a factor but the size of each step, against the sign of the gradient.
+    """
 
     lr: float = 1.0
     weight_decay: float = 1.0
     eps: float = 1.0
+    is_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,13 +81,15 @@ class Scales:
     # output's weights keep theirs, because their multiplier shrinks.
     hidden_std: float = 1.0
     base_depth: int | None = None  # None: rates are not transferred over depth
+    balance_step: float | None = None  # of the role "balance"; None: the model has none
 
     @classmethod
     def of(cls, model: ModelConfig, head_size: int) -> "Scales":
         """Return the factors of a model of any family."""
         settings, depth = parametrization_of(model), model.num_hidden_layers
+        balance: float | None = getattr(model, "balance_step", None)
         if settings.base_width is None:
-            return cls()
+            return cls(balance_step=balance)
         wider = model.hidden_size / settings.base_width
         deeper = depth / (settings.base_depth or depth)
         return cls(
@@ -94,6 +101,7 @@ class Scales:
             query=sqrt((settings.base_head_size or head_size) / head_size),
             hidden_std=1 / sqrt(wider),
             base_depth=settings.base_depth,
+            balance_step=balance,
         )
 
     def rate(self, role: Role | None) -> Rate:
@@ -101,11 +109,13 @@ class Scales:
 
         AdamW's decay in a step is rate x decay, so the decay grows by what the rate loses.
         """
+        if role == "balance":
+            return Rate(self.balance_step or 0.0, is_step=True)
         if role is None:
             return Rate()
-        is_inner = role in ("hidden", "vector")
+        is_inner = role in ("hidden", "vector", "router")
         eps = 1 / (self.width * (self.depth if is_inner else 1)) if self.base_depth else 1.0
-        if role == "hidden":
+        if role in ("hidden", "router"):
             return Rate(1 / self.width, self.width, eps)
         return Rate(eps=eps)
 
@@ -115,7 +125,8 @@ class Scales:
 
     def rates(self) -> dict[Role | None, Rate]:
         """Return the factors of every role, and of a parameter without a role (None)."""
-        return {role: self.rate(role) for role in (None, *ROLES)}
+        roles = (role for role in ROLES if role != "balance" or self.balance_step is not None)
+        return {role: self.rate(role) for role in (None, *roles)}
 
 
 def parametrization_of(model: ModelConfig) -> Parametrization:

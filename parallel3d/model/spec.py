@@ -282,6 +282,9 @@ class LayerSpec:
     - active: the share of a parameter's elements that each token uses, by name, where it is not all
       (k / E of E stacked experts).
     - side_losses: the names of the side losses that the layer returns (`tensor/side_loss.py`).
+    - num_experts: if it is not 0, the layer returns its experts' loads among them, under the name
+      `loads`: [num_experts + 1], each expert's share of the tokens relative to the mean, and the
+      share of tokens that were dropped.
     """
 
     name: str
@@ -292,6 +295,12 @@ class LayerSpec:
     tied: tuple[tuple[str, str], ...] = ()
     active: tuple[tuple[str, float], ...] = ()
     side_losses: tuple[str, ...] = ()
+    num_experts: int = 0
+
+    @property
+    def loads(self) -> str:
+        """The name of the layer's loads among its side losses."""
+        return f"{self.name}.loads"
 
     @property
     def num_params(self) -> int:

@@ -167,7 +167,7 @@ class Executor:
         if flow.token_losses:
             self.token_losses = torch.stack([flow.token_losses[m] for m in range(len(batch))])
         self.side_losses = {
-            name: torch.stack(values).sum() / len(batch)
+            name: torch.stack(values).sum(0) / len(batch)
             for name, values in flow.side_values.items()
         }
         return torch.stack(flow.losses).sum() if flow.losses else self._no_loss

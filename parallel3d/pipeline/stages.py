@@ -178,7 +178,11 @@ def build_stages(
     for name in inner & modules.keys():
         compile_block(modules[name])
     recompute = {m for n, m in modules.items() if n in inner and activation_checkpointing == "full"}
-    side_losses = {modules[o.name]: o.side_losses for o in layers if o.name in modules}
+    side_losses = {
+        modules[o.name]: o.side_losses + ((o.loads,) if o.num_experts else ())
+        for o in layers
+        if o.name in modules
+    }
     return BuiltStages(Stages(by_stage, recompute, side_losses), tuple(held), key, placement)
 
 

@@ -169,3 +169,48 @@ def reduce_from_group(
 @graph_break("a collective of tensor parallelism")
 def _across(x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
     return (_ReduceScatter if sequence_parallel else _G).apply(x, group)
+
+
+class _SplitContext(_GroupContext, Protocol):
+    sequence_parallel: bool
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _SplitContext, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool
+    ) -> Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        return all_gather_sequence(x, group) if sequence_parallel else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: _SplitContext, grad: Tensor) -> tuple[Tensor, None, None]:
+        reduce = reduce_scatter_sequence if ctx.sequence_parallel else all_reduce
+        return reduce(grad, ctx.group), None, None
+
+
+@graph_break("a collective of tensor parallelism")
+def copy_to_group(x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool = False) -> Tensor:
+    """Begin to compute parts of sums: identity forward, all-reduce backward (Megatron's f).
+
+    Under sequence parallelism, all-gather forward and reduce-scatter backward:
+    [..., seq / tp, size] -> [..., seq, size].
+    """
+    return x if group.size() == 1 else _CopyTo.apply(x, group, sequence_parallel)
+
+
+class _SumOverGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _GroupContext, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: _GroupContext, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+@graph_break("a collective of tensor parallelism")
+def sum_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum over the group; each rank uses the sum for another part: all-reduce in both passes."""
+    return x if group.size() == 1 else _SumOverGroup.apply(x, group)

@@ -1,7 +1,9 @@
 """Normalisation over the last dim, which is not cut by tensor parallelism."""
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel3d.tensor.collectives import sum_over_group
 from parallel3d.tensor.cut import cut_of, cut_parameter
 from parallel3d.tensor.pointwise import layer_norm, rms_norm
 
@@ -37,3 +39,27 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{cut_of(self.weight).global_shape}, replicated, eps={self.eps}"
+
+
+class WidthNorm(nn.Module):
+    """RMSNorm over all heads together, which the group cuts; so is the weight.
+
+    If there are fewer heads than ranks, each rank holds the whole weight and uses its head's part.
+    """
+
+    def __init__(self, heads: int, size: int, eps: float, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.eps, self.group, self.cut = eps, group, heads >= group.size()
+        self.weight = cut_parameter((heads * size,), tensor=(0, group) if self.cut else None)
+        self.first = group.rank() * heads // group.size() * size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., heads here, size] -> the same shape."""
+        wide = x.flatten(-2).float()  # [..., heads here * size]
+        mean = sum_over_group(wide.square().mean(-1, keepdim=True), self.group) / self.group.size()
+        # The parameter itself where it can be: see `product._Linear`.
+        weight = self.weight if self.cut else self.weight.narrow(0, self.first, wide.shape[-1])
+        return ((wide * (mean + self.eps).rsqrt()).to(x.dtype) * weight).view_as(x)
+
+    def extra_repr(self) -> str:
+        return f"{cut_of(self.weight).global_shape} / {self.group.size()}, eps={self.eps}"

@@ -34,35 +34,40 @@ class _Linear(torch.autograd.Function):
 
     torch saves a view of the weight, which keeps its storage alive: under ZeRO-3 the gathered
     weights of the whole stage would stay in memory until the backward, although they are released.
+    Operands are cast to `dtype` for the product, and saved as they are.
     """
 
     @staticmethod
-    def forward(ctx: _LinearContext, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: _LinearContext, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight = weight  # recomputation would save another tensor in its place
-        return x @ weight.flatten(0, -2).t()  # [..., fused * out]
+        return x.to(dtype) @ weight.flatten(0, -2).t().to(dtype)  # [..., fused * out]
 
     @staticmethod
-    def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight.flatten(0, -2)
+            grad_x = (grad @ weight.flatten(0, -2).to(grad.dtype)).to(x.dtype)
         if ctx.needs_input_grad[1]:
             shape = weight.shape
             grad_weight = compute_or_defer(
-                ctx.weight, lambda: _weight_gradient(grad, x).view(shape)
+                ctx.weight, lambda: _weight_gradient(grad, x.to(grad.dtype)).view(shape)
             )
-        return grad_x, grad_weight
+        return grad_x, grad_weight, None
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x [..., in] by weight [out, in] or [fused, out, in] -> [..., fused * out]."""
+def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Multiply x [..., in] by weight [out, in] or [fused, out, in] -> [..., fused * out].
+
+    The product is computed in `dtype`, or in that of x.
+    """
+    dtype = dtype or x.dtype
     if (
         torch.compiler.is_compiling()
     ):  # blocks are compiled only where weights are not released or gradients deferred
-        return F.linear(x, weight.flatten(0, -2))
-    return _Linear.apply(x, weight)
+        return F.linear(x.to(dtype), weight.flatten(0, -2).to(dtype))
+    return _Linear.apply(x, weight, dtype)
 
 
 Rows = tuple[int, int] | None  # the rows [start, stop) of a weight that are used; None: all

@@ -21,7 +21,7 @@ class SideLoss(NamedTuple):
       sequence parallelism a rank has a part of each sample's tokens: the layer sums the parts of a
       sum over tokens by `collectives.reduce_from_group`, whose backward is the identity, so each
       rank's gradient is that of its own part.
-    - `coefficient`: 0 for a number that is only reported.
+    - `coefficient`: 0 for a number that is only reported, which may be a vector.
     """
 
     value: Tensor

@@ -58,6 +58,10 @@ class StepMetrics:
     side_losses: dict[str, float] = field(default_factory=dict)
     """Mean of each side loss over the layers that have it and the batch, without its coefficient;
     only if the model has any. `loss` is without them."""
+    experts: dict[str, list[float]] = field(default_factory=dict)
+    """For each layer with experts: loads, each expert's share of the batch's tokens relative to the
+    mean; max_load and min_load; entropy of the shares, 1 at balance; dropped, the share of tokens
+    beyond an expert's capacity. As one list here: the loads, and dropped."""
     part_epochs: dict[str, float] = field(default_factory=dict)
     """How often each part of a mixture has been read; "mixture.0" is the first part."""
     checkpoint_stall_seconds: float | None = None
@@ -67,6 +71,11 @@ class StepMetrics:
         """Return one line of JSON without a newline; numbers that are not finite are null."""
         values: dict[str, object] = {name: finite(getattr(self, name)) for name in _ALWAYS}
         values |= _in_json(self.validation)
+        if self.experts:
+            values["experts"] = {
+                layer: {"loads": [round(load, 4) for load in row[:-1]]} | _balance(row)
+                for layer, row in self.experts.items()
+            }
         for name in _BY_NAME:
             if numbers := getattr(self, name):
                 values[name] = {key: finite(x) for key, x in numbers.items()}
@@ -81,6 +90,8 @@ class StepMetrics:
         numbers = {name: value for name, value in values.items() if value is not None}
         numbers |= {f"lr/{role}": lr for role, lr in self.role_lr.items()}
         numbers |= {f"side_losses/{name}": value for name, value in self.side_losses.items()}
+        for layer, row in self.experts.items():
+            numbers |= {f"experts/{layer}/{name}": x for name, x in _balance(row).items()}
         numbers |= {f"epochs/{part}": epochs for part, epochs in self.part_epochs.items()}
         return numbers | _flat(self.validation)
 
@@ -104,10 +115,23 @@ def _flat(validation: Losses) -> dict[str, float]:
     return values
 
 
+def _balance(row: list[float]) -> dict[str, float]:
+    """Return how even the loads of a layer's experts are, and the share of dropped tokens."""
+    *loads, dropped = row
+    shares = [load / len(loads) for load in loads if load > 0]
+    entropy = -sum(share * math.log(share) for share in shares)
+    return {
+        "max_load": max(loads),
+        "min_load": min(loads),
+        "entropy": entropy / math.log(len(loads)) if len(loads) > 1 else 1.0,
+        "dropped": dropped,
+    }
+
+
 _HELD_OUT_LOSS = "held_out_loss"
 _SOMETIMES = ("loss_scale", "checkpoint_stall_seconds")
 _BY_NAME = ("role_lr", "side_losses", "part_epochs")
-_OTHERS = ("validation", *_BY_NAME, *_SOMETIMES)
+_OTHERS = ("validation", "experts", *_BY_NAME, *_SOMETIMES)
 _ALWAYS = tuple(f.name for f in fields(StepMetrics) if f.name not in _OTHERS)
 
 

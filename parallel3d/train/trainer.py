@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, NoReturn
 
+import torch
+
 from parallel3d.base.errors import TrainingError
 from parallel3d.base.fault import fault_point
 from parallel3d.checkpoint import find
@@ -118,6 +120,7 @@ class Trainer:
         self._role_rates = role_rates(config.model)
         # The number of layers with each side loss.
         self._side_losses = Counter(name for layer in parts.layers for name in layer.side_losses)
+        self._sparse = [layer for layer in parts.layers if layer.num_experts]
         self._stall: float | None = None  # of the last save, until a line of metrics contains it
         self._feed = Feed(config, mesh, corpus, parts.schedule)
         self._evaluation = Evaluation(
@@ -380,6 +383,18 @@ class Trainer:
             for (name, num_layers), total in zip(self._side_losses.items(), sums, strict=True)
         }
 
+    def _loads(self) -> dict[str, list[float]]:
+        """Return the loads of each layer's experts over the batch (`LayerSpec`); collective."""
+        if not self._sparse:
+            return {}
+        device, found = self.mesh.device, self.executor.side_losses
+        own = [
+            found.get(o.loads, torch.zeros(o.num_experts + 1, device=device)) for o in self._sparse
+        ]
+        copies = self.mesh.replicas.size * self.mesh.tensor.size
+        total = iter(self.mesh.sum_floats(torch.cat(own) / copies))
+        return {o.name: [next(total) for _ in range(o.num_experts + 1)] for o in self._sparse}
+
     def _report(
         self,
         result: Result,
@@ -406,6 +421,7 @@ class Trainer:
             step_seconds=seconds,
             role_lr={role: lr * factor for role, factor in self._role_rates.items()},
             side_losses=self._means_of_side_losses(rows),
+            experts=self._loads(),
             part_epochs=self._feed.epochs(self.position.next_sample),
             validation=validation,
             loss_scale=done.loss_scale if self.config.fp16.enabled else None,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MODULUS, _GOLDEN = 2**64, 0x9E3779B97F4A7C15
 # Projections that add to the residual stream, by the last part of their names in transformers.
-_RESIDUAL = ("c_proj", "o_proj", "out_proj", "down_proj", "dense", "dense_4h_to_h", "fc2")
+_RESIDUAL = ("c_proj", "o_proj", "out_proj", "down_proj", "dense", "dense_4h_to_h", "fc2", "w2")
 Stream = tuple[np.ndarray, np.ndarray | None]  # ids, and how much each counts as a label
 
 
@@ -251,7 +251,7 @@ def multiply(reference: Any, model: "ModelConfig", head_size: int) -> None:
             module.scaling *= scores
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(_times(settings.input_multiplier))
-        elif type(module).__name__.endswith(("Attention", "MLP")):
+        elif type(module).__name__.endswith(("Attention", "MLP", "SparseMoeBlock")):
             module.register_forward_hook(_times(1 / deeper))
     factor = settings.output_multiplier / wider
     reference.get_output_embeddings().register_forward_hook(_times(factor))

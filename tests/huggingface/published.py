@@ -61,6 +61,26 @@ MODELS = {
     "smollm3, windows": ("SmolLM3Config", GROUPED | {**WINDOWS, **NO_IDS}),
     "granite, sinks": ("GraniteSWAConfig", GROUPED | GRANITE | {"attention_bias": True}),
     "granite, sinks, windows": ("GraniteSWAConfig", GROUPED | GRANITE | ALTERNATING),
+    "mixtral": ("MixtralConfig", GROUPED | {"num_local_experts": 4}),
+    "qwen3_moe, dense layers": (
+        "Qwen3MoeConfig",
+        GROUPED
+        | {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        | {"moe_intermediate_size": 24, "decoder_sparse_step": 2},
+    ),
+    "olmoe": ("OlmoeConfig", SIZES | {"num_experts": 8, "num_experts_per_tok": 3, **NO_IDS}),
+    "dots1, groups": (
+        "Dots1Config",
+        GROUPED
+        | {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "n_group": 4}
+        | {"topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+        | {"moe_intermediate_size": 24, "norm_topk_prob": True, "sliding_window": None},
+    ),
+    "olmo2": ("Olmo2Config", GROUPED | NO_IDS),
+    "olmo2, biases": (
+        "Olmo2Config",
+        GROUPED | NO_IDS | {"attention_bias": True, "rope_parameters": YARN},
+    ),
     "smollm2": ("LlamaConfig", GROUPED | {"tie_word_embeddings": True}),
     "pythia": ("GPTNeoXConfig", SIZES),
     "neox one after the other": (
@@ -83,7 +103,7 @@ def save(name, folder, dtype=torch.float32, **how):
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for path, parameter in model.named_parameters():
+        for path, parameter in model.state_dict().items():  # with biases of scores, buffers
             is_scale = parameter.ndim == 1 and path.endswith("weight")
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
             noise += 1e-3 * noise.sign()  # a tiny step changes the bits of a tiny weight alone

@@ -66,6 +66,51 @@ def test_parameters_of_published_models(config, count):
     assert num_params(config) == count
 
 
+EXPERTS = [
+    (
+        model("moe", 4096, 32, 32, 32000, num_key_value_heads=8, intermediate_size=14336),
+        (46_702_792_704, 12_879_925_248),  # Mixtral 8x7B
+    ),
+    (
+        model("moe", 2048, 48, 32, 151936, num_key_value_heads=4, head_dim=128, qk_norm=True,
+              moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8),
+        (30_532_122_624, 3_353_032_704),  # Qwen3-30B-A3B
+    ),
+    (
+        model("moe", 4096, 94, 64, 151936, num_key_value_heads=4, head_dim=128, qk_norm=True,
+              moe_intermediate_size=1536, num_experts=128, num_experts_per_tok=8),
+        (235_093_634_560, 22_190_763_520),  # Qwen3-235B-A22B
+    ),
+    (
+        model("moe", 2048, 16, 16, 50304, intermediate_size=1024, qk_norm=True,
+              qk_norm_over="width", num_experts=64, num_experts_per_tok=8),
+        (6_919_161_856, 1_282_017_280),  # OLMoE-1B-7B
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "counts"), EXPERTS)
+def test_parameters_of_published_experts(config, counts):
+    """All of them, and those that a token uses; an N of scaling laws is of the latter."""
+    assert (num_params(config), num_params(config, active=True)) == counts
+    table = config.vocab_size * config.hidden_size
+    assert count(config).with_head == counts[1] - table
+
+
+def test_experts_stand_where_the_settings_say():
+    config = small(
+        "moe", num_hidden_layers=8, first_k_dense_replace=2, decoder_sparse_step=2,
+        mlp_only_layers=[5], n_shared_experts=2, moe_intermediate_size=32,
+    )  # fmt: skip
+    _, *blocks, _ = layers(config)
+    assert [block.num_experts for block in blocks] == [0, 0, 0, 8, 0, 0, 0, 8]
+    sparse = {p.name: p.shape for p in blocks[3].params}
+    assert sparse["mlp.shared.gate_up.weight"] == (2, 2 * 32, 64)
+    assert sparse["mlp.experts.down"] == (8, 64, 32)
+    assert {p.name: p.shape for p in blocks[0].params}["mlp.down.weight"] == (64, 256)
+    assert config.inner_sizes == {"moe_intermediate_size": 32, "intermediate_size": 256}
+
+
 def test_active_parameters_stand_beside_totals(monkeypatch):
     """Mixtral-8x7B without its routers: a dense model of whose MLPs a token uses two eighths."""
     mixtral = model(
@@ -129,6 +174,10 @@ ATTENTION = 4 * HIDDEN * HIDDEN  # elements of its matrices
     [
         ("gpt", 4, {}, ATTENTION + 8 * HIDDEN * HIDDEN, HIDDEN),
         ("neox", 4, {"intermediate_size": INNER}, ATTENTION + 2 * HIDDEN * INNER, HIDDEN),
+        (  # a token enters the router, two experts and a shared one
+            "moe", 4, {"moe_intermediate_size": INNER, "n_shared_experts": 1},
+            ATTENTION + 8 * HIDDEN + 3 * 3 * HIDDEN * INNER, HIDDEN,
+        ),
         (
             "llama", 8, {"num_key_value_heads": 2, "intermediate_size": INNER, "head_dim": 16},
             HIDDEN * (2 * 8 * 16 + 2 * 2 * 16 + 3 * INNER), 8 * 16,
@@ -149,7 +198,7 @@ def test_decay_and_start(family):
         for p in layer.params:
             matrix = len(p.shape) > 1 and not p.name.endswith("bias")
             assert p.weight_decay == matrix
-            residual = p.name in ("attention.output.weight", "mlp.down.weight")
+            residual = p.name in ("attention.output.weight", "mlp.down.weight", "mlp.experts.down")
             assert p.init.std == pytest.approx(0.02 / sqrt(4) if residual else 0.02 * matrix)
             is_scale = "norm" in p.name and p.name.endswith("weight")
             assert p.init.value == (1.0 if is_scale else 0.0)
@@ -201,6 +250,18 @@ def test_features_that_turn(share, turning):
          "15 features, but features rotate in pairs; use 0.9334"),
         ("neox", {"rotary_pct": 0.0}, "greater than 0"),
         ("neox", {"rotary_pct": 1.5}, "less than or equal to 1"),
+        ("moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: is more than num_experts=8; "
+         "use 8 or less"),
+        ("moe", {"n_group": 3}, "n_group = 3: does not divide num_experts=8; use 2"),
+        ("moe", {"n_group": 8, "topk_group": 2}, "n_group = 8: leaves one expert per group"),
+        ("moe", {"n_group": 2, "topk_group": 3}, "topk_group = 3: is more than n_group=2; use 2"),
+        ("moe", {"n_group": 4, "num_experts_per_tok": 3}, "num_experts_per_tok = 3: is more than "
+         "the 2 experts of topk_group=1 groups; use 2 or less, or more groups"),
+        ("moe", {"mlp_only_layers": [2]}, "mlp_only_layers = [2]: has numbers beyond the layers 0 "
+         "to 1; remove them"),
+        ("moe", {"first_k_dense_replace": 2}, "leaves no layer with experts"),
+        ("moe", {"capacity_factor": 4.5}, "capacity_factor = 4.5: allows an expert more tokens "
+         "than there are; use at most 4, or null for no limit"),
         ("neox", {"activation": "relu"}, "'gelu', 'gelu_fast' or 'gelu_new'"),
     ],
 )  # fmt: skip

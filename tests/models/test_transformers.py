@@ -42,6 +42,7 @@ YARN = RopeScaling(
 )  # fmt: skip
 OUTPUT = {"attention_bias": True, "attention_output_bias": True}
 BIASES = OUTPUT | {"mlp_bias": True}
+OLMO2 = {"qk_norm": True, "qk_norm_over": "width", "post_norm": True}
 ALTERNATING = {"sliding_window": 7, "layer_types": ("full_attention", "sliding_attention")}
 # The variants of llama below turn its switches, and more.
 VARIANTS = {n: c for n, c in EVERY_FAMILY.items() if ALL not in n and not n.startswith("llama ")}
@@ -63,6 +64,8 @@ VARIANTS |= {
     "Granite, sinks, windows": small(
         "llama", attention_sinks=True, no_rope_layer_interval=2, **ALTERNATING
     ),
+    "OLMo 2": small("llama", num_key_value_heads=2, **OLMO2),
+    "OLMo 2, one kv head": small("llama", num_key_value_heads=1, head_dim=16, **OLMO2, **OUTPUT),
     "GPT-NeoX, whole heads turn": small("neox", rotary_pct=1.0, activation="gelu_fast"),
 }
 LENGTHS = ([5, 11, 1, 31], [40, 8])  # of the documents in two samples

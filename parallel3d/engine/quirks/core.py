@@ -180,6 +180,10 @@ def param_groups(
         decay = weight_decay * kind.rate.weight_decay if kind.decays else 0.0
         group = {"params": [*of_kind[kind], weight], "weight_decay": decay}
         group |= {"eps": eps * kind.rate.eps, "decays": kind.decays, "matrices": kind.matrices}
+        if kind.rate.is_step:
+            # Without memory Adam's update is the gradient's sign. eps is far below any gradient of
+            # these, and above what is lost when one is squared.
+            group |= {"betas": (0.0, 0.0), "eps": 1e-18}
         groups.append(group)
     return groups
 

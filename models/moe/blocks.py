@@ -1,0 +1,186 @@
+"""Llama's blocks with experts: a router, the experts that it chooses, and the loads' balance."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.models.common import scales_of
+from parallel3d.models.llama import blocks as llama
+from parallel3d.models.moe.spec import Config
+from parallel3d.tensor.collectives import Context, copy_to_group, reduce_from_group
+from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.cut import cut_parameter
+from parallel3d.tensor.experts import Experts, PartialSwiGLU
+from parallel3d.tensor.norm import RMSNorm
+from parallel3d.tensor.pointwise import scale
+from parallel3d.tensor.product import linear
+from parallel3d.tensor.segments import Segments
+from parallel3d.tensor.side_loss import LayerOutput, SideLoss
+
+_TINY = 1e-20  # DeepSeek-V3's, added to the sum of a token's weights
+# The gradient of a score's bias relative to its expert's excess load. The update depends on its
+# sign alone; in the gradient's norm it must not count.
+_EXCESS = 2.0**-20
+
+
+class Routing(NamedTuple):
+    """What a router has decided, over all tokens of a microbatch.
+
+    - `logits` [tokens, experts], `shares` [tokens, experts]: shares have the sum 1.
+    - `chosen`, `weights` [tokens, k]: each token's experts, and their weights.
+    - `counts` [experts]: the number of each expert's tokens.
+    """
+
+    logits: Tensor
+    shares: Tensor
+    chosen: Tensor
+    weights: Tensor
+    counts: Tensor
+
+
+class Router(nn.Module):
+    """The choice of each token's experts, in fp32."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = cut_parameter((config.num_experts, config.hidden_size))
+        self.score_bias = cut_parameter((config.num_experts,)) if config.score_bias else None
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route x [tokens, hidden]."""
+        c = self.config
+        logits = linear(x, self.weight, torch.float32)  # [tokens, experts]
+        scores = shares = logits.sigmoid() if c.router == "sigmoid" else logits.softmax(-1)
+        if c.router == "sigmoid":
+            shares = scores / scores.sum(-1, keepdim=True)
+        if c.router == "topk_softmax":
+            scores = logits
+        chosen = self._choose(scores.detach())  # [tokens, k]
+        weights = scores.gather(-1, chosen)
+        if c.router == "topk_softmax":
+            weights = weights.softmax(-1)
+        elif c.norm_topk_prob:
+            tiny = _TINY if c.router == "sigmoid" else 0.0
+            weights = weights / (weights.sum(-1, keepdim=True) + tiny)
+        weights = scale(weights, c.routed_scaling_factor)
+        counts = x.new_zeros(c.num_experts, dtype=torch.float32)
+        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(weights).flatten())
+        if self.score_bias is not None:
+            excess = counts / chosen.numel() - 1 / c.num_experts
+            weights = _Balance.apply(weights, self.score_bias, excess * _EXCESS)
+        return Routing(logits, shares, chosen, weights, counts)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Return the experts [tokens, k] with the largest scores [tokens, experts] and biases."""
+        c = self.config
+        if self.score_bias is not None:
+            scores = scores + self.score_bias.detach().float()
+        if c.n_group > 1:
+            groups = scores.unflatten(-1, (c.n_group, -1))  # [tokens, groups, experts of each]
+            best = groups.topk(2, -1).values.sum(-1).topk(c.topk_group, -1).indices
+            left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            scores = groups.masked_fill(left_out.unsqueeze(-1), float("-inf")).flatten(-2)
+        return scores.topk(c.num_experts_per_tok, -1).indices
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"{c.num_experts_per_tok} of {c.num_experts} experts, {c.router}"
+
+
+class _Balance(torch.autograd.Function):
+    """Return `weights`; in the backward the bias gets `excess` as its gradient.
+
+    AdamW without memory (`Rate.is_step`) makes a step of fixed size against its sign. The engine
+    sums it over microbatches and replicas like any gradient, and recomputation and evaluation add
+    nothing to it.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, weights: Tensor, bias: Tensor, excess: Tensor) -> Tensor:
+        ctx.save_for_backward(excess)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.saved_tensors[0], None
+
+
+class MoE(nn.Module):
+    """Routed experts and a shared one; each tp rank computes its share of the inner features."""
+
+    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
+        super().__init__()
+        size, inner, shared = config.hidden_size, config.expert_size, config.n_shared_experts
+        self.config, self.loads = config, f"{name}.loads"
+        self.group, self.split = context.group, context.sequence_parallel
+        self.router = Router(config)
+        self.experts = Experts(config.num_experts, size, inner, self.group, config.capacity_factor)
+        self.shared = PartialSwiGLU(size, shared * inner, self.group) if shared else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, SideLoss]]:
+        """x [batch, seq, hidden], or its part of the sequence -> the same shape, side losses."""
+        x = copy_to_group(x, self.group, self.split)  # [batch, seq, hidden]
+        routing = self.router(x.flatten(0, -2))
+        y = self.experts(x.flatten(0, -2), routing.chosen, routing.weights, routing.counts)
+        y = y.view_as(x)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        side_losses = self._side_losses(routing, len(x))
+        return reduce_from_group(y, self.group, self.split), side_losses
+
+    def _side_losses(self, routing: Routing, batch: int) -> dict[str, SideLoss]:
+        c, counts, rows = self.config, routing.counts, routing.chosen.numel()
+        values: dict[str, Tensor] = {}
+        if c.router_aux_loss_coef:
+            shares = routing.shares.mean(0)  # [experts]
+            loads = counts / rows
+            if c.router_aux_loss == "sequence":
+                shares = routing.shares.unflatten(0, (batch, -1)).mean(1)  # [batch, experts]
+                chosen = routing.chosen.view(batch, -1)  # [batch, seq * k]
+                loads = torch.zeros_like(shares).scatter_add_(
+                    1, chosen, torch.ones_like(chosen, dtype=shares.dtype)
+                )
+                loads = loads / chosen.shape[1]
+            values["balance"] = c.num_experts * (loads * shares).sum(-1).mean()
+        if c.router_z_loss_coef:
+            values["z"] = routing.logits.logsumexp(-1).square().mean()
+        # Every rank computes them alike, and the gradients of all are summed.
+        tp = self.group.size()
+        side_losses = {
+            name: SideLoss(v.detach() + (v - v.detach()) / tp, c.side_losses[name])
+            for name, v in values.items()
+        }
+        dropped = (counts - self.experts.limit(rows)).clamp(min=0).sum() / rows
+        loads = torch.cat([counts * (c.num_experts / rows), dropped.unsqueeze(0)])
+        return side_losses | {self.loads: SideLoss(loads, 0.0)}
+
+    def extra_repr(self) -> str:
+        return f"/ {self.group.size()}"
+
+
+class Block(nn.Module):
+    """One transformer layer, with experts or an ordinary MLP."""
+
+    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.norm1, self.norm2 = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.attention = llama.Attention(config, name, context)
+        is_sparse = config.is_sparse(int(name.rpartition(".")[2]))
+        self.mlp = MoE(config, name, context) if is_sparse else llama.MLP(config, context)
+        self.scale = scales_of(config).branch
+
+    def forward(self, x: Tensor, segments: Segments | None = None) -> LayerOutput:
+        """x [batch, seq, hidden], or its part of the sequence -> the same shape, side losses."""
+        # In place, because no backward needs the output of a branch.
+        x = scale(self.attention(self.norm1(x), segments), self.scale).add_(x)
+        y = self.mlp(self.norm2(x))
+        if isinstance(y, Tensor):
+            return scale(y, self.scale).add_(x)
+        y, side_losses = y
+        return scale(y, self.scale).add_(x), side_losses
+
+
+Head = llama.Head

@@ -1,0 +1,220 @@
+"""Llama-like models whose MLP is a mixture of experts in some layers, as data.
+
+By its settings the family is Mixtral (arXiv:2401.04088), Qwen3-MoE (arXiv:2505.09388) or OLMoE
+(arXiv:2409.02060), and it has the routing of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
+Settings have the names of transformers; blocks.py has the modules.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from parallel3d.base.section import Problem, Problems
+from parallel3d.model.experts_cost import ExpertsCost
+from parallel3d.model.mlp_cost import MlpCost
+from parallel3d.model.spec import LayerSpec, ParamSpec
+from parallel3d.models.common import TP_1, weight_inits
+from parallel3d.models.llama import spec as llama
+from parallel3d.models.llama.spec import ZEROS, Positive
+
+_TP_2 = (None, None, "tensor")
+
+
+class Config(llama.Config):
+    """The settings of one model with experts."""
+
+    family: Literal["moe"]
+    """The model family: the name of a folder in models/."""
+    num_experts: Positive = 8
+    """Experts per sparse layer, of which each token is sent to num_experts_per_tok."""
+    num_experts_per_tok: Positive = 2
+    """Experts per token."""
+    moe_intermediate_size: Positive | None = None
+    """Inner width of each expert; null means intermediate_size, as in Mixtral and OLMoE."""
+    n_shared_experts: int = Field(default=0, ge=0)
+    """Experts to which every token is sent; they are one MLP of that many times the width."""
+    first_k_dense_replace: int = Field(default=0, ge=0)
+    """The first layers up to this number have an ordinary MLP of width intermediate_size."""
+    decoder_sparse_step: Positive = 1
+    """Every so many layers one has experts, from the layer of this number (from 1) on."""
+    mlp_only_layers: tuple[int, ...] = Field(default=(), strict=False)
+    """The numbers of further layers, from 0, with an ordinary MLP."""
+    router: Literal["softmax_topk", "topk_softmax", "sigmoid"] = "softmax_topk"
+    """How scores become weights. "softmax_topk": the largest of the softmax over all experts.
+    "topk_softmax": the softmax of the largest scores. "sigmoid": the largest sigmoids, as in
+    DeepSeek-V3."""
+    norm_topk_prob: bool = True
+    """Divide a token's weights by their sum; released Qwen3 models and Mixtral do, OLMoE does not.
+    No effect with "topk_softmax", whose weights have the sum 1."""
+    routed_scaling_factor: float = Field(default=1.0, gt=0)
+    """Multiplies the outputs of the experts, except the shared ones; 2.5 in DeepSeek-V3."""
+    n_group: Positive = 1
+    """Groups of experts; each token is sent to experts of topk_group of them."""
+    topk_group: Positive = 1
+    """Groups per token: those whose two best experts have the largest sum of scores."""
+    score_bias: bool = False
+    """A bias per expert, added to the scores for the choice alone (e_score_correction_bias in
+    DeepSeek-V3). Each step it grows by score_bias_rate for experts with less than the mean load,
+    and shrinks for those with more (arXiv:2408.15664)."""
+    score_bias_rate: float = Field(default=1e-3, ge=0)
+    """The step of score_bias; 0 keeps the bias as it is."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the balance loss in the training loss, summed over layers; 0: no such loss."""
+    router_aux_loss: Literal["microbatch", "sequence"] = "microbatch"
+    """The tokens over which the balance loss compares loads, layer by layer: those of a microbatch
+    on one rank, as in Megatron-LM, or those of each sequence. It is 1 at balance."""
+    router_z_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the mean square of the scores' logsumexp (arXiv:2202.08906), summed over layers."""
+    capacity_factor: float | None = Field(default=None, gt=0)
+    """Most tokens per expert and microbatch, relative to the mean; tokens beyond skip the expert.
+    null: no limit, no token is dropped."""
+    mlp_bias: Literal[False] = False
+    """Experts have no biases."""
+    post_norm: Literal[False] = False
+    """Norms come before attention and MLP."""
+
+    @property
+    def expert_size(self) -> int:
+        """Inner width of an expert, resolved."""
+        return self.moe_intermediate_size or self.inner_size
+
+    @property
+    def inner_sizes(self) -> dict[str, int]:
+        """The inner widths that tp cuts, by setting."""
+        dense = not all(map(self.is_sparse, range(self.num_hidden_layers)))
+        own = (
+            {}
+            if self.moe_intermediate_size is None
+            else {"moe_intermediate_size": self.expert_size}
+        )
+        return own | ({"intermediate_size": self.inner_size} if dense or not own else {})
+
+    @property
+    def balance_step(self) -> float | None:
+        """The step of the scores' biases, or None without them."""
+        return self.score_bias_rate if self.score_bias else None
+
+    @property
+    def side_losses(self) -> dict[str, float]:
+        """The coefficients of the side losses of a sparse layer, by name."""
+        return {"balance": self.router_aux_loss_coef, "z": self.router_z_loss_coef}
+
+    def is_sparse(self, number: int) -> bool:
+        """True if the block of this number, from 0, has experts."""
+        return (
+            number >= self.first_k_dense_replace
+            and number not in self.mlp_only_layers
+            and (number + 1) % self.decoder_sparse_step == 0
+        )
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> "Config":
+        if problems := list(self._expert_problems()):
+            raise Problems(problems)
+        return self
+
+    def _expert_problems(self) -> Iterator[Problem]:
+        experts, k, groups = self.num_experts, self.num_experts_per_tok, self.n_group
+        if k > experts:
+            rule = f"is more than num_experts={experts}"
+            yield Problem("num_experts_per_tok", k, rule, f"use {experts} or less")
+        if experts % groups:
+            rule = f"does not divide num_experts={experts}"
+            remedy = f"use {llama.divisor_below(experts, groups)}"
+            yield Problem("n_group", groups, rule, remedy)
+        elif self.topk_group > groups:
+            rule = f"is more than n_group={groups}"
+            yield Problem("topk_group", self.topk_group, rule, f"use {groups} or less")
+        elif k > self.topk_group * experts // groups:
+            most = self.topk_group * experts // groups
+            rule = f"is more than the {most} experts of topk_group={self.topk_group} groups"
+            yield Problem("num_experts_per_tok", k, rule, f"use {most} or less, or more groups")
+        elif groups > 1 and experts // groups < 2:
+            rule = "leaves one expert per group; a group's rank is the sum of its two best"
+            yield Problem("n_group", groups, rule, f"use {experts // 2} or less")
+        beyond = [n for n in self.mlp_only_layers if not 0 <= n < self.num_hidden_layers]
+        if beyond:
+            rule = f"has numbers beyond the layers 0 to {self.num_hidden_layers - 1}"
+            yield Problem("mlp_only_layers", beyond, rule, "remove them")
+        elif not any(map(self.is_sparse, range(self.num_hidden_layers))):
+            rule = "with decoder_sparse_step and mlp_only_layers leaves no layer with experts"
+            remedy = 'lower it, or use family = "llama"'
+            yield Problem("first_k_dense_replace", self.first_k_dense_replace, rule, remedy)
+        if self.capacity_factor is not None and k <= experts < self.capacity_factor * k:
+            rule, most = "allows an expert more tokens than there are", experts / k
+            remedy = f"use at most {most:g}, or null for no limit"
+            yield Problem("capacity_factor", self.capacity_factor, rule, remedy)
+
+
+def layers(config: Config) -> list[LayerSpec]:
+    """Return embedding, blocks and head; raise ValueError if vocab_size is "auto"."""
+    return llama.layers(config, _block)
+
+
+def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
+    """Return few experts, of which some tokens use each, and layers of every kind."""
+    experts, k = min(config.num_experts, 8), min(config.num_experts_per_tok, 2)
+    limit = config.capacity_factor
+    return llama.small(config, tp) | {
+        "num_experts": experts,
+        "num_experts_per_tok": k,
+        "moe_intermediate_size": config.hidden_size,
+        "first_k_dense_replace": min(config.first_k_dense_replace, 1),
+        "decoder_sparse_step": min(config.decoder_sparse_step, 2),
+        "mlp_only_layers": (0,) if config.mlp_only_layers else (),
+        "n_group": min(config.n_group, 2),
+        "topk_group": min(config.topk_group, config.n_group, 2),
+        "capacity_factor": None if limit is None else min(limit, experts / k),
+        # The reference is a model of transformers, which neither adds these nor moves biases.
+        "router_aux_loss_coef": 0.0,
+        "router_z_loss_coef": 0.0,
+        "score_bias_rate": 0.0,
+    }
+
+
+def _block(config: Config, number: int) -> LayerSpec:
+    inner = config.inner_size
+    if config.is_sparse(number):
+        size, shared = config.expert_size, config.n_shared_experts * config.expert_size
+        divided = config.norm_topk_prob or config.router == "topk_softmax"
+        cost = ExpertsCost(config.num_experts, config.num_experts_per_tok, size, divided, shared)
+        block = llama.block(config, number, _experts(config), cost)
+    else:
+        mlp = _mlp(config, "mlp", inner)
+        block = llama.block(config, number, mlp, MlpCost(inner, gated=True))
+    if not config.is_sparse(number):
+        return block
+    share = config.num_experts_per_tok / config.num_experts
+    active = (("mlp.experts.gate_up", share), ("mlp.experts.down", share))
+    side_losses = [name for name, coefficient in config.side_losses.items() if coefficient]
+    return replace(
+        block, active=active, side_losses=tuple(side_losses), num_experts=config.num_experts
+    )
+
+
+def _experts(config: Config) -> Iterator[ParamSpec]:
+    """Yield the router, the stacked experts and the shared expert of a sparse layer."""
+    experts, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
+    normal, residual = weight_inits(config)
+    yield ParamSpec(
+        "mlp.router.weight", (experts, hidden), (), normal, True, partial=True, role="router"
+    )
+    if config.score_bias:
+        yield ParamSpec(
+            "mlp.router.score_bias", (experts,), (), ZEROS, False, partial=True, role="balance"
+        )
+    gate_up, down = (experts, 2, inner, hidden), (experts, hidden, inner)
+    yield ParamSpec("mlp.experts.gate_up", gate_up, _TP_2, normal, True, role="hidden")
+    yield ParamSpec("mlp.experts.down", down, _TP_2, residual, True, role="hidden")
+    if config.n_shared_experts:
+        yield from _mlp(config, "mlp.shared", config.n_shared_experts * inner)
+
+
+def _mlp(config: Config, name: str, inner: int) -> Iterator[ParamSpec]:
+    """Yield the weights of a SwiGLU."""
+    hidden, (normal, residual) = config.hidden_size, weight_inits(config)
+    gate_up, down = (2, inner, hidden), (hidden, inner)
+    yield ParamSpec(f"{name}.gate_up.weight", gate_up, TP_1, normal, True, role="hidden")
+    yield ParamSpec(f"{name}.down.weight", down, TP_1, residual, True, role="hidden")

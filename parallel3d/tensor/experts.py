@@ -1,0 +1,191 @@
+"""Experts whose inner width is cut over a tensor-parallel group, and the products of their tokens.
+
+A token's rows are sorted by expert, so all experts are one grouped product, and none has a limit on
+its tokens (arXiv:2211.15841). Between `copy_to_group` and `reduce_from_group` a rank has a part of
+each sum over the inner width, and of each gradient: parameters there that the group does not cut
+are marked `ParamSpec.partial`, and a loss that every rank computes alike counts in part on each.
+"""
+
+from itertools import pairwise
+from math import ceil
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel3d.tensor.collectives import Context
+from parallel3d.tensor.compiled import graph_break
+from parallel3d.tensor.cut import cut_of, cut_parameter
+from parallel3d.tensor.pointwise import swiglu
+from parallel3d.tensor.product import linear
+from parallel3d.tensor.weight_gradients import compute_or_defer
+
+_ALIGNMENT = 16  # bytes; torch's grouped product needs strides that are multiples of it
+
+
+class PartialLinear(nn.Module):
+    """y = x W^T with one dim of the weight cut over the group, without collectives."""
+
+    def __init__(self, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.weight = cut_parameter(shape, tensor=(dim, group))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., fused * out], of which one of in and out is this rank's part."""
+        return linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{cut_of(self.weight).global_shape}"
+
+
+class PartialSwiGLU(nn.Module):
+    """An MLP whose sum over the inner width is left to the caller."""
+
+    def __init__(self, size: int, inner: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.gate_up = PartialLinear((2, inner, size), 1, group)
+        self.down = PartialLinear((size, inner), 1, group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] -> this rank's part of the sum [..., size]."""
+        y: Tensor = self.down(swiglu(self.gate_up(x)))
+        return y
+
+
+class Experts(nn.Module):
+    """SwiGLUs side by side, whose sum over the inner width is left to the caller.
+
+    `capacity`: the most tokens of an expert, relative to the mean; later ones skip it.
+    """
+
+    def __init__(
+        self, experts: int, size: int, inner: int, group: dist.ProcessGroup,
+        capacity: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.gate_up = cut_parameter((experts, 2, inner, size), tensor=(2, group))
+        self.down = cut_parameter((experts, size, inner), tensor=(2, group))
+        self.capacity, self.parts = capacity, group.size()
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts, this rank's part of it.
+
+        - `x` [tokens, size].
+        - `chosen`, `weights` [tokens, k]: each token's experts, and their weights.
+        - `counts` [experts]: the number of each expert's tokens.
+        """
+        k = chosen.shape[1]
+        # Stable, so that a sum over an expert's tokens has one order on every mesh.
+        order = chosen.flatten().sort(stable=True).indices  # [tokens * k]
+        place = torch.empty_like(order)  # where each row goes: the inverse permutation
+        place[order] = torch.arange(len(order), device=x.device)
+        ends = counts.cumsum(0)
+        if self.capacity is not None:
+            first = (ends - counts).index_select(0, chosen.flatten())
+            weights = weights * (place - first < self.limit(len(order))).view_as(weights)
+        ends = ends.to(torch.int32)
+        rows = _Dispatch.apply(x, order, place, k)  # [tokens * k, size]
+        inner = swiglu(_grouped_linear(rows, self.gate_up, ends))  # [tokens * k, inner / tp]
+        inner = inner * weights.flatten().index_select(0, order).unsqueeze(-1).to(inner.dtype)
+        y: Tensor = _Combine.apply(_grouped_linear(inner, self.down, ends), order, place, k)
+        return y  # [tokens, size]
+
+    def limit(self, rows: int) -> int:
+        """Return the most rows of an expert, of `rows` in all."""
+        return rows if self.capacity is None else ceil(self.capacity * rows / len(self.down))
+
+    def extra_repr(self) -> str:
+        experts, size, inner = cut_of(self.down).global_shape
+        return f"{experts} of {size} x {inner} / {self.parts}"
+
+
+class _OrderContext(Context, Protocol):
+    k: int
+
+
+def _scatter(x: Tensor, order: Tensor, k: int) -> Tensor:
+    """Return each token k times, in order: [tokens, size] -> [tokens * k, size]."""
+    return x.index_select(0, order // k)
+
+
+def _gather(rows: Tensor, place: Tensor, k: int) -> Tensor:
+    """Return the sum of each token's k rows: [tokens * k, size] -> [tokens, size]."""
+    rows = rows.index_select(0, place)
+    return rows if k == 1 else rows.unflatten(0, (-1, k)).sum(1)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Its backward is `_Combine`'s forward, which adds in a fixed order, unlike an index_add."""
+
+    @staticmethod
+    def forward(ctx: _OrderContext, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.k = k
+        return _scatter(x, order, k)
+
+    @staticmethod
+    def backward(ctx: _OrderContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather(grad, ctx.saved_tensors[0], ctx.k), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _OrderContext, rows: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.k = k
+        return _gather(rows, place, k)
+
+    @staticmethod
+    def backward(ctx: _OrderContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _scatter(grad, ctx.saved_tensors[0], ctx.k), None, None, None
+
+
+class _GroupedContext(Context, Protocol):
+    weight: Tensor
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """x @ weight[e].T for each expert's rows, with the parameter itself saved, as in `_Linear`."""
+
+    @staticmethod
+    def forward(ctx: _GroupedContext, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.weight = weight
+        return grouped_product(x, weight.flatten(1, -2).mT, ends)
+
+    @staticmethod
+    def backward(ctx: _GroupedContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, ends = ctx.saved_tensors
+        grad, shape = grad.contiguous(), weight.shape
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grouped_product(grad, weight.flatten(1, -2), ends)
+        if ctx.needs_input_grad[1]:
+            grad_weight = compute_or_defer(
+                ctx.weight, lambda: grouped_product(grad.mT, x, ends).view(shape)
+            )
+        return grad_x, grad_weight, None
+
+
+@graph_break("products whose sizes are known at run time")
+def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows [rows, in] by their experts' weights [experts, ..., out, in] -> [rows, out]."""
+    return _GroupedLinear.apply(x, weight, ends)
+
+
+def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Multiply group by group; group i ends before row `ends[i]` (int32) and may be empty.
+
+    - a [rows, n] and b [groups, n, m]: each group's rows times its matrix -> [rows, m].
+    - a [n, rows] and b [rows, m]: products over each group's rows -> [groups, n, m].
+    """
+    sizes = a.shape[0 if b.dim() == 2 else 1], b.shape[-1]
+    if all(size * a.element_size() % _ALIGNMENT == 0 for size in sizes):
+        return F.grouped_mm(a, b, offs=ends)
+    bounds = [0, *ends.tolist()]
+    groups = [slice(*pair) for pair in pairwise(bounds)]
+    if b.dim() == 2:
+        return torch.stack([a[:, group] @ b[group] for group in groups])
+    return torch.cat([a[group] @ matrix for group, matrix in zip(groups, b, strict=True)])

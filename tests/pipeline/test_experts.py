@@ -1,0 +1,211 @@
+"""Experts: losses, norms, weights and loads of one plain process on every mesh (plain_moe.py)."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from parallel3d import models
+from parallel3d.model.spec import named_params
+from parallel3d.schedule.schedules import names, splits_backward, why_not
+from parallel3d.verify.local_ranks import run_locally
+from parallel3d.verify.measure import microbatches
+from parallel3d.verify.reference import Reference, first_weights, relative
+from tests.cases import Case, Trainer
+from tests.models.plain_moe import Plain
+from tests.verify.measuring import batches, errors_of, plain_course
+
+pytestmark = pytest.mark.gloo
+
+BATCH, MICRO = 12, 2
+MOE = {
+    "family": "moe", "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "intermediate_size": 40, "initializer_range": 0.15,
+    "vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16,
+}  # fmt: skip
+# Each router with what goes with it; every side loss, norm and MLP in one of them.
+SOFTMAX = {
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01, "qk_norm": True,
+    "qk_norm_over": "width", "num_key_value_heads": 2,
+}  # fmt: skip
+SIGMOID = {
+    "router": "sigmoid", "norm_topk_prob": True, "score_bias": True, "score_bias_rate": 0.01,
+    "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5, "router_aux_loss_coef": 0.1, "router_aux_loss": "sequence",
+}  # fmt: skip
+TOP_FIRST = {
+    "router": "topk_softmax", "score_bias": True, "capacity_factor": 1.25, "qk_norm": True,
+    "moe_intermediate_size": 20, "decoder_sparse_step": 2,
+}  # fmt: skip
+
+
+def case_of(mesh, schedule="gpipe", model=SOFTMAX, **settings):
+    once = splits_backward(schedule)
+    count = BATCH // (MICRO * mesh[1])
+    settings = {"reduction": "per_step" if once else "per_microbatch"} | settings
+    changes = settings.pop("changes", {}) | {"optimizer.params.eps": 1e-6}
+    return Case(
+        mesh=mesh, schedule=schedule, batch=BATCH, steps=3, microbatches=count, changes=changes,
+        model=MOE | model, **settings,
+    )  # fmt: skip
+
+
+_REFERENCES = {}
+
+
+def reference_of(case, folder):
+    """One process in fp64: what a mesh is compared with, and each step's loads by layer."""
+    config = case.config
+    key = json.dumps(config.model.model_dump(mode="json"))
+    if key not in _REFERENCES:
+        torch.set_num_threads(1)
+        file = folder.mktemp("plain") / "weights.safetensors"
+        _REFERENCES[key] = train_plainly(config, file)
+    return _REFERENCES[key]
+
+
+def train_plainly(config, file):
+    specs = named_params(models.layers(config.model))
+    weights = {n: w.double().requires_grad_() for n, w in first_weights(config).items()}
+    biases = {n for n in weights if n.endswith("score_bias")}
+    params = config.optimizer.params
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [w], "weight_decay": params.weight_decay * specs[n].weight_decay}
+            for n, w in weights.items()
+            if n not in biases
+        ],
+        lr=params.lr, betas=params.betas, eps=params.eps,
+    )  # fmt: skip
+    course, model = plain_course(config), Plain(config.model, weights)
+    losses, norms, loads = [], [], []
+    for tokens, labels, *_ in course.steps:
+        optimizer.zero_grad()
+        model.counts, total = {}, 0.0
+        parts = [*zip(tokens.split(MICRO), labels.split(MICRO), strict=True)]
+        for x, y in parts:
+            loss = model.loss(x, y) / len(parts)
+            (loss + model.side / len(parts)).backward()
+            total += loss.item()
+        losses.append(total)
+        trained = [w for n, w in weights.items() if n not in biases]
+        norms.append(float(nn.utils.clip_grad_norm_(trained, config.gradient_clipping)))
+        optimizer.step()
+        loads.append({n: c / c.mean() for n, c in model.counts.items()})
+        with torch.no_grad():
+            for name in biases:
+                counts = model.counts[name.removesuffix(".mlp.router.score_bias")]
+                weights[name] += config.model.score_bias_rate * (counts.mean() - counts).sign()
+    save_file({n: w.detach().float().contiguous() for n, w in weights.items()}, file)
+    return Reference(losses, norms, str(file), 0.0, course), loads
+
+
+def train_on_rank(rank, cases, references):
+    results = []
+    for case, reference in zip(cases, references, strict=True):
+        trainer = Trainer(case)
+        executor, found, run = trainer.executor, [], trainer.executor.run
+
+        def noted(batch, step, run=run, executor=executor, found=found):
+            loss = run(batch, step)
+            found.append({n: v.tolist() for n, v in executor.side_losses.items() if v.dim()})
+            return loss
+
+        executor.run = noted
+        errors = trainer.compare(reference)
+        share = microbatches(next(batches(trainer.config)), trainer.config, trainer.mesh)
+        trainer.evaluator.run(share)
+        results.append((errors, found))
+        trainer.close()
+    return results
+
+
+def check(cases, folder, tolerance=1e-5):
+    references = [reference_of(case, folder) for case in cases]
+    (size,) = {case.world_size for case in cases}
+    ranks = run_locally(
+        train_on_rank, size, cases, [reference for reference, _ in references], timeout=300
+    )
+    for number, (case, (_, loads)) in enumerate(zip(cases, references, strict=True)):
+        found, side = zip(*(rank[number] for rank in ranks), strict=True)
+        errors = errors_of(case.config, found)
+        assert errors.within(tolerance), f"{case}: {errors}"
+        _, dp, tp = case.mesh
+        for step, expected in enumerate(loads):
+            for layer, load in expected.items():
+                rows = [s[step][f"{layer}.loads"] for s in side if f"{layer}.loads" in s[step]]
+                own = torch.tensor(rows).sum(0)[:-1] / (dp * tp)
+                assert max(relative(own.tolist(), load.tolist())) < 1e-5 or torch.allclose(
+                    own, load
+                )
+
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    return tmp_path_factory
+
+
+def test_on_one_rank(folder, operators):
+    """Each routing, with DeepSpeed's hooks and without."""
+    check(
+        [
+            case_of((1, 1, 1), zero_stage=0, reduction="per_step"),
+            case_of((1, 1, 1), model=SIGMOID, zero_stage=3),
+            case_of((1, 1, 1), model=TOP_FIRST, zero_stage=1, checkpointing="full"),
+        ],
+        folder,
+    )
+
+
+def test_on_two_ranks(folder):
+    """Each pair of a routing and what cuts, recomputes, holds or sums in another way."""
+    check(
+        [
+            case_of((1, 1, 2), model=SIGMOID, sequence_parallel=True, checkpointing="full"),
+            case_of((1, 1, 2), model=TOP_FIRST, zero_stage=1, reduction="per_step"),
+            case_of((2, 1, 1), "zero_bubble", weights="per_pass", checkpointing="full"),
+            case_of((2, 1, 1), "zero_bubble", model=SIGMOID, zero_stage=1),
+            case_of((1, 2, 1), model=TOP_FIRST, weights="per_step", reduction="per_step"),
+            case_of((1, 2, 1), model=SIGMOID, zero_stage=0),
+        ],
+        folder,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [SOFTMAX, SIGMOID, TOP_FIRST], ids=["softmax", "sigmoid", "top"])
+@pytest.mark.parametrize(
+    "mesh", [(1, 1, 1), (4, 1, 1), (1, 3, 1), (1, 1, 4), (2, 1, 2), (2, 3, 1), (2, 2, 2)], ids=str
+)
+def test_every_mesh(mesh, model, folder, cpu_adam):
+    """The whole table: each mesh with each ZeRO stage, offload and routing."""
+    pp, _, tp = mesh
+    schedule = "one_f_one_b" if pp > 1 else "gpipe"
+    cases = [case_of(mesh, schedule, model, zero_stage=stage) for stage in range(4)]
+    cases += [
+        case_of(mesh, schedule, model, zero_stage=stage, offload="cpu", reduction="per_step")
+        for stage in (1, 2, 3)
+    ]
+    cases.append(case_of(mesh, schedule, model, offload="cpu+param-cpu", weights="per_pass"))
+    if tp > 1:
+        cases.append(case_of(mesh, schedule, model, sequence_parallel=True, checkpointing="full"))
+    check(cases, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+def test_every_schedule(name, folder):
+    """Each schedule, with a routing whose bias counts each microbatch once."""
+    stages = next((n for n in (2, 1) if not why_not(name, 2, 6, n)), None)
+    if stages is None:
+        pytest.skip(why_not(name, 2, 6, 1))
+    check(
+        [
+            case_of((2, 1, 1), name, SIGMOID, stages_per_rank=stages, checkpointing=kind)
+            for kind in ("none", "selective", "full")
+        ],
+        folder,
+    )

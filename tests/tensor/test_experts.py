@@ -1,0 +1,96 @@
+"""Grouped products of experts' tokens, and their order, against loops over experts."""
+
+import pytest
+import torch
+from torch import nn
+
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.tensor import experts as experts_module
+from parallel3d.tensor.experts import Experts, _grouped_linear, grouped_product
+from tests.models.test_layer_memory import release
+
+pytestmark = pytest.mark.gloo
+
+COUNTS = [3, 0, 5, 0]  # two experts have no token
+ENDS = torch.tensor(COUNTS).cumsum(0).to(torch.int32)
+
+
+@pytest.fixture
+def group():
+    made = Mesh()
+    yield made.tensor.group
+    made.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 16, 6])
+def test_grouped_products_are_those_of_a_loop(width, dtype):
+    """Also of widths that torch's kernel refuses; an expert without tokens has gradients of 0."""
+    torch.manual_seed(0)
+    x = torch.randn(8, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, 2, width, width, dtype=dtype, requires_grad=True)
+    y = _grouped_linear(x, weight, ENDS)
+    gradient = torch.randn_like(y)
+    y.backward(gradient)
+    rows = x.detach().split(COUNTS)
+    pairs = zip(rows, weight.detach().flatten(1, 2), strict=True)
+    torch.testing.assert_close(y, torch.cat([own @ w.T for own, w in pairs]), rtol=0, atol=0)
+    each = zip(gradient.split(COUNTS), rows, weight.detach().flatten(1, 2), strict=True)
+    for number, (grad, own, w) in enumerate(each):
+        start = sum(COUNTS[:number])
+        torch.testing.assert_close(x.grad[start : start + len(own)], grad @ w)
+        torch.testing.assert_close(weight.grad[number].flatten(0, 1), grad.T @ own)
+    assert weight.grad[1].count_nonzero() == weight.grad[3].count_nonzero() == 0
+
+
+def test_the_kernel_is_used_where_strides_are_aligned(monkeypatch):
+    used = []
+    monkeypatch.setattr(
+        experts_module.F, "grouped_mm", lambda a, b, offs: used.append(1) or torch.empty(0)
+    )
+    grouped_product(torch.randn(8, 16), torch.randn(4, 16, 8), ENDS)
+    assert used == [1]
+    grouped_product(torch.randn(8, 6), torch.randn(4, 6, 8), ENDS)
+    assert used == [1]
+
+
+def run(experts, x, chosen, weights):
+    counts = torch.bincount(chosen.flatten(), minlength=len(experts.down)).float()
+    return experts(x, chosen, weights, counts)
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_tokens_come_back_to_their_places(group, capacity):
+    """By finite differences, and token by token; the last tokens beyond a capacity skip it."""
+    torch.manual_seed(1)
+    experts = Experts(4, 4, 6, group, capacity).double()
+    for p in experts.parameters():
+        nn.init.normal_(p)
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    chosen = torch.tensor([[0, 1], [0, 2], [1, 0], [0, 2], [2, 0], [0, 1]])
+    weights = torch.rand(6, 2, dtype=torch.float64, requires_grad=True)
+    y = run(experts, x, chosen, weights)
+    expected, seen = torch.zeros_like(y), [0] * 4
+    for token, row in enumerate(chosen.tolist()):
+        for place, number in enumerate(row):
+            seen[number] += 1
+            if capacity is None or seen[number] <= 3:  # of 12 rows on 4 experts
+                gate, up = experts.gate_up[number] @ x[token]
+                inner = nn.functional.silu(gate) * up
+                expected[token] += weights[token, place] * (experts.down[number] @ inner)
+    torch.testing.assert_close(y, expected)
+    assert torch.autograd.gradcheck(lambda x, w: run(experts, x, chosen, w), (x, weights))
+
+
+def test_no_released_weight_is_kept_alive(group):
+    experts = Experts(4, 4, 8, group)
+    for p in experts.parameters():
+        nn.init.normal_(p)
+    x, chosen = torch.randn(6, 4, requires_grad=True), torch.randint(4, (6, 2))
+    y = run(experts, x, chosen, torch.rand(6, 2))
+    values, alive = release(experts)
+    assert alive == 0
+    for p, value in values.items():
+        p.data = value
+    y.sum().backward()
+    assert x.grad is not None
