@@ -60,13 +60,10 @@ class Part:
 
 
 class Fields:
-    """The fields of a config.json; code takes those it knows, and `finish` refuses the rest.
+    """The fields of a config.json; code takes those it knows, and `finish` refuses the rest."""
 
-    `length`: the tokens of a training sample, if known.
-    """
-
-    def __init__(self, config: Mapping[str, object], length: int | None = None) -> None:
-        self._config, self.length = config, length
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self._config = config
         self._known = set(_NEUTRAL)
         self._problems: list[Problem] = []
 
@@ -131,12 +128,9 @@ class Fields:
             raise Problems(self._problems)
 
 
-def model_block(config: Mapping[str, object], length: int | None = None) -> dict[str, object]:
-    """Return the "model" block of a config.json; raise Problems, whose paths are its fields.
-
-    `length`: the tokens of a training sample, if known.
-    """
-    fields = Fields(config, length)
+def model_block(config: Mapping[str, object]) -> dict[str, object]:
+    """Return the "model" block of a config.json; raise Problems, whose paths are its fields."""
+    fields = Fields(config)
     kinds = {name: module for module in _families() for name in module.MODEL_TYPES}
     family = kinds.get(fields.model_type)
     if family is None:

@@ -11,7 +11,7 @@ from parallel3d.models.llama.spec import Config
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear
-from parallel3d.tensor.norm import RMSNorm
+from parallel3d.tensor.norm import RMSNorm, WidthNorm
 from parallel3d.tensor.pointwise import scale, swiglu
 from parallel3d.tensor.recompute import activated, normed
 from parallel3d.tensor.rotary import FrequencyScaling, LinearScaling, Rotary, YarnScaling
@@ -24,13 +24,12 @@ class Attention(nn.Module):
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         super().__init__()
         size, group, split = config.head_size, context.group, context.sequence_parallel
-        hidden, eps = config.hidden_size, config.rms_norm_eps
+        hidden = config.hidden_size
         heads = {"q": config.num_attention_heads, "k": config.kv_heads, "v": config.kv_heads}
         self.qkv = GroupedColumnLinear(
             hidden, heads, size, group, config.attention_bias, split, context.overlap
         )
-        self.q_norm = RMSNorm(size, eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(size, eps) if config.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = (_head_norm(config, heads[name], context) for name in "qk")
         number = int(name.rpartition(".")[2])
         self.rotary = _rotary(config) if config.rotates(number) else None
         self.core = CausalAttention(
@@ -40,6 +39,8 @@ class Attention(nn.Module):
             heads=(heads["q"], heads["k"]),
             head_size=size,
             scale=scales_of(config).scores(size),
+            window=config.window(number),
+            sinks=config.attention_sinks,
         )
         self.output = RowParallelLinear(
             heads["q"] * size, hidden, group, config.attention_output_bias, sequence_parallel=split
@@ -90,10 +91,14 @@ class Block(nn.Module):
         self.norm2 = RMSNorm(size, eps)
         self.mlp = MLP(config, context)
         self.scale, self.recompute = scales_of(config).branch, context.recompute
+        self.post_norm = config.post_norm
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
         # In place, because no backward needs the output of a branch.
+        if self.post_norm:
+            x = scale(self.norm1(self.attention(x, segments)), self.scale).add_(x)
+            return scale(self.norm2(self.mlp(x)), self.scale).add_(x)
         y = normed(self.norm1, x, self.recompute)
         x = scale(self.attention(y, segments), self.scale).add_(x)
         y = normed(self.norm2, x, self.recompute, "mlp")
@@ -106,6 +111,13 @@ class Head(NormedHead):
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         super().__init__(config, norm, context)
+
+
+def _head_norm(config: Config, heads: int, context: LayerContext) -> nn.Module:
+    size, eps = config.head_size, config.rms_norm_eps
+    if config.qk_norm and config.qk_norm_over == "width":
+        return WidthNorm(heads, size, eps, context.group)
+    return RMSNorm(size, eps) if config.qk_norm else nn.Identity()
 
 
 def _rotary(config: Config) -> Rotary:

@@ -6,6 +6,7 @@
 import json
 import re
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ _NAMES = {
     "blocks": "model.layers",
     "attention.qkv.": "self_attn.",
     "attention.output": "self_attn.o_proj",
+    "attention.core": "self_attn",
     "attention": "self_attn",
     "q_weight": "q_proj.weight",
     "k_weight": "k_proj.weight",
@@ -34,18 +36,33 @@ _NAMES = {
     "norm2": "post_attention_layernorm",
 }
 
+_POST_NORMS = {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}
 _ATTENTION = ("attention_bias", "attention_output_bias")
 # The possible classes of a config with these switches on; the first is the default.
 _CLASSES = {
-    (): ("LlamaForCausalLM", "MistralForCausalLM"),
+    (): ("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"),
     ("mlp_bias",): ("LlamaForCausalLM",),
     _ATTENTION: ("LlamaForCausalLM",),
     (*_ATTENTION, "mlp_bias"): ("LlamaForCausalLM",),
     ("attention_bias",): ("Qwen2ForCausalLM",),
     ("qk_norm",): ("Qwen3ForCausalLM",),
     (*_ATTENTION, "qk_norm"): ("Qwen3ForCausalLM",),
+    ("qk_norm", "qk_norm_over", "post_norm"): ("Olmo2ForCausalLM",),
+    (*_ATTENTION, "qk_norm", "qk_norm_over", "post_norm"): ("Olmo2ForCausalLM",),
     ("no_rope_layer_interval",): ("SmolLM3ForCausalLM",),
 }
+_CLASSES |= {
+    (*attention, *mlp, *rope, "attention_sinks"): ("GraniteSWAForCausalLM",)
+    for attention, mlp, rope in product(
+        ((), _ATTENTION), ((), ("mlp_bias",)), ((), ("no_rope_layer_interval",))
+    )
+}
+# Classes with a window in layers of choice, and in every layer or in none.
+_BY_LAYER = {
+    f"{name}ForCausalLM"
+    for name in ("Ministral", "Qwen2", "Qwen3", "SmolLM3", "GraniteSWA", "Dots1")
+}
+_UNIFORM = {f"{name}ForCausalLM" for name in ("Mistral", "Mixtral", "Qwen3Moe")}
 # Folders of the model without its head omit this prefix.
 PREFIX = "model."
 # Frequencies that old versions of transformers saved with the weights.
@@ -60,31 +77,39 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
 
     Raises ValueError if no class of transformers has this architecture, or not the requested one.
     """
-    names = (*_ATTENTION, "mlp_bias", "qk_norm", "no_rope_layer_interval")
-    switches = tuple(n for n in names if getattr(config, n))
-    if switches not in _CLASSES:
-        texts = (f"{n} = {json.dumps(getattr(config, n))}" for n in switches)
+    names = (*_ATTENTION, "mlp_bias", "qk_norm", "qk_norm_over", "post_norm")
+    names += ("no_rope_layer_interval", "attention_sinks")
+    switches = tuple(n for n in names if getattr(config, n) not in (None, False, "head"))
+    possible = [n for n in _CLASSES.get(switches, ()) if not windows_unlike(config, n)]
+    if not possible:
+        turned = (*switches, *["sliding_window"] * (config.sliding_window is not None))
+        texts = (f"{n} = {json.dumps(getattr(config, n))}" for n in turned)
         raise ValueError(
             f"{' with '.join(texts)}: no class of transformers has exactly these switches; turn "
             "one of them off, or set attention_bias and attention_output_bias alike"
         )
-    chosen = class_named(name, *_CLASSES[switches])
+    chosen = class_named(name, *possible)
     if chosen == "LlamaForCausalLM" and config.hidden_size % config.num_attention_heads:
         raise ValueError(
             f"num_attention_heads = {config.num_attention_heads}: does not divide hidden_size="
             f"{config.hidden_size}, which LlamaForCausalLM requires; Qwen3ForCausalLM "
             "(qk_norm = true) does not"
         )
-    blocks, interval = config.num_hidden_layers, config.no_rope_layer_interval
     biases = {"attention_bias": config.attention_output_bias}
+    rotates = [config.rotates(number) for number in range(config.num_hidden_layers)]
     own: dict[str, dict[str, object]] = {
         "LlamaForCausalLM": {**biases, "mlp_bias": config.mlp_bias},
-        "MistralForCausalLM": {"sliding_window": None},
-        "Qwen3ForCausalLM": {**biases},
+        "Qwen3ForCausalLM": biases,
+        "Olmo2ForCausalLM": biases,
         "SmolLM3ForCausalLM": {
-            "no_rope_layer_interval": interval,
-            "no_rope_layers": [int(config.rotates(number)) for number in range(blocks)],
-            "use_sliding_window": False,
+            "no_rope_layer_interval": config.no_rope_layer_interval,
+            "no_rope_layers": [*map(int, rotates)],
+        },
+        "GraniteSWAForCausalLM": {
+            **biases,
+            "mlp_bias": config.mlp_bias,
+            "attention_multiplier": config.head_size**-0.5,
+            "layer_rope_theta": [config.rope_theta * turns for turns in rotates],
         },
     }
     return settings_of(config, chosen, end_of_text, **own.get(chosen, {}))
@@ -115,7 +140,29 @@ def settings_of(config: Config, chosen: str, end_of_text: int | None, **own: obj
         eos_token_id=end_of_text,
         pad_token_id=None,
     )
-    return kind(**shared | own)
+    return kind(**shared | _sliding(config, chosen) | own)
+
+
+def windows_unlike(config: Config, name: str) -> str:
+    """Return how a class's windows differ from the model's; "" if it can have them."""
+    windows = {config.window(number) for number in range(config.num_hidden_layers)}
+    if name in _BY_LAYER or windows == {None} or (name in _UNIFORM and len(windows) == 1):
+        return ""
+    where = "the same in every layer" if name in _UNIFORM else "none"
+    return f"sliding_window = {config.sliding_window}: {name} has {where}"
+
+
+def _sliding(config: Config, name: str) -> dict[str, object]:
+    """Return the fields of a class for windows; one without a switch ignores the switch."""
+    windows = [config.window(number) for number in range(config.num_hidden_layers)]
+    unused = 128 if name == "GraniteSWAForCausalLM" else None  # it needs a window for no layer
+    if name not in (*_BY_LAYER, *_UNIFORM):
+        return {}
+    fields: dict[str, object] = {"use_sliding_window": any(windows)}
+    if name in _UNIFORM:
+        return fields | {"sliding_window": windows[0]}
+    types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    return fields | {"sliding_window": config.sliding_window or unused, "layer_types": types}
 
 
 def reference(config: Config) -> nn.Module:
@@ -149,7 +196,8 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
 
 def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Return the tensors of transformers that hold one of our parameters, of this shape."""
-    target, order = renamed(name, _NAMES), tuple(range(len(shape)))
+    names = _NAMES | (_POST_NORMS if config.post_norm else {})
+    target, order = renamed(name, names), tuple(range(len(shape)))
     if "gate_up" in name:
         both = (target.replace("gate_up", part) for part in ("gate_proj", "up_proj"))
         return tuple(Part(t, shape[1:], order[:-1], (index,)) for index, t in enumerate(both))

@@ -1,8 +1,10 @@
-"""Converts config.json of Llama, Mistral, Qwen2, Qwen3 and SmolLM3 to the "model" block (floor 0).
+"""Converts config.json of Llama-like models to the "model" block (floor 0).
 
 SmolLM2 is a `LlamaForCausalLM`. Missing fields have the default of the class.
 """
 
+from collections.abc import Callable
+from math import isclose
 from typing import TypeGuard
 
 from parallel3d.models.llama.spec import SCALINGS
@@ -11,11 +13,23 @@ from parallel3d.models.pretrained import Fields
 MODEL_TYPES = {
     "llama": ("LlamaForCausalLM", "LlamaModel"),
     "mistral": ("MistralForCausalLM", "MistralModel"),
+    "ministral": ("MinistralForCausalLM", "MinistralModel"),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
     "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Model"),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Model"),
+    "granite_swa": ("GraniteSWAForCausalLM", "GraniteSWAModel"),
 }
 FREE = {"initializer_range": "initializer_range", "attn_pdrop": "attention_dropout"}
+# The window of a config.json without the field; classes with a switch for it; those that have it in
+# every layer or in none.
+_DEFAULT_WINDOWS = {
+    **dict.fromkeys(("mistral", "ministral", "qwen2", "qwen3", "qwen3_moe", "dots1"), 4096),
+    "granite_swa": 128,
+}  # fmt: skip
+_SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")
+_UNIFORM = ("mistral", "mixtral", "qwen3_moe")
+_SLIDING = "sliding_attention"
 _LENGTH = "original_max_position_embeddings"
 _BASES = {"smollm3": 2e6, "mixtral": 1e6}  # of the rotary frequencies, where not 10,000
 
@@ -33,11 +47,13 @@ def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
     base, scaling = _rope(fields)
     fields.only("hidden_act", "silu", "swish", rule="is not SiLU")
     # Qwen2 always has biases on query, key and value; Mistral has none.
-    has_bias = kind in ("llama", "qwen3") and fields.take("attention_bias", False)
+    has_bias = kind in ("llama", "qwen3", "olmo2", "granite_swa") and fields.take(
+        "attention_bias", False
+    )
     biased = f'adds biases, which are not supported for model_type "{fields.model_type}"'
-    if kind in ("mistral", "smollm3"):
+    if kind in ("mistral", "ministral", "smollm3"):
         fields.only("attention_bias", False, rule=biased)
-    if kind != "llama":
+    if kind not in ("llama", "granite_swa"):
         fields.only("mlp_bias", False, rule=biased)
     fields.ignore("attention_bias")
     for name, rule in (
@@ -46,7 +62,14 @@ def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
     ):
         fields.only(name, False, rule=f"{rule}, which the family does not support")
     fields.only("partial_rotary_factor", 1, 1.0, rule="rotates only part of each head")
-    fields.ignore(*FREE.values(), "max_window_layers", "is_llama_config")
+    fields.ignore(*FREE.values(), "is_llama_config")
+    interval: object = None
+    if kind == "smollm3":
+        interval = _interval(fields, "no_rope_layers", fields.take("no_rope_layer_interval", 4))
+    elif kind == "granite_swa":
+        interval, base = _interval(fields, "layer_rope_theta", None), _base(fields, base)
+        _refuse_multipliers(fields)
+    window, types = _windows(fields, interval)
     return {
         "family": "llama",
         "hidden_size": fields.take("hidden_size"),
@@ -56,60 +79,106 @@ def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
         "head_dim": head_dim,
         "intermediate_size": fields.take("intermediate_size"),
         "vocab_size": fields.take("vocab_size"),
-        "max_position_embeddings": _longest(fields, kind),
-        "rms_norm_eps": fields.take("rms_norm_eps", 1e-6),
+        "max_position_embeddings": fields.take("max_position_embeddings", 2048),
+        "rms_norm_eps": fields.take(
+            "rms_norm_eps", 1e-5 if kind in ("granite_swa", "olmo2") else 1e-6
+        ),
         "rope_theta": base,
         "rope_scaling": scaling,
-        "no_rope_layer_interval": _interval(fields) if kind == "smollm3" else None,
-        "tie_word_embeddings": fields.take("tie_word_embeddings", kind == "smollm3"),
+        "sliding_window": window,
+        "layer_types": types,
+        "attention_sinks": kind == "granite_swa",
+        "no_rope_layer_interval": interval,
+        "tie_word_embeddings": fields.take(
+            "tie_word_embeddings", kind in ("smollm3", "granite_swa")
+        ),
         "attention_bias": kind == "qwen2" or has_bias,
         "attention_output_bias": has_bias,
-        "mlp_bias": kind == "llama" and fields.take("mlp_bias", False),
-        "qk_norm": kind == "qwen3",
+        "mlp_bias": kind in ("llama", "granite_swa") and fields.take("mlp_bias", False),
+        "qk_norm": kind in ("qwen3", "olmo2"),
+        "qk_norm_over": "width" if kind == "olmo2" else "head",
+        "post_norm": kind == "olmo2",
     }
 
 
-def _longest(fields: Fields, kind: str) -> object:
-    """Return the longest sequence that no attention window cuts; a window counts its own token."""
-    longest = fields.take("max_position_embeddings", 2048)
-    # A missing field means MistralConfig's default; null means no window.
-    is_default = fields.model_type == "mistral" and not fields.has("sliding_window")
-    window = fields.take("sliding_window", 4096 if is_default else None)
-    types = fields.take("layer_types", [])
-    used = fields.take("use_sliding_window", fields.model_type == "mistral")
-    if not isinstance(types, list):
-        fields.refuse("layer_types", "must be a list", "use one attention type per layer")
-    elif any(layer != "full_attention" for layer in types):
-        used = True
-        known = all(layer in ("full_attention", "sliding_attention") for layer in types)
-        if not known or window is None:
-            fields.refuse("layer_types", "has layers that do not attend to all previous tokens")
-    if window is None or (not used and kind not in ("llama", "mistral")):
-        return longest
-    if not _is_count(window):
+def _windows(fields: Fields, interval: object) -> tuple[object, object]:
+    """Return the window and the type of each layer, as transformers' class understands them."""
+    kind, count = fields.model_type, fields.take("num_hidden_layers", 0)
+    first = fields.take("max_window_layers", 62 if kind == "dots1" else 28)
+    types = fields.take("layer_types", None)
+    # A missing field means the default of the class; null means no window.
+    window = fields.take("sliding_window", None)
+    if not fields.has("sliding_window"):
+        window = _DEFAULT_WINDOWS.get(kind)
+    fields.ignore("use_sliding_window")
+    if kind in _SWITCHED and not fields.take("use_sliding_window", False):
+        window = None
+    if not _is_count(count) or not isinstance(first, int):
+        return None, None
+    if window is not None and not _is_count(window):
         fields.refuse("sliding_window", "must be a number of tokens", "download the file again")
-        return longest
-    if not _is_count(longest):
-        return longest
-    if fields.length is not None and fields.length > window:
-        rule = f"hides the beginning of samples of data.sequence_length={fields.length} tokens"
-        fields.refuse("sliding_window", rule, f"use samples of {window} tokens or fewer")
-    return min(longest, window)
+        return None, None
+    if types is None:
+        by_kind: dict[str, Callable[[int], bool]] = {
+            "qwen2": lambda number: number >= first,
+            "qwen3": lambda number: number >= first,
+            "smollm3": lambda number: _is_count(interval) and (number + 1) % interval == 0,
+            "dots1": lambda number: number >= first,
+            "granite_swa": lambda number: number % 4 > 0,
+        }
+        slides = map(by_kind.get(kind, lambda number: True), range(count))
+        types = [_SLIDING if window is not None and s else "full_attention" for s in slides]
+    elif not isinstance(types, list) or len(types) != count:
+        fields.refuse("layer_types", f"must be a list of {count} types", "correct it")
+        return None, None
+    elif any(t not in ("full_attention", _SLIDING) for t in types):
+        fields.refuse("layer_types", "has layers that do not attend to all tokens or to a window")
+        return None, None
+    elif kind in _UNIFORM and types != [types[0] if window is None else _SLIDING] * count:
+        rule = "is ignored by the class, which has the window in every layer or in none"
+        fields.refuse("layer_types", rule, "remove it, or use another model_type")
+    if _SLIDING not in types:
+        return None, None
+    if window is None or kind in ("llama", "olmo2", "olmoe"):
+        fields.refuse("layer_types", "has layers with a window, but the class has none")
+    return window, None if "full_attention" not in types else types
 
 
-def _interval(fields: Fields) -> object:
-    """Return after how many blocks one has no rotary positions, or None if all have them."""
-    interval, count = fields.take("no_rope_layer_interval", 4), fields.take("num_hidden_layers", 0)
-    listed = fields.take("no_rope_layers", None)
+def _interval(fields: Fields, where: str, default: object) -> object:
+    """Return after how many blocks one has no rotary positions, or None if all have them.
+
+    `where`: the field that lists the blocks, 0 for those without; `default` if it is missing.
+    """
+    count, listed = fields.take("num_hidden_layers", 0), fields.take(where, None)
     if listed is None:
-        return interval
+        return default
     if not isinstance(listed, list) or not _is_count(count) or len(listed) < count:
-        fields.refuse("no_rope_layers", "must be a list with 0 or 1 for each layer", "correct it")
+        fields.refuse(where, "must be a list with a number for each layer", "correct it")
         return None
     without = [number for number, rotates in enumerate(listed[:count], 1) if not rotates]
     if without and without != [*range(without[0], count + 1, without[0])]:
-        fields.refuse("no_rope_layers", "is not 0 for every n-th layer alone")
+        fields.refuse(where, "is not 0 for every n-th layer alone")
     return without[0] if without else None
+
+
+def _base(fields: Fields, default: object) -> object:
+    """Return the base that the layers of Granite share; `default` if they do not list theirs."""
+    listed = fields.take("layer_rope_theta", None)
+    bases = {*listed} - {0} if isinstance(listed, list) else set()
+    if len(bases) > 1:
+        fields.refuse("layer_rope_theta", "has layers with other bases, which is not supported")
+    return max(bases, default=default)
+
+
+def _refuse_multipliers(fields: Fields) -> None:
+    for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        fields.only(name, 1, 1.0, rule="multiplies activations, which is not supported")
+    hidden, heads = fields.take("hidden_size"), fields.take("num_attention_heads")
+    factor = fields.take("attention_multiplier", 1.0)
+    if _is_count(hidden) and _is_count(heads) and isinstance(factor, int | float):
+        size = fields.take("head_dim", hidden // heads)
+        if not isclose(factor, size**-0.5, rel_tol=1e-6):
+            fields.refuse("attention_multiplier", "is not 1 / sqrt(head_dim)", value=factor)
 
 
 def _rope(fields: Fields) -> tuple[object, dict[str, object] | None]:

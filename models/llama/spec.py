@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import log
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_serializer, model_validator
+from pydantic import Field, Strict, model_serializer, model_validator
 
 from parallel3d.base.section import Problem, Problems, Section
 from parallel3d.model.attention_cost import AttentionCost
@@ -32,6 +32,7 @@ from parallel3d.models.common import (
 
 Positive = Annotated[int, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
+LayerTypes = Annotated[tuple[Literal["full_attention", "sliding_attention"], ...], Strict(False)]
 ZEROS, ONES = Init(), Init(value=1.0)
 BRANCHES = "attention.output.", "mlp.down.", "mlp.experts.down", "mlp.shared.down."
 
@@ -140,6 +141,15 @@ class Config(ModelSection):
     """Base of the rotary frequencies; Llama 3 has 500000, Qwen 1000000."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies for long sequences; null means none."""
+    sliding_window: Positive | None = None
+    """How many tokens a query sees, itself included, in layers with a window; null: all before it,
+    in every layer."""
+    layer_types: LayerTypes | None = None
+    """For each layer, "sliding_attention" (with the window) or "full_attention" (without). null
+    means that all have the window."""
+    attention_sinks: bool = False
+    """A learned scalar per head joins its scores in the softmax, so that a query may attend to
+    nothing (arXiv:2309.17453, section 3.3), as in gpt-oss."""
     no_rope_layer_interval: Positive | None = None
     """Every so many blocks, one has no rotary positions; 4 in SmolLM3. null means that all have."""
     tie_word_embeddings: bool = False
@@ -153,6 +163,10 @@ class Config(ModelSection):
     """Biases on the MLP's three projections."""
     qk_norm: bool = False
     """RMSNorm over each head of query and key before their rotation, as in Qwen3."""
+    qk_norm_over: Literal["head", "width"] = "head"
+    """What qk_norm normalises: each head, as in Qwen3, or all heads together, as in OLMo 2."""
+    post_norm: bool = False
+    """Norm the outputs of attention and MLP instead of their inputs, as in OLMo 2."""
     attn_pdrop: Probability = 0.0
     """Dropout on the attention weights."""
     initializer_range: float = Field(default=0.02, gt=0)
@@ -179,6 +193,11 @@ class Config(ModelSection):
         interval = self.no_rope_layer_interval
         return interval is None or (number + 1) % interval != 0
 
+    def window(self, number: int) -> int | None:
+        """The window of the block of this number, from 0; None if it sees all tokens before."""
+        types = self.layer_types
+        return None if types and types[number] == "full_attention" else self.sliding_window
+
     @model_validator(mode="after")
     def _check(self) -> "Config":
         if problems := list(self._problems()):
@@ -201,6 +220,13 @@ class Config(ModelSection):
         if self.rope_scaling and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1:
             rule = 'must be greater than 1 for rope_type "yarn"'
             yield Problem("rope_theta", self.rope_theta, rule, "raise it")
+        types, blocks = self.layer_types, self.num_hidden_layers
+        if types is not None and len(types) != blocks:
+            rule = f"has {len(types)} entries for num_hidden_layers={blocks}"
+            yield Problem("layer_types", types, rule, f"list {blocks}")
+        if types is not None and "sliding_attention" in types and self.sliding_window is None:
+            rule, remedy = "is needed for sliding_attention in layer_types", "set it, in tokens"
+            yield Problem("sliding_window", None, rule, remedy)
         if heads % self.kv_heads:
             rule = f"does not divide num_attention_heads={heads}"
             remedy = f"use {divisor_below(heads, self.kv_heads)}"
@@ -221,7 +247,7 @@ def layers(
 
 
 def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
-    """Return a scaling and an interval of rotary positions that act in a small model."""
+    """Return a scaling and interval of rotary positions, and windows, that act if small."""
     settings: dict[str, object] = {}
     if config.rope_scaling is not None:
         scaling = settings["rope_scaling"] = config.rope_scaling.model_dump(mode="json")
@@ -229,6 +255,11 @@ def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
             scaling["original_max_position_embeddings"] = config.max_position_embeddings // 2
     if config.no_rope_layer_interval is not None:
         settings["no_rope_layer_interval"] = min(2, config.no_rope_layer_interval)
+    if config.sliding_window is not None:
+        settings["sliding_window"] = min(config.sliding_window, config.max_position_embeddings // 4)
+    if config.layer_types is not None:
+        kinds, blocks = sorted({*config.layer_types}), config.num_hidden_layers
+        settings["layer_types"] = (blocks * kinds)[:blocks]
     return settings
 
 
@@ -258,6 +289,7 @@ def block(config: Config, number: int, mlp: Iterable[ParamSpec], mlp_cost: Modul
         norm("norm1", hidden),
         *_qkv(config, normal),
         *_qk_norms(config),
+        *_sinks(config),
         ParamSpec(
             "attention.output.weight", (hidden, queries), TP_1, residual, True, role="hidden"
         ),
@@ -267,7 +299,8 @@ def block(config: Config, number: int, mlp: Iterable[ParamSpec], mlp_cost: Modul
     )
     # A norm on the heads cancels factors before it, so the factor goes into the norm.
     query = "attention.q_norm." if config.qk_norm else "attention.qkv.q_"
-    params = folded(config, params, query=query, branches=BRANCHES)
+    branches = ("norm1.", "norm2.") if config.post_norm else BRANCHES
+    params = folded(config, params, query=query, branches=branches)
     attention = AttentionCost(
         config.num_attention_heads,
         config.kv_heads,
@@ -277,6 +310,8 @@ def block(config: Config, number: int, mlp: Iterable[ParamSpec], mlp_cost: Modul
         qk_norm=RMS_NORM if config.qk_norm else None,
         rotary=config.head_size if config.rotates(number) else 0,
         dropout=config.attn_pdrop > 0,
+        window=config.window(number),
+        sinks=config.attention_sinks,
     )
     cost = BlockCost(hidden, RMS_NORM, (attention, mlp_cost))
     build = f"parallel3d.models.{config.family}.blocks:Block"
@@ -301,10 +336,19 @@ def _bias(exists: bool, name: str, *shape: int) -> Iterator[ParamSpec]:
 
 
 def _qk_norms(config: Config) -> Iterator[ParamSpec]:
-    if config.qk_norm:
-        for name in ("q_norm", "k_norm"):
+    for name, heads in (("q_norm", config.num_attention_heads), ("k_norm", config.kv_heads)):
+        weight, shape = f"attention.{name}.weight", (heads * config.head_size,)
+        if config.qk_norm and config.qk_norm_over == "width":
+            yield ParamSpec(weight, shape, TP_0, ONES, False, units=heads, role="vector")
+        elif config.qk_norm:
             # Each tp rank normalises its own heads, so it has only part of the gradient.
             yield norm(f"attention.{name}", config.head_size, partial=True)
+
+
+def _sinks(config: Config) -> Iterator[ParamSpec]:
+    if config.attention_sinks:
+        shape = (config.num_attention_heads,)
+        yield ParamSpec("attention.core.sinks", shape, TP_0, ZEROS, False, role="vector")
 
 
 def norm(name: str, size: int, partial: bool = False) -> ParamSpec:

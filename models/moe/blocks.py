@@ -12,7 +12,7 @@ from parallel3d.tensor.collectives import Context, copy_to_group, reduce_from_gr
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_parameter
 from parallel3d.tensor.experts import Experts, PartialSwiGLU
-from parallel3d.tensor.norm import RMSNorm, WidthNorm
+from parallel3d.tensor.norm import RMSNorm
 from parallel3d.tensor.pointwise import scale
 from parallel3d.tensor.product import linear
 from parallel3d.tensor.recompute import normed
@@ -161,17 +161,6 @@ class MoE(nn.Module):
         return f"/ {self.group.size()}"
 
 
-class Attention(llama.Attention):
-    """Llama's attention; its norms of query and key may span all heads."""
-
-    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        super().__init__(config, name, context)
-        if config.qk_norm and config.qk_norm_over == "width":
-            size, eps, group = config.head_size, config.rms_norm_eps, context.group
-            self.q_norm = WidthNorm(config.num_attention_heads, size, eps, group)
-            self.k_norm = WidthNorm(config.kv_heads, size, eps, group)
-
-
 class Block(nn.Module):
     """One transformer layer, with experts or an ordinary MLP."""
 
@@ -179,7 +168,7 @@ class Block(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.norm1, self.norm2 = RMSNorm(size, eps), RMSNorm(size, eps)
-        self.attention = Attention(config, name, context)
+        self.attention = llama.Attention(config, name, context)
         is_sparse = config.is_sparse(int(name.rpartition(".")[2]))
         self.mlp = MoE(config, name, context) if is_sparse else llama.MLP(config, context)
         self.scale, self.recompute = scales_of(config).branch, context.recompute

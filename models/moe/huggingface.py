@@ -43,7 +43,7 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
     if problems := list(_unlike(config, chosen)):
         raise ValueError("; ".join(problems))
     own: dict[str, dict[str, object]] = {
-        _MIXTRAL: {"intermediate_size": config.expert_size, "sliding_window": None},
+        _MIXTRAL: {"intermediate_size": config.expert_size},
         _OLMOE: {"intermediate_size": config.expert_size},
         _QWEN3: {
             "decoder_sparse_step": config.decoder_sparse_step,
@@ -55,7 +55,6 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
             "routed_scaling_factor": config.routed_scaling_factor,
             "n_group": config.n_group,
             "topk_group": config.topk_group,
-            "sliding_window": None,
         },
     }
     if chosen in (_QWEN3, _DOTS1):
@@ -149,7 +148,7 @@ def _is_normed(config: Config) -> bool:
 
 def _unlike(config: Config, chosen: str) -> Iterator[str]:
     """Yield the settings that a class of transformers does not have."""
-    needed: dict[str, object] = {"no_rope_layer_interval": None}
+    needed: dict[str, object] = {"no_rope_layer_interval": None, "attention_sinks": False}
     needed["attention_output_bias"] = chosen != _MIXTRAL and config.attention_bias
     if chosen == _DOTS1:
         needed |= {"qk_norm": True, "qk_norm_over": "head", "score_bias": True}
@@ -166,6 +165,8 @@ def _unlike(config: Config, chosen: str) -> Iterator[str]:
         needed["first_k_dense_replace"] = 0
     if chosen == _OLMOE:
         needed["head_size"] = config.hidden_size // config.num_attention_heads
+    if unlike := llama.windows_unlike(config, chosen):
+        yield unlike
     for name, value in needed.items():
         if (own := getattr(config, name)) != value:
             yield f"{name} = {json.dumps(own)}: {chosen} has {json.dumps(value)}"

@@ -67,11 +67,6 @@ def _deepseek_routing(fields: Fields) -> dict[str, object]:
     """Return the settings of sigmoid scores with a bias for the choice, and of shared experts."""
     for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         fields.only(name, value, rule="is not the routing of DeepSeek-V3")
-    # Without layer_types the class makes windows from this layer on.
-    first, blocks = fields.take("max_window_layers", 62), fields.take("num_hidden_layers", 0)
-    window = fields.take("sliding_window", None)
-    if not fields.has("layer_types") and window is not None and first < blocks:
-        fields.refuse("max_window_layers", "restricts the attention of later layers to a window")
     return {
         "router": "sigmoid",
         "score_bias": True,

@@ -15,7 +15,7 @@ from parallel3d.base.section import Problem, Problems
 from parallel3d.model.experts_cost import ExpertsCost
 from parallel3d.model.mlp_cost import MlpCost
 from parallel3d.model.spec import LayerSpec, ParamSpec
-from parallel3d.models.common import TP_0, TP_1, weight_inits
+from parallel3d.models.common import TP_1, weight_inits
 from parallel3d.models.llama import spec as llama
 from parallel3d.models.llama.spec import ZEROS, Positive
 
@@ -70,10 +70,10 @@ class Config(llama.Config):
     capacity_factor: float | None = Field(default=None, gt=0)
     """Most tokens per expert and microbatch, relative to the mean; tokens beyond skip the expert.
     null: no limit, no token is dropped."""
-    qk_norm_over: Literal["head", "width"] = "head"
-    """What qk_norm normalises: each head, as in Qwen3, or all heads together, as in OLMoE."""
     mlp_bias: Literal[False] = False
     """Experts have no biases."""
+    post_norm: Literal[False] = False
+    """Norms come before attention and MLP."""
 
     @property
     def expert_size(self) -> int:
@@ -184,8 +184,6 @@ def _block(config: Config, number: int) -> LayerSpec:
     else:
         mlp = _mlp(config, "mlp", inner)
         block = llama.block(config, number, mlp, MlpCost(inner, gated=True))
-    if config.qk_norm_over == "width":
-        block = replace(block, params=tuple(_over_width(config, p) for p in block.params))
     if not config.is_sparse(number):
         return block
     share = config.num_experts_per_tok / config.num_experts
@@ -220,13 +218,3 @@ def _mlp(config: Config, name: str, inner: int) -> Iterator[ParamSpec]:
     gate_up, down = (2, inner, hidden), (hidden, inner)
     yield ParamSpec(f"{name}.gate_up.weight", gate_up, TP_1, normal, True, role="hidden")
     yield ParamSpec(f"{name}.down.weight", down, TP_1, residual, True, role="hidden")
-
-
-def _over_width(config: Config, p: ParamSpec) -> ParamSpec:
-    """Return a norm over each head as one over all heads; other parameters as they are."""
-    heads = {"attention.q_norm.weight": config.num_attention_heads}
-    heads["attention.k_norm.weight"] = config.kv_heads
-    if p.name not in heads:
-        return p
-    count = heads[p.name]
-    return replace(p, shape=(count * config.head_size,), cut_over=TP_0, units=count, partial=False)

@@ -5,6 +5,7 @@ model family has the sizes compared here; families with grouped-query attention 
 num_key_value_heads.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from inspect import signature
@@ -169,10 +170,15 @@ def _check_compile(
 
 
 def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
-    """Check that experts, whose tokens are sorted, keep their activations on the device."""
+    """Check that a model's activations can leave the device, or be computed again."""
+    again = pipeline.activation_checkpointing
     if pipeline.offload_activations != "none" and hasattr(model, "num_experts"):
         path, rule = "parallel3d.pipeline.offload_activations", "does not move what experts save"
         yield Problem(path, pipeline.offload_activations, rule, 'use "none", or recomputation')
+    if getattr(model, "post_norm", False) and "layernorm" in parts_of(again):
+        path = "parallel3d.pipeline.activation_checkpointing"
+        rule = "cannot recompute the layernorm behind a branch, where model.post_norm has it"
+        yield Problem(path, again, rule, "remove layernorm")
 
 
 def _check_rewind(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[Problem]:
@@ -205,11 +211,12 @@ def _check_context(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
         yield Problem("parallel3d.mesh.cp", mesh.cp, rule, "use sequence_parallel = false")
 
 
-def _check_attention_dropout(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
-    share = getattr(model, "attn_pdrop", 0.0)
-    if mesh.cp > 1 and share:
-        rule = f"drops scores of whole samples, which cp={mesh.cp} ranks share"
-        yield Problem("parallel3d.model.attn_pdrop", share, rule, "use 0, or mesh.cp = 1")
+def _check_shared_attention(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
+    for name, off in (("attn_pdrop", 0), ("sliding_window", None), ("attention_sinks", False)):
+        if mesh.cp > 1 and (value := getattr(model, name, None)):
+            rule = f"is computed on whole samples, which cp={mesh.cp} ranks share"
+            remedy = f"use {json.dumps(off)}, or mesh.cp = 1"
+            yield Problem(f"parallel3d.model.{name}", value, rule, remedy)
 
 
 def _check_sequence(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -499,7 +506,7 @@ def _join_with_or(numbers: list[int]) -> str:
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads, _check_key_value_heads, _check_inner_size, _check_layers, _check_schedule,
     _check_reduction, _check_noise_scale, _check_compile, _check_activations, _check_rewind,
-    _check_sequence, _check_sequence_parallel, _check_context, _check_attention_dropout,
+    _check_sequence, _check_sequence_parallel, _check_context, _check_shared_attention,
     _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary, _check_batch,
     _check_plan, _check_length, _check_batch_schedule, _check_batch_sizes, _check_lr_schedule,
     _check_scheduler, _check_profile, _check_precision, _check_communication_type, _check_offload,

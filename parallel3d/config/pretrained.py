@@ -48,9 +48,8 @@ def fill(raw: dict[str, object], replaced: Mapping[str, object] | None = None) -
     if not isinstance(name, str):
         return []
     folder, record = _locate(name)
-    length = reader.value_at(raw, "parallel3d.data.sequence_length")
     config = read_config(folder)
-    fixed = derive_model_block(folder, config, length if type(length) is int else None)
+    fixed = derive_model_block(folder, config)
     chosen = {key: value for key, value in model.items() if key != KEY}
     if problems := list(_contradictions(chosen, fixed, folder)):
         raise Problems(problems)
@@ -72,19 +71,16 @@ def read_config(folder: Path) -> dict[str, object]:
     return reader.read(path)
 
 
-def derive_model_block(
-    folder: Path, config: Mapping[str, object], length: int | None = None
-) -> dict[str, Any]:
+def derive_model_block(folder: Path, config: Mapping[str, object]) -> dict[str, Any]:
     """Return the "model" block for a folder's config.json; raises Problems that name its fields.
 
     Args:
         folder: where the config.json is, for messages.
         config: the object in it.
-        length: data.sequence_length, if known.
     """
     path = folder / "config.json"
     try:
-        return pretrained.model_block(config, length)
+        return pretrained.model_block(config)
     except Problems as error:
         problems = [Problem(f"{path}: {p.path}", p.value, p.rule, p.remedy) for p in error.problems]
         raise Problems(problems, str(folder)) from None

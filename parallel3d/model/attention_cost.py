@@ -7,6 +7,8 @@ from parallel3d.model.recompute import parts_of
 from parallel3d.model.spec import Attention, KeptMemory, LayerCost, MatMul, Recompute, Work
 from parallel3d.model.stream import Stream
 
+BLOCK = 128  # queries that share the mask of a window, without a kernel that has windows
+SINK_SIZE = 8  # features that a sink adds to a head; fewer would misalign fused kernels
 _FP32 = 4  # bytes of a logsumexp
 
 
@@ -34,6 +36,10 @@ class AttentionCost:
     """Features of each head that are rotated (rotary positions)."""
     dropout: bool = False
     """Dropout on the attention weights."""
+    window: int | None = None
+    """Tokens that a query sees, itself included; None: all before it."""
+    sinks: bool = False
+    """Each head has a sink (`tensor/documents.py`)."""
 
     def __call__(self, stream: Stream, recompute: Recompute) -> LayerCost:
         """Return the cost of one microbatch; "core_attn" is what is inside the attention.
@@ -43,10 +49,14 @@ class AttentionCost:
         query, key = self._elements(stream)
         kept = self._kept(query, key)
         attention = self._attention(stream)
-        heads, seq = attention.heads, stream.shape.seq
-        num_scores = stream.shape.batch * heads * seq**2
+        batch, heads, _, seq, size, _ = attention
+        num_scores = batch * heads * seq * min(seq, attention.keys + BLOCK)
         scores = KeptMemory(scores=num_scores, dropped_scores=num_scores if self.dropout else 0)
-        inside = scores + KeptMemory(other=_FP32 * heads * stream.shape.tokens)  # the logsumexp
+        inside = scores + KeptMemory(other=_FP32 * batch * heads * seq)  # the logsumexp
+        if self.sinks:  # wider copies of query, key, value and output; the output is cut out again
+            copies = 2 * (query + key) * seq * size // (stream.shape.seq * self.head_size)
+            inside += KeptMemory(copies - query - key - key)
+        copied = 2 * (query + key + key + query) if self.sinks else 0
         is_selective = "core_attn" in parts_of(recompute)
         # A key/value head on several tp ranks counts once.
         one = stream._replace(tp=1)
@@ -56,14 +66,14 @@ class AttentionCost:
             Work(
                 self._matmuls(stream),
                 attention,
-                self._traffic(stream, query, key),
+                self._traffic(stream, query, key) + copied,
                 stream.gather + stream.reduce,
             ),
-            recomputed=Work((), attention) if is_selective else Work(),
+            recomputed=Work((), attention, copied) if is_selective else Work(),
             backward_collectives=stream.gather + stream.reduce + stream.gather,
             saved=kept if is_selective else kept + inside,
             working=scores if is_selective else KeptMemory(),
-            resident=KeptMemory(2 * seq * self.rotary),  # tables of cosines and sines
+            resident=KeptMemory(2 * stream.shape.seq * self.rotary),  # tables of cosines and sines
         )
 
     def _elements(self, stream: Stream) -> tuple[int, int]:
@@ -104,4 +114,6 @@ class AttentionCost:
 
     def _attention(self, stream: Stream) -> Attention:
         heads, kv_heads = stream.share(self.heads), stream.share(self.kv_heads)
-        return Attention(stream.shape.batch, heads, kv_heads, stream.shape.seq, self.head_size)
+        batch, sink = stream.shape.batch, int(self.sinks)  # one token more, of a wider head
+        seq, size = stream.shape.seq + sink, self.head_size + SINK_SIZE * sink
+        return Attention(batch, heads, kv_heads, seq, size, self.window and self.window + sink)

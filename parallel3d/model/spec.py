@@ -116,13 +116,27 @@ class MatMul(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Softmax attention over whole sequences on one tp rank."""
+    """Causal softmax attention over whole sequences on one tp rank.
+
+    `window`: how many tokens a query sees, itself included; None means all before it.
+    """
 
     batch: int
     heads: int
     kv_heads: int
     seq: int
     head_size: int
+    window: int | None = None
+
+    @property
+    def keys(self) -> int:
+        """The most keys that a query attends to."""
+        return min(self.seq, self.window or self.seq)
+
+    @property
+    def hidden(self) -> float:
+        """The share of `seq` x `keys` that the causal mask hides: half without a window."""
+        return (self.keys - 1) / (2 * self.seq)
 
     @property
     def key_elements(self) -> int:
@@ -132,7 +146,7 @@ class Attention(NamedTuple):
     @property
     def flops(self) -> int:
         """FLOPs of scores and weighted values, in full (no saving for the causal mask)."""
-        return 4 * self.batch * self.heads * self.seq * self.seq * self.head_size
+        return 4 * self.batch * self.heads * self.seq * self.keys * self.head_size
 
 
 class Collective(NamedTuple):

@@ -1,6 +1,6 @@
 """Causal attention over the heads of a tensor-parallel rank, and the choice of its kernel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
+from parallel3d.model.attention_cost import BLOCK
 from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.cut import cut_parameter
 from parallel3d.tensor.documents import attend_documents, in_one_kernel
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.segments import Segments
@@ -20,6 +22,8 @@ class CausalAttention(nn.Module):
 
     - `heads`: the number of query heads and of key-value heads, over all ranks.
     - `scale`: None means 1/sqrt(head_size).
+    - `window`: how many tokens a query sees, itself included; None means all before it.
+    - `sinks`: a learned scalar per head joins its scores in the softmax, without a value.
     - With segments, a query attends only within its own document.
     - "core_attn" in `context.recompute`: recompute the attention in backward ("selective"
       recomputation, arXiv:2205.05198, section 5).
@@ -27,13 +31,15 @@ class CausalAttention(nn.Module):
 
     def __init__(
         self, dropout: float, place: str, context: LayerContext, *, heads: tuple[int, int],
-        head_size: int, scale: float | None = None,
+        head_size: int, scale: float | None = None, window: int | None = None, sinks: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.dropout = Dropout(dropout, place, context.key, context.group)
         tp = context.group.size()
         self.heads_here, self.head_size = (heads[0] // tp, max(1, heads[1] // tp)), head_size
         self.recompute, self.scale = "core_attn" in context.recompute, scale
+        self.window = window
+        self.sinks = cut_parameter((heads[0],), tensor=(0, context.group)) if sinks else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None = None) -> Tensor:
         """q, k, v [batch, heads, seq, size] -> [batch, seq, heads * size].
@@ -52,8 +58,10 @@ class CausalAttention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> Tensor:
         """Return [batch, seq, heads, size]."""
         self.dropout.seed(q.device)
-        if segments is not None:
-            return attend_documents(q, k, v, segments, self.dropout.active_p, self.scale)
+        is_cut = self.window is not None and self.window < q.shape[2]
+        if segments is not None or is_cut or self.sinks is not None:
+            dropout, window = self.dropout.active_p, self.window
+            return attend_documents(q, k, v, segments, dropout, self.scale, window, self.sinks)
         y = F.scaled_dot_product_attention(
             q,
             k,
@@ -68,31 +76,37 @@ class CausalAttention(nn.Module):
     def extra_repr(self) -> str:
         q, kv = self.heads_here
         again = ", recomputed in backward" if self.recompute else ""
-        return f"{q} query and {kv} key-value heads of {self.head_size}{again}"
+        window = f", window of {self.window} tokens" if self.window else ""
+        return f"{q} query and {kv} key-value heads of {self.head_size}{window}{again}"
 
 
-def kernel_of(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> SDPBackend:
-    """Return the kernel that torch selects for causal attention of q, k, v (as in `forward`)."""
+def kernel_of(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None
+) -> SDPBackend:
+    """Return the kernel that torch selects for attention of q, k, v, causal or by a mask."""
     choice = torch._fused_sdp_choice(
-        q, k, v, None, dropout, True, scale=None, enable_gqa=k.shape[1] != q.shape[1]
+        q, k, v, mask, dropout, mask is None, scale=None, enable_gqa=k.shape[1] != q.shape[1]
     )
     return SDPBackend(choice)
 
 
-def describe_kernel(kernel: SDPBackend, q: Tensor, isolated: str = "") -> str:
+def describe_kernel(
+    kernel: SDPBackend, q: Tensor, how: Sequence[str] = (), keys: int | None = None
+) -> str:
     """Return the log line about the kernel, with a warning if it is not fused.
 
-    `isolated` says how isolated documents are computed; "" if they are not isolated.
+    - `how`: how isolated documents and windows are computed, if there are any.
+    - `keys`: the keys of a query whose scores are computed; None: all.
     """
     if kernel != SDPBackend.MATH:
         name = kernel.name.lower().removesuffix("_attention").replace("_", " ")
-        return f"kernel  attention runs as {name}{isolated and ', ' + isolated}"
+        return ", ".join([f"kernel  attention runs as {name}", *how])
     batch, heads, seq, _ = q.shape
-    mib = batch * heads * seq * seq * 4 / 2**20
+    mib = batch * heads * seq * (keys or seq) * 4 / 2**20
     return (
         "kernel  WARNING: this device has no fused kernel for this attention, so each layer holds "
         f"several copies of all scores, {mib:,.0f} MiB each"
-        f"{isolated and ' (less with isolated documents)'}; try bf16 or an attention dropout of 0"
+        f"{' (less with isolated documents)' if how else ''}; try bf16 or an attention dropout of 0"
     )
 
 
@@ -100,23 +114,24 @@ def log_kernel(
     stages: nn.Module, say: Callable[[str], None], *, batch: int, seq: int, dtype: torch.dtype,
     device: torch.device, isolated: bool,
 ) -> None:  # fmt: skip
-    """Log which kernel computes attention, if these `stages` have any.
+    """Log which kernel computes attention, if these `stages` have any: in the layer that sees most.
 
     torch decides by sizes, strides and dtypes, so it is asked with tensors like a step's.
     """
-    first = next((m for m in stages.modules() if isinstance(m, CausalAttention)), None)
-    if first is None:
+    layers = [m for m in stages.modules() if isinstance(m, CausalAttention)]
+    if not layers:
         return
-    q_heads, kv_heads = first.heads_here
+    layer = max(layers, key=lambda m: m.window or seq)
+    q_heads, kv_heads = layer.heads_here
     like = partial(torch.empty, dtype=dtype, device=device, requires_grad=True)
-    q = like(batch, seq, q_heads, first.head_size).transpose(1, 2)
-    k, v = (like(batch, seq, kv_heads, first.head_size).transpose(1, 2) for _ in range(2))
-    dropout = first.dropout.p
-    if isolated and in_one_kernel(q, dropout):
-        say(describe_kernel(SDPBackend.FLASH_ATTENTION, q, "all documents at once"))
+    q = like(batch, seq, q_heads, layer.head_size).transpose(1, 2)
+    k, v = (like(batch, seq, kv_heads, layer.head_size).transpose(1, 2) for _ in range(2))
+    dropout, window = layer.dropout.p, min(layer.window or seq, seq)
+    has_window = window < seq
+    if (isolated or has_window) and in_one_kernel(q, dropout, layer.sinks is not None):
+        say(describe_kernel(SDPBackend.FLASH_ATTENTION, q, ["all documents at once"]))
         return
-    say(
-        describe_kernel(
-            kernel_of(q, k, v, dropout), q, "one document at a time" if isolated else ""
-        )
-    )
+    how = ["one document at a time"] * isolated + [f"{BLOCK} queries at a time"] * has_window
+    rows = q[:, :, :BLOCK] if has_window else q
+    mask = q.new_empty(rows.shape[2], seq) if has_window else None
+    say(describe_kernel(kernel_of(rows, k, v, dropout, mask), q, how, min(seq, window + BLOCK)))

@@ -1,9 +1,10 @@
-"""Causal attention within the documents of a sample, without a mask of sequence x sequence.
+"""Causal attention within documents and windows, without a mask of sequence x sequence.
 
-The work grows with the squares of the documents' lengths, not of the sequence length.
+The work grows with the squares of the documents' lengths, not of the sequence length, and with a
+window in proportion to the lengths.
 """
 
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel3d.model.attention_cost import BLOCK, SINK_SIZE
 from parallel3d.tensor.dealt import attend_dealt
 from parallel3d.tensor.segments import Segments
 
@@ -18,28 +20,44 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, dropout: float, scale: float | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments | None, dropout: float,
+    scale: float | None = None, window: int | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend within documents: q, k, v [batch, heads, seq, size] -> [batch, seq, heads, size].
 
-    The heads of k and v divide those of q. `scale`: None means 1/sqrt(size). torch's
-    variable-length kernel computes all documents at once if it can (`in_one_kernel`); otherwise
-    each is computed separately. Where samples are dealt, k and v are those of the tokens here.
+    - The heads of k and v divide those of q.
+    - `segments`: None means that each sample is one document. Where samples are dealt to cp ranks,
+      k and v are those of the tokens here.
+    - `scale`: None means 1/sqrt(size).
+    - `window`: how many tokens a query sees, itself included; None means all.
+    - `sinks` [heads]: a further score of each head in the softmax, without a value.
+
+    torch's variable-length kernel computes all documents at once if it can (`in_one_kernel`);
+    otherwise each is computed separately.
     """
     batch, _, seq, _ = q.shape
     # [batch * seq, heads, size]: a view, because it is the memory layout of the products before.
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-    if segments.dealt is not None:
-        assert dropout == 0, "samples that a context-parallel group shares have no score dropout"
-        return attend_dealt(q, k, v, segments.dealt, scale).unflatten(0, (batch, seq))
-    attend = _at_once if in_one_kernel(q, dropout) else _one_by_one
-    return attend(q, k, v, segments, dropout, scale).unflatten(0, (batch, seq))
+    flat = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
+    if segments is not None and segments.dealt is not None:
+        assert dropout == 0 and window is None and sinks is None, "a shared sample has none of them"
+        return attend_dealt(*flat, segments.dealt, scale).unflatten(0, (batch, seq))
+    attend = partial(_attend, dropout=dropout, scale=scale, window=window, sinks=sinks)
+    if in_one_kernel(q, dropout, sinks is not None):
+        return _at_once(*flat, segments, seq, scale, window).unflatten(0, (batch, seq))
+    if segments is None:
+        return attend(q, k, v).transpose(1, 2)
+    by_document = [t.split(segments.lengths) for t in flat]
+    outputs = [
+        attend(*(t.transpose(0, 1).unsqueeze(0) for t in parts)).squeeze(0).transpose(0, 1)
+        for parts in zip(*by_document, strict=True)
+    ]  # of each document [tokens, heads, size]
+    return torch.cat(outputs).unflatten(0, (batch, seq))
 
 
-def in_one_kernel(q: Tensor, dropout: float) -> bool:
+def in_one_kernel(q: Tensor, dropout: float, sinks: bool = False) -> bool:
     """Return True if torch's variable-length flash attention (Ampere or newer) supports q."""
     fits = q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and q.dtype in _HALF and dropout == 0
-    return q.device.type == "cuda" and fits and _has_kernel(q.device)
+    return q.device.type == "cuda" and fits and not sinks and _has_kernel(q.device)
 
 
 @cache
@@ -63,9 +81,14 @@ def _kernel() -> Any:
 
 
 def _at_once(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, dropout: float, scale: float | None
-) -> Tensor:
-    bounds, longest = segments.bounds, max(segments.lengths)
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments | None, seq: int, scale: float | None,
+    window: int | None,
+) -> Tensor:  # fmt: skip
+    if segments is None:
+        bounds = torch.arange(0, len(q) + 1, seq, dtype=torch.int32, device=q.device)
+        longest = seq
+    else:
+        bounds, longest = segments.bounds, max(segments.lengths)
     return _kernel()(
         q,
         k,
@@ -75,26 +98,60 @@ def _at_once(
         longest,
         longest,
         scale=scale,
-        window_size=(-1, 0),  # causal: itself and earlier positions
+        # Earlier and later positions that a token sees besides itself; -1: all.
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=k.shape[1] != q.shape[1],
     )
 
 
-def _one_by_one(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, dropout: float, scale: float | None
-) -> Tensor:
-    """Compute causal attention for each document separately; [tokens, heads, size]."""
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout: float, scale: float | None, window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attend within samples of one document each: [batch, heads, seq, size] -> the same shape."""
+    size, seq = q.shape[-1], q.shape[2]
+    first = 0 if sinks is None else 1  # tokens that are none: the sink
+    if sinks is not None:
+        scale = size**-0.5 if scale is None else scale
+        q, k, v = _with_sink(q, k, v, sinks / scale)
+    attend = partial(
+        F.scaled_dot_product_attention,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=k.shape[1] != q.shape[1],
+    )
+    if window is None or window >= seq:
+        return attend(q, k, v, is_causal=True)[:, :, first:, :size]
+    mask = _band(min(BLOCK, seq), window, q)  # [queries, window - 1 + queries]
     outputs = []
-    for parts in zip(*(t.split(segments.lengths) for t in (q, k, v)), strict=True):
-        queries, keys, values = (t.transpose(0, 1).unsqueeze(0) for t in parts)
-        y = F.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            dropout_p=dropout,
-            is_causal=True,
-            scale=scale,
-            enable_gqa=k.shape[1] != q.shape[1],
-        )  # [1, heads, tokens of the document, size]
-        outputs.append(y.squeeze(0).transpose(0, 1))
-    return torch.cat(outputs)
+    for number, queries in enumerate(q[:, :, first:].split(BLOCK, 2)):
+        start = BLOCK * number
+        stop, earliest = start + queries.shape[2], max(0, start + 1 - window)
+        seen = mask[: stop - start, earliest - start + window - 1 :][:, : stop - earliest]
+        keys, values = (t[:, :, first + earliest : first + stop] for t in (k, v))
+        if sinks is not None:
+            keys, values = (torch.cat([t[:, :, :1], u], 2) for t, u in ((k, keys), (v, values)))
+            seen = F.pad(seen, (1, 0))
+        outputs.append(attend(queries, keys, values, attn_mask=seen))
+    return torch.cat(outputs, 2)[..., :size]
+
+
+def _band(queries: int, window: int, like: Tensor) -> Tensor:
+    """Return what is added to scores of consecutive queries: 0, or -inf outside the window.
+
+    The last column is the last query's own: [queries, window - 1 + queries].
+    """
+    outside = like.new_full((queries, window - 1 + queries), float("-inf"))
+    return outside.triu(window) + outside.tril(-1)
+
+
+def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
+    """Prepend a token whose product with the queries of each head is `sinks`, and whose value is 0.
+
+    [batch, heads, seq, size] -> [batch, heads, 1 + seq, size + 8].
+    """
+    size = q.shape[-1]
+    q, k, v = (F.pad(t, (0, SINK_SIZE, 1, 0)) for t in (q, k, v))
+    q[..., size] = sinks.view(1, -1, 1)
+    k[:, :, 0, size] = 1
+    return q, k, v

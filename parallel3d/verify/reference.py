@@ -394,7 +394,7 @@ def _parts_of_loss(model: "PreTrainedModel", batch: Batch, rows: int | None) -> 
     """Yield losses of some samples at a time that add up to the weighted mean over a batch."""
     tokens, labels, documents, weights = Batch(*batch)
     weights = torch.ones(labels.shape) if weights is None else weights
-    total, isolation = weights.double().sum(), _isolation(documents, model.dtype)
+    total, isolation = weights.double().sum(), _isolation(documents)
     most = _LOGITS_AT_ONCE * (1 if model.dtype == torch.float64 else len(tokens))
     rows = rows or max(1, most // (tokens.shape[1] * model.config.vocab_size))
     for first in range(0, len(tokens), rows):
@@ -406,16 +406,9 @@ def _parts_of_loss(model: "PreTrainedModel", batch: Batch, rows: int | None) -> 
         yield (losses * weights[part]).sum() / total
 
 
-def _isolation(documents: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return positions and a 4-D mask that isolate documents in a model of transformers."""
+def _isolation(documents: Tensor | None) -> dict[str, Tensor]:
+    """Return positions that restart, by which a model of transformers isolates documents."""
     if documents is None:
         return {}
-    # Compares all pairs of tokens, unlike any kernel of ours.
-    mask = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()  # [batch, seq, seq]
-    positions = mask.sum(-1) - 1
-    mask = mask.unsqueeze(1)
-    lowest = torch.finfo(dtype).min
-    return {
-        "position_ids": positions,
-        "attention_mask": torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, lowest),
-    }
+    same = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()  # [batch, seq, seq]
+    return {"position_ids": same.sum(-1) - 1}

@@ -51,6 +51,17 @@ SMOLLM3 = LLAMA | {
     "no_rope_layers": [1, 1, 0, 1], "no_rope_layer_interval": 3, "tie_word_embeddings": None,
     "layer_types": ["full_attention"] * 4, "sliding_window": None, "max_window_layers": 2,
 }  # fmt: skip
+MINISTRAL = MISTRAL | {
+    "architectures": ["MinistralForCausalLM"], "model_type": "ministral",
+    "layer_types": ["full_attention", *["sliding_attention"] * 3],
+}  # fmt: skip
+GRANITE = LLAMA | {
+    "architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa", "sliding_window": 64,
+    "attention_multiplier": 6**-0.5, "residual_multiplier": 1.0, "attention_bias": True,
+    "layer_types": None, "embedding_multiplier": 1, "logits_scaling": 1.0,
+}  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
+SLIDES = {"sliding_window": 64, "use_sliding_window": True, "layer_types": None}
 QWEN3 = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MIXTRAL = MISTRAL | {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None,
@@ -84,6 +95,14 @@ PYTHIA = {
     "classifier_dropout": 0.1, "torch_dtype": "float16", "use_cache": True,
 }  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+
+
+def windows(window, *types):
+    return {"sliding_window": window, "layer_types": types or None}
+
+
+def without(config, name):
+    return {key: value for key, value in config.items() if key != name}
 
 
 def scaled(kind, **settings):
@@ -135,8 +154,21 @@ def refused(folder, **changes):
             LLAMA | {"rope_parameters": LLAMA3 | {"rope_theta": 7e5}, "rope_theta": None},
             {"rope_theta": 7e5},
         ),
-        (MISTRAL, {"max_position_embeddings": 256, "attention_bias": False}),
-        (MISTRAL | {"sliding_window": None}, {"max_position_embeddings": 512}),
+        (MISTRAL, {"max_position_embeddings": 512, "attention_bias": False, **windows(256)}),
+        (MISTRAL | {"sliding_window": None}, windows(None)),
+        (without(MISTRAL, "sliding_window"), windows(4096)),
+        (MISTRAL | {"layer_types": ["sliding_attention"] * 4}, windows(256)),
+        (MINISTRAL, windows(256, FULL, SLIDING, SLIDING, SLIDING)),
+        (MINISTRAL | {"layer_types": None}, windows(256)),
+        (MINISTRAL | {"layer_types": [FULL] * 4}, windows(None)),
+        (QWEN2 | {"use_sliding_window": True}, windows(64, FULL, FULL, SLIDING, SLIDING)),
+        (QWEN3 | {"use_sliding_window": True, "max_window_layers": 0}, windows(64)),
+        (SMOLLM3 | SLIDES, windows(64, FULL, FULL, SLIDING, FULL)),
+        (GRANITE, {"attention_sinks": True, **BIASED, **windows(64, FULL, *[SLIDING] * 3)}),
+        (
+            GRANITE | {"layer_rope_theta": [7, 0, 7, 0]},
+            {"rope_theta": 7, "no_rope_layer_interval": 2},
+        ),
         (QWEN2, {"attention_bias": True, "max_position_embeddings": 512}),
         (QWEN2 | {"layer_types": ["full_attention"] * 4}, {"qk_norm": False}),
         (QWEN3 | {"head_dim": 128}, {"qk_norm": True, "head_size": 128, "attention_bias": False}),
@@ -190,9 +222,8 @@ REFUSED = [
     (QWEN3 | {"mlp_bias": True}, "mlp_bias = true: adds biases, which are not"),
     (LLAMA | {"mlp_bias": "yes"}, 'mlp_bias = "yes": must be true or false'),
     (SMOLLM3 | {"no_rope_layers": [1, 0, 1, 1]}, "no_rope_layers = [1, 0, 1, 1]: is not 0 for"),
-    (SMOLLM3 | {"no_rope_layers": [1]}, "no_rope_layers = [1]: must be a list with 0 or 1"),
+    (SMOLLM3 | {"no_rope_layers": [1]}, "no_rope_layers = [1]: must be a list with a number"),
     (SMOLLM3 | {"attention_bias": True}, 'which are not supported for model_type "smollm3"'),
-    (SMOLLM3 | {"sliding_window": 64, "use_sliding_window": True}, "sliding_window = 64: hides"),
     (LLAMA | {"model_type": "olmo2"}, 'model_type = "olmo2": is not supported'),
     (LLAMA | {"rope_interleaved": True}, "rope_interleaved = true"),
     (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: rotates only part"),
@@ -210,9 +241,13 @@ REFUSED = [
     (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "has no low_freq_factor"),
     (LLAMA | {"rope_scaling": LLAMA3 | {"more": 1}}, "has more, which is unknown"),
     (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters = "),
-    (MISTRAL | {"sliding_window": 64}, "sliding_window = 64: hides the beginning of samples of"),
-    (QWEN2 | {"use_sliding_window": True}, "sliding_window = 64: hides the beginning"),
-    (QWEN3 | {"layer_types": ["sliding_attention"] * 4}, "sliding_window = 64: hides"),
+    (MISTRAL | {"layer_types": [SLIDING] + [FULL] * 3}, "is ignored by MistralForCausalLM"),
+    (QWEN3 | {"layer_types": [SLIDING] * 4}, "has layers with a window, but the class has none"),
+    (LLAMA | {"layer_types": [SLIDING] * 4}, "has layers with a window, but the class has none"),
+    (GRANITE | {"attention_multiplier": 0.4}, "attention_multiplier = 0.4: is not 1 / sqrt(head_d"),
+    (GRANITE | {"residual_multiplier": 0.2}, "residual_multiplier = 0.2: multiplies activations"),
+    (GRANITE | {"layer_rope_theta": [7, 8, 7, 7]}, "has layers with other bases"),
+    (GRANITE | {"layer_rope_theta": 7}, "layer_rope_theta = 7: must be a list with a number"),
     (QWEN3 | {"layer_types": ["linear_attention"] * 4}, "layer_types = "),
     (LLAMA | {"num_local_experts": 8}, "num_local_experts = 8: is unknown and may change what"),
     (MIXTRAL | {"num_experts": 4}, "num_local_experts = 8: differs from num_experts"),
@@ -263,8 +298,8 @@ REFUSED = [
     (PYTHIA | {"rotary_pct": 0.2}, "rotary_pct = 0.2: rotates 3 of a head's 16 features"),
     (PYTHIA | {"logits_soft_cap": 3.0}, "logits_soft_cap = 3.0: caps the logits"),
     # fields of other kinds
-    (LLAMA | {"layer_types": [["x"]]}, 'layer_types = [["x"]]: has layers that do not attend'),
-    (MISTRAL | {"layer_types": [{}]}, "layer_types = [{}]: has layers that do not attend"),
+    (LLAMA | {"layer_types": [["x"]] * 4}, "]: has layers that do not attend to all tokens or to"),
+    (MISTRAL | {"layer_types": [{}]}, "layer_types = [{}]: must be a list of 4 types"),
     (LLAMA | {"layer_types": "full_attention"}, 'layer_types = "full_attention": must be a list'),
     (MISTRAL | {"sliding_window": "a"}, 'sliding_window = "a": must be a number of tokens'),
 ]  # fmt: skip

@@ -26,6 +26,14 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 2.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+WINDOWS = {"sliding_window": 9, "use_sliding_window": True}
+ALTERNATING = {
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+GRANITE = {
+    "attention_multiplier": 8**-0.5, "layer_types": ["full_attention"] * 3, **NO_IDS,
+}  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5}
 # Each class of config with the settings of one model.
 MODELS = {
@@ -46,6 +54,13 @@ MODELS = {
         "SmolLM3Config",
         GROUPED | {"no_rope_layer_interval": 2, **NO_IDS},
     ),
+    "mistral, window": ("MistralConfig", GROUPED | {"head_dim": 16, "sliding_window": 9}),
+    "ministral, layers alternate": ("MinistralConfig", GROUPED | {"head_dim": 8, **ALTERNATING}),
+    "qwen2, windows": ("Qwen2Config", GROUPED | {**WINDOWS, "max_window_layers": 1}),
+    "qwen3, windows": ("Qwen3Config", GROUPED | {**WINDOWS, **ALTERNATING}),
+    "smollm3, windows": ("SmolLM3Config", GROUPED | {**WINDOWS, **NO_IDS}),
+    "granite, sinks": ("GraniteSWAConfig", GROUPED | GRANITE | {"attention_bias": True}),
+    "granite, sinks, windows": ("GraniteSWAConfig", GROUPED | GRANITE | ALTERNATING),
     "mixtral": ("MixtralConfig", GROUPED | {"num_local_experts": 4}),
     "qwen3_moe, dense layers": (
         "Qwen3MoeConfig",
@@ -60,6 +75,11 @@ MODELS = {
         | {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "n_group": 4}
         | {"topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
         | {"moe_intermediate_size": 24, "norm_topk_prob": True, "sliding_window": None},
+    ),
+    "olmo2": ("Olmo2Config", GROUPED | NO_IDS),
+    "olmo2, biases": (
+        "Olmo2Config",
+        GROUPED | NO_IDS | {"attention_bias": True, "rope_parameters": YARN},
     ),
     "smollm2": ("LlamaConfig", GROUPED | {"tie_word_embeddings": True}),
     "pythia": ("GPTNeoXConfig", SIZES),

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.model.spec import KeptMemory, LayerCost, Shape
+from parallel3d.model.attention_cost import BLOCK
+from parallel3d.model.spec import Attention, KeptMemory, LayerCost, Shape
 from parallel3d.models import layers
 from parallel3d.models.gpt.spec import Config as Gpt
 from parallel3d.models.llama.spec import Config as Llama
@@ -80,6 +81,21 @@ def test_recomputation_keeps_less_and_holds_no_less_at_once(tp, split, batch, el
         assert peaks[0] <= peaks[1] < 1.4 * peaks[0]
         assert none.forward == selective.forward == full.forward
         assert not none.recomputed.matmuls and full.recomputed.matmuls == full.forward.matmuls
+
+
+@pytest.mark.parametrize("window", [1, 100, SEQ - 1, SEQ, 10 * SEQ, None])
+def test_a_window_costs_its_keys(window):
+    """Pairs of a query and a key counted one by one; scores, in a program that keeps them."""
+    attention = Attention(1, HEADS, 8, SEQ, 128, window)
+    pairs = sum(min(position + 1, window or SEQ) for position in range(SEQ))
+    assert attention.flops * (1 - attention.hidden) == pytest.approx(4 * HEADS * 128 * pairs)
+    block = layers(LLAMA.model_copy(update={"sliding_window": window}))[1]
+    cost, whole = block.cost(Shape(1, SEQ)), layers(LLAMA)[1].cost(Shape(1, SEQ))
+    seen = min(window or SEQ, SEQ)
+    assert cost.saved.scores == HEADS * SEQ * min(seen + BLOCK, SEQ)
+    assert replace(cost.saved, scores=0) == replace(whole.saved, scores=0)
+    saving = 4 * HEADS * SEQ * (SEQ - seen) * 128
+    assert whole.forward_flops - cost.forward_flops == saving
 
 
 def test_more_ranks_than_key_value_heads_hold_one_each():

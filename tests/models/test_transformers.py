@@ -42,6 +42,8 @@ YARN = RopeScaling(
 )  # fmt: skip
 OUTPUT = {"attention_bias": True, "attention_output_bias": True}
 BIASES = OUTPUT | {"mlp_bias": True}
+OLMO2 = {"qk_norm": True, "qk_norm_over": "width", "post_norm": True}
+ALTERNATING = {"sliding_window": 7, "layer_types": ("full_attention", "sliding_attention")}
 # The variants of llama below turn its switches, and more.
 VARIANTS = {n: c for n, c in EVERY_FAMILY.items() if ALL not in n and not n.startswith("llama ")}
 VARIANTS |= {
@@ -63,6 +65,17 @@ VARIANTS |= {
         **OUTPUT,
     ),
     "OLMoE": small("moe", qk_norm=True, qk_norm_over="width"),
+    "Mistral, window": small("llama", num_key_value_heads=2, sliding_window=2),
+    "Ministral, layers alternate": small("llama", **ALTERNATING),
+    "Qwen2, windows": small("llama", num_key_value_heads=2, attention_bias=True, **ALTERNATING),
+    "Qwen3, windows": small("llama", head_dim=16, qk_norm=True, sliding_window=SEQ - 1),
+    "SmolLM3, windows": small("llama", no_rope_layer_interval=2, **ALTERNATING),
+    "Granite, sinks": small("llama", num_key_value_heads=2, attention_sinks=True, **BIASES),
+    "Granite, sinks, windows": small(
+        "llama", attention_sinks=True, no_rope_layer_interval=2, **ALTERNATING
+    ),
+    "OLMo 2": small("llama", num_key_value_heads=2, **OLMO2),
+    "OLMo 2, one kv head": small("llama", num_key_value_heads=1, head_dim=16, **OLMO2, **OUTPUT),
     "GPT-NeoX, whole heads turn": small("neox", rotary_pct=1.0, activation="gelu_fast"),
 }
 LENGTHS = ([5, 11, 1, 31], [40, 8])  # of the documents in two samples
@@ -95,10 +108,8 @@ def expected(config, isolated):
     tokens, labels = batch_of(config, SEQ)
     options = {}
     if isolated:
-        seen = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None, :]).tril().unsqueeze(1)
-        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-        options = {"position_ids": POSITIONS, "attention_mask": mask}
-    logits = model(tokens, **options).logits
+        options = {"position_ids": POSITIONS}  # it looks for positions that restart
+    logits = model(tokens, use_cache=False, **options).logits
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}

@@ -21,7 +21,13 @@ MODELS: dict[str, dict[str, Any]] = {family: {"family": family} for family in fa
         "head_dim": 64,
         "tie_word_embeddings": True,
     },
-    "qwen2": {"family": "llama", "num_key_value_heads": 4, "attention_bias": True},
+    "qwen2": {
+        "family": "llama",
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "sliding_window": 64,
+        "layer_types": ["full_attention", *["sliding_attention"] * 11],
+    },
 }
 _RATES: dict[str, Any] = {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
 ADAMW = {"type": "AdamW", "params": _RATES}

@@ -61,7 +61,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a forward and a backward, with all of the attention or half of it (`causal`)."""
+    """FLOPs of a forward and a backward, with all of the attention or without what its mask hides.
+
+    `causal` leaves out half of the attention; with a window, less.
+    """
 
     full: float
     causal: float
@@ -73,12 +76,13 @@ class Flops:
 @lru_cache(maxsize=64)
 def flops_of(layers: tuple[LayerSpec, ...], seq: int) -> Flops:
     """Return the FLOPs of one sample, the same sums as in metrics.jsonl."""
-    full = attention = 0.0
+    full = masked = 0.0
     for layer in layers:
         cost = layer.cost(Shape(1, seq))
         full += cost.train_flops
-        attention += 3 * cost.forward.attention.flops if cost.forward.attention else 0
-    return Flops(full, full - attention / 2)
+        if inner := cost.forward.attention:
+            masked += 3 * inner.flops * inner.keys / (2 * seq)
+    return Flops(full, full - masked)
 
 
 @lru_cache(maxsize=64)

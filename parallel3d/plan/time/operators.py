@@ -218,16 +218,17 @@ def attention_seconds(
     - "classic": two batched products, and traffic of the scores.
     """
     half: Precision = "bf16" if precision == "fp8" else precision  # scores are not in fp8
-    batch, heads, _, seq, size = attention
+    batch, heads, _, seq, size, _ = attention
+    keys = attention.keys
     if software.attention == "classic":
-        pair = (MatMul(seq, size, seq, batch * heads), MatMul(seq, seq, size, batch * heads))
+        pair = (MatMul(seq, size, keys, batch * heads), MatMul(seq, keys, size, batch * heads))
         products = tuple(p for product in pair for p in backward_products(product))
         passes = SCORE_PASSES_BACKWARD if backward else SCORE_PASSES
-        scores = int(passes * batch * heads * seq * seq)
+        scores = int(passes * batch * heads * seq * keys)
         return traffic_seconds(scores, half, hardware, curves) + sum(
             matmul_seconds(p, half, hardware, curves) for p in (products if backward else pair)
         )
-    flops = attention.flops * (0.5 * (1 + 1 / seq) if software.causal_skips else 1.0)
+    flops = attention.flops * (1 - attention.hidden if software.causal_skips else 1.0)
     rate = matmul_flops(hardware, half, curves) * curves.flash * size / (size + curves.flash_head)
     if "fp8" in hardware.peak_flops and not software.hopper:
         rate *= curves.ported

@@ -145,8 +145,11 @@ def _priced(
     hidden = 0.0
     if software.overlaps_tensor and (backward or not software.exposes_forward):
         hidden = min(seconds.matmuls, curves.tensor_overlap * tensor)
-    attention = seconds.attention * cp  # queries attend to the keys of all cp ranks
+    attention = seconds.attention
     if work.attention and cp > 1:
+        # Queries attend to the keys of all cp ranks, as far as their window reaches.
+        seq = work.attention.seq
+        attention *= max(1, min(cp, (work.attention.window or cp * seq) / seq))
         # Keys and values, and in a backward their gradients.
         block, over = work.attention.key_elements * size, group_of(cp, tp, devices, hardware)
         if software.passes_keys:

@@ -1,0 +1,113 @@
+"""Attention within a window, with sinks or without: that of a dense mask, which is never made."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from parallel3d.model.attention_cost import BLOCK
+from parallel3d.model.spec import Attention
+from parallel3d.tensor import documents as documents_module
+from parallel3d.tensor.documents import attend_documents
+from parallel3d.tensor.segments import Segments
+from tests.counting import Counting
+
+pytestmark = pytest.mark.gloo
+
+SEQ, SCALE = BLOCK + 30, 0.3
+DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * (SEQ - 6), [0] * SEQ])
+WINDOWS = (None, 1, 7, BLOCK + 1, SEQ - 1, SEQ, 10 * SEQ)
+
+
+def with_a_mask(q, k, v, documents, window, sinks):
+    """All pairs compared as transformers does it; a sink is one more column of scores."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    behind = torch.arange(q.shape[2]).unsqueeze(1) - torch.arange(q.shape[2])
+    seen = (behind >= 0) & (behind < (window or q.shape[2]))
+    seen = seen & (documents.unsqueeze(-1) == documents.unsqueeze(-2))
+    scores = (q @ k.mT * SCALE).masked_fill(~seen.unsqueeze(1), float("-inf"))
+    if sinks is not None:
+        column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return (torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_it_is_attention_with_a_mask(window):
+    torch.manual_seed(0)
+    like = {"dtype": torch.float64, "requires_grad": True}
+    for kv_heads, isolated, has_sinks in product((2, 4), (False, True), (False, True)):
+        q, k, v = (torch.randn(2, heads, SEQ, 8, **like) for heads in (4, kv_heads, kv_heads))
+        sinks = torch.randn(4, **like) if has_sinks else None
+        documents = DOCUMENTS if isolated else torch.zeros_like(DOCUMENTS)
+        segments = Segments.of(documents) if isolated else None
+        found = attend_documents(q, k, v, segments, 0.0, SCALE, window, sinks)
+        expected = with_a_mask(q, k, v, documents, window, sinks)
+        torch.testing.assert_close(found, expected)
+        inputs = [t for t in (q, k, v, sinks) if t is not None]
+        upstream = torch.randn_like(found)
+        for got, want in zip(
+            torch.autograd.grad(found, inputs, upstream),
+            torch.autograd.grad(expected, inputs, upstream),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, want)
+
+
+def test_a_window_wider_by_one_is_seen():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, SEQ, 8)
+    documents = torch.zeros(1, SEQ)
+    found = attend_documents(q, k, v, None, 0.0, SCALE, 7)
+    assert (found - with_a_mask(q, k, v, documents, 8, None)).abs().max() > 0.1
+    torch.testing.assert_close(found, with_a_mask(q, k, v, documents, 7, None))
+
+
+def test_a_window_takes_no_square_of_the_sequence():
+    """Forward and backward: fewer bytes than one mask of booleans, and FLOPs by the window."""
+    seq, window, heads, size = 4096, 100, 2, 16
+    q, k, v = (torch.randn(1, heads, seq, size, requires_grad=True) for _ in range(3))
+    with Counting() as counting:
+        attend_documents(q, k, v, None, 0.0, window=window).sum().backward()
+    assert counting.peak < 20 * 4 * q.numel() < seq * seq
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        attend_documents(q, k, v, None, 0.0, window=window)
+    least = Attention(1, heads, heads, seq, size, window).flops
+    assert least < counter.get_total_flops() < least * (window + BLOCK) / window
+
+
+def test_torchs_kernel_is_given_its_own_window(monkeypatch):
+    """By its stand-in for tensors without memory: a token sees itself and window - 1 before."""
+    asked, kernel = [], documents_module._kernel()
+
+    def noted(*args, **options):
+        asked.append((args[3].shape, options["window_size"]))
+        return kernel(*args, **options)
+
+    monkeypatch.setattr(documents_module, "in_one_kernel", lambda q, dropout, sinks: not sinks)
+    monkeypatch.setattr(documents_module, "_kernel", lambda: noted)
+    like = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
+    q, k, v = (torch.empty(2, SEQ, heads, 8, **like).transpose(1, 2) for heads in (4, 2, 2))
+    for segments in (None, Segments.of(DOCUMENTS).on(torch.device("meta"))):
+        y = attend_documents(q, k, v, segments, 0.0, window=7)
+        y.backward(torch.empty_like(y))
+        assert y.shape == (2, SEQ, 4, 8)
+    assert asked == [((3,), (6, 0)), ((5,), (6, 0))]
+
+
+def test_dropout_falls_on_weights_within_the_window():
+    """Its mask is that of the same seed; a mean over many is the attention without dropout."""
+    q, k = torch.zeros(2, 1, 1, SEQ, 8)
+    v = torch.ones(1, 1, SEQ, 8)
+
+    def computed(seed):
+        torch.manual_seed(seed)
+        return attend_documents(q, k, v, None, 0.5, window=40, sinks=torch.zeros(1))
+
+    assert torch.equal(computed(1), computed(1)) and not torch.equal(computed(1), computed(2))
+    mean = torch.stack([computed(seed) for seed in range(40)]).mean(0)[0, 60:, 0, 0]
+    torch.testing.assert_close(mean, torch.full_like(mean, 40 / 41), atol=0.15, rtol=0)
+    assert F.mse_loss(mean, torch.full_like(mean, 40 / 41)) < 4 / 40 / 40
