@@ -173,6 +173,7 @@ def run_forward(built, config, shape):
             segments = Segments.of(one_each).on(tokens.device)
         labels = tokens if stage == last else None
         output = built.module(stage, x, labels, segments)
+        output = output if isinstance(output, torch.Tensor) else output[0]  # without side losses
         assert tuple(output.shape) == (() if stage == last else hidden)
         output.sum().backward()
     assert all(held.parameter.grad is not None for held in built.held)
