@@ -61,7 +61,7 @@ FAULTS = {
         experts, "_gather", lambda original, rows, place, k: original(rows, place.flip(0), k)
     ),
     "counts summed over tp": lambda: wrapped(
-        blocks._Balance, "apply",
+        blocks, "with_gradient",
         lambda original, weights, bias, excess: original(weights, bias, 2 * excess),
     ),
 }  # fmt: skip
