@@ -1,4 +1,4 @@
-"""What is computed again in the backward: the values of pipeline.activation_checkpointing.
+"""Kinds of recomputation in the backward: the values of pipeline.activation_checkpointing.
 
 A value is a text: "none", "selective" (core_attn), "mlp", "full", "core_attn+mlp_act" for a list of
 sub-layers, or "full:3" for {"full": 3}.

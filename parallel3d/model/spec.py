@@ -14,7 +14,7 @@ from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import Role
 
 Recompute = str
-"""What is computed again in the backward (recompute.py)."""
+"""A kind of recomputation in the backward, as text (recompute.py)."""
 CutOver = tuple[str | None, ...]
 Sizes = Mapping[str, int]
 """The number of ranks of each role of a mesh; a role that is not in it has one."""

@@ -1,6 +1,7 @@
 """Activations that wait for their backward in host memory."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -20,43 +21,38 @@ class _OnHost:
     def __init__(
         self, storage: torch.UntypedStorage, stream: torch.Stream | None, before: "_OnHost | None"
     ) -> None:
-        self.stream, self.before, self.uses = stream, before, 0
-        data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        self.device, self.there = storage.device, data[:0]
-        if stream is None:
-            self.here = data.clone()
-            return
-        stream.wait_stream(torch.accelerator.current_stream())
-        with stream:
-            self.here = torch.empty_like(data, device="cpu", pin_memory=True)
+        self.stream, self.before, self.uses, self.device = stream, before, 0, storage.device
+        self.there: Tensor | None = None
+        data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        if stream:
+            stream.wait_stream(torch.accelerator.current_stream())
+            data.record_stream(stream)  # its memory is free when the copy has ended
+        with stream or nullcontext():
+            self.here = torch.empty_like(data, device="cpu", pin_memory=stream is not None)
             self.here.copy_(data, non_blocking=True)
-        data.record_stream(stream)  # its memory is free when the copy has ended
 
     def fetch(self) -> None:
         """Start the copy to the device, unless it is there or not needed any more."""
-        if not self.uses or len(self.there):
-            return
-        if self.stream is None:
-            self.there = self.here
-            return
-        with self.stream:
-            self.there = self.here.to(self.device, non_blocking=True)
-        self.arrived = self.stream.record_event()
+        if self.uses and self.there is None:
+            with self.stream or nullcontext():
+                self.there = self.here.to(self.device, non_blocking=True)
+            self.arrived = self.stream.record_event() if self.stream else None
 
     def take(self) -> torch.UntypedStorage:
         """Return the storage on the device, and fetch the next ones; the last use forgets it."""
         following: _OnHost | None = self
         for _ in range(1 + _AHEAD):
-            if following is not None:
+            if following:
                 following.fetch()
                 following = following.before
         there, self.uses = self.there, self.uses - 1
-        if self.stream is not None:
+        assert there is not None
+        if self.arrived:
             current = torch.accelerator.current_stream()
             current.wait_event(self.arrived)
             there.record_stream(current)
         if not self.uses:
-            self.there = there[:0].clone()
+            self.there = None
         return there.untyped_storage()
 
 

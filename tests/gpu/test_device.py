@@ -98,6 +98,7 @@ def counted_synchronisations(device, step):
     [
         ((1, 1, 1), {"zero": 1}),
         ((1, 1, 1), {"zero": 3, "recompute": "full"}),
+        ((1, 1, 1), {"zero": 1, "recompute": "mlp"}),
         ((2, 1, 1), {"zero": 1, "schedule": "one_f_one_b"}),
         ((1, 2, 1), {"zero": 3, "schedule": "one_f_one_b"}),
         ((1, 1, 2), {"zero": 2, "sp": True, "recompute": "selective"}),

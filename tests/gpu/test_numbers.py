@@ -56,7 +56,8 @@ def cases():
         [(1, 2, 1), (2, 2, 1)], reductions, [False, True], [2, 3]
     ):
         yield mesh, {"reduction": how, "overlap": overlap, "zero": zero}
-    for checkpointing, isolate in product(["none", "selective", "full"], [False, True]):
+    ways = ["none", "selective", "full", "full:1", "mlp", "layernorm+mlp_act"]
+    for checkpointing, isolate in product(ways, [False, True]):
         yield (1, 1, 1), {"checkpointing": checkpointing, "isolate": isolate}
     for mesh, precision, model in product(MESHES, ["bf16", "fp16"], ["gpt", "llama"]):
         yield mesh, {"precision": precision, "model": model}

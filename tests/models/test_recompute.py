@@ -14,16 +14,14 @@ from parallel3d import models
 from parallel3d.model import recompute
 from parallel3d.model.spec import Shape
 from parallel3d.pipeline.stages import Stages
-from parallel3d.plan.layers.placement import blocks_in_stages
-from parallel3d.plan.memory.peak import saved_bytes
-from parallel3d.plan.setting import Setting
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.host_activations import HostActivations, _OnHost
 from parallel3d.tensor.weight_gradients import defer_weight_gradients
 from parallel3d.verify.local_ranks import run_locally
 from tests.models.families import small
-from tests.plan.settings import GPT
+
+pytestmark = pytest.mark.gloo
 
 SHAPE, BLOCKS = Shape(2, 16), 2
 WAYS = ("none", "full", "full:1", "mlp", "mlp_act", "layernorm+mlp", "core_attn+layernorm+mlp_act")
@@ -88,7 +86,6 @@ def compare(rank):
     return found
 
 
-@pytest.mark.gloo
 def test_the_same_bits_and_the_bytes_that_leave_the_device():
     (found,) = run_locally(compare, 1)
     for family, text, alike, left, said in found:
@@ -97,33 +94,3 @@ def test_the_same_bits_and_the_bytes_that_leave_the_device():
     by_way = {text: left for family, text, _, left, _ in found if family == "llama"}
     order = ("none", "mlp_act", "core_attn+layernorm+mlp_act", "full:1", "mlp", "full")
     assert all(by_way[less] < by_way[more] for more, less in pairwise(order))
-
-
-@pytest.mark.pure
-def test_the_first_layers_of_each_stage():
-    """Each layer in full recomputation saves the same bytes, up to all that a stage has."""
-    layers = tuple(models.layers(GPT))
-    setting = Setting(layers, GPT.hidden_size, Shape(1, 1024), 8, pp=2, stages_per_rank=1)
-    ways = ("none", *(f"full:{number}" for number in range(1, 11)))
-    by_way = [saved_bytes(setting.but(recompute=way)) for way in ways]
-    block, shape = layers[1], Shape(1, 1024)
-    freed = block.cost(shape).saved.bytes(2) - block.cost(shape, recompute="full").saved.bytes(2)
-    sizes = blocks_in_stages(setting)
-    assert sum(sizes) == GPT.num_hidden_layers and min(sizes) < max(sizes) < 10
-    for stage, num_blocks in enumerate(sizes):
-        for number, saved in enumerate(by_way):
-            assert by_way[0][stage] - saved[stage] == freed * min(number, num_blocks)
-    assert by_way[-1] == saved_bytes(setting.but(recompute="full"))
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ("none", "none"), ("mlp", "mlp"), ({"full": 3}, "full:3"), ("full:3", "full:3"),
-        (["core_attn"], "selective"), (["mlp"], "mlp"),
-        (["mlp_act", "layernorm"], "layernorm+mlp_act"),
-    ],
-)  # fmt: skip
-def test_texts(value, text):
-    assert recompute.text_of(value) == recompute.text_of(text) == text

@@ -356,7 +356,7 @@ LLAMA_405B = (
     ("name", "sizes", "batch", "devices", "mesh"),
     [
         ("llama-70b", LLAMA_405B, 2048, 16_384, (16, 128, 8)),  # its authors' own
-        ("llama-70b", "", 128, 64, (1, 64, 1)),
+        ("llama-70b", "", 128, 64, (4, 4, 4)),
         ("llama-8b", "", 128, 8, (1, 4, 2)),
     ],
 )

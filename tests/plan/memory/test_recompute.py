@@ -1,0 +1,41 @@
+"""The values of activation_checkpointing, and the bytes of the first layers of each stage."""
+
+import pytest
+
+from parallel3d import models
+from parallel3d.model import recompute
+from parallel3d.model.spec import Shape
+from parallel3d.plan.layers.placement import blocks_in_stages
+from parallel3d.plan.memory.peak import saved_bytes
+from parallel3d.plan.setting import Setting
+from tests.plan.settings import GPT
+
+pytestmark = pytest.mark.pure
+
+
+def test_the_first_layers_of_each_stage():
+    """Each layer in full recomputation saves the same bytes, up to all that a stage has."""
+    layers = tuple(models.layers(GPT))
+    setting = Setting(layers, GPT.hidden_size, Shape(1, 1024), 8, pp=2, stages_per_rank=1)
+    ways = ("none", *(f"full:{number}" for number in range(1, 11)))
+    by_way = [saved_bytes(setting.but(recompute=way)) for way in ways]
+    block, shape = layers[1], Shape(1, 1024)
+    freed = block.cost(shape).saved.bytes(2) - block.cost(shape, recompute="full").saved.bytes(2)
+    sizes = blocks_in_stages(setting)
+    assert sum(sizes) == GPT.num_hidden_layers and min(sizes) < max(sizes) < 10
+    for stage, num_blocks in enumerate(sizes):
+        for number, saved in enumerate(by_way):
+            assert by_way[0][stage] - saved[stage] == freed * min(number, num_blocks)
+    assert by_way[-1] == saved_bytes(setting.but(recompute="full"))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("none", "none"), ("mlp", "mlp"), ({"full": 3}, "full:3"), ("full:3", "full:3"),
+        (["core_attn"], "selective"), (["mlp"], "mlp"),
+        (["mlp_act", "layernorm"], "layernorm+mlp_act"),
+    ],
+)  # fmt: skip
+def test_texts(value, text):
+    assert recompute.text_of(value) == recompute.text_of(text) == text
