@@ -135,7 +135,7 @@ def add_critical_batch(parser: Parser) -> None:
     add("--run", type=Path, required=True, metavar="RUN", help="folder of a run with checkpoints")
     add("--step", type=whole_number(), metavar="N", help="its checkpoint (default: the newest)")
     add("--batches", type=whole_number(), nargs="+", metavar="N",
-        help="samples per step of the forks (default: the run's batch times 1/4 to 16)")
+        help="samples per step of the forks (default: the run's batch times 1 to 32)")
     add("--tokens", type=whole_number(), metavar="N",
         help="tokens of each fork (default: a tenth of the run's, at least 8 steps "
         "of the largest batch)")

@@ -32,7 +32,7 @@ from parallel3d.scaling.result import finite
 from parallel3d.scaling.runs import ALL, NoEnd, config_of, count, lines_of
 
 FILE, PICTURE = "critical-batch.json", "critical-batch.png"
-_MULTIPLES = (0.25, 0.5, 1, 2, 4, 8, 16)  # of the run's batch, by default
+_MULTIPLES = (1, 2, 4, 8, 16, 32)  # of the run's batch, by default
 _FEWEST_STEPS = 8  # of the largest batch, by default
 _RATES = ("lr", "muon_lr", "adam_lr")
 _LEAST_SIZES = 4  # the curve has three parameters
@@ -120,7 +120,7 @@ def forks_of(args: argparse.Namespace) -> Runs:
             f"--run {args.run}: its batch changes, or it left out samples before step {step}; "
             "name a run of one batch, and a step before that"
         )
-    sizes = sorted(set(args.batches or (int(batch * m) // dp * dp for m in _MULTIPLES)) - {0})
+    sizes = sorted(set(args.batches or (batch * multiple for multiple in _MULTIPLES)))
     if len(sizes) < _LEAST_SIZES or any(size % dp for size in sizes):
         raise ConfigError(f"--batches {sizes}: name {_LEAST_SIZES} or more multiples of dp={dp}")
     length, unit = config.data.sequence_length, lcm(*sizes)
@@ -167,14 +167,18 @@ def _noise_scale(folder: Path, fork: LadderRun) -> float | None:
 
 
 def fit(sizes: Sequence[int], losses: Sequence[float], tolerance: float) -> CriticalBatch:
-    """Fit the curve by least squares; find the batch `tolerance` above the smallest batch's loss.
+    """Fit the curve by least squares; find the batch `tolerance` above the first fitted one's loss.
+
+    Batches below the best one are left out, because at a constant rate they have a higher floor of
+    noise; the last four are always fitted.
 
     A step gains B / (B + half) of what an infinite batch would (arXiv:1812.06162, section 2.2), and
     the same tokens are 1 / B as many steps, so the loss falls by a constant over B + half. The
     interval is that of new losses around the curve, with a variance that n - 3 residuals leave
     open.
     """
-    b = np.array(sizes, dtype=float)
+    first = min(int(np.argmin(losses)), len(sizes) - _LEAST_SIZES)
+    b, y = np.array(sizes[first:], dtype=float), np.array([losses[first:]])
     grid = np.geomspace(b.min() / 10, b.max() * 100, 400)
     x = b[:, None] / (b[:, None] + grid)  # [sizes, grid]
     centred = x - x.mean(0)
@@ -191,7 +195,7 @@ def fit(sizes: Sequence[int], losses: Sequence[float], tolerance: float) -> Crit
         critical = np.where(part < 1, grid[place] * part / np.maximum(1 - part, 1e-12), inf)
         return [mean[:, 0] - gain[at] * x.mean(0)[place], gain[at], grid[place], rss[at], critical]
 
-    floor, gain, half, rss, critical = (float(value[0]) for value in best(np.array([losses])))
+    floor, gain, half, rss, critical = (float(value[0]) for value in best(y))
     random = np.random.default_rng(0)
     deviation = np.sqrt(rss / random.chisquare(len(b) - 3, (DRAWS, 1)))
     drawn = floor + gain * b / (b + half) + deviation * random.normal(size=(DRAWS, len(b)))
