@@ -80,6 +80,7 @@ class Chooser:
     wishes: Wishes
     machine: Hardware
     devices: int = field(init=False)
+    _known: dict[int, Candidate] = field(init=False, default_factory=dict)  # by number of heads
 
     def __post_init__(self) -> None:
         on_cpu = self.machine.cores is not None
@@ -88,6 +89,11 @@ class Chooser:
 
     def candidate(self, heads: int) -> Candidate:
         """Return the run of a model with this number of heads. Raises ConfigError if none fits."""
+        if heads not in self._known:
+            self._known[heads] = self._plan(heads)
+        return self._known[heads]
+
+    def _plan(self, heads: int) -> Candidate:
         raw = self.base.to_dict()
         block, seq = raw["parallel3d"], self.base.data.sequence_length
         model = {name: value for name, value in block["model"].items() if name not in SHAPE}

@@ -6,6 +6,7 @@ faster: gloo's event loops spin on after the peers have left a process group.
 """
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import multiprocessing.connection
 import os
@@ -139,6 +140,7 @@ def _run(
     """Set a rank up, call the function, send its result, and exit when the parent has all."""
     import torch
 
+    gc.freeze()  # else each collection visits all that the server has imported
     torch.set_num_threads(1)
     launch.announce(port)
     log = open(os.devnull, "w") if quiet else sys.__stderr__  # noqa: SIM115

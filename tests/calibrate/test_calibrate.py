@@ -55,11 +55,25 @@ def planted(ranks, speed=1e11):
 @pytest.fixture
 def machine(monkeypatch):
     """A machine of two processes on which measuring takes no time."""
+    plant(monkeypatch)
+    return monkeypatch
+
+
+def plant(monkeypatch):
     monkeypatch.setattr(calibration, "_devices", lambda: (False, 2))
     monkeypatch.setattr(calibration, "_measure", lambda ranks, effort: planted(ranks))
     runs = [(run, Timed(0.05 * (1 + run.layers) * run.mesh.ranks, 0.01)) for run in small_runs(2)]
     monkeypatch.setattr(calibration, "_steps", lambda ranks, effort: runs)
-    return monkeypatch
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory):
+    """The hardware of such a machine, the folder of its file, and what was said."""
+    folder, said = tmp_path_factory.mktemp("planted"), []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        plant(monkeypatch)
+        hardware = calibration.calibrate(said.append, folder / "this-machine.json")
+    return hardware, folder, said
 
 
 def test_a_link_is_found_in_the_timings_of_all_collectives():
@@ -85,11 +99,11 @@ def test_parameters_are_found_and_what_nothing_tells_stays():
     assert bounded["slope"] == pytest.approx(2.0)
 
 
-def test_a_planted_machine_is_described(machine, tmp_path):
-    path, said = tmp_path / "this-machine.json", []
-    hardware = calibration.calibrate(said.append, path)
+def test_a_planted_machine_is_described(described):
+    hardware, folder, said = described
+    path = folder / "this-machine.json"
     assert Hardware.model_validate(json.loads(path.read_text())) == hardware
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert [p.name for p in folder.iterdir()] == [path.name]
     assert str(path) in said[-1]
     assert hardware.matmul_flops["fp32"].value == pytest.approx(1e11, rel=0.01)
     assert hardware.memory_bandwidth.value == 2e10
@@ -105,8 +119,8 @@ def test_a_planted_machine_is_described(machine, tmp_path):
         assert f"measured on {date.today()}" in source, place
 
 
-def test_processes_that_share_a_core_take_turns(machine, tmp_path):
-    hardware = calibration.calibrate(lambda text: None, tmp_path / "a.json")
+def test_processes_that_share_a_core_take_turns(described):
+    hardware, *_ = described
     assert hardware.slowdown("matmul", 4) == 2
     assert hardware.slowdown("matmul", 2) == 1
     assert hardware.slowdown("overhead", 1) == hardware.cores.alone["overhead"].value
@@ -138,7 +152,10 @@ def test_what_cannot_be_measured_writes_nothing(machine, tmp_path, broken):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_it_is_written_to_the_users_own_folder(machine, tmp_path, monkeypatch):
+def test_it_is_written_to_the_users_own_folder(machine, described, tmp_path, monkeypatch):
+    hardware, *_ = described
+    fitted = Curves(**hardware.curves), hardware
+    monkeypatch.setattr(calibration, "fit_program", lambda *args: fitted)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     calibration.calibrate(lambda text: None)
     assert (tmp_path / "config/parallel3d/hardware/this-machine.json").is_file()

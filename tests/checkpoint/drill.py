@@ -5,7 +5,6 @@ server that has torch loaded.
 """
 
 import faulthandler
-import gc
 import json
 import os
 import random
@@ -213,7 +212,6 @@ def _main(rank, log, config, fault, disturb, timeout):
     os.environ.pop("PARALLEL3D_FAULT", None)
     if fault:
         os.environ["PARALLEL3D_FAULT"] = fault
-    gc.collect = lambda *_: 0  # DeepSpeed does as it builds an engine, a quarter of all the time
     disk.BLOCK = BLOCK
     known_hardware.peak = lambda config, mesh: ("nothing", None)  # it takes a second to measure
     if disturb:

@@ -1,6 +1,8 @@
 """Starts launch/train.py as a user does, on a small corpus of its own, and sees what is left."""
 
+import gc
 import json
+import multiprocessing as mp
 import os
 import random
 import signal
@@ -10,9 +12,12 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 
+from parallel3d.mesh.device import settle_accelerator
+from parallel3d.verify import local_ranks
 from parallel3d.verify.local_ranks import free_port
 
 TRAIN = str(Path(__file__).parents[2] / "launch/train.py")
@@ -92,6 +97,31 @@ class Place:
         verified = self.call("verify", "--config", "ds.json", "--meshes", meshes)
         assert "equal to one process" in verified
 
+    def forked(self, log, *arguments, variables=(), disturb=None, **settings):
+        """Start plain python's command, but from a server that has torch and DeepSpeed loaded.
+
+        A second of imports in place of eight, for what depends on processes and not on how they
+        are made. Call `disturb` in the process first; return it, a session of its own.
+        """
+        settle_accelerator()
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(local_ranks.PRELOAD)
+        _, *words = self.command(PYTHON, *arguments, **settings)
+        args = words, self.root, log, environment() | dict(variables), disturb
+        process = context.Process(target=_run_command, args=args)
+        process.start()
+        return process
+
+    def ended(self, *arguments, timeout=200, **settings):
+        """Start it as `forked` does; return its exit code and all that it said."""
+        with TemporaryDirectory() as folder:
+            log = Path(folder, "log.txt")
+            process = self.forked(log, *arguments, **settings)
+            process.join(timeout)
+            process.kill()
+            process.join()
+            return process.exitcode, log.read_text()
+
     @contextmanager
     def started(self, launcher, *arguments, **settings):
         """Start it in a session of its own; whatever of that session is left is killed."""
@@ -123,6 +153,24 @@ class Place:
             assert process.poll() is None, "it ended before it trained"
             assert time.monotonic() < deadline, "it does not train"
             time.sleep(0.1)
+
+
+def _run_command(words, folder, log, variables, disturb):
+    from launch.train import main
+
+    gc.freeze()  # as `run_locally` does
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(file, number)
+        setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+    if disturb:
+        disturb()
+    sys.argv = words
+    main()
 
 
 def environment():

@@ -35,6 +35,6 @@ def test_it_ends_with_1_where_a_layer_is_not_flat(tmp_path):
         (["--parallel3d.model.parametrization.type", "mup"], "base_width = null: is missing"),
     ],
 )
-def test_what_tells_nothing_is_refused(arguments, said):
-    done = ended("--config", "ds.json", *arguments)
-    assert done.returncode == 2 and said in done.stderr, done.stderr
+def test_what_tells_nothing_is_refused(arguments, said, scaled):
+    code, _, err = scaled("coordcheck", "--config", "ds.json", *arguments)
+    assert code == 2 and said in err, err

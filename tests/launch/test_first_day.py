@@ -1,7 +1,7 @@
 """What a new user gets wrong, through launch/train.py: exit code 2 and one message, nothing left.
 
-In one process but for ten; hardware files and tables of published runs have tables of their own
-(test_plan_bad.py, tests/published/test_bad_tables.py), and so have DeepSpeed's keys
+In one process but for one of each kind; hardware files and tables of published runs have tables of
+their own (test_plan_bad.py, tests/published/test_bad_tables.py), and so have DeepSpeed's keys
 (tests/config/test_config_bad.py).
 """
 
@@ -101,14 +101,17 @@ CASES = {
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "all"}, 'SLURM_NTASKS = "all"'),
     ],
 }
-FLAT = [
-    ({}, list(case[:-1]) if len(case) == 3 else case[0].split(), case[-1])
-    if isinstance(case[0], str)
-    else (case[0], [], case[-1])
-    for cases in CASES.values()
-    for case in cases
-]
-THROUGH_THE_COMMAND = FLAT[:: len(FLAT) // 9]
+
+
+def flat(case):
+    """The environment, the words on the command line, and what is said."""
+    if not isinstance(case[0], str):
+        return case[0], [], case[-1]
+    return {}, list(case[:-1]) if len(case) == 3 else case[0].split(), case[-1]
+
+
+FLAT = [flat(case) for cases in CASES.values() for case in cases]
+THROUGH_THE_COMMAND = [flat(cases[5]) for cases in CASES.values()]
 
 
 @pytest.fixture
@@ -157,11 +160,9 @@ def test_one_message(environment, words, what, folder, monkeypatch, capsys):
     check(code, *capsys.readouterr(), what, folder)
 
 
-def test_ten_of_them_through_the_command(folder):
+def test_one_of_each_kind_through_the_command(folder):
     def run(case):
         environment, words, _ = case
-        if any("\0" in word for word in words):
-            words = ["--config", "nope.json"]
         first = [] if "--config" in words else ["--config", "ds.json"]
         return subprocess.run(
             [sys.executable, TRAIN, *first, *words], capture_output=True, text=True,
@@ -171,7 +172,6 @@ def test_ten_of_them_through_the_command(folder):
     with ThreadPoolExecutor(2) as pool:
         for case, done in zip(THROUGH_THE_COMMAND, pool.map(run, THROUGH_THE_COMMAND), strict=True):
             check(done.returncode, done.stdout, done.stderr, case[2], folder)
-    assert len(THROUGH_THE_COMMAND) >= 10
 
 
 def test_there_are_enough():

@@ -1,19 +1,18 @@
-"""Launches that want one run at once, through the real command."""
+"""Launches that want one run at once: processes of the real command."""
 
 import os
 import re
 import signal
-import subprocess
 import time
 
 import pytest
 
-from tests.launch.launching import PYTHON, Place, environment, session
+from tests.launch.launching import Place, session
 from tests.launch.test_restart import SMALL
 
 pytestmark = pytest.mark.drill
 
-DONE, BAD_INPUT = 0, 2
+BAD_INPUT = 2
 
 
 @pytest.fixture
@@ -21,24 +20,19 @@ def place(tmp_path):
     return Place(tmp_path)
 
 
-def start(place, number, launcher=PYTHON, name="shared", steps=4000):
+def start(place, number, name="shared", steps=4000):
     """So many at once; each with a file of what it says."""
     named = ("--parallel3d.run.name", name, "--parallel3d.checkpoint.every", 5)
-    command = place.command(launcher, *SMALL, *named, steps=steps)
     before = len(list(place.root.glob("log-*.txt")))  # two that write to one file lose lines
     logs = [place.root / f"log-{before + i}.txt" for i in range(number)]
-    return [
-        (subprocess.Popen(command, cwd=place.root, env=environment(), stdout=subprocess.DEVNULL,
-                          stderr=log.open("w"), start_new_session=True), log)
-        for log in logs
-    ]  # fmt: skip
+    return [(place.forked(log, *SMALL, *named, steps=steps), log) for log in logs]
 
 
 def end(started):
     for process, _ in started:
         for left in session(process.pid):
             left.kill()
-        process.wait()
+        process.join()
 
 
 def wait_until(condition, seconds=120):
@@ -50,12 +44,12 @@ def wait_until(condition, seconds=120):
 
 def the_one(place, started):
     """Who trains, when all others have ended as they should."""
-    wait_until(lambda: len([p for p, _ in started if p.poll() is None]) == 1)
-    [(winner, _)] = [(p, log) for p, log in started if p.poll() is None]
+    wait_until(lambda: len([p for p, _ in started if p.exitcode is None]) == 1)
+    [(winner, _)] = [(p, log) for p, log in started if p.exitcode is None]
     for process, log in started:
         said = log.read_text()
         if process is not winner:
-            assert process.returncode == BAD_INPUT, said
+            assert process.exitcode == BAD_INPUT, said
             assert re.search(rf"being trained by process {winner.pid} on ", said), said
             assert "Traceback" not in said and said.count("\n") == 1
     wait_until(lambda: list(place.root.glob("runs/*/checkpoints/step-*[0-9]/manifest.json")))
@@ -76,7 +70,7 @@ def test_of_many_launches_one_trains_and_after_its_death_the_next(place, name, n
             [folder] = [path for path in (place.root / "runs").iterdir() if path.is_dir()]
             winner = the_one(place, second)
             (folder / "STOP").touch()
-            winner.wait(60)
+            winner.join(60)
         finally:
             end(second)
     finally:

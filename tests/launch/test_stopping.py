@@ -1,18 +1,17 @@
 """A request to stop before training, to any rank: all end with exit code 3, and nothing is lost.
 
-The ranks are started without a launcher, which would hide their exit codes and stop the others.
+The ranks have no launcher, which would hide their exit codes and stop the others.
 """
 
 import os
 import random
 import signal
-import subprocess
 import time
 
 import pytest
 
 from parallel3d.verify.local_ranks import free_port
-from tests.launch.launching import PYTHON, Place, environment
+from tests.launch.launching import Place
 
 pytestmark = pytest.mark.drill
 
@@ -37,36 +36,36 @@ class Ranks:
 
     def __init__(self, place):
         port = str(free_port())
-        self.log = place.root / "log.txt"
+        self.logs = [place.root / f"log-{rank}.txt" for rank in range(2)]
         self.processes = []
-        with self.log.open("w") as file:
-            for rank in range(2):
-                variables = {
-                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
-                }  # fmt: skip
-                process = subprocess.Popen(
-                    place.command(PYTHON), cwd=place.root, env=environment() | variables,
-                    stdout=file, stderr=file,
-                )  # fmt: skip
-                self.processes.append(process)
+        for rank, log in enumerate(self.logs):
+            variables = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            self.processes.append(place.forked(log, variables=variables))
+
+    @property
+    def said(self):
+        return "".join(log.read_text() for log in self.logs if log.exists())
 
     def wait_for(self, text, seconds=60):
         deadline = time.monotonic() + seconds
-        while text not in self.log.read_text():
-            assert all(p.poll() is None for p in self.processes), self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
+        while text not in self.said:
+            assert all(p.exitcode is None for p in self.processes), self.said
+            assert time.monotonic() < deadline, self.said
             time.sleep(0.02)
 
     def codes(self, seconds):
         """The exit codes, which must be there within so many seconds."""
         deadline = time.monotonic() + seconds
-        try:
-            return [p.wait(max(0.0, deadline - time.monotonic())) for p in self.processes]
-        finally:
-            for process in self.processes:
-                process.kill()
-                process.wait()
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return codes
 
 
 # Rank 0 prepares the corpus; rank 1 waits for it.
@@ -81,7 +80,7 @@ def test_preparation_is_stopped(place, phase, culprit, number):
     ranks = Ranks(place)
     ranks.wait_for(phase)
     os.kill(ranks.processes[culprit].pid, number)
-    assert ranks.codes(SECONDS) == [STOPPED, STOPPED], ranks.log.read_text()
-    said = ranks.log.read_text()
+    assert ranks.codes(SECONDS) == [STOPPED, STOPPED], ranks.said
+    said = ranks.said
     assert said.count("stopped on request before the first step") == 1
     assert "Traceback" not in said and "another rank" not in said

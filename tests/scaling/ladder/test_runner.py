@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -27,9 +29,16 @@ pytestmark = pytest.mark.drill
 NAMES = ["2.59k-d512", "2.59k-d1.02k", "10.3k-d512", "10.3k-d1.02k"]
 
 
+def without_fork(command, preexec_fn, **options):
+    """Start a process that would outlive a killed parent: to fork the tests' own takes long."""
+    return subprocess.Popen(command, **options)
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """Where a ladder's runs are stand-ins."""
+    processes = SimpleNamespace(Popen=without_fork, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(runner, "subprocess", processes)
     for name in ("train.py", "prepare.py"):
         shutil.copy(Path(__file__).with_name("stand_in.py"), tmp_path / name)
     monkeypatch.setattr(runner, "TRAIN", tmp_path / "train.py")
