@@ -27,9 +27,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def newest(path: Path) -> dict[str, Any]:
-    """Return the object of a file's last complete line; {} if there is none."""
+    """Return the object of a file's last complete line, with its end; {} if there is none."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-        text = file.read().decode(errors="replace")
-        return next((values for values, _ in parsed(reversed(text.split("\n")))), {})
+        ended = file.read().decode(errors="replace").split("\n")[:-1]
+        return next((values for values, _ in parsed(reversed(ended))), {})
     return {}
