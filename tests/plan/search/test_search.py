@@ -1,5 +1,6 @@
 """The planner's search against looking at everything, and what it says of what does not fit."""
 
+import gc
 import time
 from itertools import product
 
@@ -10,7 +11,7 @@ from parallel3d.config import RunConfig, hardware
 from parallel3d.plan.layers.placement import blocks_in_stages
 from parallel3d.plan.memory.peak import least_on_first, peak_of, per_rank
 from parallel3d.plan.report.choose import apply, checkpoint_bytes, choose
-from parallel3d.plan.search import candidates
+from parallel3d.plan.search import best_first, candidates
 from parallel3d.plan.search.best_first import _Search, search
 from parallel3d.plan.search.candidates import choices_of, setting_of
 from parallel3d.plan.search.plans import request_of
@@ -367,6 +368,25 @@ def test_first_rows_are_those_beside_published_meshes(name, sizes, batch, device
     row = search(request_of(wanted, hardware.load("h100"), devices), rows=1).plans[0].setting
     assert (row.pp, row.dp, row.tp) == mesh
     assert row.offload_optimizer == row.offload_param == "none"
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_search_leaves_pythons_garbage_collection_as_it_was(collects, monkeypatch):
+    seen, room_of = [], best_first.room_of
+    monkeypatch.setattr(
+        best_first, "room_of", lambda *words: seen.append(gc.isenabled()) or room_of(*words)
+    )
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        search(request_of(config(batch=4, layers=1), machine(), 2), rows=1)
+        assert gc.isenabled() == collects and seen and not any(seen)
+        monkeypatch.setattr(best_first, "room_of", None)
+        with pytest.raises(TypeError):
+            search(request_of(config(batch=4, layers=1), machine(), 2), rows=1)
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 @pytest.mark.slow
