@@ -44,6 +44,11 @@ class MeshSizes(_Axes):
         """The sizes by axis as texts show them: without cp if it is 1."""
         return {a: size for a, size in self._asdict().items() if a in WITHOUT_CP or size > 1}
 
+    @property
+    def of_a_replica(self) -> dict[str, int]:
+        """The sizes by axis besides dp, as texts show them."""
+        return {axis: size for axis, size in self.shown.items() if axis != "dp"}
+
     def __str__(self) -> str:
         return "x".join(map(str, self.shown.values()))
 

@@ -23,9 +23,10 @@ def data_parallel_size(mesh: MeshConfig, world_size: int) -> int:
     """
     others = mesh.pp * mesh.cp * mesh.tp
     if world_size % others:
-        sizes = [f"{axis}={size}" for axis, size in mesh.sizes.shown.items() if axis != "dp"]
-        axes = " x ".join(size.partition("=")[0] for size in sizes)
-        rule = f"{' x '.join(sizes)} = {others} does not divide {world_size} processes"
+        sizes = mesh.sizes.of_a_replica
+        axes = " x ".join(sizes)
+        product = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        rule = f"{product} = {others} does not divide {world_size} processes"
         fitting = max(1, world_size // others) * others
         remedy = f"start {fitting} processes, or choose a {axes} that divides {world_size}"
         raise Problems([Problem("parallel3d.mesh", mesh.model_dump(), rule, remedy)])

@@ -199,6 +199,8 @@ def _check_sequence_parallel(mesh: MeshConfig, data: DataConfig) -> Iterator[Pro
 
 def _check_context(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
     """Check that each cp rank gets as many blocks of tokens, and each of its tp ranks a part."""
+    if mesh.cp == 1:
+        return
     length, parts = data.sequence_length, mesh.tp if mesh.sequence_parallel else 1
     block = arithmetic.block_tokens(length, mesh.cp)
     share = mesh.cp * block

@@ -89,8 +89,7 @@ class MeshConfig(Section):
         return MeshSizes(self.pp, 1 if self.dp == "auto" else self.dp, self.cp, self.tp)
 
     def __str__(self) -> str:
-        shown = self.sizes.shown | {"dp": self.dp}
-        return " x ".join(f"{axis}={size}" for axis, size in shown.items())
+        return " x ".join(f"{axis}={getattr(self, axis)}" for axis in self.sizes.shown)
 
 
 class PipelineConfig(Section):

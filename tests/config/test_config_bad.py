@@ -67,7 +67,7 @@ BAD = [
     ("csv_monitor", ON | {"output_path": "a\0b"}, "U+0000", "remove it"),
     # unknown keys
     ("zero_optimisation", {"stage": 3}, "not a setting", 'nearest one is "zero_optimization"'),
-    (f"{P3D}.mesh.tp_size", 2, "not a setting", "this block has: pp, dp, tp"),
+    (f"{P3D}.mesh.tp_size", 2, "not a setting", "this block has: pp, dp, cp, tp"),
     (f"{P3D}.model.hiden_size", 64, "not a setting", '"hidden_size"'),
     (f"{P3D}._why", "x", "not a setting", "mesh, plan, pipeline"),
     ("steps", 100, "not a setting here", "did you mean parallel3d.train.steps?"),

@@ -331,9 +331,8 @@ def _ranks_of(mesh: Any, devices: int) -> tuple[int, int]:
     """
     if mesh == "plan":
         return devices, 1
-    dp = mesh.get("dp", "auto")
-    others = (mesh.get(axis) for axis in AXES if axis != "dp")
-    rest = prod(size for size in others if isinstance(size, int) and size > 0)
+    pp, dp, cp, tp = (mesh.get(axis, "auto") for axis in AXES)
+    rest = prod(size for size in (pp, cp, tp) if isinstance(size, int) and size > 0)
     if not isinstance(dp, int) or dp < 1:
         dp = max(1, devices // rest)
     return rest * dp, dp
