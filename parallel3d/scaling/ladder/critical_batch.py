@@ -185,7 +185,7 @@ def fit(sizes: Sequence[int], losses: Sequence[float], tolerance: float) -> Crit
     squares = (centred**2).sum(0)
 
     def best(y: Array) -> list[Array]:
-        """y [draws, sizes] -> floor, gain, half, sum of squares and critical batch, [draws]."""
+        """Return floor, gain, half, squares and critical batch of y [draws, sizes], [draws]."""
         mean = y.mean(1, keepdims=True)
         products = (y - mean) @ centred  # [draws, grid]
         gain = np.maximum(products / squares, 0)
