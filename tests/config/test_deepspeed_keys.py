@@ -222,9 +222,8 @@ PASSED_ON = [
 ]  # fmt: skip
 
 
-def run_each(rank):
-    """The self-test with each; gives what DeepSpeed is told."""
-    mesh, told = Mesh(1, 2, 1), []
+def passed_on():
+    """Settings of the engine with each of them, and the options."""
     for (stage, options), reduction in zip(PASSED_ON, cycle(REDUCTIONS), strict=False):
         block = {
             "parallel3d.mesh": {},
@@ -234,14 +233,36 @@ def run_each(rank):
         settings = EngineSettings.from_config(RunConfig.from_dict(raw(**block)).resolve(2))
         if "stage3_param_persistence_threshold" not in options:
             settings.zero_options["stage3_param_persistence_threshold"] = 0
-        self_test(settings, mesh)
-        told.append(settings.deepspeed_config(2)["zero_optimization"])
-    return told
+        yield settings, options
 
 
-def test_what_is_passed_on_reaches_deepspeed_and_trains_to_the_same_numbers():
+def run_each(rank, keys):
+    mesh, number = Mesh(1, 2, 1), 0
+    for settings, options in passed_on():
+        if keys & options.keys():
+            self_test(settings, mesh)
+            number += 1
+    return number
+
+
+# They change which collectives run, and in which pieces.
+FEW = {"reduce_scatter", "allgather_partitions", "sub_group_size", "stage3_prefetch_bucket_size"}
+FEW |= {"stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential"}
+
+
+@pytest.mark.parametrize(
+    "keys", [FEW, pytest.param(set(deepspeed.ZeroConfig.model_fields), marks=pytest.mark.slow)],
+    ids=["few", "all"],
+)  # fmt: skip
+def test_what_is_passed_on_trains_to_the_same_numbers(keys):
     """Two steps against plain PyTorch, with each setting away from its default."""
-    for (_, options), told in zip(PASSED_ON, run_locally(run_each, 2)[0], strict=True):
+    expected = sum(bool(keys & options.keys()) for _, options in PASSED_ON)
+    assert run_locally(run_each, 2, keys) == [expected] * 2
+
+
+def test_what_is_passed_on_reaches_deepspeed():
+    for settings, options in passed_on():
+        told = settings.deepspeed_config(2)["zero_optimization"]
         assert {key: told[key] for key in options} == options
     elsewhere = {"stage", "offload_optimizer", "offload_param", "ignore_unused_parameters"}
     here = {key for _, options in PASSED_ON for key in options}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import launch.prepare
 from launch.prepare import as_text, summarise, tokens_of_run
 from parallel3d.base.errors import DataError
 from parallel3d.config import RunConfig
@@ -36,24 +37,22 @@ def config(settings, tmp_path):
     return path
 
 
-def run(config, *arguments):
-    command = [sys.executable, str(PREPARE), "--config", str(config), *arguments]
-    return subprocess.run(command, env=dict(os.environ), capture_output=True, text=True)
-
-
-def test_json_is_one_object_alone_on_standard_output(config, settings):
-    done = run(config, "--json")
+def test_json_is_one_object_alone_on_standard_output(config, settings, monkeypatch, capsys):
+    arguments = [str(PREPARE), "--config", str(config)]
+    command = [sys.executable, *arguments, "--json"]
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["num_documents"] == 6 and summary["vocab_size"] == 300
     assert Path(summary["directory"]).is_relative_to(settings.cache)
     assert "tokenising documents: 6 of 6" in done.stderr
-    again = run(config)
-    assert again.returncode == 0
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert launch.prepare.main() == 0
+    again = capsys.readouterr().out
     for name, value in summary.items():
-        assert name in again.stdout or not value
+        assert name in again or not value
         if isinstance(value, str):
-            assert value in again.stdout
+            assert value in again
 
 
 def test_a_manifest_of_a_source_that_is_no_stream_is_refused_by_name(config):
@@ -98,8 +97,6 @@ def test_how_many_tokens_a_run_takes(mixture):
 
 
 def test_what_is_too_short_is_what_training_finds_too_short(config, monkeypatch, capsys):
-    from launch import prepare as command
-
     for changes, expected in [
         ({"sequence_length": 100}, "the training part has"),
         ({"sequence_length": 55, "held_out_fraction": 0.01}, "the held-out part has"),
@@ -109,7 +106,7 @@ def test_what_is_too_short_is_what_training_finds_too_short(config, monkeypatch,
         raw["parallel3d"]["data"] |= changes
         config.write_text(json.dumps(raw | {"train_micro_batch_size_per_gpu": 2}))
         monkeypatch.setattr(sys, "argv", ["prepare.py", "--config", str(config)])
-        assert command.main() == (2 if expected else 0), changes
+        assert launch.prepare.main() == (2 if expected else 0), changes
         said = capsys.readouterr()
         if expected:
             assert expected in said.err and said.out == ""
@@ -120,12 +117,10 @@ def test_what_is_too_short_is_what_training_finds_too_short(config, monkeypatch,
 
 
 def test_ctrl_c_is_exit_code_3(config, monkeypatch, capsys):
-    from launch import prepare as command
-
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "prepare", interrupt)
+    monkeypatch.setattr(launch.prepare, "prepare", interrupt)
     monkeypatch.setattr(sys, "argv", ["prepare.py", "--config", str(config)])
-    assert command.main() == 3
+    assert launch.prepare.main() == 3
     assert "interrupted" in capsys.readouterr().err

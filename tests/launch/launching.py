@@ -107,6 +107,7 @@ class Place:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(local_ranks.PRELOAD)
         _, *words = self.command(PYTHON, *arguments, **settings)
+        log.touch()
         args = words, self.root, log, environment() | dict(variables), disturb
         process = context.Process(target=_run_command, args=args)
         process.start()

@@ -12,7 +12,7 @@ from tests.launch.test_restart import SMALL
 
 pytestmark = pytest.mark.drill
 
-BAD_INPUT = 2
+BAD_INPUT, STOPPED = 2, 3
 
 
 @pytest.fixture
@@ -32,6 +32,7 @@ def end(started):
     for process, _ in started:
         for left in session(process.pid):
             left.kill()
+        process.kill()  # it may not have a session yet
         process.join()
 
 
@@ -71,6 +72,7 @@ def test_of_many_launches_one_trains_and_after_its_death_the_next(place, name, n
             winner = the_one(place, second)
             (folder / "STOP").touch()
             winner.join(60)
+            assert winner.exitcode == STOPPED
         finally:
             end(second)
     finally:
