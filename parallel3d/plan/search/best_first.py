@@ -110,6 +110,7 @@ class _Search:
         self.request, self.curves, self.hardware = request, curves, request.hardware
         self.room = room_of(request.hardware)  # of a device, and of its host
         self.num_simulated = 0
+        self._freed: dict[tuple[Flow, Order], int] = {}
         # The time to accumulate gradients depends on the ZeRO stage; floors leave it out.
         self._software = replace(request.base.software, gradient_bytes=0)
         self.meshes = meshes
@@ -221,11 +222,15 @@ class _Search:
 
     def _least_full(self, setting: Setting) -> int:
         """Return a lower bound on the layers of a stage that must be recomputed to fit."""
-        sizes = [
-            least_on_first(setting.but(recompute=way), self.hardware)[0] for way in ("none", "full")
-        ]
-        over, freed = sizes[0] - self.room[0], max(1, sizes[0] - sizes[1])
-        return max(0, over * min(blocks_in_stages(setting)) // freed)
+        (flow, order, _), full = candidates.choices_of(setting), self._least_on_device(setting)
+        if (flow, order) not in self._freed:  # by all ZeRO states alike
+            self._freed[flow, order] = self._least_on_device(setting.but(recompute="none")) - full
+        freed = self._freed[flow, order]
+        over = full + freed - self.room[0]
+        return max(0, over * min(blocks_in_stages(setting)) // max(1, freed))
+
+    def _least_on_device(self, setting: Setting) -> int:
+        return least_on_first(setting, self.hardware)[0]
 
     def _bound_of_any(self, setting: Setting) -> float:
         """Return a lower bound for a setting with any number of layers in full recomputation."""
