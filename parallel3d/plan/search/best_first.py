@@ -115,7 +115,7 @@ class _Search:
         self._software = replace(request.base.software, gradient_bytes=0)
         self.meshes = meshes
         flows = [flow for mesh in self.meshes for flow in candidates.flows(request, mesh)]
-        self.floors = sorted((self._floor(flow), flow) for flow in flows)
+        self.floors = sorted((self._floor_of_any(flow), flow) for flow in flows)
         # If host and device are the same cores, an offload may be faster than none.
         self._offload_may_help = request.hardware.cores is not None
 
@@ -242,12 +242,19 @@ class _Search:
         """Return a lower bound on the seconds of a step."""
         return _SAFE * lower_bound(setting, self.hardware, self.curves)
 
+    def _floor_of_any(self, flow: Flow) -> float:
+        """Return a flow's lower bound, with any number of layers in full recomputation."""
+        floor, blocks = self._floor(flow), len(self.request.base.layers) - 2
+        if flow.recompute != "full" or not candidates.opens_recompute(self.request) or blocks < 1:
+            return floor
+        # At least one layer of each stage, of which the first and the last may have none.
+        share = max(0, flow.mesh.pp - 2) / blocks
+        return share * floor + (1 - share) * self._floor(flow._replace(recompute="none"))
+
     def _floor(self, flow: Flow) -> float:
         """Return a flow's lower bound: the seconds of all layers' passes divided by the ranks."""
         request, mesh = self.request, flow.mesh
         alone = flow._replace(mesh=MeshSizes(1, request.devices // mesh.tp, mesh.tp))
-        if flow.recompute == "full" and candidates.opens_recompute(request):
-            alone = alone._replace(recompute="none")  # of few layers
         setting = setting_of(request, alone, Order(1, "gpipe"), PLAIN)
         setting = setting.but(num_microbatches=1, software=self._software)
         costs = costs_of(setting, self.hardware, self.curves)
