@@ -1,7 +1,7 @@
 """Build and initialise the layers of this rank's stages (floor 4)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -79,7 +79,9 @@ class Stages(nn.Module):
         layers = list(self.stages[str(stage)].children())
         last = layers.pop() if labels is not None else None
         side_losses: list[tuple[str, SideLoss]] = []
-        hooks = self._on_host.hooks() if self._on_host else nullcontext()
+        hooks: AbstractContextManager[None] = nullcontext()
+        if self._on_host:
+            hooks = self._on_host.hooks()
         for index, layer in enumerate(layers):
             if index and on_input_grad and x.requires_grad:
                 x.register_hook(partial(_call_hook, on_input_grad, stage, index))

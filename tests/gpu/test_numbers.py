@@ -24,12 +24,13 @@ STAGES = {
 }
 
 
-def errors_of(mesh, folder, overlap=None, update=False, **settings):
+def errors_of(mesh, folder, overlap=None, update=False, on_host="none", **settings):
     """The largest differences of a config on a mesh from one process on a CPU."""
     pp, dp, tp = mesh
     here.enough(pp * dp * tp)
     raw = config_of(**settings)
     raw["parallel3d"]["train"]["overlap_update"] = update
+    raw["parallel3d"]["pipeline"]["offload_activations"] = on_host
     if overlap is not None:
         raw["zero_optimization"]["overlap_comm"] = overlap
     config = shrink(RunConfig.from_dict(raw), (mesh, (1, 1, 4)), str(folder))[mesh]
@@ -59,6 +60,8 @@ def cases():
     ways = ["none", "selective", "full", "full:1", "mlp", "layernorm+mlp_act"]
     for checkpointing, isolate in product(ways, [False, True]):
         yield (1, 1, 1), {"checkpointing": checkpointing, "isolate": isolate}
+    for mesh, checkpointing in product([(1, 1, 1), (2, 1, 2)], ["none", "mlp", "full"]):
+        yield mesh, {"checkpointing": checkpointing, "on_host": "cpu"}
     for mesh, precision, model in product(MESHES, ["bf16", "fp16"], ["gpt", "llama"]):
         yield mesh, {"precision": precision, "model": model}
 

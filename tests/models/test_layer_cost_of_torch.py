@@ -153,7 +153,10 @@ FAULTS = {
     "attention again": (in_recomputed(attention=Attention(3, 1, 1, 64, 64)), flops),
     "no traffic": (in_forward(traffic=0), traffic),
     "traffic not again": (in_recomputed(traffic=0), traffic),
-    "nothing again": (lambda cost: replace(cost, recomputed=Work()), flops),
+    "only traffic again": (
+        lambda cost: replace(cost, recomputed=Work(traffic=cost.recomputed.traffic)),
+        flops,
+    ),
 }
 
 

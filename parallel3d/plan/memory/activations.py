@@ -73,7 +73,8 @@ def stage_activations(
     """
     model, shape = part.model, Shape(batch, seq)
     hidden = shape.tokens * hidden_size * element // (tp if sequence_parallel else 1)
-    by_kind, moved_bytes = {}, 0
+    by_kind = {}
+    moved_bytes = 0
     layers = [*zip(part.kinds, recompute_of(part, recompute), strict=True)]
     for layer in set(layers):
         cost = cost_of(model, layer[0], shape, tp, sequence_parallel, layer[1])

@@ -120,11 +120,12 @@ class _Search:
         self.request, self.curves, self.hardware = request, curves, request.hardware
         self.room = room_of(request.hardware)  # of a device, and of its host
         self.num_simulated = 0
+        self._freed: dict[tuple[Flow, Order], int] = {}
         # The time to accumulate gradients depends on the ZeRO stage; floors leave it out.
         self._software = replace(request.base.software, gradient_bytes=0)
         self.meshes = meshes
         flows = [flow for mesh in self.meshes for flow in candidates.flows(request, mesh)]
-        self.floors = sorted((self._floor(flow), flow) for flow in flows)
+        self.floors = sorted((self._floor_of_any(flow), flow) for flow in flows)
         # If host and device are the same cores, an offload may be faster than none.
         self._offload_may_help = request.hardware.cores is not None
 
@@ -232,11 +233,15 @@ class _Search:
 
     def _least_full(self, setting: Setting) -> int:
         """Return a lower bound on the layers of a stage that must be recomputed to fit."""
-        sizes = [
-            least_on_first(setting.but(recompute=way), self.hardware)[0] for way in ("none", "full")
-        ]
-        over, freed = sizes[0] - self.room[0], max(1, sizes[0] - sizes[1])
-        return max(0, over * min(blocks_in_stages(setting)) // freed)
+        (flow, order, _), full = candidates.choices_of(setting), self._least_on_device(setting)
+        if (flow, order) not in self._freed:  # by all ZeRO states alike
+            self._freed[flow, order] = self._least_on_device(setting.but(recompute="none")) - full
+        freed = self._freed[flow, order]
+        over = full + freed - self.room[0]
+        return max(0, over * min(blocks_in_stages(setting)) // max(1, freed))
+
+    def _least_on_device(self, setting: Setting) -> int:
+        return least_on_first(setting, self.hardware)[0]
 
     def _bound_of_any(self, setting: Setting) -> float:
         """Return a lower bound for a setting with any number of layers in full recomputation."""
@@ -248,12 +253,19 @@ class _Search:
         """Return a lower bound on the seconds of a step."""
         return _SAFE * lower_bound(setting, self.hardware, self.curves)
 
+    def _floor_of_any(self, flow: Flow) -> float:
+        """Return a flow's lower bound, with any number of layers in full recomputation."""
+        floor, blocks = self._floor(flow), len(self.request.base.layers) - 2
+        if flow.recompute != "full" or not candidates.opens_recompute(self.request) or blocks < 1:
+            return floor
+        # At least one layer of each stage, of which the first and the last may have none.
+        share = max(0, flow.mesh.pp - 2) / blocks
+        return share * floor + (1 - share) * self._floor(flow._replace(recompute="none"))
+
     def _floor(self, flow: Flow) -> float:
         """Return a flow's lower bound: the seconds of all layers' passes divided by the ranks."""
         request, mesh = self.request, flow.mesh
         alone = flow._replace(mesh=mesh._replace(pp=1, dp=mesh.dp * mesh.pp))
-        if flow.recompute == "full" and candidates.opens_recompute(request):
-            alone = alone._replace(recompute="none")  # of few layers
         setting = setting_of(request, alone, Order(1, "gpipe"), PLAIN)
         setting = setting.but(num_microbatches=1, software=self._software)
         costs = costs_of(setting, self.hardware, self.curves)

@@ -44,7 +44,6 @@ CASES = {
     (2, 1, 1): [
         deep(M=6, schedule="interleaved", v=2),
         deep(zero=1, M=6, recompute="full:1", **ONE),
-        deep(zero=1, M=6, recompute="mlp", schedule="zero_bubble"),
     ],
 }
 OTHERS = {(1, 2, 1): [{"model": LLAMA, "micro": 4}]}
@@ -82,6 +81,7 @@ MORE = {
     (2, 1, 1): [
         ONE, deep(M=8, **ONE), deep(M=6, schedule="v_shape", v=2),
         deep(M=6, schedule="interleaved", v=3), deep(M=6, **BREADTH),
+        deep(zero=1, M=6, recompute="mlp", schedule="zero_bubble"),
     ],
     (1, 1, 2): [{}, {"sp": True}, {"sp": True, **FULL}, {"model": LLAMA, "micro": 4, **ONE}],
     (4, 1, 1): [deep(M=8, **ONE)],
