@@ -61,7 +61,7 @@ ROOMS = [
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
     "launch": 930,
-    "models": 1360,
+    "models": 1380,
     "parallel3d/base": 870,
     "parallel3d/calibrate": 700,
     "parallel3d/checkpoint": 1360,

@@ -1,5 +1,7 @@
 """Training on from a published model: the losses and weights of plain transformers."""
 
+from math import prod
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,6 +23,7 @@ from tests.verify.measuring import differences, errors_of, plain_course, train
 pytestmark = pytest.mark.gloo
 
 OUT = "weights"
+CHANGES = {"dots1, groups": {"parallel3d.model.score_bias_rate": 0.0}}
 
 
 def config_on(folder, mesh, **changes):
@@ -51,6 +54,7 @@ def train_on_rank(rank, config, reference):
 
 def largest_errors(folder, mesh, tmp_path, **changes):
     config = config_on(folder, mesh, **changes)
+    assert not getattr(config.model, "score_bias_rate", 0), "transformers does not move biases"
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     family = models.huggingface(config.model.family)
     if name_as_in_files := getattr(family, "named_as_in_files", None):
@@ -61,7 +65,12 @@ def largest_errors(folder, mesh, tmp_path, **changes):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("gpt2", (1, 1, 1)), ("llama, biases, yarn", (1, 1, 2))]
+    ("name", "mesh"),
+    [
+        ("gpt2", (1, 1, 1)),
+        ("llama, biases, yarn", (1, 1, 2)),
+        ("qwen3_moe, dense layers", (2, 1, 2)),
+    ],
 )
 def test_training_on_is_that_of_transformers(name, mesh, tmp_path):
     errors = largest_errors(save(name, tmp_path / "model"), mesh, tmp_path)
@@ -72,16 +81,16 @@ def test_training_on_is_that_of_transformers(name, mesh, tmp_path):
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 1, 4)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_on_from_each_architecture_on_each_mesh(name, mesh, tmp_path):
-    errors = largest_errors(save(name, tmp_path / "model"), mesh, tmp_path)
+    errors = largest_errors(save(name, tmp_path / "model"), mesh, tmp_path, **CHANGES.get(name, {}))
     print(name, mesh, errors)
     assert errors.within(1e-5), errors
 
 
-def save_on_rank(rank, folders):
-    """Train one tiny step from each folder on tp 2, and save the weights beside it."""
+def save_on_rank(rank, folders, mesh_sizes):
+    """Train one tiny step from each folder on a mesh, and save the weights beside it."""
     for folder in folders:
         changes = {"optimizer.params.lr": 1e-12, "parallel3d.train.steps": 1}
-        config = config_on(folder, (1, 1, 2), **changes)
+        config = config_on(folder, mesh_sizes, **changes, **CHANGES.get(folder.name, {}))
         mesh, parts = started(config)
         train(parts, config, mesh)
         save_weights(parts.engine, mesh, folder, config=config)
@@ -89,14 +98,23 @@ def save_on_rank(rank, folders):
 
 
 FEW = ("llama, biases, yarn", "smollm3, no rotation")
-OTHERS = tuple(name for name in MODELS if "," in name and name not in FEW)
+EXPERTS = ("mixtral", "qwen3_moe, dense layers", "olmoe", "dots1, groups")
+OTHERS = tuple(name for name in MODELS if "," in name and name not in FEW + EXPERTS)
 
 
-@pytest.mark.parametrize("names", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=str)
-def test_a_tiny_step_exports_the_same_model(names, tmp_path):
+@pytest.mark.parametrize(
+    ("names", "mesh"),
+    [
+        (FEW, (1, 1, 2)),
+        (EXPERTS, (2, 1, 2)),
+        pytest.param(OTHERS, (1, 1, 2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_tiny_step_exports_the_same_model(names, mesh, tmp_path):
     """The same bits, and a config.json by which transformers computes the same logits."""
     folders = [save(name, tmp_path / name) for name in names]
-    run_locally(save_on_rank, 2, folders)
+    run_locally(save_on_rank, prod(mesh), folders, mesh)
     tokens = torch.randint(61, (2, 64), generator=torch.Generator().manual_seed(4))
     for folder in folders:
         original, exported = (load_file(at / "model.safetensors") for at in (folder, folder / OUT))

@@ -102,6 +102,7 @@ def computed(config, tp, sequence_parallel=False, documents=None, seq=16):
     tokens, labels = batch_of(config, seq)
     segments = None if documents is None else Segments.of(documents)
     loss = built.module(0, tokens, labels, segments)
+    loss = loss if isinstance(loss, torch.Tensor) else loss[0]  # without side losses
     loss.backward()
     gradients = []
     for h in built.held:

@@ -53,6 +53,16 @@ VARIANTS |= {
     "SmolLM3": small("llama", num_key_value_heads=2, no_rope_layer_interval=2),
     "Qwen2, one kv head": small("llama", num_key_value_heads=1, attention_bias=True),
     "Qwen3, wide heads": small("llama", num_key_value_heads=2, head_dim=16, qk_norm=True),
+    "Mixtral": small("moe", num_key_value_heads=2, norm_topk_prob=True),
+    "Qwen3-MoE": small(
+        "moe",
+        num_key_value_heads=2,
+        qk_norm=True,
+        norm_topk_prob=True,
+        mlp_only_layers=(0,),
+        **OUTPUT,
+    ),
+    "OLMoE": small("moe", qk_norm=True, qk_norm_over="width"),
     "GPT-NeoX, whole heads turn": small("neox", rotary_pct=1.0, activation="gelu_fast"),
 }
 LENGTHS = ([5, 11, 1, 31], [40, 8])  # of the documents in two samples

@@ -36,6 +36,9 @@ PUBLISHED = {
     "llama-8b": (8.03e9, 4e6, 32),
     "llama-70b": (70.6e9, 8e6, 512),
     "qwen3-0.6b": (0.596e9, 0.5e6, 8),
+    "qwen3-30b-a3b": (30.532e9, 2e6, 64),
+    "olmoe-1b-7b": (6.919e9, 4e6, 32),
+    "mixtral-8x7b": (46.703e9, 4e6, 128),
     "pythia-70m": (70.4e6, 2e6, 8),
     "pythia-1.4b": (1.4146e9, 2e6, 64),
 }
@@ -174,6 +177,7 @@ def run_forward(built, config, shape):
             segments = Segments.of(one_each).on(tokens.device)
         labels = tokens if stage == last else None
         output = built.module(stage, x, labels, segments)
+        output = output if isinstance(output, torch.Tensor) else output[0]  # without side losses
         assert tuple(output.shape) == (() if stage == last else hidden)
         output.sum().backward()
     assert all(held.parameter.grad is not None for held in built.held)

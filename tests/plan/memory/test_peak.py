@@ -326,6 +326,7 @@ def test_full_recomputation_saves_nothing_where_weight_gradients_wait():
 GB = {
     "gpt2-124m": 24, "gpt2-1.5b": 24, "gpt3-13b": 80, "gpt3-175b": 80,
     "llama-8b": 80, "llama-70b": 80, "qwen3-0.6b": 80,
+    "qwen3-30b-a3b": 80, "olmoe-1b-7b": 80, "mixtral-8x7b": 80,
     "pythia-70m": 24, "pythia-1.4b": 40,
 }  # fmt: skip
 
