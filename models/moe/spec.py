@@ -127,7 +127,7 @@ class Config(llama.Config):
         elif self.topk_group > groups:
             rule = f"is more than n_group={groups}"
             yield Problem("topk_group", self.topk_group, rule, f"use {groups} or less")
-        elif k > self.topk_group * experts // groups:
+        elif self.topk_group * experts // groups < k <= experts:
             most = self.topk_group * experts // groups
             rule = f"is more than the {most} experts of topk_group={self.topk_group} groups"
             yield Problem("num_experts_per_tok", k, rule, f"use {most} or less, or more groups")
