@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from parallel3d.models.common import scales_of
 from parallel3d.models.llama import blocks as llama
 from parallel3d.models.moe.spec import Config
-from parallel3d.tensor.collectives import Context, copy_to_group, reduce_from_group
+from parallel3d.tensor.collectives import copy_to_group, reduce_from_group
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_parameter
-from parallel3d.tensor.experts import Experts, PartialSwiGLU
+from parallel3d.tensor.experts import Experts, PartialSwiGLU, with_gradient
 from parallel3d.tensor.norm import RMSNorm, WidthNorm
 from parallel3d.tensor.pointwise import scale
 from parallel3d.tensor.product import linear
@@ -19,8 +19,9 @@ from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.side_loss import LayerOutput, SideLoss
 
 _TINY = 1e-20  # DeepSeek-V3's, added to the sum of a token's weights
-# The gradient of a score's bias relative to its expert's excess load. The update depends on its
-# sign alone; in the gradient's norm it must not count.
+# The gradient of a score's bias relative to its expert's excess load. AdamW without memory
+# (`Rate.is_step`) makes a step by its sign alone; in the gradient's norm it must not count. The
+# engine sums it like any gradient, and recomputation and evaluation add nothing to it.
 _EXCESS = 2.0**-20
 
 
@@ -69,7 +70,7 @@ class Router(nn.Module):
         counts.scatter_add_(0, chosen.flatten(), torch.ones_like(weights).flatten())
         if self.score_bias is not None:
             excess = counts / chosen.numel() - 1 / c.num_experts
-            weights = _Balance.apply(weights, self.score_bias, excess * _EXCESS)
+            weights = with_gradient(weights, self.score_bias, excess * _EXCESS)
         return Routing(logits, shares, chosen, weights, counts)
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -87,24 +88,6 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         c = self.config
         return f"{c.num_experts_per_tok} of {c.num_experts} experts, {c.router}"
-
-
-class _Balance(torch.autograd.Function):
-    """Return `weights`; in the backward the bias gets `excess` as its gradient.
-
-    AdamW without memory (`Rate.is_step`) makes a step of fixed size against its sign. The engine
-    sums it over microbatches and replicas like any gradient, and recomputation and evaluation add
-    nothing to it.
-    """
-
-    @staticmethod
-    def forward(ctx: Context, weights: Tensor, bias: Tensor, excess: Tensor) -> Tensor:
-        ctx.save_for_backward(excess)
-        return weights.view_as(weights)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, ctx.saved_tensors[0], None
 
 
 class MoE(nn.Module):

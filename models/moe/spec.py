@@ -25,7 +25,7 @@ _TP_2 = (None, None, "tensor")
 class Config(llama.Config):
     """The settings of one model with experts."""
 
-    family: Literal["moe"]
+    family: Literal["moe"]  # type: ignore[assignment]
     """The model family: the name of a folder in models/."""
     num_experts: Positive = 8
     """Experts per sparse layer, of which each token is sent to num_experts_per_tok."""

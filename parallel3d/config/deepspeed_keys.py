@@ -61,7 +61,7 @@ _REMOVED = "was removed in DeepSpeed 0.19"
 _METRICS = "is not used: metrics.jsonl records loss, speed, memory and MFU of every step; remove it"
 _OWN_LOOP = "is not used: parallel3d scales and reduces the gradients itself; remove it"
 _CHECKPOINT = "is not used: parallel3d writes its own checkpoint format; remove it"
-_NO_EXPERTS = "is not supported: no model family has experts; remove it"
+_NO_EXPERTS = "is not supported: experts are not distributed over ranks; remove it"
 _MASTERS = "is not supported: master weights and moments are fp32; remove it"
 _BETAS = "is not supported: the betas are constant; remove it"
 

@@ -58,9 +58,14 @@ class PartCounts:
     inactive: int = 0  # of the blocks: those that a token does not use
 
     @property
+    def active(self) -> int:
+        """Parameters of the blocks that each token uses."""
+        return self.transformer - self.inactive
+
+    @property
     def with_head(self) -> int:
         """The N of scaling laws: active parameters of the blocks and the head."""
-        return self.transformer - self.inactive + self.head
+        return self.active + self.head
 
 
 def count(model: ModelConfig) -> PartCounts:

@@ -185,8 +185,9 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _SplitContext, grad: Tensor) -> tuple[Tensor, None, None]:
-        reduce = reduce_scatter_sequence if ctx.sequence_parallel else all_reduce
-        return reduce(grad, ctx.group), None, None
+        if ctx.sequence_parallel:
+            return reduce_scatter_sequence(grad, ctx.group), None, None
+        return all_reduce(grad, ctx.group), None, None
 
 
 @graph_break("a collective of tensor parallelism")

@@ -99,6 +99,8 @@ def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
         "num_key_value_heads": _kv_heads(model, heads),
         "head_dim": None,
     }
+    if inner := getattr(model, "moe_intermediate_size", None):
+        changed["moe_intermediate_size"] = max(1, round(width * inner / model.hidden_size))
     block = raw["parallel3d"]
     block["model"] |= {name: value for name, value in changed.items() if name in block["model"]}
     block["data"]["sequence_length"] = LENGTH

@@ -48,6 +48,7 @@ HALLS: dict[str, dict[str, Any]] = {
     "bf16 llama": {"model": {**_LLAMA, **_GQA}, "precision": "bf16"},
     "fp16": {"precision": "fp16", "zero": 3},
     "Muon": {"optimizer": MUON},
+    "experts": {"model": {"family": "moe", **_SIZES}},
 }
 
 

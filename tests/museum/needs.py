@@ -53,7 +53,8 @@ NEEDS: dict[str, Need] = {
     "ZeRO below 3": _stages(0, 1, 2),
     "weighted labels": lambda config, small: small.data.weight_field is not None,
     "mixture": lambda config, small: small.data.source == "mixture",
-    "rotary": _family("llama", "neox"),
+    "rotary": _family("llama", "neox", "moe"),
+    "experts": _family("moe"),
     "reduced in backward": lambda config, small: bool(small.zero_optimization.overlap_comm),
     "long": lambda config, small: True,  # planted in the case of long sequences and large ids
     "bf16": lambda config, small: small.precision == "bf16",

@@ -86,8 +86,8 @@ class SizeConfig(Section):
     """One model size; a bare number means its `params`."""
 
     params: Annotated[float, Field(gt=0, le=1e18)] | None = None
-    """Target number of parameters in the blocks. The ladder chooses the width and depth that come
-    nearest."""
+    """Target number of parameters in the blocks, of experts those that a token uses. The ladder
+    chooses the width and depth that come nearest."""
     model: dict[str, Any] = Field(default={})
     """Model settings, as in parallel3d.model; without params they give the width and depth."""
     seeds: Annotated[tuple[int, ...], Strict(False)] | None = None

@@ -13,7 +13,8 @@ from parallel3d.base.section import ABSENT, Problem, Problems
 from parallel3d.scaling.ladder.ladder_file import LadderConfig, SizeConfig
 from parallel3d.scaling.runs import count
 
-SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+_INNER = ("intermediate_size", "moe_intermediate_size")  # the latter is the former where null
+SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", *_INNER)
 _MOST_WIDTHS = 4096  # largest number of heads to try
 _MOST_LAYERS = 20_000
 
@@ -24,12 +25,13 @@ def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], pa
     base: model settings that all sizes share. path: place of the size in the ladder's file, for
     messages. Raises ConfigError if the settings are wrong or no width comes near `size.params`.
     """
-    inner, own = base.get("intermediate_size"), dict(size.model)
-    if ladder.mlp_ratio is None and inner is not None:
-        raise Problems([Problem(
-            "base.parallel3d.model.intermediate_size", inner, "would be the same at every size",
-            "remove it, and set mlp_ratio",
-        )])  # fmt: skip
+    own = dict(size.model)
+    for name in _INNER:
+        if ladder.mlp_ratio is None and base.get(name) is not None:
+            raise Problems([Problem(
+                f"base.parallel3d.model.{name}", base[name], "would be the same at every size",
+                "remove it, and set mlp_ratio",
+            )])  # fmt: skip
     shared = {key: value for key, value in base.items() if key not in SHAPE}
     if size.params is not None:
         if clash := sorted(own.keys() & set(SHAPE[:3])):
@@ -56,7 +58,7 @@ def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], pa
 
 
 def _nearest(ladder: LadderConfig, target: float, shared: dict[str, object], path: str) -> Any:
-    """Return the model nearest to `target` parameters in its blocks.
+    """Return the model nearest to `target` active parameters in its blocks.
 
     Its width is a multiple of head_size, and its depth follows from aspect_ratio.
     """
@@ -71,7 +73,7 @@ def _nearest(ladder: LadderConfig, target: float, shared: dict[str, object], pat
 
     def blocks(heads: int) -> float:
         model = shaped(heads)
-        return math.inf if model is None else count(model).transformer
+        return math.inf if model is None else count(model).active
 
     end = 1  # counting wide models is slow, so double the width only up to the target
     while end < _MOST_WIDTHS and blocks(end) < target:

@@ -1,0 +1,146 @@
+"""Blocks with experts on tensor-parallel ranks against plain_moe.py: losses and every gradient.
+
+What the bias of a score gets is counted exactly: its step depends on the sign alone, so training
+would not tell a count that is doubled.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel3d.models.moe import blocks
+from parallel3d.tensor import experts
+from tests.models.families import batch_of, build, on_ranks, part, small, weights_of
+from tests.models.plain_moe import Plain
+from tests.museum.exhibit import replaced, wrapped
+
+pytestmark = pytest.mark.gloo
+
+AUX = {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01}
+CONFIGS = {
+    "Mixtral": {"num_key_value_heads": 2, **AUX},
+    "Qwen3": {"qk_norm": True, "decoder_sparse_step": 2, "router_aux_loss": "sequence", **AUX},
+    "OLMoE": {
+        "norm_topk_prob": False, "qk_norm": True, "qk_norm_over": "width",
+        "num_key_value_heads": 2, "capacity_factor": 1.0,
+    },
+    "DeepSeek-V3": {
+        "router": "sigmoid", "score_bias": True, "n_group": 4, "topk_group": 2, **AUX,
+        "n_shared_experts": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+    },
+    "top-k first": {"router": "topk_softmax", "score_bias": True},
+    "odd sizes": {"moe_intermediate_size": 36, "num_experts": 5, "num_experts_per_tok": 3},
+}  # fmt: skip
+MESHES = ((1, False, "none"), (2, False, "none"), (2, True, "full"), (4, True, "none"))
+
+
+def unreduced(ctx, grad):
+    return grad, None, None
+
+
+def counted_by_each(original, self, routing, batch):
+    found, tp = original(self, routing, batch), self.group.size()
+    return {
+        name: s._replace(value=s.value.detach() + tp * (s.value - s.value.detach()))
+        for name, s in found.items()
+    }
+
+
+# Published: torchtitan 4054 (gradients below the experts), 4154 (the bias, over tp twice).
+FAULTS = {
+    "none": nullcontext,
+    "side losses counted on each rank": lambda: wrapped(
+        blocks.MoE, "_side_losses", counted_by_each
+    ),
+    "input gradient unreduced": lambda: replaced(
+        blocks, "copy_to_group", lambda x, group, split: x
+    ),
+    "experts in an unstable order": lambda: wrapped(
+        experts, "_gather", lambda original, rows, place, k: original(rows, place.flip(0), k)
+    ),
+    "counts summed over tp": lambda: wrapped(
+        blocks, "with_gradient",
+        lambda original, weights, bias, excess: original(weights, bias, 2 * excess),
+    ),
+}  # fmt: skip
+
+
+def computed(config, fault="none", meshes=MESHES):
+    """For each mesh loss, side losses, and gradients as (name, cut, value), summed if partial."""
+    found = []
+    for tp, sequence_parallel, recompute in meshes:
+        with FAULTS[fault]():
+            built, mesh = build(
+                config, tp, 16, sequence_parallel, activation_checkpointing=recompute
+            )
+            loss, side = built.module(0, *batch_of(config, 16))
+            (loss + side.total).backward()
+        gradients = []
+        for h in built.held:
+            if h.partial:
+                dist.all_reduce(h.parameter.grad, group=mesh.tensor.group)
+            gradients.append((h.name, h.cut, h.parameter.grad))
+        found.append((loss.item(), side.total.item(), gradients))
+    return found
+
+
+def errors(config, ranks):
+    """The largest relative error of each mesh, of losses and gradients."""
+    weights = {n: w.double().requires_grad_() for n, w in weights_of(config).items()}
+    model, (tokens, labels) = Plain(config, weights), batch_of(config, 16)
+    loss = model.loss(tokens, labels)
+    (loss + model.side).backward()
+    for name, weight in weights.items():
+        if name.endswith("score_bias"):
+            counts = model.counts[name.removesuffix(".mlp.router.score_bias")].double()
+            weight.grad = (counts / counts.sum() - 1 / len(counts)) * 2.0**-20
+    expected = torch.stack([loss, torch.as_tensor(model.side)]).detach()
+    for results in zip(*ranks, strict=True):
+        worst = 0.0
+        for own, side, gradients in results:
+            off = (torch.tensor([own, side]) - expected).abs() / expected.clamp(min=1e-9)
+            worst = max(worst, off.max().item())
+            for name, cut, value in gradients:
+                right = weights[name].grad
+                off = (value - part(right, cut)).abs().max() / right.abs().max()
+                worst = max(worst, off.item())
+        yield worst
+
+
+@pytest.fixture(scope="module")
+def every():
+    configs = {n: small("moe", **{"intermediate_size": 64} | c) for n, c in CONFIGS.items()}
+    jobs = [(config,) for config in configs.values()]
+    faulty = [(configs["DeepSeek-V3"], fault, MESHES[2:3]) for fault in FAULTS]
+    found = on_ranks(computed, [*jobs, *faulty])
+    return configs, dict(zip([*configs, *FAULTS], found, strict=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_are_those_of_one_plain_process(name, every):
+    configs, found = every
+    for mesh, error in zip(MESHES, errors(configs[name], found[name]), strict=True):
+        assert error < 1e-5, mesh
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, every):
+    configs, found = every
+    (error,) = errors(configs["DeepSeek-V3"], found[fault])
+    assert (error > 1e-3) == (fault != "none")
+
+
+def test_evaluation_counts_nothing():
+    """No load of it reaches the bias (torchtitan 4148)."""
+    (results,) = on_ranks(evaluated, [(small("moe", score_bias=True),)])
+    assert not any(results)
+
+
+def evaluated(config):
+    built, _ = build(config, 1)
+    built.module.eval()
+    with torch.no_grad():
+        built.module(0, *batch_of(config))
+    return any(h.parameter.grad is not None for h in built.held)
