@@ -64,7 +64,7 @@ VARIANTS |= {
         mlp_only_layers=(0,),
         **OUTPUT,
     ),
-    "OLMoE": small("moe", qk_norm=True, qk_norm_over="width"),
+    "OLMoE": small("moe", qk_norm=True, qk_norm_over="width", norm_topk_prob=False),
     "Mistral, window": small("llama", num_key_value_heads=2, sliding_window=2),
     "Ministral, layers alternate": small("llama", **ALTERNATING),
     "Qwen2, windows": small("llama", num_key_value_heads=2, attention_bias=True, **ALTERNATING),
