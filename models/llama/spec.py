@@ -313,7 +313,7 @@ def block(config: Config, number: int, mlp: Iterable[ParamSpec], mlp_cost: Modul
         window=config.window(number),
         sinks=config.attention_sinks,
     )
-    cost = BlockCost(hidden, RMS_NORM, (attention, mlp_cost))
+    cost = BlockCost(hidden, RMS_NORM, (attention, mlp_cost), post_norm=config.post_norm)
     build = f"parallel3d.models.{config.family}.blocks:Block"
     return LayerSpec(f"blocks.{number}", params, cost, build, config)
 

@@ -36,7 +36,7 @@ class ModuleCost(Protocol):
 
 @dataclass(frozen=True)
 class BlockCost:
-    """The cost of a pre-norm block: the sum over its modules, each with norm and residual sum."""
+    """The cost of a block: the sum over its modules, each with norm and residual sum."""
 
     hidden: int
     """Width of the residual stream."""
@@ -46,6 +46,8 @@ class BlockCost:
     """The modules, first to last."""
     dropout: bool = False
     """Dropout on the outputs of the modules."""
+    post_norm: bool = False
+    """The norm follows each module (OLMo 2, arXiv:2501.00656, section 2.1)."""
     parallel: bool = False
     """All modules read the block's input, side by side (GPT-NeoX, arXiv:2204.06745)."""
 
@@ -90,8 +92,15 @@ def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
     cost = LayerCost(0)
     for number, module in enumerate(c.modules):
         beside = c.parallel and number > 0
-        cost += c.norm(stream, shares_input=beside)
-        cost += module(stream, recompute)
+        if c.post_norm:
+            cost += LayerCost(0, saved=KeptMemory(stream.part)) + module(stream, recompute)
+            # Its backward is the first: with the gradients of its output and input, and the
+            # intermediate values of a norm without a fused kernel.
+            moment = KeptMemory(2 * stream.part, unfused=3 * stream.part)
+            cost += c.norm(stream, shares_input=True) + LayerCost(0, working=moment)
+        else:
+            cost += c.norm(stream, shares_input=beside)
+            cost += module(stream, recompute)
         cost += _residual_sum(stream, beside)
     return cost
 
@@ -117,7 +126,9 @@ def _run_again(c: BlockCost, stream: Stream, cost: LayerCost) -> LayerCost:
     # The recomputation's end: its last sum, the gradient of the output, and a sum that waits.
     end = 2 * part + (part if c.parallel else 0)
     collectives = cost.forward.collectives
-    if stream.dropout:  # it runs to the end
+    if c.post_norm:  # it runs to the end, and the backward of the last norm needs more
+        end = 0
+    elif stream.dropout:  # it runs to the end
         end += part + (full if stream.sequence_parallel else 0)
     else:
         collectives = collectives[:-1]
