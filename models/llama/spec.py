@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import log
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict, model_serializer, model_validator
+from pydantic import Field, Strict, model_serializer
 
-from parallel3d.base.section import Problem, Problems, Section
+from parallel3d.base.section import Problem, Section
 from parallel3d.model.attention_cost import AttentionCost
 from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.mlp_cost import MlpCost
@@ -93,12 +93,6 @@ class RopeScaling(Section):
     def _of_type(self) -> dict[str, object]:
         names = "rope_type", "factor", *SCALINGS[self.rope_type]
         return {name: getattr(self, name) for name in names}
-
-    @model_validator(mode="after")
-    def _check(self) -> "RopeScaling":
-        if problems := list(self._problems()):
-            raise Problems(problems)
-        return self
 
     def _problems(self) -> Iterator[Problem]:
         for name in type(self).model_fields.keys() - self._of_type().keys():
@@ -197,12 +191,6 @@ class Config(ModelSection):
         """The window of the block of this number, from 0; None if it sees all tokens before."""
         types = self.layer_types
         return None if types and types[number] == "full_attention" else self.sliding_window
-
-    @model_validator(mode="after")
-    def _check(self) -> "Config":
-        if problems := list(self._problems()):
-            raise Problems(problems)
-        return self
 
     def _problems(self) -> Iterator[Problem]:
         heads, hidden = self.num_attention_heads, self.hidden_size
@@ -313,7 +301,7 @@ def block(config: Config, number: int, mlp: Iterable[ParamSpec], mlp_cost: Modul
         window=config.window(number),
         sinks=config.attention_sinks,
     )
-    cost = BlockCost(hidden, RMS_NORM, (attention, mlp_cost))
+    cost = BlockCost(hidden, RMS_NORM, (attention, mlp_cost), post_norm=config.post_norm)
     build = f"parallel3d.models.{config.family}.blocks:Block"
     return LayerSpec(f"blocks.{number}", params, cost, build, config)
 

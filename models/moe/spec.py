@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from parallel3d.base.section import Problem, Problems
+from parallel3d.base.section import Problem
 from parallel3d.model.experts_cost import ExpertsCost
 from parallel3d.model.mlp_cost import MlpCost
 from parallel3d.model.spec import LayerSpec, ParamSpec
@@ -109,13 +109,8 @@ class Config(llama.Config):
             and (number + 1) % self.decoder_sparse_step == 0
         )
 
-    @model_validator(mode="after")
-    def _check_experts(self) -> "Config":
-        if problems := list(self._expert_problems()):
-            raise Problems(problems)
-        return self
-
-    def _expert_problems(self) -> Iterator[Problem]:
+    def _problems(self) -> Iterator[Problem]:
+        yield from super()._problems()
         experts, k, groups = self.num_experts, self.num_experts_per_tok, self.n_group
         if k > experts:
             rule = f"is more than num_experts={experts}"

@@ -39,7 +39,7 @@ class ModuleCost(Protocol):
 
 @dataclass(frozen=True)
 class BlockCost:
-    """The cost of a pre-norm block: the sum over its modules, each with norm and residual sum."""
+    """The cost of a block: the sum over its modules, each with norm and residual sum."""
 
     hidden: int
     """Width of the residual stream."""
@@ -49,6 +49,8 @@ class BlockCost:
     """The modules, first to last."""
     dropout: bool = False
     """Dropout on the outputs of the modules."""
+    post_norm: bool = False
+    """The norm follows each module (OLMo 2, arXiv:2501.00656, section 2.1)."""
     parallel: bool = False
     """All modules read the block's input, side by side (GPT-NeoX, arXiv:2204.06745)."""
 
@@ -96,8 +98,15 @@ def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
         # An MLP that runs again keeps its input, the norm's output; so do experts.
         keeps = isinstance(module, MlpCost) and "mlp" in parts_of(recompute)
         keeps = keeps or isinstance(module, ExpertsCost)
-        cost += c.norm(stream, beside, "none" if keeps else recompute)
-        cost += module(stream, recompute)
+        if c.post_norm:
+            cost += LayerCost(0, saved=KeptMemory(stream.part)) + module(stream, recompute)
+            # Its backward is the first: with the gradients of its output and input, and the
+            # intermediate values of a norm without a fused kernel.
+            moment = KeptMemory(2 * stream.part, unfused=3 * stream.part)
+            cost += c.norm(stream, shares_input=True) + LayerCost(0, working=moment)
+        else:
+            cost += c.norm(stream, beside, "none" if keeps else recompute)
+            cost += module(stream, recompute)
         cost += _residual_sum(stream, beside)
     return cost
 
@@ -123,7 +132,9 @@ def _run_again(c: BlockCost, stream: Stream, cost: LayerCost) -> LayerCost:
     # The recomputation's end: its last sum, the gradient of the output, and a sum that waits.
     end = 2 * part + (part if c.parallel else 0)
     collectives = cost.forward.collectives
-    if stream.dropout:  # it runs to the end
+    if c.post_norm:  # it runs to the end, and the backward of the last norm needs more
+        end = 0
+    elif stream.dropout:  # it runs to the end
         end += part + (full if stream.sequence_parallel else 0)
     else:
         collectives = collectives[:-1]

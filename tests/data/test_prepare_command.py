@@ -55,10 +55,11 @@ def test_json_is_one_object_alone_on_standard_output(config, settings, monkeypat
             assert value in again
 
 
-def test_a_manifest_of_a_source_that_is_no_stream_is_refused_by_name(config):
-    done = run(config, "--manifest")
-    assert done.returncode == 2
-    assert "parallel3d.data.stream = false: is required by --manifest; add" in done.stderr
+def test_a_manifest_of_a_source_that_is_no_stream_is_refused_by_name(config, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(PREPARE), "--config", str(config), "--manifest"])
+    assert launch.prepare.main() == 2
+    refused = capsys.readouterr().err
+    assert "parallel3d.data.stream = false: is required by --manifest; add" in refused
 
 
 @pytest.fixture
