@@ -73,7 +73,7 @@ BUDGET = {
     "parallel3d/mesh": 1220,
     "parallel3d/model": 560,
     "parallel3d/pipeline": 380,
-    "parallel3d/plan": 2760,
+    "parallel3d/plan": 2770,
     "parallel3d/report": 310,
     "parallel3d/scaling": 2780,
     "parallel3d/schedule": 910,
