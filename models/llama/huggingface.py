@@ -77,8 +77,8 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
 
     Raises ValueError if no class of transformers has this architecture, or not the requested one.
     """
-    names = (*_ATTENTION, "mlp_bias", "qk_norm", "qk_norm_over", "post_norm")
-    names += ("no_rope_layer_interval", "attention_sinks")
+    names = [*_ATTENTION, "mlp_bias", "qk_norm", "qk_norm_over", "post_norm"]
+    names += ["no_rope_layer_interval", "attention_sinks"]
     switches = tuple(n for n in names if getattr(config, n) not in (None, False, "head"))
     possible = [n for n in _CLASSES.get(switches, ()) if not windows_unlike(config, n)]
     if not possible:
@@ -95,7 +95,7 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
             f"{config.hidden_size}, which LlamaForCausalLM requires; Qwen3ForCausalLM "
             "(qk_norm = true) does not"
         )
-    biases = {"attention_bias": config.attention_output_bias}
+    biases: dict[str, object] = {"attention_bias": config.attention_output_bias}
     rotates = [config.rotates(number) for number in range(config.num_hidden_layers)]
     own: dict[str, dict[str, object]] = {
         "LlamaForCausalLM": {**biases, "mlp_bias": config.mlp_bias},

@@ -177,7 +177,7 @@ def _refuse_multipliers(fields: Fields) -> None:
     factor = fields.take("attention_multiplier", 1.0)
     if _is_count(hidden) and _is_count(heads) and isinstance(factor, int | float):
         size = fields.take("head_dim", hidden // heads)
-        if not isclose(factor, size**-0.5, rel_tol=1e-6):
+        if not (_is_count(size) and isclose(factor, size**-0.5, rel_tol=1e-6)):
             fields.refuse("attention_multiplier", "is not 1 / sqrt(head_dim)", value=factor)
 
 

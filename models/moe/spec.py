@@ -15,7 +15,7 @@ from parallel3d.base.section import Problem
 from parallel3d.model.experts_cost import ExpertsCost
 from parallel3d.model.mlp_cost import MlpCost
 from parallel3d.model.spec import LayerSpec, ParamSpec
-from parallel3d.models.common import TP_1, weight_inits
+from parallel3d.models.common import TP_1, divisor_below, weight_inits
 from parallel3d.models.llama import spec as llama
 from parallel3d.models.llama.spec import ZEROS, Positive
 
@@ -117,7 +117,7 @@ class Config(llama.Config):
             yield Problem("num_experts_per_tok", k, rule, f"use {experts} or less")
         if experts % groups:
             rule = f"does not divide num_experts={experts}"
-            remedy = f"use {llama.divisor_below(experts, groups)}"
+            remedy = f"use {divisor_below(experts, groups)}"
             yield Problem("n_group", groups, rule, remedy)
         elif self.topk_group > groups:
             rule = f"is more than n_group={groups}"
@@ -138,8 +138,8 @@ class Config(llama.Config):
             remedy = 'lower it, or use family = "llama"'
             yield Problem("first_k_dense_replace", self.first_k_dense_replace, rule, remedy)
         if self.capacity_factor is not None and k <= experts < self.capacity_factor * k:
-            rule, most = "allows an expert more tokens than there are", experts / k
-            remedy = f"use at most {most:g}, or null for no limit"
+            rule = "allows an expert more tokens than there are"
+            remedy = f"use at most {experts / k:g}, or null for no limit"
             yield Problem("capacity_factor", self.capacity_factor, rule, remedy)
 
 

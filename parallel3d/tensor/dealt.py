@@ -63,7 +63,7 @@ def block_mask(dealt: Dealt) -> BlockMask:
     here = places[..., :1]  # the first token of each block here; [batch, blocks here, 1]
     seen = (begin + block > low) & (begin <= here)
     whole = (begin >= high) & (begin < here)
-    kinds = []
+    kinds: list[Tensor] = []
     for kind in (seen & ~whole, whole):
         order = kind.int().argsort(dim=-1, descending=True, stable=True)
         kinds += [t.int().unsqueeze(1) for t in (kind.sum(-1), order)]  # a head is as the others
@@ -72,7 +72,9 @@ def block_mask(dealt: Dealt) -> BlockMask:
         return (dealt.first[batch, query] <= key) & (key <= dealt.places[batch, query])
 
     lengths = dealt.places.shape[-1], dealt.seq
-    return BlockMask.from_kv_blocks(*kinds, BLOCK_SIZE=block, mask_mod=attends, seq_lengths=lengths)
+    return BlockMask.from_kv_blocks(
+        kinds[0], kinds[1], kinds[2], kinds[3], block, mask_mod=attends, seq_lengths=lengths
+    )
 
 
 def _piece_by_piece(q: Tensor, gathered: Tensor, dealt: Dealt, scale: float | None) -> Tensor:

@@ -37,13 +37,15 @@ def attend_documents(
     """
     batch, _, seq, _ = q.shape
     # [batch * seq, heads, size]: a view, because it is the memory layout of the products before.
-    flat = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
+    flat_q, flat_k, flat_v = flat = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
     if segments is not None and segments.dealt is not None:
         assert dropout == 0 and window is None and sinks is None, "a shared sample has none of them"
-        return attend_dealt(*flat, segments.dealt, scale).unflatten(0, (batch, seq))
+        y = attend_dealt(flat_q, flat_k, flat_v, segments.dealt, scale)
+        return y.unflatten(0, (batch, seq))
     attend = partial(_attend, dropout=dropout, scale=scale, window=window, sinks=sinks)
     if in_one_kernel(q, dropout, sinks is not None):
-        return _at_once(*flat, segments, seq, scale, window).unflatten(0, (batch, seq))
+        y = _at_once(flat_q, flat_k, flat_v, segments, seq, scale, window)
+        return y.unflatten(0, (batch, seq))
     if segments is None:
         return attend(q, k, v).transpose(1, 2)
     by_document = [t.split(segments.lengths) for t in flat]

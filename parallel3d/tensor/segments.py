@@ -119,6 +119,6 @@ class Segments(NamedTuple):
         dealt = self.dealt
         if dealt is not None:
             tensors = {n: moved(v) for n, v in dealt._asdict().items() if isinstance(v, Tensor)}
-            dealt = dealt._replace(**tensors)
+            dealt = Dealt(**(dealt._asdict() | tensors))
         positions, bounds = moved(self.positions), moved(self.bounds)
         return self._replace(positions=positions, bounds=bounds, dealt=dealt)

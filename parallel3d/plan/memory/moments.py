@@ -70,7 +70,7 @@ class CoordinateRank:
     def waiting_on_host(self) -> int:
         """Bytes of activations that wait on the host at the fullest moment."""
         sizes = [stage.host_bytes for stage in self.stages]
-        return max(sum(map(mul, counts, sizes)) for counts in self._flight)
+        return int(max(sum(map(mul, counts, sizes)) for counts in self._flight))
 
     def moments(self) -> Iterator[Moment]:
         """Yield every candidate for the fullest moment of a step, as bytes by part."""

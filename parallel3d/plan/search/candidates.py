@@ -83,7 +83,7 @@ def opens_recompute(request: Request) -> bool:
 def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
     """Return a mesh's flows: every micro batch, recomputation and sequence parallelism."""
     may_split = mesh.tp > 1 and not request.base.shape.seq % (mesh.cp * mesh.tp)
-    recomputes = (request.fixed.get("recompute"),)
+    recomputes: tuple[Recompute, ...] = (request.fixed.get("recompute", "none"),)
     if opens_recompute(request):  # with a fused kernel, "selective" frees 4 bytes a head and token
         is_fused = request.base.software.attention == "flash"
         recomputes = tuple(mode for mode in MODES if mode != "selective" or not is_fused)
