@@ -61,7 +61,7 @@ ROOMS = [
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
     "launch": 930,
-    "models": 1050,
+    "models": 1430,
     "parallel3d/base": 870,
     "parallel3d/calibrate": 700,
     "parallel3d/checkpoint": 1360,
@@ -71,13 +71,13 @@ BUDGET = {
     "parallel3d/engine": 1880,
     "parallel3d/huggingface": 960,
     "parallel3d/mesh": 1220,
-    "parallel3d/model": 530,
+    "parallel3d/model": 590,
     "parallel3d/pipeline": 380,
     "parallel3d/plan": 2700,
     "parallel3d/report": 310,
     "parallel3d/scaling": 2780,
     "parallel3d/schedule": 910,
-    "parallel3d/tensor": 970,
+    "parallel3d/tensor": 1110,
     "parallel3d/train": 2560,
     "parallel3d/verify": 1230,
 }
