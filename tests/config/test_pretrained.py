@@ -256,7 +256,7 @@ REFUSED = [
     (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: adds noise to the"),
     (MIXTRAL | {"attention_bias": True}, 'which are not supported for model_type "mixtral"'),
     (MIXTRAL | {"moe_intermediate_size": 4}, "moe_intermediate_size = 4: is unknown and may"),
-    (QWEN3_MOE | {"layer_types": [SLIDING] * 4}, "is ignored by the class, which has the window"),
+    (QWEN3_MOE | {"layer_types": [SLIDING] * 4}, "has layers with a window, but the class has"),
     (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers = 3: must be a list"),
     (QWEN3_MOE | {"shared_expert_intermediate_size": 8}, "adds a shared expert with a gate"),
     (OLMOE | {"clip_qkv": 8.0}, "clip_qkv = 8.0: clips queries, keys and values"),
