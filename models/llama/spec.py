@@ -158,7 +158,8 @@ class Config(ModelSection):
     qk_norm: bool = False
     """RMSNorm over each head of query and key before their rotation, as in Qwen3."""
     qk_norm_over: Literal["head", "width"] = "head"
-    """What qk_norm normalises: each head, as in Qwen3, or all heads together, as in OLMo 2."""
+    """The features that qk_norm norms together: those of each head, as in Qwen3, or of all heads,
+    as in OLMo 2."""
     post_norm: bool = False
     """Norm the outputs of attention and MLP instead of their inputs, as in OLMo 2."""
     attn_pdrop: Probability = 0.0

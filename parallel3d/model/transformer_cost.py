@@ -100,9 +100,8 @@ def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
         keeps = keeps or isinstance(module, ExpertsCost)
         if c.post_norm:
             cost += LayerCost(0, saved=KeptMemory(stream.part)) + module(stream, recompute)
-            # Its backward is the first: with the gradients of its output and input, and the
-            # intermediate values of a norm without a fused kernel.
-            moment = KeptMemory(2 * stream.part, unfused=3 * stream.part)
+            # Its backward is the first: two gradients, and three values of a norm that is not fused.
+            moment = KeptMemory(5 * stream.part)
             cost += c.norm(stream, shares_input=True) + LayerCost(0, working=moment)
         else:
             cost += c.norm(stream, beside, "none" if keeps else recompute)

@@ -89,7 +89,7 @@ def test_documents_take_no_square_of_the_sequence():
 
 def test_torchs_kernel_is_given_what_it_asks_for(monkeypatch):
     """Its own shapes, by its stand-in for tensors without memory; keys and values not expanded."""
-    monkeypatch.setattr(documents_module, "in_one_kernel", lambda q, dropout: True)
+    monkeypatch.setattr(documents_module, "in_one_kernel", lambda q, dropout, sinks: True)
     like = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
     q, k, v = (torch.empty(2, 24, heads, 8, **like).transpose(1, 2) for heads in (4, 2, 2))
     segments = Segments.of(DOCUMENTS).on(torch.device("meta"))
