@@ -16,6 +16,8 @@ MESH = (2, 2, 1)
 RANKS = 4
 LAST = 4  # a checkpoint after each step; from the third on an old one is deleted
 PRUNING = 3
+# It keeps states of two kinds: momentum of matrices, and AdamW's moments of the rest.
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 2e-2, "adam_lr": 2e-3, "weight_decay": 0.1}}}
 RENAME = "checkpoint.before_rename"  # the first of a save gives the checkpoint its name
 
 
@@ -99,7 +101,8 @@ def make_drill(tmp_path_factory):
 
     def make(mode):
         if mode not in made:
-            made[mode] = Drill(config, root, mode, asynchronous=mode == "asynchronous")
+            is_first = mode == "asynchronous"
+            made[mode] = Drill(config | (MUON if is_first else {}), root, mode, is_first)
         return made[mode]
 
     return make
