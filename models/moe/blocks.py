@@ -26,7 +26,7 @@ _EXCESS = 2.0**-20
 
 
 class Routing(NamedTuple):
-    """What a router has decided, over all tokens of a microbatch.
+    """The decisions of a router about all tokens of a microbatch.
 
     - `logits` [tokens, experts], `shares` [tokens, experts]: shares have the sum 1.
     - `chosen`, `weights` [tokens, k]: each token's experts, and their weights.

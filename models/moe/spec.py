@@ -71,7 +71,7 @@ class Config(llama.Config):
     """Most tokens per expert and microbatch in training, relative to the mean; tokens beyond skip
     the expert. null: no limit, no token is dropped."""
     qk_norm_over: Literal["head", "width"] = "head"
-    """What qk_norm normalises: each head, as in Qwen3, or all heads together, as in OLMoE."""
+    """qk_norm normalises each head, as in Qwen3, or all heads together, as in OLMoE."""
     mlp_bias: Literal[False] = False
     """Experts have no biases."""
 

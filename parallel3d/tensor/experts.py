@@ -182,7 +182,8 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     - a [n, rows] and b [rows, m]: products over each group's rows -> [groups, n, m].
     """
     sizes = a.shape[0 if b.dim() == 2 else 1], b.shape[-1]
-    if all(size * a.element_size() % _ALIGNMENT == 0 for size in sizes):
+    aligned = all(size * a.element_size() % _ALIGNMENT == 0 for size in sizes)
+    if aligned and a.dtype != torch.float64:
         return F.grouped_mm(a, b, offs=ends)
     bounds = [0, *ends.tolist()]
     groups = [slice(*pair) for pair in pairwise(bounds)]

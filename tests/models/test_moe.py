@@ -113,7 +113,7 @@ def errors(config, ranks):
 def every():
     configs = {n: small("moe", **{"intermediate_size": 64} | c) for n, c in CONFIGS.items()}
     jobs = [(config,) for config in configs.values()]
-    faulty = [(configs["DeepSeek-V3"], fault, MESHES[2:3]) for fault in FAULTS]
+    faulty = [(configs["DeepSeek-V3"], fault, MESHES[1:2]) for fault in FAULTS]
     found = on_ranks(computed, [*jobs, *faulty])
     return configs, dict(zip([*configs, *FAULTS], found, strict=True))
 
