@@ -60,26 +60,26 @@ ROOMS = [
 # The most statements of each room: what stood when the house was made small, and 5 %. Whoever needs
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
-    "launch": 930,
-    "models": 950,
-    "parallel3d/base": 880,
+    "launch": 925,
+    "models": 1440,
+    "parallel3d/base": 915,
     "parallel3d/calibrate": 700,
     "parallel3d/checkpoint": 1360,
-    "parallel3d/config": 1920,
+    "parallel3d/config": 1960,
     "parallel3d/data": 3840,
     "parallel3d/doctor": 205,
     "parallel3d/engine": 1880,
-    "parallel3d/huggingface": 960,
+    "parallel3d/huggingface": 920,
     "parallel3d/mesh": 1220,
-    "parallel3d/model": 530,
-    "parallel3d/pipeline": 390,
-    "parallel3d/plan": 2700,
-    "parallel3d/report": 310,
-    "parallel3d/scaling": 2900,
+    "parallel3d/model": 640,
+    "parallel3d/pipeline": 400,
+    "parallel3d/plan": 2810,
+    "parallel3d/report": 300,
+    "parallel3d/scaling": 2880,
     "parallel3d/schedule": 910,
-    "parallel3d/tensor": 1095,
+    "parallel3d/tensor": 1400,
     "parallel3d/train": 2560,
-    "parallel3d/verify": 1230,
+    "parallel3d/verify": 1245,
 }
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}
 FLOOR = {room: floor for floor, room in ROOMS}

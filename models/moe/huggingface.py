@@ -101,7 +101,8 @@ def named_as_in_files(model: Any) -> nn.Module:
         if is_mixtral:
             layer.add_module("block_sparse_moe", layer._modules.pop("mlp"))
             object.__setattr__(layer, "mlp", layer.block_sparse_moe)  # its forward uses this name
-    return model
+    module: nn.Module = model
+    return module
 
 
 def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

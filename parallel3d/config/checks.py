@@ -1,21 +1,19 @@
 """Rules between several settings of a config.
 
-A check's parameters name the settings that it compares; it runs if all of them are valid. Every
-model family has the sizes compared here; families with grouped-query attention also have
-num_key_value_heads.
+A check's parameters name the settings that it compares; it runs if all of them are valid.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from inspect import signature
-from math import gcd, isqrt
+from math import gcd
 from typing import Any
 
 from parallel3d.base.section import ABSENT, Problem
 from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import Bf16Config, Fp16Config, OptimizerConfig, ZeroConfig
+from parallel3d.config.model_checks import MODEL_CHECKS, join_with_or
 from parallel3d.config.parallel3d_block import (
     PLAN,
     CheckpointConfig,
@@ -27,11 +25,10 @@ from parallel3d.config.parallel3d_block import (
     reduces_once,
 )
 from parallel3d.model import optimizers
-from parallel3d.model.config import HasKeyValueHeads, ModelConfig
+from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.model.recompute import parts_of
 from parallel3d.model.spec import MASTER_BYTES
-from parallel3d.models.common import pretrained_of
 from parallel3d.schedule import schedules
 
 _LEAST_ON_NVME = 2**18  # elements; DeepSpeed keeps less than 1 MiB in host memory
@@ -53,35 +50,6 @@ def find_problems(settings: Mapping[str, object]) -> list[Problem]:
         if settings.keys() >= names.keys():
             problems += check(**{name: settings[name] for name in names})
     return problems
-
-
-def _check_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
-    heads = model.num_attention_heads
-    if heads % mesh.tp:
-        rule = f"does not divide num_attention_heads={heads}"
-        yield Problem(
-            "parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {_join_with_or(_divisors_of(heads))}"
-        )
-
-
-def _check_inner_size(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
-    sizes = getattr(model, "inner_sizes", {"intermediate_size": model.inner_size})
-    for name, size in sizes.items():
-        # A tp that does not divide the heads is reported by another check.
-        if size % mesh.tp and model.num_attention_heads % mesh.tp == 0:
-            rule = f"is not a multiple of tp={mesh.tp}"
-            remedy = f"use {size // mesh.tp * mesh.tp + mesh.tp}, or another mesh.tp"
-            yield Problem(f"parallel3d.model.{name}", size, rule, remedy)
-
-
-def _check_key_value_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
-    heads = model.num_key_value_heads if isinstance(model, HasKeyValueHeads) else None
-    if heads and heads % mesh.tp and mesh.tp % heads:
-        rule = f"neither divides num_key_value_heads={heads} nor is a multiple of it"
-        usable = [
-            n for n in _divisors_of(model.num_attention_heads) if not (heads % n and n % heads)
-        ]
-        yield Problem("parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {_join_with_or(usable)}")
 
 
 def _check_layers(
@@ -169,86 +137,12 @@ def _check_compile(
         yield Problem(path, train.compile, rule, f'{remedy}, or activation_checkpointing "full"')
 
 
-def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
-    """Check that a model's activations can leave the device, or be computed again."""
-    again = pipeline.activation_checkpointing
-    if pipeline.offload_activations != "none" and hasattr(model, "num_experts"):
-        path, rule = "parallel3d.pipeline.offload_activations", "does not move what experts save"
-        yield Problem(path, pipeline.offload_activations, rule, 'use "none", or recomputation')
-    if getattr(model, "post_norm", False) and "layernorm" in parts_of(again):
-        path = "parallel3d.pipeline.activation_checkpointing"
-        rule = "cannot recompute the layernorm behind a branch, where model.post_norm has it"
-        yield Problem(path, again, rule, "remove layernorm")
-
-
 def _check_rewind(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[Problem]:
     for name in ("on_nonfinite", "on_spike"):
         if getattr(train, name) == "rewind" and not (checkpoint.every or checkpoint.at):
             rule = "needs checkpoints to rewind to, but checkpoint.every is 0"
             remedy = 'set checkpoint.every, or use "skip"'
             yield Problem(f"parallel3d.train.{name}", "rewind", rule, remedy)
-
-
-def _check_sequence_parallel(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
-    length = data.sequence_length
-    if mesh.sequence_parallel and length % mesh.tp:
-        rule = f"is not a multiple of tp={mesh.tp}, over which sequence_parallel splits it"
-        remedy = f"use {length // mesh.tp * mesh.tp + mesh.tp}, or sequence_parallel = false"
-        yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
-
-
-def _check_context(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
-    """Check that each cp rank gets as many blocks of tokens, and each of its tp ranks a part."""
-    if mesh.cp == 1:
-        return
-    length, parts = data.sequence_length, mesh.tp if mesh.sequence_parallel else 1
-    block = arithmetic.block_tokens(length, mesh.cp)
-    share = mesh.cp * block
-    if length % share:
-        rule = f"cannot be dealt to cp={mesh.cp} ranks in blocks of {block} tokens"
-        remedy = f"use {length // share * share + share}, or another mesh.cp"
-        yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
-    elif length // mesh.cp % parts and length % parts == 0:
-        rule = f"leaves {length // mesh.cp} tokens a rank, not a multiple of tp={mesh.tp}"
-        yield Problem("parallel3d.mesh.cp", mesh.cp, rule, "use sequence_parallel = false")
-
-
-def _check_shared_attention(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
-    for name, off in (("attn_pdrop", 0), ("sliding_window", None), ("attention_sinks", False)):
-        if mesh.cp > 1 and (value := getattr(model, name, None)):
-            rule = f"is computed on whole samples, which cp={mesh.cp} ranks share"
-            remedy = f"use {json.dumps(off)}, or mesh.cp = 1"
-            yield Problem(f"parallel3d.model.{name}", value, rule, remedy)
-
-
-def _check_sequence(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
-    length, limit = data.sequence_length, model.max_position_embeddings
-    if length > limit:
-        rule = f"is longer than the model's max_position_embeddings={limit}"
-        remedy = f"use at most {limit}, or raise max_position_embeddings"
-        yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
-
-
-def _check_tp_of_vocabulary(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
-    size = model.vocab_size
-    if size != "auto" and size < mesh.tp:
-        rule = f"is less than tp={mesh.tp}, so some ranks would have no token"
-        yield Problem("parallel3d.model.vocab_size", size, rule, f"use {mesh.tp} or more")
-
-
-def _check_trained_vocabulary(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
-    if data.has_own_size:
-        yield from _check_vocabulary(data.vocab_size, model)
-
-
-def _check_vocabulary(tokenizer_size: int, model: ModelConfig) -> Iterator[Problem]:
-    size = model.vocab_size
-    if size != "auto" and size < tokenizer_size:
-        rule = f"is smaller than the tokenizer's {tokenizer_size} tokens"
-        remedy = f'use {tokenizer_size} or more, or "auto"'
-        if pretrained_of(model):
-            remedy = "set data.tokenizer to the tokenizer that the model was trained with"
-        yield Problem("parallel3d.model.vocab_size", size, rule, remedy)
 
 
 def _check_batch(
@@ -342,7 +236,7 @@ def _check_batch_sizes(
         rule = f"is not a multiple of {arithmetic.MICRO}={micro} x dp={mesh.dp} = {share}"
         near = [max(1, wrong[0] // share) * share, wrong[0] // share * share + share]
         remedy = (
-            f"use multiples of {share} ({_join_with_or(sorted(set(near)))}), or a micro batch x dp"
+            f"use multiples of {share} ({join_with_or(sorted(set(near)))}), or a micro batch x dp"
         )
         remedy += f" that divides {', '.join(map(str, sizes))}: at most {gcd(*sizes)}"
         yield Problem(path, ", ".join(map(str, wrong)), rule, remedy)
@@ -495,22 +389,9 @@ def _check_optimizer(
     yield from (problem for is_broken, problem in rules if is_broken)
 
 
-def _divisors_of(number: int) -> list[int]:
-    small = [n for n in range(1, min(isqrt(number), 10**6) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
-
-
-def _join_with_or(numbers: list[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}" if first else last
-
-
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
-    _check_heads, _check_key_value_heads, _check_inner_size, _check_layers, _check_schedule,
-    _check_reduction, _check_noise_scale, _check_compile, _check_activations, _check_rewind,
-    _check_sequence, _check_sequence_parallel, _check_context, _check_shared_attention,
-    _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary, _check_batch,
-    _check_plan, _check_length, _check_batch_schedule, _check_batch_sizes, _check_lr_schedule,
-    _check_scheduler, _check_profile, _check_precision, _check_communication_type, _check_offload,
-    _check_nvme, _check_optimizer,
+    *MODEL_CHECKS, _check_layers, _check_schedule, _check_reduction, _check_noise_scale,
+    _check_compile, _check_rewind, _check_batch, _check_plan, _check_length, _check_batch_schedule,
+    _check_batch_sizes, _check_lr_schedule, _check_scheduler, _check_profile, _check_precision,
+    _check_communication_type, _check_offload, _check_nvme, _check_optimizer,
 )  # fmt: skip

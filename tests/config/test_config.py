@@ -137,7 +137,7 @@ def test_help_lists_every_setting_with_its_doc_and_default():
         assert " ".join(setting.doc.split()) in unwrapped
     for path in ("parallel3d.model.rope_theta", "scheduler.params.cycle_max_lr"):
         only = next(s.only for s in settings() if s.path == path)
-        assert only in ('family "llama"', 'type "OneCycle"')
+        assert only in ('family "llama", "moe"', 'type "OneCycle"')
         assert f"{only} only)" in text
 
 

@@ -1,0 +1,136 @@
+"""Rules between the settings of a model and those of mesh, data and pipeline.
+
+Every family has the sizes compared here; those with grouped queries have num_key_value_heads, too.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from math import isqrt
+
+from parallel3d.base.section import Problem
+from parallel3d.config import arithmetic
+from parallel3d.config.data import DataConfig
+from parallel3d.config.parallel3d_block import MeshConfig, PipelineConfig
+from parallel3d.model.config import HasKeyValueHeads, ModelConfig
+from parallel3d.model.recompute import parts_of
+from parallel3d.models.common import pretrained_of
+
+
+def _check_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
+    heads = model.num_attention_heads
+    if heads % mesh.tp:
+        rule = f"does not divide num_attention_heads={heads}"
+        yield Problem(
+            "parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {join_with_or(_divisors_of(heads))}"
+        )
+
+
+def _check_inner_size(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
+    sizes = getattr(model, "inner_sizes", {"intermediate_size": model.inner_size})
+    for name, size in sizes.items():
+        # A tp that does not divide the heads is reported by another check.
+        if size % mesh.tp and model.num_attention_heads % mesh.tp == 0:
+            rule = f"is not a multiple of tp={mesh.tp}"
+            remedy = f"use {size // mesh.tp * mesh.tp + mesh.tp}, or another mesh.tp"
+            yield Problem(f"parallel3d.model.{name}", size, rule, remedy)
+
+
+def _check_key_value_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
+    heads = model.num_key_value_heads if isinstance(model, HasKeyValueHeads) else None
+    if heads and heads % mesh.tp and mesh.tp % heads:
+        rule = f"neither divides num_key_value_heads={heads} nor is a multiple of it"
+        usable = [
+            n for n in _divisors_of(model.num_attention_heads) if not (heads % n and n % heads)
+        ]
+        yield Problem("parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {join_with_or(usable)}")
+
+
+def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
+    """Check that a model's activations can leave the device, or be computed again."""
+    again = pipeline.activation_checkpointing
+    if pipeline.offload_activations != "none" and hasattr(model, "num_experts"):
+        path, rule = "parallel3d.pipeline.offload_activations", "does not move what experts save"
+        yield Problem(path, pipeline.offload_activations, rule, 'use "none", or recomputation')
+    if getattr(model, "post_norm", False) and "layernorm" in parts_of(again):
+        path = "parallel3d.pipeline.activation_checkpointing"
+        rule = "cannot recompute the layernorm behind a branch, where model.post_norm has it"
+        yield Problem(path, again, rule, "remove layernorm")
+
+
+def _check_sequence_parallel(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
+    length = data.sequence_length
+    if mesh.sequence_parallel and length % mesh.tp:
+        rule = f"is not a multiple of tp={mesh.tp}, over which sequence_parallel splits it"
+        remedy = f"use {length // mesh.tp * mesh.tp + mesh.tp}, or sequence_parallel = false"
+        yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
+
+
+def _check_context(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
+    """Check that each cp rank gets as many blocks of tokens, and each of its tp ranks a part."""
+    if mesh.cp == 1:
+        return
+    length, parts = data.sequence_length, mesh.tp if mesh.sequence_parallel else 1
+    block = arithmetic.block_tokens(length, mesh.cp)
+    share = mesh.cp * block
+    if length % share:
+        rule = f"cannot be dealt to cp={mesh.cp} ranks in blocks of {block} tokens"
+        remedy = f"use {length // share * share + share}, or another mesh.cp"
+        yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
+    elif length // mesh.cp % parts and length % parts == 0:
+        rule = f"leaves {length // mesh.cp} tokens a rank, not a multiple of tp={mesh.tp}"
+        yield Problem("parallel3d.mesh.cp", mesh.cp, rule, "use sequence_parallel = false")
+
+
+def _check_shared_attention(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
+    for name, off in (("attn_pdrop", 0), ("sliding_window", None), ("attention_sinks", False)):
+        if mesh.cp > 1 and (value := getattr(model, name, None)):
+            rule = f"is computed on whole samples, which cp={mesh.cp} ranks share"
+            remedy = f"use {json.dumps(off)}, or mesh.cp = 1"
+            yield Problem(f"parallel3d.model.{name}", value, rule, remedy)
+
+
+def _check_sequence(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
+    length, limit = data.sequence_length, model.max_position_embeddings
+    if length > limit:
+        rule = f"is longer than the model's max_position_embeddings={limit}"
+        remedy = f"use at most {limit}, or raise max_position_embeddings"
+        yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
+
+
+def _check_tp_of_vocabulary(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
+    size = model.vocab_size
+    if size != "auto" and size < mesh.tp:
+        rule = f"is less than tp={mesh.tp}, so some ranks would have no token"
+        yield Problem("parallel3d.model.vocab_size", size, rule, f"use {mesh.tp} or more")
+
+
+def _check_trained_vocabulary(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
+    if data.has_own_size:
+        yield from _check_vocabulary(data.vocab_size, model)
+
+
+def _check_vocabulary(tokenizer_size: int, model: ModelConfig) -> Iterator[Problem]:
+    size = model.vocab_size
+    if size != "auto" and size < tokenizer_size:
+        rule = f"is smaller than the tokenizer's {tokenizer_size} tokens"
+        remedy = f'use {tokenizer_size} or more, or "auto"'
+        if pretrained_of(model):
+            remedy = "set data.tokenizer to the tokenizer that the model was trained with"
+        yield Problem("parallel3d.model.vocab_size", size, rule, remedy)
+
+
+def _divisors_of(number: int) -> list[int]:
+    small = [n for n in range(1, min(isqrt(number), 10**6) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def join_with_or(numbers: list[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+MODEL_CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
+    _check_heads, _check_key_value_heads, _check_inner_size, _check_activations, _check_sequence,
+    _check_sequence_parallel, _check_context, _check_shared_attention, _check_tp_of_vocabulary,
+    _check_trained_vocabulary, _check_vocabulary,
+)  # fmt: skip
