@@ -77,7 +77,7 @@ BUDGET = {
     "parallel3d/report": 310,
     "parallel3d/scaling": 2780,
     "parallel3d/schedule": 910,
-    "parallel3d/tensor": 1070,
+    "parallel3d/tensor": 1080,
     "parallel3d/train": 2560,
     "parallel3d/verify": 1230,
 }
