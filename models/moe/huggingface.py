@@ -60,8 +60,6 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
     }
     if chosen in (_QWEN3, _DOTS1):
         own[chosen]["moe_intermediate_size"] = config.expert_size
-    if chosen != _DOTS1:
-        own[chosen]["router_aux_loss_coef"] = config.router_aux_loss_coef
     if chosen != _MIXTRAL:
         own[chosen]["attention_bias"] = config.attention_bias
         own[chosen]["norm_topk_prob"] = _is_normed(config)

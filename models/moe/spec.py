@@ -68,8 +68,8 @@ class Config(llama.Config):
     router_z_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the mean square of the scores' logsumexp (arXiv:2202.08906), summed over layers."""
     capacity_factor: float | None = Field(default=None, gt=0)
-    """Most tokens per expert and microbatch, relative to the mean; tokens beyond skip the expert.
-    null: no limit, no token is dropped."""
+    """Most tokens per expert and microbatch in training, relative to the mean; tokens beyond skip
+    the expert. null: no limit, no token is dropped."""
     qk_norm_over: Literal["head", "width"] = "head"
     """qk_norm normalises each head, as in Qwen3, or all heads together, as in OLMoE."""
     mlp_bias: Literal[False] = False

@@ -57,7 +57,7 @@ class PartialSwiGLU(nn.Module):
 class Experts(nn.Module):
     """SwiGLUs side by side, whose sum over the inner width is left to the caller.
 
-    `capacity`: the most tokens of an expert, relative to the mean; later ones skip it.
+    `capacity`: the most tokens of an expert in training, relative to the mean; later ones skip it.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Experts(nn.Module):
         place = torch.empty_like(order)  # where each row goes: the inverse permutation
         place[order] = torch.arange(len(order), device=x.device)
         ends = counts.cumsum(0)
-        if self.capacity is not None:
+        if self.capacity is not None and self.training:
             first = (ends - counts).index_select(0, chosen.flatten())
             weights = weights * (place - first < self.limit(len(order))).view_as(weights)
         ends = ends.to(torch.int32)

@@ -32,7 +32,9 @@ MODELS = {
     "Mixtral": small("moe", num_key_value_heads=2, norm_topk_prob=True),
     "Mixtral, logits": small("moe", num_experts=4, router="topk_softmax"),
     "Qwen3-MoE": small("moe", num_experts=16, num_experts_per_tok=4, mlp_only_layers=(0,), **QWEN3),
-    "OLMoE": small("moe", num_experts_per_tok=3, qk_norm=True, qk_norm_over="width"),
+    "OLMoE": small(
+        "moe", num_experts_per_tok=3, qk_norm=True, qk_norm_over="width", norm_topk_prob=False
+    ),
     "DeepSeek-V3's routing": small(
         "moe", num_hidden_layers=3, num_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2,
         n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=2.5, router="sigmoid",

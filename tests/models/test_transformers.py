@@ -62,7 +62,7 @@ VARIANTS |= {
         mlp_only_layers=(0,),
         **OUTPUT,
     ),
-    "OLMoE": small("moe", qk_norm=True, qk_norm_over="width"),
+    "OLMoE": small("moe", qk_norm=True, qk_norm_over="width", norm_topk_prob=False),
     "GPT-NeoX, whole heads turn": small("neox", rotary_pct=1.0, activation="gelu_fast"),
 }
 LENGTHS = ([5, 11, 1, 31], [40, 8])  # of the documents in two samples
