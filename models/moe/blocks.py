@@ -44,9 +44,9 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """The choice of each token's experts, in fp32."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tp: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.tp = config, tp
         self.weight = cut_parameter((config.num_experts, config.hidden_size))
         self.score_bias = cut_parameter((config.num_experts,)) if config.score_bias else None
 
@@ -70,8 +70,9 @@ class Router(nn.Module):
         counts = x.new_zeros(c.num_experts, dtype=torch.float32)
         counts.scatter_add_(0, chosen.flatten(), torch.ones_like(weights).flatten())
         if self.score_bias is not None:
-            excess = counts / chosen.numel() - 1 / c.num_experts
-            weights = with_gradient(weights, self.score_bias, excess * _EXCESS)
+            # Every tp rank counts all tokens, and the gradients of all are summed.
+            excess = (counts / chosen.numel() - 1 / c.num_experts) * (_EXCESS / self.tp)
+            weights = with_gradient(weights, self.score_bias, excess)
         return Routing(logits, shares, chosen, weights, counts)
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ class MoE(nn.Module):
         size, inner, shared = config.hidden_size, config.expert_size, config.n_shared_experts
         self.config, self.loads = config, f"{name}.loads"
         self.group, self.split = context.group, context.sequence_parallel
-        self.router = Router(config)
+        self.router = Router(config, self.group.size())
         self.experts = Experts(config.num_experts, size, inner, self.group, config.capacity_factor)
         self.shared = PartialSwiGLU(size, shared * inner, self.group) if shared else None
 

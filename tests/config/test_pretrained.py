@@ -62,28 +62,6 @@ GRANITE = LLAMA | {
 FULL, SLIDING = "full_attention", "sliding_attention"
 SLIDES = {"sliding_window": 64, "use_sliding_window": True, "layer_types": None}
 QWEN3 = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-MIXTRAL = MISTRAL | {
-    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None,
-    "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02,
-    "output_router_logits": False, "router_jitter_noise": 0.0, "is_llama_config": None,
-}  # fmt: skip
-QWEN3_MOE = QWEN3 | {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16,
-    "num_experts_per_tok": 4, "moe_intermediate_size": 48, "norm_topk_prob": True,
-    "decoder_sparse_step": 2, "mlp_only_layers": [1], "router_aux_loss_coef": 0.001,
-    "output_router_logits": False,
-}  # fmt: skip
-OLMOE = LLAMA | {
-    "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 16,
-    "num_experts_per_tok": 8, "norm_topk_prob": False, "clip_qkv": None, "pad_token_id": 1,
-    "router_aux_loss_coef": 0.01, "output_router_logits": False, "is_llama_config": None,
-}  # fmt: skip
-DOTS1 = QWEN3 | {
-    "architectures": ["Dots1ForCausalLM"], "model_type": "dots1", "n_routed_experts": 16,
-    "num_experts_per_tok": 4, "n_shared_experts": 2, "moe_intermediate_size": 48, "n_group": 4,
-    "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None,
-    "first_k_dense_replace": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-}  # fmt: skip
 
 PYTHIA = {
     "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "hidden_size": 64,
@@ -174,19 +152,6 @@ def refused(folder, **changes):
         (SMOLLM3, {"no_rope_layer_interval": 3, "tie_word_embeddings": True, "qk_norm": False}),
         (SMOLLM3 | {"no_rope_layers": [1, 1, 1, 1]}, {"no_rope_layer_interval": None}),
         (SMOLLM3 | {"no_rope_layers": None, "rope_theta": None}, {"rope_theta": 2e6}),
-        (MIXTRAL, {"norm_topk_prob": True, "num_experts": 8, "expert_size": 256, "qk_norm": False}),
-        (MIXTRAL | {"rope_theta": None, "rms_norm_eps": None}, {"rope_theta": 1e6}),
-        (MIXTRAL | {"rms_norm_eps": None}, {"rms_norm_eps": 1e-5, "router_aux_loss_coef": 0.0}),
-        (QWEN3_MOE, {"expert_size": 48, "qk_norm_over": "head", "mlp_only_layers": (1,)}),
-        (
-            QWEN3_MOE | {"num_experts": None, "num_local_experts": 8},
-            {"num_experts": 8, "norm_topk_prob": True},
-        ),
-        (QWEN3_MOE | {"num_local_experts": 16, "norm_topk_prob": None}, {"norm_topk_prob": False}),
-        (QWEN3_MOE | {"head_dim": None}, {"head_size": 6, "rms_norm_eps": 1e-5}),
-        (OLMOE, {"qk_norm": True, "qk_norm_over": "width", "norm_topk_prob": False}),
-        (OLMOE | {"attention_bias": True, "rms_norm_eps": None}, BIASED | {"rms_norm_eps": 1e-5}),
-        (DOTS1, {"router": "sigmoid", "score_bias": True, "n_shared_experts": 2, "n_group": 4}),
         (
             PYTHIA,
             {"rotary_size": 4, "rotary_emb_base": 1e4, "inner_size": 256, "activation": "gelu"},
@@ -249,21 +214,6 @@ REFUSED = [
     (GRANITE | {"layer_rope_theta": 7}, "layer_rope_theta = 7: must be a list with a number"),
     (QWEN3 | {"layer_types": ["linear_attention"] * 4}, "layer_types = "),
     (LLAMA | {"num_local_experts": 8}, "num_local_experts = 8: is unknown and may change what"),
-    (MIXTRAL | {"num_experts": 4}, "num_local_experts = 8: differs from num_experts"),
-    (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: is more than num_experts=8"),
-    (MIXTRAL | {"num_local_experts": None}, "num_experts: is missing; add it"),
-    (MIXTRAL | {"sliding_window": "a"}, 'sliding_window = "a": must be a number of tokens'),
-    (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: adds noise to the"),
-    (MIXTRAL | {"attention_bias": True}, 'which are not supported for model_type "mixtral"'),
-    (MIXTRAL | {"moe_intermediate_size": 4}, "moe_intermediate_size = 4: is unknown and may"),
-    (QWEN3_MOE | {"layer_types": [SLIDING] * 4}, "has layers with a window, but the class has"),
-    (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers = 3: must be a list"),
-    (QWEN3_MOE | {"shared_expert_intermediate_size": 8}, "adds a shared expert with a gate"),
-    (OLMOE | {"clip_qkv": 8.0}, "clip_qkv = 8.0: clips queries, keys and values"),
-    (OLMOE | {"mlp_bias": True}, "model.mlp_bias = true: must be false"),
-    (DOTS1 | {"scoring_func": "softmax"}, 'scoring_func = "softmax": is not the routing of'),
-    (DOTS1 | {"layer_types": [SLIDING] * 4, "sliding_window": None}, "has layers with a window"),
-    (DOTS1 | {"n_group": 3}, "n_group = 3: does not divide num_experts=16"),
     (LLAMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0: caps the attention"),
     (LLAMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: caps the logits"),
     (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config = "),
