@@ -106,11 +106,15 @@ def scales_of(config: ModelConfig) -> Scales:
 
 
 def role_rates(config: ModelConfig) -> dict[Role, float]:
-    """Return the factor of each role's learning rate; {} if all are 1."""
+    """Return the factor of each role's learning rate; {} if all are 1.
+
+    A router's is that of hidden matrices.
+    """
     if parametrization_of(config).type == "standard":
         return {}
     rates = scales_of(config).rates().items()
-    return {role: rate.lr for role, rate in rates if role is not None and not rate.is_step}
+    others = (None, "router", "balance")
+    return {role: rate.lr for role, rate in rates if role is not None and role not in others}
 
 
 def folded(
