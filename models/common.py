@@ -114,16 +114,16 @@ def rates_of(config: ModelConfig, params: Section) -> dict[Role | None, Rate]:
 
 
 def role_lrs(config: ModelConfig, params: Any) -> dict[Role, float]:
-    """Return each role's peak learning rate over `params.lr`; {} without muP."""
+    """Return each role's peak learning rate over `params.lr`; {} without muP.
+
+    A router's is that of AdamW's matrices.
+    """
     if parametrization_of(config).type == "standard":
         return {}
     own_lr = getattr(params, "own_lr", lambda role: params.lr)
-    rates = rates_of(config, params).items()
-    return {
-        role: rate.lr * own_lr(role) / params.lr
-        for role, rate in rates
-        if role is not None and not rate.is_step
-    }
+    rates = rates_of(config, params)
+    shown = [role for role in rates if role is not None and role not in ("router", "balance")]
+    return {role: rates[role].lr * own_lr(role) / params.lr for role in shown}
 
 
 def folded(

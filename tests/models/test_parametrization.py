@@ -37,6 +37,7 @@ def test_every_parameter_has_the_role_of_its_shape(family):
     for name, p in params(model(family)).items():
         vector = len(p.shape) == 1 or name.endswith("bias")
         outer = {"embedding": "input", "head": "output"}.get(name.split(".")[0], "hidden")
+        outer = "router" if "router" in name else outer
         assert p.role == ("vector" if vector else outer), name
         assert p.weight_decay == (not vector) and p.folded == (), name
 
@@ -45,13 +46,13 @@ def test_every_parameter_has_the_role_of_its_shape(family):
 def test_starts_and_rates_go_by_the_width(family):
     plain, wide = params(model(family)), params(model(family, MUP))
     for name, p in wide.items():
-        factor = 1 / sqrt(4) if p.role == "hidden" else 1.0  # variance by 1 / width
+        factor = 1 / sqrt(4) if p.role in ("hidden", "router") else 1.0  # variance by 1 / width
         assert p.init.std == pytest.approx(plain[name].init.std * factor), name
         assert p.init.value == plain[name].init.value
     scales = scales_of(model(family, MUP))
     assert {role: scales.rate(role) for role in ROLES} == {
         "input": Rate(), "hidden": Rate(lr=1 / 4, weight_decay=4), "output": Rate(),
-        "vector": Rate(),
+        "vector": Rate(), "router": scales.rate("hidden"), "balance": Rate(0.0, is_step=True),
     }  # fmt: skip
     assert (scales.input, scales.output, scales.branch, scales.query) == (1, 1 / 4, 1, 1)
     adam = optimizers.load("adamw").Params(lr=1)
@@ -104,7 +105,9 @@ def test_depth_transfers_by_complete_p(family):
     assert scales.rate("vector") == Rate(eps=1 / 8) and scales.rate("output") == Rate(eps=1 / 4)
     for name, p in params(config).items():
         there = base[name.replace("blocks.3", "blocks.1").replace("blocks.2", "blocks.0")]
-        factor = 1 / 2 if p.role == "hidden" else 1.0  # the depth says nothing of a start
+        factor = (
+            1 / 2 if p.role in ("hidden", "router") else 1.0
+        )  # the depth says nothing of a start
         assert p.init.std == pytest.approx(there.init.std * factor), name
 
 
