@@ -51,7 +51,8 @@ def feed_of(corpus, place=(0, 0), *, mesh=(1, 1), schedule="gpipe", stages=1, **
     config = RunConfig.from_dict(raw).resolve(pp * dp)
     plan = make_schedule(schedule, pp, config.num_microbatches, stages)
     pipeline, samples = (Peers(None, *own) for own in zip(mesh, place, strict=True))
-    rank = SimpleNamespace(pipeline=pipeline, samples=samples, device=torch.device("cpu"))
+    peers = {"pipeline": pipeline, "samples": samples, "context": Peers(None, 1, 0)}
+    rank = SimpleNamespace(**peers, device=torch.device("cpu"))
     return Feed(config, rank, corpus, plan), config
 
 
