@@ -100,7 +100,7 @@ def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
         keeps = keeps or isinstance(module, ExpertsCost)
         if c.post_norm:
             cost += LayerCost(0, saved=KeptMemory(stream.part)) + module(stream, recompute)
-            # Its backward is the first: two gradients, three values of a norm that is not fused.
+            # Its backward comes first: two gradients, and three values if it is not fused.
             moment = KeptMemory(5 * stream.part)
             cost += c.norm(stream, shares_input=True) + LayerCost(0, working=moment)
         else:
