@@ -19,7 +19,9 @@ pytestmark = pytest.mark.gloo
 CLASSES = {
     "gpt2": "GPT2LMHeadModel", "llama2": "LlamaForCausalLM", "llama3": "LlamaForCausalLM",
     "llama": "LlamaForCausalLM", "smollm3": "SmolLM3ForCausalLM",
-    "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
+    "granite": "GraniteSWAForCausalLM", "olmo2": "Olmo2ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM", "dots1": "Dots1ForCausalLM",
     "smollm2": "LlamaForCausalLM", "pythia": "GPTNeoXForCausalLM", "neox": "GPTNeoXForCausalLM",

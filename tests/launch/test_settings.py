@@ -29,6 +29,7 @@ RUNS = {
     "zero1": {
         f"{ZERO}.stage": 1, f"{MESH}.pp": 2, f"{MESH}.tp": 2, f"{PIPE}.schedule": "one_f_one_b",
         f"{PIPE}.scatter_activations": True, f"{PIPE}.activation_checkpointing": "selective",
+        f"{PIPE}.offload_activations": "none",
         f"{PIPE}.gradient_reduction": "per_step", f"{ZERO}.overlap_comm": True,
         f"{ZERO}.reduce_bucket_size": 100_000, f"{ZERO}.allgather_bucket_size": 100_000,
         f"{OPTIMIZER}.device": "none",
@@ -62,7 +63,7 @@ RUNS = {
     "zero3 per pass": {
         f"{ZERO}.stage": 3, f"{MESH}.pp": 2, f"{PIPE}.weights": "per_pass",
         f"{PIPE}.schedule": "breadth_first", f"{PIPE}.stages_per_rank": 2,
-        f"{PIPE}.activation_checkpointing": "full",
+        f"{PIPE}.activation_checkpointing": "full:1", f"{PIPE}.offload_activations": "cpu",
     },
     "zero3 per step": {
         f"{ZERO}.stage": 3, f"{MESH}.pp": 2, f"{PIPE}.weights": "per_step",

@@ -76,7 +76,7 @@ def flops(case, cost, did):
     yield flops_of(cost.forward), did.rank_flops[0]
     # Of an attention in parts the last product is not computed again: nobody keeps its result.
     again = flops_of(cost.recomputed)
-    if "core_attn" in parts_of(case.recompute):
+    if "core_attn" in parts_of(case.recompute) and cost.recomputed.attention:
         again -= cost.recomputed.attention.flops // 2
     yield 2 * flops_of(cost.forward) + again, did.rank_flops[1]
 
@@ -152,7 +152,15 @@ FAULTS = {
     "products not again": (in_recomputed(matmuls=()), flops),
     "attention again": (in_recomputed(attention=Attention(3, 1, 1, 64, 64)), flops),
     "no traffic": (in_forward(traffic=0), traffic),
-    "traffic not again": (in_recomputed(traffic=0), traffic),
+    "traffic not again": (
+        # Less than a fifth of the forward's is within the bound.
+        lambda cost: (
+            cost
+            if cost.recomputed.traffic <= 0.4 * cost.forward.traffic
+            else in_recomputed(traffic=0)(cost)
+        ),
+        traffic,
+    ),
     "only traffic again": (
         lambda cost: replace(cost, recomputed=Work(traffic=cost.recomputed.traffic)),
         flops,

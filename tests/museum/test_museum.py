@@ -53,7 +53,7 @@ def test_there_are_as_many_as_the_museum_says():
         assert sum(exhibit.kind == kind for exhibit in ALL.values()) >= 3, kind
     for name, exhibit in ALL.items():
         assert set(exhibit.needs) <= NEEDS.keys(), name
-        assert exhibit.mesh in MESHES, name
+        assert exhibit.sizes in MESHES, name
         assert bool(exhibit.date) == bool(exhibit.source), name
         assert exhibit.what.endswith("."), name
 
@@ -102,7 +102,7 @@ def test_some_are_seen(name, halls):
 
 def test_nothing_is_seen_where_nothing_is_planted(halls):
     place = halls("gpt", SMALL_MESHES)
-    clean = place.small((2, 1, 1))
+    clean = place.small(MeshSizes(2, 1, 1))
     errors, _ = checked(clean, place.trained(), CaseTask(drops=True))
     assert not errors.beyond(TOLERANCE["fp32"]), errors
 
@@ -112,7 +112,7 @@ def test_rounding_moves_no_weight_beyond_the_bound():
 
     Sums of rounded numbers are off by 1e-9 where gradients are of 1e-2.
     """
-    adam = shrink(RunConfig.from_dict(config_of()), MESHES)[1, 1, 1].optimizer.params
+    adam = shrink(RunConfig.from_dict(config_of()), MESHES)[MeshSizes()].optimizer.params
     moved = []
     for gradient in (0.0, 2e-9):
         weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))

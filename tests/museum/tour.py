@@ -147,7 +147,7 @@ class Hall:
     def _mesh_of(self, exhibit: Exhibit) -> MeshSizes | None:
         """The exhibit's own mesh, else the first of the hall that has its axes."""
         for mesh in (m for m in (exhibit.sizes, *self._meshes) if m in self._meshes):
-            if all(has > 1 or wants == 1 for has, wants in zip(mesh, exhibit.mesh, strict=True)):
+            if all(has > 1 or wants == 1 for has, wants in zip(mesh, exhibit.sizes, strict=True)):
                 return mesh
         return None
 

@@ -119,7 +119,7 @@ def test_what_is_measured_is_of_the_newest_launch(tmp_path):
     assert run.measured("mfu") != run.measured("mfu"), "no step has it"
     assert run.measured("tokens_per_second") == 50.0 and run.restarts() == run.memory() == []
     page, plots = runs.page([run], ["none"], {})
-    sizes = "×".join(map(str, run.config.mesh.sizes))
+    sizes = "×".join(map(str, run.config.mesh.sizes.shown.values()))
     assert "memory" not in plots and rows_of(page)["mesh, pp×dp×tp"] == [sizes]
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from parallel3d import models
 from parallel3d.verify.reference import Reference, first_weights, in_our_names
@@ -33,7 +32,7 @@ def plain_model(standard, mup):
         if isinstance(module, nn.Embedding):
             tables += own.values()
             multiply(module, mup.get("input_multiplier", 1))
-        elif isinstance(module, (nn.Linear, Conv1D)) and module is not head:
+        elif module is not head and own.get("weight", NONE).dim() == 2:
             matrices.append(own["weight"])
             own["weight"].data /= sqrt(wider)
             if name.split(".")[-1] in LAST:  # these start smaller in deeper models, but not here
@@ -46,7 +45,7 @@ def plain_model(standard, mup):
             base = mup.get("base_head_size", HEAD)
             module.scaling = sqrt(base) / HEAD
             multiply(module, 1 / deeper)
-        elif kind.endswith("MLP"):
+        elif kind.endswith(("MLP", "MoeBlock")):
             multiply(module, 1 / deeper)
     if not config.tie_word_embeddings:
         tables.append(head.weight)
@@ -57,7 +56,8 @@ def plain_model(standard, mup):
 
 
 HEAD = 8
-LAST = ("c_proj", "o_proj", "down_proj", "dense", "dense_4h_to_h")
+NONE = torch.empty(0)
+LAST = ("c_proj", "o_proj", "down_proj", "w2", "dense", "dense_4h_to_h")
 
 
 def multiply(module, factor):

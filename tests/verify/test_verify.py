@@ -81,7 +81,8 @@ def test_the_ratio_of_heads_to_key_value_heads_is_kept(kv_heads):
 
 
 def test_meshes_are_read_or_refused():
-    assert parse_meshes("1x1x1, 2x1x4") == ((1, 1, 1), (2, 1, 4))
+    assert parse_meshes("1x1x1, 2x1x4") == (MeshSizes(), MeshSizes(2, 1, 4))
+    assert parse_meshes("1x2x4x1") == (MeshSizes(1, 2, 4, 1),)
     for text in ("2x2", "0x1x1", "axbxc", ""):
         with pytest.raises(ConfigError, match="must be pp x dp x tp"):
             parse_meshes(text)
