@@ -32,8 +32,10 @@ def begin_async_io():
 
     if Path(_get_build_directory("async_io", verbose=False), "async_io.so").exists():
         return None
+    # One core at most: the tests have the others.
+    alone = os.environ | {"MAX_JOBS": "1"}
     command = [sys.executable, "-m", "tests.compiling"]
-    process = subprocess.Popen(command, start_new_session=True)
+    process = subprocess.Popen(command, env=alone, start_new_session=True)
     Thread(target=process.wait, daemon=True).start()  # no zombie among the tests' processes
     return process
 
@@ -45,24 +47,17 @@ def end(process):
         process.wait()
 
 
-def main(before_tests):
-    """Compile async_io, and first Adam if no test waits yet. Tests say why one cannot be."""
+def main():
+    """Whoever needs it will say why it cannot be compiled."""
     from parallel3d.base.errors import ConfigError
-    from parallel3d.engine.op_builds import load_async_io, load_cpu_adam
+    from parallel3d.engine.op_builds import load_async_io
     from parallel3d.mesh.mesh import Mesh
-
-    def say(text):
-        print(f"\n{text}", file=sys.stderr, flush=True)
 
     with TemporaryDirectory() as folder:
         os.environ |= environment(folder)
-        mesh = Mesh()
-        if before_tests:
-            load_cpu_adam(mesh, say)
-        os.environ["MAX_JOBS"] = "1"  # the tests have the other cores
         with suppress(ConfigError):
-            load_async_io(mesh, say)
+            load_async_io(Mesh(), lambda text: print(f"\n{text}", file=sys.stderr, flush=True))
 
 
 if __name__ == "__main__":
-    main(before_tests="--before-tests" in sys.argv)
+    main()
