@@ -32,7 +32,7 @@ from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import compile_operators, microbatches
 from parallel3d.verify.reference import Batch
-from parallel3d.verify.shrink import MICROBATCHES, shrink
+from parallel3d.verify.shrink import num_microbatches, shrink
 
 HEAD_SIZE, BLOCKS, BATCH, LENGTH = 16, 2, 8, 32
 ROUNDS = 4  # of seeds, at most
@@ -80,7 +80,7 @@ def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
     divide the width.
     """
     sizes = config.mesh.sizes
-    share = sizes.dp * min(config.num_microbatches, MICROBATCHES)
+    share = sizes.dp * num_microbatches(config)
     small = shrink(config, (sizes,), batch=lcm(BATCH, share))[sizes]
     model, raw = config.model, small.to_dict()
     settings = parametrization_of(model)
