@@ -5,7 +5,7 @@ Every family has the sizes compared here; those with grouped queries have num_ke
 
 import json
 from collections.abc import Callable, Iterator
-from math import isqrt
+from math import gcd, isqrt
 
 from parallel3d.base.section import Problem
 from parallel3d.config import arithmetic
@@ -81,6 +81,21 @@ def _check_context(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
         yield Problem("parallel3d.mesh.cp", mesh.cp, rule, "use sequence_parallel = false")
 
 
+def _check_experts(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
+    """Check that the ranks of an ep group get as many experts each."""
+    if mesh.ep == 1:
+        return
+    experts = getattr(model, "num_experts", 0)
+    if not experts:
+        rule = f"divides experts, and model.family={json.dumps(model.family)} has none"
+        yield Problem("parallel3d.mesh.ep", mesh.ep, rule, "use 1")
+    elif experts % mesh.ep or (mesh.dp != "auto" and mesh.dp % mesh.ep):
+        shared = gcd(experts, experts if mesh.dp == "auto" else mesh.dp)
+        both = f"num_experts={experts}" + ("" if mesh.dp == "auto" else f" and mesh.dp={mesh.dp}")
+        remedy = f"use {join_with_or(_divisors_of(shared))}"
+        yield Problem("parallel3d.mesh.ep", mesh.ep, f"does not divide {both}", remedy)
+
+
 def _check_shared_attention(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     for name, off in (("attn_pdrop", 0), ("sliding_window", None), ("attention_sinks", False)):
         if mesh.cp > 1 and (value := getattr(model, name, None)):
@@ -131,6 +146,6 @@ def join_with_or(numbers: list[int]) -> str:
 
 MODEL_CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads, _check_key_value_heads, _check_inner_size, _check_activations, _check_sequence,
-    _check_sequence_parallel, _check_context, _check_shared_attention, _check_tp_of_vocabulary,
+    _check_sequence_parallel, _check_context, _check_experts, _check_shared_attention, _check_tp_of_vocabulary,
     _check_trained_vocabulary, _check_vocabulary,
 )  # fmt: skip

@@ -61,8 +61,9 @@ class ParamSpec:
         The first is that of the ranks whose gradients are averaged. Copies on tensor-parallel ranks
         come from equal computations.
         """
-        is_cut = "tensor" in self.cuts(sizes).values()
-        return ("replicas",) if is_cut else ("replicas", "tensor")
+        cuts = self.cuts(sizes).values()
+        replicas = "expert_replicas" if "experts" in cuts else "replicas"
+        return (replicas,) if "tensor" in cuts else (replicas, "tensor")
 
     def is_partial(self, sizes: Sizes, sequence_parallel: bool) -> bool:
         """True if the tensor-parallel ranks' gradients of the parameter must be summed.

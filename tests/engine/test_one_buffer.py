@@ -21,7 +21,7 @@ def both_on_rank(rank):
     deepspeed.init_distributed("gloo", dist_init_required=False)
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(length, generator=generator) for length in LENGTHS]
-    ours = _reduce_scatter(gradients, torch.float32, mesh.shards.group)
+    ours = _reduce_scatter(gradients, torch.float32, mesh.shards.group, 3)
     theirs = reduce_scatter_coalesced(gradients, mesh.shards.group)
     return [[part.tolist() for part in parts] for parts in (ours, theirs)]
 

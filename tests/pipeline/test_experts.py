@@ -47,6 +47,7 @@ def case_of(mesh, schedule="gpipe", model=SOFTMAX, **settings):
     count = BATCH // (MICRO * mesh[1])
     settings = {"reduction": "per_step" if once else "per_microbatch"} | settings
     changes = settings.pop("changes", {}) | {"optimizer.params.eps": 1e-6}
+    changes["parallel3d.mesh.ep"] = settings.pop("ep", 1)
     return Case(
         mesh=mesh, schedule=schedule, batch=BATCH, steps=3, microbatches=count, changes=changes,
         model=MOE | model, **settings,

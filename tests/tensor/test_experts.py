@@ -63,7 +63,7 @@ def run(experts, x, chosen, weights):
 def test_tokens_come_back_to_their_places(group, capacity):
     """By finite differences, and token by token; the last tokens beyond a capacity skip it."""
     torch.manual_seed(1)
-    experts = Experts(4, 4, 6, group, capacity).double()
+    experts = Experts(4, 4, 6, group, capacity=capacity).double()
     for p in experts.parameters():
         nn.init.normal_(p)
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
