@@ -92,7 +92,8 @@ class MeshConfig(Section):
         return MeshSizes(self.pp, 1 if self.dp == "auto" else self.dp, self.cp, self.tp)
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis}={getattr(self, axis)}" for axis in self.sizes.shown)
+        axes = [*self.sizes.shown, *(["ep"] if self.ep > 1 else [])]
+        return " x ".join(f"{axis}={getattr(self, axis)}" for axis in axes)
 
 
 class PipelineConfig(Section):

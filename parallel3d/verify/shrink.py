@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import product
-from math import lcm, prod
+from math import gcd, lcm, prod
 from typing import Any, NamedTuple
 
 from parallel3d import models
@@ -180,7 +180,8 @@ def num_microbatches(config: RunConfig) -> int:
 
 def _on_mesh(raw: dict[str, Any], mesh: MeshSizes, microbatches: int, batch: int) -> RunConfig:
     block = raw["parallel3d"]
-    sizes = block["mesh"] | mesh._asdict()
+    experts = block["model"].get("num_experts", 1)
+    sizes = block["mesh"] | mesh._asdict() | {"ep": gcd(block["mesh"]["ep"], mesh.dp, experts)}
     changed = raw | {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": batch // (mesh.dp * microbatches),
