@@ -110,7 +110,9 @@ def _check_noise_scale(
         rule = "compares gradients of data-parallel ranks, and mesh.dp is 1"
         yield Problem(path, every, rule, "use dp = 2 or more, or 0 here")
     if every and mesh.ep > 1:
-        rule = f"needs each rank's own gradient, and ep={mesh.ep} ranks send each other their tokens"
+        rule = (
+            f"needs each rank's own gradient, and ep={mesh.ep} ranks send each other their tokens"
+        )
         yield Problem(path, every, rule, "use 0, or mesh.ep = 1")
     stage, chosen = zero_optimization.stage, pipeline.gradient_reduction
     if every and not reduces_once(stage, chosen):

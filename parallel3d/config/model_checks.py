@@ -153,6 +153,6 @@ def join_with_or(numbers: list[int]) -> str:
 
 MODEL_CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads, _check_key_value_heads, _check_inner_size, _check_activations, _check_sequence,
-    _check_sequence_parallel, _check_context, _check_experts, _check_shared_attention, _check_tp_of_vocabulary,
-    _check_trained_vocabulary, _check_vocabulary,
+    _check_sequence_parallel, _check_context, _check_experts, _check_shared_attention,
+    _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary,
 )  # fmt: skip

@@ -43,7 +43,8 @@ class GatheredWeights:
         """Start to gather a stage's weights, one collective per layer; collective over dp."""
         assert stage not in self._gathered, f"stage {stage} is already gathered"
         self._gathered.add(stage)
-        self._coming[stage] = handles = []
+        handles: list[Any] = []
+        self._coming[stage] = handles
         for parameters in self._layers[stage]:
             sharded = [p for p in parameters if not self._holders[p] and _is_sharded(p)]
             swapped = [p for p in sharded if nvme.is_on_nvme(p)]

@@ -310,6 +310,12 @@ class LayerSpec:
         return f"{self.name}.loads"
 
     @property
+    def rows_per_token(self) -> int:
+        """Experts that each token is sent to; 0 in a dense layer."""
+        shares = [share for _, share in self.active]
+        return round(self.num_experts * max(shares, default=0.0))
+
+    @property
     def num_params(self) -> int:
         """Number of parameters that the layer adds to the model; tied copies do not count."""
         return sum(p.numel for p in self.own_params)

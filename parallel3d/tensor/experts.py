@@ -171,6 +171,7 @@ class _Exchange:
         """Wait for the rows."""
         if self._work is not None:
             self._work.wait()
+            self._work = None  # it would keep both tensors until the backward
 
 
 class _ExchangeContext(Context, Protocol):

@@ -22,9 +22,9 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 from torch import nn
 
+from parallel3d.engine.quirks.experts import NAME
 from parallel3d.model.optimizers import MATRIX
 from parallel3d.model.parametrization import Rate, Role
-from parallel3d.engine.quirks.experts import NAME
 from parallel3d.tensor.cut import HeldParameter, cut_parameter, is_of_experts
 
 
