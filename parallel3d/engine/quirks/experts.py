@@ -54,10 +54,10 @@ def sharded_by_zero12(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Iterato
     groups._EXPERT_DATA_PARALLEL_GROUP |= known["expert_data_parallel_group"]
     original = DeepSpeedZeroOptimizer.__init__
 
-    def told(self: object, *args: object, **options: object) -> None:
+    def with_experts(self: object, *args: object, **options: object) -> None:
         original(self, *args, **options | known | {"has_moe_layers": True})
 
-    with patch.object(DeepSpeedZeroOptimizer, "__init__", told):
+    with patch.object(DeepSpeedZeroOptimizer, "__init__", with_experts):
         yield
 
 
