@@ -19,6 +19,7 @@ import numpy as np
 from rich.filesize import decimal
 
 from parallel3d.base.errors import CheckpointError, TrainingError
+from parallel3d.base.journal import record
 from parallel3d.checkpoint import chunk_runs, disk, free_space
 from parallel3d.checkpoint.chunk_runs import HostCopy, copy_bytes
 from parallel3d.checkpoint.chunks import header
@@ -260,6 +261,8 @@ class Saver:
     def _fail(self, problem: str) -> None:
         self._problem = problem
         self._failures += 1
+        if self._mesh.rank == 0:
+            record("not_saved", reason=problem, count=self._failures)
         then = "Training stops" if self.broken else "Training continues; the next save tries again"
         self._say(
             f"CHECKPOINT NOT SAVED ({self._failures} of {MOST_FAILURES} in a row): {problem}. "
