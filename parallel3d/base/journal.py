@@ -11,6 +11,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from parallel3d.base.step_lines import newest
+
 EVENTS = "events.jsonl"
 _folder: Path | None = None
 _step = 0
@@ -26,6 +28,11 @@ def reached(step: int) -> None:
     """Set the step that events without one have: the last that is done."""
     global _step
     _step = step
+
+
+def not_ended(folder: Path) -> bool:
+    """True if the newest launch in a run's journal says nothing of its end, as if power was cut."""
+    return newest(folder / EVENTS).get("event", "end") not in ("end", "fault", "refused")
 
 
 def record(event: str, **values: object) -> None:

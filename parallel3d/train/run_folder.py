@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parallel3d.base.atomic import replace_text
-from parallel3d.base.journal import open_journal, record
+from parallel3d.base.journal import not_ended, open_journal, record
 from parallel3d.base.step_lines import METRICS
 from parallel3d.checkpoint import disk, find
 from parallel3d.checkpoint.manifest import TOKENIZER
@@ -71,7 +71,7 @@ class Output:
             known = known_hardware(config, self._mesh.device)
             record(
                 "launch", step=step, restart=restart, mesh=str(config.mesh.sizes),
-                lost_steps=max(reached - step, 0), rejected=start.rejected,
+                unended=not_ended(self.directory), lost_steps=max(reached - step, 0), rejected=start.rejected,
                 device=self._mesh.device.type, hardware=known.name if known else None,
             )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """The start of a run: its folder, corpus, checkpoint and final config."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from parallel3d.base.errors import ConfigError, DataError, TrainingError
 from parallel3d.base.journal import open_journal
 from parallel3d.checkpoint import find, free_space
 from parallel3d.checkpoint.load import load
-from parallel3d.checkpoint.state import Position, RunState
+from parallel3d.checkpoint.state import Position, RunState, changes
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length, tokens_of_epoch
 from parallel3d.data.corpus import Corpus, Place
@@ -86,6 +87,7 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     nodes, settings = find_nodes(mesh), config.to_dict()
     folder, digest, exists = _find_folder(settings, mesh, claim)
     open_journal(folder)
+    refuse_drift(settings, mesh, nodes)
     refuse_unshared(folder, config.run.directory, mesh, nodes)
     console.print(f"run     {folder}; to resume it, use this command:")
     console.print(f"        {command_to_go_on(config, folder)}")
@@ -154,6 +156,25 @@ def _with_weights(config: RunConfig, mesh: Mesh) -> RunConfig:
         return weights_for(config, known, host_bytes)
 
     return with_weights(config, *on_first(mesh, look))
+
+
+def refuse_drift(settings: Mapping[str, object], mesh: Mesh, nodes: Nodes) -> None:
+    """Raise ConfigError on all ranks unless every rank has read rank 0's settings.
+
+    Paths of the text and of the cache may differ, as in `changes`.
+    """
+    of_first = on_first(mesh, lambda: settings)
+
+    def look() -> None:
+        own = json.loads(json.dumps(settings))
+        if different := list(changes(of_first, own)):
+            raise ConfigError(
+                f"{different[0]}: rank 0 on {nodes.hosts[0]} has the first value, and rank "
+                f"{mesh.rank} on {nodes.hosts[mesh.rank]} the second; start all ranks with the "
+                "same config and options"
+            )
+
+    agree(mesh, look)
 
 
 def refuse_unshared(folder: Path, directory: str, mesh: Mesh, nodes: Nodes) -> None:

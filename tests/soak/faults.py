@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -217,14 +216,13 @@ def full_metrics(rank, victim, step, at):
     flush = MetricsWriter._flush
 
     def full(self):
-        file, self._file = self._file, open("/dev/full", "w")  # noqa: SIM115
+        MetricsWriter._flush = flush
+        file, self._file = self._file, os.open("/dev/full", os.O_WRONLY)
         try:
             flush(self)
         finally:
-            with suppress(OSError):
-                self._file.close()
+            os.close(self._file)
             self._file = file
-            MetricsWriter._flush = flush
 
     when(at, step, lambda: setattr(MetricsWriter, "_flush", full))
 
@@ -377,7 +375,7 @@ FAULTS = [
     Fault("corpus shard flipped", "token", DAMAGED, damage=corpus_flipped, located=r'tokens.bin'),
     Fault("clock jump", "an hour on", GOES_ON, partial(clock_jump, 3600.0)),
     Fault("clock jump", "an hour back", GOES_ON, partial(clock_jump, -3600.0)),
-    Fault("full disk of metrics", "", GOES_ON, full_metrics, victims=(0,)),
+    Fault("full disk of metrics", "", GOES_ON, full_metrics, located='"metrics_not_written"', victims=(0,)),
 ]  # fmt: skip
 KINDS = sorted({fault.kind for fault in FAULTS})
 # The issue's other types, and why they are not injected.

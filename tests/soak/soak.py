@@ -9,17 +9,14 @@ import json
 import os
 import random
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from functools import partial
-from pathlib import Path
 
 import numpy as np
-import psutil
+from safetensors.numpy import load_file
 
 from tests.checkpoint.drill import Run, changed, prepared_config
 from tests.launch.launching import TRAIN, environment, session
@@ -29,7 +26,6 @@ from tests.soak.faults import DAMAGED, DIES, FAULTS, GOES_ON, KINDS, LAYOUTS, NO
 BLOCK = 4  # steps from fault to fault
 STOPPED = 3
 TOLERANCE = 1e-5  # of weights where the mesh changed
-WARMUP = 4
 
 
 def soak_config(root):
@@ -84,8 +80,6 @@ class Soak:
         self.journal = root / "soak.jsonl"
         os.environ["SOAK_CACHE"] = str(root / "cache")
         self.num_steps = number * BLOCK + BLOCK
-        self.draw = random.Random(seed)
-        self.corpus = {p: p.read_bytes() for p in (root / "cache").glob("corpora/*/tokens.bin")}
 
     def done(self):
         text = self.journal.read_text() if self.journal.exists() else ""
@@ -142,7 +136,12 @@ class Soak:
         path.write_text(json.dumps(run.config))
         log = self.root / "launched.log"
         with log.open("w") as file:
-            command = [sys.executable, "-m", "torch.distributed.run", *torchrun_command(run.num_ranks)[1:]]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                *torchrun_command(run.num_ranks)[1:],
+            ]
             process = subprocess.Popen(
                 [*command, TRAIN, "--config", str(path)], cwd=self.root,
                 env=environment() | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=file,
@@ -162,21 +161,139 @@ class Soak:
             one.kill()
         return ([0] if not left else [-9]), log.read_text()
 
-    def repair(self):
-        """Put the corpus back, as whoever reads the message would."""
-        for path, data in self.corpus.items():
-            path.write_bytes(data)
-
     def run_all(self, limit=None, say=print):
-        """Every fault that is left, then the end; True if all is done."""
+        """Every fault that is left; True if all are done."""
         for i in range(len(self.done()), len(self.plan)):
             if limit is not None and time.monotonic() > limit:
                 return False
-            before = self.done()[-1:] if i else []
             row = self.strike(i)
-            if before and before[0]["kind"] == "corpus shard flipped":
-                self.repair()
-                if not any(row["codes"]) or set(row["codes"]) != {2}:
-                    say(f"{i}: the flipped corpus was trained on")
             say(i, row["kind"], row["name"], row["layout"], row["codes"], f"{row['seconds']:.1f} s")
         return True
+
+    def finish(self):
+        """Train to the end without a fault; return the layouts that the steps were trained on."""
+        run = self.run_on(self.plan[-1][1])
+        if f"step-{self.num_steps}" not in {p.name for p in run.checkpoints.iterdir()}:
+            ended = run.start()
+            assert [end.code for end in ended] == [0] * run.num_ranks, ended[0].log
+        assert [json.loads(x)["step"] for x in self.lines(run)] == list(
+            range(1, self.num_steps + 1)
+        )
+        launches = [x for x in map(json.loads, self.events()) if x["event"] == "launch"]
+        layouts = {"x".join(map(str, mesh)): (mesh, zero) for mesh, zero in LAYOUTS}
+        return merged(self.num_steps, launches, layouts)
+
+    def compare(self, with_one_mesh=True):
+        """Train the same steps without faults; return {comparison: largest difference}."""
+        segments, result = self.finish(), {}
+        ours = self.run_on(segments[-1][0])
+        for layout, end in segments:
+            peaceful = self.run_on(layout, "peaceful")
+            if (peaceful.checkpoints / f"step-{end}").exists():
+                continue
+            stop = {"parallel3d__train__stop_after": end} if end < self.num_steps else {}
+            ended = peaceful.start(**stop)
+            assert {end.code for end in ended} <= {0, STOPPED}, ended[0].log
+        last = f"step-{self.num_steps}"
+        result["same meshes"] = difference(ours.checkpoints / last, peaceful.checkpoints / last)
+        keys = ("step", "loss", "grad_norm")
+        for one, other in zip(self.lines(ours), self.lines(peaceful), strict=True):
+            assert all(json.loads(one)[key] == json.loads(other)[key] for key in keys), (one, other)
+        if with_one_mesh:
+            one = self.run_on(LAYOUTS[1], "one-mesh")
+            if not (one.checkpoints / last).exists():
+                assert {end.code for end in one.start()} == {0}
+            result["one mesh"] = difference(ours.checkpoints / last, one.checkpoints / last)
+        return result
+
+    def judged(self):
+        """Each row with what the journal says: located, lost steps, and seconds to a new step."""
+        rows, events = self.done(), self.events()
+        for i, row in enumerate(rows):
+            fault = self.plan[row["number"]][0]
+            later = rows[i + 1]["events_after"] if i + 1 < len(rows) else len(events)
+            own, after = (
+                events[row["events_before"] : row["events_after"]],
+                events[row["events_after"] : later],
+            )
+            pattern = fault.located.replace("{victim}", str(row["victim"])).replace(
+                "{file}", re.escape(row["file"])
+            )
+            row["located"] = any(re.search(pattern, line) for line in own + after)
+            next_launch = [
+                x for x in map(json.loads, after) if x["event"] in ("launch", "first_step")
+            ]
+            row["lost"] = next((x["lost_steps"] for x in next_launch if x["event"] == "launch"), 0)
+            row["restart"] = next(
+                (x["seconds"] for x in next_launch if x["event"] == "first_step"), 0
+            )
+        return rows
+
+    def table(self):
+        """The table by type, in Markdown, and the number that was not survived and located."""
+        rows, missed = self.judged(), 0
+        by_kind = defaultdict(list)
+        for row in rows:
+            by_kind[row["kind"]].append(row)
+        lines = [
+            "| type | injected | survived | located | lost steps | restart, s |",
+            "|---|---|---|---|---|---|",
+        ]
+        for kind, own in sorted(by_kind.items()):
+            survived = sum(row["as_expected"] for row in own)
+            located = sum(row["located"] for row in own)
+            missed += 2 * len(own) - survived - located
+            restarts = max(row["restart"] for row in own)
+            lost = sum(row["lost"] for row in own)
+            lines.append(
+                f"| {kind} | {len(own)} | {survived} | {located} | {lost} | {restarts:.1f} |"
+            )
+        run = self.run_on(self.plan[-1][1])
+        useful = sum(json.loads(x)["step_seconds"] for x in self.lines(run))
+        wall = sum(row["seconds"] for row in rows)
+        lines += [
+            "",
+            f"{len(rows)} faults, {self.num_steps} steps; {useful:.0f} s of {wall:.0f} s in steps that count ({useful / wall:.0%})",
+        ]
+        lines += [f"not injected: {kind} ({why})" for kind, why in NOT_INJECTED.items()]
+        return "\n".join(lines), missed
+
+
+def merged(num_steps, launches, layouts):
+    """The layouts on which the steps that count were trained, each with its last step."""
+    segments, end = [], num_steps
+    for launch in reversed(launches):
+        if launch["step"] < end:
+            layout = layouts[launch["mesh"]]
+            if not segments or segments[-1][0] != layout:
+                segments.append((layout, end))
+            end = launch["step"]
+    return segments[::-1]
+
+
+def tensors(folder):
+    """{name and kind: array} of a checkpoint's chunks."""
+    shapes = json.loads((folder / "state.json").read_text())["parameters"]
+    whole = {}
+    for path in folder.glob("*.safetensors"):
+        for key, chunk in load_file(path).items():
+            rest, _, offsets = key.rpartition("|")
+            shape = shapes[rest.rpartition("|")[0]]["shape"]
+            into = whole.setdefault(rest, np.full(shape, np.nan, np.float32))
+            starts = [int(x) for x in offsets.split(",") if x]
+            into[tuple(slice(at, at + n) for at, n in zip(starts, chunk.shape, strict=True))] = (
+                chunk
+            )
+    return whole
+
+
+def difference(one, other):
+    """The largest difference of two checkpoints' weights; 0 only if all bits of all states are."""
+    ours, theirs = tensors(one), tensors(other)
+    assert ours.keys() == theirs.keys()
+    if all(ours[key].tobytes() == theirs[key].tobytes() for key in ours):
+        return 0.0
+    return (
+        max(float(np.abs(ours[key] - theirs[key]).max()) for key in ours if key.endswith("|master"))
+        or 1e-30
+    )
