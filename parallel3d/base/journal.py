@@ -11,9 +11,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from parallel3d.base.step_lines import newest
+from parallel3d.base.step_lines import read_lines
 
 EVENTS = "events.jsonl"
+_ENDS = ("end", "fault", "refused")
 _folder: Path | None = None
 _step = 0
 
@@ -32,7 +33,11 @@ def reached(step: int) -> None:
 
 def not_ended(folder: Path) -> bool:
     """True if the newest launch in a run's journal says nothing of its end, as if power was cut."""
-    return newest(folder / EVENTS).get("event", "end") not in ("end", "fault", "refused")
+    with suppress(OSError):
+        for values in reversed(read_lines(folder / EVENTS)):
+            if values["event"] in ("launch", *_ENDS):
+                return values["event"] == "launch"
+    return False
 
 
 def record(event: str, **values: object) -> None:

@@ -71,7 +71,8 @@ class Output:
             known = known_hardware(config, self._mesh.device)
             record(
                 "launch", step=step, restart=restart, mesh=str(config.mesh.sizes),
-                unended=not_ended(self.directory), lost_steps=max(reached - step, 0), rejected=start.rejected,
+                unended=not_ended(self.directory), lost_steps=max(reached - step, 0),
+                rejected=start.rejected,
                 device=self._mesh.device.type, hardware=known.name if known else None,
             )  # fmt: skip
 

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import psutil
 
+from parallel3d.config import RunConfig
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.mesh.pulse.arbiter import Limits
+from tests.strict.running import STRICT
 
-# Pipeline x data x tensor and the ZeRO stage of a start. Three replicas tell which of them is wrong.
+# Pipeline x data x tensor and the ZeRO stage of a start. Of three replicas the wrong one is known.
 LAYOUTS = [((2, 1, 1), 1), ((1, 2, 1), 3), ((1, 1, 2), 3), ((1, 3, 1), 1), ((2, 2, 1), 3)]
 REPLICAS = [((1, 3, 1), 1)]
 PIPELINES = [((2, 1, 1), 1), ((2, 2, 1), 3)]
@@ -119,6 +121,7 @@ def delayed(rank, victim, step, at):
 
 def paused(rank, victim, step, at):
     on_victim(rank, victim, step, at, _pause)
+    pulse.LIMITS = Limits()
 
 
 def late(rank, victim, step, at):
@@ -288,17 +291,19 @@ def message_dropped(rank, victim, step, at):
 
 
 def collective_of_one(rank, victim, step, at):
-    """One rank calls a collective that no other calls."""
+    """One rank calls a collective that no other calls; a GPU's rules notice it, gloo waits."""
     import torch
     import torch.distributed as dist
 
+    os.environ["PARALLEL3D_BACKEND"] = STRICT
     on_victim(rank, victim, step, at, lambda: dist.all_reduce(torch.ones(3)))
 
 
 def other_config(rank, victim, step, at):
     """One rank reads another learning rate from its copy of the config."""
     if rank == victim:
-        sys.argv += ["--optimizer.params.lr", "0.5"]
+        read = RunConfig.from_json
+        RunConfig.from_json = lambda path, more: read(path, [*more, "--optimizer.params.lr", "0.5"])
 
 
 def flip_in(names, folder, draw):
@@ -342,44 +347,166 @@ def corpus_flipped(folder, draw):
     return path.name
 
 
+IMPATIENT = (("parallel3d.train.timeout_seconds", 4),)
 NOT_SAVED = r'"not_saved".*rank {victim}'
 BLAMED = r'"fault".*rank {victim} on '
 REJECTED = r'"launch".*is rejected: .*{file}'
 FAULTS = [
-    Fault("process termination", "rank", DIES, killed, located=BLAMED + ".*died", points=(BATCH, UPDATE, SAVE)),
+    Fault(
+        "process termination",
+        "rank",
+        DIES,
+        killed,
+        located=BLAMED + ".*died",
+        points=(BATCH, UPDATE, SAVE),
+    ),
     Fault("process termination", "rank and sentry", DIES, both_lost, located=BLAMED),
     Fault("process termination", "sentry", GOES_ON, sentry_lost),
     Fault("process termination", "host", DIES, host_lost, located=r'"launch".*"unended": true'),
-    Fault("process termination", "launcher", GOES_ON, launcher=True, layouts=(((1, 2, 1), 3),), located=r'"end".*"stopped": true'),
+    Fault(
+        "process termination",
+        "launcher",
+        GOES_ON,
+        launcher=True,
+        layouts=(((1, 2, 1), 3),),
+        located=r'"end".*"stopped": true',
+    ),
     Fault("hang", "SIGSTOP", DIES, stopped, located=BLAMED + r"has been stopped"),
     Fault("delay", "sleep", GOES_ON, delayed),
     Fault("delay", "SIGSTOP and SIGCONT", GOES_ON, paused),
-    Fault("time-out", "late", DIES, late, located=r'rank {victim} on .*(is late|stood still)', changes=(("parallel3d.train.timeout_seconds", 4),), points=(UPDATE,)),
-    Fault("exception", "ZeroDivisionError", DIES, raising, located=BLAMED + '.*ZeroDivisionError|"rank": {victim}.*ZeroDivisionError'),
-    Fault("resource exhaustion", "memory", DIES, memory_gone, located=BLAMED + '.*MemoryError|"rank": {victim}.*MemoryError'),
+    Fault(
+        "time-out",
+        "late",
+        DIES,
+        late,
+        located=r"rank {victim} on .*(is late|stood still)",
+        changes=IMPATIENT,
+        points=(UPDATE,),
+    ),
+    Fault(
+        "exception",
+        "ZeroDivisionError",
+        DIES,
+        raising,
+        located=BLAMED + '.*ZeroDivisionError|"rank": {victim}.*ZeroDivisionError',
+    ),
+    Fault(
+        "resource exhaustion",
+        "memory",
+        DIES,
+        memory_gone,
+        located=BLAMED + '.*MemoryError|"rank": {victim}.*MemoryError',
+    ),
     Fault("resource exhaustion", "files", GOES_ON, files_gone, located=NOT_SAVED, points=(SAVE,)),
-    Fault("resource exhaustion", "disk", GOES_ON, partial(failing_disk, errno.ENOSPC, "before_write"), located=NOT_SAVED + ".*No space", points=(SAVE,)),
-    Fault("resource unavailable", "read-only", GOES_ON, partial(failing_disk, errno.EROFS, "before_create"), located=NOT_SAVED + ".*Read-only", points=(SAVE,)),
-    Fault("resource unavailable", "gone", GOES_ON, folder_gone, located='"not_saved".*checkpoints', points=(SAVE,), victims=(0,)),
-    Fault("checkpoint corruption", "manifest or state", DAMAGED, damage=partial(flip_in, "*.json"), located=REJECTED),
-    Fault("payload corruption", "tensors", DAMAGED, damage=partial(flip_in, "shard-*"), located=REJECTED),
+    Fault(
+        "resource exhaustion",
+        "disk",
+        GOES_ON,
+        partial(failing_disk, errno.ENOSPC, "before_write"),
+        located=NOT_SAVED + ".*No space",
+        points=(SAVE,),
+    ),
+    Fault(
+        "resource unavailable",
+        "read-only",
+        GOES_ON,
+        partial(failing_disk, errno.EROFS, "before_create"),
+        located=NOT_SAVED + ".*Read-only",
+        points=(SAVE,),
+    ),
+    Fault(
+        "resource unavailable",
+        "gone",
+        GOES_ON,
+        folder_gone,
+        located='"not_saved".*checkpoints',
+        points=(SAVE,),
+        victims=(0,),
+    ),
+    Fault(
+        "checkpoint corruption",
+        "manifest or state",
+        DAMAGED,
+        damage=partial(flip_in, "*.json"),
+        located=REJECTED,
+    ),
+    Fault(
+        "payload corruption",
+        "tensors",
+        DAMAGED,
+        damage=partial(flip_in, "shard-*"),
+        located=REJECTED,
+    ),
     Fault("checkpoint truncation", "", DAMAGED, damage=truncated, located=REJECTED),
     Fault("checkpoint missing", "", DAMAGED, damage=missing, located=REJECTED),
     Fault("checkpoint I/O error", "read", DAMAGED, damage=unreadable, located=REJECTED),
-    Fault("checkpoint I/O error", "fsync", GOES_ON, partial(failing_disk, errno.EIO, "before_fsync"), located=NOT_SAVED + ".*Input/output", points=(SAVE,)),
-    Fault("tensor corruption", "a replica's weight", DIES, weight_flipped, located='"wrong_bits".*: rank {victim} on', layouts=tuple(REPLICAS)),
-    Fault("stale state", "a replica's weight", DIES, weight_stale, located='"wrong_bits".*: rank {victim} on', layouts=tuple(REPLICAS)),
-    Fault("message drop", "activation", DIES, message_dropped, located=r'"fault".*rank \d on .*waited', layouts=tuple(PIPELINES[:1]), victims=(0,), changes=(("parallel3d.train.timeout_seconds", 4),), points=(BATCH,)),
-    Fault("collective desync", "all-reduce of one", DIES, collective_of_one, located=r'"fault".*rank {victim} on ', changes=(("parallel3d.train.timeout_seconds", 4),), points=(UPDATE,)),
-    Fault("config drift", "learning rate", DIES, other_config, located=r'"(fault|refused)".*optimizer.params.lr.*rank {victim}'),
-    Fault("corpus shard flipped", "token", DAMAGED, damage=corpus_flipped, located=r'tokens.bin'),
+    Fault(
+        "checkpoint I/O error",
+        "fsync",
+        GOES_ON,
+        partial(failing_disk, errno.EIO, "before_fsync"),
+        located=NOT_SAVED + ".*Input/output",
+        points=(SAVE,),
+    ),
+    Fault(
+        "tensor corruption",
+        "a replica's weight",
+        DIES,
+        weight_flipped,
+        located='"wrong_bits".*: rank {victim} on',
+        layouts=tuple(REPLICAS),
+    ),
+    Fault(
+        "stale state",
+        "a replica's weight",
+        DIES,
+        weight_stale,
+        located='"wrong_bits".*: rank {victim} on',
+        layouts=tuple(REPLICAS),
+    ),
+    Fault(
+        "message drop",
+        "activation",
+        DIES,
+        message_dropped,
+        located=r'"fault".*rank \d on .*waited',
+        layouts=tuple(PIPELINES[:1]),
+        victims=(0,),
+        changes=IMPATIENT,
+        points=(BATCH,),
+    ),
+    Fault(
+        "collective desync",
+        "all-reduce of one",
+        DIES,
+        collective_of_one,
+        located=r'"fault".*rank {victim}: allreduce \d+ of 3 float32',
+        layouts=tuple(LAYOUTS[:3]),  # sums of two have the same bits in either backend
+        changes=IMPATIENT,
+        points=(UPDATE,),
+    ),
+    Fault(
+        "config drift",
+        "learning rate",
+        DIES,
+        other_config,
+        located=r'"(fault|refused)".*optimizer.params.lr.*rank {victim}',
+    ),
+    Fault("corpus shard flipped", "token", DAMAGED, damage=corpus_flipped, located=r"tokens.bin"),
     Fault("clock jump", "an hour on", GOES_ON, partial(clock_jump, 3600.0)),
     Fault("clock jump", "an hour back", GOES_ON, partial(clock_jump, -3600.0)),
-    Fault("full disk of metrics", "", GOES_ON, full_metrics, located='"metrics_not_written"', victims=(0,)),
-]  # fmt: skip
+    Fault(
+        "full disk of metrics",
+        "",
+        GOES_ON,
+        full_metrics,
+        located='"metrics_not_written"',
+        victims=(0,),
+    ),
+]
 KINDS = sorted({fault.kind for fault in FAULTS})
 # The issue's other types, and why they are not injected.
 NOT_INJECTED = {
-    "message duplicate, reorder": "gloo's TCP does neither; tests/strict plants both in the program",
+    "message duplicate, reorder": "gloo does neither; tests/strict plants both",
     "network partition": "needs network namespaces; tests/mesh/test_network.py cuts connections",
 }
