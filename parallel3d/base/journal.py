@@ -36,7 +36,7 @@ def not_ended(folder: Path) -> bool:
     with suppress(OSError):
         for values in reversed(read_lines(folder / EVENTS)):
             if values["event"] in ("launch", *_ENDS):
-                return values["event"] == "launch"
+                return bool(values["event"] == "launch")
     return False
 
 

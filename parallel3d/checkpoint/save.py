@@ -154,8 +154,10 @@ class Saver:
         """Return whether to write in the background, and why the save is impossible, or ""."""
         asynchronous = self._asynchronous and not wait
         new_bytes = 0 if self._buffer is not None else copy_bytes(self._numel)
-        memory_lacks = free_space.missing_memory_bytes(new_bytes, self._mesh.local_size)
-        disk_lacks = free_space.missing_disk_bytes(self._folder, self.num_bytes)
+        memory_lacks = disk_lacks = 0
+        with suppress(OSError):  # out of files, or the disk is away: the write reports it
+            memory_lacks = free_space.missing_memory_bytes(new_bytes, self._mesh.local_size)
+            disk_lacks = free_space.missing_disk_bytes(self._folder, self.num_bytes)
         rows = self._mesh.gather_floats([memory_lacks if asynchronous else 0, disk_lacks])
         memory_lacks, disk_lacks = (max(int(row[i]) for row in rows) for i in range(2))
         if disk_lacks:

@@ -371,7 +371,7 @@ FAULTS = [
         layouts=(((1, 2, 1), 3),),
         located=r'"end".*"stopped": true',
     ),
-    Fault("hang", "SIGSTOP", DIES, stopped, located=BLAMED + r"has been stopped"),
+    Fault("hang", "SIGSTOP", DIES, stopped, located=BLAMED + ".*has been stopped"),
     Fault("delay", "sleep", GOES_ON, delayed),
     Fault("delay", "SIGSTOP and SIGCONT", GOES_ON, paused),
     Fault(
@@ -469,7 +469,7 @@ FAULTS = [
         "activation",
         DIES,
         message_dropped,
-        located=r'"fault".*rank \d on .*waited',
+        located=r'"fault".*rank \d on .*is late: at .*RECV_[FB]\d of step {step}',  # the channel
         layouts=tuple(PIPELINES[:1]),
         victims=(0,),
         changes=IMPATIENT,
@@ -480,7 +480,7 @@ FAULTS = [
         "all-reduce of one",
         DIES,
         collective_of_one,
-        located=r'"fault".*rank {victim}: allreduce \d+ of 3 float32',
+        located=r'"fault".*rank {victim}(:| with) all_reduce \d+ of 3 float32',
         layouts=tuple(LAYOUTS[:3]),  # sums of two have the same bits in either backend
         changes=IMPATIENT,
         points=(UPDATE,),

@@ -218,9 +218,9 @@ class Soak:
                 events[row["events_before"] : row["events_after"]],
                 events[row["events_after"] : later],
             )
-            pattern = fault.located.replace("{victim}", str(row["victim"])).replace(
-                "{file}", re.escape(row["file"])
-            )
+            pattern = fault.located
+            for name in ("victim", "step", "file"):
+                pattern = pattern.replace(f"{{{name}}}", re.escape(str(row[name])))
             row["located"] = any(re.search(pattern, line) for line in own + after)
             next_launch = [
                 x for x in map(json.loads, after) if x["event"] in ("launch", "first_step")
