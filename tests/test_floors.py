@@ -62,9 +62,9 @@ ROOMS = [
 BUDGET = {
     "launch": 925,
     "models": 1440,
-    "parallel3d/base": 915,
+    "parallel3d/base": 945,
     "parallel3d/calibrate": 700,
-    "parallel3d/checkpoint": 1360,
+    "parallel3d/checkpoint": 1365,
     "parallel3d/config": 1990,
     "parallel3d/data": 3840,
     "parallel3d/doctor": 205,
@@ -77,8 +77,8 @@ BUDGET = {
     "parallel3d/report": 300,
     "parallel3d/scaling": 2880,
     "parallel3d/schedule": 910,
-    "parallel3d/tensor": 1460,
-    "parallel3d/train": 2560,
+    "parallel3d/checkpoint": 1365,
+    "parallel3d/config": 1990,
     "parallel3d/verify": 1245,
 }
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}
