@@ -77,8 +77,8 @@ BUDGET = {
     "parallel3d/report": 300,
     "parallel3d/scaling": 2880,
     "parallel3d/schedule": 910,
-    "parallel3d/checkpoint": 1365,
-    "parallel3d/config": 1990,
+    "parallel3d/tensor": 1460,
+    "parallel3d/train": 2590,
     "parallel3d/verify": 1245,
 }
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}
