@@ -1,12 +1,15 @@
 """How evenly attention is dealt to context-parallel ranks, beside head-tail and torch's PTRR.
 
-    python benchmarks/context_balance.py [--samples 16]
+    python benchmarks/context_balance.py [--samples 16] [--microbatches]
 
 For each packing of documents of log-normal lengths into samples: the most work of a rank, by the
 ranks' mean, averaged over samples and at worst. Work is the pairs of query and key that attend.
 Head-tail dealing (Megatron-LM, arXiv:2407.21783) gives a rank the i-th piece of 2 cp and the i-th
 from the end. PTRR is torch's balancer of blocks for FlexAttention, which sorts blocks by the number
 of their unmasked key blocks and deals them in turn, forwards and backwards.
+
+With `--microbatches`, the same of the microbatches of a step and of its dp ranks: with the samples
+in their order, and dealt (data.balance_microbatches).
 """
 
 import argparse
@@ -18,7 +21,7 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
     _PTRRLoadBalancer,
 )
 
-from parallel3d.data.deal import attention_work, deal
+from parallel3d.data.deal import attention_work, balance, deal
 
 BLOCK = 128
 RANKS = {8192: 8, 32768: 8, 131072: 16}  # by the length of samples
@@ -63,10 +66,39 @@ DEALS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
 }  # fmt: skip
 
 
+def compare_microbatches() -> None:
+    """Print the table of microbatches and dp ranks: 16 steps of 16 microbatches on 4 dp ranks."""
+    print("| sample | documents | a microbatch's samples | microbatches | balanced | dp ranks |"
+          " balanced |", "|---|---|---|---|---|---|---|", sep="\n")  # fmt: skip
+    steps, microbatches, dp = 16, 16, 4
+    for seq in (8192, 32768):
+        for mean, sigma in DOCUMENTS:
+            for size in (1, 4):
+                samples = packed(seq, mean, sigma, steps * microbatches * size)
+                work = np.stack([attention_work(row[None]).sum() for row in samples])
+                columns = [list[float]() for _ in range(4)]
+                for step in work.reshape(steps, -1):
+                    dealt, numbers = balance(step, size, dp)
+                    even = step[dealt].sum(-1)
+                    sums = (
+                        step.reshape(-1, size).sum(-1), even, step.reshape(dp, -1).sum(-1),
+                        even[numbers].sum(-1),
+                    )  # fmt: skip
+                    for column, own in zip(columns, sums, strict=True):
+                        column.append(own.max() / own.mean())
+                cells = [f"{np.mean(column):.3f} ({max(column):.3f})" for column in columns]
+                name = f"| {seq:,} | mean {mean:,}, σ {sigma:g} | {size} |"
+                print(name, " | ".join(cells), "|", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--microbatches", action="store_true")
     args = parser.parse_args()
+    if args.microbatches:
+        compare_microbatches()
+        return
     print(
         f"| sample, cp | documents | {' | '.join(DEALS)} |", "|---|---" + "|---" * 3 + "|", sep="\n"
     )

@@ -102,9 +102,10 @@ def _check_reduction(pipeline: PipelineConfig, zero_optimization: ZeroConfig) ->
 
 
 def _check_noise_scale(
-    train: TrainConfig, mesh: MeshConfig, pipeline: PipelineConfig, zero_optimization: ZeroConfig
-) -> Iterator[Problem]:
-    """Check that each data-parallel rank has a whole gradient of its own."""
+    train: TrainConfig, data: DataConfig, mesh: MeshConfig, pipeline: PipelineConfig,
+    zero_optimization: ZeroConfig,
+) -> Iterator[Problem]:  # fmt: skip
+    """Check that each data-parallel rank has a whole gradient of its own, of random samples."""
     path, every = "parallel3d.train.noise_scale_every", train.noise_scale_every
     if every and mesh.dp == 1:
         rule = "compares gradients of data-parallel ranks, and mesh.dp is 1"
@@ -114,6 +115,11 @@ def _check_noise_scale(
             f"needs each rank's own gradient, and ep={mesh.ep} ranks send each other their tokens"
         )
         yield Problem(path, every, rule, "use 0, or mesh.ep = 1")
+    if every and data.balance_microbatches:
+        rule = (
+            "needs ranks with random samples, but parallel3d.data.balance_microbatches deals them"
+        )
+        yield Problem(path, every, rule, "use balance_microbatches = false, or 0 here")
     stage, chosen = zero_optimization.stage, pipeline.gradient_reduction
     if every and not reduces_once(stage, chosen):
         rule = (

@@ -198,6 +198,10 @@ class DataConfig(SourceConfig):
     isolate_documents: bool = False
     """Isolate documents packed into one sample: attention stops at a document's end, and positions
     restart."""
+    balance_microbatches: bool = False
+    """Form the microbatches of each step so that attention has as much work in all of them and on
+    all dp ranks, counted from the lengths of isolated documents. A step has the same samples; only
+    the order in which they are added up changes."""
     packing: Literal["none", "best_fit"] = "none"
     """"none" cuts the documents, one after another, every sequence_length tokens. "best_fit" puts
     whole documents into samples, and cuts only documents that are longer than a sample; the padding
@@ -240,7 +244,7 @@ class DataConfig(SourceConfig):
     """Folder for tokenized corpora; "auto" is $XDG_CACHE_HOME/parallel3d or ~/.cache/parallel3d."""
 
     def _problems(self) -> Iterable[Problem]:
-        checks = (_check_tokenizer, _check_names, _check_streams, _check_fim)
+        checks = (_check_tokenizer, _check_names, _check_streams, _check_fim, _check_balance)
         return [*super()._problems()] or [problem for check in checks for problem in check(self)]
 
     @property
@@ -307,6 +311,18 @@ def _check_fim(data: DataConfig) -> Iterator[Problem]:
     )  # fmt: skip
     if data.fim:
         yield from (Problem(*problem) for is_wrong, *problem in refused if is_wrong)
+
+
+def _check_balance(data: DataConfig) -> Iterator[Problem]:
+    """Yield the problems of settings with which microbatches cannot be balanced."""
+    refused = (
+        (not data.isolate_documents, "needs isolate_documents: else all samples are equal work",
+         "set isolate_documents = true, or remove it"),
+        (data.streams, "cannot be combined with stream: each node would fetch every shard",
+         "remove one of the two"),
+    )  # fmt: skip
+    if data.balance_microbatches:
+        yield from (Problem("balance_microbatches", True, *why) for wrong, *why in refused if wrong)
 
 
 def _check_keys(section: SourceConfig) -> Iterator[Problem]:

@@ -167,6 +167,24 @@ class Batches:
         packings = ((part, self.streams[part].packing) for part in np.unique(parts))
         return sum(packing.padding(samples[parts == part]) for part, packing in packings if packing)
 
+    def attention_work(self, first_sample: int, count: int) -> np.ndarray:
+        """Return the pairs of tokens that attend in isolated documents: int64 [count].
+
+        They are counted from the documents' bounds, without reading tokens.
+        """
+        parts, starts = self.windows(first_sample, count)
+        work = np.empty(count, dtype=np.int64)
+        for row, (part, start) in enumerate(zip(parts.tolist(), starts.tolist(), strict=True)):
+            packing, bounds = self.streams[part].packing, self.streams[part].bounds
+            if packing:
+                lengths = packing.lengths_in(start)
+            else:
+                end = start + self.sequence_length
+                first, last = bounds.searchsorted([start + 1, end])
+                lengths = np.diff(bounds[first:last], prepend=start, append=end)
+            work[row] = (lengths * (lengths + 1) // 2).sum()
+        return work
+
     def places(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return each sample's stream [count], and of each token its place there and its piece.
 

@@ -1,11 +1,12 @@
-"""How the tokens of a sample are dealt to the context-parallel ranks that share it.
+"""How work is dealt: tokens of a sample to the cp ranks that share it, samples to microbatches.
 
 Attention's work grows with a token's position in its document. Equal numbers of tokens are not
-equal work, so blocks of tokens are dealt by their work: the longest first, each to the rank with
-the least so far (the longest-processing-time rule of Graham 1969, SIAM J. Appl. Math. 17, 416).
+equal work, so blocks of tokens, and samples, are dealt by their work: the longest first, each to
+whom has the least so far (the longest-processing-time rule of Graham 1969, SIAM J. Appl. Math. 17,
+416). All get as many.
 """
 
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -32,18 +33,31 @@ def deal(documents: np.ndarray, cp: int) -> np.ndarray:
     num_samples, seq = documents.shape
     block = block_tokens(seq, cp)
     work = attention_work(documents).reshape(num_samples, -1, block).sum(-1)  # [samples, blocks]
-    dealt = np.stack([_deal_blocks(own, cp) for own in work])  # [samples, cp, blocks / cp]
+    dealt = np.stack([_deal(own, cp) for own in work])  # [samples, cp, blocks / cp]
     return (dealt[..., None] * block + np.arange(block)).reshape(num_samples, cp, -1)
 
 
-def _deal_blocks(work: np.ndarray, cp: int) -> list[list[int]]:
-    """Return the blocks of each rank, in order; `work` [blocks]."""
-    most, blocks = len(work) // cp, [list[int]() for _ in range(cp)]
-    ranks = [(0, rank) for rank in range(cp)]
-    heapify(ranks)
-    for block in np.argsort(-work, kind="stable").tolist():
-        total, rank = heappop(ranks)
-        blocks[rank].append(block)
-        if len(blocks[rank]) < most:
-            heappush(ranks, (total + int(work[block]), rank))
-    return [sorted(own) for own in blocks]
+def balance(work: np.ndarray, micro_batch: int, dp: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the samples of each microbatch of a step, and the microbatches of each dp rank.
+
+    `work` [samples] is that of the step's samples. The first is int64 [microbatches of all ranks,
+    micro_batch], and does not depend on `dp`; the second is int64 [dp, microbatches of a rank], the
+    most work first: ranks that wait for each other within a step then have like microbatches.
+    """
+    samples = np.array(_deal(work, len(work) // micro_batch))
+    totals = work[samples].sum(-1)
+    numbers = np.array(_deal(totals, dp))
+    order = np.argsort(-totals[numbers], axis=1, kind="stable")
+    return samples, np.take_along_axis(numbers, order, axis=1)
+
+
+def _deal(work: np.ndarray, ranks: int) -> list[list[int]]:
+    """Return the items of each of `ranks`, in order; `work` [items]."""
+    most, items = len(work) // ranks, [list[int]() for _ in range(ranks)]
+    least = [(0, rank) for rank in range(ranks)]  # a heap
+    for item in np.argsort(-work, kind="stable").tolist():
+        total, rank = heappop(least)
+        items[rank].append(item)
+        if len(items[rank]) < most:
+            heappush(least, (total + int(work[item]), rank))
+    return [sorted(own) for own in items]

@@ -92,6 +92,11 @@ class Packing:
             pieces[row, : len(numbers)] = numbers
         return places, pieces
 
+    def lengths_in(self, sample: int) -> np.ndarray:
+        """Return the places of each piece of a sample, with its room; padding is the last piece."""
+        lengths = self.lengths[slice(*self.firsts[sample : sample + 2].tolist())] + self.room
+        return np.append(lengths, self.sequence_length - lengths.sum()).astype(np.int64)
+
     def padding(self, samples: np.ndarray) -> int:
         """Return the number of places of samples [n] that are padding."""
         ends = [self.firsts[samples], self.firsts[samples + 1]]

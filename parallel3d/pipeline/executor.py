@@ -34,12 +34,15 @@ class Microbatch(NamedTuple):
       the other tensors have this rank's tokens, [batch, seq / cp].
     - `weights` (fp32, [batch, seq]): how much each label counts. Either all microbatches of all
       ranks have them, or none; they are required if a label is -100.
+    - `number`: its place among the microbatches of the step, which have the same samples on every
+      mesh.
     """
 
     tokens: Tensor | None = None
     labels: Tensor | None = None
     segments: Segments | None = None
     weights: Tensor | None = None
+    number: int = 0
 
 
 def free_data(output: Tensor) -> None:
@@ -124,7 +127,7 @@ class Executor:
         self._schedules = {schedule.num_microbatches: schedule}
         self._use(schedule)
         self._no_loss = torch.zeros((), device=mesh.device)
-        self._batch: list[Microbatch] = []
+        self.batch: list[Microbatch] = []
         self.flow = Flow(1)
         self._trains = schedule.has_backward
         self.token_losses: Tensor | None = None
@@ -144,7 +147,7 @@ class Executor:
         """
         if len(batch) != self.schedule.num_microbatches:
             self._use(self._schedule_for(len(batch)))
-        self._batch, self._key.step = batch, step
+        self.batch, self._key.step = batch, step
         self.flow = flow = Flow(self._losses_divisor(batch))
         clock = DeviceClock(self.mesh.device) if self.timed else None
         marks, self.spans = [], []
@@ -200,7 +203,7 @@ class Executor:
         self._completing = {a[1:] for a in backwards.values() if a.op is Op.B}
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        x, labels, segments, weights = self._enter(microbatch)
+        x, labels, segments, weights, _ = self._enter(microbatch)
         if stage > 0:
             # In evaluation no backward needs the input again.
             take = self.flow.inputs.__getitem__ if self._trains else self.flow.inputs.pop
@@ -232,7 +235,7 @@ class Executor:
 
     def _enter(self, microbatch: int) -> Microbatch:
         """Return a microbatch, on which dropout masks depend from now on, also recomputed ones."""
-        own = self._batch[microbatch]
+        own = self.batch[microbatch]
         self._key.microbatch = microbatch
         self._key.dealt = None if own.segments is None else own.segments.dealt
         return own
@@ -245,7 +248,7 @@ class Executor:
         """
         for name, value in side_losses.values.items():
             self.flow.side_values.setdefault(name, []).append(value)
-        total = side_losses.total / len(self._batch)
+        total = side_losses.total / len(self.batch)
         if key[0] == self._last_stage:
             return output + total
         if total.requires_grad:

@@ -3,6 +3,7 @@
 They are built in pinned memory, so that each step's copy runs while the host goes on.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from parallel3d.config import RunConfig
 from parallel3d.data.ahead import ReadAhead
 from parallel3d.data.batches import Batches, documents_of, first_sample
 from parallel3d.data.corpus import Corpus
-from parallel3d.data.deal import deal
+from parallel3d.data.deal import balance, deal
 from parallel3d.data.evaluation_samples import EvaluationSamples
 from parallel3d.data.fim import Fim
 from parallel3d.mesh.mesh import Mesh
@@ -23,11 +24,14 @@ from parallel3d.pipeline.executor import Microbatch
 from parallel3d.schedule.schedule import Schedule
 from parallel3d.tensor.segments import Segments
 
+_Run = tuple[int, int]  # the global index of the first sample, and how many follow each other
+
 
 class _Step(NamedTuple):
     """A rank's part of a step, in host memory."""
 
     arrays: torch.Tensor  # int64 [microbatches, kinds, batch, seq]
+    numbers: Sequence[int]  # of the microbatches, see `Microbatch`
     segments: tuple[Segments, ...] = ()  # one per microbatch, for isolated documents
     weights: torch.Tensor | None = None  # of the labels: float32 [microbatches, batch, seq]
     documents: torch.Tensor | None = None  # of an evaluation's labels: [microbatches, batch, seq]
@@ -111,15 +115,22 @@ class Feed:
         config, size = self._config, self._config.micro_batch_size
         shape = num_microbatches, size, config.data.sequence_length
         nothing = np.empty((shape[0], 0, *shape[1:]), dtype=np.int64)
+        numbers, runs = self._share(start, num_microbatches)
         if not self._kinds and not self._segments:
-            return _Step(self._readable(nothing))
-        first, count = self._share(start, num_microbatches)
-        tokens, labels = batches.microbatch(first, count)
+            return _Step(self._readable(nothing), numbers)
+        if config.data.balance_microbatches and samples is None:
+            numbers, runs = self._balanced(batches, start, num_microbatches)
+
+        def read(part: Callable[[int, int], Sequence[np.ndarray]]) -> list[np.ndarray]:
+            """Return arrays of this rank's samples, which are in runs (first, count)."""
+            return [np.concatenate(a) for a in zip(*(part(*r) for r in runs), strict=True)]
+
+        tokens, labels = read(batches.microbatch)
         arrays = {"tokens": tokens, "labels": labels}
         documents: np.ndarray = np.zeros_like(tokens)
         places: np.ndarray | None = None
         if self._isolates and batches.is_packed:
-            documents = batches.places(first, count)[2]
+            documents = read(batches.places)[2]
         elif self._isolates:
             documents = documents_of(tokens, self._end_of_text)
         cp = self._context
@@ -133,7 +144,7 @@ class Feed:
             return array.reshape(*shape[:2], -1)
 
         used = [own(arrays[kind]) for kind in self._kinds]
-        step = _Step(self._readable(np.stack(used, axis=1) if used else nothing))
+        step = _Step(self._readable(np.stack(used, axis=1) if used else nothing), numbers)
         if self._segments:
             cut = torch.from_numpy(documents.reshape(shape))
             if places is None:
@@ -143,28 +154,34 @@ class Feed:
                 segments = map(partial(Segments.of, group=cp.group), cut, dealt)
             step = step._replace(segments=tuple(segments))
         if "labels" in self._kinds and batches.weighs:
-            weights = own(batches.weights(first, count))
+            weights = own(np.concatenate([batches.weights(*run) for run in runs]))
             step = step._replace(weights=self._readable(weights))
         if "labels" in self._kinds and samples is not None:
-            labelled = own(samples.documents(first, count))
+            labelled = own(samples.documents(*runs[0]))
             step = step._replace(documents=self._readable(labelled))
         return step
 
     def _evaluated(self, samples: EvaluationSamples, start: int) -> _Step:
         return self._step(samples.batches, start, self._config.num_microbatches, samples)
 
-    def _share(self, start: int, num_microbatches: int) -> tuple[int, int]:
-        """Return this dp coordinate's first sample of a step, and the number of its samples."""
-        config = self._config
+    def _share(self, start: int, num_microbatches: int) -> tuple[Sequence[int], list[_Run]]:
+        """Return the numbers of this dp coordinate's microbatches, and their samples: one run."""
+        dp, size = self._mesh.samples, self._config.micro_batch_size
         first = first_sample(
-            start,
-            0,
-            self._mesh.samples.coord,
-            micro_batch=config.micro_batch_size,
-            num_microbatches=num_microbatches,
-            dp=self._mesh.samples.size,
+            start, 0, dp.coord, micro_batch=size, num_microbatches=num_microbatches, dp=dp.size
         )
-        return first, config.micro_batch_size * num_microbatches
+        numbers = range(dp.coord * num_microbatches, (dp.coord + 1) * num_microbatches)
+        return numbers, [(first, size * num_microbatches)]
+
+    def _balanced(
+        self, batches: Batches, start: int, num_microbatches: int
+    ) -> tuple[Sequence[int], list[_Run]]:
+        """Return what `_share` does, of microbatches with as much work: runs of one sample."""
+        dp, size = self._mesh.samples, self._config.micro_batch_size
+        work = batches.attention_work(start, size * num_microbatches * dp.size)
+        samples, numbers = balance(work, size, dp.size)
+        own = numbers[dp.coord]
+        return own.tolist(), [(start + i, 1) for i in samples[own].flatten().tolist()]
 
     def _taken(self, ahead: ReadAhead[_Step], start: int, then: list[int], *, end: int) -> _Step:
         try:
@@ -179,7 +196,10 @@ class Feed:
 
     def _cut(self, step: _Step) -> list[Microbatch]:
         tensor, device = self._on_device(step.arrays), self._mesh.device
-        microbatches = [Microbatch(**dict(zip(self._kinds, own, strict=True))) for own in tensor]
+        microbatches = [
+            Microbatch(**dict(zip(self._kinds, own, strict=True)), number=number)
+            for own, number in zip(tensor, step.numbers, strict=True)
+        ]
         if step.segments:
             moved = [s.on(device) for s in step.segments]
             microbatches = [

@@ -133,8 +133,7 @@ class _Trace:
 
     def _note_output(self, layer: int, _: nn.Module, __: object, output: Tensor) -> None:
         if self._key.step == self._step - 1 and torch.is_grad_enabled():
-            first = self._mesh.samples.coord * self._executor.schedule.num_microbatches
-            place = f"{first + self._key.microbatch} {layer}"
+            place = f"{self._executor.batch[self._key.microbatch].number} {layer}"
             self._note(f"output {place}", output)
             output.register_hook(partial(self._note, f"gradient {place}"))
 

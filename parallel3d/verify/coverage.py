@@ -63,6 +63,7 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (config.mesh.sequence_parallel, "mesh.sequence_parallel", ""),
         (True, "order of samples, labels", ""),
         (data.isolate_documents, "data.isolate_documents", ""),
+        (data.balance_microbatches, "data.balance_microbatches", ""),
         (data.packing != "none", f"data.packing = {data.packing}", "tests/verify/test_packing.py"),
         (data.source == "mixture", "shares of data.mixture", ""),
         (changes, "weights of data.mixture that change", "tests/data/test_mixing.py"),

@@ -126,6 +126,29 @@ def documents_of(tokens: Tensor, end_of_text: int) -> Tensor:
     return numbers
 
 
+def balanced(documents: Tensor, micro_batch: int, dp: int) -> list[list[int]]:
+    """Return the samples of each dp rank in a step with balanced microbatches, in order.
+
+    A document of n tokens has n (n + 1) / 2 pairs that attend. The samples with the most pairs go
+    first to the microbatch with the fewest so far, and the microbatches alike to the dp ranks,
+    which begin with the one that has the most (docs/long-context.md).
+    """
+
+    def dealt(sizes: Sequence[int], num_hands: int) -> list[list[int]]:
+        hands = [list[int]() for _ in range(num_hands)]
+        for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+            free = [hand for hand in hands if len(hand) < len(sizes) // num_hands]
+            min(free, key=lambda hand: sum(sizes[i] for i in hand)).append(item)
+        return [sorted(hand) for hand in hands]
+
+    rows = [[row.count(number) for number in set(row)] for row in documents.tolist()]
+    work = [sum(n * (n + 1) // 2 for n in lengths) for lengths in rows]
+    microbatches = dealt(work, len(work) // micro_batch)
+    totals = [sum(work[i] for i in own) for own in microbatches]
+    hands = [sorted(hand, key=lambda m: -totals[m]) for hand in dealt(totals, dp)]
+    return [[i for m in hand for i in microbatches[m]] for hand in hands]
+
+
 def widths(model: "ModelConfig") -> tuple[float, float]:
     """Return how many times wider and deeper than muP's base a model is; 1 without muP."""
     settings = getattr(model, "parametrization", None)

@@ -19,6 +19,7 @@ from parallel3d.model.spec import tied_names
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.tensor.segments import Segments
 from parallel3d.train.assembly import Assembly
+from parallel3d.verify import definitions
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import Batch, Reference, first_weights
 
@@ -109,11 +110,16 @@ def microbatches(batch: Sequence[Tensor | None], config: RunConfig, mesh: Mesh) 
     """Return the microbatches of this dp coordinate from a global batch."""
     share = config.micro_batch_size * config.num_microbatches
     start = share * mesh.samples.coord
+    tokens, labels, documents, weights = Batch(*batch)  # type: ignore[arg-type]
+    rows: slice | list[int] = slice(start, start + share)
+    if config.data.balance_microbatches:
+        assert documents is not None, "balanced microbatches need isolated documents"
+        hands = definitions.balanced(documents, config.micro_batch_size, mesh.samples.size)
+        rows = hands[mesh.samples.coord]
 
     def cut(x: Tensor) -> list[Tensor]:
-        return list(x[start : start + share].split(config.micro_batch_size))
+        return list(x[rows].split(config.micro_batch_size))
 
-    tokens, labels, documents, weights = Batch(*batch)  # type: ignore[arg-type]
     segments = None if documents is None else list(map(Segments.of, cut(documents)))
     if (cp := mesh.context).size > 1:
         documents = torch.zeros_like(tokens) if documents is None else documents

@@ -99,7 +99,7 @@ def corpus_of(config: RunConfig, folder: Path) -> Corpus:
     streams, shares = text_of(config)
     # A plain array stands for the weights that would be read from files.
     parts = tuple(
-        TokenStream(tokens, np.array([0, len(tokens)]), weights)  # type: ignore[arg-type]
+        TokenStream(tokens, _bounds_of(tokens, config), weights)  # type: ignore[arg-type]
         for tokens, weights in streams
     )
     mixture = Mixture(parts, tuple(map(float, shares)))
@@ -113,6 +113,12 @@ def corpus_of(config: RunConfig, folder: Path) -> Corpus:
         held_out=everything,
         key="verify",
     )
+
+
+def _bounds_of(tokens: np.ndarray, config: RunConfig) -> np.ndarray:
+    """Return the bounds of documents that end with the end of text, int64 [documents + 1]."""
+    ends = np.flatnonzero(tokens[:-1] == int(config.model.vocab_size) - 1) + 1
+    return np.concatenate([[0], ends, [len(tokens)]])
 
 
 def course_of(config: RunConfig) -> Course:

@@ -20,6 +20,7 @@ RECOMPUTE = f"{P3D}.pipeline.activation_checkpointing"
 NAME, STEPS, TRACKERS = f"{P3D}.run.name", f"{P3D}.train.steps", f"{P3D}.run.trackers"
 LR, AC = f"{P3D}.train.lr_schedule", "activation_checkpointing"
 ON = {"enabled": True}
+BALANCED = {"sequence_length": 128, "isolate_documents": True, "balance_microbatches": True}
 CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_momentum": False}
 PASTE = '"params": {"lr": 0.0003, "betas": [0.9, 0.95], "weight_decay": 0.1}'
 
@@ -171,6 +172,10 @@ BAD_TOGETHER = [
      f"{P3D}.train.noise_scale_every", 5, "needs each rank's own gradient", "mesh.ep = 1"),
     ({f"{P3D}.mesh.cp": 2, f"{P3D}.model.attn_pdrop": 0.1},
      f"{P3D}.model.attn_pdrop", 0.1, "whole samples, which cp=2 ranks share", "or mesh.cp = 1"),
+    ({f"{P3D}.data.balance_microbatches": True},
+     f"{P3D}.data.balance_microbatches", True, "needs isolate_documents", "isolate_documents ="),
+    ({f"{P3D}.data": BALANCED, f"{P3D}.train.noise_scale_every": 5, f"{P3D}.mesh.dp": 2},
+     f"{P3D}.train.noise_scale_every", 5, "ranks with random samples", "= false, or 0 here"),
     ({f"{P3D}.pipeline": {"stages_per_rank": 2}},
      f"{P3D}.pipeline.schedule", "gpipe", "with pp=2, microbatches=4", "'interleaved'"),
     ({f"{P3D}.pipeline": {"schedule": "interleaved", "stages_per_rank": 4}},

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.config.arithmetic import block_tokens
-from parallel3d.data.deal import attention_work, deal
+from parallel3d.data.deal import attention_work, balance, deal
+from parallel3d.verify import definitions
 
 pytestmark = pytest.mark.gloo
 
@@ -41,7 +43,7 @@ def test_work_by_a_slow_loop():
         assert work.tolist() == [list(row[: i + 1]).count(row[i]) for i in range(64)]
 
 
-def balance(documents, cp):
+def max_by_mean(documents, cp):
     """The most work of a rank of each sample, by the mean."""
     work = np.take_along_axis(attention_work(documents)[:, None], deal(documents, cp), 2).sum(-1)
     return work.max(1) / work.mean(1)
@@ -50,8 +52,36 @@ def balance(documents, cp):
 @pytest.mark.parametrize(("seq", "cp"), [(8192, 8), (32768, 8), (131072, 16)])
 def test_ranks_have_equal_work(seq, cp):
     """With and without isolation. Cut into neighbours, the last rank has almost twice the mean."""
-    assert balance(np.zeros((1, seq), dtype=int), cp).max() < 1.001
+    assert max_by_mean(np.zeros((1, seq), dtype=int), cp).max() < 1.001
     documents = packed(seq, 4096, 1, seed=1)
-    assert balance(documents, cp).max() <= 1.01
+    assert max_by_mean(documents, cp).max() <= 1.01
     neighbours = attention_work(documents).reshape(1, cp, -1).sum(-1)
     assert (neighbours.max(1) / neighbours.mean(1)).max() > 1.2
+
+
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))
+def test_each_sample_is_in_one_microbatch_of_one_rank(micro_batch, dp, num_microbatches):
+    documents = packed(64, 12, micro_batch * dp * num_microbatches, seed=dp)
+    work = attention_work(documents).sum(-1)
+    samples, numbers = balance(work, micro_batch, dp)
+    assert samples.shape == (dp * num_microbatches, micro_batch)
+    assert sorted(samples.ravel().tolist()) == list(range(len(work)))
+    assert numbers.shape == (dp, num_microbatches)
+    assert sorted(numbers.ravel().tolist()) == list(range(dp * num_microbatches))
+    assert (np.diff(work[samples].sum(-1)[numbers]) <= 0).all()
+    assert (balance(work, micro_batch, dp * num_microbatches)[0] == samples).all()  # any mesh
+    expected = definitions.balanced(torch.from_numpy(documents), micro_batch, dp)
+    assert samples[numbers].reshape(dp, -1).tolist() == expected
+
+
+def test_microbatches_and_dp_ranks_have_equal_work():
+    work = attention_work(packed(1024, 256, 128, seed=1)).sum(-1)
+    samples, numbers = balance(work, 4, 4)
+    of_microbatches = work[samples].sum(-1)
+    of_ranks = of_microbatches[numbers].sum(-1)
+
+    def max_of(work):
+        return work.max() / work.mean()
+
+    assert max_of(of_microbatches) < 1.1 < 1.5 < max_of(work.reshape(-1, 4).sum(-1))
+    assert max_of(of_ranks) < 1.01 < 1.05 < max_of(work.reshape(4, -1).sum(-1))

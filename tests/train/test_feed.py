@@ -32,6 +32,7 @@ LENGTH, SIZE, END = 8, 10_000, 7
 def feed_of(corpus, place=(0, 0), *, mesh=(1, 1), schedule="gpipe", stages=1, **settings):
     """The feed of one rank of a mesh (pp, dp), and its config."""
     micro_batch, read_ahead = settings.pop("micro_batch", 2), settings.pop("read_ahead", 2)
+    microbatches = settings.pop("microbatches", 4)
     pp, dp = mesh
     sizes = {"hidden_size": 8, "num_hidden_layers": 8, "num_attention_heads": 1}
     data = {"sequence_length": LENGTH, "read_ahead": read_ahead, **settings}
@@ -44,7 +45,7 @@ def feed_of(corpus, place=(0, 0), *, mesh=(1, 1), schedule="gpipe", stages=1, **
     }
     raw = {
         "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": 4,
+        "gradient_accumulation_steps": microbatches,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "parallel3d": block,
     }
@@ -135,11 +136,47 @@ def test_padding_is_its_own_document_and_has_no_weight(closed):
         assert not positions[first].any() and (positions[padding & ~first] > 0).all()
 
 
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_balanced_microbatches_have_the_samples_of_the_step(closed, packing):
+    """Each sample once, with its own documents and weights; by number alike on every mesh."""
+    bounds = np.cumsum([0, *np.random.default_rng(0).integers(1, 8, 200)])
+    tokens = np.arange(1000, 1000 + bounds[-1])
+    if packing == "none":
+        tokens[bounds[1:] - 1] = END
+    packed = Packing.make(bounds, LENGTH) if packing == "best_fit" else None
+    train = TokenStream(tokens, bounds, packing=packed)
+    corpus = SimpleNamespace(train=train, held_out=stream(0, 200), end_of_text=END)
+    whole = Batches(train, LENGTH, seed=3)
+    by_mesh = []
+    for dp in (1, 2):
+        options = {"mesh": (1, dp), "packing": packing, "micro_batch": 2, "microbatches": 8 // dp}
+        options |= {"isolate_documents": True, "balance_microbatches": True}
+        feeds = [feed_of(corpus, (0, coord), **options)[0] for coord in range(dp)]
+        closed += feeds
+        by_mesh.append(steps := [])
+        for start in (0, 16, 160):
+            ranks = [feed.training(start) for feed in feeds]
+            own = sorted((m for rank in ranks for m in rank), key=lambda m: m.number)
+            assert [m.number for m in own] == list(range(8))
+            rows = [row for m in own for row in m.tokens.tolist()]
+            assert sorted(rows) == sorted(whole.microbatch(start, 16)[0].tolist())
+            work = [[sum(n * (n + 1) / 2 for n in m.segments.lengths) for m in r] for r in ranks]
+            assert all(one == sorted(one, reverse=True) for one in work)
+            if packing == "best_fit":
+                assert all(torch.equal(m.weights == 0, m.tokens == 0) for m in own)
+                assert sum(map(sum, work)) == whole.attention_work(start, 16).sum()
+            steps.append(rows)
+        samples = EvaluationSamples(corpus.held_out, LENGTH, max_samples=22)
+        in_order = torch.cat([m.labels for m in feeds[0].evaluation(samples, 0)[0]])
+        assert in_order.tolist() == samples.batches.microbatch(0, len(in_order))[1].tolist()
+    assert by_mesh[0] == by_mesh[1]
+
+
 def test_ranks_between_the_first_and_the_last_read_nothing(corpus, closed, monkeypatch):
     feed, _ = feed_of(corpus, (1, 0), mesh=(3, 1))
     closed.append(feed)
     monkeypatch.setattr(Batches, "microbatch", None)
-    assert [tuple(m) for m in feed.training(0)] == [(None,) * 4] * 4
+    assert [tuple(m) for m in feed.training(0)] == [(None,) * 4 + (m,) for m in range(4)]
 
 
 def test_an_evaluation_between_steps_and_another_after_it(corpus, closed):

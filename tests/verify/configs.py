@@ -48,6 +48,7 @@ def config_of(
     checkpointing: str = "none",
     sequence_parallel: bool = False,
     isolate: bool = False,
+    balance: bool = False,
     precision: str = "fp32",
     optimizer: dict[str, Any] = ADAMW,
 ) -> dict[str, Any]:
@@ -72,7 +73,11 @@ def config_of(
             "activation_checkpointing": checkpointing,
         },
         "model": SIZES | {"max_position_embeddings": 512} | MODELS[model],
-        "data": {"sequence_length": 512, "isolate_documents": isolate},
+        "data": {
+            "sequence_length": 512,
+            "isolate_documents": isolate,
+            "balance_microbatches": balance,
+        },
         "train": {"steps": 1000},
     }
     return {

@@ -13,7 +13,7 @@ EXHIBIT = Exhibit(__doc__, "2026-04-15", "pytorch/torchtitan#2972", mesh=(2, 1, 
 @in_place_of(Executor, "_backward")
 def plant(original: Any, executor: Executor, stage: int, microbatch: int) -> None:
     """The last stage's loss times its tokens, for the backward pass alone."""
-    labels = executor._batch[microbatch].labels
+    labels = executor.batch[microbatch].labels
     if stage == executor._last_stage and labels is not None:
         loss = executor.flow.outputs[stage, microbatch]
         executor.flow.outputs[stage, microbatch] = loss * labels.numel()
