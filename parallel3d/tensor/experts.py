@@ -107,6 +107,7 @@ class Experts(nn.Module):
         y: Tensor = _Combine.apply(rows, order, place, k)
         return y  # [tokens, size]
 
+    @graph_break("exchanges whose sizes are known at run time")
     def _sent_to_owners(
         self, rows: Tensor, counts: Tensor, owners: dist.ProcessGroup, meanwhile: Callable[[], None]
     ) -> Tensor:

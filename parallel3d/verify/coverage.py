@@ -61,6 +61,7 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
             "tests/huggingface/test_import.py",
         ),
         (config.mesh.sequence_parallel, "mesh.sequence_parallel", ""),
+        (config.mesh.ep > 1, f"mesh.ep = {config.mesh.ep}", ""),
         (True, "order of samples, labels", ""),
         (data.isolate_documents, "data.isolate_documents", ""),
         (data.balance_microbatches, "data.balance_microbatches", ""),
