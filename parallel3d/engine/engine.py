@@ -94,7 +94,9 @@ class Engine:
         pair = mesh.join_pair(*(coord % mesh.pipeline.size for coord in owners))
         core.bind_trace_check(mesh.shards.group, mesh.device)
         is_sharded = settings.zero_stage > 0
-        core.count_once(self.held, first_owner=is_sharded or mesh.experts.coord == 0)
+        core.count_once(self.held)
+        if not is_sharded:
+            experts.count_on_first_owner(self.held, mesh)
         if settings.precision != "fp32":
             core.accumulate_in_fp32(self.held)
         first = self.held[0].parameter if self.held else None

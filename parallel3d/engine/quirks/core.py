@@ -116,16 +116,14 @@ def accumulate_from_zero(engine: DeepSpeedEngine) -> None:
     optimizer.micro_step_id = 1
 
 
-def count_once(held: Iterable[HeldParameter], first_owner: bool = True) -> None:
+def count_once(held: Iterable[HeldParameter]) -> None:
     """Mark the parameters that this rank counts in the gradient norm.
 
     DeepSpeed counts a parameter if `model_parallel` is set on it or if the model-parallel rank is
-    0. ZeRO-1 and 2 skip parameters with `ds_pipe_replicated`. Ranks that own different experts have
-    equal copies of everything else; without shards only the `first_owner` counts it.
+    0. ZeRO-1 and 2 skip parameters with `ds_pipe_replicated`.
     """
     for h in held:
-        is_first = first_owner or is_of_experts(h.parameter)
-        h.parameter.model_parallel = h.counts and is_first  # type: ignore[attr-defined]
+        h.parameter.model_parallel = h.counts  # type: ignore[attr-defined]
         if h.copy:
             h.parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 

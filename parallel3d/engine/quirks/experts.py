@@ -19,7 +19,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.tensor.cut import is_of_experts
+from parallel3d.tensor.cut import HeldParameter, is_of_experts
 
 NAME = "parallel3d_experts"
 
@@ -59,6 +59,13 @@ def sharded_by_zero12(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Iterato
 
     with patch.object(DeepSpeedZeroOptimizer, "__init__", with_experts):
         yield
+
+
+def count_on_first_owner(held: Iterable[HeldParameter], mesh: Mesh) -> None:
+    """Without shards, let the first owner of experts count what all owners hold copies of."""
+    for h in held if mesh.experts.coord else ():
+        if not is_of_experts(h.parameter):
+            h.parameter.model_parallel = False  # type: ignore[attr-defined]
 
 
 def add_norms_of_owners(optimizer: ZeROOptimizer, mesh: Mesh) -> None:
