@@ -138,7 +138,7 @@ class Trainer:
 
     def __init__(self, case):
         self.case, self.config = case, case.config
-        self.mesh = Mesh(*case.mesh)
+        self.mesh = Mesh(*case.mesh, ep=self.config.mesh.ep)
         if "nvme" in case.offload:  # DeepSpeed keeps tensors below 1 MiB in memory
             for module in (optimizer_utils, partitioned_param_swapper):
                 module.MIN_AIO_BYTES = 2 * BLOCK

@@ -26,11 +26,12 @@ def needs_async_io(item):
     return "async_io" in names or ("operators" in names and "nvme" in said)
 
 
-def begin_async_io():
-    """Compile it beside the tests that need none; gives the process, None where it is there."""
+def begin():
+    """Compile both beside the tests that need none; return the process, or None if both exist."""
     from torch.utils.cpp_extension import _get_build_directory
 
-    if Path(_get_build_directory("async_io", verbose=False), "async_io.so").exists():
+    names = "cpu_adam", "async_io"
+    if all(Path(_get_build_directory(n, verbose=False), f"{n}.so").exists() for n in names):
         return None
     # One core at most: the tests have the others.
     alone = os.environ | {"MAX_JOBS": "1"}
@@ -48,15 +49,20 @@ def end(process):
 
 
 def main():
-    """Whoever needs it will say why it cannot be compiled."""
+    """Compile the operators; a test that needs one will say why it cannot be compiled."""
     from parallel3d.base.errors import ConfigError
-    from parallel3d.engine.op_builds import load_async_io
+    from parallel3d.engine.op_builds import load_async_io, load_cpu_adam
     from parallel3d.mesh.mesh import Mesh
+
+    def say(text):
+        print(f"\n{text}", file=sys.stderr, flush=True)
 
     with TemporaryDirectory() as folder:
         os.environ |= environment(folder)
+        mesh = Mesh()
+        load_cpu_adam(mesh, say)
         with suppress(ConfigError):
-            load_async_io(Mesh(), lambda text: print(f"\n{text}", file=sys.stderr, flush=True))
+            load_async_io(mesh, say)
 
 
 if __name__ == "__main__":

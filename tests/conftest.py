@@ -40,7 +40,7 @@ def pytest_collection_finish(session):
     gc.set_threshold(50_000)  # tests in this process hold little; a tenth of the pure tier's time
     is_first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
     if is_first and any(map(compiler.needs_async_io, session.items)):
-        session.config.stash[ASYNC_IO] = compiler.begin_async_io()
+        session.config.stash[OPERATORS] = compiler.begin()
     if any(item.get_closest_marker("gloo") for item in session.items):
         from parallel3d.verify import local_ranks
 
@@ -49,18 +49,19 @@ def pytest_collection_finish(session):
 
 def pytest_sessionfinish(session):
     gc.freeze()  # pytest looks for garbage five times more
-    if process := session.config.stash.get(ASYNC_IO, None):
+    if process := session.config.stash.get(OPERATORS, None):
         compiler.end(process)
 
 
 def order(item):
-    """Launches first, and what is small last, so that no worker is idle at the end.
+    """Launches late, because they offload: the operators are compiled beside the tests before them.
 
-    What swaps to NVMe comes late: its operator is compiled beside the tests before it.
+    What swaps to NVMe comes after them, and what is small last, so that no worker is idle at the
+    end.
     """
     if item.get_closest_marker("pure"):
         return 3
-    return 0 if item.get_closest_marker("drill") else 1 + (item.path.name in SWAPS)
+    return 2 if item.path.name in SWAPS else 1 * (item.get_closest_marker("drill") is not None)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -98,7 +99,7 @@ PRELOAD = [
     "torch.profiler._cupti_monitor",
 ]  # fmt: skip
 SWAPS = {"test_parity.py", "test_states.py", "test_offload.py", "test_offload_refused.py"}
-ASYNC_IO = pytest.StashKey()
+OPERATORS = pytest.StashKey()
 LAUNCHERS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 

@@ -101,17 +101,25 @@ class MoE(nn.Module):
         self.config, self.loads = config, f"{name}.loads"
         self.group, self.split = context.group, context.sequence_parallel
         self.router = Router(config, self.group.size())
-        self.experts = Experts(config.num_experts, size, inner, self.group, config.capacity_factor)
+        self.experts = Experts(
+            config.num_experts, size, inner, self.group, context.experts, config.capacity_factor
+        )
         self.shared = PartialSwiGLU(size, shared * inner, self.group) if shared else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, SideLoss]]:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape, side losses."""
         x = copy_to_group(x, self.group, self.split)  # [batch, seq, hidden]
         routing = self.router(x.flatten(0, -2))
-        y = self.experts(x.flatten(0, -2), routing.chosen, routing.weights, routing.counts)
-        y = y.view_as(x)
-        if self.shared is not None:
-            y = y + self.shared(x)
+        shared: list[Tensor] = []
+
+        def meanwhile() -> None:
+            """Compute the shared experts while tokens are on their way to other ranks."""
+            if self.shared is not None:
+                shared.append(self.shared(x))
+
+        tokens = x.flatten(0, -2)
+        y = self.experts(tokens, routing.chosen, routing.weights, routing.counts, meanwhile)
+        y = sum(shared, y.view_as(x))
         side_losses = self._side_losses(routing, len(x))
         return reduce_from_group(y, self.group, self.split), side_losses
 

@@ -19,7 +19,7 @@ from parallel3d.models.common import TP_1, divisor_below, weight_inits
 from parallel3d.models.llama import spec as llama
 from parallel3d.models.llama.spec import ZEROS, Positive
 
-_TP_2 = (None, None, "tensor")
+_EXPERTS_TP_2 = ("experts", None, "tensor")
 
 
 class Config(llama.Config):
@@ -201,8 +201,8 @@ def _experts(config: Config) -> Iterator[ParamSpec]:
             "mlp.router.score_bias", (experts,), (), ZEROS, False, partial=True, role="balance"
         )
     gate_up, down = (experts, 2, inner, hidden), (experts, hidden, inner)
-    yield ParamSpec("mlp.experts.gate_up", gate_up, _TP_2, normal, True, role="hidden")
-    yield ParamSpec("mlp.experts.down", down, _TP_2, residual, True, role="hidden")
+    yield ParamSpec("mlp.experts.gate_up", gate_up, _EXPERTS_TP_2, normal, True, role="hidden")
+    yield ParamSpec("mlp.experts.down", down, _EXPERTS_TP_2, residual, True, role="hidden")
     if config.n_shared_experts:
         yield from _mlp(config, "mlp.shared", config.n_shared_experts * inner)
 

@@ -19,6 +19,7 @@ import numpy as np
 from rich.filesize import decimal
 
 from parallel3d.base.errors import CheckpointError, TrainingError
+from parallel3d.base.journal import record
 from parallel3d.checkpoint import chunk_runs, disk, free_space
 from parallel3d.checkpoint.chunk_runs import HostCopy, copy_bytes
 from parallel3d.checkpoint.chunks import header
@@ -153,8 +154,10 @@ class Saver:
         """Return whether to write in the background, and why the save is impossible, or ""."""
         asynchronous = self._asynchronous and not wait
         new_bytes = 0 if self._buffer is not None else copy_bytes(self._numel)
-        memory_lacks = free_space.missing_memory_bytes(new_bytes, self._mesh.local_size)
-        disk_lacks = free_space.missing_disk_bytes(self._folder, self.num_bytes)
+        memory_lacks = disk_lacks = 0
+        with suppress(OSError):  # out of files, or the disk is away: the write reports it
+            memory_lacks = free_space.missing_memory_bytes(new_bytes, self._mesh.local_size)
+            disk_lacks = free_space.missing_disk_bytes(self._folder, self.num_bytes)
         rows = self._mesh.gather_floats([memory_lacks if asynchronous else 0, disk_lacks])
         memory_lacks, disk_lacks = (max(int(row[i]) for row in rows) for i in range(2))
         if disk_lacks:
@@ -260,6 +263,8 @@ class Saver:
     def _fail(self, problem: str) -> None:
         self._problem = problem
         self._failures += 1
+        if self._mesh.rank == 0:
+            record("not_saved", reason=problem, count=self._failures)
         then = "Training stops" if self.broken else "Training continues; the next save tries again"
         self._say(
             f"CHECKPOINT NOT SAVED ({self._failures} of {MOST_FAILURES} in a row): {problem}. "

@@ -130,8 +130,8 @@ class RunState:
                 f"{state['next_sample']:,} is now at another place, so some text may be repeated "
                 "or skipped, and held-out text may include text that was trained on"
             )
-        if changes := list(_changes(state["config"], self._fixed["config"])):
-            say("changed since the checkpoint: " + ", ".join(changes))
+        if different := list(changes(state["config"], self._fixed["config"])):
+            say("changed since the checkpoint: " + ", ".join(different))
         return Position(*(int(state[k]) for k in ("step", "tokens", "next_sample")))
 
 
@@ -143,7 +143,7 @@ _NOT_REPORTED = {
 }
 
 
-def _changes(
+def changes(
     was: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
 ) -> Iterator[str]:
     """Yield each setting that differs as "path old -> new"; settings in only one are ignored."""
@@ -153,7 +153,7 @@ def _changes(
         if path in _NOT_REPORTED or name == "nvme_path" or old == new:
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _changes(old, new, f"{path}.")
+            yield from changes(old, new, f"{path}.")
         else:
             shown = path.removeprefix("parallel3d.")
             yield mask(f"{shown} {json.dumps(old)} -> {json.dumps(new)}")

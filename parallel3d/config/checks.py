@@ -110,6 +110,11 @@ def _check_noise_scale(
     if every and mesh.dp == 1:
         rule = "compares gradients of data-parallel ranks, and mesh.dp is 1"
         yield Problem(path, every, rule, "use dp = 2 or more, or 0 here")
+    if every and mesh.ep > 1:
+        rule = (
+            f"needs each rank's own gradient, and ep={mesh.ep} ranks send each other their tokens"
+        )
+        yield Problem(path, every, rule, "use 0, or mesh.ep = 1")
     if every and data.balance_microbatches:
         rule = (
             "needs ranks with random samples, but parallel3d.data.balance_microbatches deals them"

@@ -5,12 +5,14 @@ Every family has the sizes compared here; those with grouped queries have num_ke
 
 import json
 from collections.abc import Callable, Iterator
-from math import isqrt
+from math import gcd, isqrt
 
 from parallel3d.base.section import Problem
 from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
+from parallel3d.config.deepspeed import OptimizerConfig
 from parallel3d.config.parallel3d_block import MeshConfig, PipelineConfig
+from parallel3d.model import optimizers
 from parallel3d.model.config import HasKeyValueHeads, ModelConfig
 from parallel3d.model.recompute import parts_of
 from parallel3d.models.common import pretrained_of
@@ -81,6 +83,26 @@ def _check_context(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
         yield Problem("parallel3d.mesh.cp", mesh.cp, rule, "use sequence_parallel = false")
 
 
+def _check_experts(
+    mesh: MeshConfig, model: ModelConfig, optimizer: OptimizerConfig
+) -> Iterator[Problem]:
+    """Check that the ranks of an ep group get as many experts each."""
+    if mesh.ep == 1:
+        return
+    experts = getattr(model, "num_experts", 0)
+    if optimizers.load(optimizer.file).WHOLE_MATRICES:
+        rule = f"needs whole matrices, and ep={mesh.ep} ranks divide the experts' among them"
+        yield Problem("optimizer.type", optimizer.type, rule, 'use "AdamW", or mesh.ep = 1')
+    if not experts:
+        rule = f"divides experts, and model.family={json.dumps(model.family)} has none"
+        yield Problem("parallel3d.mesh.ep", mesh.ep, rule, "use 1")
+    elif experts % mesh.ep or (mesh.dp != "auto" and mesh.dp % mesh.ep):
+        shared = gcd(experts, experts if mesh.dp == "auto" else mesh.dp)
+        both = f"num_experts={experts}" + ("" if mesh.dp == "auto" else f" and mesh.dp={mesh.dp}")
+        remedy = f"use {join_with_or(_divisors_of(shared))}"
+        yield Problem("parallel3d.mesh.ep", mesh.ep, f"does not divide {both}", remedy)
+
+
 def _check_shared_attention(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     for name, off in (("attn_pdrop", 0), ("sliding_window", None), ("attention_sinks", False)):
         if mesh.cp > 1 and (value := getattr(model, name, None)):
@@ -131,6 +153,6 @@ def join_with_or(numbers: list[int]) -> str:
 
 MODEL_CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads, _check_key_value_heads, _check_inner_size, _check_activations, _check_sequence,
-    _check_sequence_parallel, _check_context, _check_shared_attention, _check_tp_of_vocabulary,
-    _check_trained_vocabulary, _check_vocabulary,
+    _check_sequence_parallel, _check_context, _check_experts, _check_shared_attention,
+    _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary,
 )  # fmt: skip

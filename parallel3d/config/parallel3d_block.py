@@ -79,6 +79,9 @@ class MeshConfig(Section):
     """Context-parallel ranks, which share the tokens of each sample; "auto" means 1."""
     tp: OneIfAuto = 1
     """Tensor-parallel ranks; "auto" means 1."""
+    ep: Positive = 1
+    """Expert-parallel ranks: so many consecutive dp ranks divide the experts of each layer among
+    them, and send each other the tokens (docs/experts.md). Divides dp and num_experts."""
     sequence_parallel: bool = False
     """Shard the activations outside attention and MLP over tp, along the sequence
     (arXiv:2205.05198)."""
@@ -89,7 +92,8 @@ class MeshConfig(Section):
         return MeshSizes(self.pp, 1 if self.dp == "auto" else self.dp, self.cp, self.tp)
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis}={getattr(self, axis)}" for axis in self.sizes.shown)
+        axes = [*self.sizes.shown, *(["ep"] if self.ep > 1 else [])]
+        return " x ".join(f"{axis}={getattr(self, axis)}" for axis in axes)
 
 
 class PipelineConfig(Section):

@@ -28,6 +28,7 @@ MANIFEST = "files.json"
 # A file that changed this recently could change again without a new timestamp.
 SECONDS_UNTIL_SETTLED = 2.0
 DAYS_KEPT = 30
+MOST_BYTES = 2**63
 
 
 def cache_root(cache: str) -> Path:
@@ -80,15 +81,25 @@ def seal(partial: Path, directory: Path) -> None:
 
 def is_complete(directory: Path, bits: bool = False) -> bool:
     """True if the files in `directory` have the manifest's sizes and, with `bits`, digests."""
+    return not damaged_file(directory, MOST_BYTES if bits else 0)
+
+
+def damaged_file(directory: Path, most_bytes: int) -> str:
+    """Return the name of a file that is not as it was published, or ""; the manifest's if missing.
+
+    Digests are compared unless all files together have more than `most_bytes`.
+    """
     try:
         published = json.loads((directory / MANIFEST).read_text())
-        return bool(published) and all(
-            (directory / name).stat().st_size == size
-            and (not bits or _digest(directory / name) == digest)
-            for name, (size, digest) in published.items()
-        )
+        bits = sum(size for size, _ in published.values()) <= most_bytes
+        for name, (size, digest) in published.items():
+            path = directory / name
+            is_there = path.is_file() and path.stat().st_size == size
+            if not is_there or (bits and _digest(path) != digest):
+                return str(name)
+        return "" if published else MANIFEST
     except (OSError, ValueError, AttributeError, TypeError):
-        return False
+        return MANIFEST
 
 
 def prune(parent: Path, days: int) -> None:

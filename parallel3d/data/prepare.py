@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from parallel3d.base.errors import DataError
+from parallel3d.base.journal import record
 from parallel3d.base.masking import mask
 from parallel3d.config.data import (
     DataConfig,
@@ -20,7 +21,7 @@ from parallel3d.config.data import (
     yields_token_ids,
 )
 from parallel3d.data import packing
-from parallel3d.data.cache import cache_root, digest_of, is_complete, locked, staged
+from parallel3d.data.cache import cache_root, damaged_file, digest_of, locked, staged
 from parallel3d.data.corpus import Corpus, Mixture, entropy
 from parallel3d.data.corpus_folder import (
     FORMAT,
@@ -39,6 +40,9 @@ from parallel3d.data.split import num_common, split_documents
 from parallel3d.data.streams import check_room, make_manifest, open_shard_cache, open_stream
 from parallel3d.data.tokenised import Tokenised, TokenRecipe, find_tokens, vocabulary_of
 from parallel3d.data.tokenizer import check_name, save_tokenizer, tokenizer_directory
+
+# A larger corpus is only compared in size when it is opened.
+_CHECKED_BYTES = 2 * 2**30
 
 
 def prepare(config: DataConfig, progress: Progress = no_progress) -> Corpus:
@@ -278,13 +282,17 @@ def _published(directory: Path, progress: Progress) -> Iterator[Path | None]:
     def report_waiting() -> None:
         progress("waiting for another process to prepare this corpus", 0, 1)
 
-    if is_complete(directory):
+    damaged = damaged_file(directory, _CHECKED_BYTES)
+    if not damaged:
         yield None
         return
+    if directory.is_dir():
+        progress(f"{directory}/{damaged} is damaged; preparing it again", 0, 1)
+        record("corpus_damaged", file=f"{directory}/{damaged}")
     try:
         with locked(directory, report_waiting):
             # The previous holder of the lock may have written it.
-            if is_complete(directory):
+            if not damaged_file(directory, _CHECKED_BYTES):
                 yield None
             else:
                 with staged(directory) as folder:

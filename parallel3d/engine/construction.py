@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parallel3d.engine import op_builds, swap
 from parallel3d.engine.engine_settings import EngineSettings
-from parallel3d.engine.quirks import core, fp16, nvme
+from parallel3d.engine.quirks import core, experts, fp16, nvme
 from parallel3d.mesh.mesh import Mesh, Peers
 
 _log = logging.getLogger(__name__)
@@ -80,8 +80,8 @@ def building(
         folder = make_folder(settings.param_options, "param", mesh, say)
         options = settings.param_options | {"nvme_path": str(folder)}
         settings = replace(settings, param_options=options)
-    sharding: AbstractContextManager[None] = deepspeed.zero.Init(
-        data_parallel_group=mesh.shards.group,
+    sharding: AbstractContextManager[None] = experts.ZeroInit(
+        mesh,
         config_dict_or_path=settings.deepspeed_config(mesh.shards.size),
         # No dtype: DeepSpeed 0.19.8 turns an explicit fp32 into bf16 on devices without fp16.
         mpu=ModelParallelUnit(mesh.model, mesh.shards),

@@ -20,7 +20,7 @@ from parallel3d.engine.construction import ModelParallelUnit, building, make_fol
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import GatheredWeights, Layers
 from parallel3d.engine.optimizer_states import OptimizerStates, masters_of, places_of
-from parallel3d.engine.quirks import core, fp16, nvme, streams, tracing, updating
+from parallel3d.engine.quirks import core, experts, fp16, nvme, streams, tracing, updating
 from parallel3d.engine.reduction import Reduction
 from parallel3d.engine.whole_matrices import WholeMatrices, find_matrices
 from parallel3d.mesh.mesh import Mesh
@@ -88,15 +88,18 @@ class Engine:
     ) -> None:  # fmt: skip
         self.held, self.settings, self.mesh = tuple(held), settings, mesh
         file = optimizers.load(settings.optimizer)
-        self._kinds = core.group_kinds(settings.rates, file.WHOLE_MATRICES)
+        self._kinds = core.group_kinds(
+            settings.rates, file.WHOLE_MATRICES, divides_experts=mesh.experts.size > 1
+        )
         pair = mesh.join_pair(*(coord % mesh.pipeline.size for coord in owners))
         core.bind_trace_check(mesh.shards.group, mesh.device)
-        core.count_once(self.held)
+        is_sharded = settings.zero_stage > 0
+        core.count_once(self.held, first_owner=is_sharded or mesh.experts.coord == 0)
         if settings.precision != "fp32":
             core.accumulate_in_fp32(self.held)
         first = self.held[0].parameter if self.held else None
         with building(settings, mesh, say=say, beside=first):
-            placeholders = core.Placeholders(len(self._kinds))
+            placeholders = core.Placeholders(self._kinds, mesh.experts.group)
         self._module = _Module(stages, placeholders)
         offload = settings.offload_optimizer != "none"
         if offload:
@@ -122,13 +125,16 @@ class Engine:
             self._folders.append(folder)
             options = settings.optimizer_options | {"nvme_path": str(folder)}
             settings = replace(settings, optimizer_options=options)
-        shards = mesh.alone if settings.zero_stage == 0 else mesh.shards
-        with core.without_muon():
+        shards, model = (mesh.shards, mesh.model) if is_sharded else (mesh.alone, mesh.whole_model)
+        sharding: AbstractContextManager[None] = nullcontext()
+        if is_sharded and not settings.shards_parameters:
+            sharding = experts.sharded_by_zero12(self._module.parameters(), mesh)
+        with core.without_muon(), sharding:
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
                 optimizer=optimizer,
                 config=settings.deepspeed_config(shards.size, sum(h.elements for h in self.held)),
-                mpu=ModelParallelUnit(mesh.model, shards),
+                mpu=ModelParallelUnit(model, shards),
                 dist_init_required=False,
             )
         self._check_groups()
@@ -138,6 +144,7 @@ class Engine:
         streams.prioritize_reductions(self._deepspeed.optimizer)
         if settings.shards_parameters:
             streams.keep_gradients_until_reduced(self._deepspeed.optimizer)
+            experts.add_norms_of_owners(self._deepspeed.optimizer, mesh)
         if settings.overlap_update and settings.offload_optimizer == "cpu":
             updating.copy_weights_in_parts(self._deepspeed.optimizer, mesh.device)
         self._finish_scale = fp16.grow_scale_after_step(self._deepspeed.optimizer)

@@ -43,12 +43,16 @@ class GatheredWeights:
         """Start to gather a stage's weights, one collective per layer; collective over dp."""
         assert stage not in self._gathered, f"stage {stage} is already gathered"
         self._gathered.add(stage)
-        self._coming[stage] = handles = []
+        handles: list[Any] = []
+        self._coming[stage] = handles
         for parameters in self._layers[stage]:
             sharded = [p for p in parameters if not self._holders[p] and _is_sharded(p)]
             swapped = [p for p in sharded if nvme.is_on_nvme(p)]
-            if in_memory := [p for p in sharded if not nvme.is_on_nvme(p)]:
-                handles.append(_start_gather(in_memory))
+            in_memory: dict[Any, list[Any]] = {}  # by group: experts have fewer ranks
+            for p in sharded:
+                if not nvme.is_on_nvme(p):
+                    in_memory.setdefault(p.ds_process_group, []).append(p)  # type: ignore[attr-defined]
+            handles.extend(map(_start_gather, in_memory.values()))
             while swapped:  # as many at a time as there are free swap buffers
                 swapper: Any = swapped[0].nvme_swapper  # type: ignore[attr-defined]
                 batch = swapped[: max(1, swapper.available_swap_in_buffers())]

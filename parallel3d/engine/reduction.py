@@ -163,11 +163,18 @@ class Reduction:
             self._average_over_replicas(held)
 
     def _average_over_replicas(self, held: Iterable[HeldParameter]) -> None:
-        """Average over replicas in buckets; in a last backward, without waiting."""
+        """Average over replicas in buckets; in a last backward, without waiting.
+
+        An expert's gradient is a sum over the tokens of all ranks that send it some, and so it is
+        divided by the number of those ranks, not of its replicas.
+        """
+        ranks = self._mesh.replicas.size
         for replicas, same in groupby(held, key=lambda h: h.replicas):
             bucket: list[Tensor] = []
-            for h in same if replicas.size > 1 else ():
-                grad = _grad(h).div_(replicas.size)
+            for h in same if ranks > 1 else ():
+                grad = _grad(h).div_(ranks)
+                if replicas.size == 1:
+                    continue
                 if bucket and sum(g.numel() for g in bucket) + grad.numel() > self._bucket:
                     self._average(bucket, replicas.group)
                     bucket = []

@@ -47,14 +47,15 @@ class Peers(NamedTuple):
 
 
 ROLES = (
-    "pipeline", "samples", "context", "replicas", "shards", "tensor", "model", "world", "alone",
+    "pipeline", "samples", "context", "replicas", "shards", "tensor", "experts", "expert_replicas",
+    "model", "whole_model", "world", "alone",
 )  # fmt: skip
 
 
 class Mesh:
     """A pp x dp x cp x tp grid of ranks, with a group of this rank and its peers for each role.
 
-    `along` and `axes` are the sizes, as for `MeshSizes`.
+    `along` and `axes` are the sizes, as for `MeshSizes`; `ep` divides dp.
 
     pipeline: the ranks that hold the other stages; stages exchange activations.
     samples: the ranks that compute other samples of the batch.
@@ -62,7 +63,10 @@ class Mesh:
     replicas: the ranks whose gradients of the same weights are averaged (dp and cp).
     shards: the ranks over which ZeRO shards weights, gradients and optimizer states.
     tensor: the ranks that hold the other parts of this rank's matrices.
-    model: the ranks that share one copy of the model (pp and tp).
+    experts: the ranks that hold the other experts: `ep` neighbours along dp.
+    expert_replicas: the ranks of `replicas` that hold the same experts.
+    model: the ranks that share one copy of the model (pp and tp), but for experts.
+    whole_model: the ranks that share one copy of the model and of all experts.
     world: all ranks. alone: this rank.
 
     `coords` are this rank's coordinates along AXES, without cp if it is 1. `watched`: start a
@@ -75,6 +79,7 @@ class Mesh:
         *along: int,
         launch: Launch | None = None,
         watched: bool = False,
+        ep: int = 1,
         **axes: int,
     ) -> None:
         launch = launch or Launch.from_environment()
@@ -114,6 +119,9 @@ class Mesh:
         self.pipeline, self.samples, self.context, self.tensor = (peers[axis] for axis in AXES)
         self.replicas = self.shards = self._over("dp cp", "dp", "cp")
         self.model, self.world, self.alone = (peers[name] for name in ("model", "world", "self"))
+        self.experts, self.expert_replicas, self.whole_model = self.alone, self.replicas, self.model
+        if ep > 1:
+            self._divide_experts(ep)
         # One group per direction, so that gradients do not queue behind activations.
         self._backward = groups["pp"]
         if sizes.pp > 1:
@@ -124,6 +132,24 @@ class Mesh:
         self._aside = dist.new_group(backend=aside, timeout=STARTUP_TIMEOUT)
         self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         self._transfer_timeout: timedelta | None = None
+
+    def _divide_experts(self, ep: int) -> None:
+        """Set the roles of ranks that hold other experts, and the same ones."""
+        pp, dp, cp, tp = self._grid.shape
+        grid = self._grid.view(pp, dp // ep, ep, cp, tp)
+        for role, name, dims in (
+            ("experts", "ep", (2,)),
+            ("expert_replicas", "ep replicas", (1, 3)),
+            ("whole_model", "ep model", (0, 2, 4)),
+        ):
+            rows = grid.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims)).flatten(0, -2)
+            if rows.shape[1] == 1:
+                setattr(self, role, self.alone)
+                continue
+            group = self._split(rows, name)
+            if group is not dist.group.WORLD:
+                self._groups[name] = group
+            setattr(self, role, Peers.of(group))
 
     def _rows(self, *axes: str) -> torch.Tensor:
         """Return the ranks of each group along `axes`, in the order of AXES: [groups, ranks]."""

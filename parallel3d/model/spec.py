@@ -61,8 +61,9 @@ class ParamSpec:
         The first is that of the ranks whose gradients are averaged. Copies on tensor-parallel ranks
         come from equal computations.
         """
-        is_cut = "tensor" in self.cuts(sizes).values()
-        return ("replicas",) if is_cut else ("replicas", "tensor")
+        cuts = self.cuts(sizes).values()
+        replicas = "expert_replicas" if "experts" in cuts else "replicas"
+        return (replicas,) if "tensor" in cuts else (replicas, "tensor")
 
     def is_partial(self, sizes: Sizes, sequence_parallel: bool) -> bool:
         """True if the tensor-parallel ranks' gradients of the parameter must be summed.
@@ -307,6 +308,12 @@ class LayerSpec:
     def loads(self) -> str:
         """The name of the layer's loads among its side losses."""
         return f"{self.name}.loads"
+
+    @property
+    def rows_per_token(self) -> int:
+        """Experts that each token is sent to; 0 in a dense layer."""
+        shares = [share for _, share in self.active]
+        return round(self.num_experts * max(shares, default=0.0))
 
     @property
     def num_params(self) -> int:

@@ -155,7 +155,9 @@ def build_stages(
     """
     key = RandomKey(seed or 0, mesh.samples.coord)
     parts = parts_of(activation_checkpointing)
-    context = LayerContext(mesh.tensor.group, key, sequence_parallel, parts, overlap)
+    context = LayerContext(
+        mesh.tensor.group, key, sequence_parallel, parts, overlap, mesh.experts.group
+    )
     costs = [float(layer.cost(shape).forward_flops) for layer in layers]
     placement = partition(costs, schedule.num_stages)
     own_stages = [

@@ -96,6 +96,7 @@ class Setting:
     - `num_microbatches`: per step.
     - `reduces_once`: True if gradients are reduced once per step.
     - `weights`: how long ZeRO-3's weights stay gathered.
+    - `ep`: dp ranks that divide the experts among them.
     - `optimizer`: the name of its file. `newton_schulz`: its work on each hidden matrix, if it
       needs whole ones.
     """
@@ -109,6 +110,7 @@ class Setting:
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
     sequence_parallel: bool = False
     schedule: str = "gpipe"
     stages_per_rank: int = 1
@@ -193,7 +195,7 @@ class Setting:
             layers=layers_of(config.model), hidden_size=config.model.hidden_size,
             shape=Shape(config.micro_batch_size, config.data.sequence_length),
             num_microbatches=max(map(config.num_microbatches_at, firsts)), **mesh.sizes._asdict(),
-            sequence_parallel=mesh.sequence_parallel, schedule=pipeline.schedule,
+            ep=mesh.ep, sequence_parallel=mesh.sequence_parallel, schedule=pipeline.schedule,
             stages_per_rank=pipeline.stages_per_rank, recompute=pipeline.activation_checkpointing,
             precision=config.precision, zero_stage=zero.stage,
             reduces_once=reduces_once(zero.stage, pipeline.gradient_reduction),

@@ -14,6 +14,7 @@ class LayerContext:
     - `sequence_parallel`: between layers each rank of the group holds its part of the sequence,
       [batch, seq / tp, hidden].
     - `recompute`: the sub-layers that are computed again in backward (model/recompute.py).
+    - `experts`: the group whose ranks divide the experts of a layer; None: one rank has them all.
     - `overlap`: overlap a backward's collectives with its products. Without it, less memory is
       needed: the full input and its full gradient are not held at the same time.
     """
@@ -23,6 +24,7 @@ class LayerContext:
     sequence_parallel: bool = False
     recompute: frozenset[str] = frozenset()
     overlap: bool = True
+    experts: dist.ProcessGroup | None = None
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:

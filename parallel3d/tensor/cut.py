@@ -74,6 +74,15 @@ def cut_of(parameter: nn.Parameter) -> Cut:
     return parameter.cut  # type: ignore[attr-defined]
 
 
+def is_of_experts(parameter: nn.Parameter) -> bool:
+    """True if ranks hold different experts of a parameter."""
+    cut: Cut = getattr(parameter, "cut", Cut(()))
+    return any(
+        part.role == "experts" and part.stop - part.start < cut.global_shape[part.dim]
+        for part in cut.parts
+    )
+
+
 @dataclass(frozen=True)
 class HeldParameter:
     """A parameter of this rank's stages, under its global name.

@@ -6,6 +6,7 @@ each sum over the inner width, and of each gradient: parameters there that the g
 are marked `ParamSpec.partial`, and a loss that every rank computes alike counts in part on each.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from math import ceil
 from typing import Protocol
@@ -57,24 +58,33 @@ class PartialSwiGLU(nn.Module):
 class Experts(nn.Module):
     """SwiGLUs side by side, whose sum over the inner width is left to the caller.
 
-    `capacity`: the most tokens of an expert in training, relative to the mean; later ones skip it.
+    - `group`: cuts the inner width.
+    - `owners`: the ranks that divide the experts, as many each; None: this rank has them all.
+    - `capacity`: the most tokens of an expert in training, relative to the mean; later ones skip
+      it.
     """
 
     def __init__(
         self, experts: int, size: int, inner: int, group: dist.ProcessGroup,
-        capacity: float | None = None,
+        owners: dist.ProcessGroup | None = None, capacity: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.gate_up = cut_parameter((experts, 2, inner, size), tensor=(2, group))
-        self.down = cut_parameter((experts, size, inner), tensor=(2, group))
+        over = None if owners is None else (0, owners)
+        self.gate_up = cut_parameter((experts, 2, inner, size), tensor=(2, group), experts=over)
+        self.down = cut_parameter((experts, size, inner), tensor=(2, group), experts=over)
         self.capacity, self.parts = capacity, group.size()
+        self.owners = owners if owners is not None and owners.size() > 1 else None
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Tensor:  # fmt: skip
         """Return the weighted sum of each token's experts, this rank's part of it.
 
         - `x` [tokens, size].
         - `chosen`, `weights` [tokens, k]: each token's experts, and their weights.
         - `counts` [experts]: the number of each expert's tokens.
+        - `meanwhile`: called while tokens are on their way to the owners of their experts.
         """
         k = chosen.shape[1]
         # Stable, so that a sum over an expert's tokens has one order on every mesh.
@@ -87,18 +97,99 @@ class Experts(nn.Module):
             weights = weights * (place - first < self.limit(len(order))).view_as(weights)
         ends = ends.to(torch.int32)
         rows = _Dispatch.apply(x, order, place, k)  # [tokens * k, size]
-        inner = swiglu(_grouped_linear(rows, self.gate_up, ends))  # [tokens * k, inner / tp]
-        inner = inner * weights.flatten().index_select(0, order).unsqueeze(-1).to(inner.dtype)
-        y: Tensor = _Combine.apply(_grouped_linear(inner, self.down, ends), order, place, k)
+        weights = weights.flatten().index_select(0, order).unsqueeze(-1).to(rows.dtype)
+        if self.owners is None:
+            inner = swiglu(_grouped_linear(rows, self.gate_up, ends))  # [tokens * k, inner / tp]
+            rows = _grouped_linear(inner * weights, self.down, ends)
+            meanwhile()
+        else:
+            rows = self._sent_to_owners(rows, counts, self.owners, meanwhile) * weights
+        y: Tensor = _Combine.apply(rows, order, place, k)
         return y  # [tokens, size]
+
+    def _sent_to_owners(
+        self, rows: Tensor, counts: Tensor, owners: dist.ProcessGroup, meanwhile: Callable[[], None]
+    ) -> Tensor:
+        """Return what the experts make of `rows` [rows, size], which are sorted by expert."""
+        counts = counts.long().view(owners.size(), -1)  # [owners, experts of each]
+        received = torch.empty_like(counts)  # the rows from each rank for each expert here
+        dist.all_to_all_single(received, counts, group=owners)
+        # On a device the host waits here: it must know how much comes.
+        sent_rows, received_rows = torch.stack([counts, received]).sum(-1).tolist()
+        exchange = _Exchange(owners, received_rows, sent_rows)
+        rows = exchange.start(rows)
+        meanwhile()
+        exchange.wait()
+        experts = torch.arange(counts.shape[1], device=rows.device).repeat(owners.size())
+        experts = experts.repeat_interleave(received.flatten(), output_size=len(rows))
+        order = experts.sort(stable=True).indices  # by expert, and each one's rows by their rank
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=rows.device)
+        ends = received.sum(0).cumsum(0).to(torch.int32)
+        inner = swiglu(_grouped_linear(_Dispatch.apply(rows, order, place, 1), self.gate_up, ends))
+        rows = _Combine.apply(_grouped_linear(inner, self.down, ends), order, place, 1)
+        back = exchange.reversed()
+        rows = back.start(rows)
+        back.wait()
+        return rows
 
     def limit(self, rows: int) -> int:
         """Return the most rows of an expert, of `rows` in all."""
-        return rows if self.capacity is None else ceil(self.capacity * rows / len(self.down))
+        experts = cut_of(self.down).global_shape[0]
+        return rows if self.capacity is None else ceil(self.capacity * rows / experts)
 
     def extra_repr(self) -> str:
         experts, size, inner = cut_of(self.down).global_shape
         return f"{experts} of {size} x {inner} / {self.parts}"
+
+
+class _Exchange:
+    """One all-to-all: `received` and `sent` are the rows from and to each rank of the group."""
+
+    def __init__(self, group: dist.ProcessGroup, received: list[int], sent: list[int]) -> None:
+        self.group, self.received, self.sent = group, received, sent
+        self._work: dist.Work | None = None
+
+    def reversed(self) -> "_Exchange":
+        """Return the exchange that sends the rows back."""
+        return _Exchange(self.group, self.sent, self.received)
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Return the tensor that the rows of the other ranks arrive in; `wait` before reading."""
+        arriving: Tensor = _AllToAll.apply(rows, self)
+        return arriving
+
+    def send(self, rows: Tensor) -> Tensor:
+        """Start the exchange, without autograd."""
+        arriving = rows.new_empty((sum(self.received), *rows.shape[1:]))
+        self._work = dist.all_to_all_single(
+            arriving, rows.contiguous(), self.received, self.sent, group=self.group, async_op=True
+        )
+        return arriving
+
+    def wait(self) -> None:
+        """Wait for the rows."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None  # it would keep both tensors until the backward
+
+
+class _ExchangeContext(Context, Protocol):
+    exchange: _Exchange
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _ExchangeContext, rows: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.send(rows)
+
+    @staticmethod
+    def backward(ctx: _ExchangeContext, grad: Tensor) -> tuple[Tensor, None]:
+        back = ctx.exchange.reversed()
+        grad = back.send(grad)
+        back.wait()
+        return grad, None
 
 
 class _OrderContext(Context, Protocol):

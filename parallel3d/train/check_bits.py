@@ -16,10 +16,12 @@ from parallel3d.checkpoint.chunk_runs import global_boxes
 from parallel3d.engine import Engine
 from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.tensor.cut import is_of_experts
 
 _MASK = 2**52 - 1  # checksums travel as floats of 53 bits
-_REPLICAS, _TP, _TIED, _NORM = (
-    "data-parallel replicas", "tensor-parallel copies", "tied weights", "gradient norms"
+_REPLICAS, _EXPERTS, _TP, _TIED, _NORM = (
+    "data-parallel replicas", "replicas of experts", "tensor-parallel copies", "tied weights",
+    "gradient norms",
 )  # fmt: skip
 
 
@@ -39,7 +41,8 @@ def check_bits(engine: Engine, mesh: Mesh, norm: float, ends: tuple[int, int]) -
     sizes = [peers.size for peers in (mesh.pipeline, mesh.replicas, mesh.tensor)]
     grid = np.arange(len(rows)).reshape(sizes)
     columns = [*sums, _NORM]
-    for what, peers in _copies(grid, ends, engine.settings.zero_stage > 0):
+    owner = mesh.context.size, mesh.experts.size  # of rank d of dp x cp: d // cp % ep
+    for what, peers in _copies(grid, ends, engine.settings.zero_stage > 0, owner):
         column = columns.index(what)
         values = [
             str(rows[ranks[0]][column])  # equal also if it is not a number
@@ -58,21 +61,22 @@ def check_bits(engine: Engine, mesh: Mesh, norm: float, ends: tuple[int, int]) -
 
 def _checksums(engine: Engine, device: torch.device) -> dict[str, dict[str, Tensor]]:
     """Return the checksums of parameters that other ranks hold too, by kind of copy and name."""
-    sums: dict[str, dict[str, Tensor]] = {what: {} for what in (_REPLICAS, _TP, _TIED)}
+    sums: dict[str, dict[str, Tensor]] = {what: {} for what in (_REPLICAS, _EXPERTS, _TP, _TIED)}
     stage = engine.settings.zero_stage
 
     def add(what: str, name: str, total: Tensor) -> None:
         sums[what][name] = sums[what].get(name, 0) + total.to(device)
 
     for h in engine.held if stage < 3 else ():
-        shape = h.parameter.shape
-        add(_REPLICAS, h.name, bit_sum(h.parameter.detach(), [0] * len(shape), shape))
+        shape, what = h.parameter.shape, _EXPERTS if is_of_experts(h.parameter) else _REPLICAS
+        add(what, h.name, bit_sum(h.parameter.detach(), [0] * len(shape), shape))
     for number, block in enumerate(engine.states.blocks):
         kinds_of_copy = [
             [
                 what
                 for what, is_held in (
-                    (_REPLICAS, stage == 0),
+                    (_REPLICAS, stage == 0 and not is_of_experts(piece.held.parameter)),
+                    (_EXPERTS, stage == 0 and is_of_experts(piece.held.parameter)),
                     (_TP, not piece.held.cut.parts),
                     (_TIED, piece.held.tied_across),
                 )
@@ -93,17 +97,19 @@ def _checksums(engine: Engine, device: torch.device) -> dict[str, dict[str, Tens
 
 
 def _copies(
-    grid: np.ndarray, ends: tuple[int, int], is_sharded: bool
+    grid: np.ndarray, ends: tuple[int, int], is_sharded: bool, owner: tuple[int, int]
 ) -> Iterator[tuple[str, list[list[int]]]]:
     """Yield each kind of copy with its peers, the ranks whose checksums add up to one copy's.
 
     `grid` [pp, dp, tp] has the global ranks. If the state is sharded over dp, those of a copy are
     all ranks of its dp group, because unlike stages have unlike shards.
     """
-    pp, dp, tp = grid.shape
+    (pp, dp, tp), (cp, ep) = grid.shape, owner
     shards = [range(dp)] if is_sharded else [range(d, d + 1) for d in range(dp)]
     for p, t in product(range(pp), range(tp)):
         yield _REPLICAS, [[int(rank)] for rank in grid[p, :, t]]
+        for e in range(ep if ep > 1 else 0):
+            yield _EXPERTS, [[int(grid[p, d, t])] for d in range(dp) if d // cp % ep == e]
     for p, own in product(range(pp), shards):
         yield _TP, [grid[p, own, t].tolist() for t in range(tp)]
     for t, own in product(range(tp), shards):

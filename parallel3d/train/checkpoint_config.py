@@ -82,7 +82,7 @@ def _place(
         return
     changed: dict[str, Any] = {}
     if world_size == 1:
-        changed = {"pp": 1, "dp": "auto", "cp": 1, "tp": 1}
+        changed = {"pp": 1, "dp": "auto", "cp": 1, "tp": 1, "ep": 1}
         pipeline = block.get("pipeline")
         if isinstance(pipeline, dict) and "pp" not in overridden_axes:
             # On one rank the schedule and the stages do not change the numbers.

@@ -16,6 +16,7 @@ import psutil
 
 from parallel3d.base.arguments import BAD_INPUT, DONE, FAILED, STOPPED
 from parallel3d.base.errors import RankError, TrainingError
+from parallel3d.base.journal import record
 from parallel3d.base.masking import mask
 from parallel3d.config import RunConfig
 from parallel3d.mesh.launch import Launch
@@ -91,6 +92,8 @@ class Ending:
         """Print an error that all ranks raise, on rank 0 only; return the exit code."""
         code = FAILED if isinstance(error, TrainingError) else BAD_INPUT
         pulse.leave(code)
+        if self.launch.rank == 0:
+            record("refused", reason=str(error), code=code)
         if self.launch.world_size == 1:  # the error may have come before torch was loaded
             say(str(error))
             return code
@@ -120,6 +123,7 @@ class Ending:
             return FAILED
         in_short = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         pulse.leave(FAILED, in_short[:200])
+        record("fault", rank=self.launch.rank, reason=lost or in_short)
         words = str(error) if isinstance(error, RankError) else traceback.format_exc()
         say(f"rank {self.launch.rank}: {lost or words}")
         return FAILED
@@ -133,6 +137,7 @@ def tell_of_request() -> None:
 def print_outcome(outcome: Outcome) -> None:
     """Print which rank ended the run, where, and what it was doing; one line per machine."""
     if outcome.speaks:
+        record("fault", reason=outcome.text)
         say(f"{outcome.text}; the run ends")
 
 

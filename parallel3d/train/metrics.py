@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from parallel3d.base.atomic import replace_text
+from parallel3d.base.journal import record
 from parallel3d.base.step_lines import METRICS, newest, parsed
 from parallel3d.train.digests import DIGESTS
 from parallel3d.train.evaluation import HELD_OUT, Losses
@@ -223,6 +224,7 @@ class MetricsWriter:
                 self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
         except OSError as error:
             if not self._full:
+                record("metrics_not_written", reason=f"{error.strerror} ({self.path})")
                 self._say(
                     f"METRICS NOT WRITTEN: {self.path} ({error.strerror}). Training continues; the "
                     "lines stay in memory and are written as soon as there is room"

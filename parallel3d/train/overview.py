@@ -104,6 +104,7 @@ def print_placement(console: Console, config: RunConfig, parts: Assembly) -> Non
         *([offload] if offload != "none" else []),
         config.precision,
         *(["sequence parallel"] if config.mesh.sequence_parallel else []),
+        *([f"experts divided over {config.mesh.ep} ranks"] if config.mesh.ep > 1 else []),
         *(["documents isolated"] if config.data.isolate_documents else []),
         *(["TF32"] if config.train.tf32 and config.precision == "fp32" else []),
         *(["deterministic"] if config.train.deterministic else []),

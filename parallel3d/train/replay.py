@@ -8,6 +8,7 @@ microbatch has the same samples on every mesh, because its size stays.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def replay_config(
     block = raw["parallel3d"]
     if mesh and mesh.pp == 1 != block["mesh"]["pp"]:
         block["pipeline"] |= {"schedule": "gpipe", "stages_per_rank": 1}
-    block["mesh"] |= mesh._asdict() if mesh else {}
+    if mesh:
+        block["mesh"] |= mesh._asdict() | {"ep": gcd(mesh.dp, block["mesh"].get("ep", 1))}
     block["train"] |= {"stop_after": step, "evaluate_every": 0}
     block["run"] |= {"trackers": []}
     raw.pop("gradient_accumulation_steps", None)  # follows from the batch and dp

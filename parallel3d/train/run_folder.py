@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parallel3d.base.atomic import replace_text
+from parallel3d.base.journal import not_ended, open_journal, record
 from parallel3d.base.step_lines import METRICS
 from parallel3d.checkpoint import disk, find
 from parallel3d.checkpoint.manifest import TOKENIZER
@@ -17,7 +18,6 @@ from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import written_to
 from parallel3d.train.digests import DIGESTS
-from parallel3d.train.journal import record
 from parallel3d.train.known_hardware import known_hardware
 from parallel3d.train.metrics import MetricsWriter, forget_after, step_reached
 from parallel3d.train.progress import Progress
@@ -43,6 +43,7 @@ class Output:
         self.writer: MetricsWriter | None = None
         self.progress: Progress | None = None
         self._attempts = Attempts(self.directory, start.settings, start.digest)
+        open_journal(self.directory)
         tokenizer = start.corpus.tokenizer_directory
         if names := find.set_aside(self.checkpoints, step, mesh):
             console.print(f"resume  set aside, no longer part of the run: {', '.join(names)}")
@@ -57,7 +58,8 @@ class Output:
         config, step = start.config, start.position.step
         with written_to(self.directory):
             self.directory.mkdir(exist_ok=True)
-            self._attempts.begin(step_reached(self.directory), restart)
+            reached = step_reached(self.directory)
+            self._attempts.begin(reached, restart)
             disk.remove_leftovers(self.checkpoints)
             for name in (METRICS, DIGESTS):
                 forget_after(self.directory / name, step)
@@ -68,8 +70,9 @@ class Output:
             replace_text(self.directory / "corpus.json", f"{counted}\n")
             known = known_hardware(config, self._mesh.device)
             record(
-                self.directory, "launch", step=step, restart=restart,
-                mesh=str(config.mesh.sizes),
+                "launch", step=step, restart=restart, mesh=str(config.mesh.sizes),
+                unended=not_ended(self.directory), lost_steps=max(reached - step, 0),
+                rejected=start.rejected,
                 device=self._mesh.device.type, hardware=known.name if known else None,
             )  # fmt: skip
 
@@ -100,7 +103,7 @@ class Output:
             try:
                 self._attempts.end(result.stopped)
                 record(
-                    self.directory, "end", step=result.steps, stopped=result.stopped,
+                    "end", step=result.steps, stopped=result.stopped,
                     peak_memory_bytes=result.peak_memory_bytes,
                 )  # fmt: skip
             except OSError as error:

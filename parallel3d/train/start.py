@@ -1,6 +1,7 @@
 """The start of a run: its folder, corpus, checkpoint and final config."""
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +11,10 @@ import torch
 from rich.console import Console
 
 from parallel3d.base.errors import ConfigError, DataError, TrainingError
+from parallel3d.base.journal import open_journal
 from parallel3d.checkpoint import find, free_space
 from parallel3d.checkpoint.load import load
-from parallel3d.checkpoint.state import Position, RunState
+from parallel3d.checkpoint.state import Position, RunState, changes
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length, tokens_of_epoch
 from parallel3d.data.corpus import Corpus, Place
@@ -64,6 +66,8 @@ class Start:
     """The position in the run and in its data."""
     pretrained: Path | None = None
     """The folder of published weights to start from, if there is no checkpoint."""
+    rejected: Sequence[str] = ()
+    """Newer checkpoints that cannot be used, and why."""
 
     @property
     def tokenizer(self) -> Path | None:
@@ -82,6 +86,8 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     early_notes = begin(config, mesh, console)
     nodes, settings = find_nodes(mesh), config.to_dict()
     folder, digest, exists = _find_folder(settings, mesh, claim)
+    open_journal(folder)
+    refuse_drift(settings, mesh, nodes)
     refuse_unshared(folder, config.run.directory, mesh, nodes)
     console.print(f"run     {folder}; to resume it, use this command:")
     console.print(f"        {command_to_go_on(config, folder)}")
@@ -92,15 +98,19 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     config = _with_weights(config.with_corpus(corpus.vocab_size, num_tokens), mesh)
     for note in config.notes[len(early_notes) :]:
         console.print(note)
+    rejected: list[str] = []
     checkpoint, position, pretrained = None, Position(), None
-    if checkpoint := _find_checkpoint(config, mesh, folder if exists else None, console.print):
+    own = folder if exists else None
+    if checkpoint := _find_checkpoint(config, mesh, own, console.print, rejected):
         state = RunState(config, corpus)
         position = state.position_in(checkpoint.state, checkpoint.folder, console.print)
     else:
         pretrained = _find_pretrained(config, mesh, corpus.tokenizer_directory, console.print)
     num_left_out = left_out(checkpoint.state) if checkpoint else 0
     config = config.resumed(position.step, position.next_sample, num_left_out)
-    return Start(config, settings, folder, digest, corpus, checkpoint, position, pretrained)
+    return Start(
+        config, settings, folder, digest, corpus, checkpoint, position, pretrained, rejected
+    )
 
 
 def begin(config: RunConfig, mesh: Mesh, console: Console) -> tuple[str, ...]:
@@ -146,6 +156,25 @@ def _with_weights(config: RunConfig, mesh: Mesh) -> RunConfig:
         return weights_for(config, known, host_bytes)
 
     return with_weights(config, *on_first(mesh, look))
+
+
+def refuse_drift(settings: Mapping[str, object], mesh: Mesh, nodes: Nodes) -> None:
+    """Raise ConfigError on all ranks unless every rank has read rank 0's settings.
+
+    Paths of the text and of the cache may differ, as in `changes`.
+    """
+    of_first = on_first(mesh, lambda: settings)
+
+    def look() -> None:
+        own = json.loads(json.dumps(settings))
+        if different := list(changes(of_first, own)):
+            raise ConfigError(
+                f"{different[0]}: rank 0 on {nodes.hosts[0]} has the first value, and rank "
+                f"{mesh.rank} on {nodes.hosts[mesh.rank]} the second; start all ranks with the "
+                "same config and options"
+            )
+
+    agree(mesh, look)
 
 
 def refuse_unshared(folder: Path, directory: str, mesh: Mesh, nodes: Nodes) -> None:
@@ -300,21 +329,20 @@ def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -
 
 
 def _find_checkpoint(
-    config: RunConfig, mesh: Mesh, folder: Path | None, say: Say
+    config: RunConfig, mesh: Mesh, folder: Path | None, say: Say, rejected: list[str]
 ) -> find.FoundCheckpoint | None:
-    """Return the checkpoint to start from; report it, and which were rejected and why.
+    """Return the checkpoint to start from; report it, and add which were `rejected` and why.
 
     Collective. Raises CheckpointError on all ranks if a checkpoint that was named cannot be used.
     """
     resume = config.checkpoint.resume
     own = folder / "checkpoints" if folder else None
     checkpoint: find.FoundCheckpoint | None = None
-    rejected: list[str] = []
     if own and (mesh.restart_count or resume == "auto"):
         # After a restart the run's own newest checkpoint is newer than the one that was named.
-        checkpoint, rejected = find.find(own, "auto", mesh)
+        checkpoint, rejected[:] = find.find(own, "auto", mesh)
     if checkpoint is None and resume not in ("auto", "none"):
-        checkpoint, rejected = find.find(own or Path(), resume, mesh)
+        checkpoint, rejected[:] = find.find(own or Path(), resume, mesh)
     for reason in rejected:
         say(f"resume  {reason}")
     if checkpoint:

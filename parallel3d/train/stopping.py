@@ -199,7 +199,7 @@ def join(config: RunConfig, launch: Launch) -> "Mesh":
         from parallel3d.mesh.device import pin_collectives
 
         pin_collectives()
-    return Mesh(*config.mesh.sizes, launch=launch, watched=True)
+    return Mesh(*config.mesh.sizes, ep=config.mesh.ep, launch=launch, watched=True)
 
 
 def meet_at_the_end(mesh: "Mesh") -> None:

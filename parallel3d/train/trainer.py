@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, NoReturn
 
+import psutil
 import torch
 
 from parallel3d.base.errors import TrainingError
 from parallel3d.base.fault import fault_point
+from parallel3d.base.journal import reached, record
 from parallel3d.checkpoint import find
 from parallel3d.checkpoint.checksums import state_checksums
 from parallel3d.checkpoint.load import load
@@ -31,7 +33,6 @@ from parallel3d.train.check_bits import check_bits
 from parallel3d.train.digests import append_digest
 from parallel3d.train.evaluation import HELD_OUT, Evaluation, Losses
 from parallel3d.train.feed import Feed
-from parallel3d.train.journal import record
 from parallel3d.train.metrics import MetricsWriter, StepMetrics, gradient_noise, peak_memory_bytes
 from parallel3d.train.profiler import Profiler
 from parallel3d.train.progress import Progress
@@ -146,6 +147,7 @@ class Trainer:
         losses: deque[float] = deque(maxlen=window)
         while result.steps < self.config.num_steps and not result.stopped:
             step = result.steps
+            reached(step)
             fault_point("trainer.step")
             with ExitStack() as observed:
                 for observer in (self.profiler, self.watch):
@@ -158,6 +160,8 @@ class Trainer:
             if step == first:
                 self.mesh.set_timeouts(self.config.train.timeout_seconds)
                 self._warn_if_slow(step_seconds)
+                began_at = psutil.Process().create_time()
+                self._record("first_step", step=step + 1, seconds=round(time.time() - began_at, 3))
                 if self.progress and (graphs := compiled.describe()):
                     self.progress.say(graphs)
             if verdict.action == "rewind":
@@ -346,8 +350,7 @@ class Trainer:
     def _record(self, event: str, **values: object) -> None:
         """Write an event to the run's journal, on rank 0."""
         if self.writer:
-            with suppress(OSError):  # `writer` reports a full disk
-                record(self._start.folder, event, **values)
+            record(event, **values)
 
     def _rewind(self, verdict: Verdict, step: int) -> int:
         """Load the newest checkpoint and return its step, after which the next batch is trained."""

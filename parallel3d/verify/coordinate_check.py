@@ -32,7 +32,7 @@ from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import compile_operators, microbatches
 from parallel3d.verify.reference import Batch
-from parallel3d.verify.shrink import MICROBATCHES, shrink
+from parallel3d.verify.shrink import num_microbatches, shrink
 
 HEAD_SIZE, BLOCKS, BATCH, LENGTH = 16, 2, 8, 32
 ROUNDS = 4  # of seeds, at most
@@ -80,7 +80,7 @@ def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
     divide the width.
     """
     sizes = config.mesh.sizes
-    share = sizes.dp * min(config.num_microbatches, MICROBATCHES)
+    share = sizes.dp * num_microbatches(config)
     small = shrink(config, (sizes,), batch=lcm(BATCH, share))[sizes]
     model, raw = config.model, small.to_dict()
     settings = parametrization_of(model)
@@ -123,7 +123,7 @@ def _kv_heads(model: ModelConfig, heads: int) -> int | None:
 def _measure_on_rank(rank: int, config: RunConfig, seed: int) -> Sums:
     """Train as one rank and return sums over its part of each layer's activations."""
     torch.set_num_threads(1 if config.mesh.sizes.ranks > 1 else 2)
-    mesh = Mesh(*config.mesh.sizes)
+    mesh = Mesh(*config.mesh.sizes, ep=config.mesh.ep)
     parts = assemble(config, mesh, seed=seed)
     batch = microbatches(_batch(config), config, mesh)
     with _activations(parts) as now:

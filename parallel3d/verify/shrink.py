@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import product
-from math import lcm, prod
+from math import gcd, lcm, prod
 from typing import Any, NamedTuple
 
 from parallel3d import models
@@ -142,7 +142,7 @@ def shrink(
             raw["aio"]["block_size"] = BLOCK
             if name == "offload_param":
                 raw["zero_optimization"][name] |= PARAM_BUFFERS
-    microbatches = min(config.num_microbatches, MICROBATCHES)
+    microbatches = num_microbatches(config)
     samples = 1 if extent.sequence_length > SEQUENCE_LENGTH else 2
     batch = batch or samples * microbatches * lcm(*(mesh.dp for mesh in sizes.values()))
     return {mesh: _on_mesh(raw, own, microbatches, batch) for mesh, own in sizes.items()}
@@ -168,15 +168,20 @@ def resuming_pair(meshes: Sequence[MeshSizes]) -> tuple[MeshSizes, MeshSizes]:
 def why_not(config: RunConfig, mesh: MeshSizes) -> str | None:
     """Return why a config's schedule cannot run on a mesh, or None if it can."""
     pipeline = config.pipeline
-    microbatches = min(config.num_microbatches, MICROBATCHES)
     return schedules.load(pipeline.schedule).invalid(
-        mesh.pp, microbatches, pipeline.stages_per_rank
+        mesh.pp, num_microbatches(config), pipeline.stages_per_rank
     )
+
+
+def num_microbatches(config: RunConfig) -> int:
+    """Return the microbatches of a small step: the config's, if it sets few."""
+    return min(config.gradient_accumulation_steps or MICROBATCHES, MICROBATCHES)
 
 
 def _on_mesh(raw: dict[str, Any], mesh: MeshSizes, microbatches: int, batch: int) -> RunConfig:
     block = raw["parallel3d"]
-    sizes = block["mesh"] | mesh._asdict()
+    experts = block["model"].get("num_experts", 1)
+    sizes = block["mesh"] | mesh._asdict() | {"ep": gcd(block["mesh"]["ep"], mesh.dp, experts)}
     changed = raw | {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": batch // (mesh.dp * microbatches),

@@ -41,6 +41,7 @@ MODELS = {
     "wide": _sizes("gpt", hidden_size=512, num_hidden_layers=3),
     # Fewer key/value heads than four tp ranks, so that some ranks hold the same ones.
     "llama": _sizes("llama", num_key_value_heads=2, num_hidden_layers=3),
+    "moe": _sizes("moe", num_experts=4, router="sigmoid", score_bias=True),
 }
 MICROBATCHES, BATCH = 2, 8
 
@@ -60,6 +61,7 @@ class Side:
     precision: str = "fp32"
     thresholds: bool = False  # DeepSpeed's own, under which small parameters stay gathered
     muon: bool = False  # in place of AdamW
+    ep: int = 1
 
     @property
     def world_size(self):
@@ -81,6 +83,7 @@ class Side:
             *(["sp"] if self.sequence_parallel else []),
             *(["thresholds"] if self.thresholds else []),
             *(["muon"] if self.muon else []),
+            *([f"ep{self.ep}"] if self.ep > 1 else []),
         ]
         return "-".join(changed)
 
@@ -101,7 +104,7 @@ class Trained(Trainer):
                 reduction="auto", sequence_parallel=side.sequence_parallel,
                 precision=side.precision, microbatches=MICROBATCHES, batch=BATCH,
                 thresholds=side.thresholds, model=MODELS[side.model],
-                changes=MUON if side.muon else {},
+                changes={"parallel3d.mesh.ep": side.ep} | (MUON if side.muon else {}),
             )
         )  # fmt: skip
 
@@ -157,7 +160,7 @@ def save_on_rank(rank, sides, root):
         trained = Trained(side, root)
         trained.train()
         parts = list(trained.gathered())
-        everything.append(parts if trained.mesh.replicas.coord == 0 else [])
+        everything.append(parts if trained.mesh.expert_replicas.coord == 0 else [])
         saver = Saver(
             trained.engine, trained.mesh, layers(trained.config.model), folder=root / str(side),
             asynchronous=number % 2 == 0,

@@ -83,6 +83,21 @@ def test_to_and_from_cp_beside_every_axis(tmp_path):
     check(load_all(cases, tmp_path), cases)
 
 
+EP = [
+    Side((1, 4, 1), 3, ep=2, model="moe"),
+    Side((2, 1, 2), 1, model="moe"),
+    Side((1, 4, 1), 0, ep=4, model="moe"),
+    Side((1, 4, 1), 2, ep=2, model="moe"),
+]
+
+
+@pytest.mark.slow
+def test_divided_experts(tmp_path):
+    save(EP, tmp_path)
+    cases = [(target, EP) for target in EP]
+    check(load_all(cases, tmp_path), cases)
+
+
 DEEP = {"model": "deep", "stages_per_rank": 2}
 LLAMA = {"model": "llama", "tied": False}
 # Of each set, any side can be loaded on any other.

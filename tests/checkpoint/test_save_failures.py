@@ -67,6 +67,26 @@ def test_a_full_disk_costs_only_the_checkpoint(behind, tmp_path):
         assert len(said) == MOST_FAILURES
 
 
+def know_of_no_room(rank, trained, folder):
+    """Rank 1 has no file left to ask for the room; the save needs none on that rank."""
+    usage = shutil.disk_usage
+
+    def fail(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    saver = saver_of(trained, folder)
+    if rank == 1:
+        shutil.disk_usage = fail
+    saver.save(state(1))
+    shutil.disk_usage = usage
+    saver.require_saved()
+    return names(folder)
+
+
+def test_a_rank_that_cannot_ask_for_the_room_saves(tmp_path):
+    assert on_two_ranks(know_of_no_room, tmp_path) == [["latest", "step-1"]] * 2
+
+
 def have_no_room(rank, trained, folder):
     """Rank 1 sees a disk on which the checkpoint does not fit."""
     said, usage = [], shutil.disk_usage

@@ -121,6 +121,7 @@ BAD = [
 NVME = {"device": "nvme", "nvme_path": "/x"}
 AHEAD = {"pipeline_read": True, "pipeline_write": True}
 # what is changed; path and value of the problem; its rule and remedy
+MOE = {"family": "moe", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 BAD_TOGETHER = [
     ({f"{P3D}.train.compile": "block", f"{ZERO}.stage": 3},
      f"{P3D}.train.compile", "block", "each block's weights", f"or {ZERO}.stage = 2"),
@@ -160,6 +161,15 @@ BAD_TOGETHER = [
     ({f"{P3D}.mesh": {"cp": 16, "tp": 4, "sequence_parallel": True},
       f"{P3D}.data.sequence_length": 32},
      f"{P3D}.mesh.cp", 16, "leaves 2 tokens a rank, not a multiple of tp=4", "= false"),
+    ({f"{P3D}.mesh.ep": 2},
+     f"{P3D}.mesh.ep", 2, 'divides experts, and model.family="gpt" has none', "use 1"),
+    ({f"{P3D}.mesh": {"dp": 4, "ep": 3}, f"{P3D}.model": MOE | {"num_experts": 6}},
+     f"{P3D}.mesh.ep", 3, "does not divide num_experts=6 and mesh.dp=4", "use 1 or 2"),
+    ({f"{P3D}.mesh": {"ep": 4}, f"{P3D}.model": MOE | {"num_experts": 6}},
+     f"{P3D}.mesh.ep", 4, "does not divide num_experts=6", "use 1, 2, 3 or 6"),
+    ({f"{P3D}.mesh": {"dp": 2, "ep": 2}, f"{P3D}.model": MOE,
+      f"{P3D}.train.noise_scale_every": 5},
+     f"{P3D}.train.noise_scale_every", 5, "needs each rank's own gradient", "mesh.ep = 1"),
     ({f"{P3D}.mesh.cp": 2, f"{P3D}.model.attn_pdrop": 0.1},
      f"{P3D}.model.attn_pdrop", 0.1, "whole samples, which cp=2 ranks share", "or mesh.cp = 1"),
     ({f"{P3D}.data.balance_microbatches": True},

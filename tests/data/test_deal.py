@@ -19,7 +19,8 @@ def packed(seq, mean, samples, seed):
     rows = []
     for _ in range(samples):
         lengths = np.maximum(1, rng.lognormal(np.log(mean) - 0.5, 1, seq).astype(int))
-        rows.append(np.repeat(np.arange(seq), lengths)[:seq])
+        lengths = lengths[: np.searchsorted(lengths.cumsum(), seq) + 1]
+        rows.append(np.repeat(np.arange(len(lengths)), lengths)[:seq])
     return np.stack(rows)
 
 

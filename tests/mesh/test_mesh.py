@@ -51,6 +51,34 @@ def places_on_rank(rank, sizes):
     return found
 
 
+def owners_on_rank(rank, cases):
+    """The ranks of the roles that ep sets, mesh by mesh."""
+    found = []
+    for size, ep in cases:
+        mesh = Mesh(*size, ep=ep)
+        roles = ("experts", "expert_replicas", "whole_model", "model")
+        found.append({role: mesh.peers(role).ranks for role in roles})
+        mesh.barrier()
+    return found
+
+
+def test_ranks_that_divide_experts():
+    """Neighbours along dp own different experts; the others at the same place own the same ones."""
+    cases = [((2, 2, 2), 2), ((1, 8, 1), 4), ((1, 2, 2, 2), 2), ((2, 4, 1), 4)]
+    ranks = run_locally(owners_on_rank, 8, cases)
+    for number, (size, ep) in enumerate(cases):
+        pp, dp, cp, tp = MeshSizes(*size)
+        grid = np.arange(8).reshape(pp, dp // ep, ep, cp, tp)
+        for rank in range(8):
+            p, d, e, c, t = (int(i[0]) for i in np.where(grid == rank))
+            assert ranks[rank][number] == {
+                "experts": grid[p, d, :, c, t].tolist(),
+                "expert_replicas": grid[p, :, e, :, t].flatten().tolist(),
+                "whole_model": grid[:, d, :, c, :].flatten().tolist(),
+                "model": grid[:, d, e, c, :].flatten().tolist(),
+            }
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -76,9 +104,12 @@ def test_places(sizes):
                 "pipeline": grid[:, d, c, t].tolist(),
                 "samples": grid[p, :, c, t].tolist(),
                 "context": grid[p, d, :, t].tolist(),
-                **dict.fromkeys(("replicas", "shards"), grid[p, :, :, t].flatten().tolist()),
+                **dict.fromkeys(
+                    ("replicas", "shards", "expert_replicas"), grid[p, :, :, t].flatten().tolist()
+                ),
                 "tensor": grid[p, d, c, :].tolist(),
-                "model": grid[:, d, c, :].flatten().tolist(),
+                "experts": [rank],
+                **dict.fromkeys(("model", "whole_model"), grid[:, d, c, :].flatten().tolist()),
                 "world": list(range(world)),
                 "alone": [rank],
             }

@@ -135,8 +135,10 @@ def errors(config, tp, isolated, ranks):
 
 
 # (tp, sequence parallel, documents): as many tp ranks as WORLD, so also more than kv heads.
-FEW = ((1, False, None), (2, True, None), (4, True, DOCUMENTS))
-OTHERS = ((4, False, None), (2, False, None), (4, True, None), (1, False, DOCUMENTS))
+FEW = ((2, True, None), (4, True, DOCUMENTS))
+OTHERS = (
+    (1, False, None), (4, False, None), (2, False, None), (4, True, None), (1, False, DOCUMENTS),
+)  # fmt: skip
 
 
 @lru_cache

@@ -49,6 +49,7 @@ HALLS: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16", "zero": 3},
     "Muon": {"optimizer": MUON},
     "experts": {"model": {"family": "moe", **_SIZES}},
+    "divided experts": {"model": {"family": "moe", **_SIZES}, "zero": 3, "ep": 2},
 }
 
 
@@ -57,7 +58,9 @@ def hall(name: str) -> RunConfig:
     settings: dict[str, Any] = {"zero": 1, "reduction": "auto", "weights": "auto"} | HALLS[name]
     model = settings.pop("model", _GPT)
     data, overlap = settings.pop("data", {}), settings.pop("overlap", None)
+    ep = settings.pop("ep", 1)
     raw = config_of(**settings)
+    raw["parallel3d"].setdefault("mesh", {})["ep"] = ep
     raw["parallel3d"]["data"] |= data
     raw["zero_optimization"]["overlap_comm"] = overlap
     raw["parallel3d"]["model"] = model

@@ -55,6 +55,8 @@ NEEDS: dict[str, Need] = {
     "mixture": lambda config, small: small.data.source == "mixture",
     "rotary": _family("llama", "neox", "moe"),
     "experts": _family("moe"),
+    "divided experts": lambda config, small: small.mesh.ep > 1,
+    "ZeRO-3": _stages(3),
     "reduced in backward": lambda config, small: bool(small.zero_optimization.overlap_comm),
     "long": lambda config, small: True,  # planted in the case of long sequences and large ids
     "bf16": lambda config, small: small.precision == "bf16",

@@ -47,6 +47,7 @@ def case_of(mesh, schedule="gpipe", model=SOFTMAX, **settings):
     count = BATCH // (MICRO * mesh[1])
     settings = {"reduction": "per_step" if once else "per_microbatch"} | settings
     changes = settings.pop("changes", {}) | {"optimizer.params.eps": 1e-6}
+    changes["parallel3d.mesh.ep"] = settings.pop("ep", 1)
     return Case(
         mesh=mesh, schedule=schedule, batch=BATCH, steps=3, microbatches=count, changes=changes,
         model=MOE | model, **settings,
@@ -175,6 +176,60 @@ def test_on_two_ranks(folder):
     )
 
 
+def test_divided_over_ranks(folder):
+    """Each ZeRO stage and routing, with what else cuts, sums or holds a stage."""
+    check(
+        [
+            case_of((2, 2, 1), "zero_bubble", SIGMOID, ep=2, zero_stage=1),
+            case_of((1, 4, 1), model=SIGMOID, ep=2, zero_stage=3, reduction="per_step"),
+            case_of((1, 4, 1), model=SIGMOID, ep=4, zero_stage=2),
+            case_of(
+                (1, 2, 2), model=TOP_FIRST, ep=2, weights="per_pass", reduction="per_step",
+                sequence_parallel=True, checkpointing="full",
+            ),
+            case_of((2, 2, 1), "one_f_one_b", ep=2, zero_stage=0),
+        ],
+        folder,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_divided_on_every_mesh(pp, tp, ep, folder, cpu_adam):
+    """Each mesh with each ZeRO stage, offload and way of holding weights."""
+    mesh, schedule = (pp, ep, tp), "one_f_one_b" if pp > 1 else "gpipe"
+    if pp * ep * tp > 8:
+        mesh = (pp, 2, tp)  # 16 ranks would be too many here
+    cases = [case_of(mesh, schedule, SIGMOID, ep=min(ep, mesh[1]), zero_stage=s) for s in range(4)]
+    cases += [
+        case_of(mesh, schedule, SIGMOID, ep=min(ep, mesh[1]), **settings)
+        for settings in (
+            {"zero_stage": 1, "offload": "cpu", "reduction": "per_step"},
+            {"zero_stage": 2, "offload": "cpu"},
+            {"zero_stage": 3, "offload": "cpu+param-cpu"},
+            {"weights": "per_step", "reduction": "per_step"},
+            {"weights": "per_pass", "checkpointing": "full"},
+            {"zero_stage": 3, "precision": "fp32", "checkpointing": "selective"},
+        )
+    ]
+    check(cases, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [SOFTMAX, SIGMOID, TOP_FIRST], ids=["softmax", "sigmoid", "top"])
+def test_divided_with_every_routing(model, folder):
+    check(
+        [
+            case_of((2, 2, 1), "one_f_one_b", model, ep=2, zero_stage=stage, weights=weights)
+            for stage in range(4)
+            for weights in ("per_microbatch", "per_step")[: 1 + (stage == 3)]
+        ],
+        folder,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [SOFTMAX, SIGMOID, TOP_FIRST], ids=["softmax", "sigmoid", "top"])
 @pytest.mark.parametrize(
@@ -209,3 +264,5 @@ def test_every_schedule(name, folder):
         ],
         folder,
     )
+    if not why_not(name, 2, 3, stages):
+        check([case_of((2, 2, 1), name, SIGMOID, stages_per_rank=stages, ep=2)], folder)

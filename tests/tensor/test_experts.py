@@ -1,12 +1,17 @@
 """Grouped products of experts' tokens, and their order, against loops over experts."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.traffic import Traffic
 from parallel3d.tensor import experts as experts_module
+from parallel3d.tensor.cut import cut_of
 from parallel3d.tensor.experts import Experts, _grouped_linear, grouped_product
+from parallel3d.verify.local_ranks import run_locally
 from tests.models.test_layer_memory import release
 
 pytestmark = pytest.mark.gloo
@@ -63,7 +68,7 @@ def run(experts, x, chosen, weights):
 def test_tokens_come_back_to_their_places(group, capacity):
     """By finite differences, and token by token; the last tokens beyond a capacity skip it."""
     torch.manual_seed(1)
-    experts = Experts(4, 4, 6, group, capacity).double()
+    experts = Experts(4, 4, 6, group, capacity=capacity).double()
     for p in experts.parameters():
         nn.init.normal_(p)
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
@@ -80,6 +85,57 @@ def test_tokens_come_back_to_their_places(group, capacity):
                 expected[token] += weights[token, place] * (experts.down[number] @ inner)
     torch.testing.assert_close(y, expected)
     assert torch.autograd.gradcheck(lambda x, w: run(experts, x, chosen, w), (x, weights))
+
+
+OWNERS, EXPERTS, SIZE, INNER = 4, 8, 8, 12
+# Each rank's tokens and their two experts: one rank has no token, and nobody asks the last owner.
+CHOSEN = [
+    [[0, 5], [1, 2], [5, 0]], [[2, 3]], torch.zeros(0, 2).tolist(), [[4, 1], [4, 5]],
+]  # fmt: skip
+
+
+def divided(rank, weights, tokens, gradients):
+    """Output, gradients and bytes sent of one rank, which owns two of the experts."""
+    mesh = Mesh(1, OWNERS, 1, ep=OWNERS)
+    experts = Experts(EXPERTS, SIZE, INNER, mesh.tensor.group, mesh.experts.group)
+    for parameter, whole in zip(experts.parameters(), weights, strict=True):
+        parameter.data = cut_of(parameter).part_of(whole).clone()
+    x = tokens[rank].requires_grad_()
+    chosen = torch.tensor(CHOSEN[rank], dtype=torch.long).view(-1, 2)
+    shares = torch.full(chosen.shape, 0.5).requires_grad_()
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).float()
+    order = []
+    with Traffic(mesh, ["all_to_all"]) as traffic:
+        y = experts(x, chosen, shares, counts, meanwhile=lambda: order.append(1))
+        y.backward(gradients[rank])
+    (calls,) = traffic.calls
+    own = [p.grad for p in experts.parameters()]
+    return y.detach(), x.grad, shares.grad, own, order, calls.bytes
+
+
+def test_divided_experts_are_those_of_one_rank(group):
+    torch.manual_seed(2)
+    whole = Experts(EXPERTS, SIZE, INNER, group)
+    for p in whole.parameters():
+        nn.init.normal_(p)
+    tokens = [torch.randn(len(own), SIZE) for own in CHOSEN]
+    gradients = [torch.randn(len(own), SIZE) for own in CHOSEN]
+    x = torch.cat(tokens).requires_grad_()
+    chosen = torch.cat([torch.tensor(own, dtype=torch.long).view(-1, 2) for own in CHOSEN])
+    shares = torch.full(chosen.shape, 0.5, requires_grad=True)
+    y = run(whole, x, chosen, shares)
+    y.backward(torch.cat(gradients))
+    weights = [p.detach() for p in whole.parameters()]
+    ranks = run_locally(divided, OWNERS, weights, tokens, gradients)
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    for index, expected in enumerate((y.detach(), x.grad, shares.grad)):
+        close(torch.cat([rank[index] for rank in ranks]), expected)
+    for number, p in enumerate(whole.parameters()):
+        close(torch.cat([rank[3][number] for rank in ranks]), p.grad)
+    assert all(rank[4] == [1] for rank in ranks)
+    # Rows of fp32 there and back, and their gradients; besides, each rank sends its counts.
+    sent = 4 * chosen.numel() * SIZE * 4 + OWNERS * EXPERTS * 8
+    assert sum(rank[5] for rank in ranks) >= sent
 
 
 def test_no_released_weight_is_kept_alive(group):

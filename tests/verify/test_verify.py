@@ -16,7 +16,7 @@ from parallel3d.models import layers
 from parallel3d.verify import table
 from parallel3d.verify.coverage import features
 from parallel3d.verify.reference import prepare
-from parallel3d.verify.shrink import MESHES, parse_meshes, shrink
+from parallel3d.verify.shrink import MESHES, MICROBATCHES, parse_meshes, shrink, why_not
 from tests.verify.configs import MODELS, config_of
 
 pytestmark = pytest.mark.gloo
@@ -52,6 +52,17 @@ def test_only_sizes_shrink(model):
         assert sum(layer.num_params for layer in layers(made.model)) < 250_000
     first, *others = [(m.model, m.global_batch_size, m.train) for m in small.values()]
     assert all(other == first for other in others), "one model and one data for every mesh"
+
+
+def test_microbatches_that_depend_on_the_mesh():
+    """Without gradient_accumulation_steps their number follows from dp."""
+    raw = config_of(schedule="one_f_one_b")
+    raw |= {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}
+    del raw["gradient_accumulation_steps"]
+    config = RunConfig.from_dict(raw)
+    assert all(why_not(config, mesh) is None for mesh in MESHES)
+    small = shrink(config, MESHES)
+    assert {config.num_microbatches for config in small.values()} == {MICROBATCHES}
 
 
 def test_each_test_that_is_named_is_there():

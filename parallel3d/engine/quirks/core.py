@@ -22,9 +22,10 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 from torch import nn
 
+from parallel3d.engine.quirks.experts import NAME
 from parallel3d.model.optimizers import MATRIX
 from parallel3d.model.parametrization import Rate, Role
-from parallel3d.tensor.cut import HeldParameter
+from parallel3d.tensor.cut import HeldParameter, cut_parameter, is_of_experts
 
 
 def bind_trace_check(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -115,14 +116,16 @@ def accumulate_from_zero(engine: DeepSpeedEngine) -> None:
     optimizer.micro_step_id = 1
 
 
-def count_once(held: Iterable[HeldParameter]) -> None:
+def count_once(held: Iterable[HeldParameter], first_owner: bool = True) -> None:
     """Mark the parameters that this rank counts in the gradient norm.
 
     DeepSpeed counts a parameter if `model_parallel` is set on it or if the model-parallel rank is
-    0. ZeRO-1 and 2 skip parameters with `ds_pipe_replicated`.
+    0. ZeRO-1 and 2 skip parameters with `ds_pipe_replicated`. Ranks that own different experts have
+    equal copies of everything else; without shards only the `first_owner` counts it.
     """
     for h in held:
-        h.parameter.model_parallel = h.counts  # type: ignore[attr-defined]
+        is_first = first_owner or is_of_experts(h.parameter)
+        h.parameter.model_parallel = h.counts and is_first  # type: ignore[attr-defined]
         if h.copy:
             h.parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
@@ -135,33 +138,44 @@ class Placeholders(nn.Module):
     of these parameters are always zero.
     """
 
-    def __init__(self, groups: int = 2) -> None:
+    def __init__(self, kinds: Sequence["GroupKind"], owners: dist.ProcessGroup) -> None:
         super().__init__()
-        for group in range(groups):
-            self.register_parameter(f"group_{group}", nn.Parameter(torch.zeros(1)))
+        for group, kind in enumerate(kinds):
+            over = (0, owners) if kind.experts else None
+            parameter = cut_parameter((owners.size() if kind.experts else 1,), experts=over)
+            self.register_parameter(f"group_{group}", parameter)
+            parameter.data.zero_()
 
 
 class GroupKind(NamedTuple):
     """The common properties of the parameters of an optimizer group.
 
-    `matrices`: they are hidden matrices, which the optimizer needs whole.
+    - `matrices`: they are hidden matrices, which the optimizer needs whole.
+    - `experts`: ranks hold different experts, and only their own replicas average the gradients.
     """
 
     rate: Rate
     decays: bool
     matrices: bool = False
+    experts: bool = False
 
 
-def group_kinds(rates: Mapping[Role | None, Rate], whole_matrices: bool = False) -> list[GroupKind]:
+def group_kinds(
+    rates: Mapping[Role | None, Rate], whole_matrices: bool = False, divides_experts: bool = False
+) -> list[GroupKind]:
     """Return the kind of each optimizer group.
 
     There are two groups for each distinct rate of a role, so all stages have the same groups. An
-    optimizer of whole matrices has groups of its own for hidden ones.
+    optimizer of whole matrices has groups of its own for hidden ones, and so have experts that
+    ranks divide among them.
     """
     roles = {(rate, whole_matrices and role == MATRIX): None for role, rate in rates.items()}
-    return [
+    kinds = [
         GroupKind(rate, decays, matrices) for rate, matrices in roles for decays in (True, False)
     ]
+    if divides_experts:
+        kinds.append(GroupKind(rates[MATRIX], True, whole_matrices, True))
+    return kinds
 
 
 def param_groups(
@@ -174,12 +188,14 @@ def param_groups(
     of_kind = defaultdict[GroupKind, list[nn.Parameter]](list)
     for h in held:
         matrices = whole_matrices and h.spec.role == MATRIX
-        kind = GroupKind(rates[h.spec.role], h.spec.weight_decay, matrices)
+        divided = is_of_experts(h.parameter)
+        kind = GroupKind(rates[h.spec.role], h.spec.weight_decay, matrices, divided)
         of_kind[kind].append(h.parameter)
     for kind, weight in zip(kinds, placeholders.parameters(), strict=True):
         decay = weight_decay * kind.rate.weight_decay if kind.decays else 0.0
         group = {"params": [*of_kind[kind], weight], "weight_decay": decay}
         group |= {"eps": eps * kind.rate.eps, "decays": kind.decays, "matrices": kind.matrices}
+        group |= {"moe": True, "name": NAME} if kind.experts else {}
         if kind.rate.is_step:
             # Without memory Adam's update is the gradient's sign. eps is far below any gradient of
             # these, and above what is lost when one is squared.

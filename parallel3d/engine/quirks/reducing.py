@@ -35,7 +35,9 @@ def average_in_one_buffer(optimizer: ZeROOptimizer, dtype: torch.dtype) -> None:
     def average(parameters: list[nn.Parameter], _: torch.dtype) -> list[Tensor]:
         group = optimizer._get_param_partition_group(parameters[0])
         gradients = [p.grad.flatten() for p in parameters if p.grad is not None]
-        parts = _reduce_scatter(gradients, dtype, group)
+        # Experts are averaged over all ranks that send them tokens, not over their replicas alone.
+        ranks = optimizer.dp_process_group.size()
+        parts = _reduce_scatter(gradients, dtype, group, ranks)
         return [part.to(optimizer.gradient_accumulation_dtype) for part in parts]
 
     assert hasattr(optimizer, name) and optimizer.gradient_predivide_factor == 1.0
@@ -43,9 +45,9 @@ def average_in_one_buffer(optimizer: ZeROOptimizer, dtype: torch.dtype) -> None:
 
 
 def _reduce_scatter(
-    gradients: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup
+    gradients: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, divisor: int
 ) -> list[Tensor]:
-    """Average flat tensors over the group; return this rank's part of each."""
+    """Sum flat tensors over the group, divided by `divisor`; return this rank's part of each."""
     ranks, rank = group.size(), group.rank()
     lengths = [-(-len(g) // ranks) for g in gradients]  # of a part; the last ones are shorter
     buffer = gradients[0].new_empty((ranks, sum(lengths)), dtype=dtype)
@@ -56,7 +58,7 @@ def _reduce_scatter(
         columns[:full_rows] = gradient[: full_rows * length].view(full_rows, length)
         if rest:
             columns[full_rows, :rest] = gradient[full_rows * length :]
-    buffer.div_(ranks)
+    buffer.div_(divisor)
     averages = buffer.new_empty(buffer.shape[1])
     reduce_scatter_single(averages, buffer.flatten(), group=group)
     return [

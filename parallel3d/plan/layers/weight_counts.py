@@ -21,6 +21,7 @@ class WeightSizes(NamedTuple):
     - `copied`: such copies for a complete layer.
     - `layer`: the largest layer.
     - `matrices`: elements of hidden matrices, of all layers.
+    - `experts`: elements of experts that ep ranks divide among them; 0 if ep is 1.
     """
 
     params: int
@@ -32,6 +33,14 @@ class WeightSizes(NamedTuple):
     copied: int
     layer: int
     matrices: int = 0
+    experts: int = 0
+
+    def shard(self, shards: int, ep: int) -> int:
+        """Return the elements of one of `shards` ranks, which hold each expert shards / ep times.
+
+        As many as if all had all experts: a rank has fewer experts, and a larger part of each.
+        """
+        return -(-(self.params + (ep - 1) * self.experts) // shards)
 
     @property
     def gathered(self) -> int:
@@ -40,12 +49,14 @@ class WeightSizes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def weights_of_kind(model: LayerKinds, kind: int, tp: int, threshold: int = 0) -> WeightSizes:
+def weights_of_kind(
+    model: LayerKinds, kind: int, tp: int, threshold: int = 0, ep: int = 1
+) -> WeightSizes:
     """Return the sizes of the weights in one layer of a kind."""
     modules = defaultdict[str, list[int]](list)
-    params = model.kinds[kind].params
+    params, ranks = model.kinds[kind].params, {"tensor": tp, "experts": ep}
     for spec in params:
-        modules[spec.name.rpartition(".")[0]].append(spec.elements({"tensor": tp}))
+        modules[spec.name.rpartition(".")[0]].append(spec.elements(ranks))
     every = [size for module in modules.values() for size in module]
     large = [size for size in every if size > threshold]
     return WeightSizes(
@@ -53,12 +64,13 @@ def weights_of_kind(model: LayerKinds, kind: int, tp: int, threshold: int = 0) -
         num_small=len(every) - len(large), largest=max(every, default=0),
         module=max((sum(own) * min(len(own), 2) for own in modules.values()), default=0),
         copied=sum(large) if len(large) > 1 else 0, layer=sum(every),
-        matrices=sum(p.elements({"tensor": tp}) for p in params if p.role == MATRIX),
+        matrices=sum(p.elements(ranks) for p in params if p.role == MATRIX),
+        experts=sum(p.elements(ranks) for p in params if ep > 1 and "experts" in p.cut_over),
     )  # fmt: skip
 
 
 def weights_of(
-    model: LayerKinds, held: Counts, tp: int, threshold: int
+    model: LayerKinds, held: Counts, tp: int, threshold: int, ep: int = 1
 ) -> list[tuple[int, WeightSizes]]:
     """Return the number of layers of each kind that is present, and the sizes of one layer.
 
@@ -67,7 +79,7 @@ def weights_of(
     by_kind = []
     for kind, count in enumerate(held):
         if count:
-            one = weights_of_kind(model, kind, tp, threshold)
+            one = weights_of_kind(model, kind, tp, threshold, ep)
             if (original := _tied_kind(model, kind)) is not None and held[original]:
                 own = one.params - _copies(model, kind, tp)
                 one = one._replace(params=own, num_params=one.num_params - 1)
@@ -80,17 +92,17 @@ def together(layers: Iterable[tuple[int, WeightSizes]]) -> WeightSizes:
     layers = list(layers)
     sums = [sum(count * one[i] for count, one in layers) for i in range(4)]
     most = [max(one[i] for _, one in layers) for i in range(4, 8)]
-    matrices = sum(count * one.matrices for count, one in layers)
-    return WeightSizes(*sums, *most)._replace(matrices=matrices)
+    further = [sum(count * one[i] for count, one in layers) for i in range(8, 10)]
+    return WeightSizes(*sums, *most, *further)
 
 
 @lru_cache(maxsize=16384)
-def sizes(stages: tuple[StageLayers, ...], tp: int, threshold: int) -> WeightSizes:
+def sizes(stages: tuple[StageLayers, ...], tp: int, threshold: int, ep: int = 1) -> WeightSizes:
     """Return the sizes of the weights in all layers of these stages."""
     model = stages[0].model
     counts = Counter(kind for stage in stages for kind in stage.kinds)
     held = tuple(counts[kind] for kind in range(len(model.kinds)))
-    return together(weights_of(model, held, tp, threshold))
+    return together(weights_of(model, held, tp, threshold, ep))
 
 
 @lru_cache(maxsize=4096)

@@ -64,12 +64,13 @@ class StageActivations(NamedTuple):
 def stage_activations(
     part: StageLayers, batch: int, seq: int, cp: int, tp: int, sequence_parallel: bool,
     recompute: Recompute, hidden_size: int, element: int, gradient: int, classic: bool,
-    on_cpu: bool, on_host: bool,
+    on_cpu: bool, on_host: bool, ep: int = 1,
 ) -> StageActivations:  # fmt: skip
     """Return the bytes of a stage's activations; `seq` is a cp rank's share of the sequence.
 
     `element` and `gradient` are the bytes of one activation and of one gradient. `classic`: the
-    attention writes its scores to memory. `on_host`: what layers save waits on the host.
+    attention writes its scores to memory. `on_host`: what layers save waits on the host. `ep` ranks
+    divide the experts, and have as many rows to compute as if all were here: loads are even.
     """
     model, shape = part.model, Shape(batch, seq)
     hidden = shape.tokens * hidden_size * element // (tp if sequence_parallel else 1)
@@ -82,6 +83,10 @@ def stage_activations(
         saved, working, *others = [k.bytes(element, classic, not on_cpu) for k in held]
         if cp > 1 and cost.forward.attention:
             working += GATHERED * cp * cost.forward.attention.key_elements * element
+        if ep > 1:
+            # What comes back from other ranks is kept; in a backward so much leaves and arrives.
+            rows = model.kinds[layer[0]].rows_per_token * shape.tokens * hidden_size * element
+            saved, working = saved + (0 if layer[1] == "full" else rows), working + 2 * rows
         moved = saved if on_host and layer[0] not in model.ends else 0
         # On its way back, and of the layer before it.
         by_kind[layer] = saved - moved, working + 2 * moved, *others, bool(cost.recomputed.matmuls)
@@ -96,7 +101,7 @@ def stage_activations(
     produced: list[int] = []
     for layer in reversed(layers):
         saved, working, _, computes_again = by_kind[layer]
-        weights = weights_of_kind(model, layer[0], tp)
+        weights = weights_of_kind(model, layer[0], tp, ep=ep)
         largest = weights.largest
         summed += weights.params
         logits = working if part.ends and not produced else -freed_logits

@@ -190,7 +190,7 @@ class CoordinateRank:
     def _sizes(self, places: Held) -> WeightSizes:
         """Return the sizes of the weights in some of the coordinate's stages."""
         held = tuple([self.layers[p] for p in places])
-        return sizes(held, self.setting.tp, self.setting.persistence)
+        return sizes(held, self.setting.tp, self.setting.persistence, self.setting.ep)
 
     def _unreduced_bytes(self, places: Held) -> int:
         """Return the bytes of the unreduced gradients of some stages."""

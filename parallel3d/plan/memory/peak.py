@@ -82,7 +82,7 @@ def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, in
     """Return cheap lower bounds on the first rank's bytes of device and of host memory."""
     s, parts = setting, _parts(setting)
     layers = tuple([parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]])
-    weights = sizes(layers, s.tp, s.persistence)
+    weights = sizes(layers, s.tp, s.persistence, s.ep)
     held = states(s, weights, is_cpu(hardware))
     shard = held.shard if held.standing else 0
     device = held.weights + held.optimizer + held.buffers + shard + least_in_flight(s, hardware)
@@ -131,6 +131,7 @@ def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivation
         setting.sequence_parallel, recompute,
         setting.hidden_size, setting.bytes_per_element, software.gradient_bytes,
         software.attention == "classic", on_cpu, setting.offload_activations and not on_cpu,
+        setting.ep,
     )  # fmt: skip
 
 
@@ -170,6 +171,8 @@ def nccl_estimate(setting: Setting, coord: int, hardware: Hardware | None) -> in
     # The groups of mesh/mesh.py: an axis that holds all ranks is the world.
     communicators = 1 + sum(1 < size < devices for size in s.mesh)
     communicators += s.pp > 1  # "pp backward"
+    if s.ep > 1:
+        communicators += 2 + (s.dp * s.cp > s.ep)  # "ep", "ep model", "ep replicas"
     if s.pp * s.tp > 1:
         communicators += (s.dp * s.cp > 1) + (s.dp > 1 < s.cp)  # "model", "dp cp"
     home = stages_on(s.schedule, s.pp, s.stages_per_rank)[coord]

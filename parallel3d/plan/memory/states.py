@@ -50,7 +50,7 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     software, buffers = setting.software, setting.buffers
     element, gradient = setting.bytes_per_element, software.gradient_bytes
     shards, zero3 = setting.dp, setting.zero_stage == 3
-    share = -(-s.params // shards) if setting.zero_stage else s.params
+    share = s.shard(shards, setting.ep) if setting.zero_stage else s.params
     weight_bytes = (share if zero3 else s.params) * element
     matrices = -(-s.matrices // shards) if setting.zero_stage else s.matrices
     optimizer = (share - matrices) * state_bytes(setting.optimizer)

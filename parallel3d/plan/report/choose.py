@@ -87,7 +87,7 @@ def fixed_by(config: RunConfig) -> dict[str, object]:
 def apply(config: RunConfig, plan: Plan) -> RunConfig:
     """Return the config with a plan's choices, and notes that name them."""
     s = plan.setting
-    mesh = {**s.mesh._asdict(), "sequence_parallel": s.sequence_parallel}
+    mesh = {**s.mesh._asdict(), "ep": s.ep, "sequence_parallel": s.sequence_parallel}
     raw = config.to_dict()
     block, zero = raw["parallel3d"], raw["zero_optimization"]
     block |= {"mesh": mesh, "plan": {}}

@@ -101,6 +101,7 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
             Column("×".join(axes), right=False),
             [
                 "×".join(str(getattr(s, axis)) for axis in axes)
+                + (f" ep {s.ep}" if s.ep > 1 else "")
                 + (" sp" if s.sequence_parallel else "")
                 for s in settings
             ],
@@ -251,6 +252,7 @@ def lines_of(setting: Setting) -> Iterator[str]:
     """Yield lines that describe a setting's choices, with the values of the config."""
     s = setting
     split = ", sequence parallel" if s.sequence_parallel else ""
+    split += f", experts divided over {s.ep} dp ranks" if s.ep > 1 else ""
     several = f" with {s.stages_per_rank} stages a rank" if s.stages_per_rank > 1 else ""
     reduced = "once a step" if s.reduces_once else "after each microbatch"
     yield f"mesh      {s.mesh.label}{split}"

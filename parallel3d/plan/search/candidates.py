@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import product
+from math import gcd
 from typing import NamedTuple
 
 from parallel3d.base.mesh_sizes import AXES, MeshSizes
@@ -37,6 +38,7 @@ class Flow(NamedTuple):
     micro_batch: int
     recompute: Recompute
     sequence_parallel: bool
+    ep: int = 1
 
 
 class Order(NamedTuple):
@@ -88,12 +90,21 @@ def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
         is_fused = request.base.software.attention == "flash"
         recomputes = tuple(mode for mode in MODES if mode != "selective" or not is_fused)
     return tuple(
-        Flow(mesh, micro_batch, recompute, split)
+        Flow(mesh, micro_batch, recompute, split, ep)
+        for ep in _divisions(request, mesh)
         for split in ((False, True) if may_split else (False,))
         for recompute in recomputes
         for micro_batch in _divisors(request.common_batch // mesh.dp)
         if _is_open(request, micro_batch=micro_batch, sequence_parallel=split)
     )
+
+
+def _divisions(request: Request, mesh: MeshSizes) -> list[int]:
+    """Return the numbers of ranks that may divide the experts, from 1."""
+    config, experts = request.config, getattr(request.config.model, "num_experts", 1)
+    if optimizers.load(config.optimizer.file).WHOLE_MATRICES or config.train.noise_scale_every:
+        experts = 1
+    return [ep for ep in _divisors(gcd(experts, mesh.dp)) if _is_open(request, ep=ep)]
 
 
 @lru_cache(maxsize=65536)
@@ -219,7 +230,7 @@ def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> 
         layers=base.layers, hidden_size=base.hidden_size,
         shape=Shape(flow.micro_batch, base.shape.seq),
         num_microbatches=request.global_batch_size // mesh.dp // flow.micro_batch, pp=mesh.pp,
-        dp=mesh.dp, cp=mesh.cp, tp=mesh.tp,
+        dp=mesh.dp, cp=mesh.cp, tp=mesh.tp, ep=flow.ep,
         sequence_parallel=flow.sequence_parallel, schedule=order.schedule,
         stages_per_rank=order.stages_per_rank, recompute=flow.recompute, precision=base.precision,
         zero_stage=state.zero_stage, reduces_once=state.reduces_once, weights=state.weights,
@@ -230,7 +241,8 @@ def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> 
 
 def choices_of(setting: Setting) -> Choices:
     """Return the flow, order and state of a setting."""
-    flow = Flow(setting.mesh, setting.shape.batch, setting.recompute, setting.sequence_parallel)
+    s = setting
+    flow = Flow(s.mesh, s.shape.batch, s.recompute, s.sequence_parallel, s.ep)
     offloads = setting.offload_optimizer, setting.offload_param
     count = sum(DEVICES.index(device) for device in offloads)
     weights: Weights = setting.weights if setting.zero_stage == 3 else "per_microbatch"

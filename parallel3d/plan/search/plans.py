@@ -19,7 +19,7 @@ from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.step import StepTime, step_time
 
 CHOICES = (
-    *AXES, "sequence_parallel", "micro_batch", "schedule", "stages_per_rank",
+    *AXES, "ep", "sequence_parallel", "micro_batch", "schedule", "stages_per_rank",
     "recompute", "zero_stage", "gradient_reduction", "weights", "offload_optimizer",
     "offload_param",
 )  # fmt: skip
@@ -186,7 +186,7 @@ def choices_json(setting: Setting, memory: Memory) -> dict[str, object]:
     """Return a setting's choices and the memory of its fullest rank as JSON."""
     s = setting
     return {
-        **s.mesh._asdict(), "sequence_parallel": s.sequence_parallel,
+        **s.mesh._asdict(), "ep": s.ep, "sequence_parallel": s.sequence_parallel,
         "zero_stage": s.zero_stage,
         "gradient_reduction": "per_step" if s.reduces_once else "per_microbatch",
         "weights": s.weights if s.zero_stage == 3 else None,

@@ -92,6 +92,28 @@ def collective_seconds(
     return sweeps * (seconds + curves.latency * waiting) + curves.overhead_per_collective
 
 
+def all_to_all_seconds(
+    num_bytes: float, group: RankGroup, hardware: Hardware, curves: Curves
+) -> float:
+    """Return the seconds in which each rank sends equal parts of `num_bytes` to all of a group.
+
+    The parts for other nodes go through each rank's own network interface.
+    """
+    part = num_bytes / group.ranks
+    seconds, waiting = 0.0, 0.0
+    if group.per_node > 1:
+        link = _link(hardware)
+        seconds = part * (group.per_node - 1) / (link.bandwidth.value * curves.link)
+        waiting = link.latency.value
+    if group.nodes > 1:
+        network = _network(hardware)
+        crowd = 1 + curves.congestion * log2(group.nodes)
+        across = part * (group.ranks - group.per_node) * crowd
+        seconds = max(seconds, across / (network.bandwidth.value * curves.network))
+        waiting = (group.nodes - 1) * network.latency.value
+    return seconds + curves.latency * waiting + curves.overhead_per_collective
+
+
 def send_seconds(num_bytes: float, crosses: bool, hardware: Hardware, curves: Curves) -> float:
     """Return the seconds of a message between two devices; `crosses`: it leaves the node."""
     channel = _network(hardware) if crosses else _link(hardware)

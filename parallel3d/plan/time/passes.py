@@ -8,6 +8,7 @@ from parallel3d.plan.layers.placement import LayerKinds, StageClasses, cost_of
 from parallel3d.plan.setting import BYTES, Precision, Setting
 from parallel3d.plan.time.network import (
     Kind,
+    all_to_all_seconds,
     collective_seconds,
     group_of,
     send_seconds,
@@ -51,8 +52,9 @@ def stage_passes(layout: StageClasses, setting: Setting, machine: Machine) -> Pa
 
     def layers(recompute: Recompute) -> Passes:
         return _layers(
-            layout.model, setting.shape, setting.tp, setting.cp, setting.sequence_parallel,
-            recompute, setting.recomputed_share, setting.precision, setting.devices, machine,
+            layout.model, setting.shape, setting.tp, setting.cp, setting.ep,
+            setting.sequence_parallel, recompute, setting.recomputed_share, setting.precision,
+            setting.devices, machine,
             setting.offload_activations and machine.hardware.cores is None,
         )  # fmt: skip
 
@@ -82,7 +84,7 @@ def _sums(
 
 @lru_cache(maxsize=65536)
 def _layers(
-    model: LayerKinds, shape: Shape, tp: int, cp: int, sequence_parallel: bool,
+    model: LayerKinds, shape: Shape, tp: int, cp: int, ep: int, sequence_parallel: bool,
     recompute: Recompute, recomputed_share: float, precision: Precision, devices: int,
     machine: Machine, on_host: bool,
 ) -> Passes:  # fmt: skip
@@ -97,6 +99,16 @@ def _layers(
         # A backward gathers keys and values once, whether or not it recomputes the attention.
         again = _priced(cost.recomputed, cost.recomputed.collectives, *mesh, ())
         backward = _priced(cost.forward, cost.backward_collectives, *mesh, _KEYS, backward=True)
+        if ep > 1 and (rows := model.kinds[kind].rows_per_token * own.tokens):
+            # To the owners of the experts and back, and so their gradients.
+            sent = rows * model.kinds[kind].config.hidden_size * BYTES[precision]
+            over = group_of(ep, tp * cp, devices, machine.hardware)
+            both_ways = 2 * all_to_all_seconds(sent, over, machine.hardware, machine.curves)
+            forward, backward = (
+                p._replace(tensor=p.tensor + both_ways) for p in (forward, backward)
+            )
+            if again.compute:
+                again = again._replace(tensor=again.tensor + both_ways)
         share = recomputed_share if again.compute else 0.0
         units = _units(cost, share, machine)
         there = _with_program(forward, units[0] * overhead, machine)

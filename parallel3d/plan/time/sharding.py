@@ -14,7 +14,13 @@ from parallel3d.model import optimizers
 from parallel3d.model.matrices import NewtonSchulz, imbalance, matrices_of, newton_schulz_cost
 from parallel3d.model.spec import MASTER_BYTES
 from parallel3d.plan.layers.placement import Counts, LayerKinds, StageClasses, stage_classes_of
-from parallel3d.plan.layers.weight_counts import partial, tied_elsewhere, together, weights_of
+from parallel3d.plan.layers.weight_counts import (
+    WeightSizes,
+    partial,
+    tied_elsewhere,
+    together,
+    weights_of,
+)
 from parallel3d.plan.layers.windows import windows
 from parallel3d.plan.setting import BYTES, Device, Precision, Setting
 from parallel3d.plan.time.network import Kind, RankGroup, collective_seconds, group_of, sharing
@@ -31,6 +37,7 @@ class Sharding(NamedTuple):
     tp: int
     dp: int
     cp: int
+    ep: int
     shards: int
     devices: int
     sequence_parallel: bool
@@ -49,7 +56,7 @@ class Sharding(NamedTuple):
     def of(cls, setting: Setting) -> "Sharding":
         """Return the sharding of a setting."""
         return cls(
-            setting.tp, setting.dp, setting.cp, setting.shards, setting.devices,
+            setting.tp, setting.dp, setting.cp, setting.ep, setting.shards, setting.devices,
             setting.sequence_parallel, setting.precision, setting.zero_stage, setting.reduces_once,
             _gathers(setting) if setting.holds_weights else (), setting.offload_optimizer,
             setting.offload_param, setting.persistence, setting.optimizer, setting.newton_schulz,
@@ -199,7 +206,7 @@ class _HeldWeights:
         self, model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
     ) -> None:
         small = sharding.persistence if sharding.zero_stage == 3 else 0
-        self._layers = weights_of(model, held, sharding.tp, small)
+        self._layers = weights_of(model, held, sharding.tp, small, sharding.ep)
         self.total = together(self._layers)
         self._sharding, self._machine = sharding, machine
         self._one_ring = sharding.zero_stage == 3 and machine.software.one_ring
@@ -209,6 +216,8 @@ class _HeldWeights:
             group_of(ranks, stride, sharding.devices, machine.hardware)
             for ranks, stride in ((shards, tp), (self._copies, tp * shards))
         )
+        ep = sharding.ep  # cp ranks, which are nearer, are replicas of the same experts, too
+        self._experts = group_of(shards // ep, tp * ep, sharding.devices, machine.hardware)
 
     def collective(
         self, kind: Kind, num_bytes: float, group: RankGroup | None = None, one_ring: bool = False
@@ -220,15 +229,21 @@ class _HeldWeights:
 
     def gather(self, size: int) -> float:
         """Return the seconds to gather the weights layer by layer, `size` bytes per element."""
-        return sum(
-            count * self.collective("all_gather", one.gathered * size, one_ring=self._one_ring)
-            for count, one in self._layers
-        )
+        return sum(count * self._both("all_gather", one, size) for count, one in self._layers)
+
+    def _both(self, kind: Kind, sizes: WeightSizes, size: float) -> float:
+        """Return the seconds of a collective of what is sharded: experts have other ranks."""
+        others = (sizes.gathered - sizes.experts) * size
+        seconds = self.collective(kind, others, one_ring=self._one_ring)
+        if sizes.experts:
+            experts = sizes.experts * size
+            seconds += self.collective(kind, experts, self._experts, one_ring=self._one_ring)
+        return seconds
 
     @property
     def num_gathers(self) -> int:
-        """Number of collectives that gather the weights: one per layer with sharded weights."""
-        return sum(count for count, one in self._layers if one.gathered)
+        """Number of collectives that gather the weights: one per layer and group of ranks."""
+        return sum(count * (1 + (one.experts > 0)) for count, one in self._layers if one.gathered)
 
     def reduce(self) -> float:
         """Return the seconds to reduce the gradients, bucket by bucket.
@@ -238,8 +253,9 @@ class _HeldWeights:
         """
         kind: Kind = "reduce_scatter" if self._sharding.zero_stage else "all_reduce"
         num_buckets = max(1, round(self.total.params / self._machine.software.bucket))
-        moved = self.total.params * self._machine.software.reduction_bytes / num_buckets
-        seconds = self.collective(kind, moved, one_ring=self._one_ring)
+        size = self._machine.software.reduction_bytes / num_buckets
+        moved = self.total.params * size
+        seconds = self._both(kind, self.total._replace(small=0), size)
         shard = moved / self._sharding.shards
         seconds += self.collective("all_reduce", shard, self._across, self._one_ring)
         return num_buckets * seconds
@@ -279,7 +295,8 @@ def _coord(
     weights = _HeldWeights(model, held, sharding, machine)
     sizes = weights.total
     zero, size = sharding.zero_stage, BYTES[sharding.precision]
-    own = sizes.params / (sharding.shards if zero else 1)
+    held_alone = sizes.params + (sharding.ep - 1) * sizes.experts  # if ep ranks had all experts
+    own = held_alone / sharding.shards if zero else sizes.params
     before = fetch = program = later = least = reduce = after = tensor = tied = 0.0
     for times, move in zip(sharding.gathers, moves, strict=False):
         later += times * move.gather_seconds - (0.0 if before else move.gather_seconds)

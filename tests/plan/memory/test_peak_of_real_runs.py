@@ -46,7 +46,15 @@ CASES = {
         deep(zero=1, M=6, recompute="full:1", **ONE),
     ],
 }
-OTHERS = {(1, 2, 1): [{"model": LLAMA, "micro": 4}]}
+MOE = {"family": "moe", "num_experts": 8, "moe_intermediate_size": 128}
+OTHERS = {
+    (1, 2, 1): [
+        {"model": LLAMA, "micro": 4},
+        {"model": MOE, "micro": 4},
+        {"model": MOE, "micro": 4, "ep": 2},
+        {"model": MOE, "micro": 4, "ep": 2, "zero": 1},
+    ]
+}
 BOTH = {(1, 2, 1): [{**PASS, **BREADTH, **OFTEN, "offload": "cpu+cpu", **FLAT}]}
 SLOW = {
     (1, 1, 1): [{}, {"precision": "fp32"}, {"zero": 1, "M": 1, **FLAT}],
@@ -94,7 +102,7 @@ MORE = {
 def config_of(
     mesh, zero=3, offload="none", schedule="gpipe", v=1, M=4, micro=2, seq=64, reduction="auto",
     recompute="none", sp=False, precision="bf16", model=None, thresholds=NO_THRESHOLDS,
-    bucket=2**16, weights="per_microbatch",
+    bucket=2**16, weights="per_microbatch", ep=1,
 ):  # fmt: skip
     """What a user would write, resolved."""
     pp, dp, tp = mesh
@@ -114,7 +122,7 @@ def config_of(
             "allgather_bucket_size": 2**16, **thresholds,
         },
         "parallel3d": {
-            "mesh": {"pp": pp, "dp": dp, "tp": tp, "sequence_parallel": sp},
+            "mesh": {"pp": pp, "dp": dp, "tp": tp, "ep": ep, "sequence_parallel": sp},
             "pipeline": {
                 "schedule": schedule, "stages_per_rank": v, "gradient_reduction": reduction,
                 "weights": weights, "activation_checkpointing": recompute,
@@ -140,7 +148,7 @@ def measure(rank, raws):
 
 
 def measured(config):
-    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    mesh = Mesh(*config.mesh.sizes, ep=config.mesh.ep)
     length, samples = config.data.sequence_length, config.micro_batch_size
     with Counting() as counting, swapping_small_tensors(2 * BLOCK):
         parts = assemble(config, mesh)

@@ -1,0 +1,65 @@
+"""Experts that ep ranks divide among them: what the planner counts, and when it proposes ep."""
+
+import pytest
+
+from parallel3d import models
+from parallel3d.config import RunConfig, hardware
+from parallel3d.plan.layers.placement import model_of
+from parallel3d.plan.layers.weight_counts import weights_of_kind
+from parallel3d.plan.search.best_first import search
+from parallel3d.plan.search.plans import request_of
+from parallel3d.plan.time.network import RankGroup, all_to_all_seconds
+from parallel3d.plan.time.operators import curves_for
+
+pytestmark = pytest.mark.pure
+
+H100 = hardware.load("H100-SXM5-80GB")
+QWEN = "qwen3-30b-a3b.json"
+
+
+@pytest.fixture(scope="module")
+def config():
+    return RunConfig.from_json(QWEN, [])
+
+
+def test_only_experts_are_divided(config):
+    layers = tuple(models.layers(config.model))
+    model = model_of(layers)
+    whole, part = (weights_of_kind(model, model.kind_of[1], 1, ep=ep) for ep in (1, 8))
+    m = config.model
+    experts = m.num_experts * 3 * m.hidden_size * m.expert_size
+    assert (whole.experts, part.experts) == (0, experts // 8)
+    assert whole.params - part.params == experts - experts // 8
+    # ZeRO over 16 ranks: 8 owners with 2 replicas each hold as much as 16 that share all experts.
+    assert part.shard(16, 8) == whole.shard(16, 1) == -(-whole.params // 16)
+
+
+def test_seconds_of_an_all_to_all():
+    """Within a node over its link; each device sends through its own interface to other nodes."""
+    curves = curves_for(H100)
+    inside = all_to_all_seconds(8e9, RankGroup(8, 8), H100, curves)
+    assert inside == pytest.approx(7e9 / (H100.link.bandwidth.value * curves.link), rel=1e-3)
+    across = all_to_all_seconds(8e9, RankGroup(16, 8), H100, curves)
+    assert across > 4e9 / (H100.network.bandwidth.value * curves.network)
+
+
+def row(config, **fixed):
+    fixed = {"pp": 4, "tp": 1, "micro_batch": 1, "recompute": "none"} | fixed
+    fixed |= {"schedule": "one_f_one_b", "stages_per_rank": 1}
+    request = request_of(config, H100, 64, fixed)
+    return search(request, 1)
+
+
+def test_it_is_proposed_where_it_pays(config):
+    """ZeRO-3 gathers all experts for each token's eight, unless their owners compute them."""
+    proposed = row(config, zero_stage=3).plans[0]
+    alone = row(config, zero_stage=3, ep=1).plans
+    assert proposed.setting.ep > 1
+    assert not alone or alone[0].time.seconds > proposed.time.seconds
+    dense = RunConfig.from_json("llama-8b.json", [])
+    assert request_of(dense, H100, 64).base.ep == 1
+
+
+def test_rows_of_a_token(config):
+    embedding, block, *_ = models.layers(config.model)
+    assert (embedding.rows_per_token, block.rows_per_token) == (0, 8)

@@ -1,0 +1,229 @@
+"""The faults of the soak: how each is planted, and what the run's journal must say of it."""
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from tests.soak.plant import (
+    both_lost,
+    clock_jump,
+    collective_of_one,
+    corpus_flipped,
+    delayed,
+    failing_disk,
+    files_gone,
+    flip_in,
+    folder_gone,
+    full_metrics,
+    host_lost,
+    killed,
+    late,
+    memory_gone,
+    message_dropped,
+    missing,
+    other_config,
+    paused,
+    raising,
+    sentry_lost,
+    stopped,
+    truncated,
+    unreadable,
+    weight_flipped,
+    weight_stale,
+)
+
+# Pipeline x data x tensor and the ZeRO stage of a start. Of three replicas the wrong one is known.
+LAYOUTS = [((2, 1, 1), 1), ((1, 2, 1), 3), ((1, 1, 2), 3), ((1, 3, 1), 1), ((2, 2, 1), 3)]
+REPLICAS = [((1, 3, 1), 1)]
+PIPELINES = [((2, 1, 1), 1), ((2, 2, 1), 3)]
+DAMAGED, DIES, GOES_ON = "damaged", "dies", "goes on"
+BATCH, UPDATE, SAVE = "the batch of step", "the optimizer's step", "saving step"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault.
+
+    `plant(rank, victim, step, at)` is called in each rank's process before its command; a fault
+    that is DAMAGED instead calls `damage(folder, draw)` on the newest checkpoint, or on the corpus,
+    after a launch. `located` must match a line of the journal; {victim} is the rank, {file} what
+    `damage` returned. A fault that costs nothing and hides from the run has none.
+    """
+
+    kind: str
+    name: str
+    effect: str
+    plant: Callable[..., None] | None = None
+    damage: Callable[..., str] | None = None
+    located: str = ""
+    layouts: tuple = tuple(LAYOUTS)
+    points: tuple[str, ...] = (BATCH, UPDATE)
+    changes: tuple = ()
+    victims: tuple[int, ...] = ()
+    launcher: bool = False
+
+
+IMPATIENT = (("parallel3d.train.timeout_seconds", 4),)
+NOT_SAVED = r'"not_saved".*rank {victim}'
+BLAMED = r'"fault".*rank {victim} on '
+REJECTED = r'"launch".*is rejected: .*{file}'
+FAULTS = [
+    Fault(
+        "process termination",
+        "rank",
+        DIES,
+        killed,
+        located=BLAMED + ".*died",
+        points=(BATCH, UPDATE, SAVE),
+    ),
+    Fault("process termination", "rank and sentry", DIES, both_lost, located=BLAMED),
+    Fault("process termination", "sentry", GOES_ON, sentry_lost),
+    Fault("process termination", "host", DIES, host_lost, located=r'"launch".*"unended": true'),
+    Fault(
+        "process termination",
+        "launcher",
+        GOES_ON,
+        launcher=True,
+        layouts=(((1, 2, 1), 3),),
+        located=r'"end".*"stopped": true',
+    ),
+    Fault("hang", "SIGSTOP", DIES, stopped, located=BLAMED + ".*has been stopped"),
+    Fault("delay", "sleep", GOES_ON, delayed),
+    Fault("delay", "SIGSTOP and SIGCONT", GOES_ON, paused),
+    Fault(
+        "time-out",
+        "late",
+        DIES,
+        late,
+        located=r"rank {victim} on .*(is late|stood still)",
+        changes=IMPATIENT,
+        points=(UPDATE,),
+    ),
+    Fault(
+        "exception",
+        "ZeroDivisionError",
+        DIES,
+        raising,
+        located=BLAMED + '.*ZeroDivisionError|"rank": {victim}.*ZeroDivisionError',
+    ),
+    Fault(
+        "resource exhaustion",
+        "memory",
+        DIES,
+        memory_gone,
+        located=BLAMED + '.*MemoryError|"rank": {victim}.*MemoryError',
+    ),
+    Fault("resource exhaustion", "files", GOES_ON, files_gone, located=NOT_SAVED, points=(SAVE,)),
+    Fault(
+        "resource exhaustion",
+        "disk",
+        GOES_ON,
+        partial(failing_disk, errno.ENOSPC, "before_write"),
+        located=NOT_SAVED + ".*No space",
+        points=(SAVE,),
+    ),
+    Fault(
+        "resource unavailable",
+        "read-only",
+        GOES_ON,
+        partial(failing_disk, errno.EROFS, "before_create"),
+        located=NOT_SAVED + ".*Read-only",
+        points=(SAVE,),
+    ),
+    Fault(
+        "resource unavailable",
+        "gone",
+        GOES_ON,
+        folder_gone,
+        located='"not_saved".*checkpoints',
+        points=(SAVE,),
+        victims=(0,),
+    ),
+    Fault(
+        "checkpoint corruption",
+        "manifest or state",
+        DAMAGED,
+        damage=partial(flip_in, "*.json"),
+        located=REJECTED,
+    ),
+    Fault(
+        "payload corruption",
+        "tensors",
+        DAMAGED,
+        damage=partial(flip_in, "shard-*"),
+        located=REJECTED,
+    ),
+    Fault("checkpoint truncation", "", DAMAGED, damage=truncated, located=REJECTED),
+    Fault("checkpoint missing", "", DAMAGED, damage=missing, located=REJECTED),
+    Fault("checkpoint I/O error", "read", DAMAGED, damage=unreadable, located=REJECTED),
+    Fault(
+        "checkpoint I/O error",
+        "fsync",
+        GOES_ON,
+        partial(failing_disk, errno.EIO, "before_fsync"),
+        located=NOT_SAVED + ".*Input/output",
+        points=(SAVE,),
+    ),
+    Fault(
+        "tensor corruption",
+        "a replica's weight",
+        DIES,
+        weight_flipped,
+        located='"wrong_bits".*: rank {victim} on',
+        layouts=tuple(REPLICAS),
+    ),
+    Fault(
+        "stale state",
+        "a replica's weight",
+        DIES,
+        weight_stale,
+        located='"wrong_bits".*: rank {victim} on',
+        layouts=tuple(REPLICAS),
+    ),
+    Fault(
+        "message drop",
+        "activation",
+        DIES,
+        message_dropped,
+        located=r'"fault".*rank \d on .*is late: at .*RECV_[FB]\d of step {step}',  # the channel
+        layouts=tuple(PIPELINES[:1]),
+        victims=(0,),
+        changes=IMPATIENT,
+        points=(BATCH,),
+    ),
+    Fault(
+        "collective desync",
+        "all-reduce of one",
+        DIES,
+        collective_of_one,
+        located=r'"fault".*rank {victim}(:| with) all_reduce \d+ of 3 float32',
+        layouts=tuple(LAYOUTS[:3]),  # sums of two have the same bits in either backend
+        changes=IMPATIENT,
+        points=(UPDATE,),
+    ),
+    Fault(
+        "config drift",
+        "learning rate",
+        DIES,
+        other_config,
+        located=r'"(fault|refused)".*optimizer.params.lr.*rank {victim}',
+    ),
+    Fault("corpus shard flipped", "token", DAMAGED, damage=corpus_flipped, located=r"tokens.bin"),
+    Fault("clock jump", "an hour on", GOES_ON, partial(clock_jump, 3600.0)),
+    Fault("clock jump", "an hour back", GOES_ON, partial(clock_jump, -3600.0)),
+    Fault(
+        "full disk of metrics",
+        "",
+        GOES_ON,
+        full_metrics,
+        located='"metrics_not_written"',
+        victims=(0,),
+    ),
+]
+KINDS = sorted({fault.kind for fault in FAULTS})
+# The issue's other types, and why they are not injected.
+NOT_INJECTED = {
+    "message duplicate, reorder": "gloo does neither; tests/strict plants both",
+    "network partition": "needs network namespaces; tests/mesh/test_network.py cuts connections",
+}
