@@ -72,6 +72,17 @@ def test_to_and_from_cp(tmp_path):
     check(load_all(cases, tmp_path), cases)
 
 
+@pytest.mark.slow
+def test_to_and_from_cp_beside_every_axis(tmp_path):
+    eight = [
+        Side((1, 2, 2, 2), 3), Side((2, 1, 2, 2), 1), Side((2, 2, 2, 1), 2), Side((1, 1, 4, 1), 0),
+        Side((2, 2, 2), 3, "cpu"), Side((1, 1, 1), 1),
+    ]  # fmt: skip
+    save(eight, tmp_path)
+    cases = [(target, eight) for target in eight]
+    check(load_all(cases, tmp_path), cases)
+
+
 EP = [
     Side((1, 4, 1), 3, ep=2, model="moe"),
     Side((2, 1, 2), 1, model="moe"),

@@ -61,6 +61,22 @@ def test_parity_under_the_rules_of_nccl():
 
 
 @pytest.mark.slow
+def test_samples_that_cp_ranks_share():
+    """cp beside each other axis, with the schedules that a stage's gradients take apart."""
+    llama = {
+        "family": "llama", "num_key_value_heads": 2, "intermediate_size": 48,
+        "num_hidden_layers": 4,
+    }  # fmt: skip
+    own = SMALL | {"model": llama}
+    check([
+        Case(mesh=(1, 2, 2, 1), zero_stage=3, changes=OVERLAP, weights="per_step", **own),
+        Case(mesh=(1, 1, 2, 2), zero_stage=1, sequence_parallel=True, **own),
+        Case(mesh=(2, 1, 2, 1), schedule="zero_bubble", zero_stage=2, **own),
+        Case(mesh=(1, 1, 4, 1), zero_stage=0, reduction="per_microbatch", **SMALL),
+    ])  # fmt: skip
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", range(4))
 def test_every_schedule_and_stage_with_overlap_and_long_delays(zero_stage):
     """Reduced after each microbatch or once a step, by turns; each stage with delays of its own."""

@@ -146,7 +146,10 @@ CP_ROWS = [
 ]
 CP_MESHES = [(1, 1, 4, 1), (1, 2, 2, 2), (2, 1, 2, 2), (2, 2, 2, 1)]
 CP_EVERY_PAIR = pairwise(
-    DEFAULT | {"mesh": CP_MESHES, "offload": ["none", "cpu"], "microbatches": [1, 3]},
+    DEFAULT
+    | {"mesh": CP_MESHES, "offload": ["none", "cpu"], "microbatches": [1, 3]}
+    # The Qwen2 here has windows, which are refused where ranks share a sample.
+    | {"model": [name for name in DEFAULT["model"] if name != "qwen2"]},
     can_be,
     seed=0,
 )
