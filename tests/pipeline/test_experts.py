@@ -237,8 +237,11 @@ def test_divided_with_every_routing(model, folder):
 )
 def test_every_mesh(mesh, model, folder, cpu_adam):
     """The whole table: each mesh with each ZeRO stage, offload and routing."""
-    pp, _, tp = mesh
+    pp, dp, tp = mesh
     schedule = "one_f_one_b" if pp > 1 else "gpipe"
+    if dp == 3 and model is TOP_FIRST:
+        # A third is not exact: an expert with just the mean load would step by rounding.
+        model = model | {"score_bias_rate": 0.0}
     cases = [case_of(mesh, schedule, model, zero_stage=stage) for stage in range(4)]
     cases += [
         case_of(mesh, schedule, model, zero_stage=stage, offload="cpu", reduction="per_step")
