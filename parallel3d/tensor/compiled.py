@@ -66,7 +66,10 @@ def graph_break(
 
     def decorate(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
         entry: list[Any] = [function, reason]
-        _excluded.append(entry)
+        if _mode == "block":  # its file is imported after `set_mode`
+            entry[0] = torch.compiler.disable(function, reason=reason)
+        else:
+            _excluded.append(entry)
 
         @wraps(function)
         def run(*args: Arguments.args, **options: Arguments.kwargs) -> Returned:

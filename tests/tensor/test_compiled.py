@@ -138,3 +138,15 @@ def test_no_layer_is_compiled_that_is_as_one_before():
         ((_, counted),) = check(deep, "aot_eager")
         graphs.add(counted[-1].graphs)
     assert len(graphs) == 1
+
+
+def break_that_comes_late(rank):
+    """Graph breaks in a block that calls a function whose file is imported after `set_mode`."""
+    compiled.set_mode("block", backend="aot_eager")
+    late = compiled.graph_break("imported late")(lambda x: x + 1)
+    return torch._dynamo.explain(lambda x: late(x * 2) * 2)(torch.ones(2)).graph_break_count
+
+
+def test_functions_that_are_imported_late_are_left_out_too():
+    """A family's blocks are; experts' products, traced into a graph, stopped the run."""
+    assert run_locally(break_that_comes_late, 1) == [1]
