@@ -10,9 +10,7 @@ from math import gcd, isqrt
 from parallel3d.base.section import Problem
 from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
-from parallel3d.config.deepspeed import OptimizerConfig
 from parallel3d.config.parallel3d_block import MeshConfig, PipelineConfig
-from parallel3d.model import optimizers
 from parallel3d.model.config import HasKeyValueHeads, ModelConfig
 from parallel3d.model.recompute import parts_of
 from parallel3d.models.common import pretrained_of
@@ -83,16 +81,11 @@ def _check_context(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
         yield Problem("parallel3d.mesh.cp", mesh.cp, rule, "use sequence_parallel = false")
 
 
-def _check_experts(
-    mesh: MeshConfig, model: ModelConfig, optimizer: OptimizerConfig
-) -> Iterator[Problem]:
+def _check_experts(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     """Check that the ranks of an ep group get as many experts each."""
     if mesh.ep == 1:
         return
     experts = getattr(model, "num_experts", 0)
-    if optimizers.load(optimizer.file).WHOLE_MATRICES:
-        rule = f"needs whole matrices, and ep={mesh.ep} ranks divide the experts' among them"
-        yield Problem("optimizer.type", optimizer.type, rule, 'use "AdamW", or mesh.ep = 1')
     if not experts:
         rule = f"divides experts, and model.family={json.dumps(model.family)} has none"
         yield Problem("parallel3d.mesh.ep", mesh.ep, rule, "use 1")

@@ -146,12 +146,15 @@ def gathered_for(weights: str) -> Weights:
 
 
 class PlanConfig(Section):
-    """Limits for the planner, with mesh "plan"."""
+    """Limits for the planner with mesh "plan", and its assumptions."""
 
     fix: Annotated[tuple[Fixable, ...], Strict(False)] = ()
     """Settings that the planner must not change. It chooses the rest: mesh, micro batch, schedule
     (with stages_per_rank), gradient_reduction, weights, activation_checkpointing ("recompute"),
     ZeRO stage, offload and sequence parallelism."""
+    ep_imbalance: float = Field(default=1.1, ge=1)
+    """With mesh.ep, the tokens that the busiest rank's experts get relative to the mean; 1.0 means
+    even loads. metrics.jsonl has the measured loads."""
 
 
 class LrScheduleConfig(Section):

@@ -187,10 +187,12 @@ def find_matrices(
         on_tp_alone = "tensor" in h.spec.replicated_over(sizes)  # the ranks of one tp coordinate
         for of_matrix in pieces:
             home = next(homes)
+            holders = sorted({p.rank // tp for p in of_matrix})  # with ep not the home, perhaps
+            near = home // tp if home // tp in holders else holders[home // tp % len(holders)]
             sources = [
                 p
                 for p in of_matrix
-                if (sharded or p.rank // tp == home // tp)
+                if (sharded or p.rank // tp == near)
                 and (not on_tp_alone or p.rank % tp == home % tp)
             ]
             shape = (view[-2], view[-1])

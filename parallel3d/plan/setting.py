@@ -96,7 +96,8 @@ class Setting:
     - `num_microbatches`: per step.
     - `reduces_once`: True if gradients are reduced once per step.
     - `weights`: how long ZeRO-3's weights stay gathered.
-    - `ep`: dp ranks that divide the experts among them.
+    - `ep`: dp ranks that divide the experts among them. `ep_imbalance`: tokens on the busiest of
+      them relative to the mean.
     - `optimizer`: the name of its file. `newton_schulz`: its work on each hidden matrix, if it
       needs whole ones.
     """
@@ -111,6 +112,7 @@ class Setting:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    ep_imbalance: float = 1.0
     sequence_parallel: bool = False
     schedule: str = "gpipe"
     stages_per_rank: int = 1
@@ -195,7 +197,8 @@ class Setting:
             layers=layers_of(config.model), hidden_size=config.model.hidden_size,
             shape=Shape(config.micro_batch_size, config.data.sequence_length),
             num_microbatches=max(map(config.num_microbatches_at, firsts)), **mesh.sizes._asdict(),
-            ep=mesh.ep, sequence_parallel=mesh.sequence_parallel, schedule=pipeline.schedule,
+            ep=mesh.ep, ep_imbalance=config.parallel3d.plan.ep_imbalance,
+            sequence_parallel=mesh.sequence_parallel, schedule=pipeline.schedule,
             stages_per_rank=pipeline.stages_per_rank, recompute=pipeline.activation_checkpointing,
             precision=config.precision, zero_stage=zero.stage,
             reduces_once=reduces_once(zero.stage, pipeline.gradient_reduction),

@@ -8,6 +8,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from parallel3d import models
+from parallel3d.model import optimizers
+from parallel3d.model.optimizers import MATRIX
 from parallel3d.model.spec import named_params
 from parallel3d.schedule.schedules import names, splits_backward, why_not
 from parallel3d.verify.local_ranks import run_locally
@@ -46,7 +48,10 @@ def case_of(mesh, schedule="gpipe", model=SOFTMAX, **settings):
     once = splits_backward(schedule)
     count = BATCH // (MICRO * mesh[1])
     settings = {"reduction": "per_step" if once else "per_microbatch"} | settings
-    changes = settings.pop("changes", {}) | {"optimizer.params.eps": 1e-6}
+    changes = settings.pop("changes", {})
+    if settings.pop("muon", False):
+        changes["optimizer"] = {"type": "Muon", "params": {"lr": 1e-3, "weight_decay": 0.1}}
+    changes["optimizer.params.eps"] = 1e-6
     changes["parallel3d.mesh.ep"] = settings.pop("ep", 1)
     return Case(
         mesh=mesh, schedule=schedule, batch=BATCH, steps=3, microbatches=count, changes=changes,
@@ -60,7 +65,7 @@ _REFERENCES = {}
 def reference_of(case, folder):
     """One process in fp64: what a mesh is compared with, and each step's loads by layer."""
     config = case.config
-    key = json.dumps(config.model.model_dump(mode="json"))
+    key = json.dumps([config.model.model_dump(mode="json"), config.optimizer.type])
     if key not in _REFERENCES:
         torch.set_num_threads(1)
         file = folder.mktemp("plain") / "weights.safetensors"
@@ -68,19 +73,27 @@ def reference_of(case, folder):
     return _REFERENCES[key]
 
 
+def _matrices(weight):
+    """The matrices of a stack: the experts' gates and ups, and q, k and v."""
+    return list(weight.reshape(-1, *weight.shape[-2:]))
+
+
 def train_plainly(config, file):
     specs = named_params(models.layers(config.model))
     weights = {n: w.double().requires_grad_() for n, w in first_weights(config).items()}
     biases = {n for n in weights if n.endswith("score_bias")}
-    params = config.optimizer.params
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [w], "weight_decay": params.weight_decay * specs[n].weight_decay}
-            for n, w in weights.items()
-            if n not in biases
-        ],
-        lr=params.lr, betas=params.betas, eps=params.eps,
-    )  # fmt: skip
+    params, of = config.optimizer.params, config.optimizer.file
+    groups = [
+        {"params": [w], "weight_decay": params.weight_decay * specs[n].weight_decay}
+        | ({"views": _matrices} if of == "muon" and specs[n].role == MATRIX else {})
+        for n, w in weights.items()
+        if n not in biases
+    ]
+    if of == "muon":
+        groups = [group | {"lr": params.lr, "eps": params.eps} for group in groups]
+        optimizer = optimizers.load(of).reference(groups, params)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=params.lr, betas=params.betas, eps=params.eps)
     course, model = plain_course(config), Plain(config.model, weights)
     losses, norms, loads = [], [], []
     for tokens, labels, *_ in course.steps:
@@ -191,6 +204,38 @@ def test_divided_over_ranks(folder):
         ],
         folder,
     )  # fmt: skip
+
+
+def test_muon(folder):
+    """Each expert's matrix has a home, which need not be one of its owners."""
+    check(
+        [
+            case_of((2, 2, 1), "one_f_one_b", ep=2, zero_stage=0, muon=True),
+            case_of((1, 2, 2), model=SIGMOID, ep=2, weights="per_pass", reduction="per_step",
+                    muon=True),
+        ],
+        folder,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "ep"),
+    [
+        ((1, 1, 1), 1), ((2, 1, 2), 1), ((2, 2, 1), 2), ((1, 4, 1), 2), ((1, 4, 1), 4),
+        ((2, 2, 2), 2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_muon_on_every_mesh(mesh, ep, folder, cpu_adam):
+    """Each ZeRO stage and offload that Muon has."""
+    # Microbatches of three samples: an expert with just the mean load would step by rounding.
+    model = SIGMOID | ({"score_bias_rate": 0.0} if mesh[1] == 4 else {})
+    schedule = "one_f_one_b" if mesh[0] > 1 else "gpipe"
+    settings = [{"zero_stage": stage} for stage in range(4)]
+    settings += [{"zero_stage": stage, "offload": "cpu"} for stage in (1, 2, 3)]
+    settings += [{"weights": "per_step", "reduction": "per_step"}]
+    check([case_of(mesh, schedule, model, ep=ep, muon=True, **own) for own in settings], folder)
 
 
 @pytest.mark.slow

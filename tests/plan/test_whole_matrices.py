@@ -9,6 +9,8 @@ from parallel3d.config import RunConfig
 from parallel3d.model.matrices import deal, imbalance, matrices_of, newton_schulz_cost
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.report.choose import checkpoint_bytes
+from parallel3d.plan.search.best_first import search
+from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.operators import curves_for, machine_of
 from parallel3d.plan.time.sharding import slowest_matrix_work
@@ -42,6 +44,16 @@ def test_hidden_matrices_have_one_state_of_four_bytes():
         assert checkpoint_bytes(adam) - checkpoint_bytes(muon) == pytest.approx(
             4 * matrices, rel=1e-2
         )
+
+
+def test_the_search_plans_the_configs_own_optimizer():
+    config = RunConfig.from_dict(
+        raw(**{"optimizer.type": "Muon", "parallel3d.model.vocab_size": 4096, "bf16.enabled": True})
+    )
+    fixed = {"pp": 1, "tp": 1, "recompute": "none", "zero_stage": 1}
+    best = search(request_of(config, A100, 8, fixed), 1).plans[0].setting
+    own = setting()
+    assert (best.optimizer, best.newton_schulz) == ("muon", own.newton_schulz)
 
 
 def test_the_exchange_and_the_products_are_timed():

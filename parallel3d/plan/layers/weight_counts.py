@@ -35,12 +35,12 @@ class WeightSizes(NamedTuple):
     matrices: int = 0
     experts: int = 0
 
-    def shard(self, shards: int, ep: int) -> int:
-        """Return the elements of one of `shards` ranks, which hold each expert shards / ep times.
+    def shard(self, elements: int, shards: int, ep: int) -> int:
+        """Return a rank's part of `elements`, all experts and others, that `shards` ranks shard.
 
-        As many as if all had all experts: a rank has fewer experts, and a larger part of each.
+        As large as if all had all experts: a rank has fewer experts, and a larger part of each.
         """
-        return -(-(self.params + (ep - 1) * self.experts) // shards)
+        return -(-(elements + (ep - 1) * self.experts) // shards)
 
     @property
     def gathered(self) -> int:

@@ -64,13 +64,13 @@ class StageActivations(NamedTuple):
 def stage_activations(
     part: StageLayers, batch: int, seq: int, cp: int, tp: int, sequence_parallel: bool,
     recompute: Recompute, hidden_size: int, element: int, gradient: int, classic: bool,
-    on_cpu: bool, on_host: bool, ep: int = 1,
+    on_cpu: bool, on_host: bool, ep: int = 1, ep_imbalance: float = 1.0,
 ) -> StageActivations:  # fmt: skip
     """Return the bytes of a stage's activations; `seq` is a cp rank's share of the sequence.
 
     `element` and `gradient` are the bytes of one activation and of one gradient. `classic`: the
     attention writes its scores to memory. `on_host`: what layers save waits on the host. `ep` ranks
-    divide the experts, and have as many rows to compute as if all were here: loads are even.
+    divide the experts; the busiest has `ep_imbalance` times the rows of a rank with all experts.
     """
     model, shape = part.model, Shape(batch, seq)
     hidden = shape.tokens * hidden_size * element // (tp if sequence_parallel else 1)
@@ -86,7 +86,11 @@ def stage_activations(
         if ep > 1:
             # What comes back from other ranks is kept; in a backward so much leaves and arrives.
             rows = model.kinds[layer[0]].rows_per_token * shape.tokens * hidden_size * element
-            saved, working = saved + (0 if layer[1] == "full" else rows), working + 2 * rows
+            products = (m for m in cost.forward.matmuls if m.batch > 1)
+            more = sum(m.batch * m.m * (m.k + m.n) for m in products) * element
+            more = round((ep_imbalance - 1) * more)  # what goes into its experts and comes out
+            saved += 0 if layer[1] == "full" else more
+            saved, working = saved + (0 if layer[1] == "full" else rows), working + 2 * rows + more
         moved = saved if on_host and layer[0] not in model.ends else 0
         # On its way back, and of the layer before it.
         by_kind[layer] = saved - moved, working + 2 * moved, *others, bool(cost.recomputed.matmuls)

@@ -132,6 +132,7 @@ def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivation
         setting.hidden_size, setting.bytes_per_element, software.gradient_bytes,
         software.attention == "classic", on_cpu, setting.offload_activations and not on_cpu,
         setting.ep,
+        setting.ep_imbalance,
     )  # fmt: skip
 
 

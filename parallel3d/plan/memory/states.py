@@ -49,10 +49,11 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     """Return the bytes of weights, gradients and optimizer states for weights of sizes `s`."""
     software, buffers = setting.software, setting.buffers
     element, gradient = setting.bytes_per_element, software.gradient_bytes
-    shards, zero3 = setting.dp, setting.zero_stage == 3
-    share = s.shard(shards, setting.ep) if setting.zero_stage else s.params
+    shards, zero3 = setting.shards, setting.zero_stage == 3
+    share = s.shard(s.params, shards, setting.ep) if setting.zero_stage else s.params
     weight_bytes = (share if zero3 else s.params) * element
-    matrices = -(-s.matrices // shards) if setting.zero_stage else s.matrices
+    at_home = s.shard(s.matrices, shards, setting.ep)
+    matrices = at_home if setting.zero_stage else s.matrices
     optimizer = (share - matrices) * state_bytes(setting.optimizer)
     optimizer += matrices * state_bytes(setting.optimizer, MATRIX)
     if element == MASTER_BYTES and setting.offload_optimizer == setting.offload_param == "none":
@@ -113,7 +114,7 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     if setting.newton_schulz is not None:
         # What is sent and the result; at a home the matrices as they arrive, whole, and stacked,
         # and three of their size in a step of Newton-Schulz.
-        stepping += (2 * matrices + 6 * -(-s.matrices // shards)) * MASTER_BYTES
+        stepping += (2 * matrices + 6 * at_home) * MASTER_BYTES
     return StateBytes(
         weights=weight_bytes if setting.offload_param == "none" else 0,
         optimizer=optimizer if not offloads else 0, shard=shard, standing=zero3,

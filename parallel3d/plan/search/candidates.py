@@ -102,7 +102,7 @@ def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
 def _divisions(request: Request, mesh: MeshSizes) -> list[int]:
     """Return the numbers of ranks that may divide the experts, from 1."""
     config, experts = request.config, getattr(request.config.model, "num_experts", 1)
-    if optimizers.load(config.optimizer.file).WHOLE_MATRICES or config.train.noise_scale_every:
+    if config.train.noise_scale_every:
         experts = 1
     return [ep for ep in _divisors(gcd(experts, mesh.dp)) if _is_open(request, ep=ep)]
 
@@ -230,12 +230,13 @@ def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> 
         layers=base.layers, hidden_size=base.hidden_size,
         shape=Shape(flow.micro_batch, base.shape.seq),
         num_microbatches=request.global_batch_size // mesh.dp // flow.micro_batch, pp=mesh.pp,
-        dp=mesh.dp, cp=mesh.cp, tp=mesh.tp, ep=flow.ep,
+        dp=mesh.dp, cp=mesh.cp, tp=mesh.tp, ep=flow.ep, ep_imbalance=base.ep_imbalance,
         sequence_parallel=flow.sequence_parallel, schedule=order.schedule,
         stages_per_rank=order.stages_per_rank, recompute=flow.recompute, precision=base.precision,
         zero_stage=state.zero_stage, reduces_once=state.reduces_once, weights=state.weights,
         offload_optimizer=state.offload_optimizer, offload_param=state.offload_param,
-        buffers=base.buffers, software=base.software, offload_activations=base.offload_activations,
+        optimizer=base.optimizer, newton_schulz=base.newton_schulz, buffers=base.buffers,
+        software=base.software, offload_activations=base.offload_activations,
     )  # fmt: skip
 
 

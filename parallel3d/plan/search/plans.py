@@ -240,7 +240,8 @@ def request_of(
 def _on_one(config: RunConfig, batch: int) -> RunConfig:
     """Return the config on one device with all of the batch, for figures independent of a mesh."""
     raw = config.to_dict()
-    raw["parallel3d"] |= {"mesh": MeshSizes()._asdict(), "plan": {}}
+    raw["parallel3d"] |= {"mesh": MeshSizes()._asdict()}
+    raw["parallel3d"]["plan"] |= {"fix": []}
     raw["parallel3d"]["pipeline"] = {
         "schedule": "gpipe",
         # Not choices of the planner: they apply to all plans.

@@ -1,5 +1,6 @@
 """Seconds of the forward and backward passes of layers and stages, without transfers."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -53,8 +54,8 @@ def stage_passes(layout: StageClasses, setting: Setting, machine: Machine) -> Pa
     def layers(recompute: Recompute) -> Passes:
         return _layers(
             layout.model, setting.shape, setting.tp, setting.cp, setting.ep,
-            setting.sequence_parallel, recompute, setting.recomputed_share, setting.precision,
-            setting.devices, machine,
+            setting.ep_imbalance, setting.sequence_parallel, recompute, setting.recomputed_share,
+            setting.precision, setting.devices, machine,
             setting.offload_activations and machine.hardware.cores is None,
         )  # fmt: skip
 
@@ -84,9 +85,9 @@ def _sums(
 
 @lru_cache(maxsize=65536)
 def _layers(
-    model: LayerKinds, shape: Shape, tp: int, cp: int, ep: int, sequence_parallel: bool,
-    recompute: Recompute, recomputed_share: float, precision: Precision, devices: int,
-    machine: Machine, on_host: bool,
+    model: LayerKinds, shape: Shape, tp: int, cp: int, ep: int, ep_imbalance: float,
+    sequence_parallel: bool, recompute: Recompute, recomputed_share: float, precision: Precision,
+    devices: int, machine: Machine, on_host: bool,
 ) -> Passes:  # fmt: skip
     mesh = tp, cp, precision, devices, machine
     overhead = machine.curves.overhead_per_layer
@@ -95,13 +96,16 @@ def _layers(
     both = []
     for kind in range(len(model.kinds)):
         cost = cost_of(model, kind, own, tp, sequence_parallel, recompute)
+        if ep > 1:
+            first, second = (_busiest(w, ep_imbalance) for w in (cost.forward, cost.recomputed))
+            cost = replace(cost, forward=first, recomputed=second)
         forward = _priced(cost.forward, cost.forward.collectives, *mesh, _KEYS[:1])
         # A backward gathers keys and values once, whether or not it recomputes the attention.
         again = _priced(cost.recomputed, cost.recomputed.collectives, *mesh, ())
         backward = _priced(cost.forward, cost.backward_collectives, *mesh, _KEYS, backward=True)
         if ep > 1 and (rows := model.kinds[kind].rows_per_token * own.tokens):
             # To the owners of the experts and back, and so their gradients.
-            sent = rows * model.kinds[kind].config.hidden_size * BYTES[precision]
+            sent = rows * model.kinds[kind].config.hidden_size * BYTES[precision] * ep_imbalance
             over = group_of(ep, tp * cp, devices, machine.hardware)
             both_ways = 2 * all_to_all_seconds(sent, over, machine.hardware, machine.curves)
             forward, backward = (
@@ -118,6 +122,12 @@ def _layers(
             there, back = (p._replace(compute=max(p.compute, copies)) for p in (there, back))
         both.append((there, back))
     return tuple(both)
+
+
+def _busiest(work: Work, imbalance: float) -> Work:
+    """Return the work of the rank with the most rows for its experts, whose products are groups."""
+    products = (m._replace(m=round(m.m * imbalance)) if m.batch > 1 else m for m in work.matmuls)
+    return replace(work, matmuls=tuple(products))
 
 
 def _units(cost: LayerCost, share: float, machine: Machine) -> tuple[float, float]:

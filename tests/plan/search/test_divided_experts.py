@@ -6,10 +6,12 @@ from parallel3d import models
 from parallel3d.config import RunConfig, hardware
 from parallel3d.plan.layers.placement import model_of
 from parallel3d.plan.layers.weight_counts import weights_of_kind
+from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.search.best_first import search
 from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.time.network import RankGroup, all_to_all_seconds
 from parallel3d.plan.time.operators import curves_for
+from parallel3d.plan.time.step import step_time
 
 pytestmark = pytest.mark.pure
 
@@ -31,7 +33,9 @@ def test_only_experts_are_divided(config):
     assert (whole.experts, part.experts) == (0, experts // 8)
     assert whole.params - part.params == experts - experts // 8
     # ZeRO over 16 ranks: 8 owners with 2 replicas each hold as much as 16 that share all experts.
-    assert part.shard(16, 8) == whole.shard(16, 1) == -(-whole.params // 16)
+    assert (
+        part.shard(part.params, 16, 8) == whole.shard(whole.params, 16, 1) == -(-whole.params // 16)
+    )
 
 
 def test_seconds_of_an_all_to_all():
@@ -63,3 +67,11 @@ def test_it_is_proposed_where_it_pays(config):
 def test_rows_of_a_token(config):
     embedding, block, *_ = models.layers(config.model)
     assert (embedding.rows_per_token, block.rows_per_token) == (0, 8)
+
+
+def test_the_busiest_owner_takes_longer(config):
+    """Its experts' products and exchanges grow with the load; what is not theirs does not."""
+    even = row(config, zero_stage=1, ep=8).plans[0].setting.but(ep_imbalance=1.0)
+    busy = even.but(ep_imbalance=2.0)
+    assert 1.2 < step_time(busy, H100).seconds / step_time(even, H100).seconds < 2
+    assert 1 < fullest(busy).total / fullest(even).total < 2
