@@ -71,6 +71,7 @@ class HostActivations:
         newest: _OnHost | None = None
 
         def pack(x: Tensor) -> Tensor | Callable[[], Tensor]:
+            """Return what autograd keeps for `x`: itself, or a function that brings it back."""
             nonlocal newest
             if x.dim() < 3 or (x.is_leaf and x.requires_grad):
                 return x
@@ -85,6 +86,7 @@ class HostActivations:
             return lambda: like.set_(saved.take(), *place)
 
         def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
+            """Return the tensor that was packed."""
             return packed if isinstance(packed, Tensor) else packed()
 
         return saved_tensors_hooks(pack, unpack)

@@ -1,6 +1,7 @@
 """The faults of the soak: how each is planted, and what the run's journal must say of it."""
 
 import errno
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -68,6 +69,16 @@ IMPATIENT = (("parallel3d.train.timeout_seconds", 4),)
 NOT_SAVED = r'"not_saved".*rank {victim}'
 BLAMED = r'"fault".*rank {victim} on '
 REJECTED = r'"launch".*is rejected: .*{file}'
+
+
+def refused_by_disk(kind, name, code, call):
+    """A save whose `call` fails with an error of the operating system."""
+    located = f"{NOT_SAVED}.*{os.strerror(code)}"
+    return Fault(
+        kind, name, GOES_ON, partial(failing_disk, code, call), located=located, points=(SAVE,)
+    )
+
+
 FAULTS = [
     Fault(
         "process termination",
@@ -115,22 +126,8 @@ FAULTS = [
         located=BLAMED + '.*MemoryError|"rank": {victim}.*MemoryError',
     ),
     Fault("resource exhaustion", "files", GOES_ON, files_gone, located=NOT_SAVED, points=(SAVE,)),
-    Fault(
-        "resource exhaustion",
-        "disk",
-        GOES_ON,
-        partial(failing_disk, errno.ENOSPC, "before_write"),
-        located=NOT_SAVED + ".*No space",
-        points=(SAVE,),
-    ),
-    Fault(
-        "resource unavailable",
-        "read-only",
-        GOES_ON,
-        partial(failing_disk, errno.EROFS, "before_create"),
-        located=NOT_SAVED + ".*Read-only",
-        points=(SAVE,),
-    ),
+    refused_by_disk("resource exhaustion", "disk", errno.ENOSPC, "before_write"),
+    refused_by_disk("resource unavailable", "read-only", errno.EROFS, "before_create"),
     Fault(
         "resource unavailable",
         "gone",
@@ -157,14 +154,7 @@ FAULTS = [
     Fault("checkpoint truncation", "", DAMAGED, damage=truncated, located=REJECTED),
     Fault("checkpoint missing", "", DAMAGED, damage=missing, located=REJECTED),
     Fault("checkpoint I/O error", "read", DAMAGED, damage=unreadable, located=REJECTED),
-    Fault(
-        "checkpoint I/O error",
-        "fsync",
-        GOES_ON,
-        partial(failing_disk, errno.EIO, "before_fsync"),
-        located=NOT_SAVED + ".*Input/output",
-        points=(SAVE,),
-    ),
+    refused_by_disk("checkpoint I/O error", "fsync", errno.EIO, "before_fsync"),
     Fault(
         "tensor corruption",
         "a replica's weight",

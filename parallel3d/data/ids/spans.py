@@ -1,5 +1,6 @@
 """Documents in other programs' files, presented as one array of ids that is read on demand."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -26,7 +27,7 @@ class SpanFile(TypedDict):
     size: int
 
 
-class IdArray:
+class IdArray(ABC):
     """An array of ids [num_tokens] that is read on demand.
 
     Index with slices or arrays of indices. Thread-safe.
@@ -60,9 +61,9 @@ class IdArray:
         ids = self[:]
         return ids if dtype is None else ids.astype(dtype)
 
+    @abstractmethod
     def _read(self, windows: Sequence[tuple[int, int]]) -> np.ndarray:
         """Return the ids first .. last - 1 of all windows, concatenated."""
-        raise NotImplementedError
 
 
 class Spans(IdArray):
