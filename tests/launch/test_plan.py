@@ -71,7 +71,7 @@ def test_in_a_pipe_it_is_plain_text_on_standard_output():
     assert "gpt of 1.56B parameters in bf16 on 8 x A100-SXM4-80GB" in done.stdout
     assert "fixed: zero_stage = 3, recompute = full" in done.stdout
     assert done.stdout.count(" full ") >= 3
-    assert "weights" in done.stdout.splitlines()[2] and done.stdout.count(" step ") >= 3
+    assert "weights" in done.stdout and done.stdout.count(" step ") >= 3
 
 
 @pytest.fixture

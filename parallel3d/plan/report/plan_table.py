@@ -12,12 +12,19 @@ from parallel3d.base.terminal import Cell, Column
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import LayerSpec
+from parallel3d.models.common import head_size_of
 from parallel3d.plan.memory.peak import PARTS, Memory, nccl_estimate, peak_of
 from parallel3d.plan.search.best_first import Ranking
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
-from parallel3d.plan.setting import Setting
-from parallel3d.plan.time.operators import curves_for, machine_of
+from parallel3d.plan.setting import BYTES, Setting
+from parallel3d.plan.time.operators import (
+    OFF_TILES,
+    TILE_BYTES,
+    curves_for,
+    fits_tiles,
+    machine_of,
+)
 from parallel3d.plan.time.sharding import slowest_matrix_work
 from parallel3d.plan.time.step import TIMES
 
@@ -84,10 +91,29 @@ def say_heading(request: Request, out: Console) -> None:
         total = sum(steps for _, steps in request.phases)
         phases = f"{total:,} steps: {of_size} samples" if total else f"steps of {sizes} samples"
         terminal.say(out, f"{phases}; memory and time of a step are those of the largest batch")
+    _say_off_tiles(request, out)
     if request.fixed:
         terminal.say(
             out, "fixed: " + ", ".join(f"{name} = {v}" for name, v in request.fixed.items())
         )
+
+
+def _say_off_tiles(request: Request, out: Console) -> None:
+    """Name sizes of the model that slow its products down on this device."""
+    model, precision = request.config.model, request.base.precision
+    sizes = {"head size": head_size_of(model), "hidden_size": model.hidden_size}
+    for name in ("intermediate_size", "moe_intermediate_size", "vocab_size"):
+        if isinstance(size := getattr(model, name, None), int):
+            sizes[name] = size
+    for name, size in sizes.items():
+        if not fits_tiles(size, precision, request.hardware):
+            step = TILE_BYTES // BYTES[precision]
+            nearest = -(-size // step) * step
+            terminal.say(
+                out,
+                f"the model's {name} = {size} is not a multiple of {step}, as tensor cores need: "
+                f"its products take {1 / OFF_TILES:.2f} times as long; use {nearest}",
+            )
 
 
 def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -> None:

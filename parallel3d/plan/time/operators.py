@@ -157,6 +157,8 @@ KERNELS = 8  # memory-bound operators of a layer
 # and writes them, dropout reads and writes them (with a mask of one byte).
 SCORE_PASSES = 4.5
 SCORE_PASSES_BACKWARD = 5.5  # dropout as in the forward; softmax reads two and writes one
+TILE_BYTES = 16
+OFF_TILES = 0.73  # speed with head sizes of 108, 150 and 450 relative to their neighbours
 FLASH_BACKWARD_FLOPS = 2.5  # five products instead of two: arXiv:2307.08691, section 4.1
 
 
@@ -180,6 +182,15 @@ def matmul_flops(hardware: Hardware, precision: Precision, curves: Curves) -> fl
     )
 
 
+def fits_tiles(size: int, precision: Precision, hardware: Hardware) -> bool:
+    """Return True if rows of `size` elements are whole tiles of the device's tensor cores.
+
+    NVIDIA's guide to matrix products: dims must be multiples of 16 bytes (arXiv:2401.14489,
+    section VI).
+    """
+    return hardware.cores is not None or size * BYTES[precision] % TILE_BYTES == 0
+
+
 def kernel_speed(hardware: Hardware, kernels: Kernels, curves: Curves) -> float:
     """Return the rate of products in a program of such kernels; that of tuned ones is 1."""
     if measured := hardware.kernels.get(kernels):
@@ -197,6 +208,8 @@ def matmul_seconds(
     m, k, n, batch = product
     flops = product.flops * (1 + curves.wave / (m * n * batch)) * (1 + curves.depth / k)
     rate = matmul_flops(hardware, precision, curves) * curves.matmul
+    if not (fits_tiles(k, precision, hardware) and fits_tiles(n, precision, hardware)):
+        rate *= OFF_TILES
     inputs = 1 if precision == "fp8" else BYTES[precision]
     moved = batch * (inputs * k * (m + n) + BYTES[precision] * m * n)
     return max(flops / rate, moved / bandwidth_of(hardware)) + curves.overhead_per_operator
@@ -232,6 +245,8 @@ def attention_seconds(
     rate = matmul_flops(hardware, half, curves) * curves.flash * size / (size + curves.flash_head)
     if "fp8" in hardware.peak_flops and not software.hopper:
         rate *= curves.ported
+    if not fits_tiles(size, half, hardware):
+        rate *= OFF_TILES
     if backward:
         flops, rate = flops * FLASH_BACKWARD_FLOPS, rate * curves.flash_backward
     moved = BYTES[half] * (2 * batch * seq * size) * (heads + attention.kv_heads)

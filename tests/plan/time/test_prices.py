@@ -33,6 +33,29 @@ from tests.plan.toy_cluster import config
 pytestmark = pytest.mark.pure
 
 
+@pytest.mark.parametrize("size", [108, 150, 450])
+def test_sizes_off_the_tensor_cores_tiles_are_slower(size: int) -> None:
+    """Published: 27 % less at these head sizes than beside them."""
+
+    def rates(head: int) -> list[float]:
+        attention, product = Attention(8, 16, 16, 4096, head), MatMul(4096, 16 * 4096, head)
+        plan = A100, Curves(), Software()
+        return [
+            attention.flops / attention_seconds(attention, "bf16", *plan),
+            product.flops / matmul_seconds(product, "bf16", *plan[:2]),
+        ]
+
+    beside = size + -size % 8
+    for slow, fast in zip(rates(size), rates(beside), strict=True):
+        assert 0.70 < slow / fast < 0.75
+    assert rates(beside)[1] > rates(beside - 8)[1]
+    cores = A100.model_copy(update={"cores": 8})
+    product = MatMul(4096, 4096, size)
+    assert matmul_seconds(product, "bf16", cores, Curves()) < matmul_seconds(
+        product, "bf16", A100, Curves()
+    )
+
+
 def test_large_products_are_efficient_and_small_ones_are_not() -> None:
     def rate(m: int, k: int, n: int) -> float:
         product = MatMul(m, k, n)
