@@ -72,38 +72,46 @@ def windows(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, weights: Weights
 ) -> tuple[Windows, ...]:
     """Return the weight gathers of each pipeline coordinate in a step."""
+    sizes = schedule, pp, num_microbatches, stages_per_rank
+    return tuple(windows_of(*sizes, weights, coord) for coord in range(pp))
+
+
+def windows_of(
+    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, weights: Weights,
+    coord: int,
+) -> Windows:  # fmt: skip
+    """Return the weight gathers of one pipeline coordinate in a step."""
     if stages_per_rank == 1:
-        return (_ONE_STAGE,) * pp
+        return _ONE_STAGE
     few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
     if weights == "per_step":
-        return _per_step(schedule, pp, few, stages_per_rank)
-    return _windows(schedule, pp, few, stages_per_rank, weights)
+        return _per_step(gradients(schedule, pp, few, stages_per_rank, coord))
+    return _windows(schedule, pp, few, stages_per_rank, weights, coord)
 
 
-@lru_cache(maxsize=1024)
-def _windows(
-    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, weights: Weights
-) -> tuple[Windows, ...]:
-    programs = load(schedule).schedule(pp, num_microbatches, stages_per_rank).programs
-    homes = stages_on(schedule, pp, stages_per_rank)
-    return tuple(
-        _of(with_sharding(program, weights, False), home)
-        for program, home in zip(programs, homes, strict=True)
-    )
-
-
-@lru_cache(maxsize=1024)
-def _per_step(
+@lru_cache(maxsize=256)
+def _programs(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
-) -> tuple[Windows, ...]:
+) -> tuple[tuple[Action, ...], ...]:
+    return load(schedule).schedule(pp, num_microbatches, stages_per_rank).programs
+
+
+@lru_cache(maxsize=65536)
+def _windows(
+    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, weights: Weights,
+    coord: int,
+) -> Windows:  # fmt: skip
+    program = _programs(schedule, pp, num_microbatches, stages_per_rank)[coord]
+    home = stages_on(schedule, pp, stages_per_rank)[coord]
+    return _of(with_sharding(program, weights, False), home)
+
+
+def _per_step(own: tuple[Gradients, ...]) -> Windows:
     """Return the weight gathers of "per_step": from a stage's first forward to the step's end."""
-    places = tuple(range(stages_per_rank))
-    by_coord = []
-    for own in gradients(schedule, pp, num_microbatches, stages_per_rank):
-        every = (frozenset({places}),) * stages_per_rank
-        arrivals = [Arrival(p, True, own[p].arrival, places[: p + 2]) for p in places]
-        by_coord.append(Windows((1,) * stages_per_rank, every, every, tuple(arrivals)))
-    return tuple(by_coord)
+    places = tuple(range(len(own)))
+    every = (frozenset({places}),) * len(own)
+    arrivals = tuple(Arrival(p, True, own[p].arrival, places[: p + 2]) for p in places)
+    return Windows((1,) * len(own), every, every, arrivals)
 
 
 def _of(program: tuple[Action, ...], home: tuple[int, ...]) -> Windows:
@@ -132,15 +140,14 @@ def _of(program: tuple[Action, ...], home: tuple[int, ...]) -> Windows:
     return Windows(tuple(times), forward, backward, tuple(arrivals))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=65536)
 def gradients(
-    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
-) -> tuple[tuple[Gradients, ...], ...]:
-    """Return the lifetimes of the gradients of each pipeline coordinate's stages."""
+    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, coord: int
+) -> tuple[Gradients, ...]:
+    """Return the lifetimes of the gradients of one pipeline coordinate's stages."""
     few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
-    programs = load(schedule).schedule(pp, few, stages_per_rank).programs
-    homes = stages_on(schedule, pp, stages_per_rank)
-    return tuple(map(_gradients, programs, homes))
+    program = _programs(schedule, pp, few, stages_per_rank)[coord]
+    return _gradients(program, stages_on(schedule, pp, stages_per_rank)[coord])
 
 
 def _gradients(program: tuple[Action, ...], home: tuple[int, ...]) -> tuple[Gradients, ...]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from parallel3d.model.recompute import num_full, parts_of
 from parallel3d.plan.layers.placement import MicrobatchCounts, StageLayers, in_flight
 from parallel3d.plan.layers.weight_counts import WeightSizes, sizes
-from parallel3d.plan.layers.windows import Gradients, Held, Windows, gradients, windows
+from parallel3d.plan.layers.windows import Gradients, Held, Windows, gradients, windows_of
 from parallel3d.plan.memory.activations import BackwardMoment, StageActivations
 from parallel3d.plan.memory.states import StateBytes, states
 from parallel3d.plan.setting import Setting
@@ -79,11 +79,11 @@ class CoordinateRank:
         yield 0, held.shard, always, 0, held.buffers + held.stepping
         own: tuple[Gradients | None, ...] = (None,) * len(self.home)
         if held.unreduced > 0 and len(self.home) > 1:
-            own = gradients(*self._order)[self.coord]
+            own = gradients(*self._order, self.coord)
         else:
             yield 0, held.unreduced + held.shard, always, 0, reduced
         if self.setting.holds_weights:
-            coming = windows(*self._order, self.setting.weights)[self.coord]
+            coming = windows_of(*self._order, self.setting.weights, self.coord)
             yield from self._arrival_moments(coming)
             weights = [self._gathered_by_program(coming, place) for place in self._places]
         else:

@@ -244,7 +244,12 @@ class _Search:
         return least_on_first(setting, self.hardware)[0]
 
     def _bound_of_any(self, setting: Setting) -> float:
-        """Return a lower bound for a setting with any number of layers in full recomputation."""
+        """Return a lower bound for any number of layers in full recomputation, and of gathers.
+
+        The number of gathers follows from the whole schedule; one per step is the least.
+        """
+        if setting.weights == "per_pass":
+            setting = setting.but(weights="per_step")
         if self._opens_full(setting):
             setting = setting.but(recompute=f"full:{max(1, self._least_full(setting))}")
         return self._bound(setting)

@@ -77,9 +77,17 @@ def with_fewest_in_full(setting: Setting, hardware: Hardware, least: int = 0) ->
     If none need be, its recomputation is "none".
     """
     ways = ["none" if n == 0 else f"full:{n}" for n in range(least, max(blocks_in_stages(setting)))]
-    enough = bisect_left(
-        ways, True, key=lambda way: fitting(setting.but(recompute=way), hardware) is not None
-    )
+
+    def first_fits(way: str) -> bool:
+        return fits(peak_of(setting.but(recompute=way), 0, hardware), hardware)
+
+    def all_fit(way: str) -> bool:
+        return fitting(setting.but(recompute=way), hardware) is not None
+
+    # The first rank decides most often, and the others of a long pipeline take longer to count.
+    enough = bisect_left(ways, True, key=first_fits)
+    if enough < len(ways) and not all_fit(ways[enough]):
+        enough = bisect_left(ways, True, enough + 1, key=all_fit)
     return setting.but(recompute=ways[enough]) if enough < len(ways) else setting
 
 

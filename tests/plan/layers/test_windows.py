@@ -33,7 +33,7 @@ def test_no_more_is_held_than_the_list_says(weights):
 def test_a_few_microbatches_tell_of_many():
     for name, pp, count, v in ORDERS:
         if v > 1:
-            every = _windows(name, pp, count, v, "per_pass")
+            every = tuple(_windows(name, pp, count, v, "per_pass", coord) for coord in range(pp))
             assert windows(name, pp, count, v, "per_pass") == every, (name, pp, count, v)
 
 
