@@ -15,7 +15,8 @@ from pathlib import Path
 from subprocess import PIPE
 
 CLONE = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000, "pid": 0x20000000}
-_UNSHARE = "unshare --net --uts --mount --pid --fork --mount-proc --kill-child sh -c".split()
+_UNSHARE = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork"]
+_UNSHARE += ["--mount-proc", "--kill-child", "sh", "-c"]
 
 
 class NoHosts(Exception):

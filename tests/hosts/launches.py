@@ -4,6 +4,7 @@ import gc
 import json
 import multiprocessing as mp
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -147,7 +148,7 @@ SSH = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do [ "$1" = -o ] && shift; shift; done
 host=$1; shift
 case $host in %s *) echo "ssh: no route to $host" >&2; exit 255;; esac
-exec nsenter --target=$pid --net --uts --mount --pid sh -c "$*"
+exec nsenter --target=$pid --net --uts --mount --pid %s sh -c "$*"
 """
 
 
@@ -159,7 +160,7 @@ def deepspeed(hosts, words, log, folder, ranks=1, limits=()):
     programs = Path(folder, "bin")
     programs.mkdir(exist_ok=True)
     cases = " ".join(f"{host.name}) pid={host.pid};;" for host in hosts)
-    for name, text in (("pdsh", PDSH), ("ssh", SSH % cases)):
+    for name, text in (("pdsh", PDSH), ("ssh", SSH % (cases, shlex.join(limits)))):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     hostfile = Path(folder, "hostfile")
@@ -170,7 +171,7 @@ def deepspeed(hosts, words, log, folder, ranks=1, limits=()):
     out = log("deepspeed")
     with open(out, "w") as file:
         process = subprocess.Popen(
-            [*limits, *command], cwd=folder, env=env, stdout=file, stderr=file
+            command, cwd=folder, env=env, stdout=file, stderr=file
         )  # fmt: skip
     return Launched([process], [out])
 
