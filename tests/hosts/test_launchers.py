@@ -9,6 +9,7 @@ from tests.hosts.launches import Run, deepspeed, forked, srun, torchrun, without
 
 pytestmark = pytest.mark.drill
 
+BAD_INPUT = 2
 DP, PP = (1, 2, 1), (2, 1, 1)
 
 
@@ -39,6 +40,16 @@ def test_two_hosts_train_as_one_process(given_hosts, config, alone, tmp_path):
     run = Run(config, "two", tmp_path)
     train(forked, given_hosts(loopback=[0]), run, DP)
     run.check_same(alone)
+
+
+def test_what_rank_0_alone_refuses_ends_the_ranks_of_srun(given_hosts, config, tmp_path):
+    """Without MASTER_PORT, as docs/several-nodes.md starts it: before the ranks have met."""
+    run = Run(config, "refused", tmp_path)
+    run.folder.mkdir(parents=True)
+    words = run.words(DP, parallel3d__checkpoint__resume="none")
+    launched = forked(given_hosts(), words, run.log, run.root)
+    assert launched.codes(20) == [BAD_INPUT] * 2, launched.said
+    assert launched.said.count('checkpoint.resume = "none" starts afresh') == 1
 
 
 @pytest.mark.slow
