@@ -69,7 +69,8 @@ def measure_links(
             seconds = min(max(row[rank] for rank in ranks) for row in rows)
             planned = _planned_seconds(kind, size, len(ranks), num_machines, hardware)
             yield Timed(
-                kind, tuple(ranks), num_machines, sent / seconds, sent / planned if planned else None
+                kind, tuple(ranks), num_machines, sent / seconds,
+                sent / planned if planned else None,
             )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Hosts that are lost in a step: each side says once whom it lost, and ends; the run goes on."""
 
 import json
+import re
 import time
 
 import pytest
@@ -65,7 +66,7 @@ def sentences(text):
 def ranks_end(hosts):
     """No rank runs on these hosts; launchers and sentries have their own patience."""
     lines = [line for host in hosts for line in host.processes()]
-    return all("torchrun" in line or "sentry import" in line for line in lines)
+    return all("bin/torchrun" in line or "sentry import" in line for line in lines)
 
 
 def go_on(launch, hosts, run, mesh, reference, **options):
@@ -104,7 +105,7 @@ def test_the_link_of_a_host_goes_down(given_hosts, config, alone, tmp_path, vict
 
 
 def test_the_link_goes_down_under_torchrun(given_hosts, config, alone, tmp_path):
-    """Its agent on the host that cannot reach the rendezvous stays for minutes, without ranks."""
+    """Its agent on the host that cannot reach the rendezvous outlives its ranks by more than 90 s."""
     hosts = given_hosts()
     run = Run(config, "down-torchrun", tmp_path)
     launched = begin(torchrun, hosts, run, DP)
@@ -168,5 +169,6 @@ def test_two_sides_never_write_to_one_run(given_hosts, config, alone, tmp_path):
     assert launched.processes[0].exitcode is None, launched.said  # it still held the run
     codes = launched.codes(SILENT_WITHIN)
     (line,) = sentences(launched.texts[0])
-    assert codes[0] == FAILED and line.startswith("rank 1 on node1 has been silent for "), line
+    assert codes[0] == FAILED
+    assert re.match(r"rank (1 on node1|2 on node2) has been silent for ", line), line
     go_on(forked, hosts[1:], run, DP, alone)
