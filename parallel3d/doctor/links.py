@@ -21,6 +21,7 @@ from parallel3d.plan.time.operators import curves_for
 
 SLOWER = 3.0
 """A group is slow if others like it, or the planner's figure, are this many times as fast."""
+_PROBE, _LONGEST = 2**18, 0.5  # bytes that are sent first; seconds that all bytes may take
 NEIGHBOURS = "neighbours"
 """Pairs of ranks in a ring, in which neighbours are on different machines, if there are several."""
 
@@ -44,28 +45,33 @@ def measure_links(
 ) -> Iterator[Timed]:
     """Yield the speed of each group of each axis, and of neighbours. Collective.
 
-    All groups of an axis work at once, as in training, on `effort.copied_bytes`.
+    All groups of an axis work at once, as in training, on `effort.copied_bytes`; on less where
+    that would take too long, as on a link that has fallen back to 10 Mbit/s.
     """
-    size = effort.copied_bytes
-    work: list[tuple[str, Sequence[Sequence[int]], Callable[[], object]]] = []
+    work: list[tuple[str, Sequence[Sequence[int]], Callable[[int], Callable[[], object]]]] = []
     for axis, peers in zip(
         AXES, (mesh.pipeline, mesh.samples, mesh.context, mesh.tensor), strict=True
     ):
         if peers.size > 1:
             groups = {tuple(ranks) for ranks in gather_json(mesh, peers.ranks, aside=True)}
-            run = collective("all_gather", size, peers, mesh.device)
-            work.append((axis, sorted(groups), run))
+            gather = partial(collective, "all_gather", peers=peers, device=mesh.device)
+            work.append((axis, sorted(groups), gather))
     pairings = rounds(nodes) if mesh.world.size > 2 else []
-    work += [(NEIGHBOURS, pairs, _message(size, pairs, mesh)) for pairs in pairings]
-    for kind, members, run in work:
-        rows = timings(run, mesh, effort)
+    work += [(NEIGHBOURS, pairs, partial(_message, pairs=pairs, mesh=mesh)) for pairs in pairings]
+    for kind, members, run_of in work:
+        size = min(_PROBE, effort.copied_bytes)
+        rows = timings(run_of(size), mesh, effort)
+        if effort.copied_bytes / size * min(map(max, rows)) < _LONGEST:
+            size, rows = effort.copied_bytes, timings(run_of(effort.copied_bytes), mesh, effort)
         for ranks in members:
             num_machines = len({nodes.machines[rank] for rank in ranks})
             sent = size if kind == NEIGHBOURS else size * (len(ranks) - 1) / len(ranks)
             seconds = min(max(row[rank] for rank in ranks) for row in rows)
             planned = _planned_seconds(kind, size, len(ranks), num_machines, hardware)
-            planned_rate = sent / planned if planned else None
-            yield Timed(kind, tuple(ranks), num_machines, sent / seconds, planned_rate)
+            yield Timed(
+                kind, tuple(ranks), num_machines, sent / seconds,
+                sent / planned if planned else None,
+            )  # fmt: skip
 
 
 def _message(size: int, pairs: Sequence[tuple[int, int]], mesh: Mesh) -> Callable[[], object]:

@@ -66,8 +66,6 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
         store: dist.Store = dist.HashStore()
         dist.init_process_group(backend, None, STARTUP_TIMEOUT, 1, 0, store)
         return
-    os.environ.setdefault("MASTER_ADDR", socket.gethostname())
-    os.environ.setdefault("MASTER_PORT", "29500")
     store = _meet(launch, STARTUP_TIMEOUT)
     if launch.rank == 0:
         store.set(_START, "")
@@ -108,6 +106,9 @@ def lost_peer(error: Exception) -> str:
 def _meet(launch: Launch, patience: timedelta) -> dist.Store:
     """Return the store through which the ranks find each other."""
     global _store
+    # Here, because rank 0 may refuse to start, and say so, before it joins.
+    os.environ.setdefault("MASTER_ADDR", socket.gethostname())
+    os.environ.setdefault("MASTER_PORT", "29500")
     if _store is None:
         _store, *_ = next(
             dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience)

@@ -215,5 +215,5 @@ KINDS = sorted({fault.kind for fault in FAULTS})
 # The other types, and why they are not injected.
 NOT_INJECTED = {
     "message duplicate, reorder": "gloo does neither; tests/strict plants both",
-    "network partition": "needs network namespaces; tests/mesh/test_network.py cuts connections",
+    "network partition": "needs network namespaces, which tests/hosts has",
 }
