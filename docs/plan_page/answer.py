@@ -23,7 +23,7 @@ CONFIGS = Path(command.__file__).parents[1] / "configs"
 _GREY = (120, 130, 140)
 _ANSI = [_GREY, (224, 62, 62), (47, 158, 68), (210, 140, 10), (59, 110, 230), (174, 62, 201),
          (16, 152, 173), _GREY]  # fmt: skip
-_THEME = TerminalTheme((255, 255, 255), _GREY, _ANSI, _ANSI)
+_THEME = TerminalTheme(_GREY, _GREY, _ANSI, _ANSI)
 Post = Callable[[str, str], None]  # a part of the page, and its HTML or text
 
 
@@ -62,7 +62,7 @@ def _answer(mesh: str, width: int, post: Post) -> None:
         post("found", f"{label}, {plan_table.seconds(row.time.seconds)} s a step")
 
     ranking = plan_rows.rank_plans(request, args.rows, found)
-    wide = max(width, 66)  # a narrower table has more than two lines for a row: it scrolls instead
+    wide = max(width, 76)  # two lines for a row: a narrower page scrolls it
     post("table", _html(wide, lambda out: plan_rows.show(ranking, request, out)))
     post("json", json.dumps(plan_rows.to_json(ranking, request)))
     best = ranking.rows[0] if ranking.rows else ranking.least
