@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
+from parallel3d.base import terminal
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
 from parallel3d.launch import plan as command
@@ -87,7 +88,7 @@ def why_not(mesh: str, best: Plan, request: Request, fix: list[str], out: Consol
         asked = plan_rows.make_request(request.config, request.hardware, request.devices, fixed)
         found = search(asked, rows=1)
     except ConfigError as error:
-        out.print(f"Not possible: {error}")
+        terminal.say(out, f"Not possible: {error}")
         return
     other = found.plans[0] if found.plans else found.least
     assert other is not None
