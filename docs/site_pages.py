@@ -66,13 +66,17 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the home page and the pages of the reference."""
+    """Add the home page, the pages of the reference, and the bundle of the planner's page."""
     from mkdocs.structure.files import File
 
     pages = {f"reference/{room}.md": reference_page(room, modules) for room, modules in rooms()}
     pages["index.md"] = home_page((ROOT / "README.md").read_text())
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
+    # Without the bundle the page says how to build it.
+    bundle = ROOT / "build/plan_page/files.js"
+    content = bundle.read_text() if bundle.is_file() else "// see docs/plan_page/build.py\n"
+    files.append(File.generated(config, "plan_page/files.js", content=content))
     return files
 
 

@@ -12,8 +12,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.hub_access import why_unreachable
@@ -121,6 +119,9 @@ def _shards(index: Path) -> list[Path]:
 
 def digest_of(folder: Path) -> str:
     """Return a digest of a folder's weights, from headers and samples; raises ConfigError."""
+    # Imported late: the planner's page has no build of it for the browser.
+    from safetensors import SafetensorError, safe_open
+
     digest = blake2b(digest_size=16)
     for path in weight_files(folder):
         try:

@@ -1,7 +1,7 @@
 """The steps of `parallel3d plan` and of a dry run, from a config to rows of plans."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,9 +59,14 @@ def make_request(config: RunConfig, machine: Hardware, devices: int, fix: Sequen
     return request_of(config, machine, devices, fixed)
 
 
-def rank_plans(request: Request, rows: int | None) -> Ranking:
-    """Return the rows of a request: `rows`, or 20 that fit and the faster ones that do not."""
-    ranking = search(request, rows or ROWS)
+def rank_plans(
+    request: Request, rows: int | None, found: Callable[[Plan], None] | None = None
+) -> Ranking:
+    """Return the rows of a request: `rows`, or 20 that fit and the faster ones that do not.
+
+    `found` is called with each row that fits as soon as it is known.
+    """
+    ranking = search(request, rows or ROWS, found=found)
     if rows is None:
         return ranking
     shown = ranking.too_large[: max(0, rows - len(ranking.plans))]

@@ -11,7 +11,7 @@ A test compares the rows with an exhaustive search.
 
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush, nsmallest
 from itertools import count, islice
@@ -64,14 +64,19 @@ class Ranking:
 
 
 def search(
-    request: Request, rows: int = 20, per_mesh: int | None = None, curves: Curves | None = None
+    request: Request,
+    rows: int = 20,
+    per_mesh: int | None = None,
+    curves: Curves | None = None,
+    found: Callable[[Plan], None] | None = None,
 ) -> Ranking:
     """Return the `rows` fastest plans that fit, at most `per_mesh` of one mesh.
 
     The default of `per_mesh` leaves room for all meshes. A plan that fits without an offload is not
     listed with it, and one with an offload comes behind those that take less than OFFLOAD_GAIN
     longer; one with cp behind those that take less than CP_GAIN longer. Tensor parallelism across
-    nodes counts only if nothing else fits. Raises ConfigError if no mesh is possible or the
+    nodes counts only if nothing else fits. `found` is called with each row as soon as it is known,
+    which shows the progress of a long search. Raises ConfigError if no mesh is possible or the
     hardware lacks a figure.
     """
     candidates.check_fixed(request.fixed)
@@ -85,7 +90,12 @@ def search(
         for meshes in filter(None, (tuple(m for m in all_meshes if m.tp <= node), all_meshes)):
             work = _Search(request, curves or curves_for(request.hardware), meshes)
             most = per_mesh or max(1, rows // len(meshes))
-            if plans := tuple(islice(work.best_first(most), rows)):
+            plans: tuple[Plan, ...] = ()
+            for plan in islice(work.best_first(most), rows):
+                plans += (plan,)
+                if found:
+                    found(plan)
+            if plans:
                 break
         too_large = work.too_large(plans[0].time.seconds if plans else float("inf"))
         least = None if plans else evaluate(request, work.leanest(), curves)
