@@ -105,7 +105,7 @@ def test_the_link_of_a_host_goes_down(given_hosts, config, alone, tmp_path, vict
 
 
 def test_the_link_goes_down_under_torchrun(given_hosts, config, alone, tmp_path):
-    """Its agent on the host that cannot reach the rendezvous outlives its ranks by more than 90 s."""
+    """Its agent on the host that is cut off outlives its ranks by more than 90 s."""
     hosts = given_hosts()
     run = Run(config, "down-torchrun", tmp_path)
     launched = begin(torchrun, hosts, run, DP)
