@@ -84,12 +84,15 @@ class ShardCache:
             self._thread.start()
 
     def read(self, shard: Shard, dtype: np.dtype, start: int, count: int) -> np.ndarray:
-        """Return `count` ids of a shard from the `start`-th on; wait until it is there."""
+        """Return `count` ids of a shard from the `start`-th on; wait until it is there.
+
+        A negative `start` counts from the end of the file.
+        """
         ids = np.empty(count, dtype)
         while True:
             # Opened for each read: an open file would keep its bytes on the disk after its removal.
             with suppress(FileNotFoundError), open(self._ids(shard), "rb", buffering=0) as file:
-                file.seek(start * dtype.itemsize)
+                file.seek(start * dtype.itemsize, os.SEEK_END if start < 0 else os.SEEK_SET)
                 if file.readinto(ids.view(np.uint8).data) == ids.nbytes:
                     os.utime(self._ids(shard))
                     return ids
