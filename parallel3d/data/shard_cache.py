@@ -101,9 +101,9 @@ class ShardCache:
 
     def load(self, shard: Shard) -> None:
         """Wait until a shard is there, and fetch it if nobody else does; see `fetch`."""
+        self.waiting_for = shard.name
         try:
             while not self._try(shard, is_urgent=True):
-                self.waiting_for = shard.name
                 time.sleep(NAP_SECONDS)
         finally:
             self.waiting_for = ""
@@ -182,7 +182,6 @@ class ShardCache:
                 return True
             if not self._reserve(shard, need, is_urgent):
                 return False
-            self.waiting_for = self.waiting_for and shard.name
             with staged(self.folder / shard.key) as folder:
                 self._fetch(shard, folder)
             return True

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +18,8 @@ from parallel3d.config.data import DataConfig
 from parallel3d.data import streams
 from parallel3d.data.batches import Batches
 from parallel3d.data.cache import digest_of, locked
-from parallel3d.data.order import mix, sample_index
 from parallel3d.data.prepare import prepare, prepare_manifests
+from parallel3d.data.shard_cache import Shard, ShardCache
 from tests.data.ids import writers
 from tests.data.stores import http_store, s3_store
 
@@ -212,8 +211,8 @@ batches = test.Batches(test.prepare(settings).train, test.LENGTH, test.SEED)
 start = int(open(sys.argv[2]).read() or 0)
 with open(sys.argv[3], "ab") as out:
     out.truncate(start * (test.LENGTH + 1) * 8)
-    while start < batches.num_samples:
-        end = min(start + 8, batches.num_samples)
+    while start < int(sys.argv[4]):
+        end = min(start + 8, int(sys.argv[4]))
         out.write(test.samples(batches, 8, start=start, end=end).tobytes())
         out.flush()
         start = end
@@ -222,13 +221,10 @@ batches.close()
 """
 
 
-@pytest.mark.slow
-def test_after_kills_at_five_points_it_goes_on_with_the_same_samples(shards, tmp_path):
-    settings = config(shards / "*.npy", tmp_path)
-    prepare_manifests(settings)
-    count = Batches(prepare(settings).train, LENGTH, SEED).num_samples
+def read_through_kills(settings, tmp_path, end):
+    """The first samples, read by processes of which five are killed."""
     (tmp_path / "at").touch()
-    arguments = [settings.model_dump_json(), str(tmp_path / "at"), str(tmp_path / "out")]
+    arguments = [settings.model_dump_json(), str(tmp_path / "at"), str(tmp_path / "out"), str(end)]
     points = ["before_rename 1", "after_rename 3", "before_folder_fsync 1", "before_rename 2"]
     points = [f"kill atomic.{point} 0" for point in points]
     for fault in [*points, "kill atomic.after_folder_fsync 2 0", None]:
@@ -236,11 +232,19 @@ def test_after_kills_at_five_points_it_goes_on_with_the_same_samples(shards, tmp
         command = [sys.executable, "-c", READER, *arguments]
         done = subprocess.run(command, env=environment, timeout=100, capture_output=True, text=True)
         assert done.returncode == (-9 if fault else 0), done.stderr
-    read = np.fromfile(tmp_path / "out", np.int64).reshape(-1, LENGTH + 1)
-    other = config(shards / "*.npy", tmp_path).model_copy(update={"cache": str(tmp_path / "other")})
-    assert digest(read) == digest(streamed(other, 32)[:count])
     left = [path.name for path in (tmp_path / "cache/streams").iterdir()]
     assert not [name for name in left if name.endswith((".partial", ".need"))]
+    return np.fromfile(tmp_path / "out", np.int64).reshape(-1, LENGTH + 1)
+
+
+@pytest.mark.slow
+def test_after_kills_at_five_points_it_goes_on_with_the_same_samples(shards, tmp_path):
+    settings = config(shards / "*.npy", tmp_path)
+    prepare_manifests(settings)
+    count = Batches(prepare(settings).train, LENGTH, SEED).num_samples
+    read = read_through_kills(settings, tmp_path, count)
+    other = settings.model_copy(update={"cache": str(tmp_path / "other")})
+    assert digest(read) == digest(streamed(other, 32)[:count])
 
 
 def prepared(server, tmp_path, **settings):
@@ -330,6 +334,19 @@ def test_a_manifest_that_does_not_fit_is_refused(shards, tmp_path):
     assert len([*shards.iterdir()]) == SHARDS
 
 
+def test_a_reader_that_fetches_a_shard_itself_says_so(tmp_path):
+    said = []
+
+    def fetch(shard, folder):
+        said.append(cache.waiting_for)
+        (folder / "ids.bin").write_bytes(b"1234")
+
+    cache = ShardCache(tmp_path / "cache", 10**6, fetch)
+    shard = Shard(tmp_path, 0, "key", "the-shard.npy", num_bytes=4, fetch_bytes=4)
+    assert cache.read(shard, np.dtype(np.uint16), 1, 1).tobytes() == b"34"
+    assert said == ["the-shard.npy"] and cache.waiting_for == ""
+
+
 def test_counting_padding_reads_no_shard(shards, tmp_path):
     settings = config(shards / "*.npy", tmp_path, on_error="skip")
     prepare_manifests(settings)
@@ -373,121 +390,3 @@ def test_two_processes_that_write_a_manifest_wait_for_one_another(shards, tmp_pa
     waiting.result()
     assert prepare(settings).num_documents
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest", "shards"]
-
-
-def texts_of(number):
-    """The documents of a shard: some are longer than many samples."""
-    rng = np.random.default_rng(number)
-    sizes = [1, *rng.integers(1, 40, 9 + number).tolist(), 150]
-    return [" ".join(f"w{x}" for x in rng.integers(0, 999, size)) for size in sizes]
-
-
-def as_read(tmp_path, **settings):
-    settings = rows_of_text(tmp_path, *map(texts_of, range(SHARDS)), **settings)
-    settings = settings.model_copy(update={"count": "as-read", "stream_window": 3})
-    prepare_manifests(settings)
-    return settings
-
-
-def plain_samples(settings):
-    """The samples of the epochs, written again: one list of documents for each window of shards."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
-    windows = -(-SHARDS // settings.stream_window)
-    rows = []
-    for epoch in range(EPOCHS):
-        shards = sample_index(SEED ^ 0x5348415244, epoch * SHARDS + np.arange(SHARDS), SHARDS)
-        for window in range(windows):
-            first, end = (number * SHARDS // windows for number in (window, window + 1))
-            texts = [text for shard in sorted(shards[first:end]) for text in texts_of(shard)]
-            key = SEED ^ int(mix(np.array([window], np.uint64))[0]) if window else SEED
-            order = sample_index(key, epoch * len(texts) + np.arange(len(texts)), len(texts))
-            ids = []
-            for number in order:
-                ids += [*tokenizer.encode(texts[number]), tokenizer.eos_token_id]
-            count = (len(ids) - 1) // LENGTH
-            places = (epoch * windows + window) * count + np.arange(count)
-            rows += [
-                ids[place * LENGTH : (place + 1) * LENGTH + 1]
-                for place in sample_index(SEED ^ 0x53414D504C45, places, count)
-            ]
-    return np.array(rows)
-
-
-def test_counted_as_read_it_has_the_packed_documents_of_each_window(tmp_path):
-    settings = as_read(tmp_path)
-    plain = plain_samples(settings)
-    least = {"stream_cache_bytes": prepare(settings).train.tokens.num_bytes_needed}
-    for layout in ((40, 1), (16, 2), (28, 4)):
-        cache = {"cache": str(tmp_path / digest_of(layout))}
-        for folder in (tmp_path / "manifest").glob("counts"):
-            shutil.rmtree(folder)
-        read = streamed(settings.model_copy(update=least | cache), *layout, 0, len(plain))
-        assert digest(read) == digest(plain)
-    # It resumes in the last epoch with the counts of other runs, which fetches few shards; without
-    # them, and if they cannot be written, shards are counted again.
-    start, counts = len(plain) - 60, tmp_path / "manifest/counts"
-    assert len([*counts.iterdir()]) == SHARDS
-    for name in ("counted", "counts lost"):
-        if name == "counts lost":
-            shutil.rmtree(counts)
-            counts.touch()
-        own = settings.model_copy(update={"cache": str(tmp_path / name)})
-        assert digest(streamed(own, 28, 4, start, len(plain))) == digest(plain[start:])
-        fetched = [*(tmp_path / name / "streams").glob("*/ids.bin")]
-        assert len(fetched) == SHARDS if name == "counts lost" else len(fetched) < SHARDS
-
-
-def test_a_manifest_without_counts_estimates_them_and_sees_every_document(tmp_path):
-    settings = as_read(tmp_path)
-    corpus = prepare(settings)
-    assert corpus.found["count"] == "as-read"
-    counted = settings.model_copy(update={"count": "manifest"})
-    with pytest.raises(DataError, match=r"data\.count = 'manifest': .* made with 'as-read'; .*"):
-        prepare(counted)
-    prepare_manifests(counted)
-    exact = prepare(counted)
-    assert corpus.num_tokens == pytest.approx(exact.num_tokens, rel=0.1)
-    assert corpus.num_documents == exact.num_documents and corpus.key != exact.key
-
-
-def test_counted_as_read_a_lost_shard_ends_the_run_and_wrong_counts_are_seen(tmp_path):
-    settings = as_read(tmp_path)
-    lost = tmp_path / "texts/4.jsonl"
-    content = lost.read_bytes()
-    lost.unlink()
-    with pytest.raises(DataError, match=r"4\.jsonl does not exist.*the manifest again"):
-        streamed(settings, 40)
-    assert not [*(tmp_path / "cache/streams").glob("*.lost")]
-    lost.write_bytes(content)
-    (tmp_path / "manifest/counts").mkdir(exist_ok=True)
-    for path in (tmp_path / "manifest/counts").iterdir():
-        path.unlink()
-    (tmp_path / "manifest/counts/4-77").touch()
-    with pytest.raises(DataError, match=r"4\.jsonl has [\d,]+ tokens, but 77 were counted"):
-        streamed(settings, 40)
-
-
-def test_too_few_tokens_for_a_sample_are_refused(tmp_path):
-    # The estimate is enough for many samples, the tokens of a window are not.
-    settings = rows_of_text(tmp_path, *[["w1 w2"]] * 8, count="as-read", stream_window=1)
-    prepare_manifests(settings)
-    with pytest.raises(
-        DataError, match=r"stream_window = 1 shards has a sample of 16 tokens; raise"
-    ):
-        streamed(settings, 4, 1, 0, 4)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"stream": False, "manifest": ""}, r'count = "as-read": is for streams of text; .* add'),
-        ({"token_field": "ids", "source": "parquet"}, r"is for streams of text; remove it"),
-        ({"fim": {}}, r'fim = .*: cannot be combined with count "as-read"; use count "manifest"'),
-    ],
-)
-def test_what_needs_counts_is_refused(settings, message):
-    own = {"source": "jsonl", "paths": "a", "stream": True, "manifest": "m", "tokenizer": "t"}
-    with pytest.raises(ValueError, match=message):
-        DataConfig(**own | {"sequence_length": 8, "count": "as-read"} | settings)
