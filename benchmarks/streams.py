@@ -1,9 +1,11 @@
 """Measure streams: orders, disk, waits, memory and shuffle quality (docs/streams.md).
 
-    python -m benchmarks.streams FOLDER [--tokens 1000000000]
+    python -m benchmarks.streams FOLDER [--tokens 1000000000] [--only throttled] [--load 20]
 
 writes 1,000 shards of that many ids to FOLDER, and streams them from it; a corpus of 1.2 GB is
-streamed from Python's HTTP server at 5 MB/s. A step is a pause of 50 ms.
+streamed from Python's HTTP server at 5 MB/s, while `--load` other processes compute. A step is a
+pause of 50 ms. It is late if it gets its samples after LATE_SECONDS. It waited for data if a shard
+was missing when its samples were read; else for the processor, as a thread does that only sleeps.
 """
 
 import argparse
@@ -13,21 +15,26 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import psutil
 
 from parallel3d.config.data import DataConfig
+from parallel3d.data import streams
 from parallel3d.data.ahead import ReadAhead
 from parallel3d.data.batches import Batches
 from parallel3d.data.prepare import prepare, prepare_manifests
+from parallel3d.data.shard_cache import Shard, ShardCache
 from parallel3d.data.shard_order import ShardOrder
 from tests.data.stores import http_store
 
 END, SIZE, LENGTH, BATCH, SPEED = 7, 50_000, 1024, 32, 5_000_000
-STEP_SECONDS, THROTTLED_STEPS = 0.05, 3000
+STEP_SECONDS, THROTTLED_STEPS, LATE_SECONDS = 0.05, 3000, 0.025
 
 
 def write_shards(folder: Path, num_shards: int, tokens: int) -> None:
@@ -89,7 +96,32 @@ def bytes_on_disk(folder: Path) -> int:
     return total
 
 
-def throttled(folder: Path) -> None:
+class TimedCache(ShardCache):
+    """A cache that keeps the times (begin, end) at which readers waited for a missing shard."""
+
+    waits: ClassVar[list[tuple[float, float]]] = []
+
+    def load(self, shard: Shard) -> None:
+        """Wait for a shard, and note how long."""
+        began = time.perf_counter()
+        super().load(shard)
+        self.waits.append((began, time.perf_counter()))
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Let other processes compute."""
+    command = [sys.executable, "-c", "while True: pass"]
+    started = [subprocess.Popen(command) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def throttled(folder: Path, load: int) -> None:
     """Stream a corpus of 50 times the cache at 5 MB/s; print disk and waits."""
     write_shards(folder / "shards", 300, 2_000_000)
     settings = config(str(folder / "shards/*.npy"), folder, stream_window=2)
@@ -100,24 +132,34 @@ def throttled(folder: Path) -> None:
         limit = total // 50
         settings = settings.model_copy(update={"stream_cache_bytes": limit})
         server.speed, most, is_over = SPEED, 0, threading.Event()
+        streams.ShardCache = TimedCache  # type: ignore[misc]
+        naps: list[tuple[float, float]] = []
 
         def sample() -> None:
             nonlocal most
             while not is_over.wait(0.01):
                 most = max(most, bytes_on_disk(folder / "cache/streams"))
 
+        def nap() -> None:
+            while not is_over.is_set():
+                slept = time.perf_counter()
+                time.sleep(0.005)
+                naps.append((slept, time.perf_counter()))
+
         threading.Thread(target=sample, daemon=True).start()
+        threading.Thread(target=nap, daemon=True).start()
         began = time.perf_counter()
         batches = Batches(prepare(settings).train, LENGTH, seed=3)
-        ahead = ReadAhead(lambda start: batches.microbatch(start, 2 * BATCH))
+        ahead = ReadAhead(lambda start: (time.perf_counter(), batches.microbatch(start, 2 * BATCH)))
         waits = []
-        for step in range(THROTTLED_STEPS):
-            asked = time.perf_counter()
-            ahead.take(step * 2 * BATCH, [(step + n) * 2 * BATCH for n in (1, 2)])
-            waits.append(time.perf_counter() - asked)
-            if step == 0:
-                first = time.perf_counter() - began
-            time.sleep(STEP_SECONDS)
+        with busy(load):
+            for step in range(THROTTLED_STEPS):
+                asked = time.perf_counter()
+                read, _ = ahead.take(step * 2 * BATCH, [(step + n) * 2 * BATCH for n in (1, 2)])
+                waits.append((read, asked, time.perf_counter()))
+                if step == 0:
+                    first = time.perf_counter() - began
+                time.sleep(STEP_SECONDS)
         seconds = time.perf_counter() - began
         needed = len(waits) * 2 * BATCH * LENGTH * 2
         is_over.set()
@@ -127,8 +169,19 @@ def throttled(folder: Path) -> None:
     print(
         f"{len(waits)} steps, {needed / seconds / 1e6:.2f} MB/s needed, first after {first:.2f} s"
     )
-    late = [wait for wait in waits[10:] if wait > STEP_SECONDS / 2]
-    print(f"longest wait after the tenth step {max(waits[10:]):.4f} s, {len(late)} above 25 ms")
+    late = [wait for wait in waits[10:] if wait[2] - wait[1] > LATE_SECONDS]
+    for_data = [
+        wait
+        for wait in late
+        if any(begin < wait[2] and end > wait[0] for begin, end in TimedCache.waits)
+    ]
+    for name, some in (("late", late), ("for data", for_data)):
+        longest = max((end - asked for _, asked, end in some), default=0.0)
+        print(f"{name}: {len(some)} steps after the tenth, the longest {longest:.3f} s")
+    overslept = np.array([end - begin - 0.005 for begin, end in naps])
+    share = np.mean(overslept > LATE_SECONDS)
+    print(f"a thread that sleeps for 5 ms: {share:.2%} late, the longest {overslept.max():.3f} s")
+    print(f"load {os.getloadavg()[0]:.1f}")
 
 
 OPEN = """
@@ -185,12 +238,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=10**9)
+    parser.add_argument("--only", choices=("throttled",))
+    parser.add_argument("--load", type=int, default=0)
     args = parser.parse_args()
     print(f"{psutil.cpu_count()} cores")
-    orders(args.folder / "orders")
-    shuffle_quality()
-    large(args.folder / "large", args.tokens)
-    throttled(args.folder / "throttled")
+    if args.only is None:
+        orders(args.folder / "orders")
+        shuffle_quality()
+        large(args.folder / "large", args.tokens)
+    throttled(args.folder / "throttled", args.load)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ def main() -> int:
         parser.error(f"--to = {args.to[0]}: unknown format; the only one is megatron")
     try:
         config = RunConfig.from_json(args.config, overrides)
+        check_counts(config, "--show" if args.show > 0 else "--to" if args.to else "")
         with shown_progress() as progress:
             if args.manifest:
                 check_streams(config)
@@ -75,6 +76,16 @@ def check_streams(config: RunConfig) -> None:
         each = "mixture.N." if config.data.mixture else ""
         path, remedy = f"parallel3d.data.{each}stream", 'add "stream": true, or drop --manifest'
         raise Problems([Problem(path, False, "is required by --manifest", remedy)])
+
+
+def check_counts(config: RunConfig, option: str) -> None:
+    """Raise ConfigError if `option` needs the counts of a stream that is counted as it is read."""
+    if option and config.data.counts_as_read:
+        raise Problems([Problem(
+            "parallel3d.data.count", "as-read",
+            f"cannot be combined with {option}, which needs each document's tokens",
+            'use "manifest", or the same files without stream',
+        )])  # fmt: skip
 
 
 def tokens_of_run(config: RunConfig, corpus: Corpus) -> float | None:

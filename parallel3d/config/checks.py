@@ -200,13 +200,19 @@ def _check_plan(
         yield Problem(arithmetic.MICRO, ABSENT, rule, "add it: samples per microbatch and rank")
 
 
-def _check_length(train: TrainConfig) -> Iterator[Problem]:
+def _check_length(train: TrainConfig, data: DataConfig) -> Iterator[Problem]:
     names = ("steps", "max_tokens", "epochs")
     lengths = {name: getattr(train, name) for name in names if getattr(train, name) is not None}
     if len(lengths) != 1:
         rule = f"sets both {' and '.join(lengths)}" if lengths else "does not set the run's length"
         remedy = f"set exactly one of {', '.join(names)}"
         yield Problem("parallel3d.train", lengths, rule, remedy)
+    if train.epochs and data.counts_as_read:
+        yield Problem(
+            "parallel3d.train.epochs", train.epochs,
+            'cannot be combined with data.count "as-read": the tokens of an epoch are not known',
+            "use steps or max_tokens",
+        )  # fmt: skip
 
 
 def _check_batch_schedule(

@@ -40,7 +40,7 @@ _READ_BY = {
     "weight_field": ("parquet", "hub", "datatrove"), "token_dtype": ("datatrove", "tokens"),
     "check_ids": ("parquet", "hub", *ID_SOURCES), "mixture": ("mixture",),
     "validation_split": ("hub", "mixture"), "stream": ("text", "jsonl", "parquet", *ID_SOURCES),
-    "manifest": ("text", "jsonl", "parquet", *ID_SOURCES),
+    "manifest": ("text", "jsonl", "parquet", *ID_SOURCES), "count": ("text", "jsonl", "parquet"),
 }  # fmt: skip
 # Names of the built-in evaluations: held-out text, and the parts of a mixture.
 _BUILT_IN = re.compile(r"held_out|mixture\..*")
@@ -139,6 +139,10 @@ class SourceConfig(Section):
     the disk. Requires `manifest`, and holds nothing out: evaluate on `data.validation` sets."""
     manifest: PathText = ""
     """Folder of a stream's manifest, written by `prepare.py --manifest`; every node reads it."""
+    count: Literal["manifest", "as-read"] = "manifest"
+    """When the tokens of a stream of text are counted: by `prepare.py --manifest`, which tokenises
+    all shards, or by the run as it reads them. "as-read" shuffles the documents of a window, then
+    cuts them into samples; without `train.epochs` and `fim`, since their counts are estimates."""
 
     def _problems(self) -> Iterable[Problem]:
         return [*_check_keys(self), *_check_loss_columns(self), *_check_stream(self)]
@@ -253,6 +257,11 @@ class DataConfig(SourceConfig):
         return tuple(part for part in self.mixture or (self,) if part.stream)
 
     @property
+    def counts_as_read(self) -> bool:
+        """True if the tokens of a stream are counted during the run."""
+        return any(part.count == "as-read" for part in self.streams)
+
+    @property
     def has_own_size(self) -> bool:
         """True if `vocab_size` is the tokenizer's size: it is trained to it, or there is none."""
         return self.tokenizer in ("train", "none")
@@ -308,6 +317,8 @@ def _check_fim(data: DataConfig) -> Iterator[Problem]:
         (data.tokenizer == "none", "tokenizer", "none", "has no tokens for fim", "name another"),
         (data.sequence_length < 8, "sequence_length", data.sequence_length,
          "is too short for fim", "use 8 or more"),
+        (data.counts_as_read, "fim", "set", 'cannot be combined with count "as-read"',
+         'use count "manifest"'),
     )  # fmt: skip
     if data.fim:
         yield from (Problem(*problem) for is_wrong, *problem in refused if is_wrong)
@@ -360,6 +371,11 @@ def _check_stream(section: SourceConfig) -> Iterator[Problem]:
     if section.manifest and not section.stream:
         rule = "is for streams"
         yield Problem("manifest", section.manifest, rule, 'remove it, or add "stream": true')
+    if section.count == "as-read" and (yields_token_ids(section) or not section.stream):
+        yield Problem(
+            "count", "as-read", "is for streams of text",
+            "remove it" if section.stream else 'remove it, or add "stream": true and "manifest"',
+        )  # fmt: skip
     for key in ("label_field", "weight_field"):
         if section.stream and (value := getattr(section, key)):
             yield Problem(key, value, "cannot be streamed", "remove it, or remove stream")

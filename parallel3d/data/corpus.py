@@ -28,6 +28,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from parallel3d.base.errors import DataError
 from parallel3d.base.masking import mask
+from parallel3d.data.as_read import TokensAsRead
 from parallel3d.data.cache import is_complete
 from parallel3d.data.ids.counting import TokenWeights
 from parallel3d.data.ids.remote import SET_BYTES, BlockCache, RemoteFiles, is_url
@@ -265,7 +266,8 @@ def streams_of(
     own: list[DocumentBounds | np.ndarray]
     own = [bounds[: num_train + 1], DocumentBounds(bounds[num_train:])]
     if "stream" in meta:
-        sharded = ShardedTokens(directory, dict(meta), shards)
+        is_counted = meta["stream"]["identity"].get("count") != "as-read"
+        sharded = (ShardedTokens if is_counted else TokensAsRead)(directory, dict(meta), shards)
         return [TokenStream(sharded, own[0]), TokenStream(np.empty(0, dtype), own[1])]
     if "files" not in meta:
         tokens = np.asarray(np.memmap(directory / "tokens.bin", dtype=dtype, mode="r"))

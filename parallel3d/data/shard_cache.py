@@ -84,12 +84,15 @@ class ShardCache:
             self._thread.start()
 
     def read(self, shard: Shard, dtype: np.dtype, start: int, count: int) -> np.ndarray:
-        """Return `count` ids of a shard from the `start`-th on; wait until it is there."""
+        """Return `count` ids of a shard from the `start`-th on; wait until it is there.
+
+        A negative `start` counts from the end of the file.
+        """
         ids = np.empty(count, dtype)
         while True:
             # Opened for each read: an open file would keep its bytes on the disk after its removal.
             with suppress(FileNotFoundError), open(self._ids(shard), "rb", buffering=0) as file:
-                file.seek(start * dtype.itemsize)
+                file.seek(start * dtype.itemsize, os.SEEK_END if start < 0 else os.SEEK_SET)
                 if file.readinto(ids.view(np.uint8).data) == ids.nbytes:
                     os.utime(self._ids(shard))
                     return ids
@@ -98,9 +101,9 @@ class ShardCache:
 
     def load(self, shard: Shard) -> None:
         """Wait until a shard is there, and fetch it if nobody else does; see `fetch`."""
+        self.waiting_for = shard.name
         try:
             while not self._try(shard, is_urgent=True):
-                self.waiting_for = shard.name
                 time.sleep(NAP_SECONDS)
         finally:
             self.waiting_for = ""
@@ -179,7 +182,6 @@ class ShardCache:
                 return True
             if not self._reserve(shard, need, is_urgent):
                 return False
-            self.waiting_for = self.waiting_for and shard.name
             with staged(self.folder / shard.key) as folder:
                 self._fetch(shard, folder)
             return True

@@ -27,7 +27,7 @@ class ShardOrder:
         self.num_shards, self.window = len(counts), window
         self.firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_samples = int(self.firsts[-1])
-        groups = -(-self.num_shards // window)
+        self.num_groups = groups = -(-self.num_shards // window)
         # Groups of about equal size: a small one at the end would be shuffled less.
         self._cuts = np.arange(groups + 1) * self.num_shards // groups
         self._epoch = lru_cache(4)(self._make_epoch)
@@ -57,9 +57,16 @@ class ShardOrder:
         if len(groups) > 1:
             return list(dict.fromkeys(now)), []
         epoch, group, _, _ = groups[0]
-        epoch, group = divmod(epoch * (len(self._cuts) - 1) + group + 1, len(self._cuts) - 1)
+        epoch, group = divmod(epoch * (self.num_groups) + group + 1, self.num_groups)
         following = self._members(seed, epoch, group)[0].tolist()
         return list(dict.fromkeys(now)), following
+
+    def group(self, seed: int, number: int) -> tuple[np.ndarray, range]:
+        """Return the shards of a group and the global indices of its samples, over all epochs."""
+        epoch, group = divmod(number, self.num_groups)
+        ends, begin = self._epoch(seed, epoch)[1], epoch * self.num_samples
+        first = int(ends[group - 1]) if group else 0
+        return self._members(seed, epoch, group)[0], range(begin + first, begin + int(ends[group]))
 
     def _groups(
         self, seed: int, index: np.ndarray

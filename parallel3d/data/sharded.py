@@ -35,15 +35,17 @@ class ShardedTokens(IdArray):
         self.firsts = np.concatenate([[0], np.cumsum(self.num_tokens)])
         self.shape = (int(self.firsts[-1]),)
         self.head_length = int(meta["stream"]["head_length"])
-        shape = len(entries), self.head_length
-        self._heads = np.memmap(manifest / HEADS, self.dtype, mode="r", shape=shape)
+        self.num_documents = np.array([entry["documents"] for entry in entries], np.int64)
+        if self.head_length:
+            shape = len(entries), self.head_length
+            self._heads = np.memmap(manifest / HEADS, self.dtype, mode="r", shape=shape)
         self.shards = [
             Shard(
                 manifest=manifest,
                 number=number,
                 key=entry["key"],
                 name=mask(entry["files"][0]["path"]),
-                num_bytes=entry["tokens"] * self.dtype.itemsize,
+                num_bytes=entry["tokens"] * self.dtype.itemsize + entry.get("beside_ids", 0),
                 fetch_bytes=entry["fetch_bytes"],
             )
             for number, entry in enumerate(entries)

@@ -8,6 +8,8 @@ A manifest is a folder that looks like a corpus (`corpus`) without its tokens:
 
 It has 20 bytes for each document. A shard's ids are those that its documents have in a local
 corpus: of text after tokenising, of other programs' ids with one end-of-text after each document.
+With `data.count` "as-read" only the first shard is tokenised, tokens of all other documents are
+estimated from their bytes, and heads.bin is empty (`as_read`).
 """
 
 import json
@@ -58,7 +60,7 @@ if TYPE_CHECKING:
 ATTEMPTS = 5
 FIRST_PAUSE_SECONDS = 0.5
 # Settings that determine the ids of a shard.
-_SETTINGS = ("source", "documents", "text_field", "token_field", "token_dtype")
+_SETTINGS = ("source", "documents", "text_field", "token_field", "token_dtype", "count")
 
 
 class _File(TypedDict):
@@ -88,7 +90,8 @@ def open_shard_cache(config: DataConfig) -> ShardCache | None:
         config.stream_cache_bytes,
         fetch_shard,
         window=None if config.stream_window == "all" else config.stream_window,
-        skips=config.on_error == "skip",
+        # With a lost shard's samples unknown, nodes would count the others differently.
+        skips=config.on_error == "skip" and not config.counts_as_read,
     )
 
 
@@ -107,12 +110,12 @@ def open_stream(
         )
     made = _meta(folder)["stream"]
     for name, value in _identity(config, section, tokenizer).items():
-        if made["identity"][name] != value:
+        if (before := made["identity"].get(name, "manifest")) != value:
             raise DataError(
                 f"data.{name} = {value!r}: the manifest {section.manifest!r} was made with"
-                f" {made['identity'][name]!r}; set it back, or {remedy} again"
+                f" {before!r}; set it back, or {remedy} again"
             )
-    if config.sequence_length > made["head_length"]:
+    if section.count == "manifest" and config.sequence_length > made["head_length"]:
         raise DataError(
             f"data.sequence_length = {config.sequence_length}: the manifest {section.manifest!r}"
             f" was made for samples of at most {made['head_length']} tokens; {remedy} again"
@@ -167,11 +170,13 @@ def _fill(
     keys = {key: getattr(section, key) for key in SourceConfig.model_fields}
     part = PartConfig(**keys | {"source": section.source})
     loaded = load_tokenizer(folder / "tokenizer") if tokenizer else None
+    as_read, per_byte = section.count == "as-read", 0.0
+    head_length = 0 if as_read else config.sequence_length
     meta: dict[str, Any] = {
         "dtype": "uint16" if vocabulary.size <= 2**16 else "uint32",
         "end_of_text": vocabulary.end_of_text,
         "stream": {
-            "head_length": config.sequence_length,
+            "head_length": head_length,
             "identity": _identity(config, section, tokenizer),
             "section": part.model_copy(update={"paths": ("a shard",)}).model_dump(mode="json"),
             "vocabulary": list(vars(vocabulary).values()),
@@ -189,21 +194,21 @@ def _fill(
         work = folder / "shard"
         (work / "raw").mkdir(parents=True)
         files = [_download(url, work / "raw") for url in urls]
-        one = _convert(folder, work, [file["path"] for file in files])
+        one = _convert(folder, work, [file["path"] for file in files], per_byte)
         one.table["file"] = number
         entries.append(_entry(files, one, meta))
-        heads.append(np.fromfile(work / IDS, meta["dtype"], count=config.sequence_length))
+        heads.append(np.fromfile(work / IDS, meta["dtype"], count=head_length))
+        per_byte = per_byte or as_read * one.lengths.sum() / one.table["num_bytes"].sum()
         converted.append(one)
         shutil.rmtree(work)
     progress("reading shards", len(shards), len(shards))
     (folder / SHARDS).write_text(json.dumps(entries, indent=1))
     with open(folder / HEADS, "wb") as file:
-        ahead = np.zeros(config.sequence_length, meta["dtype"])
-        rows = []
+        ahead = np.zeros(head_length, meta["dtype"])
+        rows = [ahead]
         for head in reversed(heads):
-            ahead = np.concatenate([head, ahead])[: config.sequence_length]
-            rows.append(ahead)
-        np.stack(rows[::-1]).tofile(file)
+            rows.append(np.concatenate([head, rows[-1]])[:head_length])
+        np.stack(rows[:0:-1]).tofile(file)
     table, lengths = (
         np.concatenate([getattr(one, name) for one in converted]) for name in ("table", "lengths")
     )
@@ -220,10 +225,15 @@ def _fill(
         tokens = Tokenised((), table, counts, vocabulary, facts)
         meta["key"], kind = TokenRecipe(tokens, held_out, tokenizer).content(), "ids"
     else:
-        facts |= {"num_bytes": int(table["num_bytes"].sum())} | skips.summary()
+        facts |= {
+            "count": section.count,
+            "num_bytes": int(table["num_bytes"].sum()),
+            **skips.summary(),
+        }
         kind = KINDS[part.documents] if part.source == "text" else part.source
         documents = Documents(Files(kind, (), ()), table)
-        meta["key"] = Recipe(documents, held_out, tokenizer, vocabulary.size).key()
+        key = Recipe(documents, held_out, tokenizer, vocabulary.size).key()
+        meta["key"] = digest_of(key, "as-read") if as_read else key
     write_facts(
         folder,
         table,
@@ -246,9 +256,14 @@ def fetch_shard(shard: Shard, folder: Path) -> None:
     for file in entry["files"]:
         _download(file["path"], folder / "raw", file)
     one = _convert(shard.manifest, folder, [file["path"] for file in entry["files"]])
-    if (tokens := int(one.lengths.sum())) != entry["tokens"]:
+    what, count = "tokens", int(one.lengths.sum())
+    if entry.get("beside_ids"):  # counted as read
+        what, count = "documents", len(one.lengths)
+        with open(folder / IDS, "ab") as ids:
+            one.lengths.tofile(ids)
+    if count != entry[what]:
         raise DataError(
-            f"{shard.name} has {tokens:,} tokens, but its manifest says {entry['tokens']:,}, made"
+            f"{shard.name} has {count:,} {what}, but its manifest says {entry[what]:,}, made"
             " with another version of the tokenizers; make it again"
         )
     for path in folder.iterdir():
@@ -298,7 +313,7 @@ def _file_name(url: str) -> str:
 def _lost(url: str, what: str, expected: _File) -> LostShard:
     return LostShard(
         f"{url} {what}, but its manifest expects {_described(expected)}; restore it, make the"
-        ' manifest again, or set data.on_error to "skip"'
+        ' manifest again, or set data.on_error to "skip" (not with data.count "as-read")'
     )
 
 
@@ -306,8 +321,11 @@ def _described(expected: _File) -> str:
     return f"{expected['size']:,} bytes with the hash {expected['hash']}"
 
 
-def _convert(manifest: Path, folder: Path, urls: list[str]) -> _Converted:
-    """Write the ids of the shard whose files are in `folder`/raw to `folder`/ids.bin."""
+def _convert(manifest: Path, folder: Path, urls: list[str], per_byte: float = 0.0) -> _Converted:
+    """Write the ids of the shard whose files are in `folder`/raw to `folder`/ids.bin.
+
+    With `per_byte`, tokens per byte, the lengths are estimates and no ids are written.
+    """
     stream = _meta(manifest)["stream"]
     section = PartConfig.model_validate(stream["section"])
     vocabulary = Vocabulary(*stream["vocabulary"])
@@ -323,6 +341,11 @@ def _convert(manifest: Path, folder: Path, urls: list[str]) -> _Converted:
             # The share of skipped documents is that of all shards; `make_manifest` checks it.
             rule=(stream["rule"][0], 1.0),
         )
+        if per_byte:
+            lengths = np.ceil(documents.table["num_bytes"] * per_byte).astype(np.int64)
+            counts = np.zeros(vocabulary.size, np.int64)
+            (folder / IDS).touch()
+            return _Converted(documents.table.copy(), lengths, counts, {}, documents.skips)
         count = len(documents)
         plan = ShardPlan(
             work=folder,
@@ -400,10 +423,14 @@ def _entry(files: list[_File], one: _Converted, meta: dict[str, Any]) -> dict[st
     beside = 64 * len(one.table) + 16 * len(one.counts)
     if stream["section"]["token_field"]:
         beside += 16 * tokens  # the column in Arrow, of int64 at most
+    as_read = stream["section"]["count"] == "as-read"
+    # The number of tokens is an estimate. No document has more than its bytes, and two.
+    beside += as_read * 4 * (int(one.table["num_bytes"].sum()) + 2 * len(one.table))
     return {
         "files": files,
         "tokens": tokens,
         "documents": len(one.table),
+        "beside_ids": 8 * len(one.table) * as_read,
         "key": key,
         "fetch_bytes": sum(file["size"] for file in files) + beside,
     }

@@ -268,6 +268,8 @@ def corpus_lines(corpus: Corpus) -> Iterator[str]:
         f"{corpus.held_out.num_documents:,} documents)"
     )
     yield f"        vocabulary {corpus.vocab_size:,}, unigram entropy {corpus.unigram_entropy:.4f}"
+    if any(part.found.get("count") == "as-read" for part in corpus.parts or (corpus,)):
+        yield '        data.count is "as-read": numbers of tokens are estimates'
     if lost := max(part.found.get("unknown_share", 0.0) for part in corpus.parts or (corpus,)):
         yield f"WARNING: the tokenizer does not know {lost:.0%} of the text; use another one"
     for part in corpus.parts or (corpus,):

@@ -23,11 +23,12 @@ class _Handler(SimpleHTTPRequestHandler):
     def copyfile(self, source, target):
         content = source.read()
         content = content[: len(content) // 2] if self.cut else content
-        speed = self.server.store.speed
+        speed, began = self.server.store.speed, time.monotonic()
         for first in range(0, len(content), 2**16):
             part = content[first : first + 2**16]
             if speed:
-                time.sleep(len(part) / speed)
+                # Not a pause for each part: on a busy machine each would last longer.
+                time.sleep(max(0, began + (first + len(part)) / speed - time.monotonic()))
             with suppress(ConnectionError):  # fsspec asks for a file to see that it is there
                 target.write(part)
 

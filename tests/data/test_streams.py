@@ -19,6 +19,7 @@ from parallel3d.data import streams
 from parallel3d.data.batches import Batches
 from parallel3d.data.cache import digest_of, locked
 from parallel3d.data.prepare import prepare, prepare_manifests
+from parallel3d.data.shard_cache import Shard, ShardCache
 from tests.data.ids import writers
 from tests.data.stores import http_store, s3_store
 
@@ -210,8 +211,8 @@ batches = test.Batches(test.prepare(settings).train, test.LENGTH, test.SEED)
 start = int(open(sys.argv[2]).read() or 0)
 with open(sys.argv[3], "ab") as out:
     out.truncate(start * (test.LENGTH + 1) * 8)
-    while start < batches.num_samples:
-        end = min(start + 8, batches.num_samples)
+    while start < int(sys.argv[4]):
+        end = min(start + 8, int(sys.argv[4]))
         out.write(test.samples(batches, 8, start=start, end=end).tobytes())
         out.flush()
         start = end
@@ -220,13 +221,10 @@ batches.close()
 """
 
 
-@pytest.mark.slow
-def test_after_kills_at_five_points_it_goes_on_with_the_same_samples(shards, tmp_path):
-    settings = config(shards / "*.npy", tmp_path)
-    prepare_manifests(settings)
-    count = Batches(prepare(settings).train, LENGTH, SEED).num_samples
+def read_through_kills(settings, tmp_path, end):
+    """The first samples, read by processes of which five are killed."""
     (tmp_path / "at").touch()
-    arguments = [settings.model_dump_json(), str(tmp_path / "at"), str(tmp_path / "out")]
+    arguments = [settings.model_dump_json(), str(tmp_path / "at"), str(tmp_path / "out"), str(end)]
     points = ["before_rename 1", "after_rename 3", "before_folder_fsync 1", "before_rename 2"]
     points = [f"kill atomic.{point} 0" for point in points]
     for fault in [*points, "kill atomic.after_folder_fsync 2 0", None]:
@@ -234,11 +232,19 @@ def test_after_kills_at_five_points_it_goes_on_with_the_same_samples(shards, tmp
         command = [sys.executable, "-c", READER, *arguments]
         done = subprocess.run(command, env=environment, timeout=100, capture_output=True, text=True)
         assert done.returncode == (-9 if fault else 0), done.stderr
-    read = np.fromfile(tmp_path / "out", np.int64).reshape(-1, LENGTH + 1)
-    other = config(shards / "*.npy", tmp_path).model_copy(update={"cache": str(tmp_path / "other")})
-    assert digest(read) == digest(streamed(other, 32)[:count])
     left = [path.name for path in (tmp_path / "cache/streams").iterdir()]
     assert not [name for name in left if name.endswith((".partial", ".need"))]
+    return np.fromfile(tmp_path / "out", np.int64).reshape(-1, LENGTH + 1)
+
+
+@pytest.mark.slow
+def test_after_kills_at_five_points_it_goes_on_with_the_same_samples(shards, tmp_path):
+    settings = config(shards / "*.npy", tmp_path)
+    prepare_manifests(settings)
+    count = Batches(prepare(settings).train, LENGTH, SEED).num_samples
+    read = read_through_kills(settings, tmp_path, count)
+    other = settings.model_copy(update={"cache": str(tmp_path / "other")})
+    assert digest(read) == digest(streamed(other, 32)[:count])
 
 
 def prepared(server, tmp_path, **settings):
@@ -328,6 +334,19 @@ def test_a_manifest_that_does_not_fit_is_refused(shards, tmp_path):
     assert len([*shards.iterdir()]) == SHARDS
 
 
+def test_a_reader_that_fetches_a_shard_itself_says_so(tmp_path):
+    said = []
+
+    def fetch(shard, folder):
+        said.append(cache.waiting_for)
+        (folder / "ids.bin").write_bytes(b"1234")
+
+    cache = ShardCache(tmp_path / "cache", 10**6, fetch)
+    shard = Shard(tmp_path, 0, "key", "the-shard.npy", num_bytes=4, fetch_bytes=4)
+    assert cache.read(shard, np.dtype(np.uint16), 1, 1).tobytes() == b"34"
+    assert said == ["the-shard.npy"] and cache.waiting_for == ""
+
+
 def test_counting_padding_reads_no_shard(shards, tmp_path):
     settings = config(shards / "*.npy", tmp_path, on_error="skip")
     prepare_manifests(settings)
@@ -336,7 +355,7 @@ def test_counting_padding_reads_no_shard(shards, tmp_path):
     assert not (tmp_path / "cache/streams").exists()
 
 
-def rows_of_text(tmp_path, *rows):
+def rows_of_text(tmp_path, *rows, **settings):
     """The settings of a stream of jsonl shards with these rows; None stands for a flawed one."""
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -344,7 +363,8 @@ def rows_of_text(tmp_path, *rows):
         lines = [json.dumps({"text": text}) for text in texts]
         (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
     text = {"source": "jsonl", "tokenizer": tokenizer_of(tmp_path), "end_of_text_id": None}
-    return config(folder / "*.jsonl", tmp_path, **text, on_error="skip", stream_window="all")
+    text |= {"on_error": "skip", "stream_window": "all"} | settings
+    return config(folder / "*.jsonl", tmp_path, **text)
 
 
 def test_the_share_of_skipped_documents_is_that_of_all_shards(tmp_path):

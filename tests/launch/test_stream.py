@@ -1,12 +1,14 @@
 """A run that streams its corpus takes the steps of a run with a local one, and shows no keys."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from parallel3d.data.tokenizer import save_tokenizer, train_tokenizer
 from tests.data.ids import writers
 from tests.data.stores import http_store
 from tests.launch.launching import TRAIN, environment, torchrun
@@ -82,6 +84,32 @@ def test_a_streamed_run_takes_the_steps_of_a_local_one(runs, tmp_path):
     assert not [path for path in written if b"a-secret-key" in path.read_bytes()]
     config = (tmp_path / "runs/streamed/config.json").read_text()
     assert "?token=***" in config
+
+
+def test_text_counted_as_it_is_read_resumes_on_another_mesh_without_the_counts(runs, tmp_path):
+    (tmp_path / "text").mkdir()
+    for number in range(6):
+        texts = [" ".join(map(str, x)) for x in writers.some_documents(9, seed=number)]
+        lines = [json.dumps({"text": text}) for text in texts]
+        (tmp_path / f"text/{number}.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "tokenizer").mkdir()
+    save_tokenizer(train_tokenizer(["0 1 2 3"], 300), tmp_path / "tokenizer")
+    runs.data = {"source": "jsonl", "paths": "text/*.jsonl", "tokenizer": "tokenizer"}
+    runs.data |= {
+        "sequence_length": 16,
+        "cache": "cache",
+        "stream": True,
+        "manifest": "text-manifest",
+    }
+    runs.data |= {"count": "as-read", "stream_window": 2}
+    runs.run("a", "--manifest", script=PREPARE)
+    runs.run("whole", steps=40)
+    runs.run("moved", "--train.stop_after", "22", steps=40, launcher=torchrun(2))
+    assert [*(tmp_path / "text-manifest/counts").iterdir()]
+    shutil.rmtree(tmp_path / "text-manifest/counts")
+    shutil.rmtree(tmp_path / "cache")
+    runs.run("moved", steps=40)
+    assert losses(tmp_path, "moved") == pytest.approx(losses(tmp_path, "whole"), rel=1e-5)
 
 
 def test_it_resumes_on_another_mesh_with_the_same_samples(runs, tmp_path):
