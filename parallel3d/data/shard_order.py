@@ -57,7 +57,7 @@ class ShardOrder:
         if len(groups) > 1:
             return list(dict.fromkeys(now)), []
         epoch, group, _, _ = groups[0]
-        epoch, group = divmod(epoch * (self.num_groups) + group + 1, self.num_groups)
+        epoch, group = divmod(epoch * self.num_groups + group + 1, self.num_groups)
         following = self._members(seed, epoch, group)[0].tolist()
         return list(dict.fromkeys(now)), following
 
