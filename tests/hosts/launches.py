@@ -1,6 +1,5 @@
 """Launches over several hosts: by torchrun, by deepspeed over a stub ssh, and as srun does."""
 
-import gc
 import json
 import multiprocessing as mp
 import os
@@ -17,7 +16,7 @@ import pytest
 from parallel3d.mesh.device import settle_accelerator
 from parallel3d.verify import local_ranks
 from tests.checkpoint.drill import changed
-from tests.launch.launching import TRAIN, environment
+from tests.launch.launching import TRAIN, become, environment
 
 ROOT = Path(__file__).parents[2]
 DOCTOR = str(ROOT / "launch/doctor.py")
@@ -228,16 +227,8 @@ def _fork_in(host, words, folder, env, log, disturb):
     from launch import doctor, train
     from parallel3d.train import known_hardware
 
-    gc.freeze()  # as `run_locally` does
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(env)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(file, number)
-        setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+    become(words, folder, log, env)
     known_hardware.peak = lambda config, mesh: ("nothing", None)  # it takes a second to measure
     if disturb:
         disturb()
-    sys.argv = words
     (doctor if words[0] == DOCTOR else train).main()

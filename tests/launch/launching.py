@@ -159,8 +159,16 @@ class Place:
 def _run_command(words, folder, log, variables, disturb):
     from launch.train import main
 
-    gc.freeze()  # as `run_locally` does
     os.setsid()
+    become(words, folder, log, variables)
+    if disturb:
+        disturb()
+    main()
+
+
+def become(words, folder, log, variables):
+    """Give this forked process a command's words, folder, environment and output."""
+    gc.freeze()  # as `run_locally` does
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
@@ -168,10 +176,7 @@ def _run_command(words, folder, log, variables, disturb):
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(file, number)
         setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
-    if disturb:
-        disturb()
     sys.argv = words
-    main()
 
 
 def environment():
