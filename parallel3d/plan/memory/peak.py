@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.recompute import while_weights_wait
 from parallel3d.plan.layers.placement import (
     StageLayers,
+    in_flight,
     model_of,
     most_in_flight,
     parts_of,
@@ -60,12 +62,7 @@ def fullest(setting: Setting, hardware: Hardware | None = None) -> Memory:
 
 def peak_of(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory:
     """Return the peak memory of one pipeline coordinate under this engine."""
-    on_cpu = is_cpu(hardware)
-    home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
-    parts = _parts(setting)
-    layers = tuple([parts[s] for s in home])
-    stages = tuple([_stage(setting, part, on_cpu) for part in layers])
-    rank = CoordinateRank(setting, coord, home, layers, stages, on_cpu)
+    rank = _rank(setting, coord, hardware)
     most = max(rank.moments(), key=sum)
     by_part = dict.fromkeys(PARTS, 0)
     by_part["weights"], by_part["optimizer"] = rank.held.weights, rank.held.optimizer
@@ -78,14 +75,42 @@ def peak_of(setting: Setting, coord: int, hardware: Hardware | None = None) -> M
     return Memory(by_part, rank.held.host + rank.waiting_on_host, rank.held.nvme, coord)
 
 
-def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, int]:
-    """Return cheap lower bounds on the first rank's bytes of device and of host memory."""
+def exceeds(setting: Setting, coord: int, hardware: Hardware, room: tuple[int, int]) -> bool:
+    """Return True if a coordinate needs more than `room`, the bytes of a device and of its host.
+
+    It stops at the first moment that needs more.
+    """
+    rank = _rank(setting, coord, hardware)
+    own = rank.held.weights + rank.held.optimizer
+    rest = room[0] - nccl_estimate(setting, coord, hardware)
+    return rank.held.host + rank.waiting_on_host > room[1] or any(
+        tensors + margin(tensors, hardware) > rest
+        for tensors in (own + sum(moment) for moment in rank.moments())
+    )
+
+
+def _rank(setting: Setting, coord: int, hardware: Hardware | None) -> CoordinateRank:
+    on_cpu, parts = is_cpu(hardware), _parts(setting)
+    home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
+    layers = tuple([parts[s] for s in home])
+    stages = tuple([_stage(setting, part, on_cpu) for part in layers])
+    return CoordinateRank(setting, coord, home, layers, stages, on_cpu)
+
+
+def least_on_first(
+    setting: Setting, hardware: Hardware | None, activations: int | None = None
+) -> tuple[int, int]:
+    """Return cheap lower bounds on the first rank's bytes of device and of host memory.
+
+    `activations`: its activations in flight; by default `least_in_flight`.
+    """
     s, parts = setting, _parts(setting)
     layers = tuple([parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]])
     weights = sizes(layers, s.tp, s.persistence, s.ep)
     held = states(s, weights, is_cpu(hardware))
     shard = held.shard if held.standing else 0
-    device = held.weights + held.optimizer + held.buffers + shard + least_in_flight(s, hardware)
+    device = held.weights + held.optimizer + held.buffers + shard
+    device += least_in_flight(s, hardware) if activations is None else activations
     most = most_in_flight(s.schedule, s.pp, s.num_microbatches, s.stages_per_rank)[0]
     # If some forward runs after a backward, it runs beside gradients. But several stages need not
     # have unreduced gradients while most microbatches are in flight.
@@ -96,14 +121,24 @@ def least_on_first(setting: Setting, hardware: Hardware | None) -> tuple[int, in
     return device + margin(device, hardware) + nccl_estimate(s, 0, hardware), held.host
 
 
-def least_in_flight(setting: Setting, hardware: Hardware | None) -> int:
-    """Return a lower bound on the activations that the first pipeline rank holds at once."""
+def least_in_flight(setting: Setting, hardware: Hardware | None, counted: bool = False) -> int:
+    """Return a lower bound on the activations that the first pipeline rank holds at once.
+
+    `counted`: a far closer one, for which the stages of the microbatches in flight are counted in
+    the program. That takes milliseconds for the first setting with a schedule's numbers.
+    """
     s, on_cpu, parts = setting, is_cpu(hardware), _parts(setting)
-    home = stages_on(s.schedule, s.pp, s.stages_per_rank)[0]
-    stages = [_stage(s, part, on_cpu) for part in dict.fromkeys([parts[i] for i in home])]
-    # On a CPU a stage's saved bytes count its output, which is also the next stage's input.
-    saved = min(stage.saved_bytes - on_cpu * stage.hidden_bytes for stage in stages)
-    return saved * most_in_flight(s.schedule, s.pp, s.num_microbatches, s.stages_per_rank)[0]
+    numbers = s.schedule, s.pp, s.num_microbatches, s.stages_per_rank
+    held = [parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]]
+    saved = {}
+    for part in dict.fromkeys(held):
+        stage = _stage(s, part, on_cpu)
+        # On a CPU a stage's saved bytes count its output, which is also the next stage's input.
+        saved[part] = stage.saved_bytes - on_cpu * stage.hidden_bytes
+    if counted:
+        each = [saved[part] for part in held]
+        return max([sum(map(mul, counts, each)) for counts in in_flight(*numbers)[0]])
+    return min(saved.values()) * most_in_flight(*numbers)[0]
 
 
 def saved_bytes(setting: Setting, hardware: Hardware | None = None) -> tuple[int, ...]:

@@ -108,11 +108,13 @@ def search(
 class Untested(NamedTuple):
     """A flow with a schedule and ZeRO states that may fit.
 
-    `groups`: alternative states, fastest first, then their fallback (candidates.alternatives).
+    - `activations`: at least so many bytes are in flight on the first rank.
+    - `groups`: alternative states, fastest first, then their fallback (candidates.alternatives).
     """
 
     flow: Flow
     order: Order
+    activations: int
     groups: Sequence[Sequence[ZeroState]]
 
 
@@ -166,14 +168,17 @@ class _Search:
         if isinstance(node, Flow):
             for order in candidates.orders(self.request, node):
                 plain = setting_of(self.request, node, order, PLAIN)
-                if least_in_flight(plain, self.hardware) > self.room[0]:
+                activations = least_in_flight(plain, self.hardware)
+                if activations > self.room[0]:
                     continue
                 for groups in candidates.alternatives(self.request, node.mesh):
                     if candidates.go_together(order, groups[0][0]):
-                        yield from self._untested(node, order, groups)
+                        yield from self._untested(node, order, activations, groups)
         elif isinstance(node, Untested):
-            flow, order, ((state, *others), *fallback) = node
-            setting, memory = self._with_longest_gather(flow, order, state)
+            flow, order, activations, ((state, *others), *fallback) = node
+            plain = setting_of(self.request, flow, order, PLAIN)
+            activations = least_in_flight(plain, self.hardware, counted=True)
+            setting, memory = self._with_longest_gather(flow, order, activations, state)
             if memory and self._opens_full(setting):
                 setting = with_fewest_in_full(setting, self.hardware, self._least_full(setting))
                 # A setting that fits without recomputation has its own node.
@@ -183,9 +188,9 @@ class _Search:
             elif memory:
                 yield self._bound(setting), Fitting(setting, memory)
             else:
-                yield from self._untested(flow, order, fallback)
+                yield from self._untested(flow, order, activations, fallback)
             if not memory or self._offload_may_help:
-                yield from self._untested(flow, order, [others])
+                yield from self._untested(flow, order, activations, [others])
         else:
             self.num_simulated += 1
             time = step_time(node.setting, self.hardware, self.curves)
@@ -199,7 +204,11 @@ class _Search:
         return own if setting.cp == 1 else own * (1 + CP_GAIN)
 
     def _untested(
-        self, flow: Flow, order: Order, groups: Sequence[Sequence[ZeroState]]
+        self,
+        flow: Flow,
+        order: Order,
+        activations: int,
+        groups: Sequence[Sequence[ZeroState]],
     ) -> Iterator[tuple[float, Untested]]:
         """Yield the node of these groups with its lower bound, if any of their states may fit.
 
@@ -208,17 +217,19 @@ class _Search:
         """
         fastest = []
         for states in groups:
-            may_fit = (s for s in states if self._may_fit(setting_of(self.request, flow, order, s)))
+            settings = ((s, setting_of(self.request, flow, order, s)) for s in states)
+            may_fit = (pair for pair in settings if self._may_fit(pair[1], activations))
             most = 2 if states and states[0].zero_stage == 3 else 1
             fitting_states = [*islice(may_fit, None if self._offload_may_help else most)]
-            fastest += [setting_of(self.request, flow, order, state) for state in fitting_states]
-            if fitting_states[:1] == [*states[:1]]:
+            fastest += [setting for _, setting in fitting_states]
+            if [state for state, _ in fitting_states[:1]] == [*states[:1]]:
                 break  # the fallback counts only if the group's first state does not fit
         if fastest:
-            yield min(map(self._bound_of_any, fastest)), Untested(flow, order, groups)
+            node = Untested(flow, order, activations, groups)
+            yield min(map(self._bound_of_any, fastest)), node
 
     def _with_longest_gather(
-        self, flow: Flow, order: Order, state: ZeroState
+        self, flow: Flow, order: Order, activations: int, state: ZeroState
     ) -> tuple[Setting, Memory | None]:
         """Return the setting with the longest gathers that fit, and its memory.
 
@@ -226,15 +237,15 @@ class _Search:
         """
         for variant in (state, *candidates.shorter_gathers(self.request, order, state)):
             setting = setting_of(self.request, flow, order, variant)
-            if not self._may_fit(setting):
+            if not self._may_fit(setting, activations):
                 break
             if memory := fitting(setting, self.hardware):
                 return setting, memory
         return setting, None
 
-    def _may_fit(self, setting: Setting) -> bool:
+    def _may_fit(self, setting: Setting, activations: int) -> bool:
         """Return True if the lower bound on the first rank's memory fits."""
-        device, host = least_on_first(setting, self.hardware)
+        device, host = least_on_first(setting, self.hardware, activations)
         return device <= self.room[0] and host <= self.room[1]
 
     def _opens_full(self, setting: Setting) -> bool:

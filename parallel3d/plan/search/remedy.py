@@ -9,7 +9,7 @@ from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.recompute import MODES, strength
 from parallel3d.plan.layers.placement import blocks_in_stages
-from parallel3d.plan.memory.peak import Memory, fullest, peak_of, per_rank
+from parallel3d.plan.memory.peak import Memory, exceeds, fullest, per_rank
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import Choices, Flow, Order, ZeroState
 from parallel3d.plan.search.plans import Plan, Request
@@ -65,10 +65,10 @@ def fitting(setting: Setting, hardware: Hardware) -> Memory | None:
 
     The first rank is checked first: it most often decides.
     """
-    if not fits(peak_of(setting, 0, hardware), hardware):
+    room = room_of(hardware)
+    if any(exceeds(setting, coord, hardware, room) for coord in range(setting.pp)):
         return None
-    memory = worst(setting, hardware)
-    return memory if fits(memory, hardware) else None
+    return fullest(setting, hardware)
 
 
 def with_fewest_in_full(setting: Setting, hardware: Hardware, least: int = 0) -> Setting:
@@ -79,7 +79,7 @@ def with_fewest_in_full(setting: Setting, hardware: Hardware, least: int = 0) ->
     ways = ["none" if n == 0 else f"full:{n}" for n in range(least, max(blocks_in_stages(setting)))]
 
     def first_fits(way: str) -> bool:
-        return fits(peak_of(setting.but(recompute=way), 0, hardware), hardware)
+        return not exceeds(setting.but(recompute=way), 0, hardware, room_of(hardware))
 
     def all_fit(way: str) -> bool:
         return fitting(setting.but(recompute=way), hardware) is not None
