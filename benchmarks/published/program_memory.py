@@ -50,14 +50,15 @@ def parts_of(setting: Setting, holds: Holds, hardware: Hardware | None = None) -
     cuts = stages_of(model, num_stages, holds.placement, setting.shape.seq)
     schedule = setting.schedule if setting.pp > 1 else "one_f_one_b"  # none keeps more than one
     homes = stages_on(schedule, setting.pp, setting.stages_per_rank)
-    flights = in_flight(schedule, setting.pp, setting.num_microbatches, setting.stages_per_rank)
+    numbers = schedule, setting.pp, setting.num_microbatches, setting.stages_per_rank
     found = []
-    for home, flight in zip(homes, flights, strict=True):
+    for coord, home in enumerate(homes):
         stages = tuple(cuts[stage] for stage in home)
         layers = tuple(model.kind_of[i] for stage in stages for i in stage)
         passing = [_pass(setting, model, stage) for stage in stages]
         counts = max(
-            flight, key=lambda c: sum(n * p.saved for n, p in zip(c, passing, strict=True))
+            in_flight(*numbers, coord),
+            key=lambda c: sum(n * p.saved for n, p in zip(c, passing, strict=True)),
         )
         parts = _states(setting, holds, model, layers)
         parts["activations"] = sum(n * p.saved for n, p in zip(counts, passing, strict=True))

@@ -13,7 +13,7 @@ from parallel3d.model.recompute import num_full
 from parallel3d.model.spec import LayerCost, LayerSpec, Recompute, Shape
 from parallel3d.plan.setting import Setting
 from parallel3d.schedule.partition import partition
-from parallel3d.schedule.schedule import Op
+from parallel3d.schedule.schedule import Action, Op
 from parallel3d.schedule.schedules import load
 
 
@@ -128,19 +128,18 @@ _GROUPS = 4
 MicrobatchCounts = tuple[int, ...]  # [stages of a coordinate]: microbatches in flight
 
 
-@lru_cache(maxsize=16384)
 def in_flight(
-    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
-) -> tuple[tuple[MicrobatchCounts, ...], ...]:
-    """Return for each coordinate the counts of microbatches in flight at its fullest moments.
+    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, coord: int
+) -> tuple[MicrobatchCounts, ...]:
+    """Return the counts of microbatches in flight at a coordinate's fullest moments.
 
     With several stages per rank, no single moment need have the most of all stages: every moment
     before a run of backwards is returned.
     """
     if stages_per_rank == 1:
-        return tuple(((n,),) for n in most_in_flight(schedule, pp, num_microbatches, 1))
+        return ((most_in_flight(schedule, pp, num_microbatches, 1)[coord],),)
     few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
-    return _counted(schedule, pp, few, stages_per_rank)
+    return _counted(schedule, pp, few, stages_per_rank, coord)
 
 
 @lru_cache(maxsize=16384)
@@ -166,26 +165,31 @@ def _few(pp: int, num_microbatches: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _counted(
+def programs_of(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
-) -> tuple[tuple[MicrobatchCounts, ...], ...]:
-    """Return the microbatches in flight before each run of backwards of the schedule."""
-    programs = load(schedule).schedule(pp, num_microbatches, stages_per_rank).programs
-    by_coord = []
-    for stages, program in zip(stages_on(schedule, pp, stages_per_rank), programs, strict=True):
-        place = {stage: i for i, stage in enumerate(stages)}
-        counts, seen, rising = [0] * len(stages), set(), False
-        for op, stage, _ in program:
-            if op == Op.F:
-                counts[place[stage]] += 1
-                rising = True
-            elif op in (Op.B, Op.W):
-                if rising:
-                    seen.add(tuple(counts))
-                    rising = False
-                counts[place[stage]] -= 1
-        by_coord.append(tuple(sorted(seen)))
-    return tuple(by_coord)
+) -> tuple[tuple[Action, ...], ...]:
+    """Return the computes of each pipeline coordinate, in order."""
+    return load(schedule).schedule(pp, num_microbatches, stages_per_rank).programs
+
+
+@lru_cache(maxsize=65536)
+def _counted(
+    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, coord: int
+) -> tuple[MicrobatchCounts, ...]:
+    """Return the microbatches in flight before each run of backwards of a coordinate's program."""
+    stages = stages_on(schedule, pp, stages_per_rank)[coord]
+    place = {stage: i for i, stage in enumerate(stages)}
+    counts, seen, rising = [0] * len(stages), set(), False
+    for op, stage, _ in programs_of(schedule, pp, num_microbatches, stages_per_rank)[coord]:
+        if op == Op.F:
+            counts[place[stage]] += 1
+            rising = True
+        elif op in (Op.B, Op.W):
+            if rising:
+                seen.add(tuple(counts))
+                rising = False
+            counts[place[stage]] -= 1
+    return tuple(sorted(seen))
 
 
 Counts = tuple[int, ...]  # [classes] or [kinds]: a number of each

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.plan.layers.placement import MicrobatchCounts, few_microbatches, stages_on
+from parallel3d.plan.layers.placement import (
+    MicrobatchCounts,
+    few_microbatches,
+    programs_of,
+    stages_on,
+)
 from parallel3d.schedule.action import Action, Op
-from parallel3d.schedule.schedules import load
 from parallel3d.schedule.sharding import Weights, with_sharding
 
 Held = tuple[int, ...]  # some of a coordinate's stages, as indices into its list of stages
@@ -89,19 +93,12 @@ def windows_of(
     return _windows(schedule, pp, few, stages_per_rank, weights, coord)
 
 
-@lru_cache(maxsize=256)
-def _programs(
-    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int
-) -> tuple[tuple[Action, ...], ...]:
-    return load(schedule).schedule(pp, num_microbatches, stages_per_rank).programs
-
-
 @lru_cache(maxsize=65536)
 def _windows(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, weights: Weights,
     coord: int,
 ) -> Windows:  # fmt: skip
-    program = _programs(schedule, pp, num_microbatches, stages_per_rank)[coord]
+    program = programs_of(schedule, pp, num_microbatches, stages_per_rank)[coord]
     home = stages_on(schedule, pp, stages_per_rank)[coord]
     return _of(with_sharding(program, weights, False), home)
 
@@ -146,7 +143,7 @@ def gradients(
 ) -> tuple[Gradients, ...]:
     """Return the lifetimes of the gradients of one pipeline coordinate's stages."""
     few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
-    program = _programs(schedule, pp, few, stages_per_rank)[coord]
+    program = programs_of(schedule, pp, few, stages_per_rank)[coord]
     return _gradients(program, stages_on(schedule, pp, stages_per_rank)[coord])
 
 

@@ -54,7 +54,7 @@ class CoordinateRank:
         s = self.setting
         self._places: Held = tuple(range(len(self.home)))
         self._order = s.schedule, s.pp, s.num_microbatches, s.stages_per_rank
-        self._flight = in_flight(*self._order)[self.coord]
+        self._flight = in_flight(*self._order, self.coord)
         self._activation_bytes: dict[MicrobatchCounts, tuple[int, int]] = {}
         self._all_sizes = self._sizes(self._places)
         self.held = states(s, self._all_sizes, self.on_cpu)

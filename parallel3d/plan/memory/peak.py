@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import mul
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.recompute import while_weights_wait
 from parallel3d.plan.layers.placement import (
@@ -137,7 +138,7 @@ def least_in_flight(setting: Setting, hardware: Hardware | None, counted: bool =
         saved[part] = stage.saved_bytes - on_cpu * stage.hidden_bytes
     if counted:
         each = [saved[part] for part in held]
-        return max([sum(map(mul, counts, each)) for counts in in_flight(*numbers)[0]])
+        return max([sum(map(mul, counts, each)) for counts in in_flight(*numbers, 0)])
     return min(saved.values()) * most_in_flight(*numbers)[0]
 
 
@@ -201,18 +202,31 @@ and the host queues ahead of the device."""
 
 def nccl_estimate(setting: Setting, coord: int, hardware: Hardware | None) -> int:
     """Return the estimated bytes of NCCL's communicators and of kept messages; 0 on a CPU."""
-    s, devices = setting, setting.devices
-    if is_cpu(hardware) or devices == 1:
+    s, mesh = setting, setting.mesh
+    if is_cpu(hardware) or mesh.ranks == 1:
         return 0
-    # The groups of mesh/mesh.py: an axis that holds all ranks is the world.
-    communicators = 1 + sum(1 < size < devices for size in s.mesh)
-    communicators += s.pp > 1  # "pp backward"
-    if s.ep > 1:
-        communicators += 2 + (s.dp * s.cp > s.ep)  # "ep", "ep model", "ep replicas"
-    if s.pp * s.tp > 1:
-        communicators += (s.dp * s.cp > 1) + (s.dp > 1 < s.cp)  # "model", "dp cp"
     home = stages_on(s.schedule, s.pp, s.stages_per_rank)[coord]
-    stages = {*range(s.pp * s.stages_per_rank)} - {*home}
-    crossings = sum(i + 1 in stages for i in home) + sum(i - 1 in stages for i in home)
     message = _stage(s, _parts(s)[home[0]], on_cpu=False).hidden_bytes
-    return communicators * COMMUNICATOR + KEPT_MESSAGES * crossings * message
+    crossings = _crossings(s.schedule, s.pp, s.stages_per_rank, coord)
+    return _communicators(mesh, s.ep) * COMMUNICATOR + KEPT_MESSAGES * crossings * message
+
+
+@lru_cache(maxsize=4096)
+def _communicators(mesh: MeshSizes, ep: int) -> int:
+    """Return the number of a rank's groups of mesh/mesh.py; an axis of all ranks is the world."""
+    pp, dp, cp, tp = mesh
+    communicators = 1 + sum(1 < size < mesh.ranks for size in mesh)
+    communicators += pp > 1  # "pp backward"
+    if ep > 1:
+        communicators += 2 + (dp * cp > ep)  # "ep", "ep model", "ep replicas"
+    if pp * tp > 1:
+        communicators += (dp * cp > 1) + (dp > 1 < cp)  # "model", "dp cp"
+    return communicators
+
+
+@lru_cache(maxsize=65536)
+def _crossings(schedule: str, pp: int, stages_per_rank: int, coord: int) -> int:
+    """Return the number of neighbouring stages, before and after each own one, on other ranks."""
+    home = stages_on(schedule, pp, stages_per_rank)[coord]
+    others = {*range(pp * stages_per_rank)} - {*home}
+    return sum((i + 1 in others) + (i - 1 in others) for i in home)

@@ -100,7 +100,7 @@ def steps_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int) ->
         cost = costs.setdefault((op, stage), len(costs))
         rows.append((cost, coord, -1, waits_for, inside[coord]))
         inside[coord] |= action in firsts
-        if is_forward and crosses[stage] or is_input and stage and crosses[stage - 1]:
+        if (is_forward and crosses[stage]) or (is_input and stage and crosses[stage - 1]):
             num_receives += 1
             sends, other, at = (
                 (Op.SEND_F, stage + 1, arrived) if is_forward else (Op.SEND_B, stage - 1, returned)
@@ -120,8 +120,9 @@ def _sequence(schedule: Schedule) -> list[tuple[int, Action]]:
     It takes a third of that function's time, for programs that are known to be valid.
     """
     last = schedule.num_stages - 1
-    ends = [[[-1.0] * schedule.num_microbatches for _ in range(last + 1)] for _ in range(2)]
-    forward_ends, backward_ends = ends
+    forward_ends, backward_ends = (
+        [[-1.0] * schedule.num_microbatches for _ in range(last + 1)] for _ in range(2)
+    )
     turns: list[tuple[float, int, int, int, Action]] = []
     free, places = [0.0] * schedule.pp_size, [0] * schedule.pp_size
     moved = True
@@ -132,21 +133,20 @@ def _sequence(schedule: Schedule) -> list[tuple[int, Action]]:
             for action in islice(program, place, None):
                 op, stage, microbatch = action
                 ready = 0.0
-                if op == Op.F:
-                    if stage and (ready := forward_ends[stage - 1][microbatch]) < 0:
-                        break
-                elif op != Op.W and stage < last:
-                    if (ready := backward_ends[stage + 1][microbatch]) < 0:
-                        break
+                if op == Op.F and stage:
+                    ready = forward_ends[stage - 1][microbatch]
+                elif op in (Op.B, Op.I) and stage < last:
+                    ready = backward_ends[stage + 1][microbatch]
+                if ready < 0:
+                    break
                 place += 1
                 now = max(now, ready) + (2.0 if op == Op.B else 1.0)
                 if op == Op.F:
                     forward_ends[stage][microbatch] = now
-                    turns.append((now, 0, stage, coord, action))
-                else:
-                    if op != Op.W:
-                        backward_ends[stage][microbatch] = now
-                    turns.append((now, 1, -stage, coord, action))
+                elif op != Op.W:
+                    backward_ends[stage][microbatch] = now
+                kind, turn = (0, stage) if op == Op.F else (1, -stage)
+                turns.append((now, kind, turn, coord, action))
             moved |= place > places[coord]
             places[coord], free[coord] = place, now
     return [(coord, action) for *_, coord, action in sorted(turns)]

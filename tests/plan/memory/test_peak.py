@@ -239,7 +239,7 @@ def test_in_flight_is_what_the_schedules_list_has(name, ranks, microbatches):
                 if why_not(name, pp, m, per_rank_):
                     continue
                 schedule = make_schedule(name, pp, m, per_rank_)
-                found = in_flight(name, pp, m, per_rank_)
+                found = [in_flight(name, pp, m, per_rank_, coord) for coord in range(pp)]
                 assert tuple(max(map(sum, counts)) for counts in found) == peak_in_flight(schedule)
                 for coord, program in enumerate(schedule.programs):
                     stages = stages_on(name, pp, per_rank_)[coord]
