@@ -73,7 +73,7 @@ BUDGET = {
     "parallel3d/mesh": 1220,
     "parallel3d/model": 640,
     "parallel3d/pipeline": 400,
-    "parallel3d/plan": 2_895,
+    "parallel3d/plan": 2_960,
     "parallel3d/report": 300,
     "parallel3d/scaling": 2880,
     "parallel3d/schedule": 910,

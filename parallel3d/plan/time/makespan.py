@@ -93,7 +93,7 @@ def steps_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int) ->
     # By stage and microbatch: the receives of activations and of gradients.
     arrived, returned = [[[0] * num_microbatches for _ in homes] for _ in range(2)]
     num_receives = 0
-    for coord, action in _sequence(schedule):
+    for coord, action in in_order(schedule):
         op, stage, microbatch = action
         is_forward, is_input = op == Op.F, op in (Op.B, Op.I)
         waits_for = (arrived if is_forward else returned)[stage][microbatch]
@@ -114,7 +114,7 @@ def steps_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int) ->
     return Steps(pp, priced, rows, num_receives, len(channels))
 
 
-def _sequence(schedule: Schedule) -> list[tuple[int, Action]]:
+def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
     """Return the computes of `schedule.sequence`, without its SENDs, each with its coordinate.
 
     It takes a third of that function's time, for programs that are known to be valid.

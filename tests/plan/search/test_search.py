@@ -9,7 +9,7 @@ import pytest
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
 from parallel3d.plan.layers.placement import blocks_in_stages
-from parallel3d.plan.memory.peak import least_on_first, peak_of, per_rank
+from parallel3d.plan.memory.peak import exceeds, least_in_flight, least_on_first, peak_of, per_rank
 from parallel3d.plan.report.choose import apply, checkpoint_bytes, choose
 from parallel3d.plan.search import best_first, candidates
 from parallel3d.plan.search.best_first import _Search, search
@@ -102,6 +102,17 @@ def test_cp_is_searched_where_samples_are_long(monkeypatch):
     assert all(plan.to_json()["cp"] == 2 for plan in search(fixed, 3).plans)
 
 
+def assert_bounded(setting, hardware, first, share):
+    """Compare both lower bounds on the first rank's memory, and the test for a room, with it."""
+    device, host = least_on_first(setting, hardware)
+    counted = least_in_flight(setting, hardware, counted=True)
+    closer, _ = least_on_first(setting, hardware, counted)
+    assert share * first.total < device <= closer <= first.total and host <= first.host
+    assert not exceeds(setting, 0, hardware, (first.total, first.host))
+    assert exceeds(setting, 0, hardware, (first.total - 1, first.host))
+    assert not first.host or exceeds(setting, 0, hardware, (first.total, first.host - 1))
+
+
 def test_bounds_are_bounds(monkeypatch):
     """On what the search discards by: time from below, memory from below."""
     monkeypatch.setattr(candidates, "LEAST_TOKENS", config().data.sequence_length // 2)
@@ -114,8 +125,7 @@ def test_bounds_are_bounds(monkeypatch):
         bound = lower_bound(setting, request.hardware)
         assert floors[flow] <= bound * (1 + 1e-9) and bound <= seconds * (1 + 1e-9)
         first = peak_of(setting, 0, request.hardware)
-        device, host = least_on_first(setting, request.hardware)
-        assert 0.3 * first.total < device <= first.total and host <= first.host
+        assert_bounded(setting, request.hardware, first, 0.3)
         assert choices_of(setting) == (flow, order, state)
 
 
@@ -127,8 +137,7 @@ def test_memory_is_bounded_from_below_with_several_stages_per_rank():
     for flow, order, state in several:
         setting = setting_of(request, flow, order, state)
         first = peak_of(setting, 0, request.hardware)
-        device, host = least_on_first(setting, request.hardware)
-        assert 0.25 * first.total < device <= first.total and host <= first.host
+        assert_bounded(setting, request.hardware, first, 0.25)
 
 
 def test_bf16_is_not_planned_for_what_has_none():
@@ -399,11 +408,11 @@ def test_a_search_leaves_pythons_garbage_collection_as_it_was(collects, monkeypa
 
 @pytest.mark.slow
 def test_a_trillion_parameters_on_3072_devices():
-    """10 s was the bound before cp, ep and finer recomputation were searched; now it is 40 s."""
+    """It takes 10 to 13 s of CPU on a small virtual machine; 40 s leave room for a busy one."""
     wanted = config(batch=3072, layers=128, hidden=25600, heads=160, seq=2048)
     start = time.process_time()
     found = search(request_of(wanted, hardware.load("a100-80gb"), 3072))
-    assert time.process_time() - start < 80
+    assert time.process_time() - start < 40
     assert len(found.plans) == 20 and all(plan.fits for plan in found.plans)
     assert all(plan.setting.devices == 3072 for plan in found.rows)
     # Its authors took tp 8 and pp 64 (arXiv:2205.05198, table 3).
