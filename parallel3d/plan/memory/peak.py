@@ -131,7 +131,7 @@ def least_in_flight(setting: Setting, hardware: Hardware | None, counted: bool =
     s, on_cpu, parts = setting, is_cpu(hardware), _parts(setting)
     numbers = s.schedule, s.pp, s.num_microbatches, s.stages_per_rank
     held = [parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]]
-    saved = {}
+    saved: dict[StageLayers, int] = {}
     for part in dict.fromkeys(held):
         stage = _stage(s, part, on_cpu)
         # On a CPU a stage's saved bytes count its output, which is also the next stage's input.
