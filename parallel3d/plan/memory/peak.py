@@ -138,7 +138,7 @@ def least_in_flight(setting: Setting, hardware: Hardware | None, counted: bool =
         saved[part] = stage.saved_bytes - on_cpu * stage.hidden_bytes
     if counted:
         each = [saved[part] for part in held]
-        return max([sum(map(mul, counts, each)) for counts in in_flight(*numbers, 0)])
+        return max(int(sum(map(mul, counts, each))) for counts in in_flight(*numbers, 0))
     return min(saved.values()) * most_in_flight(*numbers)[0]
 
 
