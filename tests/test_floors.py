@@ -204,7 +204,7 @@ def test_axis_names_stand_in_the_mesh_and_in_config_keys():
         for number, line in enumerate((ROOT / path).read_text().splitlines(), 1)
         if re.search("[\"'](pp|dp|tp)[\"']", line)
     ]
-    assert len(quoted) <= 10, quoted  # docs/architecture.md lists them
+    assert len(quoted) <= 10, quoted
 
 
 def test_collectives_go_by_the_names_of_this_torch():

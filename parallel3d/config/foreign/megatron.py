@@ -106,7 +106,7 @@ TABLE: dict[str, Rule] = {
     **missing(
         "num-experts expert-model-parallel-size expert-tensor-parallel-size moe-router-topk "
         "moe-router-load-balancing-type moe-aux-loss-coeff moe-token-dispatcher-type "
-        "moe-grouped-gemm", "no family has experts", verdict="REFUSED",
+        "moe-grouped-gemm", "write family moe by hand", verdict="REFUSED",
     ),
     **missing("multi-latent-attention mtp-num-layers", "no family has it", verdict="REFUSED"),
     # Batch, length and optimizer

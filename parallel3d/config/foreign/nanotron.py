@@ -29,7 +29,7 @@ TABLE: dict[str, Rule] = {
         why="not here, where it is fp32: set bf16 or fp16",
     ),
     **missing(f"{_MODEL}.hidden_act", "silu is the only one", "silu", verdict="REFUSED"),
-    **missing(f"{_MODEL}.moe_config", "no family has experts", verdict="REFUSED"),
+    **missing(f"{_MODEL}.moe_config", "write family moe by hand", verdict="REFUSED"),
     f"{_MODEL}.no_rope_layer": Rule(f"{_P}.model.no_rope_layer_interval@no_rope_layers"),
     **missing(
         f"{_MODEL}.rope_interleaved {_MODEL}.interleaved_rotary",
@@ -97,7 +97,7 @@ TABLE: dict[str, Rule] = {
     "parallelism.recompute_layer": Rule(
         f"{_P}.pipeline.activation_checkpointing", {True: "full", False: "none"}
     ),
-    **missing("parallelism.expert_parallel_size", "no family has experts", 1, verdict="REFUSED"),
+    **missing("parallelism.expert_parallel_size", "write family moe by hand", 1, verdict="REFUSED"),
     "parallelism.context_parallel_size": Rule(f"{_P}.mesh.cp"),
     # Tokens and text
     "tokens.sequence_length": Rule(f"{_P}.data.sequence_length"),

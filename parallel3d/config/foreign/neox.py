@@ -74,7 +74,7 @@ TABLE: dict[str, Rule] = {
     ),
     **missing(
         "num_experts moe_num_experts moe_expert_parallel_size moe_top_k",
-        "no family has experts", 0, 1, verdict="REFUSED",
+        "write family moe by hand", 0, 1, verdict="REFUSED",
     ),
     **dropped("make_vocab_size_divisible_by", "vocabularies are cut without padding"),
     # The optimizer
