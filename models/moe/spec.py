@@ -185,8 +185,9 @@ def _block(config: Config, number: int) -> LayerSpec:
     active = (("mlp.experts.gate_up", share), ("mlp.experts.down", share))
     side_losses = [name for name, coefficient in config.side_losses.items() if coefficient]
     return replace(
-        block, active=active, side_losses=tuple(side_losses), num_experts=config.num_experts
-    )
+        block, active=active, side_losses=tuple(side_losses), num_experts=config.num_experts,
+        shares_samples=True,
+    )  # fmt: skip
 
 
 def _experts(config: Config) -> Iterator[ParamSpec]:

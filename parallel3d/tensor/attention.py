@@ -38,7 +38,7 @@ class CausalAttention(nn.Module):
         tp = context.group.size()
         self.heads_here, self.head_size = (heads[0] // tp, max(1, heads[1] // tp)), head_size
         self.recompute, self.scale = "core_attn" in context.recompute, scale
-        self.window = window
+        self.window, self.ring = window, context.ring
         self.sinks = cut_parameter((heads[0],), tensor=(0, context.group)) if sinks else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None = None) -> Tensor:
@@ -61,7 +61,8 @@ class CausalAttention(nn.Module):
         is_cut = self.window is not None and self.window < q.shape[2]
         if segments is not None or is_cut or self.sinks is not None:
             dropout, window = self.dropout.active_p, self.window
-            return attend_documents(q, k, v, segments, dropout, self.scale, window, self.sinks)
+            how = dropout, self.scale, window, self.sinks, self.ring
+            return attend_documents(q, k, v, segments, *how)
         y = F.scaled_dot_product_attention(
             q,
             k,
