@@ -61,7 +61,7 @@ ROOMS = [
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
     "launch": 925,
-    "models": 1440,
+    "models": 1465,
     "parallel3d/base": 945,
     "parallel3d/calibrate": 700,
     "parallel3d/checkpoint": 1365,
