@@ -204,7 +204,8 @@ class _Attend(torch.autograd.Function):
         for rank, part in _parts(own, dealt, ring, *kept):
             keys, values = part.permute(1, 2, 0, 3).to(dtype)
             there, spans = _spans(dealt, window, rank)
-            to_keys, to_values = both = torch.zeros_like(torch.stack((keys, values)))
+            gradient = torch.zeros_like(part, dtype=dtype)
+            to_keys, to_values = gradient.permute(1, 2, 0, 3)
             for at, seen in spans:
                 scores = _scores(queries[:, :, at], keys[:, seen], here[at], there[seen], window)
                 weights = (scores - tops[:, :, at]).exp_()
@@ -214,7 +215,7 @@ class _Attend(torch.autograd.Function):
                 to_scores = (weights * (products - common[:, :, at])).flatten(1, 2)
                 to_queries[:, :, at] += (to_scores @ keys[:, seen]).view_as(queries[:, :, at])
                 to_keys[:, seen] += to_scores.mT @ queries[:, :, at].flatten(1, 2)
-            gradient = both.permute(2, 0, 1, 3).to(k.dtype).contiguous()  # as `part`
+            gradient = gradient.to(k.dtype)
             if rank is None:
                 home = _scatter(gradient, dealt)
             elif rank == dealt.group.rank():
