@@ -77,7 +77,7 @@ BUDGET = {
     "parallel3d/report": 300,
     "parallel3d/scaling": 2880,
     "parallel3d/schedule": 910,
-    "parallel3d/tensor": 1560,
+    "parallel3d/tensor": 1565,
     "parallel3d/train": 2600,
     "parallel3d/verify": 1270,
 }

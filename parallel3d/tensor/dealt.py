@@ -38,7 +38,7 @@ def attend_dealt(
     them.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if q.device.type == "cuda" and dealt.block == _TILE and not ring:
+    if is_fused(q.device, dealt.block, ring):
         gathered: Tensor = _Gather.apply(k, v, dealt)  # [tokens, 2, heads of k, size]
         with _gather_again(gathered, k, v, dealt):
             y, logsumexp = at_once(q, gathered, dealt, scale, window)
@@ -48,6 +48,11 @@ def attend_dealt(
         return y
     # A sink adds its exponential to the sum, and nothing to the values.
     return y * (logsumexp - sinks).sigmoid().unsqueeze(-1).to(y.dtype)
+
+
+def is_fused(device: torch.device, block: int, ring: bool) -> bool:
+    """Return True if one kernel computes the attention of tokens dealt in blocks of this size."""
+    return device.type == "cuda" and block == _TILE and not ring
 
 
 def at_once(
