@@ -222,6 +222,27 @@ def test_where_ranks_share_samples(folder):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "ep"),
+    [((1, 1, 4, 1), 1), ((1, 2, 2, 2), 2), ((2, 1, 2, 2), 1), ((2, 2, 2, 1), 2)],
+    ids=str,
+)
+def test_where_ranks_share_samples_on_every_mesh(mesh, ep, folder, cpu_adam):
+    """Each ZeRO stage, with and without sums over a sample, and where keys are passed on."""
+    schedule = "one_f_one_b" if mesh[0] > 1 else "gpipe"
+    ring = {"parallel3d.mesh.cp_ring": True}
+    softmax = SOFTMAX | {"router_aux_loss": "sequence"}
+    cases = [
+        case_of(mesh, schedule, model, ep=ep, zero_stage=stage, changes=dict(changes))
+        for stage, model, changes in (
+            (0, SIGMOID, {}), (1, SOFTMAX, ring), (2, softmax, {}), (3, SIGMOID, ring),
+        )
+    ]  # fmt: skip
+    cases.append(case_of(mesh, schedule, SIGMOID, ep=ep, zero_stage=2, offload="cpu"))
+    check(cases, folder)
+
+
 def test_muon(folder):
     """Each expert's matrix has a home, which need not be one of its owners."""
     check(
