@@ -16,7 +16,6 @@ from parallel3d.tensor.dropout import Dropout, RandomKey
 from parallel3d.tensor.segments import Segments
 from parallel3d.verify.local_ranks import run_locally
 from tests.counting import Counting
-from tests.tensor.test_segments import with_a_mask
 
 pytestmark = pytest.mark.gloo
 
@@ -183,24 +182,27 @@ class Group:
         self.size, self.rank = lambda: size, lambda: rank
 
 
-def test_one_kernel_computes_the_same():
+@pytest.mark.parametrize("window", [None, 400])
+def test_one_kernel_computes_the_same(window):
     """FlexAttention with the blocks that a GPU's kernel is told of, as torch runs it on a CPU."""
     seq, cp = 1024, 2
     documents = torch.stack([torch.arange(seq) // 300, (torch.arange(seq) > 7).long()])
     places = torch.from_numpy(deal(documents.numpy(), cp))
     q, k, v = (torch.randn(2, heads, seq, 16) for heads in (4, 2, 2))
-    expected = with_a_mask(q, k, v, documents)
+    sinks = torch.arange(-1.0, 3.0)
+    expected = with_window_and_sinks(q, k, v, documents, window, sinks)
     gathered = torch.stack((k, v), 3).transpose(1, 2).flatten(0, 1).transpose(1, 2)
     for rank in range(cp):
         dealt = Segments.of(documents, places, Group(cp, rank)).dealt
         own = own_part(q, dealt.places, 2).transpose(1, 2).flatten(0, 1)
-        found, _ = at_once(own, gathered, dealt, None, None)
-        found = found.unflatten(0, (2, -1))
+        found, logsumexp = at_once(own, gathered, dealt, None, window)
+        found = (found * (logsumexp - sinks).sigmoid().unsqueeze(-1)).unflatten(0, (2, -1))
         torch.testing.assert_close(found, own_part(expected, dealt.places, 1), atol=1e-5, rtol=0)
         # Blocks of keys that no token attends to are skipped; some need no mask.
         same = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()
+        same = same.triu(1 - (window or seq))
         blocks = own_part(same, dealt.places, 1).unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
-        whole, mask = blocks.all(4).all(2), block_mask(dealt, None)
+        whole, mask = blocks.all(4).all(2), block_mask(dealt, window)
         assert torch.equal(mask.full_kv_num_blocks[:, 0], whole.sum(-1).int())
         partly = blocks.any(4).any(2) & ~whole
         assert torch.equal(mask.kv_num_blocks[:, 0], partly.sum(-1).int()) and whole.any()
