@@ -1,6 +1,6 @@
 """How evenly attention is dealt to context-parallel ranks, beside head-tail and torch's PTRR.
 
-    python benchmarks/context_balance.py [--samples 16] [--microbatches]
+    python benchmarks/context_balance.py [--samples 16] [--microbatches | --window 4096]
 
 For each packing of documents of log-normal lengths into samples: the most work of a rank, by the
 ranks' mean, averaged over samples and at worst. Work is the pairs of query and key that attend.
@@ -9,11 +9,13 @@ from the end. PTRR is torch's balancer of blocks for FlexAttention, which sorts 
 of their unmasked key blocks and deals them in turn, forwards and backwards.
 
 With `--microbatches`, the same of the microbatches of a step and of its dp ranks: with the samples
-in their order, and dealt (data.balance_microbatches).
+in their order, and dealt (data.balance_microbatches). With `--window`, every second layer has that
+window: dealt by the work of layers without one, and by that of all layers.
 """
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -95,19 +97,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--microbatches", action="store_true")
+    parser.add_argument("--window", type=int)
     args = parser.parse_args()
     if args.microbatches:
         compare_microbatches()
         return
-    print(
-        f"| sample, cp | documents | {' | '.join(DEALS)} |", "|---|---" + "|---" * 3 + "|", sep="\n"
-    )
     for seq, cp in RANKS.items():
+        deals, most_keys = DEALS, [seq]
+        if args.window:
+            most_keys = [seq, args.window]
+            by_all = partial(deal, most_keys=most_keys)
+            deals = {"without windows": deal, "with windows": by_all}
+        if seq == min(RANKS):
+            columns = "|---" * len(deals)
+            print(
+                f"| sample, cp | documents | {' | '.join(deals)} |", f"|---|---{columns}|", sep="\n"
+            )
         for mean, sigma in DOCUMENTS:
             documents = packed(seq, mean, sigma, args.samples)
             cells = []
-            for dealt in DEALS.values():
-                work = attention_work(documents)[:, None]
+            for dealt in deals.values():
+                work = attention_work(documents, most_keys)[:, None]
                 sums = np.take_along_axis(work, dealt(documents, cp), 2).sum(-1)
                 ratios = sums.max(1) / sums.mean(1)
                 cells.append(f"{ratios.mean():.3f} ({ratios.max():.3f})")

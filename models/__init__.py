@@ -57,6 +57,12 @@ def layers(config: ModelConfig) -> list[LayerSpec]:
     return specs
 
 
+def most_keys(config: ModelConfig, seq: int) -> tuple[int, ...]:
+    """Return the most keys that a token attends to, for each layer with attention."""
+    costs = (layer.cost(Shape(1, seq)) for layer in layers(config))
+    return tuple(own.keys for cost in costs if (own := cost.forward.attention))
+
+
 def num_params(config: ModelConfig, active: bool = False) -> int:
     """Return the number of parameters of a model, or of those that each token uses (`active`).
 

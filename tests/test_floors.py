@@ -61,7 +61,7 @@ ROOMS = [
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
     "launch": 925,
-    "models": 1440,
+    "models": 1465,
     "parallel3d/base": 945,
     "parallel3d/calibrate": 700,
     "parallel3d/checkpoint": 1365,
@@ -77,7 +77,7 @@ BUDGET = {
     "parallel3d/report": 300,
     "parallel3d/scaling": 2880,
     "parallel3d/schedule": 910,
-    "parallel3d/tensor": 1460,
+    "parallel3d/tensor": 1565,
     "parallel3d/train": 2600,
     "parallel3d/verify": 1270,
 }

@@ -121,7 +121,7 @@ def _head_norm(config: Config, heads: int, context: LayerContext) -> nn.Module:
 
 
 def _rotary(config: Config) -> Rotary:
-    size, theta, scaling = config.head_size, config.rope_theta, config.rope_scaling
+    size, theta, scaling = config.rotary_size, config.rope_theta, config.rope_scaling
     # "dynamic" changes sequences beyond max_position_embeddings only, which are not trained on.
     if scaling is None or scaling.rope_type == "dynamic":
         return Rotary(size, theta)

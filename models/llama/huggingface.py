@@ -80,6 +80,7 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
     names = [*_ATTENTION, "mlp_bias", "qk_norm", "qk_norm_over", "post_norm"]
     names += ["no_rope_layer_interval", "attention_sinks"]
     switches = tuple(n for n in names if getattr(config, n) not in (None, False, "head"))
+    switches += ("partial_rotary_factor",) * (config.partial_rotary_factor < 1)
     possible = [n for n in _CLASSES.get(switches, ()) if not windows_unlike(config, n)]
     if not possible:
         turned = (*switches, *["sliding_window"] * (config.sliding_window is not None))
@@ -131,7 +132,7 @@ def settings_of(config: Config, chosen: str, end_of_text: int | None, **own: obj
         intermediate_size=config.inner_size,
         max_position_embeddings=config.max_position_embeddings,
         rms_norm_eps=config.rms_norm_eps,
-        rope_parameters=_rope(config),
+        rope_parameters=rope_of(config),
         initializer_range=config.initializer_range,
         tie_word_embeddings=config.tie_word_embeddings,
         hidden_act="silu",
@@ -204,7 +205,7 @@ def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]
     return (Part(target, shape, order),)
 
 
-def _rope(config: Config) -> dict[str, object]:
+def rope_of(config: Config) -> dict[str, object]:
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_type": "default", "rope_theta": config.rope_theta}

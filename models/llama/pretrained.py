@@ -44,7 +44,7 @@ def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
     # Only Llama's default does not depend on the version of transformers.
     kv_heads = fields.take("num_key_value_heads", *([heads] if kind == "llama" else []))
     head_dim = fields.take("head_dim", *([] if fields.model_type == "qwen3" else [None]))
-    base, scaling = _rope(fields)
+    base, scaling, part = _rope(fields)
     fields.only("hidden_act", "silu", "swish", rule="is not SiLU")
     # Qwen2 always has biases on query, key and value; Mistral has none.
     has_bias = kind in ("llama", "qwen3", "olmo2", "granite_swa") and fields.take(
@@ -61,7 +61,8 @@ def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
         ("use_mrope", "rotates by several positions per token"),
     ):
         fields.only(name, False, rule=f"{rule}, which the family does not support")
-    fields.only("partial_rotary_factor", 1, 1.0, rule="rotates only part of each head")
+    if kind != "glm4_moe":
+        fields.only("partial_rotary_factor", 1, 1.0, rule="rotates only part of each head")
     fields.ignore(*FREE.values(), "is_llama_config")
     interval: object = None
     if kind == "smollm3":
@@ -85,6 +86,7 @@ def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
         ),
         "rope_theta": base,
         "rope_scaling": scaling,
+        "partial_rotary_factor": part,
         "sliding_window": window,
         "layer_types": types,
         "attention_sinks": kind == "granite_swa",
@@ -181,29 +183,34 @@ def _refuse_multipliers(fields: Fields) -> None:
             fields.refuse("attention_multiplier", "is not 1 / sqrt(head_dim)", value=factor)
 
 
-def _rope(fields: Fields) -> tuple[object, dict[str, object] | None]:
-    """Return the base of the rotary frequencies, and the scaling of them, or None."""
+def _rope(fields: Fields) -> tuple[object, dict[str, object] | None, object]:
+    """Return the base of the rotary frequencies, their scaling or None, and the rotated share."""
+    part: object = 1.0
     base = fields.take("rope_theta", _BASES.get(fields.model_type, 10_000.0))
     where, kind, rope = fields.rope("rope_parameters", "rope_scaling")
     base = rope.pop("rope_theta", base)
-    if rope.pop("partial_rotary_factor", 1) not in (1, None):
+    own = rope.pop("partial_rotary_factor", None)
+    if fields.model_type == "glm4_moe":
+        part = fields.take("partial_rotary_factor", 0.5)
+        part = part if own is None else own
+    elif own not in (1, None):
         fields.refuse(where, "rotates only part of each head")
     if kind == "default":
-        return base, None
+        return base, None, part
     if str(kind) not in SCALINGS:
         rule = f'has rope_type "{kind}", which the family does not support'
         fields.refuse(where, rule, f"use a model with {', '.join(SCALINGS)} or default")
-        return base, None
-    own = SCALINGS[kind]
-    required = ["factor", *(own if kind == "llama3" else ())]
+        return base, None, part
+    names = SCALINGS[kind]
+    required = ["factor", *(names if kind == "llama3" else ())]
     entries = {name: value for name, value in rope.items() if value is not None}
     if kind == "yarn":
         entries.setdefault(_LENGTH, fields.take("max_position_embeddings", 2048))
     if missing := [name for name in required if name not in entries]:
         fields.refuse(where, f"has no {missing[0]}", "add it")
-    if more := sorted(entries.keys() - {"factor", *own}):
+    if more := sorted(entries.keys() - {"factor", *names}):
         fields.refuse(where, f"has {more[0]}, which is unknown")
-    return base, {"rope_type": kind, **entries}
+    return base, {"rope_type": kind, **entries}, part
 
 
 def _is_count(value: object) -> TypeGuard[int]:

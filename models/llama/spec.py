@@ -144,6 +144,8 @@ class Config(ModelSection):
     attention_sinks: bool = False
     """A learned scalar per head joins its scores in the softmax, so that a query may attend to
     nothing (arXiv:2309.17453, section 3.3), as in gpt-oss."""
+    partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
+    """The share of each head's features that is rotated, the first ones; 0.5 in GLM-4.5."""
     no_rope_layer_interval: Positive | None = None
     """Every so many blocks, one has no rotary positions; 4 in SmolLM3. null means that all have."""
     tie_word_embeddings: bool = False
@@ -178,6 +180,11 @@ class Config(ModelSection):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
+    def rotary_size(self) -> int:
+        """Rotated features of each head."""
+        return int(self.head_size * self.partial_rotary_factor)
+
+    @property
     def inner_size(self) -> int:
         """Inner width of the MLP, resolved."""
         # arXiv:2302.13971, section 2.2: two thirds of 4 x hidden, because there are three matrices.
@@ -206,6 +213,10 @@ class Config(ModelSection):
                 yield Problem("num_attention_heads", heads, rule, remedy)
             else:
                 yield Problem("head_dim", self.head_dim, rule, f"use {self.head_dim + 1}")
+        elif self.rotary_size % 2 or not self.rotary_size:
+            rule = f"rotates {self.rotary_size} of {self.head_size} features; use an even number"
+            remedy = f"use {max(2, self.rotary_size // 2 * 2) / self.head_size:g}"
+            yield Problem("partial_rotary_factor", self.partial_rotary_factor, rule, remedy)
         if self.rope_scaling and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1:
             rule = 'must be greater than 1 for rope_type "yarn"'
             yield Problem("rope_theta", self.rope_theta, rule, "raise it")
@@ -297,7 +308,7 @@ def block(config: Config, number: int, mlp: Iterable[ParamSpec], mlp_cost: Modul
         qkv_bias=config.attention_bias,
         output_bias=config.attention_output_bias,
         qk_norm=RMS_NORM if config.qk_norm else None,
-        rotary=config.head_size if config.rotates(number) else 0,
+        rotary=config.rotary_size if config.rotates(number) else 0,
         dropout=config.attn_pdrop > 0,
         window=config.window(number),
         sinks=config.attention_sinks,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from parallel3d.models.common import scales_of
 from parallel3d.models.llama import blocks as llama
 from parallel3d.models.moe.spec import Config
-from parallel3d.tensor.collectives import copy_to_group, reduce_from_group
+from parallel3d.tensor.collectives import copy_to_group, mean_over_group, reduce_from_group
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_parameter
 from parallel3d.tensor.experts import Experts, PartialSwiGLU, with_gradient
@@ -100,6 +100,7 @@ class MoE(nn.Module):
         size, inner, shared = config.hidden_size, config.expert_size, config.n_shared_experts
         self.config, self.loads = config, f"{name}.loads"
         self.group, self.split = context.group, context.sequence_parallel
+        self.context = context.context
         self.router = Router(config, self.group.size())
         self.experts = Experts(
             config.num_experts, size, inner, self.group, context.experts, config.capacity_factor
@@ -136,6 +137,8 @@ class MoE(nn.Module):
                     1, chosen, torch.ones_like(chosen, dtype=shares.dtype)
                 )
                 loads = loads / chosen.shape[1]
+            # Other ranks may have the other tokens of these samples.
+            loads, shares = mean_over_group(torch.stack([loads, shares]), self.context)
             values["balance"] = c.num_experts * (loads * shares).sum(-1).mean()
         if c.router_z_loss_coef:
             values["z"] = routing.logits.logsumexp(-1).square().mean()

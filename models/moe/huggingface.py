@@ -20,7 +20,7 @@ from parallel3d.models.pretrained import Part
 
 PREFIX, BUFFERS = llama.PREFIX, llama.BUFFERS
 _MIXTRAL, _OLMOE, _QWEN3 = "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen3MoeForCausalLM"
-_DOTS1 = "Dots1ForCausalLM"
+_DOTS1, _GLM = "Dots1ForCausalLM", "Glm4MoeForCausalLM"
 # Names in files, in the order of replacement, after those of llama.
 _NAMES = {
     "mlp.router.score_bias": "mlp.gate.e_score_correction_bias",
@@ -49,6 +49,12 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
             "decoder_sparse_step": config.decoder_sparse_step,
             "mlp_only_layers": [*range(config.first_k_dense_replace), *config.mlp_only_layers],
         },
+        _GLM: {
+            "use_qk_norm": config.qk_norm,
+            "num_mtp_layers": 0,
+            "rope_parameters": llama.rope_of(config)
+            | {"partial_rotary_factor": config.partial_rotary_factor},
+        },
         _DOTS1: {
             "first_k_dense_replace": config.first_k_dense_replace,
             "n_shared_experts": config.n_shared_experts,
@@ -57,7 +63,8 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
             "topk_group": config.topk_group,
         },
     }
-    if chosen in (_QWEN3, _DOTS1):
+    own[_GLM] |= own[_DOTS1]
+    if chosen in (_QWEN3, _DOTS1, _GLM):
         own[chosen]["moe_intermediate_size"] = config.expert_size
     if chosen != _MIXTRAL:
         own[chosen]["attention_bias"] = config.attention_bias
@@ -134,7 +141,7 @@ def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]
 
 def _class_of(config: Config) -> str:
     if config.router == "sigmoid":
-        return _DOTS1
+        return _DOTS1 if config.qk_norm and config.partial_rotary_factor == 1 else _GLM
     if not config.qk_norm:
         return _MIXTRAL
     return _OLMOE if config.qk_norm_over == "width" else _QWEN3
@@ -148,9 +155,11 @@ def _is_normed(config: Config) -> bool:
 def _unlike(config: Config, chosen: str) -> Iterator[str]:
     """Yield the settings that a class of transformers does not have."""
     needed: dict[str, object] = {"no_rope_layer_interval": None, "attention_sinks": False}
-    needed["attention_output_bias"] = chosen != _MIXTRAL and config.attention_bias
-    if chosen == _DOTS1:
-        needed |= {"qk_norm": True, "qk_norm_over": "head", "score_bias": True}
+    needed["attention_output_bias"] = chosen not in (_MIXTRAL, _GLM) and config.attention_bias
+    needed["partial_rotary_factor"] = config.partial_rotary_factor if chosen == _GLM else 1.0
+    if chosen in (_DOTS1, _GLM):
+        needed |= {"qk_norm_over": "head", "score_bias": True}
+        needed["qk_norm"] = chosen == _DOTS1 or config.qk_norm
         needed["n_shared_experts"] = max(1, config.n_shared_experts)
     else:
         needed |= {"score_bias": False, "n_shared_experts": 0, "n_group": 1}

@@ -1,4 +1,4 @@
-"""Converts config.json of Mixtral, Qwen3-MoE, OLMoE and dots.llm1 to the "model" block (floor 0).
+"""Converts config.json of models with experts to the "model" block (floor 0).
 
 Missing fields have the default of the class, where it does not depend on transformers' version.
 """
@@ -11,6 +11,7 @@ MODEL_TYPES = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     "olmoe": ("OlmoeForCausalLM", "OlmoeModel"),
     "dots1": ("Dots1ForCausalLM", "Dots1Model"),
+    "glm4_moe": ("Glm4MoeForCausalLM", "Glm4MoeModel"),
 }
 FREE = llama.FREE | {
     "router_aux_loss_coef": "router_aux_loss_coef",
@@ -21,6 +22,7 @@ FREE = llama.FREE | {
 }
 # The model_type with the same attention.
 _ATTENTION = {"mixtral": "mistral", "qwen3_moe": "qwen3", "olmoe": "llama", "dots1": "qwen3"}
+_GLM = "glm4_moe"
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _COPY = "set it to 0 in a copy of the folder"
 
@@ -28,17 +30,17 @@ _COPY = "set it to 0 in a copy of the folder"
 def model_block(fields: Fields) -> dict[str, object]:
     """Return the "model" block of a config.json; unsupported values are recorded in `fields`."""
     kind = fields.model_type
-    block = llama.model_block(fields, _ATTENTION[kind])
+    block = llama.model_block(fields, _ATTENTION.get(kind))
     fields.ignore("router_aux_loss_coef", "output_router_logits")
     block |= {
         "family": "moe",
         "num_experts": _num_experts(fields),
         "num_experts_per_tok": fields.take("num_experts_per_tok"),
-        "norm_topk_prob": kind == "mixtral" or fields.take("norm_topk_prob", False),
+        "norm_topk_prob": kind == "mixtral" or fields.take("norm_topk_prob", kind == _GLM),
     }
-    if kind in ("mixtral", "olmoe"):
+    if kind in ("mixtral", "olmoe", _GLM):
         block["rms_norm_eps"] = fields.take("rms_norm_eps", 1e-5)
-    else:
+    if kind not in ("mixtral", "olmoe"):
         block["moe_intermediate_size"] = fields.take("moe_intermediate_size")
     if kind == "mixtral":
         rule = "adds noise to the router's input in training, which the family does not support"
@@ -51,6 +53,13 @@ def model_block(fields: Fields) -> dict[str, object]:
         block |= {"qk_norm": True, "qk_norm_over": "width"}
     else:
         block |= _deepseek_routing(fields)
+    if kind == _GLM:
+        block |= {
+            "attention_bias": fields.take("attention_bias", False),
+            "qk_norm": fields.take("use_qk_norm", False),
+        }
+        # The layers behind the last one predict further tokens; transformers leaves them out, too.
+        fields.ignore("num_nextn_predict_layers", "num_mtp_layers")
     return block
 
 
@@ -74,5 +83,7 @@ def _deepseek_routing(fields: Fields) -> dict[str, object]:
         "n_group": fields.take("n_group", 1),
         "topk_group": fields.take("topk_group", 1),
         "n_shared_experts": fields.take("n_shared_experts"),
-        "first_k_dense_replace": fields.take("first_k_dense_replace", 0),
+        "first_k_dense_replace": fields.take(
+            "first_k_dense_replace", int(fields.model_type == _GLM)
+        ),
     }

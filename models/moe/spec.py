@@ -64,7 +64,7 @@ class Config(llama.Config):
     """Weight of the balance loss in the training loss, summed over layers; 0: no such loss."""
     router_aux_loss: Literal["microbatch", "sequence"] = "microbatch"
     """The tokens over which the balance loss compares loads, layer by layer: those of a microbatch
-    on one rank, as in Megatron-LM, or those of each sequence. It is 1 at balance."""
+    on one dp rank, as in Megatron-LM, or those of each sequence. It is 1 at balance."""
     router_z_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the mean square of the scores' logsumexp (arXiv:2202.08906), summed over layers."""
     capacity_factor: float | None = Field(default=None, gt=0)
@@ -185,8 +185,9 @@ def _block(config: Config, number: int) -> LayerSpec:
     active = (("mlp.experts.gate_up", share), ("mlp.experts.down", share))
     side_losses = [name for name, coefficient in config.side_losses.items() if coefficient]
     return replace(
-        block, active=active, side_losses=tuple(side_losses), num_experts=config.num_experts
-    )
+        block, active=active, side_losses=tuple(side_losses), num_experts=config.num_experts,
+        shares_samples=True,
+    )  # fmt: skip
 
 
 def _experts(config: Config) -> Iterator[ParamSpec]:

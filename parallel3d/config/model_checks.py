@@ -96,10 +96,14 @@ def _check_experts(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
         yield Problem("parallel3d.mesh.ep", mesh.ep, f"does not divide {both}", remedy)
 
 
-def _check_shared_attention(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
-    for name, off in (("attn_pdrop", 0), ("sliding_window", None), ("attention_sinks", False)):
+def _check_shared_samples(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
+    """Check that nothing depends on an order of tokens that cp ranks do not see."""
+    for name, off, of in (
+        ("attn_pdrop", 0, "draws its masks inside a kernel that needs whole samples"),
+        ("capacity_factor", None, "drops the last tokens of whole samples"),
+    ):
         if mesh.cp > 1 and (value := getattr(model, name, None)):
-            rule = f"is computed on whole samples, which cp={mesh.cp} ranks share"
+            rule = f"{of}, which cp={mesh.cp} ranks share"
             remedy = f"use {json.dumps(off)}, or mesh.cp = 1"
             yield Problem(f"parallel3d.model.{name}", value, rule, remedy)
 
@@ -146,6 +150,6 @@ def join_with_or(numbers: list[int]) -> str:
 
 MODEL_CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads, _check_key_value_heads, _check_inner_size, _check_activations, _check_sequence,
-    _check_sequence_parallel, _check_context, _check_experts, _check_shared_attention,
+    _check_sequence_parallel, _check_context, _check_experts, _check_shared_samples,
     _check_tp_of_vocabulary, _check_trained_vocabulary, _check_vocabulary,
 )  # fmt: skip

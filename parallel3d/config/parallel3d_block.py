@@ -77,6 +77,9 @@ class MeshConfig(Section):
     """Data-parallel ranks; "auto" means the number of processes / (pp x cp x tp)."""
     cp: OneIfAuto = 1
     """Context-parallel ranks, which share the tokens of each sample; "auto" means 1."""
+    cp_ring: bool = False
+    """Pass keys and values around the cp ranks instead of gathering them (arXiv:2310.01889): a
+    rank then holds two ranks' share of them at a time (docs/long-context.md)."""
     tp: OneIfAuto = 1
     """Tensor-parallel ranks; "auto" means 1."""
     ep: Positive = 1

@@ -6,10 +6,13 @@ may span several documents, with end-of-text between them. A packed stream (`pac
 of whole documents instead. In a mixture, each sample is one of its streams.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
+from parallel3d.data.deal import num_pairs
 from parallel3d.data.fim import Fim
 from parallel3d.data.order import GOLDEN, Mixing, sample_index
 from parallel3d.data.sharded import ShardedTokens
@@ -167,10 +170,11 @@ class Batches:
         packings = ((part, self.streams[part].packing) for part in np.unique(parts))
         return sum(packing.padding(samples[parts == part]) for part, packing in packings if packing)
 
-    def attention_work(self, first_sample: int, count: int) -> np.ndarray:
+    def attention_work(self, first_sample: int, count: int, most_keys: Sequence[int]) -> np.ndarray:
         """Return the pairs of tokens that attend in isolated documents: int64 [count].
 
-        They are counted from the documents' bounds, without reading tokens.
+        They are counted from the documents' bounds, without reading tokens. `most_keys`: see
+        `deal.attention_work`.
         """
         parts, starts = self.windows(first_sample, count)
         work = np.empty(count, dtype=np.int64)
@@ -182,7 +186,7 @@ class Batches:
                 end = start + self.sequence_length
                 first, last = bounds.searchsorted([start + 1, end])
                 lengths = np.diff(bounds[first:last], prepend=start, append=end)
-            work[row] = (lengths * (lengths + 1) // 2).sum()
+            work[row] = num_pairs(lengths, most_keys)
         return work
 
     def places(self, first_sample: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -6,6 +6,8 @@ whom has the least so far (the longest-processing-time rule of Graham 1969, SIAM
 416). All get as many.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 import numpy as np
@@ -13,26 +15,41 @@ import numpy as np
 from parallel3d.config.arithmetic import block_tokens
 
 
-def attention_work(documents: np.ndarray) -> np.ndarray:
+def attention_work(documents: np.ndarray, most_keys: Sequence[int] = ()) -> np.ndarray:
     """Return the number of keys that each token attends to: int64 [samples, seq].
 
-    `documents` [samples, seq] has each token's document; tokens of a document are neighbours.
+    - `documents` [samples, seq] has each token's document; tokens of a document are neighbours.
+    - `most_keys`: for each layer the most keys of a token, over which the numbers are added up.
+      Without it there is one layer, whose tokens see all tokens before them.
     """
-    here = np.arange(documents.shape[-1])
+    seq = documents.shape[-1]
+    here = np.arange(seq)
     starts = np.zeros_like(documents)
     starts[:, 1:] = np.where(documents[:, 1:] != documents[:, :-1], here[1:], 0)
-    return here + 1 - np.maximum.accumulate(starts, axis=1)
+    before = here + 1 - np.maximum.accumulate(starts, axis=1)
+    layers = Counter(most_keys) or {seq: 1}
+    work: np.ndarray = np.zeros_like(before)
+    for most, number in layers.items():
+        work += number * np.minimum(before, most)
+    return work
 
 
-def deal(documents: np.ndarray, cp: int) -> np.ndarray:
+def num_pairs(lengths: np.ndarray, most_keys: Sequence[int]) -> int:
+    """Return the sum of `attention_work` over documents of these lengths."""
+    short = np.minimum(lengths, np.array(most_keys)[:, None])  # [layers, documents]
+    return int((short * (short + 1) // 2 + (lengths - short) * short).sum())
+
+
+def deal(documents: np.ndarray, cp: int, most_keys: Sequence[int] = ()) -> np.ndarray:
     """Return the places of the tokens that each of `cp` ranks gets, in order.
 
-    int64 [samples, cp, seq / cp]; a pure function of `documents` [samples, seq]. Every rank gets as
-    many blocks.
+    int64 [samples, cp, seq / cp]; a pure function of `documents` [samples, seq] and of each layer's
+    `most_keys`. Every rank gets as many blocks.
     """
     num_samples, seq = documents.shape
     block = block_tokens(seq, cp)
-    work = attention_work(documents).reshape(num_samples, -1, block).sum(-1)  # [samples, blocks]
+    work = attention_work(documents, most_keys)
+    work = work.reshape(num_samples, -1, block).sum(-1)  # [samples, blocks]
     dealt = np.stack([_deal(own, cp) for own in work])  # [samples, cp, blocks / cp]
     return (dealt[..., None] * block + np.arange(block)).reshape(num_samples, cp, -1)
 

@@ -174,13 +174,20 @@ class PublishedWeights:
         """Return full name -> tensor for all files; raise ConfigError for names not in `known`."""
         stored_by_name: dict[str, StoredTensor] = {}
         others, prefix = getattr(self._family, "OTHER_NAMES", {}), self._family.PREFIX
-        for path in weight_files(self.folder):
-            for stored in stored_tensors(path):
+        by_path = {path: stored_tensors(path) for path in weight_files(self.folder)}
+        # A layer behind the last one that predicts further tokens: transformers leaves it out, too.
+        further = f"{prefix}layers.{self._config.num_hidden_layers}."
+        names = {stored.name for tensors in by_path.values() for stored in tensors}
+        predicts = f"{further}eh_proj.weight" in names
+        for path, tensors in by_path.items():
+            for stored in tensors:
                 own = stored.name
                 name = others.get(own, own)
                 name = name if name in known else f"{prefix}{name}"
                 if name not in known:
                     if self._family.BUFFERS.fullmatch(own.removeprefix(prefix)):
+                        continue
+                    if predicts and own.startswith(further):
                         continue
                     raise ConfigError(
                         f"{self.folder}: has the tensor {own}, which the model of config.json does "

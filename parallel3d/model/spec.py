@@ -289,6 +289,7 @@ class LayerSpec:
     - active: the share of a parameter's elements that each token uses, by name, where it is not all
       (k / E of E stacked experts).
     - side_losses: the names of the side losses that the layer returns (`tensor/side_loss.py`).
+    - shares_samples: the side losses are also right where cp ranks share the tokens of a sample.
     - num_experts: if it is not 0, the layer returns its experts' loads among them, under the name
       `loads`: [num_experts + 1], each expert's share of the tokens relative to the mean, and the
       share of tokens that were dropped.
@@ -303,6 +304,7 @@ class LayerSpec:
     active: tuple[tuple[str, float], ...] = ()
     side_losses: tuple[str, ...] = ()
     num_experts: int = 0
+    shares_samples: bool = False
 
     @property
     def loads(self) -> str:

@@ -145,6 +145,7 @@ def build_stages(
     offload_activations: bool = False,
     sequence_parallel: bool = False,
     overlap: bool = True,
+    cp_ring: bool = False,
 ) -> BuiltStages:
     """Build this rank's stages and initialise their weights.
 
@@ -156,8 +157,9 @@ def build_stages(
     key = RandomKey(seed or 0, mesh.samples.coord)
     parts = parts_of(activation_checkpointing)
     context = LayerContext(
-        mesh.tensor.group, key, sequence_parallel, parts, overlap, mesh.experts.group
-    )
+        mesh.tensor.group, key, sequence_parallel, parts, overlap, mesh.experts.group,
+        mesh.context.group, cp_ring,
+    )  # fmt: skip
     costs = [float(layer.cost(shape).forward_flops) for layer in layers]
     placement = partition(costs, schedule.num_stages)
     own_stages = [
@@ -214,7 +216,7 @@ def _refuse_whole_samples(
     """Raise Problems for layers that need all tokens of a sample, which cp ranks share."""
     for layer in layers:
         rule = ""
-        if layer.side_losses:
+        if layer.side_losses and not layer.shares_samples:
             rule = f"{layer.name} has side losses, which are of whole samples"
         elif layer.cost(Shape(1, 8)).forward.attention is not None and not any(
             isinstance(module, CausalAttention) for module in modules[layer.name].modules()

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
+from parallel3d.config.arithmetic import block_tokens
 from parallel3d.model.attention_cost import BLOCK
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_parameter
+from parallel3d.tensor.dealt import is_fused
 from parallel3d.tensor.documents import attend_documents, in_one_kernel
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.segments import Segments
@@ -38,7 +40,8 @@ class CausalAttention(nn.Module):
         tp = context.group.size()
         self.heads_here, self.head_size = (heads[0] // tp, max(1, heads[1] // tp)), head_size
         self.recompute, self.scale = "core_attn" in context.recompute, scale
-        self.window = window
+        self.window, self.ring = window, context.ring
+        self.cp = 1 if context.context is None else context.context.size()
         self.sinks = cut_parameter((heads[0],), tensor=(0, context.group)) if sinks else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None = None) -> Tensor:
@@ -61,7 +64,8 @@ class CausalAttention(nn.Module):
         is_cut = self.window is not None and self.window < q.shape[2]
         if segments is not None or is_cut or self.sinks is not None:
             dropout, window = self.dropout.active_p, self.window
-            return attend_documents(q, k, v, segments, dropout, self.scale, window, self.sinks)
+            how = dropout, self.scale, window, self.sinks, self.ring
+            return attend_documents(q, k, v, segments, *how)
         y = F.scaled_dot_product_attention(
             q,
             k,
@@ -122,6 +126,11 @@ def log_kernel(
     if not layers:
         return
     layer = max(layers, key=lambda m: m.window or seq)
+    if layer.cp > 1:
+        fused = is_fused(device, block_tokens(seq, layer.cp), layer.ring)
+        how_dealt = "flex, all documents at once" if fused else "plain products, block by block"
+        say(f"kernel  attention of dealt tokens runs as {how_dealt}")
+        return
     q_heads, kv_heads = layer.heads_here
     like = partial(torch.empty, dtype=dtype, device=device, requires_grad=True)
     q = like(batch, seq, q_heads, layer.head_size).transpose(1, 2)

@@ -200,6 +200,19 @@ def copy_to_group(x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool =
     return x if group.size() == 1 else _CopyTo.apply(x, group, sequence_parallel)
 
 
+@graph_break("a collective of context parallelism")
+def mean_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the mean over the group, whose gradient is that of this rank's own `x`.
+
+    For a loss whose gradients are averaged over the group: the mean of what each rank has of the
+    gradient is then the whole one.
+    """
+    if group is None or group.size() == 1:
+        return x
+    own = x.detach()
+    return x + (all_reduce(own, group) / group.size() - own)
+
+
 class _SumOverGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _GroupContext, x: Tensor, group: dist.ProcessGroup) -> Tensor:

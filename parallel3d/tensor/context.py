@@ -15,6 +15,8 @@ class LayerContext:
       [batch, seq / tp, hidden].
     - `recompute`: the sub-layers that are computed again in backward (model/recompute.py).
     - `experts`: the group whose ranks divide the experts of a layer; None: one rank has them all.
+    - `context`: the group whose ranks share the tokens of each sample; None: one rank has them all.
+    - `ring`: pass keys and values around that group instead of gathering them.
     - `overlap`: overlap a backward's collectives with its products. Without it, less memory is
       needed: the full input and its full gradient are not held at the same time.
     """
@@ -25,6 +27,8 @@ class LayerContext:
     recompute: frozenset[str] = frozenset()
     overlap: bool = True
     experts: dist.ProcessGroup | None = None
+    context: dist.ProcessGroup | None = None
+    ring: bool = False
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:

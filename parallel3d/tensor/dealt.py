@@ -2,49 +2,73 @@
 
 Keys and values are gathered over the group, and their gradients reduced and scattered
 (arXiv:2407.21783, section 3.3.2). They are not kept for the backward, which gathers them again: so
-what a rank keeps is its own share.
+what a rank keeps is its own share. Or they travel around the group (arXiv:2310.01889): then a rank
+never holds more than two ranks' shares.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache, lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
-from parallel3d.tensor.collectives import Context
+from parallel3d.tensor.collectives import Context, Pending
 from parallel3d.tensor.compiled import graph_break
 from parallel3d.tensor.segments import Dealt
 
 _TILE = 128  # tokens of a block of FlexAttention
+_KEYS = 4096  # keys whose scores with the queries of a block are in memory at once
 
 
 @graph_break("the attention of dealt tokens")
-def attend_dealt(q: Tensor, k: Tensor, v: Tensor, dealt: Dealt, scale: float | None) -> Tensor:
+def attend_dealt(
+    q: Tensor, k: Tensor, v: Tensor, dealt: Dealt, scale: float | None, window: int | None = None,
+    sinks: Tensor | None = None, ring: bool = False,
+) -> Tensor:  # fmt: skip
     """Attend within documents: q, k, v [tokens here, heads, size] -> the same shape as q.
 
-    Tokens are those of the flattened batch; the heads of k and v divide those of q.
+    Tokens are those of the flattened batch; the heads of k and v divide those of q. `window` and
+    `sinks`: see `documents.attend_documents`. `ring`: pass keys and values on instead of gathering
+    them.
     """
-    gathered: Tensor = _Gather.apply(k, v, dealt)  # [tokens, 2, heads of k, size]
-    attend = at_once if q.device.type == "cuda" and dealt.block == _TILE else _piece_by_piece
-    with _gather_again(gathered, k, v, dealt):
-        return attend(q, gathered, dealt, scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if is_fused(q.device, dealt.block, ring):
+        gathered: Tensor = _Gather.apply(k, v, dealt)  # [tokens, 2, heads of k, size]
+        with _gather_again(gathered, k, v, dealt):
+            y, logsumexp = at_once(q, gathered, dealt, scale, window)
+    else:
+        y, logsumexp = _Attend.apply(q, k, v, dealt, scale, window, ring)
+    if sinks is None:
+        return y
+    # A sink adds its exponential to the sum, and nothing to the values.
+    return y * (logsumexp - sinks).sigmoid().unsqueeze(-1).to(y.dtype)
 
 
-def at_once(q: Tensor, gathered: Tensor, dealt: Dealt, scale: float | None) -> Tensor:
-    """Compute attention of all tokens here in one kernel, which skips blocks of masked keys."""
+def is_fused(device: torch.device, block: int, ring: bool) -> bool:
+    """Return True if one kernel computes the attention of tokens dealt in blocks of this size."""
+    return device.type == "cuda" and block == _TILE and not ring
+
+
+def at_once(
+    q: Tensor, gathered: Tensor, dealt: Dealt, scale: float | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of all tokens here in one kernel, which skips blocks of masked keys.
+
+    The second result is the logarithm of the sum of each query's exponentials, [tokens, heads].
+    """
     samples = q.unflatten(0, dealt.places.shape).transpose(1, 2)  # [batch, heads, here, size]
     keys, values = gathered.unflatten(0, (-1, dealt.seq)).permute(2, 0, 3, 1, 4)
-    y = _flex(q.device)(
-        samples, keys, values, block_mask=block_mask(dealt), scale=scale,
-        enable_gqa=keys.shape[1] != q.shape[1],
+    y, besides = _flex(q.device)(
+        samples, keys, values, block_mask=block_mask(dealt, window), scale=scale,
+        enable_gqa=keys.shape[1] != q.shape[1], return_aux=AuxRequest(lse=True),
     )  # fmt: skip
-    return y.transpose(1, 2).flatten(0, 1)
+    return y.transpose(1, 2).flatten(0, 1), besides.lse.transpose(1, 2).flatten(0, 1)
 
 
 @cache
@@ -54,10 +78,12 @@ def _flex(device: torch.device) -> Any:
 
 
 @lru_cache(maxsize=16)
-def block_mask(dealt: Dealt) -> BlockMask:
+def block_mask(dealt: Dealt, window: int | None) -> BlockMask:
     """Return which blocks of keys each block of tokens here attends to, wholly or in part."""
-    block = dealt.block
-    first, places = (t.unflatten(-1, (-1, block)) for t in (dealt.first, dealt.places))
+    block, earliest = dealt.block, dealt.first
+    if window is not None:
+        earliest = torch.maximum(earliest, dealt.places - (window - 1))
+    first, places = (t.unflatten(-1, (-1, block)) for t in (earliest, dealt.places))
     begin = torch.arange(0, dealt.seq, block, device=first.device)  # of each block of keys
     low, high = (t.unsqueeze(-1) for t in (first.amin(-1), first.amax(-1)))
     here = places[..., :1]  # the first token of each block here; [batch, blocks here, 1]
@@ -69,7 +95,7 @@ def block_mask(dealt: Dealt) -> BlockMask:
         kinds += [t.int().unsqueeze(1) for t in (kind.sum(-1), order)]  # a head is as the others
 
     def attends(batch: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (dealt.first[batch, query] <= key) & (key <= dealt.places[batch, query])
+        return (earliest[batch, query] <= key) & (key <= dealt.places[batch, query])
 
     lengths = dealt.places.shape[-1], dealt.seq
     return BlockMask.from_kv_blocks(
@@ -77,40 +103,160 @@ def block_mask(dealt: Dealt) -> BlockMask:
     )
 
 
-def _piece_by_piece(q: Tensor, gathered: Tensor, dealt: Dealt, scale: float | None) -> Tensor:
-    outputs = []
-    for queries, (tokens, first, end) in zip(
-        q.split([piece.tokens for piece in dealt.pieces]), dealt.pieces, strict=True
-    ):
-        keys, values = gathered[first:end].permute(1, 2, 0, 3).unsqueeze(1)
-        y = F.scaled_dot_product_attention(
-            queries.transpose(0, 1).unsqueeze(0),
-            keys,
-            values,
-            attn_mask=_mask(tokens, end - first, dealt, q.dtype, q.device),
-            scale=scale,
-            enable_gqa=keys.shape[1] != q.shape[1],
-        )  # [1, heads, tokens of the piece, size]
-        outputs.append(y.squeeze(0).transpose(0, 1))
-    return torch.cat(outputs)
+class Span(NamedTuple):
+    """Neighbouring queries here, and the keys that some of them attend to."""
+
+    queries: slice
+    keys: slice
 
 
-def _mask(tokens: int, keys: int, dealt: Dealt, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the mask of the last `tokens` of `keys` tokens: 0 or -inf, [tokens, keys]."""
-    steps = _steps(dealt.block, dealt.seq, dtype, device)
-    start = dealt.seq - (keys - tokens)
-    return steps[:tokens, start : start + keys]
+@lru_cache(maxsize=32)
+def _spans(dealt: Dealt, window: int | None, rank: int | None) -> tuple[Tensor, list[Span]]:
+    """Return where in the flattened batch the keys of a rank (None: of all) are, and the spans."""
+    flat = dealt.flat
+    there = torch.arange(flat.numel(), device=flat.device) if rank is None else flat[rank]
+    lows, ends, stop, spans = [], [], 0, []
+    for tokens, first, end in dealt.pieces:
+        lows.append(first if window is None else max(first, end - tokens + 1 - window))
+        ends.append(end)
+    bounds = torch.searchsorted(there, torch.tensor([lows, ends], device=flat.device)).tolist()
+    for piece, low, end in zip(dealt.pieces, *bounds, strict=True):
+        start, stop = stop, stop + piece.tokens
+        for begin in range(low, end, _KEYS):
+            spans.append(Span(slice(start, stop), slice(begin, min(end, begin + _KEYS))))
+    return there, spans
 
 
-@lru_cache(maxsize=2)
-def _steps(block: int, seq: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a matrix in whose row i the first `seq` + i + 1 columns are 0, the others -inf.
+def _scores(q: Tensor, k: Tensor, here: Tensor, there: Tensor, window: int | None) -> Tensor:
+    """Return scores, -inf where a key is later or left the window: [heads of k, group, n, keys].
 
-    Every mask is a part of it, so that layers need not keep one each.
+    q [heads of k, group, n, size] and k [heads of k, keys, size] of one document, whose tokens are
+    `here` [n] and `there` [keys].
     """
-    with torch.inference_mode(False):
-        full = torch.full((block, seq + block), -torch.inf, dtype=dtype, device=device)
-        return full.triu(seq + 1)
+    scores = (q.flatten(1, 2) @ k.mT).view(*q.shape[:3], -1)
+    hidden = there > here.unsqueeze(-1)  # [n, keys]
+    if window is not None:
+        hidden |= there <= here.unsqueeze(-1) - window
+    return scores.masked_fill_(hidden, -torch.inf)
+
+
+def _by_group(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """Return [heads of k, group, tokens, size] of [tokens, heads, size]."""
+    return x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).to(dtype).contiguous()
+
+
+def _flat(x: Tensor, like: Tensor) -> Tensor:
+    """Return [tokens, heads, ...] of [heads of k, group, tokens, ...]."""
+    return x.flatten(0, 1).transpose(0, 1).to(like.dtype).contiguous()
+
+
+class _AttendContext(Context, Protocol):
+    how: tuple[Dealt, float, int | None, bool]
+
+
+class _Attend(torch.autograd.Function):
+    """Attention, and the logarithm of the sum of each query's exponentials [tokens here, heads].
+
+    Keys and values come in parts. The softmax is made online (arXiv:1805.02867): `high` is the
+    largest score so far, `total` the sum of exponentials relative to it, and `y` that of values.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _AttendContext, q: Tensor, k: Tensor, v: Tensor, dealt: Dealt, scale: float,
+        window: int | None, ring: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        own, dtype = torch.stack((k, v), 1), torch.promote_types(q.dtype, torch.float32)
+        queries = _by_group(q, k.shape[1], dtype) * scale
+        y, total = torch.zeros_like(queries), queries.new_zeros(queries.shape[:3])
+        high = torch.full_like(total, torch.finfo(dtype).min)
+        kept, here = list[Tensor](), dealt.flat[dealt.group.rank()]
+        for rank, part in _parts(own, dealt, ring):
+            keys, values = part.permute(1, 2, 0, 3).to(dtype)  # each [heads of k, keys, size]
+            there, spans = _spans(dealt, window, rank)
+            for at, seen in spans:
+                scores = _scores(
+                    queries[:, :, at], keys[:, seen], here[at], there[seen], window
+                )  # [heads of k, group, n, keys]
+                before, now = high[:, :, at], torch.maximum(high[:, :, at], scores.amax(-1))
+                weights, fade = (scores - now.unsqueeze(-1)).exp_(), (before - now).exp()
+                total[:, :, at] = total[:, :, at] * fade + weights.sum(-1)
+                added = (weights.flatten(1, 2) @ values[:, seen]).view_as(y[:, :, at])
+                y[:, :, at] = y[:, :, at] * fade.unsqueeze(-1) + added
+                high[:, :, at] = now
+            if rank is None and _is_recomputed():
+                kept.append(part)  # the backward follows at once
+        y = _flat(y / total.unsqueeze(-1), q)
+        logsumexp = (high + total.log()).flatten(0, 1).t().contiguous()
+        ctx.save_for_backward(q, k, v, y, logsumexp, *kept)
+        ctx.how = dealt, scale, window, ring
+        return y, logsumexp
+
+    @staticmethod
+    def backward(
+        ctx: _AttendContext, grad: Tensor, grad_logsumexp: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, y, logsumexp, *kept = ctx.saved_tensors
+        dealt, scale, window, ring = ctx.how
+        dtype, kv_heads, here = logsumexp.dtype, k.shape[1], dealt.flat[dealt.group.rank()]
+        queries, grads = (_by_group(x, kv_heads, dtype) for x in (q, grad))
+        queries, to_queries = queries * scale, torch.zeros_like(queries)
+        # What a row of the scores' gradients has in common: [heads of k, group, tokens, 1].
+        common = (grad.to(dtype) * y.to(dtype)).sum(-1, keepdim=True) - grad_logsumexp.unsqueeze(-1)
+        common, tops = (_by_group(x, kv_heads, dtype) for x in (common, logsumexp.unsqueeze(-1)))
+        own, away = torch.stack((k, v), 1), None
+        home: Tensor = own
+        for rank, part in _parts(own, dealt, ring, *kept):
+            keys, values = part.permute(1, 2, 0, 3).to(dtype)
+            there, spans = _spans(dealt, window, rank)
+            gradient = torch.zeros_like(part, dtype=dtype)
+            to_keys, to_values = gradient.permute(1, 2, 0, 3)
+            for at, seen in spans:
+                scores = _scores(queries[:, :, at], keys[:, seen], here[at], there[seen], window)
+                weights = (scores - tops[:, :, at]).exp_()
+                own_grads = grads[:, :, at].flatten(1, 2)
+                to_values[:, seen] += weights.flatten(1, 2).mT @ own_grads
+                products = (own_grads @ values[:, seen].mT).view_as(weights)
+                to_scores = (weights * (products - common[:, :, at])).flatten(1, 2)
+                to_queries[:, :, at] += (to_scores @ keys[:, seen]).view_as(queries[:, :, at])
+                to_keys[:, seen] += to_scores.mT @ queries[:, :, at].flatten(1, 2)
+            gradient = gradient.to(k.dtype)
+            if rank is None:
+                home = _scatter(gradient, dealt)
+            elif rank == dealt.group.rank():
+                home = gradient
+            else:
+                gradient = gradient if away is None else gradient.add_(away.wait())
+                away = _pass_on(gradient, dealt)
+        home = home if away is None else home.add_(away.wait())
+        return _flat(to_queries * scale, q), home[:, 0], home[:, 1], None, None, None, None
+
+
+def _parts(
+    own: Tensor, dealt: Dealt, ring: bool, gathered: Tensor | None = None
+) -> Iterator[tuple[int | None, Tensor]]:
+    """Yield keys and values [tokens, 2, heads, size] and whose they are: None means all ranks'.
+
+    A ring begins with this rank's own; while one part is used, the next is on its way.
+    """
+    if not ring:
+        yield None, _gather(own, dealt) if gathered is None else gathered
+        return
+    size, rank = dealt.group.size(), dealt.group.rank()
+    for step in range(size):
+        following = _pass_on(own, dealt) if step + 1 < size else Pending(own)
+        yield (rank - step) % size, own
+        own = following.wait()
+
+
+def _pass_on(x: Tensor, dealt: Dealt) -> Pending:
+    """Start to send `x` to the next rank, and to receive as much from the one before."""
+    group = dealt.group
+    sent, received = [0] * group.size(), [0] * group.size()
+    sent[(group.rank() + 1) % group.size()] = received[group.rank() - 1] = len(x)
+    arriving = torch.empty_like(x)
+    work = dist.all_to_all_single(arriving, x, received, sent, group=group, async_op=True)
+    return Pending(arriving, [work])
 
 
 class _GatherContext(Context, Protocol):
@@ -126,23 +272,33 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _GatherContext, k: Tensor, v: Tensor, dealt: Dealt) -> Tensor:
         ctx.dealt = dealt
-        return _gather(k, v, dealt)
+        return _gather(torch.stack((k, v), 1), dealt)
 
     @staticmethod
     def backward(ctx: _GatherContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dealt = ctx.dealt
-        rows = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        rows.index_copy_(0, dealt.order, grad)
-        own = grad.new_empty((dealt.places.numel(), *grad.shape[1:]))
-        reduce_scatter_single(own, rows, group=dealt.group)
+        own = _scatter(grad, ctx.dealt)
         return own[:, 0], own[:, 1], None
 
 
-def _gather(k: Tensor, v: Tensor, dealt: Dealt) -> Tensor:
-    own = torch.stack((k, v), 1)  # [tokens here, 2, heads, size]
+def _gather(own: Tensor, dealt: Dealt) -> Tensor:
+    """Return all ranks' rows of `own` [tokens here, ...], in the order of the flattened batch."""
     rows = own.new_empty((dealt.order.numel(), *own.shape[1:]))
     all_gather_single(rows, own, group=dealt.group)
     return rows.index_select(0, dealt.order)
+
+
+def _scatter(grad: Tensor, dealt: Dealt) -> Tensor:
+    """Return the sum over the ranks of the rows of `grad` [tokens, ...] that are of tokens here."""
+    rows = torch.empty_like(grad, memory_format=torch.contiguous_format)
+    rows.index_copy_(0, dealt.order, grad)
+    own = grad.new_empty((dealt.places.numel(), *grad.shape[1:]))
+    reduce_scatter_single(own, rows, group=dealt.group)
+    return own
+
+
+def _is_recomputed() -> bool:
+    """Return True inside torch's checkpoint, whose hooks decide what is saved."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _gather_again(gathered: Tensor, k: Tensor, v: Tensor, dealt: Dealt) -> Any:
@@ -151,7 +307,7 @@ def _gather_again(gathered: Tensor, k: Tensor, v: Tensor, dealt: Dealt) -> Any:
     The first backward that needs one gathers keys and values again. Where the attention is
     recomputed in backward (the hooks of torch's checkpoint are set), its memory ends with that.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if _is_recomputed():
         return nullcontext()
     storage, k, v = gathered.untyped_storage().data_ptr(), k.detach(), v.detach()
     again: list[Tensor] = []
@@ -165,7 +321,7 @@ def _gather_again(gathered: Tensor, k: Tensor, v: Tensor, dealt: Dealt) -> Any:
 
         def view() -> Tensor:
             if not again:
-                again.append(_gather(k, v, dealt))
+                again.append(_gather(torch.stack((k, v), 1), dealt))
             views[0] -= 1
             kept = again[0] if views[0] else again.pop()
             return kept.as_strided(shape, stride, offset)

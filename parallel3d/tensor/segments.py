@@ -26,6 +26,7 @@ class Dealt(NamedTuple):
 
     - `seq`: the length of whole samples. `block`: tokens that are dealt together.
     - `places` [batch, seq / cp]: where in its sample each token here is.
+    - `flat` [cp, batch * seq / cp]: where in the flattened batch each rank's tokens are.
     - `order` [batch * seq]: the row of each token of the flattened batch if the ranks' flattened
       tokens are gathered.
     - `first` [batch, seq / cp]: where in the sample each token's document begins.
@@ -36,6 +37,7 @@ class Dealt(NamedTuple):
     seq: int
     block: int
     places: Tensor
+    flat: Tensor
     order: Tensor
     first: Tensor
     pieces: tuple[Piece, ...]
@@ -50,7 +52,7 @@ class Dealt(NamedTuple):
         batch, seq = starts.shape
         block = block_tokens(seq, group.size())
         samples = torch.arange(batch).unsqueeze(-1) * seq  # the first token of each, flattened
-        rows = (places.transpose(0, 1) + samples).flatten()
+        flat = (places.transpose(0, 1) + samples).flatten(1)  # [cp, batch * seq / cp]
         own = places[:, group.rank()]
         first = starts.gather(1, own)
         begins = torch.ones_like(own, dtype=torch.bool)  # a block is also a piece's end
@@ -60,7 +62,7 @@ class Dealt(NamedTuple):
         firsts, ends = ((t + samples).flatten()[heads] for t in (first, own))
         numbers = zip(lengths.tolist(), firsts.tolist(), (ends + lengths).tolist(), strict=True)
         pieces = tuple(Piece(*own_numbers) for own_numbers in numbers)
-        return cls(group, seq, block, own, rows.argsort(), first, pieces)
+        return cls(group, seq, block, own, flat, flat.flatten().argsort(), first, pieces)
 
 
 class Segments(NamedTuple):

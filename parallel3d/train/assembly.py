@@ -114,6 +114,7 @@ def build(
         offload_activations=config.pipeline.offload_activations == "cpu",
         sequence_parallel=config.mesh.sequence_parallel,
         overlap=config.train.overlap,
+        cp_ring=config.mesh.cp_ring,
     )
     return layers, shape, schedule, stages
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from parallel3d import models
 from parallel3d.base.errors import DataError, RankError
 from parallel3d.config import RunConfig
 from parallel3d.data.ahead import ReadAhead
@@ -53,6 +54,7 @@ class Feed:
         self._kinds = [name for name, is_used in used.items() if is_used]
         self._isolates, self._context = config.data.isolate_documents, mesh.context
         self._segments = self._isolates or mesh.context.size > 1
+        self._most_keys = models.most_keys(config.model, length)
         seed = config.train.seed
         fim = Fim.of(config.data.fim, corpus, seed)
         self._batches = training = Batches(corpus.train, length, seed, fim)
@@ -135,7 +137,7 @@ class Feed:
             documents = documents_of(tokens, self._end_of_text)
         cp = self._context
         if cp.size > 1:
-            places = deal(documents, cp.size)  # [samples, cp, seq / cp]
+            places = deal(documents, cp.size, self._most_keys)  # [samples, cp, seq / cp]
 
         def own(array: np.ndarray) -> np.ndarray:
             """Return this rank's tokens of the samples, cut into microbatches."""
@@ -178,7 +180,8 @@ class Feed:
     ) -> tuple[Sequence[int], list[_Run]]:
         """Return what `_share` does, of microbatches with as much work: runs of one sample."""
         dp, size = self._mesh.samples, self._config.micro_batch_size
-        work = batches.attention_work(start, size * num_microbatches * dp.size)
+        count = size * num_microbatches * dp.size
+        work = batches.attention_work(start, count, self._most_keys)
         samples, numbers = balance(work, size, dp.size)
         own = numbers[dp.coord]
         return own.tolist(), [(start + i, 1) for i in samples[own].flatten().tolist()]

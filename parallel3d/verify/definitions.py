@@ -126,10 +126,13 @@ def documents_of(tokens: Tensor, end_of_text: int) -> Tensor:
     return numbers
 
 
-def balanced(documents: Tensor, micro_batch: int, dp: int) -> list[list[int]]:
+def balanced(
+    documents: Tensor, micro_batch: int, dp: int, most_keys: Sequence[int]
+) -> list[list[int]]:
     """Return the samples of each dp rank in a step with balanced microbatches, in order.
 
-    A document of n tokens has n (n + 1) / 2 pairs that attend. The samples with the most pairs go
+    The n-th token of a document attends to n keys, but in each layer to at most `most_keys`. The
+    samples with the most pairs go
     first to the microbatch with the fewest so far, and the microbatches alike to the dp ranks,
     which begin with the one that has the most (docs/long-context.md).
     """
@@ -142,7 +145,10 @@ def balanced(documents: Tensor, micro_batch: int, dp: int) -> list[list[int]]:
         return [sorted(hand) for hand in hands]
 
     rows = [[row.count(number) for number in set(row)] for row in documents.tolist()]
-    work = [sum(n * (n + 1) // 2 for n in lengths) for lengths in rows]
+    work = [
+        sum(min(i, most) for most in most_keys for n in lengths for i in range(1, n + 1))
+        for lengths in rows
+    ]
     microbatches = dealt(work, len(work) // micro_batch)
     totals = [sum(work[i] for i in own) for own in microbatches]
     hands = [sorted(hand, key=lambda m: -totals[m]) for hand in dealt(totals, dp)]

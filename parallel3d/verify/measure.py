@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.data.deal import deal
 from parallel3d.engine.op_builds import load_async_io, load_cpu_adam
@@ -114,7 +115,8 @@ def microbatches(batch: Sequence[Tensor | None], config: RunConfig, mesh: Mesh) 
     rows: slice | list[int] = slice(start, start + share)
     if config.data.balance_microbatches:
         assert documents is not None, "balanced microbatches need isolated documents"
-        hands = definitions.balanced(documents, config.micro_batch_size, mesh.samples.size)
+        most = models.most_keys(config.model, tokens.shape[-1])
+        hands = definitions.balanced(documents, config.micro_batch_size, mesh.samples.size, most)
         rows = hands[mesh.samples.coord]
 
     def cut(x: Tensor) -> list[Tensor]:
@@ -123,7 +125,8 @@ def microbatches(batch: Sequence[Tensor | None], config: RunConfig, mesh: Mesh) 
     segments = None if documents is None else list(map(Segments.of, cut(documents)))
     if (cp := mesh.context).size > 1:
         documents = torch.zeros_like(tokens) if documents is None else documents
-        places = torch.from_numpy(deal(documents.numpy(), cp.size))  # [samples, cp, seq / cp]
+        most = models.most_keys(config.model, tokens.shape[-1])
+        places = torch.from_numpy(deal(documents.numpy(), cp.size, most))  # [samples, cp, seq / cp]
         dealt = zip(cut(documents), cut(places), strict=True)
         segments = [Segments.of(*both, cp.group) for both in dealt]
         tokens, labels = (x.gather(1, places[:, cp.coord]) for x in (tokens, labels))

@@ -68,7 +68,7 @@ BAD = [
     ("csv_monitor", ON | {"output_path": "a\0b"}, "U+0000", "remove it"),
     # unknown keys
     ("zero_optimisation", {"stage": 3}, "not a setting", 'nearest one is "zero_optimization"'),
-    (f"{P3D}.mesh.tp_size", 2, "not a setting", "this block has: pp, dp, cp, tp"),
+    (f"{P3D}.mesh.tp_size", 2, "not a setting", "this block has: pp, dp, cp, cp_ring, tp"),
     (f"{P3D}.model.hiden_size", 64, "not a setting", '"hidden_size"'),
     (f"{P3D}._why", "x", "not a setting", "mesh, plan, pipeline"),
     ("steps", 100, "not a setting here", "did you mean parallel3d.train.steps?"),
@@ -172,6 +172,8 @@ BAD_TOGETHER = [
      f"{P3D}.train.noise_scale_every", 5, "needs each rank's own gradient", "mesh.ep = 1"),
     ({f"{P3D}.mesh.cp": 2, f"{P3D}.model.attn_pdrop": 0.1},
      f"{P3D}.model.attn_pdrop", 0.1, "whole samples, which cp=2 ranks share", "or mesh.cp = 1"),
+    ({f"{P3D}.mesh.cp": 2, f"{P3D}.model": MOE | {"capacity_factor": 1.25}},
+     f"{P3D}.model.capacity_factor", 1.25, "the last tokens of whole samples", "use null, or mesh"),
     ({f"{P3D}.data.balance_microbatches": True},
      f"{P3D}.data.balance_microbatches", True, "needs isolate_documents", "isolate_documents ="),
     ({f"{P3D}.data": BALANCED, f"{P3D}.train.noise_scale_every": 5, f"{P3D}.mesh.dp": 2},

@@ -37,6 +37,11 @@ DOTS1 = QWEN3 | {
     "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None,
     "first_k_dense_replace": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
 }  # fmt: skip
+GLM = DOTS1 | {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "head_dim": 8,
+    "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1, "use_qk_norm": False,
+    "attention_bias": True, "layer_types": None, "first_k_dense_replace": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -55,6 +60,10 @@ DOTS1 = QWEN3 | {
         (OLMOE, {"qk_norm": True, "qk_norm_over": "width", "norm_topk_prob": False}),
         (OLMOE | {"attention_bias": True, "rms_norm_eps": None}, BIASED | {"rms_norm_eps": 1e-5}),
         (DOTS1, {"router": "sigmoid", "score_bias": True, "n_shared_experts": 2, "n_group": 4}),
+        (GLM, {"rotary_size": 4, "attention_bias": True, "attention_output_bias": False}),
+        (GLM, {"qk_norm": False, "first_k_dense_replace": 1, "score_bias": True}),
+        (GLM | {"partial_rotary_factor": None, "use_qk_norm": True}, {"rotary_size": 4}),
+        (GLM | {"rope_parameters": {"partial_rotary_factor": 0.25}}, {"rotary_size": 2}),
     ],
 )
 def test_config_json_gives_the_model_block(config, fixed, tmp_path):
@@ -65,6 +74,8 @@ def test_config_json_gives_the_model_block(config, fixed, tmp_path):
 
 
 REFUSED = [
+    (DOTS1 | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: rotates only part"),
+    (GLM | {"partial_rotary_factor": 0.4}, "0.4: rotates 3 of 8 features; use an even number"),
     (MIXTRAL | {"num_experts": 4}, "num_local_experts = 8: differs from num_experts"),
     (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: is more than num_experts=8"),
     (MIXTRAL | {"num_local_experts": None}, "num_experts: is missing; add it"),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.config.arithmetic import block_tokens
-from parallel3d.data.deal import attention_work, balance, deal
+from parallel3d.data.deal import attention_work, balance, deal, num_pairs
 from parallel3d.verify import definitions
 
 pytestmark = pytest.mark.gloo
@@ -43,9 +43,20 @@ def test_work_by_a_slow_loop():
         assert work.tolist() == [list(row[: i + 1]).count(row[i]) for i in range(64)]
 
 
-def max_by_mean(documents, cp):
+def test_work_within_windows():
+    """Layers with windows of 5 and 12 tokens, and one without, token by token."""
+    layers = [5, 64, 5, 12]
+    documents = packed(64, 9, 3, seed=0)
+    for row, work in zip(documents, attention_work(documents, layers), strict=True):
+        before = [list(row[: i + 1]).count(row[i]) for i in range(64)]
+        assert work.tolist() == [sum(min(n, most) for most in layers) for n in before]
+        assert num_pairs(np.unique(row, return_counts=True)[1], layers) == work.sum()
+
+
+def max_by_mean(documents, cp, most_keys=()):
     """The most work of a rank of each sample, by the mean."""
-    work = np.take_along_axis(attention_work(documents)[:, None], deal(documents, cp), 2).sum(-1)
+    places = deal(documents, cp, most_keys)
+    work = np.take_along_axis(attention_work(documents, most_keys)[:, None], places, 2).sum(-1)
     return work.max(1) / work.mean(1)
 
 
@@ -55,6 +66,7 @@ def test_ranks_have_equal_work(seq, cp):
     assert max_by_mean(np.zeros((1, seq), dtype=int), cp).max() < 1.001
     documents = packed(seq, 4096, 1, seed=1)
     assert max_by_mean(documents, cp).max() <= 1.01
+    assert max_by_mean(documents, cp, [1024, seq]).max() <= 1.01
     neighbours = attention_work(documents).reshape(1, cp, -1).sum(-1)
     assert (neighbours.max(1) / neighbours.mean(1)).max() > 1.2
 
@@ -70,7 +82,7 @@ def test_each_sample_is_in_one_microbatch_of_one_rank(micro_batch, dp, num_micro
     assert sorted(numbers.ravel().tolist()) == list(range(dp * num_microbatches))
     assert (np.diff(work[samples].sum(-1)[numbers]) <= 0).all()
     assert (balance(work, micro_batch, dp * num_microbatches)[0] == samples).all()  # any mesh
-    expected = definitions.balanced(torch.from_numpy(documents), micro_batch, dp)
+    expected = definitions.balanced(torch.from_numpy(documents), micro_batch, dp, [64])
     assert samples[numbers].reshape(dp, -1).tolist() == expected
 
 

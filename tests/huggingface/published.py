@@ -35,6 +35,11 @@ GRANITE = {
     "attention_multiplier": 8**-0.5, "layer_types": ["full_attention"] * 3, **NO_IDS,
 }  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5}
+GLM = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "head_dim": 16,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    "num_mtp_layers": 0,
+}  # fmt: skip
 # Each class of config with the settings of one model.
 MODELS = {
     "gpt2": ("GPT2Config", GPT2),
@@ -76,6 +81,8 @@ MODELS = {
         | {"topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
         | {"moe_intermediate_size": 24, "norm_topk_prob": True, "sliding_window": None},
     ),
+    "glm4_moe, part of a head": ("Glm4MoeConfig", GROUPED | GLM | {"attention_bias": True}),
+    "glm4_moe, norms": ("Glm4MoeConfig", GROUPED | GLM | {"use_qk_norm": True}),
     "olmo2": ("Olmo2Config", GROUPED | NO_IDS),
     "olmo2, biases": (
         "Olmo2Config",

@@ -23,7 +23,7 @@ CLASSES = {
     "granite": "GraniteSWAForCausalLM", "olmo2": "Olmo2ForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "olmoe": "OlmoeForCausalLM", "dots1": "Dots1ForCausalLM",
+    "olmoe": "OlmoeForCausalLM", "dots1": "Dots1ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
     "smollm2": "LlamaForCausalLM", "pythia": "GPTNeoXForCausalLM", "neox": "GPTNeoXForCausalLM",
 }  # fmt: skip
 
@@ -42,6 +42,20 @@ def test_every_architecture_is_proved(name, tmp_path):
     assert ours.keys() == theirs.keys() and proof.tensors == len(theirs)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_layer_that_predicts_further_tokens_is_left_out(tmp_path):
+    """GLM-4.5's files have one behind the last layer, which transformers does not read."""
+    folder = save("glm4_moe, norms", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    further = {"model.layers.3.self_attn.k_norm.weight": torch.ones(16)}
+    save_file(tensors | further, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"has the tensor model\.layers\.3\.self_attn"):
+        import_folder(folder, tmp_path / "out")
+    further["model.layers.3.eh_proj.weight"] = torch.ones(32, 64)
+    save_file(tensors | further, folder / "model.safetensors", {"format": "pt"})
+    assert import_folder(folder, tmp_path / "out").ok
+    assert load_file(tmp_path / "out/model.safetensors").keys() == tensors.keys()
 
 
 def test_types_stay_and_what_is_superfluous_goes(tmp_path):
@@ -91,7 +105,7 @@ def test_an_output_projection_of_either_name_is_the_same(name, tmp_path):
 
 def test_a_wrong_reading_of_config_json_is_found_by_the_logits(tmp_path, monkeypatch):
     right = llama._rope
-    monkeypatch.setattr(llama, "_rope", lambda fields: (7e5, right(fields)[1]))
+    monkeypatch.setattr(llama, "_rope", lambda fields: (7e5, *right(fields)[1:]))
     proof = import_folder(save("llama3", tmp_path / "model"), tmp_path / "out")
     assert [text[:18] for text in proof.differs] == ["logits: differ by "]
 

@@ -43,6 +43,8 @@ def settings_of(family):
             found[name] = (0.0, 0.1)
     if "no_rope_layer_interval" in models.config_class(family).model_fields:
         found["no_rope_layer_interval"] = (None, 1)
+    if "partial_rotary_factor" in models.config_class(family).model_fields:
+        found["partial_rotary_factor"] = (1.0, 0.5)
     if "num_key_value_heads" in models.config_class(family).model_fields:
         found["num_key_value_heads"] = (None, 2)
     return found | {"mesh": MESHES, "recompute": ("none", "selective", "full")}

@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
+from parallel3d import models
+from parallel3d.base.section import Problems
 from parallel3d.model import optimizers
+from parallel3d.pipeline.stages import _refuse_whole_samples
 from parallel3d.schedule.schedules import names, splits_backward, why_not
 from parallel3d.verify import definitions
 from parallel3d.verify.local_ranks import run_locally
@@ -115,6 +118,13 @@ def check(cases, reference, tolerance=1e-6):
             sums = {name: sum(s[step].get(name, 0.0) for s in side) for name in layers}
             own = [sums[name] / (dp * tp * count) for name, count in layers.items()]
             assert max(relative(own, list(mean.values()))) < tolerance, (case, own, mean)
+
+
+def test_layers_of_whole_samples_are_refused_with_cp():
+    """A balance loss of one rank's tokens would be another number."""
+    layers = models.layers(case_of((1, 1, 1), "gpipe").config.model)
+    with pytest.raises(Problems, match="has side losses, which are of whole samples; use mesh"):
+        _refuse_whole_samples([layer for layer in layers if layer.side_losses], {}, 2)
 
 
 def test_on_two_ranks(reference):

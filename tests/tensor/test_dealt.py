@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.data.deal import deal
@@ -15,7 +16,6 @@ from parallel3d.tensor.dropout import Dropout, RandomKey
 from parallel3d.tensor.segments import Segments
 from parallel3d.verify.local_ranks import run_locally
 from tests.counting import Counting
-from tests.tensor.test_segments import with_a_mask
 
 pytestmark = pytest.mark.gloo
 
@@ -38,66 +38,106 @@ def own_part(x, places, dim):
     )
 
 
-def attention_on_rank(rank):
+def with_window_and_sinks(q, k, v, documents, window, sinks):
+    """By a dense mask, with a score more for each query."""
+    here = torch.arange(q.shape[2])
+    distance = here.unsqueeze(-1) - here
+    seen = (documents.unsqueeze(-1) == documents.unsqueeze(-2)) & (distance >= 0)
+    seen &= distance < (window or q.shape[2])
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen.unsqueeze(1), -torch.inf)
+    if sinks is not None:
+        extra = sinks.view(1, -1, 1, 1).expand(len(q), -1, q.shape[2], 1)
+        scores = torch.cat([scores, extra], -1)
+    return (scores.softmax(-1)[..., : q.shape[2]] @ v).transpose(1, 2)
+
+
+def attention_on_rank(rank, window, with_sinks, ring):
     """Errors of output and gradients; calls and bytes of the group; the same where recomputed."""
     mesh = Mesh(1, 1, 4, 1)
     cp = mesh.context
-    segments = Segments.of(DOCUMENTS, torch.from_numpy(deal(DOCUMENTS.numpy(), cp.size)), cp.group)
+    places = torch.from_numpy(deal(DOCUMENTS.numpy(), cp.size, [window or SEQ]))
+    segments = Segments.of(DOCUMENTS, places, cp.group)
     q, k, v, grad = whole_tensors()
+    sinks = torch.arange(-1.0, 3.0, dtype=q.dtype).requires_grad_() if with_sinks else None
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    expected = with_a_mask(*inputs, DOCUMENTS)
-    wanted = [expected, *torch.autograd.grad(expected, inputs, grad)]
+    expected = with_window_and_sinks(*inputs, DOCUMENTS, window, sinks)
+    every = [*inputs, *([sinks] if with_sinks else [])]
+    *wanted, of_sinks = *torch.autograd.grad(expected, every, grad), None
+    of_sinks = wanted.pop() if with_sinks else None
     places = segments.dealt.places
     parts = [own_part(t.detach(), places, d) for t, d in ((q, 2), (k, 2), (v, 2), (grad, 1))]
-    wanted = [own_part(t, places, d) for t, d in zip(wanted, (1, 2, 2, 2), strict=True)]
-    attend = partial(attend_documents, segments=segments, dropout=0.0)
+    wanted = [
+        own_part(t, places, d) for t, d in zip([expected, *wanted], (1, 2, 2, 2), strict=True)
+    ]
+    attend = partial(
+        attend_documents, segments=segments, dropout=0.0, window=window, sinks=sinks, ring=ring
+    )
     found = []
     for run in (attend, partial(checkpoint, attend, use_reentrant=False)):
         here = [x.clone().requires_grad_() for x in parts[:3]]
         with Traffic(mesh) as traffic:
             y = run(*here)
-            got = [y, *torch.autograd.grad(y, here, parts[3])]
-        errors = [float((a - b).detach().abs().max()) for a, b in zip(got, wanted, strict=True)]
+            got = [y, *torch.autograd.grad(y, here + every[3:], parts[3])]
+        if with_sinks:  # each rank has the gradient of its own queries
+            total = got.pop()
+            dist.all_reduce(total, group=cp.group)
+            got, want = [*got, total], [*wanted, of_sinks]
+        else:
+            want = wanted
+        errors = [float((a - b).detach().abs().max()) for a, b in zip(got, want, strict=True)]
         found.append((errors, {c.operation: (c.group, c.calls, c.bytes) for c in traffic.calls}))
     mesh.barrier()
     return found
 
 
-def test_it_is_the_attention_of_whole_samples():
-    both = 2 * BATCH * SEQ * KV_HEADS * SIZE * 8  # bytes of all keys and values
-    for found in run_locally(attention_on_rank, 4, timeout=200):
+BOTH = 2 * BATCH * SEQ * KV_HEADS * SIZE * 8  # bytes of all keys and values
+
+
+@pytest.mark.parametrize(("window", "with_sinks"), [(None, False), (13, True)])
+def test_it_is_the_attention_of_whole_samples(window, with_sinks):
+    for found in run_locally(attention_on_rank, 4, window, with_sinks, False, timeout=200):
         for errors, calls in found:
             assert max(errors) < 1e-12, errors
             # Forward and backward gather them, and the backward reduces their gradients.
             assert calls == {
-                "all_gather": ("cp=world", 2, 2 * both),
-                "reduce_scatter": ("cp=world", 1, both),
+                "all_gather": ("cp=world", 2, 2 * BOTH),
+                "reduce_scatter": ("cp=world", 1, BOTH),
             }
 
 
-def kept_on_rank(rank, cp):
-    """Bytes that an attention keeps for its backward, and those of its inputs."""
+def test_a_ring_computes_the_same():
+    """Every rank's keys and values pass every other rank, and so do their gradients."""
+    for found in run_locally(attention_on_rank, 4, 13, True, True, timeout=200):
+        for forwards, (errors, calls) in enumerate(found, 1):
+            assert max(errors) < 1e-12, errors
+            # A recomputed forward passes them on again.
+            hops = 3 * (forwards + 2)
+            assert calls == {"all_to_all": ("cp=world", hops, hops * BOTH // 4)}
+
+
+def kept_on_rank(rank, cp, ring):
+    """Bytes that an attention keeps for its backward besides its inputs, and its output's."""
     mesh = Mesh(1, 1, cp, 1)
     seq, documents = 1024, torch.zeros(1, 1024, dtype=torch.int64)
     places, group = torch.from_numpy(deal(documents.numpy(), cp)), mesh.context.group
-    segments = Segments.of(documents, places if cp > 1 else None, group)
+    segments = Segments.of(documents, places, group)
     like = {"requires_grad": True}
     with Counting() as counting:
         q, k, v = (torch.randn(1, heads, seq // cp, SIZE, **like) for heads in (8, 4, 4))
-        attend_documents(q, k, v, segments, 0.0)  # the masks of all layers are made once
+        attend_documents(q, k, v, segments, 0.0, ring=ring)  # all layers share the places of keys
         inputs = counting.bytes
-        y = attend_documents(q, k, v, segments, 0.0)
+        y = attend_documents(q, k, v, segments, 0.0, ring=ring)
         kept = counting.bytes - inputs
     mesh.barrier()
     return kept, y.numel() * 4
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-def test_a_rank_keeps_its_share(cp):
-    """Keys and values of all ranks alone are as much as all that one rank keeps of its own."""
-    ((whole, _),) = run_locally(kept_on_rank, 1, 1, timeout=200)
-    for kept, _ in run_locally(kept_on_rank, cp, cp, timeout=200):
-        assert kept * cp == pytest.approx(whole, rel=0.05)
+@pytest.mark.parametrize(("cp", "ring"), [(2, False), (4, True)])
+def test_a_rank_keeps_its_share(cp, ring):
+    """Its output and a number for each token and head; keys and values of all ranks would show."""
+    for kept, output in run_locally(kept_on_rank, cp, cp, ring, timeout=200):
+        assert kept == output + output // SIZE
 
 
 def dropped_on_rank(rank, split):
@@ -142,23 +182,27 @@ class Group:
         self.size, self.rank = lambda: size, lambda: rank
 
 
-def test_one_kernel_computes_the_same():
+@pytest.mark.parametrize("window", [None, 400])
+def test_one_kernel_computes_the_same(window):
     """FlexAttention with the blocks that a GPU's kernel is told of, as torch runs it on a CPU."""
     seq, cp = 1024, 2
     documents = torch.stack([torch.arange(seq) // 300, (torch.arange(seq) > 7).long()])
     places = torch.from_numpy(deal(documents.numpy(), cp))
     q, k, v = (torch.randn(2, heads, seq, 16) for heads in (4, 2, 2))
-    expected = with_a_mask(q, k, v, documents)
+    sinks = torch.arange(-1.0, 3.0)
+    expected = with_window_and_sinks(q, k, v, documents, window, sinks)
     gathered = torch.stack((k, v), 3).transpose(1, 2).flatten(0, 1).transpose(1, 2)
     for rank in range(cp):
         dealt = Segments.of(documents, places, Group(cp, rank)).dealt
         own = own_part(q, dealt.places, 2).transpose(1, 2).flatten(0, 1)
-        found = at_once(own, gathered, dealt, None).unflatten(0, (2, -1))
+        found, logsumexp = at_once(own, gathered, dealt, None, window)
+        found = (found * (logsumexp - sinks).sigmoid().unsqueeze(-1)).unflatten(0, (2, -1))
         torch.testing.assert_close(found, own_part(expected, dealt.places, 1), atol=1e-5, rtol=0)
         # Blocks of keys that no token attends to are skipped; some need no mask.
         same = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()
+        same = same.triu(1 - (window or seq))
         blocks = own_part(same, dealt.places, 1).unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
-        whole, mask = blocks.all(4).all(2), block_mask(dealt)
+        whole, mask = blocks.all(4).all(2), block_mask(dealt, window)
         assert torch.equal(mask.full_kv_num_blocks[:, 0], whole.sum(-1).int())
         partly = blocks.any(4).any(2) & ~whole
         assert torch.equal(mask.kv_num_blocks[:, 0], partly.sum(-1).int()) and whole.any()

@@ -81,6 +81,23 @@ def test_a_window_is_said_of_the_layer_that_sees_most(context):
     assert "window of 7 tokens" in repr(layers[1])
 
 
+def test_dealt_tokens_have_a_kernel_of_their_own(context):
+    """On a GPU, where blocks have its size; a ring puts parts together itself."""
+    sizes = {"batch": 2, "dtype": torch.bfloat16, "isolated": True}
+    cases = (
+        (False, "cuda", 2048),
+        (True, "cuda", 2048),
+        (False, "cuda", 512),
+        (False, "cpu", 2048),
+    )
+    said = []
+    for ring, device, seq in cases:
+        layer = attend(0.0, context, heads=(4, 2))
+        layer.cp, layer.ring = 4, ring
+        log_kernel(nn.Sequential(layer), said.append, seq=seq, device=torch.device(device), **sizes)
+    assert ["flex" in line for line in said] == [True, False, False, False]
+
+
 def test_nothing_is_said_where_a_rank_has_no_attention(context):
     said = []
     sizes = {"batch": 2, "seq": 16, "dtype": torch.float32, "device": CPU, "isolated": False}

@@ -34,7 +34,7 @@ def feed_of(corpus, place=(0, 0), *, mesh=(1, 1), schedule="gpipe", stages=1, **
     micro_batch, read_ahead = settings.pop("micro_batch", 2), settings.pop("read_ahead", 2)
     microbatches = settings.pop("microbatches", 4)
     pp, dp = mesh
-    sizes = {"hidden_size": 8, "num_hidden_layers": 8, "num_attention_heads": 1}
+    sizes = {"hidden_size": 8, "num_hidden_layers": 8, "num_attention_heads": 1, "vocab_size": 4096}
     data = {"sequence_length": LENGTH, "read_ahead": read_ahead, **settings}
     block = {
         "mesh": {"pp": pp},
@@ -164,7 +164,7 @@ def test_balanced_microbatches_have_the_samples_of_the_step(closed, packing):
             assert all(one == sorted(one, reverse=True) for one in work)
             if packing == "best_fit":
                 assert all(torch.equal(m.weights == 0, m.tokens == 0) for m in own)
-                assert sum(map(sum, work)) == whole.attention_work(start, 16).sum()
+                assert sum(map(sum, work)) == whole.attention_work(start, 16, [LENGTH]).sum()
             steps.append(rows)
         samples = EvaluationSamples(corpus.held_out, LENGTH, max_samples=22)
         in_order = torch.cat([m.labels for m in feeds[0].evaluation(samples, 0)[0]])

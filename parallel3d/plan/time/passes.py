@@ -169,9 +169,10 @@ def _priced(
         hidden = min(seconds.matmuls, curves.tensor_overlap * tensor)
     attention = seconds.attention
     if work.attention and cp > 1:
+        whole = work.attention._replace(seq=cp * work.attention.seq)
         # Queries attend to the keys of all cp ranks, as far as their window reaches.
-        seq = work.attention.seq
-        attention *= max(1, min(cp, (work.attention.window or cp * seq) / seq))
+        near, far = (a.keys * (1 - a.hidden) for a in (work.attention, whole))
+        attention *= cp if whole.window is None else far / near
         # Keys and values, and in a backward their gradients.
         block, over = work.attention.key_elements * size, group_of(cp, tp, devices, hardware)
         if software.passes_keys:

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from parallel3d.config import hardware
 from parallel3d.config.hardware import Cores, Figure, Hardware
-from parallel3d.model.spec import Shape
+from parallel3d.model.spec import Attention, Shape, Work
 from parallel3d.plan.setting import Setting, Software, layers_of
+from parallel3d.plan.time import passes
 from parallel3d.plan.time.makespan import counts, ends, in_order
-from parallel3d.plan.time.operators import curves_for
+from parallel3d.plan.time.operators import curves_for, machine_of
 from parallel3d.plan.time.step import TIMES, lower_bound, step_spans, step_time
 from parallel3d.schedule.schedule import Action, Op, bubble, sequence, simulate
 from parallel3d.schedule.schedules import load, make_schedule, names, why_not
@@ -270,3 +271,16 @@ def test_gathers_of_a_step_do_not_grow_with_its_microbatches() -> None:
         # The first two of a rank's four stages are gathered twice.
         again = (data("per_pass", count) - reduction - gather) / gather
         assert 0.3 < again < 0.7
+
+
+@pytest.mark.parametrize("window", [None, 64, 3000, 8192, 40_000])
+@pytest.mark.parametrize("seq", [8192, 131_072])
+def test_attention_of_a_cp_rank_is_its_share(seq: int, window: int | None) -> None:
+    """Also where a window reaches further than the tokens of a rank are many."""
+    machine = machine_of(hardware.load("H100-SXM5-80GB"), Software(), IDEAL)
+
+    def seconds(cp: int) -> float:
+        work = Work((), Attention(1, 8, 8, seq // cp, 64, window), 0, ())
+        return passes._priced(work, (), 1, cp, "bf16", 8, machine, ()).compute
+
+    assert 4 * seconds(4) == pytest.approx(seconds(1), rel=0.02)
