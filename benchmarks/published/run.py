@@ -119,7 +119,7 @@ def _mesh(cells: Mapping[str, str], filled: Filled) -> tuple[int, int, int, int]
 
 def _divided(filled: Filled, model: Architecture, dp: int) -> int:
     """Ranks that divide the experts; raises UnusableRow where they cannot."""
-    ep = filled.numbers.get("ep", 1)
+    ep: int = filled.numbers.get("ep", 1)
     experts: int = dict(model.experts).get("num_experts", 8) if model.family == "moe" else 1
     if experts % ep or dp % ep:
         raise UnusableRow(
