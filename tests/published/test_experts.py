@@ -15,6 +15,8 @@ from tests.published.test_published import SAMPLE
 pytestmark = pytest.mark.pure
 
 EXPERTS = Path(published.__file__).with_name("experts.csv")
+PAGE = Path(__file__).parents[2] / "docs/planner/validation.md"
+SHOWN = ("mean_error", "worst_error", "bias", "constant_mean_error")
 
 
 def test_the_sizes_are_those_that_are_published() -> None:
@@ -68,3 +70,11 @@ def test_they_change_no_figure_of_the_other_runs(tmp_path: Path) -> None:
     for name in ("groups", "memory", "overall", "assumed"):
         assert mixed[name] == alone[name], name
     assert mixed["rows"][: len(alone["rows"])] == alone["rows"]
+
+
+def test_the_page_has_the_errors_of_today() -> None:
+    lines, page = validate(EXPERTS)["experts"], PAGE.read_text(encoding="utf-8")
+    names = ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "all")
+    for name, line in zip(names, lines.values(), strict=True):
+        errors = " | ".join(f"{100 * line[key]:.1f} %" for key in SHOWN)
+        assert f"| {name} | {line['rows']} | {errors} |" in page
