@@ -20,7 +20,7 @@ from parallel3d.tensor.dropout import RandomKey
 def main() -> None:
     """Print the seconds of both blocks' steps, and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
-    sizes = {"hidden": 512, "inner": 512, "experts": 8, "chosen": 2, "tokens": 2048, "turns": 5}
+    sizes = {"hidden": 512, "inner": 512, "experts": 8, "chosen": 2, "tokens": 2048, "turns": 9}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()

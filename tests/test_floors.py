@@ -65,7 +65,7 @@ BUDGET = {
     "parallel3d/base": 945,
     "parallel3d/calibrate": 700,
     "parallel3d/checkpoint": 1365,
-    "parallel3d/config": 1990,
+    "parallel3d/config": 1995,
     "parallel3d/data": 3980,
     "parallel3d/doctor": 205,
     "parallel3d/engine": 1960,

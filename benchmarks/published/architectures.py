@@ -10,6 +10,7 @@ from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.spec import LayerSpec
 from parallel3d.models.gpt import spec as gpt
 from parallel3d.models.llama import spec as llama
+from parallel3d.models.moe import spec as moe
 from parallel3d.plan.setting import layers_of
 
 
@@ -24,17 +25,19 @@ class Architecture:
     ffn: int | None = None
     vocab: int | None = None
     seq: int | None = None
-    family: Literal["gpt", "llama"] = "gpt"
+    family: Literal["gpt", "llama", "moe"] = "gpt"
     tied: bool | None = None
     """Whether the output projection is the token embedding; None: as the family has it."""
     dropout: float = 0.0
     """After the attention and the MLP, and on the attention's weights."""
+    experts: tuple[tuple[str, Any], ...] = ()
+    """Settings of the family "moe" that no column has, by name."""
 
     def filled(self, other: "Architecture") -> "Architecture":
         """A copy of the architecture, its blanks filled from `other`, whose family it takes."""
         names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "tied")
         blank = {name: getattr(other, name) for name in names if getattr(self, name) is None}
-        return replace(self, family=other.family, **blank)
+        return replace(self, family=other.family, experts=other.experts, **blank)
 
     @property
     def missing(self) -> list[str]:
@@ -64,10 +67,10 @@ def _specs(model: Architecture) -> tuple[LayerSpec, ...]:
     if model.family == "gpt":
         sizes |= dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), model.dropout)
         return _whole_logits(layers_of(gpt.Config(family="gpt", **sizes)))
-    kv_heads = model.kv_heads
-    return _whole_logits(
-        layers_of(llama.Config(family="llama", num_key_value_heads=kv_heads, **sizes))
-    )
+    sizes["num_key_value_heads"] = model.kv_heads
+    if model.family == "moe":
+        return _whole_logits(layers_of(moe.Config(family="moe", **sizes, **dict(model.experts))))
+    return _whole_logits(layers_of(llama.Config(family="llama", **sizes)))
 
 
 def _whole_logits(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
@@ -136,8 +139,27 @@ KNOWN: Mapping[str, Architecture] = {
 }
 
 
+def _moe(
+    layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **experts: Any
+) -> Architecture:
+    sizes = layers, hidden, heads, kv, ffn, vocab
+    return Architecture(*sizes, family="moe", tied=False, experts=tuple(experts.items()))
+
+
+_QWEN3 = {"num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128, "qk_norm": True}
+# Mixtures of experts; their config.json on the hub.
+_EXPERTS: dict[str, Architecture] = {
+    "qwen330ba3b": _moe(48, 2048, 32, 4, 6144, 151936, moe_intermediate_size=768, **_QWEN3),
+    "qwen3235ba22b": _moe(94, 4096, 64, 4, 12288, 151936, moe_intermediate_size=1536, **_QWEN3),
+    "mixtral8x7b": _moe(32, 4096, 32, 8, 14336, 32000),
+    "olmoe1b7b": _moe(
+        16, 2048, 16, 16, 1024, 50304, num_experts=64, num_experts_per_tok=8, qk_norm=True,
+        qk_norm_over="width", norm_topk_prob=False,
+    ),
+}  # fmt: skip
+
 # The same for names without blanks and punctuation, where no pattern with sizes above is found.
-_MORE: dict[str, Architecture] = {
+_MORE: dict[str, Architecture] = _EXPERTS | {
     # meta-llama config.json; arXiv:2407.21783, table 3 (405B)
     "llama27b": _llama(32, 4096, 32, 32, 11008, 32000),
     "llama213b": _llama(40, 5120, 40, 40, 13824, 32000),
@@ -198,5 +220,7 @@ def found(name: str) -> Architecture | None:
 
 def unmodelled(name: str) -> str | None:
     """The kind of the model called `name`, if it is a kind that the planner has no model of."""
-    lower = name.lower()
+    lower, known_sizes = name.lower(), found(name)
+    if known_sizes and known_sizes.family == "moe":
+        return None
     return next((kind for words, kind in _UNMODELLED.items() if re.search(words, lower)), None)

@@ -20,7 +20,7 @@ COLUMNS = (
 )  # fmt: skip
 OPTIONAL = (
     "program", "network_gbps", "devices_per_node", "attention_kernel", "kernels",
-    "virtual_stages",
+    "virtual_stages", "ep",
 )  # fmt: skip
 ABOUT = ("source_title", "source_ref", "verified_how")  # say where a row is from, not how it ran
 
@@ -29,7 +29,7 @@ ABOUT = ("source_title", "source_ref", "verified_how")  # say where a row is fro
 WHOLE = {
     "n_layers": 2_000, "hidden": 1_000_000, "heads": 10_000, "kv_heads": 10_000,
     "ffn_hidden": 10_000_000, "vocab": 100_000_000, "seq_len": 100_000_000, "n_gpus": 10_000_000,
-    "tp": 10_000, "pp": 10_000, "cp": 10_000, "dp": 10_000_000, "virtual_pp": 10_000,
+    "tp": 10_000, "pp": 10_000, "cp": 10_000, "dp": 10_000_000, "ep": 10_000, "virtual_pp": 10_000,
     "virtual_stages": 10_000, "devices_per_node": 10_000, "micro_batch": 1_000_000,
     "global_batch_seqs": 10_000_000,
 }  # fmt: skip

@@ -121,6 +121,9 @@ class Filled:
         for size in ("hidden", "heads", "kv_heads", "ffn"):
             stated, published = getattr(given, size), getattr(model, size)
             if None not in (stated, published) and stated != published:
+                if model.family == "moe":
+                    rule = f"{size} is not that of the mixture of experts that it names"
+                    raise UnusableRow(f"{name}: {rule}; empty the cell, or correct it", rule)
                 return Architecture(vocab=model.vocab, family=model.family)
         return model
 

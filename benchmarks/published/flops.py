@@ -46,13 +46,13 @@ def flops_of_step(setting: Setting, convention: str, attention: str) -> tuple[st
 
 
 def num_params(setting: Setting) -> int:
-    """Parameters of the whole model, added up once for all settings of one model."""
+    """Parameters that a token uses, added up once for all settings of one model."""
     return _num_params(model_of(setting.layers))
 
 
 @lru_cache(maxsize=4096)
 def _num_params(model: LayerKinds) -> int:
-    return sum(layer.num_params for layer in model.layers)
+    return sum(layer.num_active_params for layer in model.layers)
 
 
 def peak_of(hardware: Hardware, precision: Precision) -> float:

@@ -48,6 +48,11 @@ class PublishedRun:
     assumed: Mapping[str, Any]
 
     @property
+    def has_experts(self) -> bool:
+        """Whether the model has experts, on whose speed no curve was fitted."""
+        return self.setting.num_active_params < self.setting.num_params
+
+    @property
     def chip(self) -> str:
         """The chip of a row, by which the constant-efficiency baseline pools rows."""
         return clusters.chip(self.gpu)

@@ -47,6 +47,7 @@ def setting_of(
     A row that states no number format, or only 16 bits, ran in the chip's own.
     """
     pp, dp, tp, cp = _mesh(cells, filled)
+    ep = _divided(filled, model, dp)
     micro, count = _batch(filled, dp)
     numbers = filled.numbers
     virtual = filled.or_else("virtual_pp", numbers.get("virtual_pp"), 1) if pp > 1 else 1
@@ -75,6 +76,7 @@ def setting_of(
         dp=dp,
         tp=tp,
         cp=cp,
+        ep=ep,
         sequence_parallel=tp > 1 and cuts_sequence(program),
         schedule="interleaved" if virtual > 1 and pp > 1 else "one_f_one_b" if pp > 1 else "gpipe",
         stages_per_rank=virtual,
@@ -113,6 +115,19 @@ def _mesh(cells: Mapping[str, str], filled: Filled) -> tuple[int, int, int, int]
             "tp x pp x cp x dp is not the number of devices",
         )
     return pp, dp, tp, cp
+
+
+def _divided(filled: Filled, model: Architecture, dp: int) -> int:
+    """Ranks that divide the experts; raises UnusableRow where they cannot."""
+    ep: int = filled.numbers.get("ep", 1)
+    experts: int = dict(model.experts).get("num_experts", 8) if model.family == "moe" else 1
+    if experts % ep or dp % ep:
+        raise UnusableRow(
+            f"ep = {ep} does not divide dp = {dp} and {experts} experts; correct the cell (a mesh "
+            "whose ep ranks are tp ranks, too, as Megatron allows, is not modelled)",
+            "ep does not divide dp and the experts",
+        )
+    return ep
 
 
 def _batch(filled: Filled, dp: int) -> tuple[int, int]:

@@ -52,13 +52,15 @@ def validate(path: Path | str, program: str | None = None) -> dict[str, Any]:
     the measured value; what cannot be said is None. Raises ConfigError where the table cannot be
     read, or the program is not known.
     """
-    rows, left_out = read(path, program)
+    everything, left_out = read(path, program)
     refused: list[LeftOut] = []
-    found = outcomes(rows, fits.without, refused=refused)
+    rows = [row for row in everything if not row.has_experts]
+    sparse = [row for row in everything if row.has_experts]
+    found, of_experts = (outcomes(own, fits.without, refused=refused) for own in (rows, sparse))
     lines = {out.line for out in refused}
     rows = [row for row in rows if row.line not in lines]
     lost = "it ran out of memory"
-    no_time = [LeftOut(r.line, r.source, lost, lost) for r in rows if r.seconds is None]
+    no_time = [LeftOut(r.line, r.source, lost, lost) for r in everything if r.seconds is None]
     left_out = sorted([*left_out, *refused, *no_time])
     sources = list(dict.fromkeys([row.source for row in rows] + [out.source for out in left_out]))
     groups = {
@@ -73,15 +75,23 @@ def validate(path: Path | str, program: str | None = None) -> dict[str, Any]:
         },
         "groups": groups,
         "overall": overall(groups, summary(found)) | {"left_out": len(left_out)},
+        "experts": _by_model(of_experts),
         "memory": validate_memory(rows),
         "assumed": _assumed([outcome.row for outcome in found]),
-        "rows": _rows(found),
+        "rows": _rows([*found, *of_experts]),
         "left_out": [
             {"row": out.line, "source": out.source, "reason": out.reason, "rule": out.rule}
             for out in left_out
         ],
         "asked": _asked(left_out),
     }
+
+
+def _by_model(found: Sequence[Outcome]) -> dict[str, Any]:
+    """The lines of models with experts, and of all their rows."""
+    names = dict.fromkeys(outcome.row.model for outcome in found)
+    lines = {name: summary([o for o in found if o.row.model == name]) for name in names}
+    return lines | ({"all, by row": summary(found)} if found else {})
 
 
 def _asked(left_out: Sequence[LeftOut]) -> dict[str, Any]:
@@ -245,6 +255,10 @@ def _rows(found: Sequence[Outcome]) -> list[dict[str, Any]]:
                 "row": outcome.row.line,
                 "source": outcome.row.source,
                 "group": outcome.row.group,
+                "model": outcome.row.model,
+                "gpu": outcome.row.gpu,
+                "devices": setting.devices,
+                "ep": setting.ep,
                 "measured": outcome.measured,
                 "predicted": outcome.predicted,
                 "constant": outcome.constant,

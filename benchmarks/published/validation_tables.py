@@ -53,7 +53,11 @@ def show(report: Mapping[str, Any], console: Console) -> None:
             ordered = {t: line for t, line in used.items() if any(line[k] for k, *_ in _ORDER)}
             if ordered:
                 _print(console, _table(name, ordered, _ORDER, 2))
-    if not total["rows"]:
+    if experts := report["experts"]:
+        _print(console, "Mixtures of experts, which no curve was fitted on, and no line above has:")
+        _print(console, _table("model", experts, _ERRORS, 2))
+        _print(console, _of_experts([row for row in report["rows"] if row["model"] in experts]))
+    elif not total["rows"]:
         _print(console, "No row could be used.")
     if (memory := report["memory"])["rows"]:
         _print(console, _memory(memory))
@@ -111,6 +115,20 @@ def _memory(memory: Mapping[str, Any]) -> str:
         f"{memory['worst_error']:.1%}, bias {memory['bias']:+.1%}; said to fit: {wrong[0]} of "
         f"{lost} that ran out of memory; said not to fit: {wrong[1]} of {ran:,} that ran"
     )
+
+
+def _of_experts(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Seconds and model FLOP/s of a device of each run, measured and predicted."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("line", "model", "gpu", "mesh", "ep", "s", "predicted", "TFLOP/s", "predicted"):
+        table.add_column(column, justify="left" if column in ("model", "gpu", "mesh") else "right")
+    for row in rows:
+        seconds = row["measured"], row["predicted"]
+        flops = (f"{row['model_flops'] / each / 1e12:.0f}" for each in seconds)
+        mesh = row["mesh"].rpartition(" ")[0]
+        cells = row["row"], row["model"], row["gpu"], mesh, row["ep"]
+        table.add_row(*map(str, cells), *(f"{each:.2f}" for each in seconds), *flops)
+    return table
 
 
 def _assumed(assumed: Mapping[str, Any]) -> Table:

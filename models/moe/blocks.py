@@ -140,12 +140,14 @@ class MoE(nn.Module):
             # Other ranks may have the other tokens of these samples.
             loads, shares = mean_over_group(torch.stack([loads, shares]), self.context)
             values["balance"] = c.num_experts * (loads * shares).sum(-1).mean()
+            if c.router_aux_loss == "pooled":
+                values["balance"] = torch.stack([loads * c.num_experts_per_tok, shares])
         if c.router_z_loss_coef:
             values["z"] = routing.logits.logsumexp(-1).square().mean()
         # Every rank computes them alike, and the gradients of all are summed.
         tp = self.group.size()
         side_losses = {
-            name: SideLoss(v.detach() + (v - v.detach()) / tp, c.side_losses[name])
+            name: SideLoss(v.detach() + (v - v.detach()) / tp, c.side_losses[name], v.dim() > 0)
             for name, v in values.items()
         }
         dropped = (counts - self.experts.limit(rows)).clamp(min=0).sum() / rows

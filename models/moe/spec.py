@@ -62,9 +62,11 @@ class Config(llama.Config):
     """The step of score_bias; 0 keeps the bias as it is."""
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the balance loss in the training loss, summed over layers; 0: no such loss."""
-    router_aux_loss: Literal["microbatch", "sequence"] = "microbatch"
+    router_aux_loss: Literal["microbatch", "sequence", "pooled"] = "microbatch"
     """The tokens over which the balance loss compares loads, layer by layer: those of a microbatch
-    on one dp rank, as in Megatron-LM, or those of each sequence. It is 1 at balance."""
+    on one dp rank, as in Megatron-LM, or those of each sequence. It is 1 at balance. "pooled":
+    those of a microbatch in all layers together, as in transformers; it is num_experts_per_tok at
+    balance, and needs a pipeline of one stage."""
     router_z_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the mean square of the scores' logsumexp (arXiv:2202.08906), summed over layers."""
     capacity_factor: float | None = Field(default=None, gt=0)

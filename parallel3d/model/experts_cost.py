@@ -36,13 +36,13 @@ class ExpertsCost:
         other = _FP32 * (scores + rows + self.experts) + _INT64 * 3 * rows
         if self.normalised:  # what was divided, and by what
             other += _FP32 * (rows + tokens)
-        traffic = 7 * inner + 4 * sent + 2 * full + 5 * scores
+        traffic = 7 * inner + 3 * sent + 2 * full + 5 * scores
         if self.shared:
             traffic += 5 * shared + 3 * full
         part = stream.part if stream.sequence_parallel else 0
-        # The gradients of both factors; the sum of the experts' outputs, which are sorted first.
+        # The gradients of both factors; the experts' outputs beside their sum.
         at_activation = 2 * inner + rows + (part or 2 * full)
-        at_sum = 2 * sent + full + part + scores + self.experts + rows
+        at_sum = sent + full + part + scores + self.experts + rows
         return LayerCost(
             sum(m.flops for m in self._matmuls(stream._replace(tp=1))),
             Work(self._matmuls(stream), None, traffic, stream.gather + stream.reduce),

@@ -204,8 +204,9 @@ def _scatter(x: Tensor, order: Tensor, k: int) -> Tensor:
 
 def _gather(rows: Tensor, place: Tensor, k: int) -> Tensor:
     """Return the sum of each token's k rows: [tokens * k, size] -> [tokens, size]."""
-    rows = rows.index_select(0, place)
-    return rows if k == 1 else rows.unflatten(0, (-1, k)).sum(1)
+    if k == 1:
+        return rows.index_select(0, place)
+    return F.embedding_bag(place.view(-1, k), rows, mode="sum")  # one pass, in the order of k
 
 
 class _Dispatch(torch.autograd.Function):

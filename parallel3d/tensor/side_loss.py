@@ -23,10 +23,13 @@ class SideLoss(NamedTuple):
       rank's gradient is that of its own part. Where cp ranks share a sample, gradients are averaged
       over them: means over tokens are taken by `collectives.mean_over_group`.
     - `coefficient`: 0 for a number that is only reported, which may be a vector.
+    - `pooled`: True if `value` is [2, n]. Its two rows are averaged over the layers of the stage,
+      and n × their scalar product is the side loss of all these layers.
     """
 
     value: Tensor
     coefficient: float
+    pooled: bool = False
 
 
 LayerOutput = Tensor | tuple[Tensor, dict[str, SideLoss]]
@@ -52,7 +55,16 @@ def sum_side_losses(side_losses: list[tuple[str, SideLoss]]) -> SideLosses:
     """Return the sums of the side losses of a stage's layers, of which there is at least one."""
     values: dict[str, Tensor] = {}
     total = torch.zeros((), device=side_losses[0][1].value.device)
-    for name, (value, coefficient) in side_losses:
+    pools: dict[str, list[SideLoss]] = {}
+    for name, own in side_losses:
+        if own.pooled:
+            pools.setdefault(name, []).append(own)
+    single = [(name, own) for name, own in side_losses if not own.pooled]
+    for name, layers in pools.items():
+        one, other = torch.stack([own.value for own in layers]).mean(0)  # [n] each
+        share = layers[0].coefficient / len(layers)  # each layer has the same value
+        single += [(name, SideLoss(len(one) * (one @ other), share))] * len(layers)
+    for name, (value, coefficient, _) in single:
         values[name] = values.get(name, 0.0) + value.detach().float()
         if coefficient:
             total = total + coefficient * value.float()

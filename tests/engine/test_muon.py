@@ -13,10 +13,14 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.traffic import Traffic
 from parallel3d.model import optimizers
 from parallel3d.model.optimizers import MATRIX
+from parallel3d.plan.setting import Setting
+from parallel3d.plan.time.operators import curves_for, machine_of
+from parallel3d.plan.time.sharding import slowest_matrix_work
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import microbatches
 from tests.cases import Case
+from tests.plan.settings import A100
 from tests.verify.measuring import batches
 
 pytestmark = pytest.mark.gloo
@@ -109,7 +113,7 @@ def test_the_self_test_passes_in_half_precision_too():
 
 def traffic_on_rank(rank, case):
     """Bytes that this rank's exchanges send in a step, and the number of matrix elements."""
-    mesh = Mesh(*case.mesh)
+    mesh = Mesh(*case.mesh, ep=case.config.mesh.ep)
     parts = assemble(case.config, mesh, seed=0)
     tokens, labels, *_ = next(batches(case.config))
     parts.executor.run(microbatches((tokens, labels, None), case.config, mesh), 0)
@@ -135,3 +139,20 @@ def test_each_element_travels_twice(mesh, zero):
         moved += num_bytes
     # The larger side of each exchange is counted: no home has more than its share here.
     assert moved == pytest.approx(2 * 4 * elements, rel=1e-3)
+
+
+def test_without_zero_all_copies_receive_the_update():
+    """Every rank has a copy of the other matrices, dp / ep of an expert's; as it is planned."""
+    model = {
+        "family": "moe", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 64, "num_experts": 4, "moe_intermediate_size": 16,
+        "vocab_size": 64,
+    }  # fmt: skip
+    changes = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "parallel3d.mesh.ep": 2}
+    case = Case(mesh=(1, 4, 1), zero_stage=0, changes=changes, microbatches=1, batch=4, model=model)
+    ranks = run_locally(traffic_on_rank, 4, case)
+    setting = Setting.from_config(case.config).but(precision="bf16")
+    machine = machine_of(A100, setting.software, curves_for(A100))
+    planned = slowest_matrix_work(setting, machine).sent_bytes
+    # Counted is the larger side: a home that does not own its expert sends more than it receives.
+    assert sum(calls[0][2] for calls, _ in ranks) == pytest.approx(planned, rel=0.03)

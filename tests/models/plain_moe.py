@@ -47,7 +47,7 @@ class Plain:
     def logits(self, tokens):
         """[batch, seq, vocab]."""
         c, w = self.config, self.weights
-        self.side, self.values = 0.0, {}
+        self.side, self.values, self.pool = 0.0, {}, []
         x = w["embedding.token.weight"][tokens]
         for number in range(c.num_hidden_layers):
             own = {
@@ -61,6 +61,10 @@ class Plain:
                 x = x + self.experts(f"blocks.{number}", own, y)
             else:
                 x = x + swiglu(y, own["mlp.gate_up.weight"], own["mlp.down.weight"])
+        if c.router_aux_loss == "pooled":  # over tokens of all layers, which have as many each
+            loads, shares = (sum(each) / len(each) for each in zip(*self.pool, strict=True))
+            value = c.num_experts * c.num_experts_per_tok * (loads * shares).sum()
+            self.side = self.side + c.router_aux_loss_coef * value
         output = w.get("head.output.weight", w["embedding.token.weight"])
         return norm(x, w["head.norm.weight"], c.rms_norm_eps) @ output.T
 
@@ -138,11 +142,13 @@ class Plain:
     def balance(self, layer, logits, shares, chosen, batch):
         c = self.config
         experts, k = c.num_experts, c.num_experts_per_tok
+        is_pooled = c.router_aux_loss == "pooled"
         parts = batch if c.router_aux_loss == "sequence" else 1
         value = 0.0
         for own, picked in zip(shares.chunk(parts), chosen.chunk(parts), strict=True):
             loads = torch.bincount(picked.flatten(), minlength=experts) / (len(own) * k)
-            value = value + experts * (loads * own.mean(0)).sum() / parts
+            self.pool.append((loads, own.mean(0)))
+            value = value + (not is_pooled) * experts * (loads * own.mean(0)).sum() / parts
         z = torch.logsumexp(logits, -1).square().mean()
         self.values[layer] = {"balance": value, "z": z}
         self.side = self.side + c.router_aux_loss_coef * value + c.router_z_loss_coef * z

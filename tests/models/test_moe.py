@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.models.moe import blocks
+from parallel3d.models.moe import blocks, huggingface
 from parallel3d.tensor import experts
 from tests.models.families import batch_of, build, on_ranks, part, small, weights_of
 from tests.models.plain_moe import Plain
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gloo
 
 AUX = {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01}
 CONFIGS = {
-    "Mixtral": {"num_key_value_heads": 2, **AUX},
+    "Mixtral": {"num_key_value_heads": 2, "router_aux_loss": "pooled", **AUX},
     "Qwen3": {"qk_norm": True, "decoder_sparse_step": 2, "router_aux_loss": "sequence", **AUX},
     "OLMoE": {
         "norm_topk_prob": False, "qk_norm": True, "qk_norm_over": "width",
@@ -130,6 +130,30 @@ def test_a_planted_fault_is_seen(fault, every):
     configs, found = every
     (error,) = errors(configs["DeepSeek-V3"], found[fault])
     assert (error > 1e-3) == (fault != "none")
+
+
+def test_the_pooled_loss_is_that_of_transformers():
+    """Its value, and its own gradient by each router: also where layers are computed again."""
+    settings = {"router_aux_loss": "pooled", "router_aux_loss_coef": 0.1}
+    config = small("moe", num_key_value_heads=2, **settings)
+    model = huggingface.reference(config)
+    model.load_state_dict(huggingface.to_huggingface(config, weights_of(config)))
+    expected = model(batch_of(config)[0], output_router_logits=True).aux_loss
+    expected.backward()
+    gates = [layer.mlp.gate.weight.grad for layer in model.model.layers]
+    (results,) = on_ranks(pooled, [(config,)])
+    for value, gradients in results:
+        assert value == pytest.approx(len(gates) * expected.item(), rel=1e-5)  # for each layer
+        for gate, gradient in zip(gates, gradients, strict=True):
+            torch.testing.assert_close(gradient, gate, rtol=1e-4, atol=1e-7)
+
+
+def pooled(config):
+    built, _ = build(config, 1, 16, False, activation_checkpointing="full")
+    _, side = built.module(0, *batch_of(config))
+    routers = [h.parameter for h in built.held if "router" in h.name]
+    side.total.backward()
+    return side.values["balance"].item(), [p.grad / 0.1 for p in routers]
 
 
 def test_evaluation_counts_nothing():

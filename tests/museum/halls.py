@@ -49,6 +49,7 @@ HALLS: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16", "zero": 3},
     "Muon": {"optimizer": MUON},
     "experts": {"model": {"family": "moe", **_SIZES}},
+    "Muon experts": {"model": {"family": "moe", **_SIZES}, "optimizer": MUON},
     "divided experts": {"model": {"family": "moe", **_SIZES}, "zero": 3, "ep": 2},
 }
 

@@ -39,6 +39,7 @@ SIGMOID = {
     "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5, "router_aux_loss_coef": 0.1, "router_aux_loss": "sequence",
 }  # fmt: skip
+POOLED = SOFTMAX | {"router_aux_loss": "pooled"}
 TOP_FIRST = {
     "router": "topk_softmax", "score_bias": True, "capacity_factor": 1.25, "qk_norm": True,
     "moe_intermediate_size": 20, "decoder_sparse_step": 2,
@@ -185,6 +186,7 @@ def test_on_two_ranks(folder):
             case_of((2, 1, 1), "zero_bubble", model=SIGMOID, zero_stage=1),
             case_of((1, 2, 1), model=TOP_FIRST, weights="per_step", reduction="per_step"),
             case_of((1, 2, 1), model=SIGMOID, zero_stage=0),
+            case_of((1, 1, 2), model=POOLED, sequence_parallel=True, checkpointing="full"),
         ],
         folder,
     )

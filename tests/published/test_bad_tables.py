@@ -181,8 +181,8 @@ def test_a_file_that_is_none_is_one_message(
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ("a,b", "line 3 has 2 cells, the header 38"),
-        (GOOD.splitlines()[1] + ",more", "line 3 has 39 cells, the header 38"),
+        ("a,b", "line 3 has 2 cells, the header 39"),
+        (GOOD.splitlines()[1] + ",more", "line 3 has 40 cells, the header 39"),
         ("," * (len(NAMES) - 1), "the row is empty"),
     ],
 )

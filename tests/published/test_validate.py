@@ -121,7 +121,7 @@ def report_of(table: Path) -> dict[str, Any]:
 def test_the_report_has_the_keys_that_scripts_rely_on(table: Path) -> None:
     report = report_of(table)
     assert set(report) == {
-        "sources", "groups", "overall", "memory", "assumed", "rows", "left_out", "asked",
+        "sources", "groups", "overall", "experts", "memory", "assumed", "rows", "left_out", "asked",
     }  # fmt: skip
     assert all(set(line) >= KEYS for line in report["sources"].values())
     assert set(report["overall"]) >= KEYS

@@ -172,19 +172,28 @@ def matrix_work(
     uneven = imbalance(costs, homes)
     flops = sum(work.flops(c, min(s)) for c, s in zip(costs, shapes, strict=True)) / homes * uneven
     elements = sum(rows * columns for rows, columns in shapes)
-    # Each rank's shard goes to the homes, and comes back; without ZeRO to all replicas.
-    back = 1 if sharding.zero_stage else sharding.dp
+    # Each rank's shard goes to the homes, and comes back; without ZeRO to all replicas, of which
+    # experts have fewer.
+    returned = elements
+    if not sharding.zero_stage:
+        experts = sum(
+            count * spec.numel
+            for kind, count in enumerate(held)
+            for spec in model.kinds[kind].params
+            if spec.role == "hidden" and "experts" in spec.cut_over
+        )
+        returned = (elements - experts) * sharding.dp + experts * sharding.dp // sharding.ep
     group = group_of(homes, 1, sharding.devices, hardware)
     exchange = sum(
         collective_seconds("all_gather", MASTER_BYTES * n / homes, *group, hardware, curves)
-        for n in (elements, elements * back)
+        for n in (elements, returned)
     )
     has_rate = work.precision in {*hardware.matmul_flops, *hardware.peak_flops}
     rate = matmul_flops(hardware, work.precision if has_rate else sharding.precision, curves)
     if work.precision == "fp32" and not has_rate:
         rate *= _FP32_SHARE
     products = flops / rate
-    sent = MASTER_BYTES * elements * (1 + back) if homes > 1 else 0
+    sent = MASTER_BYTES * (elements + returned) if homes > 1 else 0
     return MatrixWork(sent, exchange, products, uneven)
 
 

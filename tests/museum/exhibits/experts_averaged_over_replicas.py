@@ -7,7 +7,13 @@ from typing import Any
 from parallel3d.engine.quirks import reducing
 from tests.museum.exhibit import Exhibit, in_place_of
 
-EXHIBIT = Exhibit(__doc__, mesh=(1, 4, 1), needs=("divided experts", "ZeRO-3"))
+EXHIBIT = Exhibit(
+    __doc__,
+    "2025-08-10",
+    "pytorch/pytorch#160285",
+    mesh=(1, 4, 1),
+    needs=("divided experts", "ZeRO-3"),
+)
 
 
 @in_place_of(reducing, "_reduce_scatter")
