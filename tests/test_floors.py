@@ -65,7 +65,7 @@ BUDGET = {
     "parallel3d/base": 945,
     "parallel3d/calibrate": 700,
     "parallel3d/checkpoint": 1365,
-    "parallel3d/config": 1995,
+    "parallel3d/config": 2000,
     "parallel3d/data": 3980,
     "parallel3d/doctor": 205,
     "parallel3d/engine": 1960,
@@ -77,7 +77,7 @@ BUDGET = {
     "parallel3d/report": 300,
     "parallel3d/scaling": 2880,
     "parallel3d/schedule": 910,
-    "parallel3d/tensor": 1565,
+    "parallel3d/tensor": 1580,
     "parallel3d/train": 2600,
     "parallel3d/verify": 1270,
 }
