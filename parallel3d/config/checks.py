@@ -154,6 +154,22 @@ def _check_rewind(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[
             rule = "needs checkpoints to rewind to, but checkpoint.every is 0"
             remedy = 'set checkpoint.every, or use "skip"'
             yield Problem(f"parallel3d.train.{name}", "rewind", rule, remedy)
+    if train.check_bits.on_wrong == "rewind" and not (checkpoint.every or checkpoint.at):
+        rule = "needs checkpoints to rewind to, but checkpoint.every is 0"
+        remedy = 'set checkpoint.every, or use "stop"'
+        yield Problem("parallel3d.train.check_bits.on_wrong", "rewind", rule, remedy)
+
+
+def _check_recomputation(train: TrainConfig, mesh: MeshConfig) -> Iterator[Problem]:
+    """Check that a rank's layers can run on another rank with its tp group alone."""
+    path, every = "parallel3d.train.check_bits.recompute_every", train.check_bits.recompute_every
+    for axis in ("cp", "ep"):
+        if every and (size := getattr(mesh, axis)) > 1:
+            rule = f"needs layers that only tp ranks share, but mesh.{axis} is {size}"
+            yield Problem(path, every, rule, f"use 0, or mesh.{axis} = 1")
+    if every and train.compile == "block":
+        rule = 'needs the values inside a block, but train.compile is "block"'
+        yield Problem(path, every, rule, 'use 0, or train.compile = "pointwise"')
 
 
 def _check_batch(
@@ -408,7 +424,8 @@ def _check_optimizer(
 
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     *MODEL_CHECKS, _check_layers, _check_schedule, _check_reduction, _check_noise_scale,
-    _check_compile, _check_rewind, _check_batch, _check_plan, _check_length, _check_batch_schedule,
-    _check_batch_sizes, _check_lr_schedule, _check_scheduler, _check_profile, _check_precision,
+    _check_compile, _check_recomputation, _check_rewind, _check_batch, _check_plan, _check_length,
+    _check_batch_schedule, _check_batch_sizes, _check_lr_schedule, _check_scheduler,
+    _check_profile, _check_precision,
     _check_communication_type, _check_offload, _check_nvme, _check_optimizer,
 )  # fmt: skip

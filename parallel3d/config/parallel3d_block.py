@@ -204,6 +204,15 @@ class CheckBitsConfig(Section):
     also masters and moments), parameters that tp does not cut, tied weights and the gradient norm
     must be the same; else the run stops and names the rank. On GPUs also set train.deterministic,
     without which tensor-parallel copies may round unlike."""
+    recompute_every: int = Field(default=0, ge=0)
+    """Steps between recomputations; 0 computes nothing again. One microbatch of each rank is
+    computed again on another rank, from the masters' weights, and compared bit for bit (on GPUs
+    only with train.deterministic, else within what rounding explains). It names the wrong rank,
+    layer and microbatch also at dp = 1 and under ZeRO-3. Takes as long as one microbatch more."""
+    on_wrong: Literal["stop", "rewind"] = "stop"
+    """After wrong bits: "stop" all ranks, or "rewind" once to the newest checkpoint that is not
+    after the last comparison without a difference, and train the same batches again. Either way
+    later checkpoints are set aside."""
 
 
 def _known_position(position: int | str) -> int | str:

@@ -9,13 +9,14 @@ if torch.accelerator.current_accelerator() is None:  # torch was built for CPUs
     # guess. Where there may be one, mesh/device has already set this variable.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from parallel3d.engine.construction import building, writing
+from parallel3d.engine.construction import building, plain_building, writing
 from parallel3d.engine.engine import Engine, ForwardEngine, StepResult, forward_settings
 from parallel3d.engine.engine_settings import EngineSettings
-from parallel3d.engine.optimizer_states import ParameterPiece
+from parallel3d.engine.optimizer_states import ParameterPiece, Update
+from parallel3d.engine.reduction import moments
 from parallel3d.tensor.cut import HeldParameter
 
 __all__ = [
     "Engine", "EngineSettings", "ForwardEngine", "HeldParameter", "ParameterPiece",
-    "StepResult", "building", "forward_settings", "writing",
+    "StepResult", "Update", "building", "forward_settings", "moments", "plain_building", "writing",
 ]  # fmt: skip

@@ -70,7 +70,7 @@ def building(
     if settings.precision == "fp16":
         fp16.allow_fp16_on_cpu(mesh.device)
     if not settings.shards_parameters:
-        return _plain_building(settings.dtype, mesh.device)
+        return plain_building(settings.dtype, mesh.device)
     deepspeed.init_distributed(dist_init_required=False)
     swapper = getattr(beside, "nvme_swapper", None)
     if settings.offload_param == "nvme" and swapper is None:
@@ -91,7 +91,8 @@ def building(
 
 
 @contextmanager
-def _plain_building(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+def plain_building(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Construct whole modules of this dtype on this device inside the context."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -184,6 +184,21 @@ class Engine:
     def measure_own_gradient(self) -> None:
         """Measure `StepResult.own_squares` in the next step, on the device."""
         self._reduction.own_squares = torch.zeros((), device=self.mesh.device)
+
+    @contextmanager
+    def measuring(
+        self, segments: Mapping[str, Sequence[tuple[int, int]]]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Measure this rank's gradients of a step before dp averages them, on the device.
+
+        `segments` has by parameter the first elements and lengths of parts of the flat gradient.
+        Yield what `moments` returns for each, [segments, 2].
+        """
+        self._reduction.segments, self._reduction.moments = segments, {}
+        try:
+            yield self._reduction.moments
+        finally:
+            self._reduction.segments = {}
 
     def accumulation(self) -> AbstractContextManager[None]:
         """Return the context of a step's forwards and backwards; gradients are reduced on exit."""

@@ -3,10 +3,11 @@
 A checkpoint reads and writes them in place, without copies.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -35,6 +36,15 @@ class Place:
     group: int
     offset: int
     piece: ParameterPiece
+
+
+class Update(NamedTuple):
+    """A group's flat master, which an optimizer updates at once; its pieces, options and state."""
+
+    places: Sequence[Place]
+    options: Mapping[str, Any]
+    master: Tensor
+    state: Mapping[str, Any]
 
 
 class OptimizerStates:
@@ -76,6 +86,38 @@ class OptimizerStates:
                 {k: tensor.narrow(0, place.offset, place.piece.numel) for k, tensor in flat.items()}
                 for place in block
             ]
+
+    def gradients(self) -> Iterator[tuple[ParameterPiece, Tensor]]:
+        """Yield each piece and its averaged gradient, before the update. Not with offload."""
+        for block in self._blocks:
+            parts = self._zero.averaged_gradients[block[0].group]
+            flat = torch.cat([part.flatten() for part in parts])
+            for place in block:
+                yield place.piece, flat.narrow(0, place.offset, place.piece.numel)
+
+    @contextmanager
+    def watching_update(
+        self, before: Callable[[Update], None], after: Callable[[Update], None]
+    ) -> Iterator[None]:
+        """Call `before` and `after` the update of each group in a step. Not with offload."""
+        optimizer = self._zero.optimizer
+
+        def call(function: Callable[[Update], None], *_: object) -> None:
+            indices = {id(master): index for index, master in enumerate(self._masters)}
+            for group in optimizer.param_groups:
+                for master in group["params"]:
+                    index = indices[id(master)]
+                    places = [p for block in self._blocks for p in block if p.group == index]
+                    state = optimizer.state.get(master)
+                    state = state or self._file.new_state(optimizer, master)
+                    options = {key: value for key, value in group.items() if key != "params"}
+                    function(Update(places, options, master, state))
+
+        with (
+            optimizer.register_step_pre_hook(partial(call, before)),
+            optimizer.register_step_post_hook(partial(call, after)),
+        ):
+            yield
 
     @torch.no_grad()
     def finish_loading(self) -> None:

@@ -1,7 +1,7 @@
 """Sum the gradients of a rank's stages over the mesh."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -44,6 +44,9 @@ class Reduction:
         self._last: int | None = None  # the stage whose last backward runs
         # If asked for, the sum of squares of the gradients that dp will average; copies count once.
         self.own_squares: Tensor | None = None
+        # If asked for, the moments of these segments of flat gradients before dp averages them.
+        self.segments: Mapping[str, Sequence[tuple[int, int]]] = {}
+        self.moments: dict[str, Tensor] = {}
         # Only at ZeRO-0, which DeepSpeed does not average: to be called when the step needs them.
         self._averages: list[Callable[[], None]] = []
         self._bucket = settings.reduce_bucket_size
@@ -159,6 +162,10 @@ class Reduction:
             for h in held:
                 if h.counts:
                     self.own_squares += _grad(h).float().square().sum()
+        for h in held if self.segments else ():
+            flat = _grad(h).flatten()
+            parts = [moments(flat.narrow(0, *segment)) for segment in self.segments[h.name]]
+            self.moments[h.name] = torch.stack(parts)
         if self._settings.zero_stage == 0:
             self._average_over_replicas(held)
 
@@ -188,6 +195,12 @@ class Reduction:
             finish()
         else:
             self._averages.append(finish)
+
+
+def moments(values: Tensor) -> Tensor:
+    """Return the sum of some values and that of their squares, [2] in double precision."""
+    wide = values.double()
+    return torch.stack([wide.sum(), wide.square().sum()])
 
 
 def _complete_with(

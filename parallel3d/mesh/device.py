@@ -1,6 +1,9 @@
 """The accelerator of a process: which one, how it computes, how a log describes it (floor 1)."""
 
 import os
+import platform
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -116,12 +119,23 @@ def pin_collectives() -> None:
         os.environ.setdefault(name, value)
 
 
+def name_of_device(device: torch.device) -> str:
+    """Return the model of an accelerator, or of the machine's CPU."""
+    if device.type == "cpu":
+        with suppress(OSError):
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+        return platform.processor()
+    get_name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(get_name(device)) if get_name else device.type
+
+
 def describe_device(device: torch.device) -> list[str]:
     """Return the log lines that describe an accelerator: its name, NCCL, its variables."""
     if device.type == "cpu":
         return []
-    get_name = getattr(torch.get_device_module(device), "get_device_name", None)
-    name = str(get_name(device)) if get_name else device.type
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
+    name = name_of_device(device)
     first = f"device  {name}, torch {torch.__version__}{', NCCL ' if nccl else ''}{nccl}"
     return [first, *(f"        {variable}" for variable in device_variables())]

@@ -218,6 +218,44 @@ class Mesh:
         assert work is not None
         return Transfer(work, self._transfer_timeout)
 
+    @property
+    def places(self) -> list[int]:
+        """The ranks of all pp and dp coordinates, in order, with this rank's cp and tp ones."""
+        grid = self._grid.flatten(0, 1)[:, self.context.coord, self.tensor.coord]
+        return [int(rank) for rank in grid]
+
+    @pulse.waiting("exchanging tensors with another rank")
+    def exchange(
+        self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor], by: int
+    ) -> None:
+        """Send tensors to the rank `by` places on, and receive those of the rank `by` places back.
+
+        Both may have other numbers of them. Collective over `places`.
+        """
+        places = self.places
+        own = places.index(self.rank)
+        to, source = (places[(own + steps) % len(places)] for steps in (by, -by))
+        if to == self.rank:
+            for tensor, copy in zip(tensors, into, strict=True):
+                copy.copy_(tensor)
+            return
+        sends = [dist.P2POp(dist.isend, t.contiguous(), to, tag=i) for i, t in enumerate(tensors)]
+        receives = [dist.P2POp(dist.irecv, t, source, tag=i) for i, t in enumerate(into)]
+        # Where the two are one rank, the first one sends first.
+        ops = [*sends, *receives] if self.rank < to else [*receives, *sends]
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            Transfer(work, self._transfer_timeout).wait()
+
+    def exchange_text(self, text: str, by: int) -> str:
+        """Send a text to the rank `by` places on; return that of the rank `by` places back."""
+        data = _bytes_of(text).to(self.device)
+        length = torch.tensor([len(data)], device=self.device)
+        other = torch.empty_like(length)
+        self.exchange([length], [other], by)
+        received = data.new_empty(int(other))
+        self.exchange([data], [received], by)
+        return received.cpu().numpy().tobytes().decode()
+
     def _pipe(self, step: int) -> dist.ProcessGroup:
         """Return the group for messages over `step` pipeline coordinates."""
         return self.pipeline.group if step > 0 else self._backward

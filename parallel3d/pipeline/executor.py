@@ -146,7 +146,7 @@ class Executor:
         for each name the sum over these layers, [], as a mean over the microbatches.
         """
         if len(batch) != self.schedule.num_microbatches:
-            self._use(self._schedule_for(len(batch)))
+            self._use(self.schedule_for(len(batch)))
         self.batch, self._key.step = batch, step
         self.flow = flow = Flow(self._losses_divisor(batch))
         clock = DeviceClock(self.mesh.device) if self.timed else None
@@ -176,7 +176,8 @@ class Executor:
         }
         return torch.stack(flow.losses).sum() if flow.losses else self._no_loss
 
-    def _schedule_for(self, num_microbatches: int) -> Schedule:
+    def schedule_for(self, num_microbatches: int) -> Schedule:
+        """Return the schedule of a batch; raise ScheduleError if it cannot run."""
         schedule = self._schedules.get(num_microbatches)
         if schedule is None:
             assert self._make_schedule, f"needs {self.schedule.num_microbatches} microbatches"

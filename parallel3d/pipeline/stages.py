@@ -169,7 +169,7 @@ def build_stages(
     with building(settings, mesh):
         for s in own_stages:
             for i in placement[s]:
-                modules[layers[i].name] = _build_layer(layers[i], context)
+                modules[layers[i].name] = build_layer(layers[i], context)
     if (cp := mesh.context.size) > 1:
         _refuse_whole_samples([layer for layer in layers if layer.name in modules], modules, cp)
     held = [
@@ -226,7 +226,8 @@ def _refuse_whole_samples(
             raise Problems([Problem("parallel3d.mesh.cp", cp, rule, "use mesh.cp = 1")])
 
 
-def _build_layer(layer: LayerSpec, context: LayerContext) -> nn.Module:
+def build_layer(layer: LayerSpec, context: LayerContext) -> nn.Module:
+    """Return a layer's module; its parameters have no values yet."""
     module_name, _, class_name = layer.build.partition(":")
     build = getattr(import_module(module_name), class_name)
     module: nn.Module = build(layer.config, layer.name, context)

@@ -5,7 +5,8 @@ Sequence parallelism uses an all-gather and a reduce-scatter (g and g-bar of arX
 section 4.2.2).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,12 +40,35 @@ class Pending:
         return self.result
 
 
+_hears: Callable[[Tensor, dist.ProcessGroup], None] | None = None
+
+
+@contextmanager
+def hearing(hears: Callable[[Tensor, dist.ProcessGroup], None]) -> Iterator[None]:
+    """Pass the parts of all sums over a group inside the context to `hears` before they are sent.
+
+    Not thread-local: autograd runs a device's backwards in another thread.
+    """
+    global _hears
+    before, _hears = _hears, hears
+    try:
+        yield
+    finally:
+        _hears = before
+
+
+def _hear(x: Tensor, group: dist.ProcessGroup) -> None:
+    if _hears is not None:
+        _hears(x, group)
+
+
 def all_reduce(
     x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
     """Reduce `x` over the group into a new tensor; for a group of one return `x` itself."""
     if group.size() == 1:
         return x
+    _hear(x, group)
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, op=op, group=group)
     return x
@@ -54,6 +78,7 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup, async_op: bool = True)
     """Start to sum the contiguous `x` over the group, in place; finish unless `async_op`."""
     if group.size() == 1:
         return Pending(x)
+    _hear(x, group)
     return Pending(x, [dist.all_reduce(x, group=group, async_op=async_op)])
 
 
@@ -69,6 +94,7 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, async_op: bool = T
     """Start to sum, keeping this rank's part: [..., seq, size] -> [..., seq / tp, size]."""
     if group.size() == 1:
         return Pending(x)
+    _hear(x, group)
     part = x.new_empty((*x.shape[:-2], x.shape[-2] // group.size(), x.shape[-1]))
     return Pending(part, _each_sample(reduce_scatter_single, part, x.contiguous(), group, async_op))
 

@@ -24,9 +24,18 @@ _REPLICAS, _EXPERTS, _TP, _TIED, _NORM = (
     "gradient norms",
 )  # fmt: skip
 
+REMEDY = (
+    "Leave out this host, whose memory or device may be faulty, and start again from the last "
+    "checkpoint"
+)
+
+
+class WrongBits(TrainingError):
+    """Ranks differ in what must be the same; raised on all of them."""
+
 
 def check_bits(engine: Engine, mesh: Mesh, norm: float, ends: tuple[int, int]) -> None:
-    """Raise TrainingError on all ranks unless all copies have the same bits. Collective.
+    """Raise WrongBits on all ranks unless all copies have the same bits. Collective.
 
     Each rank sends one checksum for each kind of copy, and the gradient norm. Where most copies
     agree the others are wrong; of two copies either may be. ZeRO's shards have no copy over dp.
@@ -56,7 +65,7 @@ def check_bits(engine: Engine, mesh: Mesh, norm: float, ends: tuple[int, int]) -
             details = gather_json(mesh, [socket.gethostname(), own])
             right = peers[values.index(usual)] if 2 * count > len(peers) else None
             wrong = [ranks for ranks, value in zip(peers, values, strict=True) if value != usual]
-            raise TrainingError(_message(what, right, wrong if right else peers, details))
+            raise WrongBits(_message(what, right, wrong if right else peers, details))
 
 
 def _checksums(engine: Engine, device: torch.device) -> dict[str, dict[str, Tensor]]:
@@ -138,7 +147,4 @@ def _message(
     places = dict.fromkeys(place for place, _ in pairs)
     ranks = [f"rank {c[place]} on {details[c[place]][0]}" for c in wrong for place in places]
     named = ", ".join(ranks) if right else f"one of {' and '.join(ranks)}"
-    return (
-        f"{what} differ in {pairs[0][1]}: {named} has wrong bits; all ranks stop. Leave out this "
-        "host, whose memory or device may be faulty, and start again from the last checkpoint"
-    )
+    return f"{what} differ in {pairs[0][1]}: {named} has wrong bits. {REMEDY}"

@@ -14,6 +14,8 @@ from parallel3d.base.errors import DataError
 from parallel3d.base.step_lines import METRICS, read_lines
 
 DIGESTS = "digests.jsonl"
+BOUNDS = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
+"""Relative difference of losses, norms and tensors that rounding on another mesh explains."""
 _COMPARED = ("loss", "grad_norm")
 _NAMED = 8  # parameters that are named
 

@@ -28,13 +28,11 @@ from parallel3d.mesh.agree import gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import find_nodes
 from parallel3d.train.assembly import Assembly, assemble
-from parallel3d.train.digests import compare_runs, is_close
+from parallel3d.train.digests import BOUNDS, compare_runs, is_close
 from parallel3d.train.metrics import MetricsWriter, step_reached
 from parallel3d.train.start import Start, begin, open_corpus, restore
 from parallel3d.train.trainer import Trainer
 
-BOUNDS = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
-"""Relative difference of losses, norms and tensors that rounding on another mesh explains."""
 Norms = dict[str, float]  # by "kind microbatch layer"
 
 

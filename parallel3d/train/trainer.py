@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, NoReturn
@@ -29,13 +29,14 @@ from parallel3d.models.common import role_lrs
 from parallel3d.tensor import compiled
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.bad_steps import BadSteps, Verdict, left_out
-from parallel3d.train.check_bits import check_bits
+from parallel3d.train.check_bits import WrongBits, check_bits
 from parallel3d.train.digests import append_digest
 from parallel3d.train.evaluation import HELD_OUT, Evaluation, Losses
 from parallel3d.train.feed import Feed
 from parallel3d.train.metrics import MetricsWriter, StepMetrics, gradient_noise, peak_memory_bytes
 from parallel3d.train.profiler import Profiler
 from parallel3d.train.progress import Progress
+from parallel3d.train.recomputation import make_recomputation
 from parallel3d.train.start import Start
 from parallel3d.train.stopping import StopRequest
 from parallel3d.train.watch import make_watch
@@ -119,6 +120,10 @@ class Trainer:
         self.saver, self.stop, self.position = saver, stop or StopRequest(), start.position
         self._state = RunState(config, corpus) if saver else None
         self._bad = BadSteps(config.train, start.checkpoint.state if start.checkpoint else None)
+        self._recomputation = make_recomputation(config, mesh, parts)
+        # The newest step that each check of bits vouches for; the last that was wrong and rewound.
+        self._clean = dict.fromkeys(("every", "recompute_every"), start.position.step)
+        self._wrong_at = -1
         self._role_lrs = role_lrs(config.model, config.optimizer.params)
         # The number of layers with each side loss.
         self._side_losses = Counter(name for layer in parts.layers for name in layer.side_losses)
@@ -149,14 +154,19 @@ class Trainer:
             step = result.steps
             reached(step)
             fault_point("trainer.step")
-            with ExitStack() as observed:
-                for observer in (self.profiler, self.watch):
-                    if observer:
-                        observed.enter_context(observer.step(step))
-                began = time.perf_counter()
-                lr = rate(self.config, step, self.position.next_sample)
-                rows, done, verdict = self._step(step, lr)
-                step_seconds = time.perf_counter() - began
+            try:
+                with ExitStack() as observed:
+                    for observer in (self.profiler, self.watch):
+                        if observer:
+                            observed.enter_context(observer.step(step))
+                    began = time.perf_counter()
+                    lr = rate(self.config, step, self.position.next_sample)
+                    rows, done, verdict = self._step(step, lr)
+                    step_seconds = time.perf_counter() - began
+                self._check_bits_if_due(step + 1, done)
+            except WrongBits as error:
+                result.steps = self._go_back(step, f"after step {step + 1} {error}")
+                continue
             if step == first:
                 self.mesh.set_timeouts(self.config.train.timeout_seconds)
                 self._warn_if_slow(step_seconds)
@@ -181,7 +191,6 @@ class Trainer:
             result.stopped = self.stop.stopping or (result.steps == after and not is_last)
             validation = {} if result.stopped else self._evaluated(result)
             self._report(result, lr, step_seconds, step_tokens, rows, done, validation)
-            self._check_bits_if_due(result.steps, done)
             self._digest_if_due(result.steps)
             self._save_if_due(result)
         if self.profiler:
@@ -223,15 +232,37 @@ class Trainer:
         return losses or {}
 
     def _check_bits_if_due(self, step: int, done: StepResult) -> None:
-        """Raise TrainingError if ranks differ in what they must all hold; collective."""
+        """Raise WrongBits if ranks differ in what they must all hold; collective."""
         every = self.config.train.check_bits.every
         if every and step % every == 0:
             pulse.doing(f"comparing the ranks' bits after step {step}")
-            try:
-                check_bits(self.engine, self.mesh, done.grad_norm, self._ends)
-            except TrainingError as error:
-                self._record("wrong_bits", step=step, reason=str(error))
-                self._give_up(f"after step {step} {error}")
+            check_bits(self.engine, self.mesh, done.grad_norm, self._ends)
+            self._clean["every"] = step
+
+    def _go_back(self, step: int, reason: str) -> int:
+        """Stop because of wrong bits, or return the step of the checkpoint that was loaded.
+
+        Checkpoints that no check vouches for are set aside. The same wrong bits again end the run.
+        """
+        self._record("wrong_bits", step=step + 1, reason=reason)
+        settings = self.config.train.check_bits
+        if self.saver:
+            self.saver.finish()
+            vouched = min(at for name, at in self._clean.items() if getattr(settings, name))
+            if names := find.set_aside(self._start.folder / "checkpoints", vouched, self.mesh):
+                reason += f". Set aside: {', '.join(names)}"
+        if settings.on_wrong == "stop" or step <= self._wrong_at:
+            raise TrainingError(f"{reason}. All ranks stop")
+        checkpoint = self._load_newest(step, f"{reason}. ")
+        state, to = checkpoint.state, checkpoint.step
+        self.position = Position(to, int(state["tokens"]), int(state["next_sample"]))
+        self._bad.left_out = left_out(state)
+        self._bad.rewind_to(state)
+        self._clean, self._wrong_at = dict.fromkeys(self._clean, to), step
+        if self.progress:
+            self.progress.say(f"{reason}. Rewound to step {to}")
+        self._record("rewind", step=step + 1, to=to, reason="wrong bits")
+        return to
 
     def _digest_if_due(self, step: int) -> None:
         """Write a digest of the state if one is due after this step; collective."""
@@ -273,7 +304,17 @@ class Trainer:
         every = self.config.train.noise_scale_every
         if is_measured := every and (step + 1) % every == 0:
             self.engine.measure_own_gradient()
-        loss = self.executor.run(self._feed.training(self.position.next_sample), step)
+        every = self.config.train.check_bits.recompute_every
+        check = self._recomputation if every and (step + 1) % every == 0 else None
+        batch = self._feed.training(self.position.next_sample)
+        with check.recording(batch, step) if check else nullcontext():
+            loss = self.executor.run(batch, step)
+        if check:
+            try:
+                check.compare()
+            except WrongBits:
+                self.engine.step(lr, lambda _: False)  # drops the gradients
+                raise
         pulse.doing(f"the optimizer's step {step + 1}")
         side_losses = [self.executor.side_losses.get(name, 0.0) for name in self._side_losses]
         verdict: Verdict | None = None
@@ -284,7 +325,10 @@ class Trainer:
             verdict = self._judge([row[1:] for row in early], early[0][0])
             return verdict.action != "skip"
 
-        done = self.engine.step(lr, is_kept if self._bad.may_skip else None)
+        with check.updating() if check else nullcontext():
+            done = self.engine.step(lr, is_kept if self._bad.may_skip else None)
+        if check:
+            self._clean["recompute_every"] = step + 1
         memory, broken = peak_memory_bytes(self.mesh.device), bool(self.saver and self.saver.broken)
         stop, save = self.stop.flags()
         own = loss, done.norm, memory, stop, save, broken, done.own_squares, *side_losses
@@ -354,6 +398,17 @@ class Trainer:
 
     def _rewind(self, verdict: Verdict, step: int) -> int:
         """Load the newest checkpoint and return its step, after which the next batch is trained."""
+        checkpoint = self._load_newest(step)
+        state = checkpoint.state
+        self._leave_out(verdict, step, int(state["next_sample"]), to=checkpoint.step)
+        next_sample = self.position.after(self.config).next_sample
+        self._bad.left_out = next_sample - (int(state["next_sample"]) - left_out(state))
+        self.position = Position(checkpoint.step, int(state["tokens"]), next_sample)
+        self._bad.rewind_to(state)
+        return checkpoint.step
+
+    def _load_newest(self, step: int, reason: str = "") -> find.FoundCheckpoint:
+        """Load the newest checkpoint instead of the state in `step`; set later ones aside."""
         pulse.doing(f"rewinding from step {step + 1}")
         self.mesh.set_timeouts(_LOADING_TIMEOUT)
         checkpoint, folder = self._start.checkpoint, self._start.folder / "checkpoints"
@@ -362,21 +417,16 @@ class Trainer:
             checkpoint = find.find(folder, "auto", self.mesh)[0] or checkpoint
         if checkpoint is None:
             raise TrainingError(
-                f"step {step + 1} has no checkpoint before it to rewind to; all ranks stop. Lower "
-                "checkpoint.every, or set train.on_nonfinite and train.on_spike to other values"
+                f"{reason}Step {step + 1} has no checkpoint before it to rewind to; all ranks "
+                "stop. Lower checkpoint.every, or set train.on_nonfinite, train.on_spike and "
+                "train.check_bits.on_wrong to other values"
             )
         find.set_aside(folder, checkpoint.step, self.mesh)
         load(checkpoint, engine=self.engine, mesh=self.mesh, layers=self._layers)
-        state = checkpoint.state
-        self._leave_out(verdict, step, int(state["next_sample"]), to=checkpoint.step)
-        next_sample = self.position.after(self.config).next_sample
-        self._bad.left_out = next_sample - (int(state["next_sample"]) - left_out(state))
-        self.position = Position(checkpoint.step, int(state["tokens"]), next_sample)
-        self._bad.rewind_to(state)
         if self.writer:
             self.writer.rewind(checkpoint.step)
         self.mesh.set_timeouts(self.config.train.timeout_seconds)
-        return checkpoint.step
+        return checkpoint
 
     def _give_up(self, message: str) -> NoReturn:
         """Finish a save of earlier steps, then raise TrainingError on all ranks."""

@@ -1,0 +1,419 @@
+"""Compute a microbatch of each rank again on another rank, and name the rank that was wrong.
+
+A step's own forward and backward of one microbatch leave a digest of each value that a layer
+computes. Before the update, the ranks of the next place of the mesh get its inputs, build the same
+layers with the weights of the masters, and compute the microbatch again, layer by layer. All ranks
+do so at once, each for another one, so a check takes as long as one microbatch more.
+"""
+
+import json
+import math
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from parallel3d.config import RunConfig
+from parallel3d.engine import Update, moments, plain_building
+from parallel3d.mesh.agree import gather_json
+from parallel3d.mesh.device import name_of_device
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.pulse import rank as pulse
+from parallel3d.model import optimizers
+from parallel3d.model.recompute import parts_of
+from parallel3d.pipeline.executor import Microbatch
+from parallel3d.pipeline.stages import build_layer
+from parallel3d.schedule.schedule import Op
+from parallel3d.tensor.collectives import all_reduce
+from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.segments import Segments
+from parallel3d.tensor.side_loss import alias, sum_side_losses
+from parallel3d.train.assembly import Assembly
+from parallel3d.train.check_bits import REMEDY, WrongBits
+from parallel3d.train.digests import BOUNDS, is_close
+from parallel3d.train.recorder import Recorder, Row, digest, read_digests
+
+_Known = dict[str, tuple[int, float]]
+_Difference = tuple[int, list[int], str] | None  # order, ranks that may be wrong, text
+
+
+class Recomputation:
+    """Records a microbatch of each rank in a step, and compares it with another rank's."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, parts: Assembly) -> None:
+        self._config, self._mesh, self._parts = config, mesh, parts
+        names = gather_json(mesh, name_of_device(mesh.device))
+        is_exact = mesh.device.type == "cpu" or config.train.deterministic
+        self._bound = 0.0 if is_exact and len(set(names)) == 1 else BOUNDS[config.precision]
+        layers = parts.stages.module.layers
+        uses = Counter(p for of_stage in layers.values() for m in of_stage for p in m.parameters())
+        self._shared = {parameter for parameter, count in uses.items() if count > 1}
+        self._held = {id(h.parameter): h for h in parts.engine.held}
+        self._settings = settings = parts.engine.settings
+        self._file = optimizers.load(settings.optimizer)
+        on_device = settings.offload_optimizer == "none"
+        self._checks_update = on_device and not self._file.WHOLE_MATRICES
+        self._segments: dict[str, list[tuple[int, int]]] = {}
+        if on_device and settings.reduces_once:
+            self._segments = self._find_segments()
+
+    def _find_segments(self) -> dict[str, list[tuple[int, int]]]:
+        """Return the pieces of each parameter's gradient that ranks hold after the reduction."""
+        engine, mesh = self._parts.engine, self._mesh
+        own = [(p.held.name, p.start, p.numel) for block in engine.states.blocks for p in block]
+        rows, segments = gather_json(mesh, own), dict[str, set[tuple[int, int]]]()
+        for rank in mesh.shards.ranks if self._settings.zero_stage else [mesh.rank]:
+            for name, start, numel in rows[rank]:
+                segments.setdefault(name, set()).add((start, numel))
+        return {name: sorted(parts) for name, parts in segments.items()}
+
+    @contextmanager
+    def recording(self, batch: Sequence[Microbatch], step: int) -> Iterator[None]:
+        """Record the microbatch whose backward is the first of a stage, in the step inside.
+
+        Its gradients are its own: those of later ones are added to them.
+        """
+        parts, mesh = self._parts, self._mesh
+        module, key = parts.stages.module, parts.stages.key
+        self._step, self._stage = step, list(module.layers)[step % len(module.layers)]
+        program = parts.executor.schedule_for(len(batch)).programs[mesh.pipeline.coord]
+        self._microbatch = next(
+            a.microbatch for a in program if a.stage == self._stage and a.op in (Op.B, Op.I)
+        )
+        self._number = batch[self._microbatch].number
+        self._recorder = Recorder(key, self._microbatch, mesh.tensor.group)
+        self._inputs: dict[str, Tensor] = {}
+        own = self._stage, self._microbatch
+
+        def note_inputs(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if (args[0], key.microbatch) == own:
+                names = ("x", "labels", "segments", "weights")
+                inputs = dict(zip(names, args[1:], strict=False))
+                segments = inputs.pop("segments", None)
+                if segments is not None:
+                    inputs |= {"positions": segments.positions, "bounds": segments.bounds}
+                self._inputs |= {k: v.detach() for k, v in inputs.items() if v is not None}
+
+        def note_gradients(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if (args[0], key.microbatch) == own:
+                x, side = output if isinstance(output, tuple) else (output, None)
+                x.register_hook(partial(self._inputs.__setitem__, "gradient"))
+                if side is not None and side.total.requires_grad:
+                    side.total.register_hook(partial(self._inputs.__setitem__, "side_gradient"))
+
+        with ExitStack() as until:
+            self._recorder.listen(until)
+            self._moments = until.enter_context(parts.engine.measuring(self._segments))
+            until.enter_context(module.register_forward_pre_hook(note_inputs))
+            until.enter_context(module.register_forward_hook(note_gradients))
+            numbers = parts.stages.layers_of_stage[self._stage]
+            for number, layer in zip(numbers, module.layers[self._stage], strict=True):
+                self._recorder.watch(number, layer, until, self._shared)
+            yield
+
+    def compare(self) -> None:
+        """Raise WrongBits on all ranks if one of them was wrong. Collective, before the update.
+
+        If two ranks differ, a third computation decides: on another place of the mesh or, where
+        there are only two, on each of the two once more.
+        """
+        pulse.doing(f"computing a microbatch of step {self._step + 1} again")
+        first, third = self._distances()
+        others = self._recompute(first)
+        own = [
+            row
+            for row in self._recorder.read()
+            # Sums that are heard from other stages are none of the other computation's.
+            if row[0] in others or not row[0].startswith("partial")
+        ]
+        row = self._first_difference(own, others)
+        again = repeated = others
+        if any(flag for (flag,) in self._mesh.gather_floats([row is not None])):
+            again = self._recompute(third)
+            repeated = self._recompute(first) if third == 0 else others
+        difference: _Difference = None
+        if row is not None:
+            kind, number, path = row[0].partition("#")[0].split(" ")
+            name = self._parts.layers[int(number)].name
+            text = (
+                f"computed wrong bits in stage {self._stage}, layer {name}, microbatch "
+                f"{self._number}: the {kind.replace('-', ' ')} of {f'{name}.{path}'.rstrip('.')}"
+            )
+            difference = self._decide(own.index(row), text, row, others, again, repeated)
+        self._raise_any(difference)
+        self._raise_any(self._reduction_difference())
+
+    def _distances(self) -> tuple[int, int]:
+        """Return how many places on the first and the third computation of this step run."""
+        count = len(self._mesh.places)
+        first = 1 + self._step % (count - 1) if count > 1 else 0
+        return first, first % (count - 1) + 1 if count > 2 else 0
+
+    def _first_difference(self, own: Sequence[Row], others: _Known) -> Row | None:
+        return next((row for row in own if not self._is_same(row, others)), None)
+
+    def _decide(
+        self, order: int, text: str, row: Row, others: _Known, again: _Known, repeated: _Known
+    ) -> _Difference:
+        """Return which ranks may be wrong: this one, or the one that computed `others`."""
+        place, _, norm = row
+        first, third = self._distances()
+        places, rank = self._mesh.places, self._mesh.rank
+        checker = places[(places.index(rank) + first) % len(places)]
+        wrong = sorted({rank, checker})
+        if self._is_same((place, *others[place]), again):
+            wrong = [rank]
+        elif self._is_same(row, again if third else repeated):
+            wrong = [checker]
+        return order, wrong, f"{text} has norm {norm:.9g}, computed again {others[place][1]:.9g}"
+
+    def _reduction_difference(self) -> _Difference:
+        """Return the first piece of a gradient that is not the mean of the replicas' gradients.
+
+        Its sum must be theirs, within 8 roundings of the gradients' norm. Collective.
+        """
+        replicas, names = self._mesh.replicas, sorted(self._moments)
+        if not names:
+            return None
+        flat = all_reduce(torch.cat([self._moments[name] for name in names]), replicas.group)
+        keys = [(name, *segment) for name in names for segment in self._segments[name]]
+        expected = dict(zip(keys, flat.tolist(), strict=True))
+        for order, (piece, gradient) in enumerate(self._parts.engine.states.gradients()):
+            total, squares = expected[piece.held.name, piece.start, piece.numel]
+            dtypes = self._settings.dtype, self._settings.reduction_dtype
+            eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+            found = float(moments(gradient)[0])
+            is_near = abs(found - total / replicas.size) <= 8 * eps * squares**0.5
+            if math.isfinite(total) and not is_near:  # fp16 overflows
+                text = (
+                    f"has a wrong averaged gradient of {piece.held.name}: its sum is {found:.9g}, "
+                    f"the replicas' mean is {total / replicas.size:.9g}"
+                )
+                return order, [self._mesh.rank], text
+        return None
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Compute the update inside again elsewhere; raise WrongBits on all ranks if it differs.
+
+        The state is sent before it is updated. Only optimizers that update each element by itself
+        are checked, and only without offload.
+        """
+        if not self._checks_update:
+            yield
+            return
+        results: list[tuple[list[Row], _Known, _Known]] = []
+        answers: list[_Known] = []
+
+        def before(update: Update) -> None:
+            answers[:] = [self._update_elsewhere(update, by) for by in self._distances()]
+
+        def after(update: Update) -> None:
+            tensors = [update.master, *(update.state[kind] for kind in self._kinds)]
+            spans = [(p.piece.held.name, p.offset, p.piece.numel) for p in update.places]
+            results.append((self._digest_pieces(tensors, spans), answers[0], answers[1]))
+
+        with self._parts.engine.states.watching_update(before, after):
+            yield
+        difference: _Difference = None
+        for order, (own, others, again) in enumerate(results):
+            row = self._first_difference(own, others)
+            if row is not None and difference is None:
+                text = f"updated wrongly: {row[0]}"
+                difference = self._decide(order, text, row, others, again, others)
+        self._raise_any(difference)
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return self._parts.engine.states.kinds[1:]
+
+    def _digest_pieces(
+        self, tensors: Sequence[Tensor], spans: Sequence[tuple[str, int, int]]
+    ) -> list[Row]:
+        """Return digests of pieces (parameter, offset, length) of the flat master and state."""
+        parts = [
+            (f"the {kind} of {name}", digest(tensor.narrow(0, offset, length)))
+            for name, offset, length in spans
+            for kind, tensor in zip(("master", *self._kinds), tensors, strict=True)
+        ]
+        return read_digests([place for place, _ in parts], [digest for _, digest in parts])
+
+    def _update_elsewhere(self, update: Update, by: int) -> _Known:
+        """Return the digests of an update that the rank `by` places on computes."""
+        mesh, kinds = self._mesh, self._kinds
+        gradient = update.master.grad
+        assert gradient is not None
+        spans = [(p.piece.held.name, p.offset, p.piece.numel) for p in update.places]
+        count = float(update.state.get("step", 0))
+        about = json.dumps([update.options, count, len(gradient), spans])
+        options, count, length, spans = json.loads(mesh.exchange_text(about, by))
+        tensors = [update.master.detach(), gradient, *(update.state[kind] for kind in kinds)]
+        received = [tensor.new_empty(length) for tensor in tensors]
+        mesh.exchange(tensors, received, by)
+        master = nn.Parameter(received[0])
+        optimizer = self._file.make(
+            [{"params": [master]}], self._settings.params, device=mesh.device, cpu_adam=False
+        )
+        optimizer.param_groups[0].update(options)
+        state = self._file.new_state(optimizer, master)
+        if "step" in state:
+            state["step"] += count
+        state.update(zip(kinds, received[2:], strict=True))
+        optimizer.state[master], master.grad = state, received[1]
+        optimizer.step()
+        rows = self._digest_pieces([master, *(state[kind] for kind in kinds)], spans)
+        return self._returned(rows, by)
+
+    def _returned(self, rows: Sequence[Row], by: int) -> _Known:
+        """Send rows back to the rank that asked; return those of the rank that was asked."""
+        text = json.dumps({place: numbers for place, *numbers in rows})
+        answer: _Known = json.loads(self._mesh.exchange_text(text, -by))
+        return answer
+
+    def _is_same(self, row: Row, others: _Known) -> bool:
+        """Return True if another computation has the same bits, or if rounding explains it."""
+        place, bits, norm = row
+        other_bits, other_norm = others[place]
+        return bits == other_bits or bool(self._bound and is_close(norm, other_norm, self._bound))
+
+    def _raise_any(self, difference: _Difference) -> None:
+        """Raise WrongBits on all ranks if one has a difference; collective.
+
+        Tensor-parallel ranks pass a wrong value on, so the earliest difference among them counts.
+        """
+        if not any(flag for (flag,) in self._mesh.gather_floats([difference is not None])):
+            return
+        own = [self._mesh.places, socket.gethostname(), difference]
+        rows = gather_json(self._mesh, own)
+        by_place: dict[int, list[Any]] = {}
+        for rank, (places, _, other) in enumerate(rows):
+            if other is not None:
+                by_place.setdefault(places.index(rank), []).append(other)
+        texts = []
+        for differences in by_place.values():
+            first = min(order for order, _, _ in differences)
+            earliest = [d for d in differences if d[0] == first]
+            ranks = sorted({rank for _, wrong, _ in earliest for rank in wrong})
+            named = " and ".join(f"rank {rank} on {rows[rank][1]}" for rank in ranks)
+            texts.append(f"{'one of ' * (len(ranks) > 1)}{named} {earliest[0][2]}")
+        raise WrongBits(f"{'; '.join(texts)}. {REMEDY}")
+
+    def _recompute(self, by: int) -> _Known:
+        """Return the digests that the rank `by` places on computes from this rank's inputs."""
+        mesh = self._mesh
+        shapes = {
+            k: [str(v.dtype).removeprefix("torch."), *v.shape] for k, v in self._inputs.items()
+        }
+        about = self._stage, self._microbatch, mesh.samples.coord, shapes
+        stage, microbatch, dp_coord, shapes = json.loads(mesh.exchange_text(json.dumps(about), by))
+        inputs = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.device)
+            for name, (dtype, *shape) in shapes.items()
+        }
+        mesh.exchange(list(self._inputs.values()), list(inputs.values()), by)
+        key = RandomKey(self._config.train.seed, dp_coord, self._step, microbatch)
+        return self._returned(self._run(stage, inputs, key, by), by)
+
+    def _run(self, stage: int, inputs: dict[str, Tensor], key: RandomKey, by: int) -> list[Row]:
+        """Return the digests of another rank's stage, with the weights of one layer in memory.
+
+        Each layer runs twice, like a recomputed one: first for the next layer's input.
+        """
+        recorder = Recorder(key, key.microbatch, self._mesh.tensor.group)
+        of_stage = self._parts.stages.layers_of_stage
+        numbers, most = of_stage[stage], max(map(len, of_stage))
+        xs, gradient = [inputs["x"]], inputs.get("gradient")
+        for place in range(most):
+            layer = self._layer(numbers, place, key, by)
+            if layer is not None and place + 1 < len(numbers):
+                xs.append(_forward(layer, xs[place], inputs, False)[0].detach())
+        for place in reversed(range(most)):
+            layer = self._layer(numbers, place, key, by)
+            if layer is None:
+                continue
+            x = xs.pop().detach()
+            x.requires_grad_(x.is_floating_point())
+            with ExitStack() as until:
+                recorder.listen(until)
+                recorder.watch(numbers[place], layer, until, set())
+                output, side = _forward(layer, x, inputs, place + 1 == len(numbers))
+                roots, gradients = [output], [gradient]
+                if side is not None and "side_gradient" in inputs:
+                    roots, gradients = [output, side], [gradient, inputs["side_gradient"]]
+                torch.autograd.backward(roots, gradients)
+            gradient = x.grad
+        return recorder.read()
+
+    def _layer(
+        self, numbers: Sequence[int], place: int, key: RandomKey, by: int
+    ) -> nn.Module | None:
+        """Return a layer of another rank's stage, and send the weights of this rank's own one."""
+        parts, mesh, config = self._parts, self._mesh, self._config
+        own, engine = parts.stages.module.layers[self._stage], parts.engine
+        weights = [
+            engine.full_parameter(self._held[id(parameter)]).to(engine.settings.dtype)
+            for layer in own[place : place + 1]
+            for parameter in _by_name(layer)
+        ]
+        layer: nn.Module | None = None
+        into: list[Tensor] = []
+        if place < len(numbers):
+            context = LayerContext(
+                mesh.tensor.group, key, config.mesh.sequence_parallel,
+                parts_of(config.pipeline.activation_checkpointing), config.train.overlap,
+            )  # fmt: skip
+            with plain_building(engine.settings.dtype, mesh.device):
+                layer = build_layer(parts.layers[numbers[place]], context)
+            if engine.settings.shards_parameters and not engine.settings.holds_weights:
+                _pass_aliases(layer)
+            for parameter in _by_name(layer):
+                into.append(parameter.data)
+                if engine.settings.precision != "fp32":
+                    parameter.grad_dtype = torch.float32
+        mesh.exchange(weights, into, by)
+        return layer
+
+
+def make_recomputation(config: RunConfig, mesh: Mesh, parts: Assembly) -> Recomputation | None:
+    """Return the check if the config asks for it. Collective."""
+    return Recomputation(config, mesh, parts) if config.train.check_bits.recompute_every else None
+
+
+def _pass_aliases(layer: nn.Module) -> None:
+    """Let each module take and return aliases of tensors, as under DeepSpeed's hooks for ZeRO-3.
+
+    Otherwise autograd would add three gradients of one tensor in another order.
+    """
+    aliased = partial(tree_map, lambda v: alias(v) if isinstance(v, Tensor) else v)
+    for module in layer.modules():
+        module.register_forward_pre_hook(lambda _, args: aliased(args))
+        module.register_forward_hook(lambda _, __, output: aliased(output))
+
+
+def _by_name(layer: nn.Module) -> list[nn.Parameter]:
+    """Return a layer's parameters; a tied one stands elsewhere among the others."""
+    return [parameter for _, parameter in sorted(layer.named_parameters())]
+
+
+def _forward(
+    layer: nn.Module, x: Tensor, inputs: dict[str, Tensor], is_last: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return a layer's output, and the sum of its side losses if it has any."""
+    if is_last and "labels" in inputs:
+        output = layer(x, inputs["labels"], *(inputs[k] for k in ("weights",) if k in inputs))
+    else:
+        segments = None
+        if "bounds" in inputs:
+            lengths = tuple(inputs["bounds"].diff().tolist())
+            segments = Segments(inputs["positions"], inputs["bounds"], lengths)
+        output = layer(x, segments)
+    if isinstance(output, Tensor):
+        return output, None
+    return output[0], sum_side_losses(list(output[1].items())).total
