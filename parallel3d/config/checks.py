@@ -160,7 +160,9 @@ def _check_rewind(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[
         yield Problem("parallel3d.train.check_bits.on_wrong", "rewind", rule, remedy)
 
 
-def _check_recomputation(train: TrainConfig, mesh: MeshConfig) -> Iterator[Problem]:
+def _check_recomputation(
+    train: TrainConfig, mesh: MeshConfig, model: ModelConfig
+) -> Iterator[Problem]:
     """Check that a rank's layers can run on another rank with its tp group alone."""
     path, every = "parallel3d.train.check_bits.recompute_every", train.check_bits.recompute_every
     for axis in ("cp", "ep"):
@@ -170,6 +172,9 @@ def _check_recomputation(train: TrainConfig, mesh: MeshConfig) -> Iterator[Probl
     if every and train.compile == "block":
         rule = 'needs the values inside a block, but train.compile is "block"'
         yield Problem(path, every, rule, 'use 0, or train.compile = "pointwise"')
+    if every and getattr(model, "router_aux_loss", None) == "pooled":
+        rule = 'computes one layer at a time, but model.router_aux_loss is "pooled"'
+        yield Problem(path, every, rule, 'use 0, or router_aux_loss = "microbatch"')
 
 
 def _check_batch(

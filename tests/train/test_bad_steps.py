@@ -228,7 +228,7 @@ def test_too_many_bad_batches_stop_the_run(config):
     for most, rewound in zip(*runs, strict=True):
         assert most.error.startswith("TrainingError: the loss on rank 0 is nan, after 1 skipped")
         assert "at step 4" in most.error and "max_skips" in most.error
-        assert "step 2 has no checkpoint before it" in rewound.error
+        assert "Step 2 has no checkpoint before it" in rewound.error
         assert "checkpoint.every" in rewound.error
 
 
