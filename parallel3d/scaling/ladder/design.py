@@ -159,7 +159,7 @@ def _document(
 
     Raises ConfigError if a budget has too few sizes around its best one.
     """
-    most = flops / args.factor
+    most = 0.99 * flops / args.factor  # whole steps change FLOPs by less than 1 %
     budgets = [float(f"{most / _RATIO ** (2 * k):.3g}") for k in range(args.budgets)][::-1]
     budgets_of: dict[int, list[float]] = {}
     target = sqrt(flops / FLOPS_PER_ND / args.tokens_per_param)
