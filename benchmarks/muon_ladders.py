@@ -21,7 +21,7 @@ DRAWS = 1000
 
 
 def fit(params: np.ndarray, tokens: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """Return log E, log A, a, log B, b, log s of the least squares of log(loss).
+    """Return log E, log A, a, log B, b, log s of the least Huber losses of log(loss) beyond 1 %.
 
     params, tokens: [pairs], in units of their geometric means. losses: [2, pairs].
     """
@@ -34,7 +34,7 @@ def fit(params: np.ndarray, tokens: np.ndarray, losses: np.ndarray) -> np.ndarra
         return np.append((np.log(np.exp(x[0]) + size + data) - np.log(losses)).ravel(), prior)
 
     start = np.array([np.log(1.5), np.log(0.7), 0.3, np.log(0.7), 0.3, 0.0])
-    return least_squares(residuals, start).x
+    return least_squares(residuals, start, loss="huber", f_scale=0.01).x
 
 
 def paired(folders: list[Path]) -> tuple[Points, np.ndarray]:
@@ -84,6 +84,8 @@ def draw(points: Points, losses: np.ndarray, found: str) -> bytes:
                 label = f"{name}, {size / 1e3:.0f}k parameters"
                 axes.plot(points.tokens[rows], loss[rows], line, ms=4, color=colour, label=label)
         axes.set(xscale="log", xlabel="training tokens", ylabel="held-out loss (nats per token)")
+        axes.set_xticks([2e5, 5e5, 1e6, 2e6], ["200k", "500k", "1M", "2M"])
+        axes.minorticks_off()
         axes.set_title(f"AdamW's tokens over Muon's at equal loss: {found}", fontsize=8)
         axes.legend(fontsize=7)
         return png(plt, figure)
