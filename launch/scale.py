@@ -1,6 +1,7 @@
 """Scaling laws: plan and run ladders, fit laws to runs, and forecast larger runs.
 
 parallel3d scale plan --ladder configs/ladders/cpu.json
+parallel3d scale plan --design --base ds.json --hours 1.5 --out ladder.json
 parallel3d scale run --ladder configs/ladders/cpu.json --parallel 2
 parallel3d scale fit runs.csv
 parallel3d scale predict --fit fit.json --flops 1e24 --register
@@ -30,14 +31,16 @@ def main() -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Print the runs of a ladder with their sizes and costs, without writing anything."""
+    """Print the runs of a ladder with their sizes and costs, and design it first if asked to."""
+    from parallel3d.scaling.ladder.design import design
     from parallel3d.scaling.ladder.plan import ladder_of, show, to_json
 
     console = terminal.console(args.json)
-    ladder = ladder_of(args.ladder)
+    facts = design(args, console) if args.design or not args.ladder else None
+    ladder = ladder_of(str(args.out) if facts else args.ladder)
     show(ladder, console)
     if args.json:
-        print(json.dumps(to_json(ladder)))
+        print(json.dumps(to_json(ladder) | ({"design": facts} if facts else {})))
     return DONE
 
 

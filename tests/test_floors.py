@@ -75,7 +75,7 @@ BUDGET = {
     "parallel3d/pipeline": 400,
     "parallel3d/plan": 2_960,
     "parallel3d/report": 300,
-    "parallel3d/scaling": 2880,
+    "parallel3d/scaling": 3100,
     "parallel3d/schedule": 910,
     "parallel3d/tensor": 1595,
     "parallel3d/train": 2995,

@@ -18,7 +18,7 @@ from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.forecast import Forecast
 from parallel3d.scaling.laws import LAWS
 from parallel3d.scaling.points import FLAGS, NAMES, Points, points_of
-from parallel3d.scaling.reliability import with_checks
+from parallel3d.scaling.reliability import LEAST_BUDGETS, with_checks
 from parallel3d.scaling.result import Fit, finite
 from parallel3d.scaling.run_table import read
 from parallel3d.scaling.runs import COUNTS, read_runs
@@ -110,15 +110,34 @@ def add_predict(parser: Parser) -> None:
 
 def add_plan(parser: Parser) -> None:
     """Add the flags of `plan` to a parser."""
-    parser.add_argument(
-        "--ladder", required=True, metavar="FILE", help="a ladder file, as in configs/ladders"
-    )
+    add = parser.add_argument
+    # fmt: off
+    add("--ladder", metavar="FILE", help="a ladder file, as in configs/ladders")
+    add("--design", action="store_true", help="write a ladder file, by --base and the flags below")
+    add("--base", metavar="FILE", help="config whose model's proportions and settings to keep")
+    add("--out", type=Path, metavar="FILE", help="the new ladder file")
+    add("--hours", type=above_0, metavar="H", help="hours of all runs on this machine")
+    add("--flops", type=above_0, metavar="C", help="FLOPs of the forecast run, in place of --hours")
+    add("--factor", type=above_0, default=10.0, metavar="X",
+        help="FLOPs of the forecast run over the largest budget (default: 10)")
+    add("--budgets", type=whole_number(least=LEAST_BUDGETS, most=30), default=LEAST_BUDGETS,
+        metavar="N", help=f"budgets, each 2.08 times the one below (default: {LEAST_BUDGETS})")
+    add("--tokens-per-param", type=above_0, default=20.0, metavar="R",
+        help="tokens per parameter of the best size, as far as known (default: 20)")
+    add("--noise", type=above_0, default=0.003, metavar="S",
+        help="relative scatter of losses between runs, for the interval (default: 0.003)")
+    add("--parallel", type=whole_number(), default=1, metavar="N",
+        help="runs at once, for --hours (default: 1)")
+    # fmt: on
     parser.add_json()
 
 
 def add_run(parser: Parser) -> None:
     """Add the flags of `run` to a parser."""
-    add_plan(parser)
+    parser.add_argument(
+        "--ladder", required=True, metavar="FILE", help="a ladder file, as in configs/ladders"
+    )
+    parser.add_json()
     parser.add_argument(
         "--parallel", type=whole_number(), default=1, metavar="N",
         help="train up to N runs at once, if there are devices for them (default: 1)",

@@ -16,7 +16,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.scaling import data_constrained, frontier
 from parallel3d.scaling.laws import LAWS, PARAMETRIC
 from parallel3d.scaling.points import FLOPS_PER_ND, Array, Points
-from parallel3d.scaling.posterior import back_test, posterior
+from parallel3d.scaling.posterior import LEAST, back_test, posterior
 from parallel3d.scaling.result import Fit, interval
 
 SAME_RUN = 0.02
@@ -106,7 +106,10 @@ def forecast(
     texts = {
         "fewer than 4 budgets have their best size between others, so the surface makes the "
         "forecast; on published ladders it was off by 9 % at 10 times the FLOPs":
-            law is None and fit.law == PARAMETRIC.name,
+            len(losses) < LEAST and fit.law == PARAMETRIC.name,
+        "the best losses fall ever faster with FLOPs, so no law E + A C^-gamma, E > 0, describes "
+        "them and the surface makes the forecast; add larger budgets or leave out the smallest":
+            law is None and len(losses) >= LEAST,
         "no parametric law fits these runs; the loss is that of the best run of the budget":
             law is not None and known != ["--flops"] and not is_off,
     }  # fmt: skip

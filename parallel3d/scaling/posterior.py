@@ -18,7 +18,7 @@ LEAST = 4
 """The smallest number of budgets that determine the law."""
 DRAWS = 4000
 _FAR = np.log(4)  # distance in log(N) from the optimum from which a size counts for a fifth or less
-_GAMMA = (0.12, 0.7)
+GAMMA = (0.12, 0.7)
 """Median of gamma before the data, and standard deviation of its logarithm. Published ladders have
 gammas from 0.05 (arXiv:2001.08361) to 0.15 (arXiv:2203.15556)."""
 _RANGE = (0.01, 0.6)  # gammas of the grid
@@ -128,7 +128,7 @@ def posterior(bests: Sequence[BestLoss], draws: int = DRAWS, seed: int = 0) -> P
         drop = rest @ (weight * loss) / spread
         residual = loss - mean_loss - drop[:, None] * rest  # [gammas, budgets]
         total = residual**2 @ weight + own * noise + 1e-24  # without noise it may be 0
-        prior = np.log(gammas) + (np.log(gammas / _GAMMA[0]) / _GAMMA[1]) ** 2 / 2
+        prior = np.log(gammas) + (np.log(gammas / GAMMA[0]) / GAMMA[1]) ** 2 / 2
         likelihood = -np.log(spread) / 2 - degrees / 2 * np.log(total) - prior
         share = np.exp(likelihood - likelihood.max())
         likely = np.flatnonzero(share > 1e-6)

@@ -104,6 +104,21 @@ def test_a_run_off_the_frontier_has_the_surface_s_ratio():
     assert "the surface makes the forecast" in alone.warnings[0] and not alone.back_test
 
 
+def test_best_losses_that_fall_ever_faster_leave_the_forecast_to_the_surface():
+    """Budgets too small for a power law: all six bracket their best size, and no law has E > 0."""
+    best = np.repeat([3.686, 3.497, 3.296, 3.076, 2.850, 2.648], 7)  # configs/ladders/cpu-forecast
+    flops = np.repeat(2.57e10 * 2.08 ** np.arange(6), 7)
+    away = np.tile(np.linspace(-1, 1, 7), 6)
+    params = np.sqrt(flops / 120) * np.exp(away)
+    bent = points(params, flops / 6 / params, best + 0.1 * away**2)
+    assert len(losses_of(bent, PARAMETRIC.name)[0]) == 6
+    fit = fit_law(bent, PARAMETRIC, Estimator("squares"), draws=0, brief=True)
+    prediction = forecast(fit, flops=1e13)
+    (warning,) = prediction.warnings
+    assert prediction.by == "parametric" and "fall ever faster with FLOPs" in warning
+    assert "fewer than 4 budgets" not in warning
+
+
 def test_a_back_test_fits_only_what_came_before():
     bests, _ = losses_of(ladder(CHINCHILLA, 0), "isoflop")
     one, two = back_test(bests)  # the last three would leave three

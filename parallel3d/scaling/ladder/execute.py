@@ -56,6 +56,8 @@ def execute_runs(read: Callable[[], _R], parallel: int, out: Console) -> tuple[i
         ) from None
     try:
         code = _execute(ladder, parallel, out)
+        if code == DONE and not ladder.is_tuned:
+            code = _execute(read(), parallel, out)  # with the tuned rate and batch
     finally:
         lock.release()
     return code, read()
@@ -66,6 +68,7 @@ def _execute(ladder: Runs, parallel: int, out: Console) -> int:
     rungs = [rung for rung in ladder.rungs if rung.state.name != "finished"]
     trunks = {rung.run.trunk for rung in rungs}  # trunks that unfinished forks need
     todo = [r.run for r in rungs if r.run.kind != "trunk" or r.run.name in trunks]
+    todo = [run for run in todo if run.kind == "tune"] or todo
     with Display(out, len(ladder.rungs), len(ladder.rungs) - len(rungs)) as display:
         runner = Runner(ladder, parallel, display)
         with runner.listening():

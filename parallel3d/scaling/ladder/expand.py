@@ -17,14 +17,14 @@ from parallel3d.config import RunConfig
 from parallel3d.model.config import ModelConfig
 from parallel3d.models.common import divisor_below
 from parallel3d.plan.search.plans import with_vocabulary
-from parallel3d.scaling.ladder.ladder_file import LAWS, LadderConfig, SizeConfig
+from parallel3d.scaling.ladder.ladder_file import LAWS, LadderConfig, SizeConfig, TuneConfig
 from parallel3d.scaling.ladder.sizes import model_of
 from parallel3d.scaling.points import FLOPS_PER_ND
 from parallel3d.scaling.runs import ALL, PartCounts, count
 
 # Keys of train that the ladder sets.
-_OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "batch_schedule", "stop_after")
-CONFIGS, TRUNKS = "configs", "trunks"  # folders within a ladder's directory
+OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "batch_schedule", "stop_after")
+CONFIGS, TRUNKS, TUNING = "configs", "trunks", "tuning"  # folders within a ladder's directory
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,11 @@ class LadderRun:
     tokens: int
     exact_flops: float  # with attention
     devices: int
-    kind: str = "fit"  # "fit", "trunk", "held-out"
+    kind: str = "fit"  # "tune", "trunk", "fit", "held-out"
     trunk: str = ""  # name of the run whose checkpoint it starts from
     steps_done: int = 0  # steps of the trunk up to that checkpoint
+    factors: tuple[float, float] = (1.0, 1.0)  # of rate and batch, times those of the ladder
+    budget: float = 0.0  # of a run that tunes, in the unit of the ladder's budgets
 
     @property
     def flops(self) -> float:
@@ -71,7 +73,7 @@ class LadderRun:
         return Path(self.config.run.directory) / self.config.run.name
 
 
-def _shared_model(base: Mapping[str, object], source: Path) -> dict[str, object]:
+def shared_model(base: Mapping[str, object], source: Path) -> dict[str, object]:
     """Return the model settings that all sizes share, with the vocabulary size as a number.
 
     source: the ladder's file, for messages.
@@ -92,7 +94,7 @@ def _shared_model(base: Mapping[str, object], source: Path) -> dict[str, object]
             f"base.parallel3d.train.{key}", train[key], "is set by the ladder",
             "remove it, and use budgets and schedule",
         )
-        for key in _OWN
+        for key in OWN
         if key in train
     ]  # fmt: skip
     own_tokenizer = data.get("tokenizer", "train") in ("train", "none")
@@ -130,8 +132,11 @@ class _Point:
     counts: PartCounts
     tokens: float
 
-    def settings(self, ladder: LadderConfig) -> tuple[float, float]:
-        """Return the learning rate and the tokens per batch, from a law or from the ladder."""
+    def settings(self, ladder: LadderConfig, factors: tuple[float, float]) -> tuple[float, float]:
+        """Return the learning rate and the tokens per batch, from a law or from the ladder.
+
+        factors: of both.
+        """
         hyperparameters = ladder.hyperparameters
         values = []
         for name in ("learning_rate", "batch_tokens"):
@@ -140,39 +145,60 @@ class _Point:
                 law = LAWS[value]
                 value = getattr(law, name)(getattr(self.counts, law.counts), self.tokens)
             values.append(float(value))
-        return values[0] * hyperparameters.learning_rate_factor, values[1]
+        rate = values[0] * hyperparameters.learning_rate_factor
+        return rate * factors[0], values[1] * factors[1]
 
 
-def runs_of(ladder: LadderConfig, base: Mapping[str, object], source: Path) -> list[LadderRun]:
-    """Return every run of the ladder: trunks, runs to fit laws to, and held-out runs.
+def runs_of(
+    ladder: LadderConfig, base: Mapping[str, object], source: Path,
+    factors: tuple[float, float] = (1.0, 1.0),
+) -> list[LadderRun]:  # fmt: skip
+    """Return every run of the ladder: to tune, trunks, to fit laws to, and held-out runs.
 
-    base: the config that all runs share. source: the ladder's file, for messages.
+    base: the config that all runs share. source: the ladder's file, for messages. factors: tuned
+    ones, of the rate and the batch of all runs but those that tune.
 
     Raises ConfigError if a run would have a wrong config.
     """
-    shared = _shared_model(base, source)
+    shared = shared_model(base, source)
     runs: list[LadderRun] = []
+    by_budget: dict[float, list[_Point]] = {}
     kind = ladder.budgets.kind
     for i, size in enumerate(ladder.sizes):
         budgets = sorted(size.budgets or getattr(ladder.budgets, kind))
         points = list(_points(ladder, size, shared, f"sizes.{i}", kind, budgets))
+        for budget, point in zip(budgets, points, strict=True):
+            by_budget.setdefault(budget, []).append(point)
         for seed in size.seeds or ladder.seeds:
             if ladder.is_forked:
-                runs += _forks(ladder, base, points, seed)
+                runs += _forks(ladder, base, points, seed, factors)
             else:
-                runs += [_run(ladder, base, point, seed) for point in points]
+                runs += [_run(ladder, base, point, seed, factors=factors) for point in points]
     for i, held in enumerate(ladder.held_out):
         kind, budget = ("tokens", held.tokens) if held.flops is None else ("flops", held.flops)
         assert budget
         (point,) = _points(ladder, held.size, shared, f"held_out.{i}", kind, [budget], "size")
         name, seed = f"held-out-{point.name}", (held.size.seeds or ladder.seeds)[0]
-        runs.append(_run(ladder, base, point, seed, name=name, kind="held-out"))
+        runs.append(_run(ladder, base, point, seed, name=name, kind="held-out", factors=factors))
+    for budget in sorted(by_budget)[:2] if ladder.hyperparameters.tune else ():
+        beside = sorted(by_budget[budget], key=lambda point: point.counts.with_head)
+        tuning = _tuning(ladder, base, beside[len(beside) // 2])
+        runs += [replace(run, budget=budget) for run in tuning]
     twice = [name for name, times in Counter(run.name for run in runs).items() if times > 1]
     if twice:
         raise ConfigError(
             f"{source}: sizes: two of them are the same model ({twice[0]}); remove one"
         )
     return runs
+
+
+def _tuning(ladder: LadderConfig, base: Mapping[str, object], point: _Point) -> Iterator[LadderRun]:
+    """Yield the runs of a point with each rate, and with each batch at its square root's rate."""
+    tune = ladder.hyperparameters.tune or TuneConfig()
+    pairs = [(factor, 1.0) for factor in tune.learning_rate_factors]
+    for factors in dict.fromkeys([*pairs, *((b**0.5, b) for b in tune.batch_factors)]):
+        name = f"{point.name}-rate{factors[0]:.3g}-batch{factors[1]:.3g}"
+        yield _run(ladder, base, point, ladder.seeds[0], name=name, kind="tune", factors=factors)
 
 
 def _points(
@@ -193,15 +219,16 @@ def _points(
 
 
 def _forks(
-    ladder: LadderConfig, base: Mapping[str, object], points: Sequence[_Point], seed: int
-) -> list[LadderRun]:
+    ladder: LadderConfig, base: Mapping[str, object], points: Sequence[_Point], seed: int,
+    factors: tuple[float, float],
+) -> list[LadderRun]:  # fmt: skip
     """Return a trunk with a constant learning rate and a fork of it for each budget.
 
     All of them use the batch and learning rate of the longest budget, and the warm-up of the
     shortest one with a trunk. Budgets of too few steps have no trunk.
     """
     longest, lengths = points[-1], [point.tokens for point in points]
-    same = longest.settings(ladder)
+    same = longest.settings(ladder, factors)
     trunk = f"trunk-{_short(longest.counts.transformer)}"
     forks = [
         _run(ladder, base, point, seed, settings=same, beside=lengths, trunk=trunk)
@@ -221,7 +248,7 @@ def _forks(
 def _run(
     ladder: LadderConfig, base: Mapping[str, Any], point: _Point, seed: int, *, name: str = "",
     settings: tuple[float, float] | None = None, beside: Sequence[float] = (), trunk: str = "",
-    at: Sequence[int] = (), kind: str = "fit",
+    at: Sequence[int] = (), kind: str = "fit", factors: tuple[float, float] = (1.0, 1.0),
 ) -> LadderRun:  # fmt: skip
     """Return the run of a point.
 
@@ -229,8 +256,9 @@ def _run(
     beside: with forks, the tokens of all budgets of this size.
     trunk: with forks, the name of their trunk.
     at: for a trunk, the steps at which it saves checkpoints for its forks.
+    factors: of the point's learning rate and tokens per batch.
     """
-    rate, batch_tokens = settings or point.settings(ladder)
+    rate, batch_tokens = settings or point.settings(ladder, factors)
     is_first = seed == ladder.seeds[0] or kind == "held-out"
     suffix = "" if is_first else f"-seed{seed}"
     name, trunk = f"{name or point.name}{suffix}", f"{trunk}{suffix}" if trunk else ""
@@ -264,7 +292,8 @@ def _run(
         warmup = min(warmup, before)
         done = before if trunk else 0
         schedule |= {"type": "wsd", "decay_steps": steps - before}
-    trunks = Path(ladder.directory) / TRUNKS
+    home = Path(ladder.directory)
+    trunks = home / TRUNKS
     trunk = trunk if done else ""  # a budget of too few steps has no trunk
     _write_batch(raw, block, batch=batch, dp=dp, rate=rate)
     block["model"] = point.model.model_dump(mode="json")
@@ -278,7 +307,7 @@ def _run(
         checkpoint["at"] = list(at)
     if trunk:
         checkpoint["resume"] = str(trunks / trunk / "checkpoints" / f"step-{done}")
-    directory = str(trunks if at else ladder.directory)
+    directory = str(trunks if at else home / TUNING if kind == "tune" else home)
     block["run"] = {"save_weights": False, **block.get("run", {})} | {
         "directory": directory, "name": name,
     }  # fmt: skip
@@ -291,8 +320,9 @@ def _run(
     trained = steps * step_tokens
     exact = models.train_flops_per_token(config.model, seq) * trained
     return LadderRun(
-        name, config, point.counts, trained, exact, devices, kind, trunk=trunk, steps_done=done
-    )
+        name, config, point.counts, trained, exact, devices, kind, trunk=trunk, steps_done=done,
+        factors=factors,
+    )  # fmt: skip
 
 
 def _short(number: float) -> str:

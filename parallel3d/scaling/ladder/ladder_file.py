@@ -125,6 +125,27 @@ class BudgetConfig(Section):
             )
 
 
+class TuneConfig(Section):
+    """Runs that tune rate and batch before all others: the middle size of the two smallest budgets.
+
+    Each factor multiplies what `hyperparameters` says; the tuned factor is the mean of the two
+    budgets.
+    """
+
+    learning_rate_factors: Numbers = (0.25, 0.5, 1, 2, 4)
+    """Factors of the learning rate to try. The best one must have others on both sides."""
+    batch_factors: Numbers = (0.5, 1, 2)
+    """Factors of the batch to try, with the learning rate times their square root; [1] tunes the
+    rate alone."""
+
+    def _problems(self) -> Iterator[Problem]:
+        for name, least in (("learning_rate_factors", 3), ("batch_factors", 1)):
+            factors = getattr(self, name)
+            if len(set(factors)) < least or 1 not in factors:
+                rule = f"must have {least} or more different ones, with 1"
+                yield Problem(name, list(factors), rule, "write [0.5, 1, 2]")
+
+
 class HyperparametersConfig(Section):
     """Batch size and learning rate of each run: a law, or a number for all runs."""
 
@@ -135,6 +156,8 @@ class HyperparametersConfig(Section):
     smaller models may need another rate."""
     batch_tokens: Annotated[float | str, PlainValidator(_law_or_number)] = "step-law"
     """Tokens per optimizer step: "olmo", "step-law", or a number."""
+    tune: TuneConfig | None = None
+    """Tune both before the other runs; null trains with them as they are."""
 
 
 class ScheduleConfig(Section):

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
 from parallel3d.scaling.ladder.expand import CONFIGS, LadderRun, runs_of
 from parallel3d.scaling.ladder.ladder_file import LAWS, LadderConfig, load
+from parallel3d.scaling.ladder.tuning import best_factors
 from parallel3d.scaling.runs import CONFIG, NoEnd, config_of, last_line, unique_tokens
 
 REPEATS = 4
@@ -83,6 +85,11 @@ class Runs:
     directory: Path
     rungs: tuple[Rung, ...]
 
+    @property
+    def is_tuned(self) -> bool:
+        """True if no run that tunes is unfinished."""
+        return all(r.run.kind != "tune" or r.state.name == "finished" for r in self.rungs)
+
     def config_file(self, run: LadderRun) -> Path:
         """Return the config file that launch/train.py reads for a run."""
         return self.directory / CONFIGS / f"{run.name}.json"
@@ -113,7 +120,12 @@ def ladder_of(name: str) -> Ladder:
     Raises ConfigError if the file is wrong, a run does not fit, or a folder has another run.
     """
     config, base, file = load(name)
-    runs = with_costs(runs_of(config, base, file))
+    expanded = runs_of(config, base, file)
+    states = [(run, state_of(run)) for run in expanded if run.kind == "tune"]
+    if states and all(state.name == "finished" for _, state in states):
+        tried = [(run.budget, run.factors, state.loss or inf) for run, state in states]
+        expanded = runs_of(config, base, file, best_factors(tried))
+    runs = with_costs(expanded)
     unique = config.unique_tokens or unique_tokens(Path(config.directory))
     rungs = tuple(Rung(run, cost, state_of(run), unique) for run, cost in runs)
     warnings = tuple(_warnings([run for run, _ in runs], unique))
@@ -281,6 +293,10 @@ def show(ladder: Ladder, out: Console) -> None:
         is_law = isinstance(setting, str)
         shown = f"{setting} ({LAWS[str(setting)].source})" if is_law else f"{setting:g}"
         terminal.say(out, f"{what}{shown}", "  ")
+    if hyperparameters.tune:
+        rate, batch = next(rung.run.factors for rung in ladder.rungs if rung.run.kind == "fit")
+        words = f"times {rate:.3g} and {batch:.3g}" if ladder.is_tuned else "not tuned yet"
+        terminal.say(out, f"tuned at the two smallest budgets: rate and batch {words}", "  ")
     for warning in ladder.warnings:
         terminal.say(out, f"WARNING: {warning}", "  ")
 

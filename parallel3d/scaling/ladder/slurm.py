@@ -62,7 +62,8 @@ def write(ladder: Ladder) -> list[Path]:
     ladder.write_configs()
     (ladder.directory / LOGS).mkdir(exist_ok=True)
     stages, files = [], []
-    for kind in ("trunk", "fit", "held-out"):
+    # Runs after those that tune have configs that depend on their losses: submit these first.
+    for kind in ("trunk", "fit", "held-out") if ladder.is_tuned else ("tune",):
         jobs = []
         rungs = [r for r in ladder.rungs if r.run.kind == kind and r.state.name != "finished"]
         for ranks in sorted({rung.run.devices for rung in rungs}):

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from math import log
 from pathlib import Path
 
 config = Path(sys.argv[sys.argv.index("--config") + 1])
@@ -33,9 +34,14 @@ raw["gradient_accumulation_steps"] = 1
 
 
 def leave(step):
-    """Leave files after so many steps, by the law L = 2 + 40 / N^0.3 + 60 / D^0.3, roughly."""
-    seen = step * tokens
+    """Leave files after so many steps, by the law L = 2 + 40 / N^0.3 + 60 / D^0.3, roughly.
+
+    The best rate is 0.008, and with a rate of 0.01 times the square root of batch / 64 tokens the
+    best batch is 48 tokens.
+    """
+    seen, lr = step * tokens, raw["optimizer"]["params"]["lr"]
     loss = 2 + 40 / block["model"]["hidden_size"] ** 0.6 + 60 / seen**0.3
+    loss += 0.1 * log(lr / 0.01 / (tokens / 64) ** 0.5 / 0.8) ** 2 + 0.05 * log(tokens / 48) ** 2
     line = {"step": step, "loss": loss, "tokens": seen}
     if step == steps:
         line |= {"held_out_loss": loss, "validation": {"held_out": {"standard_error": 0.01}}}

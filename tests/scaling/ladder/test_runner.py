@@ -20,8 +20,9 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.ladder import execute as execution
 from parallel3d.scaling.ladder import runner
 from parallel3d.scaling.ladder.execute import execute
-from parallel3d.scaling.ladder.plan import ladder_of, state_of
+from parallel3d.scaling.ladder.plan import ladder_of, show, state_of
 from parallel3d.scaling.ladder.runner import Display, Process
+from parallel3d.scaling.runs import read_runs
 from tests.scaling.ladder.cases import micro, write
 
 pytestmark = pytest.mark.drill
@@ -57,6 +58,12 @@ def run(file, parallel=2):
     return code, states, (file.parent / "said.txt").read_text()
 
 
+def printed_plan(ladder):
+    out = Console(file=StringIO(), width=300)
+    show(ladder, out)
+    return out.file.getvalue()
+
+
 def started(place):
     return [json.loads(line) for line in (place / "runs/started").read_text().splitlines()]
 
@@ -73,6 +80,38 @@ def test_every_run_is_trained_once_and_a_second_start_does_nothing(place):
     corpus = json.loads((place / "runs/corpus.json").read_text())
     assert corpus["training_tokens"] == 10_000
     assert run(file)[:2] == (0, states) and started(place) == lines
+
+
+def test_runs_that_tune_come_first_and_set_the_others(place):
+    hyperparameters = {"learning_rate": 0.01, "batch_tokens": 64, "tune": {}}
+    changes = {"budgets": {"tokens": [1920, 3840, 7680]}, "hyperparameters": hyperparameters}
+    file = write(place, **changes)
+    assert ladder_of(str(file)).is_tuned is False
+    code, states, printed = run(file)
+    assert code == 0 and set(states.values()) == {"finished"}, printed
+    names = [line[0] for line in started(place)]
+    assert len(names) == 14 + 6 and all("-rate" in name for name in names[:14])
+    assert {name.split("-rate")[0] for name in names[:14]} == {"10.3k-d1.92k", "10.3k-d3.84k"}
+    ladder = ladder_of(str(file))
+    assert ladder.is_tuned and "rate and batch times 0.8 and 0.75" in printed_plan(ladder)
+    for rung in ladder.rungs:
+        if rung.run.kind == "fit":
+            assert rung.run.batch_tokens == 48
+            assert rung.run.config.optimizer.params.lr == pytest.approx(0.008, rel=1e-3)
+    assert len(read_runs(place / "runs").rows) == 6, "the law is not fitted to runs that tune"
+    assert run(file)[0] == 0 and len(started(place)) == 20
+
+
+def test_a_best_rate_at_the_edge_stops_the_ladder(place):
+    hyperparameters = {"learning_rate": 0.1, "batch_tokens": 64, "tune": {}}
+    file = write(place, hyperparameters=hyperparameters, budgets={"tokens": [1920, 3840]})
+    with pytest.raises(ConfigError, match="the best one must have others on both sides"):
+        run(file)
+    assert len(started(place)) == 14
+    tune = {"learning_rate_factors": [0.03125, 0.0625, 0.125, 0.25, 0.5, 1, 2, 4]}
+    changed = hyperparameters | {"tune": tune}
+    assert run(write(place, hyperparameters=changed, budgets={"tokens": [1920, 3840]}))[0] == 0
+    assert len(started(place)) == 14 + 6 + 4, "the first ones are not trained again"
 
 
 def test_a_failed_run_is_named_and_the_rest_goes_on(place):

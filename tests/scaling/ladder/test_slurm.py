@@ -66,6 +66,16 @@ def test_slurm_arrays_name_every_run_once_and_follow_each_other(tmp_path):
     assert after == ["", "", one, one, two]
 
 
+def test_runs_that_tune_are_submitted_alone(tmp_path):
+    """The configs of the others depend on their losses."""
+    hyperparameters = {"learning_rate": 0.01, "batch_tokens": 64, "tune": {}}
+    ladder = ladder_of(str(write(tmp_path, hyperparameters=hyperparameters)))
+    job, submit = slurm.write(ladder)
+    assert job.stem == "tune-1" and "#SBATCH --array=0-13\n" in job.read_text()
+    assert submit.read_text().count("sbatch --parsable") == 1
+    assert f"{ladder.directory.absolute() / 'tuning'}/" in job.read_text()
+
+
 def test_a_job_goes_on_as_its_run_does(tmp_path):
     """A fork by the number of its newest checkpoint: "auto" may start afresh, without its trunk."""
     budgets = {"tokens": [3200, 6400]}
