@@ -115,7 +115,10 @@ def start_chosen(args: argparse.Namespace, overrides: list[str]) -> int:
             "`parallel3d train` by itself, which starts the ranks"
         )
     from parallel3d.calibrate.dial import Wishes, dial  # it loads torch
+    from parallel3d.data.stories import write_stories
 
+    if args.data:
+        overrides = ["--data.source=text", f"--data.paths={write_stories()}", *overrides]
     base = RunConfig.from_json("ds.json", overrides)
     path, ranks = dial(base, Wishes(args.minutes, args.params, args.tokens), ending.say)
     # As the pace was measured; torchrun would set 1.
@@ -133,6 +136,10 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_config(required=False)
     for flag, text in _WISHES.items():
         parser.add_argument(flag, type=amount, metavar="N", help=text)
+    parser.add_argument(
+        "--data", choices=("stories",),
+        help="without --config: train on prose, the King James Bible of Debian's bible-kjv",
+    )  # fmt: skip
     parser.add_json()
     parser.add_argument(
         "--dry-run", type=whole_number(0), nargs="?", const=0, metavar="DEVICES",
@@ -149,11 +156,12 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     wishes = [flag for flag in _WISHES if getattr(args, flag.removeprefix("--")) is not None]
     if not wishes and args.config is None:
         parser.error("--config: is missing; add it, or --minutes 20 for a run of that time")
+    wishes += ["--data"] * (args.data is not None)
     if wishes and (args.config or args.dry_run is not None):
         other = "--config" if args.config else "--dry-run"
         parser.error(f"{wishes[0]}: cannot be combined with {other}; use one of the two")
-    if len(wishes) == len(_WISHES):
-        parser.error(f"{', '.join(wishes)}: one follows from the others; remove one")
+    if {*_WISHES} <= {*wishes}:
+        parser.error(f"{', '.join(_WISHES)}: one follows from the others; remove one")
     return args, overrides
 
 

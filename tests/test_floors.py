@@ -66,7 +66,7 @@ BUDGET = {
     "parallel3d/calibrate": 700,
     "parallel3d/checkpoint": 1365,
     "parallel3d/config": 2015,
-    "parallel3d/data": 3980,
+    "parallel3d/data": 4005,
     "parallel3d/doctor": 205,
     "parallel3d/engine": 1995,
     "parallel3d/huggingface": 920,

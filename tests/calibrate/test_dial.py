@@ -126,6 +126,8 @@ def test_too_little_time_is_refused_with_a_remedy(place):
         (["--minutes", "no"], "--minutes = no: must be a positive number; use one such as 20"),
         (["--minutes", "0"], "--minutes = 0: must be a positive number"),
         (["--params", "5M", "--config", "ds.json"], "--params: cannot be combined with --config"),
+        (["--data", "stories"], "--config: is missing; add it, or --minutes 20"),
+        (["--data", "stories", "--config", "ds.json"], "--data: cannot be combined with --config"),
         (["--minutes", "1", "--dry-run"], "--minutes: cannot be combined with --dry-run"),
         (["--minutes", "1", "--params", "1M", "--tokens", "1M"], "remove one"),
     ],
@@ -135,6 +137,27 @@ def test_flags_that_contradict_are_refused(monkeypatch, capsys, words, message):
     with pytest.raises(SystemExit) as ended:
         train.main()
     assert ended.value.code == BAD_INPUT and message in capsys.readouterr().err
+
+
+def test_stories_are_one_file_a_book(place, monkeypatch, capsys):
+    """With a stand-in for the package's program, and without it."""
+    seen = []
+    monkeypatch.setattr(train.os, "execv", lambda program, words: seen.append(words))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--minutes", "5", "--data", "stories"])
+    monkeypatch.setenv("PATH", str(place))
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    assert ended.value.code == BAD_INPUT and not seen
+    assert "run `apt-get install bible-kjv`" in capsys.readouterr().err
+    program = place / "bible"
+    program.write_text("#!/bin/sh\necho 'Ge1:1 In the beginning'\necho '1Sm12:3 Behold, here'\n")
+    program.chmod(0o755)
+    with pytest.raises(SystemExit):
+        train.main()
+    texts = {path.name: path.read_text() for path in (place / "stories").iterdir()}
+    assert texts == {"Ge.txt": "In the beginning\n", "1Sm.txt": "Behold, here\n"}
+    (words,) = seen
+    assert words[-2:] == ["--data.source=text", "--data.paths=stories/*.txt"]
 
 
 def test_under_a_launcher_there_is_no_dial(monkeypatch, capsys):
