@@ -73,13 +73,13 @@ def built_whole(rank, cut_at_once):
         stages.building = lambda settings, mesh: construction._plain_building(
             settings.dtype, mesh.device
         )
-    made, seen = stages._build_layer, []
+    made, seen = stages.build_layer, []
 
     def make(layer, context):
         seen.append(made(layer, context))
         return seen[-1]
 
-    stages._build_layer = make
+    stages.build_layer = make
     fill, alive = stages.fill, []
 
     def look(*args):
