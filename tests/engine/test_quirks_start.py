@@ -70,7 +70,7 @@ def test_without_the_skip_the_shared_memory_operator_is_compiled():
 
 def built_whole(rank, cut_at_once):
     if not cut_at_once:
-        stages.building = lambda settings, mesh: construction._plain_building(
+        stages.building = lambda settings, mesh: construction.plain_building(
             settings.dtype, mesh.device
         )
     made, seen = stages.build_layer, []
