@@ -166,6 +166,7 @@ class _Attend(torch.autograd.Function):
         ctx: _AttendContext, q: Tensor, k: Tensor, v: Tensor, dealt: Dealt, scale: float,
         window: int | None, ring: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return outputs [tokens here, heads, size] and logsumexp; k, v [tokens here, kv, size]."""
         own, dtype = torch.stack((k, v), 1), torch.promote_types(q.dtype, torch.float32)
         queries = _by_group(q, k.shape[1], dtype) * scale
         y, total = torch.zeros_like(queries), queries.new_zeros(queries.shape[:3])
@@ -196,6 +197,7 @@ class _Attend(torch.autograd.Function):
     def backward(
         ctx: _AttendContext, grad: Tensor, grad_logsumexp: Tensor
     ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and v; keys and values come once more, in the same parts."""
         q, k, v, y, logsumexp, *kept = ctx.saved_tensors
         dealt, scale, window, ring = ctx.how
         dtype, kv_heads, here = logsumexp.dtype, k.shape[1], dealt.flat[dealt.group.rank()]
