@@ -57,6 +57,8 @@ class Reduction:
             self._deferred = core.DeferredReduction(engine, summed)
         if settings.shards_parameters:
             reducing.average_in_one_buffer(engine.optimizer, settings.reduction_dtype)
+        elif settings.reduces_once:
+            reducing.reduce_in_gradients_type(engine.optimizer)
         if settings.runs_without_hooks:
             reducing.remove_gradient_hooks(engine.optimizer)
 

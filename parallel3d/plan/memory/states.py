@@ -92,11 +92,20 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
             again = 0 if swaps else in_groups(share, gradient)
             host, shard = host + locked(shard) + again, 0
     else:
-        # The bucket is in the training type; its content is copied once, and once more in fp32.
-        bucket = content * element
         if loose and shards > 1:  # both ranks that share a parameter hold all of its gradient
             shard += s.largest * gradient
-        reducing = content * (element + software.reduction_bytes)
+        if setting.reduces_once:
+            # Gradients move into the bucket, whose content is copied once, and once more if it is
+            # sent in another type. One rank's loose gradients are copied before the shard exists.
+            reducing = content * gradient
+            if software.reduction_bytes != gradient:
+                reducing += content * software.reduction_bytes
+            if loose and shards == 1:
+                reducing -= min(reducing, shard)
+        else:
+            # The bucket is in the training type; its content is copied, and once more in fp32.
+            bucket = content * element
+            reducing = content * (element + software.reduction_bytes)
         if offloads:
             # Gradients and new weights in transit. Only the masters of the states are locked.
             host += locked(shard) + locked(share * element) + locked(s.largest * element)

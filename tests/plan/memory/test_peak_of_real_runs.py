@@ -57,9 +57,14 @@ OTHERS = {
 }
 BOTH = {(1, 2, 1): [{**PASS, **BREADTH, **OFTEN, "offload": "cpu+cpu", **FLAT}]}
 SLOW = {
-    (1, 1, 1): [{}, {"precision": "fp32"}, {"zero": 1, "M": 1, **FLAT}],
+    (1, 1, 1): [
+        {}, {"precision": "fp32"}, {"zero": 1, "M": 1, **FLAT},
+        {"zero": 0, "M": 1, "bucket": 2**21, **FLAT},
+        {"zero": 1, "M": 1, "bucket": 2**21, "precision": "fp32", **FLAT},
+    ],
     (1, 2, 1): [
-        {"precision": "fp32", **deep()}, {"zero": 1, **ONE, **FULL}, {"zero": 2, **ONE, **deep()},
+        {"precision": "fp32", **deep()}, {"zero": 1, **ONE, **FULL},
+        {"zero": 1, "M": 1, "bucket": 2**21, **FLAT}, {"zero": 2, **ONE, **deep()},
         {"offload": "cpu", **OFTEN, **ONE}, STEP, {**STEP, **OFTEN},
         {**STEP, **OFTEN, "offload": "cpu", **FLAT}, {**PASS, **BREADTH, "precision": "fp32"},
         {**BREADTH, **FULL},
