@@ -5,6 +5,7 @@ the state of the generator each time a mask is drawn.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ THRESHOLDS: tuple[tuple[object, str, int], ...] = (
 )
 SAVED_STEPS = STEPS - 1  # the run is saved after these; the resumed run makes the last step
 DROPOUT = 0.5
+VECTOR_SIZE = 32  # elements that are not all numbers of half precision by chance
 NORM_SIZE = 256  # features of the norms that are compared alone, and their tokens
 
 
@@ -271,6 +273,7 @@ class CaseRun:
             with self.reduced if self.averages_in_fp32 else nullcontext():
                 local = self.parts.executor.run(batch, position.step)
             losses.append(self._mean(local))
+            self._look_at_sums()
             lr = rate(self.config, position.step)
             norms.append(self.parts.engine.step(lr).grad_norm)
             position = position.after(self.config)
@@ -300,6 +303,21 @@ class CaseRun:
             counters=counters,
             masks=masks,
         )
+
+    def _look_at_sums(self) -> None:
+        """Record half precision's eps if it holds all of a norm's or bias's summed gradient.
+
+        All microbatches add to each of its elements, so that a sum in fp32 needs more bits.
+        """
+        engine, dtype = self.parts.engine, HALF.get(self.config.precision)
+        offloads = engine.settings.offload_optimizer != "none"
+        if dtype is None or offloads or self.config.num_microbatches == 1:
+            return
+        for piece, gradient in engine.states.gradients():
+            is_vector = len(piece.held.spec.shape) == 1 and piece.numel >= VECTOR_SIZE
+            has_values = is_vector and 0 < float(gradient.abs().max()) < math.inf
+            if has_values and torch.equal(gradient, gradient.to(dtype).to(gradient.dtype)):
+                self.eps.append(torch.finfo(dtype).eps)
 
     def _look_at_masters(self) -> None:
         """Record the share of masters that half precision holds: all, if they were rounded."""
