@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.pure, pytest.mark.slow, pytest.mark.timeout(900)]
 PAGE = (Path(__file__).parents[3] / "docs/planner.md").read_text()
 LARGE = "--config gpt3-175b.json --hardware a100-80gb --devices 1024"
 SHOWN = {
-    f"{LARGE} --rows 5": "gpt of 175B",
+    f"{LARGE} --rows 3": "gpt of 175B",
     "--config gpt3-13b.json --hardware a100-40gb --devices 64": "faster, but too large",
     "--config gpt3-13b.json --hardware a100-80gb --devices 64 --explain 1"
     " --fix pp=4 dp=8 tp=2 schedule=one_f_one_b recompute=none": "gpt of 12.9B",
