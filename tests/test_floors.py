@@ -62,7 +62,7 @@ ROOMS = [
 BUDGET = {
     "launch": 925,
     "models": 1465,
-    "parallel3d/base": 945,
+    "parallel3d/base": 947,
     "parallel3d/calibrate": 700,
     "parallel3d/checkpoint": 1365,
     "parallel3d/config": 2015,

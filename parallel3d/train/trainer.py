@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, NoReturn
@@ -271,8 +271,10 @@ class Trainer:
             pulse.doing(f"the digest of step {step}")
             checksums = state_checksums(self.engine, self.mesh, self._shapes)
             if self.writer:
-                with suppress(OSError):  # `writer` reports a full disk
+                try:
                     append_digest(self._start.folder, step, checksums)
+                except OSError as error:  # `writer` reports a full disk
+                    self._record("digest_not_written", step=step, reason=error.strerror)
 
     def _save_if_due(self, result: Result) -> None:
         """Save if a save is due; at the end of a run wait until it is on disk."""
