@@ -5,13 +5,12 @@ of several ranks do not mix.
 """
 
 import json
-import os
 import socket
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from parallel3d.base.step_lines import read_lines
+from parallel3d.base.step_lines import append_line, read_lines
 
 EVENTS = "events.jsonl"
 _ENDS = ("end", "fault", "refused")
@@ -51,9 +50,4 @@ def record(event: str, **values: object) -> None:
     common = {"time": round(time.time(), 3), "event": event, "host": socket.gethostname()}
     line = json.dumps({**common, "step": _step, **values})
     with suppress(OSError):
-        # Without a buffer, whose rest would be written later, after a disk was full.
-        file = os.open(_folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(file, f"{line}\n".encode())
-        finally:
-            os.close(file)
+        append_line(_folder / EVENTS, line)

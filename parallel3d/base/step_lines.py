@@ -26,6 +26,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [values for values, _ in parsed(text.split("\n"))]
 
 
+def append_line(path: Path, line: str) -> None:
+    """Append a line in one write, after a part of one that a full disk has left. Raises OSError."""
+    # Without a buffer, whose rest would be written later, after a disk was full.
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        size = os.lseek(file, 0, os.SEEK_END)
+        start = "\n" if size and os.pread(file, 1, size - 1) != b"\n" else ""
+        os.write(file, f"{start}{line}\n".encode())
+    finally:
+        os.close(file)
+
+
 def newest(path: Path) -> dict[str, Any]:
     """Return the object of a file's last complete line, with its end; {} if there is none."""
     with suppress(OSError), path.open("rb") as file:

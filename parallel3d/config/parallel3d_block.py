@@ -202,8 +202,9 @@ class CheckBitsConfig(Section):
     every: int = Field(default=0, ge=0)
     """Steps between comparisons; 0 compares nothing. Data-parallel replicas (the weights, at ZeRO-0
     also masters and moments), parameters that tp does not cut, tied weights and the gradient norm
-    must be the same; else the run stops and names the rank. On GPUs also set train.deterministic,
-    without which tensor-parallel copies may round unlike."""
+    must be the same, and messages between stages must arrive as they were sent; else the run stops
+    and names the ranks. On GPUs also set train.deterministic, without which tensor-parallel copies
+    may round unlike."""
     recompute_every: int = Field(default=0, ge=0)
     """Steps between recomputations; 0 computes nothing again. One microbatch of each rank is
     computed again on another rank, from the masters' weights, and compared bit for bit (on GPUs

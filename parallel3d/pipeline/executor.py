@@ -87,6 +87,7 @@ class Executor:
     - `hidden_shape`: the shape of the messages between stages, [batch, seq / cp, hidden], or
       [batch, seq / cp / tp, hidden] under sequence parallelism.
     - `scatter`: each tp rank sends its part of a message, and the receivers gather the parts.
+    - `on_message`: called with each message, before this rank sends it or once it is received.
     - `timed`: if set, `run` waits for the device and sets `spans`, each action's seconds since
       `started`. The gradients are reduced at `ended`. Both are Unix times.
 
@@ -132,6 +133,7 @@ class Executor:
         self._trains = schedule.has_backward
         self.token_losses: Tensor | None = None
         self.side_losses: dict[str, Tensor] = {}
+        self.on_message: Callable[[Action, Tensor], None] = lambda *_: None
         self.timed = False
         self.spans: list[Span] = []
         self.started = self.ended = 0.0
@@ -310,6 +312,7 @@ class Executor:
 
     def _send(self, tensor: Tensor, send: Action) -> None:
         tensor = self._part(tensor.contiguous())
+        self.on_message(send, tensor)
         receive = send.other_end
         peer = self.schedule.pp_coord_of_stage[receive.stage]
         work = self.mesh.isend(tensor, peer, self._tag(receive))
@@ -346,9 +349,10 @@ class Executor:
                 forward = compute._replace(op=Op.SEND_F)
                 if op is Op.RECV_B and (sent := self.flow.sending.pop(forward, None)):
                     sent[0].wait()
+                received = self.flow.inputs if op is Op.RECV_F else self.flow.gradients
+                flat = received[compute.stage, compute.microbatch].view(-1)
+                self.on_message(compute._replace(op=op), self._part(flat))
                 if self._scatter:
-                    received = self.flow.inputs if op is Op.RECV_F else self.flow.gradients
-                    flat = received[compute.stage, compute.microbatch].view(-1)
                     all_gather_single(flat, self._part(flat), group=self.mesh.tensor.group)
         if compute.op is not Op.W:
             self.engine.wait_for_weights(compute.stage)

@@ -2,9 +2,12 @@
 
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import permutations, product
+from types import MappingProxyType
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -16,6 +19,8 @@ from parallel3d.checkpoint.chunk_runs import global_boxes
 from parallel3d.engine import Engine
 from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.pipeline.executor import Executor
+from parallel3d.schedule.schedule import Action
 from parallel3d.tensor.cut import is_of_experts
 
 _MASK = 2**52 - 1  # checksums travel as floats of 53 bits
@@ -29,12 +34,43 @@ REMEDY = (
     "checkpoint"
 )
 
+_LINKS = (
+    "Check the network and its drivers between these hosts, and start again from the last "
+    "checkpoint"
+)
+_NAMED = 4  # messages that are named
+Messages = Mapping[tuple[str, bool], Tensor]
+"""Checksums of messages in a step, by their receiving action and whether this rank sent them."""
+
 
 class WrongBits(TrainingError):
     """Ranks differ in what must be the same; raised on all of them."""
 
 
-def check_bits(engine: Engine, mesh: Mesh, norm: float, ends: tuple[int, int]) -> None:
+@contextmanager
+def noting_messages(executor: Executor) -> Iterator[Messages]:
+    """Note the checksums of the messages that this rank sends and receives in the block."""
+    messages: dict[tuple[str, bool], Tensor] = {}
+
+    def note(action: Action, tensor: Tensor) -> None:
+        flat = tensor.detach().view(-1)
+        receive = action.other_end if action.is_send else action
+        messages[str(receive), action.is_send] = bit_sum(flat, [0], flat.shape)
+
+    before, executor.on_message = executor.on_message, note
+    try:
+        yield messages
+    finally:
+        executor.on_message = before
+
+
+def check_bits(
+    engine: Engine,
+    mesh: Mesh,
+    norm: float,
+    ends: tuple[int, int],
+    messages: Messages = MappingProxyType({}),
+) -> None:
     """Raise WrongBits on all ranks unless all copies have the same bits. Collective.
 
     Each rank sends one checksum for each kind of copy, and the gradient norm. Where most copies
@@ -43,12 +79,20 @@ def check_bits(engine: Engine, mesh: Mesh, norm: float, ends: tuple[int, int]) -
     Args:
         norm: this rank's gradient norm of the step.
         ends: pipeline coordinates of the first and the last stage, which may share a weight.
+        messages: this rank's messages of the step, which must have arrived as they were sent.
     """
     sums = _checksums(engine, mesh.device)
     zero = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    rows = mesh.gather_floats([*(sum(of.values(), zero) & _MASK for of in sums.values()), norm])
+    balance = zero
+    for (receive, is_sent), total in messages.items():
+        weight = crc32(receive.encode()) | 1  # so that two that are swapped change the sum
+        balance = balance + total * (weight if is_sent else -weight)
+    copies = [sum(of.values(), zero) & _MASK for of in sums.values()]
+    rows = mesh.gather_floats([*copies, norm, balance & _MASK])
     sizes = [peers.size for peers in (mesh.pipeline, mesh.replicas, mesh.tensor)]
     grid = np.arange(len(rows)).reshape(sizes)
+    if sum(int(row[-1]) for row in rows) & _MASK:
+        raise WrongBits(_wrong_messages(messages, mesh, grid))
     columns = [*sums, _NORM]
     owner = mesh.context.size, mesh.experts.size  # of rank d of dp x cp: d // cp % ep
     for what, peers in _copies(grid, ends, engine.settings.zero_stage > 0, owner):
@@ -66,6 +110,27 @@ def check_bits(engine: Engine, mesh: Mesh, norm: float, ends: tuple[int, int]) -
             right = peers[values.index(usual)] if 2 * count > len(peers) else None
             wrong = [ranks for ranks, value in zip(peers, values, strict=True) if value != usual]
             raise WrongBits(_message(what, right, wrong if right else peers, details))
+
+
+def _wrong_messages(messages: Messages, mesh: Mesh, grid: np.ndarray) -> str:
+    """Return a text that names the messages that did not arrive as they were sent. Collective."""
+    own = [
+        {name: int(total) for (name, is_sent), total in messages.items() if is_sent == is_sender}
+        for is_sender in (True, False)
+    ]
+    rows = gather_json(mesh, [f"rank {mesh.rank} on {socket.gethostname()}", *own])
+    texts = []
+    for pipeline in grid.reshape(len(grid), -1).T:
+        pairs = permutations([rows[rank] for rank in pipeline], 2)
+        for (sender, sent, _), (receiver, _, received) in pairs:
+            names = {total: name for name, total in sent.items()}
+            texts += [
+                f"{receiver} received other bits in {name} than {sender} sent"
+                + (f": those of {names[total]}" if total in names else "")
+                for name, total in received.items()
+                if sent.get(name, total) != total
+            ]
+    return f"{'; '.join(texts[:_NAMED])}. {_LINKS}"
 
 
 def _checksums(engine: Engine, device: torch.device) -> dict[str, dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.base.errors import DataError
-from parallel3d.base.step_lines import METRICS, read_lines
+from parallel3d.base.step_lines import METRICS, append_line, read_lines
 
 DIGESTS = "digests.jsonl"
 BOUNDS = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
@@ -35,8 +35,7 @@ def append_digest(folder: Path, step: int, checksums: Mapping[str, Sequence[int]
     last = list(_by_step(folder / DIGESTS).values())[-1:]
     digest = digest_of(checksums)
     chain = _hash("".join([*(line["chain"] for line in last), digest["digest"]]))
-    with (folder / DIGESTS).open("a", encoding="utf-8") as file:
-        file.write(f"{json.dumps({'step': step, 'chain': chain} | digest)}\n")
+    append_line(folder / DIGESTS, json.dumps({"step": step, "chain": chain} | digest))
 
 
 def _by_step(path: Path) -> dict[int, dict[str, Any]]:

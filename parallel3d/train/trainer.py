@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, NoReturn
@@ -29,7 +29,7 @@ from parallel3d.models.common import role_lrs
 from parallel3d.tensor import compiled
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.bad_steps import BadSteps, Verdict, left_out
-from parallel3d.train.check_bits import WrongBits, check_bits
+from parallel3d.train.check_bits import Messages, WrongBits, check_bits, noting_messages
 from parallel3d.train.digests import append_digest
 from parallel3d.train.evaluation import HELD_OUT, Evaluation, Losses
 from parallel3d.train.feed import Feed
@@ -236,7 +236,7 @@ class Trainer:
         every = self.config.train.check_bits.every
         if every and step % every == 0:
             pulse.doing(f"comparing the ranks' bits after step {step}")
-            check_bits(self.engine, self.mesh, done.grad_norm, self._ends)
+            check_bits(self.engine, self.mesh, done.grad_norm, self._ends, self._messages)
             self._clean["every"] = step
 
     def _go_back(self, step: int, reason: str) -> int:
@@ -271,8 +271,10 @@ class Trainer:
             pulse.doing(f"the digest of step {step}")
             checksums = state_checksums(self.engine, self.mesh, self._shapes)
             if self.writer:
-                with suppress(OSError):  # `writer` reports a full disk
+                try:
                     append_digest(self._start.folder, step, checksums)
+                except OSError as error:  # `writer` reports a full disk
+                    self._record("digest_not_written", step=step, reason=error.strerror)
 
     def _save_if_due(self, result: Result) -> None:
         """Save if a save is due; at the end of a run wait until it is on disk."""
@@ -307,7 +309,11 @@ class Trainer:
         every = self.config.train.check_bits.recompute_every
         check = self._recomputation if every and (step + 1) % every == 0 else None
         batch = self._feed.training(self.position.next_sample)
-        with check.recording(batch, step) if check else nullcontext():
+        every = self.config.train.check_bits.every
+        noted: AbstractContextManager[Messages] = (
+            noting_messages(self.executor) if every and (step + 1) % every == 0 else nullcontext({})
+        )
+        with check.recording(batch, step) if check else nullcontext(), noted as self._messages:
             loss = self.executor.run(batch, step)
         if check:
             try:

@@ -7,21 +7,30 @@ from dataclasses import dataclass
 from functools import partial
 
 from tests.soak.plant import (
+    BATCH,
+    SAVE,
+    UPDATE,
     both_lost,
     clock_jump,
     collective_of_one,
     corpus_flipped,
+    cut_off,
     delayed,
     failing_disk,
     files_gone,
     flip_in,
     folder_gone,
     full_metrics,
+    half_written,
     host_lost,
     killed,
     late,
     memory_gone,
+    message_added,
     message_dropped,
+    message_lost,
+    message_repeated,
+    messages_swapped,
     missing,
     other_config,
     paused,
@@ -39,7 +48,6 @@ LAYOUTS = [((2, 1, 1), 1), ((1, 2, 1), 3), ((1, 1, 2), 3), ((1, 3, 1), 1), ((2, 
 REPLICAS = [((1, 3, 1), 1)]
 PIPELINES = [((2, 1, 1), 1), ((2, 2, 1), 3)]
 DAMAGED, DIES, GOES_ON = "damaged", "dies", "goes on"
-BATCH, UPDATE, SAVE = "the batch of step", "the optimizer's step", "saving step"
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,18 @@ def refused_by_disk(kind, name, code, call):
     located = f"{NOT_SAVED}.*{os.strerror(code)}"
     return Fault(
         kind, name, GOES_ON, partial(failing_disk, code, call), located=located, points=(SAVE,)
+    )
+
+
+def garbled(kind, name, plant, received, sent):
+    """A message that arrives with the bits of another; the first of two stages sends it."""
+    located = (
+        rf'"wrong_bits".*after step {{step}} .*received other bits in {received} '
+        rf"than rank {{victim}} on \S+ sent: those of {sent}"
+    )
+    layouts = tuple(PIPELINES)
+    return Fault(
+        kind, name, DIES, plant, located=located, layouts=layouts, points=(BATCH,), victims=(0,)
     )
 
 
@@ -172,7 +192,7 @@ FAULTS = [
         layouts=tuple(REPLICAS),
     ),
     Fault(
-        "message drop",
+        "drop",
         "activation",
         DIES,
         message_dropped,
@@ -181,6 +201,37 @@ FAULTS = [
         victims=(0,),
         changes=IMPATIENT,
         points=(BATCH,),
+    ),
+    Fault(
+        "message drop",
+        "gradient",
+        DIES,
+        message_lost,
+        located=r'"fault".*rank \d on .*is late: at .*RECV_B0 of step {step}',
+        layouts=tuple(PIPELINES[:1]),
+        victims=(1,),
+        changes=IMPATIENT,
+        points=(BATCH,),
+    ),
+    garbled("duplicate", "in place of the next", message_repeated, "1RECV_F1", "1RECV_F0"),
+    garbled("reorder", "two activations", messages_swapped, "1RECV_F0", "1RECV_F1"),
+    Fault(
+        "duplicate",
+        "once more",
+        DIES,
+        message_added,
+        located=r'"fault".*',
+        layouts=tuple(PIPELINES[:1]),
+        victims=(0,),
+        changes=IMPATIENT,
+        points=(BATCH,),
+    ),
+    Fault(
+        "network partition",
+        "a rank and its sentry",
+        DIES,
+        cut_off,
+        located=r'"fault".*rank {victim} on \S+ has been silent',
     ),
     Fault(
         "collective desync",
@@ -202,18 +253,22 @@ FAULTS = [
     Fault("corpus shard flipped", "token", DAMAGED, damage=corpus_flipped, located=r"tokens.bin"),
     Fault("clock jump", "an hour on", GOES_ON, partial(clock_jump, 3600.0)),
     Fault("clock jump", "an hour back", GOES_ON, partial(clock_jump, -3600.0)),
+    Fault("full disk", "metrics", GOES_ON, full_metrics, located='"metrics_not_written"'),
     Fault(
-        "full disk of metrics",
-        "",
+        "full disk",
+        "digests",
         GOES_ON,
-        full_metrics,
-        located='"metrics_not_written"',
-        victims=(0,),
+        partial(half_written, "digests.jsonl"),
+        located='"digest_not_written"',
+    ),
+    Fault(
+        "full disk",
+        "events",
+        GOES_ON,
+        partial(half_written, "events.jsonl"),
+        located=r'"launch".*"unended": true',  # the end of the launch before
     ),
 ]
+OWN_KINDS = ("clock jump", "corpus shard flipped", "full disk")
 KINDS = sorted({fault.kind for fault in FAULTS})
-# The issue's other types, and why they are not injected.
-NOT_INJECTED = {
-    "message duplicate, reorder": "gloo does neither; tests/strict plants both",
-    "network partition": "needs network namespaces, which tests/hosts has",
-}
+NAMED_KINDS = [kind for kind in KINDS if kind not in OWN_KINDS]

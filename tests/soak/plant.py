@@ -1,11 +1,16 @@
 """How each fault of the soak is planted in a rank's process, or done to files."""
 
+import ctypes
+import errno
 import os
 import resource
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,6 +21,9 @@ from parallel3d.mesh.pulse.arbiter import Limits
 from tests.strict.running import STRICT
 
 SHORT = Limits(stopped=1.0)
+SILENT = 6.0  # seconds
+BATCH, UPDATE, SAVE = "the batch of step", "the optimizer's step", "saving step"
+_PIDFD_GETFD, _SO_ATTACH_FILTER, _BPF_RET = 438, 26, 0x06  # Linux on x86-64 and arm64
 
 
 def when(at, step, act):
@@ -255,6 +263,125 @@ def message_dropped(rank, victim, step, at):
 
     Executor._send = dropped
     when(at, step, lambda: due.append(True))
+
+
+def _message_changed(rank, victim, step, send_instead):
+    """`send_instead(send, tensor, pp_coord, tag)` sends what leaves the victim in one step.
+
+    Planted where the mesh hands messages to torch, below the executor. For two stages, microbatch m
+    has tag 4 m + 2 on its way to the second one, and 4 m + 1 on its way back.
+    """
+    pulse.LIMITS = SHORT
+    if rank != victim:
+        return
+    from parallel3d.mesh.mesh import Mesh
+
+    send = Mesh.isend
+
+    def begin():
+        Mesh.isend = lambda mesh, *message: send_instead(partial(send, mesh), *message)
+
+    when(BATCH, step, begin)
+    when(UPDATE, step, lambda: setattr(Mesh, "isend", send))
+
+
+class _Lost:
+    """A transfer that the sender takes for done."""
+
+    def wait(self):
+        """The buffers of the network have it."""
+
+    def is_completed(self):
+        return True
+
+
+def message_lost(rank, victim, step, at):
+    """The first gradient that the last stage sends back never arrives."""
+
+    def send_instead(send, tensor, pp_coord, tag):
+        return _Lost() if tag == 1 else send(tensor, pp_coord, tag)
+
+    _message_changed(rank, victim, step, send_instead)
+
+
+def messages_swapped(rank, victim, step, at):
+    """The first two activations reach each other's receives."""
+
+    def send_instead(send, tensor, pp_coord, tag):
+        return send(tensor, pp_coord, {2: 6, 6: 2}.get(tag, tag))
+
+    _message_changed(rank, victim, step, send_instead)
+
+
+def message_repeated(rank, victim, step, at):
+    """The first activation arrives twice, the second time in place of the next."""
+    sent = []
+
+    def send_instead(send, tensor, pp_coord, tag):
+        sent.append(tensor)
+        return send(sent[0] if tag == 6 else tensor, pp_coord, tag)
+
+    _message_changed(rank, victim, step, send_instead)
+
+
+def message_added(rank, victim, step, at):
+    """The first activation is sent once more; what comes next on its channel is late by one."""
+    works = []
+
+    def send_instead(send, tensor, pp_coord, tag):
+        if tag == 2:
+            works.append((tensor, send(tensor, pp_coord, tag)))
+        return send(tensor, pp_coord, tag)
+
+    _message_changed(rank, victim, step, send_instead)
+
+
+def cut_off(rank, victim, step, at):
+    """Nothing arrives any more over the connections between a rank and its sentry and the others.
+
+    A filter that drops all packets is attached to both ends of each, also in other processes.
+    """
+    if rank == victim:
+        when(at, step, _drop_packets)
+    pulse.LIMITS = Limits(silent=SILENT)
+
+
+def _drop_packets():
+    own = {os.getpid(), *(process.pid for process in _sentries())}
+    ends = [c for c in psutil.net_connections("tcp") if c.status == "ESTABLISHED"]
+    for end in ends:
+        other = next((o for o in ends if (o.laddr, o.raddr) == (end.raddr, end.laddr)), None)
+        if other and end.pid in own and other.pid not in own:
+            for pid, descriptor in ((end.pid, end.fd), (other.pid, other.fd)):
+                _drop_at(pid, descriptor)
+
+
+def _drop_at(pid, descriptor):
+    """Attach the filter "accept 0 bytes" to a socket of a process of this user."""
+    process = os.pidfd_open(pid)
+    copy = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0)
+    if copy < 0:
+        raise OSError(ctypes.get_errno(), "pidfd_getfd")
+    code = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RET, 0, 0, 0))
+    program = struct.pack("@HP", 1, ctypes.addressof(code))
+    with socket.socket(fileno=copy) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    os.close(process)
+
+
+def half_written(name, rank, victim, step, at):
+    """From a step on, the disk takes half of what rank 0 writes to a file, and is full."""
+    if rank != 0:
+        return
+    write = os.write
+
+    def full(descriptor, data):
+        if os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")) == name:
+            write(descriptor, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    when(at, step, lambda: setattr(os, "write", full))
 
 
 def collective_of_one(rank, victim, step, at):

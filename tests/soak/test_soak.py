@@ -3,8 +3,8 @@ that was not; each fault is located in its journal."""
 
 import pytest
 
-from tests.soak.faults import FAULTS, KINDS
-from tests.soak.soak import TOLERANCE, Soak
+from tests.soak.faults import FAULTS, KINDS, NAMED_KINDS
+from tests.soak.soak import TOLERANCE, Soak, counts, drawn
 
 pytestmark = pytest.mark.drill
 
@@ -29,7 +29,15 @@ def test_a_sample(tmp_path):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_each_type_twice(tmp_path, seed):
-    check(Soak(tmp_path / "soak", 2 * len(KINDS), seed))
+    check(Soak(tmp_path / "soak", 42, seed))
+
+
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_each_type_is_drawn_as_often_as_it_must(seed):
+    assert len(NAMED_KINDS) == 21
+    for number, least, kinds in ((42, 2, NAMED_KINDS), (200, 5, KINDS)):
+        met = counts(drawn(number, seed))
+        assert min(met[kind] for kind in kinds) >= least, met
 
 
 def test_every_kind_has_a_judge():

@@ -1,12 +1,14 @@
 """A single wrong bit in what several ranks hold is seen, and its rank and parameter are named."""
 
 import json
+import re
+from functools import partial
 
 import pytest
 import torch
 
 from parallel3d.base.errors import TrainingError
-from parallel3d.train.check_bits import check_bits
+from parallel3d.train.check_bits import WrongBits, check_bits, noting_messages
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
 from tests.checkpoint.drill import changed, prepared_config
@@ -110,6 +112,58 @@ MORE = [
 def test_every_bit_on_other_meshes(mesh, more, fault, expected):
     case = Case(mesh, **settings(**more))
     check(case, [(*fault, bit) for bit in BITS], [expected] * len(BITS))
+
+
+def swap_two_messages(send, tensor, pp_coord, tag):
+    """The first two activations of the first stage reach each other's receives."""
+    return send(tensor, pp_coord, {2: 6, 6: 2}.get(tag, tag))
+
+
+def flip_on_the_way(send, tensor, pp_coord, tag):
+    """A bit of the first gradient that a stage sends back, once it is on its way."""
+    if tag == 1:
+        tensor = tensor.clone()
+        tensor.view(torch.int32).view(-1)[-1] ^= 1
+    return send(tensor, pp_coord, tag)
+
+
+def messages_on_rank(rank, case, culprit, plant):
+    """What the check says of a clean step, and of a step whose messages `plant` changes."""
+    trainer, batch, said = Trainer(case), None, []
+    for fault in (None, plant):
+        send = trainer.mesh.isend
+        if fault and rank == culprit:
+            trainer.mesh.isend = partial(fault, send)
+        batch = batch or next(iter(trainer.batches()))
+        with noting_messages(trainer.executor) as messages:
+            trainer.executor.run(batch)
+        trainer.mesh.isend = send
+        norm = trainer.engine.step(trainer.lr).grad_norm
+        try:
+            check_bits(trainer.engine, trainer.mesh, norm, (0, case.mesh[0] - 1), messages)
+        except WrongBits as error:
+            said.append(str(error))
+    trainer.close()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("case", "culprit", "plant", "expected"),
+    [
+        (Case((2, 1, 1), zero_stage=1, **settings()), 0, swap_two_messages,
+         r"rank 1 on \S+ received other bits in 1RECV_F0 than rank 0 on \S+ sent: those of "
+         r"1RECV_F1; rank 1 on \S+ received other bits in 1RECV_F1 .*: those of 1RECV_F0\. "),
+        (Case((2, 2, 1), zero_stage=3, **settings()), 3, flip_on_the_way,
+         r"rank 1 on \S+ received other bits in 0RECV_B0 than rank 3 on \S+ sent\. "),
+    ],
+    ids=["swapped", "flipped"],
+)  # fmt: skip
+def test_a_message_that_arrives_otherwise(case, culprit, plant, expected):
+    """No copy differs, and no layer computes wrong bits: the ends of the channel differ."""
+    ranks = run_locally(messages_on_rank, case.world_size, case, culprit, plant)
+    assert all(said == ranks[0] for said in ranks)
+    (text,) = ranks[0]
+    assert re.match(expected, text), text
 
 
 def spoil_a_replica(rank):

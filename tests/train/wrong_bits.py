@@ -3,6 +3,7 @@
     python -m tests.train.wrong_bits --faults 20 --clean 50 --seed 1
 
 prints a table by mesh, ZeRO stage and kind. Bits of exponent, mantissa and sign are drawn evenly.
+Each clean step has a batch of its own; `--dropout 0.1` also draws masks.
 A fault counts as above the noise if it changes a bit, but for an averaged gradient: there it must
 change the element by more than 8 roundings of the gradient's norm, summed over the replicas.
 """
@@ -12,6 +13,7 @@ import random
 import re
 from collections import Counter
 from contextlib import ExitStack
+from functools import cache
 
 import torch
 
@@ -222,9 +224,14 @@ def restore(states, saved):
     states.set_counters(counters)
 
 
+@cache
+def batches_of(trainer):
+    return trainer.batches()
+
+
 def take_step(trainer, recomputation, step, planted=None):
     """A checked step; what the check says, or "" if nothing is wrong."""
-    batches = trainer.batches()
+    batches = batches_of(trainer)
     batch = batches[step % len(batches)]
     with planted or ExitStack():
         try:
@@ -297,7 +304,7 @@ def is_named(kind, culprit, where, number, said):
 
 def campaign(mesh, zero_stage, faults, clean=2, seed=0, kinds=KINDS, **more):
     """Rows (kind, part of the number, result, text); and the number of false alarms."""
-    case = case_of(mesh, zero_stage, **more)
+    case = case_of(mesh, zero_stage, **({"steps": max(clean, 3)} | more))
     kinds = [kind for kind in kinds if has(kind, mesh, zero_stage)]
     ranks = run_locally(on_rank, case.world_size, case, kinds, faults, clean, seed, timeout=3600)
     alarms, rows = ranks[0]
@@ -318,11 +325,14 @@ def main():
     parser.add_argument("--faults", type=int, default=12, help="of each kind, mesh and stage")
     parser.add_argument("--clean", type=int, default=20, help="steps without a fault")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dropout", type=float, default=0.0)
     args = parser.parse_args()
-    total = Counter()
+    model, total = {f"{n}_pdrop": args.dropout for n in ("embd", "resid", "attn")}, Counter()
     for mesh in MESHES:
         for zero_stage in STAGES:
-            results, alarms = campaign(mesh, zero_stage, args.faults, args.clean, args.seed)
+            results, alarms = campaign(
+                mesh, zero_stage, args.faults, args.clean, args.seed, model=model
+            )
             table = Counter((kind, result) for kind, _, result, _ in results)
             total += Counter(result for _, _, result, _ in results)
             total["alarms"] += len(alarms)

@@ -1,0 +1,44 @@
+"""Lines are read and appended beside what a full disk or a killed process left of one."""
+
+import errno
+import os
+
+import pytest
+
+from parallel3d.base import journal
+from parallel3d.base.step_lines import read_lines
+from parallel3d.train.digests import DIGESTS, append_digest
+
+pytestmark = pytest.mark.pure
+
+
+def append_event(folder, step):
+    journal.record("saved", step=step)
+
+
+def append_a_digest(folder, step):
+    append_digest(folder, step, {"weight": [step]})
+
+
+@pytest.mark.parametrize(
+    ("name", "append"), [(journal.EVENTS, append_event), (DIGESTS, append_a_digest)]
+)
+def test_a_line_after_half_of_one_is_whole(tmp_path, monkeypatch, name, append):
+    monkeypatch.setattr(journal, "_folder", tmp_path)
+    append(tmp_path, 1)
+    with (tmp_path / name).open("a") as file:  # as the disk was full
+        file.write('{"step": 2, "eve')
+    append(tmp_path, 3)
+    append(tmp_path, 4)
+    assert [line["step"] for line in read_lines(tmp_path / name)] == [1, 3, 4]
+
+
+def test_a_full_disk_is_an_error_of_the_digest_and_none_of_the_journal(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(journal, "_folder", tmp_path)
+    monkeypatch.setattr(os, "write", full)
+    append_event(tmp_path, 1)
+    with pytest.raises(OSError, match="No space"):
+        append_a_digest(tmp_path, 1)
