@@ -207,7 +207,8 @@ FAULTS = [
         "gradient",
         DIES,
         message_lost,
-        located=r'"fault".*rank \d on .*is late: at .*RECV_B0 of step {step}',
+        # Either end may be the one that waits longest.
+        located=r'"fault".*rank \d on .*is late: at .*(RECV_B0|SEND_B\d) of step {step}',
         layouts=tuple(PIPELINES[:1]),
         victims=(1,),
         changes=IMPATIENT,
@@ -220,7 +221,7 @@ FAULTS = [
         "once more",
         DIES,
         message_added,
-        located=r'"fault".*',
+        located=r'"fault".*rank \d on .*is late: at .*(RECV|SEND)_[FB]\d of step {step}',
         layouts=tuple(PIPELINES[:1]),
         victims=(0,),
         changes=IMPATIENT,

@@ -350,8 +350,11 @@ def _drop_packets():
     own = {os.getpid(), *(process.pid for process in _sentries())}
     ends = [c for c in psutil.net_connections("tcp") if c.status == "ESTABLISHED"]
     for end in ends:
-        other = next((o for o in ends if (o.laddr, o.raddr) == (end.raddr, end.laddr)), None)
-        if other and end.pid in own and other.pid not in own:
+        if end.pid not in own:
+            continue
+        ports = end.raddr.port, end.laddr.port  # the addresses of one end may be IPv6's
+        other = next((o for o in ends if (o.laddr.port, o.raddr.port) == ports), None)
+        if other and other.pid not in own:
             for pid, descriptor in ((end.pid, end.fd), (other.pid, other.fd)):
                 _drop_at(pid, descriptor)
 
