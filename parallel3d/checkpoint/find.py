@@ -13,6 +13,7 @@ from typing import Any
 from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.chunks import ChunkFile
+from parallel3d.checkpoint.in_memory import Copies, HostMemory
 from parallel3d.checkpoint.manifest import (
     Entry,
     check_file,
@@ -38,20 +39,32 @@ class FoundCheckpoint:
     folder: Path
     files: tuple[str, ...]
     state: Mapping[str, Any]
+    copies: Copies | None = None
+    """The hosts that hold the files, if the folder is in the hosts' memory."""
 
     @property
     def step(self) -> int:
         """Steps that were done when the checkpoint was written."""
         return int(self.state["step"])
 
+    def share(self, rank: int, world_size: int) -> list[int]:
+        """Return the indices in `files` of those whose headers a rank reads."""
+        if self.copies is None:
+            return [*range(rank, len(self.files), world_size)]
+        readers = [self.copies.holders[name][0] for name in self.files]
+        return [number for number, reader in enumerate(readers) if reader == rank]
 
-def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[FoundCheckpoint | None, list[str]]:
+
+def find(
+    folder: Path, resume: int | str, mesh: Mesh, memory: HostMemory | None = None
+) -> tuple[FoundCheckpoint | None, list[str]]:
     """Return the checkpoint to resume from, or None, and why newer ones were rejected. Collective.
 
     Args:
         folder: the run's checkpoints.
         resume: checkpoint.resume: "none", "auto" (None if no checkpoint can be verified), a step of
             the run, or a path.
+        memory: searched, too, if `resume` is "auto"; of equal steps the one on disk comes first.
 
     Raises CheckpointError on all ranks if a named checkpoint cannot be used.
     """
@@ -66,11 +79,17 @@ def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[FoundCheckpoint |
             raise CheckpointError(f"{setting}: {path} {error}") from None
     rejected: list[str] = []
     # All ranks must try the same checkpoints.
-    for name in on_first(mesh, lambda: [path.name for _, path in step_folders(folder)]):
+    steps = on_first(mesh, lambda: [step for step, _ in step_folders(folder)])
+    places = [(step, True, "") for step in steps]
+    places += [(step, False, digest) for step, digest in (memory.steps() if memory else ())]
+    for step, on_disk, digest in sorted(places, reverse=True):
         try:
-            return verify_on_all_ranks(folder / name, mesh), rejected
+            if on_disk:
+                return verify_on_all_ranks(folder / f"step-{step}", mesh), rejected
+            assert memory is not None
+            return _verify_in_memory(memory, step, digest), rejected
         except CheckpointError as error:
-            rejected.append(f"{name} {error}")
+            rejected.append(f"step-{step} {error}")
     return None, rejected
 
 
@@ -105,9 +124,20 @@ def verify_on_all_ranks(path: Path, mesh: Mesh) -> FoundCheckpoint:
     entries, state = on_first(mesh, rejecting(lambda: _read_state_and_files(path)))
     files = {name: Entry(*entry) for name, entry in entries.items()}
     agree(mesh, rejecting(lambda: _check_share(path, files, mesh.rank, mesh.world.size)))
-    return FoundCheckpoint(
-        path, tuple(name for name in sorted(files) if name.endswith(_TENSORS)), state
-    )
+    return FoundCheckpoint(path, _tensor_files(files), state)
+
+
+def _verify_in_memory(memory: HostMemory, step: int, digest: str) -> FoundCheckpoint:
+    path, files, state, copies = memory.verify(step, digest)
+    try:
+        _check_state(state, step)
+    except CheckpointError as error:
+        raise CheckpointError(f"in memory is rejected: {error}") from None
+    return FoundCheckpoint(path, _tensor_files(files), state, copies)
+
+
+def _tensor_files(files: Mapping[str, Entry]) -> tuple[str, ...]:
+    return tuple(name for name in sorted(files) if name.endswith(_TENSORS))
 
 
 @contextmanager
@@ -128,12 +158,16 @@ def _read_state_and_files(path: Path) -> tuple[Mapping[str, Entry], dict[str, ob
     for name, entry in sorted(manifest.files.items()):
         _check_size(path, name, entry)
     state = read_state(path)
-    if state.get("step") != manifest.step:
-        raise CheckpointError(f"state.json is of step {state.get('step')}, not {manifest.step}")
+    _check_state(state, manifest.step)
+    return manifest.files, state
+
+
+def _check_state(state: Mapping[str, object], step: int) -> None:
+    if state.get("step") != step:
+        raise CheckpointError(f"state.json is of step {state.get('step')}, not {step}")
     shapes_of(state)
     if missing := sorted(_REQUIRED_KEYS - state.keys()):
         raise CheckpointError(f"state.json lacks {missing[0]!r}")
-    return manifest.files, state
 
 
 def _check_share(path: Path, files: Mapping[str, Entry], rank: int, world_size: int) -> None:

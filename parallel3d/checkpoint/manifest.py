@@ -76,6 +76,11 @@ def manifest_bytes(step: int, files: Mapping[str, Entry]) -> bytes:
     return blank.replace(b"0" * 32, xxh3_128_hexdigest(blank).encode(), 1)
 
 
+def state_bytes(state: Mapping[str, object]) -> bytes:
+    """Return the contents of state.json."""
+    return (json.dumps(state, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint's folder, without looking at the files.
 

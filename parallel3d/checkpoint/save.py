@@ -5,14 +5,13 @@ their digests, it writes the manifest and renames the folder, so a folder called
 complete. docs/checkpoint.md lists the guarantees.
 """
 
-import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -23,14 +22,15 @@ from parallel3d.base.journal import record
 from parallel3d.checkpoint import chunk_runs, disk, free_space
 from parallel3d.checkpoint.chunk_runs import HostCopy, copy_bytes
 from parallel3d.checkpoint.chunks import header
+from parallel3d.checkpoint.in_memory import HostMemory
 from parallel3d.checkpoint.manifest import (
     FORMAT,
     STATE,
     TOKENIZER,
     Entry,
     check_file,
-    manifest_bytes,
     read_manifest,
+    state_bytes,
     step_folders,
 )
 from parallel3d.engine import Engine
@@ -39,6 +39,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import LayerSpec, named_params
 
 _log = logging.getLogger(__name__)
+_Write = Callable[[dict[str, Any], Iterable[np.ndarray]], None]
 MOST_FAILURES = 3  # failed saves in a row after which training stops
 
 
@@ -62,6 +63,7 @@ class Saver:
         say: Callable[[str], None] = _log.warning,
         hashed: bool = True,
         tokenizer: Path | None = None,
+        memory: HostMemory | None = None,
     ) -> None:
         """Create a saver. Collective.
 
@@ -73,8 +75,9 @@ class Saver:
             say: prints a message for the user, on one rank only.
             hashed: False skips the digests.
             tokenizer: a folder to copy into each checkpoint.
+            memory: the hosts' memory, for `save_in_memory`.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._memory = tokenizer, memory
         self._engine, self._mesh, self._folder = engine, mesh, folder
         self._keep, self._always, self._hashed = keep, always, hashed
         self._asynchronous, self._say = asynchronous, say
@@ -85,11 +88,16 @@ class Saver:
         self._numel = sum(run.stop - run.start for run in self._runs)
         self._buffer: HostCopy | None = None
         self._thread: Thread | None = None
-        self._problem = ""  # of the newest save, the same on all ranks
+        self._problem = self._unreported = ""  # of the newest save, the same on all ranks
         self._lost: Exception | None = None  # a failure on which the ranks could not agree
         self._failures = 0
+        self._memory_problem = ""  # of the newest save in memory, the same on all ranks
+        self._memory_reported = False  # if so, until a save in memory succeeds
+        self._to_disk = False  # the thread also saves to disk
+        self._left_memory = Event()  # it has done the part in memory
         own_bytes = len(self._header) + 4 * self._numel
-        self.num_bytes = int(sum(row[0] for row in mesh.gather_floats([own_bytes])))
+        self._bytes_by_rank = [row[0] for row in mesh.gather_floats([own_bytes])]
+        self.num_bytes = int(sum(self._bytes_by_rank))
         """Bytes of a checkpoint's tensors, over all ranks."""
 
     @property
@@ -105,12 +113,13 @@ class Saver:
             seconds = 0.0  # the first save will report the error
         return max(row[0] for row in self._mesh.gather_floats([seconds]))
 
-    def save(self, state: dict[str, object], wait: bool = False) -> float:
+    def save(self, state: dict[str, object], wait: bool = False, in_memory: bool = False) -> float:
         """Save the training state and return the seconds that training waited. Collective.
 
         Args:
             state: contents of state.json, except for the keys that the saver adds.
             wait: return only when the checkpoint is on disk, or the save has failed.
+            in_memory: save in the hosts' memory first.
         """
         start = time.perf_counter()
         self.finish()
@@ -118,19 +127,62 @@ class Saver:
         in_background, problem = self._plan(wait)
         if problem:
             self._fail(problem)
-            return time.perf_counter() - start
+        writes = [self._write_in_memory] * (in_memory and self._fits_in_memory())
+        writes += [] if problem else [self._write]
+        self._start(writes, state, in_background)
+        return time.perf_counter() - start
+
+    def save_in_memory(self, state: dict[str, object]) -> float:
+        """Save in the hosts' memory; return the seconds that training waited. Collective.
+
+        While a checkpoint is written to disk, training waits for this save, but not for the disk.
+        """
+        start = time.perf_counter()
+        if self._to_disk and self._thread is not None:
+            self._left_memory.wait()
+            self.poll()
+        else:
+            self.finish()
+        busy, lacks = (self._thread is not None), self._lacking_memory()
+        rows = self._mesh.gather_floats([busy or not self._asynchronous or lacks > 0])
+        if self._fits_in_memory():
+            self._start([self._write_in_memory], state, not any(row[0] for row in rows))
+        return time.perf_counter() - start
+
+    def _start(self, writes: Sequence[_Write], state: dict[str, Any], in_background: bool) -> None:
+        """Write to one place after the other, from a copy if `in_background`."""
+        if not writes:
+            return
         state = {**state, **self._own_state()}
         if in_background:
-            buffer = self._copy_state()
+            self.finish()
+            arrays = self._copy_state().arrays()
+            self._left_memory.clear()
+            self._to_disk = self._write in writes
             self._thread = Thread(
-                target=self._write, args=(state, buffer.arrays()), name="checkpoint", daemon=True
+                target=self._run, args=(writes, state, arrays), name="checkpoint", daemon=True
             )
             self._thread.start()
-        else:
+            return
+        for write in writes:
             with closing(chunk_runs.host_arrays(self._engine, self._runs)) as arrays:
-                self._write(state, arrays)
+                self._run([write], state, arrays)
+        if self._thread is None:
             self._conclude()
-        return time.perf_counter() - start
+
+    def _run(
+        self, writes: Sequence[_Write], state: dict[str, Any], arrays: Iterable[np.ndarray]
+    ) -> None:
+        """Write from host memory; failures are left in attributes."""
+        for write in writes:
+            if write != self._write_in_memory:
+                self._left_memory.set()
+            if self._lost is None:
+                try:
+                    write(state, arrays)
+                except Exception as error:  # a rank was lost; raised where training can report it
+                    self._lost = error
+        self._left_memory.set()
 
     def poll(self) -> None:
         """Finish an asynchronous save if it has ended."""
@@ -153,10 +205,8 @@ class Saver:
     def _plan(self, wait: bool) -> tuple[bool, str]:
         """Return whether to write in the background, and why the save is impossible, or ""."""
         asynchronous = self._asynchronous and not wait
-        new_bytes = 0 if self._buffer is not None else copy_bytes(self._numel)
-        memory_lacks = disk_lacks = 0
+        memory_lacks, disk_lacks = self._lacking_memory(), 0
         with suppress(OSError):  # out of files, or the disk is away: the write reports it
-            memory_lacks = free_space.missing_memory_bytes(new_bytes, self._mesh.local_size)
             disk_lacks = free_space.missing_disk_bytes(self._folder, self.num_bytes)
         rows = self._mesh.gather_floats([memory_lacks if asynchronous else 0, disk_lacks])
         memory_lacks, disk_lacks = (max(int(row[i]) for row in rows) for i in range(2))
@@ -169,6 +219,36 @@ class Saver:
                 "training waits while this checkpoint is written (checkpoint.asynchronous)"
             )
         return asynchronous and not memory_lacks, ""
+
+    def _lacking_memory(self) -> int:
+        """Return the bytes that this rank's host lacks for a copy; 0 if it fits."""
+        new_bytes = 0 if self._buffer is not None else copy_bytes(self._numel)
+        with suppress(OSError):  # out of files: the write reports it
+            return free_space.missing_memory_bytes(new_bytes, self._mesh.local_size)
+        return 0
+
+    def _fits_in_memory(self) -> bool:
+        """Return True if each host can hold another step; otherwise report it. Collective."""
+        assert self._memory is not None, "no memory was given"
+        lacks = 0
+        with suppress(OSError):
+            lacks = self._memory.lacking_bytes(self._bytes_by_rank)
+        lacks = max(int(row[0]) for row in self._mesh.gather_floats([lacks]))
+        if lacks:
+            self._memory_problem = (
+                f"{self._memory.folder.parent}: a host lacks {decimal(lacks)}; enlarge /dev/shm "
+                "(docker: --shm-size), set checkpoint.in_memory_folder, or use more hosts"
+            )
+            self._report_memory()
+        return not lacks
+
+    def _report_memory(self) -> None:
+        """Report the first of several saves in memory that fail."""
+        if self._memory_problem and not self._memory_reported:
+            self._memory_reported = True
+            if self._mesh.rank == 0:
+                record("not_saved", tier="memory", reason=self._memory_problem)
+            self._say(f"NOT SAVED IN MEMORY: {self._memory_problem}. Training continues")
 
     def _copy_state(self) -> HostCopy:
         if self._buffer is None:
@@ -187,13 +267,21 @@ class Saver:
         }
 
     def _write(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
-        """Write the checkpoint; a failure is left in `_problem`, the same on all ranks."""
+        """Write the checkpoint; a failure is left in `_unreported`, the same on all ranks."""
         try:
             self._write_all(state, arrays)
+            self._failures = 0
         except TrainingError as error:
-            self._problem = str(error)
-        except Exception as error:  # a rank was lost; raised again where training can report it
-            self._lost = error
+            self._unreported = str(error)
+
+    def _write_in_memory(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
+        """Write to the hosts' memory; a failure is left in `_memory_problem`, as in `_write`."""
+        assert self._memory is not None, "no memory was given"
+        try:
+            self._memory.save(state, lambda folder: self._write_own(folder, arrays))
+            self._memory_problem, self._memory_reported = "", False
+        except TrainingError as error:
+            self._memory_problem = str(error)
 
     def _write_all(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
         """Write the checkpoint; on failure, remove it and raise TrainingError on all ranks."""
@@ -227,7 +315,7 @@ class Saver:
             return {}
         rank = self._mesh.rank
         name = f"shard-{rank:05d}-of-{self._mesh.world.size:05d}.safetensors"
-        with _reporting(partial / name, f"rank {rank}: "):
+        with disk.reporting(partial / name, f"rank {rank}: "):
             entry = disk.write_file(partial / name, chain([self._header], arrays), self._hashed)
         return {name: [entry.size, entry.digest]}
 
@@ -235,33 +323,25 @@ class Saver:
         self, state: dict[str, Any], files: dict[str, Entry], partial: Path, folder: Path
     ) -> None:
         """Write the state and the manifest, and rename the folder. Called on rank 0 only."""
-        text = json.dumps(state, indent=1, sort_keys=True, allow_nan=False) + "\n"
         if self._tokenizer is not None:
             disk.copy_folder(self._tokenizer, partial / TOKENIZER)
-        files["state.json"] = disk.write_file(partial / "state.json", [text.encode()])
-        disk.write_file(partial / "manifest.json", [manifest_bytes(state["step"], files)])
-        disk.sync_folder(partial)
-        if folder.exists():
-            # Left from before the run was resumed at an earlier step.
-            disk.remove_checkpoint(folder)
-        disk.rename(partial, folder)
+        disk.publish(partial, folder, state["step"], state_bytes(state), files)
         with suppress(OSError):  # only a hint for people
             disk.replace_text(self._folder / "latest", f"{folder.name}\n")
 
     def _on_first(self, work: Callable[[], None]) -> None:
         """Call `work` on rank 0; raises TrainingError on all ranks if it fails."""
-        on_first(self._mesh, _reporting(self._folder)(work))
+        on_first(self._mesh, disk.reporting(self._folder)(work))
 
     def _conclude(self) -> None:
         if self._lost is not None:
             raise self._lost
-        if self._problem:
-            self._fail(self._problem)
-        else:
-            self._failures = 0
+        self._report_memory()
+        if self._unreported:
+            self._fail(self._unreported)
 
     def _fail(self, problem: str) -> None:
-        self._problem = problem
+        self._problem, self._unreported = problem, ""
         self._failures += 1
         if self._mesh.rank == 0:
             record("not_saved", reason=problem, count=self._failures)
@@ -316,14 +396,3 @@ def _find_damage(newest: Path, own_files: Mapping[str, Entry], with_manifest: bo
         if reason := check_file(newest, name, entry):
             return f"{name}: {reason}"
     return ""
-
-
-@contextmanager
-def _reporting(place: Path, prefix: str = "") -> Iterator[None]:
-    """Turn any error into a TrainingError, which is reported to the waiting ranks."""
-    try:
-        yield
-    except Exception as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        place = getattr(error, "filename", None) or place
-        raise TrainingError(f"{prefix}{reason} ({place})") from None

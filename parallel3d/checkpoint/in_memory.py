@@ -1,0 +1,333 @@
+"""Checkpoints in the memory of the hosts, which outlive the processes that wrote them.
+
+Each rank writes its file to a folder in its host's memory, and sends it to a rank of the next host.
+A host's step-N therefore has the files of its own ranks, those of the host before it, state.json,
+and the manifest of the whole checkpoint. docs/checkpoint.md describes the folder.
+"""
+
+import json
+import os
+import stat
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from xxhash import xxh3_128_hexdigest
+
+from parallel3d.base.errors import CheckpointError, TrainingError
+from parallel3d.base.journal import record
+from parallel3d.checkpoint import disk, free_space
+from parallel3d.checkpoint.chunks import ChunkFile
+from parallel3d.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    Entry,
+    Manifest,
+    check_file,
+    manifest_bytes,
+    read_manifest,
+    read_state,
+    state_bytes,
+    step_folders,
+)
+from parallel3d.mesh.agree import agree, gather_json, on_first
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.nodes import Nodes
+
+Plan = Sequence[tuple[str, int, int]]  # name of a file, the rank that sends, the rank that receives
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The hosts that hold the files of a checkpoint in memory."""
+
+    holders: Mapping[str, Sequence[int]]
+    """Ranks whose hosts hold an intact copy, by file; the first one reads the file's header."""
+    fetch: Callable[[Collection[str]], int]
+    """Copy files that this rank reads to its host, if they are not there; return the bytes that all
+    ranks fetched. Collective; raises TrainingError on all ranks if a host cannot take its files."""
+
+
+class HostMemory:
+    """The checkpoints of one run in the memory of its hosts: at most two steps."""
+
+    def __init__(
+        self, mesh: Mesh, nodes: Nodes, root: Path, name: str, refused: Collection[int] = ()
+    ) -> None:
+        """Look at the folder, without creating it. Collective.
+
+        Args:
+            root: a folder in the host's memory.
+            name: the run's unique name, the same on all ranks; ends in "-" and an id.
+            refused: steps that are not restored again.
+        """
+        self._mesh, self._beside, self._refused = mesh, mesh.beside(), refused
+        machines = list(dict.fromkeys(nodes.machines))
+        self._host_of = [machines.index(machine) for machine in nodes.machines]
+        self._hosts: list[list[int]] = [[] for _ in machines]
+        for rank, host in enumerate(self._host_of):
+            self._hosts[host].append(rank)
+        self._here = self._hosts[self._host_of[mesh.rank]]
+        self._place = self._here.index(mesh.rank)  # rank 0 of a host does work once per host
+        self._peers: dict[int, int] = {}
+        for host, ranks in enumerate(self._hosts):
+            after = self._hosts[(host + 1) % len(machines)]
+            for place, rank in enumerate(ranks if len(machines) > 1 else ()):
+                self._peers[rank] = after[place % len(after)]
+        self.folder = root / f"parallel3d-{os.getuid()}" / name
+
+    @property
+    def has_peers(self) -> bool:
+        """True if a second host holds each file."""
+        return bool(self._peers)
+
+    def lacking_bytes(self, bytes_by_rank: Sequence[float]) -> int:
+        """Return the bytes that this host lacks for another step; 0 if it fits."""
+        if len(step_folders(self.folder)) > 1:
+            return 0  # the older one is removed first
+        ranks = [*self._here, *(r for r, peer in self._peers.items() if peer in self._here)]
+        num_bytes, num_ranks = int(sum(bytes_by_rank[r] for r in ranks)), len(self._here)
+        memory = free_space.missing_memory_bytes(num_bytes // num_ranks, num_ranks) * num_ranks
+        return max(memory, free_space.missing_disk_bytes(self.folder, num_bytes))
+
+    def save(self, state: Mapping[str, Any], write: Callable[[Path], dict[str, Any]]) -> None:
+        """Save a step; training may go on meanwhile. Collective, on a group of its own.
+
+        Raises TrainingError on all ranks, and leaves earlier steps alone, if a host cannot hold it.
+
+        Args:
+            state: contents of state.json; rank 0's are used.
+            write: writes this rank's files to a folder and returns {name: [size, digest]}.
+        """
+        mesh, folder = self._beside, self.folder / f"step-{state['step']}"
+        partial = folder.with_name(f"{folder.name}.tmp")
+        try:
+            text = on_first(mesh, lambda: state_bytes(state).decode())
+            self._on_each_host(lambda: self._make_room(partial))
+            own = gather_json(mesh, agree(mesh, lambda: write(partial)), aside=True)
+            files = {name: Entry(*entry) for some in own for name, entry in some.items()}
+            senders = [(name, rank) for rank, some in enumerate(own) for name in some]
+            plan = [(n, rank, self._peers[rank]) for n, rank in senders if rank in self._peers]
+            self._copy(mesh, partial, plan, files)
+            self._on_each_host(
+                lambda: disk.publish(partial, folder, state["step"], text.encode(), files)
+            )
+        except TrainingError:
+            if self._place == 0:
+                with suppress(OSError):
+                    disk.remove_folder(partial)
+            raise
+
+    def begin(self, step: int) -> None:
+        """Remove what does not belong to the run after `step`: later steps, and runs before it."""
+        if self._place == 0 and self._is_private():
+            prefix = f"{self.folder.name.rpartition('-')[0]}-"
+            with suppress(OSError):
+                for path in self.folder.parent.iterdir():
+                    if path.name.startswith(prefix) and path != self.folder:
+                        _remove_run(path)
+                for number, path in step_folders(self.folder):
+                    if number > step:
+                        disk.remove_checkpoint(path)
+
+    def rename(self, name: str) -> None:
+        """Forget all steps, also those of absent hosts, by another name of the run."""
+        self.remove()
+        self.folder = self.folder.with_name(name)
+
+    def remove(self) -> None:
+        """Remove this host's steps."""
+        if self._place == 0 and self._is_private():
+            with suppress(OSError):
+                _remove_run(self.folder)
+
+    def steps(self) -> list[tuple[int, str]]:
+        """Return the steps that some host holds, and the digests of their manifests. Collective."""
+        own = []
+        if self._place == 0 and self._is_private():
+            for step, path in step_folders(self.folder):
+                try:
+                    own.append([step, _digest(read_manifest(path))])
+                except CheckpointError as error:
+                    record("copy_rejected", step=step, file=MANIFEST, reason=str(error))
+        found = gather_json(self._mesh, own, aside=True)
+        return sorted({(step, digest) for some in found for step, digest in some})
+
+    def verify(
+        self, step: int, digest: str
+    ) -> tuple[Path, dict[str, Entry], dict[str, Any], Copies]:
+        """Return folder, files, state and copies of a step, all of whose files some host holds.
+
+        Each rank reads a share of its host's files in full. Collective. Raises CheckpointError on
+        all ranks if a file has no intact copy, or the step is refused.
+        """
+        if step in self._refused:
+            raise CheckpointError("in memory is not used again: the run failed twice after it")
+        folder, manifest = self.folder / f"step-{step}", self._manifest(step, digest)
+        reasons: dict[str, str] = {}
+        names = [name for name in sorted(manifest.files) if (folder / name).exists()]
+        for name in names[self._place :: len(self._here)]:
+            if reason := _check(folder, name, manifest.files[name]):
+                record("copy_rejected", step=step, file=name, reason=reason)
+                with suppress(OSError):
+                    (folder / name).unlink()
+            reasons[name] = reason
+        holders, lost = defaultdict(list), {}
+        by_rank = gather_json(self._mesh, reasons, aside=True)
+        for rank, some in enumerate(by_rank):
+            for name, reason in some.items():
+                lost |= {name: reason}
+                if not reason:
+                    holders[name].append(rank)
+        if not holders[STATE]:
+            raise CheckpointError(f"in memory is rejected: {STATE} {lost.get(STATE, 'is lost')}")
+        source = holders[STATE][0]
+        own = [manifest.files, read_state(folder)] if source == self._mesh.rank else None
+        entries, state = json.loads(self._mesh.broadcast_text(json.dumps(own), source))
+        files = {name: Entry(*entry) for name, entry in entries.items()}
+        for name in sorted(files):
+            if not holders[name]:
+                reason = lost.get(name, "was only on hosts that are lost")
+                raise CheckpointError(f"in memory is rejected: {name} {reason}")
+        intact = {n for rank in self._here for n, reason in by_rank[rank].items() if not reason}
+
+        def fetch(names: Collection[str]) -> int:
+            wanted = gather_json(self._mesh, sorted({*names, STATE} - intact), aside=True)
+            return self._fetch(wanted, holders, Manifest(step, files))
+
+        return folder, files, state, Copies(holders, fetch)
+
+    def _manifest(self, step: int, digest: str) -> Manifest:
+        """Return the manifest of this host's copy of a step; an empty one if it has no copy."""
+        with suppress(CheckpointError):
+            manifest = read_manifest(self.folder / f"step-{step}")
+            if _digest(manifest) == digest:
+                return manifest
+        return Manifest(step, {})
+
+    def _fetch(
+        self, wanted: Sequence[Sequence[str]], holders: Mapping[str, Sequence[int]],
+        manifest: Manifest,
+    ) -> int:  # fmt: skip
+        """Copy the files that each rank wants to its host, once per host; return their bytes."""
+        plan: dict[tuple[int, str], tuple[str, int, int]] = {}
+        for rank, names in enumerate(wanted):
+            for name in names:
+                sources = holders[name]
+                source = sources[len(plan) % len(sources)]
+                plan.setdefault((self._host_of[rank], name), (name, source, rank))
+        folder = self.folder / f"step-{manifest.step}"
+
+        def prepare() -> None:
+            if any(wanted[rank] for rank in self._here):
+                self._make_private()
+                if not self._manifest(manifest.step, _digest(manifest)).files:
+                    disk.make_folder(folder)
+                    disk.write_file(folder / MANIFEST, [manifest_bytes(*manifest)])
+
+        self._on_each_host(prepare)
+        self._copy(self._beside, folder, [*plan.values()], manifest.files)
+        return sum(manifest.files[name].size for name, _, _ in plan.values())
+
+    def _copy(self, mesh: Mesh, folder: Path, plan: Plan, files: Mapping[str, Entry]) -> None:
+        """Copy files between hosts and compare them with their hashes. Collective."""
+
+        def blocks_to(name: str, rank: int) -> Iterator[tuple[torch.Tensor, int]]:
+            size = files[name].size
+            # A private mapping: the file's pages are sent without a copy.
+            data = torch.from_file(str(folder / name), size=size, dtype=torch.uint8)
+            return ((block, rank) for block in data.split(disk.BLOCK))
+
+        reporting = disk.reporting(folder)
+        blocks = agree(
+            mesh,
+            reporting(
+                lambda: [b for n, by, to in plan if by == mesh.rank for b in blocks_to(n, to)]
+            ),
+        )
+        sends = [mesh.send_aside(block, rank) for block, rank in blocks]
+        problems = [
+            problem
+            for name, source, target in plan
+            if target == mesh.rank
+            and (problem := _receive(mesh, folder / name, files[name], source))
+        ]
+        for send in sends:
+            send.wait()
+
+        def report() -> None:
+            if problems:
+                raise TrainingError(problems[0])
+
+        agree(mesh, report)
+
+    def _on_each_host(self, work: Callable[[], None]) -> None:
+        """Call `work` on one rank of each host; raises TrainingError on all ranks if one fails."""
+        reporting = disk.reporting(self.folder)
+        agree(self._beside, lambda: reporting(work)() if self._place == 0 else None)
+
+    def _make_room(self, partial: Path) -> None:
+        self._make_private()
+        disk.remove_leftovers(self.folder)
+        for _, path in step_folders(self.folder)[1:]:
+            disk.remove_checkpoint(path)
+        disk.make_folder(partial)
+
+    def _make_private(self) -> None:
+        self.folder.parent.mkdir(mode=0o700, exist_ok=True)
+        if not self._is_private():
+            raise OSError(f"{self.folder.parent} is not a folder of this user alone")
+
+    def _is_private(self) -> bool:
+        """True if the folder of this user exists, and nobody else can read or write it."""
+        try:
+            status = self.folder.parent.lstat()
+        except OSError:
+            return False
+        is_closed = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+        return is_closed and status.st_uid == os.getuid()
+
+
+def _digest(manifest: Manifest) -> str:
+    return xxh3_128_hexdigest(manifest_bytes(*manifest))
+
+
+def _check(folder: Path, name: str, entry: Entry) -> str:
+    """Return what is wrong with a file; "" if nothing is."""
+    try:
+        if not (reason := check_file(folder, name, entry)) and name != STATE:
+            ChunkFile(folder / name).close()
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return reason
+
+
+def _receive(mesh: Mesh, path: Path, entry: Entry, source: int) -> str:
+    """Write a file that another rank sends; return what went wrong, or ""."""
+
+    def received() -> Iterator[Any]:
+        for at in range(0, entry.size, disk.BLOCK):
+            block = torch.empty(min(disk.BLOCK, entry.size - at), dtype=torch.uint8)
+            mesh.receive_aside(block, source)
+            yield block.numpy()
+
+    blocks, problem = received(), ""
+    try:
+        if disk.write_file(path, blocks) != entry:
+            problem = f"{path} was damaged on its way from rank {source}"
+    except OSError as error:
+        problem = f"rank {mesh.rank}: {error.strerror} ({path})"
+    for _ in blocks:  # else the sender would wait
+        pass
+    return problem
+
+
+def _remove_run(path: Path) -> None:
+    """Remove a run's folder; its steps are renamed first, so that no part is taken for a whole."""
+    for _, step in step_folders(path):
+        disk.remove_checkpoint(step)
+    disk.remove_folder(path)
