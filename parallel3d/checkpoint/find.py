@@ -15,21 +15,17 @@ from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.in_memory import Copies, HostMemory
 from parallel3d.checkpoint.manifest import (
+    STATE,
     Entry,
     check_file,
+    check_state,
     read_manifest,
     read_state,
-    shapes_of,
     step_folders,
+    tensor_files,
 )
 from parallel3d.mesh.agree import agree, on_first
 from parallel3d.mesh.mesh import Mesh
-
-_TENSORS = ".safetensors"
-_REQUIRED_KEYS = {
-    *("tokens", "next_sample", "optimizer_steps", "loss_scale"),
-    *("config", "mesh", "tokenizer", "corpus"),
-}
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ def find(
             if on_disk:
                 return verify_on_all_ranks(folder / f"step-{step}", mesh), rejected
             assert memory is not None
-            return _verify_in_memory(memory, step, digest), rejected
+            return FoundCheckpoint(*memory.verify(step, digest)), rejected
         except CheckpointError as error:
             rejected.append(f"step-{step} {error}")
     return None, rejected
@@ -124,20 +120,7 @@ def verify_on_all_ranks(path: Path, mesh: Mesh) -> FoundCheckpoint:
     entries, state = on_first(mesh, rejecting(lambda: _read_state_and_files(path)))
     files = {name: Entry(*entry) for name, entry in entries.items()}
     agree(mesh, rejecting(lambda: _check_share(path, files, mesh.rank, mesh.world.size)))
-    return FoundCheckpoint(path, _tensor_files(files), state)
-
-
-def _verify_in_memory(memory: HostMemory, step: int, digest: str) -> FoundCheckpoint:
-    path, files, state, copies = memory.verify(step, digest)
-    try:
-        _check_state(state, step)
-    except CheckpointError as error:
-        raise CheckpointError(f"in memory is rejected: {error}") from None
-    return FoundCheckpoint(path, _tensor_files(files), state, copies)
-
-
-def _tensor_files(files: Mapping[str, Entry]) -> tuple[str, ...]:
-    return tuple(name for name in sorted(files) if name.endswith(_TENSORS))
+    return FoundCheckpoint(path, tensor_files(files), state)
 
 
 @contextmanager
@@ -158,16 +141,8 @@ def _read_state_and_files(path: Path) -> tuple[Mapping[str, Entry], dict[str, ob
     for name, entry in sorted(manifest.files.items()):
         _check_size(path, name, entry)
     state = read_state(path)
-    _check_state(state, manifest.step)
+    check_state(state, manifest.step)
     return manifest.files, state
-
-
-def _check_state(state: Mapping[str, object], step: int) -> None:
-    if state.get("step") != step:
-        raise CheckpointError(f"state.json is of step {state.get('step')}, not {step}")
-    shapes_of(state)
-    if missing := sorted(_REQUIRED_KEYS - state.keys()):
-        raise CheckpointError(f"state.json lacks {missing[0]!r}")
 
 
 def _check_share(path: Path, files: Mapping[str, Entry], rank: int, world_size: int) -> None:
@@ -176,7 +151,7 @@ def _check_share(path: Path, files: Mapping[str, Entry], rank: int, world_size: 
     for name in names[rank::world_size]:
         if reason := check_file(path, name, files[name]):
             raise CheckpointError(f"{name} {reason}")
-        if name.endswith(_TENSORS):
+        if name != STATE:
             ChunkFile(path / name).close()  # raises if it is not valid
     # A rank without a share checks that it can see the folder at all.
     _check_size(path, names[rank % len(names)], files[names[rank % len(names)]])

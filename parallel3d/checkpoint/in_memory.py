@@ -9,7 +9,7 @@ import json
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +28,13 @@ from parallel3d.checkpoint.manifest import (
     Entry,
     Manifest,
     check_file,
+    check_state,
     manifest_bytes,
     read_manifest,
     read_state,
     state_bytes,
     step_folders,
+    tensor_files,
 )
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
@@ -87,12 +89,12 @@ class HostMemory:
 
     def lacking_bytes(self, bytes_by_rank: Sequence[float]) -> int:
         """Return the bytes that this host lacks for another step; 0 if it fits."""
-        if len(step_folders(self.folder)) > 1:
+        if self._is_private() and len(step_folders(self.folder)) > 1:
             return 0  # the older one is removed first
         ranks = [*self._here, *(r for r, peer in self._peers.items() if peer in self._here)]
         num_bytes, num_ranks = int(sum(bytes_by_rank[r] for r in ranks)), len(self._here)
         memory = free_space.missing_memory_bytes(num_bytes // num_ranks, num_ranks) * num_ranks
-        return max(memory, free_space.missing_disk_bytes(self.folder, num_bytes))
+        return max(memory, free_space.missing_disk_bytes(self.folder.parents[1], num_bytes))
 
     def save(self, state: Mapping[str, Any], write: Callable[[Path], dict[str, Any]]) -> None:
         """Save a step; training may go on meanwhile. Collective, on a group of its own.
@@ -112,7 +114,7 @@ class HostMemory:
             files = {name: Entry(*entry) for some in own for name, entry in some.items()}
             senders = [(name, rank) for rank, some in enumerate(own) for name in some]
             plan = [(n, rank, self._peers[rank]) for n, rank in senders if rank in self._peers]
-            self._copy(mesh, partial, plan, files)
+            self._copy(partial, plan, files)
             self._on_each_host(
                 lambda: disk.publish(partial, folder, state["step"], text.encode(), files)
             )
@@ -122,28 +124,23 @@ class HostMemory:
                     disk.remove_folder(partial)
             raise
 
-    def begin(self, step: int) -> None:
-        """Remove what does not belong to the run after `step`: later steps, and runs before it."""
-        if self._place == 0 and self._is_private():
-            prefix = f"{self.folder.name.rpartition('-')[0]}-"
-            with suppress(OSError):
-                for path in self.folder.parent.iterdir():
-                    if path.name.startswith(prefix) and path != self.folder:
-                        _remove_run(path)
-                for number, path in step_folders(self.folder):
-                    if number > step:
-                        disk.remove_checkpoint(path)
+    def keep(self, name: str, step: int) -> None:
+        """Remove this host's steps after `step`, and those under other names of this run.
 
-    def rename(self, name: str) -> None:
-        """Forget all steps, also those of absent hosts, by another name of the run."""
-        self.remove()
-        self.folder = self.folder.with_name(name)
-
-    def remove(self) -> None:
-        """Remove this host's steps."""
-        if self._place == 0 and self._is_private():
-            with suppress(OSError):
-                _remove_run(self.folder)
+        Later saves have the name; with "" everything is removed.
+        """
+        prefix = f"{self.folder.name.rpartition('-')[0]}-"
+        self.folder = self.folder.with_name(name or f"{prefix}0")
+        if self._place or not self._is_private():
+            return
+        with suppress(OSError):
+            for path in self.folder.parent.glob("*"):
+                if path.name.startswith(prefix):
+                    for number, folder in step_folders(path):
+                        if path.name != name or number > step:
+                            disk.remove_checkpoint(folder)
+                    if path.name != name:
+                        disk.remove_folder(path)
 
     def steps(self) -> list[tuple[int, str]]:
         """Return the steps that some host holds, and the digests of their manifests. Collective."""
@@ -159,8 +156,8 @@ class HostMemory:
 
     def verify(
         self, step: int, digest: str
-    ) -> tuple[Path, dict[str, Entry], dict[str, Any], Copies]:
-        """Return folder, files, state and copies of a step, all of whose files some host holds.
+    ) -> tuple[Path, tuple[str, ...], dict[str, Any], Copies]:
+        """Return folder, tensor files, state and copies of a step; hosts hold all of its files.
 
         Each rank reads a share of its host's files in full. Collective. Raises CheckpointError on
         all ranks if a file has no intact copy, or the step is refused.
@@ -176,7 +173,8 @@ class HostMemory:
                 with suppress(OSError):
                     (folder / name).unlink()
             reasons[name] = reason
-        holders, lost = defaultdict(list), {}
+        holders: dict[str, list[int]] = defaultdict(list)
+        lost: dict[str, str] = {}
         by_rank = gather_json(self._mesh, reasons, aside=True)
         for rank, some in enumerate(by_rank):
             for name, reason in some.items():
@@ -199,7 +197,8 @@ class HostMemory:
             wanted = gather_json(self._mesh, sorted({*names, STATE} - intact), aside=True)
             return self._fetch(wanted, holders, Manifest(step, files))
 
-        return folder, files, state, Copies(holders, fetch)
+        check_state(state, step)
+        return folder, tensor_files(files), state, Copies(holders, fetch)
 
     def _manifest(self, step: int, digest: str) -> Manifest:
         """Return the manifest of this host's copy of a step; an empty one if it has no copy."""
@@ -230,40 +229,33 @@ class HostMemory:
                     disk.write_file(folder / MANIFEST, [manifest_bytes(*manifest)])
 
         self._on_each_host(prepare)
-        self._copy(self._beside, folder, [*plan.values()], manifest.files)
+        self._copy(folder, [*plan.values()], manifest.files)
         return sum(manifest.files[name].size for name, _, _ in plan.values())
 
-    def _copy(self, mesh: Mesh, folder: Path, plan: Plan, files: Mapping[str, Entry]) -> None:
+    def _copy(self, folder: Path, plan: Plan, files: Mapping[str, Entry]) -> None:
         """Copy files between hosts and compare them with their hashes. Collective."""
+        mesh, reporting = self._beside, disk.reporting(folder)
 
-        def blocks_to(name: str, rank: int) -> Iterator[tuple[torch.Tensor, int]]:
-            size = files[name].size
+        def map_file(name: str) -> Iterable[torch.Tensor]:
             # A private mapping: the file's pages are sent without a copy.
-            data = torch.from_file(str(folder / name), size=size, dtype=torch.uint8)
-            return ((block, rank) for block in data.split(disk.BLOCK))
+            data = torch.from_file(str(folder / name), size=files[name].size, dtype=torch.uint8)
+            return torch.split(data, disk.BLOCK)
 
-        reporting = disk.reporting(folder)
-        blocks = agree(
-            mesh,
-            reporting(
-                lambda: [b for n, by, to in plan if by == mesh.rank for b in blocks_to(n, to)]
-            ),
-        )
-        sends = [mesh.send_aside(block, rank) for block, rank in blocks]
-        problems = [
-            problem
-            for name, source, target in plan
-            if target == mesh.rank
-            and (problem := _receive(mesh, folder / name, files[name], source))
-        ]
-        for send in sends:
-            send.wait()
+        def open_files() -> list[tuple[torch.Tensor, int]]:
+            return [(b, to) for n, by, to in plan if by == mesh.rank for b in map_file(n)]
 
-        def report() -> None:
-            if problems:
-                raise TrainingError(problems[0])
+        blocks = agree(mesh, reporting(open_files))
 
-        agree(mesh, report)
+        def transfer() -> None:
+            sends = [mesh.send_aside(block, rank) for block, rank in blocks]
+            own = [(name, source) for name, source, target in plan if target == mesh.rank]
+            problems = [_receive(mesh, folder / n, files[n], source) for n, source in own]
+            for send in sends:
+                send.wait()
+            if any(problems):
+                raise TrainingError("; ".join(filter(None, problems)))
+
+        agree(mesh, transfer)
 
     def _on_each_host(self, work: Callable[[], None]) -> None:
         """Call `work` on one rank of each host; raises TrainingError on all ranks if one fails."""
@@ -324,10 +316,3 @@ def _receive(mesh: Mesh, path: Path, entry: Entry, source: int) -> str:
     for _ in blocks:  # else the sender would wait
         pass
     return problem
-
-
-def _remove_run(path: Path) -> None:
-    """Remove a run's folder; its steps are renamed first, so that no part is taken for a whole."""
-    for _, step in step_folders(path):
-        disk.remove_checkpoint(step)
-    disk.remove_folder(path)

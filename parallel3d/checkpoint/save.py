@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -88,13 +88,12 @@ class Saver:
         self._numel = sum(run.stop - run.start for run in self._runs)
         self._buffer: HostCopy | None = None
         self._thread: Thread | None = None
-        self._problem = self._unreported = ""  # of the newest save, the same on all ranks
+        self._problem = ""  # of the newest save, the same on all ranks
         self._lost: Exception | None = None  # a failure on which the ranks could not agree
         self._failures = 0
-        self._memory_problem = ""  # of the newest save in memory, the same on all ranks
-        self._memory_reported = False  # if so, until a save in memory succeeds
-        self._to_disk = False  # the thread also saves to disk
-        self._left_memory = Event()  # it has done the part in memory
+        self._memory_problem = ""  # of the newest save in memory
+        self._memory_fails = False  # and it was reported
+        self._to_disk = True  # where the thread writes to; else to memory
         own_bytes = len(self._header) + 4 * self._numel
         self._bytes_by_rank = [row[0] for row in mesh.gather_floats([own_bytes])]
         self.num_bytes = int(sum(self._bytes_by_rank))
@@ -113,76 +112,63 @@ class Saver:
             seconds = 0.0  # the first save will report the error
         return max(row[0] for row in self._mesh.gather_floats([seconds]))
 
-    def save(self, state: dict[str, object], wait: bool = False, in_memory: bool = False) -> float:
+    def save(self, state: dict[str, object], wait: bool = False) -> float:
         """Save the training state and return the seconds that training waited. Collective.
 
         Args:
             state: contents of state.json, except for the keys that the saver adds.
             wait: return only when the checkpoint is on disk, or the save has failed.
-            in_memory: save in the hosts' memory first.
         """
         start = time.perf_counter()
         self.finish()
-        self._problem = ""
+        self._problem, self._to_disk = "", True
         in_background, problem = self._plan(wait)
         if problem:
             self._fail(problem)
-        writes = [self._write_in_memory] * (in_memory and self._fits_in_memory())
-        writes += [] if problem else [self._write]
-        self._start(writes, state, in_background)
+        elif in_background:
+            self._start(self._write, state)
+        else:
+            with closing(chunk_runs.host_arrays(self._engine, self._runs)) as arrays:
+                self._write(state | self._own_state(), arrays)
+            self._conclude()
         return time.perf_counter() - start
 
     def save_in_memory(self, state: dict[str, object]) -> float:
-        """Save in the hosts' memory; return the seconds that training waited. Collective.
+        """Save to the hosts' memory; return the seconds that training waited. Collective.
 
         While a checkpoint is written to disk, training waits for this save, but not for the disk.
+        A failure is reported, once for several in a row, and training goes on.
         """
+        assert self._memory is not None, "no memory was given"
         start = time.perf_counter()
-        if self._to_disk and self._thread is not None:
-            self._left_memory.wait()
+        if self._to_disk:
             self.poll()
         else:
             self.finish()
-        busy, lacks = (self._thread is not None), self._lacking_memory()
-        rows = self._mesh.gather_floats([busy or not self._asynchronous or lacks > 0])
-        if self._fits_in_memory():
-            self._start([self._write_in_memory], state, not any(row[0] for row in rows))
+        is_busy = self._thread is not None
+        waits = is_busy or not self._asynchronous or self._lacking_memory() > 0
+        rows = self._mesh.gather_floats([waits, self._memory.lacking_bytes(self._bytes_by_rank)])
+        waits, lacks = any(row[0] for row in rows), max(int(row[1]) for row in rows)
+        if lacks:
+            self._report_in_memory(
+                f"{self._memory.folder.parent}: {decimal(lacks)} of memory missing on a host; "
+                "enlarge it (docker: --shm-size), or set checkpoint.in_memory_folder"
+            )
+        elif waits:
+            with closing(chunk_runs.host_arrays(self._engine, self._runs)) as arrays:
+                self._write_in_memory(state | self._own_state(), arrays)
+            self._report_in_memory(self._memory_problem)
+        else:
+            self._to_disk = False
+            self._start(self._write_in_memory, state)
         return time.perf_counter() - start
 
-    def _start(self, writes: Sequence[_Write], state: dict[str, Any], in_background: bool) -> None:
-        """Write to one place after the other, from a copy if `in_background`."""
-        if not writes:
-            return
-        state = {**state, **self._own_state()}
-        if in_background:
-            self.finish()
-            arrays = self._copy_state().arrays()
-            self._left_memory.clear()
-            self._to_disk = self._write in writes
-            self._thread = Thread(
-                target=self._run, args=(writes, state, arrays), name="checkpoint", daemon=True
-            )
-            self._thread.start()
-            return
-        for write in writes:
-            with closing(chunk_runs.host_arrays(self._engine, self._runs)) as arrays:
-                self._run([write], state, arrays)
-        if self._thread is None:
-            self._conclude()
-
-    def _run(
-        self, writes: Sequence[_Write], state: dict[str, Any], arrays: Iterable[np.ndarray]
-    ) -> None:
-        """Write from host memory; failures are left in attributes."""
-        for write in writes:
-            if write != self._write_in_memory:
-                self._left_memory.set()
-            if self._lost is None:
-                try:
-                    write(state, arrays)
-                except Exception as error:  # a rank was lost; raised where training can report it
-                    self._lost = error
-        self._left_memory.set()
+    def _start(self, write: _Write, state: dict[str, Any]) -> None:
+        """Write from a copy while training continues."""
+        arrays = self._copy_state().arrays()
+        args = state | self._own_state(), arrays
+        self._thread = Thread(target=write, args=args, name="checkpoint", daemon=True)
+        self._thread.start()
 
     def poll(self) -> None:
         """Finish an asynchronous save if it has ended."""
@@ -227,28 +213,13 @@ class Saver:
             return free_space.missing_memory_bytes(new_bytes, self._mesh.local_size)
         return 0
 
-    def _fits_in_memory(self) -> bool:
-        """Return True if each host can hold another step; otherwise report it. Collective."""
-        assert self._memory is not None, "no memory was given"
-        lacks = 0
-        with suppress(OSError):
-            lacks = self._memory.lacking_bytes(self._bytes_by_rank)
-        lacks = max(int(row[0]) for row in self._mesh.gather_floats([lacks]))
-        if lacks:
-            self._memory_problem = (
-                f"{self._memory.folder.parent}: a host lacks {decimal(lacks)}; enlarge /dev/shm "
-                "(docker: --shm-size), set checkpoint.in_memory_folder, or use more hosts"
-            )
-            self._report_memory()
-        return not lacks
-
-    def _report_memory(self) -> None:
-        """Report the first of several saves in memory that fail."""
-        if self._memory_problem and not self._memory_reported:
-            self._memory_reported = True
+    def _report_in_memory(self, problem: str) -> None:
+        """Report the first of several saves in memory that fail; "" if one succeeded."""
+        if problem and not self._memory_fails:
             if self._mesh.rank == 0:
-                record("not_saved", tier="memory", reason=self._memory_problem)
-            self._say(f"NOT SAVED IN MEMORY: {self._memory_problem}. Training continues")
+                record("not_saved", tier="memory", reason=problem)
+            self._say(f"NOT SAVED IN MEMORY: {problem}. Training continues")
+        self._memory_fails = bool(problem)
 
     def _copy_state(self) -> HostCopy:
         if self._buffer is None:
@@ -267,21 +238,26 @@ class Saver:
         }
 
     def _write(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
-        """Write the checkpoint; a failure is left in `_unreported`, the same on all ranks."""
-        try:
-            self._write_all(state, arrays)
-            self._failures = 0
-        except TrainingError as error:
-            self._unreported = str(error)
+        """Write the checkpoint; a failure is left in `_problem`, the same on all ranks."""
+        self._problem = self._try(lambda: self._write_all(state, arrays))
 
     def _write_in_memory(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
-        """Write to the hosts' memory; a failure is left in `_memory_problem`, as in `_write`."""
-        assert self._memory is not None, "no memory was given"
+        """Write to the hosts' memory; a failure is left in `_memory_problem`."""
+        memory = self._memory
+        assert memory is not None
+        self._memory_problem = self._try(
+            lambda: memory.save(state, lambda folder: self._write_own(folder, arrays))
+        )
+
+    def _try(self, write: Callable[[], None]) -> str:
+        """Return why a write failed, or ""."""
         try:
-            self._memory.save(state, lambda folder: self._write_own(folder, arrays))
-            self._memory_problem, self._memory_reported = "", False
+            write()
         except TrainingError as error:
-            self._memory_problem = str(error)
+            return str(error)
+        except Exception as error:  # a rank was lost; raised again where training can report it
+            self._lost = error
+        return ""
 
     def _write_all(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
         """Write the checkpoint; on failure, remove it and raise TrainingError on all ranks."""
@@ -336,12 +312,15 @@ class Saver:
     def _conclude(self) -> None:
         if self._lost is not None:
             raise self._lost
-        self._report_memory()
-        if self._unreported:
-            self._fail(self._unreported)
+        if not self._to_disk:
+            self._report_in_memory(self._memory_problem)
+        elif self._problem:
+            self._fail(self._problem)
+        else:
+            self._failures = 0
 
     def _fail(self, problem: str) -> None:
-        self._problem, self._unreported = problem, ""
+        self._problem = problem
         self._failures += 1
         if self._mesh.rank == 0:
             record("not_saved", reason=problem, count=self._failures)
