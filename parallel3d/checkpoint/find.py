@@ -43,13 +43,6 @@ class FoundCheckpoint:
         """Steps that were done when the checkpoint was written."""
         return int(self.state["step"])
 
-    def share(self, rank: int, world_size: int) -> list[int]:
-        """Return the indices in `files` of those whose headers a rank reads."""
-        if self.copies is None:
-            return [*range(rank, len(self.files), world_size)]
-        readers = [self.copies.holders[name][0] for name in self.files]
-        return [number for number, reader in enumerate(readers) if reader == rank]
-
 
 def find(
     folder: Path, resume: int | str, mesh: Mesh, memory: HostMemory | None = None

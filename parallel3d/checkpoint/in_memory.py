@@ -8,10 +8,10 @@ and the manifest of the whole checkpoint. docs/checkpoint.md describes the folde
 import json
 import os
 import stat
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from xxhash import xxh3_128_hexdigest
 from parallel3d.base.errors import CheckpointError, TrainingError
 from parallel3d.base.journal import record
 from parallel3d.checkpoint import disk, free_space
-from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -49,9 +48,9 @@ class Copies:
 
     holders: Mapping[str, Sequence[int]]
     """Ranks whose hosts hold an intact copy, by file; the first one reads the file's header."""
-    fetch: Callable[[Collection[str]], int]
-    """Copy files that this rank reads to its host, if they are not there; return the bytes that all
-    ranks fetched. Collective; raises TrainingError on all ranks if a host cannot take its files."""
+    fetch: Callable[[Collection[str]], None]
+    """Copy files that this rank reads to its host, if they are not there. Collective; raises
+    TrainingError on all ranks if a host cannot take them."""
 
 
 class HostMemory:
@@ -70,28 +69,24 @@ class HostMemory:
         self._mesh, self._beside, self._refused = mesh, mesh.beside(), refused
         machines = list(dict.fromkeys(nodes.machines))
         self._host_of = [machines.index(machine) for machine in nodes.machines]
-        self._hosts: list[list[int]] = [[] for _ in machines]
-        for rank, host in enumerate(self._host_of):
-            self._hosts[host].append(rank)
-        self._here = self._hosts[self._host_of[mesh.rank]]
-        self._place = self._here.index(mesh.rank)  # rank 0 of a host does work once per host
-        self._peers: dict[int, int] = {}
-        for host, ranks in enumerate(self._hosts):
-            after = self._hosts[(host + 1) % len(machines)]
-            for place, rank in enumerate(ranks if len(machines) > 1 else ()):
-                self._peers[rank] = after[place % len(after)]
+        ranks = range(len(self._host_of))
+        hosts = [[r for r in ranks if self._host_of[r] == host] for host in range(len(machines))]
+        self._here = hosts[self._host_of[mesh.rank]]
+        self._place = self._here.index(mesh.rank)  # the first rank of a host does its common work
+        self.peers = {
+            rank: after[place % len(after)]
+            for own, after in zip(hosts, [*hosts[1:], hosts[0]], strict=True)
+            for place, rank in enumerate(own)
+            if after != own
+        }
+        """Rank of the next host that keeps a copy of a rank's file; empty on one host."""
         self.folder = root / f"parallel3d-{os.getuid()}" / name
-
-    @property
-    def has_peers(self) -> bool:
-        """True if a second host holds each file."""
-        return bool(self._peers)
 
     def lacking_bytes(self, bytes_by_rank: Sequence[float]) -> int:
         """Return the bytes that this host lacks for another step; 0 if it fits."""
         if self._is_private() and len(step_folders(self.folder)) > 1:
             return 0  # the older one is removed first
-        ranks = [*self._here, *(r for r, peer in self._peers.items() if peer in self._here)]
+        ranks = [*self._here, *(r for r, peer in self.peers.items() if peer in self._here)]
         num_bytes, num_ranks = int(sum(bytes_by_rank[r] for r in ranks)), len(self._here)
         memory = free_space.missing_memory_bytes(num_bytes // num_ranks, num_ranks) * num_ranks
         return max(memory, free_space.missing_disk_bytes(self.folder.parents[1], num_bytes))
@@ -106,22 +101,21 @@ class HostMemory:
             write: writes this rank's files to a folder and returns {name: [size, digest]}.
         """
         mesh, folder = self._beside, self.folder / f"step-{state['step']}"
-        partial = folder.with_name(f"{folder.name}.tmp")
+        unfinished = folder.with_name(f"{folder.name}.tmp")
         try:
             text = on_first(mesh, lambda: state_bytes(state).decode())
-            self._on_each_host(lambda: self._make_room(partial))
-            own = gather_json(mesh, agree(mesh, lambda: write(partial)), aside=True)
+            self._on_each_host(lambda: self._make_room(unfinished))
+            own = gather_json(mesh, agree(mesh, lambda: write(unfinished)), aside=True)
             files = {name: Entry(*entry) for some in own for name, entry in some.items()}
-            senders = [(name, rank) for rank, some in enumerate(own) for name in some]
-            plan = [(n, rank, self._peers[rank]) for n, rank in senders if rank in self._peers]
-            self._copy(partial, plan, files)
+            plan = [(n, rank, peer) for rank, peer in self.peers.items() for n in own[rank]]
+            self._copy(unfinished, plan, files)
             self._on_each_host(
-                lambda: disk.publish(partial, folder, state["step"], text.encode(), files)
+                lambda: disk.publish(unfinished, folder, state["step"], text.encode(), files)
             )
         except TrainingError:
             if self._place == 0:
                 with suppress(OSError):
-                    disk.remove_folder(partial)
+                    disk.remove_folder(unfinished)
             raise
 
     def keep(self, name: str, step: int) -> None:
@@ -165,40 +159,35 @@ class HostMemory:
         if step in self._refused:
             raise CheckpointError("in memory is not used again: the run failed twice after it")
         folder, manifest = self.folder / f"step-{step}", self._manifest(step, digest)
-        reasons: dict[str, str] = {}
         names = [name for name in sorted(manifest.files) if (folder / name).exists()]
-        for name in names[self._place :: len(self._here)]:
-            if reason := _check(folder, name, manifest.files[name]):
+        share = names[self._place :: len(self._here)]
+        reasons = {name: check_file(folder, name, manifest.files[name]) for name in share}
+        for name, reason in reasons.items():
+            if reason:
                 record("copy_rejected", step=step, file=name, reason=reason)
-                with suppress(OSError):
-                    (folder / name).unlink()
-            reasons[name] = reason
-        holders: dict[str, list[int]] = defaultdict(list)
-        lost: dict[str, str] = {}
-        by_rank = gather_json(self._mesh, reasons, aside=True)
-        for rank, some in enumerate(by_rank):
-            for name, reason in some.items():
-                lost |= {name: reason}
-                if not reason:
-                    holders[name].append(rank)
-        if not holders[STATE]:
-            raise CheckpointError(f"in memory is rejected: {STATE} {lost.get(STATE, 'is lost')}")
-        source = holders[STATE][0]
-        own = [manifest.files, read_state(folder)] if source == self._mesh.rank else None
-        entries, state = json.loads(self._mesh.broadcast_text(json.dumps(own), source))
-        files = {name: Entry(*entry) for name, entry in entries.items()}
+                (folder / name).unlink(missing_ok=True)
+        found = gather_json(self._mesh, reasons, aside=True)
+        holders = {
+            name: [rank for rank, other in enumerate(found) if other.get(name) == ""]
+            for some in found
+            for name in some
+        }
+        files, state = self._read(folder, manifest, holders.get(STATE, ()))
         for name in sorted(files):
-            if not holders[name]:
-                reason = lost.get(name, "was only on hosts that are lost")
-                raise CheckpointError(f"in memory is rejected: {name} {reason}")
-        intact = {n for rank in self._here for n, reason in by_rank[rank].items() if not reason}
-
-        def fetch(names: Collection[str]) -> int:
-            wanted = gather_json(self._mesh, sorted({*names, STATE} - intact), aside=True)
-            return self._fetch(wanted, holders, Manifest(step, files))
-
-        check_state(state, step)
+            _require_copy(name, holders.get(name, ()))
+        intact = {name for name, ranks in holders.items() if {*ranks} & {*self._here}}
+        fetch = partial(self._fetch, holders, intact, Manifest(step, files))
         return folder, tensor_files(files), state, Copies(holders, fetch)
+
+    def _read(
+        self, folder: Path, manifest: Manifest, readers: Sequence[int]
+    ) -> tuple[dict[str, Entry], dict[str, Any]]:
+        """Return the files and the state of a step, as the first of `readers` has them."""
+        _require_copy(STATE, readers)
+        own = [manifest.files, read_state(folder)] if readers[0] == self._mesh.rank else None
+        entries, state = json.loads(self._mesh.broadcast_text(json.dumps(own), readers[0]))
+        check_state(state, manifest.step)
+        return {name: Entry(*entry) for name, entry in entries.items()}, state
 
     def _manifest(self, step: int, digest: str) -> Manifest:
         """Return the manifest of this host's copy of a step; an empty one if it has no copy."""
@@ -209,15 +198,15 @@ class HostMemory:
         return Manifest(step, {})
 
     def _fetch(
-        self, wanted: Sequence[Sequence[str]], holders: Mapping[str, Sequence[int]],
-        manifest: Manifest,
-    ) -> int:  # fmt: skip
-        """Copy the files that each rank wants to its host, once per host; return their bytes."""
+        self, holders: Mapping[str, Sequence[int]], intact: Collection[str], manifest: Manifest,
+        names: Collection[str],
+    ) -> None:  # fmt: skip
+        """Copy the files that each rank needs to its host, once per host."""
+        wanted = gather_json(self._mesh, sorted({*names, STATE} - {*intact}), aside=True)
         plan: dict[tuple[int, str], tuple[str, int, int]] = {}
-        for rank, names in enumerate(wanted):
-            for name in names:
-                sources = holders[name]
-                source = sources[len(plan) % len(sources)]
+        for rank, missing in enumerate(wanted):
+            for name in missing:
+                source = holders[name][len(plan) % len(holders[name])]
                 plan.setdefault((self._host_of[rank], name), (name, source, rank))
         folder = self.folder / f"step-{manifest.step}"
 
@@ -230,26 +219,28 @@ class HostMemory:
 
         self._on_each_host(prepare)
         self._copy(folder, [*plan.values()], manifest.files)
-        return sum(manifest.files[name].size for name, _, _ in plan.values())
 
     def _copy(self, folder: Path, plan: Plan, files: Mapping[str, Entry]) -> None:
         """Copy files between hosts and compare them with their hashes. Collective."""
-        mesh, reporting = self._beside, disk.reporting(folder)
+        mesh = self._beside
 
-        def map_file(name: str) -> Iterable[torch.Tensor]:
+        def blocks(name: str) -> Iterable[torch.Tensor]:
             # A private mapping: the file's pages are sent without a copy.
             data = torch.from_file(str(folder / name), size=files[name].size, dtype=torch.uint8)
             return torch.split(data, disk.BLOCK)
 
-        def open_files() -> list[tuple[torch.Tensor, int]]:
-            return [(b, to) for n, by, to in plan if by == mesh.rank for b in map_file(n)]
-
-        blocks = agree(mesh, reporting(open_files))
-
         def transfer() -> None:
-            sends = [mesh.send_aside(block, rank) for block, rank in blocks]
-            own = [(name, source) for name, source, target in plan if target == mesh.rank]
-            problems = [_receive(mesh, folder / n, files[n], source) for n, source in own]
+            sends = [
+                mesh.send_aside(block, target)
+                for name, source, target in plan
+                if source == mesh.rank
+                for block in blocks(name)
+            ]
+            problems = [
+                _receive(mesh, folder / name, files[name], source)
+                for name, source, target in plan
+                if target == mesh.rank
+            ]
             for send in sends:
                 send.wait()
             if any(problems):
@@ -262,12 +253,12 @@ class HostMemory:
         reporting = disk.reporting(self.folder)
         agree(self._beside, lambda: reporting(work)() if self._place == 0 else None)
 
-    def _make_room(self, partial: Path) -> None:
+    def _make_room(self, unfinished: Path) -> None:
         self._make_private()
         disk.remove_leftovers(self.folder)
         for _, path in step_folders(self.folder)[1:]:
             disk.remove_checkpoint(path)
-        disk.make_folder(partial)
+        disk.make_folder(unfinished)
 
     def _make_private(self) -> None:
         self.folder.parent.mkdir(mode=0o700, exist_ok=True)
@@ -276,26 +267,20 @@ class HostMemory:
 
     def _is_private(self) -> bool:
         """True if the folder of this user exists, and nobody else can read or write it."""
-        try:
+        with suppress(OSError):
             status = self.folder.parent.lstat()
-        except OSError:
-            return False
-        is_closed = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
-        return is_closed and status.st_uid == os.getuid()
+            is_closed = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+            return is_closed and status.st_uid == os.getuid()
+        return False
+
+
+def _require_copy(name: str, holders: Sequence[int]) -> None:
+    if not holders:
+        raise CheckpointError(f"in memory is rejected: no host has an intact copy of {name}")
 
 
 def _digest(manifest: Manifest) -> str:
     return xxh3_128_hexdigest(manifest_bytes(*manifest))
-
-
-def _check(folder: Path, name: str, entry: Entry) -> str:
-    """Return what is wrong with a file; "" if nothing is."""
-    try:
-        if not (reason := check_file(folder, name, entry)) and name != STATE:
-            ChunkFile(folder / name).close()
-    except (CheckpointError, OSError) as error:
-        return str(error)
-    return reason
 
 
 def _receive(mesh: Mesh, path: Path, entry: Entry, source: int) -> str:

@@ -193,10 +193,12 @@ def _index_of(
 ) -> Index:  # fmt: skip
     """Check that a checkpoint is of this model and return the index of some parameters."""
     check_parameters(checkpoint.folder, checkpoint.state, layers)
+    files, share = checkpoint.files, None
+    if copies := checkpoint.copies:
+        share = [n for n, name in enumerate(files) if copies.holders[name][0] == mesh.rank]
     return make_index(
-        checkpoint.folder, checkpoint.files, shapes_of(checkpoint.state), names, mesh, kinds,
-        checkpoint.share(mesh.rank, mesh.world.size),
-    )  # fmt: skip
+        checkpoint.folder, files, shapes_of(checkpoint.state), names, mesh, kinds, share
+    )
 
 
 def check_parameters(folder: Path, state: Mapping[str, Any], layers: Sequence[LayerSpec]) -> None:

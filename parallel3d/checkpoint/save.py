@@ -145,22 +145,23 @@ class Saver:
             self.poll()
         else:
             self.finish()
-        is_busy = self._thread is not None
-        waits = is_busy or not self._asynchronous or self._lacking_memory() > 0
-        rows = self._mesh.gather_floats([waits, self._memory.lacking_bytes(self._bytes_by_rank)])
-        waits, lacks = any(row[0] for row in rows), max(int(row[1]) for row in rows)
+        lacks = self._memory.lacking_bytes(self._bytes_by_rank)
+        rows = self._mesh.gather_floats([self._thread is not None, lacks])
+        lacks = max(int(row[1]) for row in rows)
         if lacks:
             self._report_in_memory(
                 f"{self._memory.folder.parent}: {decimal(lacks)} of memory missing on a host; "
                 "enlarge it (docker: --shm-size), or set checkpoint.in_memory_folder"
             )
-        elif waits:
-            with closing(chunk_runs.host_arrays(self._engine, self._runs)) as arrays:
-                self._write_in_memory(state | self._own_state(), arrays)
-            self._report_in_memory(self._memory_problem)
-        else:
+        elif self._plan(wait=any(row[0] for row in rows))[0]:
             self._to_disk = False
             self._start(self._write_in_memory, state)
+        else:
+            with closing(chunk_runs.host_arrays(self._engine, self._runs)) as arrays:
+                self._write_in_memory(state | self._own_state(), arrays)
+            if self._lost is not None:
+                raise self._lost
+            self._report_in_memory(self._memory_problem)
         return time.perf_counter() - start
 
     def _start(self, write: _Write, state: dict[str, Any]) -> None:
@@ -191,8 +192,10 @@ class Saver:
     def _plan(self, wait: bool) -> tuple[bool, str]:
         """Return whether to write in the background, and why the save is impossible, or ""."""
         asynchronous = self._asynchronous and not wait
-        memory_lacks, disk_lacks = self._lacking_memory(), 0
+        new_bytes = 0 if self._buffer is not None else copy_bytes(self._numel)
+        memory_lacks = disk_lacks = 0
         with suppress(OSError):  # out of files, or the disk is away: the write reports it
+            memory_lacks = free_space.missing_memory_bytes(new_bytes, self._mesh.local_size)
             disk_lacks = free_space.missing_disk_bytes(self._folder, self.num_bytes)
         rows = self._mesh.gather_floats([memory_lacks if asynchronous else 0, disk_lacks])
         memory_lacks, disk_lacks = (max(int(row[i]) for row in rows) for i in range(2))
@@ -205,13 +208,6 @@ class Saver:
                 "training waits while this checkpoint is written (checkpoint.asynchronous)"
             )
         return asynchronous and not memory_lacks, ""
-
-    def _lacking_memory(self) -> int:
-        """Return the bytes that this rank's host lacks for a copy; 0 if it fits."""
-        new_bytes = 0 if self._buffer is not None else copy_bytes(self._numel)
-        with suppress(OSError):  # out of files: the write reports it
-            return free_space.missing_memory_bytes(new_bytes, self._mesh.local_size)
-        return 0
 
     def _report_in_memory(self, problem: str) -> None:
         """Report the first of several saves in memory that fail; "" if one succeeded."""

@@ -326,8 +326,8 @@ class CheckpointConfig(Section):
     wait."""
     in_memory_every: int = Field(default=0, ge=0)
     """Steps between copies of the state in the memory of each rank's host and of the next host,
-    from which a run goes on after the loss of a process or a host; 0 keeps none. Two steps are kept,
-    each of 12 bytes per parameter over all ranks; with several hosts, 24."""
+    from which a run goes on after the loss of a process or a host; 0 keeps none. Two steps are
+    kept, each of 12 bytes per parameter over all ranks; with several hosts, 24."""
     in_memory_folder: PathText = Field(default="/dev/shm", min_length=1)
     """Folder of these copies on each host, in a file system in memory."""
     resume: Annotated[int | str, BeforeValidator(_resume_point)] = "auto"

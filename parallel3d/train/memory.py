@@ -4,7 +4,6 @@ Both are in `memory.json` in the run's folder, which only rank 0 reads and write
 """
 
 import secrets
-import socket
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,11 +11,10 @@ from hashlib import blake2b
 from pathlib import Path
 
 from parallel3d.base.atomic import replace_text
-from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import Section
 from parallel3d.checkpoint.in_memory import HostMemory
 from parallel3d.config import RunConfig
-from parallel3d.mesh.agree import agree, on_first
+from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes
 from parallel3d.train.metrics import step_reached
@@ -36,22 +34,9 @@ class Record(Section):
 def open_memory(
     config: RunConfig, mesh: Mesh, nodes: Nodes, folder: Path, say: Callable[[str], None]
 ) -> HostMemory | None:
-    """Return the memory of the hosts of a run in `folder`; None if it is off. Collective.
-
-    Raises ConfigError on all ranks if checkpoint.in_memory_folder is not a folder on every host.
-    """
-    root = Path(config.checkpoint.in_memory_folder)
+    """Return the memory of the hosts of a run in `folder`; None if it is off. Collective."""
     if not config.checkpoint.in_memory_every:
         return None
-
-    def look() -> None:
-        if not root.is_dir():
-            raise ConfigError(
-                f'parallel3d.checkpoint.in_memory_folder = "{root}": is not a folder on '
-                f"{socket.gethostname()}; use one in memory (a tmpfs), or in_memory_every = 0"
-            )
-
-    agree(mesh, look)
 
     def read() -> tuple[str, list[int]]:
         record, reached = _read(folder), step_reached(folder)
@@ -61,8 +46,9 @@ def open_memory(
         return record.name or _new_name(folder), sorted(refused)
 
     name, refused = on_first(mesh, read)
+    root = Path(config.checkpoint.in_memory_folder)
     memory = HostMemory(mesh, nodes, root, name, refused)
-    hosts = "a copy on the next host" if memory.has_peers else "ONE HOST: no copy on another one"
+    hosts = "a copy on the next host" if memory.peers else "ONE HOST: no copy on another one"
     say(f"memory  every {config.checkpoint.in_memory_every} steps to {memory.folder}; {hosts}")
     return memory
 

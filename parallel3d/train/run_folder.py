@@ -49,8 +49,7 @@ class Output:
         if names := find.set_aside(self.checkpoints, step, mesh):
             console.print(f"resume  set aside, no longer part of the run: {', '.join(names)}")
         on_first(mesh, lambda: self._begin(start, restart=mesh.restart_count > 0))
-        in_memory = start.checkpoint is not None and start.checkpoint.copies is not None
-        begin_memory(start.memory, mesh, self.directory, step if in_memory else -1)
+        begin_memory(start.memory, mesh, self.directory, step if start.tier == "memory" else -1)
         on_first(mesh, lambda: self._copy_tokenizer(tokenizer))
         if mesh.rank == 0:
             self.progress = Progress(config.num_steps, config.steps_per_print, console, step)
@@ -75,7 +74,7 @@ class Output:
             record(
                 "launch", step=step, restart=restart, mesh=str(config.mesh.sizes),
                 unended=not_ended(self.directory), lost_steps=max(reached - step, 0),
-                rejected=start.rejected,
+                rejected=start.rejected, tier=start.tier,
                 device=self._mesh.device.type, hardware=known.name if known else None,
             )  # fmt: skip
 

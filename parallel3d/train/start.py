@@ -74,6 +74,12 @@ class Start:
     """The memory of the run's hosts, if it is used."""
 
     @property
+    def tier(self) -> str | None:
+        """Where the checkpoint is: "memory" or "disk"."""
+        found = self.checkpoint
+        return None if found is None else "memory" if found.copies else "disk"
+
+    @property
     def tokenizer(self) -> Path | None:
         """The corpus's tokenizer folder; None if the corpus consists of ids only."""
         folder = self.corpus.tokenizer_directory
