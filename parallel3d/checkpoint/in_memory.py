@@ -56,15 +56,13 @@ class Copies:
 class HostMemory:
     """The checkpoints of one run in the memory of its hosts: at most two steps."""
 
-    def __init__(
-        self, mesh: Mesh, nodes: Nodes, root: Path, name: str, refused: Collection[int] = ()
-    ) -> None:
+    def __init__(self, mesh: Mesh, nodes: Nodes, root: Path, name: str, refused: int = -1) -> None:
         """Look at the folder, without creating it. Collective.
 
         Args:
             root: a folder in the host's memory.
             name: the run's unique name, the same on all ranks; ends in "-" and an id.
-            refused: steps that are not restored again.
+            refused: steps up to this one are not restored again.
         """
         self._mesh, self._beside, self._refused = mesh, mesh.beside(), refused
         machines = list(dict.fromkeys(nodes.machines))
@@ -94,7 +92,7 @@ class HostMemory:
     def save(self, state: Mapping[str, Any], write: Callable[[Path], dict[str, Any]]) -> None:
         """Save a step; training may go on meanwhile. Collective, on a group of its own.
 
-        Raises TrainingError on all ranks, and leaves earlier steps alone, if a host cannot hold it.
+        Raises TrainingError on all ranks, and leaves the newest step alone, if it cannot be held.
 
         Args:
             state: contents of state.json; rank 0's are used.
@@ -156,7 +154,7 @@ class HostMemory:
         Each rank reads a share of its host's files in full. Collective. Raises CheckpointError on
         all ranks if a file has no intact copy, or the step is refused.
         """
-        if step in self._refused:
+        if step <= self._refused:
             raise CheckpointError("in memory is not used again: the run failed twice after it")
         folder, manifest = self.folder / f"step-{step}", self._manifest(step, digest)
         names = [name for name in sorted(manifest.files) if (folder / name).exists()]

@@ -4,7 +4,6 @@ Both are in `memory.json` in the run's folder, which only rank 0 reads and write
 """
 
 import secrets
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
@@ -38,12 +37,15 @@ def open_memory(
     if not config.checkpoint.in_memory_every:
         return None
 
-    def read() -> tuple[str, list[int]]:
+    def read() -> tuple[str, int]:
         record, reached = _read(folder), step_reached(folder)
-        counts = Counter(step for step, _ in record.restarts)
-        refused = {step for step, count in counts.items() if count >= _MOST_RESTARTS}
-        refused |= {step for step, before in record.restarts if before == reached}
-        return record.name or _new_name(folder), sorted(refused)
+        steps = [step for step, _ in record.restarts]
+        refused = [
+            step
+            for step, before in record.restarts
+            if before == reached or steps.count(step) >= _MOST_RESTARTS
+        ]
+        return record.name or _new_name(folder), max(refused, default=-1)
 
     name, refused = on_first(mesh, read)
     root = Path(config.checkpoint.in_memory_folder)
