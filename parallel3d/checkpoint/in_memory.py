@@ -157,8 +157,8 @@ class HostMemory:
         if step <= self._refused:
             raise CheckpointError("in memory is not used again: the run failed twice after it")
         folder, manifest = self.folder / f"step-{step}", self._manifest(step, digest)
-        names = [name for name in sorted(manifest.files) if (folder / name).exists()]
-        share = names[self._place :: len(self._here)]
+        share = sorted(manifest.files)[self._place :: len(self._here)]
+        share = [name for name in share if (folder / name).exists()]
         reasons = {name: check_file(folder, name, manifest.files[name]) for name in share}
         for name, reason in reasons.items():
             if reason:

