@@ -1,12 +1,11 @@
-"""The memory of hosts that are real: a launch goes on after the loss of a process or of a host."""
+"""The memory of hosts that are real: a run goes on after the loss of one of them."""
 
 import json
-import time
 
 import pytest
 
 from tests.checkpoint import drill
-from tests.hosts.launches import Run, torchrun, without_dropout
+from tests.hosts.launches import Run, forked, torchrun, without_dropout
 
 pytestmark = [pytest.mark.drill, pytest.mark.slow]
 
@@ -27,43 +26,24 @@ def launches(run):
     return [line for line in lines if line["event"] == "launch"]
 
 
-def ranks_of(host):
-    """The pids of the ranks on a host, as it numbers them."""
-    found = host.do("pgrep", "-f", "launch/train.py --config", check=False).stdout.split()
-    parents = host.do("pgrep", "-f", "bin/torchrun", check=False).stdout.split()
-    return [pid for pid in found if pid not in parents]
-
-
-@pytest.mark.parametrize("lost", ["process", "memory", "host"])
-def test_a_launch_goes_on_from_memory(given_hosts, config, tmp_path, lost):
-    """torchrun restarts all ranks; "host" begins again on hosts, one of which has lost its memory.
-
-    2 x 2 ranks on two hosts, each with a /dev/shm of its own.
-    """
+@pytest.mark.parametrize("launch", [forked, torchrun])
+def test_a_host_is_lost_with_its_memory(given_hosts, config, tmp_path, launch):
+    """Two hosts, each with a /dev/shm of its own; the launch after it has the bits of one run."""
     hosts = given_hosts()
     for host in hosts:
         host.do("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
-    whole = Run(config, f"whole-{lost}", tmp_path, parallel3d__checkpoint__in_memory_every=0)
-    launched = torchrun(hosts[:1], whole.words((2, 1, 1)), whole.log, tmp_path, ranks=2)
-    assert launched.codes() == [0], launched.said
-    run = Run(config, lost, tmp_path)
-    options = {} if lost == "host" else {"max_restarts": 3}
-    launched = torchrun(hosts, run.words((2, 1, 1)), run.log, tmp_path, ranks=1, **options)
+    name = f"whole-{launch.__name__}"
+    whole = Run(config, name, tmp_path, parallel3d__checkpoint__in_memory_every=0)
+    launched = launch(hosts[:1], whole.words((2, 1, 1)), whole.log, tmp_path, ranks=2)
+    assert launched.codes() == [0] * len(launched.processes), launched.said
+    run = Run(config, f"lost-{launch.__name__}", tmp_path)
+    launched = launch(hosts, run.words((2, 1, 1)), run.log, tmp_path)
     launched.wait_for(lambda: len(run.lines) > 4 * EVERY)
-    if lost == "host":
-        hosts[1].kill()
-    victim = hosts[1] if lost != "process" else hosts[0]
-    if lost != "process":
-        victim.do("umount", "/dev/shm", check=False)
-        victim.do("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
-    began = time.monotonic()
-    if lost != "host":
-        victim.do("kill", "-9", ranks_of(victim)[-1])
-    else:
-        launched.codes()
-        launched = torchrun(hosts, run.words((2, 1, 1)), run.log, tmp_path, ranks=1)
-    launched.wait_for(lambda: len(launches(run)) == 2)
-    print(f"restored {time.monotonic() - began:.1f} s after the loss of the {lost}")
+    hosts[1].kill()
+    hosts[1].do("umount", "/dev/shm")
+    hosts[1].do("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+    launched.codes()
+    launched = launch(hosts, run.words((2, 1, 1)), run.log, tmp_path)
     assert set(launched.codes()) == {0}, launched.said
     second = launches(run)[1]
     assert second["tier"] == "memory" and second["lost_steps"] < 2 * EVERY, second
