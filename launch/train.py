@@ -61,6 +61,7 @@ def train(
             parts.engine, mesh, parts.layers, folder=output.checkpoints,
             keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous,
             say=console.print, tokenizer=start.tokenizer, always=config.checkpoint.at,
+            memory=start.memory,
         )  # fmt: skip
         peak_name, peak_flops = peak(config, mesh)
         profiler = make_profiler(config, mesh, parts.executor, start.folder)

@@ -64,7 +64,7 @@ BUDGET = {
     "models": 1465,
     "parallel3d/base": 947,
     "parallel3d/calibrate": 700,
-    "parallel3d/checkpoint": 1365,
+    "parallel3d/checkpoint": 1590,
     "parallel3d/config": 2015,
     "parallel3d/data": 4005,
     "parallel3d/doctor": 205,

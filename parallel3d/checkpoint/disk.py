@@ -4,8 +4,8 @@ Each of them has a fault point, at which the kill drill ends the process.
 """
 
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 from xxhash import xxh3_128
 
 from parallel3d.base import atomic
+from parallel3d.base.errors import TrainingError
 from parallel3d.base.fault import fault_point
-from parallel3d.checkpoint.manifest import Entry
+from parallel3d.checkpoint.manifest import MANIFEST, STATE, Entry, manifest_bytes
 
 _POINTS = "checkpoint"  # prefix of the fault points' names
 rename = partial(atomic.rename, points=_POINTS)
@@ -100,6 +101,21 @@ def remove_checkpoint(path: Path) -> None:
     remove_folder(deleted)
 
 
+def publish(partial: Path, folder: Path, step: int, state: bytes, files: dict[str, Entry]) -> None:
+    """Add state.json and the manifest to a complete `partial`, and rename it to `folder`.
+
+    Args:
+        files: the tensor files by name; state.json is added.
+    """
+    files[STATE] = write_file(partial / STATE, [state])
+    write_file(partial / MANIFEST, [manifest_bytes(step, files)])
+    sync_folder(partial)
+    if folder.exists():
+        # Left from before the run was resumed at an earlier step.
+        remove_checkpoint(folder)
+    rename(partial, folder)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove what killed saves left in a run's folder. No save may be in progress there."""
     for pattern in ("step-*.tmp", "step-*.deleted"):
@@ -125,3 +141,14 @@ def replace_text(path: Path, text: str) -> None:
     """Replace a small file atomically."""
     with atomic.replaced(path, points=_POINTS) as new:
         write_file(new, [text.encode()], synced=False)
+
+
+@contextmanager
+def reporting(place: Path, prefix: str = "") -> Iterator[None]:
+    """Turn any error into a TrainingError, which is reported to the waiting ranks."""
+    try:
+        yield
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        place = getattr(error, "filename", None) or place
+        raise TrainingError(f"{prefix}{reason} ({place})") from None

@@ -13,22 +13,19 @@ from typing import Any
 from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint import disk
 from parallel3d.checkpoint.chunks import ChunkFile
+from parallel3d.checkpoint.in_memory import Copies, HostMemory
 from parallel3d.checkpoint.manifest import (
+    STATE,
     Entry,
     check_file,
+    check_state,
     read_manifest,
     read_state,
-    shapes_of,
     step_folders,
+    tensor_files,
 )
 from parallel3d.mesh.agree import agree, on_first
 from parallel3d.mesh.mesh import Mesh
-
-_TENSORS = ".safetensors"
-_REQUIRED_KEYS = {
-    *("tokens", "next_sample", "optimizer_steps", "loss_scale"),
-    *("config", "mesh", "tokenizer", "corpus"),
-}
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,8 @@ class FoundCheckpoint:
     folder: Path
     files: tuple[str, ...]
     state: Mapping[str, Any]
+    copies: Copies | None = None
+    """The hosts that hold the files, if the folder is in the hosts' memory."""
 
     @property
     def step(self) -> int:
@@ -45,13 +44,16 @@ class FoundCheckpoint:
         return int(self.state["step"])
 
 
-def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[FoundCheckpoint | None, list[str]]:
+def find(
+    folder: Path, resume: int | str, mesh: Mesh, memory: HostMemory | None = None
+) -> tuple[FoundCheckpoint | None, list[str]]:
     """Return the checkpoint to resume from, or None, and why newer ones were rejected. Collective.
 
     Args:
         folder: the run's checkpoints.
         resume: checkpoint.resume: "none", "auto" (None if no checkpoint can be verified), a step of
             the run, or a path.
+        memory: searched, too, if `resume` is "auto"; of equal steps the one on disk comes first.
 
     Raises CheckpointError on all ranks if a named checkpoint cannot be used.
     """
@@ -66,11 +68,17 @@ def find(folder: Path, resume: int | str, mesh: Mesh) -> tuple[FoundCheckpoint |
             raise CheckpointError(f"{setting}: {path} {error}") from None
     rejected: list[str] = []
     # All ranks must try the same checkpoints.
-    for name in on_first(mesh, lambda: [path.name for _, path in step_folders(folder)]):
+    steps = on_first(mesh, lambda: [step for step, _ in step_folders(folder)])
+    places = [(step, True, "") for step in steps]
+    places += [(step, False, digest) for step, digest in (memory.steps() if memory else ())]
+    for step, on_disk, digest in sorted(places, reverse=True):
         try:
-            return verify_on_all_ranks(folder / name, mesh), rejected
+            if on_disk:
+                return verify_on_all_ranks(folder / f"step-{step}", mesh), rejected
+            assert memory is not None
+            return FoundCheckpoint(*memory.verify(step, digest)), rejected
         except CheckpointError as error:
-            rejected.append(f"{name} {error}")
+            rejected.append(f"step-{step} {error}")
     return None, rejected
 
 
@@ -105,9 +113,7 @@ def verify_on_all_ranks(path: Path, mesh: Mesh) -> FoundCheckpoint:
     entries, state = on_first(mesh, rejecting(lambda: _read_state_and_files(path)))
     files = {name: Entry(*entry) for name, entry in entries.items()}
     agree(mesh, rejecting(lambda: _check_share(path, files, mesh.rank, mesh.world.size)))
-    return FoundCheckpoint(
-        path, tuple(name for name in sorted(files) if name.endswith(_TENSORS)), state
-    )
+    return FoundCheckpoint(path, tensor_files(files), state)
 
 
 @contextmanager
@@ -128,11 +134,7 @@ def _read_state_and_files(path: Path) -> tuple[Mapping[str, Entry], dict[str, ob
     for name, entry in sorted(manifest.files.items()):
         _check_size(path, name, entry)
     state = read_state(path)
-    if state.get("step") != manifest.step:
-        raise CheckpointError(f"state.json is of step {state.get('step')}, not {manifest.step}")
-    shapes_of(state)
-    if missing := sorted(_REQUIRED_KEYS - state.keys()):
-        raise CheckpointError(f"state.json lacks {missing[0]!r}")
+    check_state(state, manifest.step)
     return manifest.files, state
 
 
@@ -142,7 +144,7 @@ def _check_share(path: Path, files: Mapping[str, Entry], rank: int, world_size: 
     for name in names[rank::world_size]:
         if reason := check_file(path, name, files[name]):
             raise CheckpointError(f"{name} {reason}")
-        if name.endswith(_TENSORS):
+        if name != STATE:
             ChunkFile(path / name).close()  # raises if it is not valid
     # A rank without a share checks that it can see the folder at all.
     _check_size(path, names[rank % len(names)], files[names[rank % len(names)]])

@@ -89,7 +89,7 @@ def _boxes(rows: np.ndarray) -> list[Box]:
 
 def make_index(
     folder: Path, files: Sequence[str], shapes: Shapes, names: Iterable[str], mesh: Mesh,
-    kinds: Sequence[str],
+    kinds: Sequence[str], share: Sequence[int] | None = None,
 ) -> Index:  # fmt: skip
     """Return the index of the parameters `names`. Collective.
 
@@ -98,13 +98,14 @@ def make_index(
         shapes: global shapes of all parameters in the checkpoint.
         names: parameters that this rank reads.
         kinds: what is read of them; chunks of other kinds are left out.
+        share: indices of the files whose headers this rank reads; by default an even share.
 
     Raises CheckpointError on all ranks if a file is not valid, or has a parameter that is not in
     `shapes`.
     """
 
     def read() -> str:
-        return json.dumps(_packed_rows(folder, files, shapes, mesh, kinds))
+        return json.dumps(_packed_rows(folder, files, shapes, mesh, kinds, share))
 
     shares = [json.loads(text) for text in mesh.gather_texts(agree(mesh, read), aside=True)]
     index = {}
@@ -116,11 +117,12 @@ def make_index(
 
 
 def _packed_rows(
-    folder: Path, files: Sequence[str], shapes: Shapes, mesh: Mesh, kinds: Sequence[str]
-) -> dict[str, str]:
+    folder: Path, files: Sequence[str], shapes: Shapes, mesh: Mesh, kinds: Sequence[str],
+    share: Sequence[int] | None = None,
+) -> dict[str, str]:  # fmt: skip
     """Return the index rows of this rank's share of the files, by parameter, as text."""
     rows: dict[str, list[list[int]]] = defaultdict(list)
-    for number in range(mesh.rank, len(files), mesh.world.size):
+    for number in range(mesh.rank, len(files), mesh.world.size) if share is None else share:
         boxes: dict[tuple[str, Box], list[int]] = {}
         with ChunkFile(folder / files[number]) as file:
             for chunk, at in file.chunks.items():
@@ -147,13 +149,17 @@ def load(
     """Load the training state of a verified checkpoint into the engine. Collective.
 
     Each rank reads the byte ranges of its own shards directly into their memory. Raises
-    CheckpointError on all ranks if the checkpoint is of another model, or cannot be read.
+    CheckpointError on all ranks if the checkpoint is of another model, or cannot be read, and
+    TrainingError if the hosts' memory no longer has it.
     """
     originals = tied_names(layers)
     held = {piece.held.name for block in engine.states.blocks for piece in block}
     index = _index_of(
         checkpoint, layers, {originals.get(n, n) for n in held}, mesh, engine.states.kinds
     )
+
+    if checkpoint.copies:
+        checkpoint.copies.fetch({checkpoint.files[n] for n in _needed(engine, index, originals)})
 
     def read() -> None:
         refuse_overlaps(checkpoint.folder, index)
@@ -169,14 +175,29 @@ def load(
     engine.states.set_counters({k: checkpoint.state[k] for k in ("optimizer_steps", "loss_scale")})
 
 
+def _needed(engine: Engine, index: Index, originals: Mapping[str, str]) -> set[int]:
+    """Return the indices of the files with elements that this rank holds."""
+    return {
+        stored.file
+        for block in engine.states.blocks
+        for piece in block
+        for box, _ in global_boxes(piece.held, piece.start, piece.start + piece.numel)
+        for kind in engine.states.kinds_of(piece.held)
+        for stored in index.find(originals.get(piece.held.name, piece.held.name), kind, box)
+    }
+
+
 def _index_of(
     checkpoint: FoundCheckpoint, layers: Sequence[LayerSpec], names: Iterable[str], mesh: Mesh,
     kinds: Sequence[str],
 ) -> Index:  # fmt: skip
     """Check that a checkpoint is of this model and return the index of some parameters."""
     check_parameters(checkpoint.folder, checkpoint.state, layers)
+    files, share = checkpoint.files, None
+    if copies := checkpoint.copies:
+        share = [n for n, name in enumerate(files) if copies.holders[name][0] == mesh.rank]
     return make_index(
-        checkpoint.folder, checkpoint.files, shapes_of(checkpoint.state), names, mesh, kinds
+        checkpoint.folder, files, shapes_of(checkpoint.state), names, mesh, kinds, share
     )
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import file_digest
 from math import prod
 from pathlib import Path
@@ -34,6 +34,10 @@ FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 TOKENIZER = "tokenizer"  # folder beside them, whose digest is in state.json
 
+_REQUIRED_KEYS = {
+    *("tokens", "next_sample", "optimizer_steps", "loss_scale"),
+    *("config", "mesh", "tokenizer", "corpus"),
+}
 _MAX_JSON_BYTES = 2**30
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors|state\.json", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -74,6 +78,11 @@ def manifest_bytes(step: int, files: Mapping[str, Entry]) -> bytes:
     }
     blank = (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
     return blank.replace(b"0" * 32, xxh3_128_hexdigest(blank).encode(), 1)
+
+
+def state_bytes(state: Mapping[str, object]) -> bytes:
+    """Return the contents of state.json."""
+    return (json.dumps(state, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -179,6 +188,20 @@ def shapes_of(state: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
             )
         shapes[name] = tuple(shape)
     return shapes
+
+
+def check_state(state: Mapping[str, object], step: int) -> None:
+    """Raise CheckpointError if a state is not of this step, or lacks what a run needs."""
+    if state.get("step") != step:
+        raise CheckpointError(f"{STATE} is of step {state.get('step')}, not {step}")
+    shapes_of(state)
+    if missing := sorted(_REQUIRED_KEYS - state.keys()):
+        raise CheckpointError(f"{STATE} lacks {missing[0]!r}")
+
+
+def tensor_files(files: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of a checkpoint's files with tensors, sorted."""
+    return tuple(sorted(name for name in files if name != STATE))
 
 
 def optimizer_of(state: Mapping[str, object]) -> str | None:

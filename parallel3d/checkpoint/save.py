@@ -5,11 +5,10 @@ their digests, it writes the manifest and renames the folder, so a folder called
 complete. docs/checkpoint.md lists the guarantees.
 """
 
-import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 from threading import Thread
@@ -23,14 +22,15 @@ from parallel3d.base.journal import record
 from parallel3d.checkpoint import chunk_runs, disk, free_space
 from parallel3d.checkpoint.chunk_runs import HostCopy, copy_bytes
 from parallel3d.checkpoint.chunks import header
+from parallel3d.checkpoint.in_memory import HostMemory
 from parallel3d.checkpoint.manifest import (
     FORMAT,
     STATE,
     TOKENIZER,
     Entry,
     check_file,
-    manifest_bytes,
     read_manifest,
+    state_bytes,
     step_folders,
 )
 from parallel3d.engine import Engine
@@ -39,6 +39,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import LayerSpec, named_params
 
 _log = logging.getLogger(__name__)
+_Write = Callable[[dict[str, Any], Iterable[np.ndarray]], None]
 MOST_FAILURES = 3  # failed saves in a row after which training stops
 
 
@@ -62,6 +63,7 @@ class Saver:
         say: Callable[[str], None] = _log.warning,
         hashed: bool = True,
         tokenizer: Path | None = None,
+        memory: HostMemory | None = None,
     ) -> None:
         """Create a saver. Collective.
 
@@ -73,8 +75,9 @@ class Saver:
             say: prints a message for the user, on one rank only.
             hashed: False skips the digests.
             tokenizer: a folder to copy into each checkpoint.
+            memory: the hosts' memory, for `save_in_memory`.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._memory = tokenizer, memory
         self._engine, self._mesh, self._folder = engine, mesh, folder
         self._keep, self._always, self._hashed = keep, always, hashed
         self._asynchronous, self._say = asynchronous, say
@@ -88,8 +91,12 @@ class Saver:
         self._problem = ""  # of the newest save, the same on all ranks
         self._lost: Exception | None = None  # a failure on which the ranks could not agree
         self._failures = 0
+        self._memory_problem = ""  # of the newest save in memory
+        self._memory_fails = False  # and it was reported
+        self._to_disk = True  # where the thread writes to; else to memory
         own_bytes = len(self._header) + 4 * self._numel
-        self.num_bytes = int(sum(row[0] for row in mesh.gather_floats([own_bytes])))
+        self._bytes_by_rank = [row[0] for row in mesh.gather_floats([own_bytes])]
+        self.num_bytes = int(sum(self._bytes_by_rank))
         """Bytes of a checkpoint's tensors, over all ranks."""
 
     @property
@@ -114,23 +121,55 @@ class Saver:
         """
         start = time.perf_counter()
         self.finish()
-        self._problem = ""
+        self._problem, self._to_disk = "", True
         in_background, problem = self._plan(wait)
         if problem:
             self._fail(problem)
-            return time.perf_counter() - start
-        state = {**state, **self._own_state()}
-        if in_background:
-            buffer = self._copy_state()
-            self._thread = Thread(
-                target=self._write, args=(state, buffer.arrays()), name="checkpoint", daemon=True
-            )
-            self._thread.start()
+        elif in_background:
+            self._start(self._write, state)
         else:
             with closing(chunk_runs.host_arrays(self._engine, self._runs)) as arrays:
-                self._write(state, arrays)
+                self._write(state | self._own_state(), arrays)
             self._conclude()
         return time.perf_counter() - start
+
+    def save_in_memory(self, state: dict[str, object]) -> float:
+        """Save to the hosts' memory; return the seconds that training waited. Collective.
+
+        While a checkpoint is written to disk, training waits for this save, but not for the disk.
+        A failure is reported, once for several in a row, and training goes on.
+        """
+        assert self._memory is not None, "no memory was given"
+        start = time.perf_counter()
+        if self._to_disk:
+            self.poll()
+        else:
+            self.finish()
+        lacks = self._memory.lacking_bytes(self._bytes_by_rank)
+        rows = self._mesh.gather_floats([self._thread is not None, lacks])
+        lacks = max(int(row[1]) for row in rows)
+        if lacks:
+            self._report_in_memory(
+                f"{self._memory.folder.parent}: {decimal(lacks)} of memory missing on a host; "
+                "enlarge it (docker: --shm-size), or set checkpoint.in_memory_folder"
+            )
+        elif self._plan(wait=any(row[0] for row in rows))[0]:
+            self._to_disk = False
+            self._start(self._write_in_memory, state)
+        else:
+            with closing(chunk_runs.host_arrays(self._engine, self._runs)) as arrays:
+                self._write_in_memory(state | self._own_state(), arrays)
+            if self._lost is not None:
+                raise self._lost
+            self._report_in_memory(self._memory_problem)
+        return time.perf_counter() - start
+
+    def _start(self, write: _Write, state: dict[str, Any]) -> None:
+        """Write from a copy while training continues."""
+        arrays = self._copy_state().arrays()
+        args = state | self._own_state(), arrays
+        self._thread = Thread(target=write, args=args, name="checkpoint", daemon=True)
+        self._thread.start()
 
     def poll(self) -> None:
         """Finish an asynchronous save if it has ended."""
@@ -170,6 +209,14 @@ class Saver:
             )
         return asynchronous and not memory_lacks, ""
 
+    def _report_in_memory(self, problem: str) -> None:
+        """Report the first of several saves in memory that fail; "" if one succeeded."""
+        if problem and not self._memory_fails:
+            if self._mesh.rank == 0:
+                record("not_saved", tier="memory", reason=problem)
+            self._say(f"NOT SAVED IN MEMORY: {problem}. Training continues")
+        self._memory_fails = bool(problem)
+
     def _copy_state(self) -> HostCopy:
         if self._buffer is None:
             # Kept for later saves: new memory costs more than the copy itself.
@@ -188,12 +235,25 @@ class Saver:
 
     def _write(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
         """Write the checkpoint; a failure is left in `_problem`, the same on all ranks."""
+        self._problem = self._try(lambda: self._write_all(state, arrays))
+
+    def _write_in_memory(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
+        """Write to the hosts' memory; a failure is left in `_memory_problem`."""
+        memory = self._memory
+        assert memory is not None
+        self._memory_problem = self._try(
+            lambda: memory.save(state, lambda folder: self._write_own(folder, arrays))
+        )
+
+    def _try(self, write: Callable[[], None]) -> str:
+        """Return why a write failed, or ""."""
         try:
-            self._write_all(state, arrays)
+            write()
         except TrainingError as error:
-            self._problem = str(error)
+            return str(error)
         except Exception as error:  # a rank was lost; raised again where training can report it
             self._lost = error
+        return ""
 
     def _write_all(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
         """Write the checkpoint; on failure, remove it and raise TrainingError on all ranks."""
@@ -227,7 +287,7 @@ class Saver:
             return {}
         rank = self._mesh.rank
         name = f"shard-{rank:05d}-of-{self._mesh.world.size:05d}.safetensors"
-        with _reporting(partial / name, f"rank {rank}: "):
+        with disk.reporting(partial / name, f"rank {rank}: "):
             entry = disk.write_file(partial / name, chain([self._header], arrays), self._hashed)
         return {name: [entry.size, entry.digest]}
 
@@ -235,27 +295,22 @@ class Saver:
         self, state: dict[str, Any], files: dict[str, Entry], partial: Path, folder: Path
     ) -> None:
         """Write the state and the manifest, and rename the folder. Called on rank 0 only."""
-        text = json.dumps(state, indent=1, sort_keys=True, allow_nan=False) + "\n"
         if self._tokenizer is not None:
             disk.copy_folder(self._tokenizer, partial / TOKENIZER)
-        files["state.json"] = disk.write_file(partial / "state.json", [text.encode()])
-        disk.write_file(partial / "manifest.json", [manifest_bytes(state["step"], files)])
-        disk.sync_folder(partial)
-        if folder.exists():
-            # Left from before the run was resumed at an earlier step.
-            disk.remove_checkpoint(folder)
-        disk.rename(partial, folder)
+        disk.publish(partial, folder, state["step"], state_bytes(state), files)
         with suppress(OSError):  # only a hint for people
             disk.replace_text(self._folder / "latest", f"{folder.name}\n")
 
     def _on_first(self, work: Callable[[], None]) -> None:
         """Call `work` on rank 0; raises TrainingError on all ranks if it fails."""
-        on_first(self._mesh, _reporting(self._folder)(work))
+        on_first(self._mesh, disk.reporting(self._folder)(work))
 
     def _conclude(self) -> None:
         if self._lost is not None:
             raise self._lost
-        if self._problem:
+        if not self._to_disk:
+            self._report_in_memory(self._memory_problem)
+        elif self._problem:
             self._fail(self._problem)
         else:
             self._failures = 0
@@ -316,14 +371,3 @@ def _find_damage(newest: Path, own_files: Mapping[str, Entry], with_manifest: bo
         if reason := check_file(newest, name, entry):
             return f"{name}: {reason}"
     return ""
-
-
-@contextmanager
-def _reporting(place: Path, prefix: str = "") -> Iterator[None]:
-    """Turn any error into a TrainingError, which is reported to the waiting ranks."""
-    try:
-        yield
-    except Exception as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        place = getattr(error, "filename", None) or place
-        raise TrainingError(f"{prefix}{reason} ({place})") from None

@@ -139,7 +139,8 @@ class RunState:
 # changes are not reported.
 _NOT_REPORTED = {
     *("parallel3d.run", "parallel3d.checkpoint.resume", "parallel3d.train.stop_after"),
-    *("parallel3d.data.paths", "parallel3d.data.cache", "parallel3d.pipeline.weights"),
+    *("parallel3d.checkpoint.in_memory_folder", "parallel3d.data.paths"),
+    *("parallel3d.data.cache", "parallel3d.pipeline.weights"),
 }
 
 

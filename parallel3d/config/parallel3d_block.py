@@ -325,6 +325,12 @@ class CheckpointConfig(Section):
     asynchronous: bool = True
     """Copy the state to host memory and write it while training continues; false makes training
     wait."""
+    in_memory_every: int = Field(default=0, ge=0)
+    """Steps between copies of the state in the memory of each rank's host and of the next host,
+    from which a run goes on after the loss of a process or a host; 0 keeps none. Two steps are
+    kept, each of 12 bytes per parameter over all ranks; with several hosts, 24."""
+    in_memory_folder: PathText = Field(default="/dev/shm", min_length=1)
+    """Folder of these copies on each host, in a file system in memory."""
     resume: Annotated[int | str, BeforeValidator(_resume_point)] = "auto"
     """Where to start: "auto" at the run's newest checkpoint that all ranks can verify, if there is
     one; "none" at step 0, in a new folder; or at a step of this run, or the path of a checkpoint.

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from datetime import timedelta
 from typing import NamedTuple, Self
 
@@ -127,11 +128,20 @@ class Mesh:
         if sizes.pp > 1:
             pipes = self._grid.flatten(1).t()
             self._backward = self._split(pipes, "pp backward", shared=False)
+        self._join_aside()
+        self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+        self._transfer_timeout: timedelta | None = None
+
+    def _join_aside(self) -> None:
         # Collectives of a group must keep their order, so threads beside training have their own.
         aside = "gloo" if self.backend != "fake" else None
         self._aside = dist.new_group(backend=aside, timeout=STARTUP_TIMEOUT)
-        self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
-        self._transfer_timeout: timedelta | None = None
+
+    def beside(self) -> Self:
+        """Return this mesh with another group beside training, for one more thread. Collective."""
+        other = copy(self)
+        other._join_aside()
+        return other
 
     def _divide_experts(self, ep: int) -> None:
         """Set the roles of ranks that hold other experts, and the same ones."""
@@ -337,15 +347,27 @@ class Mesh:
         parts = (t[:n].cpu().numpy() for t, n in zip(gathered, sizes, strict=True))
         return [part.tobytes().decode() for part in parts]
 
-    def broadcast_text(self, text: str) -> str:
-        """Return rank 0's text on every rank, over gloo."""
+    def broadcast_text(self, text: str, source: int = 0) -> str:
+        """Return the text of the rank `source` on every rank, over gloo."""
         length = torch.tensor([len(text.encode())])
-        _wait(dist.broadcast(length, 0, self._aside, async_op=True))
+        _wait(dist.broadcast(length, source, self._aside, async_op=True))
         data = torch.zeros(int(length), dtype=torch.uint8)
-        if self.rank == 0:
+        if self.rank == source:
             data = _bytes_of(text)
-        _wait(dist.broadcast(data, 0, self._aside, async_op=True))
+        _wait(dist.broadcast(data, source, self._aside, async_op=True))
         return data.numpy().tobytes().decode()
+
+    def send_aside(self, data: torch.Tensor, rank: int) -> Transfer:
+        """Start sending host memory to a rank, over the group of `gather_texts(aside=True)`."""
+        work = dist.isend(data, rank, self._aside)
+        assert work is not None
+        return Transfer(work, STARTUP_TIMEOUT)
+
+    def receive_aside(self, out: torch.Tensor, rank: int) -> None:
+        """Receive what a rank sends with `send_aside`, in its order, into host memory."""
+        work = dist.irecv(out, rank, self._aside)
+        assert work is not None
+        Transfer(work, STARTUP_TIMEOUT).wait()
 
     def _gather(self, tensor: torch.Tensor, aside: bool = False) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.world.size)]

@@ -19,6 +19,7 @@ from parallel3d.train.attempts import Attempts
 from parallel3d.train.claim import written_to
 from parallel3d.train.digests import DIGESTS
 from parallel3d.train.known_hardware import known_hardware
+from parallel3d.train.memory import begin_memory
 from parallel3d.train.metrics import MetricsWriter, forget_after, step_reached
 from parallel3d.train.progress import Progress
 from parallel3d.train.start import Start
@@ -48,6 +49,7 @@ class Output:
         if names := find.set_aside(self.checkpoints, step, mesh):
             console.print(f"resume  set aside, no longer part of the run: {', '.join(names)}")
         on_first(mesh, lambda: self._begin(start, restart=mesh.restart_count > 0))
+        begin_memory(start.memory, mesh, self.directory, step if start.tier == "memory" else -1)
         on_first(mesh, lambda: self._copy_tokenizer(tokenizer))
         if mesh.rank == 0:
             self.progress = Progress(config.num_steps, config.steps_per_print, console, step)
@@ -72,7 +74,7 @@ class Output:
             record(
                 "launch", step=step, restart=restart, mesh=str(config.mesh.sizes),
                 unended=not_ended(self.directory), lost_steps=max(reached - step, 0),
-                rejected=start.rejected,
+                rejected=start.rejected, tier=start.tier,
                 device=self._mesh.device.type, hardware=known.name if known else None,
             )  # fmt: skip
 
@@ -99,6 +101,8 @@ class Output:
             save_weights(
                 engine, self._mesh, self.directory, config=config, corpus=self._start.corpus
             )
+        if self._start.memory:
+            self._start.memory.keep("", -1)
         if self.writer:
             try:
                 self._attempts.end(result.stopped)

@@ -13,6 +13,7 @@ from rich.console import Console
 from parallel3d.base.errors import ConfigError, DataError, TrainingError
 from parallel3d.base.journal import open_journal
 from parallel3d.checkpoint import find, free_space
+from parallel3d.checkpoint.in_memory import HostMemory
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.state import Position, RunState, changes
 from parallel3d.config import RunConfig
@@ -41,6 +42,7 @@ from parallel3d.train.bad_steps import left_out
 from parallel3d.train.claim import Claim, token_of
 from parallel3d.train.ending import command_to_go_on
 from parallel3d.train.known_hardware import described_hardware
+from parallel3d.train.memory import note_restart, open_memory
 from parallel3d.train.metrics import step_reached
 from parallel3d.train.progress import in_words
 
@@ -68,6 +70,14 @@ class Start:
     """The folder of published weights to start from, if there is no checkpoint."""
     rejected: Sequence[str] = ()
     """Newer checkpoints that cannot be used, and why."""
+    memory: HostMemory | None = None
+    """The memory of the run's hosts, if it is used."""
+
+    @property
+    def tier(self) -> str | None:
+        """Where the checkpoint is: "memory" or "disk"."""
+        found = self.checkpoint
+        return None if found is None else "memory" if found.copies else "disk"
 
     @property
     def tokenizer(self) -> Path | None:
@@ -101,7 +111,8 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     rejected: list[str] = []
     checkpoint, position, pretrained = None, Position(), None
     own = folder if exists else None
-    if checkpoint := _find_checkpoint(config, mesh, own, console.print, rejected):
+    memory = open_memory(config, mesh, nodes, folder, console.print)
+    if checkpoint := _find_checkpoint(config, mesh, own, console.print, rejected, memory):
         state = RunState(config, corpus)
         position = state.position_in(checkpoint.state, checkpoint.folder, console.print)
     else:
@@ -109,7 +120,7 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     num_left_out = left_out(checkpoint.state) if checkpoint else 0
     config = config.resumed(position.step, position.next_sample, num_left_out)
     return Start(
-        config, settings, folder, digest, corpus, checkpoint, position, pretrained, rejected
+        config, settings, folder, digest, corpus, checkpoint, position, pretrained, rejected, memory
     )
 
 
@@ -331,8 +342,9 @@ def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -
 
 
 def _find_checkpoint(
-    config: RunConfig, mesh: Mesh, folder: Path | None, say: Say, rejected: list[str]
-) -> find.FoundCheckpoint | None:
+    config: RunConfig, mesh: Mesh, folder: Path | None, say: Say, rejected: list[str],
+    memory: HostMemory | None,
+) -> find.FoundCheckpoint | None:  # fmt: skip
     """Return the checkpoint to start from; report it, and add which were `rejected` and why.
 
     Collective. Raises CheckpointError on all ranks if a checkpoint that was named cannot be used.
@@ -342,7 +354,7 @@ def _find_checkpoint(
     checkpoint: find.FoundCheckpoint | None = None
     if own and (mesh.restart_count or resume == "auto"):
         # After a restart the run's own newest checkpoint is newer than the one that was named.
-        checkpoint, rejected[:] = find.find(own, "auto", mesh)
+        checkpoint, rejected[:] = find.find(own, "auto", mesh, memory)
     if checkpoint is None and resume not in ("auto", "none"):
         checkpoint, rejected[:] = find.find(own or Path(), resume, mesh)
     for reason in rejected:
@@ -367,4 +379,6 @@ def restore(start: Start, mesh: Mesh, parts: Assembly) -> None:
             layers=parts.layers,
         )
     if checkpoint := start.checkpoint:
+        if checkpoint.copies:
+            on_first(mesh, lambda: note_restart(start.folder, checkpoint.step))
         load(checkpoint, engine=parts.engine, mesh=mesh, layers=parts.layers)

@@ -33,6 +33,7 @@ from parallel3d.train.check_bits import Messages, WrongBits, check_bits, noting_
 from parallel3d.train.digests import append_digest
 from parallel3d.train.evaluation import HELD_OUT, Evaluation, Losses
 from parallel3d.train.feed import Feed
+from parallel3d.train.memory import begin_memory
 from parallel3d.train.metrics import MetricsWriter, StepMetrics, gradient_noise, peak_memory_bytes
 from parallel3d.train.profiler import Profiler
 from parallel3d.train.progress import Progress
@@ -248,6 +249,7 @@ class Trainer:
         settings = self.config.train.check_bits
         if self.saver:
             self.saver.finish()
+            begin_memory(self._start.memory, self.mesh, self._start.folder)
             vouched = min(at for name, at in self._clean.items() if getattr(settings, name))
             if names := find.set_aside(self._start.folder / "checkpoints", vouched, self.mesh):
                 reason += f". Set aside: {', '.join(names)}"
@@ -285,11 +287,16 @@ class Trainer:
         is_due = result.steps in settings.at or (
             settings.every and result.steps % settings.every == 0
         )
-        ends = result.stopped or last
-        if ends or self.stop.saving or is_due:
-            pulse.doing(f"saving step {self.position.step}")
-            state = self._state.at(self.position) | self._bad.state()
-            self._stall = self.saver.save(state, wait=ends)
+        ends, every = result.stopped or last, settings.in_memory_every
+        on_disk = ends or self.stop.saving or is_due
+        in_memory = bool(every and result.steps % every == 0 and not ends)
+        if not (on_disk or in_memory):
+            return
+        pulse.doing(f"saving step {self.position.step}")
+        state = self._state.at(self.position) | self._bad.state()
+        self._stall = self.saver.save_in_memory(state) if in_memory else 0.0
+        if on_disk:
+            self._stall += self.saver.save(state, wait=ends)
             self.stop.saved()
         if ends:
             self.saver.require_saved()
@@ -418,8 +425,11 @@ class Trainer:
         pulse.doing(f"rewinding from step {step + 1}")
         self.mesh.set_timeouts(_LOADING_TIMEOUT)
         checkpoint, folder = self._start.checkpoint, self._start.folder / "checkpoints"
+        if checkpoint and checkpoint.copies:
+            checkpoint = None  # memory no longer has it
         if self.saver:
             self.saver.finish()
+            begin_memory(self._start.memory, self.mesh, self._start.folder)
             checkpoint = find.find(folder, "auto", self.mesh)[0] or checkpoint
         if checkpoint is None:
             raise TrainingError(

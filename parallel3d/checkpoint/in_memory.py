@@ -1,0 +1,301 @@
+"""Checkpoints in the memory of the hosts, which outlive the processes that wrote them.
+
+Each rank writes its file to a folder in its host's memory, and sends it to a rank of the next host.
+A host's step-N therefore has the files of its own ranks, those of the host before it, state.json,
+and the manifest of the whole checkpoint. docs/checkpoint.md describes the folder.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from xxhash import xxh3_128_hexdigest
+
+from parallel3d.base.errors import CheckpointError, TrainingError
+from parallel3d.base.journal import record
+from parallel3d.checkpoint import disk, free_space
+from parallel3d.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    Entry,
+    Manifest,
+    check_file,
+    check_state,
+    manifest_bytes,
+    read_manifest,
+    read_state,
+    state_bytes,
+    step_folders,
+    tensor_files,
+)
+from parallel3d.mesh.agree import agree, gather_json, on_first
+from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.nodes import Nodes
+
+Plan = Sequence[tuple[str, int, int]]  # name of a file, the rank that sends, the rank that receives
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The hosts that hold the files of a checkpoint in memory."""
+
+    holders: Mapping[str, Sequence[int]]
+    """Ranks whose hosts hold an intact copy, by file; the first one reads the file's header."""
+    fetch: Callable[[Collection[str]], None]
+    """Copy files that this rank reads to its host, if they are not there. Collective; raises
+    TrainingError on all ranks if a host cannot take them."""
+
+
+class HostMemory:
+    """The checkpoints of one run in the memory of its hosts: at most two steps."""
+
+    def __init__(self, mesh: Mesh, nodes: Nodes, root: Path, name: str, refused: int = -1) -> None:
+        """Look at the folder, without creating it. Collective.
+
+        Args:
+            root: a folder in the host's memory.
+            name: the run's unique name, the same on all ranks; ends in "-" and an id.
+            refused: steps up to this one are not restored again.
+        """
+        self._mesh, self._beside, self._refused = mesh, mesh.beside(), refused
+        machines = list(dict.fromkeys(nodes.machines))
+        self._host_of = [machines.index(machine) for machine in nodes.machines]
+        ranks = range(len(self._host_of))
+        hosts = [[r for r in ranks if self._host_of[r] == host] for host in range(len(machines))]
+        self._here = hosts[self._host_of[mesh.rank]]
+        self._place = self._here.index(mesh.rank)  # the first rank of a host does its common work
+        self.peers = {
+            rank: after[place % len(after)]
+            for own, after in zip(hosts, [*hosts[1:], hosts[0]], strict=True)
+            for place, rank in enumerate(own)
+            if after != own
+        }
+        """Rank of the next host that keeps a copy of a rank's file; empty on one host."""
+        self.folder = root / f"parallel3d-{os.getuid()}" / name
+
+    def lacking_bytes(self, bytes_by_rank: Sequence[float]) -> int:
+        """Return the bytes that this host lacks for another step; 0 if it fits."""
+        if self._is_private() and len(step_folders(self.folder)) > 1:
+            return 0  # the older one is removed first
+        ranks = [*self._here, *(r for r, peer in self.peers.items() if peer in self._here)]
+        num_bytes, num_ranks = int(sum(bytes_by_rank[r] for r in ranks)), len(self._here)
+        memory = free_space.missing_memory_bytes(num_bytes // num_ranks, num_ranks) * num_ranks
+        return max(memory, free_space.missing_disk_bytes(self.folder.parents[1], num_bytes))
+
+    def save(self, state: Mapping[str, Any], write: Callable[[Path], dict[str, Any]]) -> None:
+        """Save a step; training may go on meanwhile. Collective, on a group of its own.
+
+        Raises TrainingError on all ranks, and leaves the newest step alone, if it cannot be held.
+
+        Args:
+            state: contents of state.json; rank 0's are used.
+            write: writes this rank's files to a folder and returns {name: [size, digest]}.
+        """
+        mesh, folder = self._beside, self.folder / f"step-{state['step']}"
+        unfinished = folder.with_name(f"{folder.name}.tmp")
+        try:
+            text = on_first(mesh, lambda: state_bytes(state).decode())
+            self._on_each_host(lambda: self._make_room(unfinished))
+            own = gather_json(mesh, agree(mesh, lambda: write(unfinished)), aside=True)
+            files = {name: Entry(*entry) for some in own for name, entry in some.items()}
+            plan = [(n, rank, peer) for rank, peer in self.peers.items() for n in own[rank]]
+            self._copy(unfinished, plan, files)
+            self._on_each_host(
+                lambda: disk.publish(unfinished, folder, state["step"], text.encode(), files)
+            )
+        except TrainingError:
+            if self._place == 0:
+                with suppress(OSError):
+                    disk.remove_folder(unfinished)
+            raise
+
+    def keep(self, name: str, step: int) -> None:
+        """Remove this host's steps after `step`, and those under other names of this run.
+
+        Later saves have the name; with "" everything is removed.
+        """
+        prefix = f"{self.folder.name.rpartition('-')[0]}-"
+        self.folder = self.folder.with_name(name or f"{prefix}0")
+        if self._place or not self._is_private():
+            return
+        with suppress(OSError):
+            for path in self.folder.parent.glob("*"):
+                if path.name.startswith(prefix):
+                    for number, folder in step_folders(path):
+                        if path.name != name or number > step:
+                            disk.remove_checkpoint(folder)
+                    if path.name != name:
+                        disk.remove_folder(path)
+
+    def steps(self) -> list[tuple[int, str]]:
+        """Return the steps that some host holds, and the digests of their manifests. Collective."""
+        own = []
+        if self._place == 0 and self._is_private():
+            for step, path in step_folders(self.folder):
+                try:
+                    own.append([step, _digest(read_manifest(path))])
+                except CheckpointError as error:
+                    record("copy_rejected", step=step, file=MANIFEST, reason=str(error))
+        found = gather_json(self._mesh, own, aside=True)
+        return sorted({(step, digest) for some in found for step, digest in some})
+
+    def verify(
+        self, step: int, digest: str
+    ) -> tuple[Path, tuple[str, ...], dict[str, Any], Copies]:
+        """Return folder, tensor files, state and copies of a step; hosts hold all of its files.
+
+        Each rank reads a share of its host's files in full. Collective. Raises CheckpointError on
+        all ranks if a file has no intact copy, or the step is refused.
+        """
+        if step <= self._refused:
+            raise CheckpointError("in memory is not used again: the run failed twice after it")
+        folder, manifest = self.folder / f"step-{step}", self._manifest(step, digest)
+        share = sorted(manifest.files)[self._place :: len(self._here)]
+        share = [name for name in share if (folder / name).exists()]
+        reasons = {name: check_file(folder, name, manifest.files[name]) for name in share}
+        for name, reason in reasons.items():
+            if reason:
+                record("copy_rejected", step=step, file=name, reason=reason)
+                (folder / name).unlink(missing_ok=True)
+        found = gather_json(self._mesh, reasons, aside=True)
+        holders = {
+            name: [rank for rank, other in enumerate(found) if other.get(name) == ""]
+            for some in found
+            for name in some
+        }
+        files, state = self._read(folder, manifest, holders.get(STATE, ()))
+        for name in sorted(files):
+            _require_copy(name, holders.get(name, ()))
+        intact = {name for name, ranks in holders.items() if {*ranks} & {*self._here}}
+        fetch = partial(self._fetch, holders, intact, Manifest(step, files))
+        return folder, tensor_files(files), state, Copies(holders, fetch)
+
+    def _read(
+        self, folder: Path, manifest: Manifest, readers: Sequence[int]
+    ) -> tuple[dict[str, Entry], dict[str, Any]]:
+        """Return the files and the state of a step, as the first of `readers` has them."""
+        _require_copy(STATE, readers)
+        own = [manifest.files, read_state(folder)] if readers[0] == self._mesh.rank else None
+        entries, state = json.loads(self._mesh.broadcast_text(json.dumps(own), readers[0]))
+        check_state(state, manifest.step)
+        return {name: Entry(*entry) for name, entry in entries.items()}, state
+
+    def _manifest(self, step: int, digest: str) -> Manifest:
+        """Return the manifest of this host's copy of a step; an empty one if it has no copy."""
+        with suppress(CheckpointError):
+            manifest = read_manifest(self.folder / f"step-{step}")
+            if _digest(manifest) == digest:
+                return manifest
+        return Manifest(step, {})
+
+    def _fetch(
+        self, holders: Mapping[str, Sequence[int]], intact: Collection[str], manifest: Manifest,
+        names: Collection[str],
+    ) -> None:  # fmt: skip
+        """Copy the files that each rank needs to its host, once per host."""
+        wanted = gather_json(self._mesh, sorted({*names, STATE} - {*intact}), aside=True)
+        plan: dict[tuple[int, str], tuple[str, int, int]] = {}
+        for rank, missing in enumerate(wanted):
+            for name in missing:
+                source = holders[name][len(plan) % len(holders[name])]
+                plan.setdefault((self._host_of[rank], name), (name, source, rank))
+        folder = self.folder / f"step-{manifest.step}"
+
+        def prepare() -> None:
+            if any(wanted[rank] for rank in self._here):
+                self._make_private()
+                if not self._manifest(manifest.step, _digest(manifest)).files:
+                    disk.make_folder(folder)
+                    disk.write_file(folder / MANIFEST, [manifest_bytes(*manifest)])
+
+        self._on_each_host(prepare)
+        self._copy(folder, [*plan.values()], manifest.files)
+
+    def _copy(self, folder: Path, plan: Plan, files: Mapping[str, Entry]) -> None:
+        """Copy files between hosts and compare them with their hashes. Collective."""
+        mesh = self._beside
+
+        def blocks(name: str) -> Iterable[torch.Tensor]:
+            # A private mapping: the file's pages are sent without a copy.
+            data = torch.from_file(str(folder / name), size=files[name].size, dtype=torch.uint8)
+            return torch.split(data, disk.BLOCK)
+
+        def transfer() -> None:
+            sends = [
+                mesh.send_aside(block, target)
+                for name, source, target in plan
+                if source == mesh.rank
+                for block in blocks(name)
+            ]
+            problems = [
+                _receive(mesh, folder / name, files[name], source)
+                for name, source, target in plan
+                if target == mesh.rank
+            ]
+            for send in sends:
+                send.wait()
+            if any(problems):
+                raise TrainingError("; ".join(filter(None, problems)))
+
+        agree(mesh, transfer)
+
+    def _on_each_host(self, work: Callable[[], None]) -> None:
+        """Call `work` on one rank of each host; raises TrainingError on all ranks if one fails."""
+        reporting = disk.reporting(self.folder)
+        agree(self._beside, lambda: reporting(work)() if self._place == 0 else None)
+
+    def _make_room(self, unfinished: Path) -> None:
+        self._make_private()
+        disk.remove_leftovers(self.folder)
+        for _, path in step_folders(self.folder)[1:]:
+            disk.remove_checkpoint(path)
+        disk.make_folder(unfinished)
+
+    def _make_private(self) -> None:
+        self.folder.parent.mkdir(mode=0o700, exist_ok=True)
+        if not self._is_private():
+            raise OSError(f"{self.folder.parent} is not a folder of this user alone")
+
+    def _is_private(self) -> bool:
+        """True if the folder of this user exists, and nobody else can read or write it."""
+        with suppress(OSError):
+            status = self.folder.parent.lstat()
+            is_closed = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+            return is_closed and status.st_uid == os.getuid()
+        return False
+
+
+def _require_copy(name: str, holders: Sequence[int]) -> None:
+    if not holders:
+        raise CheckpointError(f"in memory is rejected: no host has an intact copy of {name}")
+
+
+def _digest(manifest: Manifest) -> str:
+    return xxh3_128_hexdigest(manifest_bytes(*manifest))
+
+
+def _receive(mesh: Mesh, path: Path, entry: Entry, source: int) -> str:
+    """Write a file that another rank sends; return what went wrong, or ""."""
+
+    def received() -> Iterator[Any]:
+        for at in range(0, entry.size, disk.BLOCK):
+            block = torch.empty(min(disk.BLOCK, entry.size - at), dtype=torch.uint8)
+            mesh.receive_aside(block, source)
+            yield block.numpy()
+
+    blocks, problem = received(), ""
+    try:
+        if disk.write_file(path, blocks) != entry:
+            problem = f"{path} was damaged on its way from rank {source}"
+    except OSError as error:
+        problem = f"rank {mesh.rank}: {error.strerror} ({path})"
+    for _ in blocks:  # else the sender would wait
+        pass
+    return problem

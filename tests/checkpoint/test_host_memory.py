@@ -1,0 +1,232 @@
+"""Steps in the memory of two hosts, which are two folders: what is left after which loss."""
+
+import json
+import os
+import shutil
+import threading
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from parallel3d.base import journal
+from parallel3d.checkpoint import disk, find, free_space
+from parallel3d.checkpoint.in_memory import HostMemory
+from parallel3d.checkpoint.load import load
+from parallel3d.checkpoint.manifest import verify
+from parallel3d.mesh.nodes import Nodes
+from parallel3d.models import layers
+from parallel3d.verify.local_ranks import run_locally
+from tests.checkpoint.resharding import Side, Trained, differences, state, whole
+from tests.checkpoint.saving import saver_of
+
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
+
+SOURCE = Side((2, 2, 1), 3)
+NAME = "run-0123-4567"
+
+
+def memory_of(mesh, root, hosts, name=NAME, *options):
+    """This rank's host's memory; `hosts` has a letter for each rank."""
+    folder = root / hosts[mesh.rank]
+    folder.mkdir(parents=True, exist_ok=True)
+    return HostMemory(mesh, Nodes(tuple(hosts), tuple(hosts)), folder, name, *options)
+
+
+def steps(root, host):
+    return {p.name: p for p in root.glob(f"{host}/parallel3d-*/{NAME}/*")}
+
+
+def save_on_rank(rank, root):
+    """Two steps in memory, and attempts at a third that fail: what was gathered, and said."""
+    journal.open_journal(root)
+    trained, said, gathered = Trained(SOURCE, root), [], {}
+    memory = memory_of(trained.mesh, root / "hosts", "aabb")
+    saver = saver_of(trained, root / "disk", memory=memory, say=said.append)
+    write, missing = disk.write_file, free_space.missing_disk_bytes
+    free_space.missing_disk_bytes = lambda *_: 10**6 * (rank == 3)
+    for _ in range(2):
+        assert saver.save_in_memory(state(0)) < 10
+    free_space.missing_disk_bytes = missing
+    assert steps(root / "hosts", "b") == {}
+    for step in (1, 2):
+        trained.train(1)
+        saver.save_in_memory(state(step))
+        gathered[step] = list(trained.gathered())
+    saver.finish()
+    trained.mesh.barrier()
+    if rank == 0:
+        shutil.copytree(root / "hosts", root / "kept")
+    trained.mesh.barrier()
+    trained.train(1)
+    said.append("and")
+    # The file of rank 0 arrives on a full memory.
+    os.environ["PARALLEL3D_FAULT"] = "full checkpoint.before_write 3 2"
+    saver.save_in_memory(state(3))
+    saver.finish()
+    del os.environ["PARALLEL3D_FAULT"]
+    trained.mesh.barrier()
+    found = {host: sorted(steps(root / "hosts", host)) for host in "ab"}
+    # A disk that is slow does not hold up a save in memory.
+    goes_on = threading.Event()
+
+    def write_late(path, *args, **options):
+        assert root / "disk" not in path.parents or goes_on.wait(60)
+        return write(path, *args, **options)
+
+    disk.write_file = write_late
+    saver.save(state(3))
+    trained.train(1)
+    saver.save_in_memory(state(4))
+    assert "step-4" in steps(root / "hosts", "b") and not (root / "disk/step-3").exists()
+    goes_on.set()
+    saver.require_saved()
+    disk.write_file = write
+    trained.mesh.barrier()
+    return gathered, found, said
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two steps in the memory of two hosts of two ranks, with references; and what was said."""
+    root = tmp_path_factory.mktemp("saved")
+    ranks = run_locally(save_on_rank, 4, root)
+    for step in (1, 2):
+        parts = whole(part for gathered, _, _ in ranks for part in gathered[step])
+        save_file(parts, root / f"reference-{step}.safetensors")
+    return root, [found for _, found, _ in ranks], [said for _, _, said in ranks]
+
+
+@pytest.fixture(scope="module")
+def two_steps(saved):
+    return saved[0]
+
+
+def load_on_rank(rank, side, root, cases):
+    """For each folder of hosts: the step that is found and why others are not, and what differs."""
+    trained, results = Trained(side, root), []
+    for case, hosts, *options in cases:
+        journal.open_journal(root / case)
+        memory = memory_of(trained.mesh, root / case, hosts, *options)
+        found, rejected = find.find(root / "none", "auto", trained.mesh, memory)
+        step, wrong = 0, []
+        if found:
+            step = found.step
+            model = layers(trained.config.model)
+            load(found, engine=trained.engine, mesh=trained.mesh, layers=model)
+            reference = load_file(root / f"reference-{step}.safetensors")
+            wrong, compared = differences(trained, reference)
+            assert compared > 0
+            wrong = [text for text in wrong if text != f"{step} optimizer steps"]  # of two
+        trained.mesh.barrier()
+        results.append((step, wrong, rejected))
+    return results
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 16
+    path.write_bytes(data)
+
+
+def shard(root, host, step, rank):
+    return steps(root, host)[f"step-{step}"] / f"shard-{rank:05d}-of-00004.safetensors"
+
+
+def rejections(folder):
+    path = folder / "events.jsonl"
+    lines = [*map(json.loads, path.read_text().splitlines())] if path.exists() else []
+    return [(line["step"], line["file"]) for line in lines if line["event"] == "copy_rejected"]
+
+
+def damage(root, case):
+    """A copy of the two hosts' memory that has lost something; the step that is left."""
+    folder = root / case
+    shutil.copytree(root / "kept", folder)
+    if case in ("host", "both-hosts"):
+        shutil.rmtree(folder / "b")
+    if case == "both-hosts":
+        shutil.rmtree(folder / "a")
+    if case.startswith("own"):
+        flip(shard(folder, "a", 2, 1))
+    if case in ("own-and-peer", "all"):
+        flip(shard(folder, "b", 2, 1))
+    if case == "all":
+        for host in "ab":
+            flip(shard(folder, host, 2, 1)) if host == "a" else None
+            flip(shard(folder, host, 1, 3))
+    if case == "manifest":
+        flip(steps(folder, "b")["step-2"] / "manifest.json")
+    if case == "state":
+        flip(steps(folder, "a")["step-2"] / "state.json")
+    return folder
+
+
+CASES = {
+    "whole": 2, "host": 2, "own": 2, "manifest": 2, "state": 2, "own-and-peer": 1, "all": 0,
+    "both-hosts": 0,
+}  # fmt: skip
+
+
+def test_each_loss_leaves_the_newest_step_that_is_whole_somewhere(two_steps):
+    for case in CASES:
+        damage(two_steps, case)
+    cases = [(case, "aabb") for case in CASES]
+    ranks = run_locally(load_on_rank, 4, SOURCE, two_steps, cases)
+    for case, *found in zip(CASES, *ranks, strict=True):
+        assert {step for step, _, _ in found} == {CASES[case]}, (case, found)
+        assert all(wrong == [] for _, wrong, _ in found), (case, found)
+    name = "shard-00001-of-00004.safetensors"
+    assert rejections(two_steps / "own") == [(2, name)]
+    assert rejections(two_steps / "own-and-peer") == [(2, name)] * 2
+    assert len(rejections(two_steps / "all")) == 4
+    assert rejections(two_steps / "manifest") == [(2, "manifest.json")]
+    assert rejections(two_steps / "state") == [(2, "state.json")]
+    (text,) = ranks[3][[*CASES].index("own-and-peer")][2]
+    assert text == f"step-2 in memory is rejected: no host has an intact copy of {name}"
+    # What a host had lost and its ranks read is there again, with its manifest.
+    for case, host in (("host", "b"), ("own", "a"), ("manifest", "b")):
+        assert all(shard(two_steps / case, host, 2, rank).exists() for rank in (1, 2))
+        assert (steps(two_steps / case, host)["step-2"] / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("side", "hosts"),
+    [
+        (Side((1, 2, 1), 1), "ab"),
+        pytest.param(Side((1, 1, 2), 0), "ca", marks=pytest.mark.slow),
+        pytest.param(Side((1, 2, 2), 3), "bbbb", marks=pytest.mark.slow),
+        pytest.param(Side((2, 1, 2), 1), "abca", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_another_mesh_and_other_hosts_read_the_copies(two_steps, side, hosts):
+    """Also after the loss of a host, and on a host that had no memory of the run.
+
+    Of a step after which the run has failed twice, or of another run, nothing is used.
+    """
+    names = [f"{case}-{side}" for case in ("reshaped", "host", "refused", "other", "older")]
+    for name in names:
+        shutil.copytree(two_steps / "kept", two_steps / name)
+    shutil.rmtree(two_steps / names[1] / ("b" if "a" in hosts else "a"))
+    options = [(), (), (NAME, 2), ("run-0123-8888",), (NAME, 1)]
+    cases = [(name, hosts, *option) for name, option in zip(names, options, strict=True)]
+    for results in run_locally(load_on_rank, side.world_size, side, two_steps, cases):
+        assert [(step, wrong) for step, wrong, _ in results] == [
+            (2, []), (2, []), (0, []), (0, []), (2, [])
+        ], results  # fmt: skip
+        assert len(results[2][2]) == 2 and results[3][2] == []
+
+
+def test_a_host_without_room_keeps_its_steps_and_the_run_goes_on(saved):
+    root, found, said = saved
+    assert found == [{"a": ["step-2"], "b": ["step-2"]}] * 4
+    first, second = "\n".join(said[0]).split("\nand\n")
+    assert first.startswith("NOT SAVED IN MEMORY: ") and first.count("missing on a host") == 1
+    assert second.startswith("NOT SAVED IN MEMORY: rank 2: No space left on device")
+    events = [*map(json.loads, (root / "events.jsonl").read_text().splitlines())]
+    assert [e["tier"] for e in events if e["event"] == "not_saved"] == ["memory"] * 2, events
+    for host in "ab":
+        folders = steps(root / "hosts", host)
+        assert {*folders} == {"step-2", "step-4"}
+        assert verify(folders["step-4"]) == []
+        assert (folders["step-4"].parents[1].stat().st_mode & 0o777) == 0o700

@@ -1,0 +1,180 @@
+"""Runs that go on from the memory of their hosts: `checkpoint.in_memory_every`.
+
+Two hosts are two folders: ranks 0 and 1 have one, ranks 2 and 3 the other.
+"""
+
+import json
+import shutil
+from functools import partial
+
+import pytest
+
+from tests.checkpoint import drill
+
+pytestmark = [pytest.mark.drill, pytest.mark.usefixtures("cpu_adam")]
+
+MESH = (2, 2, 1)
+STEPS = 8
+
+
+def two_hosts(memory, rank):
+    """Let ranks 0 and 1 be on one host, 2 and 3 on another, each with a memory of its own."""
+    from parallel3d.mesh.nodes import Nodes
+    from parallel3d.train import memory as memories
+    from parallel3d.train import start
+
+    found, opened = start.find_nodes, memories.HostMemory
+
+    def find(mesh):
+        names = tuple("ab"[2 * r // mesh.world.size] for r in range(mesh.world.size))
+        assert len(found(mesh).hosts) == len(names)
+        return Nodes(names, names)
+
+    def open_own(mesh, nodes, root, *args):
+        own = memory / nodes.hosts[rank]
+        own.mkdir(parents=True, exist_ok=True)
+        return opened(mesh, nodes, own, *args)
+
+    start.find_nodes, memories.HostMemory = find, open_own
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    root = tmp_path_factory.mktemp("memory")
+    config = drill.prepared_config(root)
+    config["parallel3d"]["train"]["steps"] = STEPS
+    config["parallel3d"]["checkpoint"] |= {
+        "every": 4, "in_memory_every": 1, "in_memory_folder": str(root)
+    }  # fmt: skip
+    return config
+
+
+@pytest.fixture(scope="module")
+def unbroken(config):
+    run = drill.Run(config, "unbroken", MESH, parallel3d__checkpoint__in_memory_every=0)
+    assert [end.code for end in run.start()] == [0] * 4
+    return run
+
+
+class MemoryRun(drill.Run):
+    """A run on two hosts."""
+
+    def __init__(self, config, name, root, mesh=MESH, **changes):
+        super().__init__(config, name, mesh, **changes)
+        self.memory = root / "hosts"
+
+    def start(self, fault="", **options):
+        return super().start(fault, partial(two_hosts, self.memory), **options)
+
+    def killed(self, step, rank):
+        """Kill a rank as the launch begins its `step`-th step."""
+        ended = self.start(f"kill trainer.step {step} {rank}")
+        drill.check_died(ended, rank)
+
+    def steps(self, host):
+        return {p.name: p for p in self.memory.glob(f"{host}/parallel3d-*/{self.name}-*/step-*")}
+
+    def events(self, kind):
+        lines = map(json.loads, (self.folder / "events.jsonl").read_text().splitlines())
+        return [line for line in lines if line["event"] == kind]
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 16
+    path.write_bytes(data)
+
+
+def test_a_host_is_lost(config, tmp_path):
+    """Its process and its memory: the run goes on from the other host's copy, newer than the disk.
+
+    Training goes on while a step is kept, so the last one may not have been.
+    """
+    pair = (1, 2, 1)
+    unbroken = drill.Run(config, "pair", pair, parallel3d__checkpoint__in_memory_every=0)
+    assert [end.code for end in unbroken.start()] == [0] * 2
+    run = MemoryRun(config, "lost", tmp_path, pair)
+    run.killed(7, 1)
+    shutil.rmtree(run.memory / "b")
+    newest = max(int(name.removeprefix("step-")) for name in run.steps("a") if ".tmp" not in name)
+    assert newest in (5, 6)
+    drill.check_resumed(run.start(), newest)
+    drill.check_same(run, unbroken)
+    assert [line["tier"] for line in run.events("launch")] == [None, "memory"]
+    assert [*run.memory.rglob("step-*")] == [], "a run that ends well leaves memory free"
+
+
+@pytest.mark.slow
+def test_copies_are_damaged_one_after_the_other(config, unbroken, tmp_path):
+    run = MemoryRun(config, "flipped", tmp_path, parallel3d__checkpoint__asynchronous=False)
+    name = "shard-00001-of-00004.safetensors"
+    run.killed(4, 1)
+    flip(run.steps("a")["step-3"] / name)
+    ended = run.start("kill trainer.step 3 2")
+    drill.check_died(ended, 2)
+    assert f"/{run.steps('a')['step-5'].parent.name}/step-3: step 3 of 8" in ended[0].log
+    for host in "ab":
+        flip(run.steps(host)["step-5"] / name)
+    ended = run.start("kill trainer.step 1 0")  # in the step after step 4, which is also on disk
+    assert "checkpoints/step-4: step 4 of 8" in ended[0].log, ended[0].log
+    drill.check_died(ended, 0)
+    drill.check_resumed(run.start(), 4)
+    drill.check_same(run, unbroken)
+    rejected = [(line["step"], line["file"]) for line in run.events("copy_rejected")]
+    assert rejected == [(3, name), (5, name), (5, name)]
+    assert [line["tier"] for line in run.events("launch")] == [None, "memory", "disk", "disk"]
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_twice_leaves_the_memory(config, unbroken, tmp_path):
+    """Then from the disk, where the third failure would end the run; and memory is used again."""
+    run = MemoryRun(config, "twice", tmp_path, parallel3d__checkpoint__asynchronous=False)
+    run.killed(7, 1)
+    run.killed(1, 1)
+    ended = run.start("kill trainer.step 4 1")
+    drill.check_died(ended, 1)
+    assert "step-6 in memory is not used again: the run failed twice after it" in ended[0].log
+    assert "checkpoints/step-4: step 4 of 8" in ended[0].log
+    drill.check_resumed(run.start(), 7)
+    drill.check_same(run, unbroken)
+    tiers = [line["tier"] for line in run.events("launch")]
+    assert tiers == [None, "memory", "disk", "memory"]
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_elsewhere_forgets_its_steps(config, unbroken, tmp_path):
+    """Steps of another run of the same name, or from before it went back, are not taken."""
+    run = MemoryRun(config, "renamed", tmp_path, parallel3d__checkpoint__asynchronous=False)
+    run.killed(4, 1)
+    shutil.copytree(run.memory, tmp_path / "stale")
+    shutil.rmtree(run.folder)
+    ended = run.start("kill trainer.step 6 1")  # step 4 is on disk, step 5 in memory
+    assert "resume  " not in ended[0].log, ended[0].log
+    drill.check_died(ended, 1)
+    shutil.copytree(tmp_path / "stale", run.memory, dirs_exist_ok=True)
+    assert {*run.steps("a")} == {"step-2", "step-3", "step-4", "step-5"}
+    ended = run.start("kill trainer.step 2 0", parallel3d__checkpoint__in_memory_every=0)
+    assert "checkpoints/step-4: step 4 of 8" in ended[0].log
+    drill.check_resumed(run.start(), 4)  # not at step 5, of before
+    drill.check_same(run, unbroken)
+    assert run.steps("a") == run.steps("b") == {}
+
+
+@pytest.mark.slow
+def test_a_host_is_lost_for_good(config, tmp_path):
+    """Half of the ranks go on, on the other host: each sample once, with the losses of one run."""
+    from tests.hosts.launches import without_dropout
+
+    plain = without_dropout(config)
+    run = MemoryRun(plain, "halved", tmp_path, parallel3d__checkpoint__asynchronous=False)
+    alone = drill.Run(plain, "alone", (1, 1, 1), parallel3d__checkpoint__in_memory_every=0,
+                      train_micro_batch_size_per_gpu=4)  # fmt: skip
+    assert [end.code for end in alone.start()] == [0]
+    run.killed(7, 3)
+    shutil.rmtree(run.memory / "b")
+    other = MemoryRun(plain, "halved", tmp_path, (1, 2, 1), parallel3d__mesh__dp="auto")
+    ended = other.start()
+    drill.check_resumed(ended, 6)
+    for line, expected in zip(other.lines, alone.lines, strict=True):
+        assert line["tokens"] == expected["tokens"]
+        assert line["loss"] == pytest.approx(expected["loss"], rel=2e-5)
