@@ -71,6 +71,14 @@ def _check_elastic(config: RunConfig) -> None:
             "starts a run again whenever hosts change, so it would begin again here; use "
             '"auto", or the path of a checkpoint together with parallel3d.run.name'
         )
+    of_a_rank = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    changes = config.train_batch_size is None or None not in of_a_rank
+    if not config.is_planned and config.mesh.dp == "auto" and changes:
+        raise ConfigError(
+            f"train_batch_size = {json.dumps(config.train_batch_size)}: torchrun --nnodes MIN:MAX "
+            "changes dp, and the batch must stay; set it together with one of "
+            "train_micro_batch_size_per_gpu and gradient_accumulation_steps"
+        )
 
 
 def claim(
