@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from tests.checkpoint import drill
 from tests.hosts.launches import PORT, Launched, Run, start, torchrun, without_dropout
 from tests.hosts.test_lost import faults
 
-pytestmark = [pytest.mark.drill, pytest.mark.slow]
+pytestmark = [pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 STEPS, BATCH = 100, 4
 RANK = str(Path(__file__).with_name("elastic_rank.py"))
@@ -43,11 +44,11 @@ def alone(config):
 class Elastic:
     """A run on hosts that come and go; a further host, the first, holds their rendezvous."""
 
-    def __init__(self, hosts, run):
-        self.run, (self.store, *self.hosts) = run, hosts
+    def __init__(self, hosts, run, mesh=(1, 2, 1), ranks=1):
+        self.run, (self.store, *self.hosts), self.ranks = run, hosts, ranks
         self.notes = run.root / "notes"
         self.notes.mkdir()
-        self.words = [RANK, *run.words((1, 2, 1))[1:]]
+        self.words = [RANK, *run.words(mesh)[1:]]
         self.agents, self._count = {}, 0
         words = [sys.executable, "-c", STORE % PORT]
         self._holder = start(self.store, words, run.root / "store.log", run.root)
@@ -66,8 +67,9 @@ class Elastic:
         variables = {"ELASTIC_TEST": str(self.notes), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         log = lambda name: self.run.log(f"{name}-{self._count}")  # noqa: E731
         agent = torchrun(
-            [host], self.words, log, self.run.root, store=self.store, variables=variables, **options
-        )
+            [host], self.words, log, self.run.root, ranks=self.ranks, store=self.store,
+            variables=variables, **options,
+        )  # fmt: skip
         self.agents[host.name] = agent
         return agent
 
@@ -109,7 +111,7 @@ class Elastic:
             for line in map(json.loads, path.read_text().splitlines()):
                 steps[line["start"]].append((line["time"], line["samples"]))
         assert sorted(steps) == list(range(0, STEPS * BATCH, BATCH))
-        again = 0
+        again = 0  # shares of steps that were trained again
         for first, shares in steps.items():
             wanted, seen = list(range(first, first + BATCH)), []
             for _, samples in sorted(shares, reverse=True):
@@ -126,22 +128,25 @@ def times(events):
     return [round(e["seconds"], 1) for e in events if e["event"] == "first_step"]
 
 
-@pytest.mark.parametrize("victim", [1, 0], ids=["other", "rank 0"])
-def test_a_host_is_lost_and_comes_back(given_hosts, config, alone, tmp_path, victim):
-    changes = {"parallel3d__mesh__dp": 2, "parallel3d__mesh__fallbacks": [ONE]}
+@pytest.mark.parametrize(
+    ("victim", "whole", "rest"), [(0, PAIR, ONE), (1, "2x2x1", "2x1x1")], ids=["rank 0", "4 ranks"]
+)
+def test_a_host_is_lost_and_comes_back(given_hosts, config, alone, tmp_path, victim, whole, rest):
+    mesh = MeshSizes.parse(whole)
+    changes = {"parallel3d__mesh__dp": 2, "parallel3d__mesh__fallbacks": [rest]}
     run = Run(config, f"elastic-{victim}", tmp_path, **changes)
-    elastic = Elastic(given_hosts(3), run)
+    elastic = Elastic(given_hosts(3), run, (mesh.pp, mesh.dp, mesh.tp), mesh.ranks // 2)
     lost, left = elastic.hosts[victim], elastic.hosts[1 - victim]
     for host in (lost, left):
         elastic.begin(host)
-    number = elastic.wait_for_step_on(PAIR)
+    number = elastic.wait_for_step_on(whole)
     elastic.launched.wait_for(lambda: run.saved(5) and len(run.lines) > 6)
-    elastic.slow(1)
+    elastic.slow(2)
     lost.kill()
     del elastic.agents[lost.name]
-    number = elastic.wait_for_step_on(ONE, number)
+    number = elastic.wait_for_step_on(rest, number)
     elastic.begin(lost)
-    elastic.wait_for_step_on(PAIR, number)
+    elastic.wait_for_step_on(whole, number)
     elastic.slow(0.02)
     assert elastic.launched.codes() == [DONE] * 2, elastic.launched.said
     assert [line["step"] for line in run.lines] == list(range(1, STEPS + 1))
@@ -150,9 +155,9 @@ def test_a_host_is_lost_and_comes_back(given_hosts, config, alone, tmp_path, vic
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5), (line, other)
     print("trained again:", elastic.check_samples(), "first steps after", times(elastic.events))
     chosen = {e["mesh"]: e["chosen"] for e in elastic.events if e["event"] == "launch"}
-    assert chosen[PAIR] is None
-    assert chosen[ONE].startswith(f"parallel3d.mesh: {ONE} of fallbacks, because {PAIR} ")
-    assert chosen[ONE] in elastic.agents[left.name].said
+    assert chosen[whole] is None
+    assert chosen[rest].startswith(f"parallel3d.mesh: {rest} of fallbacks, because {whole} ")
+    assert chosen[rest] in elastic.agents[left.name].said
     assert json.loads((run.folder / "attempts.json").read_text())["deaths"] == []
 
 
