@@ -5,6 +5,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.section import Problem, Problems
 from parallel3d.config.data import DataConfig, num_tokens
 from parallel3d.config.parallel3d_block import MeshConfig, TrainConfig
@@ -36,6 +37,23 @@ def data_parallel_size(mesh: MeshConfig, world_size: int) -> int:
         remedy = f'start {size} processes, or set dp to {world_size // others} or "auto"'
         raise Problems([Problem("parallel3d.mesh.dp", mesh.dp, rule, remedy)])
     return world_size // others
+
+
+def fallback(mesh: MeshConfig, world_size: int) -> MeshSizes | None:
+    """Return the first of mesh.fallbacks with `world_size` ranks; None if the mesh has as many.
+
+    Raises ConfigError if none has. A mesh without fallbacks is for `data_parallel_size` to check.
+    """
+    own = mesh.sizes
+    if not mesh.fallbacks or own.ranks == world_size:
+        return None
+    meshes = [MeshSizes.parse(text) for text in mesh.fallbacks]
+    if fitting := [sizes for sizes in meshes if sizes.ranks == world_size]:
+        return fitting[0]
+    rule = f"has no mesh of {world_size} ranks, and {own} has {own.ranks}"
+    numbers = ", ".join(map(str, sorted({sizes.ranks for sizes in (own, *meshes)})))
+    remedy = f"add a mesh for {world_size} processes, or start one of these numbers: {numbers}"
+    raise Problems([Problem("parallel3d.mesh.fallbacks", mesh.fallbacks, rule, remedy)])
 
 
 def block_tokens(length: int, cp: int) -> int:

@@ -204,6 +204,12 @@ def _check_batch(
         yield Problem("train_batch_size", train_batch_size, rule, remedy)
 
 
+def _check_fallbacks(mesh: MeshConfig) -> Iterator[Problem]:
+    if mesh.fallbacks and mesh.dp == "auto":
+        rule = "fits any number of processes, and parallel3d.mesh.fallbacks are for all but one"
+        yield Problem("parallel3d.mesh.dp", "auto", rule, "use a number, or remove fallbacks")
+
+
 def _check_plan(
     is_planned: bool,
     plan: PlanConfig,
@@ -429,8 +435,8 @@ def _check_optimizer(
 
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     *MODEL_CHECKS, _check_layers, _check_schedule, _check_reduction, _check_noise_scale,
-    _check_compile, _check_recomputation, _check_rewind, _check_batch, _check_plan, _check_length,
-    _check_batch_schedule, _check_batch_sizes, _check_lr_schedule, _check_scheduler,
-    _check_profile, _check_precision,
-    _check_communication_type, _check_offload, _check_nvme, _check_optimizer,
+    _check_compile, _check_recomputation, _check_rewind, _check_batch, _check_fallbacks,
+    _check_plan, _check_length, _check_batch_schedule, _check_batch_sizes, _check_lr_schedule,
+    _check_scheduler, _check_profile, _check_precision, _check_communication_type,
+    _check_offload, _check_nvme, _check_optimizer,
 )  # fmt: skip

@@ -40,6 +40,14 @@ def _known_schedule(name: str) -> str:
     return name
 
 
+def _known_sizes(text: str) -> str:
+    try:
+        MeshSizes.parse(text)
+    except ValueError:
+        raise ValueError("must be the sizes of a mesh; write pp x dp x tp, as in 2x2x1") from None
+    return text
+
+
 def _plain_name(name: str) -> str:
     """Return the name if it is a folder's name on every system, no option and no lock file."""
     fits = 0 < len(name.strip()) <= len(name) <= _LONGEST_NAME
@@ -88,6 +96,13 @@ class MeshConfig(Section):
     sequence_parallel: bool = False
     """Shard the activations outside attention and MLP over tp, along the sequence
     (arXiv:2205.05198)."""
+    fallbacks: Annotated[
+        tuple[Annotated[str, AfterValidator(_known_sizes)], ...], Strict(False)
+    ] = ()
+    """Meshes for other numbers of processes, such as ["2x2x1", "1x2x1"] (pp x dp x tp, or pp x dp x
+    cp x tp): if torchrun starts a run with fewer or more hosts, it goes on with the first that has
+    as many ranks, the same micro batch and the same batch (docs/several-nodes.md). dp must be a
+    number."""
 
     @property
     def sizes(self) -> MeshSizes:

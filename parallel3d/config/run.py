@@ -9,6 +9,7 @@ from pydantic import Field, PlainValidator, PrivateAttr, ValidationError
 
 from parallel3d.base import explain, reader
 from parallel3d.base.masking import mask_values
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.section import Problem, Problems, Section, Size
 from parallel3d.config import arithmetic, auto, checks, deepspeed, deepspeed_keys, parallel3d_block
 from parallel3d.config.data import DataConfig
@@ -56,6 +57,7 @@ _NOT_TRAINED = (
     *(
         "parallel3d.run",
         "parallel3d.checkpoint",
+        "parallel3d.mesh.fallbacks",
         "parallel3d.pipeline.weights",
         "parallel3d.data.cache",
         "parallel3d.data.max_line_bytes",
@@ -167,7 +169,7 @@ class RunConfig(Section):
             first = config.train.batch_schedule[0][1]
             config = config.model_copy(update={"train_batch_size": first})
         config._notes = tuple(notes)
-        return config._fitted()._checked(source=source)
+        return config._fitted()._checked(source=source)._with_valid_fallbacks(source)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -299,12 +301,14 @@ class RunConfig(Section):
         return phases
 
     def resolve(self, world_size: int) -> "RunConfig":
-        """Return the config for `world_size` ranks: dp, batch sizes and, of max_tokens, steps.
+        """Return the config for `world_size` ranks: mesh, batch sizes and, of max_tokens, steps.
 
-        Raises ConfigError if the mesh or the batch does not fit the number of ranks.
+        Raises ConfigError if mesh, fallbacks or the batch do not fit the number of ranks.
         """
-        dp = arithmetic.data_parallel_size(self.mesh, world_size)
-        config = self._with("mesh", dp=dp)._checked()
+        fallback = arithmetic.fallback(self.mesh, world_size)
+        config = self._on(fallback) if fallback else self
+        dp = arithmetic.data_parallel_size(config.mesh, world_size)
+        config = config._with("mesh", dp=dp, fallbacks=())._checked()
         batch, micro, accumulation = arithmetic.batch_sizes(
             config.train_batch_size,
             config.train_micro_batch_size_per_gpu,
@@ -318,6 +322,10 @@ class RunConfig(Section):
                 "gradient_accumulation_steps": accumulation,
             }
         )
+        if fallback:
+            note = f"parallel3d.mesh: {fallback} of fallbacks, because {self.mesh.sizes} does not"
+            note += f" have {world_size} ranks; {accumulation} microbatches of {micro} a step"
+            config = config.with_notes(*config.notes, note)
         if config.train.max_tokens is not None:
             length = config.data.sequence_length
             samples = config.train.max_tokens // length
@@ -389,6 +397,43 @@ class RunConfig(Section):
         if problems := checks.find_problems(self.settings | known):
             raise Problems(problems, source)
         return self
+
+    def _with_valid_fallbacks(self, source: str) -> "RunConfig":
+        """Return this config; raises ConfigError if it cannot run on a mesh of mesh.fallbacks."""
+        mesh, path = self.parallel3d.mesh, "parallel3d.mesh.fallbacks"
+        if mesh == PLAN or not mesh.fallbacks:
+            return self
+        self.resolve(mesh.sizes.ranks)  # its problems are not those of a fallback
+        problems: list[Problem] = []
+        for sizes in map(MeshSizes.parse, mesh.fallbacks):
+            try:
+                self._on(sizes).resolve(sizes.ranks)
+            except Problems as error:
+                broken = [str(problem) for problem in error.problems]
+                problems += [
+                    Problem(path, str(sizes), rule, "or remove it here") for rule in broken
+                ]
+        if problems:
+            raise Problems(problems, source)
+        return self
+
+    def _on(self, sizes: MeshSizes) -> "RunConfig":
+        """Return the config with another mesh, for the same batch and micro batch."""
+        assert isinstance(self.mesh.dp, int), "_check_fallbacks"
+        batch, micro, _ = arithmetic.batch_sizes(
+            self.train_batch_size,
+            self.train_micro_batch_size_per_gpu,
+            self.gradient_accumulation_steps,
+            self.mesh.dp,
+        )
+        config = self._with("mesh", **sizes._asdict(), fallbacks=())
+        return config.model_copy(
+            update={
+                "train_batch_size": batch,
+                "train_micro_batch_size_per_gpu": micro,
+                "gradient_accumulation_steps": None,
+            }
+        )
 
     def _with(self, section: str, **values: object) -> "RunConfig":
         changed = getattr(self, section).model_copy(update=values)

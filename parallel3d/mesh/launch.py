@@ -2,8 +2,11 @@
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
+
+import psutil
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.lock import Job
@@ -24,6 +27,7 @@ class Launch:
     restarts_left: int = 0  # how often torchrun may restart them again
     jobs: tuple[Job, ...] = ()  # jobs that a scheduler or torchrun restarts under the same id
     launcher: str = ""  # the one, if any, that ends with its own exit code
+    is_elastic: bool = False  # whether torchrun may start these ranks again with other hosts
 
     @classmethod
     def from_environment(cls) -> "Launch":
@@ -45,6 +49,7 @@ class Launch:
                 max(0, _number("TORCHELASTIC_MAX_RESTARTS", default=0) - restarts),
                 jobs_of_this_process(),
                 next((name for name, known in _LAUNCHERS.items() if known in os.environ), ""),
+                _LAUNCHERS["torchrun"] in os.environ and _has_range_of_nodes(),
             )
         if "SLURM_PROCID" in os.environ and _number("SLURM_NTASKS", default=1) > 1:
             world_size, local_rank = _number("SLURM_NTASKS"), _number("SLURM_LOCALID")
@@ -72,6 +77,18 @@ class Launch:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
+
+
+def _has_range_of_nodes() -> bool:
+    """Return True if torchrun was told to start between two numbers of nodes, such as 1:4.
+
+    It does not tell its ranks, so this reads its command line.
+    """
+    texts = [f"--nnodes={os.environ.get('PET_NNODES', '')}"]
+    with suppress(psutil.Error):
+        texts += [" ".join(process.cmdline()) for process in psutil.Process().parents()]
+    ranges = [re.search(r"--?nnodes[= ](\d+):(\d+)", text) for text in texts]
+    return any(found[1] != found[2] for found in ranges if found)
 
 
 def _tasks_on_this_node(least: int, most: int) -> int:

@@ -1,5 +1,7 @@
 """The claim on a run's folder, made before anything slow is loaded (no torch)."""
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -42,6 +44,8 @@ def resolve_config(config: RunConfig, launch: Launch) -> RunConfig:
 
     The result is the same on every rank. Raises ConfigError, also for impossibly large sizes.
     """
+    if launch.is_elastic:
+        _check_elastic(config)
     refuse_impossible(config, launch.world_size)
     if config.is_planned:
         # Imported here because they load the planner and torch, which other configs do not need.
@@ -50,6 +54,31 @@ def resolve_config(config: RunConfig, launch: Launch) -> RunConfig:
 
         config, _ = choose(config, launch.world_size, machine_of(config, launch))
     return config.resolve(launch.world_size)
+
+
+def _check_elastic(config: RunConfig) -> None:
+    """Raise ConfigError if a run could not go on, and find itself, when its hosts change."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError(
+            "torchrun --nnodes MIN:MAX: hosts that come later cannot reach the store that its "
+            "agents share (torch 2.13); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each host"
+        )
+    resume = config.checkpoint.resume
+    is_path = isinstance(resume, str) and resume != "none"
+    if resume != "auto" and (config.run.name == "auto" or not is_path):
+        raise ConfigError(
+            f"parallel3d.checkpoint.resume = {json.dumps(resume)}: torchrun --nnodes MIN:MAX "
+            "starts a run again whenever hosts change, so it would begin again here; use "
+            '"auto", or the path of a checkpoint together with parallel3d.run.name'
+        )
+    of_a_rank = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    changes = config.train_batch_size is None or None not in of_a_rank
+    if not config.is_planned and config.mesh.dp == "auto" and changes:
+        raise ConfigError(
+            f"train_batch_size = {json.dumps(config.train_batch_size)}: torchrun --nnodes MIN:MAX "
+            "changes dp, and the batch must stay; set it together with one of "
+            "train_micro_batch_size_per_gpu and gradient_accumulation_steps"
+        )
 
 
 def claim(

@@ -51,6 +51,7 @@ class Ending:
     def __init__(self) -> None:
         self.launch = Launch(0, 1, 0)
         self.at_end: list[Callable[[], None]] = []
+        self.by_signal = False  # whether a signal to a rank has stopped the run, not its file STOP
 
     def leave(self, code: int) -> NoReturn:
         """End the process with this exit code, adapted to the launcher by `exit_code`.
@@ -66,11 +67,12 @@ class Ending:
             say(text)
         sys.stdout.flush()
         # Skip the interpreter's shutdown, where gloo's threads can abort the process (code -6).
-        os._exit(exit_code(code, self.launch))
+        os._exit(exit_code(code, self.launch, self.by_signal))
 
     def on_request(self) -> int:
         """Stop before training on a user's request, which the arbiter passes on; return 3."""
         tell_of_request()
+        self.by_signal = True
         if self.launch.rank == 0:
             say(
                 "stopped on request before the first step; prepared data is kept. Run the same "
@@ -82,6 +84,7 @@ class Ending:
     def on_outcome(self, outcome: Outcome, flush: Callable[[], None]) -> NoReturn:
         """End the process on the arbiter's outcome, from a thread that does not wait for others."""
         pulse.leave(outcome.code)
+        self.by_signal = outcome.code == STOPPED
         print_outcome(outcome)
         flushing = threading.Thread(target=flush, daemon=True)
         flushing.start()
@@ -146,9 +149,14 @@ def last_line(code: int, launch: Launch) -> str:
     return f"{_IN_WORDS[code]} (exit code {code})" if code and launch.launcher else ""
 
 
-def exit_code(code: int, launch: Launch) -> int:
-    """Return the exit code for the launcher: 0 for a stop that torchrun would restart."""
-    return DONE if code == STOPPED and launch.restarts_left else code
+def exit_code(code: int, launch: Launch, by_signal: bool = False) -> int:
+    """Return the exit code for the launcher: 0 for a stop that torchrun would restart.
+
+    `by_signal`: a signal stopped the run. In an elastic launch it comes from the torchrun of a host
+    that leaves, or that has seen another one come: the torchrun of other hosts must restart then.
+    """
+    goes_on = launch.is_elastic and by_signal
+    return DONE if code == STOPPED and launch.restarts_left and not goes_on else code
 
 
 def command_of_this_launch() -> str:

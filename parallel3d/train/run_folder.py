@@ -61,7 +61,8 @@ class Output:
         with written_to(self.directory):
             self.directory.mkdir(exist_ok=True)
             reached = step_reached(self.directory)
-            self._attempts.begin(reached, restart)
+            # An elastic launch is stopped when hosts come, to start again.
+            self._attempts.begin(reached, restart and not self._mesh.is_elastic)
             disk.remove_leftovers(self.checkpoints)
             for name in (METRICS, DIGESTS):
                 forget_after(self.directory / name, step)
@@ -73,6 +74,7 @@ class Output:
             known = known_hardware(config, self._mesh.device)
             record(
                 "launch", step=step, restart=restart, mesh=str(config.mesh.sizes),
+                chosen=next((n for n in config.notes if n.startswith("parallel3d.mesh: ")), None),
                 unended=not_ended(self.directory), lost_steps=max(reached - step, 0),
                 rejected=start.rejected, tier=start.tier,
                 device=self._mesh.device.type, hardware=known.name if known else None,

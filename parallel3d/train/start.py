@@ -142,7 +142,8 @@ def _find_folder(
         exists = claim.folder.exists()
         if exists:
             attempts = Attempts(claim.folder, settings, claim.config)
-            attempts.check(step_reached(claim.folder), mesh.restart_count > 0)
+            restart = mesh.restart_count > 0 and not mesh.is_elastic
+            attempts.check(step_reached(claim.folder), restart)
         return str(claim.folder), claim.config, exists
 
     folder, digest, exists = on_first(mesh, look)
@@ -352,7 +353,10 @@ def _find_checkpoint(
     resume = config.checkpoint.resume
     own = folder / "checkpoints" if folder else None
     checkpoint: find.FoundCheckpoint | None = None
-    if own and (mesh.restart_count or resume == "auto"):
+    # Each host's torchrun counts its own restarts, and none for hosts that come.
+    counts = mesh.gather_floats([mesh.restart_count])
+    is_restart = mesh.is_elastic or any(count for (count,) in counts)
+    if own and (is_restart or resume == "auto"):
         # After a restart the run's own newest checkpoint is newer than the one that was named.
         checkpoint, rejected[:] = find.find(own, "auto", mesh, memory)
     if checkpoint is None and resume not in ("auto", "none"):

@@ -32,6 +32,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ONE_CTRL_C = 2.0  # seconds within which several SIGINTs count as one
 _GRACE = 4.0  # seconds that a process has to end by itself before training
 _LOOK = 0.25  # seconds between two checks of the other ranks and the launcher
+_BY_SIGNAL, _BY_FILE = 1.0, 2.0  # how a rank was asked to stop, as ranks gather it
 _DEEPSPEED = "deepspeed.launcher.launch"
 
 
@@ -100,13 +101,17 @@ class StopRequest:
             raise Stopped
 
     def flags(self) -> list[float]:
-        """Return this rank's requests to stop and to save as 0.0 or 1.0, for ranks to gather."""
-        self.requested = self.requested or self._finds("STOP")
-        return [float(self.requested), float(self.saving or self._finds("SAVE"))]
+        """Return this rank's requests to stop and to save, for ranks to gather; 0.0 is none."""
+        asked = _BY_FILE if self._finds("STOP") else _BY_SIGNAL * self.requested
+        self.requested = asked > 0
+        return [asked, float(self.saving or self._finds("SAVE"))]
 
     def agree(self, rows: Sequence[Sequence[float]]) -> None:
         """Adopt any rank's requests; `rows` are the gathered `flags()` of all ranks."""
-        self.stopping = self.stopping or any(row[0] for row in rows)
+        asked = max(row[0] for row in rows)
+        self.stopping = self.stopping or asked > 0
+        if asked:
+            self._end.by_signal = asked == _BY_SIGNAL
         self.saving = self.saving or any(row[1] for row in rows)
         self.requested = self.requested or self.stopping
 

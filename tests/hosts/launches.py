@@ -117,18 +117,17 @@ def start(host, words, log, folder, **variables):
         )  # fmt: skip
 
 
-def torchrun(hosts, words, log, folder, ranks=1, limits=(), **options):
-    """`torchrun` on each host, which meet by c10d at the first."""
+def torchrun(hosts, words, log, folder, ranks=1, limits=(), store=None, variables=(), **options):
+    """`torchrun` on each host, which meet by c10d at the first, or at the host `store`."""
     options = {"nnodes": len(hosts), "nproc_per_node": ranks} | options
     flags = [f"--{name}={value}" for name, value in options.items()]
     if len(hosts) > 1 or options["nnodes"] != 1:
-        endpoint = f"--rdzv_endpoint={hosts[0].name}:{PORT}"
+        endpoint = f"--rdzv_endpoint={(store or hosts[0]).name}:{PORT}"
         flags += ["--rdzv_backend=c10d", "--rdzv_id=run", endpoint]
     logs = [log(host.name) for host in hosts]
     command = [*limits, "torchrun", *flags, *words]
-    return Launched(
-        [start(h, command, out, folder) for h, out in zip(hosts, logs, strict=True)], logs
-    )  # fmt: skip
+    places = zip(hosts, logs, strict=True)
+    return Launched([start(h, command, out, folder, **dict(variables)) for h, out in places], logs)
 
 
 # What pdsh does with PDSH_RCMD_TYPE=ssh, and a shell in the host in place of ssh's.

@@ -278,3 +278,56 @@ def test_jobs_whose_numbers_are_close_are_two(monkeypatch):
         monkeypatch.setenv(kind, str(number))
         said.append(attempts.launch_identity())
     assert said == ["slurm:77", "slurm:78", "torchelastic:a_1"]
+
+
+ELASTIC = Launch(0, 2, 0, 2, is_elastic=True)
+KEPT = ("--train_batch_size", 16, "--train_micro_batch_size_per_gpu", 2)
+RESUME = "--parallel3d.checkpoint.resume"
+
+
+def elastic(*overrides):
+    asked = read("--gradient_accumulation_steps", "null", *KEPT, *overrides)
+    return claims.resolve_config(asked, ELASTIC)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ((RESUME, "none"), r'resume = "none": torchrun --nnodes MIN:MAX starts a run again'),
+        ((RESUME, 3, "--parallel3d.run.name", "mine"), "resume = 3: torchrun"),
+        ((RESUME, "runs/other/checkpoints/step-4"), r"use \"auto\", or the path of a checkpoint "),
+        (("--train_batch_size", "null"), "train_batch_size = null: torchrun --nnodes MIN:MAX chan"),
+        (("--gradient_accumulation_steps", 4), "train_batch_size = 16: .* the batch must stay"),
+    ],
+)
+def test_what_an_elastic_launch_could_not_go_on_with_is_refused(monkeypatch, overrides, says):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(ConfigError, match=says):
+        elastic(*overrides)
+    asked = read("--gradient_accumulation_steps", "null", *KEPT, *overrides)
+    claims.resolve_config(asked, Launch(0, 2, 0, 2))  # any other launch may
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        (RESUME, "runs/other/checkpoints/step-4", "--parallel3d.run.name", "mine"),
+        ("--parallel3d.mesh.dp", 4, "--parallel3d.mesh.fallbacks", '["1x2x1"]'),
+    ],
+)
+def test_an_elastic_launch_keeps_its_batch(monkeypatch, overrides):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    config = elastic(*overrides)
+    assert (str(config.mesh.sizes), config.global_batch_size) == ("1x2x1", 16)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(ConfigError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each host"):
+        elastic(*overrides)
+
+
+def test_a_stop_for_another_host_is_no_stop_of_the_run(place):
+    """torchrun ended a run that grew after it had lost a host: its ranks would not start."""
+    first = claim(launch=ELASTIC)
+    leave(first, stopped=True)
+    fresh = claim(launch=ELASTIC)  # rank 0 may be on a host that has not restarted anything
+    assert fresh.folder == first.folder

@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from parallel3d.base.errors import ConfigError
@@ -80,6 +81,27 @@ def test_a_launcher_does_not_cut_off_rank_0_when_the_others_have_ended(monkeypat
 def test_codes_and_last_lines(launch_of, variables, code, ends_with, says):
     launch = launch_of(variables)
     assert (ending.exit_code(code, launch), ending.last_line(code, launch)) == (ends_with, says)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_elastic"),
+    [("1:4", True), ("2:2", False), ("4", False), ("", False)],
+)
+@pytest.mark.parametrize("told", ["by option", "by two words", "by variable"])
+def test_a_signal_ends_an_elastic_launch_with_a_code_that_restarts_it(
+    launch_of, monkeypatch, nodes, is_elastic, told
+):
+    """Code 0 would tell the torchrun of the other hosts that the run is done, and end it."""
+    words = {"by option": [f"--nnodes={nodes}"], "by two words": ["-nnodes", nodes]}.get(told, [])
+    agent = SimpleNamespace(cmdline=lambda: ["python", "bin/torchrun", *words, "train.py"])
+    monkeypatch.setattr(psutil.Process, "parents", lambda self: [agent])
+    monkeypatch.setenv("PET_NNODES", nodes if told == "by variable" else "")
+    launch = launch_of(TORCHRUN)
+    assert launch.is_elastic == is_elastic
+    assert not launch_of(SLURM).is_elastic
+    assert ending.exit_code(3, launch) == 0  # by the file STOP: all hosts end
+    assert ending.exit_code(3, launch, by_signal=True) == (3 if is_elastic else 0)
+    assert [ending.exit_code(code, launch, by_signal=True) for code in (0, 1, 2)] == [0, 1, 2]
 
 
 def test_jobs_that_are_started_again(launch_of):

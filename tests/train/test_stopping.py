@@ -150,6 +150,24 @@ def test_another_ranks_wish_is_ours(stop):
     assert stop.stopping and stop.flags() == [1.0, 0.0]
 
 
+@pytest.mark.parametrize(("by_file", "by_signal"), [(1, 0), (0, 1), (1, 1)])
+def test_all_ranks_know_whether_the_file_or_a_signal_stops_them(tmp_path, by_file, by_signal):
+    """An elastic launch ends by the file, and goes on with other hosts after a signal."""
+    ends = Ending(), Ending()
+    one, other = map(StopRequest, ends)
+    one.hold(tmp_path)
+    other.hold(None)
+    other.requested = bool(by_signal)
+    if by_file:
+        (tmp_path / "STOP").touch()
+    for _ in range(2):  # an evaluation may ask again
+        rows = [one.flags(), other.flags()]
+        for request in (one, other):
+            request.agree(rows)
+        assert one.stopping and other.stopping
+        assert [end.by_signal for end in ends] == [not by_file] * 2
+
+
 def test_the_files_are_seen_by_one_rank_and_taken_away_when_done(tmp_path, monkeypatch):
     looks = []
     stat = os.stat
