@@ -161,7 +161,7 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
             work = max(work, count * trips / held[outer.coord])
         work += sum(map(mul, outer.stages_before, around)) + back * sends[outer.home[0]]
         reduced = max(reduced, work + reducing[outer.coord_class])
-    unhidden = min(map(sub, reducing, costs.hideable))
+    unhidden: float = min(map(sub, reducing, costs.hideable))
     path: float = sum(map(mul, layout.outer[0].stages_from[0], way)) + 2 * sends[-1]
     reduced = max(reduced, path + unhidden)
     fastest = min(forward)
