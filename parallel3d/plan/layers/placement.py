@@ -7,7 +7,6 @@ identified by the id of its tuple of layers: hashing the layers would take longe
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from parallel3d.model.recompute import num_full
 from parallel3d.model.spec import LayerCost, LayerSpec, Recompute, Shape
@@ -59,19 +58,26 @@ def stages_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[range, ...]
     return partition([costs[k] for k in model.kind_of], num_stages)
 
 
-class StageLayers(NamedTuple):
-    """The kinds of one stage's layers; `ends` is True if its last layer is the model's last."""
+@dataclass(eq=False)
+class StageLayers:
+    """The kinds of one stage's layers; `ends` is True if its last layer is the model's last.
+
+    Equal ones are one object, because hashing the kinds would take long.
+    """
 
     model: LayerKinds
     kinds: tuple[int, ...]
     ends: bool
 
 
+_stage_layers = lru_cache(maxsize=4096)(StageLayers)
+
+
 @lru_cache(maxsize=4096)
 def parts_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[StageLayers, ...]:
     """Return the kinds of each stage's layers."""
     return tuple(
-        StageLayers(
+        _stage_layers(
             model, model.kind_of[layers.start : layers.stop], layers.stop == len(model.layers)
         )
         for layers in stages_of(model, num_stages, seq)

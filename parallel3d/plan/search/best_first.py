@@ -13,14 +13,14 @@ import gc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush, nsmallest
+from heapq import heapify, heappop, heappush, nsmallest
 from itertools import count, islice
 from typing import NamedTuple
 
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.model.recompute import strength
 from parallel3d.plan.layers.placement import blocks_in_stages
-from parallel3d.plan.memory.peak import Memory, least_in_flight, least_on_first, peak_of
+from parallel3d.plan.memory.peak import least_in_flight, least_on_first, peak_of
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import (
     PLAIN,
@@ -31,7 +31,7 @@ from parallel3d.plan.search.candidates import (
     setting_of,
 )
 from parallel3d.plan.search.plans import Plan, Request
-from parallel3d.plan.search.remedy import evaluate, fitting, room_of, with_fewest_in_full, worst
+from parallel3d.plan.search.remedy import all_fit, evaluate, room_of, with_fewest_in_full, worst
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.cost import costs_of
 from parallel3d.plan.time.network import sharing
@@ -118,13 +118,6 @@ class Untested(NamedTuple):
     groups: Sequence[Sequence[ZeroState]]
 
 
-class Fitting(NamedTuple):
-    """A setting that fits and is not simulated yet."""
-
-    setting: Setting
-    memory: Memory
-
-
 class _Search:
     """A search in progress."""
 
@@ -145,10 +138,12 @@ class _Search:
         """Yield the plans that fit, fastest first; among equally fast plans the simplest first."""
         serial, num_plans = count(), Counter[MeshSizes]()
         heap: list[
-            tuple[float, tuple[object, ...], int, MeshSizes, Flow | Untested | Fitting | Plan]
+            tuple[float, tuple[object, ...], int, MeshSizes, Flow | Untested | Setting | Plan]
         ] = [
-            (floor, (), next(serial), flow.mesh, flow) for floor, flow in self.floors
-        ]  # a sorted list is a heap
+            (floor * self._way(flow), (), next(serial), flow.mesh, flow)
+            for floor, flow in self.floors
+        ]
+        heapify(heap)
         while heap:
             *_, mesh, node = heappop(heap)
             if num_plans[mesh] >= per_mesh:
@@ -162,9 +157,12 @@ class _Search:
                 heappush(heap, (bound, rank, next(serial), mesh, part))
 
     def _split(
-        self, node: Flow | Untested | Fitting
-    ) -> Iterator[tuple[float, Untested | Fitting | Plan]]:
-        """Yield the nodes that a node is split into, each with its lower bound in seconds."""
+        self, node: Flow | Untested | Setting
+    ) -> Iterator[tuple[float, Untested | Setting | Plan]]:
+        """Yield the nodes that a node is split into, each with its lower bound in seconds.
+
+        A Setting is one that fits and is not simulated yet.
+        """
         if isinstance(node, Flow):
             for order in candidates.orders(self.request, node):
                 plain = setting_of(self.request, node, order, PLAIN)
@@ -178,24 +176,22 @@ class _Search:
             flow, order, activations, ((state, *others), *fallback) = node
             plain = setting_of(self.request, flow, order, PLAIN)
             activations = least_in_flight(plain, self.hardware, counted=True)
-            setting, memory = self._with_longest_gather(flow, order, activations, state)
-            if memory and self._opens_full(setting):
+            setting = fits = self._with_longest_gather(flow, order, activations, state)
+            if setting and self._opens_full(setting):
                 setting = with_fewest_in_full(setting, self.hardware, self._least_full(setting))
                 # A setting that fits without recomputation has its own node.
-                if setting.recompute != "none":
-                    memory = worst(setting, self.hardware)
-                    yield self._bound(setting), Fitting(setting, memory)
-            elif memory:
-                yield self._bound(setting), Fitting(setting, memory)
-            else:
+                setting = None if setting.recompute == "none" else setting
+            if setting:
+                yield self._bound(setting), setting
+            if not fits:
                 yield from self._untested(flow, order, activations, fallback)
-            if not memory or self._offload_may_help:
+            if not fits or self._offload_may_help:
                 yield from self._untested(flow, order, activations, [others])
         else:
             self.num_simulated += 1
-            time = step_time(node.setting, self.hardware, self.curves)
-            plan = Plan(self.request, node.setting, node.memory, time)
-            yield float(f"{time.seconds * self._handicap(node.setting):.9g}"), plan
+            time = step_time(node, self.hardware, self.curves)
+            plan = Plan(self.request, node, worst(node, self.hardware), time)
+            yield float(f"{time.seconds * self._handicap(node):.9g}"), plan
 
     def _handicap(self, setting: Setting) -> float:
         """Return the factor on a plan's seconds by which plans are ordered: 1 for simple ones."""
@@ -230,18 +226,15 @@ class _Search:
 
     def _with_longest_gather(
         self, flow: Flow, order: Order, activations: int, state: ZeroState
-    ) -> tuple[Setting, Memory | None]:
-        """Return the setting with the longest gathers that fit, and its memory.
-
-        The memory is None if no setting fits.
-        """
+    ) -> Setting | None:
+        """Return the setting with the longest gathers that fit, or None."""
         for variant in (state, *candidates.shorter_gathers(self.request, order, state)):
             setting = setting_of(self.request, flow, order, variant)
             if not self._may_fit(setting, activations):
                 break
-            if memory := fitting(setting, self.hardware):
-                return setting, memory
-        return setting, None
+            if all_fit(setting, self.hardware):
+                return setting
+        return None
 
     def _may_fit(self, setting: Setting, activations: int) -> bool:
         """Return True if the lower bound on the first rank's memory fits."""
@@ -298,6 +291,14 @@ class _Search:
         seconds = _SAFE * (sum(costs.forward[0]) + sum(costs.backward[0]))
         return seconds * (request.global_batch_size / mesh.dp / flow.micro_batch / mesh.pp)
 
+    def _way(self, flow: Flow) -> float:
+        """Return a factor on a flow's floor if it has fewer microbatches than pipeline ranks.
+
+        One of them goes through all stages and back, with half of the backwards if they are split.
+        """
+        times = self.request.global_batch_size / flow.mesh.dp / flow.micro_batch / flow.mesh.pp
+        return max(1.0, (1.0 if flow.recompute.startswith("full") else 0.5) / times)
+
     def leanest(self) -> Setting:
         """Return the setting with the least memory, among the 40 whose first rank needs least."""
         sizes: list[tuple[int, int, Choices]] = []
@@ -334,7 +335,7 @@ class _Search:
             faster = islice((s for s in settings if self._bound(s) < fastest), _TRIED)
             sizes = [(peak_of(s, 0, self.hardware).total, i, s) for i, s in enumerate(faster)]
             for size, _, setting in sorted(sizes):
-                if fitting(setting, self.hardware):
+                if all_fit(setting, self.hardware):
                     continue
                 if step_time(setting, self.hardware, self.curves).seconds < fastest:
                     missed.append((size, len(missed), setting))

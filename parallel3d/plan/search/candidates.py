@@ -225,18 +225,13 @@ def has_state(request: Request, mesh: MeshSizes, state: ZeroState) -> bool:
 def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> Setting:
     """Return the Setting of a flow, an order and a state."""
     base, mesh = request.base, flow.mesh
-    # dataclasses.replace would take three times as long.
-    return Setting(
-        layers=base.layers, hidden_size=base.hidden_size,
+    return base.but(
         shape=Shape(flow.micro_batch, base.shape.seq),
         num_microbatches=request.global_batch_size // mesh.dp // flow.micro_batch, pp=mesh.pp,
-        dp=mesh.dp, cp=mesh.cp, tp=mesh.tp, ep=flow.ep, ep_imbalance=base.ep_imbalance,
-        sequence_parallel=flow.sequence_parallel, schedule=order.schedule,
-        stages_per_rank=order.stages_per_rank, recompute=flow.recompute, precision=base.precision,
+        dp=mesh.dp, cp=mesh.cp, tp=mesh.tp, ep=flow.ep, sequence_parallel=flow.sequence_parallel,
+        schedule=order.schedule, stages_per_rank=order.stages_per_rank, recompute=flow.recompute,
         zero_stage=state.zero_stage, reduces_once=state.reduces_once, weights=state.weights,
         offload_optimizer=state.offload_optimizer, offload_param=state.offload_param,
-        optimizer=base.optimizer, newton_schulz=base.newton_schulz, buffers=base.buffers,
-        software=base.software, offload_activations=base.offload_activations,
     )  # fmt: skip
 
 

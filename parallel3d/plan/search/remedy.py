@@ -60,15 +60,10 @@ def gib(num_bytes: float) -> str:
     return f"{size:.0f}" if size >= 100 else f"{size:.1f}" if size >= 1 else f"{size:.3f}"
 
 
-def fitting(setting: Setting, hardware: Hardware) -> Memory | None:
-    """Return the memory of the fullest rank, or None if a rank does not fit.
-
-    The first rank is checked first: it most often decides.
-    """
+def all_fit(setting: Setting, hardware: Hardware) -> bool:
+    """Return True if all ranks fit. The first is looked at first: it most often decides."""
     room = room_of(hardware)
-    if any(exceeds(setting, coord, hardware, room) for coord in range(setting.pp)):
-        return None
-    return fullest(setting, hardware)
+    return not any(exceeds(setting, coord, hardware, room) for coord in range(setting.pp))
 
 
 def with_fewest_in_full(setting: Setting, hardware: Hardware, least: int = 0) -> Setting:
@@ -81,13 +76,13 @@ def with_fewest_in_full(setting: Setting, hardware: Hardware, least: int = 0) ->
     def first_fits(way: str) -> bool:
         return not exceeds(setting.but(recompute=way), 0, hardware, room_of(hardware))
 
-    def all_fit(way: str) -> bool:
-        return fitting(setting.but(recompute=way), hardware) is not None
+    def every_fits(way: str) -> bool:
+        return all_fit(setting.but(recompute=way), hardware)
 
     # The first rank decides most often, and the others of a long pipeline take longer to count.
     enough = bisect_left(ways, True, key=first_fits)
-    if enough < len(ways) and not all_fit(ways[enough]):
-        enough = bisect_left(ways, True, enough + 1, key=all_fit)
+    if enough < len(ways) and not every_fits(ways[enough]):
+        enough = bisect_left(ways, True, enough + 1, key=every_fits)
     return setting.but(recompute=ways[enough]) if enough < len(ways) else setting
 
 
@@ -124,7 +119,7 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
         if choices != start:
             tried += 1
             setting = candidates.setting_of(request, *choices)
-            if fitting(setting, request.hardware):
+            if all_fit(setting, request.hardware):
                 if choices[0].recompute == "full" != start[0].recompute:
                     choices = candidates.choices_of(with_fewest_in_full(setting, request.hardware))
                 pairs = zip(_words(*start), _words(*choices), strict=True)

@@ -123,7 +123,8 @@ def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
     forward_ends, backward_ends = (
         [[-1.0] * schedule.num_microbatches for _ in range(last + 1)] for _ in range(2)
     )
-    turns: list[tuple[float, int, int, int, Action]] = []
+    turns: list[tuple[float, int, Action]] = []
+    forward, both, inner = Op.F, Op.B, Op.I
     free, places = [0.0] * schedule.pp_size, [0] * schedule.pp_size
     moved = True
     while moved:
@@ -133,20 +134,21 @@ def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
             for action in islice(program, place, None):
                 op, stage, microbatch = action
                 ready = 0.0
-                if op == Op.F and stage:
-                    ready = forward_ends[stage - 1][microbatch]
-                elif op in (Op.B, Op.I) and stage < last:
+                if op == forward:
+                    ready = forward_ends[stage - 1][microbatch] if stage else 0.0
+                elif op in (both, inner) and stage < last:
                     ready = backward_ends[stage + 1][microbatch]
                 if ready < 0:
                     break
                 place += 1
-                now = max(now, ready) + (2.0 if op == Op.B else 1.0)
-                if op == Op.F:
+                now = (now if now > ready else ready) + (2.0 if op == both else 1.0)
+                if op == forward:
                     forward_ends[stage][microbatch] = now
                 elif op != Op.W:
                     backward_ends[stage][microbatch] = now
-                kind, turn = (0, stage) if op == Op.F else (1, -stage)
-                turns.append((now, kind, turn, coord, action))
+                # By the end, then forwards by stage, then backwards from the last stage on.
+                turn = stage if op == forward else 2 * last - stage
+                turns.append((now * (2 * last + 1) + turn, coord, action))
             moved |= place > places[coord]
             places[coord], free[coord] = place, now
     return [(coord, action) for *_, coord, action in sorted(turns)]

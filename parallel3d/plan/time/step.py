@@ -130,6 +130,7 @@ def lower_bound(setting: Setting, hardware: Hardware, curves: Curves | None = No
       stages before it;
     - for each coordinate: the time of a microbatch from its stage to the last one and back, times
       the microbatches, over the number that the schedule keeps in flight;
+    - the time of a microbatch through all stages and back;
     - the step of a pipeline whose stages are all as fast as the fastest, whose bubble has a closed
       form.
 
@@ -160,9 +161,12 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
             work = max(work, count * trips / held[outer.coord])
         work += sum(map(mul, outer.stages_before, around)) + back * sends[outer.home[0]]
         reduced = max(reduced, work + reducing[outer.coord_class])
+    unhidden: float = min(map(sub, reducing, costs.hideable))
+    path: float = sum(map(mul, layout.outer[0].stages_from[0], way)) + 2 * sends[-1]
+    reduced = max(reduced, path + unhidden)
     fastest = min(forward)
     if layout.pp > 1 and fastest > 0:
         idle = load(setting.schedule).bubble(*sizes, min(backward) / fastest)
         busy = count * setting.stages_per_rank * (fastest + min(backward))
-        reduced = max(reduced, busy / (1 - idle) + min(map(sub, reducing, costs.hideable)))
+        reduced = max(reduced, busy / (1 - idle) + unhidden)
     return reduced + max(map(sum, costs.before)) + max(map(sum, costs.after))
