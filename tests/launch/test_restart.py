@@ -77,7 +77,7 @@ def one_by_default(number):
 @one_by_default(2)
 def test_torchrun_restarts_what_was_killed(place, ranks):
     """Without a name: the restarted ranks find the folder of their own launch again."""
-    name, steps = f"gpt-h32-l2-1x{ranks}x1", 40
+    name, steps = f"gpt-h32-l2-1x{ranks}x1", 20
     (place.root / "runs" / name).mkdir(parents=True)  # another run has had the name
     launcher = [*torchrun(ranks), "--max-restarts=3"]
     process, log = begin(place, launcher, "--parallel3d.checkpoint.every", 4, steps=steps)

@@ -22,7 +22,7 @@ from tests.verify.measuring import batches, errors_of, plain_course
 
 pytestmark = pytest.mark.gloo
 
-BATCH, MICRO = 12, 2
+BATCH, MICRO = 8, 2
 MOE = {
     "family": "moe", "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 24, "intermediate_size": 40, "initializer_range": 0.15,
@@ -56,7 +56,7 @@ def case_of(mesh, schedule="gpipe", model=SOFTMAX, **settings):
     changes["optimizer.params.eps"] = 1e-6
     changes["parallel3d.mesh.ep"] = settings.pop("ep", 1)
     return Case(
-        mesh=mesh, schedule=schedule, batch=BATCH, steps=3, microbatches=count, changes=changes,
+        mesh=mesh, schedule=schedule, batch=BATCH, steps=2, microbatches=count, changes=changes,
         model=MOE | model, **settings,
     )  # fmt: skip
 
