@@ -22,7 +22,7 @@ from tests.verify.measuring import batches, errors_of, plain_course
 
 pytestmark = pytest.mark.gloo
 
-BATCH, MICRO = 8, 2
+BATCH, MICRO = 12, 2
 MOE = {
     "family": "moe", "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 24, "intermediate_size": 40, "initializer_range": 0.15,
