@@ -50,8 +50,8 @@ class Case:
     tied: bool = True
     microbatches: int = 4
     precision: str = "fp32"
-    steps: int = 3
-    batch: int = 48  # sequences in a whole step
+    steps: int = 2
+    batch: int = 24  # sequences in a whole step
     thresholds: bool = False  # DeepSpeed's own, which keep a toy model gathered
     model: dict = field(default_factory=dict, hash=False)
     changes: dict = field(default_factory=dict, hash=False)  # of the config, by dotted keys

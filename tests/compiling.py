@@ -20,10 +20,19 @@ def environment(folder):
 
 def needs_async_io(item):
     """Whether a test has DeepSpeed read and write NVMe."""
-    params = getattr(item, "callspec", None)
-    said = str([*params.params.values()]) if params else ""
+    return "async_io" in item.fixturenames or _says(item, "nvme")
+
+
+def needs_cpu_adam(item):
+    """Whether a test has DeepSpeed's optimizer step on the host."""
     names = item.fixturenames
-    return "async_io" in names or ("operators" in names and "nvme" in said)
+    return "cpu_adam" in names or _says(item, "cpu") or _says(item, "nvme")
+
+
+def _says(item, device):
+    params = getattr(item, "callspec", None)
+    is_said = params and device in str([*params.params.values()])
+    return bool(is_said and "operators" in item.fixturenames)
 
 
 def begin():

@@ -54,24 +54,28 @@ def pytest_sessionfinish(session):
 
 
 def order(item):
-    """Launches late, because they offload: the operators are compiled beside the tests before them.
+    """Late what offloads, as launches do: operators are compiled beside the tests before it.
 
-    What swaps to NVMe comes after them, and what is small last, so that no worker is idle at the
-    end.
+    What swaps to NVMe comes after it, and what is small last, so that no worker is idle at the end.
     """
     if item.get_closest_marker("pure"):
         return 3
-    return 2 if item.path.name in SWAPS else 1 * (item.get_closest_marker("drill") is not None)
+    if compiler.needs_async_io(item):
+        return 2
+    return int(item.get_closest_marker("drill") is not None or compiler.needs_cpu_adam(item))
 
 
 def pytest_collection_modifyitems(config, items):
     """What is slow, or needs a GPU, runs where `-m` names it."""
-    items.sort(key=order)  # and within each as they were
     left_out = [mark for mark in ("slow", "gpu") if mark not in config.option.markexpr]
     unwanted = {item for item in items if any(map(item.get_closest_marker, left_out))}
     if unwanted:
         config.hook.pytest_deselected(items=[item for item in items if item in unwanted])
         items[:] = [item for item in items if item not in unwanted]
+    last = {}  # of a file's tests, which one worker takes
+    for item in items:
+        last[item.path] = max(order(item), last.get(item.path, 0))
+    items.sort(key=lambda item: last[item.path])  # and within each as they were
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -98,7 +102,6 @@ PRELOAD = [
     "deepspeed.utils.pin_memory", "torch._subclasses.schema_check_mode",
     "torch.profiler._cupti_monitor",
 ]  # fmt: skip
-SWAPS = {"test_parity.py", "test_states.py", "test_offload.py", "test_offload_refused.py"}
 OPERATORS = pytest.StashKey()
 LAUNCHERS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
@@ -147,9 +150,7 @@ def async_io(request, tmp_path_factory):
 @pytest.fixture
 def operators(request):
     """What a test's parameters offload is compiled before its own time runs."""
-    params = getattr(request.node, "callspec", None)
-    said = str([*params.params.values()]) if params else ""
-    if "cpu" in said or "nvme" in said:
+    if compiler.needs_cpu_adam(request.node):
         request.getfixturevalue("cpu_adam")
     if compiler.needs_async_io(request.node):
         request.getfixturevalue("async_io")

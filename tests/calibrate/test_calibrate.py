@@ -168,6 +168,7 @@ def test_it_is_written_to_the_users_own_folder(machine, described, tmp_path, mon
         calibration.calibrate(lambda text: None, tmp_path / "missing" / "this-machine.json")
 
 
+@pytest.mark.usefixtures("cpu_adam")
 def test_this_machine_is_measured(tmp_path):
     path = tmp_path / "this-machine.json"
     hardware = calibration.calibrate(lambda text: None, path, QUICK)

@@ -15,7 +15,7 @@ from parallel3d.train.digests import DIGESTS, append_digest, compare_runs, diges
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("operators")]
 
 ROOT = Path(__file__).parents[2]
 SHAPE = (5, 3, 4)

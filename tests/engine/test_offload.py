@@ -20,7 +20,7 @@ from tests.verify.measuring import errors_of
 pytestmark = pytest.mark.gloo
 on_nvme = pytest.mark.usefixtures("cpu_adam", "async_io")
 
-SMALL = {"steps": 3, "batch": 16}
+SMALL = {"steps": 2, "batch": 8, "microbatches": 2}
 OFFLOADS = [
     "cpu", "nvme", "param-cpu", "param-nvme", "cpu+param-cpu", "cpu+param-nvme",
     "nvme+param-cpu", "nvme+param-nvme",

@@ -14,7 +14,7 @@ from tests.engine.storage_bytes import memory_bytes
 
 pytestmark = pytest.mark.gloo
 
-SMALL = {"steps": 3, "batch": 16}
+SMALL = {"batch": 8}
 
 
 @contextmanager

@@ -48,11 +48,11 @@ def read(directory, config):
 
 
 CASES = [
-    pytest.param(Case(mesh=(2, 2, 2), tied=True, steps=3), marks=pytest.mark.slow),
-    pytest.param(Case(mesh=(2, 2, 2), tied=False, steps=3, offload="cpu"), marks=pytest.mark.slow),
-    Case(mesh=(1, 1, 1), zero_stage=1, steps=3),
+    pytest.param(Case(mesh=(2, 2, 2), tied=True), marks=pytest.mark.slow),
+    pytest.param(Case(mesh=(2, 2, 2), tied=False, offload="cpu"), marks=pytest.mark.slow),
+    Case(mesh=(1, 1, 1), zero_stage=1),
     # Seven layers on three coordinates of the pipeline, a vocabulary that tp does not divide.
-    Case(mesh=(3, 1, 2), zero_stage=1, steps=3, model={"num_hidden_layers": 5}),
+    Case(mesh=(3, 1, 2), zero_stage=1, model={"num_hidden_layers": 5}),
 ]
 
 

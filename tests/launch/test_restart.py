@@ -69,15 +69,11 @@ def is_saved(place, name, step):
     return (place.root / "runs" / name / f"checkpoints/step-{step}/manifest.json").exists()
 
 
-def one_by_default(number):
-    """One rank by default: how others end beside one that died is in test_kill and test_hangs."""
-    return pytest.mark.parametrize("ranks", [1, pytest.param(number, marks=pytest.mark.slow)])
-
-
-@one_by_default(2)
+# One rank by default: how others end beside one that died is in test_kill and test_hangs.
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_torchrun_restarts_what_was_killed(place, ranks):
     """Without a name: the restarted ranks find the folder of their own launch again."""
-    name, steps = f"gpt-h32-l2-1x{ranks}x1", 40
+    name, steps = f"gpt-h32-l2-1x{ranks}x1", 20
     (place.root / "runs" / name).mkdir(parents=True)  # another run has had the name
     launcher = [*torchrun(ranks), "--max-restarts=3"]
     process, log = begin(place, launcher, "--parallel3d.checkpoint.every", 4, steps=steps)
@@ -92,7 +88,8 @@ def test_torchrun_restarts_what_was_killed(place, ranks):
     assert {x for x in folders if x.startswith(name)} == {name, f"{name}-2"}
 
 
-@one_by_default(2)
+@pytest.mark.slow  # by default tests/train/test_stopping.py has processes in place of the launcher
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_end_of_the_deepspeed_command_stops_a_run(place, ranks):
     """The command dies of a SIGTERM and tells nobody; the ranks see that it is gone."""
     name = f"orphans-{ranks}"

@@ -11,13 +11,13 @@ import pty
 import re
 import resource
 import struct
-import subprocess
 import termios
+from functools import partial
 
 import pytest
 
 from parallel3d.checkpoint.manifest import verify
-from tests.launch.launching import PYTHON, Place, deepspeed, environment, interrupt, wait_until_gone
+from tests.launch.launching import PYTHON, Place, deepspeed, interrupt, wait_until_gone
 
 pytestmark = pytest.mark.drill
 
@@ -174,20 +174,16 @@ def test_a_terminal_shows_a_bar_and_takes_ctrl_c(place):
     keyboard, screen = pty.openpty()
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
 
-    def take_terminal():
-        os.setsid()
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-    command = place.command(PYTHON, "--parallel3d.run.name", "terminal", steps=400)
-    process = subprocess.Popen(
-        command, cwd=place.root, env=environment() | {"TERM": "xterm"},
-        stdin=screen, stdout=screen, stderr=screen, preexec_fn=take_terminal,
+    process = place.forked(
+        place.root / "log.txt", "--parallel3d.run.name", "terminal", steps=400,
+        variables={"TERM": "xterm"}, disturb=partial(take_terminal, os.ttyname(screen)),
     )  # fmt: skip
-    os.close(screen)
     seen = read_until(keyboard, r" 2/400.* loss \d")
+    os.close(screen)
     os.write(keyboard, b"\x03")
     seen += read_until(keyboard, None)
-    assert process.wait(30) == STOPPED, seen
+    process.join(30)
+    assert process.exitcode == STOPPED, seen
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
     assert re.search(r"step +2/400 ━+ loss \d\.\d{4}  [\d,]+ tokens/s  MFU", text)
     assert "\x1b[?25h" in seen.rpartition("\x1b[?25l")[2]  # the cursor is back
@@ -197,6 +193,15 @@ def test_a_terminal_shows_a_bar_and_takes_ctrl_c(place):
     assert re.search(r"\btokenizer +runs/terminal/tokenizer\b", text), text
     wide = [line for line in re.split(r"[\r\n]+", text) if len(line) > 100]
     assert all(re.match("tokenizer |  +python ", line) for line in wide), wide
+
+
+def take_terminal(name):
+    """Make it the controlling terminal of this session, and its three streams."""
+    screen = os.open(name, os.O_RDWR)
+    fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
+    for stream in range(3):
+        os.dup2(screen, stream)
+    os.close(screen)
 
 
 def read_until(terminal, pattern):

@@ -209,12 +209,12 @@ def train_and_evaluate(case, evaluations):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(mesh=(2, 1, 1), steps=3, batch=16, checkpointing="full", model=DROPOUT),
+        Case(mesh=(2, 1, 1), batch=16, checkpointing="full", model=DROPOUT),
         slow(Case(
-            mesh=(1, 2, 1), steps=3, batch=16, thresholds=True, schedule="one_f_one_b",
+            mesh=(1, 2, 1), batch=16, thresholds=True, schedule="one_f_one_b",
             model=DROPOUT,
         )),
-        slow(Case(mesh=(2, 2, 1), steps=3, batch=16, zero_stage=1, reduction="per_microbatch")),
+        slow(Case(mesh=(2, 2, 1), batch=16, zero_stage=1, reduction="per_microbatch")),
     ],
     ids=lambda c: f"{c}{' thresholds' if c.thresholds else ''}{' dropout' if c.model else ''}",
 )  # fmt: skip
@@ -270,7 +270,7 @@ def curve(mesh=(1, 1, 1), checkpointing="none", schedule="gpipe", dropout="all")
     """Losses and gradient norms of a few steps."""
     model = {"all": DROPOUT, "replicated": DROPOUT | {"attn_pdrop": 0.0}, "none": {}}[dropout]
     settings = {"mesh": mesh, "checkpointing": checkpointing, "schedule": schedule}
-    case = Case(steps=3, batch=16, model=model, **settings)
+    case = Case(batch=16, model=model, **settings)
     return run_locally(train_on_rank, case.world_size, case)[0][:2]
 
 

@@ -56,7 +56,7 @@ def case_of(mesh, schedule="gpipe", model=SOFTMAX, **settings):
     changes["optimizer.params.eps"] = 1e-6
     changes["parallel3d.mesh.ep"] = settings.pop("ep", 1)
     return Case(
-        mesh=mesh, schedule=schedule, batch=BATCH, steps=3, microbatches=count, changes=changes,
+        mesh=mesh, schedule=schedule, batch=BATCH, steps=2, microbatches=count, changes=changes,
         model=MOE | model, **settings,
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from tests.cases import Case, Trainer
 
 pytestmark = pytest.mark.gloo
 
-SMALL = {"microbatches": 4, "batch": 16, "steps": 2, "model": {"num_hidden_layers": 4}}
+SMALL = {"microbatches": 4, "batch": 8, "steps": 2, "model": {"num_hidden_layers": 2}}
 SCATTER = {"parallel3d.pipeline.scatter_activations": True}
 CASES = [
     Case(mesh=(2, 1, 2), schedule="one_f_one_b", zero_stage=1, sequence_parallel=True, **SMALL),

@@ -35,7 +35,7 @@ def stored(tmp_path):
 
 def test_isoflop_forecasts_the_best_run(stored):
     runs = chinchilla(sizes=15, budgets=6)
-    fit = stored(fit_frontier(runs, "isoflop", "akima", Estimator(), draws=5, seed=0))
+    fit = stored(fit_frontier(runs, "isoflop", "akima", SQUARES, draws=5, seed=0))
     prediction = forecast(fit, flops=1e22)
     params, tokens = PARAMETRIC.best(CHINCHILLA, 1e22)
     assert prediction.params == pytest.approx(float(params), rel=0.05)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+import subprocess
 import time
 from types import SimpleNamespace
 
@@ -78,6 +79,25 @@ def test_a_library_that_computes_is_ended():
     finally:
         stopping._GRACE = grace
     assert code == STOPPED and 0.5 < seconds < 30
+
+
+def test_the_end_of_the_deepspeed_command_is_a_request(stop, monkeypatch):
+    """Its node's launcher, which is a rank's parent, lives on and passes nothing on."""
+    command = ["sh", "-c", f"sh -c 'echo $$; sleep 60; :' {stopping._DEEPSPEED} & wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as started:
+        node = int(started.stdout.readline())
+        monkeypatch.setattr(os, "getppid", lambda: node)
+        with StopRequest().listening() as request:
+            request.hold(None)
+            time.sleep(2 * stopping._LOOK)
+            assert not request.requested
+            started.kill()
+            started.wait()
+            deadline = time.monotonic() + 20
+            while not request.requested:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        os.killpg(started.pid, signal.SIGKILL)
 
 
 def test_before_training_a_signal_raises_once():

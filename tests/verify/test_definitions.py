@@ -82,11 +82,11 @@ def test_first_weights_are_their_familys(model, mup):
     if mup:
         raw["parallel3d"]["model"]["parametrization"] = {"type": "mup", "base_width": 16}
     config = shrink(RunConfig.from_dict(raw), ((1, 1, 1), (1, 1, 4)))[1, 1, 1]
-    family = models.huggingface(config.model.family)
+    family, first = models.huggingface(config.model.family), first_weights(config)
+    reference = family.reference(config.model)
 
     def error(change=lambda name, weight: weight):
-        weights = {name: change(name, w) for name, w in first_weights(config).items()}
-        reference = family.reference(config.model)
+        weights = {name: change(name, weight) for name, weight in first.items()}
         reference.load_state_dict(family.to_huggingface(config.model, weights), strict=False)
         return definitions.start_error(reference, config.model)
 
@@ -94,6 +94,6 @@ def test_first_weights_are_their_familys(model, mup):
     assert error(lambda name, weight: weight * (1.1 if "mlp.down.weight" in name else 1)) > 4
     assert error(lambda name, weight: weight + 0.003 * ("embedding" in name)) > 4
     assert error(lambda name, weight: weight + 0.1 * ("norm" in name)) > 4
-    same = first_weights(config)["blocks.0.attention.output.weight"]
+    same = first["blocks.0.attention.output.weight"]
     copied = "blocks.1.attention.output.weight"
     assert error(lambda name, weight: same if name == copied else weight) > 4

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.gloo
 
 MUP = {"type": "mup", "base_width": 16, "base_head_size": 4, "output_multiplier": 1.5}
 DEPTH = MUP | {"base_depth": 2, "input_multiplier": 2.0}
-STEPS, BATCH = 5, 16
+STEPS, BATCH = 5, 8
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 FAMILIES = [f for f in families() if "parametrization" in config_class(f).model_fields]
 

@@ -16,7 +16,7 @@ from parallel3d.schedule import schedules
 from parallel3d.verify.case import CaseTask, checked
 from parallel3d.verify.measure import TOLERANCE
 from parallel3d.verify.reference import prepare
-from parallel3d.verify.shrink import MESHES, shrink
+from parallel3d.verify.shrink import MESHES, Extent, shrink
 from tests.verify.configs import MODELS, config_of
 from tests.verify.measuring import measure, reference_on_batches
 from tests.verify.pairwise import pairs, pairwise, possible_pairs
@@ -24,7 +24,8 @@ from tests.verify.parity_table import by_hand, markdown
 
 pytestmark = pytest.mark.gloo
 
-BATCH = 24  # samples in a step: 1, 2 and 3 microbatches on dp 1, 2 and 4
+BATCH = 12  # samples in a step: 1, 2 and 3 microbatches on dp 1, 2 and 4
+SHORT = Extent(steps=2)  # the second uses what the first left; the table in full has three
 # The stages a rank with which each is run: several where it interleaves them.
 STAGES = {
     name: stages
@@ -82,7 +83,7 @@ def reference_of(tmp_path_factory):
         raw = config_of(
             model=model, schedule=schedule, stages_per_rank=stages_per_rank, isolate=isolate
         )
-        small = shrink(RunConfig.from_dict(raw), meshes_of(pp), batch=batch)
+        small = shrink(RunConfig.from_dict(raw), meshes_of(pp), batch=batch, extent=SHORT)
         return reference_on_batches(small[pp, 1, 1], tmp_path_factory.mktemp("reference"))
 
     return train
@@ -94,7 +95,7 @@ def errors_of(row, reference_of, folder, batch=BATCH):
     settings = {name: value for name, value in row.items() if name != "mesh"}
     config = RunConfig.from_dict(config_of(stages_per_rank=stages, **settings))
     pp, *_ = mesh = row["mesh"]
-    small = shrink(config, (*meshes_of(pp), mesh), str(folder), batch)[mesh]
+    small = shrink(config, (*meshes_of(pp), mesh), str(folder), batch, extent=SHORT)[mesh]
     return measure(
         small, reference_of(row["model"], pp, stages, row["isolate"], batch), timeout=120
     )
@@ -230,7 +231,8 @@ def test_parity_in_full(row, measured, tmp_path):
 def test_bf16_follows_fp32(reference_of, tmp_path):
     """The losses of bf16 stay within 2 % of fp32's."""
     raw = config_of(precision="bf16", microbatches=3)
-    small = shrink(RunConfig.from_dict(raw), (*meshes_of(2), (2, 2, 1)), batch=BATCH)[2, 2, 1]
+    meshes = (*meshes_of(2), (2, 2, 1))
+    small = shrink(RunConfig.from_dict(raw), meshes, batch=BATCH, extent=SHORT)[2, 2, 1]
     errors = measure(small, reference_of("gpt", 2, 1, False), timeout=120)
     print(errors)
     assert errors.loss < 0.02

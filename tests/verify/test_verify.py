@@ -13,10 +13,17 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.models import layers
-from parallel3d.verify import table
+from parallel3d.verify import reference, table
 from parallel3d.verify.coverage import features
 from parallel3d.verify.reference import prepare
-from parallel3d.verify.shrink import MESHES, MICROBATCHES, parse_meshes, shrink, why_not
+from parallel3d.verify.shrink import (
+    MESHES,
+    MICROBATCHES,
+    Extent,
+    parse_meshes,
+    shrink,
+    why_not,
+)
 from tests.verify.configs import MODELS, config_of
 
 pytestmark = pytest.mark.gloo
@@ -172,6 +179,7 @@ def test_a_difference_ends_with_exit_code_1(monkeypatch, capsys):
         return small, replace(right, grad_norms=[norm * 1.0001 for norm in right.grad_norms])
 
     monkeypatch.setattr(table, "prepare", prepare_a_little_off)
+    monkeypatch.setattr(reference, "LONG", Extent(1, 20, 300, 0.15))  # the command above has it
     arguments = ["--config", "ds.json", "--meshes", "1x1x1,1x2x1", "--json"]
     monkeypatch.setattr(sys, "argv", ["verify", *arguments, "--zero_optimization.stage", "1"])
     assert launch_verify.main() == 1
