@@ -46,8 +46,8 @@ def plan(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Train the unfinished runs of a ladder; return 1 if one failed and 3 if they were stopped."""
-    from parallel3d.scaling.ladder.execute import execute
     from parallel3d.scaling.ladder.plan import ladder_of, show, to_json
+    from parallel3d.scaling.ladder.runner import execute
 
     console = terminal.console(args.json)
     if args.emit:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         files = slurm.write(ladder)
         console.print(f"wrote {', '.join(map(str, files))}; submit with {files[-1]}")
     else:
-        code, ladder = execute(args.ladder, args.parallel, console)
+        code, ladder = execute(lambda: ladder_of(args.ladder), args.parallel, console)
     show(ladder, console)
     if args.json:
         print(json.dumps(to_json(ladder)))

@@ -24,9 +24,9 @@ from parallel3d.config.learning_rate import rate
 from parallel3d.models.common import divisor_below
 from parallel3d.report.page import png, style
 from parallel3d.scaling.flags import DRAWS, NO_EXTRA
-from parallel3d.scaling.ladder.execute import execute_runs
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Rung, Runs, checkpoints, state_of, with_costs
+from parallel3d.scaling.ladder.runner import execute
 from parallel3d.scaling.points import Array
 from parallel3d.scaling.result import finite
 from parallel3d.scaling.runs import ALL, NoEnd, config_of, count, lines_of
@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace, out: Console) -> tuple[int, CriticalBatch 
     """Train the forks, fit, print and draw; return the exit code, and the result if it is 0."""
     if find_spec("matplotlib") is None:
         raise ConfigError(NO_EXTRA.format("matplotlib"))
-    code, forks = execute_runs(lambda: forks_of(args), args.parallel, out)
+    code, forks = execute(lambda: forks_of(args), args.parallel, out)
     if code:
         return code, None
     runs = [rung.run for rung in forks.rungs]
