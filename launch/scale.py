@@ -88,7 +88,7 @@ def predict(args: argparse.Namespace) -> int:
     if path is not None:
         console.print(f"registered in {path}")
     if args.json:
-        print(json.dumps(prediction.to_json()))
+        print(json.dumps(prediction.model_dump()))
     return DONE
 
 

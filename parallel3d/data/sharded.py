@@ -1,21 +1,40 @@
-"""The ids of a stream of shards as one array, of which only a few shards are on the disk."""
+"""The ids of a stream of shards as one array, of which only a few shards are on the disk.
+
+Where the tokens of text are counted as its shards are read (`TokensAsRead`), the order is that of
+the documents, whose number in each shard the manifest has: the shards are permuted and cut into
+groups (`ShardOrder`), and the documents of a group are shuffled together. They follow each other
+and are cut into samples, which are shuffled, too. So a sample's place in its group is a function of
+seed and index alone. The group of an index depends on the tokens of all shards before it. They are
+counted when the shards are read, and noted beside the manifest:
+
+    counts/<shard>-<tokens>    an empty file for each shard that was read
+
+Where a count is missing, the shard is read again.
+"""
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from parallel3d.base.errors import DataError
 from parallel3d.base.masking import mask
 from parallel3d.data.ids.spans import IdArray
+from parallel3d.data.order import ShardOrder, sample_index, windows_per_shard
 from parallel3d.data.shard_cache import EXTRA_BYTES, Shard, ShardCache
-from parallel3d.data.shard_order import ShardOrder, windows_per_shard
 
 SHARDS, HEADS = "shards.json", "heads.bin"
+# The first token of a sample is GROUP × its group + its place in the group.
+GROUP = 2**40
+# The order of the samples must not resemble that of the documents.
+_SAMPLES = 0x53414D504C45
 
 
 class ShardedTokens(IdArray):
@@ -123,3 +142,104 @@ class ShardedTokens(IdArray):
                 shard = self.shards[number]
                 yield self._open_cache().read(shard, self.dtype, first - start, end - first)
             first, number = end, number + 1
+
+
+class TokensAsRead(ShardedTokens):
+    """Samples of a manifest with estimated counts, for one seed and sequence length.
+
+    Shards have the lengths of their documents, int64, after their ids. `shape` is an estimate.
+    """
+
+    def __init__(self, manifest: Path, meta: dict[str, Any], cache: ShardCache | None) -> None:
+        super().__init__(manifest, meta, cache)
+        self._folder = manifest / "counts"
+        noted = (path.name.partition("-") for path in self._folder.glob("*-*"))
+        self._counts = {int(number): int(count) for number, _, count in noted}
+        self._use = 0, 0  # seed and sequence length
+        self._begins, self._lock = [0], threading.Lock()  # the first sample of each group
+        self._group = lru_cache(2)(self._make_group)
+
+    def sample_starts(self, seed: int, index: np.ndarray, sequence_length: int) -> np.ndarray:
+        """Return the first token of the sample at each global index; fetch its shards ahead."""
+        assert self._use in ((0, 0), (seed, sequence_length)), "one order for each object"
+        self._use = seed, sequence_length
+        with self._lock:
+            while self._begins[-1] <= index.max():
+                self._begins.append(self._begins[-1] + self._num_samples(len(self._begins) - 1))
+            begins = np.array(self._begins)
+        numbers = np.searchsorted(begins, index, side="right") - 1
+        self._want(int(numbers.min()))
+        starts = numbers * GROUP
+        for number in np.unique(numbers).tolist():
+            here, count = numbers == number, int(begins[number + 1] - begins[number])
+            places = number * count + index[here] - begins[number]
+            starts[here] += sample_index(seed ^ _SAMPLES, places, count) * sequence_length
+        return starts
+
+    def __getitem__(self, key: slice | ArrayLike) -> np.ndarray:
+        """Return the ids of windows [n, count] that begin where `sample_starts` says."""
+        return np.stack([self._window(int(row[0]), len(row)) for row in np.asarray(key)])
+
+    def _make_order(self, _: int) -> ShardOrder:
+        return ShardOrder(self.num_documents, self._open_cache().window or len(self.shards))
+
+    def _shards_of(self, number: int) -> list[int]:
+        return [*map(int, self._order(0).group(self._use[0], number)[0])]
+
+    def _want(self, number: int) -> None:
+        """Fetch the shards of a group and of the next one ahead."""
+        shards = dict.fromkeys([*self._shards_of(number), *self._shards_of(number + 1)])
+        self._open_cache().want(self, [self.shards[shard] for shard in shards])
+
+    def _num_samples(self, number: int) -> int:
+        """Return the number of samples of a group; shards that nobody has counted are read."""
+        if number == self._order(0).num_groups and not self._begins[-1]:
+            raise DataError(
+                f"no window of data.stream_window = {self._open_cache().window} shards has a"
+                f" sample of {self._use[1]} tokens; raise it, or lower sequence_length"
+            )
+        members = self._shards_of(number)
+        for shard in sorted({*members} - self._counts.keys()):
+            self._want(number)
+            self._lengths(shard)
+        return max(0, sum(self._counts[shard] for shard in members) - 1) // self._use[1]
+
+    def _lengths(self, number: int) -> np.ndarray:
+        """Return the tokens of each document of a shard, and note their sum."""
+        documents, shard = int(self.num_documents[number]), self.shards[number]
+        lengths = self._open_cache().read(shard, np.dtype(np.int64), -documents, documents)
+        count = int(lengths.sum())
+        if self._counts.setdefault(number, count) != count:
+            raise DataError(
+                f"{shard.name} has {count:,} tokens, but {self._counts[number]:,} were counted"
+                " with another version of the tokenizers; make the manifest again"
+            )
+        with suppress(OSError):
+            self._folder.mkdir(exist_ok=True)
+            (self._folder / f"{number}-{count}").touch()
+        return lengths
+
+    def _make_group(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return each document's shard and first token there, and the documents' bounds."""
+        order, seed = self._order(0), self._use[0]
+        members, index = order.group(seed, number)
+        documents, firsts = order.sample_index(seed, np.array(index)), order.firsts[members]
+        lengths = [self._lengths(shard) for shard in members.tolist()]
+        places = np.searchsorted(firsts, documents, side="right") - 1
+        rows = np.cumsum([0, *map(len, lengths)])[places] + documents - firsts[places]
+        begins = np.concatenate([np.cumsum(own) - own for own in lengths])[rows]
+        ends = np.cumsum(np.concatenate(lengths)[rows])
+        return members[places], begins, np.concatenate([[0], ends])
+
+    def _window(self, start: int, count: int) -> np.ndarray:
+        """Return consecutive ids of a group's documents."""
+        number, first = divmod(start, GROUP)
+        shards, begins, bounds = self._group(number)
+        a, b = bounds.searchsorted(first, "right") - 1, bounds.searchsorted(first + count)
+        cuts = np.clip(bounds[a : b + 1], first, first + count)
+        places = begins[a:b] + cuts[:-1] - bounds[a:b]
+        pieces = zip(shards[a:b].tolist(), places.tolist(), np.diff(cuts).tolist(), strict=True)
+        return np.concatenate([
+            self._open_cache().read(self.shards[shard], self.dtype, place, size)
+            for shard, place, size in pieces
+        ])  # fmt: skip

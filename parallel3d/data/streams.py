@@ -9,7 +9,7 @@ A manifest is a folder that looks like a corpus (`corpus`) without its tokens:
 It has 20 bytes for each document. A shard's ids are those that its documents have in a local
 corpus: of text after tokenising, of other programs' ids with one end-of-text after each document.
 With `data.count` "as-read" only the first shard is tokenised, tokens of all other documents are
-estimated from their bytes, and heads.bin is empty (`as_read`).
+estimated from their bytes, and heads.bin is empty (`sharded`).
 """
 
 import json

@@ -16,12 +16,11 @@ from parallel3d.scaling import data_constrained, forecast, frontier, power, repo
 from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.forecast import Forecast
+from parallel3d.scaling.frontier import LEAST_BUDGETS, with_checks
 from parallel3d.scaling.laws import LAWS
 from parallel3d.scaling.points import FLAGS, NAMES, Points, points_of
-from parallel3d.scaling.reliability import LEAST_BUDGETS, with_checks
 from parallel3d.scaling.result import Fit, finite
-from parallel3d.scaling.run_table import read
-from parallel3d.scaling.runs import COUNTS, read_runs
+from parallel3d.scaling.runs import COUNTS, read, read_runs
 
 DRAWS = 2000  # bootstrap resamples
 FIT = "fit.json"

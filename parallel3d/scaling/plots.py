@@ -30,8 +30,8 @@ def pictures(fit: Fit, curves: Sequence[Curve] = ()) -> dict[str, tuple[bytes, s
     with style() as plt:
         drawn = {
             "loss": loss(plt, fit), "isoflop": isoflop(plt, fit), "optima": optima(plt, fit),
-            "residuals": residuals(plt, fit), "intervals": intervals(plt, fit),
-            "held_out": held_out(plt, fit), "curves": loss_curves(plt, curves),
+            "residuals": residuals(plt, fit), "held_out": held_out(plt, fit),
+            "curves": loss_curves(plt, curves),
         }  # fmt: skip
         return {name: (png(plt, plot[0]), plot[1]) for name, plot in drawn.items() if plot}
 
@@ -148,29 +148,6 @@ def residuals(plt: ModuleType, fit: Fit) -> Picture | None:
     right.set_xlabel("runs")
     figure.colorbar(dots, ax=right, label="parameters")
     return figure, f"{caption}."
-
-
-def intervals(plt: ModuleType, fit: Fit) -> Picture | None:
-    """Draw the bootstrap distribution of the parameters and of the exponents of the best N, D."""
-    values, drawn = dict(fit.parameters), dict(fit.samples)
-    if "N_exponent" not in values:
-        values |= {f"{name} ~ C^": value for name, value in fit.optimal.items()}
-        drawn |= {f"{name} ~ C^": draws for name, draws in fit.optimal_samples.items()}
-    names = [name for name in values if name in drawn and np.ptp(drawn[name]) > 0]
-    if not names:
-        return None
-    figure, axes = plt.subplots()
-    ratios = [np.clip(drawn[name] / values[name], 1e-3, 1e3) for name in names]
-    axes.boxplot(ratios, whis=(2.5, 97.5), showfliers=False, medianprops={"color": MARK})
-    axes.set_xticks(
-        range(1, len(names) + 1), [f"{name}\n{values[name]:.3g}" for name in names], fontsize=7
-    )
-    axes.axhline(1, color=LINE, lw=0.8, ls=":")
-    axes.set(yscale="log", ylabel="draw / estimate")
-    return figure, (
-        "Bootstrap draws of each parameter and of the exponents of the best N and D, divided by "
-        "the estimate: median, quartiles (box) and 95 % interval (whiskers)."
-    )
 
 
 def held_out(plt: ModuleType, fit: Fit) -> Picture | None:

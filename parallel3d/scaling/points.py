@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.run_table import Table, number
+from parallel3d.scaling.runs import Table, number
 
 Array = npt.NDArray[np.float64]
 FLOPS_PER_ND = 6

@@ -85,7 +85,7 @@ def test_a_law_of_settings_tells_no_loss(stored):
 
 def test_what_is_no_forecast_is_not_registered_or_read(stored, tmp_path):
     fit = stored(fit_law(chinchilla(sizes=5), PARAMETRIC, SQUARES, draws=0, brief=True))
-    none = Forecast(1e20, 1e9, 1.6e10, None, {}, 1.0)
+    none = Forecast(flops=1e20, params=1e9, tokens=1.6e10, loss=None, intervals={}, beyond=1.0)
     with pytest.raises(ConfigError, match="has no law of the loss"):
         register(tmp_path / "a.json", none, fit)
     assert not (tmp_path / "a.json").exists()

@@ -13,7 +13,7 @@ from parallel3d.scaling.laws import PARAMETRIC
 from parallel3d.scaling.points import points_of
 from parallel3d.scaling.posterior import BestLoss, back_test, posterior
 from parallel3d.scaling.result import interval
-from parallel3d.scaling.run_table import read
+from parallel3d.scaling.runs import read
 from tests.scaling.cases import CHINCHILLA, chinchilla, ladder, points, published
 
 pytestmark = pytest.mark.pure

@@ -13,7 +13,7 @@ from parallel3d.scaling.frontier import exponents, profiles
 from parallel3d.scaling.laws import OVER_TRAINING
 from parallel3d.scaling.points import points_of
 from parallel3d.scaling.power import power_law
-from parallel3d.scaling.run_table import Table, read
+from parallel3d.scaling.runs import Table, read
 from tests.scaling.cases import published
 
 pytestmark = pytest.mark.pure

@@ -51,7 +51,7 @@ def test_the_page_is_one_file_and_its_pictures_are_beside_it(fit, tmp_path):
     path = report_page.write(fit, tmp_path, title="Law of <mine>", curves=[curve])
     page = path.read_text()
     pictures = {file.stem: file.read_bytes() for file in (tmp_path / "report").iterdir()}
-    assert set(pictures) == {"loss", "isoflop", "residuals", "intervals", "held_out", "curves"}
+    assert set(pictures) == {"loss", "isoflop", "residuals", "held_out", "curves"}
     assert all(image.startswith(b"\x89PNG") and len(image) > 5000 for image in pictures.values())
     assert_whole(page, fit, len(pictures))
 
