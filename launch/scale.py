@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
 
 def fit(args: argparse.Namespace) -> int:
     """Fit a law, print it, and write fit.json and the report."""
+    from parallel3d.scaling.points import finite
     from parallel3d.scaling.report_page import show_fit
-    from parallel3d.scaling.result import finite
 
     console = terminal.console(args.json)
     fitted = flags.fit(args)
@@ -109,7 +109,7 @@ def coordcheck(args: argparse.Namespace) -> int:
 def critical_batch(args: argparse.Namespace) -> int:
     """Train forks of a run with several batches; return 1 if one failed and 3 if stopped."""
     from parallel3d.scaling.ladder.critical_batch import measure
-    from parallel3d.scaling.result import finite
+    from parallel3d.scaling.points import finite
 
     code, result = measure(args, terminal.console(args.json))
     if args.json and result:

@@ -50,7 +50,6 @@ from parallel3d.data.tokenizer import (
     directory_digest,
     is_backend_enough,
     load_tokenizer,
-    num_tokens,
     save_tokenizer,
 )
 
@@ -166,7 +165,7 @@ def _fill(
 ) -> None:
     if tokenizer:
         save_tokenizer(load_tokenizer(tokenizer), folder / "tokenizer")
-    vocabulary = _vocabulary(config, section, folder / "tokenizer" if tokenizer else None)
+    vocabulary = vocabulary_of(config, tokenizer)
     keys = {key: getattr(section, key) for key in SourceConfig.model_fields}
     part = PartConfig(**keys | {"source": section.source})
     loaded = load_tokenizer(folder / "tokenizer") if tokenizer else None
@@ -445,16 +444,6 @@ def _identity(
     if tokenizer is None:
         own["vocab_size"] = config.vocab_size
     return own | {"end_of_text_id": config.end_of_text_id}
-
-
-def _vocabulary(
-    config: DataConfig, section: DataConfig | PartConfig, tokenizer: Path | None
-) -> Vocabulary:
-    if yields_token_ids(section):
-        return vocabulary_of(config, tokenizer)
-    assert tokenizer, "the config was checked"
-    loaded = load_tokenizer(tokenizer)
-    return Vocabulary(num_tokens(loaded), loaded.eos_token_id)
 
 
 def _meta(manifest: Path) -> dict[str, Any]:

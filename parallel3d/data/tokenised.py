@@ -29,7 +29,13 @@ from parallel3d.data.ids.id_file import INTEGERS, TokenFile, is_file
 from parallel3d.data.ids.remote import is_url, matching, version_of
 from parallel3d.data.ids.spans import SpanFile, beside_ids
 from parallel3d.data.ids.validate import Checked, OnIds, Vocabulary, check
-from parallel3d.data.sources import SUFFIX, Progress, matching_files
+from parallel3d.data.sources import (
+    SUFFIX,
+    Progress,
+    arrow_files,
+    arrow_files_of_parquet,
+    matching_files,
+)
 from parallel3d.data.tokenizer import load_tokenizer, num_tokens, save_tokenizer
 
 # Part of an index's name; raise it when scanning the same file yields something else.
@@ -230,9 +236,6 @@ def _signature(file: TokenFile, settings: tuple[object, ...]) -> str:
 def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[TokenFile]:
     """Return the files of a source with the layout that their headers and indexes describe."""
     if section.token_field is not None:
-        # The import takes a second.
-        from parallel3d.data.hub import arrow_files, arrow_files_of_parquet
-
         if section.stream:
             paths = names = section.paths  # of Arrow, made from a shard
         elif section.source == "parquet":

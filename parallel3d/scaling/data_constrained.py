@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.estimator import Estimator
+from parallel3d.scaling.estimator import PARAMETRIC, Estimator
 from parallel3d.scaling.fit import (
     bounds_hit,
     check,
@@ -24,9 +24,7 @@ from parallel3d.scaling.fit import (
     noise_floor,
     residuals,
 )
-from parallel3d.scaling.laws import PARAMETRIC
-from parallel3d.scaling.points import Array, Points
-from parallel3d.scaling.result import Fit
+from parallel3d.scaling.points import Array, Fit, Points
 
 NAME = "data-constrained"
 DECAYS = ("R_D_star", "R_N_star")

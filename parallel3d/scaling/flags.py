@@ -13,13 +13,11 @@ from parallel3d.base.arguments import Parser, whole_number
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling import data_constrained, forecast, frontier, power, report_page, runs
-from parallel3d.scaling.estimator import Estimator
+from parallel3d.scaling.estimator import LAWS, Estimator
 from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.forecast import Forecast
 from parallel3d.scaling.frontier import LEAST_BUDGETS, with_checks
-from parallel3d.scaling.laws import LAWS
-from parallel3d.scaling.points import FLAGS, NAMES, Points, points_of
-from parallel3d.scaling.result import Fit, finite
+from parallel3d.scaling.points import FLAGS, NAMES, Fit, Points, finite, points_of
 from parallel3d.scaling.runs import COUNTS, read, read_runs
 
 DRAWS = 2000  # bootstrap resamples
@@ -264,10 +262,8 @@ def write(fitted: Fit, args: argparse.Namespace) -> list[Path]:
     replace_text(path, json.dumps(finite(fitted.document())))
     if args.no_report:
         return [path]
-    is_runs = args.source.is_dir()
     page = report_page.write(
         fitted, args.out, title=f"Scaling law of {args.source.resolve().name}",
-        curves=runs.curves(args.source) if is_runs else (),
-        settings=runs.settings(args.source) if is_runs else None,
+        settings=runs.settings(args.source) if args.source.is_dir() else None,
     )  # fmt: skip
     return [path, page]

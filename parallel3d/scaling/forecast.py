@@ -13,10 +13,9 @@ from pydantic import BaseModel, Field
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling import data_constrained, frontier
-from parallel3d.scaling.laws import LAWS, PARAMETRIC
-from parallel3d.scaling.points import FLOPS_PER_ND, Array, Points
+from parallel3d.scaling.estimator import LAWS, PARAMETRIC
+from parallel3d.scaling.points import FLOPS_PER_ND, Array, Fit, Points, interval
 from parallel3d.scaling.posterior import LEAST, back_test, posterior
-from parallel3d.scaling.result import Fit, interval
 
 SAME_RUN = 0.02
 """Relative difference of N and of D up to which a run is the one that a forecast is about."""

@@ -13,13 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.estimator import Estimator
+from parallel3d.scaling.estimator import LAWS, PARAMETRIC, Estimator
 from parallel3d.scaling.fit import fit_law, noise_floor
-from parallel3d.scaling.laws import LAWS, PARAMETRIC
-from parallel3d.scaling.points import FLOPS_PER_ND, SAME_BUDGET, Array, Points, groups
+from parallel3d.scaling.points import (
+    FLOPS_PER_ND,
+    SAME_BUDGET,
+    Array,
+    Fit,
+    Points,
+    groups,
+    interval,
+)
 from parallel3d.scaling.posterior import BestLoss, back_test, best_loss, posterior
 from parallel3d.scaling.power import power_law
-from parallel3d.scaling.result import Fit, interval
 from parallel3d.scaling.runs import Table, number
 
 NAMES = ("isoflop", "envelope")

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.points import Array, Points
-from parallel3d.scaling.result import Fit
+from parallel3d.scaling.points import Array, Fit, Points
 
 NAME = "best-value"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.step_lines import METRICS, newest, read_lines
+from parallel3d.base.step_lines import METRICS, newest
 from parallel3d.config import RunConfig
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import parametrization_of
@@ -28,7 +28,6 @@ ERROR = "held_out_standard_error"
 UNIQUE = "corpus_unique_tokens"
 ALL = 10**12
 """Value of train.evaluate_samples for all held-out samples: more than there are."""
-_MOST_POINTS = 300  # points of a loss curve in a plot
 
 
 @dataclass(frozen=True)
@@ -169,16 +168,6 @@ class NoEnd(Exception):
 
 
 @dataclass(frozen=True)
-class Curve:
-    """The losses of a run over its training tokens."""
-
-    name: str
-    tokens: list[float]  # [steps]
-    loss: list[float]  # [steps], training loss
-    held_out: list[tuple[float, float]]  # (tokens, held-out loss) of each evaluation
-
-
-@dataclass(frozen=True)
 class PartCounts:
     """The number of parameters in each part of a model.
 
@@ -243,32 +232,6 @@ def unique_tokens(directory: Path) -> int | None:
         return int(json.loads((directory / CORPUS).read_text())["training_tokens"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def curves(folder: Path) -> list[Curve]:
-    """Return the loss curve of every run in a folder, with fewer points for plotting."""
-    loss_curves = []
-    for path in _folders(folder):
-        if not (lines := lines_of(path)):
-            continue
-        tokens, loss = _series(lines[:: max(1, len(lines) // _MOST_POINTS)], "loss")
-        held_out = list(zip(*_series(lines, "held_out_loss"), strict=True))
-        loss_curves.append(Curve(path.name, tokens, loss, held_out))
-    return loss_curves
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a run's metrics; [] if they cannot be read."""
-    try:
-        return read_lines(folder / METRICS)
-    except OSError:
-        return []
-
-
-def _series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """Return the tokens and the values of a metric, from the lines in which it is a number."""
-    measured = [line for line in lines if _is_number(line.get(name)) and "tokens" in line]
-    return [float(line["tokens"]) for line in measured], [float(line[name]) for line in measured]
 
 
 def settings(folder: Path) -> dict[str, str]:

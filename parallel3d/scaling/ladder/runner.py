@@ -31,16 +31,14 @@ from parallel3d.base.lock import Lock, LockHeld
 from parallel3d.base.lock import read as holder_of
 from parallel3d.base.step_lines import METRICS
 from parallel3d.scaling import forecast
-from parallel3d.scaling.estimator import Estimator
+from parallel3d.scaling.estimator import PARAMETRIC, Estimator
 from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.flags import DRAWS, NO_EXTRA
 from parallel3d.scaling.forecast import Forecast
 from parallel3d.scaling.frontier import with_checks
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Runs, checkpoints, resume_of, state_of
-from parallel3d.scaling.laws import PARAMETRIC
-from parallel3d.scaling.points import points_of
-from parallel3d.scaling.result import finite
+from parallel3d.scaling.points import finite, points_of
 from parallel3d.scaling.runs import CORPUS, NoEnd, last_line, read_runs
 
 _R = TypeVar("_R", bound=Runs)
