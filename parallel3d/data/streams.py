@@ -28,7 +28,7 @@ from parallel3d.data.cache import cache_root, digest_of, is_complete, locked, st
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.corpus_folder import FORMAT, Recipe, write_facts
 from parallel3d.data.documents import Documents, Skips, find_documents
-from parallel3d.data.ids import datatrove, megatron
+from parallel3d.data.ids import flat_arrays, megatron
 from parallel3d.data.ids.id_file import BLOCK, is_file
 from parallel3d.data.ids.remote import RemoteFiles, is_url, system_of
 from parallel3d.data.ids.spans import Spans
@@ -411,7 +411,7 @@ def _shard_paths(section: PartConfig) -> list[list[str]]:
     paths = paths_of(section)
     if section.source == "megatron":
         return [[path, megatron.index_of(path)] for path in paths]
-    beside = datatrove.COMPANIONS[:2] if section.source == "datatrove" else ()
+    beside = flat_arrays.COMPANIONS[:2] if section.source == "datatrove" else ()
     return [[x, *(f"{x}{end}" for end in beside if is_file(f"{x}{end}"))] for x in paths]
 
 

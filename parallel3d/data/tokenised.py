@@ -24,7 +24,7 @@ from parallel3d.config.data import DataConfig, PartConfig
 from parallel3d.data.cache import digest_of, is_settled, load_index, save_index, state_of
 from parallel3d.data.corpus_folder import FORMAT, contents_of, write_facts
 from parallel3d.data.documents import ENTRY
-from parallel3d.data.ids import arrow, datatrove, flat_arrays, megatron
+from parallel3d.data.ids import arrow, flat_arrays, megatron
 from parallel3d.data.ids.id_file import INTEGERS, TokenFile, is_file
 from parallel3d.data.ids.remote import is_url, matching, version_of
 from parallel3d.data.ids.spans import SpanFile, beside_ids
@@ -251,7 +251,7 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
     dtype = section.token_dtype
     if dtype == "auto":
         dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
-    read = flat_arrays.read if section.source == "tokens" else datatrove.read
+    read = flat_arrays.read if section.source == "tokens" else flat_arrays.read_datatrove
     return [read(path, INTEGERS[dtype]) for path in paths_of(section)]
 
 
@@ -264,7 +264,7 @@ def paths_of(section: DataConfig | PartConfig) -> list[str]:
     paths = _matching(section.paths, suffix)
     if section.source != "datatrove":
         return paths
-    if shards := [path for path in paths if not path.endswith(datatrove.COMPANIONS)]:
+    if shards := [path for path in paths if not path.endswith(flat_arrays.COMPANIONS)]:
         return shards
     raise DataError("data.paths matches no .ds file; use their paths, or corpus/**/*.ds")
 
