@@ -29,12 +29,10 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.corpus_folder import FORMAT, Recipe, write_facts
 from parallel3d.data.documents import Documents, Skips, find_documents
 from parallel3d.data.ids import flat_arrays, megatron
-from parallel3d.data.ids.id_file import BLOCK, is_file
-from parallel3d.data.ids.remote import RemoteFiles, is_url, system_of
+from parallel3d.data.ids.id_file import BLOCK, RemoteFiles, is_file, is_url, system_of
 from parallel3d.data.ids.spans import Spans
 from parallel3d.data.ids.validate import Vocabulary
-from parallel3d.data.shard_cache import IDS, LostShard, Shard, ShardCache
-from parallel3d.data.sharded import HEADS, SHARDS, ShardedTokens
+from parallel3d.data.sharded import HEADS, IDS, SHARDS, LostShard, Shard, ShardCache, ShardedTokens
 from parallel3d.data.shards import ShardPlan, fill_shard
 from parallel3d.data.sources import KINDS, Files, Progress, find_files, no_progress
 from parallel3d.data.tokenised import (

@@ -25,8 +25,7 @@ from parallel3d.data.cache import digest_of, is_settled, load_index, save_index,
 from parallel3d.data.corpus_folder import FORMAT, contents_of, write_facts
 from parallel3d.data.documents import ENTRY
 from parallel3d.data.ids import arrow, flat_arrays, megatron
-from parallel3d.data.ids.id_file import INTEGERS, TokenFile, is_file
-from parallel3d.data.ids.remote import is_url, matching, version_of
+from parallel3d.data.ids.id_file import INTEGERS, TokenFile, is_file, is_url, matching, version_of
 from parallel3d.data.ids.spans import SpanFile, beside_ids
 from parallel3d.data.ids.validate import Checked, OnIds, Vocabulary, check
 from parallel3d.data.sources import (

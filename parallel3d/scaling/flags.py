@@ -12,7 +12,7 @@ from typing import Any
 from parallel3d.base.arguments import Parser, whole_number
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling import data_constrained, forecast, frontier, power, report_page, runs
+from parallel3d.scaling import data_constrained, forecast, frontier, report_page, runs
 from parallel3d.scaling.estimator import LAWS, Estimator
 from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.forecast import Forecast
@@ -28,7 +28,7 @@ LAWS_IN_WORDS = {
     "isoflop": "the best N and D of each budget as powers of C",
     "envelope": "the same, from the runs that no cheaper run beats",
     data_constrained.NAME: "the worth of repeated tokens (arXiv:2305.16264)",
-    power.NAME: "the best learning rate or batch size as powers of N and D",
+    frontier.BEST_VALUE: "the best learning rate or batch size as powers of N and D",
 }
 _WORDS = {
     "params": "number of parameters", "tokens": "training tokens", "flops": "training FLOPs",
@@ -236,7 +236,7 @@ def _fit(args: argparse.Namespace, points: Points, brief: bool = False) -> Fit:
     setting = args.setting_column
     if setting is None:
         raise ConfigError("--setting-column: is missing; name the column of the swept setting")
-    return power.fit_best(points, points.others[setting], setting, draws=draws, seed=seed)
+    return frontier.fit_best(points, points.others[setting], setting, draws=draws, seed=seed)
 
 
 def _base(path: Path) -> dict[str, float]:

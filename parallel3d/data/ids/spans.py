@@ -17,14 +17,16 @@ from parallel3d.base.errors import DataError
 from parallel3d.data.ids import arrow
 from parallel3d.data.ids.id_file import (
     NUMBERS,
+    Range,
+    RemoteFiles,
     TokenFile,
     blocks,
     is_file,
+    is_url,
     num_bytes,
     open_ids,
     read_ids,
 )
-from parallel3d.data.ids.remote import Range, RemoteFiles, is_url
 
 OPEN_FILES = 64
 BYTE = np.dtype(np.uint8)
