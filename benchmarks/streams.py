@@ -28,9 +28,9 @@ from parallel3d.config.data import DataConfig
 from parallel3d.data import streams
 from parallel3d.data.ahead import ReadAhead
 from parallel3d.data.batches import Batches
+from parallel3d.data.order import ShardOrder
 from parallel3d.data.prepare import prepare, prepare_manifests
-from parallel3d.data.shard_cache import Shard, ShardCache
-from parallel3d.data.shard_order import ShardOrder
+from parallel3d.data.sharded import Shard, ShardCache
 from tests.data.stores import http_store
 
 END, SIZE, LENGTH, BATCH, SPEED = 7, 50_000, 1024, 32, 5_000_000

@@ -46,8 +46,8 @@ def plan(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Train the unfinished runs of a ladder; return 1 if one failed and 3 if they were stopped."""
-    from parallel3d.scaling.ladder.execute import execute
     from parallel3d.scaling.ladder.plan import ladder_of, show, to_json
+    from parallel3d.scaling.ladder.runner import execute
 
     console = terminal.console(args.json)
     if args.emit:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         files = slurm.write(ladder)
         console.print(f"wrote {', '.join(map(str, files))}; submit with {files[-1]}")
     else:
-        code, ladder = execute(args.ladder, args.parallel, console)
+        code, ladder = execute(lambda: ladder_of(args.ladder), args.parallel, console)
     show(ladder, console)
     if args.json:
         print(json.dumps(to_json(ladder)))
@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
 
 def fit(args: argparse.Namespace) -> int:
     """Fit a law, print it, and write fit.json and the report."""
+    from parallel3d.scaling.points import finite
     from parallel3d.scaling.report_page import show_fit
-    from parallel3d.scaling.result import finite
 
     console = terminal.console(args.json)
     fitted = flags.fit(args)
@@ -88,7 +88,7 @@ def predict(args: argparse.Namespace) -> int:
     if path is not None:
         console.print(f"registered in {path}")
     if args.json:
-        print(json.dumps(prediction.to_json()))
+        print(json.dumps(prediction.model_dump()))
     return DONE
 
 
@@ -109,7 +109,7 @@ def coordcheck(args: argparse.Namespace) -> int:
 def critical_batch(args: argparse.Namespace) -> int:
     """Train forks of a run with several batches; return 1 if one failed and 3 if stopped."""
     from parallel3d.scaling.ladder.critical_batch import measure
-    from parallel3d.scaling.result import finite
+    from parallel3d.scaling.points import finite
 
     code, result = measure(args, terminal.console(args.json))
     if args.json and result:

@@ -116,7 +116,7 @@ def start_chosen(args: argparse.Namespace, overrides: list[str]) -> int:
             "`parallel3d train` by itself, which starts the ranks"
         )
     from parallel3d.calibrate.dial import Wishes, dial  # it loads torch
-    from parallel3d.data.stories import write_stories
+    from parallel3d.data.sources import write_stories
 
     if args.data:
         overrides = ["--data.source=text", f"--data.paths={write_stories()}", *overrides]

@@ -1,6 +1,9 @@
 """Calibration: measure this machine and write this-machine.json to the user's config folder.
 
 A device is a GPU, or on a CPU a process with its share of the cores while all processes are busy.
+
+The planner's efficiency curves and link figures are fitted by the planner's own formulas, so that
+plans reproduce the measurements.
 """
 
 import os
@@ -8,27 +11,75 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
-from math import inf
+from math import exp, inf
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import TrainingError
-from parallel3d.calibrate.curves import fit_curves, fit_link, fit_program
 from parallel3d.calibrate.measure_device import Effort, measure_device, measure_links, set_threads
 from parallel3d.calibrate.steps import SmallRun, Timed, small_runs, time_steps
 from parallel3d.config.hardware import Cores, Figure, Hardware, Host, Link, recognise, user_folder
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.model.spec import Attention, MatMul
+from parallel3d.plan.setting import ENGINE, Setting
+from parallel3d.plan.time.network import collective_seconds, send_seconds
+from parallel3d.plan.time.operators import (
+    Curves,
+    attention_seconds,
+    fitted,
+    matmul_seconds,
+    traffic_seconds,
+)
+from parallel3d.plan.time.step import step_time
 from parallel3d.verify.local_ranks import run_locally
 
 NAME = "this-machine"
 _MOST_PROCESSES = 8  # on a CPU; more would not change the figures
 Say = Callable[[str], None]
 Rows = list[dict[str, Any]]  # [ranks]: a Measured as JSON
+Bounds = tuple[float, float]
+_PRIOR = 0.05  # weight that keeps an undetermined parameter near its start
+_STEP = 1e-4  # change of a parameter's logarithm for numerical gradients
+_MOST = 40  # iterations of a fit
+_TRIED = "a value that the fit tries"
+# Measured figures of a Hardware include the efficiencies that data sheets leave out.
+_MEASURED = dict.fromkeys(("datasheet", "link", "network", "latency", "host"), 1.0) | {
+    "overhead_per_collective": 1e-6
+}
+# Starting values for cores, which have small waves of tiles and no queue of kernels.
+_ON_CPU = {
+    "wave": 100.0, "depth": 5.0, "flash": 0.5, "traffic": 0.5, "optimizer": 0.1,
+    "overhead_per_collective": 1e-5, "overhead_per_gather": 2e-4, "overhead_per_message": 2e-4,
+}  # fmt: skip
+_PRODUCTS: dict[str, Bounds] = {
+    "matmul": (0.05, 1.2), "wave": (1.0, 1e8), "depth": (0.1, 1e4),
+    "overhead_per_operator": (1e-7, 1e-3),
+}  # fmt: skip
+_FLASH: dict[str, Bounds] = {"flash": (0.005, 3.0), "flash_backward": (0.02, 5.0)}
+_TRAFFIC: dict[str, Bounds] = {"traffic": (0.005, 20.0)}
+# Only complete steps determine the following. One process, up to the reduction of gradients:
+# memory-bound work of the model, passes over all gradients, and the host's time.
+_ONE: dict[str, Bounds] = {
+    "traffic": (0.005, 20.0), "optimizer": (0.005, 20.0), "overhead_per_layer": (1e-6, 0.1),
+    "overhead_per_action": (1e-6, 0.1), "overhead_per_gather": (1e-7, 0.1),
+}  # fmt: skip
+_UPDATE: dict[str, Bounds] = {"overhead_per_param": (1e-7, 0.1), "overhead_per_step": (1e-6, 1.0)}
+_CROWD = "crowd"  # not a curve: the factor on host time if several processes run
+# Several processes: the cost of gathers and collectives in a step.
+_SEVERAL: dict[str, Bounds] = {
+    "link": (0.02, 5.0), "latency": (0.5, 5.0), "overhead_per_collective": (1e-7, 0.1),
+    "overhead_per_message": (1e-7, 0.1), _CROWD: (1.0, 2.0),
+}  # fmt: skip
+_OWN = (
+    "overhead_per_layer", "overhead_per_action", "overhead_per_gather", "overhead_per_param",
+    "overhead_per_step",
+)  # fmt: skip
 
 
 def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None = None) -> Hardware:
@@ -205,3 +256,208 @@ def _check(measured: Any, place: str = "") -> None:
             f"cannot calibrate: {place} was measured as {measured:g}, which is not a positive "
             "number; nothing is written. Try again while nothing else runs on this machine"
         )
+
+
+def fit(
+    start: Mapping[str, float],
+    bounds: Mapping[str, Bounds],
+    predict: Callable[[Mapping[str, float]], Sequence[float]],
+    measured: Sequence[float],
+) -> dict[str, float]:
+    """Return the parameters within `bounds` whose predictions are nearest to `measured`.
+
+    Least squares of log(predicted / measured) over the parameters' logarithms, by
+    Levenberg-Marquardt. Parameters that the measurements do not determine stay near their start.
+    """
+    names = list(bounds)
+    low, high = (np.log([bounds[name][i] for name in names]) for i in (0, 1))
+    origin = np.clip(np.log([max(start[name], 1e-12) for name in names]), low, high)
+    log_measured = np.log(np.asarray(measured, dtype=float))
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        values = {name: exp(value) for name, value in zip(names, x, strict=True)}
+        predicted = np.asarray(predict({**start, **values}), dtype=float)
+        return np.concatenate([np.log(predicted) - log_measured, _PRIOR * (x - origin)])
+
+    x, damping = origin, 1e-2
+    now = residuals(x)
+    for _ in range(_MOST):
+        moved = [residuals(x + _STEP * row) for row in np.eye(len(names))]
+        jacobian = np.stack([(there - now) / _STEP for there in moved], axis=1)
+        normal = jacobian.T @ jacobian
+        change = np.linalg.solve(normal + damping * np.eye(len(names)), -jacobian.T @ now)
+        candidate = np.clip(x + np.clip(change, -1, 1), low, high)
+        there = residuals(candidate)
+        gained = float(now @ now) - float(there @ there)
+        if gained > 0:
+            x, now, damping = candidate, there, damping / 3
+        else:
+            damping *= 5
+        if 0 < gained < 1e-9 or damping > 1e8:
+            break
+    return {**start, **{name: exp(value) for name, value in zip(names, x, strict=True)}}
+
+
+def fit_link(links: Mapping[str, Sequence[tuple[int, float]]], ranks: int) -> tuple[float, float]:
+    """Return the bandwidth and latency that best fit the timings of all collectives."""
+    size, seconds = max(links["all_gather"])
+    rows = [(kind, size, seconds) for kind, timed in links.items() for size, seconds in timed]
+    curves = Curves(**{**asdict(Curves()), **_MEASURED})
+
+    def predict(values: Mapping[str, float]) -> list[float]:
+        hardware = _with_link(values["bandwidth"], values["latency"])
+        return [_transfer(kind, size, ranks, hardware, curves) for kind, size, _ in rows]
+
+    fitted_link = fit(
+        {"bandwidth": size / seconds, "latency": min(seconds for *_, seconds in rows)},
+        {"bandwidth": (1e6, 1e13), "latency": (1e-8, 1.0)},
+        predict,
+        [seconds for *_, seconds in rows],
+    )
+    return fitted_link["bandwidth"], fitted_link["latency"]
+
+
+def _transfer(kind: Any, size: int, ranks: int, hardware: Hardware, curves: Curves) -> float:
+    if kind == "send":
+        return send_seconds(size, False, hardware, curves)
+    return collective_seconds(kind, size, ranks, ranks, hardware, curves)
+
+
+def _with_link(bandwidth: float, latency: float) -> Hardware:
+    one, rate, wait = (Figure(value=value, source=_TRIED) for value in (1.0, bandwidth, latency))
+    link = Link(bandwidth=rate, latency=wait)
+    return Hardware(name="", device_names=(), peak_flops={}, memory_bytes=one, link=link)
+
+
+def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu: bool) -> Curves:
+    """Return fitted efficiency curves of matrix products, attention and memory-bound operators.
+
+    The other curves are those of published runs on a GPU, and starting values on a CPU.
+    """
+    first = together[0]
+    values = asdict(fitted()) | _MEASURED if on_gpu else asdict(Curves()) | _MEASURED | _ON_CPU
+
+    def improve(
+        bounds: dict[str, Bounds], seconds_of: Callable[..., float], rows: list[tuple[Any, float]]
+    ) -> dict[str, float]:
+        return fit(
+            values,
+            bounds,
+            lambda v: [seconds_of(Curves(**v), *row) for row, _ in rows],
+            [seconds for _, seconds in rows],
+        )
+
+    values = improve(
+        _PRODUCTS,
+        lambda curves, product, dtype: matmul_seconds(product, dtype, hardware, curves),
+        [
+            ((MatMul(m, k, n), dtype), seconds)
+            for dtype, rows in first["matmul"].items()
+            for m, k, n, seconds in rows
+            if dtype != "fp16" or "bf16" not in first["matmul"]
+        ],
+    )
+    dtype: Any = "bf16" if on_gpu else "fp32"
+    values = improve(
+        _FLASH,
+        lambda curves, attention, backward: attention_seconds(
+            attention, dtype, hardware, curves, ENGINE, backward
+        ),
+        [
+            ((Attention(b, h, h, s, size), backward), seconds[backward])
+            for b, h, s, size, *seconds in first["attention"]
+            for backward in (False, True)
+            if seconds[backward] > 0
+        ],
+    )
+    values = improve(
+        _TRAFFIC,
+        lambda curves, numel: traffic_seconds(numel, "fp32", hardware, curves),
+        [((size // 4,), seconds) for _, size, seconds in first["traffic"]],
+    )
+    return Curves(**values)
+
+
+def fit_program(
+    curves: Curves, hardware: Hardware, timed: Mapping[SmallRun, Timed]
+) -> tuple[Curves, Hardware]:
+    """Return curves and hardware with the host's time, fitted to steps of small runs.
+
+    The hardware gets the rates of complete updates, and the speedup of a process that runs alone.
+    """
+    settings = {run: Setting.from_config(run.config()) for run in timed}
+    alone = {settings[run]: one for run, one in timed.items() if run.mesh.ranks == 1}
+    several = {settings[run]: one for run, one in timed.items() if run.mesh.ranks > 1}
+    values = {**asdict(curves), _CROWD: 1.0}
+    hardware, values = _fit_updates(values, hardware, alone)
+
+    never = Figure(value=1e18, source="none: no limit")
+
+    def steps(v: Mapping[str, float], machine: Hardware, of: Sequence[Setting]) -> list[float]:
+        fitted, there = _applied(v, machine)
+        return [step_time(setting, there, fitted).seconds for setting in of]
+
+    if alone:
+        # Host time once per step is partly in the update, partly in the reduction before it.
+        after = {name: values[name] for name in _UPDATE}
+        reduced = [t.seconds - t.update for t in alone.values()]
+        no_adam = _with_adam(hardware, never, never)
+        values = fit(values, {**_ONE, **_UPDATE}, lambda v: steps(v, no_adam, list(alone)), reduced)
+        values |= {name: values[name] + after[name] for name in _UPDATE}
+    if several:
+        values = fit(
+            values, _SEVERAL, lambda v: steps(v, hardware, list(several)),
+            [t.seconds for t in several.values()],
+        )  # fmt: skip
+    return _applied(values, hardware)
+
+
+def _fit_updates(
+    values: dict[str, float], hardware: Hardware, alone: Mapping[Setting, Timed]
+) -> tuple[Hardware, dict[str, float]]:
+    """Return the hardware with the update rates of `engine.step`, and its fitted host time.
+
+    The rates come from the largest models, the host time from small ones.
+    """
+    assert hardware.adam_params and hardware.host
+    slowdown = hardware.slowdown("traffic", 1)
+    fixed = min((one.update for one in alone.values()), default=0.0)
+    rates = {"none": hardware.adam_params, "cpu": hardware.host.adam_params}
+    for offload, figure in rates.items():
+        chosen = {s: t.update for s, t in alone.items() if s.offload_optimizer == offload}
+        largest = max(chosen, key=lambda setting: setting.num_params, default=None)
+        if largest and chosen[largest] > 2 * fixed:  # smaller updates do not determine a rate
+            rate = slowdown * largest.num_params / (chosen[largest] - fixed)
+            rates[offload] = Figure(value=float(f"{rate:.4g}"), source=figure.source)
+    small = {s: t.update for s, t in alone.items() if t.update < 4 * fixed}
+
+    def predict(v: Mapping[str, float]) -> list[float]:
+        return [
+            v["overhead_per_step"]
+            + v["overhead_per_param"] * sum(len(layer.params) for layer in setting.layers)
+            + slowdown * setting.num_params / rates[setting.offload_optimizer].value
+            for setting in small
+        ]
+
+    if small:
+        values = fit(values, _UPDATE, predict, list(small.values()))
+    return _with_adam(hardware, rates["none"], rates["cpu"]), values
+
+
+def _with_adam(hardware: Hardware, device: Figure, host: Figure) -> Hardware:
+    assert hardware.host
+    changed = hardware.host.model_copy(update={"adam_params": host})
+    return hardware.model_copy(update={"adam_params": device, "host": changed})
+
+
+def _applied(values: Mapping[str, float], hardware: Hardware) -> tuple[Curves, Hardware]:
+    """Return curves and hardware with the values that `fit_program` fits."""
+    crowd = values[_CROWD]
+    known = {name: value for name, value in values.items() if name != _CROWD}
+    fitted = Curves(**{**known, **{name: values[name] * crowd for name in _OWN}})
+    if hardware.cores is None:
+        return fitted, hardware
+    own = Figure(value=float(f"{1 / crowd:.4g}"), source=hardware.cores.count.source)
+    alone = {**hardware.cores.alone, "overhead": own}
+    cores = Cores(count=hardware.cores.count, alone=alone)
+    return fitted, hardware.model_copy(update={"cores": cores})

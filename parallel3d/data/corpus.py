@@ -28,15 +28,12 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from parallel3d.base.errors import DataError
 from parallel3d.base.masking import mask
-from parallel3d.data.as_read import TokensAsRead
 from parallel3d.data.cache import is_complete
-from parallel3d.data.ids.counting import TokenWeights
-from parallel3d.data.ids.remote import SET_BYTES, BlockCache, RemoteFiles, is_url
-from parallel3d.data.ids.spans import IdArray, SpanFile, Spans, check_sizes
+from parallel3d.data.ids.id_file import SET_BYTES, BlockCache, RemoteFiles, is_url
+from parallel3d.data.ids.spans import IdArray, SpanFile, Spans, TokenWeights, check_sizes
 from parallel3d.data.packing import Packing
 from parallel3d.data.rows import place_of
-from parallel3d.data.shard_cache import ShardCache
-from parallel3d.data.sharded import ShardedTokens
+from parallel3d.data.sharded import ShardCache, ShardedTokens, TokensAsRead
 
 PLACE = np.dtype([("file", "<i4"), ("row", "<i8")])
 HELD_OUT_COUNTS, HELD_OUT_BYTES = "held_out_counts.npy", "held_out_bytes.npy"

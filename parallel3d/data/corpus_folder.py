@@ -18,8 +18,7 @@ from parallel3d.data.cache import DAYS_KEPT, MANIFEST, digest_of, is_complete, p
 from parallel3d.data.corpus import HELD_OUT_BYTES, HELD_OUT_COUNTS, PLACE, entropy, streams_of
 from parallel3d.data.documents import Documents
 from parallel3d.data.lines import PIECE_BYTES
-from parallel3d.data.pool import make_shards, num_workers
-from parallel3d.data.shards import ShardPlan, cut, shard_folders
+from parallel3d.data.shards import ShardPlan, cut, make_shards, num_workers, shard_folders
 from parallel3d.data.sources import Progress
 from parallel3d.data.tokenizer import (
     directory_digest,

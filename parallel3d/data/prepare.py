@@ -35,11 +35,11 @@ from parallel3d.data.documents import Documents, find_documents
 from parallel3d.data.fim import ROOM, Fim
 from parallel3d.data.ids.validate import DIGEST
 from parallel3d.data.order import whole_shares
-from parallel3d.data.sources import Progress, find_files, no_progress
+from parallel3d.data.sources import Progress, find_files, has_split, no_progress
 from parallel3d.data.split import num_common, split_documents
 from parallel3d.data.streams import check_room, make_manifest, open_shard_cache, open_stream
 from parallel3d.data.tokenised import Tokenised, TokenRecipe, find_tokens, vocabulary_of
-from parallel3d.data.tokenizer import check_name, save_tokenizer, tokenizer_directory
+from parallel3d.data.tokenizer import save_tokenizer, tokenizer_directory
 
 # A larger corpus is only compared in size when it is opened.
 _CHECKED_BYTES = 2 * 2**30
@@ -57,17 +57,13 @@ def prepare(config: DataConfig, progress: Progress = no_progress) -> Corpus:
     `found` has `num_in_training`, the number of their documents that are also in the training part,
     and `found_by`, the setting that added a set which the config does not list.
     """
-    check_name(config.tokenizer)
-    is_own = config.tokenizer not in ("train", "none")
-    with tokenizer_directory(config.tokenizer) if is_own else nullcontext() as tokenizer:
+    with tokenizer_directory(config.tokenizer) as tokenizer:
         return _Preparation(config, tokenizer, progress).run()
 
 
 def prepare_manifests(config: DataConfig, progress: Progress = no_progress) -> None:
     """Read the shards of a config's streams, and write their manifests; see make_manifest."""
-    check_name(config.tokenizer)
-    is_own = config.tokenizer not in ("train", "none")
-    with tokenizer_directory(config.tokenizer) if is_own else nullcontext() as tokenizer:
+    with tokenizer_directory(config.tokenizer) as tokenizer:
         for part in config.mixture or (config,):
             if part.stream:
                 make_manifest(config, part, tokenizer, progress)
@@ -324,9 +320,6 @@ def validation_sets(config: DataConfig) -> dict[str, PartConfig]:
     for name, source in sources.items():
         if split is None or source.source != "hub" or source.split == split or name in sets:
             continue
-        # The import takes a second.
-        from parallel3d.data.hub import has_split
-
         if has_split(source.name, source.subset, split):
             keys = {key: getattr(source, key) for key in PartConfig.model_fields if key != "weight"}
             sets[name] = PartConfig(**keys | {"split": split})

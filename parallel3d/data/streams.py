@@ -9,7 +9,7 @@ A manifest is a folder that looks like a corpus (`corpus`) without its tokens:
 It has 20 bytes for each document. A shard's ids are those that its documents have in a local
 corpus: of text after tokenising, of other programs' ids with one end-of-text after each document.
 With `data.count` "as-read" only the first shard is tokenised, tokens of all other documents are
-estimated from their bytes, and heads.bin is empty (`as_read`).
+estimated from their bytes, and heads.bin is empty (`sharded`).
 """
 
 import json
@@ -28,13 +28,11 @@ from parallel3d.data.cache import cache_root, digest_of, is_complete, locked, st
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.corpus_folder import FORMAT, Recipe, write_facts
 from parallel3d.data.documents import Documents, Skips, find_documents
-from parallel3d.data.ids import datatrove, megatron
-from parallel3d.data.ids.id_file import BLOCK, is_file
-from parallel3d.data.ids.remote import RemoteFiles, is_url, system_of
+from parallel3d.data.ids import flat_arrays, megatron
+from parallel3d.data.ids.id_file import BLOCK, RemoteFiles, is_file, is_url, system_of
 from parallel3d.data.ids.spans import Spans
 from parallel3d.data.ids.validate import Vocabulary
-from parallel3d.data.shard_cache import IDS, LostShard, Shard, ShardCache
-from parallel3d.data.sharded import HEADS, SHARDS, ShardedTokens
+from parallel3d.data.sharded import HEADS, IDS, SHARDS, LostShard, Shard, ShardCache, ShardedTokens
 from parallel3d.data.shards import ShardPlan, fill_shard
 from parallel3d.data.sources import KINDS, Files, Progress, find_files, no_progress
 from parallel3d.data.tokenised import (
@@ -50,7 +48,6 @@ from parallel3d.data.tokenizer import (
     directory_digest,
     is_backend_enough,
     load_tokenizer,
-    num_tokens,
     save_tokenizer,
 )
 
@@ -166,7 +163,7 @@ def _fill(
 ) -> None:
     if tokenizer:
         save_tokenizer(load_tokenizer(tokenizer), folder / "tokenizer")
-    vocabulary = _vocabulary(config, section, folder / "tokenizer" if tokenizer else None)
+    vocabulary = vocabulary_of(config, tokenizer)
     keys = {key: getattr(section, key) for key in SourceConfig.model_fields}
     part = PartConfig(**keys | {"source": section.source})
     loaded = load_tokenizer(folder / "tokenizer") if tokenizer else None
@@ -412,7 +409,7 @@ def _shard_paths(section: PartConfig) -> list[list[str]]:
     paths = paths_of(section)
     if section.source == "megatron":
         return [[path, megatron.index_of(path)] for path in paths]
-    beside = datatrove.COMPANIONS[:2] if section.source == "datatrove" else ()
+    beside = flat_arrays.COMPANIONS[:2] if section.source == "datatrove" else ()
     return [[x, *(f"{x}{end}" for end in beside if is_file(f"{x}{end}"))] for x in paths]
 
 
@@ -445,16 +442,6 @@ def _identity(
     if tokenizer is None:
         own["vocab_size"] = config.vocab_size
     return own | {"end_of_text_id": config.end_of_text_id}
-
-
-def _vocabulary(
-    config: DataConfig, section: DataConfig | PartConfig, tokenizer: Path | None
-) -> Vocabulary:
-    if yields_token_ids(section):
-        return vocabulary_of(config, tokenizer)
-    assert tokenizer, "the config was checked"
-    loaded = load_tokenizer(tokenizer)
-    return Vocabulary(num_tokens(loaded), loaded.eos_token_id)
 
 
 def _meta(manifest: Path) -> dict[str, Any]:

@@ -24,13 +24,17 @@ from parallel3d.config.data import DataConfig, PartConfig
 from parallel3d.data.cache import digest_of, is_settled, load_index, save_index, state_of
 from parallel3d.data.corpus_folder import FORMAT, contents_of, write_facts
 from parallel3d.data.documents import ENTRY
-from parallel3d.data.ids import arrow, datatrove, flat_arrays, megatron
-from parallel3d.data.ids.counting import beside_ids
-from parallel3d.data.ids.id_file import INTEGERS, TokenFile, is_file
-from parallel3d.data.ids.remote import is_url, matching, version_of
-from parallel3d.data.ids.spans import SpanFile
+from parallel3d.data.ids import arrow, flat_arrays, megatron
+from parallel3d.data.ids.id_file import INTEGERS, TokenFile, is_file, is_url, matching, version_of
+from parallel3d.data.ids.spans import SpanFile, beside_ids
 from parallel3d.data.ids.validate import Checked, OnIds, Vocabulary, check
-from parallel3d.data.sources import SUFFIX, Progress, matching_files
+from parallel3d.data.sources import (
+    SUFFIX,
+    Progress,
+    arrow_files,
+    arrow_files_of_parquet,
+    matching_files,
+)
 from parallel3d.data.tokenizer import load_tokenizer, num_tokens, save_tokenizer
 
 # Part of an index's name; raise it when scanning the same file yields something else.
@@ -231,9 +235,6 @@ def _signature(file: TokenFile, settings: tuple[object, ...]) -> str:
 def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[TokenFile]:
     """Return the files of a source with the layout that their headers and indexes describe."""
     if section.token_field is not None:
-        # The import takes a second.
-        from parallel3d.data.hub import arrow_files, arrow_files_of_parquet
-
         if section.stream:
             paths = names = section.paths  # of Arrow, made from a shard
         elif section.source == "parquet":
@@ -249,7 +250,7 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
     dtype = section.token_dtype
     if dtype == "auto":
         dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
-    read = flat_arrays.read if section.source == "tokens" else datatrove.read
+    read = flat_arrays.read if section.source == "tokens" else flat_arrays.read_datatrove
     return [read(path, INTEGERS[dtype]) for path in paths_of(section)]
 
 
@@ -262,7 +263,7 @@ def paths_of(section: DataConfig | PartConfig) -> list[str]:
     paths = _matching(section.paths, suffix)
     if section.source != "datatrove":
         return paths
-    if shards := [path for path in paths if not path.endswith(datatrove.COMPANIONS)]:
+    if shards := [path for path in paths if not path.endswith(flat_arrays.COMPANIONS)]:
         return shards
     raise DataError("data.paths matches no .ds file; use their paths, or corpus/**/*.ds")
 

@@ -126,7 +126,7 @@ def check_name(name: str) -> None:
     unreachable, which AutoTokenizer would try for a minute.
     """
     path = Path(name).expanduser()
-    if name in ("train", "none") or path.is_dir():
+    if path.is_dir():
         return
     if path.is_file():
         raise DataError(
@@ -149,13 +149,15 @@ def check_name(name: str) -> None:
 
 
 @contextmanager
-def tokenizer_directory(name: str) -> Iterator[Path]:
+def tokenizer_directory(name: str) -> Iterator[Path | None]:
     """Yield a directory with the files of the tokenizer `name`, valid within the block.
 
-    Raises DataError as `check_name` and `load_tokenizer` do.
+    It is None for "train" and "none". Raises DataError as `check_name` and `load_tokenizer` do.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name in ("train", "none"):
+        yield None
+    elif path.is_dir():
         yield path
     else:
         check_name(name)

@@ -22,7 +22,7 @@ from parallel3d.config import RunConfig
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.report.page import png, style
 from parallel3d.scaling.flags import NO_EXTRA
-from parallel3d.scaling.result import finite
+from parallel3d.scaling.points import finite
 
 WIDTHS = (64, 128, 256, 512)
 MOST = 0.1  # largest |slope| that still counts as flat

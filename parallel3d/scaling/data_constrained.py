@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.estimator import Estimator
+from parallel3d.scaling.estimator import PARAMETRIC, Estimator
 from parallel3d.scaling.fit import (
     bounds_hit,
     check,
@@ -24,9 +24,7 @@ from parallel3d.scaling.fit import (
     noise_floor,
     residuals,
 )
-from parallel3d.scaling.laws import PARAMETRIC
-from parallel3d.scaling.points import Array, Points
-from parallel3d.scaling.result import Fit
+from parallel3d.scaling.points import Array, Fit, Points
 
 NAME = "data-constrained"
 DECAYS = ("R_D_star", "R_N_star")
@@ -73,7 +71,7 @@ def best_params(base: Mapping[str, float], unique: Array) -> Array:
 
 
 def _term(
-    coefficient: float, exponent: float, first: Array, repeats: Array, decay: float
+    coefficient: float, exponent: float, first: Array, repeats: Array, decay: Array | float
 ) -> tuple[Array, Array]:
     """Return coefficient / worth^exponent [points] and its derivative with respect to log(decay).
 
@@ -84,6 +82,18 @@ def _term(
     term: Array = coefficient * worth**-exponent
     by_decay = first * (full - repeats * np.exp(-repeats / decay)) / worth
     return term, -exponent * term * by_decay
+
+
+def loss(values: Mapping[str, Any], params: Array, tokens: Array, unique: Array) -> Array:
+    """Return the loss in nats per token of runs on so many unique tokens, which are no more.
+
+    values: the law's parameters, or arrays [draws, 1] of them for a loss [draws, runs].
+    """
+    fitting = np.minimum(best_params(values, unique), params)
+    decay_d, decay_n = (np.asarray(values[name]) for name in DECAYS)
+    by_tokens, _ = _term(values["B"], values["beta"], unique, tokens / unique - 1, decay_d)
+    by_params, _ = _term(values["A"], values["alpha"], fitting, params / fitting - 1, decay_n)
+    return np.asarray(values["E"] + by_tokens + by_params)
 
 
 def fit_decays(

@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.estimator import EXPONENTS, Estimator, Model, SumModel
-from parallel3d.scaling.laws import Law
-from parallel3d.scaling.points import SAME, SAME_BUDGET, Array, Points, groups
-from parallel3d.scaling.result import Fit
+from parallel3d.scaling.estimator import EXPONENTS, Estimator, Law, Model, SumModel
+from parallel3d.scaling.points import SAME, SAME_BUDGET, Array, Fit, Points, groups
 
 SINGULAR = 1e9
 """Condition number of the normalised gradients above which a fit is refused."""

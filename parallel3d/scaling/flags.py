@@ -12,16 +12,13 @@ from typing import Any
 from parallel3d.base.arguments import Parser, whole_number
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling import data_constrained, forecast, frontier, power, report_page, runs
-from parallel3d.scaling.estimator import Estimator
+from parallel3d.scaling import data_constrained, forecast, frontier, report_page, runs
+from parallel3d.scaling.estimator import LAWS, Estimator
 from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.forecast import Forecast
-from parallel3d.scaling.laws import LAWS
-from parallel3d.scaling.points import FLAGS, NAMES, Points, points_of
-from parallel3d.scaling.reliability import LEAST_BUDGETS, with_checks
-from parallel3d.scaling.result import Fit, finite
-from parallel3d.scaling.run_table import read
-from parallel3d.scaling.runs import COUNTS, read_runs
+from parallel3d.scaling.frontier import LEAST_BUDGETS, with_checks
+from parallel3d.scaling.points import FLAGS, NAMES, Fit, Points, finite, points_of
+from parallel3d.scaling.runs import COUNTS, read, read_runs
 
 DRAWS = 2000  # bootstrap resamples
 FIT = "fit.json"
@@ -31,7 +28,7 @@ LAWS_IN_WORDS = {
     "isoflop": "the best N and D of each budget as powers of C",
     "envelope": "the same, from the runs that no cheaper run beats",
     data_constrained.NAME: "the worth of repeated tokens (arXiv:2305.16264)",
-    power.NAME: "the best learning rate or batch size as powers of N and D",
+    frontier.BEST_VALUE: "the best learning rate or batch size as powers of N and D",
 }
 _WORDS = {
     "params": "number of parameters", "tokens": "training tokens", "flops": "training FLOPs",
@@ -239,7 +236,7 @@ def _fit(args: argparse.Namespace, points: Points, brief: bool = False) -> Fit:
     setting = args.setting_column
     if setting is None:
         raise ConfigError("--setting-column: is missing; name the column of the swept setting")
-    return power.fit_best(points, points.others[setting], setting, draws=draws, seed=seed)
+    return frontier.fit_best(points, points.others[setting], setting, draws=draws, seed=seed)
 
 
 def _base(path: Path) -> dict[str, float]:
@@ -265,10 +262,8 @@ def write(fitted: Fit, args: argparse.Namespace) -> list[Path]:
     replace_text(path, json.dumps(finite(fitted.document())))
     if args.no_report:
         return [path]
-    is_runs = args.source.is_dir()
     page = report_page.write(
         fitted, args.out, title=f"Scaling law of {args.source.resolve().name}",
-        curves=runs.curves(args.source) if is_runs else (),
-        settings=runs.settings(args.source) if is_runs else None,
+        settings=runs.settings(args.source) if args.source.is_dir() else None,
     )  # fmt: skip
     return [path, page]

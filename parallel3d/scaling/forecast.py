@@ -3,21 +3,19 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling import data_constrained, frontier
-from parallel3d.scaling.laws import LAWS, PARAMETRIC
-from parallel3d.scaling.points import FLOPS_PER_ND, Array, Points
+from parallel3d.scaling.estimator import LAWS, PARAMETRIC
+from parallel3d.scaling.points import FLOPS_PER_ND, Array, Fit, Points, interval
 from parallel3d.scaling.posterior import LEAST, back_test, posterior
-from parallel3d.scaling.result import Fit, interval
 
 SAME_RUN = 0.02
 """Relative difference of N and of D up to which a run is the one that a forecast is about."""
@@ -25,46 +23,35 @@ ONE_RUN = "loss_of_a_run"
 _NO_LOSS = "the {} law does not predict a loss; use the fit of another law"
 
 
-class Registered(BaseModel):
-    """The part of a registered forecast's file that is compared with its run."""
+class Forecast(BaseModel, frozen=True):
+    """The forecast loss of a run with `params` parameters on `tokens` tokens.
 
-    registered_at: str
-    law: str
-    data_sha256: str
-    flops: float
-    params: float
-    tokens: float
-    beyond: float
-    loss: float
-    intervals: dict[str, list[float] | None]
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """The forecast loss of a run with `params` parameters on `tokens` tokens."""
+    Its names are keys of `--json` and of registered forecasts, which do not change.
+    """
 
     flops: float  # 6ND
     params: float
     tokens: float
     loss: float | None  # nats per token
-    intervals: Mapping[str, list[float] | None]
+    intervals: dict[str, list[float] | None]
     """95 % intervals of the best "params" and "tokens", of "loss" (the uncertainty of the law
     alone), and of "loss_of_a_run" (with the scatter between runs)."""
-    beyond: float
-    """FLOPs of the run divided by those of the largest fitted run."""
     by: str = ""
     """The law of the loss: "frontier", "frontier x surface" or the name of the fit's law."""
-    back_test: Sequence[Mapping[str, object]] = ()
+    back_test: list[dict[str, Any]] = []
     """As `posterior.back_test` returns it."""
-    warnings: Sequence[str] = ()
+    warnings: list[str] = []
+    beyond: float = Field(exclude=True)
+    """FLOPs of the run divided by those of the largest fitted run."""
 
-    def to_json(self) -> dict[str, object]:
-        """Return the object that `--json` prints; its keys are published and do not change."""
-        return {
-            "flops": self.flops, "params": self.params, "tokens": self.tokens, "loss": self.loss,
-            "intervals": dict(self.intervals), "by": self.by, "back_test": list(self.back_test),
-            "warnings": list(self.warnings),
-        }  # fmt: skip
+
+class Registered(Forecast, frozen=True):
+    """What a registered forecast's file has beside the forecast, as far as it is compared."""
+
+    loss: float
+    registered_at: str
+    law: str
+    data_sha256: str
 
 
 def forecast(
@@ -128,10 +115,12 @@ def forecast(
         if fit.samples:
             draws = np.ravel(_loss(fit, drawn, params, tokens, unique))
             spread |= {"loss": interval(draws), ONE_RUN: interval(_with_scatter(fit, draws))}
+    warnings = [text for text, is_true in texts.items() if is_true]
     return Forecast(
-        flops, params, tokens, None if loss is None else float(np.ravel(loss)[0]), spread,
-        flops / float(fit.points.flops.max()), by, back_test(losses),
-        [*fit.diagnostics.get("forecast_warnings", ()), *(t for t, true in texts.items() if true)],
+        flops=flops, params=params, tokens=tokens, intervals=spread, by=by,
+        loss=None if loss is None else float(np.ravel(loss)[0]), back_test=back_test(losses),
+        warnings=[*fit.diagnostics.get("forecast_warnings", ()), *warnings],
+        beyond=flops / float(fit.points.flops.max()),
     )  # fmt: skip
 
 
@@ -171,12 +160,7 @@ def _loss(
         raise ConfigError(
             "--unique-tokens: is missing; the data-constrained law needs it to count repeats"
         )
-    corpus = np.array([min(unique, tokens)])
-    flops = FLOPS_PER_ND * one * other
-    run = Points(one, other, flops, np.ones(1), ("",), {}, unique=corpus)
-    model = data_constrained.DecayModel(run, fit.parameters)
-    theta = np.log(np.column_stack([np.ravel(values[n]) for n in data_constrained.DECAYS]))
-    return np.exp([model(row)[0] for row in theta])
+    return data_constrained.loss(values, one, other, np.array([min(unique, tokens)]))
 
 
 def _with_scatter(fit: Fit, losses: Array) -> Array:
@@ -207,7 +191,7 @@ def register(path: Path, forecast: Forecast, fit: Fit) -> None:
     if forecast.loss is None:
         raise ConfigError(f"--register {path}: {fit.path} has no law of the loss; fit more budgets")
     fitted = fit.points.flops
-    document = forecast.to_json() | {
+    document = forecast.model_dump() | {
         "law": fit.law, "estimator": fit.estimator, "parameters": dict(fit.parameters),
         "data_sha256": fit.points.digest, "fit": str(fit.path), "points": len(fitted),
         "fitted_flops": [float(fitted.min()), float(fitted.max())], "beyond": forecast.beyond,
@@ -238,9 +222,10 @@ def compare(files: Sequence[Path], points: Points) -> list[dict[str, object]]:
     for file in files:
         registered = _read(file)
         bounds = registered.intervals.get(ONE_RUN)
-        line = registered.model_dump(exclude={"intervals", "loss"}) | {
-            "file": str(file), "predicted": registered.loss, "interval": bounds,
-            "row": None, "loss": None, "error": None, "held": None,
+        names = {"registered_at", "law", "data_sha256", "flops", "params", "tokens"}
+        line = registered.model_dump(include=names) | {
+            "beyond": registered.beyond, "file": str(file), "predicted": registered.loss,
+            "interval": bounds, "row": None, "loss": None, "error": None, "held": None,
         }  # fmt: skip
         runs = np.flatnonzero(_same_run(points.params, points.tokens, registered))
         for run in runs:
@@ -254,9 +239,7 @@ def compare(files: Sequence[Path], points: Points) -> list[dict[str, object]]:
     return rows
 
 
-def _same_run(
-    params: Array, tokens: Array, forecast: Forecast | Registered
-) -> npt.NDArray[np.bool_]:
+def _same_run(params: Array, tokens: Array, forecast: Forecast) -> npt.NDArray[np.bool_]:
     """Return the mask of the runs that the forecast is about [runs]."""
     far = np.maximum(np.abs(params / forecast.params - 1), np.abs(tokens / forecast.tokens - 1))
     return np.asarray(far < SAME_RUN)

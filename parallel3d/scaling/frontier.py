@@ -1,7 +1,8 @@
-"""Laws of the compute-optimal runs, from IsoFLOP profiles or from the envelope of all runs.
+"""Power laws of the best runs: over budgets, or of the best value of a swept setting.
 
-Both find the best size and its tokens for several budgets C, and fit power laws to them: N = k C^a,
-D = m C^b (arXiv:2203.15556, approaches 1 and 2). The law of the loss is a `posterior`.
+IsoFLOP profiles and the envelope of all runs give the best size and its tokens for several budgets
+C, to which power laws are fitted: N = k C^a, D = m C^b (arXiv:2203.15556, approaches 1 and 2). The
+law of the loss is a `posterior`. Runs from which no reliable forecast can be made are warned of.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,20 +13,144 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.estimator import Estimator
+from parallel3d.scaling.estimator import LAWS, PARAMETRIC, Estimator
 from parallel3d.scaling.fit import fit_law, noise_floor
-from parallel3d.scaling.laws import PARAMETRIC
-from parallel3d.scaling.points import SAME_BUDGET, Array, Points, groups
+from parallel3d.scaling.points import (
+    FLOPS_PER_ND,
+    SAME_BUDGET,
+    Array,
+    Fit,
+    Points,
+    groups,
+    interval,
+)
 from parallel3d.scaling.posterior import BestLoss, back_test, best_loss, posterior
-from parallel3d.scaling.power import power_law
-from parallel3d.scaling.result import Fit
+from parallel3d.scaling.runs import Table, number
 
+BEST_VALUE = "best-value"
 NAMES = ("isoflop", "envelope")
 WITH_FRONTIER = (PARAMETRIC.name, *NAMES)
 """Laws whose fits forecast the loss by the posterior of the best losses."""
 Method = Literal["akima", "parabola"]
 METHODS: dict[Method, int] = {"akima": 4, "parabola": 3}
 """Method to find the minimum of a profile -> smallest number of sizes that it needs."""
+LEAST_BUDGETS, LEAST_SPAN = 6, 30
+HIGHEST_LOSS = 6.0  # nats per token; the best run of a ladder is below, most perplexities above
+LEAST_FLOPS = 1e9  # of the largest run; 1,000 parameters on 100,000 tokens have 6e11
+_RATES = ("lr", "learning_rate", "peak_lr", "max_lr")
+
+
+@dataclass(frozen=True)
+class Power:
+    """A power law: y = coefficient * product over i of x_i^exponent_i."""
+
+    coefficient: float
+    exponents: tuple[float, ...]
+
+    def __call__(self, *x: Array | float) -> Array:
+        """Return y at x."""
+        powers = [np.power(v, e) for v, e in zip(x, self.exponents, strict=True)]
+        return np.asarray(self.coefficient * np.prod(powers, axis=0))
+
+
+def power_law(x: Sequence[Array], y: Array, log_error: Array | None = None) -> Power:
+    """Fit a power law of x to y by least squares of logarithms.
+
+    x: one array [values] per exponent. y: [values]. log_error: standard error of each log(y), for
+    weights 1 / log_error^2. Raises ConfigError if the values do not determine the exponents.
+    """
+    weight = np.ones(len(y)) if log_error is None else 1 / log_error
+    known = np.isfinite(y) & np.isfinite(weight) & (weight > 0)
+    logs = np.log(np.array([v[known] for v in x]))
+    middles = logs.mean(axis=1)
+    design = np.column_stack([np.ones(known.sum()), (logs - middles[:, None]).T])
+    weight = weight[known]
+    solution, _, rank, _ = np.linalg.lstsq(
+        design * weight[:, None], np.log(y[known]) * weight, rcond=None
+    )
+    if rank < len(solution):
+        raise ConfigError(
+            f"{known.sum()} values: too few or too similar for a power law with {len(x)} "
+            "exponents; add runs of other sizes"
+        )
+    return Power(float(np.exp(solution[0] - solution[1:] @ middles)), tuple(solution[1:].tolist()))
+
+
+def best_values(points: Points, setting: Array) -> tuple[list[dict[str, object]], list[str]]:
+    """Return the best value of a swept setting for each size and length.
+
+    It is the vertex of a parabola through the best value and its two neighbours. The second list
+    has a text for each sweep that was left out.
+    """
+    best_rows, left_out = [], []
+    for params, tokens in np.unique(
+        np.column_stack([points.params, points.tokens]), axis=0
+    ).tolist():
+        rows = np.flatnonzero((points.params == params) & (points.tokens == tokens))
+        place = f"N = {params:.4g}, D = {tokens:.4g}"
+        values = np.unique(setting[rows])
+        losses = np.array([points.loss[rows[setting[rows] == v]].mean() for v in values])
+        least = int(np.argmin(losses))
+        if len(values) < 3:
+            left_out.append(f"{place}: has {len(values)} values of the setting, needs 3 or more")
+        elif least in (0, len(values) - 1):
+            left_out.append(f"{place}: the best value, {values[least]:g}, is at the sweep's edge")
+        else:
+            near = slice(least - 1, least + 2)
+            x = np.log(values[near] / values[least])
+            square, slope, _ = np.polyfit(x, losses[near], 2)
+            best = float(values[least] * np.exp(-slope / (2 * square)))
+            best_rows.append({
+                "params": params, "tokens": tokens, "best": best, "values": len(values),
+                "loss": float(losses[least]),
+            })  # fmt: skip
+    return best_rows, left_out
+
+
+def fit_best(points: Points, setting: Array, column: str, *, draws: int, seed: int) -> Fit:
+    """Fit the best value of `column` as a power law of N, of D or of both (arXiv:2503.04715).
+
+    N and D that do not vary are left out, and so is D if it is a multiple of N. Intervals are from
+    a bootstrap over the pairs (N, D). Raises ConfigError if there are fewer pairs than exponents
+    + 2.
+    """
+    best, left_out = best_values(points, setting)
+    columns = {"N": "params", "D": "tokens"}
+    arrays = {name: np.array([row[key] for row in best]) for name, key in columns.items()}
+    names = [name for name, values in arrays.items() if len(np.unique(values)) > 1]
+    if len(names) == 2 and abs(np.corrcoef(np.log([*arrays.values()]))[0, 1]) > 1 - 1e-9:
+        names = ["N"]  # with a constant ratio of tokens to parameters D adds nothing
+    if len(best) < len(names) + 2 or not names:
+        why = f"; {left_out[0]}" if left_out else ""
+        raise ConfigError(
+            f"--setting-column = {column}: the best value is known for {len(best)} pairs of N and "
+            f"D, but {max(3, len(names) + 2)} different ones are needed{why}; widen the sweep"
+        )
+    x, y = [arrays[name] for name in names], np.array([row["best"] for row in best])
+    law = power_law(x, y)
+    random = np.random.default_rng(seed)
+    drawn = []
+    for _ in range(draws):
+        rows = random.integers(len(y), size=len(y))
+        if all(len(np.unique(v[rows])) > 1 for v in x) and len(np.unique(rows)) > len(x) + 1:
+            draw_law = power_law([v[rows] for v in x], y[rows])
+            drawn.append((draw_law.coefficient, *draw_law.exponents))
+    labels = ["coefficient", *(f"{name}_exponent" for name in names)]
+    samples = dict(zip(labels, np.array(drawn).T, strict=True)) if drawn else {}
+    scatter = np.log(y / law(*x))
+    diagnostics = {
+        "setting": column, "best": best, "left_out": left_out,
+        "bootstrap": {"draws": len(drawn), "seed": seed, "redrawn": draws - len(drawn)},
+        "warnings": [f"left out: {text}" for text in left_out],
+    }  # fmt: skip
+    formula = " ".join(f"{name}^{e:.4f}" for name, e in zip(names, law.exponents, strict=True))
+    return Fit(
+        law=BEST_VALUE,
+        estimator=f"least squares of log(best {column}): {law.coefficient:.4g} {formula}",
+        parameters=dict(zip(labels, (law.coefficient, *law.exponents), strict=True)),
+        objective=float(scatter @ scatter), points=points, optimal={}, samples=samples,
+        scatter=scatter, diagnostics=diagnostics,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -272,3 +397,72 @@ def parabola_bias(points: Points, law: Mapping[str, float] | None) -> dict[str, 
         "N_exponent": exponents(bests)["N_exponent"] - float(PARAMETRIC.optimal(law)[0]),
         "params_ratio": float(np.exp(np.mean(np.log(sizes)))),
     }
+
+
+def with_checks(fit: Fit, table: Table) -> Fit:
+    """Return the fit with its frontier, the frontier's back-test, and warnings about its runs.
+
+    table: the table of the fitted runs.
+    """
+    losses, at_edge = losses_of(fit.points, fit.law)
+    warnings = _units(fit.points) + _design(fit, len(losses), at_edge, table)
+    checks: dict[str, object] = {
+        "warnings": [*fit.diagnostics["warnings"], *warnings], "forecast_warnings": warnings,
+        "frontier": None,
+    }  # fmt: skip
+    if law := posterior(losses):
+        draws = law.parameters()
+        checks["frontier"] = {
+            "budgets": len(losses), "distant_runs": sum(best.distant for best in losses),
+            "parameters": {name: float(np.median(values)) for name, values in draws.items()},
+            "intervals": {name: interval(values) for name, values in draws.items()},
+            "back_test": back_test(losses),
+        }  # fmt: skip
+    return replace(fit, diagnostics={**fit.diagnostics, **checks})
+
+
+def _design(fit: Fit, budgets: int, at_edge: Sequence[float], table: Table) -> list[str]:
+    flops, sizes = fit.points.flops, len(groups(fit.points.params))
+    rates = [{number(row.get(name)) for row in table.rows} for name in _RATES]
+    is_mup = {row.get("parametrization") for row in table.rows} == {"mup"}
+    is_one = sizes > 1 and not is_mup and any(len(rate) == 1 and None not in rate for rate in rates)
+    edges = ", ".join(f"{edge:.3g}" for edge in at_edge)
+    texts = {
+        f"only {budgets} budgets have their best size between others; forecasts need "
+        f"{LEAST_BUDGETS} or more: add budgets":
+            fit.law in WITH_FRONTIER and budgets < LEAST_BUDGETS,
+        f"the budgets span a factor of {flops.max() / flops.min():.3g} in FLOPs; forecasts need "
+        f"{LEAST_SPAN} or more: add smaller budgets": flops.max() < LEAST_SPAN * flops.min(),
+        f"the best size of {edges} FLOPs is the smallest or the largest; these budgets do not "
+        "count for forecasts: add sizes beyond it": bool(at_edge),
+        f"all {sizes} sizes have the same learning rate, which is not the best for each: tune it "
+        "by size, or train with muP": is_one,
+    }  # fmt: skip
+    return [text for text, is_true in texts.items() if is_true and fit.law in (*LAWS, *NAMES)]
+
+
+def _units(points: Points) -> list[str]:
+    """Return signs that losses are not in nats, and that a column is in another unit."""
+    loss, flops = points.loss.min(), points.flops.max()
+    remedy = "write single parameters, tokens and FLOPs in every row"
+    perplexity = (
+        f"the lowest loss is {loss:.3g}: these look like perplexities; use their logarithms"
+    )
+    texts = {f"the largest run has {flops:.3g} FLOPs: these look like units of 1e18; {remedy}":
+             flops < LEAST_FLOPS}  # fmt: skip
+    counted = points.flops / (FLOPS_PER_ND * points.params * points.tokens)
+    for name, values, low, high, most in (
+        ("tokens per parameter", points.tokens / points.params, 1e-3, 1e6, 1e3),
+        ("FLOPs / 6ND", counted, 0.1, 10, 10),
+    ):
+        order = np.argsort(values)
+        steps = np.append(1, values[order][1:] / values[order][:-1])  # wide ladders have small ones
+        pair = order[max(0, np.argmax(steps) - 1) :][:2]
+        rows = " and ".join(f"{values[i]:.2g} in {points.names[i]}" for i in pair)
+        texts |= {
+            f"{name}: {rows}, nothing between: a column mixes units; {remedy}": steps.max() > most,
+            f"{name}: {np.median(values):.2g} in the median run: a column has another unit; "
+            f"{remedy}": not low < np.median(values) < high,
+        }  # fmt: skip
+    first = [text for text, is_true in texts.items() if is_true][:1]  # one mistake causes several
+    return [perplexity] * int(loss > HIGHEST_LOSS) + first

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel3d.scaling.points import Array
-from parallel3d.scaling.result import interval
+from parallel3d.scaling.points import Array, interval
 
 LEAST = 4
 """The smallest number of budgets that determine the law."""

@@ -9,7 +9,7 @@ import pytest
 
 from parallel3d.base.errors import TrainingError
 from parallel3d.calibrate import describe as calibration
-from parallel3d.calibrate.curves import fit, fit_link
+from parallel3d.calibrate.describe import fit, fit_link
 from parallel3d.calibrate.measure_device import Effort, Measured
 from parallel3d.calibrate.steps import Timed, small_runs
 from parallel3d.config.hardware import Hardware, load

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel3d.data.order import sample_index
-from parallel3d.data.shard_order import ShardOrder, windows_per_shard
+from parallel3d.data.order import ShardOrder, sample_index, windows_per_shard
 
 pytestmark = pytest.mark.gloo
 

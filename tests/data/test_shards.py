@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from parallel3d.base.errors import DataError
-from parallel3d.data import pool, shards
+from parallel3d.data import shards
 from parallel3d.data.documents import Documents
 from parallel3d.data.prepare import prepare
 from parallel3d.data.shards import cut
@@ -104,7 +104,7 @@ def test_a_worker_needs_no_transformers_where_they_change_nothing(rows, tmp_path
     assert not is_backend_enough(load_tokenizer(tokenizer), changed)
     path.unlink()
     assert not is_backend_enough(load_tokenizer(tokenizer), changed)
-    imported = "import sys, parallel3d.data.pool; from parallel3d.data.tokenizer import Backend\n"
+    imported = "import sys, parallel3d.data.shards; from parallel3d.data.tokenizer import Backend\n"
     imported += f"Backend.load(__import__('pathlib').Path({str(tokenizer)!r}))\n"
     imported += "print({'torch', 'transformers', 'pydantic'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", imported], text=True) == "set()\n"
@@ -242,7 +242,7 @@ def test_what_is_long_unfinished_goes(rows):
 
 
 def test_how_many_workers(monkeypatch):
-    assert [pool.num_workers(asked, 3) for asked in (1, 2, 8)] == [1, 2, 3]
+    assert [shards.num_workers(asked, 3) for asked in (1, 2, 8)] == [1, 2, 3]
     for cores, expected in [(1, 1), (2, 1), (4, 1), (8, 8), (64, 40)]:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: range(n))
-        assert pool.num_workers("auto", 40) == expected
+        assert shards.num_workers("auto", 40) == expected

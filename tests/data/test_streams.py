@@ -19,7 +19,7 @@ from parallel3d.data import streams
 from parallel3d.data.batches import Batches
 from parallel3d.data.cache import digest_of, locked
 from parallel3d.data.prepare import prepare, prepare_manifests
-from parallel3d.data.shard_cache import Shard, ShardCache
+from parallel3d.data.sharded import Shard, ShardCache
 from tests.data.ids import writers
 from tests.data.stores import http_store, s3_store
 

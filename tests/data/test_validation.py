@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 import parallel3d.data.prepare as prepare_module
 from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig
-from parallel3d.data import hub
+from parallel3d.data import sources as hub
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare, validation_sets

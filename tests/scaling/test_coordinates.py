@@ -6,7 +6,7 @@ from math import nan
 import pytest
 
 from parallel3d.scaling.coordinates import fit_slopes
-from parallel3d.scaling.result import finite
+from parallel3d.scaling.points import finite
 
 pytestmark = pytest.mark.pure
 

@@ -7,13 +7,11 @@ import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.data_constrained import fit_decays
-from parallel3d.scaling.estimator import Estimator
+from parallel3d.scaling.estimator import OVER_TRAINING, PARAMETRIC, Estimator
 from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.forecast import Forecast, compare, forecast, register
-from parallel3d.scaling.frontier import fit_frontier
-from parallel3d.scaling.laws import OVER_TRAINING, PARAMETRIC
-from parallel3d.scaling.power import fit_best
-from parallel3d.scaling.result import Fit, finite
+from parallel3d.scaling.frontier import fit_best, fit_frontier
+from parallel3d.scaling.points import Fit, finite
 from tests.scaling.cases import CHINCHILLA, chinchilla, points
 
 pytestmark = pytest.mark.pure
@@ -85,7 +83,7 @@ def test_a_law_of_settings_tells_no_loss(stored):
 
 def test_what_is_no_forecast_is_not_registered_or_read(stored, tmp_path):
     fit = stored(fit_law(chinchilla(sizes=5), PARAMETRIC, SQUARES, draws=0, brief=True))
-    none = Forecast(1e20, 1e9, 1.6e10, None, {}, 1.0)
+    none = Forecast(flops=1e20, params=1e9, tokens=1.6e10, loss=None, intervals={}, beyond=1.0)
     with pytest.raises(ConfigError, match="has no law of the loss"):
         register(tmp_path / "a.json", none, fit)
     assert not (tmp_path / "a.json").exists()

@@ -5,10 +5,8 @@ import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.data_constrained import DECAYS, DecayModel, best_params, fit_decays
-from parallel3d.scaling.estimator import Estimator
-from parallel3d.scaling.frontier import envelope, fit_frontier, profiles
-from parallel3d.scaling.laws import PARAMETRIC
-from parallel3d.scaling.power import fit_best, power_law
+from parallel3d.scaling.estimator import PARAMETRIC, Estimator
+from parallel3d.scaling.frontier import envelope, fit_best, fit_frontier, power_law, profiles
 from tests.scaling.cases import CHINCHILLA, chinchilla, points
 
 pytestmark = pytest.mark.pure

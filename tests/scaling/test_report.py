@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 
 from parallel3d.scaling import report_page
-from parallel3d.scaling.estimator import Estimator
+from parallel3d.scaling.estimator import PARAMETRIC, Estimator
 from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.frontier import fit_frontier
-from parallel3d.scaling.laws import PARAMETRIC
-from parallel3d.scaling.plots import pictures
 from parallel3d.scaling.points import Dropped
-from parallel3d.scaling.runs import Curve
+from parallel3d.scaling.report_page import pictures
 from tests.scaling.cases import chinchilla
 
 pytestmark = pytest.mark.pure
@@ -47,11 +45,10 @@ def fit():
 
 @pytest.mark.slow
 def test_the_page_is_one_file_and_its_pictures_are_beside_it(fit, tmp_path):
-    curve = Curve("a", [1e6, 1e7], [6.0, 4.0], [(1e7, 4.1)])
-    path = report_page.write(fit, tmp_path, title="Law of <mine>", curves=[curve])
+    path = report_page.write(fit, tmp_path, title="Law of <mine>")
     page = path.read_text()
     pictures = {file.stem: file.read_bytes() for file in (tmp_path / "report").iterdir()}
-    assert set(pictures) == {"loss", "isoflop", "residuals", "intervals", "held_out", "curves"}
+    assert set(pictures) == {"loss", "isoflop", "residuals", "held_out"}
     assert all(image.startswith(b"\x89PNG") and len(image) > 5000 for image in pictures.values())
     assert_whole(page, fit, len(pictures))
 

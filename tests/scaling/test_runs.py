@@ -9,7 +9,7 @@ from parallel3d.config import RunConfig
 from parallel3d.scaling.data_constrained import fit_decays
 from parallel3d.scaling.estimator import Estimator
 from parallel3d.scaling.points import points_of
-from parallel3d.scaling.runs import curves, read_runs, settings
+from parallel3d.scaling.runs import read_runs, settings
 
 pytestmark = pytest.mark.pure
 
@@ -102,13 +102,6 @@ def test_standard_errors_are_read_where_all_runs_have_them(tmp_path):
     write_run(tmp_path, "a", validation=error_of(0.01))
     write_run(tmp_path, "b", width=64, validation=error_of(0.02))
     assert points_of(read_runs(tmp_path), {}).standard_error.tolist() == [0.01, 0.02]
-
-
-def test_curves_are_the_losses_on_the_way(tmp_path):
-    write_run(tmp_path, "a", steps=1000, reached=1000)
-    (curve,) = curves(tmp_path)
-    assert curve.name == "a" and curve.held_out == [(1000 * 4 * SEQ, 5.1)]
-    assert 250 <= len(curve.tokens) <= 350 and curve.loss[0] == pytest.approx(5.9)
 
 
 def test_settings_are_all_values_that_the_runs_had(tmp_path):

@@ -14,7 +14,7 @@ from parallel3d.config.data import DataConfig
 from parallel3d.data.batches import Batches
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.data.evaluation_samples import EvaluationSamples
-from parallel3d.data.ids.remote import SET_BYTES
+from parallel3d.data.ids.id_file import SET_BYTES
 from parallel3d.data.packing import Packing
 from parallel3d.data.prepare import prepare
 from parallel3d.mesh.mesh import Peers

@@ -144,31 +144,26 @@ def _dtype(index: str, version: int, code: int) -> np.dtype:
 def _check(index: str, parsed: _Index, path: str, size: int) -> None:
     """Raise DataError unless the index matches `path`, and each document is contiguous."""
     lengths, first_bytes, documents = parsed.lengths, parsed.first_bytes, parsed.documents
-    count, dtype = len(lengths), parsed.dtype
+    count, width = len(lengths), parsed.dtype.itemsize
     if not count:
         raise DataError(f"{index} has no sequences; preprocess the text again, or remove the file")
     if documents[:1].tolist() != [0] or documents[-1] != count or (np.diff(documents) < 0).any():
         raise _damaged(index, f"document bounds do not ascend from sequence 0 to {count:,}")
-    ends = first_bytes + lengths.astype(np.int64) * dtype.itemsize
-    wrong = (lengths < 0) | (first_bytes < 0) | (first_bytes % dtype.itemsize != 0)
+    ends = first_bytes + lengths.astype(np.int64) * width
+    follows = first_bytes == np.concatenate([[0], ends[:-1]])
+    follows[documents[:-1][documents[:-1] < count]] = True  # the first sequences of documents
+    wrong = (lengths < 0) | (first_bytes < 0) | (first_bytes % width != 0) | ~follows
     if wrong.any():
         bad = int(wrong.argmax())
-        place = f"sequence {bad:,} begins at byte {first_bytes[bad]} and has {lengths[bad]} ids"
-        raise _damaged(index, place)
+        where = f"begins at byte {first_bytes[bad]} and has {lengths[bad]} ids"
+        rule = f"it must have whole ids of {width} bytes and follow the one before in its document"
+        raise _damaged(index, f"sequence {bad:,} {where}, but {rule}")
     if (last := int(ends.max())) != size:
-        reason = "has more ids than its index"
-        if last > size:
-            reason = "is truncated, or has another index"
         raise DataError(
             f"{index}: sequence {int(ends.argmax()):,} ends at byte {last:,}, but {path} has"
-            f" {size:,} bytes; {path} {reason}. Copy both again"
+            f" {size:,} bytes; one of them is truncated, or they do not belong together. Copy both"
+            " again"
         )
-    follows = np.zeros(count, dtype=bool)
-    follows[documents[:-1][documents[:-1] < count]] = True
-    apart = ~follows[1:] & (first_bytes[1:] != ends[:-1])
-    if apart.any():
-        place = f"sequence {int(apart.argmax()) + 1:,}"
-        raise _damaged(index, f"{place} is not adjacent to the previous one of its document")
 
 
 def _damaged(index: str, what: str) -> DataError:

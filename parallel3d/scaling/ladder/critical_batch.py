@@ -18,18 +18,18 @@ from rich.console import Console
 from parallel3d.base import terminal
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.step_lines import METRICS, read_lines
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
 from parallel3d.models.common import divisor_below
 from parallel3d.report.page import png, style
 from parallel3d.scaling.flags import DRAWS, NO_EXTRA
-from parallel3d.scaling.ladder.execute import execute_runs
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Rung, Runs, checkpoints, state_of, with_costs
-from parallel3d.scaling.points import Array
-from parallel3d.scaling.result import finite
-from parallel3d.scaling.runs import ALL, NoEnd, config_of, count, lines_of
+from parallel3d.scaling.ladder.runner import execute
+from parallel3d.scaling.points import Array, finite
+from parallel3d.scaling.runs import ALL, NoEnd, config_of, count
 
 FILE, PICTURE = "critical-batch.json", "critical-batch.png"
 _MULTIPLES = (1, 2, 4, 8, 16, 32)  # of the run's batch, by default
@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace, out: Console) -> tuple[int, CriticalBatch 
     """Train the forks, fit, print and draw; return the exit code, and the result if it is 0."""
     if find_spec("matplotlib") is None:
         raise ConfigError(NO_EXTRA.format("matplotlib"))
-    code, forks = execute_runs(lambda: forks_of(args), args.parallel, out)
+    code, forks = execute(lambda: forks_of(args), args.parallel, out)
     if code:
         return code, None
     runs = [rung.run for rung in forks.rungs]
@@ -160,7 +160,8 @@ def _batch_tokens(fork: LadderRun) -> int:
 def _noise_scale(folder: Path, fork: LadderRun) -> float | None:
     """Return the noise scale of a run in tokens, from the last half before the checkpoint."""
     last = fork.steps_done
-    lines = [line for line in lines_of(folder) if last // 2 < int(line["step"]) <= last]
+    lines = read_lines(folder / METRICS) if (folder / METRICS).exists() else []
+    lines = [line for line in lines if last // 2 < int(line["step"]) <= last]
     noise = [line["gradient_noise"] for line in lines if "gradient_noise" in line]
     trace, square = (sum(n[name] or 0 for n in noise) for name in ("trace", "square"))
     return trace / square * fork.config.data.sequence_length if square > 0 else None

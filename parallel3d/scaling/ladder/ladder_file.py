@@ -5,13 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PlainValidator,
-    Strict,
-    ValidationError,
-)
+from pydantic import BeforeValidator, Field, Strict, ValidationError
 
 from parallel3d.base import explain, reader
 from parallel3d.base.section import PathText, Problem, Problems, Section
@@ -21,7 +15,6 @@ Devices = Annotated[int, Field(gt=0, le=10**9)]
 # The bounds are far above any real run, and keep products of such numbers finite.
 Budget = Annotated[float, Field(gt=0, le=1e40)]
 Numbers = Annotated[tuple[Budget, ...], Strict(False)]
-_MOST_RATE_OR_BATCH = 1e15
 BUDGETS = ("flops", "tokens_per_param", "tokens")
 
 
@@ -55,30 +48,8 @@ def _size(value: object) -> object:
     return {"params": value} if is_number else value
 
 
-def _base(value: object) -> object:
-    if not isinstance(value, (str, dict)):
-        raise ValueError("must be a config; write the name of its file, or a block {...}")
-    return value
-
-
-def _mesh(value: object) -> object:
-    if value is not None and value != "plan" and not isinstance(value, dict):
-        raise ValueError('must be a mesh; write {"pp": 1, "dp": 1, "tp": 1}, or "plan"')
-    return value
-
-
-def _law_or_number(value: object) -> object:
-    known, most = ", ".join(LAWS), _MOST_RATE_OR_BATCH
-    if isinstance(value, str):
-        if value not in LAWS:
-            raise ValueError(f"must be a law or a number; use {known}, or a number")
-    elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
-        rule = f"must be a number above 0 and at most {most:g}"
-        raise ValueError(f"{rule}, or a law; use such a number, or {known}")
-    return value
-
-
-Mesh = Annotated[Any, PlainValidator(_mesh)]
+Mesh = dict[str, Any] | Literal["plan"] | None
+RateOrBatch = Annotated[float, Field(gt=0, le=1e15)] | Literal["olmo", "step-law"]
 
 
 class SizeConfig(Section):
@@ -149,12 +120,12 @@ class TuneConfig(Section):
 class HyperparametersConfig(Section):
     """Batch size and learning rate of each run: a law, or a number for all runs."""
 
-    learning_rate: Annotated[float | str, PlainValidator(_law_or_number)] = "step-law"
+    learning_rate: RateOrBatch = "step-law"
     """Peak learning rate: "olmo", "step-law", or a number."""
     learning_rate_factor: float = Field(default=1.0, gt=0)
     """Multiplies the learning rate. The laws were fitted to models of at least 1e7 parameters;
     smaller models may need another rate."""
-    batch_tokens: Annotated[float | str, PlainValidator(_law_or_number)] = "step-law"
+    batch_tokens: RateOrBatch = "step-law"
     """Tokens per optimizer step: "olmo", "step-law", or a number."""
     tune: TuneConfig | None = None
     """Tune both before the other runs; null trains with them as they are."""
@@ -196,7 +167,7 @@ class HeldOutConfig(Section):
 class LadderConfig(Section):
     """A ladder: every size trained on every budget, with one model family and one corpus."""
 
-    base: Annotated[Any, PlainValidator(_base)]
+    base: str | dict[str, Any]
     """The config that all runs share, without model sizes and training length: a block, or the name
     of its file relative to the ladder's folder."""
     directory: PathText = Field(min_length=1)

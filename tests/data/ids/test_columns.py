@@ -3,7 +3,7 @@
 import pytest
 
 from parallel3d.base.errors import DataError
-from parallel3d.data import hub
+from parallel3d.data import tokenised
 from parallel3d.data.ids import arrow
 from parallel3d.data.prepare import prepare
 from tests.data.ids import writers
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gloo
 def test_a_column_is_read_in_place(kind, tmp_path, monkeypatch):
     """The loading by `datasets` stands aside: it gives paths."""
     path = str(writers.arrow(tmp_path / "a.arrow", [*ENDED[:9], [], *ENDED[9:]], kind))
-    monkeypatch.setattr(hub, "arrow_files", lambda *_: ((path,), ("owner/set train",), ()))
+    monkeypatch.setattr(tokenised, "arrow_files", lambda *_: ((path,), ("owner/set train",), ()))
     given = {"paths": (), "name": "owner/set", "token_field": "input_ids"}
     corpus = prepare(config_of("hub", tmp_path / "a.arrow", **given))
     check_streams(corpus)

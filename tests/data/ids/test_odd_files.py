@@ -32,13 +32,13 @@ def cut(path: Path, by: int = 4) -> None:
 NUM = len(ENDED)
 # damage done to the .bin and the .idx of a good pair, and the message
 PAIRS = [
-    (lambda b, i: cut(b), r"a\.idx: sequence \d+ ends at byte .*a\.bin is truncated"),
+    (lambda b, i: cut(b), r"a\.idx: sequence \d+ ends at byte .* is truncated"),
     (lambda b, i: cut(i), r"a\.idx has .* bytes, .* header; it is truncated"),
     (lambda b, i: cut(i, i.stat().st_size - 20), r"a\.idx has 20 bytes, but must have 34"),
     (lambda b, i: b.write_bytes(b""), r"a\.bin is empty \(0 bytes\)"),
     (lambda b, i: i.write_bytes(b""), r"a\.idx is empty \(0 bytes\)"),
     (lambda b, i: i.unlink(), r"a\.bin: its index .*a\.idx does not exist"),
-    (lambda b, i: b.write_bytes(b.read_bytes() + b"12"), r"a\.bin has more ids than its index"),
+    (lambda b, i: b.write_bytes(b.read_bytes() + b"12"), r"ends at byte .*a\.bin has .* bytes"),
     (lambda b, i: patched(i, 0, b"PK"), r"not an index .* use the data\.source of its format"),
     (lambda b, i: patched(i, 9, b"\2"), r"a\.idx has version 2; only version 1"),
     (lambda b, i: patched(i, 17, b"\6"), r"a\.idx has the dtype code 6"),
@@ -60,7 +60,7 @@ def test_a_damaged_pair_of_megatron(damage, message, tmp_path):
 
 
 OLD_PAIRS = [
-    (lambda b, i: cut(b), r"a\.idx: sequence \d+ ends at byte .*a\.bin is truncated"),
+    (lambda b, i: cut(b), r"a\.idx: sequence \d+ ends at byte .* is truncated"),
     (lambda b, i: cut(i), r"a\.idx has .* bytes, .* header; it is truncated"),
     (lambda b, i: cut(i, i.stat().st_size - 40), r"a\.idx has 40 bytes, but must have 56"),
     (lambda b, i: patched(i, 8, b"\2"), r"a\.idx has version 2; only version 1"),
@@ -110,16 +110,16 @@ FILES = [
     ("datatrove", write("a.ds", writers.datatrove, ENDED, "uint64"), r"neither 2 nor 4 per id"),
     ("tokens", half("a.npy", writers.numpys, ENDED), r"header; it is truncated"),
     ("tokens", half("a.bin", writers.llm_c, DOCUMENTS), r"header; it is truncated"),
-    ("tokens", write("a.bin", writers.llm_c, DOCUMENTS, version=2), r"version 2; only version 1"),
+    ("tokens", write("a.bin", writers.llm_c, DOCUMENTS, version=2), r"version 2; write it with"),
     (
         "tokens",
         write("a.bin", writers.llm_c, DOCUMENTS, magic=20240522),
-        r"is an evaluation file",
+        r"magic number 20240522",
     ),
     ("tokens", write("a.npy", writers.raw, ENDED, "uint32"), r"every second id is 0.*token_dtype"),
     ("tokens", write("a.npy", writers.raw, DOCUMENTS), r"does not contain the end-of-text id 7"),
     ("tokens", write("a.npy", writers.numpys, ENDED, "float32"), r"contains float32 .* integers"),
-    ("tokens", write("a.npy", writers.numpys, ENDED, ">u2"), r"contains >u2, which is big-endian"),
+    ("tokens", write("a.npy", writers.numpys, ENDED, ">u2"), r"contains >u2 .* little-endian"),
     ("tokens", write("a.npy", writers.raw, [*ENDED[:-1], [9, 300]]), r"id 300 \(uint16, place 1\)"),
     ("megatron", write("a.bin", writers.megatron, ENDED, "int32"), None),
 ]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from parallel3d.base.errors import DataError
 from parallel3d.data.batches import Batches
 from parallel3d.data.corpus import Corpus
-from parallel3d.data.ids import remote
-from parallel3d.data.ids.remote import BLOCK, SET_BYTES, WAYS, BlockCache, Range, RemoteFiles
+from parallel3d.data.ids import id_file as remote
+from parallel3d.data.ids.id_file import BLOCK, SET_BYTES, WAYS, BlockCache, Range, RemoteFiles
 from parallel3d.data.prepare import prepare
 from parallel3d.data.show import as_text, samples, summarise
 from tests.data.ids import locked, writers
@@ -77,7 +77,7 @@ def slow_corpus(folder, num_documents=300):
 
 def test_once_the_cache_is_ahead_nothing_is_read_from_afar(tmp_path, monkeypatch):
     """And until then each block once, and never more than a sample needs."""
-    monkeypatch.setattr(remote, "BLOCK", 512)
+    monkeypatch.setattr(remote, "REMOTE_BLOCK", 512)
     corpus, path = slow_corpus(tmp_path)
     SlowFiles.reads.clear()
     for turn in range(3):
@@ -205,7 +205,7 @@ def test_any_ranges_are_the_files_bytes(data):
     reader = RemoteFiles(sizes, "corpus", memory)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote, "read_ranges", read)
-        patch.setattr(remote, "BLOCK", 64)
+        patch.setattr(remote, "REMOTE_BLOCK", 64)
         for _ in range(2):
             assert reader.read(ranges) == [files[r.path][r.start : r.end] for r in ranges]
             # No byte comes twice.

@@ -17,11 +17,9 @@ from rich.console import Console
 
 from launch import scale
 from parallel3d.base.errors import ConfigError
-from parallel3d.scaling.ladder import execute as execution
 from parallel3d.scaling.ladder import runner
-from parallel3d.scaling.ladder.execute import execute
 from parallel3d.scaling.ladder.plan import ladder_of, show, state_of
-from parallel3d.scaling.ladder.runner import Display, Process
+from parallel3d.scaling.ladder.runner import Display, Process, execute
 from parallel3d.scaling.runs import read_runs
 from tests.scaling.ladder.cases import micro, write
 
@@ -38,12 +36,11 @@ def without_fork(command, preexec_fn, **options):
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """Where a ladder's runs are stand-ins."""
-    processes = SimpleNamespace(Popen=without_fork, DEVNULL=subprocess.DEVNULL)
+    processes = SimpleNamespace(**vars(subprocess) | {"Popen": without_fork})
     monkeypatch.setattr(runner, "subprocess", processes)
     for name in ("train.py", "prepare.py"):
         shutil.copy(Path(__file__).with_name("stand_in.py"), tmp_path / name)
     monkeypatch.setattr(runner, "TRAIN", tmp_path / "train.py")
-    monkeypatch.setattr(execution, "TRAIN", tmp_path / "train.py")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "runs").mkdir()
     return tmp_path
@@ -52,7 +49,7 @@ def place(tmp_path, monkeypatch):
 def run(file, parallel=2):
     """The exit code, the rows' states, and what was printed."""
     out = Console(file=(file.parent / "said.txt").open("w"), width=300)
-    code, ladder = execute(str(file), parallel, out)
+    code, ladder = execute(lambda: ladder_of(str(file)), parallel, out)
     out.file.close()
     states = {rung.run.name: rung.state.name for rung in ladder.rungs}
     return code, states, (file.parent / "said.txt").read_text()
@@ -211,7 +208,7 @@ def test_a_held_out_run_is_not_started_where_a_run_failed(place):
 @pytest.mark.slow  # the fit takes half a minute; tests/scaling/test_forecast.py registers others
 def test_a_held_out_run_starts_after_its_forecast_is_registered(place, monkeypatch):
     pytest.importorskip("scipy")
-    monkeypatch.setattr(execution, "DRAWS", 20)
+    monkeypatch.setattr(runner, "DRAWS", 20)
     file = write(place, sizes=SIZES, budgets={"tokens": [640, 1280, 2560]}, held_out=HELD)
     code, states, printed = run(file)
     assert code == 0 and set(states.values()) == {"finished"}, printed
@@ -222,7 +219,7 @@ def test_a_held_out_run_starts_after_its_forecast_is_registered(place, monkeypat
     assert forecast["params"] == held_run.counts.with_head and forecast["tokens"] == held_run.tokens
     assert forecast["points"] == 9
     assert forecast_file.stat().st_mtime <= held_run.folder.stat().st_mtime
-    assert execution.register(ladder, held_run) is None  # never again
+    assert runner.register(ladder, held_run) is None  # never again
 
 
 def test_a_held_out_run_that_cannot_be_forecast_is_not_started(place):
@@ -272,7 +269,7 @@ def test_a_finished_run_is_the_same_on_another_mesh_and_not_with_another_rate(pl
 
 def test_one_ladder_is_run_once_at_a_time(place):
     file = write(place)
-    lock = execution.Lock(place / "runs" / execution.LOCK)
+    lock = runner.Lock(place / "runs" / runner.LOCK)
     lock.take()
     try:
         with pytest.raises(ConfigError, match="is already being run by"):
