@@ -46,7 +46,7 @@ class Forecast(BaseModel, frozen=True):
 
 
 class Registered(Forecast, frozen=True):
-    """What a registered forecast's file has beside the forecast, as far as it is compared."""
+    """The values of a registered forecast's file that are compared with a later forecast."""
 
     loss: float
     registered_at: str

@@ -22,8 +22,8 @@ from parallel3d.train.assembly import Assembly
 from parallel3d.train.evaluation import HELD_OUT
 from parallel3d.train.metrics import finite
 from parallel3d.train.progress import in_words, percent
+from parallel3d.train.result import Result
 from parallel3d.train.start import Start
-from parallel3d.train.trainer import Result
 
 
 @dataclass(frozen=True)

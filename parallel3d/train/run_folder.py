@@ -22,9 +22,9 @@ from parallel3d.train.known_hardware import known_hardware
 from parallel3d.train.memory import begin_memory
 from parallel3d.train.metrics import MetricsWriter, forget_after, step_reached
 from parallel3d.train.progress import Progress
+from parallel3d.train.result import Result
 from parallel3d.train.start import Start
 from parallel3d.train.trackers import Trackers
-from parallel3d.train.trainer import Result
 
 _SAVING_TIMEOUT = 1800.0  # seconds that a rank waits for another rank's disk
 

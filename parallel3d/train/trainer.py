@@ -5,7 +5,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, NoReturn
 
@@ -31,13 +31,14 @@ from parallel3d.train.assembly import Assembly
 from parallel3d.train.bad_steps import BadSteps, Verdict, left_out
 from parallel3d.train.check_bits import Messages, WrongBits, check_bits, noting_messages
 from parallel3d.train.digests import append_digest
-from parallel3d.train.evaluation import HELD_OUT, Evaluation, Losses
+from parallel3d.train.evaluation import Evaluation, Losses
 from parallel3d.train.feed import Feed
 from parallel3d.train.memory import begin_memory
 from parallel3d.train.metrics import MetricsWriter, StepMetrics, gradient_noise, peak_memory_bytes
 from parallel3d.train.profiler import Profiler
 from parallel3d.train.progress import Progress
 from parallel3d.train.recomputation import make_recomputation
+from parallel3d.train.result import Result
 from parallel3d.train.start import Start
 from parallel3d.train.stopping import StopRequest
 from parallel3d.train.watch import make_watch
@@ -45,34 +46,6 @@ from parallel3d.train.watch import make_watch
 _FEWEST, _MOST = 10, 50  # the closing loss is the mean of a tenth of the steps, within these limits
 _LOADING_TIMEOUT = 1800.0  # seconds that a rank waits for another one that reads a checkpoint
 _PATIENCE = 20.0  # seconds for a step and a save; deepspeed's launcher waits 30 after a SIGTERM
-
-
-@dataclass
-class Result:
-    """The result of a launch: its steps, losses, speed and last evaluation."""
-
-    steps: int = 0
-    trained: int = 0
-    """Steps of this launch."""
-    loss: float = math.nan
-    """Loss of the last step's batch."""
-    mean_loss: float = math.nan
-    """Mean loss of the last `mean_loss_of` steps of this launch."""
-    loss_deviation: float = math.nan
-    """Standard deviation of the loss of a single one of these steps."""
-    mean_loss_of: int = 0
-    validation: Losses = field(default_factory=dict)
-    """Losses of the last evaluation: the held-out text, a mixture's parts, validation sets."""
-    tokens_per_second: float = 0.0
-    tflops_per_device: float = 0.0
-    mfu: float | None = None
-    peak_memory_bytes: list[int] = field(default_factory=list)
-    stopped: bool = False
-
-    @property
-    def held_out_loss(self) -> float | None:
-        """Held-out loss in nats per token; None if nothing was evaluated."""
-        return self.validation[HELD_OUT].loss if HELD_OUT in self.validation else None
 
 
 class _Row(NamedTuple):

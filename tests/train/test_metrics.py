@@ -22,7 +22,7 @@ from parallel3d.train.assembly import assemble
 from parallel3d.train.metrics import MetricsWriter, StepMetrics
 from parallel3d.train.overview import Summary, print_placement, print_summary
 from parallel3d.train.progress import Progress, in_words
-from parallel3d.train.trainer import Result
+from parallel3d.train.result import Result
 from tests.verify.configs import config_of
 
 pytestmark = pytest.mark.gloo
