@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.base.errors import DataError
+from parallel3d.base.journal import record
 from parallel3d.base.step_lines import METRICS, append_line, read_lines
 
 DIGESTS = "digests.jsonl"
@@ -31,11 +32,14 @@ def digest_of(checksums: Mapping[str, Sequence[int]]) -> dict[str, Any]:
 
 
 def append_digest(folder: Path, step: int, checksums: Mapping[str, Sequence[int]]) -> None:
-    """Append the digest of the state after `step` to a run's digests. Raises OSError."""
-    last = list(_by_step(folder / DIGESTS).values())[-1:]
+    """Append the digest of the state after `step` to a run's digests; a full disk is an event."""
     digest = digest_of(checksums)
-    chain = _hash("".join([*(line["chain"] for line in last), digest["digest"]]))
-    append_line(folder / DIGESTS, json.dumps({"step": step, "chain": chain} | digest))
+    try:
+        last = list(_by_step(folder / DIGESTS).values())[-1:]
+        chain = _hash("".join([*(line["chain"] for line in last), digest["digest"]]))
+        append_line(folder / DIGESTS, json.dumps({"step": step, "chain": chain} | digest))
+    except OSError as error:
+        record("digest_not_written", step=step, reason=f"{error.strerror} ({folder / DIGESTS})")
 
 
 def _by_step(path: Path) -> dict[int, dict[str, Any]]:

@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, NoReturn
@@ -29,7 +29,7 @@ from parallel3d.models.common import role_lrs
 from parallel3d.tensor import compiled
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.bad_steps import BadSteps, Verdict, left_out
-from parallel3d.train.check_bits import Messages, WrongBits, check_bits, noting_messages
+from parallel3d.train.check_bits import WrongBits, check_bits, noting_messages
 from parallel3d.train.digests import append_digest
 from parallel3d.train.evaluation import Evaluation, Losses
 from parallel3d.train.feed import Feed
@@ -246,10 +246,7 @@ class Trainer:
             pulse.doing(f"the digest of step {step}")
             checksums = state_checksums(self.engine, self.mesh, self._shapes)
             if self.writer:
-                try:
-                    append_digest(self._start.folder, step, checksums)
-                except OSError as error:  # `writer` reports a full disk
-                    self._record("digest_not_written", step=step, reason=error.strerror)
+                append_digest(self._start.folder, step, checksums)
 
     def _save_if_due(self, result: Result) -> None:
         """Save if a save is due; at the end of a run wait until it is on disk."""
@@ -289,10 +286,7 @@ class Trainer:
         every = self.config.train.check_bits.recompute_every
         check = self._recomputation if every and (step + 1) % every == 0 else None
         batch = self._feed.training(self.position.next_sample)
-        every = self.config.train.check_bits.every
-        noted: AbstractContextManager[Messages] = (
-            noting_messages(self.executor) if every and (step + 1) % every == 0 else nullcontext({})
-        )
+        noted = noting_messages(self.executor, self.config.train.check_bits.every, step + 1)
         with check.recording(batch, step) if check else nullcontext(), noted as self._messages:
             loss = self.executor.run(batch, step)
         if check:

@@ -9,7 +9,7 @@ from parallel3d.base import journal
 from parallel3d.base.step_lines import read_lines
 from parallel3d.train.digests import DIGESTS, append_digest
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.gloo
 
 
 def append_event(folder, step):
@@ -33,12 +33,17 @@ def test_a_line_after_half_of_one_is_whole(tmp_path, monkeypatch, name, append):
     assert [line["step"] for line in read_lines(tmp_path / name)] == [1, 3, 4]
 
 
-def test_a_full_disk_is_an_error_of_the_digest_and_none_of_the_journal(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def test_a_digest_that_a_full_disk_takes_no_more_is_an_event(tmp_path, monkeypatch):
+    write = os.write
+
+    def full(file, data):
+        if os.readlink(f"/proc/self/fd/{file}").endswith(DIGESTS):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data)
 
     monkeypatch.setattr(journal, "_folder", tmp_path)
     monkeypatch.setattr(os, "write", full)
-    append_event(tmp_path, 1)
-    with pytest.raises(OSError, match="No space"):
-        append_a_digest(tmp_path, 1)
+    append_a_digest(tmp_path, 7)
+    (event,) = read_lines(tmp_path / journal.EVENTS)
+    assert (event["event"], event["step"]) == ("digest_not_written", 7)
+    assert os.strerror(errno.ENOSPC) in event["reason"]

@@ -208,7 +208,8 @@ FAULTS = [
         DIES,
         message_lost,
         # Either end may be the one that waits longest.
-        located=r'"fault".*rank \d on .*is late: at .*(RECV_B0|SEND_B\d) of step {step}',
+        located=r'"fault".*rank \d on .*is late: .*(RECV_B\d of step {step}, waiting for 0RECV_B0'
+        r"|SEND_B\d of step {step}, waiting until its messages are sent)",
         layouts=tuple(PIPELINES[:1]),
         victims=(1,),
         changes=IMPATIENT,
