@@ -13,6 +13,7 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.base.section import Section
 from parallel3d.checkpoint.in_memory import HostMemory
 from parallel3d.config import RunConfig
+from parallel3d.config.parallel3d_block import CheckpointConfig
 from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes
@@ -53,6 +54,13 @@ def open_memory(
     hosts = "a copy on the next host" if memory.peers else "ONE HOST: no copy on another one"
     say(f"memory  every {config.checkpoint.in_memory_every} steps to {memory.folder}; {hosts}")
     return memory
+
+
+def saves_due(settings: CheckpointConfig, step: int, asked: bool) -> tuple[bool, bool]:
+    """Return whether to save on disk and in memory after a step; `asked`: on disk in any case."""
+    every, in_memory_every = settings.every, settings.in_memory_every
+    on_disk = asked or step in settings.at or (every > 0 and step % every == 0)
+    return on_disk, not asked and in_memory_every > 0 and step % in_memory_every == 0
 
 
 def note_restart(folder: Path, step: int) -> None:

@@ -74,10 +74,14 @@ class Start:
     """The memory of the run's hosts, if it is used."""
 
     @property
+    def on_disk(self) -> find.FoundCheckpoint | None:
+        """The checkpoint, unless it is in memory, from which the run will remove it."""
+        return None if self.checkpoint and self.checkpoint.copies else self.checkpoint
+
+    @property
     def tier(self) -> str | None:
         """Where the checkpoint is: "memory" or "disk"."""
-        found = self.checkpoint
-        return None if found is None else "memory" if found.copies else "disk"
+        return (self.checkpoint and ("disk" if self.on_disk else "memory")) or None
 
     @property
     def tokenizer(self) -> Path | None:

@@ -33,7 +33,7 @@ from parallel3d.train.check_bits import WrongBits, check_bits, noting_messages
 from parallel3d.train.digests import append_digest
 from parallel3d.train.evaluation import Evaluation, Losses
 from parallel3d.train.feed import Feed
-from parallel3d.train.memory import begin_memory
+from parallel3d.train.memory import begin_memory, saves_due
 from parallel3d.train.metrics import MetricsWriter, StepMetrics, gradient_noise, peak_memory_bytes
 from parallel3d.train.profiler import Profiler
 from parallel3d.train.progress import Progress
@@ -207,8 +207,7 @@ class Trainer:
 
     def _check_bits_if_due(self, step: int, done: StepResult) -> None:
         """Raise WrongBits if ranks differ in what they must all hold; collective."""
-        every = self.config.train.check_bits.every
-        if every and step % every == 0:
+        if (every := self.config.train.check_bits.every) and step % every == 0:
             pulse.doing(f"comparing the ranks' bits after step {step}")
             check_bits(self.engine, self.mesh, done.grad_norm, self._ends, self._messages)
             self._clean["every"] = step
@@ -241,8 +240,7 @@ class Trainer:
 
     def _digest_if_due(self, step: int) -> None:
         """Write a digest of the state if one is due after this step; collective."""
-        every = self.config.train.digest_every
-        if every and step % every == 0:
+        if (every := self.config.train.digest_every) and step % every == 0:
             pulse.doing(f"the digest of step {step}")
             checksums = state_checksums(self.engine, self.mesh, self._shapes)
             if self.writer:
@@ -253,20 +251,15 @@ class Trainer:
         if self.saver is None or self._state is None:
             return
         self.saver.poll()
-        settings, last = self.config.checkpoint, result.steps == self.config.num_steps
-        is_due = result.steps in settings.at or (
-            settings.every and result.steps % settings.every == 0
-        )
-        ends, every = result.stopped or last, settings.in_memory_every
-        on_disk = ends or self.stop.saving or is_due
-        in_memory = bool(every and result.steps % every == 0 and not ends)
-        if not (on_disk or in_memory):
-            return
-        pulse.doing(f"saving step {self.position.step}")
-        state = self._state.at(self.position) | self._bad.state()
-        self._stall = self.saver.save_in_memory(state) if in_memory else 0.0
+        ends = result.stopped or result.steps == self.config.num_steps
+        asked = ends or self.stop.saving
+        on_disk, in_memory = saves_due(self.config.checkpoint, result.steps, asked)
+        if on_disk or in_memory:
+            pulse.doing(f"saving step {self.position.step}")
+            state = self._state.at(self.position) | self._bad.state()
+            self._stall = self.saver.save_in_memory(state) if in_memory else 0.0
+            self._stall += self.saver.save(state, wait=ends) if on_disk else 0.0
         if on_disk:
-            self._stall += self.saver.save(state, wait=ends)
             self.stop.saved()
         if ends:
             self.saver.require_saved()
@@ -347,8 +340,7 @@ class Trainer:
         """Return what to do with a step; a row is a rank's loss and side losses."""
         if self.config.fp16.enabled and norm is not None and not math.isfinite(norm):
             norm = None  # DeepSpeed finds the overflow after it has asked
-        names = ("loss", *self._side_losses)
-        losses = dict(zip(names, zip(*rows, strict=True), strict=True))
+        losses = dict(zip(("loss", *self._side_losses), zip(*rows, strict=True), strict=True))
         return self._bad.judge(losses, self._mean_loss(losses["loss"]), norm)
 
     def _mean_loss(self, losses: Iterable[float]) -> float:
@@ -391,9 +383,7 @@ class Trainer:
         """Load the newest checkpoint instead of the state in `step`; set later ones aside."""
         pulse.doing(f"rewinding from step {step + 1}")
         self.mesh.set_timeouts(_LOADING_TIMEOUT)
-        checkpoint, folder = self._start.checkpoint, self._start.folder / "checkpoints"
-        if checkpoint and checkpoint.copies:
-            checkpoint = None  # memory no longer has it
+        checkpoint, folder = self._start.on_disk, self._start.folder / "checkpoints"
         if self.saver:
             self.saver.finish()
             begin_memory(self._start.memory, self.mesh, self._start.folder)
