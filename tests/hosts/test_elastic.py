@@ -117,12 +117,10 @@ class Elastic:
             shares = steps[line["start"]].setdefault(line["launch"], set())
             shares.add(tuple(line["samples"]))
         assert sorted(steps) == list(range(0, STEPS * BATCH, BATCH))
-        for start, launches in steps.items():
+        for first, launches in steps.items():
             *_, shares = launches.values()
-            assert sorted(chain(*shares)) == list(range(start, start + BATCH)), (start, launches)
-        return [
-            start // BATCH + 1 for start, launches in sorted(steps.items()) if len(launches) > 1
-        ]
+            assert sorted(chain(*shares)) == list(range(first, first + BATCH)), (first, launches)
+        return [first // BATCH + 1 for first, taken in sorted(steps.items()) if len(taken) > 1]
 
 
 def times(events):
