@@ -27,7 +27,8 @@ def taken(self, start):
     time.sleep(float((folder / "seconds").read_text()))
     step = training(self, start)
     share = sorted(built & set(range(start, start + self._config.batch_size_at(start))))
-    line = {"time": time.time(), "start": start, "samples": share, "cpu": time.process_time()}
+    line = {"start": start, "samples": share, "launch": os.environ["MASTER_PORT"]}
+    line |= {"time": time.time(), "cpu_seconds": time.process_time()}
     with (folder / f"samples-{os.uname().nodename}-{os.getpid()}.jsonl").open("a") as file:
         file.write(f"{json.dumps(line)}\n")
     return step

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -105,22 +106,21 @@ class Elastic:
         return [e["lost_steps"] for e in self.events if e["event"] == "launch" and e["lost_steps"]]
 
     def check_samples(self):
-        """That of what each step took last, whoever took it, each sample is there once."""
-        steps = defaultdict(list)
-        for path in self.notes.glob("samples-*.jsonl"):
-            for line in map(json.loads, path.read_text().splitlines()):
-                steps[line["start"]].append((line["time"], line["samples"]))
+        """That in the launch that took a step last, its samples are there once; gives the others.
+
+        Each dp coordinate has a share, which all its ranks take.
+        """
+        steps = defaultdict(dict)  # the shares of each step by launch, the last launch at the end
+        paths = self.notes.glob("samples-*.jsonl")
+        lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+        for line in sorted(lines, key=lambda line: line["time"]):
+            shares = steps[line["start"]].setdefault(line["launch"], set())
+            shares.add(tuple(line["samples"]))
         assert sorted(steps) == list(range(0, STEPS * BATCH, BATCH))
-        again = 0  # shares of steps that were trained again
-        for first, shares in steps.items():
-            wanted, seen = list(range(first, first + BATCH)), []
-            for _, samples in sorted(shares, reverse=True):
-                if len(seen) < BATCH:
-                    seen += samples
-                else:
-                    again += 1
-            assert sorted(seen) == wanted, (first, shares)
-        return again
+        for first, launches in steps.items():
+            *_, shares = launches.values()
+            assert sorted(chain(*shares)) == list(range(first, first + BATCH)), (first, launches)
+        return [first // BATCH + 1 for first, taken in sorted(steps.items()) if len(taken) > 1]
 
 
 def times(events):
@@ -153,7 +153,7 @@ def test_a_host_is_lost_and_comes_back(given_hosts, config, alone, tmp_path, vic
     for line, other in zip(run.lines, alone.lines, strict=True):
         assert line["tokens"] == other["tokens"]
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5), (line, other)
-    print("trained again:", elastic.check_samples(), "first steps after", times(elastic.events))
+    print("steps taken twice:", elastic.check_samples(), "first steps:", times(elastic.events))
     chosen = {e["mesh"]: e["chosen"] for e in elastic.events if e["event"] == "launch"}
     assert chosen[whole] is None
     assert chosen[rest].startswith(f"parallel3d.mesh: {rest} of fallbacks, because {whole} ")
