@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 from safetensors.numpy import load_file
 
+from parallel3d.base.step_lines import parsed
 from tests.checkpoint.drill import Run, changed, prepared_config
 from tests.launch.launching import TRAIN, environment, session
 from tests.launch.launching import torchrun as torchrun_command
@@ -113,7 +114,8 @@ class Soak:
 
     def events(self):
         path = self.root / "runs/soak/events.jsonl"
-        return path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line for _, line in parsed(lines)]  # without halves
 
     def strike(self, i):
         """Launch with fault i; return its row of the journal."""
