@@ -184,21 +184,38 @@ class Runner:
         return None
 
     def _start(self, run: LadderRun) -> None:
+        """Start the process of a run; it gets SIGTERM if this process dies."""
         self._wait_for_holder(run)
         if self.is_stopped:
             return
+        command = [sys.executable]
+        if run.devices > 1:  # --standalone finds a free port
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc-per-node={run.devices}"]
+        command += [str(TRAIN), "--config", str(self._ladder.config_file(run))]
+        command += ["--parallel3d.checkpoint.resume", resume_of(run)]
         # Threads affect results, so their number must not depend on the other runs.
-        ranks = self._parallel * run.devices
+        threads = max(1, (os.cpu_count() or 1) // (self._parallel * run.devices))
+        environment = {_THREADS: str(threads), **os.environ}
         count = run.devices if self._has_devices else 0
         devices, self._devices = self._devices[:count], self._devices[count:]
-        ladder = self._ladder
-        self._running.append(
-            start(
-                run, ladder.config_file(run), resume=resume_of(run), devices=devices,
-                log=ladder.directory / LOGS / f"{run.name}.log",
-                threads=max(1, (os.cpu_count() or 1) // ranks),
-            )
-        )  # fmt: skip
+        if devices:
+            environment[VISIBLE] = ",".join(devices)
+        log = self._ladder.directory / LOGS / f"{run.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        libc = ctypes.CDLL(None)  # load it here: a forked child must not load libraries
+
+        def die_with_parent() -> None:
+            if sys.platform == "linux":
+                libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+        with log.open("ab") as file:
+            # A new session, so that Ctrl-C reaches only this process, which stops each run once.
+            popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment,
+                start_new_session=True, preexec_fn=die_with_parent,
+            )  # fmt: skip
+        self._running.append(Process(run, popen, log, devices))
         self._display.start_run(run)
         self._display.say(f"{run.name}: started")
 
@@ -266,39 +283,6 @@ def visible_devices() -> tuple[str, ...]:
         return tuple(takewhile(_DEVICE.match, names))
     # A container has device files with the host's numbers, but CUDA counts its devices from 0.
     return tuple(str(place) for place, _ in enumerate(_NODES.glob("nvidia[0-9]*")))
-
-
-def start(
-    run: LadderRun, config: Path, *, resume: str, log: Path, devices: Sequence[str], threads: int
-) -> Process:
-    """Start the process of a run; it gets SIGTERM if this process dies.
-
-    resume: value of checkpoint.resume.
-    devices: accelerators as in CUDA_VISIBLE_DEVICES; empty for the CPU.
-    threads: CPU threads per rank.
-    """
-    command = [sys.executable]
-    if run.devices > 1:  # --standalone finds a free port
-        command += ["-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={run.devices}"]
-    command += [str(TRAIN), "--config", str(config), "--parallel3d.checkpoint.resume", resume]
-    environment = {_THREADS: str(threads), **os.environ}
-    if devices:
-        environment[VISIBLE] = ",".join(devices)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    libc = ctypes.CDLL(None)  # load it here: a forked child must not load libraries
-
-    def die_with_parent() -> None:
-        if sys.platform == "linux":
-            libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-
-    with log.open("ab") as file:
-        # A new session, so that Ctrl-C reaches only this process, which stops each run once.
-        popen = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment,
-            start_new_session=True, preexec_fn=die_with_parent,
-        )  # fmt: skip
-    return Process(run, popen, log, tuple(devices))
 
 
 def execute(read: Callable[[], _R], parallel: int, out: Console) -> tuple[int, _R]:
