@@ -57,12 +57,13 @@ _SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 @dataclass(frozen=True)
 class Process:
-    """A run in training, with its process, log file and devices."""
+    """A run in training, with its process, log file, devices and progress bar."""
 
     run: LadderRun
     popen: "subprocess.Popen[bytes]"
     log: Path
     devices: tuple[str, ...]
+    bar: TaskID
 
     def last_message(self) -> str:
         """Return the last error message in the log, or its last line if there is none."""
@@ -83,22 +84,12 @@ class Display(Progress):
         )  # fmt: skip
         super().__init__(*columns, console=out, disable=not out.is_terminal)
         self._started = time.monotonic()
-        self._bars: dict[str, TaskID] = {}
-        self._all = self.add_task("all runs", total=total, completed=finished, loss="")
+        self.all_runs = self.add_task("all runs", total=total, completed=finished, loss="")
 
     def say(self, text: str) -> None:
         """Print a line with the time since the start."""
         seconds = int(time.monotonic() - self._started)
         terminal.say(self.console, f"{seconds // 60:3}:{seconds % 60:02}  {text}", " " * 8)
-
-    def start_run(self, run: LadderRun) -> None:
-        """Add a bar for a run that has started."""
-        self._bars[run.name] = self.add_task(run.name, total=run.steps, loss="")
-
-    def end_run(self, run: LadderRun, is_finished: bool) -> None:
-        """Remove the bar of a run that has ended."""
-        self.remove_task(self._bars.pop(run.name))
-        self.advance(self._all, int(is_finished))
 
     def update_bars(self, processes: Iterable[Process]) -> None:
         """Update the bars from the metrics of the runs."""
@@ -109,7 +100,7 @@ class Display(Progress):
                 continue
             loss = last.get("loss")
             shown = f"loss {loss:.3f}" if isinstance(loss, float) else ""
-            self.update(self._bars[process.run.name], completed=int(last["step"]), loss=shown)
+            self.update(process.bar, completed=int(last["step"]), loss=shown)
 
 
 class Runner:
@@ -215,8 +206,8 @@ class Runner:
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment,
                 start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
-        self._running.append(Process(run, popen, log, devices))
-        self._display.start_run(run)
+        bar = self._display.add_task(run.name, total=run.steps, loss="")
+        self._running.append(Process(run, popen, log, devices, bar))
         self._display.say(f"{run.name}: started")
 
     def _wait_for_holder(self, run: LadderRun) -> None:
@@ -244,7 +235,8 @@ class Runner:
         run = process.run
         state = state_of(run)
         is_finished = code == 0 and state.name == "finished"
-        self._display.end_run(run, is_finished)
+        self._display.remove_task(process.bar)
+        self._display.advance(self._display.all_runs, int(is_finished))
         if is_finished:
             loss = "" if state.loss is None else f", held-out loss {state.loss:.4f}"
             error = "" if state.standard_error is None else f" ± {state.standard_error:.4f}"
