@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,10 +29,11 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.lock import Lock, LockHeld
 from parallel3d.base.lock import read as holder_of
 from parallel3d.base.step_lines import METRICS
+from parallel3d.report.page import require
 from parallel3d.scaling import forecast
 from parallel3d.scaling.estimator import PARAMETRIC, Estimator
 from parallel3d.scaling.fit import fit_law
-from parallel3d.scaling.flags import DRAWS, NO_EXTRA
+from parallel3d.scaling.flags import DRAWS
 from parallel3d.scaling.forecast import Forecast
 from parallel3d.scaling.frontier import with_checks
 from parallel3d.scaling.ladder.expand import LadderRun
@@ -371,8 +371,7 @@ def register(ladder: Runs, run: LadderRun) -> Forecast | None:
     file = ladder.forecast_file(run)
     if file.exists():
         return None
-    if find_spec("scipy") is None:
-        raise ConfigError(NO_EXTRA.format("scipy"))
+    require("scipy")
     table = read_runs(ladder.directory)
     fitted = {rung.run.name for rung in ladder.rungs if rung.run.kind == "fit"}
     table = table.take([i for i, name in enumerate(table.names) if name in fitted])
