@@ -11,11 +11,11 @@ import json
 import sys
 from contextlib import redirect_stdout
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 from parallel3d.base.arguments import DONE, Parser, prints_errors_as, whole_number
 from parallel3d.base.errors import ConfigError
+from parallel3d.report.page import require, write_page
 
 
 @prints_errors_as("report")
@@ -25,10 +25,8 @@ def main() -> int:
     if args.to and not args.to.suffix:
         rule = "must have a suffix: its plots stand in a folder without one"
         raise ConfigError(f"--to = {args.to}: {rule}; use --to {args.to}.html")
-    if find_spec("matplotlib") is None:
-        raise ConfigError("matplotlib is not installed; pip install 'parallel3d[scaling]'")
+    require("matplotlib")
     from parallel3d.report import runs
-    from parallel3d.report.page import write_page
 
     read = [runs.read(folder) for folder in args.runs]
     plans = [runs.planned(run, args.hardware) for run in read]

@@ -54,18 +54,19 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
             if start < 0:
                 continue
             number = int(np.searchsorted(stream.bounds, start, side="right")) - 1
-            begin, end = int(stream.bounds[number]), int(stream.bounds[number + 1])
+            begin, end = stream.bounds[number : number + 2].tolist()
             ids = np.asarray(stream.tokens[start:stop]).tolist()
             plain = ids[:-1] if stop == end else ids
-            fragment: Fragment = {
-                "document": parts[part].name(number),
-                "num_tokens": stop - start,
-                "begins": start == begin,
-                "ends": stop == end,
-                "text": str(tokenizer.decode(plain)) if tokenizer else None,
-                "ids": ids,
-            }
-            fragments.append(fragment)
+            fragments.append(
+                Fragment(
+                    document=parts[part].name(number),
+                    num_tokens=stop - start,
+                    begins=start == begin,
+                    ends=stop == end,
+                    text=str(tokenizer.decode(plain)) if tokenizer else None,
+                    ids=ids,
+                )
+            )
         label = corpus.labels[part] if corpus.labels else ""
         rows.append(
             {"index": index, "part": label, "start": int(places[0]), "fragments": fragments}

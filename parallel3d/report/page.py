@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from parallel3d.base.atomic import replaced
+from parallel3d.base.errors import ConfigError
 
 if TYPE_CHECKING:  # of an extra
     from matplotlib.figure import Figure
@@ -50,6 +52,13 @@ class Part:
     heads: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     numeric: bool = True  # all columns except the first are numbers
+
+
+def require(*packages: str) -> None:
+    """Raise ConfigError if a package of the extra `scaling` is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise ConfigError(f"{package} is not installed; run: pip install 'parallel3d[scaling]'")
 
 
 @contextmanager

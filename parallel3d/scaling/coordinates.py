@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 from rich.console import Console
@@ -20,8 +19,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig
 from parallel3d.model.parametrization import parametrization_of
-from parallel3d.report.page import png, style
-from parallel3d.scaling.flags import NO_EXTRA
+from parallel3d.report.page import png, require, style
 from parallel3d.scaling.points import finite
 
 WIDTHS = (64, 128, 256, 512)
@@ -177,8 +175,8 @@ def prepare(args: argparse.Namespace) -> RunConfig:
         raise ConfigError(
             f"--widths {args.widths[0]}: only one width; a slope needs at least two different ones"
         )
-    if args.plot and find_spec("matplotlib") is None:
-        raise ConfigError(NO_EXTRA.format("matplotlib"))
+    if args.plot:
+        require("matplotlib")
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     args.widths = sorted(set(args.widths))
     config = RunConfig.from_json(args.config, args.overrides)

@@ -5,13 +5,13 @@ import json
 import math
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from parallel3d.base.arguments import Parser, whole_number
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
+from parallel3d.report.page import require
 from parallel3d.scaling import data_constrained, forecast, frontier, report_page, runs
 from parallel3d.scaling.estimator import LAWS, Estimator
 from parallel3d.scaling.fit import fit_law
@@ -22,7 +22,6 @@ from parallel3d.scaling.runs import COUNTS, read, read_runs
 
 DRAWS = 2000  # bootstrap resamples
 FIT = "fit.json"
-NO_EXTRA = "{} is not installed; run: pip install 'parallel3d[scaling]'"
 LAWS_IN_WORDS = {
     **{law.name: law.formula for law in LAWS.values()},
     "isoflop": "the best N and D of each budget as powers of C",
@@ -184,9 +183,7 @@ def predict(args: argparse.Namespace) -> tuple[Forecast, Fit, Path | None]:
 
 def fit(args: argparse.Namespace) -> Fit:
     """Make the fit that the flags ask for; raise ConfigError if the points do not allow it."""
-    for package in ("scipy", *(["matplotlib"] * (not args.no_report))):
-        if find_spec(package) is None:
-            raise ConfigError(NO_EXTRA.format(package))
+    require("scipy", *(["matplotlib"] * (not args.no_report)))
     is_runs = args.source.is_dir()
     compared = list(args.compare_n)
     if is_runs and not compared:

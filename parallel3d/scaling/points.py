@@ -117,22 +117,17 @@ def points_of(
     Raises ConfigError if a column is missing or no row can be used.
     """
     columns = _columns(table, named)
-    dropped = [Dropped(*gone) for gone in table.left_out]
-    rows: list[dict[str, float]] = []
-    names: list[str] = []
     read = columns | {f"other {name}": table.column(flag, name) for flag, name in others}
-    for name, cells in zip(table.names, table.rows, strict=True):
-        row, reason = _numbers(read, cells)
-        if reason:
-            dropped.append(Dropped(name, reason))
-        else:
-            rows.append(row)
-            names.append(name)
-    arrays = {what: np.array([row[what] for row in rows]) for what in (rows[0] if rows else ())}
+    results = [(n, *_numbers(read, c)) for n, c in zip(table.names, table.rows, strict=True)]
+    unusable = ((name, reason) for name, _, reason in results if reason)
+    dropped = [Dropped(*gone) for gone in (*table.left_out, *unusable)]
+    rows = [row for _, row, reason in results if not reason]
+    names = tuple(name for name, _, reason in results if not reason)
     if rows:
+        arrays = {what: np.array([row[what] for row in rows]) for what in rows[0]}
         points = Points(
             **{what: arrays[what] for what in ("params", "tokens", "flops", "loss")},
-            names=tuple(names), columns=columns, dropped=tuple(dropped),
+            names=names, columns=columns, dropped=tuple(dropped),
             standard_error=arrays.get("standard_error"), unique=arrays.get("unique"),
             others={name: arrays[f"other {name}"] for _, name in others},
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel3d.scaling import flags
+from parallel3d.report import page
 from tests.scaling.cases import chinchilla, write_csv
 
 pytestmark = pytest.mark.pure
@@ -90,7 +90,7 @@ def test_a_bad_flag_is_one_message(refused, tmp_path, flags, words):
 @pytest.mark.parametrize("package", ["scipy", "matplotlib"])
 def test_what_is_not_installed_is_named_with_its_remedy(refused, tmp_path, monkeypatch, package):
     write_csv(tmp_path / "runs.csv", **COLUMNS)
-    monkeypatch.setattr(flags, "find_spec", lambda name: None if name == package else name)
+    monkeypatch.setattr(page, "find_spec", lambda name: None if name == package else name)
     said = refused("fit", "runs.csv")
     assert f"{package} is not installed; run: pip install 'parallel3d[scaling]'" in said
 

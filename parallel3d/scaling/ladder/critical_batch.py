@@ -8,7 +8,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from math import ceil, gcd, inf, lcm, nan
 from pathlib import Path
 
@@ -23,8 +22,8 @@ from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
 from parallel3d.models.common import divisor_below
-from parallel3d.report.page import png, style
-from parallel3d.scaling.flags import DRAWS, NO_EXTRA
+from parallel3d.report.page import png, require, style
+from parallel3d.scaling.flags import DRAWS
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Rung, Runs, checkpoints, state_of, with_costs
 from parallel3d.scaling.ladder.runner import execute
@@ -73,8 +72,7 @@ class CriticalBatch:
 
 def measure(args: argparse.Namespace, out: Console) -> tuple[int, CriticalBatch | None]:
     """Train the forks, fit, print and draw; return the exit code, and the result if it is 0."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError(NO_EXTRA.format("matplotlib"))
+    require("matplotlib")
     code, forks = execute(lambda: forks_of(args), args.parallel, out)
     if code:
         return code, None

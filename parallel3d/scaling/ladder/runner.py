@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,10 +29,11 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.lock import Lock, LockHeld
 from parallel3d.base.lock import read as holder_of
 from parallel3d.base.step_lines import METRICS
+from parallel3d.report.page import require
 from parallel3d.scaling import forecast
 from parallel3d.scaling.estimator import PARAMETRIC, Estimator
 from parallel3d.scaling.fit import fit_law
-from parallel3d.scaling.flags import DRAWS, NO_EXTRA
+from parallel3d.scaling.flags import DRAWS
 from parallel3d.scaling.forecast import Forecast
 from parallel3d.scaling.frontier import with_checks
 from parallel3d.scaling.ladder.expand import LadderRun
@@ -57,12 +57,13 @@ _SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 @dataclass(frozen=True)
 class Process:
-    """A run in training, with its process, log file and devices."""
+    """A run in training, with its process, log file, devices and progress bar."""
 
     run: LadderRun
     popen: "subprocess.Popen[bytes]"
     log: Path
     devices: tuple[str, ...]
+    bar: TaskID
 
     def last_message(self) -> str:
         """Return the last error message in the log, or its last line if there is none."""
@@ -83,22 +84,12 @@ class Display(Progress):
         )  # fmt: skip
         super().__init__(*columns, console=out, disable=not out.is_terminal)
         self._started = time.monotonic()
-        self._bars: dict[str, TaskID] = {}
-        self._all = self.add_task("all runs", total=total, completed=finished, loss="")
+        self.all_runs = self.add_task("all runs", total=total, completed=finished, loss="")
 
     def say(self, text: str) -> None:
         """Print a line with the time since the start."""
         seconds = int(time.monotonic() - self._started)
         terminal.say(self.console, f"{seconds // 60:3}:{seconds % 60:02}  {text}", " " * 8)
-
-    def start_run(self, run: LadderRun) -> None:
-        """Add a bar for a run that has started."""
-        self._bars[run.name] = self.add_task(run.name, total=run.steps, loss="")
-
-    def end_run(self, run: LadderRun, is_finished: bool) -> None:
-        """Remove the bar of a run that has ended."""
-        self.remove_task(self._bars.pop(run.name))
-        self.advance(self._all, int(is_finished))
 
     def update_bars(self, processes: Iterable[Process]) -> None:
         """Update the bars from the metrics of the runs."""
@@ -109,7 +100,7 @@ class Display(Progress):
                 continue
             loss = last.get("loss")
             shown = f"loss {loss:.3f}" if isinstance(loss, float) else ""
-            self.update(self._bars[process.run.name], completed=int(last["step"]), loss=shown)
+            self.update(process.bar, completed=int(last["step"]), loss=shown)
 
 
 class Runner:
@@ -184,22 +175,39 @@ class Runner:
         return None
 
     def _start(self, run: LadderRun) -> None:
+        """Start the process of a run; it gets SIGTERM if this process dies."""
         self._wait_for_holder(run)
         if self.is_stopped:
             return
+        command = [sys.executable]
+        if run.devices > 1:  # --standalone finds a free port
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc-per-node={run.devices}"]
+        command += [str(TRAIN), "--config", str(self._ladder.config_file(run))]
+        command += ["--parallel3d.checkpoint.resume", resume_of(run)]
         # Threads affect results, so their number must not depend on the other runs.
-        ranks = self._parallel * run.devices
+        threads = max(1, (os.cpu_count() or 1) // (self._parallel * run.devices))
+        environment = {_THREADS: str(threads), **os.environ}
         count = run.devices if self._has_devices else 0
         devices, self._devices = self._devices[:count], self._devices[count:]
-        ladder = self._ladder
-        self._running.append(
-            start(
-                run, ladder.config_file(run), resume=resume_of(run), devices=devices,
-                log=ladder.directory / LOGS / f"{run.name}.log",
-                threads=max(1, (os.cpu_count() or 1) // ranks),
-            )
-        )  # fmt: skip
-        self._display.start_run(run)
+        if devices:
+            environment[VISIBLE] = ",".join(devices)
+        log = self._ladder.directory / LOGS / f"{run.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        libc = ctypes.CDLL(None)  # load it here: a forked child must not load libraries
+
+        def die_with_parent() -> None:
+            if sys.platform == "linux":
+                libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+        with log.open("ab") as file:
+            # A new session, so that Ctrl-C reaches only this process, which stops each run once.
+            popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment,
+                start_new_session=True, preexec_fn=die_with_parent,
+            )  # fmt: skip
+        bar = self._display.add_task(run.name, total=run.steps, loss="")
+        self._running.append(Process(run, popen, log, devices, bar))
         self._display.say(f"{run.name}: started")
 
     def _wait_for_holder(self, run: LadderRun) -> None:
@@ -227,7 +235,8 @@ class Runner:
         run = process.run
         state = state_of(run)
         is_finished = code == 0 and state.name == "finished"
-        self._display.end_run(run, is_finished)
+        self._display.remove_task(process.bar)
+        self._display.advance(self._display.all_runs, int(is_finished))
         if is_finished:
             loss = "" if state.loss is None else f", held-out loss {state.loss:.4f}"
             error = "" if state.standard_error is None else f" ± {state.standard_error:.4f}"
@@ -266,39 +275,6 @@ def visible_devices() -> tuple[str, ...]:
         return tuple(takewhile(_DEVICE.match, names))
     # A container has device files with the host's numbers, but CUDA counts its devices from 0.
     return tuple(str(place) for place, _ in enumerate(_NODES.glob("nvidia[0-9]*")))
-
-
-def start(
-    run: LadderRun, config: Path, *, resume: str, log: Path, devices: Sequence[str], threads: int
-) -> Process:
-    """Start the process of a run; it gets SIGTERM if this process dies.
-
-    resume: value of checkpoint.resume.
-    devices: accelerators as in CUDA_VISIBLE_DEVICES; empty for the CPU.
-    threads: CPU threads per rank.
-    """
-    command = [sys.executable]
-    if run.devices > 1:  # --standalone finds a free port
-        command += ["-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={run.devices}"]
-    command += [str(TRAIN), "--config", str(config), "--parallel3d.checkpoint.resume", resume]
-    environment = {_THREADS: str(threads), **os.environ}
-    if devices:
-        environment[VISIBLE] = ",".join(devices)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    libc = ctypes.CDLL(None)  # load it here: a forked child must not load libraries
-
-    def die_with_parent() -> None:
-        if sys.platform == "linux":
-            libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-
-    with log.open("ab") as file:
-        # A new session, so that Ctrl-C reaches only this process, which stops each run once.
-        popen = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment,
-            start_new_session=True, preexec_fn=die_with_parent,
-        )  # fmt: skip
-    return Process(run, popen, log, tuple(devices))
 
 
 def execute(read: Callable[[], _R], parallel: int, out: Console) -> tuple[int, _R]:
@@ -395,8 +371,7 @@ def register(ladder: Runs, run: LadderRun) -> Forecast | None:
     file = ladder.forecast_file(run)
     if file.exists():
         return None
-    if find_spec("scipy") is None:
-        raise ConfigError(NO_EXTRA.format("scipy"))
+    require("scipy")
     table = read_runs(ladder.directory)
     fitted = {rung.run.name for rung in ladder.rungs if rung.run.kind == "fit"}
     table = table.take([i for i, name in enumerate(table.names) if name in fitted])

@@ -15,7 +15,14 @@ from parallel3d.base.errors import DataError
 from parallel3d.data.batches import Batches
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.ids import id_file as remote
-from parallel3d.data.ids.id_file import BLOCK, SET_BYTES, WAYS, BlockCache, Range, RemoteFiles
+from parallel3d.data.ids.id_file import (
+    REMOTE_BLOCK,
+    SET_BYTES,
+    WAYS,
+    BlockCache,
+    Range,
+    RemoteFiles,
+)
 from parallel3d.data.prepare import prepare
 from parallel3d.data.show import as_text, samples, summarise
 from tests.data.ids import locked, writers
@@ -40,7 +47,7 @@ def key(number):
     return int(number + 1).to_bytes(16, "little")
 
 
-def data_of(number, size=BLOCK):
+def data_of(number, size=REMOTE_BLOCK):
     return np.random.default_rng(number).bytes(size)
 
 
@@ -128,15 +135,15 @@ def test_the_bound_holds_and_what_was_used_stays(tmp_path, monkeypatch):
     assert kept == [0, *range(WAYS, 2 * WAYS - 1)]
     cache = BlockCache(path, limit := 3 * SET_BYTES - 1)
     for number in range(200):
-        cache.put(key(number), data_of(number, BLOCK - number))
+        cache.put(key(number), data_of(number, REMOTE_BLOCK - number))
     kept = [number for number in range(200) if cache.get(key(number)) is not None]
-    assert all(cache.get(key(number)) == data_of(number, BLOCK - number) for number in kept)
+    assert all(cache.get(key(number)) == data_of(number, REMOTE_BLOCK - number) for number in kept)
     assert len(kept) == 2 * WAYS and path.stat().st_size <= limit
     assert 512 * path.stat().st_blocks <= limit + 2**16
     # Of another limit, at the same time.
     smaller = BlockCache(path, SET_BYTES)
     for number in range(200):
-        assert cache.get(key(number)) in (None, data_of(number, BLOCK - number))
+        assert cache.get(key(number)) in (None, data_of(number, REMOTE_BLOCK - number))
     smaller.put(key(1), data_of(1))
     assert smaller.get(key(1)) == data_of(1)
 
