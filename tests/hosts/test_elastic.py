@@ -157,7 +157,7 @@ def test_a_host_is_lost_and_comes_back(given_hosts, config, alone, tmp_path, vic
     chosen = {e["mesh"]: e["chosen"] for e in elastic.events if e["event"] == "launch"}
     assert chosen[whole] is None
     assert chosen[rest].startswith(f"parallel3d.mesh: {rest} of fallbacks, because {whole} ")
-    assert chosen[rest] in elastic.agents[left.name].said
+    assert chosen[rest] in elastic.agents[left.name].texts[0]
     assert json.loads((run.folder / "attempts.json").read_text())["deaths"] == []
 
 
