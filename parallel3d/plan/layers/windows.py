@@ -72,14 +72,6 @@ _ALONE = frozenset({(0,)})
 _ONE_STAGE = Windows((1,), (_ALONE,), (_ALONE,), (Arrival(0, True, (0,), (0,)),))
 
 
-def windows(
-    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, weights: Weights
-) -> tuple[Windows, ...]:
-    """Return the weight gathers of each pipeline coordinate in a step."""
-    sizes = schedule, pp, num_microbatches, stages_per_rank
-    return tuple(windows_of(*sizes, weights, coord) for coord in range(pp))
-
-
 def windows_of(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, weights: Weights,
     coord: int,

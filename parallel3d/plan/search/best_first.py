@@ -247,15 +247,14 @@ class _Search:
 
     def _least_full(self, setting: Setting) -> int:
         """Return a lower bound on the layers of a stage that must be recomputed to fit."""
-        (flow, order, _), full = candidates.choices_of(setting), self._least_on_device(setting)
+        flow, order, _ = candidates.choices_of(setting)
+        full, _ = least_on_first(setting, self.hardware)
         if (flow, order) not in self._freed:  # by all ZeRO states alike
-            self._freed[flow, order] = self._least_on_device(setting.but(recompute="none")) - full
+            without, _ = least_on_first(setting.but(recompute="none"), self.hardware)
+            self._freed[flow, order] = without - full
         freed = self._freed[flow, order]
         over = full + freed - self.room[0]
         return max(0, over * min(blocks_in_stages(setting)) // max(1, freed))
-
-    def _least_on_device(self, setting: Setting) -> int:
-        return least_on_first(setting, self.hardware)[0]
 
     def _bound_of_any(self, setting: Setting) -> float:
         """Return a lower bound for any number of layers in full recomputation, and of gathers.
@@ -296,8 +295,8 @@ class _Search:
 
         One of them goes through all stages and back, with half of the backwards if they are split.
         """
-        times = self.request.global_batch_size / flow.mesh.dp / flow.micro_batch / flow.mesh.pp
-        return max(1.0, (1.0 if flow.recompute.startswith("full") else 0.5) / times)
+        share = flow.mesh.pp * flow.mesh.dp * flow.micro_batch / self.request.global_batch_size
+        return max(1.0, share if flow.recompute.startswith("full") else share / 2)
 
     def leanest(self) -> Setting:
         """Return the setting with the least memory, among the 40 whose first rank needs least."""

@@ -147,8 +147,8 @@ def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
                 elif op != Op.W:
                     backward_ends[stage][microbatch] = now
                 # By the end, then forwards by stage, then backwards from the last stage on.
-                turn = stage if op == forward else 2 * last - stage
-                turns.append((now * (2 * last + 1) + turn, coord, action))
+                turn = now * (2 * last + 1) + (stage if op == forward else 2 * last - stage)
+                turns.append((turn, coord, action))
             moved |= place > places[coord]
             places[coord], free[coord] = place, now
     return [(coord, action) for *_, coord, action in sorted(turns)]

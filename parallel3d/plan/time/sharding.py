@@ -21,7 +21,7 @@ from parallel3d.plan.layers.weight_counts import (
     together,
     weights_of,
 )
-from parallel3d.plan.layers.windows import windows
+from parallel3d.plan.layers.windows import windows_of
 from parallel3d.plan.setting import BYTES, Device, Precision, Setting
 from parallel3d.plan.time.network import Kind, RankGroup, collective_seconds, group_of, sharing
 from parallel3d.plan.time.operators import Machine, bandwidth_of, matmul_flops, refuse
@@ -66,10 +66,8 @@ class Sharding(NamedTuple):
 def _gathers(setting: Setting) -> tuple[int, ...]:
     if setting.weights == "per_step" or setting.stages_per_rank == 1:
         return (1,) * setting.stages_per_rank
-    coords = windows(
-        setting.schedule, setting.pp, setting.num_microbatches, setting.stages_per_rank,
-        setting.weights,
-    )  # fmt: skip
+    numbers = setting.schedule, setting.pp, setting.num_microbatches, setting.stages_per_rank
+    coords = (windows_of(*numbers, setting.weights, coord) for coord in range(setting.pp))
     return tuple(map(max, zip(*(coord.times for coord in coords), strict=True)))
 
 

@@ -162,8 +162,8 @@ def _bound(costs: ActionCosts, setting: Setting) -> float:
         work += sum(map(mul, outer.stages_before, around)) + back * sends[outer.home[0]]
         reduced = max(reduced, work + reducing[outer.coord_class])
     unhidden: float = min(map(sub, reducing, costs.hideable))
-    path: float = sum(map(mul, layout.outer[0].stages_from[0], way)) + 2 * sends[-1]
-    reduced = max(reduced, path + unhidden)
+    through: float = sum(map(mul, layout.outer[0].stages_from[0], way)) + 2 * sends[-1]
+    reduced = max(reduced, through + unhidden)
     fastest = min(forward)
     if layout.pp > 1 and fastest > 0:
         idle = load(setting.schedule).bubble(*sizes, min(backward) / fastest)

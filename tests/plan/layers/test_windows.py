@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel3d.plan.layers.windows import _windows, windows
+from parallel3d.plan.layers.windows import _windows, windows_of
 from parallel3d.schedule.schedules import load, names, why_not
 from parallel3d.schedule.sharding import with_sharding
 from tests.schedule.blocking import most_gathered
@@ -17,6 +17,10 @@ ORDERS = [
     for v in (1, 2, 3)
     if not why_not(name, pp, count, v)
 ]
+
+
+def windows(name, pp, count, v, weights):
+    return tuple(windows_of(name, pp, count, v, weights, coord) for coord in range(pp))
 
 
 @pytest.mark.parametrize("weights", ["per_pass", "per_step"])
