@@ -46,7 +46,7 @@ class Forecast(BaseModel, frozen=True):
 
 
 class Registered(Forecast, frozen=True):
-    """What a registered forecast's file has beside the forecast, as far as it is compared."""
+    """A forecast in the file that `register` wrote, with the names there that are compared."""
 
     loss: float
     registered_at: str
