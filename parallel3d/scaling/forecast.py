@@ -46,7 +46,7 @@ class Forecast(BaseModel, frozen=True):
 
 
 class Registered(Forecast, frozen=True):
-    """The values of a registered forecast's file that are compared with a later forecast."""
+    """A forecast in the file that `register` wrote, with the names there that are compared."""
 
     loss: float
     registered_at: str
