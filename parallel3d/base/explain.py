@@ -31,7 +31,7 @@ _WORDING = {
     "less_than_equal": ("must be at most {le}", "write {le} or less"),
     "literal_error": ("must be {expected}", "write {expected}"),
     "mapping_type": ("must be a table of blocks", 'write {{"NAME": {{...}}}}'),
-    "dict_type": ("must be a table of blocks", 'write {{"NAME": {{...}}}}'),
+    "dict_type": ("must be a block of settings", "write {{...}}"),
     "model_type": ("must be a block of settings", "write {{...}}"),
 }
 # difflib ratios: a misspelt key in this block, and a four-letter block name with two letters

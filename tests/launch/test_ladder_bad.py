@@ -46,7 +46,8 @@ LADDERS = {
     "no budgets": ({"budgets": {}}, "budgets = ", "sets none of flops"),
     "an unknown law": (
         {"hyperparameters": {"learning_rate": "chinchilla"}},
-        'hyperparameters.learning_rate = "chinchilla"', "use olmo, step-law, or a number",
+        'hyperparameters.learning_rate = "chinchilla"',
+        'must be a number, or must be "olmo" or "step-law"',
     ),
     "heads that do not divide": (
         {"sizes": sized(num_attention_heads=3)},
@@ -77,7 +78,7 @@ LADDERS = {
     "tp that does not divide": (
         {"mesh": {"pp": 1, "dp": 1, "tp": 3}}, "parallel3d.mesh.tp = 3", "does not divide",
     ),
-    "no mesh": ({"mesh": 4}, "mesh = 4", 'write {"pp": 1, "dp": 1, "tp": 1}, or "plan"'),
+    "no mesh": ({"mesh": 4}, "mesh = 4", 'write {...}, or write "plan"'),
     "an unknown key": ({"budget": {}}, "budget", "budgets"),
     "a length of its own": (
         {"base": base(parallel3d__train={"steps": 5})},
