@@ -28,6 +28,7 @@ class Launch:
     jobs: tuple[Job, ...] = ()  # jobs that a scheduler or torchrun restarts under the same id
     launcher: str = ""  # the one, if any, that ends with its own exit code
     is_elastic: bool = False  # whether torchrun may start these ranks again with other hosts
+    has_agents: bool = False  # whether torchruns on several hosts may start these ranks again
 
     @classmethod
     def from_environment(cls) -> "Launch":
@@ -40,16 +41,20 @@ class Launch:
             # torchrun's name, then deepspeed's; without either, all ranks may be on this node.
             here = next((n for n in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if n in os.environ), None)
             local_world_size = _number(here, least=1, most=world_size) if here else world_size
+            restarts = _number("TORCHELASTIC_RESTART_COUNT", default=0)
+            most_restarts = _number("TORCHELASTIC_MAX_RESTARTS", default=0)
+            is_elastic = _LAUNCHERS["torchrun"] in os.environ and _has_range_of_nodes()
             return cls(
                 _number("RANK", most=world_size - 1),
                 world_size,
                 _number("LOCAL_RANK", default=0, most=local_world_size - 1),
                 local_world_size,
-                restarts := _number("TORCHELASTIC_RESTART_COUNT", default=0),
-                max(0, _number("TORCHELASTIC_MAX_RESTARTS", default=0) - restarts),
+                restarts,
+                max(0, most_restarts - restarts),
                 jobs_of_this_process(),
                 next((name for name, known in _LAUNCHERS.items() if known in os.environ), ""),
-                _LAUNCHERS["torchrun"] in os.environ and _has_range_of_nodes(),
+                is_elastic,
+                is_elastic or (most_restarts > 0 and local_world_size < world_size),
             )
         if "SLURM_PROCID" in os.environ and _number("SLURM_NTASKS", default=1) > 1:
             world_size, local_rank = _number("SLURM_NTASKS"), _number("SLURM_LOCALID")

@@ -94,6 +94,7 @@ class Mesh:
         fault.set_rank(launch.rank)
         self.local_rank, self.local_size = launch.local_rank, launch.local_world_size
         self.restart_count, self.is_elastic = launch.restart_count, launch.is_elastic
+        self.has_agents = launch.has_agents
         self.device = pick_device(launch)
         # DeepSpeed takes its device index from this variable.
         index = self.device.index

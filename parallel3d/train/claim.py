@@ -44,6 +44,12 @@ def resolve_config(config: RunConfig, launch: Launch) -> RunConfig:
 
     The result is the same on every rank. Raises ConfigError, also for impossibly large sizes.
     """
+    if launch.has_agents and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError(
+            "torchrun on several hosts with --max-restarts: ranks that start again cannot use the "
+            "store that its agents share (torch 2.13); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
+            "each host"
+        )
     if launch.is_elastic:
         _check_elastic(config)
     refuse_impossible(config, launch.world_size)
@@ -58,11 +64,6 @@ def resolve_config(config: RunConfig, launch: Launch) -> RunConfig:
 
 def _check_elastic(config: RunConfig) -> None:
     """Raise ConfigError if a run could not go on, and find itself, when its hosts change."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise ConfigError(
-            "torchrun --nnodes MIN:MAX: hosts that come later cannot reach the store that its "
-            "agents share (torch 2.13); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each host"
-        )
     resume = config.checkpoint.resume
     is_path = isinstance(resume, str) and resume != "none"
     if resume != "auto" and (config.run.name == "auto" or not is_path):

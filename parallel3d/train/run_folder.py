@@ -62,7 +62,7 @@ class Output:
             self.directory.mkdir(exist_ok=True)
             reached = step_reached(self.directory)
             # An elastic launch is stopped when hosts come, to start again.
-            self._attempts.begin(reached, restart and not self._mesh.is_elastic)
+            self._attempts.begin(reached, restart and not self._mesh.has_agents)
             disk.remove_leftovers(self.checkpoints)
             for name in (METRICS, DIGESTS):
                 forget_after(self.directory / name, step)

@@ -146,7 +146,7 @@ def _find_folder(
         exists = claim.folder.exists()
         if exists:
             attempts = Attempts(claim.folder, settings, claim.config)
-            restart = mesh.restart_count > 0 and not mesh.is_elastic
+            restart = mesh.restart_count > 0 and not mesh.has_agents
             attempts.check(step_reached(claim.folder), restart)
         return str(claim.folder), claim.config, exists
 

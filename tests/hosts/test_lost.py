@@ -140,6 +140,19 @@ def test_all_processes_of_a_host_are_killed(given_hosts, config, alone, tmp_path
     assert ("waiting up to 30 s for its heartbeat" in left) == (victim == 0), left
 
 
+def test_torchruns_start_all_ranks_again(given_hosts, config, alone, tmp_path):
+    """The agent of the host whose rank is killed restarts it, and the other one its own."""
+    hosts = given_hosts()
+    run = Run(config, "again", tmp_path)
+    options = {"max-restarts": 3, "rdzv_conf": "last_call_timeout=3"}
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    launched = begin(torchrun, hosts, run, DP, variables=variables, **options)
+    hosts[1].do("pkill", "-KILL", "-f", "python.* -u .*train.py")
+    assert launched.codes(240) == [0, 0], launched.said
+    assert len(faults(run)) == 1
+    run.check_same(alone)
+
+
 def test_one_of_three_hosts_is_cut_off(given_hosts, config, alone, tmp_path):
     """Two hosts name the third, which names rank 0; the two go on without it."""
     hosts = given_hosts(3)
