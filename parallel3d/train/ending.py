@@ -152,8 +152,8 @@ def last_line(code: int, launch: Launch) -> str:
 def exit_code(code: int, launch: Launch, by_signal: bool = False) -> int:
     """Return the exit code for the launcher: 0 for a stop that torchrun would restart.
 
-    `by_signal`: a signal stopped the run. On several hosts it comes from the torchrun of a host that
-    leaves, or that has seen another one come or restart: those of other hosts must restart then.
+    `by_signal`: a signal stopped the run. On several hosts it comes from the torchrun of a host
+    that leaves, or that has seen another one come or restart: the others must restart then.
     """
     goes_on = launch.has_agents and by_signal
     return DONE if code == STOPPED and launch.restarts_left and not goes_on else code

@@ -280,7 +280,7 @@ def test_jobs_whose_numbers_are_close_are_two(monkeypatch):
     assert said == ["slurm:77", "slurm:78", "torchelastic:a_1"]
 
 
-ELASTIC = Launch(0, 2, 0, 2, is_elastic=True)
+ELASTIC = Launch(0, 2, 0, 2, is_elastic=True, has_agents=True)
 KEPT = ("--train_batch_size", 16, "--train_micro_batch_size_per_gpu", 2)
 RESUME = "--parallel3d.checkpoint.resume"
 
@@ -327,6 +327,6 @@ def test_an_elastic_launch_keeps_its_batch(monkeypatch, overrides):
 
 def test_a_run_that_was_stopped_for_another_host_is_found_there(place):
     """Rank 0 may be on a host that has not restarted anything."""
-    first = claim(launch=Launch(0, 1, 0, restart_count=1, is_elastic=True))
+    first = claim(launch=Launch(0, 1, 0, restart_count=1, is_elastic=True, has_agents=True))
     leave(first, stopped=True)
     assert claim(launch=ELASTIC).folder == first.folder

@@ -104,6 +104,13 @@ def test_a_signal_ends_an_elastic_launch_with_a_code_that_restarts_it(
     assert [ending.exit_code(code, launch, by_signal=True) for code in (0, 1, 2)] == [0, 1, 2]
 
 
+def test_a_signal_on_several_hosts_is_another_torchruns(launch_of):
+    """It restarts its own ranks because a rank of this host died."""
+    launch = launch_of(TORCHRUN | {"LOCAL_WORLD_SIZE": "1"})
+    assert not launch.is_elastic
+    assert (ending.exit_code(3, launch), ending.exit_code(3, launch, by_signal=True)) == (0, 3)
+
+
 def test_jobs_that_are_started_again(launch_of):
     assert launch_of(SLURM).jobs == (("slurm", "77", 2),)
     assert launch_of(TORCHRUN).jobs == ()  # torchrun's default name is no name
