@@ -70,7 +70,7 @@ BUDGET = {
     "parallel3d/doctor": 205,
     "parallel3d/engine": 2000,
     "parallel3d/huggingface": 920,
-    "parallel3d/mesh": 1270,
+    "parallel3d/mesh": 1275,
     "parallel3d/model": 640,
     "parallel3d/pipeline": 405,
     "parallel3d/plan": 2965,
