@@ -20,8 +20,8 @@ NOT_RUN = {
     "torchrun --nnodes 4 --nproc_per_node 8 --rdzv_id my-run --rdzv_backend c10d --rdzv_endpoint"
     " node1:29500 launch/train.py --config llama-8b.json": "wants four nodes",
     "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "goes before the next",
-    "torchrun --nnodes 1:4 --max-restarts 100 --nproc_per_node 8 --rdzv_id my-run --rdzv_backend c10d"
-    " --rdzv_endpoint login:29500 --rdzv_conf last_call_timeout=10,keep_alive_interval=2"
+    "torchrun --nnodes 1:4 --max-restarts 100 --nproc_per_node 8 --rdzv_id my-run --rdzv_backend"
+    " c10d --rdzv_endpoint login:29500 --rdzv_conf last_call_timeout=10,keep_alive_interval=2"
     " launch/train.py --config llama-8b.json": "wants several nodes; see tests/hosts",
     "python launch/train.py --config mine.json"
     " --model.from_pretrained folder-or-hub-name": "names no folder; see tests/huggingface",
