@@ -125,7 +125,7 @@ BAD = [
     ),
     ({"validation": {"a": {**PART}}}, "validation.a.weight", "must be 1", "write 1"),
     ({"validation": {"a": {"path": "x"}}}, "validation.a.path", "not a setting", '"paths"'),
-    ({"validation": []}, "validation", "must be a table of blocks", '{"NAME": {...}}'),
+    ({"validation": []}, "validation", "must be a block of settings", "{...}"),
     ({"validation_split": "dev"}, "validation_split", "not read", 'source "hub" or "mixture"'),
 ]
 
