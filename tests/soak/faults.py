@@ -109,7 +109,8 @@ FAULTS = [
         points=(BATCH, UPDATE, SAVE),
     ),
     Fault("process termination", "rank and sentry", DIES, both_lost, located=BLAMED),
-    Fault("process termination", "sentry", GOES_ON, sentry_lost),
+    # The arbiter takes a rank for dead whose sentry is gone: it cannot tell it from a lost host.
+    Fault("process termination", "sentry", DIES, sentry_lost, located=BLAMED),
     Fault("process termination", "host", DIES, host_lost, located=r'"launch".*"unended": true'),
     Fault(
         "process termination",

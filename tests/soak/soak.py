@@ -93,6 +93,13 @@ def slowness_now():
     return min(max(round(os.getloadavg()[0] / (os.cpu_count() or 1)), 1), 8)
 
 
+def as_expected(effect, codes):
+    """True if the ranks ended as a fault of this effect lets them."""
+    if effect == DIES:
+        return bool(codes - {0, STOPPED})
+    return codes <= {0, STOPPED} if effect == GOES_ON else codes == {STOPPED}
+
+
 class Soak:
     """A soak in a folder, with a journal of its own; it goes on where it was ended."""
 
@@ -144,12 +151,6 @@ class Soak:
             "events_before": before,
             "events_after": len(self.events()),
         }  # fmt: skip
-        expected = {
-            DIES: lambda c: bool(set(c) - {0, STOPPED}),
-            GOES_ON: lambda c: set(c) <= {0, STOPPED},
-        }
-        fine = expected.get(fault.effect, lambda c: set(c) == {STOPPED})(codes)
-        row["as_expected"] = bool(fine)
         with self.journal.open("a") as journal:
             journal.write(json.dumps(row) + "\n")
         return row
@@ -239,6 +240,7 @@ class Soak:
         rows, events = self.done(), self.events()
         for i, row in enumerate(rows):
             fault = self.plan[row["number"]][0]
+            row["as_expected"] = as_expected(fault.effect, {*row["codes"]})
             later = rows[i + 2]["events_after"] if i + 2 < len(rows) else len(events)
             own, after = (
                 events[row["events_before"] : row["events_after"]],
