@@ -14,7 +14,7 @@ from parallel3d.base import user_folders
 from parallel3d.base.section import Problem, Problems
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import parametrization_of
-from parallel3d.model.spec import LayerSpec, Shape, named_params
+from parallel3d.model.spec import LayerSpec, Shape, count_params, named_params
 
 __path__ += user_folders.from_environment(user_folders.MODELS)
 
@@ -68,8 +68,7 @@ def num_params(config: ModelConfig, active: bool = False) -> int:
 
     A tied copy is counted once. All parameters of a dense model are active.
     """
-    specs = layers(config)
-    return sum(layer.num_active_params if active else layer.num_params for layer in specs)
+    return count_params(layers(config), active)
 
 
 def train_flops_per_token(config: ModelConfig, seq: int) -> float:

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from math import isqrt, sqrt
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from parallel3d.base.section import PathText, Problem, Problems, Section
-from parallel3d.model.attention_cost import AttentionCost
 from parallel3d.model.config import HasHeadSize, ModelConfig, TransformerConfig
+from parallel3d.model.module_cost import AttentionCost
 from parallel3d.model.parametrization import (
     Parametrization,
     Rate,
@@ -102,6 +103,7 @@ def weight_inits(config: TransformerConfig) -> tuple[Init, Init]:
     return Init(std=std), Init(std=std / sqrt(2 * depth))
 
 
+@lru_cache(maxsize=64)
 def scales_of(config: ModelConfig) -> Scales:
     """Return the muP factors of a model of any family."""
     return Scales.of(config, head_size_of(config))

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from parallel3d.model.head_cost import HeadCost
 from parallel3d.model.spec import LayerSpec
+from parallel3d.model.transformer_cost import HeadCost
 from parallel3d.models.gpt import spec as gpt
 from parallel3d.models.llama import spec as llama
 from parallel3d.models.moe import spec as moe

@@ -9,11 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from parallel3d.model.head_cost import HeadCost
-from parallel3d.model.mlp_cost import MlpCost
-from parallel3d.model.norm_cost import LAYER_NORM
+from parallel3d.model.module_cost import LAYER_NORM, MlpCost
 from parallel3d.model.spec import LayerSpec
-from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost
+from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
 from parallel3d.models.common import (
     TP_0,
     ModelSection,

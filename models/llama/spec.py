@@ -12,12 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Strict, model_serializer
 
 from parallel3d.base.section import Problem, Section
-from parallel3d.model.attention_cost import AttentionCost
-from parallel3d.model.head_cost import HeadCost
-from parallel3d.model.mlp_cost import MlpCost
-from parallel3d.model.norm_cost import RMS_NORM
+from parallel3d.model.module_cost import RMS_NORM, AttentionCost, MlpCost
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
-from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, ModuleCost
+from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost, ModuleCost
 from parallel3d.models.common import (
     TP_0,
     TP_1,

@@ -12,8 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from parallel3d.base.section import Problem
-from parallel3d.model.experts_cost import ExpertsCost
-from parallel3d.model.mlp_cost import MlpCost
+from parallel3d.model.module_cost import ExpertsCost, MlpCost
 from parallel3d.model.spec import LayerSpec, ParamSpec
 from parallel3d.models.common import TP_1, divisor_below, weight_inits
 from parallel3d.models.llama import spec as llama

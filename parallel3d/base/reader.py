@@ -90,6 +90,11 @@ def block_at(raw: object, path: str) -> dict[str, object]:
     return block if isinstance(block, dict) else {}
 
 
+def blocks_at(raw: object, paths: Iterable[str]) -> dict[str, dict[str, object]]:
+    """Return the blocks at some dotted paths of an object, by path."""
+    return {path: block_at(raw, path) for path in paths}
+
+
 def flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return each value in nested blocks by its dotted path."""
     values: dict[str, object] = {}

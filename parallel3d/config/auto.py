@@ -9,7 +9,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
-from parallel3d.base.reader import block_at, value_at
+from parallel3d.base.reader import blocks_at, value_at
 from parallel3d.base.section import ABSENT
 
 AUTO = "auto"
@@ -78,9 +78,10 @@ RULES = (
 def resolve(raw: dict[str, object]) -> list[str]:
     """Replace each "auto" that has a rule, in place; return a note on each, then warnings."""
     notes, warnings = [], []
+    blocks = blocks_at(raw, {rule.path.rpartition(".")[0] for rule in RULES})
     for rule in RULES:
         section, _, key = rule.path.rpartition(".")
-        block = block_at(raw, section)
+        block = blocks[section]
         if block.get(key) != AUTO:
             continue
         value = rule.value(raw)

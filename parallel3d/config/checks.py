@@ -246,12 +246,12 @@ def _check_batch_schedule(
     train: TrainConfig, data: DataConfig, train_batch_size: int | None, scheduler: Any
 ) -> Iterator[Problem]:
     """Check the positions of batch_schedule, and the settings that it conflicts with."""
-    phases, path = arithmetic.batch_phases(train, data), "parallel3d.train.batch_schedule"
-    if not phases:
+    if not train.batch_schedule:
         if train.batch_lr != "none":
             rule, remedy = "is not read without batch_schedule", "remove it, or add batch_schedule"
             yield Problem("parallel3d.train.batch_lr", train.batch_lr, rule, remedy)
         return
+    phases, path = arithmetic.batch_phases(train, data), "parallel3d.train.batch_schedule"
     samples, first = [sample for sample, _ in phases], phases[0][1]
     if samples[0] != 0 or samples != sorted(set(samples)):
         rule = f"must begin with position 0 and go on with later samples, not {samples}"
@@ -386,8 +386,8 @@ def _check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> It
         rule = "would start from wrong weights, because offload_param puts parameters on NVMe"
         yield Problem(f"{path}.{block}.fast_init", True, rule, "remove it")
     # The swapper reads master, gradient and states into one buffer each.
-    roles = (optimizers.MATRIX, None)
-    each = max(4, *(1 + len(optimizers.kinds(optimizer.file, role)) for role in roles))
+    roles, file = (optimizers.MATRIX, None), optimizer.file
+    each = max(4, *(1 + len(optimizers.kinds(file, role)) for role in roles))
     needed = each * (1 + offload.pipeline_read + offload.pipeline_write)
     if offload.device == "nvme" and offload.buffer_count < needed:
         what = (

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 
 from parallel3d.base import reader
-from parallel3d.base.reader import block_at, value_at
+from parallel3d.base.reader import block_at, blocks_at, value_at
 from parallel3d.base.section import ABSENT
 from parallel3d.config import auto, folders, pretrained
 from parallel3d.config.deepspeed import DEFAULT_LR
@@ -43,10 +43,10 @@ def normalise(raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
             f"optimizer: not set; AdamW with DeepSpeed's defaults, learning rate {DEFAULT_LR}; "
             "to change it, set --optimizer.params.lr 3e-4"
         )
+    blocks = blocks_at(raw, ("", "aio", "zero_optimization"))
     for section, name in _NULLABLE:
-        block = block_at(raw, section)
-        if block.get(name, ABSENT) is None:
-            del block[name]
+        if blocks[section].get(name, ABSENT) is None:
+            del blocks[section][name]
     for name in SWITCHED:
         switched = raw.get(name, ABSENT)
         if switched is None or (
@@ -54,14 +54,13 @@ def normalise(raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
         ):
             del raw[name]
     for section, old, new, if_true in _OLD_NAMES:
-        block = block_at(raw, section)
+        block = blocks[section]
         if old in block and new not in block and (if_true is None or block[old] is True):
             value = block.pop(old)
             block[new] = value if if_true is None else dict(if_true)
-    for section, keys in BY_SECTION.items():
-        block = block_at(raw, section)
-        for name in keys.keys() & block.keys():
-            refused = keys[name].refused(block.pop(name))
+    for section, block in blocks_at(raw, BY_SECTION).items():
+        for name in BY_SECTION[section].keys() & block.keys():
+            refused = BY_SECTION[section][name].refused(block.pop(name))
             if refused is not ABSENT:
                 block[name] = refused
     folders.register(raw)

@@ -268,7 +268,7 @@ class RunConfig(Section):
     @property
     def batch_phases(self) -> tuple[tuple[int, int], ...]:
         """The first sample of each phase of train.batch_schedule, and its samples per step."""
-        phases = arithmetic.batch_phases(self.train, self.data)
+        phases = self.train.batch_schedule and arithmetic.batch_phases(self.train, self.data)
         return phases or ((0, self.global_batch_size),)
 
     def num_microbatches_at(self, sample: int) -> int:
@@ -355,9 +355,9 @@ class RunConfig(Section):
                 config.train.epochs, samples, config.batch_size_at(0)
             )
             steps = config.steps_between(0, max_samples)
-            config = config._with("train", steps=steps, epochs=None)
+            config = config._with("train", steps=steps, epochs=None)._fitted()._checked()
             config._max_samples = max_samples
-        return config._fitted()._checked()
+        return config
 
     def resumed(self, step: int, sample: int, num_left_out: int = 0) -> "RunConfig":
         """Return this complete config for a run that resumes after `step` steps.
@@ -456,7 +456,8 @@ def digest_of(config: RunConfig, also: Iterable[str] = ()) -> str:
         also: dotted paths of settings to ignore, besides those of output, stopping and speed.
     """
     values = config.to_public_dict()
-    for path in (*_NOT_TRAINED, *also):
-        section, _, name = path.rpartition(".")
-        reader.block_at(values, section).pop(name, None)
+    ignored = [path.rpartition(".") for path in (*_NOT_TRAINED, *also)]
+    blocks = reader.blocks_at(values, {section for section, _, _ in ignored})
+    for section, _, name in ignored:
+        blocks[section].pop(name, None)
     return blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()

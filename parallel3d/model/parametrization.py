@@ -55,6 +55,9 @@ class Parametrization(Section):
         return self
 
 
+STANDARD = Parametrization()
+
+
 class Rate(NamedTuple):
     """The factors of a role's learning rate, weight decay and Adam's eps.
 
@@ -134,5 +137,5 @@ class Scales:
 
 def parametrization_of(model: ModelConfig) -> Parametrization:
     """Return a model's parametrisation; the standard one if its family has no such setting."""
-    parametrization: Parametrization = getattr(model, "parametrization", Parametrization())
+    parametrization: Parametrization = getattr(model, "parametrization", STANDARD)
     return parametrization

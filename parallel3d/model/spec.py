@@ -328,11 +328,20 @@ class LayerSpec:
         share = dict(self.active)
         return sum(round(p.numel * share.get(p.name, 1)) for p in self.own_params)
 
+    def elements(self, sizes: Sizes) -> dict[str, int]:
+        """Return by name each parameter's elements on the rank that holds most of them."""
+        return {p.name: p.elements(sizes) for p in self.params}
+
     @property
     def own_params(self) -> tuple[ParamSpec, ...]:
         """The layer's parameters without tied copies, whose values belong to other layers."""
         copies = {name for name, _ in self.tied}
         return tuple(p for p in self.params if p.name not in copies)
+
+
+def count_params(layers: Iterable[LayerSpec], active: bool = False) -> int:
+    """Return the parameters of some layers, or (`active`) those that each token uses."""
+    return sum(layer.num_active_params if active else layer.num_params for layer in layers)
 
 
 def named_params(layers: Iterable[LayerSpec]) -> dict[str, ParamSpec]:

@@ -1,6 +1,6 @@
 """Costs of a transformer's layers on one tensor-parallel rank, as data (no torch).
 
-A family uses `BlockCost`, `EmbeddingCost` and head_cost's `HeadCost` as its layers' `cost`. They
+A family uses `EmbeddingCost`, `BlockCost` and `HeadCost` as its layers' `cost`. They
 count the operations of parallel3d/tensor/ and the tensors that autograd keeps; dropout counts only
 if its probability is above 0.
 """
@@ -9,21 +9,23 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
-from parallel3d.model.experts_cost import ExpertsCost
-from parallel3d.model.mlp_cost import MlpCost
-from parallel3d.model.norm_cost import NormCost
+from parallel3d.model.module_cost import LAYER_NORM, ExpertsCost, MlpCost, NormCost, Stream
 from parallel3d.model.recompute import parts_of
 from parallel3d.model.spec import (
+    Collective,
     KeptMemory,
     LayerCost,
+    MatMul,
     Recompute,
     Shape,
     Work,
     fullest,
 )
-from parallel3d.model.stream import Stream
 
-_INT64 = 8  # bytes of a row number
+_FP32, _INT64 = 4, 8  # bytes: of a logsumexp; of a row number
+
+LOGITS_AT_ONCE = 2**27
+"""Elements; limits a rank to 0.5 GB of fp32 logits at a time, however long the batch."""
 
 
 class ModuleCost(Protocol):
@@ -165,4 +167,78 @@ def _embedding(c: EmbeddingCost, stream: Stream) -> LayerCost:
         backward_collectives=stream.gather,
         saved=KeptMemory(0, other + (part if c.dropout else 0)),
         working=KeptMemory(2 * full + besides, -part if c.dropout else 0),
+    )
+
+
+def num_chunks(tokens: int, vocab: int) -> int:
+    """Return the number of parts that the head computes `tokens` in, on a rank with `vocab` rows.
+
+    With one part, the logits' data for the backward is saved; with several it is recomputed.
+    """
+    return max(1, -(-tokens * vocab // LOGITS_AT_ONCE))
+
+
+def chunk_tokens(tokens: int, vocab: int) -> int:
+    """Return the tokens per part of the head; the last part may have fewer."""
+    return -(-tokens // num_chunks(tokens, vocab))
+
+
+@dataclass(frozen=True)
+class HeadCost:
+    """The cost of the final norm, the logits and vocabulary-parallel cross-entropy in fp32."""
+
+    hidden: int
+    """Width of the residual stream."""
+    vocab: int
+    """Rows of the output projection, of all tp ranks."""
+    norm: NormCost = LAYER_NORM
+    """The norm before the output projection."""
+    in_parts: bool = True
+    """Large logits are computed for some tokens at a time."""
+
+    def __call__(
+        self,
+        shape: Shape,
+        tp: int = 1,
+        sequence_parallel: bool = False,
+        recompute: Recompute = "none",
+    ) -> LayerCost:
+        """Return the cost of one microbatch; `recompute` has no effect on the head."""
+        return _head(self, Stream(shape, self.hidden, tp, sequence_parallel and tp > 1))
+
+
+@lru_cache(maxsize=4096)
+def _head(c: HeadCost, stream: Stream) -> LayerCost:
+    return c.norm(stream) + _loss(c, stream)
+
+
+def _loss(c: HeadCost, stream: Stream) -> LayerCost:
+    tokens, full, vocab = stream.shape.tokens, stream.full, stream.share(c.vocab)
+    split, logits = int(stream.sequence_parallel), tokens * vocab
+    product = MatMul(tokens, c.hidden, vocab)
+    loss = (Collective("all_reduce", tokens), Collective("all_reduce", 2 * tokens))
+    if c.in_parts and num_chunks(tokens, vocab) > 1:
+        # Per token: the logsumexp, the row of its label, and two flags: whether another rank holds
+        # the row, and whether the token counts.
+        saved = KeptMemory(0, (_FP32 + _INT64 + 2) * tokens)
+        # A part's logits, also in fp32; the input and its gradient, in full and of this part.
+        at_once = chunk_tokens(tokens, vocab)
+        besides = (1 + split) * full + 2 * at_once * c.hidden
+        working = KeptMemory(at_once * vocab + besides, copies=at_once * vocab)
+        recomputed = Work((product,), None, 4 * logits)
+    else:
+        saved = KeptMemory(logits)  # the gradient of the logits
+        # The larger of: the logits in fp32; the input's gradient and the input times the loss's
+        # gradient.
+        behind = (2 + split) * full
+        working, recomputed = KeptMemory(behind, copies=max(0, logits - behind // 2)), Work()
+    return LayerCost(
+        tokens * 2 * c.hidden * c.vocab,
+        # Traffic of the logits, in elements of the training type: forward and backward together
+        # move 12 (fp32) or 21 (bf16), about three times this, as the backward counts twice.
+        Work((product,), None, 9 * logits // 2, (*stream.gather, *(loss if stream.tp > 1 else ()))),
+        recomputed,
+        backward_collectives=stream.reduce + stream.gather,
+        saved=saved,
+        working=working,
     )

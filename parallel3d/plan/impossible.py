@@ -7,7 +7,8 @@ from parallel3d.config.data import DataConfig
 from parallel3d.config.parallel3d_block import MeshConfig
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.optimizers import MATRIX, state_bytes
-from parallel3d.plan.setting import BYTES
+from parallel3d.model.spec import count_params
+from parallel3d.plan.setting import BYTES, layers_of
 
 MOST_LAYERS = 2_000
 """The most layers of a model. The deepest published model has 1,000 (arXiv:2203.00555)."""
@@ -90,7 +91,7 @@ def _num_params(model: ModelConfig, data: DataConfig) -> int:
     if model.vocab_size == "auto":
         own = data.vocab_size if data.has_own_size else 1
         model = model.model_copy(update={"vocab_size": own})
-    return models.num_params(model)
+    return count_params(layers_of(model))
 
 
 def _decisive_size(model: ModelConfig) -> str:

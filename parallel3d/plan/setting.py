@@ -12,7 +12,7 @@ from parallel3d.config.hardware import Kernels
 from parallel3d.config.parallel3d_block import gathered_for, reduces_once
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.matrices import NewtonSchulz
-from parallel3d.model.spec import LayerSpec, Recompute, Shape
+from parallel3d.model.spec import LayerSpec, Recompute, Shape, count_params
 from parallel3d.schedule.sharding import Weights
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -177,12 +177,12 @@ class Setting:
     @property
     def num_params(self) -> int:
         """Number of parameters of the model; a tied weight counts once."""
-        return sum(layer.num_params for layer in self.layers)
+        return count_params(self.layers)
 
     @property
     def num_active_params(self) -> int:
         """Number of parameters that each token uses."""
-        return sum(layer.num_active_params for layer in self.layers)
+        return count_params(self.layers, active=True)
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "Setting":

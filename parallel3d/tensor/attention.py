@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.config.arithmetic import block_tokens
-from parallel3d.model.attention_cost import BLOCK
+from parallel3d.model.module_cost import BLOCK
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_parameter
 from parallel3d.tensor.dealt import is_fused

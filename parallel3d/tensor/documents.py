@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.model.attention_cost import BLOCK, SINK_SIZE
+from parallel3d.model.module_cost import BLOCK, SINK_SIZE
 from parallel3d.tensor.dealt import attend_dealt
 from parallel3d.tensor.segments import Segments
 

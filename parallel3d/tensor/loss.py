@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.model.head_cost import chunk_tokens
+from parallel3d.model.transformer_cost import chunk_tokens
 from parallel3d.tensor.collectives import (
     Context,
     all_gather_sequence,

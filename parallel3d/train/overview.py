@@ -16,6 +16,7 @@ from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.data.evaluation_samples import held_out_samples
+from parallel3d.model.spec import count_params
 from parallel3d.plan.report.plan_table import parameters
 from parallel3d.tensor.attention import log_kernel
 from parallel3d.train.assembly import Assembly
@@ -96,7 +97,7 @@ class Summary:
 def print_placement(console: Console, config: RunConfig, parts: Assembly) -> None:
     """Print the size of the model and the layers of each stage."""
     layers, schedule, stages = parts.layers, parts.schedule, parts.stages
-    total = sum(layer.num_params for layer in layers)
+    total = count_params(layers)
     zero = config.zero_optimization
     offload = describe_offload(zero.offload_optimizer.device, zero.offload_param.device)
     marks = [

@@ -28,7 +28,7 @@ from parallel3d.config.learning_rate import rate
 from parallel3d.engine.quirks import updating
 from parallel3d.engine.quirks.nvme import swapping_small_tensors
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.model import head_cost
+from parallel3d.model import transformer_cost
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.tensor import loss
 from parallel3d.tensor.attention import CausalAttention
@@ -214,7 +214,7 @@ def low_thresholds(config: RunConfig) -> Iterator[None]:
     """Lower the library's thresholds inside the context, so that a small run takes every path."""
     logits = 64 * int(config.model.vocab_size)  # of so many tokens at a time
     with ExitStack() as stack:
-        for owner, name, value in (*THRESHOLDS, (head_cost, "LOGITS_AT_ONCE", logits)):
+        for owner, name, value in (*THRESHOLDS, (transformer_cost, "LOGITS_AT_ONCE", logits)):
             stack.enter_context(patch.object(owner, name, value))
         yield
 

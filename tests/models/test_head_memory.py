@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel3d import models
-from parallel3d.model import head_cost
-from parallel3d.model.head_cost import LOGITS_AT_ONCE, chunk_tokens, num_chunks
+from parallel3d.model import transformer_cost
 from parallel3d.model.spec import Shape
+from parallel3d.model.transformer_cost import LOGITS_AT_ONCE, chunk_tokens, num_chunks
 from parallel3d.tensor.loss import vocab_parallel_loss
 from parallel3d.tensor.weight_gradients import accumulate_in_place
 from parallel3d.verify.local_ranks import run_locally
@@ -61,7 +61,7 @@ def test_llama_3_8bs_head_at_8192_tokens(dtype):
 
 
 def test_all_logits_at_once_hold_more(monkeypatch):
-    monkeypatch.setattr(head_cost, "LOGITS_AT_ONCE", TOKENS * VOCAB)
+    monkeypatch.setattr(transformer_cost, "LOGITS_AT_ONCE", TOKENS * VOCAB)
     with Counting(meta=True) as counting:
         weight = nn.Parameter(torch.empty(VOCAB, HIDDEN, dtype=torch.bfloat16, device="meta"))
         most, kept = run_head(torch.bfloat16, weight, counting)
@@ -81,7 +81,7 @@ def heads(meshes, families):
 
 
 def measured_in_parts(rank, at_once, *cases):
-    head_cost.LOGITS_AT_ONCE = at_once
+    transformer_cost.LOGITS_AT_ONCE = at_once
     return measure_cases(rank, list(heads(*cases)))
 
 
@@ -96,15 +96,15 @@ def test_a_head_in_parts_costs_what_it_says(monkeypatch, meshes, families):
     """Against torch, as all layers are, but for what operators move, and products one by one."""
     at_once = SHAPE.tokens * SIZES["vocab_size"] // 8
     (found,) = run_locally(measured_in_parts, 1, at_once, meshes, families, timeout=300)
-    monkeypatch.setattr(head_cost, "LOGITS_AT_ONCE", at_once)
-    head_cost._head.cache_clear()
+    monkeypatch.setattr(transformer_cost, "LOGITS_AT_ONCE", at_once)
+    transformer_cost._head.cache_clear()
     try:
         for case, did in found:
             assert case.cost().recomputed.matmuls == case.cost().forward.matmuls
             assert wrong(case, case.cost(), did) <= {traffic, products}, case
     finally:
         monkeypatch.undo()
-        head_cost._head.cache_clear()
+        transformer_cost._head.cache_clear()
 
 
 def test_more_tokens_take_no_more_logits():

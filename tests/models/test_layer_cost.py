@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel3d.model.attention_cost import BLOCK
+from parallel3d.model.module_cost import BLOCK
 from parallel3d.model.spec import Attention, KeptMemory, LayerCost, Shape
 from parallel3d.models import layers
 from parallel3d.models.gpt.spec import Config as Gpt

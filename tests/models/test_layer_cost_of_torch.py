@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 import pytest
 
 from parallel3d import models
-from parallel3d.model.norm_cost import RMS_NORM
+from parallel3d.model.module_cost import RMS_NORM
 from parallel3d.model.recompute import parts_of
 from parallel3d.model.spec import Attention, KeptMemory, Work
 from parallel3d.verify.local_ranks import run_locally

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.model import head_cost
+from parallel3d.model import transformer_cost
 from parallel3d.tensor.linear import (
     ColumnParallelLinear,
     GroupedColumnLinear,
@@ -115,7 +115,7 @@ def test_added_in_place_to_the_bit(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_head_in_parts_is_added_in_place(dtype, monkeypatch):
-    monkeypatch.setattr(head_cost, "LOGITS_AT_ONCE", 100)
+    monkeypatch.setattr(transformer_cost, "LOGITS_AT_ONCE", 100)
     head, x = nn.Parameter(torch.randn(50, SIZE).to(dtype)), torch.randn(4, SIZE).to(dtype)
     head.grad_dtype = torch.float32
     labels, alone = torch.randint(50, (4,)), torch.distributed.ProcessGroup(0, 1)

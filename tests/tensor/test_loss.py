@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.model import head_cost
+from parallel3d.model import transformer_cost
 from parallel3d.tensor import compiled
 from parallel3d.tensor import loss as loss_module
 from parallel3d.tensor.cut import even_split
@@ -67,7 +67,7 @@ def check_loss_in_parts(s, group, tolerance):
         weight = torch.nn.Parameter(share(w.detach(), 0, group).clone())
         weight.grad_dtype = max(torch.float32, w.dtype, key=lambda dtype: dtype.itemsize)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(head_cost, "LOGITS_AT_ONCE", tokens * len(weight))
+            patch.setattr(transformer_cost, "LOGITS_AT_ONCE", tokens * len(weight))
             loss = vocab_parallel_loss(
                 mine, weight, labels, vocab_size=s.wide, group=group, sequence_parallel=split
             )
@@ -152,8 +152,8 @@ def confident_gradients(rank):
     whole = rounded.float().requires_grad_()
     F.cross_entropy(whole, labels).backward()
     pairs = []
-    for at_once in (head_cost.LOGITS_AT_ONCE, 64):
-        head_cost.LOGITS_AT_ONCE = at_once
+    for at_once in (transformer_cost.LOGITS_AT_ONCE, 64):
+        transformer_cost.LOGITS_AT_ONCE = at_once
         mine = rounded.clone().requires_grad_()
         loss = vocab_parallel_loss(mine, weight, labels, vocab_size=50, group=group)
         loss.mean().backward()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallel3d.model.attention_cost import BLOCK
+from parallel3d.model.module_cost import BLOCK
 from parallel3d.model.spec import Attention
 from parallel3d.tensor import documents as documents_module
 from parallel3d.tensor.documents import attend_documents

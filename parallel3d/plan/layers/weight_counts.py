@@ -54,9 +54,10 @@ def weights_of_kind(
 ) -> WeightSizes:
     """Return the sizes of the weights in one layer of a kind."""
     modules = defaultdict[str, list[int]](list)
-    params, ranks = model.kinds[kind].params, {"tensor": tp, "experts": ep}
-    for spec in params:
-        modules[spec.name.rpartition(".")[0]].append(spec.elements(ranks))
+    layer = model.kinds[kind]
+    elements = layer.elements({"tensor": tp, "experts": ep})
+    for name, size in elements.items():
+        modules[name.rpartition(".")[0]].append(size)
     every = [size for module in modules.values() for size in module]
     large = [size for size in every if size > threshold]
     return WeightSizes(
@@ -64,8 +65,10 @@ def weights_of_kind(
         num_small=len(every) - len(large), largest=max(every, default=0),
         module=max((sum(own) * min(len(own), 2) for own in modules.values()), default=0),
         copied=sum(large) if len(large) > 1 else 0, layer=sum(every),
-        matrices=sum(p.elements(ranks) for p in params if p.role == MATRIX),
-        experts=sum(p.elements(ranks) for p in params if ep > 1 and "experts" in p.cut_over),
+        matrices=sum(elements[p.name] for p in layer.params if p.role == MATRIX),
+        experts=sum(
+            elements[p.name] for p in layer.params if ep > 1 and "experts" in p.cut_over
+        ),
     )  # fmt: skip
 
 

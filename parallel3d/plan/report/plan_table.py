@@ -11,7 +11,7 @@ from parallel3d.base.mesh_sizes import AXES, WITHOUT_CP
 from parallel3d.base.terminal import Cell, Column
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
-from parallel3d.model.spec import LayerSpec
+from parallel3d.model.spec import LayerSpec, count_params
 from parallel3d.models.common import head_size_of
 from parallel3d.plan.memory.peak import PARTS, Memory, nccl_estimate, peak_of
 from parallel3d.plan.search.best_first import Ranking
@@ -69,8 +69,7 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
 
 def parameters(layers: Sequence[LayerSpec]) -> str:
     """Return "1.5B parameters"; and how many are active, if a token does not use all."""
-    total = sum(layer.num_params for layer in layers)
-    active = sum(layer.num_active_params for layer in layers)
+    total, active = count_params(layers), count_params(layers, active=True)
     return f"{count(total)} parameters" + (f" ({count(active)} active)" if active < total else "")
 
 

@@ -9,7 +9,7 @@ from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.recompute import MODES, strength
 from parallel3d.plan.layers.placement import blocks_in_stages
-from parallel3d.plan.memory.peak import Memory, exceeds, fullest, per_rank
+from parallel3d.plan.memory.peak import Memory, exceeds, per_rank
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import Choices, Flow, Order, ZeroState
 from parallel3d.plan.search.plans import Plan, Request
@@ -88,9 +88,10 @@ def with_fewest_in_full(setting: Setting, hardware: Hardware, least: int = 0) ->
 
 def worst(setting: Setting, hardware: Hardware) -> Memory:
     """Return the memory of the decisive rank: the fullest, or one that exceeds host memory."""
-    memory, (device, host) = fullest(setting, hardware), room_of(hardware)
+    ranks, (device, host) = per_rank(setting, hardware), room_of(hardware)
+    memory = max(ranks, key=lambda m: m.total)
     if memory.host and memory.total <= device:
-        return max(per_rank(setting, hardware), key=lambda m: (m.host > host, m.total))
+        return max(ranks, key=lambda m: (m.host > host, m.total))
     return memory
 
 
@@ -219,10 +220,10 @@ def choose_weights(setting: Setting, hardware: Hardware) -> tuple[Weights, Memor
 
     If none fits, return the one of "per_pass" and "per_microbatch" that needs less memory.
     """
-    ways = candidates.gathered_longest(setting.offload_param)
-    tried = {way: worst(setting.but(weights=way), hardware) for way in ways}
-    for way, memory in tried.items():
+    tried: dict[Weights, Memory] = {}
+    for way in candidates.gathered_longest(setting.offload_param):
+        memory = tried[way] = worst(setting.but(weights=way), hardware)
         if fits(memory, hardware):
             return way, memory
-    least = min(ways[-2:], key=lambda way: tried[way].total)
+    least = min([*tried][-2:], key=lambda way: tried[way].total)
     return least, tried[least]

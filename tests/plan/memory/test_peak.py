@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from parallel3d.config import RunConfig
 from parallel3d.config.hardware import load
-from parallel3d.model.head_cost import num_chunks
 from parallel3d.model.spec import Shape
+from parallel3d.model.transformer_cost import num_chunks
 from parallel3d.models.gpt.spec import Config
 from parallel3d.plan.layers.placement import in_flight, model_of, stages_of, stages_on
 from parallel3d.plan.memory.peak import (
