@@ -51,16 +51,17 @@ def train(
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
     )
     start = find_start(config, mesh, claimed, console)
-    config = start.config
-    self_test(EngineSettings.from_config(config), mesh, console.print)
-    parts = assemble(config, mesh, say=console.print)
+    config, checkpoint = start.config, start.config.checkpoint
+    settings = EngineSettings.from_config(config)
+    self_test(settings, mesh, console.print)
+    parts = assemble(config, mesh, say=console.print, settings=settings)
     overview.print_placement(console, config, parts)
     restore(start, mesh, parts)
     with closing(Output(start, mesh, console)) as output:
         saver = Saver(
             parts.engine, mesh, parts.layers, folder=output.checkpoints,
-            keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous,
-            say=console.print, tokenizer=start.tokenizer, always=config.checkpoint.at,
+            keep=checkpoint.keep, asynchronous=checkpoint.asynchronous,
+            say=console.print, tokenizer=start.tokenizer, always=checkpoint.at,
             memory=start.memory,
         )  # fmt: skip
         peak_name, peak_flops = peak(config, mesh)

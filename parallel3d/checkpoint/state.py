@@ -161,11 +161,11 @@ def changes(
 
 
 def _mesh(config: RunConfig) -> dict[str, object]:
-    zero = config.zero_optimization
+    zero, pipeline = config.zero_optimization, config.parallel3d.pipeline
     return {
         **config.mesh.sizes._asdict(),
-        "schedule": config.pipeline.schedule,
-        "stages_per_rank": config.pipeline.stages_per_rank,
+        "schedule": pipeline.schedule,
+        "stages_per_rank": pipeline.stages_per_rank,
         "zero_stage": zero.stage,
         "offload_optimizer": zero.offload_optimizer.device,
         "offload_param": zero.offload_param.device,

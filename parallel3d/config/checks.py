@@ -385,11 +385,13 @@ def _check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> It
     if zero.offload_param.device == "nvme" and offload.fast_init:
         rule = "would start from wrong weights, because offload_param puts parameters on NVMe"
         yield Problem(f"{path}.{block}.fast_init", True, rule, "remove it")
+    if offload.device != "nvme":
+        return
     # The swapper reads master, gradient and states into one buffer each.
-    roles, file = (optimizers.MATRIX, None), optimizer.file
-    each = max(4, *(1 + len(optimizers.kinds(file, role)) for role in roles))
+    roles = (optimizers.MATRIX, None)
+    each = max(4, *(1 + len(optimizers.kinds(optimizer.file, role)) for role in roles))
     needed = each * (1 + offload.pipeline_read + offload.pipeline_write)
-    if offload.device == "nvme" and offload.buffer_count < needed:
+    if offload.buffer_count < needed:
         what = (
             "pipeline_read or pipeline_write" if needed > each else f"the state of {optimizer.type}"
         )

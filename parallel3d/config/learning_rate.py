@@ -12,7 +12,7 @@ def rate(config: RunConfig, step: int, sample: int = 0) -> float:
     With train.batch_schedule it is a function of `sample`, the step's first sample: a step counts
     by its samples, and train.batch_lr adds its factor.
     """
-    lr, train = config.optimizer.params.lr, config.train
+    lr, train = config.optimizer.params.lr, config.parallel3d.train
     if config.scheduler is not None:
         return float(config.scheduler.params.rate(lr, step))
     assert train.steps, "resolve and with_corpus come first"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from parallel3d.model.parametrization import Rate, Role, Scales
 from parallel3d.models.common import rates_of
 from parallel3d.schedule.sharding import Weights
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
 
 
@@ -58,18 +59,19 @@ class EngineSettings:
     @classmethod
     def from_config(cls, config: RunConfig) -> "EngineSettings":
         """Return the engine's settings from a run's config."""
-        zero, params, pipeline = config.zero_optimization, config.optimizer.params, config.pipeline
+        zero, params, own = config.zero_optimization, config.optimizer.params, config.parallel3d
         own_fields = {"stage", "offload_optimizer", "offload_param"}
         return cls(
             micro_batch_size=config.micro_batch_size, zero_stage=zero.stage,
             offload_optimizer=zero.offload_optimizer.device,
             offload_param=zero.offload_param.device, precision=config.precision,
             reduced_in=config.communication_data_type or "fp32",
-            gradient_reduction=pipeline.gradient_reduction, weights=gathered_for(pipeline.weights),
+            gradient_reduction=own.pipeline.gradient_reduction,
+            weights=gathered_for(own.pipeline.weights),
             gradient_clipping=config.gradient_clipping,
-            overlap_update=config.train.overlap_update and zero.stage == 3, lr=params.lr,
+            overlap_update=own.train.overlap_update and zero.stage == 3, lr=params.lr,
             eps=getattr(params, "eps", 0.0), weight_decay=getattr(params, "weight_decay", 0.0),
-            optimizer=config.optimizer.file, params=params, rates=rates_of(config.model, params),
+            optimizer=config.optimizer.file, params=params, rates=rates_of(own.model, params),
             zero_options=zero.model_dump(exclude=own_fields, exclude_none=True),
             optimizer_options=_options(zero.offload_optimizer, "device"),
             param_options=_options(zero.offload_param, "device"), aio=_options(config.aio),
@@ -79,12 +81,12 @@ class EngineSettings:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of parameters and activations."""
-        return _DTYPES[self.precision]
+        return DTYPES[self.precision]
 
     @property
     def reduction_dtype(self) -> torch.dtype:
         """The dtype in which gradients are averaged over dp."""
-        return _DTYPES[self.reduced_in]
+        return DTYPES[self.reduced_in]
 
     @property
     def shards_parameters(self) -> bool:
@@ -97,7 +99,7 @@ class EngineSettings:
         size: int = self.zero_options.get("reduce_bucket_size", _BUCKET)
         return size
 
-    @property
+    @cached_property
     def reduces_once(self) -> bool:
         """True if gradients are reduced once per step, not once per microbatch."""
         return reduces_once(self.zero_stage, self.gradient_reduction)
@@ -107,7 +109,7 @@ class EngineSettings:
         """True if the program gathers ZeRO-3's weights, not DeepSpeed's hooks."""
         return self.shards_parameters and self.weights != "per_microbatch"
 
-    @property
+    @cached_property
     def runs_without_hooks(self) -> bool:
         """True if passes need no hooks of DeepSpeed: they neither gather nor reduce."""
         return self.reduces_once and (self.holds_weights or not self.shards_parameters)

@@ -27,7 +27,7 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
     `room` is device and host memory of a rank together. It is compared with a lower bound that
     holds for every schedule, ZeRO stage and recomputation. Takes milliseconds for any size.
     """
-    model = config.model
+    model = config.parallel3d.model
     if problems := _counts(config, model):
         raise Problems(problems)
     sizes = {path: size for path, size in _least_bytes(config, model, ranks).items() if size}
@@ -38,7 +38,7 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
         name = _decisive_size(model)
         path, value = f"{path}.{name}", model.model_dump()[name]
     else:
-        value = config.data.sequence_length
+        value = config.parallel3d.data.sequence_length
     each = f"for each of {ranks:,} ranks" if ranks > 1 else "for one rank"
     rule = f"needs at least {_shown(total)} {each}, but a rank has at most {_shown(room)}"
     raise Problems([Problem(path, value, rule, "lower it, or use more ranks")])
@@ -55,7 +55,7 @@ def _counts(config: RunConfig, model: ModelConfig) -> list[Problem]:
         ("train_micro_batch_size_per_gpu", micro, MOST_SAMPLES, "samples"),
         *(
             ("parallel3d.train.batch_schedule", size, MOST_SAMPLES, "samples")
-            for _, size in config.train.batch_schedule
+            for _, size in config.parallel3d.train.batch_schedule
         ),
     )
     problems = []
@@ -69,7 +69,8 @@ def _counts(config: RunConfig, model: ModelConfig) -> list[Problem]:
 def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> dict[str, int]:
     """Return a lower bound on the bytes of the fullest rank, device and host, by config key."""
     zero, element = config.zero_optimization, BYTES[config.precision]
-    mesh, data = config.parallel3d.mesh, config.parallel3d.data
+    own, file = config.parallel3d, config.optimizer.file
+    mesh, data = own.mesh, own.data
     split, parts, weights, optimizer = ranks, ranks, 1, 1
     if isinstance(mesh, MeshConfig):
         parts, split = mesh.cp * mesh.tp, mesh.pp * mesh.tp
@@ -79,7 +80,7 @@ def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> dict[str,
     if zero.offload_param.device != "nvme":
         states += params * element // (split * weights)
     if zero.offload_optimizer.device != "nvme":
-        each = min(state_bytes(config.optimizer.file, role) for role in (None, MATRIX))
+        each = min(state_bytes(file, role) for role in (None, MATRIX))
         states += params * each // (split * optimizer)
     seq, samples = data.sequence_length, config.train_micro_batch_size_per_gpu or 1
     tokens = samples * seq * _TOKEN

@@ -190,27 +190,28 @@ class Setting:
 
         With train.batch_schedule its step is that of the largest batch.
         """
-        zero, pipeline, mesh = config.zero_optimization, config.pipeline, config.mesh
+        zero, own, mesh = config.zero_optimization, config.parallel3d, config.mesh
         assert isinstance(mesh.dp, int), "resolve(world_size) comes first"
         firsts = [first for first, _ in config.batch_phases]
         return cls(
-            layers=layers_of(config.model), hidden_size=config.model.hidden_size,
-            shape=Shape(config.micro_batch_size, config.data.sequence_length),
+            layers=layers_of(own.model), hidden_size=own.model.hidden_size,
+            shape=Shape(config.micro_batch_size, own.data.sequence_length),
             num_microbatches=max(map(config.num_microbatches_at, firsts)), **mesh.sizes._asdict(),
-            ep=mesh.ep, ep_imbalance=config.parallel3d.plan.ep_imbalance,
-            sequence_parallel=mesh.sequence_parallel, schedule=pipeline.schedule,
-            stages_per_rank=pipeline.stages_per_rank, recompute=pipeline.activation_checkpointing,
+            ep=mesh.ep, ep_imbalance=own.plan.ep_imbalance,
+            sequence_parallel=mesh.sequence_parallel, schedule=own.pipeline.schedule,
+            stages_per_rank=own.pipeline.stages_per_rank,
+            recompute=own.pipeline.activation_checkpointing,
             precision=config.precision, zero_stage=zero.stage,
-            reduces_once=reduces_once(zero.stage, pipeline.gradient_reduction),
-            weights=gathered_for(pipeline.weights),
+            reduces_once=reduces_once(zero.stage, own.pipeline.gradient_reduction),
+            weights=gathered_for(own.pipeline.weights),
             offload_optimizer=zero.offload_optimizer.device,
             offload_param=zero.offload_param.device, optimizer=config.optimizer.file,
-            offload_activations=pipeline.offload_activations == "cpu",
+            offload_activations=own.pipeline.offload_activations == "cpu",
             newton_schulz=getattr(config.optimizer.params, "newton_schulz", None),
             software=Software(
-                kernels="eager" if config.train.compile == "none" else "compiled",
+                kernels="eager" if own.train.compile == "none" else "compiled",
                 reduction_bytes=BYTES[config.communication_data_type or "fp32"],
-                scatters_sends=pipeline.scatter_activations,
+                scatters_sends=own.pipeline.scatter_activations,
             ),
             buffers=Buffers(**{name: getattr(zero, name) for name in Buffers.__annotations__}),
         )  # fmt: skip
@@ -231,11 +232,12 @@ def layers_of(model: ModelConfig) -> tuple[LayerSpec, ...]:
 
 def leaves_weights_open(config: RunConfig) -> bool:
     """Return True if parallel3d.pipeline.weights is "auto" at ZeRO-3, the only stage using it."""
-    return config.zero_optimization.stage == 3 and config.pipeline.weights == "auto"
+    return config.zero_optimization.stage == 3 and config.parallel3d.pipeline.weights == "auto"
 
 
 def with_weights(config: RunConfig, weights: str, note: str) -> RunConfig:
     """Return the config with parallel3d.pipeline.weights set and `note` added to its notes."""
-    pipeline = config.pipeline.model_copy(update={"weights": weights})
-    block = config.parallel3d.model_copy(update={"pipeline": pipeline})
+    block = config.parallel3d
+    pipeline = block.pipeline.model_copy(update={"weights": weights})
+    block = block.model_copy(update={"pipeline": pipeline})
     return config.model_copy(update={"parallel3d": block}).with_notes(*config.notes, note)

@@ -25,14 +25,15 @@ def fill(out: Tensor, start: int, spec: ParamSpec, name: str, cut: Cut, seed: in
     `out` is flat, of any float dtype and device. Values are drawn in fp32 on the CPU, so they do
     not depend on the device. Elements beyond the part's end (ZeRO's padding) are not written.
     """
-    stop = min(start + out.numel(), prod(cut.local_shape))
+    bounds = cut.bounds
+    stop = min(start + out.numel(), prod(end - begin for begin, end in bounds))
     if stop <= start:
         return
     if spec.init.std == 0:
         out[: stop - start].fill_(spec.init.value)
         return
     *outer, rows, columns = (1, 1, *spec.shape)
-    *outer_bounds, (r0, r1), (c0, c1) = ((0, 1), (0, 1), *cut.bounds)
+    *outer_bounds, (r0, r1), (c0, c1) = ((0, 1), (0, 1), *bounds)
     numbers = torch.arange(prod(outer)).view(outer)[tuple(slice(*b) for b in outer_bounds)]
     width = c1 - c0
     slab_numel = (r1 - r0) * width

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from parallel3d import models
 from parallel3d.config import RunConfig
+from parallel3d.config.parallel3d_block import PipelineConfig
 from parallel3d.engine import Engine, EngineSettings
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
@@ -46,15 +47,19 @@ def assemble(
     *,
     say: Callable[[str], None] = _log.info,
     seed: int | None = None,
+    settings: EngineSettings | None = None,
 ) -> Assembly:
     """Build a resolved config's stages, engine and executors on this rank of `mesh`.
+
+    `settings` are the engine's, by default those of the config.
 
     Raises ConfigError or ScheduleError if the settings cannot be combined.
     """
     pulse.doing("building the model")
-    settings = EngineSettings.from_config(config)
+    settings = settings or EngineSettings.from_config(config)
+    own = config.parallel3d
     layers, shape, schedule, stages = build(
-        config, mesh, settings, seed=config.train.seed if seed is None else seed
+        config, mesh, settings, seed=own.train.seed if seed is None else seed
     )
     owners = schedule.pp_coord_of_stage[0], schedule.pp_coord_of_stage[-1]
     engine = Engine(
@@ -69,18 +74,18 @@ def assemble(
     weights = settings.weights if settings.holds_weights else "per_microbatch"
 
     def make(num_microbatches: int) -> Schedule:
-        schedule = _schedule(config, mesh, num_microbatches)
+        schedule = _schedule(own.pipeline, mesh, num_microbatches)
         return add_sharding(schedule, weights, settings.reduces_once)
 
-    training = make(config.num_microbatches)
+    training, between = make(schedule.num_microbatches), hidden_shape(config)
     executor, evaluator = (
         Executor(
             s,
             mesh,
             engine,
             key=stages.key,
-            hidden_shape=hidden_shape(config),
-            scatter=config.pipeline.scatter_activations and not config.mesh.sequence_parallel,
+            hidden_shape=between,
+            scatter=own.pipeline.scatter_activations and not config.mesh.sequence_parallel,
             make_schedule=make_another,
         )
         for s, make_another in (
@@ -99,10 +104,11 @@ def build(
     Without a seed the weights are not initialised. Raises ConfigError or ScheduleError if the
     settings cannot be combined.
     """
-    compiled.set_mode(config.train.compile)
-    layers = models.layers(config.model)
-    shape = Shape(config.micro_batch_size, config.data.sequence_length)
-    schedule = _schedule(config, mesh, config.num_microbatches)
+    own, sizes = config.parallel3d, config.mesh
+    compiled.set_mode(own.train.compile)
+    layers = models.layers(own.model)
+    shape = Shape(config.micro_batch_size, own.data.sequence_length)
+    schedule = _schedule(own.pipeline, mesh, config.num_microbatches)
     stages = build_stages(
         layers,
         schedule,
@@ -110,17 +116,16 @@ def build(
         mesh=mesh,
         shape=shape,
         seed=seed,
-        activation_checkpointing=config.pipeline.activation_checkpointing,
-        offload_activations=config.pipeline.offload_activations == "cpu",
-        sequence_parallel=config.mesh.sequence_parallel,
-        overlap=config.train.overlap,
-        cp_ring=config.mesh.cp_ring,
+        activation_checkpointing=own.pipeline.activation_checkpointing,
+        offload_activations=own.pipeline.offload_activations == "cpu",
+        sequence_parallel=sizes.sequence_parallel,
+        overlap=own.train.overlap,
+        cp_ring=sizes.cp_ring,
     )
     return layers, shape, schedule, stages
 
 
-def _schedule(config: RunConfig, mesh: Mesh, num_microbatches: int) -> Schedule:
-    pipeline = config.pipeline
+def _schedule(pipeline: PipelineConfig, mesh: Mesh, num_microbatches: int) -> Schedule:
     return make_schedule(
         pipeline.schedule, mesh.pipeline.size, num_microbatches, pipeline.stages_per_rank
     )
@@ -128,6 +133,6 @@ def _schedule(config: RunConfig, mesh: Mesh, num_microbatches: int) -> Schedule:
 
 def hidden_shape(config: RunConfig) -> tuple[int, int, int]:
     """Return the shape of tensors between stages: [batch, seq, hidden], or a rank's part."""
-    parts = config.mesh.cp * (config.mesh.tp if config.mesh.sequence_parallel else 1)
-    seq = config.data.sequence_length // parts
-    return config.micro_batch_size, seq, config.model.hidden_size
+    own, mesh = config.parallel3d, config.mesh
+    seq = own.data.sequence_length // (mesh.cp * (mesh.tp if mesh.sequence_parallel else 1))
+    return config.micro_batch_size, seq, own.model.hidden_size

@@ -90,7 +90,7 @@ def claim(
     `requested` is the config as it was read, `config` the one resolved for the launched ranks.
     Raises ConfigError if another process writes to the folder, or if it is not writable.
     """
-    directory, same = Path(config.run.directory), digest_of(requested)
+    directory, same = Path(config.parallel3d.run.directory), digest_of(requested)
     created_directory = None if directory.exists() else directory.absolute()
     try:
         folder, lock = _find(config, launch, directory, same, say)
@@ -125,7 +125,7 @@ def written_to(folder: Path) -> Iterator[None]:
 def _find(
     config: RunConfig, launch: Launch, directory: Path, same: str, say: Callable[[str], None]
 ) -> tuple[Path, Lock]:
-    chosen, resume = config.run.name, config.checkpoint.resume
+    chosen, resume = config.parallel3d.run.name, config.parallel3d.checkpoint.resume
     existing = None
     if chosen != "auto":
         existing = directory / chosen

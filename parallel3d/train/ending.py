@@ -183,10 +183,10 @@ def command_of_this_launch() -> str:
 
 def command_to_go_on(config: RunConfig, folder: Path) -> str:
     """Return the command of this launch, with the settings that make it resume in `folder`."""
-    command = command_of_this_launch()
-    if config.run.name == "auto" and config.checkpoint.resume != "auto":
+    command, own = command_of_this_launch(), config.parallel3d
+    if own.run.name == "auto" and own.checkpoint.resume != "auto":
         command += f" --parallel3d.run.name {shlex.quote(folder.name)}"
-    if config.checkpoint.resume != "auto":
+    if own.checkpoint.resume != "auto":
         command += " --parallel3d.checkpoint.resume auto"
     return command
 

@@ -40,9 +40,9 @@ class Evaluation:
         stop: StopRequest,
     ) -> None:
         self._mesh, self._feed, self._evaluator, self._stop = mesh, feed, evaluator, stop
-        self._batch = config.global_batch_size
+        self._batch, own = config.global_batch_size, config.parallel3d
         self._sets = {
-            name: held_out_samples(part, config.data.sequence_length, config.train.evaluate_samples)
+            name: held_out_samples(part, own.data.sequence_length, own.train.evaluate_samples)
             for name, part in evaluation_corpora(corpus).items()
         }
 

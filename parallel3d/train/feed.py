@@ -47,16 +47,16 @@ class Feed:
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, corpus: Corpus, schedule: Schedule) -> None:
-        length = config.data.sequence_length
+        own = config.parallel3d
+        data, length, seed = own.data, own.data.sequence_length, own.train.seed
         self._config, self._mesh, self._end_of_text = config, mesh, corpus.end_of_text
         owners, coord = schedule.pp_coord_of_stage, mesh.pipeline.coord
         used = {"tokens": owners[0] == coord, "labels": owners[-1] == coord}
         self._kinds = [name for name, is_used in used.items() if is_used]
-        self._isolates, self._context = config.data.isolate_documents, mesh.context
+        self._isolates, self._context = data.isolate_documents, mesh.context
         self._segments = self._isolates or mesh.context.size > 1
-        self._most_keys = models.most_keys(config.model, length)
-        seed = config.train.seed
-        fim = Fim.of(config.data.fim, corpus, seed)
+        self._most_keys = models.most_keys(own.model, length)
+        fim = Fim.of(data.fim, corpus, seed)
         self._batches = training = Batches(corpus.train, length, seed, fim)
         # One read-ahead for each: an evaluation must not discard the training steps built ahead.
         self._training = ReadAhead(partial(self._trained, training))

@@ -20,8 +20,8 @@ def machine_of(config: RunConfig, launch: Launch) -> hardware.Hardware:
 
 def known_hardware(config: RunConfig, device: torch.device) -> hardware.Hardware | None:
     """Return the hardware that the config names, else `device` if configs/hardware has it."""
-    if config.run.hardware != "auto":
-        return hardware.load(config.run.hardware)
+    if (name := config.parallel3d.run.hardware) != "auto":
+        return hardware.load(name)
     if device.type == "cpu":
         return None
     return hardware.recognise(torch.get_device_module(device).get_device_name(device))
@@ -40,16 +40,16 @@ def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
 
     It is the peak in configs/hardware, else the fastest matmul measured on all ranks at once.
     """
-    tf32 = config.train.tf32 and config.precision == "fp32" and mesh.device.type != "cpu"
-    dtype = "tf32" if tf32 else config.precision
+    precision, tf32 = config.precision, config.parallel3d.train.tf32
+    dtype = "tf32" if tf32 and precision == "fp32" and mesh.device.type != "cpu" else precision
     known = known_hardware(config, mesh.device)
     if known and (published := known.peak(dtype)):
         return f"{known.name}'s {dtype} peak", published
-    from parallel3d.engine import EngineSettings  # it loads DeepSpeed, which a plan does not need
+    # Imported here because it loads DeepSpeed, which a plan does not need.
+    from parallel3d.engine.engine_settings import DTYPES
 
-    torch_dtype = EngineSettings.from_config(config).dtype
     mesh.barrier()
-    rows = mesh.gather_floats([measure_peak_flops(mesh.device, torch_dtype)])
+    rows = mesh.gather_floats([measure_peak_flops(mesh.device, DTYPES[precision])])
     return "a measured matmul", sum(row[0] for row in rows) / len(rows)
 
 

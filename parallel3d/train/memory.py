@@ -12,7 +12,6 @@ from pathlib import Path
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.section import Section
 from parallel3d.checkpoint.in_memory import HostMemory
-from parallel3d.config import RunConfig
 from parallel3d.config.parallel3d_block import CheckpointConfig
 from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.mesh import Mesh
@@ -32,10 +31,10 @@ class Record(Section):
 
 
 def open_memory(
-    config: RunConfig, mesh: Mesh, nodes: Nodes, folder: Path, say: Callable[[str], None]
+    settings: CheckpointConfig, mesh: Mesh, nodes: Nodes, folder: Path, say: Callable[[str], None]
 ) -> HostMemory | None:
     """Return the memory of the hosts of a run in `folder`; None if it is off. Collective."""
-    if not config.checkpoint.in_memory_every:
+    if not settings.in_memory_every:
         return None
 
     def read() -> tuple[str, int]:
@@ -49,10 +48,10 @@ def open_memory(
         return record.name or _new_name(folder), max(refused, default=-1)
 
     name, refused = on_first(mesh, read)
-    root = Path(config.checkpoint.in_memory_folder)
+    root = Path(settings.in_memory_folder)
     memory = HostMemory(mesh, nodes, root, name, refused)
     hosts = "a copy on the next host" if memory.peers else "ONE HOST: no copy on another one"
-    say(f"memory  every {config.checkpoint.in_memory_every} steps to {memory.folder}; {hosts}")
+    say(f"memory  every {settings.in_memory_every} steps to {memory.folder}; {hosts}")
     return memory
 
 

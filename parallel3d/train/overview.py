@@ -98,22 +98,23 @@ def print_placement(console: Console, config: RunConfig, parts: Assembly) -> Non
     """Print the size of the model and the layers of each stage."""
     layers, schedule, stages = parts.layers, parts.schedule, parts.stages
     total = count_params(layers)
-    zero = config.zero_optimization
+    zero, own, precision = config.zero_optimization, config.parallel3d, config.precision
+    mesh, isolated = config.mesh, own.data.isolate_documents
     offload = describe_offload(zero.offload_optimizer.device, zero.offload_param.device)
     marks = [
         f"ZeRO-{zero.stage}",
         *([offload] if offload != "none" else []),
-        config.precision,
-        *(["sequence parallel"] if config.mesh.sequence_parallel else []),
-        *([f"experts divided over {config.mesh.ep} ranks"] if config.mesh.ep > 1 else []),
-        *(["documents isolated"] if config.data.isolate_documents else []),
-        *(["TF32"] if config.train.tf32 and config.precision == "fp32" else []),
-        *(["deterministic"] if config.train.deterministic else []),
+        precision,
+        *(["sequence parallel"] if mesh.sequence_parallel else []),
+        *([f"experts divided over {mesh.ep} ranks"] if mesh.ep > 1 else []),
+        *(["documents isolated"] if isolated else []),
+        *(["TF32"] if own.train.tf32 and precision == "fp32" else []),
+        *(["deterministic"] if own.train.deterministic else []),
     ]
     console.print(
-        f"model   {config.model.family}, {parameters(layers)}; {schedule.name}, "
-        f"{schedule.num_microbatches} microbatches of {config.micro_batch_size} x "
-        f"{config.data.sequence_length} tokens"
+        f"model   {own.model.family}, {parameters(layers)}; {schedule.name}, "
+        f"{schedule.num_microbatches} microbatches of {parts.shape.batch} x "
+        f"{parts.shape.seq} tokens"
     )
     console.print(f"engine  {', '.join(marks)}")
     several = schedule.num_stages > schedule.pp_size
@@ -127,11 +128,11 @@ def print_placement(console: Console, config: RunConfig, parts: Assembly) -> Non
         log_kernel(
             stages.module,
             console.print,
-            batch=config.micro_batch_size,
-            seq=config.data.sequence_length,
+            batch=parts.shape.batch,
+            seq=parts.shape.seq,
             dtype=parts.engine.settings.dtype,
             device=parts.executor.mesh.device,
-            isolated=config.data.isolate_documents,
+            isolated=isolated,
         )
 
 

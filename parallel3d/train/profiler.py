@@ -159,7 +159,7 @@ def make_profiler(
     config: RunConfig, mesh: Mesh, executor: Executor, folder: Path
 ) -> Profiler | None:
     """Return the profiler that train.profile asks for, or None."""
-    if config.train.profile is None:
+    if (profile := config.parallel3d.train.profile) is None:
         return None
     tensorboard = "tensorboard" in requested_trackers(config)
-    return Profiler(config.train.profile, mesh, executor, run=folder, tensorboard=tensorboard)
+    return Profiler(profile, mesh, executor, run=folder, tensorboard=tensorboard)

@@ -383,7 +383,8 @@ class Recomputation:
 
 def make_recomputation(config: RunConfig, mesh: Mesh, parts: Assembly) -> Recomputation | None:
     """Return the check if the config asks for it. Collective."""
-    return Recomputation(config, mesh, parts) if config.train.check_bits.recompute_every else None
+    every = config.parallel3d.train.check_bits.recompute_every
+    return Recomputation(config, mesh, parts) if every else None
 
 
 def _pass_aliases(layer: nn.Module) -> None:

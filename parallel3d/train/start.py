@@ -97,25 +97,25 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     come first. Raises on all ranks: ConfigError, DataError or CheckpointError if config, machine,
     corpus and checkpoint do not match, and the errors of `Attempts.check`.
     """
-    early_notes = begin(config, mesh, console)
+    early_notes, block = begin(config, mesh, console), config.parallel3d
     nodes, settings = find_nodes(mesh), config.to_dict()
     folder, digest, exists = _find_folder(settings, mesh, claim)
     open_journal(folder)
     refuse_drift(settings, mesh, nodes)
-    refuse_unshared(folder, config.run.directory, mesh, nodes)
+    refuse_unshared(folder, block.run.directory, mesh, nodes)
     console.print(f"run     {folder}; to resume it, use this command:")
     console.print(f"        {command_to_go_on(config, folder)}")
     check_machine(config, mesh, nodes, console.print)
     corpus = open_corpus(config, mesh, nodes, console)
     pulse.doing("looking for a checkpoint")
-    num_tokens = tokens_of_epoch(corpus.train, config.data.sequence_length)
+    num_tokens = tokens_of_epoch(corpus.train, block.data.sequence_length)
     config = _with_weights(config.with_corpus(corpus.vocab_size, num_tokens), mesh)
     for note in config.notes[len(early_notes) :]:
         console.print(note)
     rejected: list[str] = []
     checkpoint, position, pretrained = None, Position(), None
     own = folder if exists else None
-    memory = open_memory(config, mesh, nodes, folder, console.print)
+    memory = open_memory(block.checkpoint, mesh, nodes, folder, console.print)
     if checkpoint := _find_checkpoint(config, mesh, own, console.print, rejected, memory):
         state = RunState(config, corpus)
         position = state.position_in(checkpoint.state, checkpoint.folder, console.print)
@@ -130,7 +130,7 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
 
 def begin(config: RunConfig, mesh: Mesh, console: Console) -> tuple[str, ...]:
     """Set this process's numerics; print ranks, devices and notes; return the config's notes."""
-    train, notes = config.train, config.notes
+    train, notes = config.parallel3d.train, config.notes
     set_numerics(tf32=train.tf32, deterministic=train.deterministic)
     console.print(mesh.picture(), *describe_device(mesh.device), *notes, sep="\n")
     return notes
@@ -247,7 +247,7 @@ def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -
     Raises Parallel3DError on all ranks if one of them cannot use it.
     """
     pulse.doing("opening the corpus, or waiting for it to be prepared")
-    first, data = nodes.first(mesh.rank), config.data
+    first, data = nodes.first(mesh.rank), config.parallel3d.data
 
     def prepared() -> Place | None:
         if mesh.rank != first:
@@ -334,11 +334,12 @@ def _keys(place: Place) -> dict[str, str]:
 
 def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -> Path | None:
     """Return the folder of model.from_pretrained, if set; report it, and warn of its tokenizer."""
-    origin = pretrained_of(config.model)
+    model = config.parallel3d.model
+    origin = pretrained_of(model)
     if origin is None:
         return None
     assert isinstance(origin, Pretrained), "it was resolved with the config"
-    folder = find_weights(config.model, mesh)
+    folder = find_weights(model, mesh)
     at = f" at {origin.revision}" if origin.revision else ""
     say(f"weights of {origin.folder}{at}")
     if warning := on_first(mesh, lambda: tokenizer_warning(folder, tokenizer, origin.folder)):
@@ -354,7 +355,7 @@ def _find_checkpoint(
 
     Collective. Raises CheckpointError on all ranks if a checkpoint that was named cannot be used.
     """
-    resume = config.checkpoint.resume
+    resume = config.parallel3d.checkpoint.resume
     own = folder / "checkpoints" if folder else None
     checkpoint: find.FoundCheckpoint | None = None
     # Each host's torchrun counts its own restarts, and none for hosts that come.

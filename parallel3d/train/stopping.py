@@ -200,11 +200,12 @@ def join(config: RunConfig, launch: Launch) -> "Mesh":
     """Join the mesh of a resolved config, watched by a sentry process."""
     from parallel3d.mesh.mesh import Mesh  # it loads torch, which is slow
 
-    if config.train.deterministic:
+    sizes = config.mesh
+    if config.parallel3d.train.deterministic:
         from parallel3d.mesh.device import pin_collectives
 
         pin_collectives()
-    return Mesh(*config.mesh.sizes, ep=config.mesh.ep, launch=launch, watched=True)
+    return Mesh(*sizes.sizes, ep=sizes.ep, launch=launch, watched=True)
 
 
 def meet_at_the_end(mesh: "Mesh") -> None:

@@ -36,7 +36,7 @@ _REMEDIES = {
 
 def requested_trackers(config: RunConfig) -> dict[str, str]:
     """Return the trackers that a config selects, each with the path of the setting."""
-    run = config.run
+    run = config.parallel3d.run
     settings: dict[str, str] = dict.fromkeys(run.trackers, _LIST)
     if run.tensorboard:
         settings.setdefault("tensorboard", "parallel3d.run.tensorboard")
