@@ -44,8 +44,7 @@ def fallback(mesh: MeshConfig, world_size: int) -> MeshSizes | None:
 
     Raises ConfigError if none has. A mesh without fallbacks is for `data_parallel_size` to check.
     """
-    own = mesh.sizes
-    if not mesh.fallbacks or own.ranks == world_size:
+    if not mesh.fallbacks or (own := mesh.sizes).ranks == world_size:
         return None
     meshes = [MeshSizes.parse(text) for text in mesh.fallbacks]
     if fitting := [sizes for sizes in meshes if sizes.ranks == world_size]:

@@ -108,8 +108,8 @@ def settings() -> list[SettingDoc]:
 
 
 def help_text() -> str:
-    """Return the text of `--help`: all settings with type, default and documentation."""
-    lines = []
+    """Return the end of `--help`: all settings with type, default and documentation."""
+    lines = ["Every setting of the config is also an option:", ""]
     for setting in settings():
         default = f"default {setting.default}" if setting.default else "required"
         only = f", {setting.only} only" if setting.only else ""

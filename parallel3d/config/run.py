@@ -271,6 +271,11 @@ class RunConfig(Section):
         phases = self.train.batch_schedule and arithmetic.batch_phases(self.train, self.data)
         return phases or ((0, self.global_batch_size),)
 
+    @property
+    def largest_batch(self) -> int:
+        """The most samples of a step, over all ranks; the config must be resolved."""
+        return max(size for _, size in self.batch_phases)
+
     def num_microbatches_at(self, sample: int) -> int:
         """Return the microbatches per data-parallel rank of the step that begins at a sample."""
         assert isinstance(self.mesh.dp, int), "resolve(world_size) comes first"

@@ -12,8 +12,8 @@ from parallel3d.model.spec import (
     LayerCost,
     MatMul,
     Recompute,
-    Shape,
     Work,
+    flops_of,
 )
 
 BLOCK = 128  # queries that share the mask of a window, without a kernel that has windows
@@ -28,16 +28,22 @@ class Stream(NamedTuple):
     - `dropout`: True if a dropout follows each module, before the sum.
     """
 
-    shape: Shape
+    batch: int
+    seq: int
     hidden: int
     tp: int = 1
     sequence_parallel: bool = False
     dropout: bool = False
 
     @property
+    def tokens(self) -> int:
+        """Number of tokens in the microbatch."""
+        return self.batch * self.seq
+
+    @property
     def full(self) -> int:
         """Elements of [batch, seq, hidden], the sbh of arXiv:2205.05198."""
-        return self.shape.batch * self.shape.seq * self.hidden
+        return self.tokens * self.hidden
 
     @property
     def part(self) -> int:
@@ -134,7 +140,7 @@ class MlpCost:
         "mlp_act" recomputes the activation function from the first product's output, "mlp" that
         product, too. Either stops before the last product.
         """
-        inner = stream.shape.tokens * stream.share(self.inner)
+        inner = stream.tokens * stream.share(self.inner)
         # Input and output of the activation; SwiGLU: both factors, the activated one, their
         # product; ReLU: its output.
         kept = (4 if self.gated else 1 if self.relu else 2) * inner
@@ -150,7 +156,7 @@ class MlpCost:
             left = self._factors * inner
             recomputed = Work(traffic=activation)
         return LayerCost(
-            sum(m.flops for m in self._matmuls(stream._replace(tp=1))),
+            flops_of(self._matmuls(stream._replace(tp=1))),
             Work(self._matmuls(stream), None, traffic, stream.gather + stream.reduce),
             recomputed,
             backward_collectives=stream.gather + stream.reduce + stream.gather,
@@ -177,7 +183,7 @@ class MlpCost:
         return max(at_last_product, at_activation, at_gather, after_first_product)
 
     def _matmuls(self, stream: Stream) -> tuple[MatMul, ...]:
-        m, hidden, inner = stream.shape.tokens, stream.hidden, stream.share(self.inner)
+        m, hidden, inner = stream.tokens, stream.hidden, stream.share(self.inner)
         return MatMul(m, hidden, self._factors * inner), MatMul(m, inner, hidden)
 
 
@@ -223,13 +229,13 @@ class AttentionCost:
         scores = KeptMemory(scores=num_scores, dropped_scores=num_scores if self.dropout else 0)
         inside = scores + KeptMemory(other=_FP32 * batch * heads * seq)  # the logsumexp
         if self.sinks:  # wider copies of query, key, value and output; the output is cut out again
-            copies = 2 * (query + key) * seq * size // (stream.shape.seq * self.head_size)
+            copies = 2 * (query + key) * seq * size // (stream.seq * self.head_size)
             inside += KeptMemory(copies - query - key - key)
         copied = 2 * (query + key + key + query) if self.sinks else 0
         is_selective = "core_attn" in parts_of(recompute)
         # A key/value head on several tp ranks counts once.
         one = stream._replace(tp=1)
-        flops = sum(m.flops for m in self._matmuls(one)) + self._attention(one).flops
+        flops = flops_of(self._matmuls(one)) + self._attention(one).flops
         return LayerCost(
             flops,
             Work(
@@ -242,12 +248,12 @@ class AttentionCost:
             backward_collectives=stream.gather + stream.reduce + stream.gather,
             saved=kept if is_selective else kept + inside,
             working=scores if is_selective else KeptMemory(),
-            resident=KeptMemory(2 * stream.shape.seq * self.rotary),  # tables of cosines and sines
+            resident=KeptMemory(2 * stream.seq * self.rotary),  # tables of cosines and sines
         )
 
     def _elements(self, stream: Stream) -> tuple[int, int]:
         """Return the elements of this rank's queries, and of its keys or its values."""
-        each = stream.shape.tokens * self.head_size
+        each = stream.tokens * self.head_size
         return each * stream.share(self.heads), each * stream.share(self.kv_heads)
 
     def _kept(self, query: int, key: int) -> KeptMemory:
@@ -275,7 +281,7 @@ class AttentionCost:
         return traffic
 
     def _matmuls(self, stream: Stream) -> tuple[MatMul, ...]:
-        m, hidden = stream.shape.tokens, stream.hidden
+        m, hidden = stream.tokens, stream.hidden
         query = stream.share(self.heads) * self.head_size
         key = stream.share(self.kv_heads) * self.head_size
         widths = (query + key + key,) if self.fused_qkv else (query, key, key)
@@ -283,8 +289,8 @@ class AttentionCost:
 
     def _attention(self, stream: Stream) -> Attention:
         heads, kv_heads = stream.share(self.heads), stream.share(self.kv_heads)
-        batch, sink = stream.shape.batch, int(self.sinks)  # one token more, of a wider head
-        seq, size = stream.shape.seq + sink, self.head_size + SINK_SIZE * sink
+        batch, sink = stream.batch, int(self.sinks)  # one token more, of a wider head
+        seq, size = stream.seq + sink, self.head_size + SINK_SIZE * sink
         return Attention(batch, heads, kv_heads, seq, size, self.window and self.window + sink)
 
 
@@ -305,7 +311,7 @@ class ExpertsCost:
 
     def __call__(self, stream: Stream, recompute: Recompute) -> LayerCost:
         """Return the cost of one microbatch; "selective" recomputes nothing."""
-        tokens, full = stream.shape.tokens, stream.full
+        tokens, full = stream.tokens, stream.full
         rows, scores = tokens * self.chosen, tokens * self.experts
         sent = rows * stream.hidden  # elements of the tokens, sorted by expert
         inner, shared = (w * n for w, n in zip(self._widths(stream), (rows, tokens), strict=True))
@@ -323,7 +329,7 @@ class ExpertsCost:
         at_activation = 2 * inner + rows + (part or 2 * full)
         at_sum = sent + full + part + scores + self.experts + rows
         return LayerCost(
-            sum(m.flops for m in self._matmuls(stream._replace(tp=1))),
+            flops_of(self._matmuls(stream._replace(tp=1))),
             Work(self._matmuls(stream), None, traffic, stream.gather + stream.reduce),
             backward_collectives=stream.gather + stream.reduce,
             saved=KeptMemory(kept, other),
@@ -335,7 +341,7 @@ class ExpertsCost:
         return stream.share(self.inner), stream.share(self.shared)
 
     def _matmuls(self, stream: Stream) -> tuple[MatMul, ...]:
-        tokens, hidden, (inner, shared) = stream.shape.tokens, stream.hidden, self._widths(stream)
+        tokens, hidden, (inner, shared) = stream.tokens, stream.hidden, self._widths(stream)
         rows = tokens * self.chosen
         groups = gcd(rows, self.experts)  # all experts, if their loads can be equal
         products = [

@@ -116,6 +116,11 @@ class MatMul(NamedTuple):
         return 2 * self.batch * self.m * self.k * self.n
 
 
+def flops_of(products: Iterable[MatMul]) -> int:
+    """Return the FLOPs of several products."""
+    return sum(product.flops for product in products)
+
+
 class Attention(NamedTuple):
     """Causal softmax attention over whole sequences on one tp rank.
 
@@ -263,6 +268,11 @@ class LayerCost:
     def train_flops(self) -> int:
         """FLOPs forward and backward: three times the forward (arXiv:2001.08361, section 2.1)."""
         return 3 * self.forward_flops
+
+
+def in_order(parts: Iterable[LayerCost]) -> LayerCost:
+    """Return the cost of several parts of a layer, first to last."""
+    return sum(parts, LayerCost(0))
 
 
 class CostOf(Protocol):

@@ -20,6 +20,7 @@ from parallel3d.model.spec import (
     Shape,
     Work,
     fullest,
+    in_order,
 )
 
 _FP32, _INT64 = 4, 8  # bytes: of a logsumexp; of a row number
@@ -64,7 +65,9 @@ class BlockCost:
         recompute: Recompute = "none",
     ) -> LayerCost:
         """Return the cost of one microbatch."""
-        stream = Stream(shape, self.hidden, tp, sequence_parallel and tp > 1, self.dropout)
+        stream = Stream(
+            shape.batch, shape.seq, self.hidden, tp, sequence_parallel and tp > 1, self.dropout
+        )
         return _block(self, stream, recompute)
 
 
@@ -87,29 +90,31 @@ class EmbeddingCost:
         recompute: Recompute = "none",
     ) -> LayerCost:
         """Return the cost of one microbatch; `recompute` has no effect on the embedding."""
-        return _embedding(self, Stream(shape, self.hidden, tp, sequence_parallel and tp > 1))
+        return _embedding(
+            self, Stream(shape.batch, shape.seq, self.hidden, tp, sequence_parallel and tp > 1)
+        )
 
 
 @lru_cache(maxsize=4096)
 def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
     if recompute == "full":
         return _run_again(c, stream, _block(c, stream, "none"))
-    cost = LayerCost(0)
+    parts: list[LayerCost] = []
     for number, module in enumerate(c.modules):
         beside = c.parallel and number > 0
         # An MLP that runs again keeps its input, the norm's output; so do experts.
         keeps = isinstance(module, MlpCost) and "mlp" in parts_of(recompute)
         keeps = keeps or isinstance(module, ExpertsCost)
         if c.post_norm:
-            cost += LayerCost(0, saved=KeptMemory(stream.part)) + module(stream, recompute)
+            parts += [LayerCost(0, saved=KeptMemory(stream.part)), module(stream, recompute)]
             # Its backward comes first: two gradients, and three values if it is not fused.
             moment = KeptMemory(5 * stream.part)
-            cost += c.norm(stream, shares_input=True) + LayerCost(0, working=moment)
+            parts += [c.norm(stream, shares_input=True), LayerCost(0, working=moment)]
         else:
-            cost += c.norm(stream, beside, "none" if keeps else recompute)
-            cost += module(stream, recompute)
-        cost += _residual_sum(stream, beside)
-    return cost
+            norm = c.norm(stream, beside, "none" if keeps else recompute)
+            parts += [norm, module(stream, recompute)]
+        parts += [_residual_sum(stream, beside)]
+    return in_order(parts)
 
 
 def _residual_sum(stream: Stream, beside: bool) -> LayerCost:
@@ -153,14 +158,14 @@ def _run_again(c: BlockCost, stream: Stream, cost: LayerCost) -> LayerCost:
 
 @lru_cache(maxsize=4096)
 def _embedding(c: EmbeddingCost, stream: Stream) -> LayerCost:
-    shape, full, part = stream.shape, stream.full, stream.part
+    full, part = stream.full, stream.part
     traffic = 4 * full
     traffic += (3 * part if c.positions else 0) + (2 * part if c.dropout else 0)
     # Per token its row and whether another rank holds it; per position its row.
-    other = (_INT64 + 1) * shape.tokens + (_INT64 * shape.seq if c.positions else 0)
+    other = (_INT64 + 1) * stream.tokens + (_INT64 * stream.seq if c.positions else 0)
     # The forward's sum with the positions, or the backward's gradients around the dropout.
     besides = part if stream.sequence_parallel or c.dropout else 0
-    besides = max(besides, part // shape.batch if c.positions else 0)
+    besides = max(besides, part // stream.batch if c.positions else 0)
     return LayerCost(
         0,
         Work((), None, traffic, stream.reduce),
@@ -204,7 +209,9 @@ class HeadCost:
         recompute: Recompute = "none",
     ) -> LayerCost:
         """Return the cost of one microbatch; `recompute` has no effect on the head."""
-        return _head(self, Stream(shape, self.hidden, tp, sequence_parallel and tp > 1))
+        return _head(
+            self, Stream(shape.batch, shape.seq, self.hidden, tp, sequence_parallel and tp > 1)
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -213,7 +220,7 @@ def _head(c: HeadCost, stream: Stream) -> LayerCost:
 
 
 def _loss(c: HeadCost, stream: Stream) -> LayerCost:
-    tokens, full, vocab = stream.shape.tokens, stream.full, stream.share(c.vocab)
+    tokens, full, vocab = stream.tokens, stream.full, stream.share(c.vocab)
     split, logits = int(stream.sequence_parallel), tokens * vocab
     product = MatMul(tokens, c.hidden, vocab)
     loss = (Collective("all_reduce", tokens), Collective("all_reduce", 2 * tokens))

@@ -192,12 +192,13 @@ class Setting:
         """
         zero, own, mesh = config.zero_optimization, config.parallel3d, config.mesh
         assert isinstance(mesh.dp, int), "resolve(world_size) comes first"
-        firsts = [first for first, _ in config.batch_phases]
+        micro = config.micro_batch_size
         return cls(
             layers=layers_of(own.model), hidden_size=own.model.hidden_size,
-            shape=Shape(config.micro_batch_size, own.data.sequence_length),
-            num_microbatches=max(map(config.num_microbatches_at, firsts)), **mesh.sizes._asdict(),
-            ep=mesh.ep, ep_imbalance=own.plan.ep_imbalance,
+            shape=Shape(micro, own.data.sequence_length),
+            num_microbatches=config.largest_batch // (micro * mesh.dp),
+            pp=mesh.pp, dp=mesh.dp, cp=mesh.cp, tp=mesh.tp, ep=mesh.ep,
+            ep_imbalance=own.plan.ep_imbalance,
             sequence_parallel=mesh.sequence_parallel, schedule=own.pipeline.schedule,
             stages_per_rank=own.pipeline.stages_per_rank,
             recompute=own.pipeline.activation_checkpointing,

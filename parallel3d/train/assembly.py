@@ -77,7 +77,7 @@ def assemble(
         schedule = _schedule(own.pipeline, mesh, num_microbatches)
         return add_sharding(schedule, weights, settings.reduces_once)
 
-    training, between = make(schedule.num_microbatches), hidden_shape(config)
+    training, between = make(schedule.num_microbatches), hidden_shape(config, shape)
     executor, evaluator = (
         Executor(
             s,
@@ -107,7 +107,7 @@ def build(
     own, sizes = config.parallel3d, config.mesh
     compiled.set_mode(own.train.compile)
     layers = models.layers(own.model)
-    shape = Shape(config.micro_batch_size, own.data.sequence_length)
+    shape = Shape(settings.micro_batch_size, own.data.sequence_length)
     schedule = _schedule(own.pipeline, mesh, config.num_microbatches)
     stages = build_stages(
         layers,
@@ -131,8 +131,8 @@ def _schedule(pipeline: PipelineConfig, mesh: Mesh, num_microbatches: int) -> Sc
     )
 
 
-def hidden_shape(config: RunConfig) -> tuple[int, int, int]:
+def hidden_shape(config: RunConfig, shape: Shape) -> tuple[int, int, int]:
     """Return the shape of tensors between stages: [batch, seq, hidden], or a rank's part."""
-    own, mesh = config.parallel3d, config.mesh
-    seq = own.data.sequence_length // (mesh.cp * (mesh.tp if mesh.sequence_parallel else 1))
-    return config.micro_batch_size, seq, own.model.hidden_size
+    mesh = config.mesh
+    seq = shape.seq // (mesh.cp * (mesh.tp if mesh.sequence_parallel else 1))
+    return shape.batch, seq, config.parallel3d.model.hidden_size

@@ -56,7 +56,7 @@ def evaluate(
     refuse_other_text(source, corpus, console.print)
     pulse.doing("building the model")
     settings = forward_settings(EngineSettings.from_config(config))
-    layers, _, schedule, stages = build(config, mesh, settings, seed=None)
+    layers, shape, schedule, stages = build(config, mesh, settings, seed=None)
     pulse.doing("reading the weights")
     load_weights(source, stages.held, mesh, layers=layers)
     console.print(f"weights of {source.folder}")
@@ -69,7 +69,7 @@ def evaluate(
             mesh,
             cast(Engine, engine),  # enough for a program without backwards
             key=stages.key,
-            hidden_shape=hidden_shape(config),
+            hidden_shape=hidden_shape(config, shape),
         )
         stop.hold(None)
         evaluation = Evaluation(

@@ -98,8 +98,8 @@ def print_placement(console: Console, config: RunConfig, parts: Assembly) -> Non
     """Print the size of the model and the layers of each stage."""
     layers, schedule, stages = parts.layers, parts.schedule, parts.stages
     total = count_params(layers)
-    zero, own, precision = config.zero_optimization, config.parallel3d, config.precision
-    mesh, isolated = config.mesh, own.data.isolate_documents
+    zero, own, mesh = config.zero_optimization, config.parallel3d, config.mesh
+    precision, isolated = parts.engine.settings.precision, own.data.isolate_documents
     offload = describe_offload(zero.offload_optimizer.device, zero.offload_param.device)
     marks = [
         f"ZeRO-{zero.stage}",

@@ -254,8 +254,7 @@ def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -
             return None
         with nullcontext(no_progress) if console.quiet else shown_progress() as progress:
             corpus = prepare(data, progress)
-        largest = max(size for _, size in config.batch_phases)
-        check_length(corpus, data.sequence_length, largest)
+        check_length(corpus, data.sequence_length, config.largest_batch)
         return corpus.place()
 
     try:
