@@ -51,7 +51,7 @@ def train(
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
     )
     start = find_start(config, mesh, claimed, console)
-    config, checkpoint = start.config, start.config.checkpoint
+    config, checkpoint = start.config, start.config.parallel3d.checkpoint
     settings = EngineSettings.from_config(config)
     self_test(settings, mesh, console.print)
     parts = assemble(config, mesh, say=console.print, settings=settings)

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Strict
 
 from parallel3d import models
 from parallel3d.base import user_folders
-from parallel3d.base.reader import value_at
+from parallel3d.base.reader import block_at
 from parallel3d.base.section import PathText
 from parallel3d.model import optimizers
 from parallel3d.schedule import schedules
@@ -24,8 +24,9 @@ _KINDS = {
 
 def register(raw: dict[str, object]) -> None:
     """Register the folders that `raw` names; names that are not folders are refused later."""
+    run = block_at(raw, "parallel3d.run")
     for name, (package, variable, _) in _KINDS.items():
-        folders = value_at(raw, f"parallel3d.run.{name}")
+        folders = run.get(name)
         for folder in folders if isinstance(folders, list) else ():
             if isinstance(folder, str) and "\0" not in folder and Path(folder).is_dir():
                 user_folders.add(folder, package.__path__, variable)

@@ -268,8 +268,9 @@ class RunConfig(Section):
     @property
     def batch_phases(self) -> tuple[tuple[int, int], ...]:
         """The first sample of each phase of train.batch_schedule, and its samples per step."""
-        phases = self.train.batch_schedule and arithmetic.batch_phases(self.train, self.data)
-        return phases or ((0, self.global_batch_size),)
+        if not self.train.batch_schedule:
+            return ((0, self.global_batch_size),)
+        return arithmetic.batch_phases(self.train, self.data)
 
     @property
     def largest_batch(self) -> int:
@@ -388,6 +389,10 @@ class RunConfig(Section):
             # On a small corpus, training a tokenizer ends with fewer tokens than requested.
             config = config._with("data", vocab_size=size)
         return config._checked(tokenizer_size=size)
+
+    def with_weights(self, weights: str, note: str) -> "RunConfig":
+        """Return the config with parallel3d.pipeline.weights set, and `note` among its notes."""
+        return self._with("pipeline", weights=weights).with_notes(*self.notes, note)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as one JSON object with all defaults; `from_dict` reads it back."""

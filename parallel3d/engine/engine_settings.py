@@ -88,7 +88,7 @@ class EngineSettings:
         """The dtype in which gradients are averaged over dp."""
         return DTYPES[self.reduced_in]
 
-    @property
+    @cached_property
     def shards_parameters(self) -> bool:
         """True if the parameters themselves are sharded over dp (ZeRO-3)."""
         return self.zero_stage == 3
@@ -104,7 +104,7 @@ class EngineSettings:
         """True if gradients are reduced once per step, not once per microbatch."""
         return reduces_once(self.zero_stage, self.gradient_reduction)
 
-    @property
+    @cached_property
     def holds_weights(self) -> bool:
         """True if the program gathers ZeRO-3's weights, not DeepSpeed's hooks."""
         return self.shards_parameters and self.weights != "per_microbatch"

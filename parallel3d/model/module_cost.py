@@ -1,6 +1,6 @@
 """The costs of a block's modules on one tensor-parallel rank, as data (floor 0, no torch)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple
 
@@ -227,7 +227,7 @@ class AttentionCost:
         batch, heads, _, seq, size, _ = attention
         num_scores = batch * heads * seq * min(seq, attention.keys + BLOCK)
         scores = KeptMemory(scores=num_scores, dropped_scores=num_scores if self.dropout else 0)
-        inside = scores + KeptMemory(other=_FP32 * batch * heads * seq)  # the logsumexp
+        inside = replace(scores, other=_FP32 * batch * heads * seq)  # the logsumexp
         if self.sinks:  # wider copies of query, key, value and output; the output is cut out again
             copies = 2 * (query + key) * seq * size // (stream.seq * self.head_size)
             inside += KeptMemory(copies - query - key - key)

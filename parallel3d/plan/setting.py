@@ -234,11 +234,3 @@ def layers_of(model: ModelConfig) -> tuple[LayerSpec, ...]:
 def leaves_weights_open(config: RunConfig) -> bool:
     """Return True if parallel3d.pipeline.weights is "auto" at ZeRO-3, the only stage using it."""
     return config.zero_optimization.stage == 3 and config.parallel3d.pipeline.weights == "auto"
-
-
-def with_weights(config: RunConfig, weights: str, note: str) -> RunConfig:
-    """Return the config with parallel3d.pipeline.weights set and `note` added to its notes."""
-    block = config.parallel3d
-    pipeline = block.pipeline.model_copy(update={"weights": weights})
-    block = block.model_copy(update={"pipeline": pipeline})
-    return config.model_copy(update={"parallel3d": block}).with_notes(*config.notes, note)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from parallel3d import models
 from parallel3d.config import RunConfig
-from parallel3d.config.parallel3d_block import PipelineConfig
+from parallel3d.config.parallel3d_block import MeshConfig, PipelineConfig
 from parallel3d.engine import Engine, EngineSettings
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
@@ -77,7 +77,8 @@ def assemble(
         schedule = _schedule(own.pipeline, mesh, num_microbatches)
         return add_sharding(schedule, weights, settings.reduces_once)
 
-    training, between = make(schedule.num_microbatches), hidden_shape(config, shape)
+    training, sizes = make(schedule.num_microbatches), config.mesh
+    between = hidden_shape(sizes, shape, own.model.hidden_size)
     executor, evaluator = (
         Executor(
             s,
@@ -85,7 +86,7 @@ def assemble(
             engine,
             key=stages.key,
             hidden_shape=between,
-            scatter=own.pipeline.scatter_activations and not config.mesh.sequence_parallel,
+            scatter=own.pipeline.scatter_activations and not sizes.sequence_parallel,
             make_schedule=make_another,
         )
         for s, make_another in (
@@ -131,8 +132,7 @@ def _schedule(pipeline: PipelineConfig, mesh: Mesh, num_microbatches: int) -> Sc
     )
 
 
-def hidden_shape(config: RunConfig, shape: Shape) -> tuple[int, int, int]:
+def hidden_shape(mesh: MeshConfig, shape: Shape, hidden_size: int) -> tuple[int, int, int]:
     """Return the shape of tensors between stages: [batch, seq, hidden], or a rank's part."""
-    mesh = config.mesh
     seq = shape.seq // (mesh.cp * (mesh.tp if mesh.sequence_parallel else 1))
-    return shape.batch, seq, config.parallel3d.model.hidden_size
+    return shape.batch, seq, hidden_size

@@ -17,7 +17,7 @@ from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import plan_rows, plan_table
 from parallel3d.plan.report.choose import checkpoint_bytes, choose, weights_for
 from parallel3d.plan.search.plans import Plan, choices_json, request_of, with_vocabulary
-from parallel3d.plan.setting import Setting, leaves_weights_open, with_weights
+from parallel3d.plan.setting import Setting, leaves_weights_open
 from parallel3d.train.known_hardware import described_hardware, machine_of
 
 
@@ -41,7 +41,7 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
         known = described_hardware(config, device)
         if leaves_weights_open(config):
             host_bytes = free_space.free_memory(devices) if device.type == "cpu" else None
-            config = with_weights(config, *weights_for(config, known, host_bytes))
+            config = config.with_weights(*weights_for(config, known, host_bytes))
         if known:
             plan = plan_rows.as_written(config, request_of(config, known, devices))
     if launch.rank == 0:

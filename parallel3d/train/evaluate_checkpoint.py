@@ -69,7 +69,7 @@ def evaluate(
             mesh,
             cast(Engine, engine),  # enough for a program without backwards
             key=stages.key,
-            hidden_shape=hidden_shape(config, shape),
+            hidden_shape=hidden_shape(config.mesh, shape, config.model.hidden_size),
         )
         stop.hold(None)
         evaluation = Evaluation(

@@ -35,7 +35,7 @@ from parallel3d.mesh.nodes import Nodes, find_nodes, wait_until
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.models.common import Pretrained, pretrained_of
 from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
-from parallel3d.plan.setting import leaves_weights_open, with_weights
+from parallel3d.plan.setting import leaves_weights_open
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.bad_steps import left_out
@@ -171,7 +171,7 @@ def _with_weights(config: RunConfig, mesh: Mesh) -> RunConfig:
 
         return weights_for(config, known, host_bytes)
 
-    return with_weights(config, *on_first(mesh, look))
+    return config.with_weights(*on_first(mesh, look))
 
 
 def refuse_drift(settings: Mapping[str, object], mesh: Mesh, nodes: Nodes) -> None:

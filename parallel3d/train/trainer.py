@@ -81,7 +81,7 @@ class Trainer:
         saver: Saver | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        config, corpus = start.config, start.corpus
+        config, corpus, own = start.config, start.corpus, start.config.parallel3d
         self._start, self._layers = start, parts.layers
         stages = parts.schedule.pp_coord_of_stage
         self._ends = stages[0], stages[-1]
@@ -93,12 +93,12 @@ class Trainer:
         self.watch = make_watch(config, mesh, parts, say=progress.say if progress else None)
         self.saver, self.stop, self.position = saver, stop or StopRequest(), start.position
         self._state = RunState(config, corpus) if saver else None
-        self._bad = BadSteps(config.train, start.checkpoint.state if start.checkpoint else None)
+        self._bad = BadSteps(own.train, start.checkpoint.state if start.checkpoint else None)
         self._recomputation = make_recomputation(config, mesh, parts)
         # The newest step that each check of bits vouches for; the last that was wrong and rewound.
         self._clean = dict.fromkeys(("every", "recompute_every"), start.position.step)
         self._wrong_at = -1
-        self._role_lrs = role_lrs(config.model, config.optimizer.params)
+        self._role_lrs = role_lrs(own.model, config.optimizer.params)
         # The number of layers with each side loss.
         self._side_losses = Counter(name for layer in parts.layers for name in layer.side_losses)
         self._sparse = [layer for layer in parts.layers if layer.num_experts]

@@ -49,9 +49,7 @@ class WeightSizes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def weights_of_kind(
-    model: LayerKinds, kind: int, tp: int, threshold: int = 0, ep: int = 1
-) -> WeightSizes:
+def weights_of_kind(model: LayerKinds, kind: int, tp: int, threshold: int, ep: int) -> WeightSizes:
     """Return the sizes of the weights in one layer of a kind."""
     modules = defaultdict[str, list[int]](list)
     layer = model.kinds[kind]

@@ -105,7 +105,7 @@ def stage_activations(
     produced: list[int] = []
     for layer in reversed(layers):
         saved, working, _, computes_again = by_kind[layer]
-        weights = weights_of_kind(model, layer[0], tp, ep=ep)
+        weights = weights_of_kind(model, layer[0], tp, 0, ep)
         largest = weights.largest
         summed += weights.params
         logits = working if part.ends and not produced else -freed_logits

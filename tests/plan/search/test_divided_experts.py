@@ -27,7 +27,7 @@ def config():
 def test_only_experts_are_divided(config):
     layers = tuple(models.layers(config.model))
     model = model_of(layers)
-    whole, part = (weights_of_kind(model, model.kind_of[1], 1, ep=ep) for ep in (1, 8))
+    whole, part = (weights_of_kind(model, model.kind_of[1], 1, 0, ep) for ep in (1, 8))
     m = config.model
     experts = m.num_experts * 3 * m.hidden_size * m.expert_size
     assert (whole.experts, part.experts) == (0, experts // 8)

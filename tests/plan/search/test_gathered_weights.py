@@ -7,7 +7,7 @@ from parallel3d.plan.report.choose import weights_for
 from parallel3d.plan.search.best_first import search
 from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.search.remedy import choose_weights, gib
-from parallel3d.plan.setting import Setting, leaves_weights_open, with_weights
+from parallel3d.plan.setting import Setting, leaves_weights_open
 from tests.plan.toy_cluster import GIB, config, machine
 
 pytestmark = pytest.mark.pure
@@ -63,7 +63,7 @@ def test_it_is_said_and_written():
         f'parallel3d.pipeline.weights: "auto" is per_step ({total} of 80.0 GiB planned on '
         "the fullest device)"
     )
-    whole = with_weights(given, weights, note)
+    whole = given.with_weights(weights, note)
     assert whole.to_dict()["parallel3d"]["pipeline"]["weights"] == "per_step"
     assert whole.notes == (*given.notes, note) and not leaves_weights_open(whole)
 
