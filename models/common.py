@@ -165,6 +165,13 @@ def fused_attention(config: ModelConfig) -> AttentionCost:
 
 def biased_block(config: TransformerConfig, number: int, cost: CostOf) -> LayerSpec:
     """Return a block of two LayerNorms, fused q, k, v and an MLP, all with biases."""
+    build = f"parallel3d.models.{config.family}.blocks:Block"
+    return LayerSpec(f"blocks.{number}", _biased_params(config), cost, build, config)
+
+
+@lru_cache(maxsize=64)
+def _biased_params(config: TransformerConfig) -> tuple[ParamSpec, ...]:
+    """Return the parameters of each `biased_block`."""
     hidden, inner = config.hidden_size, config.inner_size
     normal, residual = weight_inits(config)
     fused, heads = (3, hidden, hidden), config.num_attention_heads
@@ -181,9 +188,7 @@ def biased_block(config: TransformerConfig, number: int, cost: CostOf) -> LayerS
         ParamSpec("mlp.down.bias", (hidden,), (), _ZEROS, False, role="vector"),
     )
     branches = "attention.output.", "mlp.down."
-    params = folded(config, params, query="attention.qkv.", branches=branches, fused=3)
-    build = f"parallel3d.models.{config.family}.blocks:Block"
-    return LayerSpec(f"blocks.{number}", params, cost, build, config)
+    return folded(config, params, query="attention.qkv.", branches=branches, fused=3)
 
 
 def table(config: TransformerConfig, name: str, rows: int, cut_over: CutOver) -> ParamSpec:

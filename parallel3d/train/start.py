@@ -35,7 +35,7 @@ from parallel3d.mesh.nodes import Nodes, find_nodes, wait_until
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.models.common import Pretrained, pretrained_of
 from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
-from parallel3d.plan.setting import leaves_weights_open
+from parallel3d.plan.setting import Setting, leaves_weights_open
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.attempts import Attempts
 from parallel3d.train.bad_steps import left_out
@@ -169,7 +169,7 @@ def _with_weights(config: RunConfig, mesh: Mesh) -> RunConfig:
     def look() -> tuple[str, str]:
         from parallel3d.plan.report.choose import weights_for  # only rank 0 needs the planner
 
-        return weights_for(config, known, host_bytes)
+        return weights_for(Setting.from_config(config), known, host_bytes)
 
     return config.with_weights(*on_first(mesh, look))
 

@@ -31,18 +31,17 @@ def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConf
 
 
 def weights_for(
-    config: RunConfig, hardware: Hardware | None, host_bytes: int | None = None
+    setting: Setting, hardware: Hardware | None, host_bytes: int | None = None
 ) -> tuple[Weights, str]:
-    """Return how long a resolved config's weights stay gathered, and a note that says why.
+    """Return how long a setting's weights stay gathered, and a note that says why.
 
     Args:
-        config: with a known vocabulary size.
+        setting: the run; what it says of weights is not read.
         hardware: None if its memory is unknown.
         host_bytes: free host memory of a CPU rank, which is used without `hardware`.
     """
     weights: Weights = "per_microbatch"
     why = "the memory of a device is not known"
-    setting = Setting.from_config(config)
     if hardware is None and host_bytes is not None:
         hardware = _cpu_rank(setting, host_bytes)
     if hardware is not None:

@@ -57,7 +57,7 @@ def test_who_offloads_parameters_does_not_get_them_all_back():
 
 def test_it_is_said_and_written():
     given = resolved()
-    weights, note = weights_for(given, machine(80 * GIB))
+    weights, note = weights_for(Setting.from_config(given), machine(80 * GIB))
     total = gib(needs(given, "per_step"))
     assert note == (
         f'parallel3d.pipeline.weights: "auto" is per_step ({total} of 80.0 GiB planned on '
@@ -81,12 +81,12 @@ def test_on_cpus_it_is_the_fastest_for_which_the_host_has_room(optimizer):
     )
     assert (fullest(setting).host > 0) == (optimizer == "cpu")
     for free_bytes, way in ((step, "per_step"), (step - 1, "per_pass"), (passes, "per_pass")):
-        weights, note = weights_for(given, None, free_bytes)
+        weights, note = weights_for(setting, None, free_bytes)
         assert weights == way and f'"auto" is {way} (' in note, note
 
 
 def test_without_a_machine_it_is_the_least():
-    weights, note = weights_for(resolved(), None)
+    weights, note = weights_for(Setting.from_config(resolved()), None)
     assert weights == "per_microbatch" == Setting.from_config(resolved()).weights
     assert "is not known" in note
 
