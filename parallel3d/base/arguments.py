@@ -36,18 +36,15 @@ class Parser(argparse.ArgumentParser):
     the help is printed.
     """
 
-    def __init__(
-        self, description: str | None = None, epilog: str | Callable[[], str] = "", **options: Any
-    ) -> None:
-        self._epilog = epilog
+    def __init__(self, description: str | None = None, epilog: Any = None, **options: Any) -> None:
         super().__init__(
-            description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False, **options,
+            description=description, epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options,
         )  # fmt: skip
 
     def format_help(self) -> str:
         """Return the text of `--help`."""
-        self.epilog = self._epilog if isinstance(self._epilog, str) else self._epilog()
+        self.epilog = self.epilog() if callable(self.epilog) else self.epilog
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
@@ -148,9 +145,8 @@ def output_file(text: str) -> Path:
 
     The check comes before any work is done.
     """
-    path = Path(text)
+    path, folder = Path(text), Path(text).parent
     try:
-        folder = path.parent
         if not text or path.is_dir():
             rule, remedy = "is a folder", "name a file in it"
         elif not folder.is_dir():

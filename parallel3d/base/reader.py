@@ -86,8 +86,7 @@ def value_at(raw: object, path: str) -> object:
 
 def block_at(raw: object, path: str) -> dict[str, object]:
     """Return the block at a dotted path of an object; a new empty one if there is none."""
-    block = value_at(raw, path)
-    return block if isinstance(block, dict) else {}
+    return block if isinstance(block := value_at(raw, path), dict) else {}
 
 
 def blocks_at(raw: object, paths: Iterable[str]) -> dict[str, dict[str, object]]:

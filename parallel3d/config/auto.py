@@ -81,8 +81,7 @@ def resolve(raw: dict[str, object]) -> list[str]:
     blocks = blocks_at(raw, {rule.path.rpartition(".")[0] for rule in RULES})
     for rule in RULES:
         section, _, key = rule.path.rpartition(".")
-        block = blocks[section]
-        if block.get(key) != AUTO:
+        if (block := blocks[section]).get(key) != AUTO:
             continue
         value = rule.value(raw)
         if value is ABSENT:

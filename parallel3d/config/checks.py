@@ -43,8 +43,9 @@ def find_problems(settings: Mapping[str, object]) -> list[Problem]:
     """
     problems: list[Problem] = []
     planned = settings.get("mesh") == PLAN  # checks of the mesh wait until it is planned
-    settings = {k: v for k, v in settings.items() if k != "mesh" or not planned}
-    settings |= {"is_planned": planned}
+    settings = {k: v for k, v in settings.items() if k != "mesh" or not planned} | {
+        "is_planned": planned
+    }
     for check in CHECKS:
         names = _signature(check).parameters
         if settings.keys() >= names.keys():
@@ -388,8 +389,8 @@ def _check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> It
     if offload.device != "nvme":
         return
     # The swapper reads master, gradient and states into one buffer each.
-    roles = (optimizers.MATRIX, None)
-    each = max(4, *(1 + len(optimizers.kinds(optimizer.file, role)) for role in roles))
+    states = (optimizers.kinds(optimizer.file, role) for role in (optimizers.MATRIX, None))
+    each = max(4, *(1 + len(kinds) for kinds in states))
     needed = each * (1 + offload.pipeline_read + offload.pipeline_write)
     if offload.buffer_count < needed:
         what = (

@@ -26,8 +26,7 @@ def register(raw: dict[str, object]) -> None:
     """Register the folders that `raw` names; names that are not folders are refused later."""
     run = block_at(raw, "parallel3d.run")
     for name, (package, variable, _) in _KINDS.items():
-        folders = run.get(name)
-        for folder in folders if isinstance(folders, list) else ():
+        for folder in folders if isinstance(folders := run.get(name), list) else ():
             if isinstance(folder, str) and "\0" not in folder and Path(folder).is_dir():
                 user_folders.add(folder, package.__path__, variable)
 

@@ -268,9 +268,11 @@ class RunConfig(Section):
     @property
     def batch_phases(self) -> tuple[tuple[int, int], ...]:
         """The first sample of each phase of train.batch_schedule, and its samples per step."""
-        if not self.train.batch_schedule:
-            return ((0, self.global_batch_size),)
-        return arithmetic.batch_phases(self.train, self.data)
+        return (
+            arithmetic.batch_phases(self.train, self.data)
+            if self.train.batch_schedule
+            else ((0, self.global_batch_size),)
+        )
 
     @property
     def largest_batch(self) -> int:
@@ -329,8 +331,10 @@ class RunConfig(Section):
             }
         )
         if fallback:
-            note = f"parallel3d.mesh: {fallback} of fallbacks, because {self.mesh.sizes} does not"
-            note += f" have {world_size} ranks; {accumulation} microbatches of {micro} a step"
+            note = (
+                f"parallel3d.mesh: {fallback} of fallbacks, because {self.mesh.sizes} does not "
+                f"have {world_size} ranks; {accumulation} microbatches of {micro} a step"
+            )
             config = config.with_notes(*config.notes, note)
         if config.train.max_tokens is not None:
             length = config.data.sequence_length
@@ -465,8 +469,7 @@ def digest_of(config: RunConfig, also: Iterable[str] = ()) -> str:
     Args:
         also: dotted paths of settings to ignore, besides those of output, stopping and speed.
     """
-    values = config.to_public_dict()
-    ignored = [path.rpartition(".") for path in (*_NOT_TRAINED, *also)]
+    values, ignored = config.to_public_dict(), [p.rpartition(".") for p in (*_NOT_TRAINED, *also)]
     blocks = reader.blocks_at(values, {section for section, _, _ in ignored})
     for section, _, name in ignored:
         blocks[section].pop(name, None)

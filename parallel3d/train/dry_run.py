@@ -41,8 +41,9 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
         known = described_hardware(config, device)
         if leaves_weights_open(config):
             host_bytes = free_space.free_memory(devices) if device.type == "cpu" else None
-            setting = Setting.from_config(config)
-            config = config.with_weights(*weights_for(setting, known, host_bytes))
+            config = config.with_weights(
+                *weights_for(Setting.from_config(config), known, host_bytes)
+            )
         if known:
             plan = plan_rows.as_written(config, request_of(config, known, devices))
     if launch.rank == 0:

@@ -98,17 +98,18 @@ def print_placement(console: Console, config: RunConfig, parts: Assembly) -> Non
     """Print the size of the model and the layers of each stage."""
     layers, schedule, stages = parts.layers, parts.schedule, parts.stages
     total = count_params(layers)
-    zero, own, mesh = config.zero_optimization, config.parallel3d, config.mesh
-    precision, isolated = parts.engine.settings.precision, own.data.isolate_documents
+    zero, own, mesh, settings = (
+        config.zero_optimization, config.parallel3d, config.mesh, parts.engine.settings,
+    )  # fmt: skip
     offload = describe_offload(zero.offload_optimizer.device, zero.offload_param.device)
     marks = [
         f"ZeRO-{zero.stage}",
         *([offload] if offload != "none" else []),
-        precision,
+        settings.precision,
         *(["sequence parallel"] if mesh.sequence_parallel else []),
         *([f"experts divided over {mesh.ep} ranks"] if mesh.ep > 1 else []),
-        *(["documents isolated"] if isolated else []),
-        *(["TF32"] if own.train.tf32 and precision == "fp32" else []),
+        *(["documents isolated"] if own.data.isolate_documents else []),
+        *(["TF32"] if own.train.tf32 and settings.precision == "fp32" else []),
         *(["deterministic"] if own.train.deterministic else []),
     ]
     console.print(
@@ -130,9 +131,9 @@ def print_placement(console: Console, config: RunConfig, parts: Assembly) -> Non
             console.print,
             batch=parts.shape.batch,
             seq=parts.shape.seq,
-            dtype=parts.engine.settings.dtype,
+            dtype=settings.dtype,
             device=parts.executor.mesh.device,
-            isolated=isolated,
+            isolated=own.data.isolate_documents,
         )
 
 

@@ -383,8 +383,11 @@ class Recomputation:
 
 def make_recomputation(config: RunConfig, mesh: Mesh, parts: Assembly) -> Recomputation | None:
     """Return the check if the config asks for it. Collective."""
-    every = config.parallel3d.train.check_bits.recompute_every
-    return Recomputation(config, mesh, parts) if every else None
+    return (
+        Recomputation(config, mesh, parts)
+        if config.parallel3d.train.check_bits.recompute_every
+        else None
+    )
 
 
 def _pass_aliases(layer: nn.Module) -> None:
