@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 RUNS, STOPPED, TRACED, GONE = "runs", "stopped", "traced", "gone"  # states of a process
 LONGEST_LOOK = 2.0  # seconds; a longer pause between two looks is not counted
+_NOTICED = 3.0  # seconds until all others have reported that they wait as well
 DONE, FAILED, ASKED = 0, 1, 3  # exit codes: completed, failed, asked to stop
 
 
@@ -55,6 +56,7 @@ class _Rank:
     silent: float = 0.0
     stopped: float = 0.0
     same: float = 0.0  # at the same action
+    waited: float = 0.0  # since it said that it waits
     gone: float = 0.0
 
     @property
@@ -113,6 +115,7 @@ class Arbiter:
         for r in self.ranks.values():
             r.silent += passed
             r.same += passed * (not is_held)
+            r.waited = (r.waited + passed) * r.report.waits
             r.gone += passed * r.is_dead
             # If all ranks are stopped, none waits.
             r.stopped = r.stopped + passed * (r.report.state == STOPPED) if running else 0.0
@@ -172,7 +175,9 @@ class Arbiter:
             for rank, w in self.ranks.items()
             if w.report.waits and 0 < w.report.limit < w.same and w.runs
         ]
-        slowest = self._slowest() if waiting else None
+        ranks = [self.ranks[rank] for rank in waiting]
+        known = any(r.waited > min(r.report.limit, _NOTICED) for r in ranks)
+        slowest = self._slowest() if known else None
         if slowest is None:
             return Finding()
         r, limit = self.ranks[slowest], self.ranks[waiting[0]].report.limit
