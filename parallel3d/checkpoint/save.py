@@ -303,7 +303,7 @@ class Saver:
 
     def _on_first(self, work: Callable[[], None]) -> None:
         """Call `work` on rank 0; raises TrainingError on all ranks if it fails."""
-        on_first(self._mesh, disk.reporting(self._folder)(work))
+        on_first(self._mesh, disk.reporting(self._folder, "rank 0: ")(work))
 
     def _conclude(self) -> None:
         if self._lost is not None:

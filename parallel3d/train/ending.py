@@ -118,7 +118,7 @@ class Ending:
         lost = lost_peer(error)
         # The backend may notice a lost peer first, but only the arbiter knows which rank it was and
         # what it was doing.
-        if lost and (outcome := pulse.outcome(pulse.SOON)):
+        if lost and (outcome := pulse.outcome_after_failed_collective()):
             if outcome.code == STOPPED:
                 return self.on_request()
             pulse.leave(FAILED)

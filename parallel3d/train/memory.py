@@ -3,17 +3,20 @@
 Both are in `memory.json` in the run's folder, which only rank 0 reads and writes.
 """
 
+import os
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from socket import gethostname
 
 from parallel3d.base.atomic import replace_text
+from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import Section
 from parallel3d.checkpoint.in_memory import HostMemory
 from parallel3d.config.parallel3d_block import CheckpointConfig
-from parallel3d.mesh.agree import on_first
+from parallel3d.mesh.agree import agree, on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes
 from parallel3d.train.metrics import step_reached
@@ -47,8 +50,17 @@ def open_memory(
         ]
         return record.name or _new_name(folder), max(refused, default=-1)
 
-    name, refused = on_first(mesh, read)
     root = Path(settings.in_memory_folder)
+
+    def require_folder() -> None:
+        if not os.access(root, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f'parallel3d.checkpoint.in_memory_folder: "{root}" on {gethostname()}: rank '
+                f"{mesh.rank} cannot write there; name a folder in memory that exists on each host"
+            )
+
+    agree(mesh, require_folder)
+    name, refused = on_first(mesh, read)
     memory = HostMemory(mesh, nodes, root, name, refused)
     hosts = "a copy on the next host" if memory.peers else "ONE HOST: no copy on another one"
     say(f"memory  every {settings.in_memory_every} steps to {memory.folder}; {hosts}")

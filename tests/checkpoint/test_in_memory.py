@@ -178,3 +178,12 @@ def test_a_host_is_lost_for_good(config, tmp_path):
     for line, expected in zip(other.lines, alone.lines, strict=True):
         assert line["tokens"] == expected["tokens"]
         assert line["loss"] == pytest.approx(expected["loss"], rel=2e-5)
+
+
+def test_a_folder_that_no_host_has_is_refused(config):
+    missing = "/nowhere"
+    run = drill.Run(config, "nowhere", (1, 1, 1), parallel3d__checkpoint__in_memory_folder=missing)
+    [ended] = run.start()
+    assert ended.code == 2
+    assert f'parallel3d.checkpoint.in_memory_folder: "{missing}" on ' in ended.log
+    assert not run.complete_steps()

@@ -123,7 +123,9 @@ def files_gone(rank, victim, step, at):
 
     def limit():
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+        lowest_free = os.dup(0)  # the limit is one of numbers, which may have gaps
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
         _after_the_save(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)))
 
     on_victim(rank, victim, step, at, limit)

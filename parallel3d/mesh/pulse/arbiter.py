@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 RUNS, STOPPED, TRACED, GONE = "runs", "stopped", "traced", "gone"  # states of a process
 LONGEST_LOOK = 2.0  # seconds; a longer pause between two looks is not counted
+_NOTICED = 3.0  # seconds until all others have reported that they wait as well
 DONE, FAILED, ASKED = 0, 1, 3  # exit codes: completed, failed, asked to stop
 
 
@@ -55,6 +56,7 @@ class _Rank:
     silent: float = 0.0
     stopped: float = 0.0
     same: float = 0.0  # at the same action
+    waited: float = 0.0  # since it said that it waits
     gone: float = 0.0
 
     @property
@@ -113,6 +115,7 @@ class Arbiter:
         for r in self.ranks.values():
             r.silent += passed
             r.same += passed * (not is_held)
+            r.waited = (r.waited + passed) * r.report.waits
             r.gone += passed * r.is_dead
             # If all ranks are stopped, none waits.
             r.stopped = r.stopped + passed * (r.report.state == STOPPED) if running else 0.0
@@ -172,10 +175,12 @@ class Arbiter:
             for rank, w in self.ranks.items()
             if w.report.waits and 0 < w.report.limit < w.same and w.runs
         ]
-        slowest = self._slowest() if waiting else None
+        limit = self.ranks[waiting[0]].report.limit if waiting else 0.0
+        is_known = any(self.ranks[rank].waited > min(limit, _NOTICED) for rank in waiting)
+        slowest = self._slowest() if is_known else None
         if slowest is None:
             return Finding()
-        r, limit = self.ranks[slowest], self.ranks[waiting[0]].report.limit
+        r = self.ranks[slowest]
         others = [rank for rank in sorted(waiting) if rank != slowest]
         who = f"; {_ranks(others)} waited" if others else ""
         late = f"is late: {_at(r)} for {r.same:.0f} s{who} ({limit:.0f} s are allowed)"

@@ -189,11 +189,11 @@ class Listener:
             line.close()  # not a sentry of this run
             return
         rank, report = message["rank"], Report(*message["report"])
+        self._arbiter.hear(rank, report)
         if self._lines[line] is None:  # it waits for an answer to its first message
-            line.send(self._message(rank, speaks=False))
+            line.send(self._message(rank, rank in self._arbiter.speakers(blamed=0)))
         self._awaited.discard(rank)
         self._lines[line] = rank
-        self._arbiter.hear(rank, report)
         if report.state == GONE:
             line.close()
 

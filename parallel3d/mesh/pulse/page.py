@@ -50,6 +50,10 @@ class Page(ctypes.Structure):
         """Record what the rank does from now on."""
         self._since, self._waits, self._doing = time.monotonic(), waits, text.encode()[:255]
 
+    def has_waited(self) -> None:
+        """Record that the rank has waited for others since its action began."""
+        self._waits = True
+
     @property
     def doing(self) -> tuple[str, float, bool]:
         """The rank's action, its start (`time.monotonic`), and whether it waits for another."""

@@ -19,7 +19,7 @@ from parallel3d.mesh.pulse.page import Outcome, Page, new_page
 from parallel3d.mesh.pulse.sentry import SentryTask
 
 LIMITS = Limits()
-SOON = 5.0  # seconds for the outcome to arrive once a collective has failed
+SOON = 10.0  # seconds for the outcome to arrive once a collective has failed
 _ROOT = str(Path(__file__).parents[3])
 # Isolated and without site-packages, which halves its start-up time.
 _SENTRY = (
@@ -96,6 +96,16 @@ def waiting(what: str) -> Iterator[None]:
         # After an error the page still shows the wait.
         if sys.exc_info()[0] is None:
             _page.do(_text)
+
+
+def outcome_after_failed_collective() -> Outcome | None:
+    """Return why the run is over, or None if the arbiter does not find it in time.
+
+    The collective may be one of DeepSpeed's, which is not marked as a wait.
+    """
+    if _page is not None:
+        _page.has_waited()
+    return outcome(SOON)
 
 
 def is_watched() -> bool:

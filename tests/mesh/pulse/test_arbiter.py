@@ -186,3 +186,16 @@ def test_who_is_ended_by_a_timeout_has_waited_for_another(play, end):
     _, blamed, text = play.run(1)
     assert blamed == 1
     assert '; rank 2 on b has stood still for 310 s at "2F0 of step 7"' in text
+
+
+def test_who_does_not_notice_a_failed_collective_is_late(play):
+    """DeepSpeed's collectives do not say that they wait; a rank knows once one has failed."""
+    for rank in range(3):
+        play.set(rank, limit=20.0, since=2.0)
+    assert play.run(35) is None
+    play.set(0, limit=20.0, since=2.0, waits=True)
+    assert play.run(2) is None  # rank 2 has noticed as well, but its report is still to come
+    play.set(2, limit=20.0, since=2.0, waits=True)
+    seconds, blamed, text = play.run(3)
+    assert (seconds <= 1, blamed) == (True, 1)
+    assert 'rank 1 on a is late: at "1F0 of step 7" for 3' in text and "ranks 0, 2 waited" in text
