@@ -4,8 +4,8 @@
 
 Runs launch/train.py on one process, twice: the second time the corpus is cached, and each call of a
 library function is counted. A change of file is a call or a return into another library file than
-the one before. The config's path are the calls that are handed the config or a section of
-it: the files that see it, and its stays there.
+the one before. The config's path are the calls, in and below `train()`, that are handed the config
+or a section of it: the files that see it, and its stays there.
 """
 
 import argparse
@@ -21,6 +21,12 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = tuple(str(ROOT / name) + "/" for name in ("parallel3d", "models", "launch"))
+# Not its hardware, which is no section of the config.
+CONFIG = {
+    f"parallel3d.config.{path.stem}"
+    for path in (ROOT / "parallel3d/config").glob("*.py")
+    if path.stem != "hardware"
+}
 SETTINGS = {
     "train.steps": 1, "train.evaluate_every": 0, "run.save_weights": False, "run.name": "path",
     "data.source": "text", "data.documents": "line", "data.vocab_size": 300,
@@ -39,6 +45,7 @@ class Trail:
         self.files, self.changes = set[str](), 0
         self.config_files, self.config_stays = set[str](), 0
         self._last = self._last_of_config = ""
+        self._trains = False
         self.before_self_test: tuple[int, int] | None = None
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -50,17 +57,21 @@ class Trail:
         code = frame.f_code
         if not code.co_filename.startswith(LIBRARY):
             return
-        # A reader does not call modules and comprehensions, nor a generator for each of its items.
-        if "<" in code.co_name or code.co_flags & inspect.CO_GENERATOR:
+        # A reader does not call modules, classes' bodies and comprehensions, nor a generator for each
+        # of its items.
+        is_body = not code.co_flags & inspect.CO_OPTIMIZED
+        if "<" in code.co_name or code.co_flags & inspect.CO_GENERATOR or is_body:
             return
         file = code.co_filename
         if file != self._last:
             self._last, self.changes = file, self.changes + 1
             self.files.add(file)
+        if event == "call" and (file, code.co_name) == (str(ROOT / "launch/train.py"), "train"):
+            self._trains = True
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         values = (frame.f_locals.get(name) for name in given)
-        is_handed = any(type(v).__module__.startswith("parallel3d.config") for v in values)
-        if is_handed and file != self._last_of_config:
+        is_handed = any(type(v).__module__ in CONFIG for v in values)
+        if self._trains and is_handed and file != self._last_of_config:
             self._last_of_config, self.config_stays = file, self.config_stays + 1
             self.config_files.add(file)
         if event == "call" and code.co_qualname == "Engine.step":
@@ -102,7 +113,7 @@ def main() -> None:
         ("run's first optimizer step", (len(seen.files), seen.changes)),
     ):
         print(f"until the {step}: {files} files, {changes:,} changes of file")
-    print(f"the config: {len(seen.config_files)} files, {seen.config_stays} stays")
+    print(f"the config through train(): {len(seen.config_files)} files, {seen.config_stays} stays")
     sys.stdout.flush()
     os._exit(0)  # not through the end of a process whose threads are still at work
 
