@@ -25,7 +25,7 @@ from parallel3d.plan.time.step import step_time
 __all__ = ["Outcome", "outcomes", "overall", "show", "summary", "validate"]
 
 Predict = Callable[[Setting, Hardware, Curves], float]
-MEANS = ("mean_error", "bias", "constant_mean_error", "neighbour_mean_error")
+MEANS = ("mean_error", "bias", "constant_mean_error", "neighbour_mean_error", "mesh_regret")
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _mean_error(pairs: Iterable[tuple[float | None, float]]) -> float | None:
 def overall(groups: Mapping[str, Mapping[str, Any]], by_row: Mapping[str, Any]) -> dict[str, Any]:
     """The line over all rows: means over the groups, each of which counts once.
 
-    The worst row, the ranks and the regret are over all rows; `by_row` has all by row.
+    The worst row and the ranks are over all rows; `by_row` has all by row, and the regret by set.
     """
     line = dict(by_row)
     for name in MEANS:

@@ -20,7 +20,7 @@ from parallel3d.scaling.frontier import LEAST_BUDGETS, with_checks
 from parallel3d.scaling.points import FLAGS, NAMES, Fit, Points, finite, points_of
 from parallel3d.scaling.runs import COUNTS, read, read_runs
 
-DRAWS = 2000  # bootstrap resamples
+DRAWS = 2000  # of the fitted parameters, for their intervals
 FIT = "fit.json"
 LAWS_IN_WORDS = {
     **{law.name: law.formula for law in LAWS.values()},
@@ -75,8 +75,8 @@ def add_fit(parser: Parser) -> None:
     add("--weighted", action="store_true",
         help="weight each point by 1 / standard error^2 of its loss")
     add("--bootstraps", type=whole_number(least=0, most=10**6), default=DRAWS, metavar="N",
-        help=f"resamples of the runs for the intervals (default: {DRAWS:,})")
-    add("--seed", type=whole_number(least=0), default=0, help="seed of the resamples (default: 0)")
+        help=f"draws for the intervals of the parameters (default: {DRAWS:,})")
+    add("--seed", type=whole_number(least=0), default=0, help="seed of the draws (default: 0)")
     add("--forecasts", type=Path, metavar="FILE", **several,
         help="compare these registered forecasts with their runs, and leave the runs out of the "
         "fit")

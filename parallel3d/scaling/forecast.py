@@ -164,15 +164,12 @@ def _loss(
 
 
 def _with_scatter(fit: Fit, losses: Array) -> Array:
-    """Return the losses with residuals of the fit added, scaled up for its degrees of freedom."""
-    if not len(fit.scatter):
-        return losses
-    count, free = len(fit.scatter), len(fit.samples)
-    wider = np.sqrt(count / max(count - free, 1))
-    random = np.random.default_rng(0)
-    repeated = np.repeat(losses, max(1, 20_000 // len(losses)))
-    run_losses: Array = repeated * np.exp(wider * random.choice(fit.scatter, size=len(repeated)))
-    return run_losses
+    """Return losses of single runs: `losses` times Student-t noise as large as the residuals."""
+    free = max(len(fit.scatter) - len(fit.samples), 1)
+    scale = np.sqrt(fit.scatter @ fit.scatter / free)
+    losses = np.resize(losses, max(len(losses), 20_000))  # few draws would make coarse percentiles
+    noise = np.random.default_rng(0).standard_t(free, len(losses))
+    return np.asarray(losses * np.exp(scale * noise))
 
 
 def register(path: Path, forecast: Forecast, fit: Fit) -> None:

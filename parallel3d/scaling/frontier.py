@@ -76,6 +76,25 @@ def power_law(x: Sequence[Array], y: Array, log_error: Array | None = None) -> P
     return Power(float(np.exp(solution[0] - solution[1:] @ middles)), tuple(solution[1:].tolist()))
 
 
+def law_draws(x: Sequence[Array], y: Array, draws: int, seed: int) -> Array:
+    """Return draws of a power law's coefficient and exponents [1 + exponents, draws].
+
+    They are from the Student-t posterior of `power_law` with equal errors and flat priors. There
+    are no rows if no degree of freedom is left.
+    """
+    law, free = power_law(x, y), len(y) - len(x) - 1
+    if free < 1 or not draws:
+        return np.zeros((0, draws))
+    design, residual = np.column_stack([np.ones(len(y)), *np.log(x)]), np.log(y / law(*x))
+    random = np.random.default_rng(seed)
+    scale = np.sqrt(residual @ residual / random.chisquare(free, draws))
+    drawn = np.linalg.pinv(design) @ random.standard_normal((len(y), draws)) * scale
+    drawn += np.array([[np.log(law.coefficient)], *([e] for e in law.exponents)])
+    most = np.array([[300.0], *([5.0] for _ in x)])  # with these, powers of 1e30 are finite
+    drawn = np.clip(drawn, -most, most)
+    return np.vstack([np.exp(drawn[:1]), drawn[1:]])
+
+
 def best_values(points: Points, setting: Array) -> tuple[list[dict[str, object]], list[str]]:
     """Return the best value of a swept setting for each size and length.
 
@@ -110,9 +129,8 @@ def best_values(points: Points, setting: Array) -> tuple[list[dict[str, object]]
 def fit_best(points: Points, setting: Array, column: str, *, draws: int, seed: int) -> Fit:
     """Fit the best value of `column` as a power law of N, of D or of both (arXiv:2503.04715).
 
-    N and D that do not vary are left out, and so is D if it is a multiple of N. Intervals are from
-    a bootstrap over the pairs (N, D). Raises ConfigError if there are fewer pairs than exponents
-    + 2.
+    N and D that do not vary are left out, and so is D if it is a multiple of N. Intervals are those
+    of `law_draws`. Raises ConfigError if there are fewer pairs than exponents + 2.
     """
     best, left_out = best_values(points, setting)
     columns = {"N": "params", "D": "tokens"}
@@ -128,27 +146,20 @@ def fit_best(points: Points, setting: Array, column: str, *, draws: int, seed: i
         )
     x, y = [arrays[name] for name in names], np.array([row["best"] for row in best])
     law = power_law(x, y)
-    random = np.random.default_rng(seed)
-    drawn = []
-    for _ in range(draws):
-        rows = random.integers(len(y), size=len(y))
-        if all(len(np.unique(v[rows])) > 1 for v in x) and len(np.unique(rows)) > len(x) + 1:
-            draw_law = power_law([v[rows] for v in x], y[rows])
-            drawn.append((draw_law.coefficient, *draw_law.exponents))
     labels = ["coefficient", *(f"{name}_exponent" for name in names)]
-    samples = dict(zip(labels, np.array(drawn).T, strict=True)) if drawn else {}
     scatter = np.log(y / law(*x))
     diagnostics = {
         "setting": column, "best": best, "left_out": left_out,
-        "bootstrap": {"draws": len(drawn), "seed": seed, "redrawn": draws - len(drawn)},
         "warnings": [f"left out: {text}" for text in left_out],
     }  # fmt: skip
     formula = " ".join(f"{name}^{e:.4f}" for name, e in zip(names, law.exponents, strict=True))
     return Fit(
         law=BEST_VALUE,
-        estimator=f"least squares of log(best {column}): {law.coefficient:.4g} {formula}",
+        estimator=f"least squares of log(best {column}): {law.coefficient:.4g} {formula}; "
+        "Student-t intervals",
         parameters=dict(zip(labels, (law.coefficient, *law.exponents), strict=True)),
-        objective=float(scatter @ scatter), points=points, optimal={}, samples=samples,
+        objective=float(scatter @ scatter), points=points, optimal={},
+        samples=dict(zip(labels, law_draws(x, y, draws, seed), strict=False)),
         scatter=scatter, diagnostics=diagnostics,
     )  # fmt: skip
 
@@ -169,31 +180,25 @@ class Profile:
     """The runs of one budget."""
 
     flops: float
-    rows: npt.NDArray[np.intp]  # [runs], indices of the points
     size: npt.NDArray[np.intp]  # [runs], index of the size of each
     logs: Array  # [3, runs]: log of parameters, loss and tokens
 
-    def least(self, method: Method, times: Array | None = None) -> Best | None:
+    def least(self, method: Method) -> Best | None:
         """Return the best size, or None if there are no sizes on both sides of it.
 
         method: "parabola" fits one to log(loss) over log(N), "akima" interpolates it. Runs of equal
             size are averaged.
-        times: how often each run counts [runs]; once if None.
         """
-        weight = np.ones(len(self.rows)) if times is None else times
-        total = np.bincount(self.size, weight)
-        present = total > 0
-        if present.sum() < METHODS[method]:
+        counts = np.bincount(self.size)
+        if len(counts) < METHODS[method]:
             return None
-        x, y, z = (
-            np.bincount(self.size, weight * log)[present] / total[present] for log in self.logs
-        )
+        x, y, z = (np.bincount(self.size, log) / counts for log in self.logs)
         vertex = _parabola(x, y) if method == "parabola" else _akima_least(x, y)
         if vertex is None:
             return None
         params, loss = np.exp(vertex)
         tokens = float(np.exp(np.interp(vertex[0], x, z)))
-        return Best(self.flops, float(params), tokens, float(loss), int(present.sum()))
+        return Best(self.flops, float(params), tokens, float(loss), len(counts))
 
 
 def profiles(points: Points) -> list[Profile]:
@@ -208,7 +213,7 @@ def profiles(points: Points) -> list[Profile]:
             columns = (points.params, points.loss, points.tokens)
             logs = np.log([column[rows] for column in columns])
             flops = float(np.exp(np.log(points.flops[rows]).mean()))
-            profiles.append(Profile(flops, rows, label, logs))
+            profiles.append(Profile(flops, label, logs))
     return profiles
 
 
@@ -277,7 +282,7 @@ def losses_of(points: Points, law: str) -> tuple[list[BestLoss], list[float]]:
 def fit_frontier(
     points: Points, kind: str, method: Method, estimator: Estimator, *, draws: int, seed: int
 ) -> Fit:
-    """Fit the laws of the best runs, with a bootstrap over the runs; `kind` is one of NAMES.
+    """Fit the laws of the best runs, with intervals by `law_draws`; `kind` is one of NAMES.
 
     Raises ConfigError if fewer than two budgets have their minimum within their sizes.
     """
@@ -290,20 +295,13 @@ def fit_frontier(
             f"the {kind} law needs 2 or more{why}; add runs"
         )
     values, losses = exponents(bests), losses_of(points, kind)[0]
-    random = np.random.default_rng(seed)
-    count = len(points)
-    drawn = []
-    for _ in range(draws):
-        times = np.bincount(random.integers(count, size=count), minlength=count).astype(float)
-        resampled, _ = _bests(points, kind, method, all_profiles, times)
-        if len(resampled) > len(bests) // 2 and len(resampled) > 1:
-            drawn.append(exponents(resampled))
-    samples = {name: np.array([one[name] for one in drawn]) for name in values if drawn}
+    flops, params, tokens = (_column(bests, name) for name in ("flops", "params", "tokens"))
+    drawn = (row for y in (params, tokens) for row in law_draws([flops], y, draws, seed))
+    samples = dict(zip(values, drawn, strict=False))
     exponent_draws = {name: samples[f"{name}_exponent"] for name in "ND"} if samples else {}
     diagnostics: dict[str, Any] = {
         "best": [asdict(best) for best in bests], "left_out": left_out,
-        "bootstrap": {"draws": len(drawn), "seed": seed, "redrawn": draws - len(drawn)},
-        "noise_floor": noise_floor(points), "held_out": held_out(bests, losses),
+        "noise_floor": noise_floor(points), "held_out": next(iter(back_test(losses)), None),
         "surface": surface(points, estimator),
         "warnings": [f"left out: {text}" for text in left_out],
     }  # fmt: skip
@@ -318,7 +316,6 @@ def fit_frontier(
     description = (
         f"{method_name} of log(loss) over log(N)" if kind == "isoflop" else "the best runs"
     )
-    flops, params = (_column(bests, name) for name in ("flops", "params"))
     residual = np.log(params / (values["N_coefficient"] * flops ** values["N_exponent"]))
     scatter, objective = np.zeros(0), float(np.sum(residual**2))
     if law := posterior(losses):
@@ -327,41 +324,23 @@ def fit_frontier(
         samples |= draws_of if samples else {}
         scatter = np.log([best.loss / np.median(law.loss(best.flops)) for best in losses])
     return Fit(
-        law=kind, estimator=f"{description}, least squares of logarithms; loss by its posterior",
+        law=kind, estimator=f"{description}, least squares of logarithms, Student-t intervals; "
+        "loss by its posterior",
         parameters=values, objective=objective, points=points,
         optimal={"N": values["N_exponent"], "D": values["D_exponent"]},
         samples=samples, optimal_samples=exponent_draws, scatter=scatter, diagnostics=diagnostics,
     )  # fmt: skip
 
 
-def held_out(bests: Sequence[Best], losses: Sequence[BestLoss]) -> dict[str, object] | None:
-    """Return the errors on the loss and the size of the largest budget, of a fit to the others.
-
-    Returns None if the others are too few.
-    """
-    *rest, last = sorted(bests, key=lambda best: best.flops)
-    tests = [test for test in back_test(losses) if test["points"] == 1]
-    if len(rest) < 2 or not tests:
-        return None
-    size = exponents(rest)
-    params = size["N_coefficient"] * last.flops ** size["N_exponent"]
-    return tests[0] | {"params_ratio": params / last.params}
-
-
 def _bests(
-    points: Points, kind: str, method: Method, profiles: Sequence[Profile],
-    times: Array | None = None,
-) -> tuple[list[Best], list[str]]:  # fmt: skip
-    """Return the best run of each budget, and a text for each budget that has none.
-
-    times: how often each point counts [points]; once if None.
-    """
+    points: Points, kind: str, method: Method, profiles: Sequence[Profile]
+) -> tuple[list[Best], list[str]]:
+    """Return the best run of each budget, and a text for each budget that has none."""
     if kind == "envelope":
-        return envelope(points if times is None else points.take(times > 0)), []
+        return envelope(points), []
     bests, left_out = [], []
     for profile in profiles:
-        best = profile.least(method, None if times is None else times[profile.rows])
-        if best:
+        if best := profile.least(method):
             bests.append(best)
         else:
             left_out.append(

@@ -17,7 +17,7 @@ from parallel3d.scaling.runs import Table, number
 Array = npt.NDArray[np.float64]
 FLOPS_PER_ND = 6
 """C = 6ND: FLOPs of forward and backward pass (arXiv:2001.08361, section 2.1)."""
-LEVEL = 95  # per cent of the bootstrap that an interval covers
+LEVEL = 95  # per cent of the draws that an interval covers
 _COLUMNS = ("params", "tokens", "flops", "loss")
 DIVERGED = 2.0
 """A run diverged if its loss is more than this times that of a smaller model on fewer tokens."""
@@ -216,11 +216,11 @@ def _diverged(points: Points) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Fit:
-    """The fitted parameters of a law, their bootstrap, and diagnostics.
+    """The fitted parameters of a law, draws of them, and diagnostics.
 
     objective: its minimum.
     optimal: exponents with which the best N and D grow with FLOPs.
-    samples, optimal_samples: parameters and exponents of each bootstrap draw, as arrays [draws].
+    samples, optimal_samples: parameters and exponents of each draw, as arrays [draws].
     scatter: log(loss) - log(law) of the points.
     path: the file that the fit was read from.
     """
@@ -239,7 +239,7 @@ class Fit:
 
     @property
     def standard_errors(self) -> dict[str, float | None]:
-        """Standard error of each parameter: the standard deviation of its bootstrap draws."""
+        """Standard error of each parameter: the standard deviation of its draws."""
         drawn = {name: self.samples.get(name, ()) for name in self.parameters}
         return {
             name: float(np.std(draws, ddof=1)) if len(draws) > 1 else None
@@ -248,7 +248,7 @@ class Fit:
 
     @property
     def intervals(self) -> dict[str, list[float] | None]:
-        """Interval of each parameter: the middle 95 % of its bootstrap draws."""
+        """Interval of each parameter: the middle 95 % of its draws."""
         return {name: interval(self.samples.get(name)) for name in self.parameters}
 
     def to_json(self) -> dict[str, object]:

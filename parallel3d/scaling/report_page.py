@@ -218,7 +218,7 @@ def show_forecast(forecast: Forecast, fit: Fit, out: Console) -> None:
     if forecast.loss is None:
         terminal.say(out, "WARNING: no loss: the fit has too few budgets for a law of it", "  ")
     elif spread["loss"] is None:
-        terminal.say(out, "WARNING: no intervals: the fit has no bootstrap draws", "  ")
+        terminal.say(out, "WARNING: no intervals: the fit has no draws of its parameters", "  ")
     terminal.say(out, f"{forecast.beyond:.3g} times the FLOPs of the largest fitted run")
     if (part := back_tests(forecast.back_test)).rows:
         _show(part, out)
