@@ -57,8 +57,8 @@ class Trail:
         code = frame.f_code
         if not code.co_filename.startswith(LIBRARY):
             return
-        # A reader does not call modules, classes' bodies and comprehensions, nor a generator for each
-        # of its items.
+        # A reader does not call modules, bodies of classes and comprehensions, nor a generator for
+        # each of its items.
         is_body = not code.co_flags & inspect.CO_OPTIMIZED
         if "<" in code.co_name or code.co_flags & inspect.CO_GENERATOR or is_body:
             return
