@@ -55,7 +55,7 @@ def resolve_config(config: RunConfig, launch: Launch) -> RunConfig:
     refuse_impossible(config, launch.world_size)
     if config.is_planned:
         # Imported here because they load the planner and torch, which other configs do not need.
-        from parallel3d.plan.report.choose import choose
+        from parallel3d.plan.report.plan_rows import choose
         from parallel3d.train.known_hardware import machine_of
 
         config, _ = choose(config, launch.world_size, machine_of(config, launch))

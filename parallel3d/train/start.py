@@ -167,7 +167,7 @@ def _with_weights(config: RunConfig, mesh: Mesh) -> RunConfig:
         host_bytes = int(min(row[0] for row in rows))
 
     def look() -> tuple[str, str]:
-        from parallel3d.plan.report.choose import weights_for  # only rank 0 needs the planner
+        from parallel3d.plan.report.plan_rows import weights_for  # only rank 0 needs the planner
 
         return weights_for(config, known, host_bytes)
 
