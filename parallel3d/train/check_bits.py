@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.base.errors import TrainingError
-from parallel3d.checkpoint.checksums import bit_sum
+from parallel3d.checkpoint.chunk_runs import bit_sum
 from parallel3d.checkpoint.chunk_runs import global_boxes
 from parallel3d.engine import Engine
 from parallel3d.mesh.agree import gather_json

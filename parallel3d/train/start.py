@@ -338,7 +338,7 @@ def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -
     if origin is None:
         return None
     assert isinstance(origin, Pretrained), "it was resolved with the config"
-    folder = find_weights(config.model, mesh)
+    folder = find_weights(config.model, origin, mesh)
     at = f" at {origin.revision}" if origin.revision else ""
     say(f"weights of {origin.folder}{at}")
     if warning := on_first(mesh, lambda: tokenizer_warning(folder, tokenizer, origin.folder)):

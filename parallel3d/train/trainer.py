@@ -16,7 +16,7 @@ from parallel3d.base.errors import TrainingError
 from parallel3d.base.fault import fault_point
 from parallel3d.base.journal import reached, record
 from parallel3d.checkpoint import find
-from parallel3d.checkpoint.checksums import state_checksums
+from parallel3d.checkpoint.chunk_runs import state_checksums
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import MOST_FAILURES, Saver
 from parallel3d.checkpoint.state import Position, RunState
