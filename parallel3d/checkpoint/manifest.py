@@ -155,11 +155,10 @@ def check_file(folder: Path, name: str, entry: Entry) -> str:
 def read_state(folder: Path) -> dict[str, Any]:
     """Return the JSON object in state.json; raises CheckpointError."""
     path = folder / STATE
+    data = _read(path)
     try:
-        return parse_object(_read(path))
+        return parse_object(data)
     except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path}: not JSON: {error}; use another checkpoint") from None
 
 

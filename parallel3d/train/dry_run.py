@@ -36,7 +36,6 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
         config, plan = choose(config, devices, machine_of(config, launch))
     else:
         config = with_vocabulary(config).resolve(devices)
-        refuse_impossible(config, devices)
         device = pick_device(launch)
         known = described_hardware(config, device)
         if leaves_weights_open(config):

@@ -302,7 +302,11 @@ def fullest(setting: Setting, hardware: Hardware | None = None) -> Memory:
 
 def peak_of(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory:
     """Return the peak memory of one pipeline coordinate under this engine."""
-    rank = _rank(setting, coord, hardware)
+    on_cpu, parts = is_cpu(hardware), _parts(setting)
+    home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
+    layers = tuple([parts[s] for s in home])
+    stages = tuple([_stage(setting, part, on_cpu) for part in layers])
+    rank = CoordinateRank(setting, coord, home, layers, stages, on_cpu)
     most = max(rank.moments(), key=sum)
     by_part = dict.fromkeys(PARTS, 0)
     by_part["weights"], by_part["optimizer"] = rank.held.weights, rank.held.optimizer
@@ -313,14 +317,6 @@ def peak_of(setting: Setting, coord: int, hardware: Hardware | None = None) -> M
     by_part["margin"] = margin(sum(by_part.values()), hardware)
     by_part["margin"] += nccl_estimate(setting, coord, hardware)
     return Memory(by_part, rank.held.host + rank.waiting_on_host, rank.held.nvme, coord)
-
-
-def _rank(setting: Setting, coord: int, hardware: Hardware | None) -> CoordinateRank:
-    on_cpu, parts = is_cpu(hardware), _parts(setting)
-    home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
-    layers = tuple([parts[s] for s in home])
-    stages = tuple([_stage(setting, part, on_cpu) for part in layers])
-    return CoordinateRank(setting, coord, home, layers, stages, on_cpu)
 
 
 def least_on_first(

@@ -71,10 +71,7 @@ def with_fewest_in_full(setting: Setting, hardware: Hardware, least: int = 0) ->
     """
     ways = ["none" if n == 0 else f"full:{n}" for n in range(least, max(blocks_in_stages(setting)))]
 
-    def every_fits(way: str) -> bool:
-        return all_fit(setting.but(recompute=way), hardware)
-
-    enough = bisect_left(ways, True, key=every_fits)
+    enough = bisect_left(ways, True, key=lambda way: all_fit(setting.but(recompute=way), hardware))
     return setting.but(recompute=ways[enough]) if enough < len(ways) else setting
 
 
