@@ -191,7 +191,8 @@ class Trainer:
                 self.writer.complete(result.validation)
             self.stop.finished()
         else:
-            speed = self._speed(*((tokens, seconds) if tokens else (step_tokens, step_seconds)))
+            timed = (tokens, seconds) if tokens else (step_tokens, step_seconds)
+            speed = self._speed(*timed)
             result.tokens_per_second, result.tflops_per_device, result.mfu = speed
             result.mean_loss = fmean(losses) if losses else math.nan
             result.mean_loss_of = len(losses)
