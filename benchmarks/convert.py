@@ -28,13 +28,11 @@ from rich.filesize import decimal
 
 from parallel3d import models
 from parallel3d.checkpoint import disk
-from parallel3d.checkpoint.box import Box
-from parallel3d.checkpoint.chunks import Chunk, header
+from parallel3d.checkpoint.chunks import Box, Chunk, header
 from parallel3d.checkpoint.manifest import manifest_bytes
 from parallel3d.config import RunConfig
 from parallel3d.data.sources import no_progress
-from parallel3d.huggingface.conversion import export, import_folder, quiet
-from parallel3d.huggingface.read_back import Proof
+from parallel3d.huggingface.conversion import Proof, export, import_folder, quiet
 from parallel3d.huggingface.source import CheckpointSource
 from parallel3d.huggingface.weight_files import WeightFiles
 from parallel3d.model import optimizers

@@ -21,7 +21,8 @@ from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus, TokenStream
 from parallel3d.data.evaluation_samples import EvaluationSamples, SetLoss, held_out_samples
 from parallel3d.data.prepare import prepare
-from parallel3d.verify.reference import in_our_names, losses_of
+from parallel3d.verify.reference import in_our_names
+from tests.verify.measuring import losses_of
 
 AT_ONCE = 16  # samples
 

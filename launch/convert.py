@@ -23,7 +23,7 @@ from parallel3d.config import RunConfig
 from parallel3d.config.foreign import convert as foreign
 
 if TYPE_CHECKING:  # torch is imported late, so that a wrong command line is reported first
-    from parallel3d.huggingface.read_back import Proof
+    from parallel3d.huggingface.conversion import Proof
 
 DTYPES = ("fp32", "bf16", "fp16")
 

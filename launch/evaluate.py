@@ -42,7 +42,7 @@ def evaluate(
         checkpoint, launch, file=args.config, overrides=overrides, samples=args.samples
     )
     config = resolve_config(requested, launch)
-    from parallel3d.train.evaluate_checkpoint import evaluate as losses_of
+    from parallel3d.train.from_checkpoint import evaluate as losses_of
 
     mesh = join(config, launch)
     console = terminal.console(True)

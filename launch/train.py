@@ -39,11 +39,10 @@ def train(
     from parallel3d.checkpoint.save import Saver
     from parallel3d.engine import EngineSettings
     from parallel3d.engine.selftest import self_test
-    from parallel3d.train import overview
     from parallel3d.train.assembly import assemble
     from parallel3d.train.known_hardware import peak
+    from parallel3d.train.output import Output, print_placement, print_summary, summarise
     from parallel3d.train.profiler import make_profiler
-    from parallel3d.train.run_folder import Output
     from parallel3d.train.start import find_start, restore
     from parallel3d.train.trainer import Trainer
 
@@ -55,7 +54,7 @@ def train(
     settings = EngineSettings.from_config(config)
     self_test(settings, mesh, console.print)
     parts = assemble(config, mesh, say=console.print, settings=settings)
-    overview.print_placement(console, config, parts)
+    print_placement(console, config, parts)
     restore(start, mesh, parts)
     with closing(Output(start, mesh, console)) as output:
         saver = Saver(
@@ -73,8 +72,8 @@ def train(
         ).run()  # fmt: skip
         output.finish(result, parts.engine)
     parts.engine.close()
-    summary = overview.summarise(start, result, peak_name, is_said=mesh.rank == 0)
-    overview.print_summary(summary, console, command_to_go_on(config, start.folder))
+    summary = summarise(start, result, peak_name, is_said=mesh.rank == 0)
+    print_summary(summary, console, command_to_go_on(config, start.folder))
     if as_json and mesh.rank == 0:
         print(json.dumps(summary.to_json()))
     return STOPPED if result.stopped else DONE

@@ -93,7 +93,7 @@ def pytest_addoption(parser):
 PRELOAD = [
     "launch.train", "parallel3d.train.trainer", "parallel3d.huggingface.from_ranks",
     "parallel3d.engine.selftest", "safetensors.torch", "pytest", "hypothesis", "tests.cases",
-    "parallel3d.train.overview", "parallel3d.model.optimizers.adamw",
+    "parallel3d.train.output", "parallel3d.model.optimizers.adamw",
     # Tokenizers and exports load it; it takes longer than most tests' training.
     *(f"transformers.models.{x}.modeling_{x}" for x in ("gpt2", "llama", "gpt_neox")),
     # Half of what DeepSpeed would import in each rank, as it builds an engine.

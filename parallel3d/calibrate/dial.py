@@ -24,8 +24,7 @@ from parallel3d.config.hardware import Hardware
 from parallel3d.data.prepare import prepare
 from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.launch import Launch
-from parallel3d.plan.report.choose import choose
-from parallel3d.plan.report.plan_rows import devices_of
+from parallel3d.plan.report.plan_rows import choose, devices_of
 from parallel3d.plan.report.plan_table import count as in_short
 from parallel3d.plan.search.plans import Plan, with_vocabulary
 from parallel3d.scaling.ladder.expand import SHAPE

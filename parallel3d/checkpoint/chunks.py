@@ -1,4 +1,4 @@
-"""A checkpoint's safetensors files, with one tensor per chunk.
+"""Read boxes of arrays from files, and the safetensors files of a checkpoint, a tensor per chunk.
 
 A chunk is a box of a parameter's fp32 master weight or of a state that the optimizer keeps for it,
 in the coordinates of the whole parameter. Its key is `name|kind|offset,offset,...`; its shape is
@@ -8,20 +8,279 @@ the shape of the stored tensor.
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, combinations
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from parallel3d.base.errors import CheckpointError
-from parallel3d.checkpoint.arrays import ArrayFile
-from parallel3d.checkpoint.box import Box, inside
-from parallel3d.checkpoint.safe_files import is_count, parse_object
+from parallel3d.checkpoint.safe_files import is_count, open_file, parse_object
+
+
+class Box(NamedTuple):
+    """A rectangular part of a tensor: its first element's index and its extent, dim by dim."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in the box; 1 for a scalar."""
+        return prod(self.shape)
+
+
+def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[tuple[Box, int]]:
+    """Return the contiguous boxes that tile the flat range [start, stop) of a tensor, in order.
+
+    Each comes with the index of its first element, counted from `start`. A tensor of n dims needs
+    at most 2n - 1 boxes: per dim, the rest of a row, full rows, and the beginning of a row.
+    """
+    assert 0 <= start <= stop <= prod(shape), f"[{start}, {stop}) is not in a tensor of {shape}"
+    boxes = _boxes(tuple(shape), start, stop)
+    firsts = accumulate((box.numel for box in boxes), initial=0)
+    return list(zip(boxes, firsts, strict=False))
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    if start == stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = shape[1:]
+    size = prod(row)
+    first, begin = divmod(start, size)  # the range skips `begin` elements of the first row
+    last, end = divmod(stop, size)  # the range has `end` elements of the last row
+    if first == last:
+        return _in_row(first, _boxes(row, begin, end))
+    boxes: list[Box] = []
+    if begin:
+        boxes += _in_row(first, _boxes(row, begin, size))
+        first += 1
+    if first < last:
+        boxes.append(Box((first, *[0] * len(row)), (last - first, *row)))
+    if end:
+        boxes += _in_row(last, _boxes(row, 0, end))
+    return boxes
+
+
+def _in_row(row: int, boxes: list[Box]) -> list[Box]:
+    return [Box((row, *box.offsets), (1, *box.shape)) for box in boxes]
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """Return the box of the elements that two boxes share; None if there are none."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    shape = tuple(map(lambda x, y, at: min(x, y) - at, _ends(a), _ends(b), offsets))
+    return Box(offsets, shape) if all(size > 0 for size in shape) else None
+
+
+def shift(box: Box, offsets: Sequence[int]) -> Box:
+    """Return the box moved by `offsets`, for example from a part's to the tensor's coordinates."""
+    return Box(tuple(x + y for x, y in zip(box.offsets, offsets, strict=True)), box.shape)
+
+
+def inside(box: Box, outer: Box) -> bool:
+    """True if every element of `box` is in `outer`."""
+    starts_inside = all(map(int.__ge__, box.offsets, outer.offsets))
+    return starts_inside and all(map(int.__le__, _ends(box), _ends(outer)))
+
+
+def overlapping(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
+    """Return two of the boxes that share an element, or None.
+
+    Boxes that a plane separates are not compared with each other.
+    """
+    groups = [list(boxes)]
+    while groups:
+        group = groups.pop()
+        dims = range(len(group[0].shape) if len(group) > 1 else 0)
+        parts = next((p for p in (_separated(group, dim) for dim in dims) if len(p) > 1), None)
+        if parts is not None:
+            groups += parts
+            continue
+        for a, b in combinations(group, 2):
+            if overlap(a, b) is not None:
+                return a, b
+    return None
+
+
+def _separated(boxes: list[Box], dim: int) -> list[list[Box]]:
+    """Return the boxes in groups that planes across `dim` separate."""
+    parts: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        if box.offsets[dim] >= end:
+            parts.append([])
+        parts[-1].append(box)
+        end = max(end, box.offsets[dim] + box.shape[dim])
+    return parts
+
+
+def _ends(box: Box) -> tuple[int, ...]:
+    return tuple(map(int.__add__, box.offsets, box.shape))
+
+
+STAGING_BYTES = 8 * 2**20
+# Up to about this size, reading a gap is cheaper than one more system call.
+GAP_BYTES = 64 * 2**10
+# Rows transposed at once, so that their pages and lines fit the TLB and the data cache.
+TRANSPOSED_ROWS = 512
+PAGE_BYTES = 4096
 
 Dims = tuple[int, ...]
+
+
+def memory_of(value: Tensor) -> memoryview:
+    """Return the bytes of a contiguous host tensor, without a copy."""
+    # Not view(-1): a contiguous tensor of one element may have any stride.
+    flat = value.detach().as_strided((value.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialized host tensor."""
+    # Not torch.empty: in deterministic mode torch fills it, and numpy requests huge pages, which
+    # halves the cost of new memory.
+    size = dtype.itemsize * prod(shape)
+    memory = np.empty(size, "u1") if _recycled is None else _recycled.take(size)
+    return torch.from_numpy(memory).view(dtype).view(tuple(shape))
+
+
+class _Blocks:
+    """Unused blocks of memory, never more than were in use at once."""
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+        self._lock = Lock()
+
+    def take(self, size: int) -> np.ndarray:
+        """Return an array of `size` bytes, whose block is freed when nothing refers to it."""
+        with self._lock:
+            fitting = [block for block in self._free if len(block) >= size]
+            if self._free:  # if none fits, the smallest block is replaced by a larger one
+                used = min(fitting or self._free, key=len)
+                del self._free[next(n for n, block in enumerate(self._free) if block is used)]
+        block = min(fitting, key=len) if fitting else np.empty(size, "u1")
+        array = block[:size]
+        # No lock: the finalizer can run at any time in any thread, and append is atomic.
+        weakref.finalize(array, self._free.append, block).atexit = False
+        return array
+
+
+_recycled: _Blocks | None = None
+
+
+@contextmanager
+def recycled() -> Iterator[None]:
+    """Let `empty` reuse the memory of its freed tensors, in all threads.
+
+    The system clears new memory, which takes as long as reading the same bytes from a file.
+    """
+    global _recycled
+    before, _recycled = _recycled, _recycled or _Blocks()
+    try:
+        yield
+    finally:
+        _recycled = before
+
+
+class ArrayFile:
+    """A file of arrays, open for reading. The caller knows where each array begins."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file; raises CheckpointError if it cannot be opened or is not a plain file."""
+        self.path = path
+        try:
+            self.descriptor, self.size = open_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from None
+
+    def read_box(
+        self, at: int, shape: Dims, offsets: Dims, out: Tensor, dtype: torch.dtype
+    ) -> None:
+        """Fill `out` with a box of an array; raises CheckpointError if it cannot be read.
+
+        Args:
+            at: the byte at which the array begins.
+            shape, dtype: of the array.
+            offsets: where the box begins in the array, by dim.
+            out: [*box shape], of any type, strides and device. It is filled directly if it is
+                contiguous host memory of the array's type, otherwise through buffers of 8 MiB.
+        """
+        staging = empty([min(STAGING_BYTES // dtype.itemsize, prod(shape))], dtype)
+        self._read(at, shape, offsets, out.detach(), staging)
+
+    def _read(self, at: int, shape: Dims, offsets: Dims, out: Tensor, staging: Tensor) -> None:
+        if out.numel() == 0:
+            return
+        item = staging.element_size()
+        whole_rows = tuple(out.shape[1:]) == shape[1:]
+        row_bytes = item * prod(shape[1:])
+        at += offsets[0] * row_bytes if shape else 0
+        direct = out.device.type == "cpu" and out.is_contiguous() and out.dtype == staging.dtype
+        if whole_rows and direct:
+            self._fill(out, at)
+            return
+        if not shape:
+            self._fill(staging[:1], at)
+            out.copy_(staging[0])
+            return
+        gap = 0 if whole_rows else row_bytes - item * out[0].numel()
+        rows_at_once = item * len(staging) // row_bytes
+        if len(shape) > 1 and (len(out) == 1 or gap > GAP_BYTES or rows_at_once == 0):
+            for row, part in enumerate(out):
+                self._read(at + row * row_bytes, shape[1:], offsets[1:], part, staging)
+            return
+        transposed = out.dim() > 1 and out.stride(0) == 1 < out.stride(-1)
+        if transposed:
+            rows_at_once = min(rows_at_once, TRANSPOSED_ROWS)
+        for first in range(0, len(out), rows_at_once):
+            part = out[first : first + rows_at_once]
+            rows = staging[: len(part) * row_bytes // item].view(len(part), *shape[1:])
+            self._fill(rows, at + first * row_bytes)
+            for dim, offset in enumerate(offsets[1:], start=1):
+                rows = rows.narrow(dim, offset, part.shape[dim])
+            if transposed and row_bytes % PAGE_BYTES == 0 and part.device.type == "cpu":
+                # Elements of a column share few cache lines; torch transposes in blocks.
+                columns = rows.contiguous().flatten(1).t().contiguous()
+                rows = columns.t().unflatten(1, part.shape[1:])
+            part.copy_(rows)
+
+    def _fill(self, out: Tensor, at: int) -> None:
+        """Fill a contiguous host tensor from byte `at` on."""
+        memory, done = memory_of(out), 0
+        while done < len(memory):  # one call reads at most 2 GiB
+            try:
+                count = os.preadv(self.descriptor, [memory[done:]], at + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path}: ends at byte {at + done:,}, "
+                    f"{len(memory) - done:,} bytes too early; use another checkpoint"
+                )
+            done += count
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from parallel3d.base.errors import CheckpointError
-from parallel3d.checkpoint.box import Box, overlapping
 from parallel3d.checkpoint.chunk_runs import global_boxes
-from parallel3d.checkpoint.chunks import Chunk, ChunkFile
+from parallel3d.checkpoint.chunks import Box, Chunk, ChunkFile, overlapping
 from parallel3d.checkpoint.find import FoundCheckpoint
 from parallel3d.checkpoint.manifest import shapes_of
 from parallel3d.engine import Engine, HeldParameter, writing

@@ -18,8 +18,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from parallel3d.base.errors import CheckpointError
 from parallel3d.base.reader import value_at
-from parallel3d.checkpoint.box import Box, inside, overlapping
-from parallel3d.checkpoint.chunks import Chunk, ChunkFile
+from parallel3d.checkpoint.chunks import Box, Chunk, ChunkFile, inside, overlapping
 from parallel3d.checkpoint.safe_files import (
     is_count,
     open_file,
@@ -156,11 +155,10 @@ def check_file(folder: Path, name: str, entry: Entry) -> str:
 def read_state(folder: Path) -> dict[str, Any]:
     """Return the JSON object in state.json; raises CheckpointError."""
     path = folder / STATE
+    data = _read(path)
     try:
-        return parse_object(_read(path))
+        return parse_object(data)
     except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path}: not JSON: {error}; use another checkpoint") from None
 
 
@@ -240,12 +238,10 @@ def _check_contents(folder: Path, manifest: Manifest) -> list[Fault]:
     try:
         state = read_state(folder)
         _check_format(state)
-        shapes = shapes_of(state)
+        check_state(state, manifest.step)
     except ValueError as error:
         return [Fault(STATE, _reason(error, folder / STATE))]
-    if state.get("step") != manifest.step:
-        reason = f"it is of step {state.get('step')!r}, the manifest of {manifest.step}"
-        return [Fault(STATE, reason)]
+    shapes = shapes_of(state)
     faults: list[Fault] = []
     kinds = optimizers.kinds(optimizer) if (optimizer := optimizer_of(state)) else ()
     tokenizer = folder / TOKENIZER

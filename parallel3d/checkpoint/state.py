@@ -30,6 +30,11 @@ class Position:
     tokens: int = 0
     next_sample: int = 0
 
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "Position":
+        """Return the position in a state.json."""
+        return cls(*(int(state[key]) for key in ("step", "tokens", "next_sample")))
+
     def after(self, config: RunConfig, padding: int = 0) -> "Position":
         """Return the position one step later; `padding` is not counted among its tokens."""
         size = config.batch_size_at(self.next_sample)
@@ -132,7 +137,7 @@ class RunState:
             )
         if different := list(changes(state["config"], self._fixed["config"])):
             say("changed since the checkpoint: " + ", ".join(different))
-        return Position(*(int(state[k]) for k in ("step", "tokens", "next_sample")))
+        return Position.of(state)
 
 
 # Settings of output, location of the text, stopping, resuming and gathering of weights, whose

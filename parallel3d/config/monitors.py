@@ -1,6 +1,6 @@
 """DeepSpeed's monitoring blocks: trackers, timers, FLOPs and communication.
 
-DeepSpeed does not see these blocks: train/trackers.py and train/watch.py implement them with
+DeepSpeed does not see these blocks: train/trackers.py and train/profiler.py implement them with
 parallel3d's own figures.
 """
 

@@ -4,41 +4,312 @@ Each folder is read back and compared with its source before it gets its final n
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from rich.filesize import decimal
-from torch import Tensor
+from safetensors import safe_open
+from torch import Tensor, nn
+from xxhash import xxh3_128_hexdigest
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError, TrainingError
-from parallel3d.checkpoint.arrays import recycled
+from parallel3d.checkpoint.chunks import memory_of, recycled
+from parallel3d.checkpoint.disk import remove_folder
 from parallel3d.checkpoint.free_space import missing_disk_bytes
 from parallel3d.config.pretrained import derive_model_block, read_config
 from parallel3d.data.sources import Progress, no_progress
-from parallel3d.huggingface.card import CARD, CONFIG, GENERATION, About, tokenizer_files, write_rest
-from parallel3d.huggingface.published_weights import PublishedWeights
-from parallel3d.huggingface.read_back import (
-    Proof,
-    Read,
-    Stamp,
-    prove,
-    read_back,
-    stamp,
-    tensor_in,
-    tensors_differ,
-)
-from parallel3d.huggingface.source import CheckpointSource
+from parallel3d.huggingface.source import CheckpointSource, PublishedWeights
 from parallel3d.huggingface.weight_files import (
+    CARD,
+    CONFIG,
+    GENERATION,
+    INDEX,
     SHARD_BYTES,
+    About,
     WeightFiles,
     Writer,
     create,
     publish,
-    remove,
+    tokenizer_files,
+    write_rest,
 )
+from parallel3d.model.spec import LayerSpec, tied_names
 from parallel3d.models import pretrained
+from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.dropout import RandomKey
+
+TOLERANCE = 1e-4  # largest difference of fp32 logits, relative to the largest logit if above 1
+MOST_BYTES = 800 * 2**20  # largest model in fp32 to compare logits of; memory holds it twice
+MOST_TOKENS = 256  # length of the sample for logits, long enough to show wrong rotary embeddings
+SAMPLE = "def main():\n    print('1234', \"naïve\")\n\n<|endoftext|> The quick fox, in 1999.  "
+Read = Callable[[str], Tensor]  # parameter name in parallel3d -> full parameter in fp32
+_READERS = 2  # threads that read tensors back
+# They change with the folder's name and with the version of transformers.
+_NOT_COMPARED = ("_name_or_path", "transformers_version")
+
+
+class Stamp(NamedTuple):
+    """Type, shape and hash of a tensor: two tensors are bitwise equal if their stamps are equal."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    digest: str
+
+    def difference(self, expected: "Stamp") -> str:
+        """Return how the tensor differs from the expected one, as text."""
+        if self.dtype != expected.dtype:
+            return f"is of type {self.dtype}, not {expected.dtype}"
+        if self.shape != expected.shape:
+            return f"has the shape {list(self.shape)}, not {list(expected.shape)}"
+        return "has other values"
+
+
+def stamp(value: Tensor) -> Stamp:
+    """Return the stamp of a contiguous tensor on the host."""
+    return Stamp(value.dtype, tuple(value.shape), xxh3_128_hexdigest(memory_of(value)))
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The result of comparing a folder with its source."""
+
+    architecture: str
+    tensors: int
+    bytes: int
+    checked: tuple[str, ...]
+    """Checks that passed."""
+    differs: tuple[str, ...]
+    """Differences that were found."""
+    left_out: tuple[str, ...]
+    """Checks that were skipped, with the reason."""
+
+    @property
+    def ok(self) -> bool:
+        """True if nothing differs."""
+        return not self.differs
+
+
+def read_back(
+    folder: Path,
+    source: CheckpointSource,
+    about: About,
+    layout: WeightFiles,
+    stamps: Mapping[str, Stamp],
+    progress: Progress,
+) -> Proof:
+    """Compare an exported folder with its checkpoint.
+
+    stamps: name in the folder -> stamp of the checkpoint's tensor after conversion.
+    """
+    settings = about.settings(layout)
+    other_checks = {"config.json and generation_config.json": _config(folder, about, settings)}
+    if about.tokenizer is not None:
+        other_checks["tokenizer"] = _tokenizer(folder, about.tokenizer)
+    tensors = f"{len(layout.places)} tensors against the checkpoint"
+    return prove(
+        settings.architectures[0],
+        folder,
+        layout,
+        {
+            f"names, shapes, type and values of {tensors}": tensors_differ(
+                folder, layout, stamps, progress
+            ),
+            **other_checks,
+        },
+        read=source.read,
+        has_tokenizer=about.tokenizer is not None,
+    )
+
+
+def prove(
+    name: str,
+    folder: Path,
+    layout: WeightFiles,
+    checks: Mapping[str, Iterator[str]],
+    *,
+    read: Read,
+    has_tokenizer: bool,
+) -> Proof:
+    """Run the checks of a folder, then check that transformers loads it and returns equal logits.
+
+    name: transformers class of the model.
+    checks: name of a check -> iterator over the differences that it finds.
+    read: reads a parameter of the source.
+
+    A file that cannot be loaded counts as a difference and raises nothing.
+    """
+    loads = f"{name} loads with nothing missing, unexpected or mismatched"
+    checks = {**checks, loads: _loading_differs(folder, name)}
+    left_out = [] if has_tokenizer else ["tokenizer: there is none"]
+    if 4 * layout.num_elements > MOST_BYTES:
+        left_out.append(f"logits: in fp32 the model is larger than {MOST_BYTES >> 20} MiB")
+    else:
+        logits = f"logits against parallel3d's own modules, within {TOLERANCE:g}"
+        checks[logits] = _logits_differ(folder, read, layout)
+    checked, differs = [], []
+    for what, differences in checks.items():
+        try:
+            problems = list(differences)
+        # Broad, because the libraries raise errors of many types for a damaged file.
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            problems = [f"{what}: {reason}"]
+        if problems:
+            differs += problems
+        else:
+            checked.append(what)
+    return Proof(
+        name, len(layout.places), layout.total_size,
+        checked=tuple(checked), differs=tuple(differs), left_out=tuple(left_out),
+    )  # fmt: skip
+
+
+def tensors_differ(
+    folder: Path, layout: WeightFiles, stamps: Mapping[str, Stamp], progress: Progress
+) -> Iterator[str]:
+    """Yield the differences of a folder's shards and tensors from the layout and the stamps."""
+    files = {path.name for path in folder.glob("*.safetensors")}
+    for file in sorted(files ^ layout.files.keys()):
+        yield f"{file}: {'is not one of the shards' if file in files else 'is missing'}"
+    index = (folder / INDEX).read_text(encoding="utf-8") if (folder / INDEX).exists() else None
+    if index != (layout.index and f"{layout.index}\n"):
+        yield f"{INDEX}: does not match the shards"
+    names_in: dict[str, set[str]] = {}
+    for file in sorted(files & layout.files.keys()):
+        try:
+            with safe_open(folder / file, "pt") as opened:
+                names_in[file] = set(opened.keys())
+        except Exception as error:  # SafetensorError or OSError
+            yield f"{file}: {error}"
+            continue
+        for name in sorted(names_in[file] - set(layout.files[file])):
+            yield f"{file}: has the unexpected tensor {name}"
+    for name in sorted(stamps.keys() ^ layout.places.keys()):
+        yield f"{name}: is not in the {'model' if name in stamps else 'source'}"
+
+    def look(name: str) -> Stamp | None:
+        file = layout.places[name].file
+        return stamp(tensor_in(folder / file, name)) if name in names_in.get(file, ()) else None
+
+    names = list(layout.places)
+    with ThreadPoolExecutor(_READERS) as readers:
+        for done, (name, read) in enumerate(zip(names, readers.map(look, names), strict=True)):
+            progress("reading back (tensors)", done, len(names))
+            file = layout.places[name].file
+            if read is None:
+                if file in names_in:
+                    yield f"{file}: {name} is missing"
+            elif name in stamps and read != stamps[name]:
+                yield f"{file}: {name} {read.difference(stamps[name])}"
+
+
+def tensor_in(path: Path, name: str) -> Tensor:
+    """Return a tensor of a file, as the safetensors library reads it."""
+    # Open the file for each tensor, so that its memory mapping is released.
+    with safe_open(path, "pt") as opened:
+        value: Tensor = opened.get_tensor(name)
+        return value
+
+
+def _config(folder: Path, about: About, settings: Any) -> Iterator[str]:
+    from transformers import AutoConfig, GenerationConfig
+
+    loaded_settings = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
+    expected = settings.to_dict()
+    for key in sorted(loaded_settings.keys() | expected.keys()):
+        if key not in _NOT_COMPARED and loaded_settings.get(key) != expected.get(key):
+            yield f"config.json: {key} is {loaded_settings.get(key)!r}, not {expected.get(key)!r}"
+    generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if (token := getattr(generation, key)) != about.end_of_text:
+            yield f"generation_config.json: {key} is {token}, not {about.end_of_text}"
+
+
+def _loading_differs(folder: Path, name: str) -> Iterator[str]:
+    """Yield the differences that transformers reports as it loads the folder on the meta device."""
+    model, report = loaded(folder, output_loading_info=True, device_map="meta")
+    if type(model).__name__ != name:
+        yield f"config.json: loads as {type(model).__name__}, not {name}"
+    for kind, keys in report.items():
+        for key in sorted(map(str, keys)):
+            yield f"loading: {kind.replace('_', ' ')}: {key}"
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    """Load a folder with transformers, without the network and without pickled files."""
+    from transformers import AutoModelForCausalLM
+
+    load: Any = AutoModelForCausalLM.from_pretrained
+    return load(folder, use_safetensors=True, local_files_only=True, **options)
+
+
+def _tokenizer(folder: Path, original: Path) -> Iterator[str]:
+    from transformers import AutoTokenizer
+
+    run_tokenizer, saved_tokenizer = (
+        AutoTokenizer.from_pretrained(path, local_files_only=True) for path in (original, folder)
+    )
+    if run_tokenizer(SAMPLE).input_ids != saved_tokenizer(SAMPLE).input_ids:
+        yield "tokenizer: encodes a sample text to other ids"
+    if len(tokenizer_files(folder)) < len(tokenizer_files(original)):
+        yield "tokenizer: a file is missing"
+
+
+@torch.no_grad()
+def _logits_differ(folder: Path, read: Read, layout: WeightFiles) -> Iterator[str]:
+    """Yield a text if the folder's logits differ from parallel3d's by more than TOLERANCE.
+
+    Both are in fp32, for a sample of tokens. parallel3d's use the weights that `read` returns,
+    rounded to the type of the layout.
+    """
+    config = layout.config
+    length = min(MOST_TOKENS, config.max_position_embeddings)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(int(config.vocab_size), (1, length), generator=generator)
+    expected = _logits(read, layout, tokens)
+    model = loaded(folder, dtype=torch.float32, attn_implementation="eager")
+    logits = model.eval()(tokens, use_cache=False).logits
+    error, largest = float((expected - logits).abs().max()), float(expected.abs().max())
+    if not error <= TOLERANCE * max(1.0, largest):  # also true for a NaN
+        yield f"logits: differ by up to {error:.2g}; the largest is {largest:.2g}"
+
+
+def _logits(read: Read, layout: WeightFiles, tokens: Tensor) -> Tensor:
+    """Return the logits of parallel3d's training modules [1, seq, vocab].
+
+    One layer is built at a time, to hold the weights of one layer only.
+    """
+    layers = models.layers(layout.config)
+    originals = tied_names(layers)
+    # Layers only ask the group for its size and rank, so an uninitialised one is enough.
+    group: Any = dist.ProcessGroup
+    context = LayerContext(group(0, 1), RandomKey(0, 0))
+
+    def build(layer: LayerSpec) -> nn.Module:
+        path, _, name = layer.build.partition(":")
+        module: nn.Module = getattr(import_module(path), name)(layer.config, layer.name, context)
+        for name, parameter in module.named_parameters():
+            full = f"{layer.name}.{name}"
+            parameter.copy_(read(originals.get(full, full)).to(layout.dtype))
+        return module.eval()
+
+    x = tokens
+    for layer in layers[:-1]:
+        output = build(layer)(x, None)
+        x = output if isinstance(output, Tensor) else output[0]  # without side losses
+    head: Any = build(layers[-1])
+    logits: list[Tensor] = []
+    # The head itself returns losses, so take the logits from its output layer.
+    head.output.register_forward_hook(lambda output, args, _: logits.append(output.logits(args[0])))
+    head(x, tokens)
+    return logits[0]
 
 
 def quiet() -> None:
@@ -165,7 +436,7 @@ def _publish_if_proved(to: Path, layout: WeightFiles, write: Callable[[Path], Pr
             f"cannot write {to} ({error}); free some space, or name another folder with --to"
         ) from error
     finally:
-        remove(unfinished)
+        remove_folder(unfinished)
     return proof
 
 

@@ -10,8 +10,16 @@ from parallel3d.base.errors import TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus
 from parallel3d.engine import Engine, HeldParameter
-from parallel3d.huggingface.card import About, line_after, write_rest
-from parallel3d.huggingface.weight_files import SHARD_BYTES, WeightFiles, Writer, create, publish
+from parallel3d.huggingface.weight_files import (
+    SHARD_BYTES,
+    About,
+    WeightFiles,
+    Writer,
+    create,
+    line_after,
+    publish,
+    write_rest,
+)
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
 

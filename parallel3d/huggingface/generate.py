@@ -12,11 +12,9 @@ import torch
 from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.checkpoint.manifest import step_folders
 from parallel3d.data.sources import no_progress
-from parallel3d.huggingface.card import steps_of
-from parallel3d.huggingface.conversion import export, quiet
-from parallel3d.huggingface.read_back import loaded
+from parallel3d.huggingface.conversion import export, loaded, quiet
 from parallel3d.huggingface.source import CheckpointSource
-from parallel3d.huggingface.weight_files import WeightFiles
+from parallel3d.huggingface.weight_files import WeightFiles, steps_of
 
 Say = Callable[[str], None]
 

@@ -9,23 +9,21 @@ from parallel3d.checkpoint.load import boxes_to_fill, reading
 from parallel3d.config.pretrained import SETTINGS, WEIGHTS, digest_of, download
 from parallel3d.data.tokenizer import encode, load_tokenizer
 from parallel3d.engine import Engine
-from parallel3d.huggingface.published_weights import PublishedWeights
+from parallel3d.huggingface.source import PublishedWeights
 from parallel3d.mesh.agree import agree
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import find_nodes
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import LayerSpec, tied_names
-from parallel3d.models.common import Pretrained, pretrained_of
+from parallel3d.models.common import Pretrained
 
 
-def find_weights(config: ModelConfig, mesh: Mesh) -> Path:
-    """Check the published weights that a model config starts from, and return their folder.
+def find_weights(config: ModelConfig, origin: Pretrained, mesh: Mesh) -> Path:
+    """Check the published weights that a model config names, and return their folder.
 
     Collective. The first rank of each node downloads a model from the hub. Raises ConfigError or
     CheckpointError on all ranks if the folder is missing or has changed since the config was read.
     """
-    origin = pretrained_of(config)
-    assert isinstance(origin, Pretrained), "it was resolved with the config"
     nodes = find_nodes(mesh)
 
     def fetched() -> Path:

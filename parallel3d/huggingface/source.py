@@ -1,31 +1,111 @@
-"""Read the weights of a checkpoint one by one, in one process and without a GPU."""
+"""Read weights: of a checkpoint one by one, without a GPU, and any box of published ones.
+
+No other bytes are read, and no file stays open.
+"""
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128
 
 from parallel3d import models
-from parallel3d.base.errors import CheckpointError
-from parallel3d.checkpoint.arrays import empty
-from parallel3d.checkpoint.box import overlapping
-from parallel3d.checkpoint.chunks import Chunk
+from parallel3d.base.errors import CheckpointError, ConfigError
+from parallel3d.checkpoint.chunks import (
+    ArrayFile,
+    Box,
+    Chunk,
+    ChunkFile,
+    boxes_of,
+    empty,
+    memory_of,
+    overlapping,
+    read_header,
+)
 from parallel3d.checkpoint.describe import find_checkpoints
-from parallel3d.checkpoint.hashed import HashedChunks
 from parallel3d.checkpoint.manifest import (
     STATE,
     TOKENIZER,
+    Entry,
     read_sound_state,
     shapes_of,
 )
-from parallel3d.checkpoint.safe_files import tokenizer_digest
+from parallel3d.checkpoint.safe_files import is_count, open_file, tokenizer_digest
 from parallel3d.config import RunConfig
+from parallel3d.config.pretrained import weight_files
 from parallel3d.data.cache import cache_root
 from parallel3d.data.sources import Progress, no_progress
 from parallel3d.data.tokenizer import load_tokenizer
-from parallel3d.huggingface.card import About, line_after, tokenizer_files
-from parallel3d.model.spec import named_params
+from parallel3d.huggingface.weight_files import About, line_after, tokenizer_files
+from parallel3d.model.config import ModelConfig
+from parallel3d.model.spec import named_params, tied_names
+from parallel3d.models.pretrained import Part
+
+_READ_BYTES = 2**20
+
+
+class HashedChunks:
+    """A file of chunks whose bytes are hashed, in order, as chunks are read.
+
+    Chunks read in the order of the file are hashed in memory, so their bytes are read from disk
+    only once; chunks that were skipped are read again for the hash. No file stays open.
+    """
+
+    def __init__(self, path: Path, entry: Entry) -> None:
+        """Read the header; raises CheckpointError if it is not a safetensors file of chunks.
+
+        Args:
+            entry: the file's size and digest in the manifest.
+        """
+        self.path = path
+        with ChunkFile(path) as file:
+            self.chunks = file.chunks
+        self._entry = entry
+        self._digest, self._done = xxh3_128(), 0
+
+    def read(self, chunk: Chunk, out: Tensor) -> None:
+        """Read a complete chunk into `out`, as `ChunkFile.read` does."""
+        at = self.chunks[chunk]
+        hashed = out.is_contiguous() and out.device.type == "cpu" and at >= self._done
+        if hashed:
+            self._hash_to(at)
+        with ChunkFile(self.path, {chunk: at}) as file:
+            file.read(chunk, chunk.box, out)
+        if hashed:
+            self._digest.update(memory_of(out))
+            self._done += out.nbytes
+
+    def check(self) -> str:
+        """Hash the rest of the file and return how it differs from its entry; "" if it does not.
+
+        Raises CheckpointError if it cannot be read.
+        """
+        self._hash_to(self._entry.size + 1)
+        if self._done != self._entry.size or self._digest.hexdigest() != self._entry.digest:
+            return "its contents do not match the manifest (a damaged disk or copy)"
+        return ""
+
+    def _hash_to(self, stop: int) -> None:
+        """Hash up to byte `stop`, or to the end of the file."""
+        if self._done >= stop:
+            return
+        buffer = memoryview(bytearray(min(_READ_BYTES, stop - self._done)))
+        try:
+            descriptor, _ = open_file(self.path)
+            with open(descriptor, "rb", buffering=0) as file:
+                file.seek(self._done)
+                while count := file.readinto(buffer[: stop - self._done]):
+                    self._digest.update(buffer[:count])
+                    self._done += count
+        except OSError as error:
+            reason = error.strerror or error
+            raise CheckpointError(f"{self.path}: cannot be read: {reason}") from None
 
 
 class CheckpointSource:
@@ -129,3 +209,217 @@ class CheckpointSource:
                 f"{self.folder}: has {stored:,} elements of {name}, which has {expected:,}, or "
                 "overlapping chunks; use another checkpoint"
             )
+
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_COMPARED = 2**20  # elements to compare at once of a tied weight's two copies
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    name: str
+    path: Path
+    at: int  # offset of the first byte in the file
+    shape: tuple[int, ...]
+    type: str  # as safetensors writes it: "F32", "BF16", ...
+
+    def read(self, shape: tuple[int, ...], offsets: tuple[int, ...], out: Tensor) -> None:
+        """Fill `out` with the box at `offsets`, with the tensor viewed as an array of `shape`."""
+        with ArrayFile(self.path) as file:
+            file.read_box(self.at, shape, offsets, out, DTYPES[self.type])
+
+
+def stored_tensors(path: Path) -> list[StoredTensor]:
+    """Return the tensors in a safetensors file; raise CheckpointError for any other file."""
+    tensors = []
+    with ArrayFile(path) as file:
+        try:
+            entries, begin = read_header(file)
+            for name, entry in entries.items():
+                shape, (first, end) = entry["shape"], entry["data_offsets"]
+                counts = all(map(is_count, [first, end, *shape]))
+                if not counts or not first <= end <= file.size - begin:
+                    raise ValueError(f"{name[:80]!r} is not within the file of {file.size:,} bytes")
+                dtype = DTYPES.get(entry["dtype"])
+                if dtype and end - first != dtype.itemsize * prod(shape):
+                    raise ValueError(
+                        f"{name[:80]!r} has {end - first:,} bytes for the shape {shape}"
+                    )
+                kind = str(entry["dtype"])
+                tensors.append(StoredTensor(name, path, begin + first, tuple(shape), kind))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path}: is not a valid safetensors file ({error}); download it again"
+            ) from None
+    return tensors
+
+
+class PublishedWeights:
+    """The weights in a transformers folder, under parallel3d's parameter names.
+
+    Tensor names in the files may lack the prefix of the base model ("wte.weight" for
+    "transformer.wte.weight"). No file stays open.
+
+    Attributes:
+        shapes: parameter -> shape, in the order of the layers, without tied copies.
+        stored: full name in transformers -> tensor in the files.
+
+    Raises:
+        ConfigError: a tensor is missing, unexpected, or of another shape or type.
+        CheckpointError: a file is damaged.
+    """
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        self.folder, self._config = folder, config
+        family = models.huggingface(config.family)
+        assert family is not None, "a family that can be imported has a huggingface.py"
+        self._family: ModuleType = family
+        layers = models.layers(config)
+        self.shapes = {name: spec.shape for name, spec in named_params(layers).items()}
+        # Name of a tied weight in transformers -> name of its copy, which a file may contain too.
+        self._tied = {
+            self._parts(original)[0].name: family.parts(config, copy, self.shapes[original])[0].name
+            for copy, original in tied_names(layers).items()
+        }
+        expected: dict[str, Tensor] = {}
+        for name, shape in self.shapes.items():
+            expected |= family.to_huggingface(config, {name: torch.empty(shape, device="meta")})
+        self._tensors = self._headers({*expected, *self._tied.values()})
+        for name, value in expected.items():
+            self._check(name, tuple(value.shape))
+        self.stored = {name: self._tensors[name] for name in expected}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of all tensors; fp32 if they differ, since it represents each type exactly."""
+        types = {stored.type for stored in self.stored.values()}
+        return DTYPES[types.pop()] if len(types) == 1 else torch.float32
+
+    def read(self, name: str, box: Box, out: Tensor) -> None:
+        """Fill `out` with a box of a parameter. Raises CheckpointError.
+
+        box: in the coordinates of the full parameter.
+        out: [*box.shape], of any strides and on any device.
+        """
+        shape = self.shapes[name]
+        for part in self._parts(name):
+            depth = len(part.index)
+            row = tuple(i - first for i, first in zip(part.index, box.offsets, strict=False))
+            if all(0 <= i < size for i, size in zip(row, box.shape, strict=False)):
+                inner = Box(box.offsets[depth:], box.shape[depth:])
+                self._read(part, shape[depth:], inner, out[row])
+
+    def read_whole(self, name: str) -> Tensor:
+        """Return a full parameter in fp32 on the host."""
+        shape = self.shapes[name]
+        out = empty(shape, torch.float32)
+        self.read(name, Box((0,) * len(shape), shape), out)
+        return out
+
+    def check_tied(self) -> None:
+        """Raise ConfigError if the copy of a tied weight differs from the original."""
+        for original, copy in self._tied.items():
+            if copy not in self._tensors:
+                continue
+            both = self._tensors[original], self._tensors[copy]
+            height, *rest = both[0].shape
+            rows = max(1, _COMPARED // prod(rest))
+            for first in range(0, height, rows):
+                parts = torch.empty(2, min(rows, height - first), *rest)
+                for stored, part in zip(both, parts, strict=True):
+                    stored.read(stored.shape, (first, *[0] * len(rest)), part)
+                if not torch.equal(*parts):
+                    raise ConfigError(
+                        f"{self.folder}: {both[1].name} differs from {original}, although "
+                        "config.json says tie_word_embeddings = true; set it to false in a copy of "
+                        "the folder"
+                    )
+
+    def _read(self, part: Part, shape: Sequence[int], box: Box, out: Tensor) -> None:
+        """Read a box of a part from its tensor in the file.
+
+        shape: of the part in parallel3d; in the file its dims may be split and in another order.
+        """
+        sizes = [part.shape[dim] for dim in part.order]
+        groups = list(_grouped(sizes, shape))
+        spans = [
+            boxes_of(group, first, first + size)
+            for group, first, size in zip(groups, box.offsets, box.shape, strict=True)
+        ]
+        inverse = [part.order.index(dim) for dim in range(len(part.order))]
+        for pieces in product(*spans):
+            target = out
+            for dim, (piece, start) in reversed(list(enumerate(pieces))):
+                target = target.narrow(dim, start, piece.numel).unflatten(dim, piece.shape)
+            offsets = [offset for piece, _ in pieces for offset in piece.offsets]
+            stored_offsets = tuple(offsets[dim] for dim in inverse)
+            self.stored[part.name].read(part.shape, stored_offsets, target.permute(inverse))
+
+    def _parts(self, name: str) -> tuple[Part, ...]:
+        parts: tuple[Part, ...] = self._family.parts(self._config, name, self.shapes[name])
+        return parts
+
+    def _headers(self, known: set[str]) -> dict[str, StoredTensor]:
+        """Return full name -> tensor for all files; raise ConfigError for names not in `known`."""
+        stored_by_name: dict[str, StoredTensor] = {}
+        others, prefix = getattr(self._family, "OTHER_NAMES", {}), self._family.PREFIX
+        by_path = {path: stored_tensors(path) for path in weight_files(self.folder)}
+        # A layer behind the last one that predicts further tokens: transformers leaves it out, too.
+        further = f"{prefix}layers.{self._config.num_hidden_layers}."
+        names = {stored.name for tensors in by_path.values() for stored in tensors}
+        predicts = f"{further}eh_proj.weight" in names
+        for path, tensors in by_path.items():
+            for stored in tensors:
+                own = stored.name
+                name = others.get(own, own)
+                name = name if name in known else f"{prefix}{name}"
+                if name not in known:
+                    if self._family.BUFFERS.fullmatch(own.removeprefix(prefix)):
+                        continue
+                    if predicts and own.startswith(further):
+                        continue
+                    raise ConfigError(
+                        f"{self.folder}: has the tensor {own}, which the model of config.json does "
+                        "not have; use another model"
+                    )
+                if (first := stored_by_name.get(name)) and first.name != own:
+                    raise ConfigError(
+                        f"{self.folder}: has {first.name} and {own}, two names of the same tensor; "
+                        "remove one in a copy of the folder"
+                    )
+                if first:
+                    raise ConfigError(f"{path}: {own} is also in {first.path.name}; download both")
+                stored_by_name[name] = stored
+        return stored_by_name
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ConfigError if a tensor is missing or has another shape or an unknown type."""
+        stored = self._tensors.get(name)
+        if stored is None:
+            raise ConfigError(
+                f"{self.folder}: the tensor {name} is missing; download the folder again, or use a "
+                "causal language model with its head"
+            )
+        if stored.shape != shape:
+            raise ConfigError(
+                f"{self.folder}: {name} has the shape {list(stored.shape)}, but config.json says "
+                f"{list(shape)}; download the folder again"
+            )
+        if stored.type not in DTYPES:
+            raise ConfigError(
+                f"{self.folder}: {name} has the type {stored.type}; supported types are "
+                f"{', '.join(DTYPES)}; use a model that is not quantised"
+            )
+
+
+def _grouped(sizes: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Split `sizes` into consecutive groups whose products are the sizes in `shape`."""
+    at = 0
+    for size in shape:
+        end = at + 1
+        while prod(sizes[at:end]) < size:
+            end += 1
+        yield tuple(sizes[at:end])
+        at = end
+    assert at == len(sizes), (sizes, shape)

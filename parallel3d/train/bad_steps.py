@@ -38,8 +38,6 @@ class BadSteps:
         self._train = train
         self.count = int(saved.get(KEY, {}).get("count", 0)) if saved else 0
         """Number of steps that were skipped or rewound."""
-        self.left_out = left_out(saved or {})
-        """Number of samples before the next one that rewinds left out."""
         self.rewind_to(saved or {})
 
     @property
@@ -91,8 +89,10 @@ class BadSteps:
             self._norms.append(norm)
 
     def rewind_to(self, state: Mapping[str, Any]) -> None:
-        """Compare with the steps before a checkpoint with this state.json; the count stays."""
+        """Continue as from a checkpoint with this state.json; only the count stays."""
         saved = state.get(KEY, {})
+        self.left_out = left_out(state)
+        """Number of samples before the next one that rewinds left out."""
         self._losses: deque[float] = deque(saved.get("losses", ()), maxlen=WINDOW)
         self._norms: deque[float] = deque(saved.get("grad_norms", ()), maxlen=WINDOW)
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.base.errors import TrainingError
-from parallel3d.checkpoint.checksums import bit_sum
-from parallel3d.checkpoint.chunk_runs import global_boxes
+from parallel3d.checkpoint.chunk_runs import bit_sum, global_boxes
 from parallel3d.engine import Engine
 from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
@@ -48,8 +47,8 @@ class WrongBits(TrainingError):
 
 
 @contextmanager
-def noting_messages(executor: Executor, every: int, step: int) -> Iterator[Messages]:
-    """In every `every`th step, note checksums of what this rank sends and receives in the block."""
+def noting_messages(executor: Executor, is_due: bool) -> Iterator[Messages]:
+    """If due, note checksums of what this rank sends and receives in the block."""
     messages: dict[tuple[str, bool], Tensor] = {}
 
     def note(action: Action, tensor: Tensor) -> None:
@@ -57,7 +56,7 @@ def noting_messages(executor: Executor, every: int, step: int) -> Iterator[Messa
         messages[str(receive), action.is_send] = bit_sum(tensor, [0] * tensor.dim(), tensor.shape)
 
     before = executor.on_message
-    executor.on_message = note if every and step % every == 0 else before
+    executor.on_message = note if is_due else before
     try:
         yield messages
     finally:

@@ -14,6 +14,8 @@ from parallel3d.config.normalise import apply_overrides
 from parallel3d.mesh.launch import Launch
 from parallel3d.model.config import ModelConfig
 
+_MESH = "parallel3d.mesh"
+
 
 def checkpoint_in(path: Path) -> Path:
     """Return the checkpoint folder at a path: the path itself, or a run's newest checkpoint.
@@ -50,10 +52,10 @@ def evaluation_config(
     if not isinstance(own_config, dict):
         raise CheckpointError(f"{checkpoint / STATE}: has no config; use another checkpoint")
     raw = reader.read(reader.find(file)) if file else json.loads(json.dumps(own_config))
-    mesh = _mesh_of(raw)
+    mesh = dict(reader.block_at(raw, _MESH))
     apply_overrides(raw, overrides)
-    overridden_axes = {axis for axis, size in _mesh_of(raw).items() if size != mesh.get(axis)}
-    _place(raw, launch.world_size, overridden_axes, is_own_config=file is None)
+    changed = {axis for axis, size in reader.block_at(raw, _MESH).items() if size != mesh.get(axis)}
+    _place(raw, launch.world_size, overridden_axes=changed, is_own_config=file is None)
     if samples is not None:
         reader.set_values(raw, [("parallel3d.train.evaluate_samples", str(samples))])
     config = RunConfig.from_dict(raw, file or str(checkpoint / STATE))
@@ -66,19 +68,12 @@ def evaluation_config(
     return config
 
 
-def _mesh_of(raw: dict[str, object]) -> dict[str, object]:
-    """Return the mesh block; {} if it is "plan" or invalid, which is reported later."""
-    block = raw.get("parallel3d")
-    mesh = block.get("mesh") if isinstance(block, dict) else None
-    return dict(mesh) if isinstance(mesh, dict) else {}
-
-
 def _place(
     raw: dict[str, Any], world_size: int, overridden_axes: set[str], is_own_config: bool
 ) -> None:
     """Set the mesh of `raw` for `world_size` ranks, except `overridden_axes`."""
-    mesh, block = _mesh_of(raw), raw.get("parallel3d")
-    if not mesh or not isinstance(block, dict):
+    mesh, block = reader.block_at(raw, _MESH), reader.block_at(raw, "parallel3d")
+    if not mesh:  # "plan", or invalid, which is reported later
         return
     changed: dict[str, Any] = {}
     if world_size == 1:

@@ -15,7 +15,7 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import plan_rows, plan_table
-from parallel3d.plan.report.choose import checkpoint_bytes, choose, weights_for
+from parallel3d.plan.report.plan_rows import checkpoint_bytes, choose, weights_for
 from parallel3d.plan.search.plans import Plan, choices_json, request_of, with_vocabulary
 from parallel3d.plan.setting import Setting, leaves_weights_open
 from parallel3d.train.known_hardware import described_hardware, machine_of
@@ -36,7 +36,6 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
         config, plan = choose(config, devices, machine_of(config, launch))
     else:
         config = with_vocabulary(config).resolve(devices)
-        refuse_impossible(config, devices)
         device = pick_device(launch)
         known = described_hardware(config, device)
         if leaves_weights_open(config):

@@ -3,9 +3,9 @@
 They are built in pinned memory, so that each step's copy runs while the host goes on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,9 +57,9 @@ class Feed:
         self._segments = self._isolates or mesh.context.size > 1
         self._most_keys = models.most_keys(own.model, length)
         fim = Fim.of(data.fim, corpus, seed)
-        self._batches = training = Batches(corpus.train, length, seed, fim)
+        self._batches = Batches(corpus.train, length, seed, fim)
         # One read-ahead for each: an evaluation must not discard the training steps built ahead.
-        self._training = ReadAhead(partial(self._trained, training))
+        self._training = ReadAhead(self._trained)
         self._evaluations: dict[EvaluationSamples, ReadAhead[_Step]] = {}
 
     def training(self, start: int) -> list[Microbatch]:
@@ -103,8 +103,11 @@ class Feed:
         for ahead in self._evaluations.values():
             ahead.close()
 
-    def _trained(self, batches: Batches, start: int) -> _Step:
-        return self._step(batches, start, self._config.num_microbatches_at(start))
+    def _trained(self, start: int) -> _Step:
+        return self._step(self._batches, start, self._config.num_microbatches_at(start))
+
+    def _evaluated(self, samples: EvaluationSamples, start: int) -> _Step:
+        return self._step(samples.batches, start, self._config.num_microbatches, samples)
 
     def _step(
         self,
@@ -163,9 +166,6 @@ class Feed:
             step = step._replace(documents=self._readable(labelled))
         return step
 
-    def _evaluated(self, samples: EvaluationSamples, start: int) -> _Step:
-        return self._step(samples.batches, start, self._config.num_microbatches, samples)
-
     def _share(self, start: int, num_microbatches: int) -> tuple[Sequence[int], list[_Run]]:
         """Return the numbers of this dp coordinate's microbatches, and their samples: one run."""
         dp, size = self._mesh.samples, self._config.micro_batch_size
@@ -198,22 +198,14 @@ class Feed:
             pulse.doing(f"waiting for the shard {name}")
 
     def _cut(self, step: _Step) -> list[Microbatch]:
-        tensor, device = self._on_device(step.arrays), self._mesh.device
-        microbatches = [
-            Microbatch(**dict(zip(self._kinds, own, strict=True)), number=number)
-            for own, number in zip(tensor, step.numbers, strict=True)
-        ]
+        fields: dict[str, Iterable[Any]] = {"number": step.numbers}
+        fields |= zip(self._kinds, self._on_device(step.arrays).unbind(1), strict=True)
         if step.segments:
-            moved = [s.on(device) for s in step.segments]
-            microbatches = [
-                m._replace(segments=s) for m, s in zip(microbatches, moved, strict=True)
-            ]
+            fields["segments"] = [s.on(self._mesh.device) for s in step.segments]
         if step.weights is not None:
-            weights = self._on_device(step.weights)
-            microbatches = [
-                m._replace(weights=w) for m, w in zip(microbatches, weights, strict=True)
-            ]
-        return microbatches
+            fields["weights"] = self._on_device(step.weights)
+        rows = zip(*fields.values(), strict=True)
+        return [Microbatch(**dict(zip(fields, row, strict=True))) for row in rows]
 
     def _readable(self, array: np.ndarray) -> torch.Tensor:
         """Return an array as a tensor in pinned memory, from any thread."""

@@ -91,12 +91,15 @@ class StepMetrics:
         """Return the numbers of a step by the names that trackers get: validation/<set>/loss."""
         values = {name: getattr(self, name) for name in (*_ALWAYS[1:], *_SOMETIMES)}
         numbers = {name: value for name, value in values.items() if value is not None}
-        numbers |= {f"lr/{role}": lr for role, lr in self.role_lr.items()}
-        numbers |= {f"side_losses/{name}": value for name, value in self.side_losses.items()}
-        for layer, row in self.experts.items():
-            numbers |= {f"experts/{layer}/{name}": x for name, x in _balance(row).items()}
-        numbers |= {f"gradient_noise/{name}": value for name, value in self.gradient_noise.items()}
-        numbers |= {f"epochs/{part}": epochs for part, epochs in self.part_epochs.items()}
+        groups = {
+            "lr": self.role_lr,
+            "side_losses": self.side_losses,
+            **{f"experts/{layer}": _balance(row) for layer, row in self.experts.items()},
+            "gradient_noise": self.gradient_noise,
+            "epochs": self.part_epochs,
+        }
+        for group, own in groups.items():
+            numbers |= {f"{group}/{name}": value for name, value in own.items()}
         return numbers | _flat(self.validation)
 
 
@@ -262,3 +265,31 @@ def forget_after(file: Path, step: int) -> None:
     if file.exists():
         lines = parsed(file.read_text(errors="replace").split("\n"))
         replace_text(file, "".join(f"{x}\n" for row, x in lines if int(row["step"]) <= step))
+
+
+@dataclass
+class Result:
+    """The result of a launch: its steps, losses, speed and last evaluation."""
+
+    steps: int = 0
+    trained: int = 0
+    """Steps of this launch."""
+    loss: float = math.nan
+    """Loss of the last step's batch."""
+    mean_loss: float = math.nan
+    """Mean loss of the last `mean_loss_of` steps of this launch."""
+    loss_deviation: float = math.nan
+    """Standard deviation of the loss of a single one of these steps."""
+    mean_loss_of: int = 0
+    validation: Losses = field(default_factory=dict)
+    """Losses of the last evaluation: the held-out text, a mixture's parts, validation sets."""
+    tokens_per_second: float = 0.0
+    tflops_per_device: float = 0.0
+    mfu: float | None = None
+    peak_memory_bytes: list[int] = field(default_factory=list)
+    stopped: bool = False
+
+    @property
+    def held_out_loss(self) -> float | None:
+        """Held-out loss in nats per token; None if nothing was evaluated."""
+        return self.validation[HELD_OUT].loss if HELD_OUT in self.validation else None

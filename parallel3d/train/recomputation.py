@@ -45,7 +45,10 @@ _Difference = tuple[int, list[int], str] | None  # order, ranks that may be wron
 
 
 class Recomputation:
-    """Records a microbatch of each rank in a step, and compares it with another rank's."""
+    """Records a microbatch of each rank in a step, and compares it with another rank's.
+
+    To create one is collective.
+    """
 
     def __init__(self, config: RunConfig, mesh: Mesh, parts: Assembly) -> None:
         self._config, self._mesh, self._parts = config, mesh, parts
@@ -379,15 +382,6 @@ class Recomputation:
                     parameter.grad_dtype = torch.float32
         mesh.exchange(weights, into, by)
         return layer
-
-
-def make_recomputation(config: RunConfig, mesh: Mesh, parts: Assembly) -> Recomputation | None:
-    """Return the check if the config asks for it. Collective."""
-    return (
-        Recomputation(config, mesh, parts)
-        if config.parallel3d.train.check_bits.recompute_every
-        else None
-    )
 
 
 def _pass_aliases(layer: nn.Module) -> None:

@@ -1,22 +1,32 @@
-"""The start of a run: its folder, corpus, checkpoint and final config."""
+"""The start of a run: its folder, corpus, checkpoint and final config.
+
+`memory.json` in the run's folder has its name in the memory of its hosts, and its restarts from
+there; only rank 0 reads and writes it.
+"""
 
 import json
+import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 
 import psutil
 import torch
 from rich.console import Console
 
+from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError, DataError, TrainingError
 from parallel3d.base.journal import open_journal
+from parallel3d.base.section import Section
 from parallel3d.checkpoint import find, free_space
 from parallel3d.checkpoint.in_memory import HostMemory
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.state import Position, RunState, changes
 from parallel3d.config import RunConfig
+from parallel3d.config.parallel3d_block import CheckpointConfig
 from parallel3d.data.batches import check_length, tokens_of_epoch
 from parallel3d.data.corpus import Corpus, Place
 from parallel3d.data.lines import EMPTY
@@ -37,12 +47,10 @@ from parallel3d.models.common import Pretrained, pretrained_of
 from parallel3d.plan.impossible import MOST_BYTES, refuse_impossible
 from parallel3d.plan.setting import Setting, leaves_weights_open
 from parallel3d.train.assembly import Assembly
-from parallel3d.train.attempts import Attempts
 from parallel3d.train.bad_steps import left_out
-from parallel3d.train.claim import Claim, token_of
+from parallel3d.train.claim import Attempts, Claim, token_of
 from parallel3d.train.ending import command_to_go_on
 from parallel3d.train.known_hardware import described_hardware
-from parallel3d.train.memory import note_restart, open_memory
 from parallel3d.train.metrics import step_reached
 from parallel3d.train.progress import in_words
 
@@ -97,7 +105,8 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     come first. Raises on all ranks: ConfigError, DataError or CheckpointError if config, machine,
     corpus and checkpoint do not match, and the errors of `Attempts.check`.
     """
-    early_notes, block = begin(config, mesh, console), config.parallel3d
+    begin(config, mesh, console)
+    num_shown, block = len(config.notes), config.parallel3d
     nodes, settings = find_nodes(mesh), config.to_dict()
     folder, digest, exists = _find_folder(settings, mesh, claim)
     open_journal(folder)
@@ -110,30 +119,28 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     pulse.doing("looking for a checkpoint")
     num_tokens = tokens_of_epoch(corpus.train, block.data.sequence_length)
     config = _with_weights(config.with_corpus(corpus.vocab_size, num_tokens), mesh)
-    for note in config.notes[len(early_notes) :]:
+    for note in config.notes[num_shown:]:
         console.print(note)
-    rejected: list[str] = []
-    checkpoint, position, pretrained = None, Position(), None
-    own = folder if exists else None
-    memory = open_memory(block.checkpoint, mesh, nodes, folder, console.print)
-    if checkpoint := _find_checkpoint(config, mesh, own, console.print, rejected, memory):
-        state = RunState(config, corpus)
-        position = state.position_in(checkpoint.state, checkpoint.folder, console.print)
+    own, say = folder if exists else None, console.print
+    memory = open_memory(block.checkpoint, mesh, nodes, folder, say)
+    checkpoint, rejected = _find_checkpoint(config, mesh, own, say, memory)
+    position, num_left_out, pretrained = Position(), 0, None
+    if checkpoint:
+        position = RunState(config, corpus).position_in(checkpoint.state, checkpoint.folder, say)
+        num_left_out = left_out(checkpoint.state)
     else:
-        pretrained = _find_pretrained(config, mesh, corpus.tokenizer_directory, console.print)
-    num_left_out = left_out(checkpoint.state) if checkpoint else 0
+        pretrained = _find_pretrained(config, mesh, corpus.tokenizer_directory, say)
     config = config.resumed(position.step, position.next_sample, num_left_out)
     return Start(
         config, settings, folder, digest, corpus, checkpoint, position, pretrained, rejected, memory
     )
 
 
-def begin(config: RunConfig, mesh: Mesh, console: Console) -> tuple[str, ...]:
-    """Set this process's numerics; print ranks, devices and notes; return the config's notes."""
-    train, notes = config.parallel3d.train, config.notes
+def begin(config: RunConfig, mesh: Mesh, console: Console) -> None:
+    """Set this process's numerics; print ranks, devices and the config's notes."""
+    train = config.parallel3d.train
     set_numerics(tf32=train.tf32, deterministic=train.deterministic)
-    console.print(mesh.picture(), *describe_device(mesh.device), *notes, sep="\n")
-    return notes
+    console.print(mesh.picture(), *describe_device(mesh.device), *config.notes, sep="\n")
 
 
 def _find_folder(
@@ -145,8 +152,8 @@ def _find_folder(
         assert claim, "rank 0 claims the folder before it joins the mesh"
         exists = claim.folder.exists()
         if exists:
-            attempts = Attempts(claim.folder, settings, claim.config)
             restart = mesh.restart_count > 0 and not mesh.has_agents
+            attempts = Attempts(claim.folder, settings, claim.config)
             attempts.check(step_reached(claim.folder), restart)
         return str(claim.folder), claim.config, exists
 
@@ -167,7 +174,7 @@ def _with_weights(config: RunConfig, mesh: Mesh) -> RunConfig:
         host_bytes = int(min(row[0] for row in rows))
 
     def look() -> tuple[str, str]:
-        from parallel3d.plan.report.choose import weights_for  # only rank 0 needs the planner
+        from parallel3d.plan.report.plan_rows import weights_for  # only rank 0 needs the planner
 
         return weights_for(Setting.from_config(config), known, host_bytes)
 
@@ -338,7 +345,7 @@ def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -
     if origin is None:
         return None
     assert isinstance(origin, Pretrained), "it was resolved with the config"
-    folder = find_weights(model, mesh)
+    folder = find_weights(model, origin, mesh)
     at = f" at {origin.revision}" if origin.revision else ""
     say(f"weights of {origin.folder}{at}")
     if warning := on_first(mesh, lambda: tokenizer_warning(folder, tokenizer, origin.folder)):
@@ -347,24 +354,23 @@ def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -
 
 
 def _find_checkpoint(
-    config: RunConfig, mesh: Mesh, folder: Path | None, say: Say, rejected: list[str],
-    memory: HostMemory | None,
-) -> find.FoundCheckpoint | None:  # fmt: skip
-    """Return the checkpoint to start from; report it, and add which were `rejected` and why.
+    config: RunConfig, mesh: Mesh, folder: Path | None, say: Say, memory: HostMemory | None
+) -> tuple[find.FoundCheckpoint | None, list[str]]:
+    """Return the checkpoint to start from, and which were rejected and why; report both.
 
     Collective. Raises CheckpointError on all ranks if a checkpoint that was named cannot be used.
     """
     resume = config.parallel3d.checkpoint.resume
     own = folder / "checkpoints" if folder else None
-    checkpoint: find.FoundCheckpoint | None = None
+    checkpoint, rejected = None, list[str]()
     # Each host's torchrun counts its own restarts, and none for hosts that come.
     counts = mesh.gather_floats([mesh.restart_count])
     is_restart = mesh.is_elastic or any(count for (count,) in counts)
     if own and (is_restart or resume == "auto"):
         # After a restart the run's own newest checkpoint is newer than the one that was named.
-        checkpoint, rejected[:] = find.find(own, "auto", mesh, memory)
+        checkpoint, rejected = find.find(own, "auto", mesh, memory)
     if checkpoint is None and resume not in ("auto", "none"):
-        checkpoint, rejected[:] = find.find(own or Path(), resume, mesh)
+        checkpoint, rejected = find.find(own or Path(), resume, mesh)
     for reason in rejected:
         say(f"resume  {reason}")
     if checkpoint:
@@ -372,7 +378,7 @@ def _find_checkpoint(
     elif folder:
         why = "no usable checkpoint" if rejected else "no checkpoint"
         say(f"resume  NOTHING TO RESUME: {folder} has {why}; starting from step 0")
-    return checkpoint
+    return checkpoint, rejected
 
 
 def restore(start: Start, mesh: Mesh, parts: Assembly) -> None:
@@ -390,3 +396,102 @@ def restore(start: Start, mesh: Mesh, parts: Assembly) -> None:
         if checkpoint.copies:
             on_first(mesh, lambda: note_restart(start.folder, checkpoint.step))
         load(checkpoint, engine=parts.engine, mesh=mesh, layers=parts.layers)
+
+
+MEMORY_FILE = "memory.json"
+_MOST_RESTARTS = 2  # from one step
+
+
+class MemoryRecord(Section):
+    """The contents of memory.json."""
+
+    name: str = ""
+    restarts: tuple[tuple[int, int], ...] = ()
+    """The step that each restart loaded from memory, and the one that the run had reached."""
+
+
+def open_memory(
+    settings: CheckpointConfig,
+    mesh: Mesh,
+    nodes: Nodes,
+    folder: Path,
+    say: Callable[[str], None],
+) -> HostMemory | None:
+    """Return the memory of the hosts of a run in `folder`; None if it is off. Collective."""
+    if not settings.in_memory_every:
+        return None
+    root = Path(settings.in_memory_folder)
+
+    def require_folder() -> None:
+        if not os.access(root, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f'parallel3d.checkpoint.in_memory_folder: "{root}" on {nodes.hosts[mesh.rank]}: '
+                f"rank {mesh.rank} cannot write there; name a folder in memory of each host"
+            )
+
+    def read() -> tuple[str, int]:
+        record, reached = _read_record(folder), step_reached(folder)
+        steps = [step for step, _ in record.restarts]
+        refused = [
+            step
+            for step, before in record.restarts
+            if before == reached or steps.count(step) >= _MOST_RESTARTS
+        ]
+        return record.name or _new_name(folder), max(refused, default=-1)
+
+    agree(mesh, require_folder)
+    memory = HostMemory(mesh, nodes, root, *on_first(mesh, read))
+    hosts = "a copy on the next host" if memory.peers else "ONE HOST: no copy on another one"
+    say(f"memory  every {settings.in_memory_every} steps to {memory.folder}; {hosts}")
+    return memory
+
+
+def note_restart(folder: Path, step: int) -> None:
+    """Record that a step is about to be loaded from memory."""
+    record = _read_record(folder)
+    _write_record(folder, record.name, (*record.restarts, (step, step_reached(folder))))
+
+
+def begin_memory(memory: HostMemory | None, mesh: Mesh, folder: Path, step: int = -1) -> None:
+    """Keep the steps in memory up to `step`, from which the run goes on; -1 keeps none.
+
+    Collective. A run that goes on from elsewhere gets another name, because a host that is absent
+    may come back with steps that are no longer part of the run.
+    """
+    if memory is None:
+        if mesh.rank == 0:
+            with suppress(OSError):
+                (folder / MEMORY_FILE).unlink(missing_ok=True)
+        return
+
+    def renew() -> str:
+        if step < 0:
+            _write_record(folder, _new_name(folder))
+        return _read_record(folder).name
+
+    memory.keep(on_first(mesh, renew), step)
+
+
+def _read_record(folder: Path) -> MemoryRecord:
+    """Return the record of a run; a new one if it is damaged, missing, or of another folder."""
+    try:
+        record = MemoryRecord.model_validate_json((folder / MEMORY_FILE).read_bytes())
+    except (OSError, ValueError):
+        return MemoryRecord()
+    own = record.name.startswith(prefix := _prefix_of(folder))
+    return record if own and record.name.removeprefix(prefix).isalnum() else MemoryRecord()
+
+
+def _write_record(folder: Path, name: str, restarts: tuple[tuple[int, int], ...] = ()) -> None:
+    record = MemoryRecord(name=name, restarts=restarts)
+    with suppress(OSError):  # then the next start does not find its steps
+        replace_text(folder / MEMORY_FILE, f"{record.model_dump_json()}\n")
+
+
+def _new_name(folder: Path) -> str:
+    return f"{_prefix_of(folder)}{secrets.token_hex(8)}"
+
+
+def _prefix_of(folder: Path) -> str:
+    place = blake2b(str(folder.absolute()).encode(), digest_size=8).hexdigest()
+    return f"{folder.name}-{place}-"

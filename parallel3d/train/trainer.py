@@ -4,10 +4,10 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from statistics import fmean, stdev
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -16,7 +16,7 @@ from parallel3d.base.errors import TrainingError
 from parallel3d.base.fault import fault_point
 from parallel3d.base.journal import reached, record
 from parallel3d.checkpoint import find
-from parallel3d.checkpoint.checksums import state_checksums
+from parallel3d.checkpoint.chunk_runs import state_checksums
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import MOST_FAILURES, Saver
 from parallel3d.checkpoint.state import Position, RunState
@@ -28,20 +28,23 @@ from parallel3d.model.spec import named_params
 from parallel3d.models.common import role_lrs
 from parallel3d.tensor import compiled
 from parallel3d.train.assembly import Assembly
-from parallel3d.train.bad_steps import BadSteps, Verdict, left_out
+from parallel3d.train.bad_steps import BadSteps, Verdict
 from parallel3d.train.check_bits import WrongBits, check_bits, noting_messages
 from parallel3d.train.digests import append_digest
 from parallel3d.train.evaluation import Evaluation, Losses
 from parallel3d.train.feed import Feed
-from parallel3d.train.memory import begin_memory, saves_due
-from parallel3d.train.metrics import MetricsWriter, StepMetrics, gradient_noise, peak_memory_bytes
-from parallel3d.train.profiler import Profiler
+from parallel3d.train.metrics import (
+    MetricsWriter,
+    Result,
+    StepMetrics,
+    gradient_noise,
+    peak_memory_bytes,
+)
+from parallel3d.train.profiler import Profiler, StepWatch
 from parallel3d.train.progress import Progress
-from parallel3d.train.recomputation import make_recomputation
-from parallel3d.train.result import Result
-from parallel3d.train.start import Start
+from parallel3d.train.recomputation import Recomputation
+from parallel3d.train.start import Start, begin_memory
 from parallel3d.train.stopping import StopRequest
-from parallel3d.train.watch import make_watch
 
 _FEWEST, _MOST = 10, 50  # the closing loss is the mean of a tenth of the steps, within these limits
 _LOADING_TIMEOUT = 1800.0  # seconds that a rank waits for another one that reads a checkpoint
@@ -59,6 +62,15 @@ class _Row(NamedTuple):
     broken: float  # 1 if the rank's saves failed too often, else 0
     own_squares: float  # of its dp coordinate's gradient, if measured
     side_losses: tuple[float, ...]  # summed over its layers
+
+
+def _say_nothing(text: str) -> None:
+    """Take the place of `Progress.say` on ranks that print nothing."""
+
+
+def _is_due(every: int, step: int) -> bool:
+    """Return True if something is done after this step, counted from 1; `every` 0 is never."""
+    return every > 0 and step % every == 0
 
 
 class Trainer:
@@ -90,11 +102,13 @@ class Trainer:
         self.executor = parts.executor
         self.flops_per_token, self.peak_flops = parts.flops_per_token, peak_flops
         self.writer, self.progress, self.profiler = writer, progress, profiler
-        self.watch = make_watch(config, mesh, parts, say=progress.say if progress else None)
+        self._say = progress.say if progress else _say_nothing
+        self.watch = StepWatch(config, mesh, parts, say=self._say)
         self.saver, self.stop, self.position = saver, stop or StopRequest(), start.position
         self._state = RunState(config, corpus) if saver else None
         self._bad = BadSteps(own.train, start.checkpoint.state if start.checkpoint else None)
-        self._recomputation = make_recomputation(config, mesh, parts)
+        recomputes = own.train.check_bits.recompute_every
+        self._recomputation = Recomputation(config, mesh, parts) if recomputes else None
         # The newest step that each check of bits vouches for; the last that was wrong and rewound.
         self._clean = dict.fromkeys(("every", "recompute_every"), start.position.step)
         self._wrong_at = -1
@@ -102,6 +116,8 @@ class Trainer:
         # The number of layers with each side loss.
         self._side_losses = Counter(name for layer in parts.layers for name in layer.side_losses)
         self._sparse = [layer for layer in parts.layers if layer.num_experts]
+        # A sum over the ranks of a stage, divided by their number, is the batch's mean.
+        self._copies = mesh.replicas.size * mesh.tensor.size
         self._noise: dict[str, float] = {}  # of the last step
         self._stall: float | None = None  # of the last save, until a line of metrics contains it
         self._feed = Feed(config, mesh, corpus, parts.schedule)
@@ -129,10 +145,8 @@ class Trainer:
             reached(step)
             fault_point("trainer.step")
             try:
-                with ExitStack() as observed:
-                    for observer in (self.profiler, self.watch):
-                        if observer:
-                            observed.enter_context(observer.step(step))
+                profiled = self.profiler.step(step) if self.profiler else nullcontext()
+                with profiled, self.watch.step(step):
                     began = time.perf_counter()
                     lr = rate(self.config, step, self.position.next_sample)
                     rows, done, verdict = self._step(step, lr)
@@ -146,8 +160,8 @@ class Trainer:
                 self._warn_if_slow(step_seconds)
                 began_at = psutil.Process().create_time()
                 self._record("first_step", step=step + 1, seconds=round(time.time() - began_at, 3))
-                if self.progress and (graphs := compiled.describe()):
-                    self.progress.say(graphs)
+                if graphs := compiled.describe():
+                    self._say(graphs)
             if verdict.action == "rewind":
                 result.steps = self._rewind(verdict, step)
                 continue
@@ -188,8 +202,8 @@ class Trainer:
     def _warn_if_slow(self, step_seconds: float) -> None:
         """Warn if a step and a save take longer than launchers wait after a SIGTERM."""
         save_seconds = self.saver.expected_seconds() if self.saver else 0.0
-        if self.progress and step_seconds + save_seconds > _PATIENCE:
-            self.progress.say(
+        if step_seconds + save_seconds > _PATIENCE:
+            self._say(
                 f"a step took {step_seconds:.0f} s and a save takes about {save_seconds:.0f} s. "
                 "After a SIGTERM a launcher may kill this run before it is saved (deepspeed waits "
                 "30 s); to stop it, create a file named STOP in the run's folder"
@@ -207,7 +221,7 @@ class Trainer:
 
     def _check_bits_if_due(self, step: int, done: StepResult) -> None:
         """Raise WrongBits if ranks differ in what they must all hold; collective."""
-        if (every := self.config.train.check_bits.every) and step % every == 0:
+        if _is_due(self.config.train.check_bits.every, step):
             pulse.doing(f"comparing the ranks' bits after step {step}")
             check_bits(self.engine, self.mesh, done.grad_norm, self._ends, self._messages)
             self._clean["every"] = step
@@ -227,20 +241,16 @@ class Trainer:
                 reason += f". Set aside: {', '.join(names)}"
         if settings.on_wrong == "stop" or step <= self._wrong_at:
             raise TrainingError(f"{reason}. All ranks stop")
-        checkpoint = self._load_newest(step, f"{reason}. ")
-        state, to = checkpoint.state, checkpoint.step
-        self.position = Position(to, int(state["tokens"]), int(state["next_sample"]))
-        self._bad.left_out = left_out(state)
-        self._bad.rewind_to(state)
+        self.position = self._load_newest(step, f"{reason}. ")
+        to = self.position.step
         self._clean, self._wrong_at = dict.fromkeys(self._clean, to), step
-        if self.progress:
-            self.progress.say(f"{reason}. Rewound to step {to}")
+        self._say(f"{reason}. Rewound to step {to}")
         self._record("rewind", step=step + 1, to=to, reason="wrong bits")
         return to
 
     def _digest_if_due(self, step: int) -> None:
         """Write a digest of the state if one is due after this step; collective."""
-        if (every := self.config.train.digest_every) and step % every == 0:
+        if _is_due(self.config.train.digest_every, step):
             pulse.doing(f"the digest of step {step}")
             checksums = state_checksums(self.engine, self.mesh, self._shapes)
             if self.writer:
@@ -251,9 +261,11 @@ class Trainer:
         if self.saver is None or self._state is None:
             return
         self.saver.poll()
-        ends = result.stopped or result.steps == self.config.num_steps
+        step, settings = result.steps, self.config.checkpoint
+        ends = result.stopped or step == self.config.num_steps
         asked = ends or self.stop.saving
-        on_disk, in_memory = saves_due(self.config.checkpoint, result.steps, asked)
+        on_disk = asked or step in settings.at or _is_due(settings.every, step)
+        in_memory = not asked and _is_due(settings.in_memory_every, step)
         if on_disk or in_memory:
             pulse.doing(f"saving step {self.position.step}")
             state = self._state.at(self.position) | self._bad.state()
@@ -273,13 +285,13 @@ class Trainer:
         ranks judge it before the update, which takes one more exchange.
         """
         pulse.doing(f"the batch of step {step + 1}")
-        every = self.config.train.noise_scale_every
-        if is_measured := every and (step + 1) % every == 0:
+        train = self.config.train
+        if is_measured := _is_due(train.noise_scale_every, step + 1):
             self.engine.measure_own_gradient()
-        every = self.config.train.check_bits.recompute_every
-        check = self._recomputation if every and (step + 1) % every == 0 else None
+        recomputes = _is_due(train.check_bits.recompute_every, step + 1)
+        check = self._recomputation if recomputes else None
         batch = self._feed.training(self.position.next_sample)
-        noted = noting_messages(self.executor, self.config.train.check_bits.every, step + 1)
+        noted = noting_messages(self.executor, _is_due(train.check_bits.every, step + 1))
         with check.recording(batch, step) if check else nullcontext(), noted as self._messages:
             loss = self.executor.run(batch, step)
         if check:
@@ -312,7 +324,9 @@ class Trainer:
             norm = None if done.overflow else rows[0].norm
             verdict = self._judge([(row.loss, *row.side_losses) for row in rows], norm)
         if verdict.action == "stop":
-            self._give_up(
+            if self.saver:
+                self.saver.finish()  # a save of earlier steps
+            raise TrainingError(
                 f"{verdict.reason} at step {step + 1}, lr {lr:.3g}; all ranks stop. "
                 f"{verdict.remedy}"
             )
@@ -345,19 +359,18 @@ class Trainer:
 
     def _mean_loss(self, losses: Iterable[float]) -> float:
         """Return the loss of the batch; tp ranks of the last stage have their dp coordinate's."""
-        return sum(losses) / (self.mesh.replicas.size * self.mesh.tensor.size)
+        return sum(losses) / self._copies
 
     def _leave_out(self, verdict: Verdict, step: int, first: int, **place: int) -> None:
         """Count a bad step; show and record what is left out, from sample `first` on."""
         self._bad.count += 1
         samples = first, self.position.after(self.config).next_sample - 1
-        if self.progress:
-            rewinds = f" rewound to step {place['to']}," if place else ""
-            self.progress.say(
-                f"step {step + 1}: {verdict.reason};{rewinds} samples {samples[0]:,} to "
-                f"{samples[1]:,} are left out ({self._bad.count} of at most "
-                f"{self.config.train.max_skips} times)"
-            )
+        rewinds = f" rewound to step {place['to']}," if place else ""
+        self._say(
+            f"step {step + 1}: {verdict.reason};{rewinds} samples {samples[0]:,} to "
+            f"{samples[1]:,} are left out ({self._bad.count} of at most "
+            f"{self.config.train.max_skips} times)"
+        )
         self._record(
             verdict.action, step=step + 1, **place, samples=samples, count=self._bad.count,
             reason=verdict.reason,
@@ -370,17 +383,18 @@ class Trainer:
 
     def _rewind(self, verdict: Verdict, step: int) -> int:
         """Load the newest checkpoint and return its step, after which the next batch is trained."""
-        checkpoint = self._load_newest(step)
-        state = checkpoint.state
-        self._leave_out(verdict, step, int(state["next_sample"]), to=checkpoint.step)
+        there = self._load_newest(step)
+        self._leave_out(verdict, step, there.next_sample, to=there.step)
         next_sample = self.position.after(self.config).next_sample
-        self._bad.left_out = next_sample - (int(state["next_sample"]) - left_out(state))
-        self.position = Position(checkpoint.step, int(state["tokens"]), next_sample)
-        self._bad.rewind_to(state)
-        return checkpoint.step
+        self._bad.left_out += next_sample - there.next_sample
+        self.position = replace(there, next_sample=next_sample)
+        return there.step
 
-    def _load_newest(self, step: int, reason: str = "") -> find.FoundCheckpoint:
-        """Load the newest checkpoint instead of the state in `step`; set later ones aside."""
+    def _load_newest(self, step: int, reason: str = "") -> Position:
+        """Load the newest checkpoint instead of the state in `step`, and return its position.
+
+        Later ones are set aside.
+        """
         pulse.doing(f"rewinding from step {step + 1}")
         self.mesh.set_timeouts(_LOADING_TIMEOUT)
         checkpoint, folder = self._start.on_disk, self._start.folder / "checkpoints"
@@ -399,13 +413,8 @@ class Trainer:
         if self.writer:
             self.writer.rewind(checkpoint.step)
         self.mesh.set_timeouts(self.config.train.timeout_seconds)
-        return checkpoint
-
-    def _give_up(self, message: str) -> NoReturn:
-        """Finish a save of earlier steps, then raise TrainingError on all ranks."""
-        if self.saver:
-            self.saver.finish()
-        raise TrainingError(message)
+        self._bad.rewind_to(checkpoint.state)
+        return Position.of(checkpoint.state)
 
     def _speed(self, num_tokens: int, seconds: float) -> tuple[float, float, float | None]:
         """Return tokens per second of the mesh, model TFLOP/s per device, and MFU."""
@@ -416,9 +425,8 @@ class Trainer:
     def _means_of_side_losses(self, rows: list[_Row]) -> dict[str, float]:
         """Return the mean of each side loss over the layers that have it and over the batch."""
         sums = map(sum, zip(*(row.side_losses for row in rows), strict=True))
-        copies = self.mesh.replicas.size * self.mesh.tensor.size
         return {
-            name: total / (copies * num_layers)
+            name: total / (self._copies * num_layers)
             for (name, num_layers), total in zip(self._side_losses.items(), sums, strict=True)
         }
 
@@ -430,8 +438,7 @@ class Trainer:
         own = [
             found.get(o.loads, torch.zeros(o.num_experts + 1, device=device)) for o in self._sparse
         ]
-        copies = self.mesh.replicas.size * self.mesh.tensor.size
-        total = iter(self.mesh.sum_floats(torch.cat(own) / copies))
+        total = iter(self.mesh.sum_floats(torch.cat(own) / self._copies))
         return {o.name: [next(total) for _ in range(o.num_experts + 1)] for o in self._sparse}
 
     def _report(

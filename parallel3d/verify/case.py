@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from parallel3d.checkpoint import arrays, chunk_runs, disk
+from parallel3d.checkpoint import chunk_runs, chunks, disk
 from parallel3d.checkpoint.find import find
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import Saver
@@ -53,8 +53,8 @@ THRESHOLDS: tuple[tuple[object, str, int], ...] = (
     (loss, "_ROWS", 2**8),
     (updating, "PART", 2**8),
     (chunk_runs, "SMALLEST", 2**6),
-    (arrays, "STAGING_BYTES", 2**12),
-    (arrays, "TRANSPOSED_ROWS", 8),
+    (chunks, "STAGING_BYTES", 2**12),
+    (chunks, "TRANSPOSED_ROWS", 8),
     (disk, "BLOCK", 2**12),
 )
 SAVED_STEPS = STEPS - 1  # the run is saved after these; the resumed run makes the last step

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -131,17 +132,16 @@ def microbatches(batch: Sequence[Tensor | None], config: RunConfig, mesh: Mesh) 
         segments = [Segments.of(*both, cp.group) for both in dealt]
         tokens, labels = (x.gather(1, places[:, cp.coord]) for x in (tokens, labels))
         weights = None if weights is None else weights.gather(1, places[:, cp.coord])
-    cut_batch = [
-        Microbatch(x.to(mesh.device), y.to(mesh.device))
-        for x, y in zip(cut(tokens), cut(labels), strict=True)
-    ]
+    tensors = {"tokens": tokens, "labels": labels, "weights": weights}
+    fields: dict[str, Iterable[Any]] = {
+        name: [part.to(mesh.device) for part in cut(x)]
+        for name, x in tensors.items()
+        if x is not None
+    }
     if segments is not None:
-        moved = [own.on(mesh.device) for own in segments]
-        cut_batch = [m._replace(segments=s) for m, s in zip(cut_batch, moved, strict=True)]
-    if weights is not None:
-        own_weights = [w.to(mesh.device) for w in cut(weights)]
-        cut_batch = [m._replace(weights=w) for m, w in zip(cut_batch, own_weights, strict=True)]
-    return cut_batch
+        fields["segments"] = [own.on(mesh.device) for own in segments]
+    each = zip(*fields.values(), strict=True)
+    return [Microbatch(**dict(zip(fields, own, strict=True))) for own in each]
 
 
 def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> dict[str, float]:

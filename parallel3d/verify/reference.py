@@ -187,7 +187,7 @@ def train_reference(
             "its meshes with each other (tests/pipeline/test_side_losses.py)"
         )
     dtype = HALF.get(config.precision, torch.float64)
-    model, family = _loaded(config, first_weights(config), dtype)
+    model, family = load_model(config, first_weights(config), dtype)
     if rows is not None:
         model.set_attn_implementation("sdpa")
     return train_model(model.train(), family, config, folder, course, rows)
@@ -275,16 +275,6 @@ def schedule_of(config: RunConfig, small: RunConfig) -> RunConfig:
     return schedule.resolve(small.mesh.sizes.ranks)
 
 
-def losses_of(
-    config: RunConfig, weights: Mapping[str, Tensor], tokens: Tensor, labels: Tensor
-) -> Tensor:
-    """Return the loss of each token under uncut weights, [batch, seq], in fp64."""
-    model, _ = _loaded(config, weights)
-    with torch.no_grad():
-        logits = model.eval()(tokens, use_cache=False).logits
-    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-
-
 def in_our_names(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return uncut tensors of transformers under our global names, without tied copies.
 
@@ -302,7 +292,7 @@ def in_our_names(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str
     return renamed
 
 
-def _loaded(
+def load_model(
     config: RunConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64
 ) -> tuple["PreTrainedModel", ModuleType]:
     """Return a model of transformers with these weights, and its family's module."""

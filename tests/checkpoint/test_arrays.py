@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from parallel3d.checkpoint import arrays
-from parallel3d.checkpoint.arrays import empty, recycled
+from parallel3d.checkpoint import chunks
+from parallel3d.checkpoint.chunks import empty, recycled
 
 pytestmark = pytest.mark.gloo
 
@@ -14,13 +14,13 @@ pytestmark = pytest.mark.gloo
 @pytest.fixture
 def asked_for(monkeypatch):
     """The sizes of blocks that the system was asked for, in order."""
-    asked, np_empty = [], arrays.np.empty
+    asked, np_empty = [], chunks.np.empty
 
     def counted(size, dtype):
         asked.append(size)
         return np_empty(size, dtype)
 
-    monkeypatch.setattr(arrays.np, "empty", counted)
+    monkeypatch.setattr(chunks.np, "empty", counted)
     return asked
 
 

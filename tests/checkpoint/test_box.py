@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel3d.checkpoint import box as module
-from parallel3d.checkpoint.box import Box, boxes_of, inside, overlap, overlapping, shift
+from parallel3d.checkpoint import chunks as module
+from parallel3d.checkpoint.chunks import Box, boxes_of, inside, overlap, overlapping, shift
 
 pytestmark = pytest.mark.gloo
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from parallel3d.checkpoint.checksums import bit_sum, state_checksums
+from parallel3d.checkpoint.chunk_runs import bit_sum, state_checksums
 from parallel3d.model.spec import named_params
 from parallel3d.train.digests import DIGESTS, append_digest, compare_runs, digest_of
 from parallel3d.verify.local_ranks import run_locally

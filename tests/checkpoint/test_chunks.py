@@ -12,9 +12,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from parallel3d.base.errors import CheckpointError
-from parallel3d.checkpoint import arrays as module
-from parallel3d.checkpoint.box import Box
-from parallel3d.checkpoint.chunks import Chunk, ChunkFile, header
+from parallel3d.checkpoint import chunks as module
+from parallel3d.checkpoint.chunks import Box, Chunk, ChunkFile, header
 from tests.checkpoint.folders import write_tensors
 
 pytestmark = pytest.mark.gloo

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from parallel3d.checkpoint.box import Box, boxes_of, shift
-from parallel3d.checkpoint.chunks import MAX_HEADER_BYTES, Chunk, header
+from parallel3d.checkpoint.chunks import MAX_HEADER_BYTES, Box, Chunk, boxes_of, header, shift
 from parallel3d.checkpoint.manifest import Entry, manifest_bytes, verify
 from parallel3d.train.bad_steps import KEY
 from tests.checkpoint.folders import KINDS, SHAPES, make_checkpoint, state_of, values_of

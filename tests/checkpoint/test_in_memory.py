@@ -20,10 +20,9 @@ STEPS = 8
 def two_hosts(memory, rank):
     """Let ranks 0 and 1 be on one host, 2 and 3 on another, each with a memory of its own."""
     from parallel3d.mesh.nodes import Nodes
-    from parallel3d.train import memory as memories
     from parallel3d.train import start
 
-    found, opened = start.find_nodes, memories.HostMemory
+    found, opened = start.find_nodes, start.HostMemory
 
     def find(mesh):
         names = tuple("ab"[2 * r // mesh.world.size] for r in range(mesh.world.size))
@@ -35,7 +34,7 @@ def two_hosts(memory, rank):
         own.mkdir(parents=True, exist_ok=True)
         return opened(mesh, nodes, own, *args)
 
-    start.find_nodes, memories.HostMemory = find, open_own
+    start.find_nodes, start.HostMemory = find, open_own
 
 
 @pytest.fixture(scope="module")

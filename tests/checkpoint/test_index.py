@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from parallel3d.base.errors import CheckpointError
-from parallel3d.checkpoint.box import Box, overlap
-from parallel3d.checkpoint.chunks import ChunkFile
+from parallel3d.checkpoint.chunks import Box, ChunkFile, overlap
 from parallel3d.checkpoint.load import make_index
 from parallel3d.mesh.mesh import Peers
 from tests.checkpoint.folders import FIRST, KINDS, SECOND, SHAPES, write_tensors

@@ -16,8 +16,7 @@ import torch
 from launch import checkpoint as command
 from parallel3d.checkpoint import find
 from parallel3d.checkpoint import load as loading
-from parallel3d.checkpoint.box import boxes_of
-from parallel3d.checkpoint.chunks import Chunk
+from parallel3d.checkpoint.chunks import Chunk, boxes_of
 from parallel3d.checkpoint.load import load, make_index
 from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.model.spec import named_params

@@ -11,7 +11,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.model import optimizers
 from parallel3d.plan.memory.peak import per_rank
-from parallel3d.plan.report.choose import checkpoint_bytes
+from parallel3d.plan.report.plan_rows import checkpoint_bytes
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.step import step_time
 from tests.config.configs import error_of, raw

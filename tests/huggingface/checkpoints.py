@@ -6,10 +6,9 @@ from parallel3d.checkpoint.state import tokenizer_digest
 from parallel3d.config import RunConfig
 from parallel3d.data.sources import no_progress
 from parallel3d.data.tokenizer import save_tokenizer, train_tokenizer
-from parallel3d.huggingface.card import write_rest
 from parallel3d.huggingface.conversion import write_tensors
 from parallel3d.huggingface.source import CheckpointSource
-from parallel3d.huggingface.weight_files import WeightFiles, create
+from parallel3d.huggingface.weight_files import WeightFiles, create, write_rest
 from tests.checkpoint.folders import FIRST, SECOND, seal, state_of
 from tests.checkpoint.folders import write_tensors as write_file
 from tests.models import families

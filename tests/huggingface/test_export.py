@@ -13,8 +13,7 @@ from parallel3d import models
 from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.data.sources import no_progress
 from parallel3d.huggingface import conversion
-from parallel3d.huggingface.conversion import export
-from parallel3d.huggingface.read_back import read_back
+from parallel3d.huggingface.conversion import export, read_back
 from parallel3d.huggingface.source import CheckpointSource
 from parallel3d.huggingface.weight_files import DTYPES, INDEX, WeightFiles
 from parallel3d.models.llama.spec import RopeScaling

@@ -10,9 +10,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from parallel3d.config import RunConfig
-from parallel3d.huggingface.card import About, write_rest
 from parallel3d.huggingface.from_ranks import save_weights
-from parallel3d.huggingface.weight_files import INDEX, WeightFiles, Writer, create
+from parallel3d.huggingface.weight_files import (
+    INDEX,
+    About,
+    WeightFiles,
+    Writer,
+    create,
+    write_rest,
+)
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from parallel3d import models
 from parallel3d.base.errors import CheckpointError, ConfigError
-from parallel3d.checkpoint.box import Box
+from parallel3d.checkpoint.chunks import Box
 from parallel3d.config.pretrained import derive_model_block, read_config
-from parallel3d.huggingface.published_weights import PublishedWeights
+from parallel3d.huggingface.source import PublishedWeights
 from tests.huggingface.published import MODELS, save
 
 pytestmark = pytest.mark.gloo
@@ -84,7 +84,7 @@ def test_what_old_versions_saved_of_neox_beside_its_weights_is_passed_over(folde
 def test_a_rank_reads_its_own_bytes_and_no_others(folders, monkeypatch):
     reads = []
     preadv = os.preadv
-    monkeypatch.setattr("parallel3d.checkpoint.arrays.GAP_BYTES", 0)
+    monkeypatch.setattr("parallel3d.checkpoint.chunks.GAP_BYTES", 0)
     gpt, llama = opened(folders["gpt2"]), opened(folders["llama3"])
     monkeypatch.setattr(
         os, "preadv", lambda d, buffers, at: reads.append(len(buffers[0])) or

@@ -12,6 +12,7 @@ from parallel3d.config import RunConfig
 from parallel3d.huggingface.from_ranks import save_weights
 from parallel3d.huggingface.initial_weights import find_weights, load_weights
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.models.common import pretrained_of
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import in_our_names, train_model
@@ -42,7 +43,7 @@ def config_on(folder, mesh, **changes):
 def started(config):
     mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
     parts = assemble(config, mesh)
-    folder = find_weights(config.model, mesh)
+    folder = find_weights(config.model, pretrained_of(config.model), mesh)
     load_weights(folder, config.model, engine=parts.engine, mesh=mesh, layers=parts.layers)
     return mesh, parts
 

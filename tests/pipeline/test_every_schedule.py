@@ -23,9 +23,9 @@ from parallel3d.schedule.schedules import (
     why_not,
 )
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.reference import first_weights, losses_of
+from parallel3d.verify.reference import first_weights
 from tests.cases import Case, Trainer, measure
-from tests.verify.measuring import batches, errors_of
+from tests.verify.measuring import batches, errors_of, losses_of
 
 pytestmark = pytest.mark.gloo
 

@@ -17,10 +17,10 @@ from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedule import Action, Op, Schedule, add_sharding, peak_in_flight
 from parallel3d.schedule.schedules import make_schedule, splits_backward
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.reference import first_weights, losses_of
+from parallel3d.verify.reference import first_weights
 from tests.cases import Case, Trainer, train_on_rank
 from tests.mesh.mortal import mortal
-from tests.verify.measuring import batches
+from tests.verify.measuring import batches, losses_of
 
 pytestmark = pytest.mark.gloo
 

@@ -16,7 +16,7 @@ from parallel3d.schedule.schedules import names, splits_backward, why_not
 from parallel3d.verify import definitions
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import TOLERANCE, microbatches
-from parallel3d.verify.reference import Reference, _loaded, first_weights, in_our_names, relative
+from parallel3d.verify.reference import Reference, first_weights, in_our_names, load_model, relative
 from tests.cases import Case, Trainer
 from tests.own_families import FOLDER, forgotten_afterwards
 from tests.verify.measuring import batches, errors_of, plain_course
@@ -53,7 +53,7 @@ def reference(family, tmp_path_factory):
     """Plain transformers in fp64: the losses, and the mean of each side loss over its layers."""
     torch.set_num_threads(1)
     config = case_of((1, 1, 1), "gpipe").config
-    model, _ = _loaded(config, first_weights(config))
+    model, _ = load_model(config, first_weights(config))
     masters = dict(model.named_parameters())
     groups = definitions.optimizer_groups(model, config, masters)
     optimizer = optimizers.load(config.optimizer.file).reference(groups, config.optimizer.params)

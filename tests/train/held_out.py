@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from parallel3d.config import RunConfig
 from parallel3d.data.evaluation_samples import ORDER_SEED
 from parallel3d.data.order import sample_index
-from parallel3d.verify.reference import in_our_names, losses_of
+from parallel3d.verify.reference import in_our_names
+from tests.verify.measuring import losses_of
 
 
 def check_losses(line, directory, corpus, samples, length):

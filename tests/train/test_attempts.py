@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from parallel3d.base.errors import TrainingError
-from parallel3d.train import attempts
-from parallel3d.train.attempts import Attempts, folder_of_this_launch, launch_identity
+from parallel3d.train.claim import Attempts, folder_of_this_launch, launch_identity
 from parallel3d.train.metrics import step_reached
 from parallel3d.train.stopping import Stopped
 
@@ -56,7 +55,7 @@ def test_other_settings_are_another_chance(tmp_path):
 def test_progress_is_no_reason_to_give_up(tmp_path):
     for step in (0, 7, 7, 8, 8, 7, 7, 8):
         start(tmp_path, step)  # would raise where it gives up
-    record = json.loads((tmp_path / attempts.FILE).read_text())
+    record = json.loads((tmp_path / "attempts.json").read_text())
     assert record["running"] and record["deaths"] == [7, 7, 8]
 
 
@@ -142,7 +141,7 @@ def test_a_launch_finds_the_newest_of_its_folders(tmp_path):
 
 def test_the_identity_is_the_launchers():
     """Two ranks of one launcher have one identity, which is not this process's own."""
-    code = "from parallel3d.train.attempts import launch_identity; print(launch_identity())"
+    code = "from parallel3d.train.claim import launch_identity; print(launch_identity())"
     said = [subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(2)]
     assert said[0] == said[1]
     assert said[0].split(" ")[1] == str(os.getpid())

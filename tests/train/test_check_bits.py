@@ -135,7 +135,7 @@ def messages_on_rank(rank, case, culprit, plant):
         if fault and rank == culprit:
             trainer.mesh.isend = partial(fault, send)
         batch = batch or next(iter(trainer.batches()))
-        with noting_messages(trainer.executor, 1, 1) as messages:
+        with noting_messages(trainer.executor, True) as messages:
             trainer.executor.run(batch)
         trainer.mesh.isend = send
         norm = trainer.engine.step(trainer.lr).grad_norm

@@ -12,9 +12,8 @@ from parallel3d.base.lock import Lock
 from parallel3d.config import RunConfig
 from parallel3d.config.run import digest_of
 from parallel3d.mesh.launch import Launch
-from parallel3d.train import attempts
 from parallel3d.train import claim as claims
-from parallel3d.train.attempts import Attempts
+from parallel3d.train.claim import Attempts
 
 pytestmark = pytest.mark.gloo
 
@@ -111,7 +110,7 @@ def test_a_restart_goes_on_with_the_run_that_its_first_attempt_went_on_with(plac
     first = claim()
     leave(first)
     for launcher in ("node1 77 5", "node2 78 6"):  # rank 0 may be on another node then
-        monkeypatch.setattr("parallel3d.train.attempts.launch_identity", lambda n=launcher: n)
+        monkeypatch.setattr("parallel3d.train.claim.launch_identity", lambda n=launcher: n)
         again = claim(launch=Launch(0, 1, 0, restart_count=1))
         assert again.folder == first.folder
         leave(again, stopped=True)
@@ -257,7 +256,7 @@ def test_a_restart_on_another_host_goes_on_in_the_folder_of_its_launch(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
     asked = ("--parallel3d.checkpoint.resume", resume)
     leave(claim(*asked), *asked)
-    monkeypatch.setattr(attempts.socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(claims.socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     again = Launch(0, 1, 0, restart_count=1)
     if (job, resume) == ("none", "none"):  # nothing is left to know it by
@@ -276,7 +275,7 @@ def test_jobs_whose_numbers_are_close_are_two(monkeypatch):
         ("TORCHELASTIC_RUN_ID", "a 1"),
     ):
         monkeypatch.setenv(kind, str(number))
-        said.append(attempts.launch_identity())
+        said.append(claims.launch_identity())
     assert said == ["slurm:77", "slurm:78", "torchelastic:a_1"]
 
 

@@ -211,7 +211,7 @@ def test_no_process_group_is_destroyed_before_the_end_is_reported(monkeypatch, c
         prefix = "parallel3d.train"
         monkeypatch.setattr(f"{prefix}.checkpoint_config.checkpoint_in", lambda path: path)
         monkeypatch.setattr(f"{prefix}.checkpoint_config.evaluation_config", lambda *a, **b: None)
-        monkeypatch.setattr(f"{prefix}.evaluate_checkpoint.evaluate", lambda *arguments: {})
+        monkeypatch.setattr(f"{prefix}.from_checkpoint.evaluate", lambda *arguments: {})
         args = SimpleNamespace(path=None, config=None, samples=None, json=False)
         code = module.evaluate(args, [], end.launch, StopRequest(end))
     with pytest.raises(SystemExit):

@@ -19,10 +19,9 @@ from parallel3d.data.evaluation_samples import SetLoss
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train import known_hardware, metrics, progress
 from parallel3d.train.assembly import assemble
-from parallel3d.train.metrics import MetricsWriter, StepMetrics
-from parallel3d.train.overview import Summary, print_placement, print_summary
+from parallel3d.train.metrics import MetricsWriter, Result, StepMetrics
+from parallel3d.train.output import Summary, print_placement, print_summary
 from parallel3d.train.progress import Progress, in_words
-from parallel3d.train.result import Result
 from tests.verify.configs import config_of
 
 pytestmark = pytest.mark.gloo

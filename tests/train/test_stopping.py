@@ -234,7 +234,7 @@ def test_a_step_and_a_save_that_take_long_are_said(step, save, warned):
     said = []
     trainer = SimpleNamespace(
         saver=SimpleNamespace(expected_seconds=lambda: save),
-        progress=SimpleNamespace(say=said.append),
+        _say=said.append,
     )
     Trainer._warn_if_slow(trainer, float(step))
     assert len(said) == warned

@@ -9,7 +9,7 @@ from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
 from parallel3d.schedule.action import Action, Span
-from parallel3d.train.watch import StepWatch
+from parallel3d.train.profiler import StepWatch
 from tests.config.styles import SIZES, corpus_in, filled
 from tests.train.running import start
 

@@ -1,9 +1,11 @@
 """A small config trained on ranks of this machine on the reference's own batches, and compared."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from parallel3d.config import RunConfig
 from parallel3d.engine.quirks.nvme import swapping_small_tensors
@@ -22,6 +24,7 @@ from parallel3d.verify.reference import (
     Batch,
     Course,
     Reference,
+    load_model,
     relative,
     train_reference,
 )
@@ -111,3 +114,13 @@ def train(parts: Assembly, config: RunConfig, mesh: Mesh) -> Curves:
         losses.append(sum(row[0] for row in everyone) / (mesh.replicas.size * mesh.tensor.size))
         norms.append(parts.engine.step(config.optimizer.params.lr).grad_norm)
     return losses, norms
+
+
+def losses_of(
+    config: RunConfig, weights: Mapping[str, Tensor], tokens: Tensor, labels: Tensor
+) -> Tensor:
+    """Return the reference's loss of each token under uncut weights, [batch, seq], in fp64."""
+    model, _ = load_model(config, weights)
+    with torch.no_grad():
+        logits = model.eval()(tokens, use_cache=False).logits
+    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")

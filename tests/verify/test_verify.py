@@ -14,7 +14,6 @@ from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.models import layers
 from parallel3d.verify import reference, table
-from parallel3d.verify.coverage import features
 from parallel3d.verify.reference import prepare
 from parallel3d.verify.shrink import (
     MESHES,
@@ -24,6 +23,7 @@ from parallel3d.verify.shrink import (
     shrink,
     why_not,
 )
+from parallel3d.verify.table import features
 from tests.verify.configs import MODELS, config_of
 
 pytestmark = pytest.mark.gloo

@@ -74,7 +74,7 @@ _stage_layers = lru_cache(maxsize=4096)(StageLayers)
 
 
 @lru_cache(maxsize=4096)
-def parts_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[StageLayers, ...]:
+def layers_by_stage(model: LayerKinds, num_stages: int, seq: int) -> tuple[StageLayers, ...]:
     """Return the kinds of each stage's layers."""
     return tuple(
         _stage_layers(
@@ -87,7 +87,7 @@ def parts_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[StageLayers,
 @lru_cache(maxsize=4096)
 def blocks_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[int, ...]:
     """Return for each stage the number of its layers without embedding and head."""
-    parts = parts_of(model, num_stages, seq)
+    parts = layers_by_stage(model, num_stages, seq)
     return tuple([sum(kind not in model.ends for kind in part.kinds) for part in parts])
 
 

@@ -28,12 +28,12 @@ class WeightSizes(NamedTuple):
     num_params: int
     small: int
     num_small: int
+    matrices: int
+    experts: int
     largest: int
     module: int
     copied: int
     layer: int
-    matrices: int = 0
-    experts: int = 0
 
     def shard(self, elements: int, shards: int, ep: int) -> int:
         """Return a rank's part of `elements`, all experts and others, that `shards` ranks shard.
@@ -91,10 +91,9 @@ def weights_of(
 def together(layers: Iterable[tuple[int, WeightSizes]]) -> WeightSizes:
     """Return the combined sizes of layers; each comes with its number."""
     layers = list(layers)
-    sums = [sum(count * one[i] for count, one in layers) for i in range(4)]
-    most = [max(one[i] for _, one in layers) for i in range(4, 8)]
-    further = [sum(count * one[i] for count, one in layers) for i in range(8, 10)]
-    return WeightSizes(*sums, *most, *further)
+    sums = [sum(count * one[i] for count, one in layers) for i in range(6)]
+    most = [max(one[i] for _, one in layers) for i in range(6, 10)]
+    return WeightSizes(*sums, *most)
 
 
 @lru_cache(maxsize=16384)

@@ -13,7 +13,7 @@ from parallel3d.plan.layers.placement import (
     programs_of,
     stages_on,
 )
-from parallel3d.schedule.action import Action, Op
+from parallel3d.schedule.action import Op
 from parallel3d.schedule.sharding import Weights, with_sharding
 
 Held = tuple[int, ...]  # some of a coordinate's stages, as indices into its list of stages
@@ -92,24 +92,12 @@ def _windows(
 ) -> Windows:  # fmt: skip
     program = programs_of(schedule, pp, num_microbatches, stages_per_rank)[coord]
     home = stages_on(schedule, pp, stages_per_rank)[coord]
-    return _of(with_sharding(program, weights, False), home)
-
-
-def _per_step(own: tuple[Gradients, ...]) -> Windows:
-    """Return the weight gathers of "per_step": from a stage's first forward to the step's end."""
-    places = tuple(range(len(own)))
-    every = (frozenset({places}),) * len(own)
-    arrivals = tuple(Arrival(p, True, own[p].arrival, places[: p + 2]) for p in places)
-    return Windows((1,) * len(own), every, every, arrivals)
-
-
-def _of(program: tuple[Action, ...], home: tuple[int, ...]) -> Windows:
     times, counts = [0] * len(home), [0] * len(home)
     passes: dict[bool, list[set[Held]]] = {there: [set() for _ in home] for there in (True, False)}
     held: set[int] = set()
     coming: set[int] = set()
     arrivals = []
-    for op, stage, _ in program:
+    for op, stage, _ in with_sharding(program, weights, False):
         place = home.index(stage)
         if op == Op.GATHER:
             times[place] += 1
@@ -129,6 +117,14 @@ def _of(program: tuple[Action, ...], home: tuple[int, ...]) -> Windows:
     return Windows(tuple(times), forward, backward, tuple(arrivals))
 
 
+def _per_step(own: tuple[Gradients, ...]) -> Windows:
+    """Return the weight gathers of "per_step": from a stage's first forward to the step's end."""
+    places = tuple(range(len(own)))
+    every = (frozenset({places}),) * len(own)
+    arrivals = tuple(Arrival(p, True, own[p].arrival, places[: p + 2]) for p in places)
+    return Windows((1,) * len(own), every, every, arrivals)
+
+
 @lru_cache(maxsize=65536)
 def gradients(
     schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, coord: int
@@ -136,10 +132,7 @@ def gradients(
     """Return the lifetimes of the gradients of one pipeline coordinate's stages."""
     few = few_microbatches(schedule, pp, num_microbatches, stages_per_rank)
     program = programs_of(schedule, pp, few, stages_per_rank)[coord]
-    return _gradients(program, stages_on(schedule, pp, stages_per_rank)[coord])
-
-
-def _gradients(program: tuple[Action, ...], home: tuple[int, ...]) -> tuple[Gradients, ...]:
+    home = stages_on(schedule, pp, stages_per_rank)[coord]
     place_of = {stage: place for place, stage in enumerate(home)}
     last = {action.stage: i for i, action in enumerate(program) if action.op in (Op.B, Op.W)}
     counts, unreduced = [0] * len(home), set[int]()

@@ -216,8 +216,8 @@ def explain(plan: Plan, out: Console) -> None:
     if plan.setting.pp > 1:
         share = f"{100 * plan.time.bubble:.1f} %"
         terminal.say(out, f"\nbubble: pp ranks idle for {share} of the time of their passes")
-    for line in on_matrices(plan.setting, request.hardware):
-        terminal.say(out, line)
+    if plan.setting.newton_schulz is not None:
+        terminal.say(out, _on_matrices(plan.setting, request.hardware))
     terminal.say(
         out,
         f"\n{count(plan.tokens_per_second)} tokens/s; TFLOP/s of a device: "
@@ -245,17 +245,16 @@ def explain(plan: Plan, out: Console) -> None:
         terminal.say(out, Text(problem, "red"))
 
 
-def on_matrices(setting: Setting, hardware: Hardware) -> Iterator[str]:
-    """Yield a line about the exchange and the work of an optimizer of whole matrices."""
-    if setting.newton_schulz is not None:
-        machine = machine_of(hardware, setting.software, curves_for(hardware))
-        work = slowest_matrix_work(setting, machine)
-        yield (
-            f"\n{setting.optimizer}: a stage's ranks exchange {work.sent_bytes / 1e9:.3g} GB in "
-            f"{seconds(work.exchange_seconds)} s a step; Newton-Schulz takes "
-            f"{seconds(work.product_seconds)} s, and the busiest rank has {work.imbalance:.3g} "
-            "times the mean work"
-        )
+def _on_matrices(setting: Setting, hardware: Hardware) -> str:
+    """Return a line about the exchange and the work of an optimizer of whole matrices."""
+    machine = machine_of(hardware, setting.software, curves_for(hardware))
+    work = slowest_matrix_work(setting, machine)
+    return (
+        f"\n{setting.optimizer}: a stage's ranks exchange {work.sent_bytes / 1e9:.3g} GB in "
+        f"{seconds(work.exchange_seconds)} s a step; Newton-Schulz takes "
+        f"{seconds(work.product_seconds)} s, and the busiest rank has {work.imbalance:.3g} "
+        "times the mean work"
+    )
 
 
 def show_memory(memory: Memory, setting: Setting, hardware: Hardware | None, out: Console) -> None:

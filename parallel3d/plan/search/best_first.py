@@ -11,7 +11,7 @@ A test compares the rows with an exhaustive search.
 
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, nsmallest
 from itertools import count, islice
@@ -33,10 +33,9 @@ from parallel3d.plan.search.candidates import (
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import all_fit, evaluate, room_of, with_fewest_in_full, worst
 from parallel3d.plan.setting import Setting
-from parallel3d.plan.time.cost import costs_of
 from parallel3d.plan.time.network import sharing
-from parallel3d.plan.time.operators import Curves, curves_for
-from parallel3d.plan.time.step import lower_bound, step_time
+from parallel3d.plan.time.operators import curves_for
+from parallel3d.plan.time.step import costs_of, lower_bound, step_time
 
 TOO_LARGE = 5  # the most plans that are faster than the first row, but do not fit
 OFFLOAD_GAIN = 0.1  # what an offload must save: the figures of hosts are assumed, not measured
@@ -67,16 +66,13 @@ def search(
     request: Request,
     rows: int = 20,
     per_mesh: int | None = None,
-    curves: Curves | None = None,
-    found: Callable[[Plan], None] | None = None,
 ) -> Ranking:
     """Return the `rows` fastest plans that fit, at most `per_mesh` of one mesh.
 
     The default of `per_mesh` leaves room for all meshes. A plan that fits without an offload is not
     listed with it, and one with an offload comes behind those that take less than OFFLOAD_GAIN
     longer; one with cp behind those that take less than CP_GAIN longer. Tensor parallelism across
-    nodes counts only if nothing else fits. `found` is called with each row as soon as it is known,
-    which shows the progress of a long search. Raises ConfigError if no mesh is possible or the
+    nodes counts only if nothing else fits. Raises ConfigError if no mesh is possible or the
     hardware lacks a figure.
     """
     candidates.check_fixed(request.fixed)
@@ -88,17 +84,12 @@ def search(
     gc.disable()
     try:
         for meshes in filter(None, (tuple(m for m in all_meshes if m.tp <= node), all_meshes)):
-            work = _Search(request, curves or curves_for(request.hardware), meshes)
+            work = _Search(request, meshes)
             most = per_mesh or max(1, rows // len(meshes))
-            plans: tuple[Plan, ...] = ()
-            for plan in islice(work.best_first(most), rows):
-                plans += (plan,)
-                if found:
-                    found(plan)
-            if plans:
+            if plans := tuple(islice(work.best_first(most), rows)):
                 break
         too_large = work.too_large(plans[0].time.seconds if plans else float("inf"))
-        least = None if plans else evaluate(request, work.leanest(), curves)
+        least = None if plans else evaluate(request, work.leanest())
         return Ranking(plans, tuple(too_large), work.num_simulated, most, least)
     finally:
         if collects:
@@ -121,11 +112,11 @@ class Untested(NamedTuple):
 class _Search:
     """A search in progress."""
 
-    def __init__(self, request: Request, curves: Curves, meshes: tuple[MeshSizes, ...]) -> None:
-        self.request, self.curves, self.hardware = request, curves, request.hardware
+    def __init__(self, request: Request, meshes: tuple[MeshSizes, ...]) -> None:
+        self.request, self.hardware = request, request.hardware
+        self.curves = curves_for(request.hardware)
         self.room = room_of(request.hardware)  # of a device, and of its host
         self.num_simulated = 0
-        self._freed: dict[tuple[Flow, Order], int] = {}
         # The time to accumulate gradients depends on the ZeRO stage; floors leave it out.
         self._software = replace(request.base.software, gradient_bytes=0)
         self.meshes = meshes
@@ -247,13 +238,10 @@ class _Search:
 
     def _least_full(self, setting: Setting) -> int:
         """Return a lower bound on the layers of a stage that must be recomputed to fit."""
-        flow, order, _ = candidates.choices_of(setting)
         full, _ = least_on_first(setting, self.hardware)
-        if (flow, order) not in self._freed:  # by all ZeRO states alike
-            without, _ = least_on_first(setting.but(recompute="none"), self.hardware)
-            self._freed[flow, order] = without - full
-        freed = self._freed[flow, order]
-        over = full + freed - self.room[0]
+        without, _ = least_on_first(setting.but(recompute="none"), self.hardware)
+        freed = without - full
+        over = without - self.room[0]
         return max(0, over * min(blocks_in_stages(setting)) // max(1, freed))
 
     def _bound_of_any(self, setting: Setting) -> float:
@@ -339,7 +327,7 @@ class _Search:
                 if step_time(setting, self.hardware, self.curves).seconds < fastest:
                     missed.append((size, len(missed), setting))
                     break
-        plans = [evaluate(self.request, s, self.curves) for *_, s in nsmallest(TOO_LARGE, missed)]
+        plans = [evaluate(self.request, s) for *_, s in nsmallest(TOO_LARGE, missed)]
         return sorted(plans, key=lambda plan: plan.time.seconds)
 
     def _sizes(self, flow: Flow, state: ZeroState) -> Iterator[tuple[int, Choices]]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.base.mesh_sizes import AXES, MeshSizes
 from parallel3d.base.section import Problem, Problems
@@ -56,11 +56,11 @@ class Request:
     @cached_property
     def flops(self) -> "Flops":
         """FLOPs of a step."""
-        return flops_of(self.base.layers, self.base.shape.seq) * self.global_batch_size
+        each = flops_of(self.base.layers, self.base.shape.seq)
+        return Flops(*(self.global_batch_size * flops for flops in each))
 
 
-@dataclass(frozen=True)
-class Flops:
+class Flops(NamedTuple):
     """FLOPs of a forward and a backward, with all of the attention or without what its mask hides.
 
     `causal` leaves out half of the attention; with a window, less.
@@ -68,9 +68,6 @@ class Flops:
 
     full: float
     causal: float
-
-    def __mul__(self, times: int) -> "Flops":
-        return Flops(times * self.full, times * self.causal)
 
 
 @lru_cache(maxsize=64)

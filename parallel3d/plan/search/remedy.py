@@ -9,12 +9,11 @@ from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.recompute import MODES, strength
 from parallel3d.plan.layers.placement import blocks_in_stages
-from parallel3d.plan.memory.peak import Memory, exceeds, per_rank
+from parallel3d.plan.memory.peak import Memory, peak_of, per_rank
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import Choices, Flow, Order, ZeroState
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.setting import Setting
-from parallel3d.plan.time.operators import Curves
 from parallel3d.plan.time.step import step_time
 from parallel3d.schedule.sharding import Weights
 
@@ -62,8 +61,7 @@ def gib(num_bytes: float) -> str:
 
 def all_fit(setting: Setting, hardware: Hardware) -> bool:
     """Return True if all ranks fit. The first is looked at first: it most often decides."""
-    room = room_of(hardware)
-    return not any(exceeds(setting, coord, hardware, room) for coord in range(setting.pp))
+    return all(fits(peak_of(setting, coord, hardware), hardware) for coord in range(setting.pp))
 
 
 def with_fewest_in_full(setting: Setting, hardware: Hardware, least: int = 0) -> Setting:
@@ -73,16 +71,7 @@ def with_fewest_in_full(setting: Setting, hardware: Hardware, least: int = 0) ->
     """
     ways = ["none" if n == 0 else f"full:{n}" for n in range(least, max(blocks_in_stages(setting)))]
 
-    def first_fits(way: str) -> bool:
-        return not exceeds(setting.but(recompute=way), 0, hardware, room_of(hardware))
-
-    def every_fits(way: str) -> bool:
-        return all_fit(setting.but(recompute=way), hardware)
-
-    # The first rank decides most often, and the others of a long pipeline take longer to count.
-    enough = bisect_left(ways, True, key=first_fits)
-    if enough < len(ways) and not every_fits(ways[enough]):
-        enough = bisect_left(ways, True, enough + 1, key=every_fits)
+    enough = bisect_left(ways, True, key=lambda way: all_fit(setting.but(recompute=way), hardware))
     return setting.but(recompute=ways[enough]) if enough < len(ways) else setting
 
 
@@ -95,11 +84,11 @@ def worst(setting: Setting, hardware: Hardware) -> Memory:
     return memory
 
 
-def evaluate(request: Request, setting: Setting, curves: Curves | None = None) -> Plan:
+def evaluate(request: Request, setting: Setting) -> Plan:
     """Return the plan of one setting, with a remedy if it does not fit."""
     hardware = request.hardware
     memory = worst(setting, hardware)
-    time, remedy = step_time(setting, hardware, curves), ""
+    time, remedy = step_time(setting, hardware), ""
     if reason := _reason(memory, hardware):
         change = smallest_change(request, candidates.choices_of(setting))
         remedy = change[0] if change else "no change nearby makes it fit; use more devices"

@@ -120,13 +120,9 @@ class OncePerStep(NamedTuple):
 Transfers = tuple[tuple[StageTransfers, ...], tuple[OncePerStep, ...]]
 
 
-def transfers_of(layout: StageClasses, setting: Setting, machine: Machine) -> Transfers:
-    """Return transfers per microbatch by class of stages, and per step by class of coordinates."""
-    return _transfers(layout, Sharding.of(setting), machine)
-
-
 @lru_cache(maxsize=65536)
-def _transfers(layout: StageClasses, sharding: Sharding, machine: Machine) -> Transfers:
+def transfers_of(layout: StageClasses, sharding: Sharding, machine: Machine) -> Transfers:
+    """Return transfers per microbatch by class of stages, and per step by class of coordinates."""
     stages = tuple(_stage(layout.model, held, sharding, machine) for held in layout.stages)
     coords = tuple(
         _coord(layout, classes, [stages[c] for c in classes], sharding, machine)

@@ -1,18 +1,223 @@
-"""Seconds of a step: the simulated schedule, with the cost of each action."""
+"""Seconds of a step: the simulated schedule, with the cost of each action.
+
+A search compares many similar settings. So passes, transfers and sends are cached separately, by
+what they depend on (passes.py, sharding.py), and combined here.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from operator import add, mul, sub
+from typing import NamedTuple
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config.hardware import Hardware
-from parallel3d.plan.layers.placement import most_in_flight
+from parallel3d.plan.layers.placement import StageClasses, most_in_flight, stage_classes_of
 from parallel3d.plan.setting import Setting
-from parallel3d.plan.time.cost import ActionCosts, SecondsByPart, costs_of
-from parallel3d.plan.time.makespan import CoordinateEnd, ends
-from parallel3d.plan.time.operators import Curves, curves_for
+from parallel3d.plan.time.makespan import CoordinateEnd, ends, last_passes
+from parallel3d.plan.time.network import (
+    collective_seconds,
+    crosses,
+    group_of,
+    send_seconds,
+    sharing,
+)
+from parallel3d.plan.time.operators import Curves, Machine, curves_for, machine_of
+from parallel3d.plan.time.passes import PassSeconds, stage_passes
+from parallel3d.plan.time.sharding import OncePerStep, Sharding, StageTransfers, transfers_of
 from parallel3d.schedule.schedule import Action, Op, Spans, add_sharding, idle_fraction, simulate
 from parallel3d.schedule.schedules import load, make_schedule, splits_backward
+
+
+class SecondsByPart(NamedTuple):
+    """Seconds of a rank by kind of work. Only exposed transfers count."""
+
+    compute: float = 0.0
+    tensor: float = 0.0
+    data: float = 0.0
+    offload: float = 0.0
+    optimizer: float = 0.0
+
+    def plus(self, other: "SecondsByPart", times: float = 1.0) -> "SecondsByPart":
+        """Return the sum of these seconds and `times` times the `other` ones."""
+        return SecondsByPart(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+class SendSeconds(NamedTuple):
+    """Seconds of the send behind each stage [stages - 1], and their sum `before` each [stages]."""
+
+    seconds: tuple[float, ...]
+    before: tuple[float, ...]
+
+
+@dataclass(eq=False)
+class ActionCosts:
+    """Seconds of all work of a step, by class of stages and of coordinates.
+
+    Per microbatch, [stage classes]: `forward`, `backward`.
+
+    Once per step, [coordinate classes]:
+
+    - `before` the first forward.
+    - `reduce`: after the coordinate's last backward.
+    - `hideable`: the part of `reduce` that waits between the last backwards can hide.
+    - `after` the last backward of all coordinates.
+
+    `gather` [stage classes]: one GATHER. `before` includes all of them.
+    """
+
+    layout: StageClasses
+    forward: list[SecondsByPart]
+    backward: list[SecondsByPart]
+    sends: SendSeconds
+    before: list[SecondsByPart]
+    reduce: list[SecondsByPart]
+    hideable: list[float]
+    after: list[SecondsByPart]
+    gather: list[float]
+
+    def seconds(self, action: Action) -> float:
+        """Return the seconds of one action; a receive takes none."""
+        op, stage, _ = action
+        match op:
+            case Op.F:
+                return sum(self.forward[self.layout.class_of[stage]])
+            case Op.B:
+                return sum(self.backward[self.layout.class_of[stage]])
+            case Op.I | Op.W:  # half of the products each
+                return sum(self.backward[self.layout.class_of[stage]]) / 2
+            case Op.GATHER:
+                return self.gather[self.layout.class_of[stage]]
+            case Op.SEND_F:
+                return self.sends.seconds[stage]
+            case Op.SEND_B:
+                return self.sends.seconds[stage - 1]
+            case _:
+                return 0.0
+
+
+def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCosts:
+    """Return the seconds of all work of a step; ConfigError if the hardware lacks a figure."""
+    machine = machine_of(hardware, setting.software, curves)
+    layout = stage_classes_of(setting)
+    slowdown = hardware.slowdown("overhead", sharing(setting.devices, hardware))
+    by_stage, by_coord = transfers_of(layout, Sharding.of(setting), machine)
+    forward, backward, ahead, behind = [], [], [], []
+    for (there, back), moves in zip(stage_passes(layout, setting, machine), by_stage, strict=True):
+        if setting.holds_weights:  # gathered before all passes
+            moves = moves._replace(gather_seconds=0.0, fetch_seconds=0.0, overhead_seconds=0.0)
+        parts, free = _exposed(there, moves, False, machine, slowdown)
+        forward.append(parts)
+        ahead.append(free)
+        parts, free = _exposed(back, moves, True, machine, slowdown)
+        backward.append(parts)
+        behind.append(free)
+    in_a_row = last_passes(setting.pp, setting.num_microbatches, setting.stages_per_rank)
+    before, reduce, hideable, after = [], [], [], []
+    for classes, once in zip(layout.coords, by_coord, strict=True):
+        first, middle, more, last = _once(
+            once, in_a_row * sum([ahead[c] for c in classes]),
+            in_a_row * sum([ahead[c] for c in classes[:-1]]),
+            in_a_row * sum([behind[c] for c in classes]), machine, slowdown,
+        )  # fmt: skip
+        before.append(first)
+        reduce.append(middle)
+        hideable.append(more)
+        after.append(last)
+    gather = [m.gather_seconds + slowdown * m.overhead_seconds for m in by_stage]
+    num_bytes = setting.shape.tokens // setting.cp * setting.hidden_size * setting.bytes_per_element
+    stride, split = setting.tp * setting.cp * setting.dp, setting.sequence_parallel
+    sends = _sends(layout, num_bytes, setting.tp, stride, split, machine)
+    return ActionCosts(layout, forward, backward, sends, before, reduce, hideable, after, gather)
+
+
+def _exposed(
+    own: PassSeconds, moves: StageTransfers, backward: bool, machine: Machine, slowdown: float
+) -> tuple[SecondsByPart, float]:
+    """Return a pass with its exposed transfers, and the compute seconds that hide nothing yet."""
+    software, curves = machine.software, machine.curves
+    compute = own.compute + slowdown * (curves.overhead_per_action + moves.overhead_seconds)
+    data, offload, free = moves.gather_seconds, moves.fetch_seconds, own.free
+    hideable = data if software.overlaps_gather else 0.0
+    if backward:
+        compute += moves.accumulate_seconds
+        data += moves.reduce_seconds
+        offload += moves.store_seconds
+        if software.overlaps_reduction:
+            hideable += moves.reduce_seconds
+    if hideable:
+        hidden = min(free, curves.overlap * hideable)
+        data, free = data - hidden, free - hidden
+    if offload and software.overlaps_offload:
+        hidden = min(free, curves.overlap * offload)
+        offload, free = offload - hidden, free - hidden
+    return SecondsByPart(compute, own.tensor, data, offload), free
+
+
+def _once(
+    once: OncePerStep, ahead: float, but_last: float, behind: float, machine: Machine,
+    slowdown: float,
+) -> tuple[SecondsByPart, SecondsByPart, float, SecondsByPart]:  # fmt: skip
+    """Return the `before`, `reduce`, `hideable` and `after` of ActionCosts for a coordinate.
+
+    - `ahead`: free compute seconds of the first forwards; `but_last`: without the last stage's.
+    - `behind`: free compute seconds of the last backwards.
+
+    A GATHER is issued one window ahead, unless the device is the program's own cores. The search
+    relies on ZeRO-3 not being faster than ZeRO-1, which gathers all weights in one message.
+    """
+    software, curves = machine.software, machine.curves
+    reduce, first, last = once.reduce_seconds, once.gather_before_seconds, once.gather_after_seconds
+    hideable = 0.0
+    if software.overlaps_reduction:
+        hideable = curves.overlap * reduce - (hidden := min(behind, curves.overlap * reduce))
+        reduce -= hidden
+    if software.overlaps_gather:  # the first weights are exposed, the others come behind computes
+        first -= min(ahead, curves.overlap * first)
+        last -= min(ahead, curves.overlap * last)
+    elif machine.hardware.cores is None:
+        hidden = min(but_last, curves.overlap * once.gather_later_seconds)
+        first = max(first - hidden, min(first, once.gather_least_seconds - last))
+    fixed = curves.overhead_per_step * slowdown
+    return (
+        SecondsByPart(
+            once.program_before_seconds * slowdown, 0.0, first, once.fetch_before_seconds
+        ),
+        SecondsByPart(0.0, once.tensor_seconds, reduce + once.tied_seconds),
+        hideable,
+        SecondsByPart(0.0, 0.0, last, once.offload_seconds, once.optimizer_seconds + fixed),
+    )
+
+
+@lru_cache(maxsize=65536)
+def _sends(
+    layout: StageClasses, num_bytes: int, tp: int, stride: int, split: bool, machine: Machine
+) -> SendSeconds:
+    """Return the seconds of the sends between all stages.
+
+    - `num_bytes`: of a message before it is split.
+    - `stride`: devices of a pipeline coordinate.
+    - `split`: True if sequence parallelism splits the message over the tp ranks.
+    """
+    hardware, curves = machine.hardware, machine.curves
+    devices, gather = stride * layout.pp, 0.0
+    if machine.software.scatters_sends and not split:
+        group = group_of(tp, 1, devices, hardware)
+        gather = collective_seconds("all_gather", num_bytes, *group, hardware, curves)
+    if machine.software.scatters_sends or split:
+        num_bytes //= tp
+    seconds = []
+    for here, there in layout.crossings:
+        if here == there:
+            seconds.append(0.0)
+        else:
+            leaves = crosses(stride, here, there, devices, hardware)
+            message = send_seconds(num_bytes, leaves, hardware, curves)
+            seen = 1 - curves.overlap if machine.software.overlaps_sends else 1.0
+            seconds.append(seen * message + gather)  # the receiver gathers inside its own program
+    return SendSeconds(tuple(seconds), tuple(accumulate(seconds, initial=0.0)))
+
 
 TIMES = ("compute", "bubble", "tensor", "pipeline", "data", "offload", "optimizer")
 

@@ -5,7 +5,7 @@ as one matrix.
 from typing import Any
 
 from parallel3d.checkpoint import load
-from parallel3d.checkpoint.box import boxes_of
+from parallel3d.checkpoint.chunks import boxes_of
 from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(

@@ -3,7 +3,7 @@
 import pytest
 
 from parallel3d.plan.memory.peak import fullest, per_rank
-from parallel3d.plan.report.choose import weights_for
+from parallel3d.plan.report.plan_rows import weights_for
 from parallel3d.plan.search.best_first import search
 from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.search.remedy import choose_weights, gib

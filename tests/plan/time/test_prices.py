@@ -15,7 +15,6 @@ from parallel3d.plan.layers.placement import stage_classes_of
 from parallel3d.plan.layers.weight_counts import WeightSizes
 from parallel3d.plan.memory.states import states
 from parallel3d.plan.setting import Setting, Software, layers_of
-from parallel3d.plan.time.cost import costs_of
 from parallel3d.plan.time.network import collective_seconds, crosses, group_of, send_seconds
 from parallel3d.plan.time.operators import (
     Curves,
@@ -24,8 +23,8 @@ from parallel3d.plan.time.operators import (
     matmul_seconds,
     work_seconds,
 )
-from parallel3d.plan.time.sharding import transfers_of
-from parallel3d.plan.time.step import step_time
+from parallel3d.plan.time.sharding import Sharding, transfers_of
+from parallel3d.plan.time.step import costs_of, step_time
 from parallel3d.schedule.schedule import Action, Op
 from tests.plan.settings import A100, GPT, IDEAL, link
 from tests.plan.toy_cluster import config
@@ -167,10 +166,12 @@ def test_gradients_reduced_in_bf16_move_half_the_bytes(stage) -> None:
         given = type(config()).from_dict(raw | {"communication_data_type": kind}).resolve(8)
         setting = Setting.from_config(given)
         machine = machine_of(A100, setting.software, Curves())
-        stages, coords = transfers_of(stage_classes_of(setting), setting, machine)
+        stages, coords = transfers_of(stage_classes_of(setting), Sharding.of(setting), machine)
         seconds.append([c.reduce_seconds for c in (*stages, *coords)])
         buckets.append(
-            states(setting, WeightSizes(10**6, 10, 0, 0, 10**5, 10**5, 0, 10**5), False).buffers
+            states(
+                setting, WeightSizes(10**6, 10, 0, 0, 0, 0, 10**5, 10**5, 0, 10**5), False
+            ).buffers
         )
     half = [s / 2 for s in seconds[0]]
     assert seconds[1] == pytest.approx(half, rel=0.05) and max(half) > 0
@@ -190,7 +191,9 @@ def test_hierarchical_zero_gathers_inside_a_node_and_reduces_shards_between_node
         setting = PublishedSetting(**own, sharding_ranks=shards)
         assert setting.shards == inside
         layout = stage_classes_of(setting)
-        ((stage,), (once,)) = transfers_of(layout, setting, machine_of(machine, Software(), curves))
+        ((stage,), (once,)) = transfers_of(
+            layout, Sharding.of(setting), machine_of(machine, Software(), curves)
+        )
         sizes = [layer.num_params for layer in setting.layers]
         gathers = sum(moves("all_gather", 2 * size, inside, 8) for size in sizes if size)
         assert stage.gather_seconds == pytest.approx(gathers)
@@ -208,7 +211,7 @@ def test_buckets_wait_once_each() -> None:
 
     def reduction(bucket: float) -> float:
         machine = machine_of(A100, Software(bucket=bucket), Curves())
-        return transfers_of(layout, setting, machine)[1][0].reduce_seconds
+        return transfers_of(layout, Sharding.of(setting), machine)[1][0].reduce_seconds
 
     whole, moves = reduction(inf), partial(collective_seconds, hardware=A100, curves=Curves())
     assert whole == reduction(2 * params) == moves("reduce_scatter", 4 * params, 512, 8)

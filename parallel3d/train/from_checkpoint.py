@@ -1,37 +1,128 @@
-"""Train steps of a run again, on any mesh, and name the first tensor in which two replays differ.
+"""Work from a checkpoint of an earlier run, on any mesh: evaluate it, or train its steps again.
 
-A replay has a folder in the run's, replays/PPxDPxTP, with its metrics and digests, and with the
-norms of each layer's output and of the output's gradient in the last step, by microbatch. A
-microbatch has the same samples on every mesh, because its size stays.
+A replay names the first tensor in which two of them differ. It has a folder in the run's,
+replays/PPxDPxTP, with its metrics and digests, and with the norms of each layer's output and of the
+output's gradient in the last step, by microbatch. A microbatch has the same samples on every mesh,
+because its size stays.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
 from parallel3d.base.atomic import replace_text
-from parallel3d.base.errors import CheckpointError
+from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.checkpoint import find
-from parallel3d.checkpoint.manifest import read_state, step_folders
+from parallel3d.checkpoint.load import load_weights
+from parallel3d.checkpoint.manifest import TOKENIZER, read_state, step_folders
+from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.checkpoint.state import RunState
 from parallel3d.config import RunConfig
 from parallel3d.config.normalise import apply_overrides
+from parallel3d.data.corpus import Corpus
+from parallel3d.data.split import SPLIT_FORMAT
+from parallel3d.engine import Engine, EngineSettings, ForwardEngine, forward_settings
 from parallel3d.mesh.agree import gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import find_nodes
-from parallel3d.train.assembly import Assembly, assemble
+from parallel3d.mesh.pulse import rank as pulse
+from parallel3d.pipeline.executor import Executor
+from parallel3d.schedule.schedules import make_evaluation
+from parallel3d.train.assembly import Assembly, assemble, build, hidden_shape
 from parallel3d.train.digests import BOUNDS, compare_runs, is_close
+from parallel3d.train.evaluation import Evaluation, Losses, evaluation_corpora
+from parallel3d.train.feed import Feed
 from parallel3d.train.metrics import MetricsWriter, step_reached
 from parallel3d.train.start import Start, begin, open_corpus, restore
+from parallel3d.train.stopping import StopRequest
 from parallel3d.train.trainer import Trainer
+
+
+def evaluate(
+    config: RunConfig, mesh: Mesh, checkpoint: Path, stop: StopRequest, console: Console
+) -> Losses | None:
+    """Return the loss of each evaluation set for a checkpoint's weights; collective.
+
+    Returns None after a request to stop. Nothing is written to the checkpoint's run. Raises
+    ConfigError if there is nothing to evaluate, CheckpointError if the checkpoint cannot be used.
+    """
+    begin(config, mesh, console)
+    corpus = open_corpus(config, mesh, find_nodes(mesh), console)
+    if not evaluation_corpora(corpus):
+        raise ConfigError(
+            "there is nothing to evaluate: no held-out text (parallel3d.data.held_out_fraction = "
+            "0) and no validation set; add one: "
+            '--data.validation \'{"mine": {"source": "text", "paths": '
+            '["mine/*.txt"]}}\''
+        )
+    config = config.with_corpus(corpus.vocab_size, len(corpus.train))
+    pulse.doing("comparing the checkpoint's hashes")
+    folder = Path(on_first(mesh, lambda: str(checkpoint)))
+    try:
+        source = find.verify_on_all_ranks(folder, mesh)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder} {error}; use another checkpoint") from None
+    refuse_other_text(source, corpus, console.print)
+    pulse.doing("building the model")
+    settings = forward_settings(EngineSettings.from_config(config))
+    layers, shape, schedule, stages = build(config, mesh, settings, seed=None)
+    pulse.doing("reading the weights")
+    load_weights(source, stages.held, mesh, layers=layers)
+    console.print(f"weights of {source.folder}")
+    with (
+        closing(ForwardEngine(stages.module, settings, mesh)) as engine,
+        closing(Feed(config, mesh, corpus, schedule)) as feed,
+    ):
+        evaluator = Executor(
+            make_evaluation(schedule),
+            mesh,
+            cast(Engine, engine),  # enough for a program without backwards
+            key=stages.key,
+            hidden_shape=hidden_shape(config.mesh, shape, config.model.hidden_size),
+        )
+        stop.hold(None)
+        evaluation = Evaluation(
+            config, mesh, corpus=corpus, feed=feed, evaluator=evaluator, stop=stop
+        )
+        return evaluation.run()
+
+
+def refuse_other_text(
+    source: find.FoundCheckpoint, corpus: Corpus, say: Callable[[str], None]
+) -> None:
+    """Raise CheckpointError if the tokenizer or the rule of the split is not the checkpoint's.
+
+    Warns by `say` if the corpus is another one.
+    """
+    folder, state = source.folder, source.state
+    if state["tokenizer"] != tokenizer_digest(corpus.tokenizer_directory):
+        own = folder / TOKENIZER
+        remedy = f"add --data.tokenizer {own}" if own.is_dir() else "use its data.tokenizer"
+        raise CheckpointError(
+            f"{folder} was trained with another tokenizer, so its token ids mean something else; "
+            f"{remedy}"
+        )
+    if state.get("split", 1) != SPLIT_FORMAT and len(corpus.held_out):
+        raise CheckpointError(
+            f"{folder} was written by a version of parallel3d that held out other documents, so it "
+            "was trained on text that is held out now; add --data.held_out_fraction 0, and "
+            "evaluate validation sets"
+        )
+    if state["corpus"] != corpus.key:
+        say(
+            "WARNING: the corpus has changed since the checkpoint was trained; it may have been "
+            "trained on text that is held out now"
+        )
+
 
 Norms = dict[str, float]  # by "kind microbatch layer"
 
@@ -161,5 +252,5 @@ def first_difference(norms: Mapping[str, float], other: Mapping[str, float], bou
         is_gradient = kind == "gradient"
         return is_gradient, int(microbatch), -int(layer) if is_gradient else int(layer)
 
-    places: Iterator[str] = iter(sorted(norms, key=order))
+    places = sorted(norms, key=order)
     return next((p for p in places if not is_close(norms[p], other.get(p), bound)), "")

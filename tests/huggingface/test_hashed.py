@@ -8,8 +8,8 @@ import pytest
 import torch
 from xxhash import xxh3_128_hexdigest
 
-from parallel3d.checkpoint.hashed import HashedChunks
 from parallel3d.checkpoint.manifest import Entry
+from parallel3d.huggingface.source import HashedChunks
 from tests.checkpoint.folders import write_tensors
 
 pytestmark = pytest.mark.gloo
