@@ -241,7 +241,9 @@ FAULTS = [
         "all-reduce of one",
         DIES,
         collective_of_one,
-        located=r'"fault".*rank {victim}(:| with) all_reduce \d+ of 3 float32',
+        # It is late at the least, if the other does not come to a collective of the same group.
+        located=r'"fault".*(rank {victim}(:| with) all_reduce \d+ of 3 float32'
+        r"|rank {victim} on \S+ is late: at .*the optimizer's step {step})",
         layouts=tuple(LAYOUTS[:3]),  # sums of two have the same bits in either backend
         changes=IMPATIENT,
         points=(UPDATE,),

@@ -302,11 +302,7 @@ def fullest(setting: Setting, hardware: Hardware | None = None) -> Memory:
 
 def peak_of(setting: Setting, coord: int, hardware: Hardware | None = None) -> Memory:
     """Return the peak memory of one pipeline coordinate under this engine."""
-    on_cpu, parts = is_cpu(hardware), _parts(setting)
-    home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
-    layers = tuple([parts[s] for s in home])
-    stages = tuple([_stage(setting, part, on_cpu) for part in layers])
-    rank = CoordinateRank(setting, coord, home, layers, stages, on_cpu)
+    rank = _rank(setting, coord, hardware)
     most = max(rank.moments(), key=sum)
     by_part = dict.fromkeys(PARTS, 0)
     by_part["weights"], by_part["optimizer"] = rank.held.weights, rank.held.optimizer
@@ -317,6 +313,28 @@ def peak_of(setting: Setting, coord: int, hardware: Hardware | None = None) -> M
     by_part["margin"] = margin(sum(by_part.values()), hardware)
     by_part["margin"] += nccl_estimate(setting, coord, hardware)
     return Memory(by_part, rank.held.host + rank.waiting_on_host, rank.held.nvme, coord)
+
+
+def exceeds(setting: Setting, coord: int, hardware: Hardware, room: tuple[int, int]) -> bool:
+    """Return True if a coordinate needs more than `room`, the bytes of a device and of its host.
+
+    It stops at the first moment that needs more.
+    """
+    rank = _rank(setting, coord, hardware)
+    own = rank.held.weights + rank.held.optimizer
+    rest = room[0] - nccl_estimate(setting, coord, hardware)
+    return rank.held.host + rank.waiting_on_host > room[1] or any(
+        tensors + margin(tensors, hardware) > rest
+        for tensors in (own + sum(moment) for moment in rank.moments())
+    )
+
+
+def _rank(setting: Setting, coord: int, hardware: Hardware | None) -> CoordinateRank:
+    on_cpu, parts = is_cpu(hardware), _parts(setting)
+    home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
+    layers = tuple([parts[s] for s in home])
+    stages = tuple([_stage(setting, part, on_cpu) for part in layers])
+    return CoordinateRank(setting, coord, home, layers, stages, on_cpu)
 
 
 def least_on_first(

@@ -9,7 +9,7 @@ from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.recompute import MODES, strength
 from parallel3d.plan.layers.placement import blocks_in_stages
-from parallel3d.plan.memory.peak import Memory, peak_of, per_rank
+from parallel3d.plan.memory.peak import Memory, exceeds, per_rank
 from parallel3d.plan.search import candidates
 from parallel3d.plan.search.candidates import Choices, Flow, Order, ZeroState
 from parallel3d.plan.search.plans import Plan, Request
@@ -61,7 +61,8 @@ def gib(num_bytes: float) -> str:
 
 def all_fit(setting: Setting, hardware: Hardware) -> bool:
     """Return True if all ranks fit. The first is looked at first: it most often decides."""
-    return all(fits(peak_of(setting, coord, hardware), hardware) for coord in range(setting.pp))
+    room = room_of(hardware)
+    return not any(exceeds(setting, coord, hardware, room) for coord in range(setting.pp))
 
 
 def with_fewest_in_full(setting: Setting, hardware: Hardware, least: int = 0) -> Setting:
