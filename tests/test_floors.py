@@ -73,7 +73,7 @@ BUDGET = {
     "parallel3d/mesh": 1285,
     "parallel3d/model": 625,
     "parallel3d/pipeline": 405,
-    "parallel3d/plan": 2900,
+    "parallel3d/plan": 2915,
     "parallel3d/report": 300,
     "parallel3d/scaling": 2910,
     "parallel3d/schedule": 910,
