@@ -37,6 +37,7 @@ NO_THRESHOLDS = {
     "stage3_max_reuse_distance": 0,
     "stage3_prefetch_bucket_size": 0,
 }
+WHOLE = {"stage3_param_persistence_threshold": 2**7}  # vectors stay whole, matrices do not
 BUCKETS = {"reduce_bucket_size": 2**12, "allgather_bucket_size": 2**12}  # some are full
 OTHER_RATES = {"muon_lr": 2.0, "adam_lr": 0.5}  # relative to lr
 # A loss scale that grows within the steps and starts where no gradient overflows.
@@ -106,6 +107,7 @@ def shrink(
     block["data"] |= {
         "sequence_length": extent.sequence_length,
         "vocab_size": min(extent.vocab_size, config.data.vocab_size),
+        "fim": None,
     }
     if config.data.end_of_text_id is not None:
         block["data"]["vocab_size"] = extent.vocab_size
@@ -135,7 +137,7 @@ def shrink(
         params["adam_weight_decay"] = DECAY_PER_STEP / params["lr"] / 2
     if config.precision == "fp16":
         raw["fp16"] |= GROWING_SCALE
-    raw["zero_optimization"] |= NO_THRESHOLDS | BUCKETS
+    raw["zero_optimization"] |= NO_THRESHOLDS | WHOLE | BUCKETS
     for name in ("offload_optimizer", "offload_param"):
         if raw["zero_optimization"][name]["device"] == "nvme":
             raw["zero_optimization"][name]["nvme_path"] = folder
@@ -222,5 +224,10 @@ def _small_model(
         "head_dim": None if settings.get("head_dim") is None else 2 * HEAD_SIZE,
     }
     small |= {name: 0.0 for name in settings if name.endswith("_pdrop")}
+    if (mup := settings.get("parametrization")) and mup["type"] == "mup":
+        # A base model that is larger would multiply all numbers, and with them their rounding.
+        sizes = {"base_width": heads * HEAD_SIZE, "base_head_size": HEAD_SIZE, "base_depth": 2}
+        less = {name: n // 2 for name, n in sizes.items() if (mup[name] or 0) > n}
+        small["parametrization"] = mup | less
     small = {name: value for name, value in small.items() if name in settings}
     return small | models.small(model.model_copy(update=small), tp_sizes)
