@@ -34,7 +34,6 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
     parts = data.mixture if data.source == "mixture" else (data,)
     changes = any(len(weight_changes(part)) > 1 for part in parts)
     weighs = any(part.label_field or part.weight_field for part in parts)
-    routed = ("router_aux_loss_coef", "router_z_loss_coef", "score_bias_rate")
     devices = (zero.offload_optimizer.device, zero.offload_param.device)
     # Whether the config has it, its name, and the test that has it if it is not proved here.
     rows: tuple[tuple[object, str, str], ...] = (
@@ -63,7 +62,10 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (drops_out(config), "dropout's scale", "tests/tensor/test_dropout.py"),
         (drops_out(config), "dropout's probabilities", "tests/models/test_model.py"),
         (
-            any(getattr(model, name, 0) for name in routed),
+            any(
+                getattr(model, name, 0)
+                for name in ("router_aux_loss_coef", "router_z_loss_coef", "score_bias_rate")
+            ),
             "losses and biases that balance experts",
             "tests/models/test_moe.py",
         ),

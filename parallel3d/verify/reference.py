@@ -240,7 +240,9 @@ def tolerances_of(config: RunConfig, folder: Path, reference: Reference) -> dict
         return {}
     (folder / "again").mkdir(exist_ok=True)
     again = train_reference(config, folder / "again", reference.course, rows=1)
-    start, right, other = map(load_file, (folder / FIRST, reference.weights, again.weights))
+    start, right, other = (
+        load_file(file) for file in (str(folder / FIRST), reference.weights, again.weights)
+    )
     off = sum(float((other[name] - value).square().sum()) for name, value in right.items())
     way = sum(float((value - start[name]).square().sum()) for name, value in right.items())
     differences = {

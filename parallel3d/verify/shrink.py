@@ -11,6 +11,7 @@ from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.model import optimizers
 from parallel3d.model.config import HasKeyValueHeads, ModelConfig
+from parallel3d.model.parametrization import parametrization_of
 from parallel3d.schedule import schedules
 
 SEQUENCE_LENGTH, VOCAB_SIZE, HEAD_SIZE = 16, 261, 8  # no vocabulary size that 2 or 4 divides
@@ -224,10 +225,12 @@ def _small_model(
         "head_dim": None if settings.get("head_dim") is None else 2 * HEAD_SIZE,
     }
     small |= {name: 0.0 for name in settings if name.endswith("_pdrop")}
-    if (mup := settings.get("parametrization")) and mup["type"] == "mup":
+    mup = parametrization_of(model)
+    if mup.type == "mup":
         # A base model that is larger would multiply all numbers, and with them their rounding.
         sizes = {"base_width": heads * HEAD_SIZE, "base_head_size": HEAD_SIZE, "base_depth": 2}
-        less = {name: n // 2 for name, n in sizes.items() if (mup[name] or 0) > n}
-        small["parametrization"] = mup | less
+        small["parametrization"] = mup.model_dump() | {
+            name: size // 2 for name, size in sizes.items() if (getattr(mup, name) or 0) > size
+        }
     small = {name: value for name, value in small.items() if name in settings}
     return small | models.small(model.model_copy(update=small), tp_sizes)
