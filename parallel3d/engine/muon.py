@@ -140,7 +140,13 @@ class PlainMuon(torch.optim.Optimizer):
                 pairs = zip(group["views"](weight), group["views"](moved), strict=True)
                 for matrix, direction in pairs:
                     direction = direction.reshape(-1, direction.shape[-1])
-                    update = self.params.factor(*direction.shape) * self._orthogonal(direction)
+                    rows, columns = direction.shape
+                    factor = {
+                        "original": max(1, rows / columns) ** 0.5,
+                        "match_rms_adamw": 0.2 * max(rows, columns) ** 0.5,
+                        "spectral": (rows / columns) ** 0.5,
+                    }[self.params.scale]
+                    update = factor * self._orthogonal(direction)
                     matrix.sub_(group["lr"] * update.view(matrix.shape))
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -33,14 +34,17 @@ from parallel3d.pipeline.executor import Microbatch
 from parallel3d.tensor import loss
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.dropout import Dropout
+from parallel3d.tensor.loss import vocab_parallel_loss
 from parallel3d.tensor.norm import LayerNorm, RMSNorm
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.train.feed import Feed
+from parallel3d.verify import definitions
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import (
     ReferenceErrors,
     microbatches,
+    relative_distance,
     weight_error,
     weight_errors,
     worst,
@@ -188,9 +192,11 @@ def checked(
         loss=worst(f.loss for f in findings),
         grad_norm=worst(f.grad_norm for f in findings),
         weight=weight_error(config, [f.weights for f in findings]),
+        way=relative_distance([f.weights for f in findings]) if config.precision == "fp32" else 0.0,
         masks=share_of_wrong(masks, config.num_microbatches),
         counters=float(any(counters not in (None, f.counters) for f in findings)),
         start=reference.start,
+        settings=float(reference.settings),
         **{name: worst(f.others[name] for f in findings) for name in findings[0].others},
     )
     return errors, findings[0].counters
@@ -246,7 +252,7 @@ class CaseRun:
         corpus = corpus_of(config, folder)
         self.feed = Feed(config, mesh, corpus, parts.schedule)
         self.state = RunState(config, corpus)
-        self.eps, self.wrong, self.masters = [0.0], [0.0], [0.0]
+        self.eps, self.wrong, self.masters, self.unlike = [0.0], [0.0], [0.0], [0.0]
         # Gradients are averaged in fp32; those of activations, which tp and cp add up, are not.
         in_fp32 = config.communication_data_type in (None, "fp32")
         in_fp32 = in_fp32 and config.mesh.tp == config.mesh.cp == 1
@@ -297,8 +303,15 @@ class CaseRun:
                 "rates": self._compare_rates(),
                 "masters": max(self.masters),
                 "reduction": self.reduced.eps,
+                "scale": abs(
+                    self.parts.engine.loss_scale
+                    / definitions.loss_scale(self.config.fp16, position.step)
+                    - 1
+                ),
                 "turns": self._compare_turns(),
                 "norms": self._compare_norms(),
+                "weights": max(self.unlike),
+                "token_losses": self._compare_token_losses(),
             },
             counters=counters,
             masks=masks,
@@ -320,12 +333,23 @@ class CaseRun:
                 self.eps.append(torch.finfo(dtype).eps)
 
     def _look_at_masters(self) -> None:
-        """Record the share of masters that half precision holds: all, if they were rounded."""
-        dtype = HALF.get(self.config.precision)
-        if dtype is not None:
-            values = [self.parts.engine.full_parameter(held) for held in self.parts.engine.held]
-            masters = torch.cat([value.flatten() for value in values])
-            self.masters.append(float((masters == masters.to(dtype)).float().mean()))
+        """Record the share of masters, and of each kind of the optimizer's state, that half
+        precision holds: all, if they were rounded. Record how many weights are not their masters,
+        rounded to the nearest.
+        """
+        states, dtype = self.parts.engine.states, HALF.get(self.config.precision, torch.bfloat16)
+        values: dict[str, list[torch.Tensor]] = {}
+        for number in range(len(states.blocks)):
+            with states.opened(number) as pieces:
+                for place, piece in zip(states.blocks[number], pieces, strict=True):
+                    for kind, value in piece.items():
+                        values.setdefault(kind, []).append(value[value != 0])
+                    if self.config.zero_optimization.offload_param.device == "none":
+                        weights = place.held.parameter.data.flatten()[place.start :]
+                        own = getattr(place.held.parameter, "ds_tensor", weights)[: place.numel]
+                        self.unlike.append(float((piece["master"].to(own) != own).float().mean()))
+        for own in map(torch.cat, values.values()):
+            self.masters.append(float((own == own.to(dtype)).sum()) / max(1, len(own)))
 
     def _compare_turns(self) -> float:
         """Return the largest difference of rotary positions that one rounding does not explain."""
@@ -366,6 +390,16 @@ class CaseRun:
             )
             worst_off = max(worst_off, off if off > max(1e-6, 2 * rounding) else 0.0)
         return worst_off
+
+    def _compare_token_losses(self) -> float:
+        """Return the mean error of tokens' losses, by rounded logits, in nats."""
+        dtype, generator = self.parts.engine.settings.dtype, torch.Generator().manual_seed(SEED)
+        x, weight = torch.randn(2, NORM_SIZE, NORM_SIZE, generator=generator).to(dtype)
+        labels, group = torch.arange(NORM_SIZE), self.mesh.alone.group
+        x = x / NORM_SIZE**0.5  # [tokens, features], for logits of about 1
+        found = vocab_parallel_loss(x, weight, labels, vocab_size=NORM_SIZE, group=group)
+        exact = F.cross_entropy((x @ weight.t()).double(), labels, reduction="none")
+        return float((found - exact).abs().mean())
 
     def _compare_rates(self) -> float:
         """Return the largest relative difference of the learning rates of the user's schedule."""

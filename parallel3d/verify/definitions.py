@@ -5,6 +5,7 @@ calls the library: learning rates, the order of samples, labels and documents, h
 counts, which parameters decay, muP's factors, and how weights start. Plain loops; nothing is fast.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _MODULUS, _GOLDEN = 2**64, 0x9E3779B97F4A7C15
 # Projections that add to the residual stream, by the last part of their names in transformers.
 _RESIDUAL = ("c_proj", "o_proj", "out_proj", "down_proj", "dense", "dense_4h_to_h", "fc2", "w2")
+# Settings that some class of transformers has by the same name in another sense or form.
+_UNLIKE = ("intermediate_size", "rope_scaling", "router_aux_loss_coef")
 Stream = tuple[np.ndarray, np.ndarray | None]  # ids, and how much each counts as a label
 
 
@@ -41,6 +44,13 @@ def learning_rate(config: Any, step: int) -> float:
     heights = {"cosine": (1 + cos(pi * share)) / 2, "linear": 1 - share, "wsd": 1 - sqrt(share)}
     low = schedule.min_ratio
     return float(peak * (low + (1 - low) * heights[schedule.type]))
+
+
+def loss_scale(fp16: Any, steps: int) -> float:
+    """Return fp16's loss scale after steps without an overflow (docs/config.md, fp16)."""
+    doublings = max(0, steps - 1) // fp16.loss_scale_window
+    dynamic = 2.0 ** (fp16.initial_scale_power + doublings)
+    return float(fp16.loss_scale or dynamic) if fp16.enabled else 1.0
 
 
 def _mixed(number: int) -> int:
@@ -264,6 +274,15 @@ def _views(is_turned: bool, heads: int, count: int, tensor: Tensor) -> list[Tens
     return list(whole.unflatten(0, (count, -1)))
 
 
+def settings_unlike(reference: "PreTrainedModel", model: "ModelConfig") -> list[str]:
+    """Return the settings that a model of transformers has by the same name with another value."""
+    own, theirs = model.model_dump(mode="json"), reference.config
+    same = ((name, value, getattr(theirs, name, value)) for name, value in own.items())
+    return [
+        name for name, value, other in same if value not in (None, other) and name not in _UNLIKE
+    ]
+
+
 def multiply(reference: Any, model: "ModelConfig", head_size: int) -> None:
     """Hook muP's multipliers into a model of transformers (docs/scaling.md).
 
@@ -299,10 +318,10 @@ def _times(factor: float) -> Callable[[nn.Module, object, Tensor], Tensor]:
 def start_error(reference: "PreTrainedModel", model: "ModelConfig") -> float:
     """Return how far first weights are from their family's rule, in standard errors.
 
-    Each kind of weight is normal with mean 0 and a known standard deviation: initializer_range,
-    over sqrt(width) in a matrix under muP, and over sqrt(2 layers) where it adds to the residual
-    stream. Gains are 1 and biases 0. inf: a vector differs, or two rows are equal. 0: a family of
-    the user's own, whose rule is not known here.
+    The weights of each place in the blocks are normal with mean 0 and the standard deviation of
+    their kind: initializer_range, over sqrt(width) in a matrix under muP, and over sqrt(2 layers)
+    where it adds to the residual stream. Gains are 1 and biases 0. inf: a vector differs, or two
+    rows are equal. 0: a family of the user's own, whose rule is not known here.
     """
     if "residual" not in kinds(reference).values() or not hasattr(model, "initializer_range"):
         return 0.0
@@ -311,22 +330,23 @@ def start_error(reference: "PreTrainedModel", model: "ModelConfig") -> float:
     residual = matrix / sqrt(2 * (depth or model.num_hidden_layers))
     stds = {"table": model.initializer_range, "matrix": matrix, "residual": residual}
     named, rows = dict(reference.named_parameters()), []
-    values: dict[str, list[Tensor]] = {}
+    values: dict[str, list[Tensor]] = {}  # by name without numbers, in standard deviations
     for name, kind in kinds(reference).items():
         if name not in named:  # a tied copy
             continue
         weight = named[name].detach().double()
         if kind in stds:
-            values.setdefault(kind, []).append(weight.flatten())
+            place = re.sub(r"\d+", "", name)
+            values.setdefault(place, []).append(weight.flatten() / stds[kind])
             rows += [tuple(row) for row in weight.flatten(1)[:, :8].tolist()]
         elif not bool((weight == (kind == "gain")).all()):
             return inf
     if len(set(rows)) < len(rows):
         return inf
-    worst = 0.0
-    for kind, pieces in values.items():
-        every, std = torch.cat(pieces), stds[kind]
-        mean_error = std / sqrt(len(every))
-        worst = max(worst, abs(float(every.mean())) / mean_error)
-        worst = max(worst, abs(float(every.square().mean().sqrt()) - std) / (mean_error / sqrt(2)))
+    every = torch.cat([piece for pieces in values.values() for piece in pieces])
+    worst = abs(float(every.pow(4).mean()) - 3) * sqrt(len(every) / 96)
+    for pieces in values.values():
+        own, scale = torch.cat(pieces), sqrt(sum(map(len, pieces)))
+        worst = max(worst, abs(float(own.mean())) * scale)
+        worst = max(worst, abs(float(own.square().mean().sqrt()) - 1) * scale * sqrt(2))
     return worst

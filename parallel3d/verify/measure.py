@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from parallel3d.tensor.segments import Segments
 from parallel3d.train.assembly import Assembly
 from parallel3d.verify import definitions
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.reference import Batch, Reference, first_weights
+from parallel3d.verify.reference import FIRST, Batch, Reference
 
 # fp32: equal up to rounding. Half precision: what the type's own rounding explains, compared with
 # fp64; `verify` itself compares with a run of the same precision (`Reference.tolerances`).
@@ -44,9 +45,14 @@ class ReferenceErrors:
     counters: float = 0.0  # 1 if counters of the optimizer or loss scaler differ after a resume
     rates: float = 0.0  # relative, of the learning rates of the config's own schedule
     start: float = 0.0  # of first weights from the family's rule, in standard errors
-    masters: float = 0.0  # largest share of fp32 masters that half precision would hold
+    masters: float = 0.0  # largest share of masters or moments that half precision would hold
+    scale: float = 0.0  # relative, of fp16's loss scale after the last step
     reduction: float = 0.0  # eps of the type that gradients are averaged in; 0 for fp32
     turns: float = 0.0  # of rotary positions' cos and sin, beyond one rounding
+    way: float = 0.0  # fp32: see `relative_distance`
+    weights: float = 0.0  # share of a weight's elements that are not their masters, rounded
+    settings: float = 0.0  # how many of the config's settings the reference has otherwise
+    token_losses: float = 0.0  # mean of tokens' losses by rounded logits, in nats
     norms: float = 0.0  # relative, of the scale of a normalised token, beyond one rounding
 
     def within(self, tolerance: float | Mapping[str, float]) -> bool:
@@ -61,7 +67,14 @@ class ReferenceErrors:
         names = ("loss", "grad_norm", "weight", "evaluation")
         if isinstance(tolerance, float):
             tolerance = dict.fromkeys(names, tolerance)
-        bounds = {**tolerance, "rates": 1e-9, "start": 4.0, "masters": 0.5}
+        bounds = {
+            **tolerance,
+            "way": 1e-3,
+            "token_losses": 1e-4,
+            "rates": 1e-9,
+            "start": 5.0,
+            "masters": 0.5,
+        }
         errors = asdict(self)
         return {name: size for name, size in errors.items() if not size <= bounds.get(name, 0.0)}
 
@@ -98,6 +111,11 @@ def weight_error(config: RunConfig, weights: Sequence[dict[str, float]]) -> floa
     """
     if config.precision == "fp32":
         return worst(w["largest"] for w in weights)
+    return relative_distance(weights)
+
+
+def relative_distance(weights: Sequence[dict[str, float]]) -> float:
+    """Return the distance between the trained weights over the way that the reference went."""
     off, moved = (sum(w[k] for w in weights) for k in ("squared_distance", "squared_way"))
     return math.sqrt(off / moved)
 
@@ -147,15 +165,11 @@ def microbatches(batch: Sequence[Tensor | None], config: RunConfig, mesh: Mesh) 
 def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> dict[str, float]:
     """Compare this rank's weights with the reference's: differences, and how far those moved."""
     largest, squared_distance, squared_way = 0.0, 0.0, 0.0
-    # Only half precision needs the start, and drawing it again takes as long as a step.
-    first = first_weights(config) if config.precision != "fp32" else {}
-    originals = tied_names(parts.layers)
-    with safe_open(reference.weights, "pt") as file:
+    originals, folder = tied_names(parts.layers), Path(reference.weights).parent
+    with safe_open(reference.weights, "pt") as file, safe_open(folder / FIRST, "pt") as first:
         for held in parts.engine.held:
             name, cut = originals.get(held.name, held.name), held.cut
-            expected = file.get_tensor(name)
-            start = first.get(name, expected)
-            expected, start = cut.part_of(expected), cut.part_of(start)
+            expected, start = (cut.part_of(each.get_tensor(name)) for each in (file, first))
             difference = parts.engine.full_parameter(held).cpu() - expected
             largest = worst([largest, float(difference.abs().max())])
             squared_distance += float(difference.square().sum())

@@ -42,6 +42,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MARGIN = 4.0
 FLOORS = {"loss": 1 / 64, "grad_norm": 1 / 8, "weight": 1 / 8, "evaluation": 1 / 64}
 _SCALE = 2.0**8  # of the loss in fp16
+FIRST = "first.safetensors"  # weights before the first step, beside those after the last
 _NEVER_CLIPPED = 1e9
 LOUD_STEP = 1
 _LOGITS_AT_ONCE = 2**25  # elements in fp64; half precision takes a batch in one piece
@@ -153,6 +154,7 @@ class Reference:
     evaluation: float  # the trained model's loss on the course's last batch
     course: Course
     start: float = 0.0  # see `definitions.start_error`
+    settings: int = 0  # how many are not the config's, see `definitions.settings_unlike`
     schedule: RunConfig | None = None  # the learning-rate schedule of the user's config
     rates: tuple[float, ...] = ()  # its learning rates, from the first step on
     tolerances: Mapping[str, float] = field(default_factory=dict)  # see `tolerances_of`
@@ -239,9 +241,7 @@ def tolerances_of(config: RunConfig, folder: Path, reference: Reference) -> dict
     (folder / "again").mkdir(exist_ok=True)
     again = train_reference(config, folder / "again", reference.course, rows=1)
     start, right, other = (
-        first_weights(config),
-        load_file(reference.weights),
-        load_file(again.weights),
+        load_file(file) for file in (str(folder / FIRST), reference.weights, again.weights)
     )
     off = sum(float((other[name] - value).square().sum()) for name, value in right.items())
     way = sum(float((value - start[name]).square().sum()) for name, value in right.items())
@@ -341,6 +341,7 @@ def train_model(
     groups = definitions.optimizer_groups(model, config, masters)
     optimizer = optimizers.load(config.optimizer.file).reference(groups, config.optimizer.params)
     clipped = [weight for g in groups if g.get("clipped", True) for weight in g["params"]]
+    _save(config, masters, folder / FIRST)
     losses, norms = [], []
     limit = config.gradient_clipping or float("inf")
     for batch, lr in zip(course.steps, course.rates, strict=True):
@@ -360,10 +361,8 @@ def train_model(
         with torch.no_grad():
             for name, parameter in named.items():
                 parameter.copy_(masters[name])
-    trained = {name: p.detach().float() for name, p in masters.items()}
-    weights = in_our_names(config.model, trained)
     file = folder / "reference.safetensors"
-    save_file({name: value.contiguous() for name, value in weights.items()}, file)
+    _save(config, masters, file)
     with torch.no_grad():
         evaluated = Batch(*course.evaluated)._replace(weights=None)
         evaluation = sum(part.item() for part in _parts_of_loss(model, evaluated, rows))
@@ -372,7 +371,22 @@ def train_model(
         if hasattr(module, "inv_freq"):
             positions = torch.arange(course.evaluated[0].shape[1])
             turns = torch.cat(module(torch.zeros(1), positions.unsqueeze(0)))
-    return Reference(losses, norms, str(file), evaluation, course, start, turns=turns)
+    return Reference(
+        losses,
+        norms,
+        str(file),
+        evaluation,
+        course,
+        start,
+        len(definitions.settings_unlike(model, config.model)),
+        turns=turns,
+    )
+
+
+def _save(config: RunConfig, masters: Mapping[str, Tensor], file: Path) -> None:
+    """Save weights of transformers under our names, in fp32."""
+    weights = in_our_names(config.model, {n: p.detach().float() for n, p in masters.items()})
+    save_file({name: value.contiguous() for name, value in weights.items()}, file)
 
 
 def _add_to_masters(

@@ -11,6 +11,7 @@ from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.model import optimizers
 from parallel3d.model.config import HasKeyValueHeads, ModelConfig
+from parallel3d.model.parametrization import parametrization_of
 from parallel3d.schedule import schedules
 
 SEQUENCE_LENGTH, VOCAB_SIZE, HEAD_SIZE = 16, 261, 8  # no vocabulary size that 2 or 4 divides
@@ -37,6 +38,7 @@ NO_THRESHOLDS = {
     "stage3_max_reuse_distance": 0,
     "stage3_prefetch_bucket_size": 0,
 }
+WHOLE = {"stage3_param_persistence_threshold": 2**7}  # vectors stay whole, matrices do not
 BUCKETS = {"reduce_bucket_size": 2**12, "allgather_bucket_size": 2**12}  # some are full
 OTHER_RATES = {"muon_lr": 2.0, "adam_lr": 0.5}  # relative to lr
 # A loss scale that grows within the steps and starts where no gradient overflows.
@@ -106,6 +108,7 @@ def shrink(
     block["data"] |= {
         "sequence_length": extent.sequence_length,
         "vocab_size": min(extent.vocab_size, config.data.vocab_size),
+        "fim": None,
     }
     if config.data.end_of_text_id is not None:
         block["data"]["vocab_size"] = extent.vocab_size
@@ -135,7 +138,7 @@ def shrink(
         params["adam_weight_decay"] = DECAY_PER_STEP / params["lr"] / 2
     if config.precision == "fp16":
         raw["fp16"] |= GROWING_SCALE
-    raw["zero_optimization"] |= NO_THRESHOLDS | BUCKETS
+    raw["zero_optimization"] |= NO_THRESHOLDS | WHOLE | BUCKETS
     for name in ("offload_optimizer", "offload_param"):
         if raw["zero_optimization"][name]["device"] == "nvme":
             raw["zero_optimization"][name]["nvme_path"] = folder
@@ -222,5 +225,12 @@ def _small_model(
         "head_dim": None if settings.get("head_dim") is None else 2 * HEAD_SIZE,
     }
     small |= {name: 0.0 for name in settings if name.endswith("_pdrop")}
+    mup = parametrization_of(model)
+    if mup.type == "mup":
+        # A base model that is larger would multiply all numbers, and with them their rounding.
+        sizes = {"base_width": heads * HEAD_SIZE, "base_head_size": HEAD_SIZE, "base_depth": 2}
+        small["parametrization"] = mup.model_dump() | {
+            name: size // 2 for name, size in sizes.items() if (getattr(mup, name) or 0) > size
+        }
     small = {name: value for name, value in small.items() if name in settings}
     return small | models.small(model.model_copy(update=small), tp_sizes)

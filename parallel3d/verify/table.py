@@ -56,6 +56,11 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (devices != ("none", "none"), f"offload to {', '.join(devices)}", ""),
         (True, f"precision {config.precision}", ""),
         (getattr(config.optimizer.params, "weight_decay", 0), "which parameters decay", ""),
+        (
+            config.optimizer.file == "muon",
+            "optimizer.params.coefficients",
+            "tests/config/test_muon.py",
+        ),
         (config.gradient_clipping, "gradient_clipping", ""),
         (not config.scheduler, f"train.lr_schedule.type = {config.train.lr_schedule.type}", ""),
         (config.scheduler, "scheduler", "tests/config/test_learning_rates.py"),
@@ -66,6 +71,15 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (mup, "model.parametrization", ""),
         (drops_out(config), "where dropout's masks agree and differ", ""),
         (drops_out(config), "dropout's scale", "tests/tensor/test_dropout.py"),
+        (drops_out(config), "dropout's probabilities", "tests/models/test_model.py"),
+        (
+            any(
+                getattr(model, name, 0)
+                for name in ("router_aux_loss_coef", "router_z_loss_coef", "score_bias_rate")
+            ),
+            "losses and biases that balance experts",
+            "tests/models/test_moe.py",
+        ),
         (
             pretrained_of(model),
             "import of model.from_pretrained",
@@ -73,7 +87,14 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         ),
         (config.mesh.sequence_parallel, "mesh.sequence_parallel", ""),
         (config.mesh.ep > 1, f"mesh.ep = {config.mesh.ep}", ""),
+        (
+            config.mesh.cp > 1,
+            f"mesh.cp = {config.mesh.cp} (or name such a mesh by --meshes)",
+            "tests/verify/test_parity.py",
+        ),
+        (config.train.batch_schedule, "train.batch_schedule", "tests/train/test_batch_phases.py"),
         (True, "order of samples, labels", ""),
+        (data.fim, "data.fim", "tests/data/test_fim.py"),
         (data.isolate_documents, "data.isolate_documents", ""),
         (data.balance_microbatches, "data.balance_microbatches", ""),
         (data.packing != "none", f"data.packing = {data.packing}", "tests/verify/test_packing.py"),

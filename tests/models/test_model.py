@@ -12,7 +12,10 @@ from tests.models.families import ALL, EVERY_FAMILY, build, computed, on_ranks, 
 pytestmark = pytest.mark.gloo
 
 SHAPE = Shape(2, 16)
-GROUPED = {"llama, grouped": small("llama", num_key_value_heads=2, qk_norm=True)}
+GROUPED = {
+    "llama, grouped": small("llama", num_key_value_heads=2, qk_norm=True),
+    "gpt, dropout": small("gpt", embd_pdrop=0.1, resid_pdrop=0.2, attn_pdrop=0.3),
+}
 CONFIGS = EVERY_FAMILY | GROUPED
 # All switches at once have what each has; one by one they are behind `slow`.
 ONE_BY_ONE = {n for n in EVERY_FAMILY if "=" in n}
@@ -117,6 +120,12 @@ PRINTED = {
         "(dropout1): Dropout(p=0.0, replicated)",
         "(position): Table((64, 32), replicated)",
         "(output): VocabParallelOutput((61, 32), vocabulary / 4)",
+    ),
+    "gpt, dropout": (
+        "(dropout): Dropout(p=0.1, replicated)",
+        "(dropout1): Dropout(p=0.2, replicated)",
+        "(dropout2): Dropout(p=0.2, replicated)",
+        "(dropout): Dropout(p=0.3, split)",
     ),
     "llama, grouped": (
         "(qkv): GroupedColumnLinear(q 4 / 4, k 2, v 2 heads of 8)",

@@ -18,6 +18,10 @@ _GPT = {"family": "gpt", **_SIZES}
 _LLAMA = {"family": "llama", **_SIZES, "qk_norm": True}
 _DROPOUT = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
 _GQA = {"num_key_value_heads": 2, "num_attention_heads": 8}
+_WINDOWS = {
+    "sliding_window": 64,
+    "layer_types": ["full_attention", *["sliding_attention"] * 11],
+}
 
 _WEIGHTED = {
     "source": "datatrove",
@@ -47,6 +51,12 @@ HALLS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16", "zero": 3},
     "bf16 llama": {"model": {**_LLAMA, **_GQA}, "precision": "bf16"},
     "fp16": {"precision": "fp16", "zero": 3},
+    "windows": {"model": {**_LLAMA, **_WINDOWS}},
+    "weights by hooks": {
+        "zero": 3,
+        "weights": "per_microbatch",
+        "reduction": "per_microbatch",
+    },
     "Muon": {"optimizer": MUON},
     "experts": {"model": {"family": "moe", **_SIZES}},
     "Muon experts": {"model": {"family": "moe", **_SIZES}, "optimizer": MUON},

@@ -62,6 +62,10 @@ NEEDS: dict[str, Need] = {
     "bf16": lambda config, small: small.precision == "bf16",
     "fp16": lambda config, small: small.precision == "fp16",
     "Muon": lambda config, small: small.optimizer.file == "muon",
+    "windows": lambda config, small: getattr(small.model, "layer_types", None) is not None,
+    "weights by hooks": lambda config, small: (
+        small.zero_optimization.stage == 3 and small.pipeline.weights == "per_microbatch"
+    ),
     "resume": lambda config, small: True,
 }
 

@@ -32,6 +32,10 @@ WORDS = {
     "accumulation": "accumulation",
     "counters": "counters",
     "masters": "fp32 masters",
+    "scale": "loss scale",
+    "weights": "rounding of weights",
+    "settings": "settings",
+    "token_losses": "losses of tokens",
     "reduction": "type of the reduction",
 }
 
