@@ -341,7 +341,7 @@ def train_model(
     groups = definitions.optimizer_groups(model, config, masters)
     optimizer = optimizers.load(config.optimizer.file).reference(groups, config.optimizer.params)
     clipped = [weight for g in groups if g.get("clipped", True) for weight in g["params"]]
-    _save(config, masters, folder / FIRST)
+    save_weights(config, masters, folder / FIRST)
     losses, norms = [], []
     limit = config.gradient_clipping or float("inf")
     for batch, lr in zip(course.steps, course.rates, strict=True):
@@ -362,7 +362,7 @@ def train_model(
             for name, parameter in named.items():
                 parameter.copy_(masters[name])
     file = folder / "reference.safetensors"
-    _save(config, masters, file)
+    save_weights(config, masters, file)
     with torch.no_grad():
         evaluated = Batch(*course.evaluated)._replace(weights=None)
         evaluation = sum(part.item() for part in _parts_of_loss(model, evaluated, rows))
@@ -383,7 +383,7 @@ def train_model(
     )
 
 
-def _save(config: RunConfig, masters: Mapping[str, Tensor], file: Path) -> None:
+def save_weights(config: RunConfig, masters: Mapping[str, Tensor], file: Path) -> None:
     """Save weights of transformers under our names, in fp32."""
     weights = in_our_names(config.model, {n: p.detach().float() for n, p in masters.items()})
     save_file({name: value.contiguous() for name, value in weights.items()}, file)

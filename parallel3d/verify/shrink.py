@@ -44,7 +44,7 @@ OTHER_RATES = {"muon_lr": 2.0, "adam_lr": 0.5}  # relative to lr
 # A loss scale that grows within the steps and starts where no gradient overflows.
 GROWING_SCALE = {"initial_scale_power": 8, "loss_scale_window": 2}
 BLOCK = 1024  # bytes per NVMe read; DeepSpeed's default is larger than a small tensor
-PARAM_BUFFERS = {"buffer_size": 2**16, "max_in_cpu": 0}
+PARAM_BUFFERS = {"buffer_size": 2**19, "max_in_cpu": 0}
 
 
 class Extent(NamedTuple):

@@ -8,11 +8,10 @@ from math import sqrt
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import nn
 
 from parallel3d import models
-from parallel3d.verify.reference import Reference, first_weights, in_our_names
+from parallel3d.verify.reference import FIRST, Reference, first_weights, save_weights
 from tests.verify.measuring import batches, plain_course
 
 
@@ -85,6 +84,7 @@ def train_plain(standard, mup, folder):
         betas=adam.betas,
         foreach=False,
     )
+    save_weights(standard, dict(model.named_parameters()), folder / FIRST)
     losses, norms = [], []
     for tokens, labels, _ in batches(standard):
         optimizer.zero_grad()
@@ -95,8 +95,6 @@ def train_plain(standard, mup, folder):
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
         optimizer.step()
         losses.append(loss.item())
-    trained = {name: p.detach().float() for name, p in model.named_parameters()}
-    weights = in_our_names(size, trained)
     file = folder / "plain.safetensors"
-    save_file({name: value.contiguous() for name, value in weights.items()}, file)
+    save_weights(standard, dict(model.named_parameters()), file)
     return Reference(losses, norms, str(file), 0.0, plain_course(standard))
