@@ -247,10 +247,10 @@ def matrices_of(
     """
     heads, functions = config.model.num_attention_heads, {}
     for name, kind in kinds(reference).items():
-        if kind not in ("matrix", "residual"):
-            continue
         path = name.removesuffix(".weight")
         count, layer = 1, path.split(".")[-1]
+        if kind not in ("matrix", "residual") or layer == "gate":  # a router is AdamW's
+            continue
         if layer in ("c_attn", "query_key_value"):
             count = 3
         if config.optimizer.params.per_head and (

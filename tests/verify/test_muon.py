@@ -73,6 +73,7 @@ FEW = [
     ((1, 2, 2), "gpt", 0, "none", {}, {}),
     ((1, 2, 2), "llama untied mup", 1, "none", OTHER, {"mesh_sequence_parallel": True}),
     ((2, 1, 2), "llama untied mup", 2, "cpu", OTHER, {}),
+    ((1, 2, 2), "moe", 1, "none", {}, {}),  # experts, and a router, which is AdamW's
 ]
 
 
