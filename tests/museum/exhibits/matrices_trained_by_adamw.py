@@ -13,6 +13,6 @@ EXHIBIT = Exhibit(
 
 
 @in_place_of(core, "group_kinds")
-def plant(original: Any, rates: Any, whole_matrices: bool = False) -> Any:
+def plant(original: Any, rates: Any, whole_matrices: bool = False, **others: Any) -> Any:
     """No optimizer group has matrices."""
-    return original(rates)
+    return original(rates, **others)
