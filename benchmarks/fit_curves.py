@@ -60,8 +60,8 @@ BOUNDS = {
     "overhead_per_gather": (1e-7, 3e-4),
     "overhead_per_step": (1e-4, 5e-2),
 }
-# How much one e-fold of a parameter weighs beside an e-fold of a group's error: groups err by some
-# 15 %, and the defaults are known to some 20 %.
+# How much one e-fold of a parameter weighs beside an e-fold of a group's error: as if groups erred
+# by some 15 %, and the defaults were known to some 20 %.
 PRIOR = 0.7
 # Of a source with many rows alike, every so many-th is fitted; all are reported.
 EVERY = {"vtrain_single": 24, "llm_foundry": 2, "nvidia_dgxc": 2}

@@ -88,7 +88,7 @@ def different(value, expected, at=""):
         pairs = enumerate(zip(value, expected, strict=True))
         return [d for i, (one, other) in pairs for d in different(one, other, f"{at}[{i}]")]
     if isinstance(expected, float) and isinstance(value, float | int):
-        return [] if math.isclose(value, expected, rel_tol=1e-12, abs_tol=1e-12) else [at]
+        return [] if math.isclose(value, expected, rel_tol=1e-12, abs_tol=1e-10) else [at]
     return [] if value == expected and type(value) is type(expected) else [at]
 
 
