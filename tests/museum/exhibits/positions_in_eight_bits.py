@@ -11,8 +11,8 @@ EXHIBIT = Exhibit(__doc__, needs=("rotary", "long"), kind="size")
 
 
 @in_place_of(Rotary, "_tables_of")
-def plant(original: Any, rotary: Rotary, x: torch.Tensor, *others: Any) -> Any:
+def plant(original: Any, rotary: Rotary, x: torch.Tensor, seq: int) -> Any:
     """Positions have eight bits."""
-    cos, sin = original(rotary, x, *others)
+    cos, sin = original(rotary, x, seq)
     positions = torch.arange(len(cos)) % 256
     return cos[positions], sin[positions]
