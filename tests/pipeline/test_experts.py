@@ -15,7 +15,7 @@ from parallel3d.model.spec import named_params
 from parallel3d.schedule.schedules import names, splits_backward, why_not
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import microbatches
-from parallel3d.verify.reference import Reference, first_weights, relative
+from parallel3d.verify.reference import FIRST, Reference, first_weights, relative
 from tests.cases import Case, Trainer
 from tests.models.plain_moe import Plain
 from tests.verify.measuring import batches, errors_of, plain_course
@@ -98,6 +98,7 @@ def train_plainly(config, file):
         optimizer = torch.optim.AdamW(groups, lr=params.lr, betas=params.betas, eps=params.eps)
     course, model = plain_course(config), Plain(config.model, weights)
     losses, norms, loads = [], [], []
+    save_file(first_weights(config), file.parent / FIRST)
     for tokens, labels, *_ in course.steps:
         optimizer.zero_grad()
         model.counts, total = {}, 0.0

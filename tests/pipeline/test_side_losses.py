@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import nn
 
 from parallel3d import models
@@ -16,7 +15,14 @@ from parallel3d.schedule.schedules import names, splits_backward, why_not
 from parallel3d.verify import definitions
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import TOLERANCE, microbatches
-from parallel3d.verify.reference import Reference, first_weights, in_our_names, load_model, relative
+from parallel3d.verify.reference import (
+    FIRST,
+    Reference,
+    first_weights,
+    load_model,
+    relative,
+    save_weights,
+)
 from tests.cases import Case, Trainer
 from tests.own_families import FOLDER, forgotten_afterwards
 from tests.verify.measuring import batches, errors_of, plain_course
@@ -58,6 +64,8 @@ def reference(family, tmp_path_factory):
     groups = definitions.optimizer_groups(model, config, masters)
     optimizer = optimizers.load(config.optimizer.file).reference(groups, config.optimizer.params)
     losses, norms, means = [], [], []
+    folder = tmp_path_factory.mktemp("reference")
+    save_weights(config, masters, folder / FIRST)
     course = plain_course(config)
     for (tokens, labels, *_), lr in zip(course.steps, course.rates, strict=True):
         for group in optimizer.param_groups:
@@ -73,9 +81,8 @@ def reference(family, tmp_path_factory):
         optimizer.step()
         losses.append(loss.item())
         means.append({name: s.item() / len(model.side[name]) for name, s in sums.items()})
-    trained = {name: p.detach().float() for name, p in masters.items()}
-    file = tmp_path_factory.mktemp("reference") / "reference.safetensors"
-    save_file({k: v.contiguous() for k, v in in_our_names(config.model, trained).items()}, file)
+    file = folder / "reference.safetensors"
+    save_weights(config, masters, file)
     return Reference(losses, norms, str(file), 0.0, course), means
 
 
