@@ -7,7 +7,8 @@ HEAD = """# Parity
 
 Every mesh trains to the same numbers as one process: with the same seed and data, loss, gradient
 norm and weights equal those of plain transformers (`GPT2LMHeadModel`, `GPTNeoXForCausalLM`,
-`LlamaForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`) with torch's AdamW in fp64, clipping on.
+`LlamaForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `MixtralForCausalLM`) with
+torch's AdamW in fp64, clipping on.
 To check your own config, run `parallel3d verify --config ds.json`. To measure the tables again:
 
     pytest -m slow tests/verify/test_parity.py --parity-table docs/parity.md

@@ -72,7 +72,7 @@ class Curves:
     """Fraction of the bandwidth to host and NVMe that offload reaches."""
     overhead_per_operator: float = 6e-6
     """Seconds to start an operator."""
-    overhead_per_collective: float = 8e-5
+    overhead_per_collective: float = 1e-4
     """Seconds to synchronise the ranks of a collective."""
     overhead_per_layer: float = 4.2e-4
     """Host seconds per layer and forward; a backward takes twice as long (eager PyTorch at toy

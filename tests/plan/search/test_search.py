@@ -365,7 +365,7 @@ LLAMA_405B = (
     ("name", "sizes", "batch", "devices", "mesh"),
     [
         ("llama-70b", LLAMA_405B, 2048, 16_384, (64, 16, 2, 8)),
-        ("llama-70b", LLAMA_405B, 512, 1024, (64, 1, 2, 8)),
+        ("llama-70b", LLAMA_405B, 512, 1024, (64, 2, 2, 4)),
         ("llama-70b", "", 128, 64, (1, 64, 1, 1)),
         (
             "llama-8b",
@@ -374,7 +374,7 @@ LLAMA_405B = (
             64,
             (1, 16, 4, 1),
         ),
-        ("llama-8b", "", 128, 8, (1, 4, 1, 2)),
+        ("llama-8b", "", 128, 8, (1, 8, 1, 1)),
     ],
 )
 def test_first_rows_are_those_beside_published_meshes(name, sizes, batch, devices, mesh):
@@ -407,7 +407,7 @@ def test_a_search_leaves_pythons_garbage_collection_as_it_was(collects, monkeypa
 
 @pytest.mark.slow
 def test_a_trillion_parameters_on_3072_devices():
-    """It takes 10 to 13 s of CPU on a small virtual machine; 40 s leave room for a busy one."""
+    """It takes 8 to 20 s of CPU on small virtual machines; 40 s leave room for a busy one."""
     wanted = config(batch=3072, layers=128, hidden=25600, heads=160, seq=2048)
     start = time.process_time()
     found = search(request_of(wanted, hardware.load("a100-80gb"), 3072))
