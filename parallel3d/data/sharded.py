@@ -306,8 +306,7 @@ class ShardedTokens(IdArray):
     def sample_starts(self, seed: int, index: np.ndarray, sequence_length: int) -> np.ndarray:
         """Return the first token of the sample at each global index; fetch its shards ahead."""
         order, cache = self._order(sequence_length), self._open_cache()
-        now, following = order.wanted(seed, index)
-        cache.want(self, [self.shards[number] for number in dict.fromkeys([*now, *following])])
+        cache.want(self, [self.shards[number] for number in order.wanted(seed, index)])
         starts = order.sample_index(seed, index) * sequence_length
         if cache.skips:
             numbers = self._shard_of(starts)
@@ -406,12 +405,9 @@ class TokensAsRead(ShardedTokens):
     def _make_order(self, _: int) -> ShardOrder:
         return ShardOrder(self.num_documents, self._open_cache().window or len(self.shards))
 
-    def _shards_of(self, number: int) -> list[int]:
-        return [*map(int, self._order(0).group(self._use[0], number)[0])]
-
     def _want(self, number: int) -> None:
         """Fetch the shards of a group and of the next one ahead."""
-        shards = dict.fromkeys([*self._shards_of(number), *self._shards_of(number + 1)])
+        shards = self._order(0).shards_of(self._use[0], [number, number + 1])
         self._open_cache().want(self, [self.shards[shard] for shard in shards])
 
     def _num_samples(self, number: int) -> int:
@@ -421,7 +417,7 @@ class TokensAsRead(ShardedTokens):
                 f"no window of data.stream_window = {self._open_cache().window} shards has a"
                 f" sample of {self._use[1]} tokens; raise it, or lower sequence_length"
             )
-        members = self._shards_of(number)
+        members = self._order(0).shards_of(self._use[0], [number])
         for shard in sorted({*members} - self._counts.keys()):
             self._want(number)
             self._lengths(shard)
