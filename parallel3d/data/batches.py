@@ -85,7 +85,8 @@ class Batches:
     sample to a stream, and each stream repeats at its own rate. An index means the same sample on
     every mesh, at any time.
 
-    `num_samples` is the number of samples before the first one repeats.
+    `num_samples` is the number of samples before the first one repeats; `shards` is the cache of
+    streams, if there are any.
     """
 
     def __init__(
@@ -97,6 +98,9 @@ class Batches:
         self._mixing = mixing_of(stream, sequence_length)
         self._sizes = [num_samples(part, sequence_length) for part in self.streams]
         self.is_packed = is_packed(stream)
+        tokens = (stream.tokens for stream in self.streams)
+        # All streams of a run share one cache.
+        self.shards = next((t.cache for t in tokens if isinstance(t, ShardedTokens)), None)
         assert min(self._sizes) > 0, "check_length must be called first"
         self.num_samples = min(self._mixing.index_of(s, n) for s, n in enumerate(self._sizes))
 
@@ -228,19 +232,10 @@ class Batches:
         counts = self._mixing.counts(index).tolist()
         return [count / size for count, size in zip(counts, self._sizes, strict=True)]
 
-    @property
-    def waiting_for(self) -> str:
-        """The shard that a stream waits for; "" if none does."""
-        return next(filter(None, (tokens.waiting_for for tokens in self._sharded())), "")
-
     def close(self) -> None:
-        """End the threads that fetch shards."""
-        for tokens in self._sharded():
-            tokens.close()
-
-    def _sharded(self) -> list[ShardedTokens]:
-        tokens = (stream.tokens for stream in self.streams)
-        return [one for one in tokens if isinstance(one, ShardedTokens)]
+        """End the thread that fetches shards."""
+        if self.shards:
+            self.shards.close()
 
 
 def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> None:

@@ -271,7 +271,7 @@ class ShardedTokens(IdArray):
     """
 
     def __init__(self, manifest: Path, meta: dict[str, Any], cache: ShardCache | None) -> None:
-        self.dtype, self._cache = np.dtype(meta["dtype"]), cache
+        self.dtype, self.cache = np.dtype(meta["dtype"]), cache
         entries = json.loads((manifest / SHARDS).read_text())
         self.num_tokens = np.array([entry["tokens"] for entry in entries], np.int64)
         self.firsts = np.concatenate([[0], np.cumsum(self.num_tokens)])
@@ -298,7 +298,7 @@ class ShardedTokens(IdArray):
     def num_bytes_needed(self) -> int:
         """The least limit of the cache: two windows of the largest shards, one being fetched."""
         sizes = sorted((shard.num_bytes for shard in self.shards), reverse=True)
-        window = len(sizes) if self._cache is None else self._cache.window or len(sizes)
+        window = len(sizes) if self.cache is None else self.cache.window or len(sizes)
         folders = min(len(sizes), 2 * window)
         fetched = max(shard.fetch_bytes for shard in self.shards)
         return sum(sizes[:folders]) + fetched + (folders + 1) * EXTRA_BYTES
@@ -316,19 +316,9 @@ class ShardedTokens(IdArray):
                     starts[here] = self._replaced(starts[here], number, sequence_length)
         return starts
 
-    @property
-    def waiting_for(self) -> str:
-        """The shard that a reader waits for; "" if none does."""
-        return self._cache.waiting_for if self._cache else ""
-
-    def close(self) -> None:
-        """End the thread that fetches shards."""
-        if self._cache:
-            self._cache.close()
-
     def _open_cache(self) -> ShardCache:
-        assert self._cache, "opened without a cache"
-        return self._cache
+        assert self.cache, "opened without a cache"
+        return self.cache
 
     def _make_order(self, sequence_length: int) -> ShardOrder:
         window = self._open_cache().window or len(self.shards)
