@@ -63,7 +63,8 @@ class Shard:
 
     manifest: Path
     """The manifest's folder."""
-    number: int
+    entry: dict[str, Any]
+    """The entry of the shard in the manifest: see `streams`."""
     key: str
     """Digest of the shard's contents and of what its ids depend on."""
     name: str
@@ -284,13 +285,13 @@ class ShardedTokens(IdArray):
         self.shards = [
             Shard(
                 manifest=manifest,
-                number=number,
+                entry=entry,
                 key=entry["key"],
                 name=mask(entry["files"][0]["path"]),
                 num_bytes=entry["tokens"] * self.dtype.itemsize + entry.get("beside_ids", 0),
                 fetch_bytes=entry["fetch_bytes"],
             )
-            for number, entry in enumerate(entries)
+            for entry in entries
         ]
         self._order = lru_cache(2)(self._make_order)
 
