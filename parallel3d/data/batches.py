@@ -25,11 +25,10 @@ def num_windows(num_tokens: int, sequence_length: int) -> int:
 
 def num_samples(stream: TokenStream | Mixture, sequence_length: int) -> int:
     """Return the number of samples of a stream, or of all streams of a mixture."""
-    if isinstance(stream, Mixture):
-        return sum(num_samples(part, sequence_length) for part in stream.parts)
-    if stream.packing:
-        return len(stream.packing)
-    return num_windows(len(stream), sequence_length)
+    return sum(
+        len(part.packing) if part.packing else num_windows(len(part), sequence_length)
+        for part in stream.parts
+    )
 
 
 def tokens_of_epoch(stream: TokenStream | Mixture, sequence_length: int) -> int:
@@ -41,8 +40,7 @@ def tokens_of_epoch(stream: TokenStream | Mixture, sequence_length: int) -> int:
 
 def is_packed(stream: TokenStream | Mixture) -> bool:
     """Return True if the samples are packed, which holds for all parts of a mixture or for none."""
-    parts = (stream,) if isinstance(stream, TokenStream) else stream.parts
-    return all(part.packing is not None for part in parts)
+    return all(part.packing is not None for part in stream.parts)
 
 
 def mixing_of(stream: TokenStream | Mixture, sequence_length: int) -> Mixing:
@@ -92,7 +90,7 @@ class Batches:
     def __init__(
         self, stream: TokenStream | Mixture, sequence_length: int, seed: int, fim: Fim | None = None
     ) -> None:
-        self.streams = (stream,) if isinstance(stream, TokenStream) else stream.parts
+        self.streams = stream.parts
         self.sequence_length = sequence_length
         self.seed, self.fim = seed, fim
         self._mixing = mixing_of(stream, sequence_length)
@@ -244,10 +242,7 @@ def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> Non
     Every stream of a mixture needs one training sample, and one held-out sample if anything is held
     out. Every validation set needs one sample.
     """
-    train, held_out = (
-        part.parts if isinstance(part, Mixture) else (part,)
-        for part in (corpus.train, corpus.held_out)
-    )
+    train, held_out = corpus.train.parts, corpus.held_out.parts
     count = num_samples(corpus.train, sequence_length)
     if count < global_batch:
         raise DataError(
