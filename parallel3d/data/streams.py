@@ -16,7 +16,6 @@ import json
 import shutil
 import time
 from functools import lru_cache
-from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
@@ -24,7 +23,7 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig, SourceConfig, yields_token_ids
-from parallel3d.data.cache import cache_root, digest_of, is_complete, locked, staged
+from parallel3d.data.cache import cache_root, digest_of, file_digest, is_complete, locked, staged
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.corpus_folder import FORMAT, Recipe, write_facts
 from parallel3d.data.documents import Documents, Skips, find_documents
@@ -286,14 +285,11 @@ def _download(url: str, folder: Path, expected: _File | None = None) -> _File:
             if isinstance(failed.__cause__, FileNotFoundError):
                 error = _lost(url, "does not exist", expected) if expected else failed
             continue
-        with open(target, "rb") as file:
-            digest = file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
-        actual: _File = {"path": url, "size": target.stat().st_size, "hash": digest}
+        size, digest = target.stat().st_size, file_digest(target)
+        actual: _File = {"path": url, "size": size, "hash": digest}
         if expected in (None, actual):
             return actual
-        error = _lost(
-            url, f"has {actual['size']:,} bytes with the hash {digest}", expected or actual
-        )
+        error = _lost(url, f"has {size:,} bytes with the hash {digest}", expected or actual)
     assert error
     if isinstance(error, LostShard) or expected is None:
         raise error
