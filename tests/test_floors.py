@@ -66,7 +66,7 @@ BUDGET = {
     "parallel3d/calibrate": 695,
     "parallel3d/checkpoint": 1560,
     "parallel3d/config": 2065,
-    "parallel3d/data": 3885,
+    "parallel3d/data": 3880,
     "parallel3d/doctor": 205,
     "parallel3d/engine": 2000,
     "parallel3d/huggingface": 920,
