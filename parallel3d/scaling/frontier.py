@@ -7,6 +7,7 @@ law of the loss is a `posterior`. Runs from which no reliable forecast can be ma
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -115,15 +116,27 @@ def best_values(points: Points, setting: Array) -> tuple[list[dict[str, object]]
         elif least in (0, len(values) - 1):
             left_out.append(f"{place}: the best value, {values[least]:g}, is at the sweep's edge")
         else:
-            near = slice(least - 1, least + 2)
-            x = np.log(values[near] / values[least])
-            square, slope, _ = np.polyfit(x, losses[near], 2)
-            best = float(values[least] * np.exp(-slope / (2 * square)))
+            curve = list(zip(np.log(values), losses, strict=True))
             best_rows.append({
-                "params": params, "tokens": tokens, "best": best, "values": len(values),
-                "loss": float(losses[least]),
+                "params": params, "tokens": tokens, "best": float(np.exp(lowest(curve))),
+                "values": len(values), "loss": float(losses[least]),
             })  # fmt: skip
     return best_rows, left_out
+
+
+def lowest(curve: Sequence[tuple[float, float]]) -> float:
+    """Return where the parabola through the lowest point and its neighbours has its minimum.
+
+    It is the point itself if it is the first or the last.
+    """
+    place = min(range(len(curve)), key=lambda i: curve[i][1])
+    if place in (0, len(curve) - 1):
+        return curve[place][0]
+    (x0, y0), (x1, y1), (x2, y2) = curve[place - 1 : place + 2]
+    left, right = (y0 - y1) / (x1 - x0), (y2 - y1) / (x2 - x1)  # slopes away from the lowest
+    if not 0 < left + right < inf:  # a neighbour diverged
+        return x1
+    return (left * (x1 + x2) + right * (x0 + x1)) / (2 * (left + right))
 
 
 def fit_best(points: Points, setting: Array, column: str, *, draws: int, seed: int) -> Fit:
