@@ -6,12 +6,12 @@ held-out text and every validation set of the run's config, or of --config.
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, STOPPED, Parser, whole_number
+from parallel3d.base.step_lines import finite
 from parallel3d.config import help_text
 from parallel3d.mesh.launch import Launch
 from parallel3d.train.claim import resolve_config
@@ -62,7 +62,7 @@ def evaluate(
 def numbers(loss: "SetLoss") -> dict[str, float | None]:
     """Return the numbers of an evaluated set for `--json`; None if not finite or not known."""
     fields = loss.to_json() | {"perplexity": loss.perplexity}
-    return {k: x if (x := fields[k]) is not None and math.isfinite(x) else None for k in SHOWN}
+    return {name: finite(fields[name]) for name in SHOWN}
 
 
 def number_of_samples(text: str) -> int:

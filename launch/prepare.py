@@ -15,7 +15,7 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.export import export_megatron
 from parallel3d.data.prepare import prepare, prepare_manifests
 from parallel3d.data.prepare_progress import shown_progress
-from parallel3d.data.show import as_text, document_statistics, render_samples, samples, summarise
+from parallel3d.data.show import as_text, document_statistics, samples, show_samples, summarise
 
 
 @prints_errors_as("prepare")
@@ -66,7 +66,7 @@ def main() -> int:
     if shown and not args.json:
         from rich.console import Console
 
-        Console().print(render_samples(corpus, shown, config.data.isolate_documents))
+        show_samples(corpus, shown, config.data.isolate_documents, Console())
     return DONE
 
 

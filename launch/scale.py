@@ -16,6 +16,7 @@ from dataclasses import asdict
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
+from parallel3d.base.step_lines import finite
 from parallel3d.scaling import coordinates, flags
 
 
@@ -66,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
 
 def fit(args: argparse.Namespace) -> int:
     """Fit a law, print it, and write fit.json and the report."""
-    from parallel3d.scaling.points import finite
     from parallel3d.scaling.report_page import show_fit
 
     console = terminal.console(args.json)
@@ -109,7 +109,6 @@ def coordcheck(args: argparse.Namespace) -> int:
 def critical_batch(args: argparse.Namespace) -> int:
     """Train forks of a run with several batches; return 1 if one failed and 3 if stopped."""
     from parallel3d.scaling.ladder.critical_batch import measure
-    from parallel3d.scaling.points import finite
 
     code, result = measure(args, terminal.console(args.json))
     if args.json and result:

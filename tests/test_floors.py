@@ -62,11 +62,11 @@ ROOMS = [
 BUDGET = {
     "launch": 925,
     "models": 1465,
-    "parallel3d/base": 950,
+    "parallel3d/base": 960,
     "parallel3d/calibrate": 695,
     "parallel3d/checkpoint": 1560,
     "parallel3d/config": 2065,
-    "parallel3d/data": 3925,
+    "parallel3d/data": 3880,
     "parallel3d/doctor": 205,
     "parallel3d/engine": 2000,
     "parallel3d/huggingface": 920,
@@ -75,10 +75,10 @@ BUDGET = {
     "parallel3d/pipeline": 405,
     "parallel3d/plan": 2915,
     "parallel3d/report": 300,
-    "parallel3d/scaling": 2910,
+    "parallel3d/scaling": 2895,
     "parallel3d/schedule": 910,
     "parallel3d/tensor": 1595,
-    "parallel3d/train": 3080,
+    "parallel3d/train": 3035,
     "parallel3d/verify": 1318,
 }
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}

@@ -1,6 +1,7 @@
 """Files of a run with a line of JSON per step, of which a killed writer may leave a part."""
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -9,6 +10,15 @@ from typing import Any
 
 METRICS = "metrics.jsonl"
 _TAIL = 2**20  # bytes read from the end of a file, far more than a line
+
+
+def finite(value: Any) -> Any:
+    """Return the value with numbers that are not finite replaced by None; JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parsed(lines: Iterable[str]) -> Iterator[tuple[dict[str, Any], str]]:

@@ -25,11 +25,10 @@ def num_windows(num_tokens: int, sequence_length: int) -> int:
 
 def num_samples(stream: TokenStream | Mixture, sequence_length: int) -> int:
     """Return the number of samples of a stream, or of all streams of a mixture."""
-    if isinstance(stream, Mixture):
-        return sum(num_samples(part, sequence_length) for part in stream.parts)
-    if stream.packing:
-        return len(stream.packing)
-    return num_windows(len(stream), sequence_length)
+    return sum(
+        len(part.packing) if part.packing else num_windows(len(part), sequence_length)
+        for part in stream.parts
+    )
 
 
 def tokens_of_epoch(stream: TokenStream | Mixture, sequence_length: int) -> int:
@@ -41,8 +40,7 @@ def tokens_of_epoch(stream: TokenStream | Mixture, sequence_length: int) -> int:
 
 def is_packed(stream: TokenStream | Mixture) -> bool:
     """Return True if the samples are packed, which holds for all parts of a mixture or for none."""
-    parts = (stream,) if isinstance(stream, TokenStream) else stream.parts
-    return all(part.packing is not None for part in parts)
+    return all(part.packing is not None for part in stream.parts)
 
 
 def mixing_of(stream: TokenStream | Mixture, sequence_length: int) -> Mixing:
@@ -85,18 +83,22 @@ class Batches:
     sample to a stream, and each stream repeats at its own rate. An index means the same sample on
     every mesh, at any time.
 
-    `num_samples` is the number of samples before the first one repeats.
+    `num_samples` is the number of samples before the first one repeats; `shards` is the cache of
+    streams, if there are any.
     """
 
     def __init__(
         self, stream: TokenStream | Mixture, sequence_length: int, seed: int, fim: Fim | None = None
     ) -> None:
-        self.streams = (stream,) if isinstance(stream, TokenStream) else stream.parts
+        self.streams = stream.parts
         self.sequence_length = sequence_length
         self.seed, self.fim = seed, fim
         self._mixing = mixing_of(stream, sequence_length)
         self._sizes = [num_samples(part, sequence_length) for part in self.streams]
         self.is_packed = is_packed(stream)
+        tokens = (stream.tokens for stream in self.streams)
+        # All streams of a run share one cache.
+        self.shards = next((t.cache for t in tokens if isinstance(t, ShardedTokens)), None)
         assert min(self._sizes) > 0, "check_length must be called first"
         self.num_samples = min(self._mixing.index_of(s, n) for s, n in enumerate(self._sizes))
 
@@ -228,19 +230,10 @@ class Batches:
         counts = self._mixing.counts(index).tolist()
         return [count / size for count, size in zip(counts, self._sizes, strict=True)]
 
-    @property
-    def waiting_for(self) -> str:
-        """The shard that a stream waits for; "" if none does."""
-        return next(filter(None, (tokens.waiting_for for tokens in self._sharded())), "")
-
     def close(self) -> None:
-        """End the threads that fetch shards."""
-        for tokens in self._sharded():
-            tokens.close()
-
-    def _sharded(self) -> list[ShardedTokens]:
-        tokens = (stream.tokens for stream in self.streams)
-        return [one for one in tokens if isinstance(one, ShardedTokens)]
+        """End the thread that fetches shards."""
+        if self.shards:
+            self.shards.close()
 
 
 def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> None:
@@ -249,10 +242,7 @@ def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> Non
     Every stream of a mixture needs one training sample, and one held-out sample if anything is held
     out. Every validation set needs one sample.
     """
-    train, held_out = (
-        part.parts if isinstance(part, Mixture) else (part,)
-        for part in (corpus.train, corpus.held_out)
-    )
+    train, held_out = corpus.train.parts, corpus.held_out.parts
     count = num_samples(corpus.train, sequence_length)
     if count < global_batch:
         raise DataError(

@@ -71,7 +71,7 @@ def staged(directory: Path, in_cache: bool = True) -> Iterator[Path]:
 def seal(partial: Path, directory: Path) -> None:
     """Add the manifest of a complete folder `partial`, and let it replace `directory`."""
     files = sorted(path for path in partial.rglob("*") if path.is_file())
-    entries = {str(p.relative_to(partial)): [p.stat().st_size, _digest(p)] for p in files}
+    entries = {str(p.relative_to(partial)): [p.stat().st_size, file_digest(p)] for p in files}
     (partial / MANIFEST).write_text(json.dumps(entries, indent=1))
     for path in [*partial.rglob("*"), partial]:
         sync(path)
@@ -95,7 +95,7 @@ def damaged_file(directory: Path, most_bytes: int) -> str:
         for name, (size, digest) in published.items():
             path = directory / name
             is_there = path.is_file() and path.stat().st_size == size
-            if not is_there or (bits and _digest(path) != digest):
+            if not is_there or (bits and file_digest(path) != digest):
                 return str(name)
         return "" if published else MANIFEST
     except (OSError, ValueError, AttributeError, TypeError):
@@ -120,7 +120,8 @@ def remove_leftovers(parent: Path) -> None:
             lock.release()
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Return a digest of a file's contents."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
 

@@ -77,6 +77,11 @@ class TokenStream:
         return len(self.tokens)
 
     @property
+    def parts(self) -> tuple["TokenStream"]:
+        """The stream as a mixture of one."""
+        return (self,)
+
+    @property
     def num_documents(self) -> int:
         """Number of documents in the stream."""
         return len(self.bounds) - 1

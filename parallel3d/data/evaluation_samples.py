@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from parallel3d.base.errors import DataError
+from parallel3d.base.step_lines import finite
 from parallel3d.data.batches import Batches
 from parallel3d.data.corpus import HELD_OUT_BYTES, HELD_OUT_COUNTS, Corpus, Mixture, TokenStream
 
@@ -38,8 +39,7 @@ class SetLoss:
 
     def to_json(self) -> dict[str, float | None]:
         """Return the numbers by name; None for those that are not finite."""
-        numbers = vars(self).items()
-        return {k: v if v is not None and math.isfinite(v) else None for k, v in numbers}
+        return {name: finite(number) for name, number in vars(self).items()}
 
     def in_words(self) -> str:
         """Return the loss as readable text."""

@@ -21,6 +21,7 @@ integer. If the window holds all shards, there is one group, ordered as a local 
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache, reduce
+from itertools import chain
 from math import gcd, lcm
 
 import numpy as np
@@ -194,21 +195,18 @@ class ShardOrder:
             samples[here] = self.firsts[members[shard]] + within - begins[shard]
         return samples
 
-    def wanted(self, seed: int, index: np.ndarray) -> tuple[list[int], list[int]]:
+    def wanted(self, seed: int, index: np.ndarray) -> list[int]:
         """Return the shards of the groups of these global indices, and those of the next group.
 
-        The latter are none if the indices are in several groups, which fill the cache.
+        The latter are left out if the indices are in several groups, which fill the cache.
         """
-        now: list[int] = []
-        groups = self._groups(seed, index)
-        for epoch, group, _, _ in groups:
-            now += self._members(seed, epoch, group)[0].tolist()
-        if len(groups) > 1:
-            return list(dict.fromkeys(now)), []
-        epoch, group, _, _ = groups[0]
-        epoch, group = divmod(epoch * self.num_groups + group + 1, self.num_groups)
-        following = self._members(seed, epoch, group)[0].tolist()
-        return list(dict.fromkeys(now)), following
+        numbers = [n * self.num_groups + group for n, group, _, _ in self._groups(seed, index)]
+        return self.shards_of(seed, numbers if len(numbers) > 1 else [numbers[0], numbers[0] + 1])
+
+    def shards_of(self, seed: int, numbers: Sequence[int]) -> list[int]:
+        """Return the shards of groups, which are numbered over all epochs; each shard once."""
+        members = [self.group(seed, number)[0].tolist() for number in numbers]
+        return list(dict.fromkeys(chain.from_iterable(members)))
 
     def group(self, seed: int, number: int) -> tuple[np.ndarray, range]:
         """Return the shards of a group and the global indices of its samples, over all epochs."""

@@ -63,7 +63,8 @@ class Shard:
 
     manifest: Path
     """The manifest's folder."""
-    number: int
+    entry: dict[str, Any]
+    """The entry of the shard in the manifest: see `streams`."""
     key: str
     """Digest of the shard's contents and of what its ids depend on."""
     name: str
@@ -271,7 +272,7 @@ class ShardedTokens(IdArray):
     """
 
     def __init__(self, manifest: Path, meta: dict[str, Any], cache: ShardCache | None) -> None:
-        self.dtype, self._cache = np.dtype(meta["dtype"]), cache
+        self.dtype, self.cache = np.dtype(meta["dtype"]), cache
         entries = json.loads((manifest / SHARDS).read_text())
         self.num_tokens = np.array([entry["tokens"] for entry in entries], np.int64)
         self.firsts = np.concatenate([[0], np.cumsum(self.num_tokens)])
@@ -284,13 +285,13 @@ class ShardedTokens(IdArray):
         self.shards = [
             Shard(
                 manifest=manifest,
-                number=number,
+                entry=entry,
                 key=entry["key"],
                 name=mask(entry["files"][0]["path"]),
                 num_bytes=entry["tokens"] * self.dtype.itemsize + entry.get("beside_ids", 0),
                 fetch_bytes=entry["fetch_bytes"],
             )
-            for number, entry in enumerate(entries)
+            for entry in entries
         ]
         self._order = lru_cache(2)(self._make_order)
 
@@ -298,7 +299,7 @@ class ShardedTokens(IdArray):
     def num_bytes_needed(self) -> int:
         """The least limit of the cache: two windows of the largest shards, one being fetched."""
         sizes = sorted((shard.num_bytes for shard in self.shards), reverse=True)
-        window = len(sizes) if self._cache is None else self._cache.window or len(sizes)
+        window = len(sizes) if self.cache is None else self.cache.window or len(sizes)
         folders = min(len(sizes), 2 * window)
         fetched = max(shard.fetch_bytes for shard in self.shards)
         return sum(sizes[:folders]) + fetched + (folders + 1) * EXTRA_BYTES
@@ -306,8 +307,7 @@ class ShardedTokens(IdArray):
     def sample_starts(self, seed: int, index: np.ndarray, sequence_length: int) -> np.ndarray:
         """Return the first token of the sample at each global index; fetch its shards ahead."""
         order, cache = self._order(sequence_length), self._open_cache()
-        now, following = order.wanted(seed, index)
-        cache.want(self, [self.shards[number] for number in dict.fromkeys([*now, *following])])
+        cache.want(self, [self.shards[number] for number in order.wanted(seed, index)])
         starts = order.sample_index(seed, index) * sequence_length
         if cache.skips:
             numbers = self._shard_of(starts)
@@ -317,19 +317,9 @@ class ShardedTokens(IdArray):
                     starts[here] = self._replaced(starts[here], number, sequence_length)
         return starts
 
-    @property
-    def waiting_for(self) -> str:
-        """The shard that a reader waits for; "" if none does."""
-        return self._cache.waiting_for if self._cache else ""
-
-    def close(self) -> None:
-        """End the thread that fetches shards."""
-        if self._cache:
-            self._cache.close()
-
     def _open_cache(self) -> ShardCache:
-        assert self._cache, "opened without a cache"
-        return self._cache
+        assert self.cache, "opened without a cache"
+        return self.cache
 
     def _make_order(self, sequence_length: int) -> ShardOrder:
         window = self._open_cache().window or len(self.shards)
@@ -406,12 +396,9 @@ class TokensAsRead(ShardedTokens):
     def _make_order(self, _: int) -> ShardOrder:
         return ShardOrder(self.num_documents, self._open_cache().window or len(self.shards))
 
-    def _shards_of(self, number: int) -> list[int]:
-        return [*map(int, self._order(0).group(self._use[0], number)[0])]
-
     def _want(self, number: int) -> None:
         """Fetch the shards of a group and of the next one ahead."""
-        shards = dict.fromkeys([*self._shards_of(number), *self._shards_of(number + 1)])
+        shards = self._order(0).shards_of(self._use[0], [number, number + 1])
         self._open_cache().want(self, [self.shards[shard] for shard in shards])
 
     def _num_samples(self, number: int) -> int:
@@ -421,7 +408,7 @@ class TokensAsRead(ShardedTokens):
                 f"no window of data.stream_window = {self._open_cache().window} shards has a"
                 f" sample of {self._use[1]} tokens; raise it, or lower sequence_length"
             )
-        members = self._shards_of(number)
+        members = self._order(0).shards_of(self._use[0], [number])
         for shard in sorted({*members} - self._counts.keys()):
             self._want(number)
             self._lengths(shard)

@@ -5,13 +5,21 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
+from parallel3d.base import terminal
+from parallel3d.base.terminal import Column
 from parallel3d.data.batches import Batches, mixing_of
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console
 
+_ROWS = {
+    "documents": "num_documents",
+    "repeated documents": "num_repeated_documents",
+    "tokens": "num_tokens",
+    "bytes per token": "bytes_per_token",
+}
 LENGTHS = {"shortest": 0, "5%": 5, "median": 50, "95%": 95, "longest": 100}
 
 
@@ -95,54 +103,37 @@ def document_statistics(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def render_samples(corpus: Corpus, shown: list[Sample], isolated: bool) -> "RenderableType":
-    """Return samples and document statistics formatted for a terminal."""
-    from rich.console import Group
+def show_samples(corpus: Corpus, shown: list[Sample], isolated: bool, out: "Console") -> None:
+    """Print samples and document statistics."""
     from rich.padding import Padding
     from rich.rule import Rule
     from rich.text import Text
 
-    lines: list[RenderableType] = []
     for sample in shown:
         tokens = sum(part["num_tokens"] for part in sample["fragments"])
         where = f" of {sample['part']}" if sample["part"] else ""
         title = f"sample {sample['index']}{where}: {tokens:,} tokens from {sample['start']:,} on"
-        lines.append("")
-        lines.append(Rule(Text(title, style="bold"), align="left", style="dim"))
+        out.print()
+        out.print(Rule(Text(title, style="bold"), align="left", style="dim"))
         for number, part in enumerate(sample["fragments"]):
             if number and isolated:
-                lines.append(Text("positions restart; earlier documents are masked", "dim"))
+                out.print(Text("positions restart; earlier documents are masked", "dim"))
             how = "" if part["begins"] else " (continued)"
             count = f"{part['num_tokens']:,} token{'s' * (part['num_tokens'] != 1)}"
-            lines.append(Text(f"┌ {part['document']}{how}: {count}", "cyan"))
+            out.print(Text(f"┌ {part['document']}{how}: {count}", "cyan"))
             text = " ".join(map(str, part["ids"])) if part["text"] is None else part["text"]
-            lines.append(Padding(Text(_printable(text)), (0, 0, 0, 2)))
-            lines.append(Text("└ end of text" if part["ends"] else "… continues", "cyan"))
-    lines += ["", Rule(style="dim"), _table(corpus)]
-    return Group(*lines)
-
-
-def _table(corpus: Corpus) -> "RenderableType":
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+            out.print(Padding(Text(_printable(text)), (0, 0, 0, 2)))
+            out.print(Text("└ end of text" if part["ends"] else "… continues", "cyan"))
+    out.print()
+    out.print(Rule(style="dim"))
     statistics = document_statistics(corpus)
     parts = statistics.get("parts") or [{"part": "the corpus", **statistics}]
-    table.add_column("")
-    for part in parts:
-        table.add_column(part["part"], justify="right", overflow="fold")
-    rows = {
-        "documents": "num_documents",
-        "repeated documents": "num_repeated_documents",
-        "tokens": "num_tokens",
-        "bytes per token": "bytes_per_token",
-    }
-    for name, key in rows.items():
-        table.add_row(name, *(_format(part[key]) for part in parts))
-    for name in parts[0]["document_tokens"]:
+    rows = [(name, *(_format(part[key]) for part in parts)) for name, key in _ROWS.items()]
+    for name in (*LENGTHS, "mean"):
         lengths = [_format(part["document_tokens"][name]) for part in parts]
-        table.add_row(f"tokens per document: {name}", *lengths)
-    return table
+        rows.append((f"tokens per document: {name}", *lengths))
+    columns = [Column("", right=False), *(Column(part["part"]) for part in parts)]
+    terminal.show(out, columns, rows)
 
 
 def _printable(text: str) -> str:

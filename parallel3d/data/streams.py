@@ -16,7 +16,6 @@ import json
 import shutil
 import time
 from functools import lru_cache
-from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
@@ -24,7 +23,7 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig, SourceConfig, yields_token_ids
-from parallel3d.data.cache import cache_root, digest_of, is_complete, locked, staged
+from parallel3d.data.cache import cache_root, digest_of, file_digest, is_complete, locked, staged
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.corpus_folder import FORMAT, Recipe, write_facts
 from parallel3d.data.documents import Documents, Skips, find_documents
@@ -247,8 +246,7 @@ def fetch_shard(shard: Shard, folder: Path) -> None:
 
     Raises LostShard if it is missing or differs from the manifest, DataError if it cannot be read.
     """
-    changed = (shard.manifest / SHARDS).stat().st_mtime_ns
-    entry = _json(shard.manifest / SHARDS, changed)[shard.number]
+    entry = shard.entry
     (folder / "raw").mkdir()
     for file in entry["files"]:
         _download(file["path"], folder / "raw", file)
@@ -287,14 +285,11 @@ def _download(url: str, folder: Path, expected: _File | None = None) -> _File:
             if isinstance(failed.__cause__, FileNotFoundError):
                 error = _lost(url, "does not exist", expected) if expected else failed
             continue
-        with open(target, "rb") as file:
-            digest = file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
-        actual: _File = {"path": url, "size": target.stat().st_size, "hash": digest}
+        size, digest = target.stat().st_size, file_digest(target)
+        actual: _File = {"path": url, "size": size, "hash": digest}
         if expected in (None, actual):
             return actual
-        error = _lost(
-            url, f"has {actual['size']:,} bytes with the hash {digest}", expected or actual
-        )
+        error = _lost(url, f"has {size:,} bytes with the hash {digest}", expected or actual)
     assert error
     if isinstance(error, LostShard) or expected is None:
         raise error
@@ -323,10 +318,10 @@ def _convert(manifest: Path, folder: Path, urls: list[str], per_byte: float = 0.
 
     With `per_byte`, tokens per byte, the lengths are estimates and no ids are written.
     """
-    stream = _meta(manifest)["stream"]
+    meta = _meta(manifest)
+    stream, dtype = meta["stream"], np.dtype(meta["dtype"])
     section = PartConfig.model_validate(stream["section"])
     vocabulary = Vocabulary(*stream["vocabulary"])
-    dtype = np.dtype(_meta(manifest)["dtype"])
     local = str(folder / "raw" / _file_name(urls[0]))
     try:
         if yields_token_ids(section):
@@ -353,7 +348,8 @@ def _convert(manifest: Path, folder: Path, urls: list[str], per_byte: float = 0.
             vocab_size=vocabulary.size,
             end_of_text=vocabulary.end_of_text,
         )
-        fill_shard(folder, plan, 0, _tokenizer(manifest), lambda _: None)
+        made_with = stream["identity"]["tokenizer"], stream["backend_only"]
+        fill_shard(folder, plan, 0, _tokenizer(manifest / "tokenizer", *made_with), lambda _: None)
         (folder / "train.bin").rename(folder / IDS)
         lengths, counts = (np.load(folder / f"{name}.npy") for name in ("lengths", "counts"))
         return _Converted(documents.table.copy(), lengths, counts, {}, documents.skips)
@@ -445,17 +441,13 @@ def _identity(
 
 
 def _meta(manifest: Path) -> dict[str, Any]:
-    changed = (manifest / "meta.json").stat().st_mtime_ns
-    meta: dict[str, object] = _json(manifest / "meta.json", changed)
+    meta: dict[str, Any] = json.loads((manifest / "meta.json").read_text())
     return meta
 
 
-@lru_cache(8)
-def _json(path: Path, changed: int) -> Any:
-    return json.loads(path.read_text())
-
-
 @lru_cache(4)
-def _tokenizer(manifest: Path) -> "PreTrainedTokenizerBase | Backend":
-    is_enough = _meta(manifest)["stream"]["backend_only"]
-    return (Backend.load if is_enough else load_tokenizer)(manifest / "tokenizer")
+def _tokenizer(
+    directory: Path, digest: str, backend_only: bool
+) -> "PreTrainedTokenizerBase | Backend":
+    """Load the tokenizer of a manifest; `digest` tells it from an earlier one in its place."""
+    return (Backend.load if backend_only else load_tokenizer)(directory)

@@ -16,11 +16,11 @@ from rich.console import Console
 from parallel3d.base import terminal
 from parallel3d.base.arguments import Parser, output_file, whole_number
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.step_lines import finite
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.report.page import png, require, style
-from parallel3d.scaling.points import finite
 
 WIDTHS = (64, 128, 256, 512)
 MOST = 0.1  # largest |slope| that still counts as flat

@@ -11,13 +11,14 @@ from typing import Any
 from parallel3d.base.arguments import Parser, whole_number
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.step_lines import finite
 from parallel3d.report.page import require
 from parallel3d.scaling import data_constrained, forecast, frontier, report_page, runs
 from parallel3d.scaling.estimator import LAWS, Estimator
 from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.forecast import Forecast
 from parallel3d.scaling.frontier import LEAST_BUDGETS, with_checks
-from parallel3d.scaling.points import FLAGS, NAMES, Fit, Points, finite, points_of
+from parallel3d.scaling.points import FLAGS, NAMES, Fit, Points, points_of
 from parallel3d.scaling.runs import COUNTS, read, read_runs
 
 DRAWS = 2000  # of the fitted parameters, for their intervals

@@ -6,8 +6,9 @@ law of the loss is a `posterior`. Runs from which no reliable forecast can be ma
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -115,15 +116,27 @@ def best_values(points: Points, setting: Array) -> tuple[list[dict[str, object]]
         elif least in (0, len(values) - 1):
             left_out.append(f"{place}: the best value, {values[least]:g}, is at the sweep's edge")
         else:
-            near = slice(least - 1, least + 2)
-            x = np.log(values[near] / values[least])
-            square, slope, _ = np.polyfit(x, losses[near], 2)
-            best = float(values[least] * np.exp(-slope / (2 * square)))
+            curve = list(zip(np.log(values), losses, strict=True))
             best_rows.append({
-                "params": params, "tokens": tokens, "best": best, "values": len(values),
-                "loss": float(losses[least]),
+                "params": params, "tokens": tokens, "best": float(np.exp(lowest(curve))),
+                "values": len(values), "loss": float(losses[least]),
             })  # fmt: skip
     return best_rows, left_out
+
+
+def lowest(curve: Sequence[tuple[float, float]]) -> float:
+    """Return where the parabola through the lowest point and its neighbours has its minimum.
+
+    It is the point itself if it is the first or the last.
+    """
+    place = min(range(len(curve)), key=lambda i: curve[i][1])
+    if place in (0, len(curve) - 1):
+        return curve[place][0]
+    (x0, y0), (x1, y1), (x2, y2) = curve[place - 1 : place + 2]
+    left, right = (y0 - y1) / (x1 - x0), (y2 - y1) / (x2 - x1)  # slopes away from the lowest
+    if not 0 < left + right < inf:  # a neighbour diverged
+        return x1
+    return (left * (x1 + x2) + right * (x0 + x1)) / (2 * (left + right))
 
 
 def fit_best(points: Points, setting: Array, column: str, *, draws: int, seed: int) -> Fit:
@@ -164,8 +177,7 @@ def fit_best(points: Points, setting: Array, column: str, *, draws: int, seed: i
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Best:
+class Best(NamedTuple):
     """The best run of a budget; `sizes` is the number of sizes that were compared."""
 
     flops: float
@@ -253,15 +265,12 @@ def envelope(points: Points) -> list[Best]:
     ]
 
 
-def _column(bests: Sequence[Best], name: str) -> Array:
-    return np.array([getattr(best, name) for best in bests])
-
-
 def exponents(bests: Sequence[Best]) -> dict[str, float]:
     """Fit N and D as powers of C, by least squares of logarithms."""
     parameters: dict[str, float] = {}
-    for name, column in (("N", "params"), ("D", "tokens")):
-        law = power_law([_column(bests, "flops")], _column(bests, column))
+    flops, *columns = np.array(bests).T[:3]
+    for name, column in zip("ND", columns, strict=True):
+        law = power_law([flops], column)
         parameters |= {f"{name}_coefficient": law.coefficient, f"{name}_exponent": law.exponents[0]}
     return parameters
 
@@ -295,12 +304,12 @@ def fit_frontier(
             f"the {kind} law needs 2 or more{why}; add runs"
         )
     values, losses = exponents(bests), losses_of(points, kind)[0]
-    flops, params, tokens = (_column(bests, name) for name in ("flops", "params", "tokens"))
+    flops, params, tokens = np.array(bests).T[:3]
     drawn = (row for y in (params, tokens) for row in law_draws([flops], y, draws, seed))
     samples = dict(zip(values, drawn, strict=False))
     exponent_draws = {name: samples[f"{name}_exponent"] for name in "ND"} if samples else {}
     diagnostics: dict[str, Any] = {
-        "best": [asdict(best) for best in bests], "left_out": left_out,
+        "best": [best._asdict() for best in bests], "left_out": left_out,
         "noise_floor": noise_floor(points), "held_out": next(iter(back_test(losses)), None),
         "surface": surface(points, estimator),
         "warnings": [f"left out: {text}" for text in left_out],

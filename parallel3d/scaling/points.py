@@ -305,12 +305,3 @@ def interval(draws: Array | None) -> list[float] | None:
     rest = (100 - LEVEL) / 2
     low, high = np.percentile(draws, [rest, 100 - rest])
     return [float(low), float(high)]
-
-
-def finite(value: object) -> object:
-    """Replace numbers that are not finite by None, since JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -310,7 +310,7 @@ def _row(path: Path) -> dict[str, object]:
         "exact_flops": per_token * last["tokens"],
         "batch_tokens": config.tokens_per_step,
         "parametrization": parametrization_of(config.model).type,
-        **{name: value for name, value in maybe.items() if _is_number(value)},
+        **{name: value for name, value in maybe.items() if number(value) is not None},
     }
 
 
@@ -319,7 +319,3 @@ def last_line(path: Path) -> dict[str, Any]:
     if line := newest(path):
         return line
     raise NoEnd(f"its {METRICS} has no complete line" if path.exists() else f"it has no {METRICS}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

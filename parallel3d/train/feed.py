@@ -194,8 +194,9 @@ class Feed:
             raise RankError(f"{error} (in samples {start:,} to {end - 1:,})") from error
 
     def _say_waiting(self) -> None:
-        if name := self._batches.waiting_for:
-            pulse.doing(f"waiting for the shard {name}")
+        shards = self._batches.shards
+        if shards and shards.waiting_for:
+            pulse.doing(f"waiting for the shard {shards.waiting_for}")
 
     def _cut(self, step: _Step) -> list[Microbatch]:
         fields: dict[str, Iterable[Any]] = {"number": step.numbers}

@@ -9,7 +9,6 @@ import os
 import resource
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.journal import record
-from parallel3d.base.step_lines import METRICS, newest, parsed
+from parallel3d.base.step_lines import METRICS, finite, newest, parsed
 from parallel3d.train.digests import DIGESTS
 from parallel3d.train.evaluation import HELD_OUT, Losses
 from parallel3d.train.trackers import Trackers
@@ -72,20 +71,16 @@ class StepMetrics:
 
     def to_json(self) -> str:
         """Return one line of JSON without a newline; numbers that are not finite are null."""
-        values: dict[str, object] = {name: finite(getattr(self, name)) for name in _ALWAYS}
-        values |= _in_json(self.validation)
+        values = {name: getattr(self, name) for name in _ALWAYS} | _in_json(self.validation)
         if self.experts:
             values["experts"] = {
                 layer: {"loads": [round(load, 4) for load in row[:-1]]} | _balance(row)
                 for layer, row in self.experts.items()
             }
-        for name in _BY_NAME:
-            if numbers := getattr(self, name):
-                values[name] = {key: finite(x) for key, x in numbers.items()}
-        for name in _SOMETIMES:
-            if (value := getattr(self, name)) is not None:
-                values[name] = finite(value)
-        return json.dumps(values, allow_nan=False)
+        for name in (*_BY_NAME, *_SOMETIMES):
+            if (value := getattr(self, name)) not in (None, {}):
+                values[name] = value
+        return json.dumps(finite(values), allow_nan=False)
 
     def flat(self) -> dict[str, float]:
         """Return the numbers of a step by the names that trackers get: validation/<set>/loss."""
@@ -116,12 +111,9 @@ def gradient_noise(small: float, big: float, *, batch: int, ranks: int) -> dict[
 
 def _in_json(validation: Losses) -> dict[str, object]:
     """Return the keys that an evaluation adds to a line."""
-    values: dict[str, object] = {}
-    if HELD_OUT in validation:
-        values[_HELD_OUT_LOSS] = finite(validation[HELD_OUT].loss)
-    if validation:
-        values["validation"] = {name: loss.to_json() for name, loss in validation.items()}
-    return values
+    sets = {name: loss.to_json() for name, loss in validation.items()}
+    held_out = {_HELD_OUT_LOSS: sets[HELD_OUT]["loss"]} if HELD_OUT in sets else {}
+    return held_out | ({"validation": sets} if sets else {})
 
 
 def _flat(validation: Losses) -> dict[str, float]:
@@ -165,7 +157,7 @@ class MetricsWriter:
     ) -> None:
         self.path, self._trackers, self._say = directory / METRICS, trackers, say
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self.path.touch()
         self._unwritten = b""  # starts where the last write was cut off
         self._full = False
 
@@ -184,9 +176,8 @@ class MetricsWriter:
             values = json.loads(last or "{}")
             if not validation or "validation" in values or not values:
                 return
-            added = json.dumps(values | _in_json(validation), allow_nan=False)
+            added = json.dumps(finite(values | _in_json(validation)), allow_nan=False)
             replace_text(self.path, "".join(before) + added + "\n", shared=True)
-            self._reopen()
         except (OSError, ValueError) as error:
             self._say(f"METRICS NOT WRITTEN: {self.path} lacks the last evaluation ({error})")
             return
@@ -199,32 +190,25 @@ class MetricsWriter:
         try:
             forget_after(self.path, step)
             forget_after(self.path.with_name(DIGESTS), step)
-            self._reopen()
         except OSError as error:
             self._say(f"METRICS NOT WRITTEN: {self.path} has lines of repeated steps ({error})")
 
-    def _reopen(self) -> None:
-        """Append to the file that has replaced the one of before."""
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-        os.close(self._file)
-        self._file = file
-
     def close(self) -> None:
-        """Close the files; report lost metrics if the disk is still full."""
+        """Close the trackers; report lost metrics if the disk is still full."""
         self._flush()
         if self._unwritten:
             lines = self._unwritten.count(b"\n")
             self._say(f"METRICS LOST: the last {lines} lines of {self.path} could not be written")
-        with suppress(OSError):
-            os.close(self._file)
         if self._trackers is not None:
             self._trackers.finish()
 
     def _flush(self) -> None:
         try:
             while self._unwritten:
-                # A disk that fills up takes a part of a line; the rest follows later.
-                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+                # Opened each time, because `complete` and `rewind` replace the file.
+                with self.path.open("ab", buffering=0) as file:
+                    # A disk that fills up takes a part of a line; the rest follows later.
+                    self._unwritten = self._unwritten[os.write(file.fileno(), self._unwritten) :]
         except OSError as error:
             if not self._full:
                 record("metrics_not_written", reason=f"{error.strerror} ({self.path})")
@@ -248,11 +232,6 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(torch.get_device_module(device).max_memory_allocated(device))
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return resident if sys.platform == "darwin" else resident * 1024  # Linux counts KiB
-
-
-def finite(number: float | None) -> float | None:
-    """Return the number if it is finite, else None, because JSON has no NaN."""
-    return number if number is not None and math.isfinite(number) else None
 
 
 def step_reached(folder: Path) -> int:

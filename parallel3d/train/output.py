@@ -15,7 +15,7 @@ from rich.console import Console
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import DataError
 from parallel3d.base.journal import not_ended, open_journal, record
-from parallel3d.base.step_lines import METRICS
+from parallel3d.base.step_lines import METRICS, finite
 from parallel3d.checkpoint import disk, find
 from parallel3d.checkpoint.manifest import TOKENIZER
 from parallel3d.config import RunConfig
@@ -33,7 +33,7 @@ from parallel3d.train.claim import Attempts, written_to
 from parallel3d.train.digests import DIGESTS
 from parallel3d.train.evaluation import HELD_OUT
 from parallel3d.train.known_hardware import known_hardware
-from parallel3d.train.metrics import MetricsWriter, Result, finite, forget_after, step_reached
+from parallel3d.train.metrics import MetricsWriter, Result, forget_after, step_reached
 from parallel3d.train.progress import Progress, in_words, percent
 from parallel3d.train.start import Start, begin_memory
 from parallel3d.train.trackers import Trackers
@@ -91,19 +91,17 @@ class Summary:
 
     def to_json(self) -> dict[str, object]:
         """Return the closing summary as one JSON object."""
-        names = ("loss", "mean_loss", "loss_deviation", "held_out_loss")
-        losses = {name: finite(getattr(self.result, name)) for name in names}
-        return {
-            **asdict(self.result),
-            **losses,
+        values = asdict(self.result) | {
+            "held_out_loss": self.result.held_out_loss,
             "validation": {
-                name: {**loss.to_json(), "perplexity": finite(loss.perplexity)}
+                name: {**loss.to_json(), "perplexity": loss.perplexity}
                 for name, loss in self.result.validation.items()
             },
             "seconds": self.seconds,
             "unigram_loss": self.unigram_loss,
             "files": {name: str(path) for name, path in self.files.items()},
         }
+        return {name: finite(value) for name, value in values.items()}
 
 
 def print_placement(console: Console, config: RunConfig, parts: Assembly) -> None:

@@ -41,12 +41,11 @@ def test_at_any_place_two_groups_of_shards_are_enough(counts, seed, window):
     shard_of = np.repeat(np.arange(len(counts)), counts)
     announced = set(range(len(counts)))
     for index in np.arange(2 * sum(counts)).reshape(-1, 1):
-        now, following = order.wanted(seed, index)
-        assert shard_of[order.sample_index(seed, index)[0]] in now
-        assert max(len(now), len(following)) <= window
+        wanted, shard = order.wanted(seed, index), shard_of[order.sample_index(seed, index)[0]]
+        assert shard in wanted and len(wanted) <= 2 * window
         # A group without samples is passed over.
-        assert announced.issuperset(now) or not all(counts)
-        announced = {*now, *following}
+        assert shard in announced or not all(counts)
+        announced = set(wanted)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 7))

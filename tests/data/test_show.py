@@ -13,7 +13,7 @@ from rich.console import Console
 from launch import prepare as command
 from parallel3d.data.batches import Batches
 from parallel3d.data.prepare import prepare
-from parallel3d.data.show import document_statistics, render_samples, samples
+from parallel3d.data.show import document_statistics, samples, show_samples
 from tests.data.documents import READ, Settings
 from tests.data.ids.test_formats import config_of
 
@@ -65,9 +65,8 @@ def test_a_terminal_shows_bounds_and_obeys_no_document(mixture):
     corpus = prepare(mixture)
     out = io.StringIO()
     shown = samples(corpus, 40, 0, 6)
-    Console(file=out, width=60, force_terminal=True, color_system=None).print(
-        render_samples(corpus, shown, isolated=True)
-    )
+    console = Console(file=out, width=60, force_terminal=True, color_system=None)
+    show_samples(corpus, shown, True, console)
     text = out.getvalue()
     assert "\x1b[31m" not in text and "\\x1b[31m of some" in text
     assert "end of text" in text and "positions restart" in text and "continues" in text
@@ -85,7 +84,7 @@ def test_json_and_a_corpus_of_ids_without_a_tokenizer(tmp_path):
     assert first["fragments"][0]["text"] is None and first["fragments"][0]["ids"]
     assert document_statistics(corpus)["bytes_per_token"] is None
     out = io.StringIO()
-    Console(file=out, width=80).print(render_samples(corpus, shown, False))
+    show_samples(corpus, shown, False, Console(file=out, width=80))
     assert "5 6 7" in out.getvalue()
 
 

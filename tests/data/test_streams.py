@@ -342,7 +342,7 @@ def test_a_reader_that_fetches_a_shard_itself_says_so(tmp_path):
         (folder / "ids.bin").write_bytes(b"1234")
 
     cache = ShardCache(tmp_path / "cache", 10**6, fetch)
-    shard = Shard(tmp_path, 0, "key", "the-shard.npy", num_bytes=4, fetch_bytes=4)
+    shard = Shard(tmp_path, {}, "key", "the-shard.npy", num_bytes=4, fetch_bytes=4)
     assert cache.read(shard, np.dtype(np.uint16), 1, 1).tobytes() == b"34"
     assert said == ["the-shard.npy"] and cache.waiting_for == ""
 

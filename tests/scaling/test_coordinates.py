@@ -5,8 +5,8 @@ from math import nan
 
 import pytest
 
+from parallel3d.base.step_lines import finite
 from parallel3d.scaling.coordinates import fit_slopes
-from parallel3d.scaling.points import finite
 
 pytestmark = pytest.mark.pure
 

@@ -8,7 +8,7 @@ credentials.
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
@@ -361,18 +361,10 @@ def read_ids(file: BinaryIO, name: str, *, dtype: np.dtype, start: int, count: i
 def blocks(file: TokenFile, start: int = 0, count: int | None = None) -> Iterator[np.ndarray]:
     """Yield `count` ids of a file (None: all) from the `start`-th on, in blocks of BLOCK."""
     end = file.num_tokens if count is None else start + count
-    size = file.dtype.itemsize
-    if is_url(file.path):
+    with nullcontext() if is_url(file.path) else open_ids(file.path, file.name) as local:
         for first in range(start, end, BLOCK):
-            last = min(first + BLOCK, end)
-            yield column(file.path, file.dtype, file.offset + first * size, last - first)
-        return
-    with open_ids(file.path, file.name) as opened:
-        for first in range(start, end, BLOCK):
-            yield read_ids(
-                opened,
-                file.name,
-                dtype=file.dtype,
-                start=file.offset + first * size,
-                count=min(BLOCK, end - first),
-            )
+            at, some = file.offset + first * file.dtype.itemsize, min(BLOCK, end - first)
+            if local:
+                yield read_ids(local, file.name, dtype=file.dtype, start=at, count=some)
+            else:
+                yield column(file.path, file.dtype, at, some)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import BinaryIO, TypedDict
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -114,7 +114,8 @@ class Spans(IdArray):
         self._offsets = np.array([file["offset"] for file in files], np.int64)
         self._names = {file["path"]: file["name"] for file in files}
         self._is_remote = [is_url(file["path"]) for file in files]
-        self._open = lru_cache(OPEN_FILES)(self._opened)
+        # Closed by the garbage collector, after it has left the cache and all reads have ended.
+        self._open = lru_cache(OPEN_FILES)(lambda path: open_ids(path, self._names[path]))
 
     def _read(self, windows: Sequence[tuple[int, int]]) -> np.ndarray:
         ids = np.full(sum(last - first for first, last in windows), self._end_of_text, self.dtype)
@@ -160,10 +161,6 @@ class Spans(IdArray):
             for path, start, end in ranges
         ]
 
-    def _opened(self, path: str) -> BinaryIO:
-        # Closed by the garbage collector, after it has left the cache and all reads have ended.
-        return open_ids(path, self._names[path])
-
 
 def check_sizes(files: Sequence[SpanFile]) -> None:
     """Raise DataError unless each local file exists and still has its size."""
@@ -186,9 +183,6 @@ class TokenWeights:
 
     def __init__(self, numbers: Spans, are_labels: bool) -> None:
         self._numbers, self._are_labels = numbers, are_labels
-
-    def __len__(self) -> int:
-        return len(self._numbers)
 
     def __getitem__(self, key: slice | ArrayLike) -> np.ndarray:
         numbers: np.ndarray = self._numbers[key]

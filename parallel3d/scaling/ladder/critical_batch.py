@@ -17,7 +17,7 @@ from rich.console import Console
 from parallel3d.base import terminal
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.step_lines import METRICS, read_lines
+from parallel3d.base.step_lines import METRICS, finite, read_lines
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
@@ -27,7 +27,7 @@ from parallel3d.scaling.flags import DRAWS
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Rung, Runs, checkpoints, state_of, with_costs
 from parallel3d.scaling.ladder.runner import execute
-from parallel3d.scaling.points import Array, finite
+from parallel3d.scaling.points import Array
 from parallel3d.scaling.runs import ALL, NoEnd, config_of, count
 
 FILE, PICTURE = "critical-batch.json", "critical-batch.png"

@@ -26,6 +26,7 @@ from parallel3d.plan.report.plan_rows import choose
 from parallel3d.plan.search.plans import request_of
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
+from parallel3d.scaling.frontier import lowest
 from parallel3d.scaling.ladder.expand import CONFIGS, LadderRun, runs_of
 from parallel3d.scaling.ladder.ladder_file import LAWS, LadderConfig, load
 from parallel3d.scaling.runs import CONFIG, NoEnd, config_of, last_line, unique_tokens
@@ -372,21 +373,6 @@ def best_factors(
                 "sides; add factors beyond it, and run again"
             )
     return (
-        exp(fmean(_lowest(sorted(curve)) for curve in rates.values())),
-        exp(fmean(_lowest(sorted(curve)) for curve in batches.values())),
+        exp(fmean(lowest(sorted(curve)) for curve in rates.values())),
+        exp(fmean(lowest(sorted(curve)) for curve in batches.values())),
     )
-
-
-def _lowest(curve: list[tuple[float, float]]) -> float:
-    """Return where the parabola through the lowest point and its neighbours has its minimum.
-
-    It is the point itself if it is the first or the last.
-    """
-    place = min(range(len(curve)), key=lambda i: curve[i][1])
-    if place in (0, len(curve) - 1):
-        return curve[place][0]
-    (x0, y0), (x1, y1), (x2, y2) = curve[place - 1 : place + 2]
-    left, right = (y0 - y1) / (x1 - x0), (y2 - y1) / (x2 - x1)  # slopes away from the lowest
-    if not 0 < left + right < inf:  # a neighbour diverged
-        return x1
-    return (left * (x1 + x2) + right * (x0 + x1)) / (2 * (left + right))

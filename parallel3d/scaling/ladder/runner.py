@@ -28,7 +28,7 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.lock import Lock, LockHeld
 from parallel3d.base.lock import read as holder_of
-from parallel3d.base.step_lines import METRICS
+from parallel3d.base.step_lines import METRICS, finite
 from parallel3d.report.page import require
 from parallel3d.scaling import forecast
 from parallel3d.scaling.estimator import PARAMETRIC, Estimator
@@ -38,7 +38,7 @@ from parallel3d.scaling.forecast import Forecast
 from parallel3d.scaling.frontier import with_checks
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Runs, checkpoints, resume_of, state_of
-from parallel3d.scaling.points import finite, points_of
+from parallel3d.scaling.points import points_of
 from parallel3d.scaling.runs import CORPUS, NoEnd, last_line, read_runs
 
 _R = TypeVar("_R", bound=Runs)
