@@ -9,14 +9,13 @@ are marked `ParamSpec.partial`, and a loss that every rank computes alike counts
 from collections.abc import Callable
 from itertools import pairwise
 from math import ceil
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.tensor.collectives import Context
+from parallel3d.tensor.collectives import Conjugate, Context
 from parallel3d.tensor.compiled import graph_break
 from parallel3d.tensor.cut import cut_of, cut_parameter
 from parallel3d.tensor.pointwise import swiglu
@@ -51,8 +50,7 @@ class PartialSwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> this rank's part of the sum [..., size]."""
-        y: Tensor = self.down(swiglu(self.gate_up(x)))
-        return y
+        return self.down(swiglu(self.gate_up(x)))
 
 
 class Experts(nn.Module):
@@ -104,8 +102,7 @@ class Experts(nn.Module):
             meanwhile()
         else:
             rows = self._sent_to_owners(rows, counts, self.owners, meanwhile) * weights
-        y: Tensor = _Combine.apply(rows, order, place, k)
-        return y  # [tokens, size]
+        return _Combine.apply(rows, order, place, k)  # [tokens, size]
 
     @graph_break("exchanges whose sizes are known at run time")
     def _sent_to_owners(
@@ -157,8 +154,7 @@ class _Exchange:
 
     def start(self, rows: Tensor) -> Tensor:
         """Return the tensor that the rows of the other ranks arrive in; `wait` before reading."""
-        arriving: Tensor = _AllToAll.apply(rows, self)
-        return arriving
+        return Conjugate.apply(rows, self.send, self._send_back)
 
     def send(self, rows: Tensor) -> Tensor:
         """Start the exchange, without autograd."""
@@ -168,33 +164,17 @@ class _Exchange:
         )
         return arriving
 
+    def _send_back(self, grad: Tensor) -> Tensor:
+        back = self.reversed()
+        grad = back.send(grad)
+        back.wait()
+        return grad
+
     def wait(self) -> None:
         """Wait for the rows."""
         if self._work is not None:
             self._work.wait()
             self._work = None  # it would keep both tensors until the backward
-
-
-class _ExchangeContext(Context, Protocol):
-    exchange: _Exchange
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _ExchangeContext, rows: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.send(rows)
-
-    @staticmethod
-    def backward(ctx: _ExchangeContext, grad: Tensor) -> tuple[Tensor, None]:
-        back = ctx.exchange.reversed()
-        grad = back.send(grad)
-        back.wait()
-        return grad, None
-
-
-class _OrderContext(Context, Protocol):
-    k: int
 
 
 def _scatter(x: Tensor, order: Tensor, k: int) -> Tensor:
@@ -213,43 +193,39 @@ class _Dispatch(torch.autograd.Function):
     """Its backward is `_Combine`'s forward, which adds in a fixed order, unlike an index_add."""
 
     @staticmethod
-    def forward(ctx: _OrderContext, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+    def forward(ctx: Context, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(place)
         ctx.k = k
         return _scatter(x, order, k)
 
     @staticmethod
-    def backward(ctx: _OrderContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _gather(grad, ctx.saved_tensors[0], ctx.k), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _OrderContext, rows: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+    def forward(ctx: Context, rows: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.k = k
         return _gather(rows, place, k)
 
     @staticmethod
-    def backward(ctx: _OrderContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _scatter(grad, ctx.saved_tensors[0], ctx.k), None, None, None
-
-
-class _GroupedContext(Context, Protocol):
-    weight: Tensor
 
 
 class _GroupedLinear(torch.autograd.Function):
     """x @ weight[e].T for each expert's rows, with the parameter itself saved, as in `_Linear`."""
 
     @staticmethod
-    def forward(ctx: _GroupedContext, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
         ctx.weight = weight
         return grouped_product(x, weight.flatten(1, -2).mT, ends)
 
     @staticmethod
-    def backward(ctx: _GroupedContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, ends = ctx.saved_tensors
         grad, shape = grad.contiguous(), weight.shape
         grad_x = grad_weight = None

@@ -5,7 +5,6 @@ Backward then recomputes the logits of each, which adds a third to the head's pr
 """
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,14 +38,6 @@ def local_ids(tokens: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     return (tokens - start).masked_fill(outside, 0), outside
 
 
-class _LossContext(Context, Protocol):
-    weight: Tensor
-    group: dist.ProcessGroup
-    sequence_parallel: bool
-    in_parts: bool
-    most_rows: int
-
-
 class _Loss(torch.autograd.Function):
     """-log softmax(x @ weight.T) at the label, in fp32.
 
@@ -57,7 +48,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _LossContext, x: Tensor, weight: Tensor, labels: Tensor, start: int, most_rows: int,
+        ctx: Context, x: Tensor, weight: Tensor, labels: Tensor, start: int, most_rows: int,
         group: dist.ProcessGroup, sequence_parallel: bool,
     ) -> Tensor:  # fmt: skip
         """Return the loss of each label, [...] like `labels`.
@@ -91,7 +82,7 @@ class _Loss(torch.autograd.Function):
         return (total.log() - picked).view(labels.shape)
 
     @staticmethod
-    def backward(ctx: _LossContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         backward = _in_parts if ctx.in_parts else _at_once
         grad_x, grad_weight = backward(ctx, grad.flatten().unsqueeze(-1))
         if grad_x is not None:
@@ -101,7 +92,7 @@ class _Loss(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None, None
 
 
-def _at_once(ctx: _LossContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _at_once(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients by x and weight from the saved gradient by the logits.
 
     `grad` [tokens, 1] is that by the losses. It multiplies tensors of the hidden size, not of the
@@ -119,7 +110,7 @@ def _at_once(ctx: _LossContext, grad: Tensor) -> tuple[Tensor | None, Tensor | N
     return grad_x, grad_weight
 
 
-def _in_parts(ctx: _LossContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _in_parts(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients by x and weight, recomputing the logits of each chunk.
 
     `grad` [tokens, 1] is that by the losses. The weight's gradient cannot be deferred, because its
@@ -160,7 +151,7 @@ def _parts(tokens: int, vocab: int) -> Iterator[slice]:
     return (slice(first, min(first + step, tokens)) for first in range(0, tokens, step))
 
 
-def _full_input(ctx: _LossContext, x: Tensor) -> Tensor:
+def _full_input(ctx: Context, x: Tensor) -> Tensor:
     """Return the input of all tokens, [tokens, size]."""
     return (all_gather_sequence(x, ctx.group) if ctx.sequence_parallel else x).flatten(0, -2)
 
