@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.engine import op_builds, swap
-from parallel3d.engine.construction import ModelParallelUnit, building, make_folder, swap_folder
+from parallel3d.engine.construction import building, make_folder, model_parallel_unit, swap_folder
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import GatheredWeights, Layers
 from parallel3d.engine.optimizer_states import OptimizerStates, masters_of, places_of
@@ -136,7 +136,7 @@ class Engine:
                 model=self._module,
                 optimizer=optimizer,
                 config=settings.deepspeed_config(shards.size, sum(h.elements for h in self.held)),
-                mpu=ModelParallelUnit(model, shards),
+                mpu=model_parallel_unit(model, shards),
                 dist_init_required=False,
             )
         self._check_groups()
@@ -383,7 +383,7 @@ class ForwardEngine:
             self._deepspeed, *_ = deepspeed.initialize(
                 model=stages,
                 config=settings.deepspeed_config(mesh.shards.size),
-                mpu=ModelParallelUnit(mesh.model, mesh.shards),
+                mpu=model_parallel_unit(mesh.model, mesh.shards),
                 dist_init_required=False,
             )
             self._run = self._deepspeed

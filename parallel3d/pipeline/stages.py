@@ -63,7 +63,7 @@ class Stages(nn.Module):
         labels: Tensor | None = None,
         segments: Segments | None = None,
         weights: Tensor | None = None,
-        on_input_grad: Callable[[int, int], None] | None = None,
+        on_input_grad: Callable[[int, int, Tensor], None] | None = None,
     ) -> StageOutput:
         """Run a stage: token ids [batch, seq] or activations -> activations, or the loss.
 
@@ -73,8 +73,8 @@ class Stages(nn.Module):
           evaluation each token's loss [batch, seq].
         - `segments`: the documents to keep apart in attention.
         - `weights` [batch, seq]: return the sum of the losses times these instead of the mean.
-        - `on_input_grad`: called in the backward with the stage and the index of a layer whose
-          input has its gradient; the gradients of all later layers are then complete.
+        - `on_input_grad`: called in the backward with the stage, the index of a layer whose input
+          has its gradient, and that; the gradients of all later layers are then complete.
         """
         layers = list(self.stages[str(stage)].children())
         last = layers.pop() if labels is not None else None
@@ -84,7 +84,7 @@ class Stages(nn.Module):
             hooks = self._on_host.hooks()
         for index, layer in enumerate(layers):
             if index and on_input_grad and x.requires_grad:
-                x.register_hook(partial(_call_hook, on_input_grad, stage, index))
+                x.register_hook(partial(on_input_grad, stage, index))
             with hooks if x.requires_grad else nullcontext():  # the embedding saves only token ids
                 if layer in self._recompute and torch.is_grad_enabled():
                     # Dropout masks depend only on their place, so no generator state is saved.
@@ -114,10 +114,6 @@ class Stages(nn.Module):
         )
         side_losses.extend(own.items())
         return x
-
-
-def _call_hook(hook: Callable[[int, int], None], stage: int, index: int, gradient: Tensor) -> None:
-    hook(stage, index)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 from deepspeed.runtime.zero import partition_parameters
@@ -154,12 +155,8 @@ def _check_lockable(num_bytes: int) -> None:
 @contextmanager
 def swapping_small_tensors(num_bytes: int) -> Iterator[None]:
     """Swap tensors of `num_bytes` or more; DeepSpeed keeps those below 1 MiB in memory."""
-    modules = (optimizer_utils, partitioned_param_swapper)
-    limits = [m.MIN_AIO_BYTES for m in modules]
-    for module in modules:
-        module.MIN_AIO_BYTES = num_bytes
-    try:
+    with (
+        patch.object(optimizer_utils, "MIN_AIO_BYTES", num_bytes),
+        patch.object(partitioned_param_swapper, "MIN_AIO_BYTES", num_bytes),
+    ):
         yield
-    finally:
-        for module, limit in zip(modules, limits, strict=True):
-            module.MIN_AIO_BYTES = limit
