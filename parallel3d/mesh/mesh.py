@@ -109,14 +109,14 @@ class Mesh:
         self._grid = torch.arange(sizes.ranks).view(sizes)
         place = dict(zip(AXES, (self._grid == self.rank).nonzero()[0].tolist(), strict=True))
         self.coords: tuple[int, ...] = tuple(place[axis] for axis in sizes.shown)
+        alone = self._split(self._grid.view(-1, 1), "self")
         groups = self._groups = {
-            axis: self._split(self._rows(axis), axis) for axis in AXES if axis != "cp"
+            axis: alone if axis == "cp" and sizes.cp == 1 else self._split(self._rows(axis), axis)
+            for axis in AXES
         }
         groups["model"] = self._split(self._rows("pp", "tp"), "model")
         groups["world"] = self._split(self._grid.view(1, -1), "world")
-        groups["self"] = self._split(self._grid.view(-1, 1), "self")
-        groups["cp"] = self._split(self._rows("cp"), "cp") if sizes.cp > 1 else groups["self"]
-        self._groups = groups = {axis: groups[axis] for axis in AXES} | groups
+        groups["self"] = alone
         peers = {name: Peers.of(group) for name, group in groups.items()}
         self.pipeline, self.samples, self.context, self.tensor = (peers[axis] for axis in AXES)
         self.replicas = self.shards = self._over("dp cp", "dp", "cp")
@@ -219,15 +219,13 @@ class Mesh:
         """Start sending to another pipeline coordinate, at this rank's place of its stage."""
         group = self._pipe(pp_coord - self.pipeline.coord)
         work = dist.isend(tensor, group=group, tag=tag, group_dst=pp_coord)
-        assert work is not None
-        return Transfer(work, self._transfer_timeout)
+        return Transfer.of(work, self._transfer_timeout)
 
     def irecv(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> Transfer:
         """Post a receive into `tensor` from another pipeline coordinate."""
         group = self._pipe(self.pipeline.coord - pp_coord)
         work = dist.irecv(tensor, group=group, tag=tag, group_src=pp_coord)
-        assert work is not None
-        return Transfer(work, self._transfer_timeout)
+        return Transfer.of(work, self._transfer_timeout)
 
     @property
     def places(self) -> list[int]:
@@ -338,15 +336,9 @@ class Mesh:
         `aside`: use a separate gloo group, for threads beside training; a rank that waits there
         still handles signals.
         """
-        device = torch.device("cpu") if aside else self.device
-        data = _bytes_of(text).to(device)
-        length = torch.tensor([len(data)], device=device)
-        sizes = [int(n) for n in self._gather(length, aside)]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-        padded[: len(data)] = data
-        gathered = self._gather(padded, aside) if max(sizes) else [padded] * len(sizes)
-        parts = (t[:n].cpu().numpy() for t, n in zip(gathered, sizes, strict=True))
-        return [part.tobytes().decode() for part in parts]
+        group = self._aside if aside else self.world.group
+        data = _bytes_of(text).to("cpu" if aside else self.device)
+        return [part.cpu().numpy().tobytes().decode() for part in self._gather_parts(data, group)]
 
     def broadcast_text(self, text: str, source: int = 0) -> str:
         """Return the text of the rank `source` on every rank, over gloo."""
@@ -360,40 +352,37 @@ class Mesh:
 
     def send_aside(self, data: torch.Tensor, rank: int) -> Transfer:
         """Start sending host memory to a rank, over the group of `gather_texts(aside=True)`."""
-        work = dist.isend(data, rank, self._aside)
-        assert work is not None
-        return Transfer(work, STARTUP_TIMEOUT)
+        return Transfer.of(dist.isend(data, rank, self._aside), STARTUP_TIMEOUT)
 
     def receive_aside(self, out: torch.Tensor, rank: int) -> None:
         """Receive what a rank sends with `send_aside`, in its order, into host memory."""
-        work = dist.irecv(out, rank, self._aside)
-        assert work is not None
-        Transfer(work, STARTUP_TIMEOUT).wait()
-
-    def _gather(self, tensor: torch.Tensor, aside: bool = False) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self.world.size)]
-        if aside:
-            _wait(dist.all_gather(gathered, tensor, self._aside, async_op=True))
-        else:
-            dist.all_gather(gathered, tensor)
-        return gathered
+        Transfer.of(dist.irecv(out, rank, self._aside), STARTUP_TIMEOUT).wait()
 
     def all_gather(self, part: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
         """Concatenate the peers' parts of a tensor along `dim`, where their sizes may differ."""
-        group, size = peers.group, peers.size
-        if size == 1:
+        if peers.size == 1:
             return part
-        lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(size)]
-        dist.all_gather(lengths, lengths[0].new_tensor([part.shape[dim]]), group=group)
-        longest = max(int(n) for n in lengths)
+        return torch.cat(self._gather_parts(part, peers.group, dim), dim)
+
+    def _gather_parts(
+        self, part: torch.Tensor, group: dist.ProcessGroup, dim: int = 0
+    ) -> list[torch.Tensor]:
+        """Return the parts of all ranks of a group, whose sizes along `dim` may differ."""
+        own = torch.tensor([part.shape[dim]], device=part.device)
+        lengths = [int(length) for length in self._gather(own, group)]
         shape = [*part.shape]
-        shape[dim] = longest
+        shape[dim] = max(lengths)
         padded = part.new_zeros(shape)
         padded.narrow(dim, 0, part.shape[dim]).copy_(part)
-        gathered = [torch.empty_like(padded) for _ in range(size)]
-        dist.all_gather(gathered, padded, group=group)
-        parts = [t.narrow(dim, 0, int(n)) for t, n in zip(gathered, lengths, strict=True)]
-        return torch.cat(parts, dim)
+        gathered = self._gather(padded, group) if padded.numel() else [padded] * len(lengths)
+        return [t.narrow(dim, 0, length) for t, length in zip(gathered, lengths, strict=True)]
+
+    def _gather(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+        work = dist.all_gather(gathered, tensor, group, async_op=group is self._aside)
+        if work is not None:
+            _wait(work)
+        return gathered
 
     @pulse.waiting("at a barrier")
     def barrier(self) -> None:
