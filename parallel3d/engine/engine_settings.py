@@ -96,8 +96,7 @@ class EngineSettings:
     @property
     def reduce_bucket_size(self) -> int:
         """The number of elements that are reduced at a time."""
-        size: int = self.zero_options.get("reduce_bucket_size", _BUCKET)
-        return size
+        return int(self.zero_options.get("reduce_bucket_size", _BUCKET))
 
     @cached_property
     def reduces_once(self) -> bool:

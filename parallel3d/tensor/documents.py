@@ -6,11 +6,11 @@ window in proportion to the lengths.
 
 from functools import cache, partial
 from inspect import signature
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from parallel3d.model.module_cost import BLOCK, SINK_SIZE
 from parallel3d.tensor.dealt import attend_dealt
@@ -69,19 +69,9 @@ def _has_kernel(device: torch.device) -> bool:
     return (
         torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(device) >= (8, 0)
-        and _kernel() is not None
+        # Torch 2.11 has no grouped queries.
+        and {"enable_gqa", "window_size"} <= signature(varlen_attn).parameters.keys()
     )
-
-
-@cache
-def _kernel() -> Any:
-    """Return torch's function, or None before torch 2.12 (no grouped queries)."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    parameters = signature(varlen_attn).parameters
-    return varlen_attn if {"enable_gqa", "window_size"} <= parameters.keys() else None
 
 
 def _at_once(
@@ -93,7 +83,7 @@ def _at_once(
         longest = seq
     else:
         bounds, longest = segments.bounds, max(segments.lengths)
-    return _kernel()(
+    return varlen_attn(
         q,
         k,
         v,

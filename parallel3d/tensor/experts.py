@@ -87,8 +87,7 @@ class Experts(nn.Module):
         k = chosen.shape[1]
         # Stable, so that a sum over an expert's tokens has one order on every mesh.
         order = chosen.flatten().sort(stable=True).indices  # [tokens * k]
-        place = torch.empty_like(order)  # where each row goes: the inverse permutation
-        place[order] = torch.arange(len(order), device=x.device)
+        place = _inverse(order)  # where each row goes
         ends = counts.cumsum(0)
         if self.capacity is not None and self.training:
             first = (ends - counts).index_select(0, chosen.flatten())
@@ -121,8 +120,7 @@ class Experts(nn.Module):
         experts = torch.arange(counts.shape[1], device=rows.device).repeat(owners.size())
         experts = experts.repeat_interleave(received.flatten(), output_size=len(rows))
         order = experts.sort(stable=True).indices  # by expert, and each one's rows by their rank
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=rows.device)
+        place = _inverse(order)
         ends = received.sum(0).cumsum(0).to(torch.int32)
         inner = swiglu(_grouped_linear(_Dispatch.apply(rows, order, place, 1), self.gate_up, ends))
         rows = _Combine.apply(_grouped_linear(inner, self.down, ends), order, place, 1)
@@ -175,6 +173,11 @@ class _Exchange:
         if self._work is not None:
             self._work.wait()
             self._work = None  # it would keep both tensors until the backward
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _scatter(x: Tensor, order: Tensor, k: int) -> Tensor:

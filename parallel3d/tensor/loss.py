@@ -102,11 +102,9 @@ def _at_once(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     grad_x = (gradient @ weight).mul_(grad) if ctx.needs_input_grad[0] else None
     grad_weight = None
     if ctx.needs_input_grad[1]:
-
-        def product() -> Tensor:
-            return gradient.t() @ _times(_full_input(ctx, x), grad)
-
-        grad_weight = compute_or_defer(ctx.weight, product)
+        grad_weight = compute_or_defer(
+            ctx.weight, lambda: gradient.t() @ _times(_full_input(ctx, x), grad)
+        )
     return grad_x, grad_weight
 
 
