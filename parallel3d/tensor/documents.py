@@ -6,11 +6,11 @@ window in proportion to the lengths.
 
 from functools import cache, partial
 from inspect import signature
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from parallel3d.model.module_cost import BLOCK, SINK_SIZE
 from parallel3d.tensor.dealt import attend_dealt
@@ -69,9 +69,17 @@ def _has_kernel(device: torch.device) -> bool:
     return (
         torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(device) >= (8, 0)
-        # Torch 2.11 has no grouped queries.
-        and {"enable_gqa", "window_size"} <= signature(varlen_attn).parameters.keys()
+        and _kernel() is not None
     )
+
+
+@cache
+def _kernel() -> Any:
+    """Return torch's function, or None before torch 2.12 (no grouped queries)."""
+    from torch.nn.attention.varlen import varlen_attn  # it takes seconds
+
+    parameters = signature(varlen_attn).parameters
+    return varlen_attn if {"enable_gqa", "window_size"} <= parameters.keys() else None
 
 
 def _at_once(
@@ -83,7 +91,7 @@ def _at_once(
         longest = seq
     else:
         bounds, longest = segments.bounds, max(segments.lengths)
-    return varlen_attn(
+    return _kernel()(
         q,
         k,
         v,
