@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from parallel3d.base.section import PathText, Problem, Problems, Section
-from parallel3d.model.config import HasHeadSize, ModelConfig, TransformerConfig
+from parallel3d.model.config import ModelConfig, TransformerConfig
 from parallel3d.model.module_cost import AttentionCost
 from parallel3d.model.parametrization import (
     Parametrization,
@@ -96,10 +96,8 @@ def vocab_size(config: ModelConfig) -> int:
 
 
 def head_size_of(config: ModelConfig) -> int:
-    """Return the width of one head."""
-    if isinstance(config, HasHeadSize):
-        return config.head_size
-    return config.hidden_size // config.num_attention_heads
+    """Return the width of one head; a family whose heads may be wider has `head_size`."""
+    return int(getattr(config, "head_size", config.hidden_size // config.num_attention_heads))
 
 
 def weight_inits(config: TransformerConfig) -> tuple[Init, Init]:

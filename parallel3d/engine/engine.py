@@ -221,13 +221,11 @@ class Engine:
     def _run(self, stage: int, *inputs: Tensor | None, hooks: bool) -> Tensor:
         self.wait_for_weights(stage)
         options = self._options if self._module.training else {}
-        if not hooks:
-            output: Tensor = self._module.stages(stage, *inputs, **options)
-            return output
-        if self._traces:
+        if hooks and self._traces:
             self._traces.begin(stage, "forward")
-        output = self._deepspeed(stage, *inputs, **options)
-        if self._module.training and self._weights is None:
+        run = self._deepspeed if hooks else self._module.stages
+        output: Tensor = run(stage, *inputs, **options)
+        if hooks and self._module.training and self._weights is None:
             self._counters.save(self._module, stage)
         return output
 

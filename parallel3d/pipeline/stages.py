@@ -182,12 +182,10 @@ def build_stages(
     ]
     held = _tie(layers, modules, held)
     originals = tied_names(layers)
-    for h in held:
-        if seed is None:
-            break
+    for h in held if seed is not None else ():
         with writing(h.parameter) as (shard, start), torch.no_grad():
             # The second copy of a tied weight starts as the first, whose name seeds it.
-            fill(shard, start, h.spec, originals.get(h.name, h.name), h.cut, seed)
+            fill(shard, start, h.spec, originals.get(h.name, h.name), h.cut, key.seed)
     by_stage = {s: [modules[layers[i].name] for i in placement[s]] for s in own_stages}
     inner = {layer.name for layer in layers[1:-1]}
     for name in inner & modules.keys():

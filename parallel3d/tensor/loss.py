@@ -17,12 +17,7 @@ from parallel3d.tensor.collectives import (
     all_reduce,
     reduce_scatter_sequence,
 )
-from parallel3d.tensor.cross_entropy import (
-    gradient_from_exponentials,
-    gradient_from_logits,
-    prepare_logits,
-    sum_rows,
-)
+from parallel3d.tensor.cross_entropy import gradient_of, prepare_logits, sum_rows
 from parallel3d.tensor.cut import even_split
 from parallel3d.tensor.weight_gradients import compute_or_defer, in_place_sum
 
@@ -75,9 +70,7 @@ class _Loss(torch.autograd.Function):
         if ctx.in_parts:
             ctx.save_for_backward(x, weight, here, outside, highest + total.log())
         elif any(ctx.needs_input_grad):
-            gradient = gradient_from_exponentials(
-                logits, top, scale / total, here, outside, x.dtype
-            )
+            gradient = gradient_of(logits, top, scale / total, here, outside, x.dtype)
             ctx.save_for_backward(x, weight, gradient)
         return (total.log() - picked).view(labels.shape)
 
@@ -127,9 +120,7 @@ def _in_parts(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]
         grad_weight = torch.empty_like(weight, dtype=sums)
     for part in _parts(len(rows), ctx.most_rows):
         logits = _logits(rows[part], weight)
-        gradient = gradient_from_logits(
-            logits, normaliser[part], here[part], outside[part], x.dtype
-        )
+        gradient = gradient_of(logits, normaliser[part], None, here[part], outside[part], x.dtype)
         del logits  # in fp32 it is the same memory, in bf16 twice as much
         if grad_x is not None:
             torch.mul(gradient @ weight, grad[part], out=grad_x[part])
