@@ -1,7 +1,7 @@
 """Build and initialise the layers of this rank's stages (floor 4)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -79,9 +79,7 @@ class Stages(nn.Module):
         layers = list(self.stages[str(stage)].children())
         last = layers.pop() if labels is not None else None
         side_losses: list[tuple[str, SideLoss]] = []
-        hooks: AbstractContextManager[None] = nullcontext()
-        if self._on_host:
-            hooks = self._on_host.hooks()
+        hooks = self._on_host.hooks() if self._on_host else nullcontext()
         for index, layer in enumerate(layers):
             if index and on_input_grad and x.requires_grad:
                 x.register_hook(partial(on_input_grad, stage, index))
