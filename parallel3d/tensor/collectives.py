@@ -163,7 +163,10 @@ class Context(Protocol):
 
 
 class Conjugate(torch.autograd.Function):
-    """A function of a tensor whose backward is another function, of the gradient."""
+    """A function of a tensor whose backward is another function, of the gradient.
+
+    If it returns its argument, it has overwritten it.
+    """
 
     @staticmethod
     def forward(
@@ -171,22 +174,14 @@ class Conjugate(torch.autograd.Function):
         of_gradient: Callable[[Tensor], Tensor],
     ) -> Tensor:  # fmt: skip
         ctx.of_gradient = of_gradient
-        return function(x)
+        y = function(x)
+        if y is x:
+            ctx.mark_dirty(x)
+        return y
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.of_gradient(grad), None, None
-
-
-class _G(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.mark_dirty(x)
-        return start_all_reduce(x, group, async_op=False).result
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 def reduce_from_group(
@@ -204,7 +199,9 @@ def reduce_from_group(
 @graph_break("a collective of tensor parallelism")
 def _across(x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
     if not sequence_parallel:
-        return _G.apply(x, group)
+        return Conjugate.apply(
+            x, lambda x: start_all_reduce(x, group, async_op=False).result, lambda grad: grad
+        )
     return Conjugate.apply(
         x,
         lambda x: reduce_scatter_sequence(x, group),
