@@ -19,8 +19,7 @@ from parallel3d.tensor.collectives import Conjugate, Context
 from parallel3d.tensor.compiled import graph_break
 from parallel3d.tensor.cut import cut_of, cut_parameter
 from parallel3d.tensor.pointwise import swiglu
-from parallel3d.tensor.product import linear
-from parallel3d.tensor.weight_gradients import compute_or_defer
+from parallel3d.tensor.product import Product, linear
 
 _ALIGNMENT = 16  # bytes; torch's grouped product needs strides that are multiples of it
 
@@ -218,33 +217,16 @@ class _Combine(torch.autograd.Function):
         return _scatter(grad, ctx.saved_tensors[0], ctx.k), None, None, None
 
 
-class _GroupedLinear(torch.autograd.Function):
-    """x @ weight[e].T for each expert's rows, with the parameter itself saved, as in `_Linear`."""
-
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        ctx.weight = weight
-        return grouped_product(x, weight.flatten(1, -2).mT, ends)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, ends = ctx.saved_tensors
-        grad, shape = grad.contiguous(), weight.shape
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grouped_product(grad, weight.flatten(1, -2), ends)
-        if ctx.needs_input_grad[1]:
-            grad_weight = compute_or_defer(
-                ctx.weight, lambda: grouped_product(grad.mT, x, ends).view(shape)
-            )
-        return grad_x, grad_weight, None
-
-
 @graph_break("products whose sizes are known at run time")
 def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows [rows, in] by their experts' weights [experts, ..., out, in] -> [rows, out]."""
-    return _GroupedLinear.apply(x, weight, ends)
+    return Product.apply(
+        x,
+        weight,
+        lambda x, weight: grouped_product(x, weight.flatten(1, -2).mT, ends),
+        lambda grad, weight: grouped_product(grad.contiguous(), weight.flatten(1, -2), ends),
+        lambda grad, x: grouped_product(grad.contiguous().mT, x, ends),
+    )
 
 
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
