@@ -163,25 +163,28 @@ class Context(Protocol):
 
 
 class Conjugate(torch.autograd.Function):
-    """A function of a tensor whose backward is another function, of the gradient.
+    """A function of a tensor whose backward is another function.
 
-    If it returns its argument, it has overwritten it.
+    That gets the gradient, and the tensors that are `kept` for it. A function that returns its
+    argument has overwritten it.
     """
 
     @staticmethod
     def forward(
         ctx: Context, x: Tensor, function: Callable[[Tensor], Tensor],
-        of_gradient: Callable[[Tensor], Tensor],
+        of_gradient: Callable[..., Tensor], *kept: Tensor,
     ) -> Tensor:  # fmt: skip
         ctx.of_gradient = of_gradient
+        ctx.save_for_backward(*kept)
         y = function(x)
         if y is x:
             ctx.mark_dirty(x)
         return y
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.of_gradient(grad), None, None
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors
+        return ctx.of_gradient(grad, *kept), None, None, *(None for _ in kept)
 
 
 def reduce_from_group(

@@ -92,7 +92,7 @@ class Experts(nn.Module):
             first = (ends - counts).index_select(0, chosen.flatten())
             weights = weights * (place - first < self.limit(len(order))).view_as(weights)
         ends = ends.to(torch.int32)
-        rows = _Dispatch.apply(x, order, place, k)  # [tokens * k, size]
+        rows = _dispatch(x, order, place, k)  # [tokens * k, size]
         weights = weights.flatten().index_select(0, order).unsqueeze(-1).to(rows.dtype)
         if self.owners is None:
             inner = swiglu(_grouped_linear(rows, self.gate_up, ends))  # [tokens * k, inner / tp]
@@ -100,7 +100,7 @@ class Experts(nn.Module):
             meanwhile()
         else:
             rows = self._sent_to_owners(rows, counts, self.owners, meanwhile) * weights
-        return _Combine.apply(rows, order, place, k)  # [tokens, size]
+        return _combine(rows, order, place, k)  # [tokens, size]
 
     @graph_break("exchanges whose sizes are known at run time")
     def _sent_to_owners(
@@ -121,8 +121,8 @@ class Experts(nn.Module):
         order = experts.sort(stable=True).indices  # by expert, and each one's rows by their rank
         place = _inverse(order)
         ends = received.sum(0).cumsum(0).to(torch.int32)
-        inner = swiglu(_grouped_linear(_Dispatch.apply(rows, order, place, 1), self.gate_up, ends))
-        rows = _Combine.apply(_grouped_linear(inner, self.down, ends), order, place, 1)
+        inner = swiglu(_grouped_linear(_dispatch(rows, order, place, 1), self.gate_up, ends))
+        rows = _combine(_grouped_linear(inner, self.down, ends), order, place, 1)
         back = exchange.reversed()
         rows = back.start(rows)
         back.wait()
@@ -191,30 +191,21 @@ def _gather(rows: Tensor, place: Tensor, k: int) -> Tensor:
     return F.embedding_bag(place.view(-1, k), rows, mode="sum")  # one pass, in the order of k
 
 
-class _Dispatch(torch.autograd.Function):
-    """Its backward is `_Combine`'s forward, which adds in a fixed order, unlike an index_add."""
-
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.k = k
-        return _scatter(x, order, k)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather(grad, ctx.saved_tensors[0], ctx.k), None, None, None
+def _dispatch(x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+    """Return each token k times, in order; the gradient adds in a fixed order, unlike torch's."""
+    return Conjugate.apply(
+        x, lambda x: _scatter(x, order, k), lambda grad, place: _gather(grad, place, k), place
+    )
 
 
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, rows: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.k = k
-        return _gather(rows, place, k)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _scatter(grad, ctx.saved_tensors[0], ctx.k), None, None, None
+def _combine(rows: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+    """Return the sum of each token's k rows."""
+    return Conjugate.apply(
+        rows,
+        lambda rows: _gather(rows, place, k),
+        lambda grad, order: _scatter(grad, order, k),
+        order,
+    )
 
 
 @graph_break("products whose sizes are known at run time")
