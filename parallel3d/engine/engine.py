@@ -353,8 +353,7 @@ class Engine:
         DeepSpeed would compute a wrong gradient norm, and then hang.
         """
         optimizer = self._deepspeed.optimizer
-        groups = optimizer.fp16_groups if hasattr(optimizer, "fp16_groups") else None
-        num_groups = len(groups if groups is not None else optimizer.bit16_groups)
+        num_groups = len(getattr(optimizer, "fp16_groups", None) or optimizer.bit16_groups)
         counts = [int(row[0]) for row in self.mesh.gather_floats([num_groups])]
         if len(set(counts)) > 1:
             raise ConfigError(
