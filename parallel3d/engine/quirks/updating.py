@@ -55,7 +55,7 @@ def copy_weights_in_parts(optimizer: ZeROOptimizer, device: torch.device) -> Non
 
 
 def _buffer(size: int, like: Tensor) -> tuple[Tensor, Any]:
-    """Return a host buffer, and the event after the last copy from it."""
+    """Return a host buffer, and the event after the last copy from it, which a CPU needs not."""
     memory = torch.empty(size, dtype=like.dtype, pin_memory=like.device.type != "cpu")
     return memory, torch.get_device_module(like.device).Event()
 
@@ -108,8 +108,8 @@ def leave_unclipped(optimizer: ZeROOptimizer, groups: Collection[int]) -> None:
         if isinstance(which, int):
             index = which
         else:
-            masters = enumerate(optimizer.single_partition_of_fp32_groups)
-            index = next(number for number, master in masters if master.grad is which[0])
+            masters = optimizer.single_partition_of_fp32_groups
+            index = next(n for n, master in enumerate(masters) if master.grad is which[0])
         limit = 0.0 if group_of(optimizer, index) in groups else optimizer.clip_grad
         with patch.object(optimizer, "clip_grad", limit):
             unscale_and_clip(which, norm)
