@@ -38,10 +38,8 @@ def small(config: ModelConfig, tp: Sequence[int]) -> dict[str, object]:
 
     A family's spec.py may have `small`; {} if it has none.
     """
-    settings: dict[str, object] = {}
-    if hasattr(spec := _spec(config.family), "small"):
-        settings = spec.small(config, tp)
-    return settings
+    own = getattr(_spec(config.family), "small", None)
+    return dict(own(config, tp)) if own else {}
 
 
 def layers(config: ModelConfig) -> list[LayerSpec]:

@@ -109,5 +109,4 @@ class NormedHead(nn.Module):
 
         With `weights` [batch, seq] the losses' weighted sum; in evaluation each token's loss.
         """
-        loss: Tensor = self.output(scale(self.norm(x), self.scale), labels, weights)
-        return loss
+        return self.output(scale(self.norm(x), self.scale), labels, weights)

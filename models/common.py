@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import isqrt, sqrt
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from parallel3d.base.section import PathText, Problem, Problems, Section
-from parallel3d.model.config import HasHeadSize, ModelConfig, TransformerConfig
+from parallel3d.model.config import ModelConfig, TransformerConfig
 from parallel3d.model.module_cost import AttentionCost
 from parallel3d.model.parametrization import (
     Parametrization,
@@ -19,7 +19,10 @@ from parallel3d.model.parametrization import (
     parametrization_of,
 )
 from parallel3d.model.spec import CostOf, CutOver, Init, LayerSpec, ParamSpec
+from parallel3d.model.transformer_cost import EmbeddingCost
 
+Positive = Annotated[int, Field(gt=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
 _ZEROS = Init()
 TP_0, TP_1 = ("tensor",), (None, "tensor")
 """`ParamSpec.cut_over` of a parameter whose dim 0 or dim 1 tensor parallelism cuts."""
@@ -45,6 +48,14 @@ class ModelSection(Section):
     in this block then come from its config.json and may be omitted. A block: the resolved model."""
     parametrization: Parametrization = Parametrization()
     """How initial sizes, multipliers and rates follow the model's width."""
+    hidden_size: Positive
+    """Width of the residual stream."""
+    num_hidden_layers: Positive
+    """Number of transformer blocks, without the embedding and the head."""
+    vocab_size: Positive | Literal["auto"] = "auto"
+    """Rows of the embedding; "auto" takes the tokenizer's."""
+    initializer_range: float = Field(default=0.02, gt=0)
+    """Standard deviation of weights, times 1/sqrt(2 x layers) for those that feed the residual."""
 
     @model_validator(mode="after")
     def _check_parametrization(self) -> "ModelSection":
@@ -85,10 +96,8 @@ def vocab_size(config: ModelConfig) -> int:
 
 
 def head_size_of(config: ModelConfig) -> int:
-    """Return the width of one head."""
-    if isinstance(config, HasHeadSize):
-        return config.head_size
-    return config.hidden_size // config.num_attention_heads
+    """Return the width of one head; a family whose heads may be wider has `head_size`."""
+    return int(getattr(config, "head_size", config.hidden_size // config.num_attention_heads))
 
 
 def weight_inits(config: TransformerConfig) -> tuple[Init, Init]:
@@ -196,6 +205,13 @@ def table(config: TransformerConfig, name: str, rows: int, cut_over: CutOver) ->
     init, shape = Init(std=config.initializer_range), (rows, config.hidden_size)
     factors = _unless_one(scales_of(config).input)
     return ParamSpec(name, shape, cut_over, init, True, role="input", folded=factors)
+
+
+def token_embedding(config: TransformerConfig) -> LayerSpec:
+    """Return the first layer of a model whose positions enter in the attention."""
+    params = (table(config, "token.weight", vocab_size(config), TP_0),)
+    cost = EmbeddingCost(config.hidden_size)
+    return LayerSpec("embedding", params, cost, "parallel3d.models.blocks:TokenEmbedding", config)
 
 
 def _unless_one(factor: float) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ names of the Hugging Face `GPT2Config`; blocks.py has the modules.
 """
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,8 @@ from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
 from parallel3d.models.common import (
     TP_0,
     ModelSection,
+    Positive,
+    Probability,
     biased_block,
     fused_attention,
     head,
@@ -24,32 +26,22 @@ from parallel3d.models.common import (
     vocab_size,
 )
 
-Probability = Annotated[float, Field(ge=0, lt=1)]
-
 
 class Config(ModelSection):
     """The settings of one GPT model."""
 
     family: Literal["gpt"]
     """The model family: the name of a folder in models/."""
-    hidden_size: int = Field(gt=0)
-    """Width of the residual stream."""
-    num_hidden_layers: int = Field(gt=0)
-    """Number of transformer blocks, without the embedding and the head."""
-    num_attention_heads: int = Field(gt=0)
+    num_attention_heads: Positive
     """Attention heads per block; must divide hidden_size, and tp must divide it."""
-    vocab_size: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Rows of the embedding; "auto" takes the tokenizer's."""
-    max_position_embeddings: int = Field(default=1024, gt=0)
+    max_position_embeddings: Positive = 1024
     """Number of learned positions: the longest possible sequence."""
-    intermediate_size: Annotated[int, Field(gt=0)] | None = None
+    intermediate_size: Positive | None = None
     """Inner width of the MLP; null means 4 x hidden_size."""
     activation: Literal["gelu_new"] = "gelu_new"
     """The MLP's non-linearity: the tanh approximation of GELU, as in GPT-2."""
     layer_norm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the variance in every LayerNorm."""
-    initializer_range: float = Field(default=0.02, gt=0)
-    """Standard deviation of weights, times 1/sqrt(2 x layers) for those that feed the residual."""
     tie_word_embeddings: bool = True
     """Share the weight of the output projection with the token embedding."""
     embd_pdrop: Probability = 0.0

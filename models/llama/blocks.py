@@ -81,15 +81,17 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer."""
+    """One transformer layer; a family may pass its own `mlp`."""
 
-    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
+    def __init__(
+        self, config: Config, name: str, context: LayerContext, mlp: nn.Module | None = None
+    ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.norm1 = RMSNorm(size, eps)
         self.attention = Attention(config, name, context)
         self.norm2 = RMSNorm(size, eps)
-        self.mlp = MLP(config, context)
+        self.mlp = mlp or MLP(config, context)
         self.scale, self.recompute = scales_of(config).branch, context.recompute
         self.post_norm = config.post_norm
 

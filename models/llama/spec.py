@@ -14,21 +14,21 @@ from pydantic import Field, Strict, model_serializer
 from parallel3d.base.section import Problem, Section
 from parallel3d.model.module_cost import RMS_NORM, AttentionCost, MlpCost
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
-from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost, ModuleCost
+from parallel3d.model.transformer_cost import BlockCost, HeadCost, ModuleCost
 from parallel3d.models.common import (
     TP_0,
     TP_1,
     ModelSection,
+    Positive,
+    Probability,
     divisor_below,
     folded,
     head,
-    table,
+    token_embedding,
     vocab_size,
     weight_inits,
 )
 
-Positive = Annotated[int, Field(gt=0)]
-Probability = Annotated[float, Field(ge=0, lt=1)]
 LayerTypes = Annotated[tuple[Literal["full_attention", "sliding_attention"], ...], Strict(False)]
 ZEROS, ONES = Init(), Init(value=1.0)
 BRANCHES = "attention.output.", "mlp.down.", "mlp.experts.down", "mlp.shared.down."
@@ -110,10 +110,6 @@ class Config(ModelSection):
 
     family: Literal["llama"]
     """The model family: the name of a folder in models/."""
-    hidden_size: Positive
-    """Width of the residual stream."""
-    num_hidden_layers: Positive
-    """Number of transformer blocks, without the embedding and the head."""
     num_attention_heads: Positive
     """Query heads per block; tp must divide it."""
     num_key_value_heads: Positive | None = None
@@ -122,8 +118,6 @@ class Config(ModelSection):
     """Width of one head; null means hidden_size / num_attention_heads."""
     intermediate_size: Positive | None = None
     """Inner width of the MLP; null means 8/3 x hidden_size, rounded up to a multiple of 256."""
-    vocab_size: Positive | Literal["auto"] = "auto"
-    """Rows of the embedding; "auto" takes the tokenizer's."""
     max_position_embeddings: Positive = 2048
     """The longest sequence that the model is meant for; it adds no parameters."""
     rms_norm_eps: float = Field(default=1e-5, gt=0)
@@ -163,8 +157,6 @@ class Config(ModelSection):
     """Norm the outputs of attention and MLP instead of their inputs, as in OLMo 2."""
     attn_pdrop: Probability = 0.0
     """Dropout on the attention weights."""
-    initializer_range: float = Field(default=0.02, gt=0)
-    """Standard deviation of weights, times 1/sqrt(2 x layers) for those that feed the residual."""
 
     @property
     def kv_heads(self) -> int:
@@ -240,7 +232,11 @@ def layers(
     """
     blocks = [(block_of or _block)(config, i) for i in range(config.num_hidden_layers)]
     cost = HeadCost(config.hidden_size, vocab_size(config), RMS_NORM)
-    return [_embedding(config), *blocks, head(config, [norm("norm", config.hidden_size)], cost)]
+    return [
+        token_embedding(config),
+        *blocks,
+        head(config, [norm("norm", config.hidden_size)], cost),
+    ]
 
 
 def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
@@ -258,12 +254,6 @@ def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
         kinds, blocks = sorted({*config.layer_types}), config.num_hidden_layers
         settings["layer_types"] = (blocks * kinds)[:blocks]
     return settings
-
-
-def _embedding(config: Config) -> LayerSpec:
-    params = (table(config, "token.weight", vocab_size(config), TP_0),)
-    cost = EmbeddingCost(config.hidden_size)
-    return LayerSpec("embedding", params, cost, "parallel3d.models.blocks:TokenEmbedding", config)
 
 
 def _block(config: Config, number: int) -> LayerSpec:

@@ -5,14 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallel3d.models.common import scales_of
 from parallel3d.models.llama import blocks as llama
 from parallel3d.models.moe.spec import Config
 from parallel3d.tensor.collectives import copy_to_group, mean_over_group, reduce_from_group
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_parameter
 from parallel3d.tensor.experts import Experts, PartialSwiGLU, with_gradient
-from parallel3d.tensor.norm import RMSNorm
 from parallel3d.tensor.pointwise import scale
 from parallel3d.tensor.product import linear
 from parallel3d.tensor.recompute import normed
@@ -158,21 +156,16 @@ class MoE(nn.Module):
         return f"/ {self.group.size()}"
 
 
-class Block(nn.Module):
+class Block(llama.Block):
     """One transformer layer, with experts or an ordinary MLP."""
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.norm1, self.norm2 = RMSNorm(size, eps), RMSNorm(size, eps)
-        self.attention = llama.Attention(config, name, context)
         is_sparse = config.is_sparse(int(name.rpartition(".")[2]))
-        self.mlp = MoE(config, name, context) if is_sparse else llama.MLP(config, context)
-        self.scale, self.recompute = scales_of(config).branch, context.recompute
+        super().__init__(config, name, context, MoE(config, name, context) if is_sparse else None)
         # A router and its experts take their input in two places, so it is kept.
         self.recompute2 = frozenset() if is_sparse else context.recompute
 
-    def forward(self, x: Tensor, segments: Segments | None = None) -> LayerOutput:
+    def forward(self, x: Tensor, segments: Segments | None = None) -> LayerOutput:  # type: ignore[override]
         """x [batch, seq, hidden], or its part of the sequence -> the same shape, side losses."""
         # In place, because no backward needs the output of a branch.
         y = normed(self.norm1, x, self.recompute)

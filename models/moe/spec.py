@@ -14,9 +14,9 @@ from pydantic import Field
 from parallel3d.base.section import Problem
 from parallel3d.model.module_cost import ExpertsCost, MlpCost
 from parallel3d.model.spec import LayerSpec, ParamSpec
-from parallel3d.models.common import TP_1, divisor_below, weight_inits
+from parallel3d.models.common import TP_1, Positive, divisor_below, weight_inits
 from parallel3d.models.llama import spec as llama
-from parallel3d.models.llama.spec import ZEROS, Positive
+from parallel3d.models.llama.spec import ZEROS
 
 _EXPERTS_TP_2 = ("experts", None, "tensor")
 
@@ -171,17 +171,13 @@ def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
 
 
 def _block(config: Config, number: int) -> LayerSpec:
-    inner = config.inner_size
-    if config.is_sparse(number):
-        size, shared = config.expert_size, config.n_shared_experts * config.expert_size
-        divided = config.norm_topk_prob or config.router == "topk_softmax"
-        cost = ExpertsCost(config.num_experts, config.num_experts_per_tok, size, divided, shared)
-        block = llama.block(config, number, _experts(config), cost)
-    else:
-        mlp = _mlp(config, "mlp", inner)
-        block = llama.block(config, number, mlp, MlpCost(inner, gated=True))
     if not config.is_sparse(number):
-        return block
+        inner = config.inner_size
+        return llama.block(config, number, _mlp(config, "mlp", inner), MlpCost(inner, gated=True))
+    size, shared = config.expert_size, config.n_shared_experts * config.expert_size
+    divided = config.norm_topk_prob or config.router == "topk_softmax"
+    cost = ExpertsCost(config.num_experts, config.num_experts_per_tok, size, divided, shared)
+    block = llama.block(config, number, _experts(config), cost)
     share = config.num_experts_per_tok / config.num_experts
     active = (("mlp.experts.gate_up", share), ("mlp.experts.down", share))
     side_losses = [name for name, coefficient in config.side_losses.items() if coefficient]

@@ -4,29 +4,28 @@ Black et al., arXiv:2204.06745 (GPT-NeoX-20B), and Biderman et al., arXiv:2304.0
 Settings have the names of the two models' configs on the hub; blocks.py has the modules.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from parallel3d.base.section import Problem, Problems
+from parallel3d.base.section import Problem
 from parallel3d.model.module_cost import LAYER_NORM, MlpCost
 from parallel3d.model.spec import LayerSpec
-from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
+from parallel3d.model.transformer_cost import BlockCost, HeadCost
 from parallel3d.models.common import (
-    TP_0,
     ModelSection,
+    Positive,
     biased_block,
     fused_attention,
     head,
     layer_norm,
     refuse_uneven_heads,
-    table,
+    token_embedding,
     vocab_size,
 )
-
-Positive = Annotated[int, Field(gt=0)]
 
 
 class Config(ModelSection):
@@ -34,14 +33,8 @@ class Config(ModelSection):
 
     family: Literal["neox"]
     """The model family: the name of a folder in models/."""
-    hidden_size: Positive
-    """Width of the residual stream."""
-    num_hidden_layers: Positive
-    """Number of transformer blocks, without the embedding and the head."""
     num_attention_heads: Positive
     """Attention heads per block; must divide hidden_size, and tp must divide it."""
-    vocab_size: Positive | Literal["auto"] = "auto"
-    """Rows of the embedding; "auto" takes the tokenizer's."""
     max_position_embeddings: Positive = 2048
     """The longest sequence that the model is meant for; it adds no parameters."""
     intermediate_size: Positive | None = None
@@ -56,8 +49,6 @@ class Config(ModelSection):
     """Base of the rotary frequencies."""
     layer_norm_eps: float = Field(default=1e-5, gt=0)
     """Added to the variance in every LayerNorm."""
-    initializer_range: float = Field(default=0.02, gt=0)
-    """Standard deviation of weights, times 1/sqrt(2 x layers) for those that feed the residual."""
     tie_word_embeddings: bool = False
     """Share the weight of the output projection with the token embedding."""
 
@@ -76,19 +67,17 @@ class Config(ModelSection):
         """Features of each head that rotate, rounded down as in transformers."""
         return int(self.head_size * self.rotary_pct)
 
-    @model_validator(mode="after")
-    def _check(self) -> "Config":
+    def _problems(self) -> Iterator[Problem]:
         refuse_uneven_heads(self)
         heads, size, turning = self.num_attention_heads, self.head_size, self.rotary_size
         if size < 2:
             rule = "makes heads of 1 feature, but features rotate in pairs"
-            raise Problems([Problem("num_attention_heads", heads, rule, f"use {heads // 2} heads")])
-        if turning % 2 or not turning:
+            yield Problem("num_attention_heads", heads, rule, f"use {heads // 2} heads")
+        elif turning % 2 or not turning:
             rule = f"rotates {turning} of a head's {size} features, but features rotate in pairs"
             pairs = turning // 2 + 1 if turning < size else turning // 2
             remedy = f"use {ceil(2 * pairs / size * 10**4) / 10**4:g}"
-            raise Problems([Problem("rotary_pct", self.rotary_pct, rule, remedy)])
-        return self
+            yield Problem("rotary_pct", self.rotary_pct, rule, remedy)
 
 
 def layers(config: Config) -> list[LayerSpec]:
@@ -101,10 +90,5 @@ def layers(config: Config) -> list[LayerSpec]:
     block = BlockCost(config.hidden_size, LAYER_NORM, modules, parallel=parallel)
     blocks = [biased_block(config, i, block) for i in range(config.num_hidden_layers)]
     cost = HeadCost(config.hidden_size, vocab_size(config))
-    return [_embedding(config), *blocks, head(config, layer_norm("norm", config.hidden_size), cost)]
-
-
-def _embedding(config: Config) -> LayerSpec:
-    token = table(config, "token.weight", vocab_size(config), TP_0)
-    cost = EmbeddingCost(config.hidden_size)
-    return LayerSpec("embedding", (token,), cost, "parallel3d.models.blocks:TokenEmbedding", config)
+    last = head(config, layer_norm("norm", config.hidden_size), cost)
+    return [token_embedding(config), *blocks, last]

@@ -166,8 +166,11 @@ class Saver:
 
     def _start(self, write: _Write, state: dict[str, Any]) -> None:
         """Write from a copy while training continues."""
-        arrays = self._copy_state().arrays()
-        args = state | self._own_state(), arrays
+        if self._buffer is None:
+            # Kept for later saves: new memory costs more than the copy itself.
+            self._buffer = HostCopy(self._numel, pinned=self._mesh.device.type != "cpu")
+        self._buffer.fill(chunk_runs.live_tensors(self._engine, self._runs))
+        args = state | self._own_state(), self._buffer.arrays()
         self._thread = Thread(target=write, args=args, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -216,13 +219,6 @@ class Saver:
                 record("not_saved", tier="memory", reason=problem)
             self._say(f"NOT SAVED IN MEMORY: {problem}. Training continues")
         self._memory_fails = bool(problem)
-
-    def _copy_state(self) -> HostCopy:
-        if self._buffer is None:
-            # Kept for later saves: new memory costs more than the copy itself.
-            self._buffer = HostCopy(self._numel, pinned=self._mesh.device.type != "cpu")
-        self._buffer.fill(chunk_runs.live_tensors(self._engine, self._runs))
-        return self._buffer
 
     def _own_state(self) -> dict[str, object]:
         counters = self._engine.states.counters()

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
@@ -23,36 +23,21 @@ from parallel3d.mesh.mesh import Mesh, Peers
 _log = logging.getLogger(__name__)
 
 
-class ModelParallelUnit:
-    """The mesh as DeepSpeed's model-parallel unit (`mpu`).
+def model_parallel_unit(model: Peers, shards: Peers) -> SimpleNamespace:
+    """Return the mesh as DeepSpeed's model-parallel unit (`mpu`).
 
     DeepSpeed's model-parallel group is every rank that shares one copy of the model (pp x tp).
     `shards` are the ranks over which ZeRO shards, or this rank alone if nothing is sharded.
     """
-
-    def __init__(self, model: Peers, shards: Peers) -> None:
-        self._model, self._shards = model, shards
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._shards.group
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return self._shards.ranks
-
-    def get_data_parallel_rank(self) -> int:
-        return self._shards.coord
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._shards.size
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._model.group
-
-    def get_model_parallel_rank(self) -> int:
-        return self._model.coord
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._model.size
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: shards.group,
+        get_data_parallel_group_ranks=lambda: shards.ranks,
+        get_data_parallel_rank=lambda: shards.coord,
+        get_data_parallel_world_size=lambda: shards.size,
+        get_model_parallel_group=lambda: model.group,
+        get_model_parallel_rank=lambda: model.coord,
+        get_model_parallel_world_size=lambda: model.size,
+    )
 
 
 def building(
@@ -65,7 +50,9 @@ def building(
     whole stage. Parameters constructed `beside` another one share its folder on NVMe. Raise
     ConfigError if parameters cannot be offloaded to NVMe.
     """
-    _quiet_deepspeed()
+    deepspeed_logger.setLevel(logging.ERROR)
+    # DeepSpeed calls torch's collectives by their deprecated names.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     core.skip_shared_memory_operator()
     if settings.precision == "fp16":
         fp16.allow_fp16_on_cpu(mesh.device)
@@ -84,7 +71,7 @@ def building(
         mesh,
         config_dict_or_path=settings.deepspeed_config(mesh.shards.size),
         # No dtype: DeepSpeed 0.19.8 turns an explicit fp32 into bf16 on devices without fp16.
-        mpu=ModelParallelUnit(mesh.model, mesh.shards),
+        mpu=model_parallel_unit(mesh.model, mesh.shards),
         param_swapper=swapper,
     )
     return sharding
@@ -136,9 +123,3 @@ def swap_folder(parameter: nn.Parameter) -> Path | None:
     swapper = getattr(parameter, "nvme_swapper", None)
     # DeepSpeed appends zero_stage_3/<type>params/rank<n>.
     return None if swapper is None else Path(swapper.swap_folder).parents[2]
-
-
-def _quiet_deepspeed() -> None:
-    deepspeed_logger.setLevel(logging.ERROR)
-    # DeepSpeed calls torch's collectives by their deprecated names.
-    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)

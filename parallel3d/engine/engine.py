@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.engine import op_builds, swap
-from parallel3d.engine.construction import ModelParallelUnit, building, make_folder, swap_folder
+from parallel3d.engine.construction import building, make_folder, model_parallel_unit, swap_folder
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import GatheredWeights, Layers
 from parallel3d.engine.optimizer_states import OptimizerStates, masters_of, places_of
@@ -136,7 +136,7 @@ class Engine:
                 model=self._module,
                 optimizer=optimizer,
                 config=settings.deepspeed_config(shards.size, sum(h.elements for h in self.held)),
-                mpu=ModelParallelUnit(model, shards),
+                mpu=model_parallel_unit(model, shards),
                 dist_init_required=False,
             )
         self._check_groups()
@@ -221,13 +221,11 @@ class Engine:
     def _run(self, stage: int, *inputs: Tensor | None, hooks: bool) -> Tensor:
         self.wait_for_weights(stage)
         options = self._options if self._module.training else {}
-        if not hooks:
-            output: Tensor = self._module.stages(stage, *inputs, **options)
-            return output
-        if self._traces:
+        if hooks and self._traces:
             self._traces.begin(stage, "forward")
-        output = self._deepspeed(stage, *inputs, **options)
-        if self._module.training and self._weights is None:
+        run = self._deepspeed if hooks else self._module.stages
+        output: Tensor = run(stage, *inputs, **options)
+        if hooks and self._module.training and self._weights is None:
             self._counters.save(self._module, stage)
         return output
 
@@ -355,8 +353,7 @@ class Engine:
         DeepSpeed would compute a wrong gradient norm, and then hang.
         """
         optimizer = self._deepspeed.optimizer
-        groups = optimizer.fp16_groups if hasattr(optimizer, "fp16_groups") else None
-        num_groups = len(groups if groups is not None else optimizer.bit16_groups)
+        num_groups = len(getattr(optimizer, "fp16_groups", None) or optimizer.bit16_groups)
         counts = [int(row[0]) for row in self.mesh.gather_floats([num_groups])]
         if len(set(counts)) > 1:
             raise ConfigError(
@@ -383,7 +380,7 @@ class ForwardEngine:
             self._deepspeed, *_ = deepspeed.initialize(
                 model=stages,
                 config=settings.deepspeed_config(mesh.shards.size),
-                mpu=ModelParallelUnit(mesh.model, mesh.shards),
+                mpu=model_parallel_unit(mesh.model, mesh.shards),
                 dist_init_required=False,
             )
             self._run = self._deepspeed

@@ -96,8 +96,7 @@ class EngineSettings:
     @property
     def reduce_bucket_size(self) -> int:
         """The number of elements that are reduced at a time."""
-        size: int = self.zero_options.get("reduce_bucket_size", _BUCKET)
-        return size
+        return int(self.zero_options.get("reduce_bucket_size", _BUCKET))
 
     @cached_property
     def reduces_once(self) -> bool:
@@ -117,9 +116,8 @@ class EngineSettings:
     @property
     def reduces_in_backward(self) -> bool:
         """True if a stage's last backward reduces the buckets that it fills."""
-        overlap = self.zero_options.get("overlap_comm")
-        overlaps: bool = self.shards_parameters if overlap is None else overlap
-        return self.runs_without_hooks and overlaps
+        overlaps = self.zero_options.get("overlap_comm", self.shards_parameters)
+        return self.runs_without_hooks and bool(overlaps)
 
     def deepspeed_config(self, dp_size: int, elements: int | None = None) -> dict[str, object]:
         """Return the config for DeepSpeed, which shards over `dp_size` ranks.

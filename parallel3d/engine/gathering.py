@@ -31,32 +31,34 @@ class GatheredWeights:
 
     def __init__(self, engine: Any, layers: Layers) -> None:
         self._layers = {
-            stage: [list(dict.fromkeys(layer.parameters())) for layer in of_stage]
+            stage: [list[Any](dict.fromkeys(layer.parameters())) for layer in of_stage]
             for stage, of_stage in layers.items()
         }
-        self._coming: dict[int, list[Any]] = {}
+        # Of each gathered stage the gathers that were not waited for yet.
+        self._coming: dict[int, deque[Any]] = {}
         self._holders: Counter[nn.Parameter] = Counter()
-        self._gathered: set[int] = set()
         engine.optimizer.parameter_offload._remove_module_hooks()
 
     def gather(self, stage: int) -> None:
         """Start to gather a stage's weights, one collective per layer; collective over dp."""
-        assert stage not in self._gathered, f"stage {stage} is already gathered"
-        self._gathered.add(stage)
-        handles: list[Any] = []
-        self._coming[stage] = handles
+        assert stage not in self._coming, f"stage {stage} is already gathered"
+        handles = self._coming[stage] = deque[Any]()
         for parameters in self._layers[stage]:
-            sharded = [p for p in parameters if not self._holders[p] and _is_sharded(p)]
+            sharded = [
+                p
+                for p in parameters
+                if not self._holders[p] and p.ds_status is ZeroParamStatus.NOT_AVAILABLE
+            ]
             swapped = [p for p in sharded if nvme.is_on_nvme(p)]
             in_memory: dict[Any, list[Any]] = {}  # by group: experts have fewer ranks
             for p in sharded:
                 if not nvme.is_on_nvme(p):
-                    in_memory.setdefault(p.ds_process_group, []).append(p)  # type: ignore[attr-defined]
+                    in_memory.setdefault(p.ds_process_group, []).append(p)
             handles.extend(map(_start_gather, in_memory.values()))
             while swapped:  # as many at a time as there are free swap buffers
-                swapper: Any = swapped[0].nvme_swapper  # type: ignore[attr-defined]
+                swapper = swapped[0].nvme_swapper
                 batch = swapped[: max(1, swapper.available_swap_in_buffers())]
-                batch[0].all_gather_coalesced(batch).wait()  # type: ignore[attr-defined]
+                batch[0].all_gather_coalesced(batch).wait()
                 if not get_accelerator().is_synchronized_device():
                     # The next read from NVMe must not overwrite what is still being copied.
                     get_accelerator().current_stream().synchronize()
@@ -66,20 +68,19 @@ class GatheredWeights:
 
     def wait(self, stage: int) -> None:
         """Wait for a stage's weights; work that is queued afterwards may use them."""
-        assert stage in self._gathered, f"stage {stage} has no weights: it needs a GATHER first"
-        coming = deque(self._coming.pop(stage, ()))
-        while coming:  # frees each layer's buffer as soon as its weights are copied out
-            coming.popleft().wait()
+        assert stage in self._coming, f"stage {stage} has no weights: it needs a GATHER first"
+        while self._coming[stage]:  # frees a layer's buffer as soon as its weights are copied out
+            self._coming[stage].popleft().wait()
 
     def release(self, stage: int) -> None:
         """Free a stage's gathered weights, but not the shards."""
         self.wait(stage)
-        self._gathered.discard(stage)
+        del self._coming[stage]
         for parameters in self._layers[stage]:
             for parameter in parameters:
                 self._holders[parameter] -= 1
                 if not self._holders[parameter]:
-                    parameter.partition()  # type: ignore[attr-defined]
+                    parameter.partition()
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,3 @@ def _start_gather(parameters: Sequence[Any]) -> Any:
         parameter.ds_status = ZeroParamStatus.INFLIGHT
     work = all_gather_single(buffer.flatten(), shards, group=group, async_op=True)
     return _Gather(parameters, buffer, work)
-
-
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    return parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -64,8 +65,7 @@ class OptimizerStates:
         self.kinds = optimizers.kinds(optimizer)
         self._zero3 = hasattr(self._zero, "fp16_groups")
         places = places_of(self._zero, held)
-        groups = sorted({place.group for place in places})
-        self._blocks = [[place for place in places if place.group == group] for group in groups]
+        self._blocks = [list(block) for _, block in groupby(places, lambda place: place.group)]
         self.blocks = tuple(tuple(place.piece for place in block) for block in self._blocks)
 
     def kinds_of(self, held: HeldParameter) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ class Reduction:
         finally:
             self._last = None
 
-    def on_input_grad(self, stage: int, index: int) -> None:
+    def on_input_grad(self, stage: int, index: int, grad: Tensor) -> None:
         """Reduce later layers if they fill a bucket; autograd calls it in a stage's backward.
 
         The input of layer `index` has its gradient, so all later layers are complete. The layer
@@ -239,11 +239,10 @@ def start_all_reduce(
     Return a function that waits for it and writes the sums into the tensors.
     """
     flat = torch.cat([t.reshape(-1) for t in tensors]).to(dtype or tensors[0].dtype)
-    work = dist.all_reduce(flat, group=group, async_op=True)
+    work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
 
     def finish() -> None:
-        if work is not None:
-            work.wait()
+        work.wait()
         for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(total.view_as(tensor))
 

@@ -88,7 +88,5 @@ def is_local(address: str) -> bool:
 
 def interface_of(address: str) -> str:
     """Return the name of the network interface that has an address; "" if none has."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return str(name)
-    return ""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, own in interfaces if address in (a.address for a in own)), "")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
+from math import prod
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -26,6 +27,7 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.mesh.transfer import Transfer, all_gather_single
 
+_DIVIDED = ("pp", "dp", "ep", "cp", "tp")  # the axes if ep is one: dp has ep neighbours at a time
 _BACKSTOP = 15.0  # seconds for the arbiter to name a late rank first
 
 
@@ -109,26 +111,23 @@ class Mesh:
         self._grid = torch.arange(sizes.ranks).view(sizes)
         place = dict(zip(AXES, (self._grid == self.rank).nonzero()[0].tolist(), strict=True))
         self.coords: tuple[int, ...] = tuple(place[axis] for axis in sizes.shown)
-        groups = self._groups = {
-            axis: self._split(self._rows(axis), axis) for axis in AXES if axis != "cp"
-        }
-        groups["model"] = self._split(self._rows("pp", "tp"), "model")
-        groups["world"] = self._split(self._grid.view(1, -1), "world")
-        groups["self"] = self._split(self._grid.view(-1, 1), "self")
-        groups["cp"] = self._split(self._rows("cp"), "cp") if sizes.cp > 1 else groups["self"]
-        self._groups = groups = {axis: groups[axis] for axis in AXES} | groups
-        peers = {name: Peers.of(group) for name, group in groups.items()}
-        self.pipeline, self.samples, self.context, self.tensor = (peers[axis] for axis in AXES)
-        self.replicas = self.shards = self._over("dp cp", "dp", "cp")
-        self.model, self.world, self.alone = (peers[name] for name in ("model", "world", "self"))
-        self.experts, self.expert_replicas, self.whole_model = self.alone, self.replicas, self.model
+        self._divided = self._grid.view(sizes.pp, sizes.dp // ep, ep, sizes.cp, sizes.tp)
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._of_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self.alone = self._along("self")
+        self.pipeline, self.samples = self._along("pp", "pp"), self._along("dp", "dp", "ep")
+        self.context, self.tensor = self._along("cp", "cp"), self._along("tp", "tp")
+        self.model = self.whole_model = self._along("model", "pp", "tp", own=True)
         if ep > 1:
-            self._divide_experts(ep)
+            self.whole_model = self._along("ep model", "pp", "ep", "tp", own=True)
+        self.world = self._along("world", *_DIVIDED)
+        self.replicas = self.shards = self._along("dp cp", "dp", "ep", "cp")
+        self.experts = self._along("ep", "ep", own=ep > 1)
+        self.expert_replicas = self._along("ep replicas", "dp", "cp")
         # One group per direction, so that gradients do not queue behind activations.
-        self._backward = groups["pp"]
+        self._backward = self.pipeline.group
         if sizes.pp > 1:
-            pipes = self._grid.flatten(1).t()
-            self._backward = self._split(pipes, "pp backward", shared=False)
+            self._backward = self._split(self._rows("pp"), "pp backward", shared=False)
         self._join_aside()
         self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         self._transfer_timeout: timedelta | None = None
@@ -144,39 +143,23 @@ class Mesh:
         other._join_aside()
         return other
 
-    def _divide_experts(self, ep: int) -> None:
-        """Set the roles of ranks that hold other experts, and the same ones."""
-        pp, dp, cp, tp = self._grid.shape
-        grid = self._grid.view(pp, dp // ep, ep, cp, tp)
-        for role, name, dims in (
-            ("experts", "ep", (2,)),
-            ("expert_replicas", "ep replicas", (1, 3)),
-            ("whole_model", "ep model", (0, 2, 4)),
-        ):
-            rows = grid.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims)).flatten(0, -2)
-            if rows.shape[1] == 1:
-                setattr(self, role, self.alone)
-                continue
-            group = self._split(rows, name)
-            if group is not dist.group.WORLD:
-                self._groups[name] = group
-            setattr(self, role, Peers.of(group))
-
     def _rows(self, *axes: str) -> torch.Tensor:
-        """Return the ranks of each group along `axes`, in the order of AXES: [groups, ranks]."""
-        dims = [AXES.index(axis) for axis in axes]
-        last = self._grid.movedim(dims, [*range(-len(dims), 0)])
-        return last.flatten(-len(dims)).flatten(0, -2)
+        """Return the ranks of each group along axes of `_DIVIDED`: [groups, ranks]."""
+        across = [dim for dim, axis in enumerate(_DIVIDED) if axis not in axes]
+        along = [dim for dim, axis in enumerate(_DIVIDED) if axis in axes]
+        sizes = [self._divided.shape[dim] for dim in along]
+        return self._divided.permute(*across, *along).reshape(-1, prod(sizes))
 
-    def _over(self, name: str, *axes: str) -> Peers:
-        """Return the ranks along several axes; the group of one of them, if the others are 1."""
-        sizes = dict(zip(AXES, self._grid.shape, strict=True))
-        longer = [axis for axis in axes if sizes[axis] > 1]
-        if len(longer) < 2:
-            return Peers.of(self._groups[(longer or axes)[0]])
-        group = self._groups.get(name) or self._split(self._rows(*axes), name)
-        if group is not dist.group.WORLD:
-            self._groups[name] = group
+    def _along(self, name: str, *axes: str, own: bool = False) -> Peers:
+        """Return the ranks along axes of `_DIVIDED`.
+
+        `own`: their messages do not queue behind those of a group that has the same ranks.
+        """
+        sizes = zip(_DIVIDED, self._divided.shape, strict=True)
+        longer = tuple(axis for axis, size in sizes if axis in axes and size > 1)
+        known = None if own else self._of_axes.get(longer)
+        group = self._groups[name] = known or self._split(self._rows(*longer), name)
+        self._of_axes.setdefault(longer, group)
         return Peers.of(group)
 
     def _split(self, ranks: torch.Tensor, name: str, shared: bool = True) -> dist.ProcessGroup:
@@ -204,11 +187,11 @@ class Mesh:
         name = group.group_name
         if name == self._backward.group_name:
             name = self.pipeline.group.group_name
-        axes = [axis for axis, known in self._groups.items() if known.group_name == name]
-        if len(axes) > 1:
-            axes = [axes[0], *(["world"] if "world" in axes else [])]
+        names = [own for own, known in self._groups.items() if known.group_name == name]
+        if "world" in names[1:] and names[0] in AXES:
+            return f"{names[0]}=world"
         pairs = [known.group_name for known in self._pairs.values() if known is not None]
-        return "=".join(axes) or ("ends" if name in pairs else "other")
+        return names[0] if names else "ends" if name in pairs else "other"
 
     @property
     def backend(self) -> str:
@@ -219,15 +202,13 @@ class Mesh:
         """Start sending to another pipeline coordinate, at this rank's place of its stage."""
         group = self._pipe(pp_coord - self.pipeline.coord)
         work = dist.isend(tensor, group=group, tag=tag, group_dst=pp_coord)
-        assert work is not None
-        return Transfer(work, self._transfer_timeout)
+        return Transfer.of(work, self._transfer_timeout)
 
     def irecv(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> Transfer:
         """Post a receive into `tensor` from another pipeline coordinate."""
         group = self._pipe(self.pipeline.coord - pp_coord)
         work = dist.irecv(tensor, group=group, tag=tag, group_src=pp_coord)
-        assert work is not None
-        return Transfer(work, self._transfer_timeout)
+        return Transfer.of(work, self._transfer_timeout)
 
     @property
     def places(self) -> list[int]:
@@ -288,7 +269,7 @@ class Mesh:
 
         Collective over the world, before `set_timeouts`.
         """
-        return self.replicas if self.tensor.size == 1 else self._over("stage", "dp", "cp", "tp")
+        return self._along("stage", "dp", "ep", "cp", "tp")
 
     def set_timeouts(self, seconds: float) -> None:
         """Let all communication fail after `seconds`; 0 means a week.
@@ -338,15 +319,9 @@ class Mesh:
         `aside`: use a separate gloo group, for threads beside training; a rank that waits there
         still handles signals.
         """
-        device = torch.device("cpu") if aside else self.device
-        data = _bytes_of(text).to(device)
-        length = torch.tensor([len(data)], device=device)
-        sizes = [int(n) for n in self._gather(length, aside)]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-        padded[: len(data)] = data
-        gathered = self._gather(padded, aside) if max(sizes) else [padded] * len(sizes)
-        parts = (t[:n].cpu().numpy() for t, n in zip(gathered, sizes, strict=True))
-        return [part.tobytes().decode() for part in parts]
+        group = self._aside if aside else self.world.group
+        data = _bytes_of(text).to("cpu" if aside else self.device)
+        return [part.cpu().numpy().tobytes().decode() for part in self._gather_parts(data, group)]
 
     def broadcast_text(self, text: str, source: int = 0) -> str:
         """Return the text of the rank `source` on every rank, over gloo."""
@@ -360,40 +335,37 @@ class Mesh:
 
     def send_aside(self, data: torch.Tensor, rank: int) -> Transfer:
         """Start sending host memory to a rank, over the group of `gather_texts(aside=True)`."""
-        work = dist.isend(data, rank, self._aside)
-        assert work is not None
-        return Transfer(work, STARTUP_TIMEOUT)
+        return Transfer.of(dist.isend(data, rank, self._aside), STARTUP_TIMEOUT)
 
     def receive_aside(self, out: torch.Tensor, rank: int) -> None:
         """Receive what a rank sends with `send_aside`, in its order, into host memory."""
-        work = dist.irecv(out, rank, self._aside)
-        assert work is not None
-        Transfer(work, STARTUP_TIMEOUT).wait()
-
-    def _gather(self, tensor: torch.Tensor, aside: bool = False) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self.world.size)]
-        if aside:
-            _wait(dist.all_gather(gathered, tensor, self._aside, async_op=True))
-        else:
-            dist.all_gather(gathered, tensor)
-        return gathered
+        Transfer.of(dist.irecv(out, rank, self._aside), STARTUP_TIMEOUT).wait()
 
     def all_gather(self, part: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
         """Concatenate the peers' parts of a tensor along `dim`, where their sizes may differ."""
-        group, size = peers.group, peers.size
-        if size == 1:
+        if peers.size == 1:
             return part
-        lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(size)]
-        dist.all_gather(lengths, lengths[0].new_tensor([part.shape[dim]]), group=group)
-        longest = max(int(n) for n in lengths)
+        return torch.cat(self._gather_parts(part, peers.group, dim), dim)
+
+    def _gather_parts(
+        self, part: torch.Tensor, group: dist.ProcessGroup, dim: int = 0
+    ) -> list[torch.Tensor]:
+        """Return the parts of all ranks of a group, whose sizes along `dim` may differ."""
+        own = torch.tensor([part.shape[dim]], device=part.device)
+        lengths = [int(length) for length in self._gather(own, group)]
         shape = [*part.shape]
-        shape[dim] = longest
+        shape[dim] = max(lengths)
         padded = part.new_zeros(shape)
         padded.narrow(dim, 0, part.shape[dim]).copy_(part)
-        gathered = [torch.empty_like(padded) for _ in range(size)]
-        dist.all_gather(gathered, padded, group=group)
-        parts = [t.narrow(dim, 0, int(n)) for t, n in zip(gathered, lengths, strict=True)]
-        return torch.cat(parts, dim)
+        gathered = self._gather(padded, group) if padded.numel() else [padded] * len(lengths)
+        return [t.narrow(dim, 0, length) for t, length in zip(gathered, lengths, strict=True)]
+
+    def _gather(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+        work = dist.all_gather(gathered, tensor, group, async_op=group is self._aside)
+        if work is not None:
+            _wait(work)
+        return gathered
 
     @pulse.waiting("at a barrier")
     def barrier(self) -> None:
@@ -427,7 +399,7 @@ class Mesh:
         """
         if dist.is_initialized():
             dist.destroy_process_group()
-        for name in (*ROLES, "_groups", "_pairs", "_backward", "_aside"):
+        for name in (*ROLES, "_groups", "_of_axes", "_pairs", "_backward", "_aside"):
             vars(self).pop(name, None)
 
 

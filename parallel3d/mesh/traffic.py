@@ -68,9 +68,8 @@ class Traffic(TorchDispatchMode):
     def _count(self, operator: str, args: tuple[object, ...]) -> None:
         operation = next((v for k, v in _NAMES.items() if k in operator), operator)
         group = next(filter(None, map(_group, args)), None)
-        if group is None or group.size() == 1:
-            return
-        if self._operations and operation not in self._operations:
+        is_left_out = self._operations and operation not in self._operations
+        if group is None or group.size() == 1 or is_left_out:
             return
         name = self._mesh.name_of(group)
         calls = self._calls.setdefault((name, operation), Calls(name, group.size(), operation))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Self
 
 import torch.distributed as dist
 
@@ -15,6 +16,12 @@ class Transfer:
 
     work: dist.Work
     timeout: timedelta | None
+
+    @classmethod
+    def of(cls, work: dist.Work | None, timeout: timedelta | None) -> Self:
+        """Return what torch has started; it starts nothing on a rank outside the group."""
+        assert work is not None
+        return cls(work, timeout)
 
     def wait(self) -> None:
         """Wait until the transfer is done; RuntimeError if the peer dies or is silent too long."""

@@ -55,15 +55,6 @@ class TransformerConfig(ModelConfig, Protocol):
 
 
 @runtime_checkable
-class HasHeadSize(Protocol):
-    """A config whose heads may be wider or narrower than hidden_size / num_attention_heads."""
-
-    @property
-    def head_size(self) -> int:
-        """Width of one head."""
-
-
-@runtime_checkable
 class HasKeyValueHeads(Protocol):
     """A config with grouped queries."""
 

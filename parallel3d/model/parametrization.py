@@ -5,13 +5,14 @@ guide of Cerebras and EleutherAI; over depth CompleteP's (arXiv:2505.01618, tabl
 factors are relative to a base model, where each is 1 and the parametrisation is the standard one.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import sqrt
 from typing import Annotated, Literal, NamedTuple, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from parallel3d.base.section import Problem, Problems, Section
+from parallel3d.base.section import Problem, Section
 from parallel3d.model.config import ModelConfig
 
 Role = Literal["input", "hidden", "output", "vector", "router", "balance"]
@@ -42,17 +43,15 @@ class Parametrization(Section):
     output_multiplier: _Factor = 1.0
     """Multiplies the logits, besides base_width/hidden_size; a constant to tune at base_width."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "Parametrization":
+    def _problems(self) -> Iterator[Problem]:
         if self.type == "mup" and self.base_width is None:
             rule = "is missing: rates are relative to a base model"
             remedy = "set it to the hidden_size at which they were tuned"
-            raise Problems([Problem("base_width", None, rule, remedy)])
+            yield Problem("base_width", None, rule, remedy)
         for name, field in type(self).model_fields.items() if self.type == "standard" else ():
             if (value := getattr(self, name)) != field.default:
                 rule, remedy = 'has no effect with type = "standard"', 'use "mup", or remove it'
-                raise Problems([Problem(name, value, rule, remedy)])
-        return self
+                yield Problem(name, value, rule, remedy)
 
 
 STANDARD = Parametrization()

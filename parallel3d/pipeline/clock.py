@@ -2,15 +2,15 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 
 from parallel3d.schedule.schedule import Action, Span
 
 _TRIES = 5  # attempts to read two clocks at the same moment
-_CLOSE = 2e-5  # seconds that one such reading may take
 
 
 class Timed(Protocol):
@@ -22,14 +22,10 @@ class Timed(Protocol):
 @contextmanager
 def timing(*parts: Timed) -> Iterator[None]:
     """Set `timed` on all parts inside the context."""
-    before = [part.timed for part in parts]
-    for part in parts:
-        part.timed = True
-    try:
+    with ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(patch.object(part, "timed", True))
         yield
-    finally:
-        for part, was in zip(parts, before, strict=True):
-            part.timed = was
 
 
 class DeviceClock:
@@ -77,13 +73,8 @@ class DeviceClock:
 def _unix_minus_process_time() -> float:
     """Return Unix time minus `time.perf_counter`.
 
-    Several attempts, because the process may be suspended between reading the two clocks.
+    The quickest of several readings counts, because the process may be suspended in one.
     """
-    best, offset = float("inf"), 0.0
-    for _ in range(_TRIES):
-        before, unix, after = time.perf_counter(), time.time(), time.perf_counter()
-        if after - before < best:
-            best, offset = after - before, unix - (before + after) / 2
-        if best < _CLOSE:
-            break
-    return offset
+    readings = [(time.perf_counter(), time.time(), time.perf_counter()) for _ in range(_TRIES)]
+    before, unix, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return unix - (before + after) / 2

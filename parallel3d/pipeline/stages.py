@@ -1,7 +1,7 @@
 """Build and initialise the layers of this rank's stages (floor 4)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -63,7 +63,7 @@ class Stages(nn.Module):
         labels: Tensor | None = None,
         segments: Segments | None = None,
         weights: Tensor | None = None,
-        on_input_grad: Callable[[int, int], None] | None = None,
+        on_input_grad: Callable[[int, int, Tensor], None] | None = None,
     ) -> StageOutput:
         """Run a stage: token ids [batch, seq] or activations -> activations, or the loss.
 
@@ -73,18 +73,16 @@ class Stages(nn.Module):
           evaluation each token's loss [batch, seq].
         - `segments`: the documents to keep apart in attention.
         - `weights` [batch, seq]: return the sum of the losses times these instead of the mean.
-        - `on_input_grad`: called in the backward with the stage and the index of a layer whose
-          input has its gradient; the gradients of all later layers are then complete.
+        - `on_input_grad`: called in the backward with the stage, the index of a layer whose input
+          has its gradient, and that; the gradients of all later layers are then complete.
         """
         layers = list(self.stages[str(stage)].children())
         last = layers.pop() if labels is not None else None
         side_losses: list[tuple[str, SideLoss]] = []
-        hooks: AbstractContextManager[None] = nullcontext()
-        if self._on_host:
-            hooks = self._on_host.hooks()
+        hooks = self._on_host.hooks() if self._on_host else nullcontext()
         for index, layer in enumerate(layers):
             if index and on_input_grad and x.requires_grad:
-                x.register_hook(partial(_call_hook, on_input_grad, stage, index))
+                x.register_hook(partial(on_input_grad, stage, index))
             with hooks if x.requires_grad else nullcontext():  # the embedding saves only token ids
                 if layer in self._recompute and torch.is_grad_enabled():
                     # Dropout masks depend only on their place, so no generator state is saved.
@@ -114,10 +112,6 @@ class Stages(nn.Module):
         )
         side_losses.extend(own.items())
         return x
-
-
-def _call_hook(hook: Callable[[int, int], None], stage: int, index: int, gradient: Tensor) -> None:
-    hook(stage, index)
 
 
 @dataclass(frozen=True)
@@ -186,12 +180,10 @@ def build_stages(
     ]
     held = _tie(layers, modules, held)
     originals = tied_names(layers)
-    for h in held:
-        if seed is None:
-            break
+    for h in held if seed is not None else ():
         with writing(h.parameter) as (shard, start), torch.no_grad():
             # The second copy of a tied weight starts as the first, whose name seeds it.
-            fill(shard, start, h.spec, originals.get(h.name, h.name), h.cut, seed)
+            fill(shard, start, h.spec, originals.get(h.name, h.name), h.cut, key.seed)
     by_stage = {s: [modules[layers[i].name] for i in placement[s]] for s in own_stages}
     inner = {layer.name for layer in layers[1:-1]}
     for name in inner & modules.keys():

@@ -63,9 +63,10 @@ class CausalAttention(nn.Module):
         self.dropout.seed(q.device)
         is_cut = self.window is not None and self.window < q.shape[2]
         if segments is not None or is_cut or self.sinks is not None:
-            dropout, window = self.dropout.active_p, self.window
-            how = dropout, self.scale, window, self.sinks, self.ring
-            return attend_documents(q, k, v, segments, *how)
+            p = self.dropout.active_p
+            return attend_documents(
+                q, k, v, segments, p, self.scale, self.window, self.sinks, self.ring
+            )
         y = F.scaled_dot_product_attention(
             q,
             k,

@@ -8,7 +8,7 @@ section 4.2.2).
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -112,9 +112,8 @@ def _each_sample(
     (benchmarks/upstream/gloo_coalesced.py).
     """
     outs, xs = (t.view(-1, t.shape[-2] * t.shape[-1]) for t in (out, x))
-    if len(xs) == 1:
-        return [collective(outs[0], xs[0], group=group, async_op=async_op)]
-    if x.is_meta or dist.get_backend(group) == "gloo":  # torch cannot coalesce meta tensors
+    # torch cannot coalesce meta tensors.
+    if len(xs) == 1 or x.is_meta or dist.get_backend(group) == "gloo":
         return [
             collective(sample_out, sample, group=group, async_op=async_op)
             for sample_out, sample in zip(outs, xs, strict=True)
@@ -142,7 +141,10 @@ def sequence_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 class Context(Protocol):
-    """The context that torch passes to the forward and backward of an autograd.Function."""
+    """The context that torch passes to the forward and backward of an autograd.Function.
+
+    A forward may set further attributes, which its own backward reads.
+    """
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -153,31 +155,36 @@ class Context(Protocol):
     def mark_dirty(self, *inputs: Tensor) -> None:
         """Declare that the forward overwrites these inputs."""
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute that the forward has set."""
 
-class _G(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.mark_dirty(x)
-        return start_all_reduce(x, group, async_op=False).result
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute for the backward."""
 
 
-class _GroupContext(Context, Protocol):
-    group: dist.ProcessGroup
+class Conjugate(torch.autograd.Function):
+    """A function of a tensor whose backward is another function.
 
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _GroupContext, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter_sequence(x, group)
+    That gets the gradient, and the tensors that are `kept` for it. A function that returns its
+    argument has overwritten it.
+    """
 
     @staticmethod
-    def backward(ctx: _GroupContext, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather_sequence(grad, ctx.group), None
+    def forward(
+        ctx: Context, x: Tensor, function: Callable[[Tensor], Tensor],
+        of_gradient: Callable[..., Tensor], *kept: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.of_gradient = of_gradient
+        ctx.save_for_backward(*kept)
+        y = function(x)
+        if y is x:
+            ctx.mark_dirty(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors
+        return ctx.of_gradient(grad, *kept), None, None, *(None for _ in kept)
 
 
 def reduce_from_group(
@@ -194,26 +201,15 @@ def reduce_from_group(
 
 @graph_break("a collective of tensor parallelism")
 def _across(x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
-    return (_ReduceScatter if sequence_parallel else _G).apply(x, group)
-
-
-class _SplitContext(_GroupContext, Protocol):
-    sequence_parallel: bool
-
-
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: _SplitContext, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool
-    ) -> Tensor:
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        return all_gather_sequence(x, group) if sequence_parallel else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: _SplitContext, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.sequence_parallel:
-            return reduce_scatter_sequence(grad, ctx.group), None, None
-        return all_reduce(grad, ctx.group), None, None
+    if not sequence_parallel:
+        return Conjugate.apply(
+            x, lambda x: start_all_reduce(x, group, async_op=False).result, lambda grad: grad
+        )
+    return Conjugate.apply(
+        x,
+        lambda x: reduce_scatter_sequence(x, group),
+        lambda grad: all_gather_sequence(grad, group),
+    )
 
 
 @graph_break("a collective of tensor parallelism")
@@ -223,7 +219,15 @@ def copy_to_group(x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool =
     Under sequence parallelism, all-gather forward and reduce-scatter backward:
     [..., seq / tp, size] -> [..., seq, size].
     """
-    return x if group.size() == 1 else _CopyTo.apply(x, group, sequence_parallel)
+    if group.size() == 1:
+        return x
+    if not sequence_parallel:
+        return Conjugate.apply(x, lambda x: x.view_as(x), lambda grad: all_reduce(grad, group))
+    return Conjugate.apply(
+        x,
+        lambda x: all_gather_sequence(x, group),
+        lambda grad: reduce_scatter_sequence(grad, group),
+    )
 
 
 @graph_break("a collective of context parallelism")
@@ -239,18 +243,9 @@ def mean_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return x + (all_reduce(own, group) / group.size() - own)
 
 
-class _SumOverGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _GroupContext, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: _GroupContext, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.group), None
-
-
-@graph_break("a collective of tensor parallelism")
 def sum_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over the group; each rank uses the sum for another part: all-reduce in both passes."""
-    return x if group.size() == 1 else _SumOverGroup.apply(x, group)
+    """Sum over the group; each rank uses the sum for another part: all-reduce in both passes.
+
+    The sum overwrites `x`, as in `reduce_from_group`.
+    """
+    return copy_to_group(reduce_from_group(x, group), group)

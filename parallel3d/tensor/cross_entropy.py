@@ -23,7 +23,7 @@ def sum_rows(logits: Tensor, here: Tensor, top: Tensor, picked: Tensor, total: T
     - `total`: the sum of exp(logit - maximum).
 
     `here` [tokens] is the label's column, any valid one if this rank does not have it. The logits
-    are overwritten: afterwards only `gradient_from_exponentials` may use them.
+    are overwritten: afterwards only `gradient_of` may use them.
     """
     if compiles_pointwise():
         for out, values in zip((top, picked, total), _rows(logits, here), strict=True):
@@ -35,39 +35,27 @@ def sum_rows(logits: Tensor, here: Tensor, top: Tensor, picked: Tensor, total: T
     torch.sum(logits.exp_(), -1, out=total)
 
 
-def gradient_from_exponentials(
-    logits: Tensor, top: Tensor, factor: Tensor, here: Tensor, outside: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return the gradient by the logits that `sum_rows` has overwritten, in their memory.
+def gradient_of(
+    logits: Tensor, top: Tensor, factor: Tensor | None, here: Tensor, outside: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Return the gradient by the logits, p - 1 at the label and p elsewhere, in their memory.
 
-    It is p - 1 at the label and p elsewhere. `top` is from `sum_rows`; exponentials times `factor`
-    [tokens] are probabilities. 1 is subtracted before rounding to `dtype`: in bf16 any p above
-    0.998 rounds to 1.
+    - `factor` [tokens]: `sum_rows` has overwritten the logits, and has returned `top`; exponentials
+      times `factor` are probabilities.
+    - None: the logits are from `prepare_logits`, and `top` is their logsumexp.
+
+    1 is subtracted before rounding to `dtype`: in bf16 any p above 0.998 rounds to 1.
     """
     if compiles_pointwise():
         _put_gradient(logits, top, factor, here, outside)
         return logits
-    return _less_one_at(logits.mul_(factor.unsqueeze(-1)), here, outside).to(dtype)
-
-
-def gradient_from_logits(
-    logits: Tensor, normaliser: Tensor, here: Tensor, outside: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return the gradient by logits from `prepare_logits`, in their memory if compiled.
-
-    `normaliser` [tokens] is their logsumexp.
-    """
-    if compiles_pointwise():
-        _put_gradient(logits, normaliser, None, here, outside)
-        return logits
-    probabilities = logits.sub_(normaliser.unsqueeze(-1)).exp_()
-    return _less_one_at(probabilities, here, outside).to(dtype)
-
-
-def _less_one_at(probabilities: Tensor, here: Tensor, outside: Tensor) -> Tensor:
-    """Turn probabilities into the gradient by the logits, in place."""
+    if factor is None:
+        probabilities = logits.sub_(top.unsqueeze(-1)).exp_()
+    else:
+        probabilities = logits.mul_(factor.unsqueeze(-1))
     hit = (~outside).to(probabilities.dtype).unsqueeze(-1)
-    return probabilities.scatter_add_(-1, here.unsqueeze(-1), -hit)
+    return probabilities.scatter_add_(-1, here.unsqueeze(-1), -hit).to(dtype)
 
 
 @pointwise

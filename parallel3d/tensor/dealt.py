@@ -8,8 +8,8 @@ never holds more than two ranks' shares.
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cache, lru_cache
-from typing import Any, NamedTuple, Protocol
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
-from parallel3d.tensor.collectives import Context, Pending
+from parallel3d.tensor.collectives import Conjugate, Context, Pending
 from parallel3d.tensor.compiled import graph_break
 from parallel3d.tensor.segments import Dealt
 
@@ -39,7 +39,9 @@ def attend_dealt(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if is_fused(q.device, dealt.block, ring):
-        gathered: Tensor = _Gather.apply(k, v, dealt)  # [tokens, 2, heads of k, size]
+        gathered: Tensor = Conjugate.apply(
+            torch.stack((k, v), 1), partial(_gather, dealt=dealt), partial(_scatter, dealt=dealt)
+        )  # [tokens, 2, heads of k, size], in the order of the flattened batch
         with _gather_again(gathered, k, v, dealt):
             y, logsumexp = at_once(q, gathered, dealt, scale, window)
     else:
@@ -150,10 +152,6 @@ def _flat(x: Tensor, like: Tensor) -> Tensor:
     return x.flatten(0, 1).transpose(0, 1).to(like.dtype).contiguous()
 
 
-class _AttendContext(Context, Protocol):
-    how: tuple[Dealt, float, int | None, bool]
-
-
 class _Attend(torch.autograd.Function):
     """Attention, and the logarithm of the sum of each query's exponentials [tokens here, heads].
 
@@ -163,7 +161,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _AttendContext, q: Tensor, k: Tensor, v: Tensor, dealt: Dealt, scale: float,
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, dealt: Dealt, scale: float,
         window: int | None, ring: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return outputs [tokens here, heads, size] and logsumexp; k, v [tokens here, kv, size]."""
@@ -194,9 +192,7 @@ class _Attend(torch.autograd.Function):
         return y, logsumexp
 
     @staticmethod
-    def backward(
-        ctx: _AttendContext, grad: Tensor, grad_logsumexp: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k and v; keys and values come once more, in the same parts."""
         q, k, v, y, logsumexp, *kept = ctx.saved_tensors
         dealt, scale, window, ring = ctx.how
@@ -259,27 +255,6 @@ def _pass_on(x: Tensor, dealt: Dealt) -> Pending:
     arriving = torch.empty_like(x)
     work = dist.all_to_all_single(arriving, x, received, sent, group=group, async_op=True)
     return Pending(arriving, [work])
-
-
-class _GatherContext(Context, Protocol):
-    dealt: Dealt
-
-
-class _Gather(torch.autograd.Function):
-    """Keys and values of the tokens here [tokens here, heads, size] -> those of all tokens.
-
-    The result is [tokens, 2, heads, size], in the order of the flattened batch.
-    """
-
-    @staticmethod
-    def forward(ctx: _GatherContext, k: Tensor, v: Tensor, dealt: Dealt) -> Tensor:
-        ctx.dealt = dealt
-        return _gather(torch.stack((k, v), 1), dealt)
-
-    @staticmethod
-    def backward(ctx: _GatherContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        own = _scatter(grad, ctx.dealt)
-        return own[:, 0], own[:, 1], None
 
 
 def _gather(own: Tensor, dealt: Dealt) -> Tensor:

@@ -76,10 +76,8 @@ def _has_kernel(device: torch.device) -> bool:
 @cache
 def _kernel() -> Any:
     """Return torch's function, or None before torch 2.12 (no grouped queries)."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
+    from torch.nn.attention.varlen import varlen_attn  # it takes seconds
+
     parameters = signature(varlen_attn).parameters
     return varlen_attn if {"enable_gqa", "window_size"} <= parameters.keys() else None
 

@@ -85,10 +85,7 @@ class Dropout(nn.Module):
         like = x.new_ones((len(x), dealt.seq // parts, x.shape[-1]))
         factors = []
         for part in range(parts):
-            if over is None or part == over.rank():
-                self.seed(x.device)
-            else:
-                self.key.seed_generator(self.place, part, x.device)
+            self.key.seed_generator(self.place, part, x.device)
             factors.append(torch.native_dropout(like, self.p, True)[0])
         if over is not None:
             places = sequence_part(places, over, -1)

@@ -9,19 +9,17 @@ are marked `ParamSpec.partial`, and a loss that every rank computes alike counts
 from collections.abc import Callable
 from itertools import pairwise
 from math import ceil
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.tensor.collectives import Context
+from parallel3d.tensor.collectives import Conjugate, Context
 from parallel3d.tensor.compiled import graph_break
 from parallel3d.tensor.cut import cut_of, cut_parameter
 from parallel3d.tensor.pointwise import swiglu
-from parallel3d.tensor.product import linear
-from parallel3d.tensor.weight_gradients import compute_or_defer
+from parallel3d.tensor.product import Product, linear
 
 _ALIGNMENT = 16  # bytes; torch's grouped product needs strides that are multiples of it
 
@@ -51,8 +49,7 @@ class PartialSwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> this rank's part of the sum [..., size]."""
-        y: Tensor = self.down(swiglu(self.gate_up(x)))
-        return y
+        return self.down(swiglu(self.gate_up(x)))
 
 
 class Experts(nn.Module):
@@ -89,14 +86,13 @@ class Experts(nn.Module):
         k = chosen.shape[1]
         # Stable, so that a sum over an expert's tokens has one order on every mesh.
         order = chosen.flatten().sort(stable=True).indices  # [tokens * k]
-        place = torch.empty_like(order)  # where each row goes: the inverse permutation
-        place[order] = torch.arange(len(order), device=x.device)
+        place = _inverse(order)  # where each row goes
         ends = counts.cumsum(0)
         if self.capacity is not None and self.training:
             first = (ends - counts).index_select(0, chosen.flatten())
             weights = weights * (place - first < self.limit(len(order))).view_as(weights)
         ends = ends.to(torch.int32)
-        rows = _Dispatch.apply(x, order, place, k)  # [tokens * k, size]
+        rows = _dispatch(x, order, place, k)  # [tokens * k, size]
         weights = weights.flatten().index_select(0, order).unsqueeze(-1).to(rows.dtype)
         if self.owners is None:
             inner = swiglu(_grouped_linear(rows, self.gate_up, ends))  # [tokens * k, inner / tp]
@@ -104,8 +100,7 @@ class Experts(nn.Module):
             meanwhile()
         else:
             rows = self._sent_to_owners(rows, counts, self.owners, meanwhile) * weights
-        y: Tensor = _Combine.apply(rows, order, place, k)
-        return y  # [tokens, size]
+        return _combine(rows, order, place, k)  # [tokens, size]
 
     @graph_break("exchanges whose sizes are known at run time")
     def _sent_to_owners(
@@ -124,11 +119,10 @@ class Experts(nn.Module):
         experts = torch.arange(counts.shape[1], device=rows.device).repeat(owners.size())
         experts = experts.repeat_interleave(received.flatten(), output_size=len(rows))
         order = experts.sort(stable=True).indices  # by expert, and each one's rows by their rank
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=rows.device)
+        place = _inverse(order)
         ends = received.sum(0).cumsum(0).to(torch.int32)
-        inner = swiglu(_grouped_linear(_Dispatch.apply(rows, order, place, 1), self.gate_up, ends))
-        rows = _Combine.apply(_grouped_linear(inner, self.down, ends), order, place, 1)
+        inner = swiglu(_grouped_linear(_dispatch(rows, order, place, 1), self.gate_up, ends))
+        rows = _combine(_grouped_linear(inner, self.down, ends), order, place, 1)
         back = exchange.reversed()
         rows = back.start(rows)
         back.wait()
@@ -157,8 +151,7 @@ class _Exchange:
 
     def start(self, rows: Tensor) -> Tensor:
         """Return the tensor that the rows of the other ranks arrive in; `wait` before reading."""
-        arriving: Tensor = _AllToAll.apply(rows, self)
-        return arriving
+        return Conjugate.apply(rows, self.send, self._send_back)
 
     def send(self, rows: Tensor) -> Tensor:
         """Start the exchange, without autograd."""
@@ -168,6 +161,12 @@ class _Exchange:
         )
         return arriving
 
+    def _send_back(self, grad: Tensor) -> Tensor:
+        back = self.reversed()
+        grad = back.send(grad)
+        back.wait()
+        return grad
+
     def wait(self) -> None:
         """Wait for the rows."""
         if self._work is not None:
@@ -175,26 +174,9 @@ class _Exchange:
             self._work = None  # it would keep both tensors until the backward
 
 
-class _ExchangeContext(Context, Protocol):
-    exchange: _Exchange
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _ExchangeContext, rows: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.send(rows)
-
-    @staticmethod
-    def backward(ctx: _ExchangeContext, grad: Tensor) -> tuple[Tensor, None]:
-        back = ctx.exchange.reversed()
-        grad = back.send(grad)
-        back.wait()
-        return grad, None
-
-
-class _OrderContext(Context, Protocol):
-    k: int
+def _inverse(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _scatter(x: Tensor, order: Tensor, k: int) -> Tensor:
@@ -209,63 +191,33 @@ def _gather(rows: Tensor, place: Tensor, k: int) -> Tensor:
     return F.embedding_bag(place.view(-1, k), rows, mode="sum")  # one pass, in the order of k
 
 
-class _Dispatch(torch.autograd.Function):
-    """Its backward is `_Combine`'s forward, which adds in a fixed order, unlike an index_add."""
-
-    @staticmethod
-    def forward(ctx: _OrderContext, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.k = k
-        return _scatter(x, order, k)
-
-    @staticmethod
-    def backward(ctx: _OrderContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather(grad, ctx.saved_tensors[0], ctx.k), None, None, None
+def _dispatch(x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+    """Return each token k times, in order; the gradient adds in a fixed order, unlike torch's."""
+    return Conjugate.apply(
+        x, lambda x: _scatter(x, order, k), lambda grad, place: _gather(grad, place, k), place
+    )
 
 
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _OrderContext, rows: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.k = k
-        return _gather(rows, place, k)
-
-    @staticmethod
-    def backward(ctx: _OrderContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _scatter(grad, ctx.saved_tensors[0], ctx.k), None, None, None
-
-
-class _GroupedContext(Context, Protocol):
-    weight: Tensor
-
-
-class _GroupedLinear(torch.autograd.Function):
-    """x @ weight[e].T for each expert's rows, with the parameter itself saved, as in `_Linear`."""
-
-    @staticmethod
-    def forward(ctx: _GroupedContext, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        ctx.weight = weight
-        return grouped_product(x, weight.flatten(1, -2).mT, ends)
-
-    @staticmethod
-    def backward(ctx: _GroupedContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, ends = ctx.saved_tensors
-        grad, shape = grad.contiguous(), weight.shape
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grouped_product(grad, weight.flatten(1, -2), ends)
-        if ctx.needs_input_grad[1]:
-            grad_weight = compute_or_defer(
-                ctx.weight, lambda: grouped_product(grad.mT, x, ends).view(shape)
-            )
-        return grad_x, grad_weight, None
+def _combine(rows: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+    """Return the sum of each token's k rows."""
+    return Conjugate.apply(
+        rows,
+        lambda rows: _gather(rows, place, k),
+        lambda grad, order: _scatter(grad, order, k),
+        order,
+    )
 
 
 @graph_break("products whose sizes are known at run time")
 def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows [rows, in] by their experts' weights [experts, ..., out, in] -> [rows, out]."""
-    return _GroupedLinear.apply(x, weight, ends)
+    return Product.apply(
+        x,
+        weight,
+        lambda x, weight: grouped_product(x, weight.flatten(1, -2).mT, ends),
+        lambda grad, weight: grouped_product(grad.contiguous(), weight.flatten(1, -2), ends),
+        lambda grad, x: grouped_product(grad.contiguous().mT, x, ends),
+    )
 
 
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:

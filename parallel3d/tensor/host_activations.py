@@ -85,8 +85,4 @@ class HostActivations:
             saved.uses += 1
             return lambda: like.set_(saved.take(), *place)
 
-        def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
-            """Return the tensor that was packed."""
-            return packed if isinstance(packed, Tensor) else packed()
-
-        return saved_tensors_hooks(pack, unpack)
+        return saved_tensors_hooks(pack, lambda x: x if isinstance(x, Tensor) else x())

@@ -5,7 +5,6 @@ Backward then recomputes the logits of each, which adds a third to the head's pr
 """
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,12 +17,7 @@ from parallel3d.tensor.collectives import (
     all_reduce,
     reduce_scatter_sequence,
 )
-from parallel3d.tensor.cross_entropy import (
-    gradient_from_exponentials,
-    gradient_from_logits,
-    prepare_logits,
-    sum_rows,
-)
+from parallel3d.tensor.cross_entropy import gradient_of, prepare_logits, sum_rows
 from parallel3d.tensor.cut import even_split
 from parallel3d.tensor.weight_gradients import compute_or_defer, in_place_sum
 
@@ -39,14 +33,6 @@ def local_ids(tokens: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     return (tokens - start).masked_fill(outside, 0), outside
 
 
-class _LossContext(Context, Protocol):
-    weight: Tensor
-    group: dist.ProcessGroup
-    sequence_parallel: bool
-    in_parts: bool
-    most_rows: int
-
-
 class _Loss(torch.autograd.Function):
     """-log softmax(x @ weight.T) at the label, in fp32.
 
@@ -57,7 +43,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _LossContext, x: Tensor, weight: Tensor, labels: Tensor, start: int, most_rows: int,
+        ctx: Context, x: Tensor, weight: Tensor, labels: Tensor, start: int, most_rows: int,
         group: dist.ProcessGroup, sequence_parallel: bool,
     ) -> Tensor:  # fmt: skip
         """Return the loss of each label, [...] like `labels`.
@@ -84,14 +70,12 @@ class _Loss(torch.autograd.Function):
         if ctx.in_parts:
             ctx.save_for_backward(x, weight, here, outside, highest + total.log())
         elif any(ctx.needs_input_grad):
-            gradient = gradient_from_exponentials(
-                logits, top, scale / total, here, outside, x.dtype
-            )
+            gradient = gradient_of(logits, top, scale / total, here, outside, x.dtype)
             ctx.save_for_backward(x, weight, gradient)
         return (total.log() - picked).view(labels.shape)
 
     @staticmethod
-    def backward(ctx: _LossContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         backward = _in_parts if ctx.in_parts else _at_once
         grad_x, grad_weight = backward(ctx, grad.flatten().unsqueeze(-1))
         if grad_x is not None:
@@ -101,7 +85,7 @@ class _Loss(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None, None
 
 
-def _at_once(ctx: _LossContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _at_once(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients by x and weight from the saved gradient by the logits.
 
     `grad` [tokens, 1] is that by the losses. It multiplies tensors of the hidden size, not of the
@@ -111,15 +95,13 @@ def _at_once(ctx: _LossContext, grad: Tensor) -> tuple[Tensor | None, Tensor | N
     grad_x = (gradient @ weight).mul_(grad) if ctx.needs_input_grad[0] else None
     grad_weight = None
     if ctx.needs_input_grad[1]:
-
-        def product() -> Tensor:
-            return gradient.t() @ _times(_full_input(ctx, x), grad)
-
-        grad_weight = compute_or_defer(ctx.weight, product)
+        grad_weight = compute_or_defer(
+            ctx.weight, lambda: gradient.t() @ _times(_full_input(ctx, x), grad)
+        )
     return grad_x, grad_weight
 
 
-def _in_parts(ctx: _LossContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _in_parts(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients by x and weight, recomputing the logits of each chunk.
 
     `grad` [tokens, 1] is that by the losses. The weight's gradient cannot be deferred, because its
@@ -138,9 +120,7 @@ def _in_parts(ctx: _LossContext, grad: Tensor) -> tuple[Tensor | None, Tensor | 
         grad_weight = torch.empty_like(weight, dtype=sums)
     for part in _parts(len(rows), ctx.most_rows):
         logits = _logits(rows[part], weight)
-        gradient = gradient_from_logits(
-            logits, normaliser[part], here[part], outside[part], x.dtype
-        )
+        gradient = gradient_of(logits, normaliser[part], None, here[part], outside[part], x.dtype)
         del logits  # in fp32 it is the same memory, in bf16 twice as much
         if grad_x is not None:
             torch.mul(gradient @ weight, grad[part], out=grad_x[part])
@@ -160,7 +140,7 @@ def _parts(tokens: int, vocab: int) -> Iterator[slice]:
     return (slice(first, min(first + step, tokens)) for first in range(0, tokens, step))
 
 
-def _full_input(ctx: _LossContext, x: Tensor) -> Tensor:
+def _full_input(ctx: Context, x: Tensor) -> Tensor:
     """Return the input of all tokens, [tokens, size]."""
     return (all_gather_sequence(x, ctx.group) if ctx.sequence_parallel else x).flatten(0, -2)
 

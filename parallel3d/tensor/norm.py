@@ -57,7 +57,7 @@ class WidthNorm(nn.Module):
         """x [..., heads here, size] -> the same shape."""
         wide = x.flatten(-2).float()  # [..., heads here * size]
         mean = sum_over_group(wide.square().mean(-1, keepdim=True), self.group) / self.group.size()
-        # The parameter itself where it can be: see `product._Linear`.
+        # The parameter itself where it can be: see `product.Product`.
         weight = self.weight if self.cut else self.weight.narrow(0, self.first, wide.shape[-1])
         return ((wide * (mean + self.eps).rsqrt()).to(x.dtype) * weight).view_as(x)
 

@@ -6,7 +6,6 @@ Their backward overlaps collectives with products, and can defer the weights' gr
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.tensor.collectives import (
+    Context,
     Pending,
     all_gather_sequence,
     start_all_gather,
@@ -21,64 +21,63 @@ from parallel3d.tensor.collectives import (
     start_reduce_scatter,
 )
 from parallel3d.tensor.compiled import graph_break
-from parallel3d.tensor.recompute import SavingContext, save, saved
+from parallel3d.tensor.recompute import save, saved
 from parallel3d.tensor.weight_gradients import compute_or_defer, is_deferring
 
-
-class _LinearContext(SavingContext, Protocol):
-    weight: Tensor
+Bilinear = Callable[[Tensor, Tensor], Tensor]
 
 
-class _Linear(torch.autograd.Function):
-    """x @ weight.T with the *parameter itself* saved for backward.
+class Product(torch.autograd.Function):
+    """A product of x and a weight with the *parameter itself* saved for backward.
 
     torch saves a view of the weight, which keeps its storage alive: under ZeRO-3 the gathered
     weights of the whole stage would stay in memory until the backward, although they are released.
-    Operands are cast to `dtype` for the product, and saved as they are.
+
+    - `product`: of x and the weight.
+    - `to_input`, `to_weight`: the gradients of the two, of the output's gradient and the other one.
     """
 
     @staticmethod
-    def forward(ctx: _LinearContext, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Context, x: Tensor, weight: Tensor, product: Bilinear, to_input: Bilinear,
+        to_weight: Bilinear,
+    ) -> Tensor:  # fmt: skip
         save(ctx, x, weight)
         ctx.weight = weight  # recomputation would save another tensor in its place
-        return x.to(dtype) @ weight.flatten(0, -2).t().to(dtype)  # [..., fused * out]
+        ctx.to_input, ctx.to_weight = to_input, to_weight
+        return product(x, weight)
 
     @staticmethod
-    def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = saved(ctx)
+        to_weight, shape = ctx.to_weight, weight.shape
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight.flatten(0, -2).to(grad.dtype)).to(x.dtype)
+            grad_x = ctx.to_input(grad, weight).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            shape = weight.shape
-            grad_weight = compute_or_defer(
-                ctx.weight, lambda: _weight_gradient(grad, x.to(grad.dtype)).view(shape)
-            )
-        return grad_x, grad_weight, None
+            grad_weight = compute_or_defer(ctx.weight, lambda: to_weight(grad, x).view(shape))
+        return grad_x, grad_weight, None, None, None
 
 
 def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Multiply x [..., in] by weight [out, in] or [fused, out, in] -> [..., fused * out].
 
-    The product is computed in `dtype`, or in that of x.
+    The product is computed in `dtype`, or in that of x; its operands are saved as they are.
     """
     dtype = dtype or x.dtype
-    if (
-        torch.compiler.is_compiling()
-    ):  # blocks are compiled only where weights are not released or gradients deferred
+    # Blocks are compiled only where weights are not released or gradients deferred.
+    if torch.compiler.is_compiling():
         return F.linear(x.to(dtype), weight.flatten(0, -2).to(dtype))
-    return _Linear.apply(x, weight, dtype)
+    return Product.apply(
+        x,
+        weight,
+        lambda x, weight: x.to(dtype) @ weight.flatten(0, -2).t().to(dtype),
+        lambda grad, weight: grad @ weight.flatten(0, -2).to(grad.dtype),
+        lambda grad, x: _weight_gradient(grad, x.to(grad.dtype)),
+    )
 
 
 Rows = tuple[int, int] | None  # the rows [start, stop) of a weight that are used; None: all
-
-
-class _ColumnContext(SavingContext, Protocol):
-    group: dist.ProcessGroup
-    sequence_parallel: bool
-    overlap: bool
-    rows: Sequence[Rows]
-    weights: tuple[Tensor, ...]
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -92,7 +91,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _ColumnContext, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool,
+        ctx: Context, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool,
         overlap: bool, rows: Sequence[Rows], *weights: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         save(ctx, x, *weights)
@@ -102,7 +101,7 @@ class _ColumnLinear(torch.autograd.Function):
         return tuple(full_x @ _used(w, r).t() for w, r in zip(weights, rows, strict=True))
 
     @staticmethod
-    def backward(ctx: _ColumnContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients by the input and each weight from those by the outputs."""
         x, *weights = saved(ctx)
         group, split, async_op = ctx.group, ctx.sequence_parallel, ctx.overlap

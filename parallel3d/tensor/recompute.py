@@ -1,7 +1,7 @@
 """Parts of a layer whose results are computed again in the backward instead of being saved."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,6 @@ from parallel3d.tensor.collectives import Context
 _ALIASES = 3  # the most modules whose ZeRO-3 hooks pass on an alias of the kept tensor
 
 
-class SavingContext(Context, Protocol):
-    """The context of a product; `source` has saved its input, if that is recomputed."""
-
-    source: Context | None
-
-
-class _KeepContext(Context, Protocol):
-    storage: StorageWeakRef
-
-
 class _Keep(torch.autograd.Function):
     """A tensor that is saved here, for the product that follows (`save`).
 
@@ -31,7 +21,7 @@ class _Keep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: _KeepContext, x: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.storage = StorageWeakRef(x.untyped_storage())
         return x.view_as(x)
@@ -46,10 +36,9 @@ def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return function(x)
     # Dropout masks depend only on their place, so no generator state is saved.
-    y: Tensor = checkpoint(
+    return checkpoint(
         lambda x: _Keep.apply(function(x)), x, use_reentrant=False, preserve_rng_state=False
     )
-    return y
 
 
 def normed(norm: nn.Module, x: Tensor, recompute: frozenset[str], before: str = "") -> Tensor:
@@ -58,8 +47,7 @@ def normed(norm: nn.Module, x: Tensor, recompute: frozenset[str], before: str = 
     `before`: the sub-layer that takes it, which saves its input if it is itself recomputed.
     """
     again = "layernorm" in recompute and before not in recompute
-    y: Tensor = recomputed(norm, x) if again else norm(x)
-    return y
+    return recomputed(norm, x) if again else norm(x)
 
 
 def activated(
@@ -72,8 +60,11 @@ def activated(
     return recomputed(activation, up(x)) if "mlp_act" in recompute else activation(up(x))
 
 
-def save(ctx: SavingContext, x: Tensor, *weights: Tensor) -> None:
-    """Save a product's input and weights for its backward; an input that is recomputed is saved."""
+def save(ctx: Context, x: Tensor, *weights: Tensor) -> None:
+    """Save a product's input and weights for its backward; an input that is recomputed is saved.
+
+    Then `ctx.source` is the context that has saved the input, else None.
+    """
     node: Any = x.grad_fn
     for _ in range(_ALIASES):
         if getattr(node, "_forward_cls", None) is _Keep or not getattr(node, "next_functions", ()):
@@ -84,6 +75,6 @@ def save(ctx: SavingContext, x: Tensor, *weights: Tensor) -> None:
     ctx.save_for_backward(*(() if ctx.source else (x,)), *weights)
 
 
-def saved(ctx: SavingContext) -> tuple[Tensor, ...]:
+def saved(ctx: Context) -> tuple[Tensor, ...]:
     """Return the input and the weights that `save` saved. It recomputes an input only once."""
     return (*ctx.source.saved_tensors, *ctx.saved_tensors) if ctx.source else ctx.saved_tensors

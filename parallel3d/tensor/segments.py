@@ -1,6 +1,6 @@
 """The bounds of documents in samples whose attention stays within a document."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -114,13 +114,11 @@ class Segments(NamedTuple):
     def on(self, device: torch.device) -> "Segments":
         """Return the segments with their tensors copied to a device, without waiting."""
 
-        def moved(tensor: Tensor) -> Tensor:
-            pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+        def moved(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            pinned = value.pin_memory() if device.type == "cuda" else value
             return pinned.to(device, non_blocking=True)
 
-        dealt = self.dealt
-        if dealt is not None:
-            tensors = {n: moved(v) for n, v in dealt._asdict().items() if isinstance(v, Tensor)}
-            dealt = Dealt(**(dealt._asdict() | tensors))
-        positions, bounds = moved(self.positions), moved(self.bounds)
-        return self._replace(positions=positions, bounds=bounds, dealt=dealt)
+        dealt = None if self.dealt is None else Dealt(*map(moved, self.dealt))
+        return Segments(moved(self.positions), moved(self.bounds), self.lengths, dealt)

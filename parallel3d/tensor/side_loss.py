@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel3d.tensor.collectives import Context
+from parallel3d.tensor.collectives import Conjugate
 
 
 class SideLoss(NamedTuple):
@@ -71,20 +71,9 @@ def sum_side_losses(side_losses: list[tuple[str, SideLoss]]) -> SideLosses:
     return SideLosses(total, values)
 
 
-class _Alias(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Tensor:
-        return grad
-
-
 def alias(x: Tensor) -> Tensor:
     """Return `x` as another tensor with the same data and gradient.
 
     If the data of the alias is replaced, `x` keeps its own as long as a backward needs it.
     """
-    aliased: Tensor = _Alias.apply(x)
-    return aliased
+    return Conjugate.apply(x, lambda x: x.detach(), lambda grad: grad)

@@ -96,7 +96,7 @@ def test_nccl_splits_an_axis_in_one_round_of_the_world(nccl):
     assert Counter(name for name, _, _ in nccl) == {"split_group": 7, "new_group": 1}
     splits = {options["group_desc"]: (args, options) for name, args, options in nccl[:-2]}
     splits["ends"] = nccl[-1][1:]
-    assert list(splits) == ["pp", "dp", "tp", "model", "self", "pp backward", "ends"]
+    assert list(splits) == ["self", "pp", "dp", "tp", "model", "pp backward", "ends"]
     grid = torch.arange(WORLD).view(SIZES)
     for desc, ((parent, ranks), options) in splits.items():
         assert parent is dist.group.WORLD

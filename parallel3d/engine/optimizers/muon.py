@@ -4,12 +4,13 @@ The update of a matrix is its momentum with all singular values moved towards 1.
 how the whole matrix is assembled, and why the update equals that of one process.
 """
 
+from collections.abc import Iterator
 from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict, model_validator
+from pydantic import BeforeValidator, Field, Strict
 
-from parallel3d.base.section import Problem, Problems, Section
+from parallel3d.base.section import Problem, Section
 from parallel3d.model.matrices import NewtonSchulz
 from parallel3d.model.optimizers import MATRIX, State
 from parallel3d.model.parametrization import Role
@@ -86,17 +87,15 @@ class Params(Section):
     eps: float = Field(default=1e-8, gt=0)
     """Added to the square root of AdamW's second moment."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "Params":
+    def _problems(self) -> Iterator[Problem]:
         name = self.coefficients if isinstance(self.coefficients, str) else "list"
         if name == "list" and not self.coefficients:
             rule, remedy = "has no triple", "use [3.4445, -4.775, 2.0315]"
-            raise Problems([Problem("coefficients", self.coefficients, rule, remedy)])
-        if not _converges(self.polynomials):
+            yield Problem("coefficients", self.coefficients, rule, remedy)
+        elif not _converges(self.polynomials):
             rule = "makes a singular value between 0 and 1 grow beyond 2, or shrink to nothing"
             remedy = 'use "jordan", or coefficients whose polynomial maps 0..1 to about 1'
-            raise Problems([Problem("coefficients", self.coefficients, rule, remedy)])
-        return self
+            yield Problem("coefficients", self.coefficients, rule, remedy)
 
     @property
     def polynomials(self) -> tuple[Triple, ...]:

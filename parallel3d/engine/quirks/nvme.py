@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 from deepspeed.runtime.zero import partition_parameters
@@ -78,38 +79,37 @@ def copy_out_of_buffers() -> None:
     checkpointing saved for the backward would change.
     """
     for kind in (partition_parameters.NoGatherHandle, partition_parameters.NoGatherCoalescedHandle):
-        if not hasattr(kind.__init__, "__wrapped__"):
-            kind.__init__ = _copying(kind.__init__)
+        _wrap(kind, "__init__", _make_and_copy)
 
 
-def _copying(make: Callable[..., None]) -> Callable[..., None]:
-    @wraps(make)
-    def make_and_copy(handle: object, params: Any) -> None:
-        make(handle, params)
-        for param in params if isinstance(params, list) else [params]:
-            if is_on_nvme(param) and param.data.data_ptr() == param.ds_tensor.data.data_ptr():
-                param.data = param.data.clone()
+def _make_and_copy(make: Callable[..., None], handle: object, params: Any) -> None:
+    make(handle, params)
+    for param in params if isinstance(params, list) else [params]:
+        if is_on_nvme(param) and param.data.data_ptr() == param.ds_tensor.data.data_ptr():
+            param.data = param.data.clone()
 
-    return make_and_copy
+
+def _wrap(kind: Any, name: str, function: Callable[..., Any]) -> None:
+    """Let `function` stand for a method, which it gets first; once for the process."""
+    method = getattr(kind, name)
+    if not hasattr(method, "__wrapped__"):
+        setattr(kind, name, wraps(method)(lambda *args: function(method, *args)))
 
 
 def refuse_small_buffers() -> None:
     """Raise ConfigError if a parameter's shard does not fit into a swap buffer."""
-    if hasattr(_ParamSwapper.get_buffer, "__wrapped__"):
-        return
-    get_buffer = _ParamSwapper.get_buffer
+    _wrap(_ParamSwapper, "get_buffer", _get_buffer_or_refuse)
 
-    @wraps(get_buffer)
-    def get_buffer_or_refuse(swapper: Any, param: nn.Parameter, numel: int) -> Tensor:
-        if numel > swapper.elements_per_buffer:
-            raise ConfigError(
-                f"zero_optimization.offload_param.buffer_size = {swapper.elements_per_buffer}: "
-                f"smaller than a parameter's shard of {numel} elements; use at least {numel}"
-            )
-        buffer: Tensor = get_buffer(swapper, param, numel)
-        return buffer
 
-    _ParamSwapper.get_buffer = get_buffer_or_refuse
+def _get_buffer_or_refuse(
+    get_buffer: Callable[..., Tensor], swapper: Any, param: nn.Parameter, numel: int
+) -> Tensor:
+    if numel > swapper.elements_per_buffer:
+        raise ConfigError(
+            f"zero_optimization.offload_param.buffer_size = {swapper.elements_per_buffer}: "
+            f"smaller than a parameter's shard of {numel} elements; use at least {numel}"
+        )
+    return get_buffer(swapper, param, numel)
 
 
 def refuse_unlockable_memory(aio_handle: Any) -> None:
@@ -117,17 +117,14 @@ def refuse_unlockable_memory(aio_handle: Any) -> None:
 
     All swap buffers are allocated by this class. Ordinary users may often lock only 8 MiB.
     """
-    if hasattr(aio_handle.new_cpu_locked_tensor, "__wrapped__"):
-        return
-    allocate = aio_handle.new_cpu_locked_tensor
+    _wrap(aio_handle, "new_cpu_locked_tensor", _allocate_or_refuse)
 
-    @wraps(allocate)
-    def allocate_or_refuse(handle: object, num_elements: int, example: Tensor) -> Tensor:
-        _check_lockable(num_elements * example.element_size())
-        buffer: Tensor = allocate(handle, num_elements, example)
-        return buffer
 
-    aio_handle.new_cpu_locked_tensor = allocate_or_refuse
+def _allocate_or_refuse(
+    allocate: Callable[..., Tensor], handle: object, num_elements: int, example: Tensor
+) -> Tensor:
+    _check_lockable(num_elements * example.element_size())
+    return allocate(handle, num_elements, example)
 
 
 def _check_lockable(num_bytes: int) -> None:
@@ -154,12 +151,8 @@ def _check_lockable(num_bytes: int) -> None:
 @contextmanager
 def swapping_small_tensors(num_bytes: int) -> Iterator[None]:
     """Swap tensors of `num_bytes` or more; DeepSpeed keeps those below 1 MiB in memory."""
-    modules = (optimizer_utils, partitioned_param_swapper)
-    limits = [m.MIN_AIO_BYTES for m in modules]
-    for module in modules:
-        module.MIN_AIO_BYTES = num_bytes
-    try:
+    with (
+        patch.object(optimizer_utils, "MIN_AIO_BYTES", num_bytes),
+        patch.object(partitioned_param_swapper, "MIN_AIO_BYTES", num_bytes),
+    ):
         yield
-    finally:
-        for module, limit in zip(modules, limits, strict=True):
-            module.MIN_AIO_BYTES = limit

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -11,14 +12,6 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor
 
 PART = 2**25  # elements of each of the two buffers: 64 MiB in bf16
-
-
-class _Buffer(NamedTuple):
-    """A host buffer: `mark` is called after a copy from it starts, `wait` waits for that copy."""
-
-    memory: Tensor
-    wait: Callable[[], object]
-    mark: Callable[[], object]
 
 
 def copy_weights_in_parts(optimizer: ZeROOptimizer, device: torch.device) -> None:
@@ -30,7 +23,7 @@ def copy_weights_in_parts(optimizer: ZeROOptimizer, device: torch.device) -> Non
     DeepSpeed itself.
     """
     copy_at_once = optimizer._reassign_or_swap_out_partitioned_parameters
-    buffers: list[_Buffer] = []
+    buffers: list[tuple[Tensor, Any]] = []
     sent = 0
 
     def send(group: int) -> None:
@@ -49,28 +42,22 @@ def copy_weights_in_parts(optimizer: ZeROOptimizer, device: torch.device) -> Non
             longest = max(optimizer.fp16_partitioned_groups_flat_numel)
             buffers.extend(_buffer(min(PART, longest), target) for _ in range(2))
         for new, old in zip(source.data.split(PART), target.data.split(PART), strict=True):
-            memory, wait, mark = buffers[sent % 2]
+            memory, copied = buffers[sent % 2]
             sent += 1
-            wait()
+            copied.synchronize()
             staged = memory[: len(new)].copy_(new)
             # On the stream of the next step's gathers, so they run after it.
             old.copy_(staged, non_blocking=True)
-            mark()
+            copied.record()
         optimizer._unflatten_partitioned_parameters(group)
 
     optimizer._reassign_or_swap_out_partitioned_parameters = send
 
 
-def _buffer(size: int, like: Tensor) -> _Buffer:
-    if like.device.type == "cpu":  # copies are synchronous there
-        return _Buffer(torch.empty(size, dtype=like.dtype), _nothing, _nothing)
-    copied = torch.get_device_module(like.device).Event()
-    memory = torch.empty(size, dtype=like.dtype, pin_memory=True)
-    return _Buffer(memory, copied.synchronize, copied.record)
-
-
-def _nothing() -> None:
-    """Do nothing: copies on a CPU are synchronous."""
+def _buffer(size: int, like: Tensor) -> tuple[Tensor, Any]:
+    """Return a host buffer, and the event after the last copy from it, which a CPU needs not."""
+    memory = torch.empty(size, dtype=like.dtype, pin_memory=like.device.type != "cpu")
+    return memory, torch.get_device_module(like.device).Event()
 
 
 @contextmanager
@@ -98,13 +85,12 @@ def asking_before_update(
         infinite = torch.full_like(norm, math.inf)
         return [infinite] if is_zero3 else infinite
 
-    setattr(optimizer, name, judged)
-    optimizer._update_scale = lambda overflow=False: None if refused else update_scale(overflow)
-    try:
+    def update(overflow: bool = False) -> None:
+        if not refused:
+            update_scale(overflow)
+
+    with patch.object(optimizer, name, judged), patch.object(optimizer, "_update_scale", update):
         yield refused
-    finally:
-        setattr(optimizer, name, compute)
-        optimizer._update_scale = update_scale
 
 
 def group_of(optimizer: ZeROOptimizer, index: int) -> int:
@@ -119,19 +105,14 @@ def leave_unclipped(optimizer: ZeROOptimizer, groups: Collection[int]) -> None:
 
     def unscale(which: int | list[Tensor], norm: Tensor) -> None:
         """`which`: at ZeRO-3 the index of a flat master, else a list with its gradient."""
-        masters = getattr(optimizer, "single_partition_of_fp32_groups", ())
-        index = which if isinstance(which, int) else None
-        for number, master in enumerate(masters):
-            if index is None and not isinstance(which, int) and master.grad is which[0]:
-                index = number
-        assert index is not None
-        limit = optimizer.clip_grad
-        if group_of(optimizer, index) in groups:
-            optimizer.clip_grad = 0.0
-        try:
+        if isinstance(which, int):
+            index = which
+        else:
+            masters = optimizer.single_partition_of_fp32_groups
+            index = next(n for n, master in enumerate(masters) if master.grad is which[0])
+        limit = 0.0 if group_of(optimizer, index) in groups else optimizer.clip_grad
+        with patch.object(optimizer, "clip_grad", limit):
             unscale_and_clip(which, norm)
-        finally:
-            optimizer.clip_grad = limit
 
     optimizer.unscale_and_clip_grads = unscale
 
@@ -162,18 +143,14 @@ def share_with_weights(optimizer: ZeROOptimizer) -> None:
             )
         ]
     for master, own in zip(masters, weights, strict=True):
-        if own is not None and _alike(master, own):
+        if _layout(master) == _layout(own):
             master.data = own.data
     if not is_zero3:
         optimizer._link_all_hp_params()  # renew its views of the masters
 
 
-def _alike(master: Tensor, weights: Tensor) -> bool:
-    return (
-        master.dtype == weights.dtype
-        and master.device == weights.device
-        and master.shape == weights.shape
-    )
+def _layout(x: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
+    return x.dtype, x.device, x.shape
 
 
 def recompute_bias_correction(adam: torch.optim.Optimizer) -> None:

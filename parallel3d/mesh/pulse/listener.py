@@ -163,9 +163,8 @@ class Listener:
     def _message(self, rank: int, speaks: bool) -> dict[str, object]:
         """Return the message to a rank's sentry; its "outcome" is empty while the run goes on."""
         text, blamed, code = self._finding
-        is_blamed = rank == blamed
         return {
-            "token": self._token, "outcome": text, "speaks": speaks, "blamed": is_blamed,
+            "token": self._token, "outcome": text, "speaks": speaks, "blamed": rank == blamed,
             "code": code,
         }  # fmt: skip
 

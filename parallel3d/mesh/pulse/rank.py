@@ -90,12 +90,8 @@ def waiting(what: str) -> Iterator[None]:
         yield
         return
     _page.do(f"{_text}, {what}", waits=True)
-    try:
-        yield
-    finally:
-        # After an error the page still shows the wait.
-        if sys.exc_info()[0] is None:
-            _page.do(_text)
+    yield
+    _page.do(_text)  # not after an error: the page still shows the wait
 
 
 def outcome_after_failed_collective() -> Outcome | None:

@@ -11,6 +11,6 @@ EXHIBIT = Exhibit(
 
 
 @in_place_of(Reduction, "on_input_grad")
-def plant(original: Any, reduction: Reduction, stage: int, index: int) -> None:
+def plant(original: Any, reduction: Reduction, stage: int, index: int, grad: Any) -> None:
     """The layer before is taken for complete, which has the earlier microbatches' gradients."""
-    original(reduction, stage, index - 2)
+    original(reduction, stage, index - 2, grad)

@@ -31,6 +31,5 @@ def plant() -> Planted:
     return all_of(
         wrapped(vocab, "vocab_parallel_loss", of_slice),
         wrapped(loss, "_logits", logits),
-        wrapped(loss, "gradient_from_exponentials", gradient),
-        wrapped(loss, "gradient_from_logits", gradient),
+        wrapped(loss, "gradient_of", gradient),
     )
