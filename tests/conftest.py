@@ -5,7 +5,6 @@ import gc
 import os
 import sys
 from contextlib import contextmanager
-from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import pytest
@@ -172,13 +171,9 @@ def compiling(request, tmp_path_factory):
         with capture.global_and_fixture_disabled():
             print(f"\n{text}", file=sys.__stderr__, flush=True)
 
-    with (
-        patch.dict(os.environ),
-        open(folder / "operators.lock", "w") as lock,
-        TemporaryDirectory() as headers,
-    ):
+    with patch.dict(os.environ), open(folder / "operators.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.environ |= compiler.environment(headers)
+        os.environ |= compiler.environment()
         mesh = Mesh()
         try:
             yield mesh, say
