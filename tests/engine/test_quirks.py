@@ -252,10 +252,10 @@ def gradient(microbatches, precision, in_fp32):
 
 
 def test_bf16_gradients_of_many_microbatches_need_an_fp32_sum():
-    ways = [(1, "fp32", True), (1, "bf16", True), (64, "bf16", True), (64, "bf16", False)]
+    ways = [(1, "fp32", True), (1, "bf16", True), (32, "bf16", True), (32, "bf16", False)]
     [(true, *found)] = run_locally(gradients, 1, ways)
     one, many, without = (float((f - true).norm() / true.norm()) for f in found)
-    print(f"relative error: M=1 {one:.1e}, M=64 in fp32 {many:.1e}, in bf16 {without:.1e}")
+    print(f"relative error: M=1 {one:.1e}, M=32 in fp32 {many:.1e}, in bf16 {without:.1e}")
     assert many < 1.2 * one
     assert without > 1.5 * many
 
