@@ -6,16 +6,14 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Thread
 
 COMPILER = Path(__file__).with_name("compiler")
 
 
-def environment(folder):
-    """Of processes that compile: with our compiler first, which keeps a header in `folder`."""
-    path = f"{COMPILER}{os.pathsep}{os.environ['PATH']}"
-    return {"PATH": path, "PARALLEL3D_TEST_HEADERS": str(folder)}
+def environment():
+    """Of processes that compile: with our compiler first."""
+    return {"PATH": f"{COMPILER}{os.pathsep}{os.environ['PATH']}"}
 
 
 def needs_async_io(item):
@@ -66,12 +64,11 @@ def main():
     def say(text):
         print(f"\n{text}", file=sys.stderr, flush=True)
 
-    with TemporaryDirectory() as folder:
-        os.environ |= environment(folder)
-        mesh = Mesh()
-        load_cpu_adam(mesh, say)
-        with suppress(ConfigError):
-            load_async_io(mesh, say)
+    os.environ |= environment()
+    mesh = Mesh()
+    load_cpu_adam(mesh, say)
+    with suppress(ConfigError):
+        load_async_io(mesh, say)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import safe_get_full_optimizer_state
 from safetensors.torch import load_file, save_file
 
@@ -25,6 +24,7 @@ from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import microbatches
 from tests.cases import Case, Trainer
 from tests.models.families import small
+from tests.verify.measuring import number_anew
 
 STEPS = 2  # so that the moments are of several gradients
 MUON = {"optimizer": {"type": "muon", "params": {"lr": 3e-3}}}
@@ -93,10 +93,7 @@ class Trained(Trainer):
 
     def __init__(self, side, folder):
         self.side = side
-        # DeepSpeed numbers parameters and modules on from the last engine's and compares the
-        # numbers over dp, whose ranks may have had different stages before.
-        deepspeed.zero.Init.param_id = 0
-        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+        number_anew()
         super().__init__(
             Case(
                 mesh=side.mesh, zero_stage=side.zero, offload=side.offload, folder=str(folder),

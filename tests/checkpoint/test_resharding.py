@@ -42,10 +42,29 @@ def check(found, cases):
     assert not wrong, wrong
 
 
-def test_every_mesh_to_every_mesh(tmp_path):
-    save(SOURCES, tmp_path)
-    cases = [(target, SOURCES) for target in TARGETS]
-    check(load_all(cases, tmp_path), cases)
+CP = [Side((1, 1, 2, 1), 3), Side((2, 1, 1), 1)]
+EVERY_MESH = [(target, SOURCES) for target in TARGETS]
+TO_AND_FROM_CP = [(target, CP) for target in CP]
+
+
+@pytest.fixture(scope="module")
+def by_default(tmp_path_factory):
+    """What is wrong with every source on every target of both tests below."""
+    root = tmp_path_factory.mktemp("default")
+    save([*SOURCES, *CP], root)
+    return load_all([*EVERY_MESH, *TO_AND_FROM_CP], root)
+
+
+def test_every_mesh_to_every_mesh(by_default):
+    check({pair: by_default[pair] for pair in pairs(EVERY_MESH)}, EVERY_MESH)
+
+
+def test_to_and_from_cp(by_default):
+    check({pair: by_default[pair] for pair in pairs(TO_AND_FROM_CP)}, TO_AND_FROM_CP)
+
+
+def pairs(cases):
+    return [(source, target) for target, sources in cases for source in sources]
 
 
 # Both kinds of state in one checkpoint; the home of a matrix has no say in where momentum lies.
@@ -60,15 +79,6 @@ MUON = [
 def test_muon(tmp_path):
     save(MUON, tmp_path)
     cases = [(target, MUON) for target in MUON]
-    check(load_all(cases, tmp_path), cases)
-
-
-CP = [Side((1, 1, 2, 1), 3), Side((2, 1, 1), 1)]
-
-
-def test_to_and_from_cp(tmp_path):
-    save(CP, tmp_path)
-    cases = [(target, CP) for target in CP]
     check(load_all(cases, tmp_path), cases)
 
 

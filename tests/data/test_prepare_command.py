@@ -1,8 +1,6 @@
 """launch/prepare.py: what scripts rely on, that is standard output, --json and exit codes."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -37,18 +35,18 @@ def config(settings, tmp_path):
     return path
 
 
-def test_json_is_one_object_alone_on_standard_output(config, settings, monkeypatch, capsys):
+def test_json_is_one_object_alone_on_standard_output(config, settings, monkeypatch, capfd):
     arguments = [str(PREPARE), "--config", str(config)]
-    command = [sys.executable, *arguments, "--json"]
-    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
+    monkeypatch.setattr(sys, "argv", [*arguments, "--json"])
+    assert launch.prepare.main() == 0
+    printed, said = capfd.readouterr()
+    summary = json.loads(printed)
     assert summary["num_documents"] == 6 and summary["vocab_size"] == 300
     assert Path(summary["directory"]).is_relative_to(settings.cache)
-    assert "tokenising documents: 6 of 6" in done.stderr
+    assert "tokenising documents: 6 of 6" in said
     monkeypatch.setattr(sys, "argv", arguments)
     assert launch.prepare.main() == 0
-    again = capsys.readouterr().out
+    again = capfd.readouterr().out
     for name, value in summary.items():
         assert name in again or not value
         if isinstance(value, str):

@@ -48,6 +48,10 @@ def train(rank, case, plant=None, fault=nullcontext):
     return found
 
 
+def train_each(rank, cases):
+    return [train(rank, case) for case in cases]
+
+
 def spoil_next_gradient(engine):
     """Let this rank's next backward leave an infinite gradient in one element of one weight."""
     parameter = next(h for h in engine.held if h.spec.weight_decay).parameter
@@ -212,12 +216,14 @@ def test_without_waiting_a_growing_scale_halves_the_gradients():
 def test_the_weights_do_not_depend_on_the_scale():
     """Seen without clipping, and with Adam's steps proportional to the gradients."""
     plain = {"gradient_clipping": 0.0, "optimizer.params.eps": 1.0, "optimizer.params.lr": 1.0}
-    for stage in (1, 3):
-        growing = {"initial_scale_power": 8, "loss_scale_window": 1}
-        [grown], [fixed] = (
-            run_locally(train, 1, small(scale=scale, more=plain, zero_stage=stage, steps=4))
-            for scale in (growing, {"loss_scale": 256.0})
-        )
+    growing, fixed = {"initial_scale_power": 8, "loss_scale_window": 1}, {"loss_scale": 256.0}
+    cases = [
+        small(scale=scale, more=plain, zero_stage=stage, steps=4)
+        for stage in (1, 3)
+        for scale in (growing, fixed)
+    ]
+    [found] = run_locally(train_each, 1, cases)
+    for grown, fixed in (found[:2], found[2:]):
         assert grown[-1][1].loss_scale >= 2**10 and fixed[-1][1].loss_scale == 2**8
         for (_, a, move), (_, b, want) in zip(grown, fixed, strict=True):
             assert a.grad_norm == pytest.approx(b.grad_norm, rel=0.01)

@@ -61,9 +61,11 @@ def test_spec_describes_the_built_module(name):
 
 
 def on_every_mesh(config):
-    """Loss and gradients at tp = 1, then the same on more ranks: all on this rank."""
-    cases = [(1, False), (2, False), (2, True), (4, False), (4, True)]
-    return [computed(config, *case) for case in cases]
+    """Loss and gradients at tp = 1, then the same on more ranks, all on this rank.
+
+    The other way of each: test_transformers.py, where transformers has the family's like.
+    """
+    return [computed(config, *case) for case in ((1, False), (2, False), (4, True))]
 
 
 UNKNOWN_ELSEWHERE = [
@@ -87,17 +89,13 @@ def test_tensor_parallel_gradients_are_those_of_one_rank(name):
 
 def found_of(name):
     """What each rank finds of a config."""
-    return of_family(CONFIGS[name].family, name in ONE_BY_ONE)[name]
+    return of_all(name in ONE_BY_ONE)[name]
 
 
 @lru_cache
-def of_family(family, one_by_one):
-    """Name -> what each rank finds of it: all that is asked of a family in one start of ranks."""
-    jobs = {
-        name: (name, c)
-        for name, c in CONFIGS.items()
-        if c.family == family and (name in ONE_BY_ONE) == one_by_one
-    }
+def of_all(one_by_one):
+    """Name -> what each rank finds of it: all that is asked in one start of ranks."""
+    jobs = {name: (name, c) for name, c in CONFIGS.items() if (name in ONE_BY_ONE) == one_by_one}
     return dict(zip(jobs, on_ranks(studied, [*jobs.values()]), strict=True))
 
 

@@ -134,11 +134,23 @@ def errors(config, tp, isolated, ranks):
     return found
 
 
-# (tp, sequence parallel, documents): as many tp ranks as WORLD, so also more than kv heads.
-FEW = ((2, True, None), (4, True, DOCUMENTS))
+# (tp, sequence parallel, documents): as many tp ranks as WORLD, so also more than kv heads. Each
+# family has both of the first, and by default its variants take turns at them.
+FEW = ((4, True, DOCUMENTS), (2, True, None))
 OTHERS = (
     (1, False, None), (4, False, None), (2, False, None), (4, True, None), (1, False, DOCUMENTS),
 )  # fmt: skip
+
+
+def few(name):
+    if name in models.families():
+        return FEW
+    turn = [n for n in VARIANTS if n not in models.families()].index(name) % 2
+    return FEW[turn : turn + 1]
+
+
+def others(name):
+    return *(case for case in FEW if case not in few(name)), *OTHERS
 
 
 @lru_cache
@@ -148,7 +160,7 @@ def of_family(family, cases):
         (name, place): (config, *case)
         for name, config in VARIANTS.items()
         if config.family == family and reference_of(config) is not None
-        for place, case in enumerate(cases)
+        for place, case in enumerate(cases(name))
     }
     found = {name: [] for name, _ in jobs}
     for (name, _), ranks in zip(jobs, on_ranks(computed_here, [*jobs.values()]), strict=True):
@@ -160,16 +172,14 @@ def computed_here(config, *case):
     return computed(config, *case, seq=SEQ)
 
 
-@pytest.mark.parametrize(
-    "cases", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few", "others"]
-)
+@pytest.mark.parametrize("cases", [few, pytest.param(others, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_equals_transformers(name, cases):
     config = VARIANTS[name]
     if reference_of(config) is None:
         pytest.skip("transformers has no such architecture")
     for (tp, sequence_parallel, documents), ranks in zip(
-        cases, of_family(config.family, cases)[name], strict=True
+        cases(name), of_family(config.family, cases)[name], strict=True
     ):
         found = errors(config, tp, documents is not None, ranks)
         worst = max(found, key=found.get)
@@ -217,10 +227,19 @@ def moved(config, tp, sequence_parallel):
     return found
 
 
+@lru_cache
+def moved_in_all():
+    """Family -> how far each of its tokens moves, for each tp and rank: one start of ranks."""
+    jobs = [
+        (small(family), *case) for family in models.families() for case in ((1, False), (4, True))
+    ]
+    found = on_ranks(moved, jobs)
+    return dict(zip(models.families(), zip(found[::2], found[1::2], strict=True), strict=True))
+
+
 @pytest.mark.parametrize("family", models.families())
 def test_a_document_moves_no_other(family):
-    config = small(family)
-    for ranks in on_ranks(moved, [(config, 1, False), (config, 4, True)]):
+    for ranks in moved_in_all()[family]:
         for per_rank in ranks:
             for document, change in enumerate(per_rank):
                 inside = document == DOCUMENTS

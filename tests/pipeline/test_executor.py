@@ -266,12 +266,16 @@ def test_a_rank_that_raises_ends_all(case):
 
 
 @lru_cache
-def curve(mesh=(1, 1, 1), checkpointing="none", schedule="gpipe", dropout="all"):
-    """Losses and gradient norms of a few steps."""
-    model = {"all": DROPOUT, "replicated": DROPOUT | {"attn_pdrop": 0.0}, "none": {}}[dropout]
+def curves(mesh=(1, 1, 1), checkpointing="none", schedule="gpipe"):
+    """Losses and gradient norms of a few steps with all dropouts, the replicated ones, and none."""
+    models = (DROPOUT, DROPOUT | {"attn_pdrop": 0.0}, {})
     settings = {"mesh": mesh, "checkpointing": checkpointing, "schedule": schedule}
-    case = Case(batch=16, model=model, **settings)
-    return run_locally(train_on_rank, case.world_size, case)[0][:2]
+    cases = [Case(batch=16, model=model, **settings) for model in models]
+    return [found[:2] for found in run_locally(train_each_on_rank, cases[0].world_size, cases)[0]]
+
+
+def train_each_on_rank(rank, cases):
+    return [train_on_rank(rank, case) for case in cases]
 
 
 PIPELINES = [
@@ -283,17 +287,16 @@ PIPELINES = [
 
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 def test_dropout_draws_the_same_masks_on_every_pipeline(pipeline):
-    losses, norms = curve()
-    other = curve(**pipeline)
+    (losses, norms), _, (undropped, _) = curves()
+    other, *_ = curves(**pipeline)
     assert other[0] == pytest.approx(losses, rel=1e-6)
     assert other[1] == pytest.approx(norms, rel=1e-5)
-    undropped, _ = curve(dropout="none")
     assert min(abs(a - b) for a, b in zip(losses, undropped, strict=True)) > 1e-4
 
 
 def test_replicated_dropouts_agree_over_tensor_parallel_ranks():
-    one, two = curve(dropout="replicated"), curve(mesh=(1, 1, 2), dropout="replicated")
+    (split, one, _), (split_over_two, two, _) = curves(), curves(mesh=(1, 1, 2))
     for single, double in zip(one, two, strict=True):
         assert double == pytest.approx(single, rel=1e-5)
     # Where activations are split the masks are each rank's own: not those of one process.
-    assert curve(mesh=(1, 1, 2))[0] != pytest.approx(curve()[0], rel=1e-5)
+    assert split_over_two[0] != pytest.approx(split[0], rel=1e-5)

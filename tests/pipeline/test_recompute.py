@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gloo
 
 DROPOUT = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
 LLAMA = {"family": "llama", "num_key_value_heads": 2}
-SMALL = {"steps": 2, "batch": 6, "microbatches": 3}
+SMALL = {"steps": 1, "batch": 6, "microbatches": 3}
 OFFLOADED = {"parallel3d.pipeline.offload_activations": "cpu"}
 # Each way with each of: a schedule that splits the backward, sequence parallelism, ZeRO-3's hooks.
 ON_TWO = [

@@ -138,11 +138,15 @@ def test_on_two_ranks(reference):
     """Each pair of a schedule's kind and what recomputes, holds or sums in another way."""
     check(
         [
-            case_of((2, 1, 1), "one_f_one_b", checkpointing="full"),
-            case_of((2, 1, 1), "zero_bubble", checkpointing="full", weights="per_pass"),
-            case_of((2, 1, 1), "v_shape", stages_per_rank=2, zero_stage=1),
-            case_of((1, 1, 2), "gpipe", sequence_parallel=True, checkpointing="full"),
-            case_of((1, 2, 1), "gpipe", microbatches=3, zero_stage=2),
+            case_of((2, 1, 1), "one_f_one_b", microbatches=4, checkpointing="full"),
+            case_of(
+                (2, 1, 1), "zero_bubble", microbatches=4, checkpointing="full", weights="per_pass"
+            ),
+            case_of((2, 1, 1), "v_shape", microbatches=4, stages_per_rank=2, zero_stage=1),
+            case_of(
+                (1, 1, 2), "gpipe", microbatches=2, sequence_parallel=True, checkpointing="full"
+            ),
+            case_of((1, 2, 1), "gpipe", microbatches=2, zero_stage=2),
         ],
         reference,
     )

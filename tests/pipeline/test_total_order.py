@@ -29,7 +29,12 @@ CASES = [
     Case(mesh=(2, 2, 1), schedule="breadth_first", stages_per_rank=2, weights="per_pass", **SMALL),
     Case(mesh=(1, 2, 2), weights="per_step", sequence_parallel=True, **SMALL),
     Case(mesh=(4, 1, 1), schedule="zero_bubble", zero_stage=0, tied=False, **SMALL),
-]
+    Case(
+        mesh=(2, 1, 2), schedule="zb_v", stages_per_rank=2, weights="per_step",
+        sequence_parallel=True, **SMALL,
+    ),
+    Case(mesh=(2, 1, 2), schedule="one_f_one_b", weights="per_step", changes=SCATTER, **SMALL),
+]  # fmt: skip
 MESH_8 = [
     Case(
         mesh=(2, 2, 2), schedule="zb_v", stages_per_rank=2, weights="per_step",
@@ -95,7 +100,13 @@ def cycle_in(orders):
     return []
 
 
-@pytest.mark.parametrize("cases", [CASES, MESH_8], ids=["4 ranks", "8 ranks"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(CASES, id="4 ranks"),
+        pytest.param(MESH_8, id="8 ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_all_operations_of_all_groups_have_one_order(cases):
     ranks = run_locally(issued_on_rank, cases[0].world_size, cases)
     for case, orders in zip(cases, zip(*ranks, strict=True), strict=True):

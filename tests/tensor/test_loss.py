@@ -102,7 +102,7 @@ def check_on_rank(rank, examples, dtype, meshes=((1, 4, 1), (1, 2, 2), (1, 1, 4)
 
 # The failing example is in the message: shrinking it would take minutes.
 @settings(max_examples=1, deadline=None, phases=[Phase.generate], database=None)
-@given(examples=st.lists(SIZES, min_size=10, max_size=10, unique=True))
+@given(examples=st.lists(SIZES, min_size=6, max_size=6, unique=True))
 def test_losses_equal_their_twins(examples):
     passed = run_locally(check_on_rank, 4, examples, torch.float64, timeout=60)
     assert passed == [3 * len(CHECKS) * len(examples)] * 4

@@ -4,6 +4,7 @@ import os
 import time
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -54,7 +55,7 @@ def on_two_nodes(rank, raw, root):
     quiet = Console(quiet=True)
     corpus = start.open_corpus(config, mesh, found, quiet)
 
-    start.appears = lambda look: look()
+    patch.object(start, "wait_until", lambda look: look()).start()  # none comes late
     refused = {}
     for name, shared in (("shared", True), ("apart", False)):
         place = root / name / ("" if shared else f"node{rank % 2}")

@@ -195,7 +195,7 @@ def events_in(profile):
     return json.loads((profile / "timeline.json").read_text())["traceEvents"]
 
 
-@pytest.mark.parametrize("ranks", ["auto", "all", [3]])
+@pytest.mark.parametrize("ranks", ["auto", pytest.param("all", marks=pytest.mark.slow), [3]])
 def test_chosen_ranks_are_profiled_and_merged_by_a_command(tmp_path, ranks, monkeypatch, capsys):
     """By default one of each pipeline and tensor coordinate: those of dp 0."""
     dp_coords, has_trace = zip(

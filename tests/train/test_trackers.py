@@ -2,8 +2,11 @@
 
 import csv
 import errno
-import subprocess
+import os
+import resource
+import signal
 import sys
+import time
 
 import pytest
 from deepspeed.monitor.config import CSVConfig
@@ -12,6 +15,7 @@ from deepspeed.monitor.csv_monitor import csvMonitor
 from parallel3d.config import RunConfig
 from parallel3d.train import trackers
 from parallel3d.train.trackers import CsvTracker, Trackers, requested_trackers
+from parallel3d.verify.local_ranks import run_locally
 from tests.config.configs import raw
 
 pytestmark = pytest.mark.gloo
@@ -256,26 +260,27 @@ def test_csv_rows_stay_where_the_disk_is_full_at_the_start(tmp_path, monkeypatch
 
 def test_a_full_disk_of_tensorboard_is_one_message(tmp_path):
     """Its writer is a thread, whose error must not be a traceback; a save may fail with it."""
-    code = """
-import resource, signal, sys, time
-from pathlib import Path
-from parallel3d.config import RunConfig
-from parallel3d.train.trackers import Trackers
-words = ["--parallel3d.run.tensorboard", "true", "--mesh.dp", "1"]
-config = RunConfig.from_json("ds.json", words).resolve(1)
-trackers = Trackers(config, Path(sys.argv[1]), step=0, say=print)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
-for step in range(1, 20):
-    trackers.log({"loss": 1.0}, step)
-    time.sleep(0.1)
-trackers.finish()
-"""
-    words = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
-    assert "Traceback" not in done.stderr, done.stderr
-    (line,) = done.stdout.splitlines()
+    [(said, printed)] = run_locally(log_to_a_full_disk, 1, tmp_path)
+    assert "Traceback" not in printed, printed
+    (line,) = said
     assert "tensorboard failed at step" in line and "File too large" in line
+
+
+def log_to_a_full_disk(rank, folder):
+    """What the trackers say, and what else comes to standard error."""
+    words = ["--parallel3d.run.tensorboard", "true", "--mesh.dp", "1"]
+    config, said = RunConfig.from_json("ds.json", words).resolve(1), []
+    read, write = os.pipe()
+    os.dup2(write, 2)
+    own = Trackers(config, folder, step=0, say=said.append)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+    for step in range(1, 60):
+        own.log({"loss": 1.0}, step)
+        time.sleep(0.1 * (not said))
+    own.finish()
+    os.write(2, b"end")
+    return said, os.read(read, 2**16).decode()
 
 
 def test_every_name_of_the_list_is_a_tracker(tmp_path, monkeypatch):

@@ -187,7 +187,7 @@ def poison_loss(rank, culprit, value):
     run, write = Executor.run, disk.write_file
 
     def slow_write(*args, **options):
-        time.sleep(0.3)  # the save of the step before is still under way
+        time.sleep(0.1)  # the save of the step before is still under way
         return write(*args, **options)
 
     disk.write_file = slow_write

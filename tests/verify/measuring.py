@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import deepspeed
 import torch
 import torch.nn.functional as F
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
 
 from parallel3d.config import RunConfig
@@ -77,6 +79,15 @@ def errors_of(config: RunConfig, results: Iterable[Differences]) -> ReferenceErr
     """The largest errors of what each rank found."""
     losses, norms, weights = zip(*results, strict=True)
     return ReferenceErrors(worst(losses), worst(norms), weight_error(config, weights))
+
+
+def number_anew() -> None:
+    """Let DeepSpeed number parameters and modules from 0, as in a process that has no engine yet.
+
+    It compares the numbers over dp, whose ranks may have had different stages before.
+    """
+    deepspeed.zero.Init.param_id = 0
+    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
 
 
 def train_and_compare(rank: int, config: RunConfig, reference: Reference) -> Differences:

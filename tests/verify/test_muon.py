@@ -70,7 +70,7 @@ def errors_of(case, **task):
 # What cuts a matrix, and what differs by it: dp at each ZeRO stage, tp by rows and by columns, key
 # and value heads that several tp ranks hold, a stage that holds no matrix, and muP's rates.
 FEW = [
-    ((1, 2, 2), "gpt", 0, "none", {}, {}),
+    pytest.param((1, 2, 2), "gpt", 0, "none", {}, {}, marks=pytest.mark.slow),  # ZeRO 1: below
     ((1, 2, 2), "llama untied mup", 1, "none", OTHER, {"mesh_sequence_parallel": True}),
     ((2, 1, 2), "llama untied mup", 2, "cpu", OTHER, {}),
     ((1, 2, 2), "moe", 1, "none", {}, {}),  # experts, and a router, which is AdamW's

@@ -66,6 +66,7 @@ def plain(tmp_path_factory):
 FEW = {
     "gpt": dict(mesh=(4, 1, 1), zero=1, mup=DEPTH),
     "llama": dict(mesh=(1, 1, 4), zero=3, mup=MUP),
+    "moe": dict(mesh=(1, 1, 2), zero=3, mup=MUP),
     "neox": dict(mesh=(2, 1, 2), zero=3, offload="cpu", mup=MUP),
 }
 
@@ -114,7 +115,11 @@ def test_the_reference_of_verify_is_told_the_same(family, mup, plain, tmp_path):
         assert max(relative(found, expected)) < 1e-6
 
 
-def train_only(rank, config):
+def train_each(rank, configs):
+    return [train_only(config) for config in configs]
+
+
+def train_only(config):
     mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
     parts = assemble(config, mesh, seed=SEED)
     curves = measuring.train(parts, config, mesh)
@@ -126,11 +131,13 @@ def train_only(rank, config):
 
 def test_at_base_width_it_is_the_standard_one_bit_for_bit():
     mesh = (2, 1, 1)
-    standard = run_locally(train_only, 2, small("gpt", mesh))
     width = small("gpt", mesh).model.hidden_size
-    for mup in ({"type": "mup", "base_width": width}, {"type": "mup", "base_width": width // 2}):
-        found = run_locally(train_only, 2, small("gpt", mesh, mup))
-        same = mup["base_width"] == width
+    widths = (width, width // 2)
+    configs = [small("gpt", mesh, {"type": "mup", "base_width": base}) for base in widths]
+    ranks = run_locally(train_each, 2, [small("gpt", mesh), *configs])
+    standard, *others = map(list, zip(*ranks, strict=True))
+    for base, found in zip(widths, others, strict=True):
+        same = base == width
         assert (found == standard) == same
         assert [groups for _, groups in found] == [2 if same else 4] * 2  # on both stages
 

@@ -113,7 +113,8 @@ def as_a_process(arguments, monkeypatch, capsys):
 
 
 def in_this_process(arguments, monkeypatch, capsys):
-    """With the ranks forked from where torch is loaded already."""
+    """With the ranks forked from where torch is loaded already, and few words in the long case."""
+    monkeypatch.setattr(reference, "LONG", reference.LONG._replace(vocab_size=300))
     monkeypatch.setattr(sys, "argv", ["verify", *arguments])
     return (launch_verify.main(), *capsys.readouterr())
 

@@ -46,6 +46,7 @@ def test_one_is_killed(tmp_path):
         assert ranks.printed == [lines, [], []]
 
 
+@pytest.mark.slow  # tests/launch/test_hangs.py has one in training
 def test_one_is_stopped(tmp_path):
     """Its sentry ends it, too: it would hold its memory for ever."""
     with started(tmp_path, 2) as ranks:

@@ -41,6 +41,7 @@ def place(tmp_path, monkeypatch):
     for name in ("train.py", "prepare.py"):
         shutil.copy(Path(__file__).with_name("stand_in.py"), tmp_path / name)
     monkeypatch.setattr(runner, "TRAIN", tmp_path / "train.py")
+    monkeypatch.setattr(runner, "_POLL_SECONDS", 0.02)  # a stand-in is done in a moment
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "runs").mkdir()
     return tmp_path
