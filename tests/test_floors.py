@@ -62,7 +62,7 @@ ROOMS = [
 BUDGET = {
     "launch": 925,
     "models": 1465,
-    "parallel3d/base": 950,
+    "parallel3d/base": 960,
     "parallel3d/calibrate": 695,
     "parallel3d/checkpoint": 1560,
     "parallel3d/config": 2065,

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Self
 
@@ -61,6 +61,16 @@ class Problem:
     def __str__(self) -> str:
         value = "" if self.value is ABSENT else f" = {_shown(self.value)}"
         return f"{self.path}{value}: {self.rule}; {self.remedy}"
+
+
+def problems_where(*cases: tuple[object, str, object, str, str]) -> Iterator[Problem]:
+    """Yield a problem for each case that is broken.
+
+    cases: (true if it is broken, path, value, rule, remedy).
+    """
+    for is_broken, path, value, rule, remedy in cases:
+        if is_broken:
+            yield Problem(path, value, rule, remedy)
 
 
 ABSENT: object = object()  # the value of a missing key

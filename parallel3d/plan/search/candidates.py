@@ -15,6 +15,7 @@ from typing import NamedTuple
 from parallel3d.base.mesh_sizes import AXES, MeshSizes
 from parallel3d.base.section import Problem, Problems
 from parallel3d.config import MeshConfig, checks
+from parallel3d.config.model_checks import divisors_of
 from parallel3d.config.parallel3d_block import reduces_once
 from parallel3d.model import optimizers
 from parallel3d.model.recompute import MODES, text_of
@@ -66,8 +67,8 @@ Choices = tuple[Flow, Order, ZeroState]
 def meshes(request: Request) -> Iterator[MeshSizes]:
     """Yield every mesh of the request's devices, ordered by pp, tp and cp."""
     longest = max(1, request.base.shape.seq // LEAST_TOKENS, request.fixed.get("cp", 1))
-    for pp in _divisors(request.devices):
-        for tp, cp in product(_divisors(request.devices // pp), _divisors(request.devices // pp)):
+    for pp in divisors_of(request.devices):
+        for tp, cp in product(divisors_of(request.devices // pp), repeat=2):
             dp, rest = divmod(request.devices, pp * cp * tp)
             if rest or cp > longest:
                 continue
@@ -94,7 +95,7 @@ def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
         for ep in _divisions(request, mesh)
         for split in ((False, True) if may_split else (False,))
         for recompute in recomputes
-        for micro_batch in _divisors(request.common_batch // mesh.dp)
+        for micro_batch in divisors_of(request.common_batch // mesh.dp)
         if _is_open(request, micro_batch=micro_batch, sequence_parallel=split)
     )
 
@@ -104,7 +105,7 @@ def _divisions(request: Request, mesh: MeshSizes) -> list[int]:
     config, experts = request.config, getattr(request.config.model, "num_experts", 1)
     if config.train.noise_scale_every:
         experts = 1
-    return [ep for ep in _divisors(gcd(experts, mesh.dp)) if _is_open(request, ep=ep)]
+    return [ep for ep in divisors_of(gcd(experts, mesh.dp)) if _is_open(request, ep=ep)]
 
 
 @lru_cache(maxsize=65536)
@@ -299,11 +300,6 @@ def problem_of(request: Request, mesh: MeshSizes) -> Problem | None:
         rule = f"does not divide the {request.common_batch} samples of a step"
         problems.append(Problem("dp", mesh.dp, rule, "use another dp or train_batch_size"))
     return problems[0] if problems else None
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def refuse_empty(request: Request) -> None:
