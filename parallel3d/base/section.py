@@ -63,11 +63,12 @@ class Problem:
         return f"{self.path}{value}: {self.rule}; {self.remedy}"
 
 
-def problems_where(*cases: tuple[object, str, object, str, str]) -> Iterator[Problem]:
-    """Yield a problem for each case that is broken.
+Case = tuple[object, str, object, str, str]
+"""True if a rule is broken; path, value, rule and remedy of the problem."""
 
-    cases: (true if it is broken, path, value, rule, remedy).
-    """
+
+def problems_where(*cases: Case) -> Iterator[Problem]:
+    """Yield the problem of each case whose rule is broken."""
     for is_broken, path, value, rule, remedy in cases:
         if is_broken:
             yield Problem(path, value, rule, remedy)
@@ -84,6 +85,12 @@ class Problems(ConfigError):
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n  ".join([f"{count} in {source}:", *_lines(self.problems)]))
+
+
+def refuse_where(*cases: Case, source: str = "the config") -> None:
+    """Raise Problems if a case is broken; see `problems_where`."""
+    if problems := [*problems_where(*cases)]:
+        raise Problems(problems, source)
 
 
 def _lines(problems: Iterable[Problem]) -> list[str]:

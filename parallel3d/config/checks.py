@@ -360,12 +360,13 @@ def _check_communication_type(
 
 def _check_offload(zero_optimization: ZeroConfig) -> Iterator[Problem]:
     zero, path = zero_optimization, "zero_optimization"
-    places = {"offload_optimizer": zero.offload_optimizer, "offload_param": zero.offload_param}
     param, optimizer = zero.offload_param.device, zero.offload_optimizer.device
+    rule, remedy = "requires nvme_path", 'add "nvme_path": "/local/nvme" to '
     return problems_where(
-        *((place.device == "nvme" and not place.nvme_path, f"{path}.{name}.device", "nvme",
-           "requires nvme_path", f'add "nvme_path": "/local/nvme" to {name}')
-          for name, place in places.items()),
+        (optimizer == "nvme" and not zero.offload_optimizer.nvme_path,
+         f"{path}.offload_optimizer.device", "nvme", rule, f"{remedy}offload_optimizer"),
+        (param == "nvme" and not zero.offload_param.nvme_path,
+         f"{path}.offload_param.device", "nvme", rule, f"{remedy}offload_param"),
         (param != "none" and zero.stage != 3, f"{path}.offload_param.device", param,
          f"requires sharded parameters (stage 3), but stage is {zero.stage}",
          "use stage 3, or remove it"),
