@@ -132,7 +132,7 @@ class Setting:
 
     @property
     def action_order(self) -> tuple[str, int, int, int]:
-        """What programs depend on: `schedule`, `pp`, `num_microbatches`, `stages_per_rank`."""
+        """The schedule's name, pp, microbatches and stages per rank: its programs' order."""
         return self.schedule, self.pp, self.num_microbatches, self.stages_per_rank
 
     @property

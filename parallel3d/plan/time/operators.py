@@ -98,9 +98,10 @@ class Curves:
 FILE = Path(__file__).with_name("curves.json")
 # Fractions that cannot exceed 1. Others can on a CPU, whose caches are faster than the memory that
 # they are compared with.
-_FRACTIONS = frozenset({"datasheet", "fp8", "ported", "fused", "network", "host"})
+_FRACTIONS = frozenset(
+    {"datasheet", "fp8", "ported", "fused", "network", "host", "overlap", "tensor_overlap"}
+)
 _MAY_BE_0 = frozenset({"overlap", "tensor_overlap", "congestion"})  # and every overhead
-_MOST = dict.fromkeys((*_FRACTIONS, "overlap", "tensor_overlap"), 1.0)
 _MOST_OF_ALL = 1e12  # larger values (of a size in elements, for example) would overflow sums
 
 
@@ -124,7 +125,7 @@ def _problem(name: str, value: float) -> Problem | None:
         remedy = f'the nearest one is "{near[0]}"' if near else f"use {', '.join(known)}"
         return Problem(path, value, "is not a curve", remedy)
     least = "at least 0" if name in _MAY_BE_0 or name.startswith("overhead") else "above 0"
-    most = _MOST.get(name, _MOST_OF_ALL)
+    most = 1.0 if name in _FRACTIONS else _MOST_OF_ALL
     if (value > 0 or (least == "at least 0" and value == 0)) and value <= most:
         return None
     return Problem(path, value, f"must be {least} and at most {most:g}", "measure it again")
