@@ -3,8 +3,9 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Annotated, ClassVar, Self
 
 from pydantic import (
@@ -72,6 +73,12 @@ def problems_where(*cases: Case) -> Iterator[Problem]:
     for is_broken, path, value, rule, remedy in cases:
         if is_broken:
             yield Problem(path, value, rule, remedy)
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """Return a remedy for a name that is not among `known`: the nearest one, or all of them."""
+    near = get_close_matches(name, known, n=1)
+    return f'the nearest one is "{near[0]}"' if near else f"use {', '.join(known)}"
 
 
 ABSENT: object = object()  # the value of a missing key

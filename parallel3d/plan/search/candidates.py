@@ -6,14 +6,13 @@ parallel3d/schedule/schedules.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from functools import lru_cache
 from itertools import product
 from math import gcd
 from typing import NamedTuple
 
 from parallel3d.base.mesh_sizes import AXES, MeshSizes
-from parallel3d.base.section import Problem, Problems
+from parallel3d.base.section import Problem, Problems, nearest
 from parallel3d.config import MeshConfig, checks
 from parallel3d.config.model_checks import divisors_of
 from parallel3d.config.parallel3d_block import reduces_once
@@ -287,12 +286,9 @@ def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: De
 def problem_of(request: Request, mesh: MeshSizes) -> Problem | None:
     """Return the config's first problem with a mesh, or None."""
     config = request.config
-    settings = {
-        "mesh": MeshConfig(**mesh._asdict()),
-        "model": config.model,
-        "data": config.data,
-    }
-    problems = checks.find_problems(settings)
+    problems = checks.find_problems(
+        {"mesh": MeshConfig(**mesh._asdict()), "model": config.model, "data": config.data}
+    )
     if mesh.pp > len(request.base.layers):
         rule = f"exceeds the {len(request.base.layers)} layers of the model"
         problems.append(Problem("pp", mesh.pp, rule, f"use {len(request.base.layers)} or less"))
@@ -341,10 +337,8 @@ def check_fixed(fixed: Mapping[str, object]) -> None:
     for name, value in fixed.items():
         path = f"--fix {name}"
         if name not in CHOICES:
-            known = ", ".join(CHOICES)
-            near = get_close_matches(name, CHOICES, n=1)
-            remedy = f'the nearest one is "{near[0]}"' if near else f"use {known}"
-            problems.append(Problem(path, value, "is not a choice of the planner", remedy))
+            rule = "is not a choice of the planner"
+            problems.append(Problem(path, value, rule, nearest(name, CHOICES)))
         elif name == "recompute":
             try:
                 text_of(value)
