@@ -46,13 +46,11 @@ def main() -> int:
 def convert(args: argparse.Namespace) -> tuple["Proof", str]:
     """Export or import as the command line says; return the proof and a text about the source."""
     from parallel3d.data.prepare_progress import shown_progress
-    from parallel3d.huggingface import conversion
+    from parallel3d.huggingface import conversion, weight_files
     from parallel3d.huggingface.source import CheckpointSource
-    from parallel3d.huggingface.weight_files import DTYPES as TYPES
-    from parallel3d.huggingface.weight_files import WeightFiles, bytes_of
 
     conversion.check_new(args.to)
-    size = bytes_of(args.shard_size)
+    size = weight_files.bytes_of(args.shard_size)
     conversion.quiet()
     with shown_progress() as progress:
         if args.command == "import":
@@ -62,7 +60,8 @@ def convert(args: argparse.Namespace) -> tuple["Proof", str]:
             return proof, f"from {args.folder}"
         source = CheckpointSource(args.checkpoint)
         about = source.about(args.tokenizer, args.architecture)
-        files = WeightFiles(source.config.model, TYPES[args.dtype], size)
+        dtype = weight_files.DTYPES[args.dtype]
+        files = weight_files.WeightFiles(source.config.model, dtype, size)
         proof = conversion.export(source, about, files, args.to, progress)
         return proof, f"in {args.dtype}, from {source.folder}"
 

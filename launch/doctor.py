@@ -47,8 +47,8 @@ def doctor(args: argparse.Namespace, overrides: list[str], launch: Launch) -> in
     if mesh.rank == 0:
         console = terminal.console(args.json)
         console.print(f"mesh {config.mesh.sizes.label}")
-        columns = [terminal.Column(head, right=False) for head in ("check", "")]
-        columns.append(terminal.Column("measured", right=False, wraps=True))
+        heads = ("check", "", "measured")
+        columns = [terminal.Column(head, right=False, wraps=head == "measured") for head in heads]
         marked = [(row.name, "FAILS" if row.remedy else "ok", row.value) for row in checks]
         terminal.show(console, columns, marked)
         for row in checks:

@@ -8,7 +8,7 @@ import json
 import sys
 
 from parallel3d.base.arguments import DONE, STOPPED, Parser, prints_errors_as
-from parallel3d.base.section import Problem, Problems
+from parallel3d.base.section import refuse_where
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
@@ -72,20 +72,20 @@ def main() -> int:
 
 def check_streams(config: RunConfig) -> None:
     """Raise ConfigError if no source of the config is a stream."""
-    if not config.data.streams:
-        each = "mixture.N." if config.data.mixture else ""
-        path, remedy = f"parallel3d.data.{each}stream", 'add "stream": true, or drop --manifest'
-        raise Problems([Problem(path, False, "is required by --manifest", remedy)])
+    each = "mixture.N." if config.data.mixture else ""
+    refuse_where((
+        not config.data.streams, f"parallel3d.data.{each}stream", False,
+        "is required by --manifest", 'add "stream": true, or drop --manifest',
+    ))  # fmt: skip
 
 
 def check_counts(config: RunConfig, option: str) -> None:
     """Raise ConfigError if `option` needs the counts of a stream that is counted as it is read."""
-    if option and config.data.counts_as_read:
-        raise Problems([Problem(
-            "parallel3d.data.count", "as-read",
-            f"cannot be combined with {option}, which needs each document's tokens",
-            'use "manifest", or the same files without stream',
-        )])  # fmt: skip
+    refuse_where((
+        option and config.data.counts_as_read, "parallel3d.data.count", "as-read",
+        f"cannot be combined with {option}, which needs each document's tokens",
+        'use "manifest", or the same files without stream',
+    ))  # fmt: skip
 
 
 def tokens_of_run(config: RunConfig, corpus: Corpus) -> float | None:

@@ -37,8 +37,7 @@ class RankError(RuntimeError):
 def pack_error(error: Exception) -> str:
     """Return one of this module's errors as text for another process; "" for any other error."""
     kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
-    kind = next(kinds, "")
-    return f"{kind} {error}" if kind else ""
+    return next((f"{kind} {error}" for kind in kinds), "")
 
 
 def unpack_error(text: str) -> Exception:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import PlainValidator, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, to_jsonable_python
 
 from parallel3d.base.section import ABSENT, Choice, Problem, Problems, Section
 
@@ -63,7 +63,7 @@ def settings(section: type[Section], prefix: str = "") -> list[SettingDoc]:
 def _settings_of_section(section: type[Section], prefix: str) -> Iterator[SettingDoc]:
     for name, field in section.model_fields.items():
         path = f"{prefix}.{name}" if prefix else name
-        default = "" if field.is_required() else json.dumps(field.default, default=_as_json)
+        default = "" if field.is_required() else json.dumps(to_jsonable_python(field.default))
         doc = _doc(field)
         inner, origin = _section_of(field.annotation), get_origin(field.annotation)
         if choice := _choice_of(field):
@@ -273,14 +273,10 @@ def _doc(field: FieldInfo) -> str:
     return " ".join((field.description or "").split())
 
 
-def _as_json(value: Section) -> object:
-    return value.model_dump(mode="json")
-
-
 def _choice_of(field: FieldInfo) -> Choice | None:
     """Return the Choice that validates a field, if there is one."""
-    functions = (m.func for m in field.metadata if isinstance(m, PlainValidator))
-    return next((function for function in functions if isinstance(function, Choice)), None)
+    validators = (item for item in field.metadata if isinstance(item, PlainValidator))
+    return next((v.func for v in validators if isinstance(v.func, Choice)), None)
 
 
 def _section_of(annotation: object) -> type[Section] | None:

@@ -48,6 +48,5 @@ def record(event: str, **values: object) -> None:
     if _folder is None:
         return
     common = {"time": round(time.time(), 3), "event": event, "host": socket.gethostname()}
-    line = json.dumps({**common, "step": _step, **values})
     with suppress(OSError):
-        append_line(_folder / EVENTS, line)
+        append_line(_folder / EVENTS, json.dumps({**common, "step": _step, **values}))

@@ -3,8 +3,9 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Annotated, ClassVar, Self
 
 from pydantic import (
@@ -63,6 +64,23 @@ class Problem:
         return f"{self.path}{value}: {self.rule}; {self.remedy}"
 
 
+Case = tuple[object, str, object, str, str]
+"""True if a rule is broken; path, value, rule and remedy of the problem."""
+
+
+def problems_where(*cases: Case) -> Iterator[Problem]:
+    """Yield the problem of each case whose rule is broken."""
+    for is_broken, path, value, rule, remedy in cases:
+        if is_broken:
+            yield Problem(path, value, rule, remedy)
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """Return a remedy for a name that is not among `known`: the nearest one, or all of them."""
+    near = get_close_matches(name, known, n=1)
+    return f'the nearest one is "{near[0]}"' if near else f"use {', '.join(known)}"
+
+
 ABSENT: object = object()  # the value of a missing key
 _MOST_OF_A_LIST = 5  # problems in one list that a message shows
 
@@ -74,6 +92,12 @@ class Problems(ConfigError):
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n  ".join([f"{count} in {source}:", *_lines(self.problems)]))
+
+
+def refuse_where(*cases: Case, source: str = "the config") -> None:
+    """Raise Problems if a case is broken; see `problems_where`."""
+    if problems := [*problems_where(*cases)]:
+        raise Problems(problems, source)
 
 
 def _lines(problems: Iterable[Problem]) -> list[str]:

@@ -117,8 +117,7 @@ def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None 
     if not on_gpu:
         # On a GPU the host's time is hidden behind queued kernels.
         say("timing training steps of small models")
-        timed = dict(_steps(ranks, effort))
-        curves, hardware = fit_program(curves, hardware, timed)
+        curves, hardware = fit_program(curves, hardware, dict(_steps(ranks, effort)))
     _check(hardware.model_dump())
     numbers = {name: _rounded(value) for name, value in asdict(curves).items()}
     hardware = hardware.model_copy(update={"curves": numbers})
@@ -458,6 +457,5 @@ def _applied(values: Mapping[str, float], hardware: Hardware) -> tuple[Curves, H
     if hardware.cores is None:
         return fitted, hardware
     own = Figure(value=float(f"{1 / crowd:.4g}"), source=hardware.cores.count.source)
-    alone = {**hardware.cores.alone, "overhead": own}
-    cores = Cores(count=hardware.cores.count, alone=alone)
+    cores = Cores(count=hardware.cores.count, alone={**hardware.cores.alone, "overhead": own})
     return fitted, hardware.model_copy(update={"cores": cores})

@@ -258,8 +258,7 @@ def timings(run: Callable[[], object], mesh: Mesh, effort: Effort) -> list[list[
         start = time.perf_counter()
         run()
         torch.get_device_module(mesh.device).synchronize()
-        elapsed = time.perf_counter() - start
-        rows.append([row[0] for row in mesh.gather_floats([elapsed])])
+        rows.append([row[0] for row in mesh.gather_floats([time.perf_counter() - start])])
     return rows
 
 

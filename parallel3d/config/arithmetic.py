@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.base.section import Problem, Problems
+from parallel3d.base.section import Problem, Problems, refuse_where
 from parallel3d.config.data import DataConfig, num_tokens
 from parallel3d.config.parallel3d_block import MeshConfig, TrainConfig
 from parallel3d.config.scheduler import TOTAL_STEPS
@@ -22,20 +22,20 @@ def data_parallel_size(mesh: MeshConfig, world_size: int) -> int:
 
     Raises ConfigError if that is not an integer, or not dp.
     """
-    others = mesh.pp * mesh.cp * mesh.tp
-    if world_size % others:
-        sizes = mesh.sizes.of_a_replica
-        axes = " x ".join(sizes)
-        product = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
-        rule = f"{product} = {others} does not divide {world_size} processes"
-        fitting = max(1, world_size // others) * others
-        remedy = f"start {fitting} processes, or choose a {axes} that divides {world_size}"
-        raise Problems([Problem("parallel3d.mesh", mesh.model_dump(), rule, remedy)])
-    if mesh.dp not in ("auto", world_size // others):
-        size = others * int(mesh.dp)
-        rule = f"{mesh} is {size} ranks, but there are {world_size} processes"
-        remedy = f'start {size} processes, or set dp to {world_size // others} or "auto"'
-        raise Problems([Problem("parallel3d.mesh.dp", mesh.dp, rule, remedy)])
+    others, ranks = mesh.pp * mesh.cp * mesh.tp, mesh.sizes.ranks
+    sizes = mesh.sizes.of_a_replica
+    product = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+    refuse_where((
+        world_size % others, "parallel3d.mesh", mesh.model_dump(),
+        f"{product} = {others} does not divide {world_size} processes",
+        f"start {max(1, world_size // others) * others} processes, or choose a "
+        f"{' x '.join(sizes)} that divides {world_size}",
+    ))  # fmt: skip
+    refuse_where((
+        mesh.dp not in ("auto", world_size // others), "parallel3d.mesh.dp", mesh.dp,
+        f"{mesh} is {ranks} ranks, but there are {world_size} processes",
+        f'start {ranks} processes, or set dp to {world_size // others} or "auto"',
+    ))  # fmt: skip
     return world_size // others
 
 
@@ -87,10 +87,10 @@ def batch_sizes(
 
 
 def _share(batch: int, parts: int, factors: str) -> int:
-    if batch % parts:
-        rule = f"is not a multiple of {factors} = {parts}"
-        remedy = f"use {max(1, batch // parts) * parts} or {batch // parts * parts + parts}"
-        raise Problems([Problem(BATCH, batch, rule, remedy)])
+    refuse_where((
+        batch % parts, BATCH, batch, f"is not a multiple of {factors} = {parts}",
+        f"use {max(1, batch // parts) * parts} or {batch // parts * parts + parts}",
+    ))  # fmt: skip
     return batch // parts
 
 
@@ -125,8 +125,7 @@ def lr_steps(train: TrainConfig, data: DataConfig) -> int | None:
 
 def lr_factor(train: TrainConfig, size: int) -> float:
     """Return the factor of train.batch_lr for a batch of `size` samples."""
-    first = train.batch_schedule[0][1]
-    return float((size / first) ** LAWS[train.batch_lr])
+    return float((size / train.batch_schedule[0][1]) ** LAWS[train.batch_lr])
 
 
 def describe_batches(train: TrainConfig, data: DataConfig) -> str:
@@ -141,10 +140,11 @@ def describe_batches(train: TrainConfig, data: DataConfig) -> str:
 
 def check_tokens(max_tokens: int, tokens_per_step: int) -> None:
     """Raise ConfigError if `max_tokens` tokens are less than one step."""
-    if max_tokens < tokens_per_step:
-        rule = f"is less than one step of {tokens_per_step} tokens"
-        remedy = f"use {tokens_per_step} or more, or a smaller batch"
-        raise Problems([Problem("parallel3d.train.max_tokens", max_tokens, rule, remedy)])
+    refuse_where((
+        max_tokens < tokens_per_step, "parallel3d.train.max_tokens", max_tokens,
+        f"is less than one step of {tokens_per_step} tokens",
+        f"use {tokens_per_step} or more, or a smaller batch",
+    ))  # fmt: skip
 
 
 def samples_of_epochs(epochs: float, samples: int, batch: int) -> int:
@@ -154,10 +154,11 @@ def samples_of_epochs(epochs: float, samples: int, batch: int) -> int:
     """
     # Exact fractions, because 0.29 x 100 is 28.999999999999996 in floats.
     num_samples = int(Fraction(str(epochs)) * samples)
-    if num_samples < batch:
-        rule = f"is {num_samples} samples of the corpus's {samples}, less than one step of {batch}"
-        remedy = "use more epochs or a smaller batch"
-        raise Problems([Problem("parallel3d.train.epochs", epochs, rule, remedy)])
+    refuse_where((
+        num_samples < batch, "parallel3d.train.epochs", epochs,
+        f"is {num_samples} samples of the corpus's {samples}, less than one step of {batch}",
+        "use more epochs or a smaller batch",
+    ))  # fmt: skip
     return num_samples
 
 

@@ -9,7 +9,7 @@ from inspect import signature
 from math import gcd
 from typing import Any
 
-from parallel3d.base.section import ABSENT, Problem
+from parallel3d.base.section import ABSENT, Problem, problems_where
 from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import Bf16Config, Fp16Config, OptimizerConfig, ZeroConfig
@@ -56,17 +56,17 @@ def find_problems(settings: Mapping[str, object]) -> list[Problem]:
 def _check_layers(
     mesh: MeshConfig, pipeline: PipelineConfig, model: ModelConfig
 ) -> Iterator[Problem]:
-    num_layers = model.num_hidden_layers + 2
-    per_rank = pipeline.stages_per_rank
-    if mesh.pp * per_rank > num_layers:
-        layers = f"the {num_layers} layers (blocks, embedding and head)"
-        if mesh.pp > num_layers or per_rank == 1:
-            rule, remedy = f"is more stages than {layers}", f"use pp = {num_layers} or less"
-            yield Problem("parallel3d.mesh.pp", mesh.pp, rule, remedy)
-        else:
-            rule = f"makes {mesh.pp * per_rank} stages on pp={mesh.pp} ranks, more than {layers}"
-            remedy = f"use {num_layers // mesh.pp} or less"
-            yield Problem("parallel3d.pipeline.stages_per_rank", per_rank, rule, remedy)
+    num_layers, per_rank = model.num_hidden_layers + 2, pipeline.stages_per_rank
+    layers = f"the {num_layers} layers (blocks, embedding and head)"
+    is_wide = mesh.pp > num_layers or per_rank == 1
+    is_broken = mesh.pp * per_rank > num_layers
+    return problems_where(
+        (is_broken and is_wide, "parallel3d.mesh.pp", mesh.pp,
+         f"is more stages than {layers}", f"use pp = {num_layers} or less"),
+        (is_broken and not is_wide, "parallel3d.pipeline.stages_per_rank", per_rank,
+         f"makes {mesh.pp * per_rank} stages on pp={mesh.pp} ranks, more than {layers}",
+         f"use {num_layers // mesh.pp} or less"),
+    )  # fmt: skip
 
 
 def _check_schedule(
@@ -80,26 +80,26 @@ def _check_schedule(
         return  # accumulation depends on dp
     sizes = mesh.pp, gradient_accumulation_steps or 1, pipeline.stages_per_rank
     if reason := schedules.why_not(pipeline.schedule, *sizes):
-        names = ("pp", "microbatches", "stages_per_rank")
-        sizes_text = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+        sizes_text = "pp={}, microbatches={}, stages_per_rank={}".format(*sizes)
         rule, _, remedy = reason.partition("; ")
-        remedy = remedy or "use another schedule"
         rule = f"cannot run with {sizes_text}" if rule in sizes_text else f"cannot run: {rule}"
-        yield Problem("parallel3d.pipeline.schedule", pipeline.schedule, rule, remedy)
+        yield Problem(
+            "parallel3d.pipeline.schedule", pipeline.schedule, rule,
+            remedy or "use another schedule",
+        )  # fmt: skip
 
 
 def _check_reduction(pipeline: PipelineConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
     """Check that a schedule with split backwards reduces gradients once a step."""
-    chosen = pipeline.gradient_reduction
-    if schedules.splits_backward(pipeline.schedule) and not reduces_once(
-        zero_optimization.stage, chosen
-    ):
-        automatic = f"means per_microbatch at ZeRO-{zero_optimization.stage}, which "
-        rule = (
-            f"{automatic if chosen == 'auto' else ''}does not work with schedule "
-            f"{pipeline.schedule!r}: it accumulates weight gradients until the step"
-        )
-        yield Problem("parallel3d.pipeline.gradient_reduction", chosen, rule, 'use "per_step"')
+    stage, chosen = zero_optimization.stage, pipeline.gradient_reduction
+    means = f"means per_microbatch at ZeRO-{stage}, which " if chosen == "auto" else ""
+    return problems_where((
+        schedules.splits_backward(pipeline.schedule) and not reduces_once(stage, chosen),
+        "parallel3d.pipeline.gradient_reduction", chosen,
+        f"{means}does not work with schedule {pipeline.schedule!r}: it accumulates weight "
+        "gradients until the step",
+        'use "per_step"',
+    ))  # fmt: skip
 
 
 def _check_noise_scale(
@@ -108,57 +108,54 @@ def _check_noise_scale(
 ) -> Iterator[Problem]:  # fmt: skip
     """Check that each data-parallel rank has a whole gradient of its own, of random samples."""
     path, every = "parallel3d.train.noise_scale_every", train.noise_scale_every
-    if every and mesh.dp == 1:
-        rule = "compares gradients of data-parallel ranks, and mesh.dp is 1"
-        yield Problem(path, every, rule, "use dp = 2 or more, or 0 here")
-    if every and mesh.ep > 1:
-        rule = (
-            f"needs each rank's own gradient, and ep={mesh.ep} ranks send each other their tokens"
-        )
-        yield Problem(path, every, rule, "use 0, or mesh.ep = 1")
-    if every and data.balance_microbatches:
-        rule = (
-            "needs ranks with random samples, but parallel3d.data.balance_microbatches deals them"
-        )
-        yield Problem(path, every, rule, "use balance_microbatches = false, or 0 here")
     stage, chosen = zero_optimization.stage, pipeline.gradient_reduction
-    if every and not reduces_once(stage, chosen):
-        rule = (
-            "needs gradients that are reduced once per step, not after each microbatch as with "
-            f"zero_optimization.stage={stage} and gradient_reduction={chosen!r}"
-        )
-        remedy = 'set parallel3d.pipeline.gradient_reduction = "per_step", or 0 here'
-        yield Problem(path, every, rule, remedy)
+    return problems_where(
+        (every and mesh.dp == 1, path, every,
+         "compares gradients of data-parallel ranks, and mesh.dp is 1",
+         "use dp = 2 or more, or 0 here"),
+        (every and mesh.ep > 1, path, every,
+         f"needs each rank's own gradient, and ep={mesh.ep} ranks send each other their tokens",
+         "use 0, or mesh.ep = 1"),
+        (every and data.balance_microbatches, path, every,
+         "needs ranks with random samples, but parallel3d.data.balance_microbatches deals them",
+         "use balance_microbatches = false, or 0 here"),
+        (every and not reduces_once(stage, chosen), path, every,
+         "needs gradients that are reduced once per step, not after each microbatch as with "
+         f"zero_optimization.stage={stage} and gradient_reduction={chosen!r}",
+         'set parallel3d.pipeline.gradient_reduction = "per_step", or 0 here'),
+    )  # fmt: skip
 
 
 def _check_compile(
     pipeline: PipelineConfig, train: TrainConfig, zero_optimization: ZeroConfig
 ) -> Iterator[Problem]:
     """Check that compiled blocks have all weights, and an undivided backward without parts."""
-    if train.compile != "block":
-        return
-    path, remedy = "parallel3d.train.compile", 'use "pointwise"'
-    if zero_optimization.stage == 3:
-        rule = "needs each block's weights before it runs, but ZeRO-3 gathers them while it runs"
-        yield Problem(path, train.compile, rule, f"{remedy}, or zero_optimization.stage = 2")
-    if schedules.splits_backward(pipeline.schedule):
-        rule = f"cannot split the backward, as schedule {pipeline.schedule!r} does"
-        yield Problem(path, train.compile, rule, f"{remedy}, or another schedule")
-    if parts := sorted(parts_of(pipeline.activation_checkpointing) - {"core_attn"}):
-        rule = f"cannot recompute parts of a compiled block ({', '.join(parts)})"
-        yield Problem(path, train.compile, rule, f'{remedy}, or activation_checkpointing "full"')
+    path, remedy, blocks = "parallel3d.train.compile", 'use "pointwise"', train.compile == "block"
+    parts = sorted(parts_of(pipeline.activation_checkpointing) - {"core_attn"})
+    return problems_where(
+        (blocks and zero_optimization.stage == 3, path, train.compile,
+         "needs each block's weights before it runs, but ZeRO-3 gathers them while it runs",
+         f"{remedy}, or zero_optimization.stage = 2"),
+        (blocks and schedules.splits_backward(pipeline.schedule), path, train.compile,
+         f"cannot split the backward, as schedule {pipeline.schedule!r} does",
+         f"{remedy}, or another schedule"),
+        (blocks and parts, path, train.compile,
+         f"cannot recompute parts of a compiled block ({', '.join(parts)})",
+         f'{remedy}, or activation_checkpointing "full"'),
+    )  # fmt: skip
 
 
 def _check_rewind(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[Problem]:
-    for name in ("on_nonfinite", "on_spike"):
-        if getattr(train, name) == "rewind" and not (checkpoint.every or checkpoint.at):
-            rule = "needs checkpoints to rewind to, but checkpoint.every is 0"
-            remedy = 'set checkpoint.every, or use "skip"'
-            yield Problem(f"parallel3d.train.{name}", "rewind", rule, remedy)
-    if train.check_bits.on_wrong == "rewind" and not (checkpoint.every or checkpoint.at):
-        rule = "needs checkpoints to rewind to, but checkpoint.every is 0"
-        remedy = 'set checkpoint.every, or use "stop"'
-        yield Problem("parallel3d.train.check_bits.on_wrong", "rewind", rule, remedy)
+    """Check that a run that may rewind has checkpoints."""
+    has_none = not (checkpoint.every or checkpoint.at)
+    rewinds = {name: (getattr(train, name), "skip") for name in ("on_nonfinite", "on_spike")}
+    rewinds["check_bits.on_wrong"] = (train.check_bits.on_wrong, "stop")
+    return problems_where(*(
+        (has_none and chosen == "rewind", f"parallel3d.train.{name}", "rewind",
+         "needs checkpoints to rewind to, but checkpoint.every is 0",
+         f'set checkpoint.every, or use "{other}"')
+        for name, (chosen, other) in rewinds.items()
+    ))  # fmt: skip
 
 
 def _check_recomputation(
@@ -166,16 +163,18 @@ def _check_recomputation(
 ) -> Iterator[Problem]:
     """Check that a rank's layers can run on another rank with its tp group alone."""
     path, every = "parallel3d.train.check_bits.recompute_every", train.check_bits.recompute_every
-    for axis in ("cp", "ep"):
-        if every and (size := getattr(mesh, axis)) > 1:
-            rule = f"needs layers that only tp ranks share, but mesh.{axis} is {size}"
-            yield Problem(path, every, rule, f"use 0, or mesh.{axis} = 1")
-    if every and train.compile == "block":
-        rule = 'needs the values inside a block, but train.compile is "block"'
-        yield Problem(path, every, rule, 'use 0, or train.compile = "pointwise"')
-    if every and getattr(model, "router_aux_loss", None) == "pooled":
-        rule = 'computes one layer at a time, but model.router_aux_loss is "pooled"'
-        yield Problem(path, every, rule, 'use 0, or router_aux_loss = "microbatch"')
+    return problems_where(
+        *((every and size > 1, path, every,
+           f"needs layers that only tp ranks share, but mesh.{axis} is {size}",
+           f"use 0, or mesh.{axis} = 1")
+          for axis, size in (("cp", mesh.cp), ("ep", mesh.ep))),
+        (every and train.compile == "block", path, every,
+         'needs the values inside a block, but train.compile is "block"',
+         'use 0, or train.compile = "pointwise"'),
+        (every and getattr(model, "router_aux_loss", None) == "pooled", path, every,
+         'computes one layer at a time, but model.router_aux_loss is "pooled"',
+         'use 0, or router_aux_loss = "microbatch"'),
+    )  # fmt: skip
 
 
 def _check_batch(
@@ -186,29 +185,28 @@ def _check_batch(
 ) -> Iterator[Problem]:
     micro, steps = train_micro_batch_size_per_gpu, gradient_accumulation_steps
     if train_batch_size is None and micro is None:
-        samples = "samples per microbatch, on each data-parallel rank"
-        remedy = f"add it: {samples} (or {arithmetic.BATCH})"
-        yield Problem(arithmetic.MICRO, ABSENT, "is required", remedy)
+        remedy = "add it: samples per microbatch, on each data-parallel rank"
+        yield Problem(arithmetic.MICRO, ABSENT, "is required", f"{remedy} (or {arithmetic.BATCH})")
     if None in (train_batch_size, micro, steps) or mesh.dp == "auto":
         return
     assert train_batch_size and micro and steps
-    batch = micro * steps * int(mesh.dp)
-    if train_batch_size != batch:
-        rule = (
-            f"is not train_micro_batch_size_per_gpu={micro} x gradient_accumulation_steps={steps}"
-            f" x dp={mesh.dp} = {batch}"
-        )
-        remedy = f'use {batch} or "auto"'
-        per_pass = micro * int(mesh.dp)
-        if train_batch_size % per_pass == 0:
-            remedy += f", or gradient_accumulation_steps = {train_batch_size // per_pass}"
-        yield Problem("train_batch_size", train_batch_size, rule, remedy)
+    per_pass = micro * int(mesh.dp)
+    batch, (needed, rest) = per_pass * steps, divmod(train_batch_size, per_pass)
+    other = "" if rest else f", or {arithmetic.ACCUMULATION} = {needed}"
+    yield from problems_where((
+        train_batch_size != batch, arithmetic.BATCH, train_batch_size,
+        f"is not {arithmetic.MICRO}={micro} x {arithmetic.ACCUMULATION}={steps} x dp={mesh.dp} "
+        f"= {batch}",
+        f'use {batch} or "auto"{other}',
+    ))  # fmt: skip
 
 
 def _check_fallbacks(mesh: MeshConfig) -> Iterator[Problem]:
-    if mesh.fallbacks and mesh.dp == "auto":
-        rule = "fits any number of processes, and parallel3d.mesh.fallbacks are for all but one"
-        yield Problem("parallel3d.mesh.dp", "auto", rule, "use a number, or remove fallbacks")
+    return problems_where((
+        mesh.fallbacks and mesh.dp == "auto", "parallel3d.mesh.dp", "auto",
+        "fits any number of processes, and parallel3d.mesh.fallbacks are for all but one",
+        "use a number, or remove fallbacks",
+    ))  # fmt: skip
 
 
 def _check_plan(
@@ -217,30 +215,29 @@ def _check_plan(
     train_batch_size: int | None,
     train_micro_batch_size_per_gpu: int | None,
 ) -> Iterator[Problem]:
-    if not is_planned and plan.fix:
-        rule, remedy = 'is for mesh "plan" only', 'remove it, or write "mesh": "plan"'
-        yield Problem("parallel3d.plan.fix", plan.fix, rule, remedy)
-    if is_planned and train_batch_size is None:
-        rule = 'is required with mesh "plan", which chooses dp and the micro batch for it'
-        yield Problem(arithmetic.BATCH, ABSENT, rule, "add it: samples per step")
-    if "micro_batch" in plan.fix and train_micro_batch_size_per_gpu is None:
-        rule = "is required, because parallel3d.plan.fix names micro_batch"
-        yield Problem(arithmetic.MICRO, ABSENT, rule, "add it: samples per microbatch and rank")
+    return problems_where(
+        (not is_planned and plan.fix, "parallel3d.plan.fix", plan.fix,
+         'is for mesh "plan" only', 'remove it, or write "mesh": "plan"'),
+        (is_planned and train_batch_size is None, arithmetic.BATCH, ABSENT,
+         'is required with mesh "plan", which chooses dp and the micro batch for it',
+         "add it: samples per step"),
+        ("micro_batch" in plan.fix and train_micro_batch_size_per_gpu is None,
+         arithmetic.MICRO, ABSENT, "is required, because parallel3d.plan.fix names micro_batch",
+         "add it: samples per microbatch and rank"),
+    )  # fmt: skip
 
 
 def _check_length(train: TrainConfig, data: DataConfig) -> Iterator[Problem]:
     names = ("steps", "max_tokens", "epochs")
     lengths = {name: getattr(train, name) for name in names if getattr(train, name) is not None}
-    if len(lengths) != 1:
-        rule = f"sets both {' and '.join(lengths)}" if lengths else "does not set the run's length"
-        remedy = f"set exactly one of {', '.join(names)}"
-        yield Problem("parallel3d.train", lengths, rule, remedy)
-    if train.epochs and data.counts_as_read:
-        yield Problem(
-            "parallel3d.train.epochs", train.epochs,
-            'cannot be combined with data.count "as-read": the tokens of an epoch are not known',
-            "use steps or max_tokens",
-        )  # fmt: skip
+    return problems_where(
+        (len(lengths) != 1, "parallel3d.train", lengths,
+         f"sets both {' and '.join(lengths)}" if lengths else "does not set the run's length",
+         f"set exactly one of {', '.join(names)}"),
+        (train.epochs and data.counts_as_read, "parallel3d.train.epochs", train.epochs,
+         'cannot be combined with data.count "as-read": the tokens of an epoch are not known',
+         "use steps or max_tokens"),
+    )  # fmt: skip
 
 
 def _check_batch_schedule(
@@ -248,22 +245,22 @@ def _check_batch_schedule(
 ) -> Iterator[Problem]:
     """Check the positions of batch_schedule, and the settings that it conflicts with."""
     if not train.batch_schedule:
-        if train.batch_lr != "none":
-            rule, remedy = "is not read without batch_schedule", "remove it, or add batch_schedule"
-            yield Problem("parallel3d.train.batch_lr", train.batch_lr, rule, remedy)
-        return
+        return problems_where((
+            train.batch_lr != "none", "parallel3d.train.batch_lr", train.batch_lr,
+            "is not read without batch_schedule", "remove it, or add batch_schedule",
+        ))  # fmt: skip
     phases, path = arithmetic.batch_phases(train, data), "parallel3d.train.batch_schedule"
     samples, first = [sample for sample, _ in phases], phases[0][1]
-    if samples[0] != 0 or samples != sorted(set(samples)):
-        rule = f"must begin with position 0 and go on with later samples, not {samples}"
-        yield Problem(path, train.batch_schedule, rule, "write [[0, 64], [1000, 128]]")
-    if train_batch_size not in (None, first):
-        rule = f"is not the first size of {path}, {first}"
-        yield Problem(arithmetic.BATCH, train_batch_size, rule, f"use {first}, or remove it")
-    if scheduler is not None:
-        rule = f"counts steps, which have several sizes with {path}"
-        remedy = "use parallel3d.train.lr_schedule, which then counts samples"
-        yield Problem("scheduler", scheduler.type, rule, remedy)
+    return problems_where(
+        (samples[0] != 0 or samples != sorted(set(samples)), path, train.batch_schedule,
+         f"must begin with position 0 and go on with later samples, not {samples}",
+         "write [[0, 64], [1000, 128]]"),
+        (train_batch_size not in (None, first), arithmetic.BATCH, train_batch_size,
+         f"is not the first size of {path}, {first}", f"use {first}, or remove it"),
+        (scheduler is not None, "scheduler", getattr(scheduler, "type", None),
+         f"counts steps, which have several sizes with {path}",
+         "use parallel3d.train.lr_schedule, which then counts samples"),
+    )  # fmt: skip
 
 
 def _check_batch_sizes(
@@ -278,162 +275,158 @@ def _check_batch_sizes(
         return
     share, sizes = micro * int(mesh.dp), [size for _, size in train.batch_schedule]
     if wrong := [size for size in sizes if size % share]:
-        rule = f"is not a multiple of {arithmetic.MICRO}={micro} x dp={mesh.dp} = {share}"
-        near = [max(1, wrong[0] // share) * share, wrong[0] // share * share + share]
-        remedy = (
-            f"use multiples of {share} ({join_with_or(sorted(set(near)))}), or a micro batch x dp"
-        )
-        remedy += f" that divides {', '.join(map(str, sizes))}: at most {gcd(*sizes)}"
-        yield Problem(path, ", ".join(map(str, wrong)), rule, remedy)
+        near = {max(1, wrong[0] // share) * share, wrong[0] // share * share + share}
+        yield Problem(
+            path, ", ".join(map(str, wrong)),
+            f"is not a multiple of {arithmetic.MICRO}={micro} x dp={mesh.dp} = {share}",
+            f"use multiples of {share} ({join_with_or(sorted(near))}), or a micro batch x dp that "
+            f"divides {', '.join(map(str, sizes))}: at most {gcd(*sizes)}",
+        )  # fmt: skip
         return
     for size in sizes[1:]:  # the first is checked with the schedule
         numbers = mesh.pp, size // share, pipeline.stages_per_rank
         if reason := schedules.why_not(pipeline.schedule, *numbers):
             rule, _, remedy = reason.partition("; ")
-            count = f"is {size // share} microbatches"
-            rule = f"{count}, with which {pipeline.schedule!r} cannot run: {rule}"
-            yield Problem(path, size, rule, remedy or "use another size or pipeline.schedule")
+            yield Problem(
+                path, size,
+                f"is {size // share} microbatches, with which {pipeline.schedule!r} cannot run: "
+                f"{rule}",
+                remedy or "use another size or pipeline.schedule",
+            )  # fmt: skip
             return
 
 
 def _check_lr_schedule(train: TrainConfig, data: DataConfig) -> Iterator[Problem]:
-    schedule, path = train.lr_schedule, "parallel3d.train.lr_schedule"
-    decay = schedule.decay_steps
-    if decay is not None and schedule.type != "wsd":
-        rule = f'is not read by type "{schedule.type}"'
-        yield Problem(f"{path}.decay_steps", decay, rule, 'remove it, or use type "wsd"')
-    elif decay is not None and (steps := arithmetic.lr_steps(train, data)) is not None:
-        warmup = schedule.warmup_steps
-        if warmup + decay > steps:
-            rule = f"plus warmup_steps={warmup} exceeds the run's {steps} steps"
-            rest = steps - warmup
-            remedy = f"use at most {rest}" if rest > 0 else f"use {steps} or less for both"
-            yield Problem(f"{path}.decay_steps", decay, rule, remedy)
+    schedule, path = train.lr_schedule, "parallel3d.train.lr_schedule.decay_steps"
+    decay, warmup = schedule.decay_steps, schedule.warmup_steps
+    steps, is_read = arithmetic.lr_steps(train, data), schedule.type == "wsd"
+    rest = (steps or 0) - warmup
+    return problems_where(
+        (decay and not is_read, path, decay,
+         f'is not read by type "{schedule.type}"', 'remove it, or use type "wsd"'),
+        (decay and is_read and steps is not None and decay > rest, path, decay,
+         f"plus warmup_steps={warmup} exceeds the run's {steps} steps",
+         f"use at most {rest}" if rest > 0 else f"use {steps} or less for both"),
+    )  # fmt: skip
 
 
 def _check_scheduler(scheduler: Any, train: TrainConfig) -> Iterator[Problem]:
-    if scheduler is None:
-        return
-    if train.lr_schedule != LrScheduleConfig():
-        rule = "conflicts with parallel3d.train.lr_schedule: both set the learning rate"
-        yield Problem("scheduler", scheduler.type, rule, "remove one of them")
-    total = getattr(scheduler.params, "total_num_steps", None)
-    warmup = getattr(scheduler.params, "warmup_num_steps", 0)
-    if isinstance(total, int) and total < warmup:
-        rule = f"is less than warmup_num_steps={warmup}"
-        remedy = f"use {warmup} or more, or a shorter warm-up"
-        yield Problem("scheduler.params.total_num_steps", total, rule, remedy)
+    params, type_name = getattr(scheduler, "params", None), getattr(scheduler, "type", None)
+    total = getattr(params, "total_num_steps", None)
+    warmup = getattr(params, "warmup_num_steps", 0)
+    return problems_where(
+        (scheduler is not None and train.lr_schedule != LrScheduleConfig(),
+         "scheduler", type_name,
+         "conflicts with parallel3d.train.lr_schedule: both set the learning rate",
+         "remove one of them"),
+        (isinstance(total, int) and total < warmup, "scheduler.params.total_num_steps", total,
+         f"is less than warmup_num_steps={warmup}",
+         f"use {warmup} or more, or a shorter warm-up"),
+    )  # fmt: skip
 
 
 def _check_profile(train: TrainConfig, mesh: MeshConfig) -> Iterator[Problem]:
-    profile, steps = train.profile, train.steps
-    if profile and not isinstance(profile.ranks, str) and mesh.dp != "auto":
-        size = mesh.sizes.ranks
-        if (last := max(profile.ranks)) >= size:
-            rule = f"names rank {last}, and the mesh has {size}"
-            remedy = f"use ranks from 0 to {size - 1}"
-            yield Problem("parallel3d.train.profile.ranks", [*profile.ranks], rule, remedy)
-    if profile and steps and profile.start + profile.steps > steps:
-        rule = f"ends at step {profile.start + profile.steps}, after the run's {steps} steps"
-        if profile.start < steps:
-            remedy = f"use steps = {steps - profile.start} or less, or an earlier start"
-        else:
-            remedy = f"use start = {max(0, steps - profile.steps)} or less"
-        value = profile.model_dump(include={"start", "steps"})
-        yield Problem("parallel3d.train.profile", value, rule, remedy)
+    profile, steps, size = train.profile, train.steps or 0, mesh.sizes.ranks
+    if profile is None:
+        return
+    ranks = () if isinstance(profile.ranks, str) or mesh.dp == "auto" else profile.ranks
+    last, end = max(ranks, default=0), profile.start + profile.steps
+    yield from problems_where(
+        (last >= size, "parallel3d.train.profile.ranks", [*ranks],
+         f"names rank {last}, and the mesh has {size}", f"use ranks from 0 to {size - 1}"),
+        (steps and end > steps, "parallel3d.train.profile",
+         profile.model_dump(include={"start", "steps"}),
+         f"ends at step {end}, after the run's {steps} steps",
+         f"use steps = {steps - profile.start} or less, or an earlier start"
+         if profile.start < steps else f"use start = {max(0, steps - profile.steps)} or less"),
+    )  # fmt: skip
 
 
 def _check_precision(bf16: Bf16Config, fp16: Fp16Config) -> Iterator[Problem]:
-    if bf16.enabled and fp16.enabled:
-        remedy = "disable one of them (bf16 needs no loss scale)"
-        yield Problem("fp16.enabled", True, "cannot be combined with bf16.enabled", remedy)
+    return problems_where((
+        bf16.enabled and fp16.enabled, "fp16.enabled", True, "cannot be combined with bf16.enabled",
+        "disable one of them (bf16 needs no loss scale)",
+    ))  # fmt: skip
 
 
 def _check_communication_type(
     bf16: Bf16Config, communication_data_type: str | None
 ) -> Iterator[Problem]:
-    if communication_data_type == "bf16" and not bf16.enabled:
-        rule = "would round gradients that are not bf16"
-        remedy = "use fp32, or set bf16.enabled = true"
-        yield Problem("communication_data_type", communication_data_type, rule, remedy)
+    return problems_where((
+        communication_data_type == "bf16" and not bf16.enabled, "communication_data_type", "bf16",
+        "would round gradients that are not bf16", "use fp32, or set bf16.enabled = true",
+    ))  # fmt: skip
 
 
 def _check_offload(zero_optimization: ZeroConfig) -> Iterator[Problem]:
     zero, path = zero_optimization, "zero_optimization"
-    for name in ("offload_optimizer", "offload_param"):
-        section = getattr(zero, name)
-        if section.device == "nvme" and not section.nvme_path:
-            remedy = f'add "nvme_path": "/local/nvme" to {name}'
-            yield Problem(f"{path}.{name}.device", "nvme", "requires nvme_path", remedy)
     param, optimizer = zero.offload_param.device, zero.offload_optimizer.device
-    if param != "none" and zero.stage != 3:
-        rule = f"requires sharded parameters (stage 3), but stage is {zero.stage}"
-        yield Problem(f"{path}.offload_param.device", param, rule, "use stage 3, or remove it")
-    if optimizer == "nvme" and zero.stage != 3:
-        rule = f"requires stage 3, but stage is {zero.stage}"
-        remedy = 'use stage 3, or device "cpu"'
-        yield Problem(f"{path}.offload_optimizer.device", optimizer, rule, remedy)
+    rule, remedy = "requires nvme_path", 'add "nvme_path": "/local/nvme" to '
+    return problems_where(
+        (optimizer == "nvme" and not zero.offload_optimizer.nvme_path,
+         f"{path}.offload_optimizer.device", "nvme", rule, f"{remedy}offload_optimizer"),
+        (param == "nvme" and not zero.offload_param.nvme_path,
+         f"{path}.offload_param.device", "nvme", rule, f"{remedy}offload_param"),
+        (param != "none" and zero.stage != 3, f"{path}.offload_param.device", param,
+         f"requires sharded parameters (stage 3), but stage is {zero.stage}",
+         "use stage 3, or remove it"),
+        (optimizer == "nvme" and zero.stage != 3, f"{path}.offload_optimizer.device", optimizer,
+         f"requires stage 3, but stage is {zero.stage}", 'use stage 3, or device "cpu"'),
+    )  # fmt: skip
 
 
 def _check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
     """Refuse combinations of NVMe settings in which DeepSpeed fails or goes wrong."""
-    zero, path, block = zero_optimization, "zero_optimization", "offload_optimizer"
+    zero, path = zero_optimization, "zero_optimization"
     threshold, offload = zero.stage3_param_persistence_threshold, zero.offload_optimizer
-    if zero.offload_param.device == "nvme" and threshold > _LEAST_ON_NVME:
-        rule = "would keep parameters unsharded that offload_param puts on NVMe"
-        remedy = f"use at most {_LEAST_ON_NVME}"
-        yield Problem(f"{path}.stage3_param_persistence_threshold", threshold, rule, remedy)
-    if zero.offload_param.device == "nvme" and offload.fast_init:
-        rule = "would start from wrong weights, because offload_param puts parameters on NVMe"
-        yield Problem(f"{path}.{block}.fast_init", True, rule, "remove it")
-    if offload.device != "nvme":
-        return
+    on_nvme = zero.offload_param.device == "nvme"
     # The swapper reads master, gradient and states into one buffer each.
     states = (optimizers.kinds(optimizer.file, role) for role in (optimizers.MATRIX, None))
     each = max(4, *(1 + len(kinds) for kinds in states))
     needed = each * (1 + offload.pipeline_read + offload.pipeline_write)
-    if offload.buffer_count < needed:
-        what = (
-            "pipeline_read or pipeline_write" if needed > each else f"the state of {optimizer.type}"
-        )
-        rule = f"is too few buffers for {what}"
-        remedy = f"use {needed} or more, or disable pipeline_read and pipeline_write"
-        yield Problem(f"{path}.{block}.buffer_count", offload.buffer_count, rule, remedy)
+    what = "pipeline_read or pipeline_write" if needed > each else f"the state of {optimizer.type}"
+    return problems_where(
+        (on_nvme and threshold > _LEAST_ON_NVME,
+         f"{path}.stage3_param_persistence_threshold", threshold,
+         "would keep parameters unsharded that offload_param puts on NVMe",
+         f"use at most {_LEAST_ON_NVME}"),
+        (on_nvme and offload.fast_init, f"{path}.offload_optimizer.fast_init", True,
+         "would start from wrong weights, because offload_param puts parameters on NVMe",
+         "remove it"),
+        (offload.device == "nvme" and offload.buffer_count < needed,
+         f"{path}.offload_optimizer.buffer_count", offload.buffer_count,
+         f"is too few buffers for {what}",
+         f"use {needed} or more, or disable pipeline_read and pipeline_write"),
+    )  # fmt: skip
 
 
 def _check_optimizer(
     optimizer: OptimizerConfig, zero_optimization: ZeroConfig, model: ModelConfig
 ) -> Iterator[Problem]:
     """Refuse what the engine, DeepSpeed or a checkpoint cannot do with an optimizer."""
-    file, name = optimizers.load(optimizer.file), optimizer.type
+    file, name, params = optimizers.load(optimizer.file), optimizer.type, optimizer.params
     device, kind = zero_optimization.offload_optimizer.device, parametrization_of(model).type
-    usable = " or ".join(f'"{place}"' for place in ("none", *file.OFFLOADS))
-    rules = [
-        (device not in ("none", *file.OFFLOADS), Problem(
-            "zero_optimization.offload_optimizer.device", device,
-            f"cannot hold the state of {name}", f"use {usable}",
-        )),
-        (kind not in file.PARAMETRIZATIONS, Problem(
-            "parallel3d.model.parametrization.type", kind,
-            f"sets learning rates that do not transfer with {name}",
-            'use "standard", or optimizer.type = "AdamW"',
-        )),
-        (kind == "mup" and getattr(optimizer.params, "width_power", 1.0) is None, Problem(
-            "optimizer.params.scale", getattr(optimizer.params, "scale", None),
-            "has no learning rate that transfers over the width, as muP needs",
-            'use "spectral" or "match_rms_adamw"',
-        )),
-        (device != "none" and getattr(optimizer.params, "torch_adam", False), Problem(
-            "optimizer.params.torch_adam", True,
-            "cannot be combined with offload_optimizer, which uses DeepSpeed's Adam on the host",
-            "remove one of them",
-        )),
-        *((state.num_bytes != MASTER_BYTES, Problem(
-            "optimizer.type", name, f"keeps {state.name} in {state.num_bytes} bytes an element",
-            "keep it in fp32 (4 bytes), as checkpoints and DeepSpeed's swap buffers do",
-        )) for state in file.STATE),
-    ]  # fmt: skip
-    yield from (problem for is_broken, problem in rules if is_broken)
+    usable = ("none", *file.OFFLOADS)
+    return problems_where(
+        (device not in usable, "zero_optimization.offload_optimizer.device", device,
+         f"cannot hold the state of {name}",
+         "use " + " or ".join(f'"{place}"' for place in usable)),
+        (kind not in file.PARAMETRIZATIONS, "parallel3d.model.parametrization.type", kind,
+         f"sets learning rates that do not transfer with {name}",
+         'use "standard", or optimizer.type = "AdamW"'),
+        (kind == "mup" and getattr(params, "width_power", 1.0) is None,
+         "optimizer.params.scale", getattr(params, "scale", None),
+         "has no learning rate that transfers over the width, as muP needs",
+         'use "spectral" or "match_rms_adamw"'),
+        (device != "none" and getattr(params, "torch_adam", False),
+         "optimizer.params.torch_adam", True,
+         "cannot be combined with offload_optimizer, which uses DeepSpeed's Adam on the host",
+         "remove one of them"),
+        *((state.num_bytes != MASTER_BYTES, "optimizer.type", name,
+           f"keeps {state.name} in {state.num_bytes} bytes an element",
+           "keep it in fp32 (4 bytes), as checkpoints and DeepSpeed's swap buffers do")
+          for state in file.STATE),
+    )  # fmt: skip
 
 
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from pydantic_core import to_jsonable_python
 
-from parallel3d.base.section import ABSENT, PathText, Problem, Section, Size
+from parallel3d.base.section import ABSENT, PathText, Problem, Section, Size, problems_where
 
 # Files of token ids written by other programs: Megatron-LM, datatrove, flat arrays.
 ID_SOURCES = ("megatron", "datatrove", "tokens")
@@ -274,66 +275,69 @@ def yields_token_ids(section: SourceConfig) -> bool:
 
 def _check_tokenizer(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of a tokenizer that does not fit the sources' text or token ids."""
-    sources: tuple[SourceConfig, ...] = data.mixture
-    sources = (*(sources if data.source == "mixture" else (data,)), *data.validation.values())
-    has_ids, has_text = (
-        any(yields_token_ids(s) == kind for s in sources) for kind in (True, False)
-    )
+    sources = data.mixture if data.source == "mixture" else (data,)
+    kinds = {yields_token_ids(source) for source in (*sources, *data.validation.values())}
     end, remedy = data.end_of_text_id, 'write the "vocab_size" and "end_of_text_id" of the ids'
-    if data.tokenizer == "train" and has_ids:
-        rule = "cannot be trained on token ids"
-        remedy = 'name the tokenizer that made them, or "none" with vocab_size and end_of_text_id'
-        yield Problem("tokenizer", "train", rule, remedy)
-    if data.tokenizer == "none" and has_text:
-        rule = "cannot be used with sources of text"
-        yield Problem("tokenizer", "none", rule, 'name a tokenizer, or use "train"')
-    elif data.tokenizer == "none" and end is None:
-        yield Problem("end_of_text_id", None, 'is required by tokenizer "none"', remedy)
-    elif data.tokenizer == "none" and "vocab_size" not in data.model_fields_set:
-        yield Problem("vocab_size", ABSENT, 'is required by tokenizer "none"', remedy)
-    elif data.tokenizer == "none" and end is not None and end >= data.vocab_size:
-        rule = f"must be less than vocab_size={data.vocab_size}"
-        yield Problem("end_of_text_id", end, rule, "use a smaller id, or raise vocab_size")
-    if end is not None and not has_ids:
-        rule, remedy = "is for sources of token ids", "remove it: the tokenizer defines its own"
-        yield Problem("end_of_text_id", end, rule, remedy)
+    yield from problems_where((
+        data.tokenizer == "train" and True in kinds, "tokenizer", "train",
+        "cannot be trained on token ids",
+        'name the tokenizer that made them, or "none" with vocab_size and end_of_text_id',
+    ))  # fmt: skip
+    if data.tokenizer == "none":
+        of_none = problems_where(
+            (False in kinds, "tokenizer", "none", "cannot be used with sources of text",
+             'name a tokenizer, or use "train"'),
+            (end is None, "end_of_text_id", None, 'is required by tokenizer "none"', remedy),
+            ("vocab_size" not in data.model_fields_set, "vocab_size", ABSENT,
+             'is required by tokenizer "none"', remedy),
+            (end is not None and end >= data.vocab_size, "end_of_text_id", end,
+             f"must be less than vocab_size={data.vocab_size}",
+             "use a smaller id, or raise vocab_size"),
+        )  # fmt: skip
+        yield from islice(of_none, 1)
+    yield from problems_where((
+        end is not None and True not in kinds, "end_of_text_id", end,
+        "is for sources of token ids", "remove it: the tokenizer defines its own",
+    ))  # fmt: skip
 
 
 def _check_names(data: DataConfig) -> Iterator[Problem]:
     """Yield a problem for each validation set whose name is not plain or is reserved."""
     for name in data.validation:
         if not _NAME.fullmatch(name):
-            rule = "must be a plain name"
-            yield Problem("validation", name, rule, "use letters, digits, _, - and .")
+            remedy = "use letters, digits, _, - and ."
+            yield Problem("validation", name, "must be a plain name", remedy)
         elif _BUILT_IN.fullmatch(name):
             yield Problem("validation", name, "is reserved for held-out text", "use another name")
 
 
 def _check_fim(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of settings that fill-in-the-middle cannot be combined with."""
-    weighs = any(part.label_field or part.weight_field for part in data.mixture or (data,))
-    refused = (
-        (weighs, "fim", "set", "cannot be combined with label_field or weight_field", "remove one"),
-        (data.tokenizer == "none", "tokenizer", "none", "has no tokens for fim", "name another"),
-        (data.sequence_length < 8, "sequence_length", data.sequence_length,
+    fim, sources = data.fim is not None, data.mixture or (data,)
+    weighs = any(part.label_field or part.weight_field for part in sources)
+    return problems_where(
+        (fim and weighs, "fim", "set", "cannot be combined with label_field or weight_field",
+         "remove one"),
+        (fim and data.tokenizer == "none", "tokenizer", "none", "has no tokens for fim",
+         "name another"),
+        (fim and data.sequence_length < 8, "sequence_length", data.sequence_length,
          "is too short for fim", "use 8 or more"),
-        (data.counts_as_read, "fim", "set", 'cannot be combined with count "as-read"',
+        (fim and data.counts_as_read, "fim", "set", 'cannot be combined with count "as-read"',
          'use count "manifest"'),
     )  # fmt: skip
-    if data.fim:
-        yield from (Problem(*problem) for is_wrong, *problem in refused if is_wrong)
 
 
 def _check_balance(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of settings with which microbatches cannot be balanced."""
-    refused = (
-        (not data.isolate_documents, "needs isolate_documents: else all samples are equal work",
+    path, balances = "balance_microbatches", data.balance_microbatches
+    return problems_where(
+        (balances and not data.isolate_documents, path, True,
+         "needs isolate_documents: else all samples are equal work",
          "set isolate_documents = true, or remove it"),
-        (data.streams, "cannot be combined with stream: each node would fetch every shard",
+        (balances and data.streams, path, True,
+         "cannot be combined with stream: each node would fetch every shard",
          "remove one of the two"),
     )  # fmt: skip
-    if data.balance_microbatches:
-        yield from (Problem("balance_microbatches", True, *why) for wrong, *why in refused if wrong)
 
 
 def _check_keys(section: SourceConfig) -> Iterator[Problem]:
@@ -344,8 +348,10 @@ def _check_keys(section: SourceConfig) -> Iterator[Problem]:
         value = to_jsonable_python(getattr(section, key, None))
         if field and getattr(section, key) != field.default and source not in sources:
             allowed = " or ".join(f'"{name}"' for name in sources)
-            rule = f'is not read by source "{source}"'
-            yield Problem(key, value, rule, f"remove it, or use source {allowed}")
+            yield Problem(
+                key, value, f'is not read by source "{source}"',
+                f"remove it, or use source {allowed}",
+            )  # fmt: skip
     key, example = _REQUIRED_KEYS.get(source, ("source", ""))
     if not (value := to_jsonable_python(getattr(section, key))):
         yield Problem(key, value, f'is required by source "{source}"', f"add {example}")
@@ -354,45 +360,46 @@ def _check_keys(section: SourceConfig) -> Iterator[Problem]:
 def _check_loss_columns(section: SourceConfig) -> Iterator[Problem]:
     """Yield the problems of label_field and weight_field."""
     labels, weights = section.label_field, section.weight_field
-    if labels and weights:
-        rule = "cannot be combined with label_field"
-        yield Problem("weight_field", weights, rule, "remove one of the two")
-    for key, value in (("label_field", labels), ("weight_field", weights)):
-        if value and section.source in _READ_BY["token_field"] and section.token_field is None:
-            rule = "requires token_field"
-            yield Problem(key, value, rule, 'add "token_field": "input_ids"')
+    is_text = section.source in _READ_BY["token_field"] and section.token_field is None
+    remedy = 'add "token_field": "input_ids"'
+    return problems_where(
+        (labels and weights, "weight_field", weights, "cannot be combined with label_field",
+         "remove one of the two"),
+        (labels and is_text, "label_field", labels, "requires token_field", remedy),
+        (weights and is_text, "weight_field", weights, "requires token_field", remedy),
+    )  # fmt: skip
 
 
 def _check_stream(section: SourceConfig) -> Iterator[Problem]:
     """Yield the problems of a source's stream and manifest."""
-    if section.stream and not section.manifest:
-        example = 'add "manifest": "FOLDER", and run `prepare.py --manifest` once'
-        yield Problem("manifest", section.manifest, "is required by stream", example)
-    if section.manifest and not section.stream:
-        rule = "is for streams"
-        yield Problem("manifest", section.manifest, rule, 'remove it, or add "stream": true')
-    if section.count == "as-read" and (yields_token_ids(section) or not section.stream):
-        yield Problem(
-            "count", "as-read", "is for streams of text",
-            "remove it" if section.stream else 'remove it, or add "stream": true and "manifest"',
-        )  # fmt: skip
-    for key in ("label_field", "weight_field"):
-        if section.stream and (value := getattr(section, key)):
-            yield Problem(key, value, "cannot be streamed", "remove it, or remove stream")
+    stream, manifest = section.stream, section.manifest
+    labels, weights = section.label_field, section.weight_field
+    is_text = stream and not yields_token_ids(section)
+    return problems_where(
+        (stream and not manifest, "manifest", manifest, "is required by stream",
+         'add "manifest": "FOLDER", and run `prepare.py --manifest` once'),
+        (manifest and not stream, "manifest", manifest, "is for streams",
+         'remove it, or add "stream": true'),
+        (section.count == "as-read" and not is_text, "count", "as-read", "is for streams of text",
+         "remove it" if stream else 'remove it, or add "stream": true and "manifest"'),
+        (stream and labels, "label_field", labels, "cannot be streamed",
+         "remove it, or remove stream"),
+        (stream and weights, "weight_field", weights, "cannot be streamed",
+         "remove it, or remove stream"),
+    )  # fmt: skip
 
 
 def _check_streams(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of settings that a stream cannot be combined with."""
-    for name, section in data.validation.items():
-        if section.stream:
-            rule = "cannot be streamed: validation sets are read as a whole"
-            yield Problem(f"validation.{name}.stream", True, rule, "remove it")
-    if data.streams and data.held_out_fraction not in (0, "auto"):
-        rule, remedy = "cannot be held out of streams", "remove it, and use data.validation"
-        yield Problem("held_out_fraction", data.held_out_fraction, rule, remedy)
-    if data.streams and data.packing != "none":
-        rule, remedy = "cannot be combined with stream", 'use "none", or remove stream'
-        yield Problem("packing", data.packing, rule, remedy)
-    if data.streams and data.tokenizer == "train":
-        rule = "cannot be trained on streams"
-        yield Problem("tokenizer", "train", rule, "name a folder, or a tokenizer of the hub")
+    held_out = data.held_out_fraction
+    return problems_where(
+        *((section.stream, f"validation.{name}.stream", True,
+           "cannot be streamed: validation sets are read as a whole", "remove it")
+          for name, section in data.validation.items()),
+        (data.streams and held_out not in (0, "auto"), "held_out_fraction", held_out,
+         "cannot be held out of streams", "remove it, and use data.validation"),
+        (data.streams and data.packing != "none", "packing", data.packing,
+         "cannot be combined with stream", 'use "none", or remove stream'),
+        (data.streams and data.tokenizer == "train", "tokenizer", "train",
+         "cannot be trained on streams", "name a folder, or a tokenizer of the hub"),
+    )  # fmt: skip

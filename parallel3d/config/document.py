@@ -50,7 +50,7 @@ def config_document() -> str:
     """Return the text of docs/config.md."""
     own = [s for s in settings() if s.path.startswith("parallel3d.") and s.doc[:3] != "As "]
     deepspeed = [s for s in settings() if not s.path.startswith("parallel3d.")]
-    parts = [
+    return "\n".join([
         _INTRODUCTION,
         "## DeepSpeed's settings\n",
         _table(("setting", "type", "default", ""), map(_setting, deepspeed)),
@@ -60,8 +60,7 @@ def config_document() -> str:
         _table(("setting", "value of auto"), ((f"`{r.path}`", r.words) for r in auto.RULES)),
         _KEYS,
         _table(("accepted values", "why other values are refused"), _keys()),
-    ]
-    return "\n".join(parts)
+    ])  # fmt: skip
 
 
 def _setting(setting: SettingDoc) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, ValidationError, ValidationInfo
 
 from parallel3d.base import explain, reader
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import ABSENT, Problem, Problems, Section, Strings
+from parallel3d.base.section import ABSENT, Problem, Problems, Section, Strings, refuse_where
 
 DIRECTORY = reader.CONFIGS / "hardware"
 THIS_MACHINE = "this-machine"
@@ -58,9 +58,8 @@ def _whole(figure: Figure) -> Figure:
 
 
 def _fraction(figure: Figure) -> Figure:
-    if figure.value > 1:
-        rule, remedy = "must be a fraction", "write a number above 0 and up to 1"
-        raise Problems([Problem("value", figure.value, rule, remedy)])
+    remedy = "write a number above 0 and up to 1"
+    refuse_where((figure.value > 1, "value", figure.value, "must be a fraction", remedy))
     return figure
 
 
@@ -69,8 +68,7 @@ def _known(names: tuple[str, ...]) -> AfterValidator:
 
     def check(table: Mapping[str, Figure]) -> Mapping[str, Figure]:
         rule, remedy = "is not a key of this table", f"use {', '.join(names)}"
-        if unknown := [Problem(n, ABSENT, rule, remedy) for n in table if n not in names]:
-            raise Problems(unknown)
+        refuse_where(*((name not in names, name, ABSENT, rule, remedy) for name in table))
         return table
 
     return AfterValidator(check)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from math import gcd, isqrt
 
-from parallel3d.base.section import Problem
+from parallel3d.base.section import Problem, problems_where
 from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
 from parallel3d.config.parallel3d_block import MeshConfig, PipelineConfig
@@ -19,66 +19,71 @@ from parallel3d.models.common import pretrained_of
 def _check_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     heads = model.num_attention_heads
     if heads % mesh.tp:
-        rule = f"does not divide num_attention_heads={heads}"
         yield Problem(
-            "parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {join_with_or(_divisors_of(heads))}"
-        )
+            "parallel3d.mesh.tp", mesh.tp, f"does not divide num_attention_heads={heads}",
+            f"use tp = {join_with_or(divisors_of(heads))}",
+        )  # fmt: skip
 
 
 def _check_inner_size(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     sizes = getattr(model, "inner_sizes", {"intermediate_size": model.inner_size})
-    for name, size in sizes.items():
-        # A tp that does not divide the heads is reported by another check.
-        if size % mesh.tp and model.num_attention_heads % mesh.tp == 0:
-            rule = f"is not a multiple of tp={mesh.tp}"
-            remedy = f"use {size // mesh.tp * mesh.tp + mesh.tp}, or another mesh.tp"
-            yield Problem(f"parallel3d.model.{name}", size, rule, remedy)
+    # A tp that does not divide the heads is reported by another check.
+    divides_heads = model.num_attention_heads % mesh.tp == 0
+    return problems_where(*(
+        (divides_heads and size % mesh.tp, f"parallel3d.model.{name}", size,
+         f"is not a multiple of tp={mesh.tp}",
+         f"use {size // mesh.tp * mesh.tp + mesh.tp}, or another mesh.tp")
+        for name, size in sizes.items()
+    ))  # fmt: skip
 
 
 def _check_key_value_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     heads = model.num_key_value_heads if isinstance(model, HasKeyValueHeads) else None
     if heads and heads % mesh.tp and mesh.tp % heads:
         rule = f"neither divides num_key_value_heads={heads} nor is a multiple of it"
-        usable = [
-            n for n in _divisors_of(model.num_attention_heads) if not (heads % n and n % heads)
-        ]
+        divisors = divisors_of(model.num_attention_heads)
+        usable = [n for n in divisors if not (heads % n and n % heads)]
         yield Problem("parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {join_with_or(usable)}")
 
 
 def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
     """Check that a model's activations can leave the device, or be computed again."""
-    again = pipeline.activation_checkpointing
-    if pipeline.offload_activations != "none" and hasattr(model, "num_experts"):
-        path, rule = "parallel3d.pipeline.offload_activations", "does not move what experts save"
-        yield Problem(path, pipeline.offload_activations, rule, 'use "none", or recomputation')
-    if getattr(model, "post_norm", False) and "layernorm" in parts_of(again):
-        path = "parallel3d.pipeline.activation_checkpointing"
-        rule = "cannot recompute the layernorm behind a branch, where model.post_norm has it"
-        yield Problem(path, again, rule, "remove layernorm")
+    again, moves = pipeline.activation_checkpointing, pipeline.offload_activations
+    return problems_where(
+        (moves != "none" and hasattr(model, "num_experts"),
+         "parallel3d.pipeline.offload_activations", moves,
+         "does not move what experts save", 'use "none", or recomputation'),
+        (getattr(model, "post_norm", False) and "layernorm" in parts_of(again),
+         "parallel3d.pipeline.activation_checkpointing", again,
+         "cannot recompute the layernorm behind a branch, where model.post_norm has it",
+         "remove layernorm"),
+    )  # fmt: skip
 
 
 def _check_sequence_parallel(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
     length = data.sequence_length
-    if mesh.sequence_parallel and length % mesh.tp:
-        rule = f"is not a multiple of tp={mesh.tp}, over which sequence_parallel splits it"
-        remedy = f"use {length // mesh.tp * mesh.tp + mesh.tp}, or sequence_parallel = false"
-        yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
+    return problems_where((
+        mesh.sequence_parallel and length % mesh.tp, "parallel3d.data.sequence_length", length,
+        f"is not a multiple of tp={mesh.tp}, over which sequence_parallel splits it",
+        f"use {length // mesh.tp * mesh.tp + mesh.tp}, or sequence_parallel = false",
+    ))  # fmt: skip
 
 
 def _check_context(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
     """Check that each cp rank gets as many blocks of tokens, and each of its tp ranks a part."""
-    if mesh.cp == 1:
-        return
     length, parts = data.sequence_length, mesh.tp if mesh.sequence_parallel else 1
     block = arithmetic.block_tokens(length, mesh.cp)
-    share = mesh.cp * block
-    if length % share:
-        rule = f"cannot be dealt to cp={mesh.cp} ranks in blocks of {block} tokens"
-        remedy = f"use {length // share * share + share}, or another mesh.cp"
-        yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
-    elif length // mesh.cp % parts and length % parts == 0:
-        rule = f"leaves {length // mesh.cp} tokens a rank, not a multiple of tp={mesh.tp}"
-        yield Problem("parallel3d.mesh.cp", mesh.cp, rule, "use sequence_parallel = false")
+    share, own = mesh.cp * block, length // mesh.cp
+    is_dealt = length % share == 0
+    return problems_where(
+        (mesh.cp > 1 and not is_dealt, "parallel3d.data.sequence_length", length,
+         f"cannot be dealt to cp={mesh.cp} ranks in blocks of {block} tokens",
+         f"use {length // share * share + share}, or another mesh.cp"),
+        (mesh.cp > 1 and is_dealt and own % parts and length % parts == 0,
+         "parallel3d.mesh.cp", mesh.cp,
+         f"leaves {own} tokens a rank, not a multiple of tp={mesh.tp}",
+         "use sequence_parallel = false"),
+    )  # fmt: skip
 
 
 def _check_experts(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -92,7 +97,7 @@ def _check_experts(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     elif experts % mesh.ep or (mesh.dp != "auto" and mesh.dp % mesh.ep):
         shared = gcd(experts, experts if mesh.dp == "auto" else mesh.dp)
         both = f"num_experts={experts}" + ("" if mesh.dp == "auto" else f" and mesh.dp={mesh.dp}")
-        remedy = f"use {join_with_or(_divisors_of(shared))}"
+        remedy = f"use {join_with_or(divisors_of(shared))}"
         yield Problem("parallel3d.mesh.ep", mesh.ep, f"does not divide {both}", remedy)
 
 
@@ -109,38 +114,44 @@ def _check_pooled_stages(
 
 def _pooled_over(stages: int, model: ModelConfig) -> Iterator[Problem]:
     """Check that all layers whose loads a balance loss pools are in one stage."""
-    used = getattr(model, "router_aux_loss_coef", 0)
-    if used and stages > 1 and getattr(model, "router_aux_loss", None) == "pooled":
-        rule = f"multiplies loads of all layers, which are in {stages} stages"
-        remedy = 'use "microbatch" or "sequence", or one stage (mesh.pp = 1)'
-        yield Problem("parallel3d.model.router_aux_loss", "pooled", rule, remedy)
+    is_pooled = getattr(model, "router_aux_loss", None) == "pooled"
+    return problems_where((
+        is_pooled and getattr(model, "router_aux_loss_coef", 0) and stages > 1,
+        "parallel3d.model.router_aux_loss", "pooled",
+        f"multiplies loads of all layers, which are in {stages} stages",
+        'use "microbatch" or "sequence", or one stage (mesh.pp = 1)',
+    ))  # fmt: skip
 
 
 def _check_shared_samples(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     """Check that nothing depends on an order of tokens that cp ranks do not see."""
-    for name, off, of in (
-        ("attn_pdrop", 0, "draws its masks inside a kernel that needs whole samples"),
-        ("capacity_factor", None, "drops the last tokens of whole samples"),
-    ):
-        if mesh.cp > 1 and (value := getattr(model, name, None)):
-            rule = f"{of}, which cp={mesh.cp} ranks share"
-            remedy = f"use {json.dumps(off)}, or mesh.cp = 1"
-            yield Problem(f"parallel3d.model.{name}", value, rule, remedy)
+    return problems_where(*(
+        (mesh.cp > 1 and value, f"parallel3d.model.{name}", value,
+         f"{of}, which cp={mesh.cp} ranks share", f"use {off}, or mesh.cp = 1")
+        for name, value, off, of in (
+            ("attn_pdrop", getattr(model, "attn_pdrop", 0), "0",
+             "draws its masks inside a kernel that needs whole samples"),
+            ("capacity_factor", getattr(model, "capacity_factor", None), "null",
+             "drops the last tokens of whole samples"),
+        )
+    ))  # fmt: skip
 
 
 def _check_sequence(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
     length, limit = data.sequence_length, model.max_position_embeddings
-    if length > limit:
-        rule = f"is longer than the model's max_position_embeddings={limit}"
-        remedy = f"use at most {limit}, or raise max_position_embeddings"
-        yield Problem("parallel3d.data.sequence_length", length, rule, remedy)
+    return problems_where((
+        length > limit, "parallel3d.data.sequence_length", length,
+        f"is longer than the model's max_position_embeddings={limit}",
+        f"use at most {limit}, or raise max_position_embeddings",
+    ))  # fmt: skip
 
 
 def _check_tp_of_vocabulary(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     size = model.vocab_size
-    if size != "auto" and size < mesh.tp:
-        rule = f"is less than tp={mesh.tp}, so some ranks would have no token"
-        yield Problem("parallel3d.model.vocab_size", size, rule, f"use {mesh.tp} or more")
+    return problems_where((
+        size != "auto" and size < mesh.tp, "parallel3d.model.vocab_size", size,
+        f"is less than tp={mesh.tp}, so some ranks would have no token", f"use {mesh.tp} or more",
+    ))  # fmt: skip
 
 
 def _check_trained_vocabulary(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -150,15 +161,16 @@ def _check_trained_vocabulary(data: DataConfig, model: ModelConfig) -> Iterator[
 
 def _check_vocabulary(tokenizer_size: int, model: ModelConfig) -> Iterator[Problem]:
     size = model.vocab_size
-    if size != "auto" and size < tokenizer_size:
-        rule = f"is smaller than the tokenizer's {tokenizer_size} tokens"
-        remedy = f'use {tokenizer_size} or more, or "auto"'
-        if pretrained_of(model):
-            remedy = "set data.tokenizer to the tokenizer that the model was trained with"
-        yield Problem("parallel3d.model.vocab_size", size, rule, remedy)
+    return problems_where((
+        size != "auto" and size < tokenizer_size, "parallel3d.model.vocab_size", size,
+        f"is smaller than the tokenizer's {tokenizer_size} tokens",
+        "set data.tokenizer to the tokenizer that the model was trained with"
+        if pretrained_of(model) else f'use {tokenizer_size} or more, or "auto"',
+    ))  # fmt: skip
 
 
-def _divisors_of(number: int) -> list[int]:
+def divisors_of(number: int) -> list[int]:
+    """Return the divisors of a number, sorted; of one above 10^12 not all."""
     small = [n for n in range(1, min(isqrt(number), 10**6) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 

@@ -136,8 +136,9 @@ def digest_of(folder: Path) -> str:
         except OSError as error:
             raise _unreadable(path, error) from None
         except SafetensorError as error:
-            rule = f"is not a valid safetensors file ({error})"
-            raise ConfigError(f"{path}: {rule}; download it again") from None
+            raise ConfigError(
+                f"{path}: is not a valid safetensors file ({error}); download it again"
+            ) from None
     return digest.hexdigest()
 
 

@@ -331,11 +331,11 @@ class RunConfig(Section):
             }
         )
         if fallback:
-            note = (
+            config = config.with_notes(
+                *config.notes,
                 f"parallel3d.mesh: {fallback} of fallbacks, because {self.mesh.sizes} does not "
-                f"have {world_size} ranks; {accumulation} microbatches of {micro} a step"
+                f"have {world_size} ranks; {accumulation} microbatches of {micro} a step",
             )
-            config = config.with_notes(*config.notes, note)
         if config.train.max_tokens is not None:
             length = config.data.sequence_length
             samples = config.train.max_tokens // length
@@ -440,8 +440,7 @@ class RunConfig(Section):
             self.gradient_accumulation_steps,
             self.mesh.dp,
         )
-        config = self._with("mesh", **sizes._asdict(), fallbacks=())
-        return config.model_copy(
+        return self._with("mesh", **sizes._asdict(), fallbacks=()).model_copy(
             update={
                 "train_batch_size": batch,
                 "train_micro_batch_size_per_gpu": micro,

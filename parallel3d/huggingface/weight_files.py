@@ -208,8 +208,7 @@ def fold(value: Tensor, factors: tuple[float, ...]) -> Tensor:
         return value
     if len(factors) == 1:
         return value * factors[0]
-    each = value.new_tensor(factors)
-    return value * each.view(-1, *[1] * (value.dim() - 1))
+    return value * value.new_tensor(factors).view(-1, *[1] * (value.dim() - 1))
 
 
 def bytes_of(text: str) -> int:
@@ -380,7 +379,6 @@ def _card(about: About, layout: WeightFiles, settings: Any) -> str:
             f"Transformers has no class for this model ({layout.refusal}). The tensors have "
             "parallel3d's names, and there is no config.json.\n\n"
         )
-    config = json.dumps(about.config.to_public_dict(), indent=1)
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -394,7 +392,7 @@ pipeline_tag: text-generation
 {remark}The config of the run:
 
 ```json
-{config}
+{json.dumps(about.config.to_public_dict(), indent=1)}
 ```
 """
 

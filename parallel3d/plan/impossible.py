@@ -1,14 +1,14 @@
 """Refusal of model and batch sizes that no machine can hold, before any layer is built."""
 
 from parallel3d import models
-from parallel3d.base.section import Problem, Problems
+from parallel3d.base.section import Problem, Problems, refuse_where
 from parallel3d.config import RunConfig
 from parallel3d.config.data import DataConfig
 from parallel3d.config.parallel3d_block import MeshConfig
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.optimizers import MATRIX, state_bytes
 from parallel3d.model.spec import count_params
-from parallel3d.plan.setting import BYTES, layers_of
+from parallel3d.plan.setting import BYTES, TOKEN_BYTES, layers_of
 
 MOST_LAYERS = 2_000
 """The most layers of a model. The deepest published model has 1,000 (arXiv:2203.00555)."""
@@ -18,7 +18,6 @@ MOST_SAMPLES = 10_000_000
 """The most samples of a step. The planner tries all their divisors."""
 MOST_BYTES = 32 * 2**40
 """Device and host memory of one rank together: no machine has more than 32 TiB."""
-_TOKEN = 16  # bytes of a token and its label, int64
 
 
 def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> None:
@@ -28,8 +27,7 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
     holds for every schedule, ZeRO stage and recomputation. Takes milliseconds for any size.
     """
     model = config.parallel3d.model
-    if problems := _counts(config, model):
-        raise Problems(problems)
+    _refuse_counts(config, model)
     sizes = {path: size for path, size in _least_bytes(config, model, ranks).items() if size}
     if (total := sum(sizes.values())) <= room:
         return
@@ -44,8 +42,8 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
     raise Problems([Problem(path, value, rule, "lower it, or use more ranks")])
 
 
-def _counts(config: RunConfig, model: ModelConfig) -> list[Problem]:
-    """Return a problem for each count (layers, samples, microbatches) that is too large."""
+def _refuse_counts(config: RunConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if a count (layers, samples, microbatches) is too large."""
     accumulation = config.gradient_accumulation_steps
     micro = config.train_micro_batch_size_per_gpu
     limits = (
@@ -58,12 +56,11 @@ def _counts(config: RunConfig, model: ModelConfig) -> list[Problem]:
             for _, size in config.parallel3d.train.batch_schedule
         ),
     )
-    problems = []
-    for path, value, most, unit in limits:
-        if isinstance(value, int) and value > most:
-            rule, remedy = f"is above the limit of {most:,} {unit}", f"use {most:,} or less"
-            problems.append(Problem(path, value, rule, remedy))
-    return problems
+    refuse_where(*(
+        (isinstance(value, int) and value > most, path, value,
+         f"is above the limit of {most:,} {unit}", f"use {most:,} or less")
+        for path, value, most, unit in limits
+    ))  # fmt: skip
 
 
 def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> dict[str, int]:
@@ -83,7 +80,7 @@ def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> dict[str,
         each = min(state_bytes(file, role) for role in (None, MATRIX))
         states += params * each // (split * optimizer)
     seq, samples = data.sequence_length, config.train_micro_batch_size_per_gpu or 1
-    tokens = samples * seq * _TOKEN
+    tokens = samples * seq * TOKEN_BYTES
     stream = samples * seq * model.hidden_size * element // parts  # the input of a layer
     return {"parallel3d.model": states, "parallel3d.data.sequence_length": tokens + stream}
 

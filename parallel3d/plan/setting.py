@@ -18,6 +18,7 @@ from parallel3d.schedule.sharding import Weights
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Device = Literal["none", "cpu", "nvme"]
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # an activation or weight outside the products
+TOKEN_BYTES = 16  # a token and its label, int64
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,11 @@ class Setting:
     newton_schulz: NewtonSchulz | None = None
     buffers: Buffers = Buffers()
     software: Software = ENGINE
+
+    @property
+    def action_order(self) -> tuple[str, int, int, int]:
+        """The schedule's name, pp, microbatches and stages per rank: its programs' order."""
+        return self.schedule, self.pp, self.num_microbatches, self.stages_per_rank
 
     @property
     def shards(self) -> int:

@@ -60,8 +60,7 @@ def fold(spans: Spans, length: float, most: int = MOST) -> Timeline:
     if sum(map(len, spans)) <= most:
         return Timeline(spans, (), length)
     cuts = _cuts(spans)
-    gone = sum(end - begin for begin, end, _ in cuts)
-    gap = _GAP * (length - gone)
+    gap = _GAP * (length - sum(end - begin for begin, end, _ in cuts))
     if all(span.end.is_integer() for rank in spans for span in rank):
         gap = _UNITS
     folds = tuple(Fold(begin, end, gap, count) for begin, end, count in cuts)

@@ -101,25 +101,24 @@ def _data(action: Action, schedule: Schedule) -> tuple[Action, ...]:
                 return (own,)
             if schedule.has_communication and stage in schedule.crossings:
                 return (own, Action(Op.RECV_B, stage, microbatch))
-            return (own, _input_gradient(stage + 1, microbatch, schedule))
+            return (own, _backward(Op.I, stage + 1, microbatch, schedule))
         case Op.W:
             return (Action(Op.I, stage, microbatch),)
         case Op.SEND_F:
             return (Action(Op.F, stage, microbatch),)
         case Op.SEND_B:
-            return (_input_gradient(stage, microbatch, schedule),)
+            return (_backward(Op.I, stage, microbatch, schedule),)
         case Op.RECV_F | Op.RECV_B:
             return (action.other_end,)
         case Op.REDUCE:
-            split = Action(Op.W, stage, microbatch)
-            return (split if split in schedule.actions else Action(Op.B, stage, microbatch),)
+            return (_backward(Op.W, stage, microbatch, schedule),)
         case _:
             return ()
 
 
-def _input_gradient(stage: int, microbatch: int, schedule: Schedule) -> Action:
-    """Return the action that computes a stage's input gradient: I where split, else B."""
-    split = Action(Op.I, stage, microbatch)
+def _backward(part: Op, stage: int, microbatch: int, schedule: Schedule) -> Action:
+    """Return the action that computes a part (I or W) of a backward: B where it is not split."""
+    split = Action(part, stage, microbatch)
     return split if split in schedule.actions else Action(Op.B, stage, microbatch)
 
 
@@ -133,8 +132,8 @@ def _send_of(compute: Action, schedule: Schedule) -> Action | None:
     return None
 
 
-def validate(schedule: Schedule) -> None:
-    """Raise ScheduleError, with the programs and the faulty action, unless the schedule can run.
+def validate(schedule: Schedule) -> Schedule:
+    """Return the schedule; raise ScheduleError, with the faulty action marked, if it cannot run.
 
     Each compute must appear once per stage and microbatch, on the stage's rank, after its needs.
     Each send must have its receive, and *blocking* transfers over one channel per pair of ranks
@@ -161,6 +160,7 @@ def validate(schedule: Schedule) -> None:
     if missing := sorted(expected - counts.keys()):
         _refuse(schedule, f"missing: {', '.join(map(str, missing))}")
     _ = schedule.order  # raises if a rank would block for ever
+    return schedule
 
 
 def add_communication(schedule: Schedule) -> Schedule:
@@ -178,9 +178,7 @@ def add_communication(schedule: Schedule) -> Schedule:
 def add_sharding(schedule: Schedule, weights: Weights, reduces_once: bool) -> Schedule:
     """Return a schedule with GATHER, RELEASE and REDUCE (`with_sharding`), validated."""
     programs = tuple(with_sharding(p, weights, reduces_once) for p in schedule.programs)
-    sharded = replace(schedule, programs=programs)
-    validate(sharded)
-    return sharded
+    return validate(replace(schedule, programs=programs))
 
 
 def sequence(schedule: Schedule) -> Iterator[Action]:

@@ -28,10 +28,9 @@ from parallel3d.plan.layers.weight_counts import WeightSizes, sizes
 from parallel3d.plan.layers.windows import Gradients, Held, Windows, gradients, windows_of
 from parallel3d.plan.memory.activations import BackwardMoment, StageActivations, stage_activations
 from parallel3d.plan.memory.states import StateBytes, states
-from parallel3d.plan.setting import Setting
+from parallel3d.plan.setting import TOKEN_BYTES, Setting
 from parallel3d.schedule.schedules import splits_backward
 
-_TOKEN = 16  # bytes of a token and its label, int64
 # Bytes of gathered weights, gradients, activations, logits and buffers at one moment.
 Moment = tuple[int, int, int, int, int]
 
@@ -66,8 +65,7 @@ class CoordinateRank:
     def __post_init__(self) -> None:
         s = self.setting
         self._places: Held = tuple(range(len(self.home)))
-        self._order = s.schedule, s.pp, s.num_microbatches, s.stages_per_rank
-        self._flight = in_flight(*self._order, self.coord)
+        self._flight = in_flight(*s.action_order, self.coord)
         self._activation_bytes: dict[MicrobatchCounts, tuple[int, int]] = {}
         self._all_sizes = self._sizes(self._places)
         self.held = states(s, self._all_sizes, self.on_cpu)
@@ -76,7 +74,7 @@ class CoordinateRank:
         self._gathers = s.zero_stage == 3 and (
             s.dp > 1 or (s.offload_param != "none" and not self.on_cpu)
         )
-        self._always = s.num_microbatches * s.shape.tokens // s.cp * _TOKEN
+        self._always = s.num_microbatches * s.shape.tokens // s.cp * TOKEN_BYTES
         self._always += sum([stage.resident_bytes for stage in self.stages])
 
     @property
@@ -92,11 +90,11 @@ class CoordinateRank:
         yield 0, held.shard, always, 0, held.buffers + held.stepping
         own: tuple[Gradients | None, ...] = (None,) * len(self.home)
         if held.unreduced > 0 and len(self.home) > 1:
-            own = gradients(*self._order, self.coord)
+            own = gradients(*self.setting.action_order, self.coord)
         else:
             yield 0, held.unreduced + held.shard, always, 0, reduced
         if self.setting.holds_weights:
-            coming = windows_of(*self._order, self.setting.weights, self.coord)
+            coming = windows_of(*self.setting.action_order, self.setting.weights, self.coord)
             yield from self._arrival_moments(coming)
             weights = [self._gathered_by_program(coming, place) for place in self._places]
         else:
@@ -346,12 +344,11 @@ def least_on_first(
     """
     s, parts = setting, _parts(setting)
     layers = tuple([parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]])
-    weights = sizes(layers, s.tp, s.persistence, s.ep)
-    held = states(s, weights, is_cpu(hardware))
+    held = states(s, sizes(layers, s.tp, s.persistence, s.ep), is_cpu(hardware))
     shard = held.shard if held.standing else 0
     device = held.weights + held.optimizer + held.buffers + shard
     device += least_in_flight(s, hardware) if activations is None else activations
-    most = most_in_flight(s.schedule, s.pp, s.num_microbatches, s.stages_per_rank)[0]
+    most = most_in_flight(*s.action_order)[0]
     # If some forward runs after a backward, it runs beside gradients. But several stages need not
     # have unreduced gradients while most microbatches are in flight.
     if most < s.num_microbatches * s.stages_per_rank and (
@@ -368,7 +365,6 @@ def least_in_flight(setting: Setting, hardware: Hardware | None, counted: bool =
     the program. That takes milliseconds for the first setting with a schedule's numbers.
     """
     s, on_cpu, parts = setting, is_cpu(hardware), _parts(setting)
-    numbers = s.schedule, s.pp, s.num_microbatches, s.stages_per_rank
     held = [parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]]
     saved: dict[StageLayers, int] = {}
     for part in dict.fromkeys(held):
@@ -377,8 +373,8 @@ def least_in_flight(setting: Setting, hardware: Hardware | None, counted: bool =
         saved[part] = stage.saved_bytes - on_cpu * stage.hidden_bytes
     if counted:
         each = [saved[part] for part in held]
-        return max(int(sum(map(mul, counts, each))) for counts in in_flight(*numbers, 0))
-    return min(saved.values()) * most_in_flight(*numbers)[0]
+        return max(int(sum(map(mul, counts, each))) for counts in in_flight(*s.action_order, 0))
+    return min(saved.values()) * most_in_flight(*s.action_order)[0]
 
 
 def saved_bytes(setting: Setting, hardware: Hardware | None = None) -> tuple[int, ...]:

@@ -43,8 +43,8 @@ def devices_of(config: RunConfig, machine: Hardware) -> int:
         return int(machine.cores.count.value)
     if machine.devices_per_node is not None:
         return int(machine.devices_per_node.value)
-    rule, remedy = "is missing", "set the number of devices"
-    raise Problems([Problem("--devices", ABSENT, rule, remedy)], "the plan")
+    problem = Problem("--devices", ABSENT, "is missing", "set the number of devices")
+    raise Problems([problem], "the plan")
 
 
 def make_request(config: RunConfig, machine: Hardware, devices: int, fix: Sequence[str]) -> Request:
@@ -149,8 +149,7 @@ def to_json(ranking: Ranking, request: Request) -> dict[str, object]:
 
 def as_written(config: RunConfig, request: Request) -> Plan:
     """Return the plan of a resolved config, without changing any choice."""
-    setting = Setting.from_config(config)
-    return evaluate(request, setting.but(layers=request.base.layers))
+    return evaluate(request, Setting.from_config(config).but(layers=request.base.layers))
 
 
 _HEADER_ENTRY = 130  # approximate bytes of a chunk's entry in the header of a checkpoint file
@@ -161,8 +160,7 @@ def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConf
 
     The choices in parallel3d.plan.fix stay as they are. Raises ConfigError if nothing fits.
     """
-    request = request_of(config, hardware, devices, fixed_by(config))
-    ranking = search(request, rows=1)
+    ranking = search(request_of(config, hardware, devices, fixed_by(config)), rows=1)
     if not ranking.plans:
         assert ranking.least is not None
         raise ConfigError(f'parallel3d.mesh = "plan": {nothing_fits(ranking.least)}')

@@ -50,8 +50,7 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
     if ranking.plans:
         _show(ranking.plans, 1, request, out)
     if ranking.too_large:
-        word = "faster, but too large" if ranking.plans else "too large"
-        out.print(Text(f"\n{word}", "bold"))
+        out.print(Text("\nfaster, but too large" if ranking.plans else "\ntoo large", "bold"))
         _show(ranking.too_large, len(ranking.plans) + 1, request, out)
         for number, plan in enumerate(ranking.too_large, len(ranking.plans) + 1):
             terminal.say(out, f"{number:>2}  {plan.reason}", "    ")
@@ -59,9 +58,10 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
     if ranking.plans:
         _show_parts(ranking.plans, request, out)
         each = "the best" if ranking.per_mesh == 1 else f"the best {ranking.per_mesh}"
-        tail = '--explain N shows row N; "mesh": "plan" in a config uses row 1'
-        summary = f"{each} of each mesh, {ranking.num_simulated} simulated; {tail}"
-        terminal.say(out, Text(f"\n{summary}", "dim"))
+        terminal.say(out, Text(
+            f"\n{each} of each mesh, {ranking.num_simulated} simulated; --explain N shows row N; "
+            '"mesh": "plan" in a config uses row 1', "dim",
+        ))  # fmt: skip
     if hidden := ranking.num_hidden:
         plans = "plans do" if hidden > 1 else "plan does"
         terminal.say(out, Text(f"{hidden} faster {plans} not fit; omit --rows to list all", "dim"))

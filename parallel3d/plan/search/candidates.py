@@ -6,15 +6,15 @@ parallel3d/schedule/schedules.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from functools import lru_cache
 from itertools import product
 from math import gcd
 from typing import NamedTuple
 
 from parallel3d.base.mesh_sizes import AXES, MeshSizes
-from parallel3d.base.section import Problem, Problems
+from parallel3d.base.section import Problem, Problems, nearest
 from parallel3d.config import MeshConfig, checks
+from parallel3d.config.model_checks import divisors_of
 from parallel3d.config.parallel3d_block import reduces_once
 from parallel3d.model import optimizers
 from parallel3d.model.recompute import MODES, text_of
@@ -66,8 +66,8 @@ Choices = tuple[Flow, Order, ZeroState]
 def meshes(request: Request) -> Iterator[MeshSizes]:
     """Yield every mesh of the request's devices, ordered by pp, tp and cp."""
     longest = max(1, request.base.shape.seq // LEAST_TOKENS, request.fixed.get("cp", 1))
-    for pp in _divisors(request.devices):
-        for tp, cp in product(_divisors(request.devices // pp), _divisors(request.devices // pp)):
+    for pp in divisors_of(request.devices):
+        for tp, cp in product(divisors_of(request.devices // pp), repeat=2):
             dp, rest = divmod(request.devices, pp * cp * tp)
             if rest or cp > longest:
                 continue
@@ -94,7 +94,7 @@ def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
         for ep in _divisions(request, mesh)
         for split in ((False, True) if may_split else (False,))
         for recompute in recomputes
-        for micro_batch in _divisors(request.common_batch // mesh.dp)
+        for micro_batch in divisors_of(request.common_batch // mesh.dp)
         if _is_open(request, micro_batch=micro_batch, sequence_parallel=split)
     )
 
@@ -104,7 +104,7 @@ def _divisions(request: Request, mesh: MeshSizes) -> list[int]:
     config, experts = request.config, getattr(request.config.model, "num_experts", 1)
     if config.train.noise_scale_every:
         experts = 1
-    return [ep for ep in _divisors(gcd(experts, mesh.dp)) if _is_open(request, ep=ep)]
+    return [ep for ep in divisors_of(gcd(experts, mesh.dp)) if _is_open(request, ep=ep)]
 
 
 @lru_cache(maxsize=65536)
@@ -286,12 +286,9 @@ def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: De
 def problem_of(request: Request, mesh: MeshSizes) -> Problem | None:
     """Return the config's first problem with a mesh, or None."""
     config = request.config
-    settings = {
-        "mesh": MeshConfig(**mesh._asdict()),
-        "model": config.model,
-        "data": config.data,
-    }
-    problems = checks.find_problems(settings)
+    problems = checks.find_problems(
+        {"mesh": MeshConfig(**mesh._asdict()), "model": config.model, "data": config.data}
+    )
     if mesh.pp > len(request.base.layers):
         rule = f"exceeds the {len(request.base.layers)} layers of the model"
         problems.append(Problem("pp", mesh.pp, rule, f"use {len(request.base.layers)} or less"))
@@ -299,11 +296,6 @@ def problem_of(request: Request, mesh: MeshSizes) -> Problem | None:
         rule = f"does not divide the {request.common_batch} samples of a step"
         problems.append(Problem("dp", mesh.dp, rule, "use another dp or train_batch_size"))
     return problems[0] if problems else None
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def refuse_empty(request: Request) -> None:
@@ -345,10 +337,8 @@ def check_fixed(fixed: Mapping[str, object]) -> None:
     for name, value in fixed.items():
         path = f"--fix {name}"
         if name not in CHOICES:
-            known = ", ".join(CHOICES)
-            near = get_close_matches(name, CHOICES, n=1)
-            remedy = f'the nearest one is "{near[0]}"' if near else f"use {known}"
-            problems.append(Problem(path, value, "is not a choice of the planner", remedy))
+            rule = "is not a choice of the planner"
+            problems.append(Problem(path, value, rule, nearest(name, CHOICES)))
         elif name == "recompute":
             try:
                 text_of(value)

@@ -7,7 +7,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from parallel3d.base.mesh_sizes import AXES, MeshSizes
-from parallel3d.base.section import Problem, Problems
+from parallel3d.base.section import refuse_where
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
@@ -205,10 +205,11 @@ def request_of(
     hold, and for bf16 on hardware without it.
     """
     peaks = hardware.peak_flops
-    if config.bf16.enabled and "fp16" in peaks and "bf16" not in peaks:
-        rule = f"{hardware.name} supports fp16, but not bf16"
-        remedy = "use --bf16.enabled false --fp16.enabled true"
-        raise Problems([Problem("bf16.enabled", True, rule, remedy)])
+    refuse_where((
+        config.bf16.enabled and "fp16" in peaks and "bf16" not in peaks, "bf16.enabled", True,
+        f"{hardware.name} supports fp16, but not bf16",
+        "use --bf16.enabled false --fp16.enabled true",
+    ))  # fmt: skip
     config = with_vocabulary(config)
     refuse_impossible(config, devices)
     if config.is_planned:
@@ -230,8 +231,7 @@ def request_of(
         phases = tuple(config.steps_by_size(0, samples))
         num_tokens = seq * sum(size * steps for size, steps in phases) or None
     base = Setting.from_config(_on_one(config, batch))
-    choices = fixed or {}
-    return Request(config, base, hardware, devices, batch, choices, num_tokens, sizes, phases)
+    return Request(config, base, hardware, devices, batch, fixed or {}, num_tokens, sizes, phases)
 
 
 def _on_one(config: RunConfig, batch: int) -> RunConfig:
@@ -256,8 +256,9 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     """Return the config with a number for its vocabulary size; ConfigError if it is unknown."""
     if config.model.vocab_size != "auto":
         return config
-    if not config.data.has_own_size:
-        rule = f'depends on tokenizer "{config.data.tokenizer}", which planning does not load'
-        remedy = "set the tokenizer's number of tokens"
-        raise Problems([Problem("parallel3d.model.vocab_size", "auto", rule, remedy)])
+    refuse_where((
+        not config.data.has_own_size, "parallel3d.model.vocab_size", "auto",
+        f'depends on tokenizer "{config.data.tokenizer}", which planning does not load',
+        "set the tokenizer's number of tokens",
+    ))  # fmt: skip
     return config.with_vocab_size(config.data.vocab_size)

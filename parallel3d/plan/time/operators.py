@@ -6,13 +6,12 @@ efficiency that depends on its size (`Curves`), plus the time of its launch.
 
 import json
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import Problem, Problems
+from parallel3d.base.section import Problem, Problems, nearest
 from parallel3d.config.hardware import Hardware, Kernels
 from parallel3d.model.spec import Attention, MatMul, Work
 from parallel3d.plan.setting import BYTES, Precision, Software
@@ -98,9 +97,10 @@ class Curves:
 FILE = Path(__file__).with_name("curves.json")
 # Fractions that cannot exceed 1. Others can on a CPU, whose caches are faster than the memory that
 # they are compared with.
-_FRACTIONS = frozenset({"datasheet", "fp8", "ported", "fused", "network", "host"})
+_FRACTIONS = frozenset(
+    {"datasheet", "fp8", "ported", "fused", "network", "host", "overlap", "tensor_overlap"}
+)
 _MAY_BE_0 = frozenset({"overlap", "tensor_overlap", "congestion"})  # and every overhead
-_MOST = dict.fromkeys((*_FRACTIONS, "overlap", "tensor_overlap"), 1.0)
 _MOST_OF_ALL = 1e12  # larger values (of a size in elements, for example) would overflow sums
 
 
@@ -120,11 +120,9 @@ def curves_for(hardware: Hardware) -> Curves:
 def _problem(name: str, value: float) -> Problem | None:
     path, known = f"curves.{name}", Curves.__dataclass_fields__
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        remedy = f'the nearest one is "{near[0]}"' if near else f"use {', '.join(known)}"
-        return Problem(path, value, "is not a curve", remedy)
+        return Problem(path, value, "is not a curve", nearest(name, known))
     least = "at least 0" if name in _MAY_BE_0 or name.startswith("overhead") else "above 0"
-    most = _MOST.get(name, _MOST_OF_ALL)
+    most = 1.0 if name in _FRACTIONS else _MOST_OF_ALL
     if (value > 0 or (least == "at least 0" and value == 0)) and value <= most:
         return None
     return Problem(path, value, f"must be {least} and at most {most:g}", "measure it again")

@@ -66,9 +66,9 @@ class Sharding(NamedTuple):
 def _gathers(setting: Setting) -> tuple[int, ...]:
     if setting.weights == "per_step" or setting.stages_per_rank == 1:
         return (1,) * setting.stages_per_rank
-    numbers = setting.schedule, setting.pp, setting.num_microbatches, setting.stages_per_rank
-    coords = (windows_of(*numbers, setting.weights, coord) for coord in range(setting.pp))
-    return tuple(map(max, zip(*(coord.times for coord in coords), strict=True)))
+    order, weights = setting.action_order, setting.weights
+    times = [windows_of(*order, weights, coord).times for coord in range(setting.pp)]
+    return tuple(map(max, zip(*times, strict=True)))
 
 
 class StageTransfers(NamedTuple):
@@ -124,11 +124,10 @@ Transfers = tuple[tuple[StageTransfers, ...], tuple[OncePerStep, ...]]
 def transfers_of(layout: StageClasses, sharding: Sharding, machine: Machine) -> Transfers:
     """Return transfers per microbatch by class of stages, and per step by class of coordinates."""
     stages = tuple(_stage(layout.model, held, sharding, machine) for held in layout.stages)
-    coords = tuple(
+    return stages, tuple(
         _coord(layout, classes, [stages[c] for c in classes], sharding, machine)
         for classes in layout.coords
     )
-    return stages, coords
 
 
 class MatrixWork(NamedTuple):
@@ -345,9 +344,8 @@ def _coord(
         optimizer += update
     else:
         gradients = own * software.gradient_bytes if sharding.reduces_once else 0.0
-        device = sharding.offload_optimizer
         update, offload = update_seconds(
-            own, device, gradients + own * size, machine, sharding.optimizer
+            own, sharding.offload_optimizer, gradients + own * size, machine, sharding.optimizer
         )
         optimizer += update * hardware.slowdown("traffic", devices)
     optimizer += matrix_work(model, held, sharding, machine).seconds
@@ -399,8 +397,7 @@ def nvme_seconds(num_bytes: float, machine: Machine, writes: bool) -> float:
     """Return the seconds to read `num_bytes` from NVMe, and also to write them if `writes`."""
     host, keys = host_of(machine), "host.nvme_read and host.nvme_write"
     if host.nvme_read is None or host.nvme_write is None:
-        problem = "its NVMe speed is not known"
-        refuse(machine.hardware, problem, keys, 'offload to "cpu"')
+        refuse(machine.hardware, "its NVMe speed is not known", keys, 'offload to "cpu"')
     seconds = num_bytes / host.nvme_read.value
     seconds += num_bytes / host.nvme_write.value if writes else 0.0
     return seconds / machine.curves.host

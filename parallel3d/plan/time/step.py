@@ -11,7 +11,6 @@ from itertools import accumulate
 from operator import add, mul, sub
 from typing import NamedTuple
 
-from parallel3d.base.errors import ConfigError
 from parallel3d.config.hardware import Hardware
 from parallel3d.plan.layers.placement import StageClasses, most_in_flight, stage_classes_of
 from parallel3d.plan.setting import Setting
@@ -27,7 +26,7 @@ from parallel3d.plan.time.operators import Curves, Machine, curves_for, machine_
 from parallel3d.plan.time.passes import PassSeconds, stage_passes
 from parallel3d.plan.time.sharding import OncePerStep, Sharding, StageTransfers, transfers_of
 from parallel3d.schedule.schedule import Action, Op, Spans, add_sharding, idle_fraction, simulate
-from parallel3d.schedule.schedules import load, make_schedule, splits_backward
+from parallel3d.schedule.schedules import check_sizes, load, make_schedule, splits_backward
 
 
 class SecondsByPart(NamedTuple):
@@ -263,12 +262,10 @@ def step_spans(setting: Setting, hardware: Hardware, curves: Curves | None = Non
     The optimizer is left out. A coordinate's reductions are divided evenly among its stages.
     """
     costs = costs_of(setting, hardware, curves or curves_for(hardware))
-    sizes = setting.pp, setting.num_microbatches, setting.stages_per_rank
-    schedule = make_schedule(setting.schedule, *sizes)
-    shards, weights = setting.dp * setting.cp > 1, setting.weights
-    reduces = setting.reduces_once and shards
+    schedule = make_schedule(*setting.action_order)
+    reduces = setting.reduces_once and setting.dp * setting.cp > 1
     if reduces or setting.holds_weights:
-        weights = weights if setting.holds_weights else "per_microbatch"
+        weights = setting.weights if setting.holds_weights else "per_microbatch"
         schedule = add_sharding(schedule, weights, reduces)
     place = schedule.pp_coord_of_stage
 
@@ -283,14 +280,11 @@ def step_spans(setting: Setting, hardware: Hardware, curves: Curves | None = Non
 
 def check(setting: Setting) -> None:
     """Raise ConfigError if the schedule cannot run with the setting's ranks and microbatches."""
-    sizes = setting.pp, setting.num_microbatches, setting.stages_per_rank
-    if reason := load(setting.schedule).invalid(*sizes):
-        raise ConfigError(f"schedule {setting.schedule!r}: {reason}")
+    check_sizes(*setting.action_order)
 
 
 def _ends(setting: Setting, costs: ActionCosts, sends: bool = True) -> list[CoordinateEnd]:
-    sizes = setting.pp, setting.num_microbatches, setting.stages_per_rank
-    return ends(setting.schedule, *sizes, costs.seconds, sends)
+    return ends(*setting.action_order, costs.seconds, sends)
 
 
 def _step(costs: ActionCosts, ends: list[CoordinateEnd]) -> float:

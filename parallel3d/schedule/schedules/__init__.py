@@ -72,12 +72,15 @@ def make_schedule(
     name: str, pp_size: int, num_microbatches: int, stages_per_rank: int = 1
 ) -> Schedule:
     """Return a schedule with communication, validated; raise ConfigError if invalid."""
-    file = load(name)
-    if reason := file.invalid(pp_size, num_microbatches, stages_per_rank):
+    sizes = pp_size, num_microbatches, stages_per_rank
+    check_sizes(name, *sizes)
+    return validate(add_communication(load(name).schedule(*sizes)))
+
+
+def check_sizes(name: str, pp_size: int, num_microbatches: int, stages_per_rank: int) -> None:
+    """Raise ConfigError if a schedule cannot run with these sizes."""
+    if reason := load(name).invalid(pp_size, num_microbatches, stages_per_rank):
         raise ConfigError(f"schedule {name!r}: {reason}")
-    schedule = add_communication(file.schedule(pp_size, num_microbatches, stages_per_rank))
-    validate(schedule)
-    return schedule
 
 
 def make_evaluation(schedule: Schedule) -> Schedule:
@@ -86,6 +89,4 @@ def make_evaluation(schedule: Schedule) -> Schedule:
         tuple(action for action in program if action.op == Op.F) for program in schedule.programs
     )
     name = f"{schedule.name}, forward only"
-    alone = add_communication(replace(schedule, name=name, programs=forwards))
-    validate(alone)
-    return alone
+    return validate(add_communication(replace(schedule, name=name, programs=forwards)))
