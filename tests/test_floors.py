@@ -69,7 +69,7 @@ BUDGET = {
     "parallel3d/data": 3880,
     "parallel3d/doctor": 205,
     "parallel3d/engine": 1950,
-    "parallel3d/huggingface": 870,
+    "parallel3d/huggingface": 905,
     "parallel3d/mesh": 1255,
     "parallel3d/model": 620,
     "parallel3d/pipeline": 390,
