@@ -79,7 +79,7 @@ BUDGET = {
     "parallel3d/schedule": 910,
     "parallel3d/tensor": 1595,
     "parallel3d/train": 3080,
-    "parallel3d/verify": 1318,
+    "parallel3d/verify": 1340,
 }
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}
 FLOOR = {room: floor for floor, room in ROOMS}

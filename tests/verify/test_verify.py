@@ -145,7 +145,8 @@ def test_the_command(command, monkeypatch, capsys):
     assert "2x1x1" in said
     states = {feature["name"]: feature["state"] for feature in found["features"]}
     assert states["train.lr_schedule.type = cosine"] == "proved"
-    assert states["held-out losses"] == "tested elsewhere"
+    assert states["held-out losses"] == states["saves while training goes on"] == "proved"
+    assert states["bits per byte"] == "tested elsewhere"
     assert "not proved" in states.values() and "not proved: the model" in said
 
 
