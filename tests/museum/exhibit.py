@@ -13,13 +13,14 @@ Planted = AbstractContextManager[Any]
 """Within it the mistake is in our code, in this process alone."""
 
 
-Kind = Literal["parallel", "shared", "size", "beside", "half"]
+Kind = Literal["parallel", "shared", "size", "beside", "half", "loop"]
 KINDS: dict[Kind, str] = {
     "parallel": "executor, collectives, optimizer state, checkpoints",
     "shared": "samples, labels, documents, decay, schedule, first weights",
     "size": "paths that small runs do not take by themselves",
     "beside": "evaluation, dropout, loss scale, weighted loss",
     "half": "bf16 and fp16",
+    "loop": "lines of metrics, saves while training goes on",
 }
 
 
