@@ -122,6 +122,21 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (True, "bits per byte", "tests/data/test_evaluation.py"),
         (True, "a resume, on another mesh if several are run", ""),
         (config.checkpoint.asynchronous, "saves while training goes on", ""),
+        (
+            config.checkpoint.in_memory_every,
+            "checkpoint.in_memory_every",
+            "tests/checkpoint/test_in_memory.py",
+        ),
+        (
+            config.train.check_bits.every or config.train.check_bits.recompute_every,
+            "train.check_bits",
+            "tests/train/test_check_bits.py",
+        ),
+        (
+            config.train.noise_scale_every,
+            "train.noise_scale_every",
+            "tests/train/test_gradient_noise.py",
+        ),
         (config.train.compile != "none", f"train.compile = {config.train.compile}", ""),
         (True, "weights saved at the end", "tests/huggingface/test_from_ranks.py"),
         (True, "export", "tests/huggingface/test_export.py"),

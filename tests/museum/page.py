@@ -54,8 +54,9 @@ example:
 ```python
 EXAMPLE```
 
-`plant()` is entered in each process that trains, the reference's too. If an exhibit is missed,
-improve `verify`, not the exhibit.
+`plant()` is entered in each process that trains, the reference's too; with the need `save` only in
+the run that saves. It raises TypeError if a patch does not take what the patched function takes. If
+an exhibit is missed, improve `verify`, not the exhibit.
 
 """
 _CANNOT = """## What the check cannot see

@@ -78,6 +78,9 @@ def test_each_test_that_is_named_is_there():
     raw["gradient_clipping"] = 1.0
     raw["scheduler"] = {"type": "WarmupLR", "params": {}}
     raw["parallel3d"]["model"] |= {"resid_pdrop": 0.1}
+    raw["parallel3d"]["train"] |= {"on_nonfinite": "skip"}
+    raw["parallel3d"]["train"]["check_bits"] = {"every": 1}
+    raw["parallel3d"]["checkpoint"] = {"in_memory_every": 1}
     listed = features(RunConfig.from_dict(raw))
     assert {feature.state for feature in listed} == {"proved", "tested elsewhere", "not proved"}
     for feature in listed:
