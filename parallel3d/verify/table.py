@@ -94,6 +94,11 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         ),
         (config.train.batch_schedule, "train.batch_schedule", "tests/train/test_batch_phases.py"),
         (
+            config.train.batch_schedule,
+            "losses and gradients of steps of other sizes",
+            "tests/pipeline/test_changing_microbatches.py",
+        ),
+        (
             config.train.batch_lr != "none",
             f"train.batch_lr = {config.train.batch_lr}",
             "tests/config/test_batch_schedule.py",
