@@ -1,15 +1,18 @@
-"""One case of verify on the ranks of a mesh: train a course, evaluate, and resume.
+"""One case of verify on the ranks of a mesh: the trainer's own loop trains, evaluates and saves.
 
 Dropout's masks depend on the mesh, so they have no reference. An extra step with dropout on records
 the state of the generator each time a mask is drawn.
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event
 from typing import Any
 from unittest.mock import patch
 
@@ -38,7 +41,9 @@ from parallel3d.tensor.loss import vocab_parallel_loss
 from parallel3d.tensor.norm import LayerNorm, RMSNorm
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.train.assembly import Assembly, assemble
-from parallel3d.train.feed import Feed
+from parallel3d.train.metrics import MetricsWriter
+from parallel3d.train.start import Start
+from parallel3d.train.trainer import Trainer
 from parallel3d.verify import definitions
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import (
@@ -62,6 +67,7 @@ THRESHOLDS: tuple[tuple[object, str, int], ...] = (
     (disk, "BLOCK", 2**12),
 )
 SAVED_STEPS = STEPS - 1  # the run is saved after these; the resumed run makes the last step
+HELD_SECONDS = 20.0  # most that a save is held back until the step after it is done
 DROPOUT = 0.5
 VECTOR_SIZE = 32  # elements that are not all numbers of half precision by chance
 NORM_SIZE = 256  # features of the norms that are compared alone, and their tokens
@@ -225,16 +231,11 @@ def low_thresholds(config: RunConfig) -> Iterator[None]:
         yield
 
 
-def save(parts: Assembly, mesh: Mesh, state: dict[str, object], folder: Path) -> None:
-    """Write a checkpoint and wait until it is on disk. Raises CheckpointError."""
-    saver = Saver(parts.engine, mesh, parts.layers, folder=folder, asynchronous=False)
-    saver.save(state, wait=True)
-    saver.require_saved()
-
-
-def go_on(parts: Assembly, mesh: Mesh, state: RunState, folder: Path) -> Position:
-    """Load the newest checkpoint in `folder` and return the position to continue from."""
-    checkpoint, _ = find(folder, "auto", mesh)
+def go_on(
+    parts: Assembly, mesh: Mesh, state: RunState, folder: Path, resume: int | str = "auto"
+) -> Position:
+    """Load a checkpoint in `folder`, the newest by default; return the position to go on from."""
+    checkpoint, _ = find(folder, resume, mesh)
     assert checkpoint is not None, folder
     position = state.position_in(checkpoint.state, checkpoint.folder, lambda text: None)
     load(checkpoint, engine=parts.engine, mesh=mesh, layers=parts.layers)
@@ -248,10 +249,9 @@ class CaseRun:
         self, parts: Assembly, config: RunConfig, mesh: Mesh, reference: Reference
     ) -> None:
         self.parts, self.config, self.mesh, self.reference = parts, config, mesh, reference
-        folder = Path(reference.weights).parent
-        corpus = corpus_of(config, folder)
-        self.feed = Feed(config, mesh, corpus, parts.schedule)
-        self.state = RunState(config, corpus)
+        self.corpus = corpus_of(config, Path(reference.weights).parent)
+        self.batch: list[Microbatch] = []  # of the last step
+        self.stepped = Event()  # set after the last step
         self.eps, self.wrong, self.masters, self.unlike = [0.0], [0.0], [0.0], [0.0]
         # Gradients are averaged in fp32; those of activations, which tp and cp add up, are not.
         in_fp32 = config.communication_data_type in (None, "fp32")
@@ -267,45 +267,43 @@ class CaseRun:
 
     def compared(self, task: CaseTask) -> RankFindings:
         """Train, evaluate, and return the differences from the reference."""
-        position = (
-            go_on(self.parts, self.mesh, self.state, task.resumes) if task.resumes else Position()
-        )
-        first, losses, norms = position.step, [], []
+        position = Position()
         if task.resumes:
+            state = RunState(self.config, self.corpus)
+            position = go_on(self.parts, self.mesh, state, task.resumes, SAVED_STEPS)
             self._look_at_masters()
-        while position.step < self.config.num_steps:
-            batch = self.feed.training(position.next_sample)
-            self._compare(batch, position.step)
-            with self.reduced if self.averages_in_fp32 else nullcontext():
-                local = self.parts.executor.run(batch, position.step)
-            losses.append(self._mean(local))
-            self._look_at_sums()
-            lr = rate(self.config, position.step)
-            norms.append(self.parts.engine.step(lr).grad_norm)
-            position = position.after(self.config)
-            if task.saves and position.step == SAVED_STEPS:
-                save(self.parts, self.mesh, self.state.at(position), task.saves)
+        with self._watching(task.drops):
+            lines = self._trained(position, task.saves)
         self._look_at_masters()
         counters = self.parts.engine.states.counters()
         weights = weight_errors(self.parts, self.config, self.reference)
-        batch = self.feed.training(position.next_sample)
-        evaluation = self._evaluated(batch, task.drops)
-        masks = self._dropped(batch, position.step) if task.drops else None
-        self.feed.close()
+        masks = self._dropped(self.batch, self.config.num_steps) if task.drops else None
+        first, right = position.step, self.reference
+        steps, per_step = range(first + 1, self.config.num_steps + 1), right.course.steps[0].tokens
+        counted = [(step, step * per_step.numel()) for step in steps]
+        by_step = {line["step"]: line for line in lines}
+
+        def said(name: str) -> list[float]:
+            """Return a number of each step; NaN where a line has none."""
+            values = [by_step.get(step, {}).get(name) for step in steps]
+            return [math.nan if value is None else value for value in values]
+
+        rates = relative(said("lr"), right.course.rates[first:])
         return RankFindings(
-            loss=worst(relative(losses, self.reference.losses[first:])),
-            grad_norm=worst(relative(norms, self.reference.grad_norms[first:])),
+            loss=worst(relative(said("loss"), right.losses[first:])),
+            grad_norm=worst(relative(said("grad_norm"), right.grad_norms[first:])),
             weights=weights,
             others={
-                "evaluation": worst(relative([evaluation], [self.reference.evaluation])),
+                "evaluation": worst(relative(said("held_out_loss")[-1:], [right.evaluation])),
+                "lines": float([(x["step"], x["tokens"]) for x in lines] != counted),
                 "accumulation": max(self.eps) if max(self.eps) > 1e-6 else 0.0,
                 "samples": max(self.wrong),
-                "rates": self._compare_rates(),
+                "rates": worst([self._compare_rates(), *rates]),
                 "masters": max(self.masters),
                 "reduction": self.reduced.eps,
                 "scale": abs(
                     self.parts.engine.loss_scale
-                    / definitions.loss_scale(self.config.fp16, position.step)
+                    / definitions.loss_scale(self.config.fp16, self.config.num_steps)
                     - 1
                 ),
                 "turns": self._compare_turns(),
@@ -316,6 +314,58 @@ class CaseRun:
             counters=counters,
             masks=masks,
         )
+
+    @contextmanager
+    def _watching(self, drops: bool) -> Iterator[None]:
+        """Look at each batch that is trained on; turn dropout on where it must have no effect."""
+        executor, evaluator = self.parts.executor, self.parts.evaluator
+        train, evaluate = executor.run, evaluator.run
+
+        def trained(batch: list[Microbatch], step: int) -> torch.Tensor:
+            self.batch = batch
+            self._compare(batch, step)
+            with self.reduced if self.averages_in_fp32 else nullcontext():
+                loss = train(batch, step)
+            self._look_at_sums()
+            return loss
+
+        def evaluated(batch: list[Microbatch]) -> torch.Tensor:
+            self.stepped.set()
+            with watched(self.parts.stages.module, (0, 0), False, DROPOUT if drops else 0.0):
+                return evaluate(batch)
+
+        with (
+            patch.object(executor, "run", trained),
+            patch.object(evaluator, "run", evaluated),
+        ):
+            yield
+
+    def _trained(self, position: Position, saves: Path | None) -> list[dict[str, Any]]:
+        """Let the trainer run from a position to the end; return its lines of metrics.
+
+        A save in the background is written when the step after it is done, whose state it must not
+        have.
+        """
+        parts, behind = self.parts, self.config.checkpoint.asynchronous
+        write = disk.write_file
+
+        def write_late(*args: Any, **options: Any) -> Any:
+            self.stepped.wait(HELD_SECONDS if behind else 0)
+            return write(*args, **options)
+
+        with (
+            TemporaryDirectory() as own,
+            closing(MetricsWriter(Path(own))) as writer,
+            patch.object(disk, "write_file", write_late),
+        ):
+            start = Start(self.config, {}, Path(own), "", self.corpus, position=position)
+            saver = None
+            if saves:
+                saver = Saver(
+                    parts.engine, self.mesh, parts.layers, folder=saves, asynchronous=behind
+                )
+            Trainer(start, self.mesh, parts, writer=writer, saver=saver).run()
+            return [json.loads(line) for line in writer.path.read_text().splitlines()]
 
     def _look_at_sums(self) -> None:
         """Record half precision's eps if it holds all of a norm's or bias's summed gradient.
@@ -420,19 +470,6 @@ class CaseRun:
             for a, b in pairs:
                 if a is not None and b is not None:
                     self.wrong.append(float((a != b).float().mean()))
-
-    def _mean(self, local: torch.Tensor | float) -> float:
-        """Return the mean over dp of a loss that the last stage's tp ranks hold (others hold 0)."""
-        everyone = self.mesh.gather_floats([local])
-        return sum(row[0] for row in everyone) / (self.mesh.replicas.size * self.mesh.tensor.size)
-
-    def _evaluated(self, batch: list[Microbatch], drops: bool) -> float:
-        """Return the mean loss of a batch in evaluation, where dropout must be off."""
-        evaluator, coords = self.parts.evaluator, (0, 0)
-        with watched(self.parts.stages.module, coords, False, DROPOUT if drops else 0.0):
-            evaluator.run(batch)
-        losses = evaluator.token_losses
-        return self._mean(0.0 if losses is None else float(losses.mean()))
 
     def _dropped(self, batch: list[Microbatch], step: int) -> Masks:
         """Run a step with dropout on and return the masks it drew."""

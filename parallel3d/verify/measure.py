@@ -54,6 +54,7 @@ class ReferenceErrors:
     settings: float = 0.0  # how many of the config's settings the reference has otherwise
     token_losses: float = 0.0  # mean of tokens' losses by rounded logits, in nats
     norms: float = 0.0  # relative, of the scale of a normalised token, beyond one rounding
+    lines: float = 0.0  # 1 if lines of metrics.jsonl count other steps or tokens
 
     def within(self, tolerance: float | Mapping[str, float]) -> bool:
         """Return True if no error exceeds its bound; a NaN does."""

@@ -41,6 +41,8 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # least this share of the type's eps.
 MARGIN = 4.0
 FLOORS = {"loss": 1 / 64, "grad_norm": 1 / 8, "weight": 1 / 8, "evaluation": 1 / 64}
+TEXT_SEED, HELD_OUT_SEED = 7, 8
+ORDER_SEED = 20  # of held-out samples, in every run
 _SCALE = 2.0**8  # of the loss in fp16
 FIRST = "first.safetensors"  # weights before the first step, beside those after the last
 _NEVER_CLIPPED = 1e9
@@ -59,26 +61,27 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Course:
-    """The global batch and learning rate of each step, and the batch evaluated at the end."""
+    """The global batch and learning rate of each step, and the samples evaluated at the end."""
 
     steps: list[Batch]
     rates: list[float]
     evaluated: Batch
 
 
-def text_of(config: RunConfig) -> tuple[list[definitions.Stream], list[int]]:
+def text_of(config: RunConfig, seed: int = TEXT_SEED) -> tuple[list[definitions.Stream], list[int]]:
     """Return the streams of a small config's corpus and their shares of the samples.
 
-    With one stream an epoch is two and a half steps. Ids are the highest of the vocabulary; labels
-    count unequally if the config weighs them.
+    With one stream an epoch of training is two and a half steps. Ids are the highest of the
+    vocabulary; labels count unequally if the config weighs them.
     """
     length, vocab = config.data.sequence_length, int(config.model.vocab_size)
     size, end, data = config.global_batch_size, vocab - 1, config.data
     parts = data.mixture if data.source == "mixture" else (data,)
     shares = definitions.shares_of([weight_changes(part)[0][1] for part in parts])
-    generator, streams = np.random.default_rng(7), list[definitions.Stream]()
+    generator, streams = np.random.default_rng(seed), list[definitions.Stream]()
+    more = int(seed != TEXT_SEED)  # no sample is evaluated twice
     for part, share in zip(parts, shares, strict=True):
-        count = max(1, (5 * size * share) // (2 * sum(shares)))
+        count = max(1, (5 * size * share) // (2 * sum(shares)) + more)
         tokens = generator.integers(max(0, end - 512), end, size=count * length + 1, dtype=np.int64)
         # A long sample may be one document, so that positions get high even if they are isolated.
         ends = 0.2 if length == SEQUENCE_LENGTH else 0.5 / length
@@ -97,21 +100,23 @@ def corpus_of(config: RunConfig, folder: Path) -> Corpus:
 
     `folder` takes the place of the tokenizer's folder.
     """
-    streams, shares = text_of(config)
-    # A plain array stands for the weights that would be read from files.
-    parts = tuple(
-        TokenStream(tokens, _bounds_of(tokens, config), weights)  # type: ignore[arg-type]
-        for tokens, weights in streams
-    )
-    mixture = Mixture(parts, tuple(map(float, shares)))
-    everything = parts[0] if len(parts) == 1 else mixture
+
+    def stream(seed: int) -> TokenStream | Mixture:
+        streams, shares = text_of(config, seed)
+        # A plain array stands for the weights that would be read from files.
+        parts = tuple(
+            TokenStream(tokens, _bounds_of(tokens, config), weights)  # type: ignore[arg-type]
+            for tokens, weights in streams
+        )
+        return parts[0] if len(parts) == 1 else Mixture(parts, tuple(map(float, shares)))
+
     return Corpus(
         directory=folder,
         vocab_size=int(config.model.vocab_size),
         end_of_text=int(config.model.vocab_size) - 1,
         unigram_entropy=0.0,
-        train=everything,
-        held_out=everything,
+        train=stream(TEXT_SEED),
+        held_out=stream(HELD_OUT_SEED),
         key="verify",
     )
 
@@ -124,23 +129,23 @@ def _bounds_of(tokens: np.ndarray, config: RunConfig) -> np.ndarray:
 
 def course_of(config: RunConfig) -> Course:
     """Return the course of a small config by its definition."""
-    streams, shares = text_of(config)
-    size, count = config.global_batch_size, config.num_steps
-    weighs = any(weights is not None for _, weights in streams)
+    size, count, train = config.global_batch_size, config.num_steps, config.train
+    text, held_out = text_of(config), text_of(config, HELD_OUT_SEED)
 
-    def batch(step: int) -> Batch:
-        indices = range(step * size, (step + 1) * size)
+    def batch(own: tuple[list[definitions.Stream], list[int]], seed: int, indices: range) -> Batch:
+        streams, shares = own
+        weighs = any(weights is not None for _, weights in streams)
         tokens, labels, weights = definitions.samples(
-            streams, shares, config.data.sequence_length, config.train.seed, indices
+            streams, shares, config.data.sequence_length, seed, indices
         )
         documents = definitions.documents_of(tokens, int(config.model.vocab_size) - 1)
         isolated = documents if config.data.isolate_documents else None
         return Batch(tokens, labels, isolated, weights if weighs else None)
 
     return Course(
-        [batch(step) for step in range(count)],
+        [batch(text, train.seed, range(n * size, (n + 1) * size)) for n in range(count)],
         [definitions.learning_rate(config, step) for step in range(count)],
-        batch(count),
+        batch(held_out, ORDER_SEED, range(train.evaluate_samples)),
     )
 
 
@@ -151,7 +156,7 @@ class Reference:
     losses: list[float]
     grad_norms: list[float]  # before clipping
     weights: str  # file of the weights after the last step
-    evaluation: float  # the trained model's loss on the course's last batch
+    evaluation: float  # the trained model's loss on the course's held-out samples
     course: Course
     start: float = 0.0  # see `definitions.start_error`
     settings: int = 0  # how many are not the config's, see `definitions.settings_unlike`
@@ -364,8 +369,7 @@ def train_model(
     file = folder / "reference.safetensors"
     save_weights(config, masters, file)
     with torch.no_grad():
-        evaluated = Batch(*course.evaluated)._replace(weights=None)
-        evaluation = sum(part.item() for part in _parts_of_loss(model, evaluated, rows))
+        evaluation = sum(part.item() for part in _parts_of_loss(model, course.evaluated, rows))
     turns = None
     for module in model.modules():
         if hasattr(module, "inv_freq"):

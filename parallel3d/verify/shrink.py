@@ -102,6 +102,9 @@ def shrink(
     raw = config.to_dict()
     block = raw["parallel3d"]
     sizes = {mesh: MeshSizes(*mesh) for mesh in meshes}
+    microbatches, is_long = num_microbatches(config), extent.sequence_length > SEQUENCE_LENGTH
+    samples = (1 if is_long else 2) * microbatches
+    batch = batch or samples * lcm(*(mesh.dp for mesh in sizes.values()))
     stages = max(mesh.pp for mesh in sizes.values()) * config.pipeline.stages_per_rank
     tp_sizes = [mesh.tp for mesh in sizes.values()]
     block["model"] |= _small_model(config.model, stages, tp_sizes, extent)
@@ -121,8 +124,15 @@ def shrink(
         "profile": None,
         "batch_schedule": (),
         "batch_lr": "none",
+        "evaluate_every": 0,
+        "evaluate_samples": -(-batch // 2) if is_long else 3 * batch // 2,  # the last is half full
+        "stop_after": None,
+        "noise_scale_every": 0,
+        "digest_every": 0,
+        "check_bits": {},
         "lr_schedule": {"type": kind, **SCHEDULES[kind]},
     }
+    block["checkpoint"] |= {"every": STEPS - 1, "at": (), "in_memory_every": 0}
     raw.pop("scheduler", None)
     raw["gradient_clipping"] = clipping if config.gradient_clipping else 0.0
     params = raw["optimizer"]["params"]
@@ -145,9 +155,6 @@ def shrink(
             raw["aio"]["block_size"] = BLOCK
             if name == "offload_param":
                 raw["zero_optimization"][name] |= PARAM_BUFFERS
-    microbatches = num_microbatches(config)
-    samples = 1 if extent.sequence_length > SEQUENCE_LENGTH else 2
-    batch = batch or samples * microbatches * lcm(*(mesh.dp for mesh in sizes.values()))
     return {mesh: _on_mesh(raw, own, microbatches, batch) for mesh, own in sizes.items()}
 
 

@@ -78,7 +78,7 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
                 for name in ("router_aux_loss_coef", "router_z_loss_coef", "score_bias_rate")
             ),
             "losses and biases that balance experts",
-            "tests/models/test_moe.py",
+            "tests/pipeline/test_experts.py",
         ),
         (
             pretrained_of(model),
@@ -93,6 +93,22 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
             "tests/verify/test_parity.py",
         ),
         (config.train.batch_schedule, "train.batch_schedule", "tests/train/test_batch_phases.py"),
+        (
+            config.train.batch_schedule,
+            "losses and gradients of steps of other sizes",
+            "tests/pipeline/test_changing_microbatches.py",
+        ),
+        (
+            config.train.batch_lr != "none",
+            f"train.batch_lr = {config.train.batch_lr}",
+            "tests/config/test_batch_schedule.py",
+        ),
+        (
+            config.train.on_nonfinite != "stop" or config.train.on_spike != "ignore",
+            "batches that are left out",
+            "tests/train/test_bad_steps.py",
+        ),
+        (True, "loss, norm, rate, step and tokens in metrics.jsonl", ""),
         (True, "order of samples, labels", ""),
         (data.fim, "data.fim", "tests/data/test_fim.py"),
         (data.isolate_documents, "data.isolate_documents", ""),
@@ -102,9 +118,32 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (changes, "weights of data.mixture that change", "tests/data/test_mixing.py"),
         (weighs, "labels that count unequally", ""),
         (True, f"reading data.source = {data.source}", "tests/data/test_sources.py"),
-        (True, "held-out losses", "tests/train/test_evaluation.py"),
+        (True, "held-out losses", ""),
+        (
+            True,
+            "losses of validation sets and of a mixture's parts, standard errors",
+            "tests/train/test_evaluation.py",
+        ),
+        (True, "bits per byte", "tests/data/test_evaluation.py"),
         (True, "a resume, on another mesh if several are run", ""),
+        (config.checkpoint.asynchronous, "saves while training goes on", ""),
+        (
+            config.checkpoint.in_memory_every,
+            "checkpoint.in_memory_every",
+            "tests/checkpoint/test_in_memory.py",
+        ),
+        (
+            config.train.check_bits.every or config.train.check_bits.recompute_every,
+            "train.check_bits",
+            "tests/train/test_check_bits.py",
+        ),
+        (
+            config.train.noise_scale_every,
+            "train.noise_scale_every",
+            "tests/train/test_gradient_noise.py",
+        ),
         (config.train.compile != "none", f"train.compile = {config.train.compile}", ""),
+        (True, "weights saved at the end", "tests/huggingface/test_from_ranks.py"),
         (True, "export", "tests/huggingface/test_export.py"),
         (True, "kernels of a GPU", "tests/gpu/test_numbers.py"),
     )

@@ -42,3 +42,17 @@ def test_it_holds_what_it_was_filled_with(numel, monkeypatch):
         arrays = copy.arrays()
         assert b"".join(array.tobytes() for array in arrays) == value.numpy().tobytes()
     assert len(arrays) == len(piece_sizes(numel))
+
+
+def test_copies_from_a_device_are_waited_for(monkeypatch):
+    """Else the thread that writes them would read what is not there yet."""
+    empty, value, waited = torch.empty, torch.randn(5001), []
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False: empty(*sizes))
+    copy = HostCopy(len(value), pinned=True)
+
+    def synchronize():
+        waited.append(b"".join(array.tobytes() for array in copy.arrays()))
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    copy.fill(value.split(700))
+    assert waited == [value.numpy().tobytes()]  # once, after the last copy

@@ -13,8 +13,10 @@ import pytest
 from parallel3d.checkpoint import chunk_runs, disk, find
 from parallel3d.checkpoint import save as saving
 from parallel3d.checkpoint.chunks import ChunkFile
+from parallel3d.checkpoint.in_memory import HostMemory
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import verify
+from parallel3d.mesh.nodes import find_nodes
 from parallel3d.models import layers
 from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.resharding import Side, Trained, state
@@ -37,28 +39,30 @@ SIDES = [
 
 
 def save_both_ways(rank, sides, root):
-    """A synchronous save, an asynchronous one, and another step while it is being written."""
+    """A synchronous save, an asynchronous one, and while it is written another step, in memory."""
     write, moved = disk.write_file, []
     chunk_runs.SMALLEST = 64  # so that the copy has several pieces
     for side in sides:
         trained = Trained(side, root)
         trained.train()
         folders = root / str(side) / "waiting", root / str(side) / "behind"
+        memory = HostMemory(trained.mesh, find_nodes(trained.mesh), root, f"{side}-0")
         first, second = (
-            saver_of(trained, folder, asynchronous=behind)
+            saver_of(trained, folder, asynchronous=behind, memory=memory)
             for folder, behind in zip(folders, (False, True), strict=True)
         )
         first.save(state(2))
         stepped = threading.Event()
 
-        def write_later(*args, stepped=stepped, **options):
-            assert stepped.wait(60)
-            return write(*args, **options)
+        def write_later(path, *args, stepped=stepped, memory=memory, **options):
+            assert memory.folder in path.parents or stepped.wait(60)
+            return write(path, *args, **options)
 
         before = {name: value["master"] for name, _, _, value in trained.gathered()}
         disk.write_file = write_later
         second.save(state(2))
         trained.train(1)
+        second.save_in_memory(state(3))  # not from the copy that is written
         after = {name: value["master"] for name, _, _, value in trained.gathered()}
         moved.append(all(not before[name].equal(after[name]) for name in before))
         stepped.set()
@@ -80,6 +84,7 @@ def test_the_asynchronous_checkpoint_is_the_synchronous_one(sides, tmp_path):
     for side in sides:
         waiting, behind = (tmp_path / str(side) / way / "step-2" for way in ("waiting", "behind"))
         assert contents(waiting) == contents(behind)
+        assert verify(next(tmp_path.glob(f"*/{side}-0/step-3"))) == []
         assert verify(behind) == []
         shapes = json.loads((behind / "state.json").read_text())["parameters"]
         assert sum(elements(behind).values()) == 3 * num_elements(side, shapes)

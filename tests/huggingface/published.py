@@ -18,6 +18,7 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 50_000.0, "factor": 4.0, "low_freq_factor": 0.1,
     "high_freq_factor": 1.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
+EPSILON = {"layer_norm_epsilon": 1e-3}  # no default: who does not read it has other logits
 NO_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic"}
@@ -43,7 +44,7 @@ GLM = {
 # Each class of config with the settings of one model.
 MODELS = {
     "gpt2": ("GPT2Config", GPT2),
-    "gpt2 untied": ("GPT2Config", GPT2 | {"tie_word_embeddings": False, "n_inner": 72}),
+    "gpt2 untied": ("GPT2Config", GPT2 | {"tie_word_embeddings": False, "n_inner": 72, **EPSILON}),
     "llama2": ("LlamaConfig", SIZES),
     "llama3": ("LlamaConfig", GROUPED | {"rope_parameters": LLAMA3}),
     "llama, linear": ("LlamaConfig", GROUPED | {"rope_parameters": LINEAR}),
@@ -53,7 +54,7 @@ MODELS = {
     "qwen3, biases": ("Qwen3Config", GROUPED | {"attention_bias": True}),
     "qwen3, yarn": ("Qwen3Config", GROUPED | {"head_dim": 32, "rope_parameters": YARN}),
     "mistral": ("MistralConfig", GROUPED | {"head_dim": 16, "sliding_window": 32}),
-    "qwen2": ("Qwen2Config", GROUPED | {"rms_norm_eps": 1e-5}),
+    "qwen2": ("Qwen2Config", GROUPED | {"rms_norm_eps": 1e-3}),
     "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 16, "tie_word_embeddings": True}),
     "smollm3, no rotation": (
         "SmolLM3Config",
@@ -98,6 +99,7 @@ MODELS = {
             "tie_word_embeddings": True,
             "rope_parameters": ROPE,
             "hidden_act": "gelu_new",
+            "layer_norm_eps": 1e-3,
         },
     ),
 }

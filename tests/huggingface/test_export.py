@@ -28,12 +28,16 @@ SCALING = RopeScaling(
 BIASES = {"attention_bias": True, "mlp_bias": True}
 # With room for a sample that scaled rotations show in.
 GROUPED = {"num_key_value_heads": 2, "max_position_embeddings": 64}
+# Numbers that are no class's default: one that config.json lacks shows in the logits.
+EPS = 1e-3
 MODELS = {
     "GPT2LMHeadModel": small("gpt"),
-    "GPT2LMHeadModel, untied": small("gpt", tie_word_embeddings=False),
-    "GPTNeoXForCausalLM": small("neox"),
+    "GPT2LMHeadModel, untied": small("gpt", tie_word_embeddings=False, layer_norm_epsilon=EPS),
+    "GPTNeoXForCausalLM": small("neox", layer_norm_eps=EPS, rotary_emb_base=50.0, rotary_pct=0.5),
     "LlamaForCausalLM, grouped, tied": small("llama", tie_word_embeddings=True, **GROUPED),
-    "LlamaForCausalLM, biases": small("llama", attention_output_bias=True, **BIASES, **GROUPED),
+    "LlamaForCausalLM, biases": small(
+        "llama", attention_output_bias=True, rope_theta=50.0, rms_norm_eps=EPS, **BIASES, **GROUPED
+    ),
     "LlamaForCausalLM, scaled": small("llama", rope_scaling=SCALING),
     "MistralForCausalLM": small("llama", head_dim=16, **GROUPED),
     "Qwen2ForCausalLM, biases": small("llama", attention_bias=True, **GROUPED),

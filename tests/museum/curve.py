@@ -17,6 +17,7 @@ import torch
 
 from parallel3d.base.errors import TrainingError
 from parallel3d.base.mesh_sizes import MeshSizes
+from parallel3d.checkpoint.save import Saver
 from parallel3d.checkpoint.state import Position, RunState
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
@@ -24,7 +25,7 @@ from parallel3d.data.corpus import Corpus, TokenStream
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.train.feed import Feed
-from parallel3d.verify.case import go_on, save
+from parallel3d.verify.case import go_on
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import MESHES, shrink
 from tests.museum import exhibits
@@ -148,7 +149,9 @@ def _losses(
         if position.step == HALFWAY:
             parts.evaluator.run(feed.training(position.next_sample))
             if leg.saves:
-                save(parts, mesh, state.at(position), leg.saves)
+                saver = Saver(parts.engine, mesh, parts.layers, folder=leg.saves)
+                saver.save(state.at(position), wait=True)
+                saver.require_saved()
     feed.close()
     return losses
 

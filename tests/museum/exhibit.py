@@ -1,5 +1,6 @@
 """A silent bug of the field as data, and the tools to plant it in our code (floor 5)."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ Planted = AbstractContextManager[Any]
 """Within it the mistake is in our code, in this process alone."""
 
 
-Kind = Literal["parallel", "shared", "size", "beside", "half"]
+Kind = Literal["parallel", "shared", "size", "beside", "half", "loop"]
 KINDS: dict[Kind, str] = {
     "parallel": "executor, collectives, optimizer state, checkpoints",
     "shared": "samples, labels, documents, decay, schedule, first weights",
     "size": "paths that small runs do not take by themselves",
     "beside": "evaluation, dropout, loss scale, weighted loss",
     "half": "bf16 and fp16",
+    "loop": "lines of metrics, saves while training goes on",
 }
 
 
@@ -51,14 +53,40 @@ class Exhibit:
         return " ".join(self.doc.partition("\n\n")[0].split())
 
 
+def check_fits(original: Any, patch: Any, *before: Any) -> None:
+    """Raise TypeError unless a patch takes the arguments of the function that it replaces.
+
+    They are bound twice: all of them, and only those that have no default, by position where that
+    is possible. `before` are passed first. Without this, a patch that no longer fits is noticed
+    only where the whole museum is run.
+    """
+    if not callable(original) or not callable(patch):
+        return
+    try:
+        parameters = inspect.signature(original).parameters.values()
+    except ValueError:  # written in C
+        return
+    by_position = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for taken in (parameters, [p for p in parameters if p.default is inspect.Parameter.empty]):
+        given = [p.name for p in taken if p.kind in by_position]
+        named = {p.name: p for p in taken if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        try:
+            inspect.signature(patch).bind(*before, *given, **named)
+        except TypeError as error:
+            name = getattr(original, "__qualname__", original)
+            raise TypeError(f"the patch of {name} does not fit its arguments: {error}") from None
+
+
 def replaced(owner: Any, name: str, value: Any) -> Planted:
     """Have `value` in place of `owner.name` inside the context."""
+    check_fits(getattr(owner, name), value)
     return patch.object(owner, name, value)
 
 
 def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Planted:
     """Have `around(original, ...)` called in place of `owner.name(...)` inside the context."""
     original = getattr(owner, name)
+    check_fits(original, around, original)
     return replaced(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
 
 

@@ -67,6 +67,7 @@ NEEDS: dict[str, Need] = {
         small.zero_optimization.stage == 3 and small.pipeline.weights == "per_microbatch"
     ),
     "resume": lambda config, small: True,
+    "save": lambda config, small: small.checkpoint.asynchronous,  # planted in a run that saves
 }
 
 

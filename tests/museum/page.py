@@ -54,8 +54,9 @@ example:
 ```python
 EXAMPLE```
 
-`plant()` is entered in each process that trains, the reference's too. If an exhibit is missed,
-improve `verify`, not the exhibit.
+`plant()` is entered in each process that trains, the reference's too; with the need `save` only in
+the run that saves. It raises TypeError if a patch does not take what the patched function takes. If
+an exhibit is missed, improve `verify`, not the exhibit.
 
 """
 _CANNOT = """## What the check cannot see
@@ -71,8 +72,8 @@ _CANNOT = """## What the check cannot see
 - **Small errors in half precision.** There the bound is four times the distance of two right
   runs that add in another order. Exhibits that do not need half precision are planted
   in fp32; verify a config there, too.
-- **Evaluation and data as a run has them.** Held-out losses, reading of files, import and export
-  have tests of their own; `verify` lists them at its end.
+- **Steps that are left out, and batches that change their size.** They have tests of their own, as
+  have reading of files, import and export; `verify` lists them at its end.
 """
 
 

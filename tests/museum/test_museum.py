@@ -4,6 +4,7 @@ By default a few; `pytest -m slow` plants all, and looks for false alarms.
 """
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from parallel3d.verify.reference import prepare
 from parallel3d.verify.shrink import MESHES, drops_out, shrink
 from tests.museum import exhibits
 from tests.museum import tour as museum_tour
-from tests.museum.exhibit import KINDS
+from tests.museum.exhibit import KINDS, replaced, wrapped
 from tests.museum.halls import HALLS, hall
 from tests.museum.needs import NEEDS
 from tests.museum.tour import Hall
@@ -58,14 +59,37 @@ def test_there_are_as_many_as_the_museum_says():
         assert exhibit.what.endswith("."), name
 
 
-def is_planted(name):
-    with exhibits.load(name).plant():  # it raises AttributeError for a name that is gone
-        return True
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_what_each_patches_is_there(name):
-    assert is_planted(name)
+    """A name that is gone raises AttributeError, other arguments a TypeError (`check_fits`)."""
+    with exhibits.load(name).plant():
+        pass
+
+
+class Patched:
+    """Something to patch."""
+
+    def step(self, lr, is_kept=None, *, scale):
+        """Return what the patch passes on."""
+        return lr, is_kept, scale
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda original, self, lr, *, scale: original(self, lr, scale=scale),  # one is new
+        lambda original, self, lr, is_kept, step, *, scale: None,  # one is gone
+        lambda original, self, lr, is_kept=None: None,  # its keyword is new
+        lambda original, self, lr, is_kept, *, scale: None,  # a default is new
+    ],
+)
+def test_a_patch_that_no_longer_fits_is_not_planted(wrong):
+    with pytest.raises(TypeError, match=r"the patch of Patched\.step does not fit its arguments"):
+        wrapped(Patched, "step", wrong)
+    with pytest.raises(TypeError, match="does not fit"):
+        replaced(Patched, "step", partial(wrong, None))
+    with wrapped(Patched, "step", lambda original, *args, **named: original(*args, **named)):
+        assert Patched().step(1, scale=2) == (1, None, 2)
 
 
 @pytest.mark.parametrize(

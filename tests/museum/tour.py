@@ -21,8 +21,10 @@ from tests.museum.exhibit import Exhibit
 from tests.museum.needs import lacking
 
 TIMEOUT_SECONDS = 300.0
+Saved = tuple[Path, dict[str, Any]]  # folder of a run's checkpoints, and its counters at the end
 _OURS = "parallel3d.base.errors."
 WORDS = {
+    "lines": "lines of metrics",
     "start": "first weights",
     "turns": "rotary positions",
     "norms": "norms",
@@ -83,7 +85,7 @@ class Hall:
         self._small = shrink(config, tuple(self._meshes), str(folder))
         self._drops = drops_out(config)
         self._reference: Reference | None = None
-        self._counters: dict[str, Any] | None = None
+        self._right: Saved | None = None
 
     def lacks(self, exhibit: Exhibit) -> str:
         """What the hall's config lacks of an exhibit's needs; "" if it can hold it."""
@@ -102,8 +104,9 @@ class Hall:
         file = exhibits.load(name)
         mesh = self._mesh_of(file.EXHIBIT)
         assert mesh is not None
-        resumes = "resume" in file.EXHIBIT.needs
-        saved = self._saved() if resumes else None
+        saves = "save" in file.EXHIBIT.needs
+        resumes = saves or "resume" in file.EXHIBIT.needs
+        saved, counters = self._saved() if resumes else (None, None)
         start = time.perf_counter()
         small, reference = self._planted(name, mesh, "long" in file.EXHIBIT.needs)
         task = CaseTask(resumes=saved) if resumes else CaseTask(drops=self._drops)
@@ -112,12 +115,14 @@ class Hall:
             return Visit(name, by, size, time.perf_counter() - start, beyond or {})
 
         try:
+            if saves:  # and a right run goes on from there
+                task = CaseTask(resumes=self._save(self._folder / name / "saved", Planted(name))[0])
             errors, _ = checked(
                 small,
                 reference,
                 task,
-                function=Planted(name),
-                counters=self._counters if resumes else None,
+                function=None if saves else Planted(name),
+                counters=counters,
                 timeout=TIMEOUT_SECONDS,
             )
         except RanksHung:
@@ -162,13 +167,16 @@ class Hall:
             self._small, self._reference = prepare(self._config, self._meshes, self._folder)
         return self._reference
 
-    def _saved(self) -> Path:
-        """The folder of a run that was saved without any exhibit."""
-        folder = self._folder / "saved"
-        if self._counters is None:
-            mesh, _ = resuming_pair(self._meshes)
-            _, self._counters = checked(self.small(mesh), self.trained(), CaseTask(saves=folder))
-        return folder
+    def _saved(self) -> Saved:
+        """A run that was saved without any exhibit."""
+        self._right = self._right or self._save(self._folder / "saved")
+        return self._right
+
+    def _save(self, folder: Path, function: "Planted | None" = None) -> Saved:
+        mesh, _ = resuming_pair(self._meshes)
+        task = CaseTask(saves=folder)
+        _, counters = checked(self.small(mesh), self.trained(), task, function=function)
+        return folder, counters
 
 
 @dataclass(frozen=True)

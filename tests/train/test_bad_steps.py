@@ -215,6 +215,8 @@ def test_a_resumed_run_decides_alike(config, dp):
     ]
     assert states[0]["bad_steps"] == states[1]["bad_steps"]
     assert states[0]["bad_steps"]["count"] == 1 and states[0]["optimizer_steps"] == bad + 1
+    kept = [line["loss"] for line in theirs if line["step"] != bad + 1]
+    assert states[0]["bad_steps"]["losses"] == kept  # later steps are not measured by the spike
     (event,) = events(half)
     assert event["step"] == bad + 1 and "the loss spikes to" in event["reason"]
     assert [e["samples"] for e in events(whole)] == [event["samples"]]

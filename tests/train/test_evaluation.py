@@ -81,7 +81,9 @@ def test_each_part_of_a_mixture_is_evaluated_by_itself(mixed, alone):
     line, directory = alone
     assert list(line["validation"]) == ["held_out", "mixture.0", "mixture.1"]
     assert line["held_out_loss"] == line["validation"]["held_out"]["loss"]
-    for number, part in enumerate(prepare(RunConfig.from_dict(mixed).data).parts):
+    corpus = prepare(RunConfig.from_dict(mixed).data)
+    assert corpus.held_out.weights == corpus.train.weights == (0.25, 0.75)
+    for number, part in enumerate(corpus.parts):
         found = line["validation"][f"mixture.{number}"]
         mean, error = held_out_loss(directory, part, samples=21, length=LENGTH)
         assert found["loss"] == pytest.approx(mean, rel=1e-5), number

@@ -5,8 +5,10 @@ import math
 import os
 import signal
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -180,6 +182,15 @@ def test_one_process_and_many_tell_the_same_story(raw, dp):
             if key in one:
                 assert other[key] == pytest.approx(one[key], rel=1e-5), (one["step"], key)
     assert curves[0][-1]["loss"] < curves[0][0]["loss"]
+
+
+def test_side_losses_are_means_over_the_layers_and_the_batch():
+    """Of two replicas of two stages: the first has two layers with one loss, the last has both."""
+    trainer = SimpleNamespace(_side_losses=Counter(balance=3, size=1), _copies=2)
+    sums = (2.0, 0.0), (4.0, 0.0), (1.0, 5.0), (2.0, 7.0)
+    rows = [trainer_module._Row(*[0.0] * 7, own) for own in sums]
+    found = trainer_module.Trainer._means_of_side_losses(trainer, rows)
+    assert found == {"balance": 9 / 2 / 3, "size": 12 / 2 / 1}
 
 
 def poison_loss(rank, culprit, value):

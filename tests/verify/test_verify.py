@@ -78,6 +78,9 @@ def test_each_test_that_is_named_is_there():
     raw["gradient_clipping"] = 1.0
     raw["scheduler"] = {"type": "WarmupLR", "params": {}}
     raw["parallel3d"]["model"] |= {"resid_pdrop": 0.1}
+    raw["parallel3d"]["train"] |= {"on_nonfinite": "skip"}
+    raw["parallel3d"]["train"]["check_bits"] = {"every": 1}
+    raw["parallel3d"]["checkpoint"] = {"in_memory_every": 1}
     listed = features(RunConfig.from_dict(raw))
     assert {feature.state for feature in listed} == {"proved", "tested elsewhere", "not proved"}
     for feature in listed:
@@ -146,7 +149,8 @@ def test_the_command(command, monkeypatch, capsys):
     assert "2x1x1" in said
     states = {feature["name"]: feature["state"] for feature in found["features"]}
     assert states["train.lr_schedule.type = cosine"] == "proved"
-    assert states["held-out losses"] == "tested elsewhere"
+    assert states["held-out losses"] == states["saves while training goes on"] == "proved"
+    assert states["bits per byte"] == "tested elsewhere"
     assert "not proved" in states.values() and "not proved: the model" in said
 
 

@@ -5,12 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.tensor.vocab import IGNORED
 from parallel3d.verify import measure
+from parallel3d.verify.case import CaseTask, checked
 from parallel3d.verify.local_ranks import run_locally
-from parallel3d.verify.reference import Batch, train_reference
+from parallel3d.verify.reference import Batch, prepare, train_reference
 from parallel3d.verify.shrink import shrink
+from tests.museum.halls import hall
 from tests.verify import measuring
 from tests.verify.configs import config_of
 
@@ -75,6 +78,14 @@ ALL = [
 def test_it_is_that_of_one_batch(mesh, settings, tmp_path):
     found = errors(mesh, tmp_path, **settings)
     assert found.within(measure.TOLERANCE["fp32"]), str(found)
+
+
+def test_evaluation_weighs_labels_too(tmp_path):
+    """With a last batch that is half full, as `verify` runs it."""
+    mesh = MeshSizes(dp=2)
+    small, reference = prepare(hall("weighted labels"), [mesh], tmp_path)
+    found, _ = checked(small[mesh], reference, CaseTask())
+    assert not found.beyond(measure.TOLERANCE["fp32"]), found
 
 
 @pytest.mark.slow

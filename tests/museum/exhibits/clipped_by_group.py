@@ -19,7 +19,7 @@ EXHIBIT = Exhibit(
 
 
 @in_place_of(Engine, "step")
-def plant(original: Any, engine: Engine, lr: float) -> Any:
+def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """The reported norm is right; what each group is divided by is its own."""
     optimizer = engine._deepspeed.optimizer
     clip = type(optimizer).unscale_and_clip_grads
@@ -29,4 +29,4 @@ def plant(original: Any, engine: Engine, lr: float) -> Any:
         clip(optimizer, grads, own)
 
     optimizer.unscale_and_clip_grads = by_group
-    return original(engine, lr)
+    return original(engine, lr, *rest)

@@ -11,7 +11,7 @@ EXHIBIT = Exhibit(__doc__, mesh=(4, 1, 1), needs=("clipping", "ZeRO below 3", "n
 
 
 @in_place_of(Engine, "step")
-def plant(original: Any, engine: Engine, lr: float) -> Any:
+def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """A stage's gradients are divided by their own norm."""
     optimizer = engine._deepspeed.optimizer
     clip = type(optimizer).unscale_and_clip_grads
@@ -21,4 +21,4 @@ def plant(original: Any, engine: Engine, lr: float) -> Any:
             own = own + gradient.detach().float().square().sum()
 
     optimizer.unscale_and_clip_grads = lambda grads, norm: clip(optimizer, grads, own.sqrt())
-    return original(engine, lr)
+    return original(engine, lr, *rest)

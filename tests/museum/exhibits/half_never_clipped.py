@@ -9,7 +9,7 @@ EXHIBIT = Exhibit(__doc__, needs=("bf16", "clipping"), kind="half")
 
 
 @in_place_of(Engine, "step")
-def plant(original: Any, engine: Engine, lr: float) -> Any:
+def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """Nothing is clipped."""
     engine._deepspeed.optimizer.clip_grad = 0.0
-    return original(engine, lr)
+    return original(engine, lr, *rest)

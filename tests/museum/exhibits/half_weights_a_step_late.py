@@ -9,10 +9,10 @@ EXHIBIT = Exhibit(__doc__, needs=("bf16", "ZeRO-1 or 2"), kind="half")
 
 
 @in_place_of(Engine, "step")
-def plant(original: Any, engine: Engine, lr: float) -> Any:
+def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """The parameters stay; only their masters change."""
     before = [held.parameter.data.clone() for held in engine.held]
-    outcome = original(engine, lr)
+    outcome = original(engine, lr, *rest)
     for held, value in zip(engine.held, before, strict=True):
         held.parameter.data.copy_(value)
     return outcome

@@ -13,6 +13,8 @@ EXHIBIT = Exhibit(
 
 
 @in_place_of(core, "group_kinds")
-def plant(original: Any, rates: Any, whole_matrices: bool = False, **others: Any) -> Any:
+def plant(
+    original: Any, rates: Any, whole_matrices: bool = False, *rest: Any, **others: Any
+) -> Any:
     """No optimizer group has matrices."""
-    return original(rates, **others)
+    return original(rates, False, *rest, **others)

@@ -9,6 +9,6 @@ EXHIBIT = Exhibit(__doc__, needs=("mixture",), kind="beside")
 
 
 @in_place_of(batches, "Mixing")
-def plant(original: Any, weights: Any) -> Any:
+def plant(original: Any, weights: Any, *changes: Any) -> Any:
     """The first part has the last part's share."""
-    return original(tuple(reversed(weights)))
+    return original(tuple(reversed(weights)), *changes)

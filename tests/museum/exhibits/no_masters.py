@@ -9,9 +9,9 @@ EXHIBIT = Exhibit(__doc__, needs=("bf16",), kind="half")
 
 
 @in_place_of(Engine, "step")
-def plant(original: Any, engine: Engine, lr: float) -> Any:
+def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """Round the masters after each update."""
-    outcome = original(engine, lr)
+    outcome = original(engine, lr, *rest)
     for master in engine.states._masters:
         master.data.copy_(master.data.bfloat16())
     return outcome

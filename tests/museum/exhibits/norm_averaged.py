@@ -9,7 +9,7 @@ EXHIBIT = Exhibit(__doc__, mesh=(2, 2, 1))
 
 
 @in_place_of(Engine, "step")
-def plant(original: Any, engine: Engine, lr: float) -> Any:
+def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """Divide the sum over the model's ranks by their number."""
     optimizer = engine._deepspeed.optimizer
     reduce = type(optimizer)._model_parallel_all_reduce
@@ -19,4 +19,4 @@ def plant(original: Any, engine: Engine, lr: float) -> Any:
         tensor.div_(engine.mesh.model.size)
 
     optimizer._model_parallel_all_reduce = average
-    return original(engine, lr)
+    return original(engine, lr, *rest)

@@ -9,7 +9,7 @@ EXHIBIT = Exhibit(__doc__, "2024-10-01", "pytorch/torchtitan#596", mesh=(2, 2, 1
 
 
 @in_place_of(Engine, "step")
-def plant(original: Any, engine: Engine, lr: float) -> Any:
+def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """No sum over the ranks that share one copy of the model."""
     engine._deepspeed.optimizer._model_parallel_all_reduce = lambda tensor, op: None
-    return original(engine, lr)
+    return original(engine, lr, *rest)

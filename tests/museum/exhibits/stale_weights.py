@@ -13,11 +13,11 @@ EXHIBIT = Exhibit(
 
 
 @in_place_of(Engine, "step")
-def plant(original: Any, engine: Engine, lr: float) -> Any:
+def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """After a step the last parameters are as they were before it, until the next."""
     late = [held.parameter for held in engine.held[-3:]]
     before = [parameter.data.clone() for parameter in late]
-    result = original(engine, lr)
+    result = original(engine, lr, *rest)
     for parameter, value in zip(late, before, strict=True):
         parameter.data.copy_(value)
     return result

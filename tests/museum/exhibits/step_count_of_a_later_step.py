@@ -1,0 +1,23 @@
+"""The optimizer's step count in a checkpoint that was written in the background was that of a later
+step than its weights and moments.
+"""
+
+from typing import Any
+
+from parallel3d.checkpoint.save import Saver
+from tests.museum.exhibit import Exhibit, in_place_of
+
+EXHIBIT = Exhibit(
+    __doc__,
+    "2026-07-21",
+    "NVIDIA/nvidia-resiliency-ext#376",
+    mesh=(1, 2, 2),
+    needs=("save",),
+    kind="loop",
+)
+
+
+@in_place_of(Saver, "_publish")
+def plant(original: Any, saver: Saver, state: dict[str, Any], *rest: Any) -> None:
+    """It is read when the other files are on disk."""
+    original(saver, state | saver._own_state(), *rest)
