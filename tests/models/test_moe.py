@@ -38,10 +38,6 @@ MESHES = ((2, False, "none"), (2, True, "full"), (4, True, "none"))
 ITS_MESHES = {n: MESHES[: i % 3] + MESHES[i % 3 + 1 :] for i, n in enumerate(CONFIGS)}
 
 
-def unreduced(ctx, grad):
-    return grad, None, None
-
-
 def counted_by_each(original, self, routing, batch):
     found, tp = original(self, routing, batch), self.group.size()
     return {
@@ -57,7 +53,7 @@ FAULTS = {
         blocks.MoE, "_side_losses", counted_by_each
     ),
     "input gradient unreduced": lambda: replaced(
-        blocks, "copy_to_group", lambda x, group, split: x
+        blocks, "copy_to_group", lambda x, group, split=False: x
     ),
     "experts in an unstable order": lambda: wrapped(
         experts, "_gather", lambda original, rows, place, k: original(rows, place.flip(0), k)
