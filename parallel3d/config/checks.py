@@ -60,7 +60,7 @@ def _check_layers(
     layers = f"the {num_layers} layers (blocks, embedding and head)"
     is_wide = mesh.pp > num_layers or per_rank == 1
     is_broken = mesh.pp * per_rank > num_layers
-    return problems_where(
+    yield from problems_where(
         (is_broken and is_wide, "parallel3d.mesh.pp", mesh.pp,
          f"is more stages than {layers}", f"use pp = {num_layers} or less"),
         (is_broken and not is_wide, "parallel3d.pipeline.stages_per_rank", per_rank,
@@ -93,7 +93,7 @@ def _check_reduction(pipeline: PipelineConfig, zero_optimization: ZeroConfig) ->
     """Check that a schedule with split backwards reduces gradients once a step."""
     stage, chosen = zero_optimization.stage, pipeline.gradient_reduction
     means = f"means per_microbatch at ZeRO-{stage}, which " if chosen == "auto" else ""
-    return problems_where((
+    yield from problems_where((
         schedules.splits_backward(pipeline.schedule) and not reduces_once(stage, chosen),
         "parallel3d.pipeline.gradient_reduction", chosen,
         f"{means}does not work with schedule {pipeline.schedule!r}: it accumulates weight "
@@ -109,7 +109,7 @@ def _check_noise_scale(
     """Check that each data-parallel rank has a whole gradient of its own, of random samples."""
     path, every = "parallel3d.train.noise_scale_every", train.noise_scale_every
     stage, chosen = zero_optimization.stage, pipeline.gradient_reduction
-    return problems_where(
+    yield from problems_where(
         (every and mesh.dp == 1, path, every,
          "compares gradients of data-parallel ranks, and mesh.dp is 1",
          "use dp = 2 or more, or 0 here"),
@@ -132,7 +132,7 @@ def _check_compile(
     """Check that compiled blocks have all weights, and an undivided backward without parts."""
     path, remedy, blocks = "parallel3d.train.compile", 'use "pointwise"', train.compile == "block"
     parts = sorted(parts_of(pipeline.activation_checkpointing) - {"core_attn"})
-    return problems_where(
+    yield from problems_where(
         (blocks and zero_optimization.stage == 3, path, train.compile,
          "needs each block's weights before it runs, but ZeRO-3 gathers them while it runs",
          f"{remedy}, or zero_optimization.stage = 2"),
@@ -150,7 +150,7 @@ def _check_rewind(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[
     has_none = not (checkpoint.every or checkpoint.at)
     rewinds = {name: (getattr(train, name), "skip") for name in ("on_nonfinite", "on_spike")}
     rewinds["check_bits.on_wrong"] = (train.check_bits.on_wrong, "stop")
-    return problems_where(*(
+    yield from problems_where(*(
         (has_none and chosen == "rewind", f"parallel3d.train.{name}", "rewind",
          "needs checkpoints to rewind to, but checkpoint.every is 0",
          f'set checkpoint.every, or use "{other}"')
@@ -163,7 +163,7 @@ def _check_recomputation(
 ) -> Iterator[Problem]:
     """Check that a rank's layers can run on another rank with its tp group alone."""
     path, every = "parallel3d.train.check_bits.recompute_every", train.check_bits.recompute_every
-    return problems_where(
+    yield from problems_where(
         *((every and size > 1, path, every,
            f"needs layers that only tp ranks share, but mesh.{axis} is {size}",
            f"use 0, or mesh.{axis} = 1")
@@ -202,7 +202,7 @@ def _check_batch(
 
 
 def _check_fallbacks(mesh: MeshConfig) -> Iterator[Problem]:
-    return problems_where((
+    yield from problems_where((
         mesh.fallbacks and mesh.dp == "auto", "parallel3d.mesh.dp", "auto",
         "fits any number of processes, and parallel3d.mesh.fallbacks are for all but one",
         "use a number, or remove fallbacks",
@@ -215,7 +215,7 @@ def _check_plan(
     train_batch_size: int | None,
     train_micro_batch_size_per_gpu: int | None,
 ) -> Iterator[Problem]:
-    return problems_where(
+    yield from problems_where(
         (not is_planned and plan.fix, "parallel3d.plan.fix", plan.fix,
          'is for mesh "plan" only', 'remove it, or write "mesh": "plan"'),
         (is_planned and train_batch_size is None, arithmetic.BATCH, ABSENT,
@@ -230,7 +230,7 @@ def _check_plan(
 def _check_length(train: TrainConfig, data: DataConfig) -> Iterator[Problem]:
     names = ("steps", "max_tokens", "epochs")
     lengths = {name: getattr(train, name) for name in names if getattr(train, name) is not None}
-    return problems_where(
+    yield from problems_where(
         (len(lengths) != 1, "parallel3d.train", lengths,
          f"sets both {' and '.join(lengths)}" if lengths else "does not set the run's length",
          f"set exactly one of {', '.join(names)}"),
@@ -245,13 +245,14 @@ def _check_batch_schedule(
 ) -> Iterator[Problem]:
     """Check the positions of batch_schedule, and the settings that it conflicts with."""
     if not train.batch_schedule:
-        return problems_where((
+        yield from problems_where((
             train.batch_lr != "none", "parallel3d.train.batch_lr", train.batch_lr,
             "is not read without batch_schedule", "remove it, or add batch_schedule",
         ))  # fmt: skip
+        return
     phases, path = arithmetic.batch_phases(train, data), "parallel3d.train.batch_schedule"
     samples, first = [sample for sample, _ in phases], phases[0][1]
-    return problems_where(
+    yield from problems_where(
         (samples[0] != 0 or samples != sorted(set(samples)), path, train.batch_schedule,
          f"must begin with position 0 and go on with later samples, not {samples}",
          "write [[0, 64], [1000, 128]]"),
@@ -301,7 +302,7 @@ def _check_lr_schedule(train: TrainConfig, data: DataConfig) -> Iterator[Problem
     decay, warmup = schedule.decay_steps, schedule.warmup_steps
     steps, is_read = arithmetic.lr_steps(train, data), schedule.type == "wsd"
     rest = (steps or 0) - warmup
-    return problems_where(
+    yield from problems_where(
         (decay and not is_read, path, decay,
          f'is not read by type "{schedule.type}"', 'remove it, or use type "wsd"'),
         (decay and is_read and steps is not None and decay > rest, path, decay,
@@ -314,7 +315,7 @@ def _check_scheduler(scheduler: Any, train: TrainConfig) -> Iterator[Problem]:
     params, type_name = getattr(scheduler, "params", None), getattr(scheduler, "type", None)
     total = getattr(params, "total_num_steps", None)
     warmup = getattr(params, "warmup_num_steps", 0)
-    return problems_where(
+    yield from problems_where(
         (scheduler is not None and train.lr_schedule != LrScheduleConfig(),
          "scheduler", type_name,
          "conflicts with parallel3d.train.lr_schedule: both set the learning rate",
@@ -343,7 +344,7 @@ def _check_profile(train: TrainConfig, mesh: MeshConfig) -> Iterator[Problem]:
 
 
 def _check_precision(bf16: Bf16Config, fp16: Fp16Config) -> Iterator[Problem]:
-    return problems_where((
+    yield from problems_where((
         bf16.enabled and fp16.enabled, "fp16.enabled", True, "cannot be combined with bf16.enabled",
         "disable one of them (bf16 needs no loss scale)",
     ))  # fmt: skip
@@ -352,7 +353,7 @@ def _check_precision(bf16: Bf16Config, fp16: Fp16Config) -> Iterator[Problem]:
 def _check_communication_type(
     bf16: Bf16Config, communication_data_type: str | None
 ) -> Iterator[Problem]:
-    return problems_where((
+    yield from problems_where((
         communication_data_type == "bf16" and not bf16.enabled, "communication_data_type", "bf16",
         "would round gradients that are not bf16", "use fp32, or set bf16.enabled = true",
     ))  # fmt: skip
@@ -362,7 +363,7 @@ def _check_offload(zero_optimization: ZeroConfig) -> Iterator[Problem]:
     zero, path = zero_optimization, "zero_optimization"
     param, optimizer = zero.offload_param.device, zero.offload_optimizer.device
     rule, remedy = "requires nvme_path", 'add "nvme_path": "/local/nvme" to '
-    return problems_where(
+    yield from problems_where(
         (optimizer == "nvme" and not zero.offload_optimizer.nvme_path,
          f"{path}.offload_optimizer.device", "nvme", rule, f"{remedy}offload_optimizer"),
         (param == "nvme" and not zero.offload_param.nvme_path,
@@ -385,7 +386,7 @@ def _check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> It
     each = max(4, *(1 + len(kinds) for kinds in states))
     needed = each * (1 + offload.pipeline_read + offload.pipeline_write)
     what = "pipeline_read or pipeline_write" if needed > each else f"the state of {optimizer.type}"
-    return problems_where(
+    yield from problems_where(
         (on_nvme and threshold > _LEAST_ON_NVME,
          f"{path}.stage3_param_persistence_threshold", threshold,
          "would keep parameters unsharded that offload_param puts on NVMe",
@@ -407,7 +408,7 @@ def _check_optimizer(
     file, name, params = optimizers.load(optimizer.file), optimizer.type, optimizer.params
     device, kind = zero_optimization.offload_optimizer.device, parametrization_of(model).type
     usable = ("none", *file.OFFLOADS)
-    return problems_where(
+    yield from problems_where(
         (device not in usable, "zero_optimization.offload_optimizer.device", device,
          f"cannot hold the state of {name}",
          "use " + " or ".join(f'"{place}"' for place in usable)),

@@ -315,7 +315,7 @@ def _check_fim(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of settings that fill-in-the-middle cannot be combined with."""
     fim, sources = data.fim is not None, data.mixture or (data,)
     weighs = any(part.label_field or part.weight_field for part in sources)
-    return problems_where(
+    yield from problems_where(
         (fim and weighs, "fim", "set", "cannot be combined with label_field or weight_field",
          "remove one"),
         (fim and data.tokenizer == "none", "tokenizer", "none", "has no tokens for fim",
@@ -330,7 +330,7 @@ def _check_fim(data: DataConfig) -> Iterator[Problem]:
 def _check_balance(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of settings with which microbatches cannot be balanced."""
     path, balances = "balance_microbatches", data.balance_microbatches
-    return problems_where(
+    yield from problems_where(
         (balances and not data.isolate_documents, path, True,
          "needs isolate_documents: else all samples are equal work",
          "set isolate_documents = true, or remove it"),
@@ -362,7 +362,7 @@ def _check_loss_columns(section: SourceConfig) -> Iterator[Problem]:
     labels, weights = section.label_field, section.weight_field
     is_text = section.source in _READ_BY["token_field"] and section.token_field is None
     remedy = 'add "token_field": "input_ids"'
-    return problems_where(
+    yield from problems_where(
         (labels and weights, "weight_field", weights, "cannot be combined with label_field",
          "remove one of the two"),
         (labels and is_text, "label_field", labels, "requires token_field", remedy),
@@ -375,7 +375,7 @@ def _check_stream(section: SourceConfig) -> Iterator[Problem]:
     stream, manifest = section.stream, section.manifest
     labels, weights = section.label_field, section.weight_field
     is_text = stream and not yields_token_ids(section)
-    return problems_where(
+    yield from problems_where(
         (stream and not manifest, "manifest", manifest, "is required by stream",
          'add "manifest": "FOLDER", and run `prepare.py --manifest` once'),
         (manifest and not stream, "manifest", manifest, "is for streams",
@@ -392,7 +392,7 @@ def _check_stream(section: SourceConfig) -> Iterator[Problem]:
 def _check_streams(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of settings that a stream cannot be combined with."""
     held_out = data.held_out_fraction
-    return problems_where(
+    yield from problems_where(
         *((section.stream, f"validation.{name}.stream", True,
            "cannot be streamed: validation sets are read as a whole", "remove it")
           for name, section in data.validation.items()),

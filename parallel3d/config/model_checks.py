@@ -29,7 +29,7 @@ def _check_inner_size(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]
     sizes = getattr(model, "inner_sizes", {"intermediate_size": model.inner_size})
     # A tp that does not divide the heads is reported by another check.
     divides_heads = model.num_attention_heads % mesh.tp == 0
-    return problems_where(*(
+    yield from problems_where(*(
         (divides_heads and size % mesh.tp, f"parallel3d.model.{name}", size,
          f"is not a multiple of tp={mesh.tp}",
          f"use {size // mesh.tp * mesh.tp + mesh.tp}, or another mesh.tp")
@@ -49,7 +49,7 @@ def _check_key_value_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Pro
 def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
     """Check that a model's activations can leave the device, or be computed again."""
     again, moves = pipeline.activation_checkpointing, pipeline.offload_activations
-    return problems_where(
+    yield from problems_where(
         (moves != "none" and hasattr(model, "num_experts"),
          "parallel3d.pipeline.offload_activations", moves,
          "does not move what experts save", 'use "none", or recomputation'),
@@ -62,7 +62,7 @@ def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator
 
 def _check_sequence_parallel(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
     length = data.sequence_length
-    return problems_where((
+    yield from problems_where((
         mesh.sequence_parallel and length % mesh.tp, "parallel3d.data.sequence_length", length,
         f"is not a multiple of tp={mesh.tp}, over which sequence_parallel splits it",
         f"use {length // mesh.tp * mesh.tp + mesh.tp}, or sequence_parallel = false",
@@ -75,7 +75,7 @@ def _check_context(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
     block = arithmetic.block_tokens(length, mesh.cp)
     share, own = mesh.cp * block, length // mesh.cp
     is_dealt = length % share == 0
-    return problems_where(
+    yield from problems_where(
         (mesh.cp > 1 and not is_dealt, "parallel3d.data.sequence_length", length,
          f"cannot be dealt to cp={mesh.cp} ranks in blocks of {block} tokens",
          f"use {length // share * share + share}, or another mesh.cp"),
@@ -115,7 +115,7 @@ def _check_pooled_stages(
 def _pooled_over(stages: int, model: ModelConfig) -> Iterator[Problem]:
     """Check that all layers whose loads a balance loss pools are in one stage."""
     is_pooled = getattr(model, "router_aux_loss", None) == "pooled"
-    return problems_where((
+    yield from problems_where((
         is_pooled and getattr(model, "router_aux_loss_coef", 0) and stages > 1,
         "parallel3d.model.router_aux_loss", "pooled",
         f"multiplies loads of all layers, which are in {stages} stages",
@@ -125,7 +125,7 @@ def _pooled_over(stages: int, model: ModelConfig) -> Iterator[Problem]:
 
 def _check_shared_samples(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     """Check that nothing depends on an order of tokens that cp ranks do not see."""
-    return problems_where(*(
+    yield from problems_where(*(
         (mesh.cp > 1 and value, f"parallel3d.model.{name}", value,
          f"{of}, which cp={mesh.cp} ranks share", f"use {off}, or mesh.cp = 1")
         for name, value, off, of in (
@@ -139,7 +139,7 @@ def _check_shared_samples(mesh: MeshConfig, model: ModelConfig) -> Iterator[Prob
 
 def _check_sequence(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
     length, limit = data.sequence_length, model.max_position_embeddings
-    return problems_where((
+    yield from problems_where((
         length > limit, "parallel3d.data.sequence_length", length,
         f"is longer than the model's max_position_embeddings={limit}",
         f"use at most {limit}, or raise max_position_embeddings",
@@ -148,7 +148,7 @@ def _check_sequence(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
 
 def _check_tp_of_vocabulary(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     size = model.vocab_size
-    return problems_where((
+    yield from problems_where((
         size != "auto" and size < mesh.tp, "parallel3d.model.vocab_size", size,
         f"is less than tp={mesh.tp}, so some ranks would have no token", f"use {mesh.tp} or more",
     ))  # fmt: skip
@@ -161,7 +161,7 @@ def _check_trained_vocabulary(data: DataConfig, model: ModelConfig) -> Iterator[
 
 def _check_vocabulary(tokenizer_size: int, model: ModelConfig) -> Iterator[Problem]:
     size = model.vocab_size
-    return problems_where((
+    yield from problems_where((
         size != "auto" and size < tokenizer_size, "parallel3d.model.vocab_size", size,
         f"is smaller than the tokenizer's {tokenizer_size} tokens",
         "set data.tokenizer to the tokenizer that the model was trained with"

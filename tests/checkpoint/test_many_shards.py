@@ -79,7 +79,7 @@ def run_command(which, folder):
 
 
 @pytest.mark.parametrize(
-    ("count", "limit"), [(128, 64), pytest.param(1024, 256, marks=pytest.mark.slow)]
+    ("count", "limit"), [(80, 64), pytest.param(1024, 256, marks=pytest.mark.slow)]
 )
 def test_ranks_load_more_shards_than_they_may_open(count, limit, tmp_path):
     """Every element of every master and moment is the one that was written."""
