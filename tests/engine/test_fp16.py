@@ -11,7 +11,7 @@ import torch
 from parallel3d.engine import Engine
 from parallel3d.engine.quirks import fp16
 from parallel3d.verify.local_ranks import RankFailed, run_locally
-from tests.cases import Case, Trainer
+from tests.cases import Case, Trainer, unpatched
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
@@ -162,6 +162,7 @@ def without(remedy, instead=nothing):
         yield
 
 
+@unpatched
 def test_without_forgetting_one_overflow_is_followed_by_many(cpu_adam):
     case = small(zero_stage=1, offload="cpu", steps=4)
     gone = partial(without, "forget_skipped_gradients")
@@ -203,6 +204,7 @@ def test_without_leave_fp16_needs_a_cpu_that_has_it():
         run_locally(train, 1, small(steps=1), None, old_cpu)
 
 
+@unpatched
 def test_without_waiting_a_growing_scale_halves_the_gradients():
     case = small(steps=STEPS)
     gone = partial(without, "grow_scale_after_step", nothing_later)
@@ -239,6 +241,7 @@ def scale_each_rank_by_itself():
         yield
 
 
+@unpatched
 def test_without_agreement_over_the_mesh_stages_part():
     """The one that saw the overflow skips its step, the other one takes it."""
     case = small((2, 1, 1), tied=False, steps=3)

@@ -13,7 +13,7 @@ from parallel3d.engine import op_builds, swap
 from parallel3d.engine.quirks import nvme
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import RankFailed, run_locally
-from tests.cases import Case, Trainer, measure
+from tests.cases import Case, Trainer, measure, unpatched
 from tests.engine.storage_bytes import memory_bytes
 from tests.verify.measuring import errors_of
 
@@ -84,6 +84,7 @@ def unaligned_gradients():
 
 
 @on_nvme
+@unpatched
 def test_without_alignment_gradients_are_not_read_back(tmp_path):
     """DeepSpeed steps by what its buffer held before, without a word."""
     errors = measure(small("nvme", tmp_path), unaligned_gradients, run_locally)
@@ -98,6 +99,7 @@ def point_into_the_buffer():
 
 
 @on_nvme
+@unpatched
 def test_without_the_copy_recomputed_layers_see_other_weights(tmp_path):
     """Of a rank that is alone in its group, with activation checkpointing of whole layers."""
     case = small("param-nvme", tmp_path, checkpointing="full")

@@ -9,7 +9,7 @@ import pytest
 
 from parallel3d.engine import EngineSettings
 from parallel3d.verify.local_ranks import RankFailed, run_locally
-from tests.cases import measure
+from tests.cases import measure, unpatched
 from tests.engine.test_offload import on_nvme, small
 
 pytestmark = pytest.mark.gloo
@@ -29,6 +29,7 @@ def optimizer_options(**options):
 
 
 @on_nvme
+@unpatched
 def test_without_the_refusal_a_fast_start_is_wrong(tmp_path):
     case = small("nvme+param-nvme", tmp_path, {"offload_param.buffer_size": 100_000})
     errors = measure(case, partial(optimizer_options, fast_init=True), run_locally)
@@ -37,6 +38,7 @@ def test_without_the_refusal_a_fast_start_is_wrong(tmp_path):
 
 @on_nvme
 @pytest.mark.parametrize("buffers", [pytest.param(4, marks=pytest.mark.slow), 7])
+@unpatched
 def test_without_the_refusal_reading_ahead_runs_out_of_buffers(buffers, tmp_path):
     refused = partial(optimizer_options, pipeline_read=True, buffer_count=buffers)
     with pytest.raises(RankFailed, match="AssertionError"):
@@ -44,6 +46,7 @@ def test_without_the_refusal_reading_ahead_runs_out_of_buffers(buffers, tmp_path
 
 
 @on_nvme
+@unpatched
 def test_without_the_refusal_unsharded_parameters_are_not_there(tmp_path):
     threshold = {"stage3_param_persistence_threshold": 10**5}
     with pytest.raises(RankFailed, match=r"same dtype|size|shape"):

@@ -18,7 +18,7 @@ from parallel3d.engine.quirks import core
 from parallel3d.engine.reduction import Reduction
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import RankFailed, RanksHung, run_locally
-from tests.cases import Case, Trainer, compare_on_rank, measure
+from tests.cases import Case, Trainer, compare_on_rank, measure, unpatched
 from tests.verify.measuring import errors_of
 
 pytestmark = pytest.mark.gloo
@@ -173,12 +173,14 @@ def without_each(world_size):
     WRONG,
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
+@unpatched
 def test_without_it_the_gradient_norm_is_wrong(case, fault, at_least):
     errors = without_each(case.world_size)[case, fault]
     print(f"{fault.__name__:32} {errors}")
     assert errors.grad_norm > at_least, errors
 
 
+@unpatched
 def test_a_direct_backward_overwrites_too_and_stops_on_a_cpu():
     # On a CPU the gradients that it leaves behind cannot be given to a stream, or the next
     # microbatch finds none where they were counted; a GPU says nothing.
@@ -186,6 +188,7 @@ def test_a_direct_backward_overwrites_too_and_stops_on_a_cpu():
         measure(PER_MICROBATCH, overwrite_gradients, run_locally)
 
 
+@unpatched
 def test_without_the_bound_trace_check_the_pipeline_stops():
     case = replace(UNTIED, mesh=(2, 2, 1))
     with pytest.raises((RanksHung, RankFailed)) as caught:

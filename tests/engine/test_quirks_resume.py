@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 
 from parallel3d.engine.quirks import updating
+from tests.cases import unpatched
 from tests.engine.test_states import EXACT
 from tests.train.resuming import differences, run_resumed, run_unbroken
 
@@ -19,6 +20,7 @@ def running_products():
 
 
 @pytest.mark.parametrize("name", [pytest.param("zero3+cpu", marks=pytest.mark.slow), "zero1+cpu"])
+@unpatched
 def test_without_fresh_powers_a_resumed_cpu_adam_differs(name, cpu_adam):
     if not cpu_adam:
         pytest.skip("DeepSpeed's cpu_adam cannot be compiled")

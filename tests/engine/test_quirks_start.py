@@ -13,7 +13,7 @@ from parallel3d.engine.quirks import core
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline import stages
 from parallel3d.verify.local_ranks import run_locally
-from tests.cases import Case, Trainer
+from tests.cases import Case, Trainer, unpatched
 from tests.config.test_config import error_of
 
 pytestmark = pytest.mark.gloo
@@ -97,6 +97,7 @@ def _shard_numel(parameter):
     return parameter.ds_tensor.numel() - 1 if hasattr(parameter, "ds_tensor") else 0
 
 
+@unpatched
 def test_without_zero_init_a_stage_exists_whole_while_it_is_built():
     with_init, _ = run_locally(built_whole, 2, True)
     without, _ = run_locally(built_whole, 2, False)

@@ -7,7 +7,7 @@ import pytest
 
 from parallel3d.engine.quirks import tracing
 from parallel3d.verify.local_ranks import run_locally
-from tests.cases import Case, Trainer, measure
+from tests.cases import Case, Trainer, measure, unpatched
 
 pytestmark = pytest.mark.gloo
 
@@ -64,6 +64,7 @@ def test_a_pass_waits_for_its_first_module_alone(cases):
                 assert seen[f"{way}_prefetch_submit"] >= passes
 
 
+@unpatched
 def test_without_a_trace_for_each_pass_nearly_all_wait():
     for ranks in run_locally(fetches, 4, CASES[:1], False):
         for seen in ranks:
