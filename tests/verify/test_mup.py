@@ -154,7 +154,9 @@ def local_fan_in():
 
 def of_rate(change):
     rate = Scales.rate
-    return patch.object(Scales, "rate", lambda self, role: change(role, rate(self, role)))
+    return patch.object(
+        Scales, "rate", lambda self, role, power=1.0: change(role, rate(self, role, power))
+    )
 
 
 def wrong_exponent():
