@@ -41,7 +41,7 @@ def pack_error(error: Exception) -> str:
 
 
 def unpack_error(text: str) -> Exception:
-    """Return the error that `packed` turned into text."""
+    """Return the error that `pack_error` turned into text."""
     kind, _, message = text.partition(" ")
     error: Exception = globals()[kind](message)
     return error
