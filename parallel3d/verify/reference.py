@@ -408,7 +408,7 @@ def _parts_of_loss(model: "PreTrainedModel", batch: Batch, rows: int | None) -> 
     """Yield losses of some samples at a time that add up to the weighted mean over a batch."""
     tokens, labels, documents, weights = Batch(*batch)
     weights = torch.ones(labels.shape) if weights is None else weights
-    total, isolation = weights.double().sum(), _isolation(documents)
+    total, isolation = weights.double().sum(), _isolation(model, documents)
     most = _LOGITS_AT_ONCE * (1 if model.dtype == torch.float64 else len(tokens))
     rows = rows or max(1, most // (tokens.shape[1] * model.config.vocab_size))
     for first in range(0, len(tokens), rows):
@@ -420,9 +420,18 @@ def _parts_of_loss(model: "PreTrainedModel", batch: Batch, rows: int | None) -> 
         yield (losses * weights[part]).sum() / total
 
 
-def _isolation(documents: Tensor | None) -> dict[str, Tensor]:
-    """Return positions that restart, by which a model of transformers isolates documents."""
+def _isolation(model: "PreTrainedModel", documents: Tensor | None) -> dict[str, Tensor]:
+    """Return positions and a 4-D mask that isolate documents in a model of transformers.
+
+    A mask would replace the windows of a model that has them; all such models see from positions
+    that start again where a document begins. Some others (OPT) do not.
+    """
     if documents is None:
         return {}
     same = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()  # [batch, seq, seq]
-    return {"position_ids": same.sum(-1) - 1}
+    isolation = {"position_ids": same.sum(-1) - 1}
+    if getattr(model.config, "sliding_window", None) is None:
+        mask = torch.zeros(same.shape, dtype=model.dtype)
+        mask.masked_fill_(~same, torch.finfo(model.dtype).min)
+        isolation["attention_mask"] = mask.unsqueeze(1)
+    return isolation
