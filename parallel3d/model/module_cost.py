@@ -141,14 +141,16 @@ class MlpCost:
         product, too. Either stops before the last product.
         """
         inner = stream.tokens * stream.share(self.inner)
+        parts = parts_of(recompute)
         # Input and output of the activation; SwiGLU: both factors, the activated one, their
-        # product; ReLU: its output.
-        kept = (4 if self.gated else 1 if self.relu else 2) * inner
+        # product; ReLU: its output, beside the input from which it is recomputed.
+        only_output = self.relu and ("mlp" in parts or "mlp_act" not in parts)
+        kept = (4 if self.gated else 1 if only_output else 2) * inner
         # The activation, and the product of the factors.
         traffic = activation = (5 if self.gated else 2) * inner
         if self.bias:
             traffic += 2 * self._factors * inner + 2 * stream.part
-        parts, recomputed, left = parts_of(recompute), Work(), kept
+        recomputed, left = Work(), kept
         if "mlp" in parts:
             left = inner if WAITS in parts else 0
             recomputed = Work(self._matmuls(stream)[:1], None, traffic, stream.gather)

@@ -408,19 +408,19 @@ def _parts_of_loss(model: "PreTrainedModel", batch: Batch, rows: int | None) -> 
     """Yield losses of some samples at a time that add up to the weighted mean over a batch."""
     tokens, labels, documents, weights = Batch(*batch)
     weights = torch.ones(labels.shape) if weights is None else weights
-    total, isolation = weights.double().sum(), _isolation(model, documents)
+    total, options = weights.double().sum(), isolation(model, documents)
     most = _LOGITS_AT_ONCE * (1 if model.dtype == torch.float64 else len(tokens))
     rows = rows or max(1, most // (tokens.shape[1] * model.config.vocab_size))
     for first in range(0, len(tokens), rows):
         part = slice(first, first + rows)
-        own = {name: tensor[part] for name, tensor in isolation.items()}
+        own = {name: tensor[part] for name, tensor in options.items()}
         logits = model(tokens[part], use_cache=False, **own).logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(logits.transpose(1, 2), labels[part], reduction="none")
         yield (losses * weights[part]).sum() / total
 
 
-def _isolation(model: "PreTrainedModel", documents: Tensor | None) -> dict[str, Tensor]:
+def isolation(model: "PreTrainedModel", documents: Tensor | None) -> dict[str, Tensor]:
     """Return positions and a 4-D mask that isolate documents in a model of transformers.
 
     A mask would replace the windows of a model that has them; all such models see from positions
@@ -429,9 +429,9 @@ def _isolation(model: "PreTrainedModel", documents: Tensor | None) -> dict[str, 
     if documents is None:
         return {}
     same = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()  # [batch, seq, seq]
-    isolation = {"position_ids": same.sum(-1) - 1}
+    options = {"position_ids": same.sum(-1) - 1}
     if getattr(model.config, "sliding_window", None) is None:
         mask = torch.zeros(same.shape, dtype=model.dtype)
         mask.masked_fill_(~same, torch.finfo(model.dtype).min)
-        isolation["attention_mask"] = mask.unsqueeze(1)
-    return isolation
+        options["attention_mask"] = mask.unsqueeze(1)
+    return options

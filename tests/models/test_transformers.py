@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from parallel3d import models
 from parallel3d.models.llama.spec import RopeScaling
 from parallel3d.tensor.segments import Segments
-from parallel3d.verify.reference import in_our_names
+from parallel3d.verify.reference import in_our_names, isolation
 from tests.models.families import (
     ALL,
     EVERY_FAMILY,
@@ -80,7 +80,6 @@ VARIANTS |= {
 }
 LENGTHS = ([5, 11, 1, 31], [40, 8])  # of the documents in two samples
 DOCUMENTS = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in LENGTHS])
-POSITIONS = torch.tensor([[i for n in row for i in range(n)] for row in LENGTHS])
 
 
 def reference_of(config):
@@ -106,9 +105,7 @@ def expected(config, isolated):
     """Logits, loss and gradients by transformers, which is told of documents in its own way."""
     model = reference_of(config)
     tokens, labels = batch_of(config, SEQ)
-    options = {}
-    if isolated:
-        options = {"position_ids": POSITIONS}  # it looks for positions that restart
+    options = isolation(model, DOCUMENTS if isolated else None)
     logits = model(tokens, use_cache=False, **options).logits
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
