@@ -163,10 +163,10 @@ class MlpCost:
             recomputed,
             backward_collectives=stream.gather + stream.reduce + stream.gather,
             saved=KeptMemory(left),
-            working=KeptMemory(kept - left + self._peak(stream, inner, kept)),
+            working=KeptMemory(kept - left + self._peak(stream, inner, kept, parts)),
         )
 
-    def _peak(self, stream: Stream, inner: int, kept: int) -> int:
+    def _peak(self, stream: Stream, inner: int, kept: int, recompute: frozenset[str]) -> int:
         """Return the elements of the backward's fullest moment beyond the kept ones."""
         full, part, gradients = stream.full, stream.part, stream.gradients
         at_last_product = gradients + inner  # the gradients of its output and of its input
@@ -182,6 +182,8 @@ class MlpCost:
         # The first product's full input and the full gradient of it; of the kept elements only
         # the gradients of the factors have replaced their own.
         after_first_product = 2 * part + 2 * full + self._factors * inner - kept
+        if "layernorm" in recompute and "mlp" not in recompute:
+            after_first_product += part  # the input is there again
         return max(at_last_product, at_activation, at_gather, after_first_product)
 
     def _matmuls(self, stream: Stream) -> tuple[MatMul, ...]:

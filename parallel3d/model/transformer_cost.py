@@ -113,19 +113,28 @@ def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
         else:
             norm = c.norm(stream, beside, "none" if keeps else recompute)
             parts += [norm, module(stream, recompute)]
-        parts += [_residual_sum(stream, beside)]
+        again, activated = parts_of(recompute), 0
+        if isinstance(module, MlpCost) and "mlp_act" in again:
+            activated = stream.tokens * stream.share(module.inner)
+        waiting = beside + ("layernorm" in again and not (keeps or c.post_norm))
+        parts += [_residual_sum(stream, waiting, activated)]
     return in_order(parts)
 
 
-def _residual_sum(stream: Stream, beside: bool) -> LayerCost:
+def _residual_sum(stream: Stream, waiting: int, activated: int) -> LayerCost:
     """Return the cost of dropout(output) + stream: a one-byte mask is kept of the dropout.
 
-    beside: True if the sum of the modules before, which no backward needs, waits for the output.
+    - waiting: tensors that no backward needs, and that wait for the module's output: the sum of the
+      modules before it, and an input that is recomputed.
+    - activated: elements of an activation that is recomputed, alive until the last product is done.
     """
     part, dropout = stream.part, stream.dropout
     traffic = 3 * part + (2 * part if dropout else 0)
-    saved, working = KeptMemory(other=part if dropout else 0), KeptMemory(2 * part if beside else 0)
-    return LayerCost(0, Work(traffic=traffic), saved=saved, working=working)
+    working = waiting and waiting * part + max(stream.gradients, part + activated)
+    return LayerCost(
+        0, Work(traffic=traffic), saved=KeptMemory(other=part if dropout else 0),
+        working=KeptMemory(working),
+    )  # fmt: skip
 
 
 def _run_again(c: BlockCost, stream: Stream, cost: LayerCost) -> LayerCost:
