@@ -17,7 +17,6 @@ from parallel3d.scaling.runs import Table, number
 Array = npt.NDArray[np.float64]
 FLOPS_PER_ND = 6
 """C = 6ND: FLOPs of forward and backward pass (arXiv:2001.08361, section 2.1)."""
-LEVEL = 95  # per cent of the draws that an interval covers
 _COLUMNS = ("params", "tokens", "flops", "loss")
 DIVERGED = 2.0
 """A run diverged if its loss is more than this times that of a smaller model on fewer tokens."""
@@ -104,50 +103,49 @@ def groups(values: Array, same: float = SAME) -> list[np.ndarray]:
 
 
 def points_of(
-    table: Table, named: Mapping[str, str | None], *, others: Sequence[tuple[str, str]] = (),
+    table: Table, named: Mapping[str, str | None], *, others: Sequence[str] = (),
     drop_largest: int = 0,
 ) -> Points:  # fmt: skip
     """Return the points of a table; rows that cannot be used are listed as dropped.
 
     named: use -> name of the column, or None for the usual names. Two of params, tokens and flops
         are enough.
-    others: (flag, name) of further columns to read, with numbers above 0.
+    others: further columns to read, with numbers above 0.
     drop_largest: number of largest losses to drop.
 
     Raises ConfigError if a column is missing or no row can be used.
     """
     columns = _columns(table, named)
-    read = columns | {f"other {name}": table.column(flag, name) for flag, name in others}
-    results = [(n, *_numbers(read, c)) for n, c in zip(table.names, table.rows, strict=True)]
-    unusable = ((name, reason) for name, _, reason in results if reason)
-    dropped = [Dropped(*gone) for gone in (*table.left_out, *unusable)]
-    rows = [row for _, row, reason in results if not reason]
-    names = tuple(name for name, _, reason in results if not reason)
-    if rows:
-        arrays = {what: np.array([row[what] for row in rows]) for what in rows[0]}
-        points = Points(
-            **{what: arrays[what] for what in ("params", "tokens", "flops", "loss")},
-            names=names, columns=columns, dropped=tuple(dropped),
-            standard_error=arrays.get("standard_error"), unique=arrays.get("unique"),
-            others={name: arrays[f"other {name}"] for _, name in others},
-        )  # fmt: skip
-        points = points.without(_repeats(np.column_stack(list(arrays.values())), names))
-        points = points.without(_diverged(points))
-        largest = sorted(np.argsort(-points.loss, kind="stable")[:drop_largest].tolist())
-        rule = f"one of the {drop_largest} largest losses (--drop-largest-losses)"
-        points = points.without({i: f"loss {points.loss[i]:g}: {rule}" for i in largest})
-        if len(points):
-            return points
-        dropped = list(points.dropped)
-    why = f"; {dropped[0].row}: {dropped[0].reason}" if dropped else ""
-    raise ConfigError(f"{table.path}: no row can be used{why}; correct the table")
+    read = columns | {f"other {name}": table.column(name, "--setting-column") for name in others}
+    dropped, rows, names = [Dropped(*gone) for gone in table.left_out], [], []
+    for name, cells in zip(table.names, table.rows, strict=True):
+        row, reason = _numbers(read, cells)
+        if reason:
+            dropped.append(Dropped(name, reason))
+        else:
+            rows.append(row)
+            names.append(name)
+    if not rows:
+        why = f"; {dropped[0].row}: {dropped[0].reason}" if dropped else ""
+        raise ConfigError(f"{table.path}: no row can be used{why}; correct the table")
+    arrays = {use: np.array([row[use] for row in rows]) for use in rows[0]}
+    points = Points(
+        **{use: arrays[use] for use in _COLUMNS}, names=tuple(names), columns=columns,
+        dropped=tuple(dropped), standard_error=arrays.get("standard_error"),
+        unique=arrays.get("unique"), others={name: arrays[f"other {name}"] for name in others},
+    )  # fmt: skip
+    points = points.without(_repeats(np.column_stack(list(arrays.values())), names))
+    points = points.without(_diverged(points))
+    largest = sorted(np.argsort(-points.loss, kind="stable")[:drop_largest].tolist())
+    rule = f"one of the {drop_largest} largest losses (--drop-largest-losses)"
+    return points.without({i: f"loss {points.loss[i]:g}: {rule}" for i in largest})
 
 
 def _columns(table: Table, named: Mapping[str, str | None]) -> dict[str, str]:
     columns = {}
     for use, flag in FLAGS.items():
         if name := named.get(use):
-            columns[use] = table.column(flag, name)
+            columns[use] = table.column(name, flag)
         elif usual := [n for n in NAMES.get(use, ()) if n in table.columns]:
             columns[use] = usual[0]
     if "loss" not in columns:
@@ -175,12 +173,8 @@ def _numbers(
     numbers: dict[str, float] = {}
     for use, column in columns.items():
         value = number(cells.get(column))
-        if value is None:
-            return {}, f"{column} = {cells.get(column)!r} is not a number"
-        if not math.isfinite(value):
-            return {}, f"{column} = {value}: the run diverged or was not measured"
-        if value <= 0:
-            return {}, f"{column} = {value:g} is not above 0"
+        if value is None or not 0 < value < math.inf:
+            return {}, f"{column} = {cells.get(column)!r} is not a finite number above 0"
         numbers[use] = value
     if "flops" not in numbers:
         numbers["flops"] = FLOPS_PER_ND * numbers["params"] * numbers["tokens"]
@@ -302,6 +296,5 @@ def interval(draws: Array | None) -> list[float] | None:
     """Return the percentiles 2.5 and 97.5 of the draws; None if there are no draws."""
     if draws is None or not len(draws):
         return None
-    rest = (100 - LEVEL) / 2
-    low, high = np.percentile(draws, [rest, 100 - rest])
+    low, high = np.percentile(draws, [2.5, 97.5])
     return [float(low), float(high)]

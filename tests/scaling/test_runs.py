@@ -94,7 +94,7 @@ def test_runs_without_an_end_are_left_out_by_name(tmp_path):
     # "diverged" has no standard error, so none is read; it is dropped, and listed with the others.
     assert points.names == ("done",) and points.standard_error is None
     reasons = dict(points.dropped)
-    assert "diverged" in reasons["diverged"] and reasons["torn"] == "is equal to done"
+    assert "not a finite number" in reasons["diverged"] and reasons["torn"] == "is equal to done"
     assert "not finished" in reasons["stopped"]
 
 

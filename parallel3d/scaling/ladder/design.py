@@ -24,6 +24,7 @@ from parallel3d.scaling.posterior import GAMMA, posterior
 from parallel3d.scaling.runs import count
 
 LADDERS = 200  # simulated ones
+NOISE = 0.003  # relative scatter of their losses between runs
 _RATIO = 3 ** (1 / 3)  # between sizes; between budgets its square, as the best size is ~ C^0.5
 _OFFSETS = range(-3, 4)  # sizes of a budget, in steps of the ratio from its best one
 _LEAST = 2  # sizes below and above the best one, after the widths are rounded
@@ -68,9 +69,9 @@ def design(args: Namespace, out: Console) -> dict[str, Any]:
     document, expanded, hours = runs(flops)
     fitted = [run for run in expanded if run.kind == "fit"]
     target = next(run for run in expanded if run.kind == "held-out")
-    outcomes = simulate(fitted, target, args.noise)
+    outcomes = simulate(fitted, target, NOISE)
     if not outcomes:
-        raise ConfigError(f"--noise {args.noise:g}: allows no forecast; ask for more --budgets")
+        raise ConfigError("--design: the ladder allows no forecast; ask for more --budgets")
     low, median, high = np.percentile([half for half, _ in outcomes], [10, 50, 90]).tolist()
     held, without = sum(is_held for _, is_held in outcomes), LADDERS - len(outcomes)
     replace_text(args.out, f"{json.dumps(document, indent=1)}\n")
@@ -84,7 +85,7 @@ def design(args: Namespace, out: Console) -> dict[str, Any]:
         f"{len(expanded) - len(fitted) - 1} runs tune both at the two smallest budgets",
         f"hours with --parallel {args.parallel}: {'unknown' if hours is None else f'{hours:.2g}'}",
         f"95 % interval of the forecast, on {LADDERS} simulated ladders with a noise of "
-        f"{100 * args.noise:g} %: within {100 * median:.2g} % of it (80 % of the ladders: "
+        f"{100 * NOISE:g} %: within {100 * median:.2g} % of it (80 % of the ladders: "
         f"{100 * low:.2g} to {100 * high:.2g} %); {held} intervals held, {without} ladders allowed "
         "no forecast",
     ):

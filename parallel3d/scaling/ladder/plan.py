@@ -28,13 +28,12 @@ from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
 from parallel3d.scaling.frontier import lowest
 from parallel3d.scaling.ladder.expand import CONFIGS, LadderRun, runs_of
-from parallel3d.scaling.ladder.ladder_file import LAWS, LadderConfig, load
+from parallel3d.scaling.ladder.ladder_file import LadderConfig, load
 from parallel3d.scaling.runs import CONFIG, NoEnd, config_of, last_line, unique_tokens
 
 REPEATS = 4
 """Epochs up to which repeated tokens are worth nearly as much as new ones (arXiv:2305.16264)."""
 _BEYOND = 10  # FLOPs of a held-out run over the largest fitted run, to test a forecast
-_FEW_STEPS = 50
 _FROM_PLAN = ("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Settings that training fills in, such as the size of the trained vocabulary, or that do not change
 # results.
@@ -184,25 +183,14 @@ def _planned(config: RunConfig, devices: int) -> tuple[RunConfig, float | None, 
 
 
 def _warnings(runs: Sequence[LadderRun], unique: int | None) -> Iterator[str]:
-    fitted = [run for run in runs if run.kind == "fit"]
-    sizes, most = len({run.counts for run in fitted}), max(run.flops for run in fitted)
-    if sizes < 3:
-        yield f"{sizes} sizes: the parametric law and each IsoFLOP profile need at least 3"
+    most = max(run.flops for run in runs if run.kind == "fit")
     for run in runs:
         if run.kind == "held-out" and run.flops < _BEYOND * most * 0.98:
             yield (
                 f"{run.name}: has {run.flops / most:.2g} times the FLOPs of the largest fitted "
                 f"run; use {_BEYOND} times or more to test a forecast"
             )
-    if few := [run.name for run in runs if run.steps < _FEW_STEPS]:
-        remedy = "use a smaller hyperparameters.batch_tokens"
-        yield f"{few[0]}: has fewer than {_FEW_STEPS} steps; {remedy}"
-    if unique is None:
-        yield (
-            "the number of epochs is not known until `run` prepares the corpus; set unique_tokens "
-            "to know it now"
-        )
-    elif over := [run for run in runs if run.tokens > REPEATS * unique]:
+    if over := [run for run in runs if unique and run.tokens > REPEATS * unique]:
         longest = max(over, key=lambda run: run.tokens)
         yield (
             f"{len(over)} runs read the corpus of {unique:,} tokens more than {REPEATS} times "
@@ -285,16 +273,7 @@ def show(ladder: Ladder, out: Console) -> None:
         f"total: {total['runs']} runs, {total['flops']:.3g} FLOPs, device hours: {hours}; "
         f"{total['finished']} finished",
     )
-    hyperparameters = ladder.config.hyperparameters
-    times = "" if (factor := hyperparameters.learning_rate_factor) == 1 else f"{factor:g} times "
-    for what, setting in (
-        (f"learning rate: {times}", hyperparameters.learning_rate),
-        ("tokens per batch: ", hyperparameters.batch_tokens),
-    ):  # fmt: skip
-        is_law = isinstance(setting, str)
-        shown = f"{setting} ({LAWS[str(setting)].source})" if is_law else f"{setting:g}"
-        terminal.say(out, f"{what}{shown}", "  ")
-    if hyperparameters.tune:
+    if ladder.config.hyperparameters.tune:
         rate, batch = next(rung.run.factors for rung in ladder.rungs if rung.run.kind == "fit")
         words = f"times {rate:.3g} and {batch:.3g}" if ladder.is_tuned else "not tuned yet"
         terminal.say(out, f"tuned at the two smallest budgets: rate and batch {words}", "  ")

@@ -6,7 +6,6 @@ Up to `parallel` runs train at once, and each has its devices to itself.
 import ctypes
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from math import nan
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +27,7 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.lock import Lock, LockHeld
 from parallel3d.base.lock import read as holder_of
-from parallel3d.base.step_lines import METRICS, finite
+from parallel3d.base.step_lines import METRICS, finite, newest
 from parallel3d.report.page import require
 from parallel3d.scaling import forecast
 from parallel3d.scaling.estimator import PARAMETRIC, Estimator
@@ -39,7 +38,7 @@ from parallel3d.scaling.frontier import with_checks
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Runs, checkpoints, resume_of, state_of
 from parallel3d.scaling.points import points_of
-from parallel3d.scaling.runs import CORPUS, NoEnd, last_line, read_runs
+from parallel3d.scaling.runs import CORPUS, read_runs
 
 _R = TypeVar("_R", bound=Runs)
 LOCK = "ladder.lock"
@@ -49,7 +48,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TRAIN = Path(parallel3d.__file__).parent / "launch" / "train.py"
 LOGS = "logs"  # folder in a ladder's directory with the output of each run
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_DEVICE = re.compile(r"\d+$|GPU-|MIG-")
 _NODES = Path("/dev")
 _THREADS = "OMP_NUM_THREADS"
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
@@ -68,9 +66,8 @@ class Process:
     def last_message(self) -> str:
         """Return the last error message in the log, or its last line if there is none."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        messages = [line.strip() for line in lines[-40:] if line.strip()]
-        errors = [line for line in messages if line.startswith("train: ") or "Error" in line]
-        return (errors or messages or ["no output"])[-1]
+        errors = [line for line in lines if line.startswith("train: ") or "Error" in line]
+        return (errors or lines or ["no output"])[-1].strip()
 
 
 class Display(Progress):
@@ -94,13 +91,9 @@ class Display(Progress):
     def update_bars(self, processes: Iterable[Process]) -> None:
         """Update the bars from the metrics of the runs."""
         for process in () if self.disable else processes:
-            try:
-                last = last_line(process.run.folder / METRICS)
-            except NoEnd:
-                continue
-            loss = last.get("loss")
-            shown = f"loss {loss:.3f}" if isinstance(loss, float) else ""
-            self.update(process.bar, completed=int(last["step"]), loss=shown)
+            last = newest(process.run.folder / METRICS)
+            loss = last.get("loss") or nan
+            self.update(process.bar, completed=last.get("step", 0), loss=f"loss {loss:.3f}")
 
 
 class Runner:
@@ -139,46 +132,42 @@ class Runner:
     def run(self, runs: Sequence[LadderRun]) -> None:
         """Train runs, each after its trunk, until all have finished, failed or stopped."""
         waiting = sorted(runs, key=lambda run: (run.kind != "trunk", -run.exact_flops))
-        stop_requested = False
+        is_stopping = False
         try:
             while waiting or self._running:
                 self._collect()
-                if self.is_stopped:
-                    waiting = []
-                    if self._running and not stop_requested:
-                        stop_requested = True
-                        self._display.say(
-                            f"stopping {len(self._running)} runs; each saves its state"
-                        )
-                        self._stop()
-                elif ready := self._ready(waiting):
+                if self.is_stopped and not is_stopping:
+                    is_stopping, waiting = True, []
+                    self._display.say(f"stopping {len(self._running)} runs; each saves its state")
+                    self._stop()
+                for run in [run for run in waiting if run.trunk in self.failed]:
+                    waiting.remove(run)
+                    self.fail(run, f"its trunk {run.trunk} did not finish")
+                if ready := self._ready(waiting):
                     waiting.remove(ready)
                     self._start(ready)
-                    continue
-                elif not self._running:  # the remaining forks have a trunk that failed
-                    for run in waiting:
-                        self._fail(run, f"its trunk {run.trunk} did not finish")
-                    return
-                self._display.update_bars(self._running)
-                time.sleep(_POLL_SECONDS)
+                else:
+                    self._display.update_bars(self._running)
+                    time.sleep(_POLL_SECONDS)
         finally:
             self._stop()  # leave no run behind after an error in this process
 
     def _ready(self, waiting: Sequence[LadderRun]) -> LadderRun | None:
-        """Return the first run with free devices whose trunk has saved its checkpoint."""
-        room = len(self._running) < self._parallel
-        for run in waiting if room else ():
+        """Return the first run with free devices whose trunk has saved its checkpoint.
+
+        A run that a killed ladder started may still be saving: its own lock is then held.
+        """
+        for run in waiting if len(self._running) < self._parallel else ():
             begin = Path(str(run.config.checkpoint.resume)) / "manifest.json"
             has_start = not run.trunk or checkpoints(run.folder) or begin.exists()
-            if has_start and (not self._has_devices or run.devices <= len(self._devices)):
+            has_room = not self._has_devices or run.devices <= len(self._devices)
+            holder = holder_of(run.folder.with_name(f"{run.folder.name}.lock"))
+            if has_start and has_room and not (holder and holder.is_alive()):
                 return run
         return None
 
     def _start(self, run: LadderRun) -> None:
         """Start the process of a run; it gets SIGTERM if this process dies."""
-        self._wait_for_holder(run)
-        if self.is_stopped:
-            return
         command = [sys.executable]
         if run.devices > 1:  # --standalone finds a free port
             command += ["-m", "torch.distributed.run", "--standalone"]
@@ -210,19 +199,6 @@ class Runner:
         self._running.append(Process(run, popen, log, devices, bar))
         self._display.say(f"{run.name}: started")
 
-    def _wait_for_holder(self, run: LadderRun) -> None:
-        """Wait until no process writes to the run; one may still save if its ladder was killed."""
-        path = run.folder.with_name(f"{run.folder.name}.lock")
-        announced = False
-        while not self.is_stopped:
-            holder = holder_of(path)
-            if holder is None or holder.is_alive(()) is not True:
-                return
-            if not announced:
-                announced = True
-                self._display.say(f"{run.name}: waiting for {holder}, which is training it")
-            time.sleep(_POLL_SECONDS)
-
     def _collect(self) -> None:
         """Record the outcome of the processes that have ended, and free their devices."""
         for process in list(self._running):
@@ -239,16 +215,14 @@ class Runner:
         self._display.advance(self._display.all_runs, int(is_finished))
         if is_finished:
             loss = "" if state.loss is None else f", held-out loss {state.loss:.4f}"
-            error = "" if state.standard_error is None else f" ± {state.standard_error:.4f}"
-            self._display.say(f"{run.name}: finished{loss}{error}")
+            self._display.say(f"{run.name}: finished{loss}")
         elif self.is_stopped:
             self._display.say(f"{run.name}: stopped at step {state.step:,} of {run.steps:,}")
-        elif code == STOPPED:  # by a signal to the run itself
-            self._fail(run, f"was stopped at step {state.step:,}")
         else:
-            self._fail(run, f"exit code {code}: {process.last_message()}{_remedy(run, process)}")
+            self.fail(run, f"exit code {code}: {process.last_message()}; see {process.log}")
 
-    def _fail(self, run: LadderRun, why: str) -> None:
+    def fail(self, run: LadderRun, why: str) -> None:
+        """Record that a run failed, and print it."""
         self.failed[run.name] = why
         self._display.say(f"{run.name}: FAILED: {why}")
 
@@ -257,22 +231,10 @@ class Runner:
             process.popen.terminate()
 
 
-def _remedy(run: LadderRun, process: Process) -> str:
-    """Return the remedy for a failed run: its log, or to train a damaged trunk again."""
-    begin = Path(str(run.config.checkpoint.resume))
-    if not run.trunk or checkpoints(run.folder) or str(begin) not in process.last_message():
-        return f"; see {process.log}"
-    # A second training of the trunk is bitwise equal, so finished forks stay valid.
-    trunk = begin.parent.parent
-    return f"; remove {trunk} to train the trunk again at the next start; see {process.log}"
-
-
 def visible_devices() -> tuple[str, ...]:
     """Return the names of the visible accelerators, as in CUDA_VISIBLE_DEVICES; () for the CPU."""
     if VISIBLE in os.environ:
-        names = (name.strip() for name in os.environ[VISIBLE].split(","))
-        # Like CUDA, ignore everything from the first invalid name (such as -1) on.
-        return tuple(takewhile(_DEVICE.match, names))
+        return tuple(name for name in os.environ[VISIBLE].split(",") if name not in ("", "-1"))
     # A container has device files with the host's numbers, but CUDA counts its devices from 0.
     return tuple(str(place) for place, _ in enumerate(_NODES.glob("nvidia[0-9]*")))
 
@@ -322,8 +284,6 @@ def _execute(ladder: Runs, parallel: int, out: Console) -> int:
     if runner.is_stopped:
         terminal.say(out, "stopped on request; every run saved its state: run again to continue")
         return STOPPED
-    for name, why in runner.failed.items():
-        terminal.say(out, f"FAILED {name}: {why}", "  ")
     return FAILED if runner.failed else DONE
 
 
@@ -346,17 +306,17 @@ def _prepare(ladder: Runs) -> None:
 def _forecast(ladder: Runs, held_out: list[LadderRun], runner: Runner, display: Display) -> None:
     """Register a forecast for each held-out run; mark runs without one as failed."""
     for run in held_out:
-        if runner.failed and not ladder.forecast_file(run).exists():
+        file = ladder.forecast_file(run)
+        if runner.failed and not file.exists():
             others = ", ".join(runner.failed)
-            runner.failed[run.name] = f"not started: its forecast needs the failed runs {others}"
+            runner.fail(run, f"not started: its forecast needs the failed runs {others}")
             continue
         try:
             prediction = register(ladder, run)
         except ConfigError as error:
-            runner.failed[run.name] = f"not started: cannot register its forecast: {error}"
+            runner.fail(run, f"not started: cannot register its forecast: {error}")
             continue
         if prediction and prediction.loss is not None:
-            file = ladder.forecast_file(run)
             display.say(f"{run.name}: forecast {prediction.loss:.4f}, registered in {file}")
             for warning in prediction.warnings:
                 display.say(f"WARNING: {warning}")
