@@ -7,7 +7,6 @@ plans reproduce the measurements.
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
@@ -42,12 +41,11 @@ from parallel3d.verify.local_ranks import run_locally
 NAME = "this-machine"
 _MOST_PROCESSES = 8  # on a CPU; more would not change the figures
 Say = Callable[[str], None]
-Rows = list[dict[str, Any]]  # [ranks]: a Measured as JSON
+Rows = list[dict[str, Any]]  # [ranks]: as `measure_device` returns it, with "links"
 Bounds = tuple[float, float]
 _PRIOR = 0.05  # weight that keeps an undetermined parameter near its start
 _STEP = 1e-4  # change of a parameter's logarithm for numerical gradients
 _MOST = 40  # iterations of a fit
-_TRIED = "a value that the fit tries"
 # Measured figures of a Hardware include the efficiencies that data sheets leave out.
 _MEASURED = dict.fromkeys(("datasheet", "link", "network", "latency", "host"), 1.0) | {
     "overhead_per_collective": 1e-6
@@ -85,19 +83,15 @@ _OWN = (
 def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None = None) -> Hardware:
     """Measure this machine, write the figures as a Hardware to `path`, and return them.
 
-    `say` prints progress. Raises TrainingError if a figure cannot be measured or `path` cannot be
-    written; then nothing is written.
+    `say` prints progress. Raises TrainingError if a figure cannot be measured, or there can be no
+    folder for `path`; then nothing is written.
     """
-    effort = effort or Effort()
-    if path is None:
-        path = user_folder() / f"{NAME}.json"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            why = f"{error.strerror}; set XDG_CONFIG_HOME to a writable folder"
-            raise TrainingError(f"cannot write {path}: {why}") from None
-    if not os.access(path.parent, os.W_OK):
-        raise TrainingError(f"cannot write {path}: use an existing, writable folder")
+    effort, path = effort or Effort(), path or user_folder() / f"{NAME}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{error.strerror}; set XDG_CONFIG_HOME to a writable folder"
+        raise TrainingError(f"cannot write {path}: {why}") from None
     on_gpu, ranks = _devices()
     say(f"measuring {ranks} {'GPUs' if on_gpu else 'processes on the CPU'} at once")
     together = _measure(ranks, effort)
@@ -121,33 +115,9 @@ def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None 
     _check(hardware.model_dump())
     numbers = {name: _rounded(value) for name, value in asdict(curves).items()}
     hardware = hardware.model_copy(update={"curves": numbers})
-    text = hardware.model_dump_json(indent=2, exclude_none=True)
-    try:
-        replace_text(path, f"{text}\n", shared=True)
-    except OSError as error:
-        raise TrainingError(f"cannot write {path}: {error}") from None
-    for line in summary(hardware, together[0]["left_out"]):
-        say(line)
+    replace_text(path, f"{hardware.model_dump_json(indent=2, exclude_none=True)}\n", shared=True)
     say(f"written to {path}")
     return hardware
-
-
-def summary(hardware: Hardware, left_out: Sequence[str] = ()) -> list[str]:
-    """Return the figures of a machine as lines of text."""
-    assert hardware.memory_bandwidth and hardware.adam_params and hardware.host
-    products = hardware.matmul_flops.items()
-    lines = [
-        *(f"{dtype} products: {rate.value / 1e9:,.0f} GFLOP/s" for dtype, rate in products),
-        f"memory: {hardware.memory_bytes.value / 1e9:,.1f} GB per device, "
-        f"{hardware.memory_bandwidth.value / 1e9:,.1f} GB/s",
-        f"Adam: {hardware.adam_params.value / 1e6:,.0f} M parameters/s on the device, "
-        f"{hardware.host.adam_params.value / 1e6:,.0f} M on the host",
-        f"host to device: {hardware.host.device_bandwidth.value / 1e9:,.1f} GB/s",
-    ]
-    if hardware.link:
-        rate, latency = hardware.link.bandwidth.value, hardware.link.latency.value
-        lines.append(f"between ranks: {rate / 1e9:,.2f} GB/s, latency {1e6 * latency:,.0f} us")
-    return [*lines, *(f"not measured: {text}" for text in left_out)]
 
 
 def _devices() -> tuple[bool, int]:
@@ -165,13 +135,8 @@ def _measure(ranks: int, effort: Effort) -> Rows:
 def _on_rank(rank: int, ranks: int, effort: Effort) -> dict[str, object]:
     mesh = Mesh(dp=ranks)
     set_threads(mesh)
-
-    def say(text: str) -> None:
-        if rank == 0:
-            print(f"  {text}", file=sys.stderr, flush=True)
-
-    measured = measure_device(mesh, effort, say)
-    measured["links"] = measure_links(mesh, effort, say) if ranks > 1 else {}
+    measured = measure_device(mesh, effort)
+    measured["links"] = measure_links(mesh, effort) if ranks > 1 else {}
     mesh.barrier()
     return measured
 
@@ -180,8 +145,8 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _figure(value: float, note: str = "") -> Figure:
-    source = f"measured on {date.today().isoformat()} by parallel3d plan --calibrate{note}"
+def _figure(value: float) -> Figure:
+    source = f"measured on {date.today().isoformat()} by parallel3d plan --calibrate"
     return Figure(value=_rounded(value), source=source)
 
 
@@ -201,7 +166,7 @@ def _describe(together: Rows, alone: Rows, on_gpu: bool) -> Hardware:
     host = Host(
         memory_bytes=_figure(psutil.virtual_memory().total / len(together)),
         device_bandwidth=_figure(mean("host_copy")),
-        adam_params=_figure(mean("host_adam_params"), f" ({first['host_adam']})"),
+        adam_params=_figure(mean("host_adam_params")),
     )
     return Hardware(
         name=NAME, device_names=(first["device_name"],) if on_gpu else (),
@@ -300,12 +265,23 @@ def fit(
 def fit_link(links: Mapping[str, Sequence[tuple[int, float]]], ranks: int) -> tuple[float, float]:
     """Return the bandwidth and latency that best fit the timings of all collectives."""
     size, seconds = max(links["all_gather"])
-    rows = [(kind, size, seconds) for kind, timed in links.items() for size, seconds in timed]
+    rows: list[tuple[Any, int, float]] = [
+        (kind, *row) for kind, timed in links.items() for row in timed
+    ]
     curves = Curves(**{**asdict(Curves()), **_MEASURED})
 
     def predict(values: Mapping[str, float]) -> list[float]:
-        hardware = _with_link(values["bandwidth"], values["latency"])
-        return [_transfer(kind, size, ranks, hardware, curves) for kind, size, _ in rows]
+        one, rate, wait = (
+            Figure(value=value, source="a value that the fit tries")
+            for value in (1.0, values["bandwidth"], values["latency"])
+        )
+        link = Link(bandwidth=rate, latency=wait)
+        tried = Hardware(name="", device_names=(), peak_flops={}, memory_bytes=one, link=link)
+        return [
+            send_seconds(size, False, tried, curves) if kind == "send"
+            else collective_seconds(kind, size, ranks, ranks, tried, curves)
+            for kind, size, _ in rows
+        ]  # fmt: skip
 
     fitted_link = fit(
         {"bandwidth": size / seconds, "latency": min(seconds for *_, seconds in rows)},
@@ -314,18 +290,6 @@ def fit_link(links: Mapping[str, Sequence[tuple[int, float]]], ranks: int) -> tu
         [seconds for *_, seconds in rows],
     )
     return fitted_link["bandwidth"], fitted_link["latency"]
-
-
-def _transfer(kind: Any, size: int, ranks: int, hardware: Hardware, curves: Curves) -> float:
-    if kind == "send":
-        return send_seconds(size, False, hardware, curves)
-    return collective_seconds(kind, size, ranks, ranks, hardware, curves)
-
-
-def _with_link(bandwidth: float, latency: float) -> Hardware:
-    one, rate, wait = (Figure(value=value, source=_TRIED) for value in (1.0, bandwidth, latency))
-    link = Link(bandwidth=rate, latency=wait)
-    return Hardware(name="", device_names=(), peak_flops={}, memory_bytes=one, link=link)
 
 
 def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu: bool) -> Curves:

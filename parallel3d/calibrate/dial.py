@@ -5,7 +5,8 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -71,28 +72,17 @@ class Candidate:
         return self.tokens / self.plan.tokens_per_second
 
 
-@dataclass
 class Chooser:
     """Chooses a run by a base config, wishes and machine."""
 
-    base: RunConfig
-    wishes: Wishes
-    machine: Hardware
-    devices: int = field(init=False)
-    _known: dict[int, Candidate] = field(init=False, default_factory=dict)  # by number of heads
-
-    def __post_init__(self) -> None:
-        on_cpu = self.machine.cores is not None
-        count_devices = torch.accelerator.device_count
-        self.devices = devices_of(self.base, self.machine) if on_cpu else count_devices()
-
-    def candidate(self, heads: int) -> Candidate:
-        """Return the run of a model with this number of heads. Raises ConfigError if none fits."""
-        if heads not in self._known:
-            self._known[heads] = self._plan(heads)
-        return self._known[heads]
+    def __init__(self, base: RunConfig, wishes: Wishes, machine: Hardware) -> None:
+        self.base, self.wishes, self.machine = base, wishes, machine
+        on_cpu = machine.cores is not None
+        self.devices = devices_of(base, machine) if on_cpu else torch.accelerator.device_count()
+        self.candidate = cache(self._plan)
 
     def _plan(self, heads: int) -> Candidate:
+        """Return the run of a model with this number of heads. Raises ConfigError if none fits."""
         raw = self.base.to_dict()
         block, seq = raw["parallel3d"], self.base.data.sequence_length
         model = {name: value for name, value in block["model"].items() if name not in SHAPE}

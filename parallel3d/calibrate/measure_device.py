@@ -1,11 +1,14 @@
 """Measure computes, memory and communication of this machine's ranks, on CPU or GPU."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import psutil
 import torch
@@ -39,29 +42,6 @@ class Effort:
     copied_bytes: int = 64 * 2**20
     steps: int = 6  # per small training run
     small_runs: int = 100  # the most small training runs
-
-
-@dataclass
-class Measured:
-    """Measurements of one rank. Rates are per second.
-
-    - `matmul`: rows (m, k, n, seconds) by dtype.
-    - `attention`: rows (batch, heads, seq, head size, seconds forward, seconds backward).
-    - `traffic`: rows (operator, bytes, seconds).
-    - `left_out`: failed measurements and their reasons.
-    """
-
-    device_name: str = ""
-    memory_bytes: float = 0.0
-    matmul: dict[str, list[tuple[int, int, int, float]]] = field(default_factory=dict)
-    attention: list[tuple[int, int, int, int, float, float]] = field(default_factory=list)
-    traffic: list[tuple[str, int, float]] = field(default_factory=list)
-    bandwidth: float = 0.0
-    adam_params: float = 0.0
-    host_adam_params: float = 0.0
-    host_adam: str = ""  # name of the CPU's Adam
-    host_copy: float = 0.0
-    left_out: list[str] = field(default_factory=list)
 
 
 def set_threads(mesh: Mesh) -> None:
@@ -111,30 +91,29 @@ class Timer:
         return (self.clock() - start) / number
 
 
-def measure_device(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> dict[str, object]:
-    """Return this rank's figures, a Measured as JSON. Collective: all ranks measure together."""
+def measure_device(mesh: Mesh, effort: Effort) -> dict[str, Any]:
+    """Return this rank's figures as JSON. Collective: all ranks measure together.
+
+    - "matmul": rows (m, k, n, seconds) by dtype.
+    - "attention": rows (batch, heads, seq, head size, seconds forward, seconds backward).
+    - "traffic": rows (operator, bytes, seconds).
+    - "bandwidth", "adam_params", "host_adam_params", "host_copy": rates per second.
+    """
     from parallel3d.engine.op_builds import load_cpu_adam  # it loads DeepSpeed
 
-    timer, result = Timer(mesh, effort), Measured()
-    result.device_name, result.memory_bytes = describe(mesh)
-    for name, dtype in DTYPES.items():
-        say(f"matrix products in {name}")
-        try:
-            result.matmul[name] = list(_matmuls(timer, dtype))
-        except RuntimeError as error:
-            why = (str(error).splitlines() or [repr(error)])[0]
-            result.left_out.append(f"matrix products in {name}: {why}")
-    say("attention and memory-bound operators")
-    result.attention = list(_attention(timer))
-    result.traffic = list(_traffic(timer))
-    result.bandwidth = _bandwidth(timer)
-    say("Adam on the device and on the host")
-    result.adam_params = _adam(timer, mesh.device, cpu_adam=False)
-    built = load_cpu_adam(mesh, say)
-    result.host_adam = "DeepSpeed's CPU Adam" if built else "torch's AdamW on the CPU"
-    result.host_adam_params = _adam(timer, torch.device("cpu"), cpu_adam=built)
-    result.host_copy = _host_copy(timer)
-    return asdict(result)
+    timer, products = Timer(mesh, effort), {}
+    name, memory_bytes = describe(mesh)
+    for dtype, kind in DTYPES.items():
+        with suppress(RuntimeError):  # the device has no products of this type, or only slow ones
+            products[dtype] = list(_matmuls(timer, kind))
+    figures = {
+        "device_name": name, "memory_bytes": memory_bytes, "matmul": products,
+        "attention": list(_attention(timer)), "traffic": list(_traffic(timer)),
+        "bandwidth": _bandwidth(timer), "adam_params": _adam(timer, mesh.device, cpu_adam=False),
+    }  # fmt: skip
+    built = load_cpu_adam(mesh, partial(print, file=sys.stderr))
+    host_adam_params = _adam(timer, torch.device("cpu"), cpu_adam=built)
+    return figures | {"host_adam_params": host_adam_params, "host_copy": _host_copy(timer)}
 
 
 def describe(mesh: Mesh) -> tuple[str, float]:
@@ -230,13 +209,10 @@ def _host_copy(timer: Timer) -> float:
     return size / max(timer.seconds(partial(a.copy_, b, non_blocking=on_gpu)) for a, b in pairs)
 
 
-def measure_links(
-    mesh: Mesh, effort: Effort, say: Callable[[str], None]
-) -> dict[str, list[tuple[int, float]]]:
+def measure_links(mesh: Mesh, effort: Effort) -> dict[str, list[tuple[int, float]]]:
     """Return for each collective and a send the rows (gathered bytes, slowest rank's seconds)."""
     results: dict[str, list[tuple[int, float]]] = {}
     for kind in KINDS:
-        say(f"{kind} between {mesh.world.size} ranks")
         rows = results[kind] = []
         for size in SIZES:
             run = collective(kind, size, mesh.world, mesh.device)

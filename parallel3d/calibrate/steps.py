@@ -66,19 +66,6 @@ class SmallRun(NamedTuple):
         }  # fmt: skip
         return RunConfig.from_dict(raw, f"the run {self}").resolve(self.mesh.ranks)
 
-    def __str__(self) -> str:
-        words = [
-            str(self.mesh),
-            f"ZeRO-{self.zero}",
-            f"{self.family} {self.hidden} x {self.layers}",
-        ]
-        words += [f"offload {self.offload}"] * (self.offload != "none")
-        words += [f"recompute {self.recompute}"] * (self.recompute != "none")
-        words += [self.schedule] * (self.mesh.pp > 1) + [self.precision] * (
-            self.precision != "fp32"
-        )
-        return ", ".join(words)
-
 
 class Timed(NamedTuple):
     """Seconds of a step on its slowest rank; `update`: norm, clipping, Adam and new weights."""
