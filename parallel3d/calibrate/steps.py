@@ -1,6 +1,5 @@
 """Time training steps of the real engine on this machine."""
 
-import gc
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -125,16 +124,11 @@ def time_steps(
         for run in runs
     ]
     timings: list[list[Timed]] = [[] for _ in runs]
-    gc.collect()
-    gc.disable()  # garbage collection is slow with many engines in one process
-    try:
-        for step in range(1 + steps):
-            for one, times in zip(built, timings, strict=True):
-                step_time = _step(*one, step, own_time)
-                if step > 0:
-                    times.append(step_time)
-    finally:
-        gc.enable()
+    for step in range(1 + steps):
+        for one, times in zip(built, timings, strict=True):
+            step_time = _step(*one, step, own_time)
+            if step > 0:
+                times.append(step_time)
     return timings
 
 

@@ -30,7 +30,7 @@ def fit_law(
     Raises ConfigError if the points do not determine the parameters.
     """
     check(points, law)
-    model, weights = _model(points, law, estimator), estimator.weights(points)
+    model, weights = SumModel(law, points, estimator.kind != "squares"), estimator.weights(points)
     starts = model.starts(weights)
     best, reached = estimator.search(model, starts, weights)
     values = _natural(model, best.theta)
@@ -105,10 +105,6 @@ def check(points: Points, law: Law) -> None:
         )
 
 
-def _model(points: Points, law: Law, estimator: Estimator) -> SumModel:
-    return SumModel(law, points, log=estimator.kind != "squares")
-
-
 def _natural(model: SumModel, theta: Array) -> dict[str, float]:
     return {name: float(value) for name, value in model.natural(theta).items()}
 
@@ -174,7 +170,7 @@ def held_out(points: Points, law: Law, estimator: Estimator) -> dict[str, object
     if not tells(rest, law):
         return None
     largest = points.take(np.array(sorted(out)))
-    model, weights = _model(rest, law, estimator), estimator.weights(rest)
+    model, weights = SumModel(law, rest, estimator.kind != "squares"), estimator.weights(rest)
     best, _ = estimator.search(model, model.starts(weights, each=3), weights)
     predicted = law.loss(_natural(model, best.theta), largest.params, largest.tokens)
     rows = zip(largest.names, predicted.tolist(), largest.loss.tolist(), strict=True)

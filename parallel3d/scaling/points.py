@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.runs import Table, number
 
@@ -272,8 +273,9 @@ class Fit:
     @classmethod
     def read(cls, path: Path) -> "Fit":
         """Read a fit.json; raise ConfigError for a file that `scale fit` did not write."""
+        text = reader.text_of(path)
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = json.loads(text)
             data = raw["data"]
             columns: dict[str, Any] = {name: np.array(data[name], dtype=float) for name in _COLUMNS}
             return cls(
@@ -285,11 +287,10 @@ class Fit:
                 scatter=np.array(raw["scatter"], dtype=float),
                 diagnostics=dict(raw["diagnostics"]), path=path,
             )  # fmt: skip
-        except OSError as problem:
-            why = problem.strerror or str(problem)
         except (ValueError, KeyError, TypeError, AttributeError):
-            why = "not a fit"
-        raise ConfigError(f"--fit {path}: cannot be used ({why}); name a fit.json of `scale fit`")
+            raise ConfigError(
+                f"--fit {path}: is not a fit; name a fit.json of `scale fit`"
+            ) from None
 
 
 def interval(draws: Array | None) -> list[float] | None:

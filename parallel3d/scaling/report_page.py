@@ -19,7 +19,7 @@ from parallel3d.scaling import frontier
 from parallel3d.scaling.estimator import EXPONENTS, LAWS
 from parallel3d.scaling.forecast import ONE_RUN, Forecast
 from parallel3d.scaling.frontier import profiles
-from parallel3d.scaling.points import FLOPS_PER_ND, Fit, groups, interval
+from parallel3d.scaling.points import Fit, interval
 from parallel3d.scaling.posterior import posterior
 
 if TYPE_CHECKING:  # of an extra
@@ -251,7 +251,7 @@ def pictures(fit: Fit) -> dict[str, tuple[bytes, str]]:
 
 
 def loss(plt: ModuleType, fit: Fit) -> Picture:
-    """Draw the loss over FLOPs, coloured by size, with the law's curve for some sizes."""
+    """Draw the loss over FLOPs, coloured by size, with the laws of the best runs."""
     points = fit.points
     figure, axes = plt.subplots()
     dots = axes.scatter(points.flops, points.loss, c=points.params, norm="log", s=13, zorder=3)
@@ -261,16 +261,9 @@ def loss(plt: ModuleType, fit: Fit) -> Picture:
     caption = "Loss of every fitted run over its FLOPs, coloured by size"
     flops = np.geomspace(points.flops.min(), points.flops.max() * 10, 100)
     if law := LAWS.get(fit.law):
-        lengths = {size: points.tokens[points.params == size] for size in np.unique(points.params)}
-        for size in (n for n, tokens in lengths.items() if len(groups(tokens)) >= 3):
-            tokens = np.geomspace(lengths[size].min() / 1.5, lengths[size].max() * 1.5, 60)
-            values = law.loss(fit.parameters, np.full(60, size), tokens)
-            axes.plot(FLOPS_PER_ND * size * tokens, values, color=dots.to_rgba(size), lw=0.9)
         best = law.loss(fit.parameters, *law.best(fit.parameters, flops))
         axes.plot(flops, best, "--", color=MARK, label="the law's best N and D")
-        caption += (
-            "; lines: the fitted law at sizes with at least three lengths; dashed: at the best size"
-        )
+        caption += "; dashed: the fitted law at the best size"
     bests, _ = frontier.losses_of(points, fit.law)
     if best_law := posterior(bests):
         low, middle, high = np.percentile([best_law.loss(c) for c in flops], [2.5, 50, 97.5], 1)

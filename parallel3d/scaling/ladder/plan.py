@@ -1,7 +1,7 @@
 """The cost and state of each run of a ladder, as a table and as JSON, and the tuned factors."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf, isclose, log
 from pathlib import Path
@@ -28,7 +28,7 @@ from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
 from parallel3d.scaling.frontier import lowest
 from parallel3d.scaling.ladder.expand import CONFIGS, LadderRun, runs_of
-from parallel3d.scaling.ladder.ladder_file import LadderConfig, load
+from parallel3d.scaling.ladder.ladder_file import load
 from parallel3d.scaling.runs import CONFIG, NoEnd, config_of, last_line, unique_tokens
 
 REPEATS = 4
@@ -84,6 +84,8 @@ class Runs:
     file: Path
     directory: Path
     rungs: tuple[Rung, ...]
+    """Trunks before their forks, held-out runs last."""
+    warnings: tuple[str, ...] = ()
 
     @property
     def is_tuned(self) -> bool:
@@ -106,15 +108,7 @@ class Runs:
             replace_text(path, f"{json.dumps(rung.run.config.to_dict(), indent=1)}\n")
 
 
-@dataclass(frozen=True)
-class Ladder(Runs):
-    """A ladder file and its rungs: trunks before their forks, held-out runs last."""
-
-    config: LadderConfig
-    warnings: tuple[str, ...]
-
-
-def ladder_of(name: str) -> Ladder:
+def ladder_of(name: str) -> Runs:
     """Read a ladder file, and return its runs with their costs and current states.
 
     Raises ConfigError if the file is wrong, a run does not fit, or a folder has another run.
@@ -129,7 +123,7 @@ def ladder_of(name: str) -> Ladder:
     unique = config.unique_tokens or unique_tokens(Path(config.directory))
     rungs = tuple(Rung(run, cost, state_of(run), unique) for run, cost in runs)
     warnings = tuple(_warnings([run for run, _ in runs], unique))
-    return Ladder(file, Path(config.directory), rungs, config, warnings)
+    return Runs(file, Path(config.directory), rungs, warnings)
 
 
 def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
@@ -212,7 +206,12 @@ def state_of(run: LadderRun) -> State:
     except NoEnd as why:
         raise ConfigError(f"{run.folder}: {why}; remove it") from None
     if digest_of(own, _APART) != digest_of(run.config, _APART):
-        changed = ", ".join(_changes(own.to_dict(), run.config.to_dict())) or "its settings"
+        apart = tuple(f"{path}." for path in (*_APART, "parallel3d.run", "parallel3d.checkpoint"))
+        before, after = flat(own.to_dict()), flat(run.config.to_dict())
+        changed = ", ".join(
+            f"{path}: {before.get(path)} -> {new}" for path, new in after.items()
+            if before.get(path) != new and not f"{path}.".startswith(apart)
+        )  # fmt: skip
         raise ConfigError(
             f"{run.folder}: has a run with another config than the ladder's ({changed}); remove "
             "it, or set another directory for the ladder"
@@ -252,28 +251,20 @@ def resume_of(run: LadderRun) -> str:
     return "auto" if first in FRESH else str(own[-1])
 
 
-def _changes(was: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
-    """Yield the settings that differ between two configs, as "path: old -> new"."""
-    apart = tuple(f"{path}." for path in (*_APART, "parallel3d.run", "parallel3d.checkpoint"))
-    before = flat(was)
-    for path, new in flat(now).items():
-        if before.get(path) != new and not f"{path}.".startswith(apart):
-            yield f"{path}: {json.dumps(before.get(path))} -> {json.dumps(new)}"
-
-
-def show(ladder: Ladder, out: Console) -> None:
+def show(ladder: Runs, out: Console) -> None:
     """Print a row for every run, the total cost, and warnings."""
     terminal.show(out, _COLUMNS, [_row(rung) for rung in ladder.rungs])
     total = to_json(ladder)["total"]
-    hours = "unknown (run `parallel3d plan --calibrate`, or set base.parallel3d.run.hardware)"
-    if total["device_hours"] is not None:
-        hours = f"{total['device_hours']:.3g}"
+    hours = total["device_hours"]
+    known = f"{hours:.3g}" if hours is not None else (
+        "unknown (run `parallel3d plan --calibrate`, or set base.parallel3d.run.hardware)"
+    )  # fmt: skip
     terminal.say(
         out,
-        f"total: {total['runs']} runs, {total['flops']:.3g} FLOPs, device hours: {hours}; "
+        f"total: {total['runs']} runs, {total['flops']:.3g} FLOPs, device hours: {known}; "
         f"{total['finished']} finished",
     )
-    if ladder.config.hyperparameters.tune:
+    if any(rung.run.kind == "tune" for rung in ladder.rungs):
         rate, batch = next(rung.run.factors for rung in ladder.rungs if rung.run.kind == "fit")
         words = f"times {rate:.3g} and {batch:.3g}" if ladder.is_tuned else "not tuned yet"
         terminal.say(out, f"tuned at the two smallest budgets: rate and batch {words}", "  ")
@@ -294,7 +285,7 @@ def _row(rung: Rung) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def to_json(ladder: Ladder) -> dict[str, Any]:
+def to_json(ladder: Runs) -> dict[str, Any]:
     """Return the object that --json prints; its keys are published and do not change."""
     hours = [rung.cost.hours for rung in ladder.rungs]
     known = [h * r.run.devices for h, r in zip(hours, ladder.rungs, strict=True) if h is not None]

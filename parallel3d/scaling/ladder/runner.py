@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import nan
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -40,7 +40,6 @@ from parallel3d.scaling.ladder.plan import Runs, checkpoints, resume_of, state_o
 from parallel3d.scaling.points import points_of
 from parallel3d.scaling.runs import CORPUS, read_runs
 
-_R = TypeVar("_R", bound=Runs)
 LOCK = "ladder.lock"
 FIT = "forecast-fit.json"  # the law behind the forecasts, in the ladder's directory
 _POLL_SECONDS = 0.2  # between two checks of the processes
@@ -239,7 +238,7 @@ def visible_devices() -> tuple[str, ...]:
     return tuple(str(place) for place, _ in enumerate(_NODES.glob("nvidia[0-9]*")))
 
 
-def execute(read: Callable[[], _R], parallel: int, out: Console) -> tuple[int, _R]:
+def execute(read: Callable[[], Runs], parallel: int, out: Console) -> tuple[int, Runs]:
     """Train the unfinished runs of a ladder; return the exit code and the ladder's new state.
 
     `read` returns the ladder with the current states of its runs. Raises ConfigError if another

@@ -5,7 +5,7 @@ from pathlib import Path
 from shlex import quote
 
 from parallel3d.scaling.ladder.expand import LadderRun
-from parallel3d.scaling.ladder.plan import FRESH, Ladder
+from parallel3d.scaling.ladder.plan import FRESH, Runs
 from parallel3d.scaling.ladder.runner import LOGS, TRAIN
 
 SUBMIT = "submit.sh"
@@ -54,7 +54,7 @@ fi
 """
 
 
-def write(ladder: Ladder) -> list[Path]:
+def write(ladder: Runs) -> list[Path]:
     """Write a job array for each kind of run and number of ranks, and submit.sh to chain them.
 
     Returns the files, with submit.sh as the last.
@@ -79,7 +79,7 @@ def write(ladder: Ladder) -> list[Path]:
     return [*files, submit]
 
 
-def _script(ladder: Ladder, kind: str, ranks: int, runs: Sequence[LadderRun]) -> str:
+def _script(ladder: Runs, kind: str, ranks: int, runs: Sequence[LadderRun]) -> str:
     directory = ladder.directory.absolute()
     forecast = ""
     if kind == "held-out":
