@@ -39,13 +39,11 @@ from parallel3d.plan.time.step import step_time
 from parallel3d.verify.local_ranks import run_locally
 
 NAME = "this-machine"
-_MOST_PROCESSES = 8  # on a CPU; more would not change the figures
 Say = Callable[[str], None]
 Rows = list[dict[str, Any]]  # [ranks]: as `measure_device` returns it, with "links"
 Bounds = tuple[float, float]
 _PRIOR = 0.05  # weight that keeps an undetermined parameter near its start
 _STEP = 1e-4  # change of a parameter's logarithm for numerical gradients
-_MOST = 40  # iterations of a fit
 # Measured figures of a Hardware include the efficiencies that data sheets leave out.
 _MEASURED = dict.fromkeys(("datasheet", "link", "network", "latency", "host"), 1.0) | {
     "overhead_per_collective": 1e-6
@@ -55,12 +53,6 @@ _ON_CPU = {
     "wave": 100.0, "depth": 5.0, "flash": 0.5, "traffic": 0.5, "optimizer": 0.1,
     "overhead_per_collective": 1e-5, "overhead_per_gather": 2e-4, "overhead_per_message": 2e-4,
 }  # fmt: skip
-_PRODUCTS: dict[str, Bounds] = {
-    "matmul": (0.05, 1.2), "wave": (1.0, 1e8), "depth": (0.1, 1e4),
-    "overhead_per_operator": (1e-7, 1e-3),
-}  # fmt: skip
-_FLASH: dict[str, Bounds] = {"flash": (0.005, 3.0), "flash_backward": (0.02, 5.0)}
-_TRAFFIC: dict[str, Bounds] = {"traffic": (0.005, 20.0)}
 # Only complete steps determine the following. One process, up to the reduction of gradients:
 # memory-bound work of the model, passes over all gradients, and the host's time.
 _ONE: dict[str, Bounds] = {
@@ -93,13 +85,9 @@ def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None 
         why = f"{error.strerror}; set XDG_CONFIG_HOME to a writable folder"
         raise TrainingError(f"cannot write {path}: {why}") from None
     on_gpu, ranks = _devices()
-    say(f"measuring {ranks} {'GPUs' if on_gpu else 'processes on the CPU'} at once")
-    together = _measure(ranks, effort)
+    say(f"measuring {ranks} {'GPUs' if on_gpu else 'processes on the CPU, then one alone'}")
+    together, alone = _measure(ranks, effort), [] if on_gpu else _measure(1, effort)
     links = together[0].pop("links")
-    alone: Rows = []
-    if not on_gpu:
-        say("measuring one process alone")
-        alone = _measure(1, effort)
     for rank in (*together, *alone):
         _check(rank)
     hardware = _describe(together, alone, on_gpu)
@@ -112,7 +100,6 @@ def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None 
         # On a GPU the host's time is hidden behind queued kernels.
         say("timing training steps of small models")
         curves, hardware = fit_program(curves, hardware, dict(_steps(ranks, effort)))
-    _check(hardware.model_dump())
     numbers = {name: _rounded(value) for name, value in asdict(curves).items()}
     hardware = hardware.model_copy(update={"curves": numbers})
     replace_text(path, f"{hardware.model_dump_json(indent=2, exclude_none=True)}\n", shared=True)
@@ -124,8 +111,9 @@ def _devices() -> tuple[bool, int]:
     """Return True if there are accelerators, and the number of processes to measure with."""
     if torch.accelerator.is_available():
         return True, torch.accelerator.device_count()
-    # At least two, even on a single core: measuring communication takes two ranks.
-    return False, max(2, min(_MOST_PROCESSES, len(os.sched_getaffinity(0))))
+    # At least two, even on a single core: measuring communication takes two ranks. More than eight
+    # would not change the figures.
+    return False, max(2, min(8, len(os.sched_getaffinity(0))))
 
 
 def _measure(ranks: int, effort: Effort) -> Rows:
@@ -245,7 +233,7 @@ def fit(
 
     x, damping = origin, 1e-2
     now = residuals(x)
-    for _ in range(_MOST):
+    for _ in range(40):
         moved = [residuals(x + _STEP * row) for row in np.eye(len(names))]
         jacobian = np.stack([(there - now) / _STEP for there in moved], axis=1)
         normal = jacobian.T @ jacobian
@@ -311,7 +299,12 @@ def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu
         )
 
     values = improve(
-        _PRODUCTS,
+        {
+            "matmul": (0.05, 1.2),
+            "wave": (1.0, 1e8),
+            "depth": (0.1, 1e4),
+            "overhead_per_operator": (1e-7, 1e-3),
+        },
         lambda curves, product, dtype: matmul_seconds(product, dtype, hardware, curves),
         [
             ((MatMul(m, k, n), dtype), seconds)
@@ -322,7 +315,7 @@ def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu
     )
     dtype: Any = "bf16" if on_gpu else "fp32"
     values = improve(
-        _FLASH,
+        {"flash": (0.005, 3.0), "flash_backward": (0.02, 5.0)},
         lambda curves, attention, backward: attention_seconds(
             attention, dtype, hardware, curves, ENGINE, backward
         ),
@@ -334,7 +327,7 @@ def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu
         ],
     )
     values = improve(
-        _TRAFFIC,
+        {"traffic": (0.005, 20.0)},
         lambda curves, numel: traffic_seconds(numel, "fp32", hardware, curves),
         [((size // 4,), seconds) for _, size, seconds in first["traffic"]],
     )

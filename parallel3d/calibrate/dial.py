@@ -39,10 +39,8 @@ TOKENS_PER_PARAMETER = 20
 """Training tokens for each parameter in a compute-optimal run (arXiv:2203.15556, table A9)."""
 _RATE_FACTOR = 0.4  # of OLMo's law at a thousandth of its size (configs/ladders/cpu.json)
 _HEAD, _LAYER = 32, 32  # width of an attention head, and of the model for each of its layers
-_MOST_HEADS = 256
 _FEWEST_STEPS = 50
 _EVALUATIONS = 5
-_TIMED_STEPS = 4
 _REPEATS = 4  # of a corpus, after which more text is worth more (arXiv:2305.16264)
 _QUICK = Effort(0.01, 0.02, 1024, 1_000_000, 2**24, 2, 8)  # below 20 s on two idle cores
 Say = Callable[[str], None]
@@ -122,7 +120,7 @@ class Chooser:
     def _largest(self, is_above: Callable[[Candidate], bool]) -> Candidate:
         """Return the largest candidate that is not above; the smallest if all are."""
         high = 1
-        while high < _MOST_HEADS and not is_above(self.candidate(high)):
+        while high < 256 and not is_above(self.candidate(high)):
             high *= 2
         between = range(high // 2 + 1, high)
         below = bisect_left(between, True, key=lambda heads: is_above(self.candidate(heads)))
@@ -136,7 +134,6 @@ def dial(base: RunConfig, wishes: Wishes, say: Say) -> tuple[Path, int]:
     Raises ConfigError if the data cannot be used, or the wishes cannot be met.
     """
     corpus = prepare(base.data)
-    began = time.time()
     chooser = Chooser(base, wishes, machine_of(base, say))
     chosen = chooser.choose()
     step_seconds, start_seconds = pace(chosen.config)
@@ -145,7 +142,6 @@ def dial(base: RunConfig, wishes: Wishes, say: Say) -> tuple[Path, int]:
         if nearer.counts != chosen.counts:
             chosen = nearer
             step_seconds, start_seconds = pace(chosen.config)
-    looked = time.time() - began
     steps = chosen.config.num_steps
     if wishes.minutes is not None:
         possible = steps_in(
@@ -165,7 +161,7 @@ def dial(base: RunConfig, wishes: Wishes, say: Say) -> tuple[Path, int]:
     repeats = tokens / len(corpus.train)
     more = f"; use more text, after {_REPEATS} it tells little new" * (repeats > _REPEATS)
     lines = {
-        "machine": f"{chooser.devices} x {chooser.machine.name}, looked at for {in_words(looked)}",
+        "machine": f"{chooser.devices} x {chooser.machine.name}",
         "model": f"{model.family} with {model.num_hidden_layers} layers of {model.hidden_size}: "
         f"{in_short(params)} parameters in its blocks and head",
         "tokens": f"{in_short(tokens)}, {tokens / params:.3g} for each parameter "
@@ -210,7 +206,7 @@ def machine_of(config: RunConfig, say: Say) -> Hardware:
 def pace(config: RunConfig) -> tuple[float, float]:
     """Return the seconds of a training step of a resolved config, and those of the ranks' start."""
     began, ranks = time.time(), config.mesh.sizes.ranks
-    timed = run_locally(time_steps, ranks, [config.to_dict()], _TIMED_STEPS, timeout=600)
+    timed = run_locally(time_steps, ranks, [config.to_dict()], 4, timeout=600)
     seconds = [step.seconds for step in timed[0][0]]
     return median(seconds), time.time() - began - sum(seconds)
 

@@ -20,14 +20,10 @@ from parallel3d.mesh.mesh import Mesh, Peers
 from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
 from parallel3d.model import optimizers
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATTENTIONS = (  # batch, heads, seq, head size
     (2, 4, 64, 64), (2, 4, 128, 64), (2, 8, 256, 64), (1, 8, 512, 64), (2, 8, 1024, 64),
     (2, 16, 2048, 128),
 )  # fmt: skip
-_BATCH = 0.002  # seconds; shorter operators are timed in batches of this length
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
-SIZES = tuple(4 * 1024 * 4**i for i in range(8))  # bytes of a gathered tensor, 4 KiB to 64 MiB
 
 
 @dataclass(frozen=True)
@@ -72,8 +68,8 @@ class Timer:
         run()
         self.mesh.barrier()
         first = self._once(run, 1)
-        # Many runs are queued at once on a GPU, as in training.
-        number = max(1, min(50, int(_BATCH / max(first, 1e-7))))
+        # Many runs are queued at once on a GPU, as in training: batches last 2 ms or more.
+        number = max(1, min(50, int(0.002 / max(first, 1e-7))))
         timings: list[float] = []
         until = time.perf_counter() + self.effort.seconds
         while len(timings) < 3 or time.perf_counter() < until:
@@ -102,7 +98,9 @@ def measure_device(mesh: Mesh, effort: Effort) -> dict[str, Any]:
 
     timer, products = Timer(mesh, effort), {}
     name, memory_bytes = describe(mesh)
-    for dtype, kind in DTYPES.items():
+    for dtype, kind in (
+        ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16),
+    ):  # fmt: skip
         with suppress(RuntimeError):  # the device has no products of this type
             products[dtype] = list(_matmuls(timer, kind))
     figures = {
@@ -208,9 +206,9 @@ def _host_copy(timer: Timer) -> float:
 def measure_links(mesh: Mesh, effort: Effort) -> dict[str, list[tuple[int, float]]]:
     """Return for each collective and a send the rows (gathered bytes, slowest rank's seconds)."""
     results: dict[str, list[tuple[int, float]]] = {}
-    for kind in KINDS:
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "send"):
         rows = results[kind] = []
-        for size in SIZES:
+        for size in (4 * 1024 * 4**i for i in range(8)):  # 4 KiB to 64 MiB when gathered
             run = collective(kind, size, mesh.world, mesh.device)
             rows.append((size, min(max(row) for row in timings(run, mesh, effort))))
             # The fit of bandwidth and latency needs two sizes, however slow the machine is.

@@ -23,7 +23,6 @@ from parallel3d.report.page import png, require, style
 WIDTHS = (64, 128, 256, 512)
 MOST = 0.1  # largest |slope| that still counts as flat
 START, TRAINED, CHANGE = "start", "trained", "change"
-LOGITS = "head.output"
 Sizes = Mapping[str, Mapping[str, float]]
 """Layer -> measure -> mean |activation|; the measures are START, TRAINED and CHANGE."""
 
@@ -46,7 +45,7 @@ class Layer:
 
         The logits at the start shrink as the width grows.
         """
-        return (CHANGE,) if self.name == LOGITS else (START, TRAINED, CHANGE)
+        return (CHANGE,) if self.name == "head.output" else (START, TRAINED, CHANGE)
 
     @property
     def slope(self) -> float:

@@ -19,7 +19,7 @@ from parallel3d.scaling.estimator import LAWS, PARAMETRIC, Estimator
 from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.forecast import Forecast
 from parallel3d.scaling.frontier import LEAST_BUDGETS, with_checks
-from parallel3d.scaling.points import FLAGS, NAMES, Fit, Points, points_of
+from parallel3d.scaling.points import USES, Fit, Points, points_of
 from parallel3d.scaling.runs import COUNTS, number, read, read_runs
 
 DRAWS = 2000  # of the fitted parameters, for their intervals
@@ -31,11 +31,6 @@ LAWS_IN_WORDS = {
     data_constrained.NAME: "the worth of repeated tokens (arXiv:2305.16264)",
     frontier.BEST_VALUE: "the best learning rate or batch size as powers of N and D",
 }
-_WORDS = {
-    "params": "number of parameters", "tokens": "training tokens", "flops": "training FLOPs",
-    "loss": "loss in nats per token", "standard_error": "standard error of the loss",
-    "unique": "unique training tokens",
-}  # fmt: skip
 
 
 def above_0(text: str) -> float:
@@ -57,9 +52,9 @@ def add_fit(parser: Parser) -> None:
     # fmt: off
     add("source", type=Path, metavar="TABLE", help="a CSV, JSON or JSONL file, or a folder of runs")
     add("--law", choices=list(LAWS_IN_WORDS), default="parametric", help=laws)
-    for use, flag in FLAGS.items():
+    for use, (flag, words, names) in USES.items():
         add(flag, dest=use, metavar="COLUMN",
-            help=f"column of the {_WORDS[use]} (default: {NAMES[use][0]})")
+            help=f"column of the {words} (default: {names[0]})")
     add("--method", choices=list(frontier.METHODS), default="akima",
         help="how to find the best size of an IsoFLOP profile; the report shows both")
     add("--base", type=Path, metavar="FIT",
@@ -181,7 +176,7 @@ def fit(args: argparse.Namespace) -> Fit:
     compared = [name for name in COUNTS if is_runs and name != (args.params or COUNTS[0])]
     others = [*compared, *([args.setting_column] if args.setting_column else ())]
     table = (read_runs(args.source) if is_runs else read(args.source)).where(args.where)
-    named = {use: getattr(args, use) for use in FLAGS}
+    named = {use: getattr(args, use) for use in USES}
     points = points_of(table, named, others=others, drop_largest=args.drop_largest_losses)
     outcomes = forecast.compare(args.forecasts, points)
     reasons = {line["row"]: f"held out: {line['file']} is its forecast" for line in outcomes}

@@ -18,8 +18,6 @@ from parallel3d.scaling.estimator import LAWS, PARAMETRIC
 from parallel3d.scaling.points import FLOPS_PER_ND, Array, Fit, Points, interval
 from parallel3d.scaling.posterior import LEAST, back_test, posterior
 
-SAME_RUN = 0.02
-"""Relative difference of N and of D up to which a run is the one that a forecast is about."""
 ONE_RUN = "loss_of_a_run"
 
 
@@ -231,9 +229,9 @@ def compare(files: Sequence[Path], points: Points) -> list[dict[str, object]]:
 
 
 def _same_run(params: Array, tokens: Array, forecast: Forecast) -> npt.NDArray[np.bool_]:
-    """Return the mask of the runs that the forecast is about [runs]."""
+    """Return the mask of the runs with N and D within 2 % of the forecast's [runs]."""
     far = np.maximum(np.abs(params / forecast.params - 1), np.abs(tokens / forecast.tokens - 1))
-    return np.asarray(far < SAME_RUN)
+    return np.asarray(far < 0.02)
 
 
 def _read(file: Path) -> Registered:

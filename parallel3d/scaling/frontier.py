@@ -36,9 +36,6 @@ Method = Literal["akima", "parabola"]
 METHODS: dict[Method, int] = {"akima": 4, "parabola": 3}
 """Method to find the minimum of a profile -> smallest number of sizes that it needs."""
 LEAST_BUDGETS, LEAST_SPAN = 6, 30
-HIGHEST_LOSS = 6.0  # nats per token; the best run of a ladder is below, most perplexities above
-LEAST_FLOPS = 1e9  # of the largest run; 1,000 parameters on 100,000 tokens have 6e11
-_RATES = ("lr", "learning_rate", "peak_lr", "max_lr")
 
 
 @dataclass(frozen=True)
@@ -411,7 +408,10 @@ def with_checks(fit: Fit, table: Table) -> Fit:
 
 def _design(fit: Fit, budgets: int, at_edge: Sequence[float], table: Table) -> list[str]:
     flops, sizes = fit.points.flops, len(groups(fit.points.params))
-    rates = [{number(row.get(name)) for row in table.rows} for name in _RATES]
+    rates = [
+        {number(row.get(name)) for row in table.rows}
+        for name in ("lr", "learning_rate", "peak_lr", "max_lr")
+    ]
     is_mup = {row.get("parametrization") for row in table.rows} == {"mup"}
     is_one = sizes > 1 and not is_mup and any(len(rate) == 1 and None not in rate for rate in rates)
     edges = ", ".join(f"{edge:.3g}" for edge in at_edge)
@@ -437,7 +437,7 @@ def _units(points: Points) -> list[str]:
         f"the lowest loss is {loss:.3g}: these look like perplexities; use their logarithms"
     )
     texts = {f"the largest run has {flops:.3g} FLOPs: these look like units of 1e18; {remedy}":
-             flops < LEAST_FLOPS}  # fmt: skip
+             flops < 1e9}  # fmt: skip
     counted = points.flops / (FLOPS_PER_ND * points.params * points.tokens)
     for name, values, low, high, most in (
         ("tokens per parameter", points.tokens / points.params, 1e-3, 1e6, 1e3),
@@ -453,4 +453,5 @@ def _units(points: Points) -> list[str]:
             f"{remedy}": not low < np.median(values) < high,
         }  # fmt: skip
     first = [text for text, is_true in texts.items() if is_true][:1]  # one mistake causes several
-    return [perplexity] * int(loss > HIGHEST_LOSS) + first
+    # The best run of a ladder is below 6 nats per token, and most perplexities are above.
+    return [perplexity] * int(loss > 6.0) + first

@@ -19,23 +19,22 @@ Array = npt.NDArray[np.float64]
 FLOPS_PER_ND = 6
 """C = 6ND: FLOPs of forward and backward pass (arXiv:2001.08361, section 2.1)."""
 _COLUMNS = ("params", "tokens", "flops", "loss")
-DIVERGED = 2.0
-"""A run diverged if its loss is more than this times that of a smaller model on fewer tokens."""
 SAME = 1e-3  # relative difference below which sizes, or numbers of tokens, count as equal
 SAME_BUDGET = 0.05  # the same for budgets, which differ because runs end with a whole step
-NAMES = {
-    "params": ("params", "n", "N", "n_params", "num_params", "parameters", "with_head"),
-    "tokens": ("tokens", "d", "D", "n_tokens", "num_tokens", "training_tokens"),
-    "flops": ("flops", "c", "C", "compute", "training_flops"),
-    "loss": ("loss", "held_out_loss", "val_loss", "validation_loss", "final_loss"),
-    "standard_error": ("held_out_standard_error",),
-    "unique": ("corpus_unique_tokens",),
-}
-"""Usual names of each column, tried in this order unless a flag names the column."""
-FLAGS = {
-    "params": "--n-column", "tokens": "--d-column", "flops": "--flops-column",
-    "loss": "--loss-column", "standard_error": "--error-column", "unique": "--unique-column",
+USES = {
+    "params": ("--n-column", "number of parameters",
+               ("params", "n", "N", "n_params", "num_params", "parameters", "with_head")),
+    "tokens": ("--d-column", "training tokens",
+               ("tokens", "d", "D", "n_tokens", "num_tokens", "training_tokens")),
+    "flops": ("--flops-column", "training FLOPs", ("flops", "c", "C", "compute", "training_flops")),
+    "loss": ("--loss-column", "loss in nats per token",
+             ("loss", "held_out_loss", "val_loss", "validation_loss", "final_loss")),
+    "standard_error": ("--error-column", "standard error of the loss",
+                       ("held_out_standard_error",)),
+    "unique": ("--unique-column", "unique training tokens", ("corpus_unique_tokens",)),
 }  # fmt: skip
+"""Use of a column -> its flag, its meaning, and its usual names, tried in this order unless the
+flag names the column."""
 
 
 class Dropped(NamedTuple):
@@ -144,14 +143,14 @@ def points_of(
 
 def _columns(table: Table, named: Mapping[str, str | None]) -> dict[str, str]:
     columns = {}
-    for use, flag in FLAGS.items():
+    for use, (flag, _, names) in USES.items():
         if name := named.get(use):
             columns[use] = table.column(name, flag)
-        elif usual := [n for n in NAMES.get(use, ()) if n in table.columns]:
+        elif usual := [name for name in names if name in table.columns]:
             columns[use] = usual[0]
     if "loss" not in columns:
         raise ConfigError(
-            f"--loss-column: is missing, and {table.path} has no column {NAMES['loss'][0]}; use "
+            f"--loss-column: is missing, and {table.path} has no column loss; use "
             f"one of its columns: {', '.join(table.columns)}"
         )
     known = sorted(columns.keys() & {"params", "tokens", "flops"})
@@ -201,7 +200,7 @@ def _diverged(points: Points) -> dict[int, str]:
         below = (points.params <= points.params[i]) & (points.tokens <= points.tokens[i])
         below &= unique <= unique[i]
         best = np.flatnonzero(below)[np.argmin(points.loss[below])]
-        if loss > DIVERGED * points.loss[best]:
+        if loss > 2 * points.loss[best]:
             reasons[i] = (
                 f"diverged: loss {loss:g}, but {points.names[best]} with no more parameters or "
                 f"tokens has {points.loss[best]:g}"

@@ -25,13 +25,10 @@ from parallel3d.scaling.posterior import posterior
 if TYPE_CHECKING:  # of an extra
     from matplotlib.figure import Figure
 
-PAGE, PICTURES = "report.html", "report"
-_MOST = 12  # dropped rows to print; the page and fit.json list all of them
 _NOT_KNOWN = (
     "learning-rate schedule and final rate, warm-up, batch size, learning rate, seeds, tokenizer "
     "and vocabulary, training data, architecture"
 )
-_HELD = {True: "yes", False: "NO", None: ""}
 _LOSS = "loss (nats per token)"
 Picture = tuple["Figure", str]
 """A figure and its caption."""
@@ -48,7 +45,8 @@ def parts(fit: Fit, settings: Mapping[str, str] | None = None) -> list[Part]:
             row["registered_at"][:16].replace("T", " "), f"{row['flops']:.3g}",
             f"{row['beyond']:.3g}", f"{row['predicted']:.4f}", _range(row["interval"]),
             "no run yet" if row["loss"] is None else f"{row['loss']:.4f}",
-            "" if row["error"] is None else f"{row['error']:+.2%}", _HELD[row["held"]],
+            "" if row["error"] is None else f"{row['error']:+.2%}",
+            {True: "yes", False: "NO", None: ""}[row["held"]],
         )
         for row in diagnostics.get("forecasts", ())
     ]  # fmt: skip
@@ -166,8 +164,6 @@ def show_fit(fit: Fit, out: Console) -> None:
     terminal.say(out, summary(fit))
     for part in parts(fit):
         _show(part, out)
-    if len(fit.points.dropped) > _MOST:
-        terminal.say(out, f"{len(fit.points.dropped) - _MOST} more rows are listed in fit.json")
     for warning in fit.diagnostics["warnings"]:
         terminal.say(out, f"WARNING: {warning}", "  ")
 
@@ -179,7 +175,7 @@ def _show(part: Part, out: Console) -> None:
         Column(head, right=part.numeric and place > 0, wraps=not part.numeric and place == last)
         for place, head in enumerate(part.heads)
     ]
-    terminal.show(out, columns, part.rows[:_MOST] if part.heads[0] == "row" else part.rows)
+    terminal.show(out, columns, part.rows)
 
 
 def show_forecast(forecast: Forecast, fit: Fit, out: Console) -> None:
@@ -201,8 +197,6 @@ def show_forecast(forecast: Forecast, fit: Fit, out: Console) -> None:
     terminal.show(out, columns, rows)
     if forecast.loss is None:
         terminal.say(out, "WARNING: no loss: the fit has too few budgets for a law of it", "  ")
-    elif spread["loss"] is None:
-        terminal.say(out, "WARNING: no intervals: the fit has no draws of its parameters", "  ")
     terminal.say(out, f"{forecast.beyond:.3g} times the FLOPs of the largest fitted run")
     if (part := back_tests(forecast.back_test)).rows:
         _show(part, out)
@@ -212,7 +206,7 @@ def show_forecast(forecast: Forecast, fit: Fit, out: Console) -> None:
 
 def write(fit: Fit, folder: Path, *, title: str, settings: Mapping[str, str] | None = None) -> Path:
     """Write report.html, and its plots as PNGs to report/ beside it; return the page's path."""
-    drawn, path = pictures(fit), folder / PAGE
+    drawn, path = pictures(fit), folder / "report.html"
     write_page(path, page(fit, title, drawn, settings), drawn)
     return path
 

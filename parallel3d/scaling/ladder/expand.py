@@ -1,5 +1,6 @@
 """Expand a ladder file into runs: their models, and the complete configs that training reads."""
 
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,6 @@ _BLOCKS = (
     *(f"parallel3d.{name}" for name in ("train", "checkpoint", "run", "mesh")),
     *("optimizer", "optimizer.params"),
 )
-_PLANNED = ("parallel3d.mesh", "plan")
 # Keys of train that the ladder sets.
 OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "batch_schedule", "stop_after")
 CONFIGS, TRUNKS, TUNING = "configs", "trunks", "tuning"  # folders within a ladder's directory
@@ -179,8 +179,9 @@ def shared_model(base: Mapping[str, object], source: Path) -> dict[str, object]:
     if vocab == "auto" and data.get("tokenizer", "train") in ("train", "none"):
         vocab = data.get("vocab_size", 4096)  # of the tokenizer that is trained
     refuse_where(
-        *((not (isinstance(value, dict) or value is ABSENT or (path, value) == _PLANNED),
-           f"base.{path}", value, "must be an object", "write {...}, or remove it")
+        *((not isinstance(value, dict) and value is not ABSENT
+           and (path, value) != ("parallel3d.mesh", "plan"), f"base.{path}", value,
+           "must be an object", "write {...}, or remove it")
           for path, value in blocks.items()),
         *((name in train, f"base.parallel3d.train.{name}", train.get(name), "is set by the ladder",
            "remove it, and use budgets and schedule") for name in OWN),
@@ -286,7 +287,10 @@ def _points(
     counts = count(model)
     for budget in budgets:
         tokens, shown = {
-            "flops": (budget / (FLOPS_PER_ND * counts.with_head), f"c{_power(budget)}"),
+            "flops": (
+                budget / (FLOPS_PER_ND * counts.with_head),
+                re.sub(r"e\+0*", "e", f"c{budget:.3g}"),
+            ),
             "tokens_per_param": (budget * counts.with_head, f"{budget:g}x"),
             "tokens": (budget, f"d{_short(budget)}"),
         }[kind]
@@ -407,12 +411,6 @@ def _short(number: float) -> str:
         if number >= size:
             return f"{float(f'{number / size:.3g}'):g}{unit}"
     return f"{number:.3g}"
-
-
-def _power(number: float) -> str:
-    """Return FLOPs in short form for a run's name, such as 3e12."""
-    mantissa, _, exponent = f"{number:.3g}".partition("e+")
-    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
 def _write_batch(

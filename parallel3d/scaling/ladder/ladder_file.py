@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, Field, Strict, ValidationError
 from parallel3d.base import explain, reader
 from parallel3d.base.section import PathText, Problem, Problems, Section, problems_where
 
-Positive = Annotated[int, Field(gt=0)]
 Devices = Annotated[int, Field(gt=0, le=10**9)]
 # The bounds are far above any real run, and keep products of such numbers finite.
 Budget = Annotated[float, Field(gt=0, le=1e40)]
@@ -192,7 +191,7 @@ class LadderConfig(Section):
     """Mesh of each run, or "plan"; null uses the mesh of the base."""
     devices: Devices = 1
     """Devices per run, for a mesh of "plan" or with "auto" for dp."""
-    unique_tokens: Positive | None = None
+    unique_tokens: Annotated[int, Field(gt=0)] | None = None
     """Training tokens of the corpus; null uses the number that `run` counts as it prepares it."""
 
     @property

@@ -34,7 +34,6 @@ from parallel3d.scaling.runs import CONFIG, NoEnd, config_of, last_line, unique_
 REPEATS = 4
 """Epochs up to which repeated tokens are worth nearly as much as new ones (arXiv:2305.16264)."""
 _BEYOND = 10  # FLOPs of a held-out run over the largest fitted run, to test a forecast
-_FROM_PLAN = ("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Settings that training fills in, such as the size of the trained vocabulary, or that do not change
 # results.
 _APART = (*PLACEMENT_SETTINGS, "parallel3d.data.vocab_size")
@@ -145,7 +144,11 @@ def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
         chosen, seconds, memory = planned[key]
         if config.is_planned:  # `chosen` may be of another run of the same size
             raw, own = chosen.to_dict(), config.to_dict()
-            own |= {key: raw[key] for key in _FROM_PLAN}
+            own |= {
+                key: raw[key]
+                for key in ("zero_optimization", "train_micro_batch_size_per_gpu",
+                            "gradient_accumulation_steps")
+            }  # fmt: skip
             own["parallel3d"] |= {k: raw["parallel3d"][k] for k in ("mesh", "plan", "pipeline")}
             run = replace(run, config=RunConfig.from_dict(own))
         hours = None if seconds is None else run.steps * run.own_share * seconds / 3600

@@ -43,13 +43,10 @@ from parallel3d.scaling.runs import CORPUS, read_runs
 LOCK = "ladder.lock"
 FIT = "forecast-fit.json"  # the law behind the forecasts, in the ladder's directory
 _POLL_SECONDS = 0.2  # between two checks of the processes
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TRAIN = Path(parallel3d.__file__).parent / "launch" / "train.py"
 LOGS = "logs"  # folder in a ladder's directory with the output of each run
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NODES = Path("/dev")
-_THREADS = "OMP_NUM_THREADS"
-_SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,9 @@ class Runner:
         def request_stop(*signal_and_frame: object) -> None:
             self.is_stopped = True
 
-        before: dict[int, Any] = {n: signal.signal(n, request_stop) for n in _SIGNALS}
+        before: dict[int, Any] = {
+            n: signal.signal(n, request_stop) for n in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield
         finally:
@@ -175,7 +174,7 @@ class Runner:
         command += ["--parallel3d.checkpoint.resume", resume_of(run)]
         # Threads affect results, so their number must not depend on the other runs.
         threads = max(1, (os.cpu_count() or 1) // (self._parallel * run.devices))
-        environment = {_THREADS: str(threads), **os.environ}
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
         count = run.devices if self._has_devices else 0
         devices, self._devices = self._devices[:count], self._devices[count:]
         if devices:
@@ -186,7 +185,7 @@ class Runner:
 
         def die_with_parent() -> None:
             if sys.platform == "linux":
-                libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+                libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
         with log.open("ab") as file:
             # A new session, so that Ctrl-C reaches only this process, which stops each run once.
