@@ -33,7 +33,8 @@ Outcome = tuple[int, Any]
 def main() -> int:
     """Run the command `scale` and return its exit code; it is 2 for wrong input."""
     args = parse_args()
-    code, result = args.run_command(args, terminal.console(args.json))
+    run_command: Callable[[argparse.Namespace, Console], Outcome] = args.run_command
+    code, result = run_command(args, terminal.console(args.json))
     if args.json and result is not None:
         print(json.dumps(finite(result)))
     return code
@@ -99,7 +100,6 @@ def parse_args() -> argparse.Namespace:
     """Read the command line of `scale`; `run_command` is the function of its command."""
     parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command: Callable[[argparse.Namespace, Console], Outcome]
     for name, command, add, words in (
         ("plan", plan, flags.add_plan, "print the runs of a ladder and their costs"),
         ("run", run, flags.add_run, "train the unfinished runs of a ladder"),
@@ -114,9 +114,10 @@ def parse_args() -> argparse.Namespace:
         add(subparser)
         subparser.add_json()
         subparser.set_defaults(run_command=command)
-    args, args.overrides = parser.parse_known_args()
-    if args.overrides and args.command != "coordcheck":
-        parser.error(f"unrecognized arguments: {' '.join(args.overrides)}")
+    args, overrides = parser.parse_known_args()
+    args.overrides = overrides
+    if overrides and args.command != "coordcheck":
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     return args
 
 

@@ -17,7 +17,7 @@ import torch
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
-from parallel3d.calibrate.describe import calibrate
+from parallel3d.calibrate.describe import Say, calibrate
 from parallel3d.calibrate.measure_device import Effort
 from parallel3d.calibrate.steps import time_steps
 from parallel3d.config import RunConfig
@@ -41,9 +41,7 @@ _RATE_FACTOR = 0.4  # of OLMo's law at a thousandth of its size (configs/ladders
 _HEAD, _LAYER = 32, 32  # width of an attention head, and of the model for each of its layers
 _FEWEST_STEPS = 50
 _EVALUATIONS = 5
-_REPEATS = 4  # of a corpus, after which more text is worth more (arXiv:2305.16264)
 _QUICK = Effort(0.01, 0.02, 1024, 1_000_000, 2**24, 2, 8)  # below 20 s on two idle cores
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,6 @@ class Candidate:
     plan: Plan
     counts: PartCounts
     tokens: float
-
-    @property
-    def seconds(self) -> float:
-        """The planned seconds of training."""
-        return self.tokens / self.plan.tokens_per_second
 
 
 class Chooser:
@@ -113,7 +106,9 @@ class Chooser:
         """
         minutes, params, tokens = self.wishes.minutes, self.wishes.params, self.wishes.tokens
         if params is None and minutes is not None:
-            return self._largest(lambda one: slowness * one.seconds > 60 * minutes)
+            return self._largest(
+                lambda one: slowness * one.tokens > 60 * minutes * one.plan.tokens_per_second
+            )
         largest = params or (tokens or 0) / TOKENS_PER_PARAMETER
         return self._largest(lambda one: one.counts.with_head > largest)
 
@@ -149,17 +144,16 @@ def dial(base: RunConfig, wishes: Wishes, say: Say) -> tuple[Path, int]:
         )
         if possible < _FEWEST_STEPS:
             least = math.ceil(wishes.minutes + (_FEWEST_STEPS - possible) * step_seconds / 60)
-            smaller = ", or a smaller --params" if wishes.params else ""
             raise ConfigError(
                 f"--minutes = {wishes.minutes:g}: leaves time for {max(0, possible)} steps of "
                 f"{step_seconds:.2g} s on this machine, and learning takes {_FEWEST_STEPS}; "
-                f"use --minutes {least}{smaller}"
+                f"use --minutes {least}{', or a smaller --params' if wishes.params else ''}"
             )
         steps = min(possible, steps) if wishes.tokens else possible
     path, config = write(chosen.config, wishes, steps, chosen.counts.with_head)
     model, tokens, params = config.model, steps * config.tokens_per_step, chosen.counts.with_head
     repeats = tokens / len(corpus.train)
-    more = f"; use more text, after {_REPEATS} it tells little new" * (repeats > _REPEATS)
+    more = "; use more text, after 4 it tells little new (arXiv:2305.16264)" * (repeats > 4)
     lines = {
         "machine": f"{chooser.devices} x {chooser.machine.name}",
         "model": f"{model.family} with {model.num_hidden_layers} layers of {model.hidden_size}: "

@@ -18,8 +18,6 @@ from parallel3d.scaling.points import FLOPS_PER_ND, Array, Points
 Values = Mapping[str, Array | float]
 EXPONENTS = (1e-3, 3.0)
 """Bounds of all exponents."""
-GRID = (0.03, 1.5)
-STARTS = {1: 16, 2: 5}  # number of exponents -> grid values within GRID for each of them
 
 
 @dataclass(frozen=True)
@@ -304,7 +302,7 @@ class SumModel:
 
         root = np.sqrt(weights) / self.loss
         number = len(self.law.exponents)
-        grid = np.geomspace(*GRID, each or STARTS[number])
+        grid = np.geomspace(0.03, 1.5, each or (16 if number == 1 else 5))
         start_points = []
         for start in product(grid, repeat=number):
             terms = np.exp(self._centred @ np.array(start)) * root[:, None]

@@ -93,6 +93,8 @@ def forecast(
         "the best losses fall ever faster with FLOPs, so no law E + A C^-gamma, E > 0, describes "
         "them and the surface makes the forecast; add larger budgets or leave out the smallest":
             law is None and len(losses) >= LEAST,
+        "no loss: the fit has too few budgets for a law of it":
+            law is None and fit.law in frontier.NAMES,
         "no parametric law fits these runs; the loss is that of the best run of the budget":
             law is not None and not is_best and not is_off,
     }  # fmt: skip

@@ -264,12 +264,13 @@ def envelope(points: Points) -> list[Best]:
 
 def exponents(bests: Sequence[Best]) -> dict[str, float]:
     """Fit N and D as powers of C, by least squares of logarithms."""
-    parameters: dict[str, float] = {}
     flops, *columns = np.array(bests).T[:3]
-    for name, column in zip("ND", columns, strict=True):
-        law = power_law([flops], column)
-        parameters |= {f"{name}_coefficient": law.coefficient, f"{name}_exponent": law.exponents[0]}
-    return parameters
+    laws = {name: power_law([flops], column) for name, column in zip("ND", columns, strict=True)}
+    return {
+        f"{name}_{what}": value
+        for name, law in laws.items()
+        for what, value in (("coefficient", law.coefficient), ("exponent", law.exponents[0]))
+    }
 
 
 def losses_of(points: Points, law: str) -> tuple[list[BestLoss], list[float]]:
@@ -344,16 +345,13 @@ def _bests(
     """Return the best run of each budget, and a text for each budget that has none."""
     if kind == "envelope":
         return envelope(points), []
-    bests, left_out = [], []
-    for profile in profiles:
-        if best := profile.least(method):
-            bests.append(best)
-        else:
-            left_out.append(
-                f"budget of {profile.flops:.3g} FLOPs: its {int(profile.size.max()) + 1} sizes do "
-                "not bracket a minimum of the loss"
-            )
-    return bests, left_out
+    found = [(profile, profile.least(method)) for profile in profiles]
+    left_out = [
+        f"budget of {profile.flops:.3g} FLOPs: its {int(profile.size.max()) + 1} sizes do not "
+        "bracket a minimum of the loss"
+        for profile, best in found if not best
+    ]  # fmt: skip
+    return [best for _, best in found if best], left_out
 
 
 def surface(points: Points, estimator: Estimator) -> dict[str, float] | None:

@@ -95,18 +95,16 @@ def _parameters(fit: Fit) -> list[tuple[str, ...]]:
          _range(intervals[name]))
         for name, value in fit.parameters.items()
     ]  # fmt: skip
+    compared, main = diagnostics.get("n_compared", {}), diagnostics.get("n_counts")
     exponents = [
-        (f"best {name} grows as C^", value, interval(fit.optimal_samples.get(name)))
-        for name, value in fit.optimal.items()
-        if f"{name}_exponent" not in fit.parameters
-    ]
-    for name, other in diagnostics.get("n_compared", {}).items():
-        if name != diagnostics["n_counts"] and "N" in other["optimal_exponents"]:
-            label = f"best N (counted as {name}) grows as C^"
-            exponents.append((label, other["optimal_exponents"]["N"], None))
-    for method, value in diagnostics.get("methods", {}).items():
-        if value is not None:
-            exponents.append((f"best N by {method} grows as C^", value, None))
+        *((f"best {name} grows as C^", value, interval(fit.optimal_samples.get(name)))
+          for name, value in fit.optimal.items() if f"{name}_exponent" not in fit.parameters),
+        *((f"best N (counted as {name}) grows as C^", other["optimal_exponents"]["N"], None)
+          for name, other in compared.items()
+          if name != main and "N" in other["optimal_exponents"]),
+        *((f"best N by {method} grows as C^", value, None)
+          for method, value in diagnostics.get("methods", {}).items() if value is not None),
+    ]  # fmt: skip
     rows += [(label, f"{value:.4f}", "", _range(spread)) for label, value, spread in exponents]
     if bias := diagnostics.get("parabola_bias"):
         rows.append(("bias of the parabola's exponent", f"{bias['N_exponent']:+.4f}", "", ""))
@@ -189,14 +187,11 @@ def show_forecast(forecast: Forecast, fit: Fit, out: Console) -> None:
     rows = [
         ("N", f"{forecast.params:.4g}", _range(spread["params"])),
         ("D", f"{forecast.tokens:.4g}", _range(spread["tokens"])),
+        ("loss", "" if forecast.loss is None else f"{forecast.loss:.4f}", _range(spread["loss"])),
+        ("loss of one run", "", _range(spread[ONE_RUN])),
     ]
-    if forecast.loss is not None:
-        rows.append(("loss", f"{forecast.loss:.4f}", _range(spread["loss"])))
-        rows.append(("loss of one run", "", _range(spread[ONE_RUN])))
     columns = (Column("", right=False), Column("value"), Column("95 %"))
     terminal.show(out, columns, rows)
-    if forecast.loss is None:
-        terminal.say(out, "WARNING: no loss: the fit has too few budgets for a law of it", "  ")
     terminal.say(out, f"{forecast.beyond:.3g} times the FLOPs of the largest fitted run")
     if (part := back_tests(forecast.back_test)).rows:
         _show(part, out)
@@ -287,7 +282,7 @@ def isoflop(plt: ModuleType, fit: Fit) -> Picture | None:
             sizes = np.geomspace(params[0], params[-1], 80)
             budget = np.exp(np.log(params * tokens).mean())
             axes.plot(sizes, law.loss(fit.parameters, sizes, budget / sizes), color=shade, lw=0.9)
-    for method, mark in (("akima", "D"), ("parabola", "x")):
+    for method, mark in zip(frontier.METHODS, "Dx", strict=True):
         bests = [best for profile in shown if (best := profile.least(method))]
         axes.plot(
             [best.params for best in bests], [best.loss for best in bests], mark, color=MARK,

@@ -138,7 +138,7 @@ def _same(cell: object, value: str) -> bool:
     return str(cell) == value or (as_number is not None and as_number == number(value))
 
 
-class NoEnd(Exception):
+class NoEnd(ConfigError):
     """The reason why a run's folder is not a point of a fit."""
 
 
@@ -252,7 +252,9 @@ def config_of(path: Path) -> RunConfig:
         return config
     except (OSError, ValueError, TypeError, AssertionError) as problem:
         lines = str(problem).splitlines() or [type(problem).__name__]
-        raise NoEnd(f"its {CONFIG} cannot be used ({lines[0]})") from None
+        raise NoEnd(
+            f"{path / CONFIG}: cannot be used ({lines[0]}); remove it, or name the folder of a run"
+        ) from None
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -263,9 +265,9 @@ def _row(path: Path) -> dict[str, object]:
     config = config_of(path)
     steps, counted = config.train.steps, count(config.model)
     per_token = models.train_flops_per_token(config.model, config.data.sequence_length)
-    last = last_line(path / METRICS)
-    if steps is None or last["step"] < steps:
-        raise NoEnd(f"not finished: step {last['step']} of {steps or 'an unknown number'}")
+    last = newest(path / METRICS)
+    if steps is None or last.get("step", 0) < steps:
+        raise NoEnd(f"not finished: step {last.get('step', 0)} of {steps or 'an unknown number'}")
     if "held_out_loss" not in last:
         raise NoEnd("its last step has no held_out_loss; hold out more of its data")
     unique, lr = unique_tokens(path), config.optimizer.params.lr
@@ -281,10 +283,3 @@ def _row(path: Path) -> dict[str, object]:
         "parametrization": parametrization_of(config.model).type,
         **{name: value for name, value in maybe.items() if number(value) is not None},
     }
-
-
-def last_line(path: Path) -> dict[str, Any]:
-    """Return the last complete line of metrics.jsonl; raise NoEnd if there is none."""
-    if line := newest(path):
-        return line
-    raise NoEnd(f"its {METRICS} has no complete line" if path.exists() else f"it has no {METRICS}")

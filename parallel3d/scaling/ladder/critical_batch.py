@@ -28,7 +28,7 @@ from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Rung, Runs, checkpoints, state_of, with_costs
 from parallel3d.scaling.ladder.runner import execute
 from parallel3d.scaling.points import Array
-from parallel3d.scaling.runs import ALL, NoEnd, config_of, count
+from parallel3d.scaling.runs import ALL, config_of, count
 
 FILE, PICTURE = "critical-batch.json", "critical-batch.png"
 _LEAST_SIZES = 4  # the curve has three parameters
@@ -99,10 +99,7 @@ def forks_of(args: argparse.Namespace) -> Runs:
 
     Raises ConfigError if the run cannot be forked with these batches.
     """
-    try:
-        config = config_of(args.run)
-    except NoEnd as why:
-        raise ConfigError(f"--run {args.run}: {why}; name the folder of a run") from None
+    config = config_of(args.run)
     saved = checkpoints(args.run)
     step = args.step or max(saved, default=0)
     if step not in saved:

@@ -65,8 +65,6 @@ def design(args: Namespace, out: Console) -> dict[str, Any]:
     fitted = [run for run in expanded if run.kind == "fit"]
     target = next(run for run in expanded if run.kind == "held-out")
     outcomes = simulate(fitted, target, NOISE)
-    if not outcomes:
-        raise ConfigError("--design: the ladder allows no forecast; ask for more --budgets")
     low, median, high = np.percentile([half for half, _ in outcomes], [10, 50, 90]).tolist()
     held, without = sum(is_held for _, is_held in outcomes), LADDERS - len(outcomes)
     replace_text(args.out, f"{json.dumps(document, indent=1)}\n")
@@ -93,14 +91,13 @@ def design(args: Namespace, out: Console) -> dict[str, Any]:
 
 def _without_own(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a base config without the shape and length that a ladder sets, and its model."""
-    block = dict(raw["parallel3d"]) if isinstance(raw.get("parallel3d"), dict) else {}
-    model = dict(block["model"]) if isinstance(block.get("model"), dict) else {}
-    block["model"] = {
-        key: value for key, value in model.items() if key not in (*SHAPE, "num_key_value_heads")
+    blocks = {name: reader.block_at(raw, f"parallel3d.{name}") for name in ("model", "train")}
+    own = {"model": (*SHAPE, "num_key_value_heads"), "train": OWN}
+    kept = {
+        name: {key: value for key, value in block.items() if key not in own[name]}
+        for name, block in blocks.items()
     }
-    if isinstance(train := block.get("train"), dict):
-        block["train"] = {key: value for key, value in train.items() if key not in OWN}
-    return {**raw, "parallel3d": block}, model
+    return {**raw, "parallel3d": reader.block_at(raw, "parallel3d") | kept}, blocks["model"]
 
 
 def _sizes(base: dict[str, Any], model: dict[str, Any], file: Path) -> _Sizes:

@@ -373,7 +373,6 @@ def _run(
         done = before if trunk else 0
         schedule |= {"type": "wsd", "decay_steps": steps - before}
     home = Path(ladder.directory)
-    trunks = home / TRUNKS
     trunk = trunk if done else ""  # a budget of too few steps has no trunk
     _write_batch(raw, block, batch=batch, dp=dp, rate=rate)
     block["model"] = point.model.model_dump(mode="json")
@@ -386,8 +385,8 @@ def _run(
         block["train"]["evaluate_samples"] = 1
         checkpoint["at"] = list(at)
     if trunk:
-        checkpoint["resume"] = str(trunks / trunk / "checkpoints" / f"step-{done}")
-    directory = str(trunks if at else home / TUNING if kind == "tune" else home)
+        checkpoint["resume"] = str(home / TRUNKS / trunk / "checkpoints" / f"step-{done}")
+    directory = str(home / TRUNKS if at else home / TUNING if kind == "tune" else home)
     block["run"] = {"save_weights": False, **block.get("run", {})} | {
         "directory": directory, "name": name,
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """The cost and state of each run of a ladder, as a table and as JSON, and the tuned factors."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf, isclose, log
 from pathlib import Path
@@ -14,7 +14,7 @@ from parallel3d.base import terminal
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.reader import flat
-from parallel3d.base.step_lines import METRICS
+from parallel3d.base.step_lines import METRICS, newest
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig, hardware
 from parallel3d.config.hardware import THIS_MACHINE
@@ -29,11 +29,10 @@ from parallel3d.plan.setting import Setting
 from parallel3d.scaling.frontier import lowest
 from parallel3d.scaling.ladder.expand import CONFIGS, LadderRun, runs_of
 from parallel3d.scaling.ladder.ladder_file import load
-from parallel3d.scaling.runs import CONFIG, NoEnd, config_of, last_line, unique_tokens
+from parallel3d.scaling.runs import CONFIG, config_of, unique_tokens
 
 REPEATS = 4
 """Epochs up to which repeated tokens are worth nearly as much as new ones (arXiv:2305.16264)."""
-_BEYOND = 10  # FLOPs of a held-out run over the largest fitted run, to test a forecast
 # Settings that training fills in, such as the size of the trained vocabulary, or that do not change
 # results.
 _APART = (*PLACEMENT_SETTINGS, "parallel3d.data.vocab_size")
@@ -121,8 +120,13 @@ def ladder_of(name: str) -> Runs:
     runs = with_costs(expanded)
     unique = config.unique_tokens or unique_tokens(Path(config.directory))
     rungs = tuple(Rung(run, cost, state_of(run), unique) for run, cost in runs)
-    warnings = tuple(_warnings([run for run, _ in runs], unique))
-    return Runs(file, Path(config.directory), rungs, warnings)
+    over = [run for run, _ in runs if unique and run.tokens > REPEATS * unique]
+    warnings = [
+        f"{len(over)} runs read the corpus of {unique:,} tokens more than {REPEATS} times; "
+        "repeated tokens are then worth less than new ones (arXiv:2305.16264), and a law fitted to "
+        "these runs does not hold for new text"
+    ] if over else []  # fmt: skip
+    return Runs(file, Path(config.directory), rungs, tuple(warnings))
 
 
 def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
@@ -179,24 +183,6 @@ def _planned(config: RunConfig, devices: int) -> tuple[RunConfig, float | None, 
     return config, plan.time.seconds, plan.memory.total
 
 
-def _warnings(runs: Sequence[LadderRun], unique: int | None) -> Iterator[str]:
-    most = max(run.flops for run in runs if run.kind == "fit")
-    for run in runs:
-        if run.kind == "held-out" and run.flops < _BEYOND * most * 0.98:
-            yield (
-                f"{run.name}: has {run.flops / most:.2g} times the FLOPs of the largest fitted "
-                f"run; use {_BEYOND} times or more to test a forecast"
-            )
-    if over := [run for run in runs if unique and run.tokens > REPEATS * unique]:
-        longest = max(over, key=lambda run: run.tokens)
-        yield (
-            f"{len(over)} runs read the corpus of {unique:,} tokens more than {REPEATS} times "
-            f"({longest.name}: {longest.tokens / unique:.1f}); repeated tokens are then worth less "
-            "than new ones (arXiv:2305.16264), and a law fitted to these runs does not hold for "
-            "new text"
-        )
-
-
 def state_of(run: LadderRun) -> State:
     """Return the state of a run; raise ConfigError if its folder has a run with another config.
 
@@ -204,10 +190,7 @@ def state_of(run: LadderRun) -> State:
     """
     if not (run.folder / CONFIG).exists():
         return State("new")
-    try:
-        own = config_of(run.folder)
-    except NoEnd as why:
-        raise ConfigError(f"{run.folder}: {why}; remove it") from None
+    own = config_of(run.folder)
     if digest_of(own, _APART) != digest_of(run.config, _APART):
         apart = tuple(f"{path}." for path in (*_APART, "parallel3d.run", "parallel3d.checkpoint"))
         before, after = flat(own.to_dict()), flat(run.config.to_dict())
@@ -219,11 +202,8 @@ def state_of(run: LadderRun) -> State:
             f"{run.folder}: has a run with another config than the ladder's ({changed}); remove "
             "it, or set another directory for the ladder"
         )
-    try:
-        last = last_line(run.folder / METRICS)
-    except NoEnd:
-        return State("unfinished")
-    step = int(last["step"])
+    last = newest(run.folder / METRICS)
+    step = int(last.get("step", 0))
     if step < run.steps:
         return State("unfinished", step)
     if run.kind == "trunk":  # its loss is not used: there is no cool-down

@@ -41,7 +41,6 @@ from parallel3d.scaling.points import points_of
 from parallel3d.scaling.runs import CORPUS, read_runs
 
 LOCK = "ladder.lock"
-FIT = "forecast-fit.json"  # the law behind the forecasts, in the ladder's directory
 _POLL_SECONDS = 0.2  # between two checks of the processes
 TRAIN = Path(parallel3d.__file__).parent / "launch" / "train.py"
 LOGS = "logs"  # folder in a ladder's directory with the output of each run
@@ -305,19 +304,17 @@ def _forecast(ladder: Runs, held_out: list[LadderRun], runner: Runner, display: 
     """Register a forecast for each held-out run; mark runs without one as failed."""
     for run in held_out:
         file = ladder.forecast_file(run)
-        if runner.failed and not file.exists():
-            others = ", ".join(runner.failed)
-            runner.fail(run, f"not started: its forecast needs the failed runs {others}")
-            continue
         try:
+            if runner.failed and not file.exists():
+                raise ConfigError(f"it needs the failed runs {', '.join(runner.failed)}")
             prediction = register(ladder, run)
         except ConfigError as error:
             runner.fail(run, f"not started: cannot register its forecast: {error}")
-            continue
-        if prediction and prediction.loss is not None:
-            display.say(f"{run.name}: forecast {prediction.loss:.4f}, registered in {file}")
-            for warning in prediction.warnings:
-                display.say(f"WARNING: {warning}")
+        else:
+            if prediction and prediction.loss is not None:
+                display.say(f"{run.name}: forecast {prediction.loss:.4f}, registered in {file}")
+                for warning in prediction.warnings:
+                    display.say(f"WARNING: {warning}")
 
 
 def register(ladder: Runs, run: LadderRun) -> Forecast | None:
@@ -334,7 +331,7 @@ def register(ladder: Runs, run: LadderRun) -> Forecast | None:
     fitted = {rung.run.name for rung in ladder.rungs if rung.run.kind == "fit"}
     table = table.take([i for i, name in enumerate(table.names) if name in fitted])
     fitted_law = fit_law(points_of(table, {}), PARAMETRIC, Estimator(), draws=DRAWS, seed=0)
-    fit = replace(with_checks(fitted_law, table), path=ladder.directory / FIT)
+    fit = replace(with_checks(fitted_law, table), path=ladder.directory / "forecast-fit.json")
     replace_text(fit.path, json.dumps(finite(fit.document())))
     prediction = forecast.forecast(fit, params=run.counts.with_head, tokens=run.tokens)
     forecast.register(file, prediction, fit)

@@ -8,7 +8,6 @@ from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import FRESH, Runs
 from parallel3d.scaling.ladder.runner import LOGS, TRAIN
 
-SUBMIT = "submit.sh"
 _JOB = """\
 #!/bin/bash
 # Add the options that your cluster needs (account, partition, time) here, or pass them to sbatch.
@@ -73,7 +72,7 @@ def write(ladder: Runs) -> list[Path]:
             jobs.append(path)
         files += jobs
         stages.append(jobs)
-    submit = ladder.directory / SUBMIT
+    submit = ladder.directory / "submit.sh"
     submit.write_text("\n".join([*_chain(stages), ""]), encoding="utf-8")
     submit.chmod(0o755)
     return [*files, submit]

@@ -203,7 +203,7 @@ def test_a_held_out_run_is_not_started_where_a_run_failed(place):
     code, states, printed = run(file)
     held = next(name for name in states if name.startswith("held-out"))
     assert code == 1 and states[held] == "new"
-    assert "not started: its forecast needs the failed runs 2.59k-d640" in " ".join(printed.split())
+    assert "its forecast: it needs the failed runs 2.59k-d640" in " ".join(printed.split())
 
 
 @pytest.mark.slow  # the fit takes half a minute; tests/scaling/test_forecast.py registers others
@@ -292,7 +292,7 @@ def test_a_folder_that_a_kill_left_half_written(place):
     (one.folder / "metrics.jsonl").write_text("")
     assert state_of(one).name == "unfinished"
     (one.folder / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config.json cannot be used .*; remove it"):
+    with pytest.raises(ConfigError, match=r"config.json: cannot be used .*; remove it"):
         state_of(one)
 
 
