@@ -135,7 +135,7 @@ def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
     Raises ConfigError if a run does not fit, or if there is no hardware to plan for.
     """
     planned: dict[str, tuple[RunConfig, float | None, int]] = {}
-    costs, problems = [], []
+    costs = []
     for run in runs:
         config = run.config
         key = f"{config.model} {config.train_batch_size} {run.devices} {config.parallel3d.mesh}"
@@ -143,8 +143,7 @@ def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
             if key not in planned:
                 planned[key] = _planned(config, run.devices)
         except ConfigError as error:
-            problems.append(f"{run.name}: {error}")
-            continue
+            raise ConfigError(f"the ladder cannot be run: {run.name}: {error}") from None
         chosen, seconds, memory = planned[key]
         if config.is_planned:  # `chosen` may be of another run of the same size
             raw, own = chosen.to_dict(), config.to_dict()
@@ -157,9 +156,6 @@ def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
             run = replace(run, config=RunConfig.from_dict(own))
         hours = None if seconds is None else run.steps * run.own_share * seconds / 3600
         costs.append((run, Cost(str(chosen.mesh.sizes), memory, hours)))
-    if problems:
-        more = f"; {len(problems) - 1} more runs have problems" if len(problems) > 1 else ""
-        raise ConfigError(f"the ladder cannot be run: {problems[0]}{more}")
     return costs
 
 
@@ -204,13 +200,11 @@ def state_of(run: LadderRun) -> State:
         )
     last = newest(run.folder / METRICS)
     step = int(last.get("step", 0))
-    if step < run.steps:
+    if step < run.steps or not (run.kind == "trunk" or "held_out_loss" in last):
         return State("unfinished", step)
     if run.kind == "trunk":  # its loss is not used: there is no cool-down
         needed = set(run.config.checkpoint.at)
         return State("finished" if needed <= set(checkpoints(run.folder)) else "unfinished", step)
-    if "held_out_loss" not in last:
-        return State("unfinished", step)
     evaluation = (last.get("validation") or {}).get("held_out") or {}
     return State("finished", step, last.get("held_out_loss"), evaluation.get("standard_error"))
 

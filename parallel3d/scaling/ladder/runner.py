@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ class Runner:
 
     def __init__(self, ladder: Runs, parallel: int, display: Display) -> None:
         self._ladder, self._parallel, self._display = ladder, parallel, display
+        self._say_once = cache(display.say)
         self._devices = visible_devices()
         self._has_devices = bool(self._devices)
         self._running: list[Process] = []
@@ -159,7 +161,9 @@ class Runner:
             has_start = not run.trunk or checkpoints(run.folder) or begin.exists()
             has_room = not self._has_devices or run.devices <= len(self._devices)
             holder = holder_of(run.folder.with_name(f"{run.folder.name}.lock"))
-            if has_start and has_room and not (holder and holder.is_alive()):
+            if holder and holder.is_alive():
+                self._say_once(f"{run.name}: waiting for {holder}, which is training it")
+            elif has_start and has_room:
                 return run
         return None
 
@@ -231,7 +235,8 @@ class Runner:
 def visible_devices() -> tuple[str, ...]:
     """Return the names of the visible accelerators, as in CUDA_VISIBLE_DEVICES; () for the CPU."""
     if VISIBLE in os.environ:
-        return tuple(name for name in os.environ[VISIBLE].split(",") if name not in ("", "-1"))
+        names = map(str.strip, os.environ[VISIBLE].split(","))
+        return tuple(name for name in names if name not in ("", "-1"))
     # A container has device files with the host's numbers, but CUDA counts its devices from 0.
     return tuple(str(place) for place, _ in enumerate(_NODES.glob("nvidia[0-9]*")))
 

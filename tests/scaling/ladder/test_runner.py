@@ -245,8 +245,10 @@ def test_a_run_that_a_killed_ladder_still_saves_is_waited_for(place):
 
     releaser = threading.Thread(target=release)
     releaser.start()
-    assert run(file)[:2] == (0, dict.fromkeys(NAMES, "finished"))
+    code, states, printed = run(file)
     releaser.join()
+    assert code == 0 and set(states.values()) == {"finished"}
+    assert printed.count(f"{NAMES[0]}: waiting for process {os.getpid()}") == 1
     assert started(place)[-1][0] == NAMES[0]
 
 
