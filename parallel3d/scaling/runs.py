@@ -82,19 +82,8 @@ def read(path: Path) -> Table:
     The first character tells which. Raises ConfigError if it cannot be read or has no row.
     """
     text = reader.text_of(path)
-    start = text.lstrip()[:1]
-    try:
-        if start == "[":
-            named = [(f"row {i}", row) for i, row in enumerate(json.loads(text), 1)]
-        elif start == "{":
-            lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-            named = [(f"line {i}", json.loads(line)) for i, line in lines]
-        else:
-            named = [*_csv(path, text)]
-    except ValueError as problem:
-        raise ConfigError(
-            f"{path}: is not valid JSON ({problem}); write a list of objects, or one per line"
-        ) from None
+    rows_of = _json if text.lstrip()[:1] in ("[", "{") else _csv
+    named = list(rows_of(path, text))
     if not named:
         raise ConfigError(
             f"{path}: has no rows; write a line of column names, then one row per run"
@@ -105,6 +94,20 @@ def read(path: Path) -> Table:
     columns = dict.fromkeys(column for _, row in named for column in row)
     names, rows = zip(*named, strict=True)
     return Table(path, tuple(columns), rows, names)
+
+
+def _json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the value of each row of a list, or of each line."""
+    try:
+        if text.lstrip().startswith("["):
+            yield from ((f"row {i}", row) for i, row in enumerate(json.loads(text), 1))
+        else:
+            lines = enumerate(text.split("\n"), 1)
+            yield from ((f"line {i}", json.loads(line)) for i, line in lines if line.strip())
+    except json.JSONDecodeError as problem:
+        raise ConfigError(
+            f"{path}: is not valid JSON ({problem}); write a list of objects, or one per line"
+        ) from None
 
 
 def _csv(path: Path, text: str) -> Iterator[tuple[str, dict[str, str]]]:

@@ -103,7 +103,7 @@ FILES = {
     "binary": (bytes(range(256)), "use a UTF-8 text file"),
     "ragged": (b"params,tokens,loss\n1,2,3,4\n", "line 2: has more cells than the 3 of the first"),
     "cut short": (b"params,tokens,loss\n1,2\n", "line 2: loss = '' is not a finite number"),
-    "twice": (b"loss,loss\n1,2\n", "has two columns of one name: loss, loss; rename"),
+    "twice": (b"loss,loss\n1,2\n", "runs.csv: has two columns of one name: loss, loss; rename"),
     "no objects": (b"[1, 2]", "row 1: is not an object"),
     "cut off": (b'[{"loss": 1}', "is not valid JSON"),
     "cut line": (b'{"loss": 1}\n{"lo', "is not valid JSON"),
