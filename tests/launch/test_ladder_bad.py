@@ -91,6 +91,10 @@ LADDERS = {
         {"base": base(parallel3d__data={"sequence_length": 16, "tokenizer": "gpt2"})},
         'vocab_size = "auto"', "must be a number, which all sizes share",
     ),
+    "samples of no tokens": (
+        {"base": base(parallel3d__data={"sequence_length": 0})},
+        "data.sequence_length = 0", "must be a number of tokens; set it",
+    ),
     "a fixed inner width": (
         {
             "base": base(parallel3d__model={"family": "llama", "intermediate_size": 64}),

@@ -188,7 +188,7 @@ def shared_model(base: Mapping[str, object], source: Path) -> dict[str, object]:
         (model.get("family") not in models.families(), "base.parallel3d.model.family",
          model.get("family", ABSENT), "is not a model family",
          f"use one of: {', '.join(models.families())}"),
-        (not isinstance(length, int), "base.parallel3d.data.sequence_length", length,
+        (not isinstance(length, int) or length < 1, "base.parallel3d.data.sequence_length", length,
          "must be a number of tokens", "set it"),
         (not isinstance(vocab, int), "base.parallel3d.model.vocab_size", vocab,
          "must be a number, which all sizes share", "set it"),
