@@ -231,16 +231,15 @@ def test_a_held_out_run_that_cannot_be_forecast_is_not_started(place):
 
 
 def test_a_run_that_a_killed_ladder_still_saves_is_waited_for(place):
-    file = write(place)
-    held = (rung.run.folder for rung in ladder_of(str(file)).rungs)
-    lock = runner.Lock(next(held).with_name(f"{NAMES[0]}.lock"))
+    """The longest one, which would be the first."""
+    file, (*others, held) = write(place), NAMES
+    lock = runner.Lock(place / "runs" / f"{held}.lock")
     lock.take()
-    others = [place / "runs" / name / "metrics.jsonl" for name in NAMES[1:]]
 
     def release():
-        while not all(path.exists() for path in others):
+        while not all((place / "runs" / name / "metrics.jsonl").exists() for name in others):
             time.sleep(0.02)
-        assert not (place / "runs" / NAMES[0]).exists()
+        assert not (place / "runs" / held).exists()
         lock.release()
 
     releaser = threading.Thread(target=release)
@@ -248,8 +247,8 @@ def test_a_run_that_a_killed_ladder_still_saves_is_waited_for(place):
     code, states, printed = run(file)
     releaser.join()
     assert code == 0 and set(states.values()) == {"finished"}
-    assert printed.count(f"{NAMES[0]}: waiting for process {os.getpid()}") == 1
-    assert started(place)[-1][0] == NAMES[0]
+    assert started(place)[-1][0] == held
+    assert printed.count(f"{held}: waiting for process {os.getpid()}") == 1
 
 
 def test_devices_are_dealt_out(place, monkeypatch):
