@@ -7,7 +7,6 @@ plans reproduce the measurements.
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
@@ -40,14 +39,11 @@ from parallel3d.plan.time.step import step_time
 from parallel3d.verify.local_ranks import run_locally
 
 NAME = "this-machine"
-_MOST_PROCESSES = 8  # on a CPU; more would not change the figures
 Say = Callable[[str], None]
-Rows = list[dict[str, Any]]  # [ranks]: a Measured as JSON
+Rows = list[dict[str, Any]]  # [ranks]: as `measure_device` returns it, with "links"
 Bounds = tuple[float, float]
 _PRIOR = 0.05  # weight that keeps an undetermined parameter near its start
 _STEP = 1e-4  # change of a parameter's logarithm for numerical gradients
-_MOST = 40  # iterations of a fit
-_TRIED = "a value that the fit tries"
 # Measured figures of a Hardware include the efficiencies that data sheets leave out.
 _MEASURED = dict.fromkeys(("datasheet", "link", "network", "latency", "host"), 1.0) | {
     "overhead_per_collective": 1e-6
@@ -57,12 +53,6 @@ _ON_CPU = {
     "wave": 100.0, "depth": 5.0, "flash": 0.5, "traffic": 0.5, "optimizer": 0.1,
     "overhead_per_collective": 1e-5, "overhead_per_gather": 2e-4, "overhead_per_message": 2e-4,
 }  # fmt: skip
-_PRODUCTS: dict[str, Bounds] = {
-    "matmul": (0.05, 1.2), "wave": (1.0, 1e8), "depth": (0.1, 1e4),
-    "overhead_per_operator": (1e-7, 1e-3),
-}  # fmt: skip
-_FLASH: dict[str, Bounds] = {"flash": (0.005, 3.0), "flash_backward": (0.02, 5.0)}
-_TRAFFIC: dict[str, Bounds] = {"traffic": (0.005, 20.0)}
 # Only complete steps determine the following. One process, up to the reduction of gradients:
 # memory-bound work of the model, passes over all gradients, and the host's time.
 _ONE: dict[str, Bounds] = {
@@ -85,27 +75,19 @@ _OWN = (
 def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None = None) -> Hardware:
     """Measure this machine, write the figures as a Hardware to `path`, and return them.
 
-    `say` prints progress. Raises TrainingError if a figure cannot be measured or `path` cannot be
-    written; then nothing is written.
+    `say` prints progress. Raises TrainingError if a figure cannot be measured, or there can be no
+    folder for `path`; then nothing is written.
     """
-    effort = effort or Effort()
-    if path is None:
-        path = user_folder() / f"{NAME}.json"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            why = f"{error.strerror}; set XDG_CONFIG_HOME to a writable folder"
-            raise TrainingError(f"cannot write {path}: {why}") from None
-    if not os.access(path.parent, os.W_OK):
-        raise TrainingError(f"cannot write {path}: use an existing, writable folder")
+    effort, path = effort or Effort(), path or user_folder() / f"{NAME}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{error.strerror}; set XDG_CONFIG_HOME to a writable folder"
+        raise TrainingError(f"cannot write {path}: {why}") from None
     on_gpu, ranks = _devices()
-    say(f"measuring {ranks} {'GPUs' if on_gpu else 'processes on the CPU'} at once")
-    together = _measure(ranks, effort)
+    say(f"measuring {ranks} {'GPUs' if on_gpu else 'processes on the CPU, then one alone'}")
+    together, alone = _measure(ranks, effort), [] if on_gpu else _measure(1, effort)
     links = together[0].pop("links")
-    alone: Rows = []
-    if not on_gpu:
-        say("measuring one process alone")
-        alone = _measure(1, effort)
     for rank in (*together, *alone):
         _check(rank)
     hardware = _describe(together, alone, on_gpu)
@@ -118,44 +100,20 @@ def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None 
         # On a GPU the host's time is hidden behind queued kernels.
         say("timing training steps of small models")
         curves, hardware = fit_program(curves, hardware, dict(_steps(ranks, effort)))
-    _check(hardware.model_dump())
     numbers = {name: _rounded(value) for name, value in asdict(curves).items()}
     hardware = hardware.model_copy(update={"curves": numbers})
-    text = hardware.model_dump_json(indent=2, exclude_none=True)
-    try:
-        replace_text(path, f"{text}\n", shared=True)
-    except OSError as error:
-        raise TrainingError(f"cannot write {path}: {error}") from None
-    for line in summary(hardware, together[0]["left_out"]):
-        say(line)
+    replace_text(path, f"{hardware.model_dump_json(indent=2, exclude_none=True)}\n", shared=True)
     say(f"written to {path}")
     return hardware
-
-
-def summary(hardware: Hardware, left_out: Sequence[str] = ()) -> list[str]:
-    """Return the figures of a machine as lines of text."""
-    assert hardware.memory_bandwidth and hardware.adam_params and hardware.host
-    products = hardware.matmul_flops.items()
-    lines = [
-        *(f"{dtype} products: {rate.value / 1e9:,.0f} GFLOP/s" for dtype, rate in products),
-        f"memory: {hardware.memory_bytes.value / 1e9:,.1f} GB per device, "
-        f"{hardware.memory_bandwidth.value / 1e9:,.1f} GB/s",
-        f"Adam: {hardware.adam_params.value / 1e6:,.0f} M parameters/s on the device, "
-        f"{hardware.host.adam_params.value / 1e6:,.0f} M on the host",
-        f"host to device: {hardware.host.device_bandwidth.value / 1e9:,.1f} GB/s",
-    ]
-    if hardware.link:
-        rate, latency = hardware.link.bandwidth.value, hardware.link.latency.value
-        lines.append(f"between ranks: {rate / 1e9:,.2f} GB/s, latency {1e6 * latency:,.0f} us")
-    return [*lines, *(f"not measured: {text}" for text in left_out)]
 
 
 def _devices() -> tuple[bool, int]:
     """Return True if there are accelerators, and the number of processes to measure with."""
     if torch.accelerator.is_available():
         return True, torch.accelerator.device_count()
-    # At least two, even on a single core: measuring communication takes two ranks.
-    return False, max(2, min(_MOST_PROCESSES, len(os.sched_getaffinity(0))))
+    # At least two, even on a single core: measuring communication takes two ranks. More than eight
+    # would not change the figures.
+    return False, max(2, min(8, len(os.sched_getaffinity(0))))
 
 
 def _measure(ranks: int, effort: Effort) -> Rows:
@@ -165,13 +123,8 @@ def _measure(ranks: int, effort: Effort) -> Rows:
 def _on_rank(rank: int, ranks: int, effort: Effort) -> dict[str, object]:
     mesh = Mesh(dp=ranks)
     set_threads(mesh)
-
-    def say(text: str) -> None:
-        if rank == 0:
-            print(f"  {text}", file=sys.stderr, flush=True)
-
-    measured = measure_device(mesh, effort, say)
-    measured["links"] = measure_links(mesh, effort, say) if ranks > 1 else {}
+    measured = measure_device(mesh, effort)
+    measured["links"] = measure_links(mesh, effort) if ranks > 1 else {}
     mesh.barrier()
     return measured
 
@@ -180,8 +133,8 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _figure(value: float, note: str = "") -> Figure:
-    source = f"measured on {date.today().isoformat()} by parallel3d plan --calibrate{note}"
+def _figure(value: float) -> Figure:
+    source = f"measured on {date.today().isoformat()} by parallel3d plan --calibrate"
     return Figure(value=_rounded(value), source=source)
 
 
@@ -201,7 +154,7 @@ def _describe(together: Rows, alone: Rows, on_gpu: bool) -> Hardware:
     host = Host(
         memory_bytes=_figure(psutil.virtual_memory().total / len(together)),
         device_bandwidth=_figure(mean("host_copy")),
-        adam_params=_figure(mean("host_adam_params"), f" ({first['host_adam']})"),
+        adam_params=_figure(mean("host_adam_params")),
     )
     return Hardware(
         name=NAME, device_names=(first["device_name"],) if on_gpu else (),
@@ -280,7 +233,7 @@ def fit(
 
     x, damping = origin, 1e-2
     now = residuals(x)
-    for _ in range(_MOST):
+    for _ in range(40):
         moved = [residuals(x + _STEP * row) for row in np.eye(len(names))]
         jacobian = np.stack([(there - now) / _STEP for there in moved], axis=1)
         normal = jacobian.T @ jacobian
@@ -300,12 +253,23 @@ def fit(
 def fit_link(links: Mapping[str, Sequence[tuple[int, float]]], ranks: int) -> tuple[float, float]:
     """Return the bandwidth and latency that best fit the timings of all collectives."""
     size, seconds = max(links["all_gather"])
-    rows = [(kind, size, seconds) for kind, timed in links.items() for size, seconds in timed]
+    rows: list[tuple[Any, int, float]] = [
+        (kind, *row) for kind, timed in links.items() for row in timed
+    ]
     curves = Curves(**{**asdict(Curves()), **_MEASURED})
 
     def predict(values: Mapping[str, float]) -> list[float]:
-        hardware = _with_link(values["bandwidth"], values["latency"])
-        return [_transfer(kind, size, ranks, hardware, curves) for kind, size, _ in rows]
+        one, rate, wait = (
+            Figure(value=value, source="a value that the fit tries")
+            for value in (1.0, values["bandwidth"], values["latency"])
+        )
+        link = Link(bandwidth=rate, latency=wait)
+        tried = Hardware(name="", device_names=(), peak_flops={}, memory_bytes=one, link=link)
+        return [
+            send_seconds(size, False, tried, curves) if kind == "send"
+            else collective_seconds(kind, size, ranks, ranks, tried, curves)
+            for kind, size, _ in rows
+        ]  # fmt: skip
 
     fitted_link = fit(
         {"bandwidth": size / seconds, "latency": min(seconds for *_, seconds in rows)},
@@ -314,18 +278,6 @@ def fit_link(links: Mapping[str, Sequence[tuple[int, float]]], ranks: int) -> tu
         [seconds for *_, seconds in rows],
     )
     return fitted_link["bandwidth"], fitted_link["latency"]
-
-
-def _transfer(kind: Any, size: int, ranks: int, hardware: Hardware, curves: Curves) -> float:
-    if kind == "send":
-        return send_seconds(size, False, hardware, curves)
-    return collective_seconds(kind, size, ranks, ranks, hardware, curves)
-
-
-def _with_link(bandwidth: float, latency: float) -> Hardware:
-    one, rate, wait = (Figure(value=value, source=_TRIED) for value in (1.0, bandwidth, latency))
-    link = Link(bandwidth=rate, latency=wait)
-    return Hardware(name="", device_names=(), peak_flops={}, memory_bytes=one, link=link)
 
 
 def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu: bool) -> Curves:
@@ -347,7 +299,12 @@ def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu
         )
 
     values = improve(
-        _PRODUCTS,
+        {
+            "matmul": (0.05, 1.2),
+            "wave": (1.0, 1e8),
+            "depth": (0.1, 1e4),
+            "overhead_per_operator": (1e-7, 1e-3),
+        },
         lambda curves, product, dtype: matmul_seconds(product, dtype, hardware, curves),
         [
             ((MatMul(m, k, n), dtype), seconds)
@@ -358,7 +315,7 @@ def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu
     )
     dtype: Any = "bf16" if on_gpu else "fp32"
     values = improve(
-        _FLASH,
+        {"flash": (0.005, 3.0), "flash_backward": (0.02, 5.0)},
         lambda curves, attention, backward: attention_seconds(
             attention, dtype, hardware, curves, ENGINE, backward
         ),
@@ -370,7 +327,7 @@ def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu
         ],
     )
     values = improve(
-        _TRAFFIC,
+        {"traffic": (0.005, 20.0)},
         lambda curves, numel: traffic_seconds(numel, "fp32", hardware, curves),
         [((size // 4,), seconds) for _, size, seconds in first["traffic"]],
     )

@@ -5,7 +5,8 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -16,7 +17,7 @@ import torch
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
-from parallel3d.calibrate.describe import calibrate
+from parallel3d.calibrate.describe import Say, calibrate
 from parallel3d.calibrate.measure_device import Effort
 from parallel3d.calibrate.steps import time_steps
 from parallel3d.config import RunConfig
@@ -38,13 +39,9 @@ TOKENS_PER_PARAMETER = 20
 """Training tokens for each parameter in a compute-optimal run (arXiv:2203.15556, table A9)."""
 _RATE_FACTOR = 0.4  # of OLMo's law at a thousandth of its size (configs/ladders/cpu.json)
 _HEAD, _LAYER = 32, 32  # width of an attention head, and of the model for each of its layers
-_MOST_HEADS = 256
 _FEWEST_STEPS = 50
 _EVALUATIONS = 5
-_TIMED_STEPS = 4
-_REPEATS = 4  # of a corpus, after which more text is worth more (arXiv:2305.16264)
 _QUICK = Effort(0.01, 0.02, 1024, 1_000_000, 2**24, 2, 8)  # below 20 s on two idle cores
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -65,34 +62,18 @@ class Candidate:
     counts: PartCounts
     tokens: float
 
-    @property
-    def seconds(self) -> float:
-        """The planned seconds of training."""
-        return self.tokens / self.plan.tokens_per_second
 
-
-@dataclass
 class Chooser:
     """Chooses a run by a base config, wishes and machine."""
 
-    base: RunConfig
-    wishes: Wishes
-    machine: Hardware
-    devices: int = field(init=False)
-    _known: dict[int, Candidate] = field(init=False, default_factory=dict)  # by number of heads
-
-    def __post_init__(self) -> None:
-        on_cpu = self.machine.cores is not None
-        count_devices = torch.accelerator.device_count
-        self.devices = devices_of(self.base, self.machine) if on_cpu else count_devices()
-
-    def candidate(self, heads: int) -> Candidate:
-        """Return the run of a model with this number of heads. Raises ConfigError if none fits."""
-        if heads not in self._known:
-            self._known[heads] = self._plan(heads)
-        return self._known[heads]
+    def __init__(self, base: RunConfig, wishes: Wishes, machine: Hardware) -> None:
+        self.base, self.wishes, self.machine = base, wishes, machine
+        on_cpu = machine.cores is not None
+        self.devices = devices_of(base, machine) if on_cpu else torch.accelerator.device_count()
+        self.candidate = cache(self._plan)
 
     def _plan(self, heads: int) -> Candidate:
+        """Return the run of a model with this number of heads. Raises ConfigError if none fits."""
         raw = self.base.to_dict()
         block, seq = raw["parallel3d"], self.base.data.sequence_length
         model = {name: value for name, value in block["model"].items() if name not in SHAPE}
@@ -125,14 +106,16 @@ class Chooser:
         """
         minutes, params, tokens = self.wishes.minutes, self.wishes.params, self.wishes.tokens
         if params is None and minutes is not None:
-            return self._largest(lambda one: slowness * one.seconds > 60 * minutes)
+            return self._largest(
+                lambda one: slowness * one.tokens > 60 * minutes * one.plan.tokens_per_second
+            )
         largest = params or (tokens or 0) / TOKENS_PER_PARAMETER
         return self._largest(lambda one: one.counts.with_head > largest)
 
     def _largest(self, is_above: Callable[[Candidate], bool]) -> Candidate:
         """Return the largest candidate that is not above; the smallest if all are."""
         high = 1
-        while high < _MOST_HEADS and not is_above(self.candidate(high)):
+        while high < 256 and not is_above(self.candidate(high)):
             high *= 2
         between = range(high // 2 + 1, high)
         below = bisect_left(between, True, key=lambda heads: is_above(self.candidate(heads)))
@@ -146,7 +129,6 @@ def dial(base: RunConfig, wishes: Wishes, say: Say) -> tuple[Path, int]:
     Raises ConfigError if the data cannot be used, or the wishes cannot be met.
     """
     corpus = prepare(base.data)
-    began = time.time()
     chooser = Chooser(base, wishes, machine_of(base, say))
     chosen = chooser.choose()
     step_seconds, start_seconds = pace(chosen.config)
@@ -155,7 +137,6 @@ def dial(base: RunConfig, wishes: Wishes, say: Say) -> tuple[Path, int]:
         if nearer.counts != chosen.counts:
             chosen = nearer
             step_seconds, start_seconds = pace(chosen.config)
-    looked = time.time() - began
     steps = chosen.config.num_steps
     if wishes.minutes is not None:
         possible = steps_in(
@@ -163,19 +144,18 @@ def dial(base: RunConfig, wishes: Wishes, say: Say) -> tuple[Path, int]:
         )
         if possible < _FEWEST_STEPS:
             least = math.ceil(wishes.minutes + (_FEWEST_STEPS - possible) * step_seconds / 60)
-            smaller = ", or a smaller --params" if wishes.params else ""
             raise ConfigError(
                 f"--minutes = {wishes.minutes:g}: leaves time for {max(0, possible)} steps of "
                 f"{step_seconds:.2g} s on this machine, and learning takes {_FEWEST_STEPS}; "
-                f"use --minutes {least}{smaller}"
+                f"use --minutes {least}{', or a smaller --params' if wishes.params else ''}"
             )
         steps = min(possible, steps) if wishes.tokens else possible
     path, config = write(chosen.config, wishes, steps, chosen.counts.with_head)
     model, tokens, params = config.model, steps * config.tokens_per_step, chosen.counts.with_head
     repeats = tokens / len(corpus.train)
-    more = f"; use more text, after {_REPEATS} it tells little new" * (repeats > _REPEATS)
+    more = "; use more text, after 4 it tells little new (arXiv:2305.16264)" * (repeats > 4)
     lines = {
-        "machine": f"{chooser.devices} x {chooser.machine.name}, looked at for {in_words(looked)}",
+        "machine": f"{chooser.devices} x {chooser.machine.name}",
         "model": f"{model.family} with {model.num_hidden_layers} layers of {model.hidden_size}: "
         f"{in_short(params)} parameters in its blocks and head",
         "tokens": f"{in_short(tokens)}, {tokens / params:.3g} for each parameter "
@@ -220,7 +200,7 @@ def machine_of(config: RunConfig, say: Say) -> Hardware:
 def pace(config: RunConfig) -> tuple[float, float]:
     """Return the seconds of a training step of a resolved config, and those of the ranks' start."""
     began, ranks = time.time(), config.mesh.sizes.ranks
-    timed = run_locally(time_steps, ranks, [config.to_dict()], _TIMED_STEPS, timeout=600)
+    timed = run_locally(time_steps, ranks, [config.to_dict()], 4, timeout=600)
     seconds = [step.seconds for step in timed[0][0]]
     return median(seconds), time.time() - began - sum(seconds)
 

@@ -1,11 +1,14 @@
 """Measure computes, memory and communication of this machine's ranks, on CPU or GPU."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import psutil
 import torch
@@ -17,15 +20,10 @@ from parallel3d.mesh.mesh import Mesh, Peers
 from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
 from parallel3d.model import optimizers
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATTENTIONS = (  # batch, heads, seq, head size
     (2, 4, 64, 64), (2, 4, 128, 64), (2, 8, 256, 64), (1, 8, 512, 64), (2, 8, 1024, 64),
     (2, 16, 2048, 128),
 )  # fmt: skip
-_BATCH = 0.002  # seconds; shorter operators are timed in batches of this length
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
-SIZES = tuple(4 * 1024 * 4**i for i in range(8))  # bytes of a gathered tensor, 4 KiB to 64 MiB
-_HOPELESS = 0.05  # seconds of a product of 256 x 256; slower types are not measured
 
 
 @dataclass(frozen=True)
@@ -39,29 +37,6 @@ class Effort:
     copied_bytes: int = 64 * 2**20
     steps: int = 6  # per small training run
     small_runs: int = 100  # the most small training runs
-
-
-@dataclass
-class Measured:
-    """Measurements of one rank. Rates are per second.
-
-    - `matmul`: rows (m, k, n, seconds) by dtype.
-    - `attention`: rows (batch, heads, seq, head size, seconds forward, seconds backward).
-    - `traffic`: rows (operator, bytes, seconds).
-    - `left_out`: failed measurements and their reasons.
-    """
-
-    device_name: str = ""
-    memory_bytes: float = 0.0
-    matmul: dict[str, list[tuple[int, int, int, float]]] = field(default_factory=dict)
-    attention: list[tuple[int, int, int, int, float, float]] = field(default_factory=list)
-    traffic: list[tuple[str, int, float]] = field(default_factory=list)
-    bandwidth: float = 0.0
-    adam_params: float = 0.0
-    host_adam_params: float = 0.0
-    host_adam: str = ""  # name of the CPU's Adam
-    host_copy: float = 0.0
-    left_out: list[str] = field(default_factory=list)
 
 
 def set_threads(mesh: Mesh) -> None:
@@ -93,8 +68,8 @@ class Timer:
         run()
         self.mesh.barrier()
         first = self._once(run, 1)
-        # Many runs are queued at once on a GPU, as in training.
-        number = max(1, min(50, int(_BATCH / max(first, 1e-7))))
+        # Many runs are queued at once on a GPU, as in training: batches last 2 ms or more.
+        number = max(1, min(50, int(0.002 / max(first, 1e-7))))
         timings: list[float] = []
         until = time.perf_counter() + self.effort.seconds
         while len(timings) < 3 or time.perf_counter() < until:
@@ -111,30 +86,31 @@ class Timer:
         return (self.clock() - start) / number
 
 
-def measure_device(mesh: Mesh, effort: Effort, say: Callable[[str], None]) -> dict[str, object]:
-    """Return this rank's figures, a Measured as JSON. Collective: all ranks measure together."""
+def measure_device(mesh: Mesh, effort: Effort) -> dict[str, Any]:
+    """Return this rank's figures as JSON. Collective: all ranks measure together.
+
+    - "matmul": rows (m, k, n, seconds) by dtype.
+    - "attention": rows (batch, heads, seq, head size, seconds forward, seconds backward).
+    - "traffic": rows (operator, bytes, seconds).
+    - "bandwidth", "adam_params", "host_adam_params", "host_copy": rates per second.
+    """
     from parallel3d.engine.op_builds import load_cpu_adam  # it loads DeepSpeed
 
-    timer, result = Timer(mesh, effort), Measured()
-    result.device_name, result.memory_bytes = describe(mesh)
-    for name, dtype in DTYPES.items():
-        say(f"matrix products in {name}")
-        try:
-            result.matmul[name] = list(_matmuls(timer, dtype))
-        except RuntimeError as error:
-            why = (str(error).splitlines() or [repr(error)])[0]
-            result.left_out.append(f"matrix products in {name}: {why}")
-    say("attention and memory-bound operators")
-    result.attention = list(_attention(timer))
-    result.traffic = list(_traffic(timer))
-    result.bandwidth = _bandwidth(timer)
-    say("Adam on the device and on the host")
-    result.adam_params = _adam(timer, mesh.device, cpu_adam=False)
-    built = load_cpu_adam(mesh, say)
-    result.host_adam = "DeepSpeed's CPU Adam" if built else "torch's AdamW on the CPU"
-    result.host_adam_params = _adam(timer, torch.device("cpu"), cpu_adam=built)
-    result.host_copy = _host_copy(timer)
-    return asdict(result)
+    timer, products = Timer(mesh, effort), {}
+    name, memory_bytes = describe(mesh)
+    for dtype, kind in (
+        ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16),
+    ):  # fmt: skip
+        with suppress(RuntimeError):  # the device has no products of this type
+            products[dtype] = list(_matmuls(timer, kind))
+    figures = {
+        "device_name": name, "memory_bytes": memory_bytes, "matmul": products,
+        "attention": list(_attention(timer)), "traffic": list(_traffic(timer)),
+        "bandwidth": _bandwidth(timer), "adam_params": _adam(timer, mesh.device, cpu_adam=False),
+    }  # fmt: skip
+    built = load_cpu_adam(mesh, partial(print, file=sys.stderr))
+    host_adam_params = _adam(timer, torch.device("cpu"), cpu_adam=built)
+    return figures | {"host_adam_params": host_adam_params, "host_copy": _host_copy(timer)}
 
 
 def describe(mesh: Mesh) -> tuple[str, float]:
@@ -147,9 +123,6 @@ def describe(mesh: Mesh) -> tuple[str, float]:
 
 
 def _matmuls(timer: Timer, dtype: torch.dtype) -> Iterator[tuple[int, int, int, float]]:
-    probe = timer.seconds(_product(256, 256, 256, dtype, timer.device))
-    if slowest(timer.mesh, probe) > _HOPELESS:
-        raise RuntimeError(f"256 x 256 x 256 takes {1e3 * probe:.0f} ms")
     size, seconds = 64, 0.0
     while size <= timer.effort.largest and 8 * seconds <= timer.effort.longest:
         for shape in ((size, size, size), (size, 4 * size, size), (2 * size, size // 2, 4 * size)):
@@ -230,15 +203,12 @@ def _host_copy(timer: Timer) -> float:
     return size / max(timer.seconds(partial(a.copy_, b, non_blocking=on_gpu)) for a, b in pairs)
 
 
-def measure_links(
-    mesh: Mesh, effort: Effort, say: Callable[[str], None]
-) -> dict[str, list[tuple[int, float]]]:
+def measure_links(mesh: Mesh, effort: Effort) -> dict[str, list[tuple[int, float]]]:
     """Return for each collective and a send the rows (gathered bytes, slowest rank's seconds)."""
     results: dict[str, list[tuple[int, float]]] = {}
-    for kind in KINDS:
-        say(f"{kind} between {mesh.world.size} ranks")
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "send"):
         rows = results[kind] = []
-        for size in SIZES:
+        for size in (4 * 1024 * 4**i for i in range(8)):  # 4 KiB to 64 MiB when gathered
             run = collective(kind, size, mesh.world, mesh.device)
             rows.append((size, min(max(row) for row in timings(run, mesh, effort))))
             # The fit of bandwidth and latency needs two sizes, however slow the machine is.

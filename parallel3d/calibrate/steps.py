@@ -1,6 +1,5 @@
 """Time training steps of the real engine on this machine."""
 
-import gc
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -66,19 +65,6 @@ class SmallRun(NamedTuple):
         }  # fmt: skip
         return RunConfig.from_dict(raw, f"the run {self}").resolve(self.mesh.ranks)
 
-    def __str__(self) -> str:
-        words = [
-            str(self.mesh),
-            f"ZeRO-{self.zero}",
-            f"{self.family} {self.hidden} x {self.layers}",
-        ]
-        words += [f"offload {self.offload}"] * (self.offload != "none")
-        words += [f"recompute {self.recompute}"] * (self.recompute != "none")
-        words += [self.schedule] * (self.mesh.pp > 1) + [self.precision] * (
-            self.precision != "fp32"
-        )
-        return ", ".join(words)
-
 
 class Timed(NamedTuple):
     """Seconds of a step on its slowest rank; `update`: norm, clipping, Adam and new weights."""
@@ -138,16 +124,11 @@ def time_steps(
         for run in runs
     ]
     timings: list[list[Timed]] = [[] for _ in runs]
-    gc.collect()
-    gc.disable()  # garbage collection is slow with many engines in one process
-    try:
-        for step in range(1 + steps):
-            for one, times in zip(built, timings, strict=True):
-                step_time = _step(*one, step, own_time)
-                if step > 0:
-                    times.append(step_time)
-    finally:
-        gc.enable()
+    for step in range(1 + steps):
+        for one, times in zip(built, timings, strict=True):
+            step_time = _step(*one, step, own_time)
+            if step > 0:
+                times.append(step_time)
     return timings
 
 

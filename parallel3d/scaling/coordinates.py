@@ -5,7 +5,6 @@ Under muP, activations and their changes during training keep the same size as t
 """
 
 import argparse
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from rich.console import Console
 from parallel3d.base import terminal
 from parallel3d.base.arguments import Parser, output_file, whole_number
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.step_lines import finite
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig
 from parallel3d.model.parametrization import parametrization_of
@@ -25,7 +23,6 @@ from parallel3d.report.page import png, require, style
 WIDTHS = (64, 128, 256, 512)
 MOST = 0.1  # largest |slope| that still counts as flat
 START, TRAINED, CHANGE = "start", "trained", "change"
-LOGITS = "head.output"
 Sizes = Mapping[str, Mapping[str, float]]
 """Layer -> measure -> mean |activation|; the measures are START, TRAINED and CHANGE."""
 
@@ -48,7 +45,7 @@ class Layer:
 
         The logits at the start shrink as the width grows.
         """
-        return (CHANGE,) if self.name == LOGITS else (START, TRAINED, CHANGE)
+        return (CHANGE,) if self.name == "head.output" else (START, TRAINED, CHANGE)
 
     @property
     def slope(self) -> float:
@@ -60,13 +57,6 @@ class Layer:
     def flat(self) -> bool:
         """True if no claimed slope exceeds the tolerance."""
         return abs(self.slope) <= MOST
-
-    @property
-    def undecided(self) -> bool:
-        """True if every slope above the tolerance exceeds it by less than two standard errors."""
-        steep = [m for m in self.claimed if not abs(self.slopes[m]) <= MOST]
-        beyond = [abs(self.slopes[m]) - 2 * self.errors[m] for m in steep]
-        return bool(steep) and all(least <= MOST for least in beyond)
 
     def to_json(self) -> dict[str, object]:
         """Return the layer's object in the output of --json."""
@@ -89,13 +79,8 @@ class CoordinateCheck:
         """True if every layer is flat."""
         return all(layer.flat for layer in self.layers)
 
-    @property
-    def undecided(self) -> bool:
-        """True if noise between seeds may explain every failure, so more seeds are needed."""
-        return not self.passed and all(layer.flat or layer.undecided for layer in self.layers)
-
     def to_json(self) -> dict[str, object]:
-        """Return the object that --json prints; slopes that are not finite become null."""
+        """Return the object that --json prints, where NaN becomes null."""
         return {
             "passed": self.passed, "widths": list(self.widths), "seeds": self.seeds,
             "layers": [layer.to_json() for layer in self.layers],
@@ -163,7 +148,6 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--plot", type=output_file, metavar="FILE", help="write a plot of the sizes as a PNG"
     )
-    parser.add_json()
 
 
 def prepare(args: argparse.Namespace) -> RunConfig:
@@ -185,26 +169,20 @@ def prepare(args: argparse.Namespace) -> RunConfig:
 
 
 def report(check: CoordinateCheck, args: argparse.Namespace, console: Console) -> None:
-    """Print the slopes of every layer, write the plot, and print the JSON object if asked to."""
+    """Print the slopes of every layer, and write the plot if asked to."""
     rows = []
     for layer in check.layers:
-        cells = []
-        for measure, slope in layer.slopes.items():
-            error = f" ± {layer.errors[measure]:.3f}" if check.seeds > 1 else ""
-            cell = f"{slope:+.3f}{error}"
-            cells.append(cell if measure in layer.claimed else f"({cell})")
-        rows.append((layer.name, *cells, "" if layer.flat else "NOT FLAT"))
+        cells = {m: f"{slope:+.3f} ± {layer.errors[m]:.3f}" for m, slope in layer.slopes.items()}
+        marked = [cell if m in layer.claimed else f"({cell})" for m, cell in cells.items()]
+        rows.append((layer.name, *marked, "" if layer.flat else "NOT FLAT"))
     heads = [Column(measure) for measure in (START, TRAINED, CHANGE)]
     terminal.show(console, (Column("layer", right=False), *heads, Column("", right=False)), rows)
     verdict = "flat" if check.passed else "NOT FLAT"
-    seeds = f"{check.seeds} seed{'s' if check.seeds > 1 else ''}"
     console.print(
-        f"{args.kind}: {verdict} over the widths {', '.join(map(str, check.widths))}, {seeds} "
-        f"(flat: |slope of log size over log width| up to {MOST:g}; slopes in brackets are not "
-        "checked)"
+        f"{args.kind}: {verdict} over the widths {', '.join(map(str, check.widths))}, by "
+        f"{check.seeds} seeds (flat: |slope of log size over log width| up to {MOST:g}; slopes in "
+        "brackets are not checked)"
     )
     if args.plot:
         args.plot.write_bytes(draw(args.kind, check))
         console.print(f"wrote {args.plot}")
-    if args.json:
-        print(json.dumps(finite(check.to_json())))

@@ -17,7 +17,6 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.estimator import PARAMETRIC, Estimator
 from parallel3d.scaling.fit import (
     bounds_hit,
-    check,
     condition_of,
     fit_law,
     misfit,
@@ -125,6 +124,7 @@ def fit_decays(
     hit = bounds_hit(model, best.theta, DECAYS)
     fitted = model(best.theta)[0]
     raw, spread = points.loss - np.exp(fitted), points.loss - points.loss.mean()
+    points_off = residuals(points, model.target - fitted)
     diagnostics: dict[str, Any] = {
         "base": dict(chosen), "base_given": base is not None,
         "starts": {"number": len(grid), "reached": reached},
@@ -132,11 +132,10 @@ def fit_decays(
         "converged": best.converged,
         "bootstrap": {"draws": draws, "seed": seed, "redrawn": 0},
         "r_squared": float(1 - (raw @ raw) / (spread @ spread)),
-        "residuals": residuals(points, model.target - fitted), "noise_floor": noise_floor(points),
-        "warnings": [f"{name} ended at a bound: the points do not determine it" for name in hit],
+        "residuals": points_off, "noise_floor": noise_floor(points),
+        "warnings": [f"{name} ended at a bound: the points do not determine it" for name in hit]
+            + misfit(points_off),
     }  # fmt: skip
-    diagnostics["warnings"] += misfit(diagnostics["residuals"])
-
     return Fit(
         law=NAME, estimator=str(estimator), points=points, objective=best.objective,
         parameters=dict(zip(DECAYS, map(float, np.exp(best.theta)), strict=True)) | dict(chosen),
@@ -151,10 +150,10 @@ def _base(points: Points, estimator: Estimator) -> dict[str, float]:
     unique = points.tokens if points.unique is None else points.unique
     once = points.take(unique >= points.tokens * (1 - 1e-6))
     try:
-        check(once, PARAMETRIC)
+        fit = fit_law(once, PARAMETRIC, estimator, draws=0, brief=True)
     except ConfigError as problem:
         raise ConfigError(
             f"cannot fit the base of the law to the runs that repeat no tokens: {problem}; or pass "
             "--base with the fit.json of a parametric law"
         ) from None
-    return dict(fit_law(once, PARAMETRIC, estimator, draws=0, brief=True).parameters)
+    return dict(fit.parameters)

@@ -18,11 +18,6 @@ from parallel3d.scaling.points import FLOPS_PER_ND, Array, Points
 Values = Mapping[str, Array | float]
 EXPONENTS = (1e-3, 3.0)
 """Bounds of all exponents."""
-GRID = (0.03, 1.5)
-STARTS = {1: 16, 2: 5}  # number of exponents -> grid values within GRID for each of them
-_SMALL = 20.0  # terms below e^-20 of the loss count as zero
-_ROUGH = 0.03  # smallest Huber threshold of the likelihood in bootstrap draws
-_SHARP, _QUICK = 1e-15, 1e-12  # a search ends when the relative change of the objective is smaller
 
 
 @dataclass(frozen=True)
@@ -215,10 +210,10 @@ class Estimator:
             residual = float(np.mean(np.abs(model.target - model(x)[0])))
             x, scale = np.append(x, math.log(max(residual, 1e-13))), 1.0
             low, high = np.append(low, -60.0), np.append(high, 20.0)
-            last = max(self.delta, _ROUGH) if is_draw else self.delta
+            last = max(self.delta, 0.03) if is_draw else self.delta
             thresholds = np.geomspace(1, last, 3 if is_draw else 6)
         options = {
-            "maxcor": 30, "ftol": _QUICK if is_draw else _SHARP, "gtol": 1e-10, "maxfun": 20_000,
+            "maxcor": 30, "ftol": 1e-12 if is_draw else 1e-15, "gtol": 1e-10, "maxfun": 20_000,
             "maxiter": 5_000,
         }  # fmt: skip
         for threshold in thresholds:
@@ -272,7 +267,8 @@ class SumModel:
         terms = len(law.coefficients)
         low, high = np.log(points.loss.min()), np.log(points.loss.max())
         exponents = np.array(EXPONENTS)[:, None] * self.spread
-        self.lower = np.concatenate([np.full(terms, low - _SMALL), exponents[0]])
+        # Terms below e^-20 of the loss count as zero.
+        self.lower = np.concatenate([np.full(terms, low - 20.0), exponents[0]])
         self.upper = np.concatenate([np.full(terms, high + 3.0), exponents[1]])
 
     def __call__(self, theta: Array) -> tuple[Array, Array]:
@@ -306,7 +302,7 @@ class SumModel:
 
         root = np.sqrt(weights) / self.loss
         number = len(self.law.exponents)
-        grid = np.geomspace(*GRID, each or STARTS[number])
+        grid = np.geomspace(0.03, 1.5, each or (16 if number == 1 else 5))
         start_points = []
         for start in product(grid, repeat=number):
             terms = np.exp(self._centred @ np.array(start)) * root[:, None]

@@ -9,14 +9,6 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.estimator import EXPONENTS, Estimator, Law, Model, SumModel
 from parallel3d.scaling.points import SAME, SAME_BUDGET, Array, Fit, Points, groups
 
-SINGULAR = 1e9
-"""Condition number of the normalised gradients above which a fit is refused."""
-MISFIT = 0.05
-"""RMS residual of log(loss) above which a fit warns that the law does not describe the runs; the
-scatter between seeds is about 0.001."""
-_POOR = 1e3  # condition number above which a fit warns
-_HELD_OUT = 0.1  # smallest share of the points that the held-out check on the largest budgets uses
-
 
 def fit_law(
     points: Points, law: Law, estimator: Estimator, *,
@@ -30,7 +22,7 @@ def fit_law(
     Raises ConfigError if the points do not determine the parameters.
     """
     check(points, law)
-    model, weights = _model(points, law, estimator), estimator.weights(points)
+    model, weights = SumModel(law, points, estimator.kind != "squares"), estimator.weights(points)
     starts = model.starts(weights)
     best, reached = estimator.search(model, starts, weights)
     values = _natural(model, best.theta)
@@ -42,7 +34,7 @@ def fit_law(
             "size and tokens, or check these"
         )
     condition = condition_of(model, best.theta, weights)
-    if not hit and condition > SINGULAR:
+    if not hit and condition > 1e9:
         raise ConfigError(
             f"{len(points)} points: do not determine the parameters of the {law.name} law "
             f"(condition number {condition:.1e}); add runs of other sizes and lengths"
@@ -105,10 +97,6 @@ def check(points: Points, law: Law) -> None:
         )
 
 
-def _model(points: Points, law: Law, estimator: Estimator) -> SumModel:
-    return SumModel(law, points, log=estimator.kind != "squares")
-
-
 def _natural(model: SumModel, theta: Array) -> dict[str, float]:
     return {name: float(value) for name, value in model.natural(theta).items()}
 
@@ -168,13 +156,13 @@ def held_out(points: Points, law: Law, estimator: Estimator) -> dict[str, object
     """
     budgets = groups(points.flops, SAME_BUDGET)
     out: list[int] = []
-    while budgets and len(out) < max(1, _HELD_OUT * len(points)):
+    while budgets and len(out) < max(1, 0.1 * len(points)):
         out += budgets.pop().tolist()
     rest = points.take(np.setdiff1d(np.arange(len(points)), out))
     if not tells(rest, law):
         return None
     largest = points.take(np.array(sorted(out)))
-    model, weights = _model(rest, law, estimator), estimator.weights(rest)
+    model, weights = SumModel(law, rest, estimator.kind != "squares"), estimator.weights(rest)
     best, _ = estimator.search(model, model.starts(weights, each=3), weights)
     predicted = law.loss(_natural(model, best.theta), largest.params, largest.tokens)
     rows = zip(largest.names, predicted.tolist(), largest.loss.tolist(), strict=True)
@@ -222,7 +210,7 @@ def misfit(summary: dict[str, Any]) -> list[str]:
 
     summary: as `residuals` returns it.
     """
-    if summary["rms"] < MISFIT:
+    if summary["rms"] < 0.05:  # the scatter between seeds is about 0.001
         return []
     return [f"residuals of {summary['rms']:.1%} (rms): the law does not describe these runs"]
 
@@ -240,7 +228,7 @@ def _warnings(
         "or others are nearly as good": starts["reached"] < starts["number"] // 4,
         "the search ran out of steps before it converged": not diagnostics["converged"],
         f"condition number {condition:.1e}: parameters trade off against each other; read the "
-        "intervals, not the values": condition > _POOR,
+        "intervals, not the values": condition > 1e3,
         f"no intervals: {len(points)} points are too few to resample for {len(law.parameters)} "
         "parameters": draws and not diagnostics["bootstrap"]["draws"],
         "no held-out check on the largest budgets: the other runs are too few to fit":

@@ -8,18 +8,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from parallel3d.base import reader
 from parallel3d.base.arguments import Parser, whole_number
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.step_lines import finite
 from parallel3d.report.page import require
 from parallel3d.scaling import data_constrained, forecast, frontier, report_page, runs
-from parallel3d.scaling.estimator import LAWS, Estimator
+from parallel3d.scaling.estimator import LAWS, PARAMETRIC, Estimator
 from parallel3d.scaling.fit import fit_law
 from parallel3d.scaling.forecast import Forecast
 from parallel3d.scaling.frontier import LEAST_BUDGETS, with_checks
-from parallel3d.scaling.points import FLAGS, NAMES, Fit, Points, points_of
-from parallel3d.scaling.runs import COUNTS, read, read_runs
+from parallel3d.scaling.points import USES, Fit, Points, points_of
+from parallel3d.scaling.runs import COUNTS, number, read, read_runs
 
 DRAWS = 2000  # of the fitted parameters, for their intervals
 FIT = "fit.json"
@@ -30,11 +31,6 @@ LAWS_IN_WORDS = {
     data_constrained.NAME: "the worth of repeated tokens (arXiv:2305.16264)",
     frontier.BEST_VALUE: "the best learning rate or batch size as powers of N and D",
 }
-_WORDS = {
-    "params": "number of parameters", "tokens": "training tokens", "flops": "training FLOPs",
-    "loss": "loss in nats per token", "standard_error": "standard error of the loss",
-    "unique": "unique training tokens",
-}  # fmt: skip
 
 
 def above_0(text: str) -> float:
@@ -56,17 +52,15 @@ def add_fit(parser: Parser) -> None:
     # fmt: off
     add("source", type=Path, metavar="TABLE", help="a CSV, JSON or JSONL file, or a folder of runs")
     add("--law", choices=list(LAWS_IN_WORDS), default="parametric", help=laws)
-    for use, flag in FLAGS.items():
+    for use, (flag, words, names) in USES.items():
         add(flag, dest=use, metavar="COLUMN",
-            help=f"column of the {_WORDS[use]} (default: {NAMES[use][0]})")
+            help=f"column of the {words} (default: {names[0]})")
     add("--method", choices=list(frontier.METHODS), default="akima",
         help="how to find the best size of an IsoFLOP profile; the report shows both")
     add("--base", type=Path, metavar="FIT",
         help="fit.json of the parametric law that the data-constrained law builds on")
     add("--setting-column", metavar="COLUMN",
         help="column of the swept setting for --law best-value, such as lr")
-    add("--compare-n", metavar="COLUMN", **several,
-        help="fit again with these counts of parameters and compare the exponents")
     add("--where", metavar="COLUMN=VALUE", **several, help="use only the rows with this value")
     add("--drop-largest-losses", type=whole_number(least=0), default=0, metavar="K",
         help="leave out the rows with the K largest losses")
@@ -85,7 +79,6 @@ def add_fit(parser: Parser) -> None:
         help=f"write {FIT} and report.html to this folder (default: the working directory)")
     add("--no-report", action="store_true", help="do not write report.html and its plots")
     # fmt: on
-    parser.add_json()
 
 
 def add_predict(parser: Parser) -> None:
@@ -102,7 +95,6 @@ def add_predict(parser: Parser) -> None:
         "--register", type=Path, nargs="?", const=Path(), metavar="FILE",
         help="register the forecast in a new file (default: one beside the fit)",
     )  # fmt: skip
-    parser.add_json()
 
 
 def add_plan(parser: Parser) -> None:
@@ -121,12 +113,9 @@ def add_plan(parser: Parser) -> None:
         metavar="N", help=f"budgets, each 2.08 times the one below (default: {LEAST_BUDGETS})")
     add("--tokens-per-param", type=above_0, default=20.0, metavar="R",
         help="tokens per parameter of the best size, as far as known (default: 20)")
-    add("--noise", type=above_0, default=0.003, metavar="S",
-        help="relative scatter of losses between runs, for the interval (default: 0.003)")
     add("--parallel", type=whole_number(), default=1, metavar="N",
         help="runs at once, for --hours (default: 1)")
     # fmt: on
-    parser.add_json()
 
 
 def add_run(parser: Parser) -> None:
@@ -134,7 +123,6 @@ def add_run(parser: Parser) -> None:
     parser.add_argument(
         "--ladder", required=True, metavar="FILE", help="a ladder file, as in configs/ladders"
     )
-    parser.add_json()
     parser.add_argument(
         "--parallel", type=whole_number(), default=1, metavar="N",
         help="train up to N runs at once, if there are devices for them (default: 1)",
@@ -162,7 +150,6 @@ def add_critical_batch(parser: Parser) -> None:
     add("--parallel", type=whole_number(), default=1, metavar="N",
         help="train up to N forks at once (default: 1)")
     # fmt: on
-    parser.add_json()
 
 
 def predict(args: argparse.Namespace) -> tuple[Forecast, Fit, Path | None]:
@@ -186,14 +173,10 @@ def fit(args: argparse.Namespace) -> Fit:
     """Make the fit that the flags ask for; raise ConfigError if the points do not allow it."""
     require("scipy", *(["matplotlib"] * (not args.no_report)))
     is_runs = args.source.is_dir()
-    compared = list(args.compare_n)
-    if is_runs and not compared:
-        compared = [name for name in COUNTS if name != (args.params or COUNTS[0])]
-    others = [("--compare-n", name) for name in compared]
-    if args.setting_column:
-        others.append(("--setting-column", args.setting_column))
+    compared = [name for name in COUNTS if is_runs and name != (args.params or COUNTS[0])]
+    others = [*compared, *([args.setting_column] if args.setting_column else ())]
     table = (read_runs(args.source) if is_runs else read(args.source)).where(args.where)
-    named = {use: getattr(args, use) for use in FLAGS}
+    named = {use: getattr(args, use) for use in USES}
     points = points_of(table, named, others=others, drop_largest=args.drop_largest_losses)
     outcomes = forecast.compare(args.forecasts, points)
     reasons = {line["row"]: f"held out: {line['file']} is its forecast" for line in outcomes}
@@ -239,18 +222,15 @@ def _fit(args: argparse.Namespace, points: Points, brief: bool = False) -> Fit:
 
 def _base(path: Path) -> dict[str, float]:
     """Read the parametric law from a fit.json, or from an object with its five parameters."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        raw = raw["parameters"] if raw.get("law") == "parametric" else raw
-        parameters = {name: float(raw[name]) for name in LAWS["parametric"].parameters}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        parameters = {}
-    if not parameters or min(parameters.values()) <= 0:
+    raw = reader.read(path)
+    values = reader.block_at(raw, "parameters") or raw
+    numbers = {name: number(values.get(name)) or 0.0 for name in PARAMETRIC.parameters}
+    if min(numbers.values()) <= 0:
         raise ConfigError(
             f"--base {path}: holds no parametric law; use its fit.json, or an object with numbers "
             "above 0 for E, A, B, alpha and beta"
         )
-    return parameters
+    return numbers
 
 
 def write(fitted: Fit, args: argparse.Namespace) -> list[Path]:

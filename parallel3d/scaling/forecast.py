@@ -9,18 +9,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
+from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling import data_constrained, frontier
 from parallel3d.scaling.estimator import LAWS, PARAMETRIC
 from parallel3d.scaling.points import FLOPS_PER_ND, Array, Fit, Points, interval
 from parallel3d.scaling.posterior import LEAST, back_test, posterior
 
-SAME_RUN = 0.02
-"""Relative difference of N and of D up to which a run is the one that a forecast is about."""
 ONE_RUN = "loss_of_a_run"
-_NO_LOSS = "the {} law does not predict a loss; use the fit of another law"
 
 
 class Forecast(BaseModel, frozen=True):
@@ -66,30 +64,28 @@ def forecast(
     unique: unique training tokens of the run, for the data-constrained law. Raises ConfigError if
     the fit cannot forecast this run.
     """
-    flags = {"--flops": flops, "--params": params, "--tokens": tokens}
-    known = [flag for flag, value in flags.items() if value is not None]
+    is_best = flops is not None
+    if {params is None, tokens is None} != {is_best}:
+        raise ConfigError(
+            "--flops, --params, --tokens: give --flops alone for the best run of a budget, or "
+            "--params and --tokens for one run"
+        )
+    if fit.law == frontier.BEST_VALUE:
+        raise ConfigError(
+            f"--fit {fit.path}: the {fit.law} law does not predict a loss; use the fit of another"
+        )
     spread: dict[str, list[float] | None] = dict.fromkeys(("params", "tokens", "loss", ONE_RUN))
     drawn = {**fit.parameters, **{name: draws[:, None] for name, draws in fit.samples.items()}}
-    if known == ["--flops"] and flops:
+    if flops is not None:
         params, tokens = (float(x) for x in _best(fit, fit.parameters, flops))
         if fit.samples:
             for name, draws in zip(("params", "tokens"), _best(fit, drawn, flops), strict=True):
                 spread[name] = interval(np.ravel(draws))
-    elif len(known) != 2:
-        names = ", ".join(known) or "none"
-        raise ConfigError(
-            f"--flops, --params, --tokens: {names} given; give --flops alone for the best run of a "
-            "budget, or two of the three for one run"
-        )
-    elif flops and tokens:
-        params = flops / (FLOPS_PER_ND * tokens)
-    elif flops and params:
-        tokens = flops / (FLOPS_PER_ND * params)
     assert params is not None and tokens is not None
-    flops = flops if flops is not None else FLOPS_PER_ND * params * tokens
+    flops = flops or FLOPS_PER_ND * params * tokens
     losses, _ = frontier.losses_of(fit.points, fit.law)
     law, surface = posterior(losses), fit.diagnostics.get("surface", fit.parameters)
-    is_off = law is not None and known != ["--flops"] and "beta" in (surface or ())
+    is_off = law is not None and not is_best and "beta" in (surface or ())
     texts = {
         "fewer than 4 budgets have their best size between others, so the surface makes the "
         "forecast; on published ladders it was off by 9 % at 10 times the FLOPs":
@@ -97,8 +93,10 @@ def forecast(
         "the best losses fall ever faster with FLOPs, so no law E + A C^-gamma, E > 0, describes "
         "them and the surface makes the forecast; add larger budgets or leave out the smallest":
             law is None and len(losses) >= LEAST,
+        "no loss: the fit has too few budgets for a law of it":
+            law is None and fit.law in frontier.NAMES,
         "no parametric law fits these runs; the loss is that of the best run of the budget":
-            law is not None and known != ["--flops"] and not is_off,
+            law is not None and not is_best and not is_off,
     }  # fmt: skip
     by, loss = fit.law, None
     if law is not None:
@@ -139,12 +137,10 @@ def _best(fit: Fit, values: Mapping[str, Any], flops: float) -> tuple[Array, Arr
             values["N_coefficient"] * flops ** values["N_exponent"],
             values["D_coefficient"] * flops ** values["D_exponent"],
         )
-    if fit.law == data_constrained.NAME:
-        raise ConfigError(
-            "--flops: the data-constrained law cannot say which N and D are best; give --params "
-            "and --tokens as well as --unique-tokens"
-        )
-    raise ConfigError(f"--fit {fit.path}: {_NO_LOSS.format(fit.law)}")
+    raise ConfigError(
+        "--flops: the data-constrained law cannot say which N and D are best; give --params and "
+        "--tokens as well as --unique-tokens"
+    )
 
 
 def _loss(
@@ -154,8 +150,6 @@ def _loss(
     one, other = np.array([params]), np.array([tokens])
     if fit.law in LAWS:
         return LAWS[fit.law].loss(values, one, other)
-    if fit.law != data_constrained.NAME:
-        raise ConfigError(f"--fit {fit.path}: {_NO_LOSS.format(fit.law)}")
     if unique is None:
         raise ConfigError(
             "--unique-tokens: is missing; the data-constrained law needs it to count repeats"
@@ -237,18 +231,15 @@ def compare(files: Sequence[Path], points: Points) -> list[dict[str, object]]:
 
 
 def _same_run(params: Array, tokens: Array, forecast: Forecast) -> npt.NDArray[np.bool_]:
-    """Return the mask of the runs that the forecast is about [runs]."""
+    """Return the mask of the runs with N and D within 2 % of the forecast's [runs]."""
     far = np.maximum(np.abs(params / forecast.params - 1), np.abs(tokens / forecast.tokens - 1))
-    return np.asarray(far < SAME_RUN)
+    return np.asarray(far < 0.02)
 
 
 def _read(file: Path) -> Registered:
     try:
-        return Registered.model_validate_json(file.read_text(encoding="utf-8"))
-    except OSError as problem:
-        why = problem.strerror or str(problem)
-    except ValueError:
-        why = "not a forecast"
-    raise ConfigError(
-        f"--forecasts {file}: cannot be used ({why}); name a file that --register wrote"
-    )
+        return Registered.model_validate_json(reader.text_of(file))
+    except ValidationError:
+        raise ConfigError(
+            f"--forecasts {file}: is not a forecast; name a file that --register wrote"
+        ) from None

@@ -36,9 +36,6 @@ Method = Literal["akima", "parabola"]
 METHODS: dict[Method, int] = {"akima": 4, "parabola": 3}
 """Method to find the minimum of a profile -> smallest number of sizes that it needs."""
 LEAST_BUDGETS, LEAST_SPAN = 6, 30
-HIGHEST_LOSS = 6.0  # nats per token; the best run of a ladder is below, most perplexities above
-LEAST_FLOPS = 1e9  # of the largest run; 1,000 parameters on 100,000 tokens have 6e11
-_RATES = ("lr", "learning_rate", "peak_lr", "max_lr")
 
 
 @dataclass(frozen=True)
@@ -267,12 +264,13 @@ def envelope(points: Points) -> list[Best]:
 
 def exponents(bests: Sequence[Best]) -> dict[str, float]:
     """Fit N and D as powers of C, by least squares of logarithms."""
-    parameters: dict[str, float] = {}
     flops, *columns = np.array(bests).T[:3]
-    for name, column in zip("ND", columns, strict=True):
-        law = power_law([flops], column)
-        parameters |= {f"{name}_coefficient": law.coefficient, f"{name}_exponent": law.exponents[0]}
-    return parameters
+    laws = {name: power_law([flops], column) for name, column in zip("ND", columns, strict=True)}
+    return {
+        f"{name}_{what}": value
+        for name, law in laws.items()
+        for what, value in (("coefficient", law.coefficient), ("exponent", law.exponents[0]))
+    }
 
 
 def losses_of(points: Points, law: str) -> tuple[list[BestLoss], list[float]]:
@@ -347,16 +345,13 @@ def _bests(
     """Return the best run of each budget, and a text for each budget that has none."""
     if kind == "envelope":
         return envelope(points), []
-    bests, left_out = [], []
-    for profile in profiles:
-        if best := profile.least(method):
-            bests.append(best)
-        else:
-            left_out.append(
-                f"budget of {profile.flops:.3g} FLOPs: its {int(profile.size.max()) + 1} sizes do "
-                "not bracket a minimum of the loss"
-            )
-    return bests, left_out
+    found = [(profile, profile.least(method)) for profile in profiles]
+    left_out = [
+        f"budget of {profile.flops:.3g} FLOPs: its {int(profile.size.max()) + 1} sizes do not "
+        "bracket a minimum of the loss"
+        for profile, best in found if not best
+    ]  # fmt: skip
+    return [best for _, best in found if best], left_out
 
 
 def surface(points: Points, estimator: Estimator) -> dict[str, float] | None:
@@ -411,7 +406,10 @@ def with_checks(fit: Fit, table: Table) -> Fit:
 
 def _design(fit: Fit, budgets: int, at_edge: Sequence[float], table: Table) -> list[str]:
     flops, sizes = fit.points.flops, len(groups(fit.points.params))
-    rates = [{number(row.get(name)) for row in table.rows} for name in _RATES]
+    rates = [
+        {number(row.get(name)) for row in table.rows}
+        for name in ("lr", "learning_rate", "peak_lr", "max_lr")
+    ]
     is_mup = {row.get("parametrization") for row in table.rows} == {"mup"}
     is_one = sizes > 1 and not is_mup and any(len(rate) == 1 and None not in rate for rate in rates)
     edges = ", ".join(f"{edge:.3g}" for edge in at_edge)
@@ -437,7 +435,7 @@ def _units(points: Points) -> list[str]:
         f"the lowest loss is {loss:.3g}: these look like perplexities; use their logarithms"
     )
     texts = {f"the largest run has {flops:.3g} FLOPs: these look like units of 1e18; {remedy}":
-             flops < LEAST_FLOPS}  # fmt: skip
+             flops < 1e9}  # fmt: skip
     counted = points.flops / (FLOPS_PER_ND * points.params * points.tokens)
     for name, values, low, high, most in (
         ("tokens per parameter", points.tokens / points.params, 1e-3, 1e6, 1e3),
@@ -453,4 +451,5 @@ def _units(points: Points) -> list[str]:
             f"{remedy}": not low < np.median(values) < high,
         }  # fmt: skip
     first = [text for text, is_true in texts.items() if is_true][:1]  # one mistake causes several
-    return [perplexity] * int(loss > HIGHEST_LOSS) + first
+    # The best run of a ladder is below 6 nats per token, and most perplexities are above.
+    return [perplexity] * int(loss > 6.0) + first

@@ -11,31 +11,30 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.runs import Table, number
 
 Array = npt.NDArray[np.float64]
 FLOPS_PER_ND = 6
 """C = 6ND: FLOPs of forward and backward pass (arXiv:2001.08361, section 2.1)."""
-LEVEL = 95  # per cent of the draws that an interval covers
 _COLUMNS = ("params", "tokens", "flops", "loss")
-DIVERGED = 2.0
-"""A run diverged if its loss is more than this times that of a smaller model on fewer tokens."""
 SAME = 1e-3  # relative difference below which sizes, or numbers of tokens, count as equal
 SAME_BUDGET = 0.05  # the same for budgets, which differ because runs end with a whole step
-NAMES = {
-    "params": ("params", "n", "N", "n_params", "num_params", "parameters", "with_head"),
-    "tokens": ("tokens", "d", "D", "n_tokens", "num_tokens", "training_tokens"),
-    "flops": ("flops", "c", "C", "compute", "training_flops"),
-    "loss": ("loss", "held_out_loss", "val_loss", "validation_loss", "final_loss"),
-    "standard_error": ("held_out_standard_error",),
-    "unique": ("corpus_unique_tokens",),
-}
-"""Usual names of each column, tried in this order unless a flag names the column."""
-FLAGS = {
-    "params": "--n-column", "tokens": "--d-column", "flops": "--flops-column",
-    "loss": "--loss-column", "standard_error": "--error-column", "unique": "--unique-column",
+USES = {
+    "params": ("--n-column", "number of parameters",
+               ("params", "n", "N", "n_params", "num_params", "parameters", "with_head")),
+    "tokens": ("--d-column", "training tokens",
+               ("tokens", "d", "D", "n_tokens", "num_tokens", "training_tokens")),
+    "flops": ("--flops-column", "training FLOPs", ("flops", "c", "C", "compute", "training_flops")),
+    "loss": ("--loss-column", "loss in nats per token",
+             ("loss", "held_out_loss", "val_loss", "validation_loss", "final_loss")),
+    "standard_error": ("--error-column", "standard error of the loss",
+                       ("held_out_standard_error",)),
+    "unique": ("--unique-column", "unique training tokens", ("corpus_unique_tokens",)),
 }  # fmt: skip
+"""Use of a column -> its flag, its meaning, and its usual names, tried in this order unless the
+flag names the column."""
 
 
 class Dropped(NamedTuple):
@@ -104,55 +103,54 @@ def groups(values: Array, same: float = SAME) -> list[np.ndarray]:
 
 
 def points_of(
-    table: Table, named: Mapping[str, str | None], *, others: Sequence[tuple[str, str]] = (),
+    table: Table, named: Mapping[str, str | None], *, others: Sequence[str] = (),
     drop_largest: int = 0,
 ) -> Points:  # fmt: skip
     """Return the points of a table; rows that cannot be used are listed as dropped.
 
     named: use -> name of the column, or None for the usual names. Two of params, tokens and flops
         are enough.
-    others: (flag, name) of further columns to read, with numbers above 0.
+    others: further columns to read, with numbers above 0.
     drop_largest: number of largest losses to drop.
 
     Raises ConfigError if a column is missing or no row can be used.
     """
     columns = _columns(table, named)
-    read = columns | {f"other {name}": table.column(flag, name) for flag, name in others}
-    results = [(n, *_numbers(read, c)) for n, c in zip(table.names, table.rows, strict=True)]
-    unusable = ((name, reason) for name, _, reason in results if reason)
-    dropped = [Dropped(*gone) for gone in (*table.left_out, *unusable)]
-    rows = [row for _, row, reason in results if not reason]
-    names = tuple(name for name, _, reason in results if not reason)
-    if rows:
-        arrays = {what: np.array([row[what] for row in rows]) for what in rows[0]}
-        points = Points(
-            **{what: arrays[what] for what in ("params", "tokens", "flops", "loss")},
-            names=names, columns=columns, dropped=tuple(dropped),
-            standard_error=arrays.get("standard_error"), unique=arrays.get("unique"),
-            others={name: arrays[f"other {name}"] for _, name in others},
-        )  # fmt: skip
-        points = points.without(_repeats(np.column_stack(list(arrays.values())), names))
-        points = points.without(_diverged(points))
-        largest = sorted(np.argsort(-points.loss, kind="stable")[:drop_largest].tolist())
-        rule = f"one of the {drop_largest} largest losses (--drop-largest-losses)"
-        points = points.without({i: f"loss {points.loss[i]:g}: {rule}" for i in largest})
-        if len(points):
-            return points
-        dropped = list(points.dropped)
-    why = f"; {dropped[0].row}: {dropped[0].reason}" if dropped else ""
-    raise ConfigError(f"{table.path}: no row can be used{why}; correct the table")
+    read = columns | {f"other {name}": table.column(name, "--setting-column") for name in others}
+    dropped, rows, names = [Dropped(*gone) for gone in table.left_out], [], []
+    for name, cells in zip(table.names, table.rows, strict=True):
+        row, reason = _numbers(read, cells)
+        if reason:
+            dropped.append(Dropped(name, reason))
+        else:
+            rows.append(row)
+            names.append(name)
+    if not rows:
+        why = f"; {dropped[0].row}: {dropped[0].reason}" if dropped else ""
+        raise ConfigError(f"{table.path}: no row can be used{why}; correct the table")
+    arrays = {use: np.array([row[use] for row in rows]) for use in rows[0]}
+    points = Points(
+        **{use: arrays[use] for use in _COLUMNS}, names=tuple(names), columns=columns,
+        dropped=tuple(dropped), standard_error=arrays.get("standard_error"),
+        unique=arrays.get("unique"), others={name: arrays[f"other {name}"] for name in others},
+    )  # fmt: skip
+    points = points.without(_repeats(np.column_stack(list(arrays.values())), names))
+    points = points.without(_diverged(points))
+    largest = sorted(np.argsort(-points.loss, kind="stable")[:drop_largest].tolist())
+    rule = f"one of the {drop_largest} largest losses (--drop-largest-losses)"
+    return points.without({i: f"loss {points.loss[i]:g}: {rule}" for i in largest})
 
 
 def _columns(table: Table, named: Mapping[str, str | None]) -> dict[str, str]:
     columns = {}
-    for use, flag in FLAGS.items():
+    for use, (flag, _, names) in USES.items():
         if name := named.get(use):
-            columns[use] = table.column(flag, name)
-        elif usual := [n for n in NAMES.get(use, ()) if n in table.columns]:
+            columns[use] = table.column(name, flag)
+        elif usual := [name for name in names if name in table.columns]:
             columns[use] = usual[0]
     if "loss" not in columns:
         raise ConfigError(
-            f"--loss-column: is missing, and {table.path} has no column {NAMES['loss'][0]}; use "
+            f"--loss-column: is missing, and {table.path} has no column loss; use "
             f"one of its columns: {', '.join(table.columns)}"
         )
     known = sorted(columns.keys() & {"params", "tokens", "flops"})
@@ -175,12 +173,8 @@ def _numbers(
     numbers: dict[str, float] = {}
     for use, column in columns.items():
         value = number(cells.get(column))
-        if value is None:
-            return {}, f"{column} = {cells.get(column)!r} is not a number"
-        if not math.isfinite(value):
-            return {}, f"{column} = {value}: the run diverged or was not measured"
-        if value <= 0:
-            return {}, f"{column} = {value:g} is not above 0"
+        if value is None or not 0 < value < math.inf:
+            return {}, f"{column} = {cells.get(column)!r} is not a finite number above 0"
         numbers[use] = value
     if "flops" not in numbers:
         numbers["flops"] = FLOPS_PER_ND * numbers["params"] * numbers["tokens"]
@@ -206,7 +200,7 @@ def _diverged(points: Points) -> dict[int, str]:
         below = (points.params <= points.params[i]) & (points.tokens <= points.tokens[i])
         below &= unique <= unique[i]
         best = np.flatnonzero(below)[np.argmin(points.loss[below])]
-        if loss > DIVERGED * points.loss[best]:
+        if loss > 2 * points.loss[best]:
             reasons[i] = (
                 f"diverged: loss {loss:g}, but {points.names[best]} with no more parameters or "
                 f"tokens has {points.loss[best]:g}"
@@ -278,8 +272,9 @@ class Fit:
     @classmethod
     def read(cls, path: Path) -> "Fit":
         """Read a fit.json; raise ConfigError for a file that `scale fit` did not write."""
+        text = reader.text_of(path)
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = json.loads(text)
             data = raw["data"]
             columns: dict[str, Any] = {name: np.array(data[name], dtype=float) for name in _COLUMNS}
             return cls(
@@ -291,17 +286,15 @@ class Fit:
                 scatter=np.array(raw["scatter"], dtype=float),
                 diagnostics=dict(raw["diagnostics"]), path=path,
             )  # fmt: skip
-        except OSError as problem:
-            why = problem.strerror or str(problem)
         except (ValueError, KeyError, TypeError, AttributeError):
-            why = "not a fit"
-        raise ConfigError(f"--fit {path}: cannot be used ({why}); name a fit.json of `scale fit`")
+            raise ConfigError(
+                f"--fit {path}: is not a fit; name a fit.json of `scale fit`"
+            ) from None
 
 
 def interval(draws: Array | None) -> list[float] | None:
     """Return the percentiles 2.5 and 97.5 of the draws; None if there are no draws."""
     if draws is None or not len(draws):
         return None
-    rest = (100 - LEVEL) / 2
-    low, high = np.percentile(draws, [rest, 100 - rest])
+    low, high = np.percentile(draws, [2.5, 97.5])
     return [float(low), float(high)]

@@ -20,9 +20,6 @@ _FAR = np.log(4)  # distance in log(N) from the optimum from which a size counts
 GAMMA = (0.12, 0.7)
 """Median of gamma before the data, and standard deviation of its logarithm. Published ladders have
 gammas from 0.05 (arXiv:2001.08361) to 0.15 (arXiv:2203.15556)."""
-_RANGE = (0.01, 0.6)  # gammas of the grid
-_NOISE_FREEDOM = 0.3  # degrees of freedom that the scatter within budgets counts as
-_TESTS = (1, 2, 3)  # numbers of largest budgets that a back-test predicts
 
 
 class BestLoss(NamedTuple):
@@ -115,9 +112,9 @@ def posterior(bests: Sequence[BestLoss], draws: int = DRAWS, seed: int = 0) -> P
     flops, loss, variance, squares, freedom, _ = np.array(bests).T
     logs = np.log(flops) - (middle := float(np.log(flops).mean()))
     weight = 1 / (variance * loss**2)
-    own = _NOISE_FREEDOM if freedom.sum() > 0.5 else 0.0
+    own = 0.3 if freedom.sum() > 0.5 else 0.0  # degrees of freedom of the scatter within budgets
     noise, degrees = squares.sum() / max(freedom.sum(), 0.5), len(bests) - 2 + own
-    low, high = _RANGE
+    low, high = 0.01, 0.6
     for _ in range(3):  # each grid covers the gammas that the one before found likely
         gammas = np.linspace(low, high, 240)
         basis = np.exp(-gammas[:, None] * logs)  # [gammas, budgets]
@@ -153,7 +150,7 @@ def back_test(bests: Sequence[BestLoss]) -> list[dict[str, object]]:
     ones, and "held", the number of forecasts whose 95 % interval contains the truth.
     """
     order, tests = sorted(bests), []
-    for count in _TESTS:
+    for count in (1, 2, 3):
         if not (law := posterior(order[:-count])):
             continue
         rows: list[dict[str, Any]] = []

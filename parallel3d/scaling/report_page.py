@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -19,21 +19,16 @@ from parallel3d.scaling import frontier
 from parallel3d.scaling.estimator import EXPONENTS, LAWS
 from parallel3d.scaling.forecast import ONE_RUN, Forecast
 from parallel3d.scaling.frontier import profiles
-from parallel3d.scaling.points import FLOPS_PER_ND, LEVEL, Fit, groups, interval
+from parallel3d.scaling.points import Fit, interval
 from parallel3d.scaling.posterior import posterior
 
 if TYPE_CHECKING:  # of an extra
     from matplotlib.figure import Figure
 
-PAGE, PICTURES = "report.html", "report"
-_MOST = 12  # dropped rows to print; the page and fit.json list all of them
 _NOT_KNOWN = (
     "learning-rate schedule and final rate, warm-up, batch size, learning rate, seeds, tokenizer "
     "and vocabulary, training data, architecture"
 )
-_HELD = {True: "yes", False: "NO", None: ""}
-_T = TypeVar("_T")
-_MOST_LINES = 9  # lines of one plot that can be told apart
 _LOSS = "loss (nats per token)"
 Picture = tuple["Figure", str]
 """A figure and its caption."""
@@ -50,15 +45,16 @@ def parts(fit: Fit, settings: Mapping[str, str] | None = None) -> list[Part]:
             row["registered_at"][:16].replace("T", " "), f"{row['flops']:.3g}",
             f"{row['beyond']:.3g}", f"{row['predicted']:.4f}", _range(row["interval"]),
             "no run yet" if row["loss"] is None else f"{row['loss']:.4f}",
-            "" if row["error"] is None else f"{row['error']:+.2%}", _HELD[row["held"]],
+            "" if row["error"] is None else f"{row['error']:+.2%}",
+            {True: "yes", False: "NO", None: ""}[row["held"]],
         )
         for row in diagnostics.get("forecasts", ())
     ]  # fmt: skip
     tables = [
-        Part("Parameters", ("", "estimate", "std. error", f"{LEVEL} %"), _parameters(fit)),
+        Part("Parameters", ("", "estimate", "std. error", "95 %"), _parameters(fit)),
         Part(
             "Registered forecasts",
-            ("registered, UTC", "FLOPs", "x fitted", "forecast", f"{LEVEL} %", "truth", "error",
+            ("registered, UTC", "FLOPs", "x fitted", "forecast", "95 %", "truth", "error",
              "held"),
             forecasts,
         ),
@@ -99,18 +95,16 @@ def _parameters(fit: Fit) -> list[tuple[str, ...]]:
          _range(intervals[name]))
         for name, value in fit.parameters.items()
     ]  # fmt: skip
+    compared, main = diagnostics.get("n_compared", {}), diagnostics.get("n_counts")
     exponents = [
-        (f"best {name} grows as C^", value, interval(fit.optimal_samples.get(name)))
-        for name, value in fit.optimal.items()
-        if f"{name}_exponent" not in fit.parameters
-    ]
-    for name, other in diagnostics.get("n_compared", {}).items():
-        if name != diagnostics["n_counts"] and "N" in other["optimal_exponents"]:
-            label = f"best N (counted as {name}) grows as C^"
-            exponents.append((label, other["optimal_exponents"]["N"], None))
-    for method, value in diagnostics.get("methods", {}).items():
-        if value is not None:
-            exponents.append((f"best N by {method} grows as C^", value, None))
+        *((f"best {name} grows as C^", value, interval(fit.optimal_samples.get(name)))
+          for name, value in fit.optimal.items() if f"{name}_exponent" not in fit.parameters),
+        *((f"best N (counted as {name}) grows as C^", other["optimal_exponents"]["N"], None)
+          for name, other in compared.items()
+          if name != main and "N" in other["optimal_exponents"]),
+        *((f"best N by {method} grows as C^", value, None)
+          for method, value in diagnostics.get("methods", {}).items() if value is not None),
+    ]  # fmt: skip
     rows += [(label, f"{value:.4f}", "", _range(spread)) for label, value, spread in exponents]
     if bias := diagnostics.get("parabola_bias"):
         rows.append(("bias of the parabola's exponent", f"{bias['N_exponent']:+.4f}", "", ""))
@@ -125,56 +119,42 @@ def _choices(fit: Fit) -> list[tuple[str, str]]:
     if points.unique is not None:
         most = float((points.tokens / points.unique).max())
         repeats = f"at most {most:.3g} times the unique tokens"
-    rows = [
-        ("N", f"counted as {diagnostics.get('n_counts', columns.get('params', ''))}{compared}"),
-        ("D", f"{columns.get('tokens', 'C / 6N')}; {repeats}"),
-        ("C", columns.get("flops", "6 N D")),
-        ("loss", f"{columns.get('loss', 'loss')}, nats per token; standard error: "
-         f"{columns.get('standard_error', 'not known')}"),
-        ("objective", fit.estimator),
-    ]  # fmt: skip
-    if starts := diagnostics.get("starts"):
-        low, high = EXPONENTS
-        rows += [
-            ("search", f"L-BFGS-B with exact gradients; {starts['reached']} of {starts['number']} "
-             "starts reached the optimum; converged: "
-             f"{'yes' if diagnostics['converged'] else 'no'}"),
-            ("bounds", f"coefficients above 0, exponents from {low:g} to {high:g}; hit: "
-             f"{', '.join(diagnostics['bounds_hit']) or 'none'}"),
-            ("condition number", f"{diagnostics['condition']:.3g} (normalised gradients)"),
-        ]  # fmt: skip
-    if strap := diagnostics.get("bootstrap"):
-        rows.append(("intervals", f"bootstrap percentiles; {strap['draws']} resamples of the runs "
-                     f"(seed {strap['seed']}, {strap['redrawn']} drawn again)"))  # fmt: skip
-    if rest := diagnostics.get("residuals"):
-        rows.append(("residuals", f"of log(loss): rms {rest['rms']:.2%}, worst {rest['worst']:+.2%}"
-                     f" ({rest['worst_row']})"))  # fmt: skip
-    if floor := diagnostics.get("noise_floor"):
-        rows.append(("noise", f"{floor['standard_deviation']:.2%} between {floor['runs']} runs in "
-                     f"{floor['groups']} groups of equal size and tokens"))  # fmt: skip
-    if frontier := diagnostics.get("frontier"):
-        spread = ", ".join(
-            f"{name} {value:.4g} ({_range(frontier['intervals'][name])})"
-            for name, value in frontier["parameters"].items()
-        )
-        rows.append(
-            ("forecasts", "E + A C^-gamma through the best losses of "
-             f"{frontier['budgets']} budgets, Student-t posterior: {spread}; "
-             f"{frontier['distant_runs']} runs further than x4 from the best size of their budget "
-             "count for less")
-        )  # fmt: skip
-    if held := diagnostics.get("held_out"):
-        rows.append(
-            ("held-out check", f"{held['points']} of the largest budgets, from "
-             f"{held['flops'][0]:.3g} FLOPs; a fit to the other {held['fitted_on']} is off by "
-             f"{held['mean_error']:.2%} (mean), {held['worst_error']:.2%} (worst)")
-        )  # fmt: skip
-    rows.append(
-        ("data", f"{diagnostics.get('table', '')}, SHA-256 of the fitted points {points.digest}")
+    starts, strap, rest, floor, curve, held = (
+        diagnostics.get(name)
+        for name in ("starts", "bootstrap", "residuals", "noise_floor", "frontier", "held_out")
     )
-    if conditions := diagnostics.get("where"):
-        rows.append(("rows used", ", ".join(conditions)))
-    return rows
+    low, high = EXPONENTS
+    choices = {
+        "N": f"counted as {diagnostics.get('n_counts', columns.get('params', ''))}{compared}",
+        "D": f"{columns.get('tokens', 'C / 6N')}; {repeats}",
+        "C": columns.get("flops", "6 N D"),
+        "loss": f"{columns.get('loss', 'loss')}, nats per token; standard error: "
+            f"{columns.get('standard_error', 'not known')}",
+        "objective": fit.estimator,
+        "search": starts and f"L-BFGS-B with exact gradients; {starts['reached']} of "
+            f"{starts['number']} starts reached the optimum; converged: {diagnostics['converged']}",
+        "bounds": starts and f"coefficients above 0, exponents from {low:g} to {high:g}; hit: "
+            f"{', '.join(diagnostics['bounds_hit']) or 'none'}",
+        "condition number": starts and f"{diagnostics['condition']:.3g} (normalised gradients)",
+        "intervals": strap and f"bootstrap percentiles; {strap['draws']} resamples of the runs "
+            f"(seed {strap['seed']}, {strap['redrawn']} drawn again)",
+        "residuals": rest and f"of log(loss): rms {rest['rms']:.2%}, worst {rest['worst']:+.2%} "
+            f"({rest['worst_row']})",
+        "noise": floor and f"{floor['standard_deviation']:.2%} between {floor['runs']} runs in "
+            f"{floor['groups']} groups of equal size and tokens",
+        "forecasts": curve and "E + A C^-gamma through the best losses of "
+            f"{curve['budgets']} budgets, Student-t posterior: " + ", ".join(
+                f"{name} {value:.4g} ({_range(curve['intervals'][name])})"
+                for name, value in curve["parameters"].items()
+            ) + f"; {curve['distant_runs']} runs further than x4 from the best size of their "
+            "budget count for less",
+        "held-out check": held and f"{held['points']} of the largest budgets, from "
+            f"{held['flops'][0]:.3g} FLOPs; a fit to the other {held['fitted_on']} is off by "
+            f"{held['mean_error']:.2%} (mean), {held['worst_error']:.2%} (worst)",
+        "data": f"{diagnostics.get('table', '')}, SHA-256 of the fitted points {points.digest}",
+        "rows used": ", ".join(diagnostics.get("where", ())),
+    }  # fmt: skip
+    return [(name, text) for name, text in choices.items() if text]
 
 
 def show_fit(fit: Fit, out: Console) -> None:
@@ -182,8 +162,6 @@ def show_fit(fit: Fit, out: Console) -> None:
     terminal.say(out, summary(fit))
     for part in parts(fit):
         _show(part, out)
-    if len(fit.points.dropped) > _MOST:
-        terminal.say(out, f"{len(fit.points.dropped) - _MOST} more rows are listed in fit.json")
     for warning in fit.diagnostics["warnings"]:
         terminal.say(out, f"WARNING: {warning}", "  ")
 
@@ -195,7 +173,7 @@ def _show(part: Part, out: Console) -> None:
         Column(head, right=part.numeric and place > 0, wraps=not part.numeric and place == last)
         for place, head in enumerate(part.heads)
     ]
-    terminal.show(out, columns, part.rows[:_MOST] if part.heads[0] == "row" else part.rows)
+    terminal.show(out, columns, part.rows)
 
 
 def show_forecast(forecast: Forecast, fit: Fit, out: Console) -> None:
@@ -209,16 +187,11 @@ def show_forecast(forecast: Forecast, fit: Fit, out: Console) -> None:
     rows = [
         ("N", f"{forecast.params:.4g}", _range(spread["params"])),
         ("D", f"{forecast.tokens:.4g}", _range(spread["tokens"])),
+        ("loss", "" if forecast.loss is None else f"{forecast.loss:.4f}", _range(spread["loss"])),
+        ("loss of one run", "", _range(spread[ONE_RUN])),
     ]
-    if forecast.loss is not None:
-        rows.append(("loss", f"{forecast.loss:.4f}", _range(spread["loss"])))
-        rows.append(("loss of one run", "", _range(spread[ONE_RUN])))
-    columns = (Column("", right=False), Column("value"), Column(f"{LEVEL} %"))
+    columns = (Column("", right=False), Column("value"), Column("95 %"))
     terminal.show(out, columns, rows)
-    if forecast.loss is None:
-        terminal.say(out, "WARNING: no loss: the fit has too few budgets for a law of it", "  ")
-    elif spread["loss"] is None:
-        terminal.say(out, "WARNING: no intervals: the fit has no draws of its parameters", "  ")
     terminal.say(out, f"{forecast.beyond:.3g} times the FLOPs of the largest fitted run")
     if (part := back_tests(forecast.back_test)).rows:
         _show(part, out)
@@ -228,7 +201,7 @@ def show_forecast(forecast: Forecast, fit: Fit, out: Console) -> None:
 
 def write(fit: Fit, folder: Path, *, title: str, settings: Mapping[str, str] | None = None) -> Path:
     """Write report.html, and its plots as PNGs to report/ beside it; return the page's path."""
-    drawn, path = pictures(fit), folder / PAGE
+    drawn, path = pictures(fit), folder / "report.html"
     write_page(path, page(fit, title, drawn, settings), drawn)
     return path
 
@@ -266,14 +239,8 @@ def pictures(fit: Fit) -> dict[str, tuple[bytes, str]]:
         return {name: (png(plt, plot[0]), plot[1]) for name, plot in drawn.items() if plot}
 
 
-def _some(items: Sequence[_T]) -> list[_T]:
-    """Return at most _MOST_LINES of the items, evenly spaced and including both ends."""
-    places = np.linspace(0, len(items) - 1, min(len(items), _MOST_LINES)).round().astype(int)
-    return [items[i] for i in places]
-
-
 def loss(plt: ModuleType, fit: Fit) -> Picture:
-    """Draw the loss over FLOPs, coloured by size, with the law's curve for some sizes."""
+    """Draw the loss over FLOPs, coloured by size, with the laws of the best runs."""
     points = fit.points
     figure, axes = plt.subplots()
     dots = axes.scatter(points.flops, points.loss, c=points.params, norm="log", s=13, zorder=3)
@@ -283,16 +250,9 @@ def loss(plt: ModuleType, fit: Fit) -> Picture:
     caption = "Loss of every fitted run over its FLOPs, coloured by size"
     flops = np.geomspace(points.flops.min(), points.flops.max() * 10, 100)
     if law := LAWS.get(fit.law):
-        lengths = {size: points.tokens[points.params == size] for size in np.unique(points.params)}
-        for size in _some([n for n, tokens in lengths.items() if len(groups(tokens)) >= 3]):
-            tokens = np.geomspace(lengths[size].min() / 1.5, lengths[size].max() * 1.5, 60)
-            values = law.loss(fit.parameters, np.full(60, size), tokens)
-            axes.plot(FLOPS_PER_ND * size * tokens, values, color=dots.to_rgba(size), lw=0.9)
         best = law.loss(fit.parameters, *law.best(fit.parameters, flops))
         axes.plot(flops, best, "--", color=MARK, label="the law's best N and D")
-        caption += (
-            "; lines: the fitted law at sizes with at least three lengths; dashed: at the best size"
-        )
+        caption += "; dashed: the fitted law at the best size"
     bests, _ = frontier.losses_of(points, fit.law)
     if best_law := posterior(bests):
         low, middle, high = np.percentile([best_law.loss(c) for c in flops], [2.5, 50, 97.5], 1)
@@ -306,34 +266,32 @@ def loss(plt: ModuleType, fit: Fit) -> Picture:
 
 def isoflop(plt: ModuleType, fit: Fit) -> Picture | None:
     """Draw the loss over the size at each budget, with the best size by both methods."""
-    shown = _some(profiles(fit.points))
+    shown = profiles(fit.points)
     if len(shown) < 2:
         return None
     figure, axes = plt.subplots()
     colours = plt.cm.ScalarMappable(
         plt.matplotlib.colors.LogNorm(shown[0].flops, shown[-1].flops), "viridis"
     )
-    best: dict[frontier.Method, tuple[str, str]] = {
-        "akima": ("D", "best size, Akima"),
-        "parabola": ("x", "best size, parabola"),
-    }
+    law = LAWS.get(fit.law)
     for profile in shown:
         shade = colours.to_rgba(profile.flops)
         params, losses, tokens = np.exp(profile.logs[:, np.argsort(profile.logs[0])])
-        axes.plot(params, losses, "o" if fit.law in LAWS else "o-", color=shade, ms=3.2, lw=0.6)
-        if law := LAWS.get(fit.law):
+        axes.plot(params, losses, "o" if law else "o-", color=shade, ms=3.2, lw=0.6)
+        if law:
             sizes = np.geomspace(params[0], params[-1], 80)
             budget = np.exp(np.log(params * tokens).mean())
             axes.plot(sizes, law.loss(fit.parameters, sizes, budget / sizes), color=shade, lw=0.9)
-        for method, (mark, label) in best.items():
-            if least := profile.least(method):
-                axes.plot(least.params, least.loss, mark, color=MARK, mfc="none", label=label)
-    handles, labels = axes.get_legend_handles_labels()
-    once = dict(zip(labels, handles, strict=True))
-    axes.legend(once.values(), once.keys())
+    for method, mark in zip(frontier.METHODS, "Dx", strict=True):
+        bests = [best for profile in shown if (best := profile.least(method))]
+        axes.plot(
+            [best.params for best in bests], [best.loss for best in bests], mark, color=MARK,
+            mfc="none", label=f"best size by {method}",
+        )  # fmt: skip
+    axes.legend()
     axes.set(xscale="log", xlabel="parameters", ylabel=_LOSS)
     figure.colorbar(colours, ax=axes, label="training FLOPs")
-    lines = "; lines: the fitted law" if fit.law in LAWS else ""
+    lines = "; lines: the fitted law" if law else ""
     return figure, f"IsoFLOP profiles: loss of the runs of each budget over their size{lines}."
 
 
@@ -362,21 +320,19 @@ def optima(plt: ModuleType, fit: Fit) -> Picture | None:
 
 
 def residuals(plt: ModuleType, fit: Fit) -> Picture | None:
-    """Draw the residuals of the law over FLOPs, and their histogram."""
+    """Draw the residuals of the law over FLOPs."""
     if len(fit.scatter) != len(fit.points):
         return None
-    figure, (left, right) = plt.subplots(1, 2, width_ratios=[4, 1], sharey=True)
+    figure, axes = plt.subplots()
     flops, params = fit.points.flops, fit.points.params
-    dots = left.scatter(flops, 100 * fit.scatter, c=params, norm="log", s=13, zorder=3)
+    dots = axes.scatter(flops, 100 * fit.scatter, c=params, norm="log", s=13, zorder=3)
     caption = "Residuals log(loss) - log(law) of every run, in per cent"
     if floor := fit.diagnostics.get("noise_floor"):
         two = 200 * floor["standard_deviation"]
-        left.axhspan(-two, two, color=LINE, alpha=0.1, lw=0)
+        axes.axhspan(-two, two, color=LINE, alpha=0.1, lw=0)
         caption += "; shaded: two standard deviations between runs of equal size and tokens"
-    left.set(xscale="log", xlabel="training FLOPs", ylabel="residual (%)")
-    right.hist(100 * fit.scatter, bins=25, orientation="horizontal")
-    right.set_xlabel("runs")
-    figure.colorbar(dots, ax=right, label="parameters")
+    axes.set(xscale="log", xlabel="training FLOPs", ylabel="residual (%)")
+    figure.colorbar(dots, label="parameters")
     return figure, f"{caption}."
 
 

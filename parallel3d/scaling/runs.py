@@ -8,12 +8,13 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from parallel3d import models
+from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
+from parallel3d.base.section import nearest
 from parallel3d.base.step_lines import METRICS, newest
 from parallel3d.config import RunConfig
 from parallel3d.model.config import ModelConfig
@@ -45,16 +46,12 @@ class Table:
     left_out: tuple[tuple[str, str], ...] = ()
     """(name, reason) of runs without a row."""
 
-    def column(self, flag: str, name: str) -> str:
+    def column(self, name: str, flag: str) -> str:
         """Return `name` if the table has this column; otherwise raise ConfigError for the flag."""
-        if name in self.columns:
-            return name
-        near = get_close_matches(name, self.columns, 1, 0.6)
-        suggestion = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(
-            f'{flag} = "{name}": is not a column of {self.path}; {suggestion}its columns are: '
-            f"{', '.join(self.columns)}"
-        )
+        if name not in self.columns:
+            remedy = nearest(name, self.columns)
+            raise ConfigError(f'{flag} = "{name}": is not a column of {self.path}; {remedy}')
+        return name
 
     def take(self, rows: Sequence[int]) -> "Table":
         """Return the table with only the rows at these indices."""
@@ -68,12 +65,12 @@ class Table:
             name, equals, value = condition.partition("=")
             if not equals:
                 raise ConfigError(f'--where = "{condition}": has no value; write COLUMN=VALUE')
-            column = self.column("--where", name)
-            rows = [i for i, row in enumerate(table.rows) if _same(row.get(column), value)]
+            cells = [row.get(self.column(name, "--where")) for row in table.rows]
+            rows = [i for i, cell in enumerate(cells) if _same(cell, value)]
             if not rows:
-                some = ", ".join(sorted({_text(row.get(column)) for row in table.rows})[:12])
+                some = ", ".join(sorted({str(cell) for cell in cells})[:12])
                 raise ConfigError(
-                    f'--where = "{condition}": matches no row; use a value of {column}: {some}'
+                    f'--where = "{condition}": matches no row; use a value of {name}: {some}'
                 )
             table = table.take(rows)
         return table
@@ -84,86 +81,67 @@ def read(path: Path) -> Table:
 
     The first character tells which. Raises ConfigError if it cannot be read or has no row.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as problem:
-        reason = problem.strerror if isinstance(problem, OSError) else "not UTF-8 text"
-        raise ConfigError(
-            f"{path}: cannot be read as a table ({reason}); use a CSV, JSON or JSONL file, or a "
-            "folder of runs"
-        ) from None
-    start = text.lstrip()[:1]
-    if start == "[":
-        numbered = [(f"row {i}", row) for i, row in enumerate(_json(path, text, 1), 1)]
-    elif start == "{":
-        lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-        numbered = [(f"line {i}", _json(path, line, i)) for i, line in lines]
-    else:
-        numbered = list(_csv(path, text))
-    if not numbered:
+    text = reader.text_of(path)
+    rows_of = _json if text.lstrip()[:1] in ("[", "{") else _csv
+    named = list(rows_of(path, text))
+    if not named:
         raise ConfigError(
             f"{path}: has no rows; write a line of column names, then one row per run"
         )
-    for name, row in numbered:
+    for name, row in named:
         if not isinstance(row, dict):
             raise ConfigError(f"{path}, {name}: is not an object; write one JSON object per run")
-    columns = dict.fromkeys(column for _, row in numbered for column in row)
-    names, cells = zip(*numbered, strict=True)
-    return Table(path, tuple(columns), cells, names)
+    columns = dict.fromkeys(column for _, row in named for column in row)
+    names, rows = zip(*named, strict=True)
+    return Table(path, tuple(columns), rows, names)
+
+
+def _json(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the value of each row of a list, or of each line."""
+    try:
+        if text.lstrip().startswith("["):
+            yield from ((f"row {i}", row) for i, row in enumerate(json.loads(text), 1))
+        else:
+            lines = enumerate(text.split("\n"), 1)
+            yield from ((f"line {i}", json.loads(line)) for i, line in lines if line.strip())
+    except json.JSONDecodeError as problem:
+        raise ConfigError(
+            f"{path}: is not valid JSON ({problem}); write a list of objects, or one per line"
+        ) from None
+
+
+def _csv(path: Path, text: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the place and the cells of each row; missing cells are empty."""
+    delimiter = max(",;\t", key=text.partition("\n")[0].count)
+    rows = csv.DictReader(
+        io.StringIO(text, newline=""), restval="", delimiter=delimiter, skipinitialspace=True
+    )
+    columns = list(rows.fieldnames or ())
+    if len(set(columns)) < len(columns):
+        raise ConfigError(f"{path}: has two columns of one name: {', '.join(columns)}; rename one")
+    for row in rows:
+        if None in row:
+            raise ConfigError(
+                f"{path}, line {rows.line_num}: has more cells than the {len(columns)} of the "
+                "first line; name every column there"
+            )
+        yield f"line {rows.line_num}", row
 
 
 def number(cell: Any) -> float | None:
     """Return the number in a cell, which may be nan or inf; None if it holds none."""
-    if isinstance(cell, bool) or cell is None:
-        return None
     try:
         return float(cell)
     except (TypeError, ValueError):
         return None
 
 
-def _json(path: Path, text: str, line: int) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as problem:
-        raise ConfigError(
-            f"{path}, line {line}: is not valid JSON ({str(problem)[:80]}); write a list of "
-            "objects, or one object per line"
-        ) from None
-
-
-def _csv(path: Path, text: str) -> Iterator[tuple[str, dict[str, str]]]:
-    lines = text.lstrip("\r\n ")
-    skipped = text[: len(text) - len(lines)].count("\n")
-    delimiter = max(",;\t", key=lines.partition("\n")[0].count)
-    reader = csv.reader(io.StringIO(lines, newline=""), delimiter=delimiter)
-    try:
-        columns = [name.strip() for name in next(reader, [])]
-        if twice := sorted({c for c in columns if c and columns.count(c) > 1}):
-            raise ConfigError(f"{path}: has two columns named {', '.join(twice)}; rename one")
-        for row in reader:
-            cells, place = [cell.strip() for cell in row], f"line {reader.line_num + skipped}"
-            if any(cells) and len(cells) != len(columns):
-                raise ConfigError(
-                    f"{path}, {place}: has {len(cells)} cells, but the first line has "
-                    f"{len(columns)}; leave cells empty rather than out"
-                )
-            if any(cells):
-                yield place, dict(zip(columns, cells, strict=True))
-    except csv.Error as problem:
-        raise ConfigError(f"{path}: is not valid CSV ({problem}); correct it") from None
-
-
-def _text(cell: object) -> str:
-    return cell if isinstance(cell, str) else json.dumps(cell)
-
-
 def _same(cell: object, value: str) -> bool:
-    cell_number = number(cell)
-    return _text(cell) == value or (cell_number is not None and cell_number == number(value))
+    as_number = number(cell)
+    return str(cell) == value or (as_number is not None and as_number == number(value))
 
 
-class NoEnd(Exception):
+class NoEnd(ConfigError):
     """The reason why a run's folder is not a point of a fit."""
 
 
@@ -265,8 +243,7 @@ def settings(folder: Path) -> dict[str, str]:
 def _few(values: set[str]) -> str:
     """Join at most eight of the values in order, numbers first."""
     order = sorted(values, key=lambda text: (number(text) is None, number(text) or 0, text))
-    more = f" and {len(order) - 8} more" if len(order) > 8 else ""
-    return f"{', '.join(order[:8])}{more}"
+    return ", ".join([*order[:8], *["..."] * (len(order) > 8)])
 
 
 def config_of(path: Path) -> RunConfig:
@@ -278,25 +255,22 @@ def config_of(path: Path) -> RunConfig:
         return config
     except (OSError, ValueError, TypeError, AssertionError) as problem:
         lines = str(problem).splitlines() or [type(problem).__name__]
-        raise NoEnd(f"its {CONFIG} cannot be used ({lines[0]})") from None
+        raise NoEnd(
+            f"{path / CONFIG}: cannot be used ({lines[0]}); remove it, or name the folder of a run"
+        ) from None
 
 
 def _folders(folder: Path) -> list[Path]:
-    try:
-        return sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
-    except OSError as problem:
-        raise ConfigError(
-            f"{folder}: cannot be read ({problem.strerror}); check its permissions"
-        ) from None
+    return sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
 
 
 def _row(path: Path) -> dict[str, object]:
     config = config_of(path)
     steps, counted = config.train.steps, count(config.model)
     per_token = models.train_flops_per_token(config.model, config.data.sequence_length)
-    last = last_line(path / METRICS)
-    if steps is None or last["step"] < steps:
-        raise NoEnd(f"not finished: step {last['step']} of {steps or 'an unknown number'}")
+    last = newest(path / METRICS)
+    if steps is None or last.get("step", 0) < steps:
+        raise NoEnd(f"not finished: step {last.get('step', 0)} of {steps or 'an unknown number'}")
     if "held_out_loss" not in last:
         raise NoEnd("its last step has no held_out_loss; hold out more of its data")
     unique, lr = unique_tokens(path), config.optimizer.params.lr
@@ -312,10 +286,3 @@ def _row(path: Path) -> dict[str, object]:
         "parametrization": parametrization_of(config.model).type,
         **{name: value for name, value in maybe.items() if number(value) is not None},
     }
-
-
-def last_line(path: Path) -> dict[str, Any]:
-    """Return the last complete line of metrics.jsonl; raise NoEnd if there is none."""
-    if line := newest(path):
-        return line
-    raise NoEnd(f"its {METRICS} has no complete line" if path.exists() else f"it has no {METRICS}")

@@ -35,7 +35,6 @@ from parallel3d.verify.reference import Batch
 from parallel3d.verify.shrink import num_microbatches, shrink
 
 HEAD_SIZE, BLOCKS, BATCH, LENGTH = 16, 2, 8, 32
-ROUNDS = 4  # of seeds, at most
 ZIPF = 1.5  # the power by which a token's frequency falls with its rank
 _SEEN = (
     *(ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear),
@@ -49,27 +48,18 @@ def check_coordinates(
 ) -> CoordinateCheck:
     """Return the slopes of a config's activations over the widths, averaged over seeds.
 
-    Starts with `seeds` seeds; while noise alone may explain a slope that is not flat, as many are
-    added, up to `ROUNDS` times `seeds`. `say` prints progress. Raises ConfigError for a width that
-    the model or the mesh does not support.
+    `say` prints progress. Raises ConfigError for a width that the model or the mesh does not
+    support.
     """
     configs = {width: at_width(config, width, steps) for width in widths}
     compile_operators(next(iter(configs.values())))
     sizes: dict[int, list[Sizes]] = {width: [] for width in configs}
-    for turn in range(ROUNDS):
-        for width, small in configs.items():
-            ranks = small.mesh.sizes.ranks
-            for seed in range(turn * seeds, (turn + 1) * seeds):
-                sums = run_locally(_measure_on_rank, ranks, small, seed, timeout=1800)
-                sizes[width].append(_merged(sums))
-            say(f"width {width}: {len(sizes[width])} seeds of {steps} steps")
-        check = fit_slopes(sizes)
-        if not check.undecided:
-            break
-        if turn + 1 < ROUNDS:
-            names = ", ".join(layer.name for layer in check.layers if not layer.flat)
-            say(f"{names}: beyond the tolerance by less than two standard errors; adding seeds")
-    return check
+    for width, small in configs.items():
+        for seed in range(seeds):
+            sums = run_locally(_measure_on_rank, small.mesh.sizes.ranks, small, seed, timeout=1800)
+            sizes[width].append(_merged(sums))
+        say(f"width {width}: {seeds} seeds of {steps} steps")
+    return fit_slopes(sizes)
 
 
 def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:

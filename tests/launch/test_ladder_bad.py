@@ -34,7 +34,7 @@ LADDERS = {
     "one budget": ({"budgets": {"flops": [1e9]}}, "budgets.flops = [", "one budget; use two"),
     "equal budgets": (
         {"budgets": {"tokens": [512, 512]}},
-        "budgets.tokens = [512.0, 512.0]", "all budgets are equal",
+        "budgets.tokens = [512.0, 512.0]", "only one budget; use two",
     ),
     "a budget beyond all numbers": (
         {"budgets": {"flops": [1e12, 1e60]}},
@@ -60,7 +60,7 @@ LADDERS = {
     "a size between those of the rule": (
         {"sizes": [1e3, 1e6], "head_size": 64}, "sizes.0.params = 1000", "smaller head_size",
     ),
-    "the same size twice": ({"sizes": [SMALL, SMALL]}, "two of them are the same", "remove one"),
+    "the same size twice": ({"sizes": [SMALL, SMALL]}, "two runs are the same", "there twice"),
     "a smallest run that does not fit": (
         {
             "base": base(parallel3d__run={"hardware": "V100-SXM2-16GB"}, fp16={"enabled": True}),
@@ -91,6 +91,10 @@ LADDERS = {
         {"base": base(parallel3d__data={"sequence_length": 16, "tokenizer": "gpt2"})},
         'vocab_size = "auto"', "must be a number, which all sizes share",
     ),
+    "samples of no tokens": (
+        {"base": base(parallel3d__data={"sequence_length": 0})},
+        "data.sequence_length = 0", "must be a number of tokens; set it",
+    ),
     "a fixed inner width": (
         {
             "base": base(parallel3d__model={"family": "llama", "intermediate_size": 64}),
@@ -103,21 +107,22 @@ LADDERS = {
     ),
     "a size of another budget": (
         {"sizes": [SMALL, SMALL | {"budgets": [7]}]},
-        "sizes.1.budgets = 7", "is not one of budgets.tokens",
+        "sizes.1.budgets = [7.0]", "must be among budgets.tokens",
     ),
-    "seeds twice": ({"seeds": [1, 1]}, "seeds = [1, 1]", "must be different seeds; write [0]"),
+    "seeds twice": ({"seeds": [1, 1]}, "two runs are the same", "a seed that is there twice"),
+    "no seeds": ({"seeds": []}, "seeds = []", "; "),
     "a width that is no number": (
         {"sizes": sized(hidden_size="a")}, 'sizes.1.model.hidden_size = "a"', "must be an integer",
     ),
     "a mesh of the base that is none": (
         {"base": base(parallel3d__mesh=5)},
-        "base.parallel3d.mesh = 5", 'must be an object, or "plan"; write {...}, or remove it',
+        "base.parallel3d.mesh = 5", "must be an object; write {...}, or remove it",
     ),
     "parameters of the optimizer that are none": (
         {"base": base(optimizer={"type": "AdamW", "params": None})},
         "base.optimizer.params = null", "must be an object; write {...}, or remove it",
     ),
-    "no base": ({"base": {"optimizer": {}}}, 'base: has no "parallel3d" block', "write both"),
+    "no base": ({"base": {"optimizer": {}}}, "base.parallel3d.model.family", "use one of: "),
 }  # fmt: skip
 
 

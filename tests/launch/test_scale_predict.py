@@ -93,13 +93,14 @@ def test_a_registered_forecast_is_named_after_its_budget_and_time(scaled, fitted
 
 
 BAD = [
-    ((), "--flops, --params, --tokens: none given; give --flops"),
-    (("--params", "1e9"), "--flops, --params, --tokens: --params given; give"),
+    ((), "--flops, --params, --tokens: give --flops alone"),
+    (("--params", "1e9"), "or --params and --tokens for one run"),
+    (("--params", "1e9", "--flops", "1e22"), "give --flops alone"),
     (("--flops", "-3"), "--flops = -3: must be a number above 0"),
     (("--flops", "many"), "--flops = many: must be a number above 0"),
     (("--flops", "nan"), "--flops = nan: must be a number above 0"),
-    (("--flops", "1e22", "--fit", "nowhere.json"), "cannot be used (No such file"),
-    (("--flops", "1e22", "--fit", "runs.csv"), "cannot be used (not a fit)"),
+    (("--flops", "1e22", "--fit", "nowhere.json"), "cannot read nowhere.json: No such file"),
+    (("--flops", "1e22", "--fit", "runs.csv"), "runs.csv: is not a fit; name a fit.json"),
 ]
 
 

@@ -54,7 +54,6 @@ def test_over_training_forecasts_long_runs(stored):
     assert (
         prediction.loss == pytest.approx(truth, rel=1e-6) and prediction.intervals["loss"] is None
     )
-    assert forecast(fit, flops=6e22, params=1e11).tokens == pytest.approx(1e11)
 
 
 def test_repeated_tokens_are_forecast_at_their_worth(stored):
@@ -90,5 +89,5 @@ def test_what_is_no_forecast_is_not_registered_or_read(stored, tmp_path):
     assert not (tmp_path / "a.json").exists()
     for text in ("", "{}", '{"law": 1}', "[]"):
         (tmp_path / "b.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"cannot be used \(not a forecast\)"):
+        with pytest.raises(ConfigError, match="is not a forecast; name"):
             compare([tmp_path / "b.json"], chinchilla())

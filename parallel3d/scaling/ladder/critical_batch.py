@@ -28,12 +28,9 @@ from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Rung, Runs, checkpoints, state_of, with_costs
 from parallel3d.scaling.ladder.runner import execute
 from parallel3d.scaling.points import Array
-from parallel3d.scaling.runs import ALL, NoEnd, config_of, count
+from parallel3d.scaling.runs import ALL, config_of, count
 
 FILE, PICTURE = "critical-batch.json", "critical-batch.png"
-_MULTIPLES = (1, 2, 4, 8, 16, 32)  # of the run's batch, by default
-_FEWEST_STEPS = 8  # of the largest batch, by default
-_RATES = ("lr", "muon_lr", "adam_lr")
 _LEAST_SIZES = 4  # the curve has three parameters
 
 
@@ -102,10 +99,7 @@ def forks_of(args: argparse.Namespace) -> Runs:
 
     Raises ConfigError if the run cannot be forked with these batches.
     """
-    try:
-        config = config_of(args.run)
-    except NoEnd as why:
-        raise ConfigError(f"--run {args.run}: {why}; name the folder of a run") from None
+    config = config_of(args.run)
     saved = checkpoints(args.run)
     step = args.step or max(saved, default=0)
     if step not in saved:
@@ -118,11 +112,11 @@ def forks_of(args: argparse.Namespace) -> Runs:
             f"--run {args.run}: its batch changes, or it left out samples before step {step}; "
             "name a run of one batch, and a step before that"
         )
-    sizes = sorted(set(args.batches or (batch * multiple for multiple in _MULTIPLES)))
+    sizes = sorted(set(args.batches or (batch * 2**power for power in range(6))))
     if len(sizes) < _LEAST_SIZES or any(size % dp for size in sizes):
         raise ConfigError(f"--batches {sizes}: name {_LEAST_SIZES} or more multiples of dp={dp}")
     length, unit = config.data.sequence_length, lcm(*sizes)
-    wanted = args.tokens / length if args.tokens else max(done / 10, _FEWEST_STEPS * sizes[-1])
+    wanted = args.tokens / length if args.tokens else max(done / 10, 8 * sizes[-1])
     end = done + ceil(wanted / unit) * unit
     directory = args.run / "critical-batch" / f"step-{step}"
     fraction = rate(config, step - 1, done - batch) / config.optimizer.params.lr
@@ -130,7 +124,10 @@ def forks_of(args: argparse.Namespace) -> Runs:
     for size in sizes:
         raw, share = config.to_dict(), gcd(batch, size) // dp
         params, block = raw["optimizer"]["params"], raw["parallel3d"]
-        params |= {name: params[name] * fraction for name in _RATES if params.get(name)}
+        params |= {
+            name: params[name] * fraction
+            for name in ("lr", "muon_lr", "adam_lr") if params.get(name)
+        }  # fmt: skip
         raw |= {
             "gradient_accumulation_steps": None, "scheduler": None,
             "train_micro_batch_size_per_gpu":

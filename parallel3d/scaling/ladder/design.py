@@ -24,14 +24,10 @@ from parallel3d.scaling.posterior import GAMMA, posterior
 from parallel3d.scaling.runs import count
 
 LADDERS = 200  # simulated ones
+NOISE = 0.003  # relative scatter of their losses between runs
 _RATIO = 3 ** (1 / 3)  # between sizes; between budgets its square, as the best size is ~ C^0.5
-_OFFSETS = range(-3, 4)  # sizes of a budget, in steps of the ratio from its best one
 _LEAST = 2  # sizes below and above the best one, after the widths are rounded
 _FARTHEST = 4.0  # size over the best one
-_LEAST_FLOPS = 1e9  # of a forecast run
-_PRECISION = 1.02  # of the FLOPs for --hours
-_START_HOURS = 10 / 3600  # of a run's imports and evaluation
-_SHAPE = (*SHAPE, "num_key_value_heads")
 _Sizes = Callable[[int], tuple[int, dict[str, int]]]
 _Runs = Callable[[float], tuple[dict[str, Any], list[LadderRun], float | None]]
 
@@ -61,34 +57,32 @@ def design(args: Namespace, out: Console) -> dict[str, Any]:
             if cost.hours is None:
                 return document, expanded, None
             at_once = 1 if run.kind == "held-out" else args.parallel
-            hours += (cost.hours + _START_HOURS) / at_once
+            hours += (cost.hours + 10 / 3600) / at_once  # imports and evaluation take 10 s
         return document, expanded, hours
 
     flops = args.flops or _flops_for(args.hours, runs)
     document, expanded, hours = runs(flops)
     fitted = [run for run in expanded if run.kind == "fit"]
     target = next(run for run in expanded if run.kind == "held-out")
-    outcomes = simulate(fitted, target, args.noise)
-    if not outcomes:
-        raise ConfigError(f"--noise {args.noise:g}: allows no forecast; ask for more --budgets")
+    outcomes = simulate(fitted, target, NOISE)
     low, median, high = np.percentile([half for half, _ in outcomes], [10, 50, 90]).tolist()
     held, without = sum(is_held for _, is_held in outcomes), LADDERS - len(outcomes)
     replace_text(args.out, f"{json.dumps(document, indent=1)}\n")
     budgets = document["budgets"]["flops"]
-    for text in (
+    terminal.say(
+        out,
         f"wrote {args.out}: {len(budgets)} budgets over x{budgets[-1] / budgets[0]:.3g}, "
         f"{len(fitted)} runs, and a forecast at {target.flops:.3g} FLOPs, "
-        f"{target.flops / budgets[-1]:.3g} times the largest",
+        f"{target.flops / budgets[-1]:.3g} times the largest\n"
         f"learning rate: {document['hyperparameters']['learning_rate']} "
         f"({'muP' if _is_mup(model) else 'without muP'}), batch: step-law; "
-        f"{len(expanded) - len(fitted) - 1} runs tune both at the two smallest budgets",
-        f"hours with --parallel {args.parallel}: {'unknown' if hours is None else f'{hours:.2g}'}",
+        f"{len(expanded) - len(fitted) - 1} runs tune both at the two smallest budgets\n"
+        f"hours with --parallel {args.parallel}: {'unknown' if hours is None else f'{hours:.2g}'}\n"
         f"95 % interval of the forecast, on {LADDERS} simulated ladders with a noise of "
-        f"{100 * args.noise:g} %: within {100 * median:.2g} % of it (80 % of the ladders: "
+        f"{100 * NOISE:g} %: within {100 * median:.2g} % of it (80 % of the ladders: "
         f"{100 * low:.2g} to {100 * high:.2g} %); {held} intervals held, {without} ladders allowed "
         "no forecast",
-    ):
-        terminal.say(out, text)
+    )
     return {
         "hours": hours, "half_width": {"p10": low, "median": median, "p90": high},
         "simulated": LADDERS, "held": held, "without_forecast": without,
@@ -97,12 +91,13 @@ def design(args: Namespace, out: Console) -> dict[str, Any]:
 
 def _without_own(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a base config without the shape and length that a ladder sets, and its model."""
-    block = dict(raw["parallel3d"]) if isinstance(raw.get("parallel3d"), dict) else {}
-    model = dict(block["model"]) if isinstance(block.get("model"), dict) else {}
-    block["model"] = {key: value for key, value in model.items() if key not in _SHAPE}
-    if isinstance(train := block.get("train"), dict):
-        block["train"] = {key: value for key, value in train.items() if key not in OWN}
-    return {**raw, "parallel3d": block}, model
+    blocks = {name: reader.block_at(raw, f"parallel3d.{name}") for name in ("model", "train")}
+    own = {"model": (*SHAPE, "num_key_value_heads"), "train": OWN}
+    kept = {
+        name: {key: value for key, value in block.items() if key not in own[name]}
+        for name, block in blocks.items()
+    }
+    return {**raw, "parallel3d": reader.block_at(raw, "parallel3d") | kept}, blocks["model"]
 
 
 def _sizes(base: dict[str, Any], model: dict[str, Any], file: Path) -> _Sizes:
@@ -163,7 +158,7 @@ def _document(
     target = sqrt(flops / FLOPS_PER_ND / args.tokens_per_param)
     for budget in budgets:
         best = sqrt(budget / FLOPS_PER_ND / args.tokens_per_param)
-        near = {_nearest(sizes, best * _RATIO**offset) for offset in _OFFSETS}
+        near = {_nearest(sizes, best * _RATIO**offset) for offset in range(-3, 4)}
         chosen = sorted(n for n in near if 1 / _FARTHEST < sizes(n)[0] / best < _FARTHEST)
         below = sum(sizes(n)[0] < best for n in chosen)
         if min(below, len(chosen) - below) < _LEAST:
@@ -216,8 +211,8 @@ def _flops_for(hours: float, runs: _Runs) -> float:
 
     Raises ConfigError if the speed of the machine is not known.
     """
-    flops, step = _LEAST_FLOPS, 4.0
-    while step > _PRECISION:  # upwards, so that no size is tried that is far too large to fit
+    flops, step = 1e9, 4.0
+    while step > 1.02:  # upwards, so that no size is tried that is far too large to fit
         try:
             needed = runs(flops * step)[2]
         except _TooSmall:

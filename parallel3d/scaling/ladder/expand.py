@@ -1,12 +1,12 @@
 """Expand a ladder file into runs: their models, and the complete configs that training reads."""
 
-import math
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import ceil, log, prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from parallel3d import models
 from parallel3d.base import explain, reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.mesh_sizes import AXES
-from parallel3d.base.section import ABSENT, Problem, Problems
+from parallel3d.base.section import ABSENT, Problems, refuse_where
 from parallel3d.config import RunConfig
 from parallel3d.model.config import ModelConfig
 from parallel3d.models.common import divisor_below
@@ -27,8 +27,11 @@ from parallel3d.scaling.runs import ALL, PartCounts, count
 
 _INNER = ("intermediate_size", "moe_intermediate_size")  # the latter is the former where null
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", *_INNER)
-_MOST_WIDTHS = 4096  # largest number of heads to try
-_MOST_LAYERS = 20_000
+# Blocks of the base that the ladder writes to.
+_BLOCKS = (
+    *(f"parallel3d.{name}" for name in ("train", "checkpoint", "run", "mesh")),
+    *("optimizer", "optimizer.params"),
+)
 # Keys of train that the ladder sets.
 OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "batch_schedule", "stop_after")
 CONFIGS, TRUNKS, TUNING = "configs", "trunks", "tuning"  # folders within a ladder's directory
@@ -40,34 +43,29 @@ def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], pa
     base: model settings that all sizes share. path: place of the size in the ladder's file, for
     messages. Raises ConfigError if the settings are wrong or no width comes near `size.params`.
     """
-    own = dict(size.model)
-    for name in _INNER:
-        if ladder.mlp_ratio is None and base.get(name) is not None:
-            raise Problems([Problem(
-                f"base.parallel3d.model.{name}", base[name], "would be the same at every size",
-                "remove it, and set mlp_ratio",
-            )])  # fmt: skip
+    own, is_target, head = dict(size.model), size.params is not None, ladder.head_size
+    refuse_where(
+        *((ladder.mlp_ratio is None and base.get(name) is not None,
+           f"base.parallel3d.model.{name}", base.get(name), "would be the same at every size",
+           "remove it, and set mlp_ratio") for name in _INNER),
+        *((is_target and name in own, f"{path}.model.{name}", own.get(name),
+           "conflicts with params, which determines it", "remove one of the two")
+          for name in SHAPE[:3]),
+        *((not is_target and not isinstance(own.get(name), int), f"{path}.model.{name}",
+           own.get(name, ABSENT), "must be an integer", "set it, or params in place of the model")
+          for name in SHAPE[:2]),
+    )  # fmt: skip
     shared = {key: value for key, value in base.items() if key not in SHAPE}
     if size.params is not None:
-        if clash := sorted(own.keys() & set(SHAPE[:3])):
-            raise Problems([Problem(
-                f"{path}.model.{clash[0]}", own[clash[0]],
-                "conflicts with params, which determines it", "remove one of the two",
-            )])  # fmt: skip
         return _nearest(ladder, size.params, {**shared, **own}, path)
-    if missing := [key for key in SHAPE[:2] if key not in own]:
-        raise Problems([Problem(
-            f"{path}.model.{missing[0]}", ABSENT, "is missing",
-            "set it, or params in place of the model",
-        )])  # fmt: skip
-    width, head = own["hidden_size"], ladder.head_size
-    if "num_attention_heads" not in own and isinstance(width, int) and width > 0:
-        if width % head:
-            below = max(1, width // head) * head
-            raise Problems([Problem(
-                f"{path}.model.hidden_size", width, f"is not a multiple of head_size={head}",
-                f"use {below} or {below + head}, or set num_attention_heads",
-            )])  # fmt: skip
+    width = own["hidden_size"]
+    if "num_attention_heads" not in own:
+        below = max(1, width // head) * head
+        refuse_where((
+            width % head, f"{path}.model.hidden_size", width,
+            f"is not a multiple of head_size={head}",
+            f"use {below} or {below + head}, or set num_attention_heads",
+        ))  # fmt: skip
         own["num_attention_heads"] = width // head
     return _checked({**shared, **_inner(ladder, width), **own}, path)
 
@@ -82,47 +80,34 @@ def _nearest(ladder: LadderConfig, target: float, shared: dict[str, object], pat
         width = heads * ladder.head_size
         layers = max(1, round(width / ladder.aspect_ratio))
         shape = dict(zip(SHAPE, (layers, width, heads), strict=False))
-        if layers > _MOST_LAYERS:
-            return None
         return _checked({**shared, **shape, **_inner(ladder, width)}, path)
 
-    def blocks(heads: int) -> float:
-        model = shaped(heads)
-        return math.inf if model is None else count(model).active
+    def blocks(heads: int) -> int:
+        return count(shaped(heads)).active
 
     end = 1  # counting wide models is slow, so double the width only up to the target
-    while end < _MOST_WIDTHS and blocks(end) < target:
+    while blocks(end) < target:
         end *= 2
     above = 1 + bisect_left(range(1, end), target, key=blocks, lo=max(0, end // 2 - 1))
     off, best = min(
-        (abs(math.log(blocks(heads) / target)), heads)
-        for heads in (above - 1, above)
-        if 0 < heads < _MOST_WIDTHS
+        (abs(log(blocks(heads) / target)), heads) for heads in (above - 1, above) if heads
     )
-    if off > math.log(2):
-        rule = f"the nearest model with this aspect_ratio and head_size={ladder.head_size} has "
-        rule += f"{blocks(best):,}" if off < math.inf else f"more than {_MOST_LAYERS:,} layers"
-        remedy = "use that, a smaller head_size, or model in place of params"
-        raise Problems([Problem(f"{path}.params", target, rule, remedy)])
+    refuse_where((
+        off > log(2), f"{path}.params", target,
+        f"the nearest model with this aspect_ratio and head_size={ladder.head_size} has "
+        f"{blocks(best):,}", "use that, a smaller head_size, or model in place of params",
+    ))  # fmt: skip
     return shaped(best)
 
 
-def _inner(ladder: LadderConfig, width: object) -> dict[str, object]:
-    """Return {"intermediate_size": ...} by mlp_ratio; {} without mlp_ratio or an integer width."""
+def _inner(ladder: LadderConfig, width: int) -> dict[str, object]:
+    """Return {"intermediate_size": ...} by mlp_ratio; {} without it."""
     ratio = ladder.mlp_ratio
-    if ratio is None or isinstance(width, bool) or not isinstance(width, int):
-        return {}
-    return {"intermediate_size": max(1, round(ratio * width))}
+    return {} if ratio is None else {"intermediate_size": max(1, round(ratio * width))}
 
 
 def _checked(raw: dict[str, object], path: str) -> Any:
-    family = raw.get("family")
-    if family not in models.families():
-        raise Problems([Problem(
-            "base.parallel3d.model.family", ABSENT if family is None else family,
-            "is not a model family", f"use one of: {', '.join(models.families())}",
-        )])  # fmt: skip
-    kind = models.config_class(family)
+    kind = models.config_class(str(raw["family"]))
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -186,44 +171,30 @@ def shared_model(base: Mapping[str, object], source: Path) -> dict[str, object]:
     Raises ConfigError if the base lacks a model or a sequence length, sets what the ladder sets,
     or has a value in place of a block that the ladder writes to.
     """
-    block = base.get("parallel3d")
-    model = block.get("model") if isinstance(block, dict) else None
-    if not isinstance(block, dict) or not isinstance(model, dict):
-        raise ConfigError(f'{source}: base: has no "parallel3d" block with a "model"; write both')
-    if problems := list(_no_objects(base)):
-        raise Problems(problems, str(source))
-    data, train = block.get("data"), block.get("train", {})
-    data = data if isinstance(data, dict) else {}
-    problems = [
-        Problem(
-            f"base.parallel3d.train.{key}", train[key], "is set by the ladder",
-            "remove it, and use budgets and schedule",
-        )
-        for key in OWN
-        if key in train
-    ]  # fmt: skip
-    own_tokenizer = data.get("tokenizer", "train") in ("train", "none")
-    vocab = model.get("vocab_size", "auto")
-    if vocab == "auto" and own_tokenizer:  # use the size of the tokenizer that is trained
-        vocab = data.get("vocab_size", 4096)
-    for path, value, rule in (
-        ("data.sequence_length", data.get("sequence_length"), "must be a number of tokens"),
-        ("model.vocab_size", vocab, "must be a number, which all sizes share"),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            problems.append(Problem(f"base.parallel3d.{path}", value, rule, "set it"))
-    if problems:
-        raise Problems(problems, str(source))
+    blocks = {path: reader.value_at(base, path) for path in _BLOCKS}
+    model, data, train = (
+        reader.block_at(base, f"parallel3d.{name}") for name in ("model", "data", "train")
+    )
+    vocab, length = model.get("vocab_size", "auto"), data.get("sequence_length")
+    if vocab == "auto" and data.get("tokenizer", "train") in ("train", "none"):
+        vocab = data.get("vocab_size", 4096)  # of the tokenizer that is trained
+    refuse_where(
+        *((not isinstance(value, dict) and value is not ABSENT
+           and (path, value) != ("parallel3d.mesh", "plan"), f"base.{path}", value,
+           "must be an object", "write {...}, or remove it")
+          for path, value in blocks.items()),
+        *((name in train, f"base.parallel3d.train.{name}", train.get(name), "is set by the ladder",
+           "remove it, and use budgets and schedule") for name in OWN),
+        (model.get("family") not in models.families(), "base.parallel3d.model.family",
+         model.get("family", ABSENT), "is not a model family",
+         f"use one of: {', '.join(models.families())}"),
+        (not isinstance(length, int) or length < 1, "base.parallel3d.data.sequence_length", length,
+         "must be a number of tokens", "set it"),
+        (not isinstance(vocab, int), "base.parallel3d.model.vocab_size", vocab,
+         "must be a number, which all sizes share", "set it"),
+        source=str(source),
+    )  # fmt: skip
     return {**model, "vocab_size": vocab}
-
-
-def _no_objects(base: Mapping[str, object]) -> Iterator[Problem]:
-    blocks = (f"parallel3d.{name}" for name in ("train", "checkpoint", "run", "mesh"))
-    for path in (*blocks, "optimizer", "optimizer.params"):
-        value, is_mesh = reader.value_at(base, path), path.endswith(".mesh")
-        if not (isinstance(value, dict) or value is ABSENT or (is_mesh and value == "plan")):
-            rule = 'must be an object, or "plan"' if is_mesh else "must be an object"
-            yield Problem(f"base.{path}", value, rule, "write {...}, or remove it")
 
 
 @dataclass(frozen=True)
@@ -292,7 +263,8 @@ def runs_of(
     twice = [name for name, times in Counter(run.name for run in runs).items() if times > 1]
     if twice:
         raise ConfigError(
-            f"{source}: sizes: two of them are the same model ({twice[0]}); remove one"
+            f"{source}: two runs are the same ({twice[0]}); remove a size, a budget or a seed that "
+            "is there twice"
         )
     return runs
 
@@ -315,7 +287,10 @@ def _points(
     counts = count(model)
     for budget in budgets:
         tokens, shown = {
-            "flops": (budget / (FLOPS_PER_ND * counts.with_head), f"c{_power(budget)}"),
+            "flops": (
+                budget / (FLOPS_PER_ND * counts.with_head),
+                re.sub(r"e\+0*", "e", f"c{budget:.3g}"),
+            ),
             "tokens_per_param": (budget * counts.with_head, f"{budget:g}x"),
             "tokens": (budget, f"d{_short(budget)}"),
         }[kind]
@@ -398,7 +373,6 @@ def _run(
         done = before if trunk else 0
         schedule |= {"type": "wsd", "decay_steps": steps - before}
     home = Path(ladder.directory)
-    trunks = home / TRUNKS
     trunk = trunk if done else ""  # a budget of too few steps has no trunk
     _write_batch(raw, block, batch=batch, dp=dp, rate=rate)
     block["model"] = point.model.model_dump(mode="json")
@@ -411,8 +385,8 @@ def _run(
         block["train"]["evaluate_samples"] = 1
         checkpoint["at"] = list(at)
     if trunk:
-        checkpoint["resume"] = str(trunks / trunk / "checkpoints" / f"step-{done}")
-    directory = str(trunks if at else home / TUNING if kind == "tune" else home)
+        checkpoint["resume"] = str(home / TRUNKS / trunk / "checkpoints" / f"step-{done}")
+    directory = str(home / TRUNKS if at else home / TUNING if kind == "tune" else home)
     block["run"] = {"save_weights": False, **block.get("run", {})} | {
         "directory": directory, "name": name,
     }  # fmt: skip
@@ -436,12 +410,6 @@ def _short(number: float) -> str:
         if number >= size:
             return f"{float(f'{number / size:.3g}'):g}{unit}"
     return f"{number:.3g}"
-
-
-def _power(number: float) -> str:
-    """Return FLOPs in short form for a run's name, such as 3e12."""
-    mantissa, _, exponent = f"{number:.3g}".partition("e+")
-    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
 def _write_batch(

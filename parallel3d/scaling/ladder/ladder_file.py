@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Strict, ValidationError
 
 from parallel3d.base import explain, reader
-from parallel3d.base.section import PathText, Problem, Problems, Section
+from parallel3d.base.section import PathText, Problem, Problems, Section, problems_where
 
-Positive = Annotated[int, Field(gt=0)]
 Devices = Annotated[int, Field(gt=0, le=10**9)]
 # The bounds are far above any real run, and keep products of such numbers finite.
 Budget = Annotated[float, Field(gt=0, le=1e40)]
@@ -55,7 +54,7 @@ RateOrBatch = Annotated[float, Field(gt=0, le=1e15)] | Literal["olmo", "step-law
 class SizeConfig(Section):
     """One model size; a bare number means its `params`."""
 
-    params: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    params: Annotated[float, Field(gt=0, le=1e15)] | None = None
     """Target number of parameters in the blocks, of experts those that a token uses. The ladder
     chooses the width and depth that come nearest."""
     model: dict[str, Any] = Field(default={})
@@ -87,13 +86,8 @@ class BudgetConfig(Section):
 
     def _problems(self) -> Iterator[Problem]:
         budgets = {name: getattr(self, name) for name in BUDGETS if getattr(self, name)}
-        if len(budgets) != 1:
-            yield Problem(
-                "",
-                budgets,
-                f"sets {' and '.join(budgets) or 'none'} of {', '.join(BUDGETS)}",
-                "set exactly one",
-            )
+        rule = f"sets {' and '.join(budgets) or 'none'} of {', '.join(BUDGETS)}"
+        return problems_where((len(budgets) != 1, "", budgets, rule, "set exactly one"))
 
 
 class TuneConfig(Section):
@@ -110,11 +104,14 @@ class TuneConfig(Section):
     rate alone."""
 
     def _problems(self) -> Iterator[Problem]:
-        for name, least in (("learning_rate_factors", 3), ("batch_factors", 1)):
-            factors = getattr(self, name)
-            if len(set(factors)) < least or 1 not in factors:
-                rule = f"must have {least} or more different ones, with 1"
-                yield Problem(name, list(factors), rule, "write [0.5, 1, 2]")
+        return problems_where(*(
+            (len(set(factors)) < least or 1 not in factors, name, list(factors),
+             f"must have {least} or more different ones, with 1", "write [0.5, 1, 2]")
+            for name, factors, least in (
+                ("learning_rate_factors", self.learning_rate_factors, 3),
+                ("batch_factors", self.batch_factors, 1),
+            )
+        ))  # fmt: skip
 
 
 class HyperparametersConfig(Section):
@@ -158,10 +155,10 @@ class HeldOutConfig(Section):
     """Training tokens."""
 
     def _problems(self) -> Iterator[Problem]:
-        if (self.flops is None) == (self.tokens is None):
-            yield Problem(
-                "flops", self.flops, "must have one budget", 'set either "flops" or "tokens"'
-            )
+        return problems_where((
+            (self.flops is None) == (self.tokens is None), "flops", self.flops,
+            "must have one budget", 'set either "flops" or "tokens"',
+        ))  # fmt: skip
 
 
 class LadderConfig(Section):
@@ -174,9 +171,9 @@ class LadderConfig(Section):
     """Folder of the runs, relative to the working directory. Each ladder needs its own."""
     sizes: Annotated[tuple[Annotated[SizeConfig, BeforeValidator(_size)], ...], Strict(False)]
     """The model sizes: numbers, {"params": ...}, or {"model": {"hidden_size": ..., ...}}."""
-    aspect_ratio: float = Field(default=64, ge=0.01)
+    aspect_ratio: float = Field(default=64, ge=1)
     """Target for hidden_size / num_hidden_layers."""
-    head_size: int = Field(default=64, gt=0, le=2**20)
+    head_size: int = Field(default=64, gt=0, le=4096)
     """Width of an attention head; hidden_size is a multiple of it."""
     mlp_ratio: Annotated[float, Field(gt=0, le=1000)] | None = None
     """intermediate_size / hidden_size; null uses the default of the model family."""
@@ -186,7 +183,7 @@ class LadderConfig(Section):
     """Batch size and learning rate."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning-rate schedule."""
-    seeds: Annotated[tuple[int, ...], Strict(False)] = (0,)
+    seeds: Annotated[tuple[int, ...], Strict(False), Field(min_length=1)] = (0,)
     """Train each run once per seed, to measure the noise of the loss."""
     held_out: Annotated[tuple[HeldOutConfig, ...], Strict(False)] = ()
     """Runs to forecast. They start after all other runs."""
@@ -194,7 +191,7 @@ class LadderConfig(Section):
     """Mesh of each run, or "plan"; null uses the mesh of the base."""
     devices: Devices = 1
     """Devices per run, for a mesh of "plan" or with "auto" for dp."""
-    unique_tokens: Positive | None = None
+    unique_tokens: Annotated[int, Field(gt=0)] | None = None
     """Training tokens of the corpus; null uses the number that `run` counts as it prepares it."""
 
     @property
@@ -203,33 +200,17 @@ class LadderConfig(Section):
         return self.schedule.type == "forks"
 
     def _problems(self) -> Iterator[Problem]:
-        if len(self.sizes) < 2:
-            sizes = [size.params or size.model for size in self.sizes]
-            yield Problem("sizes", sizes, "a scaling law needs several sizes", "use two or more")
         path = f"budgets.{self.budgets.kind}"
-        budgets = getattr(self.budgets, self.budgets.kind)
-        distinct = set(budgets)
-        if len(distinct) < 2:
-            rule = "all budgets are equal" if len(budgets) > 1 else "has only one budget"
-            yield Problem(path, list(budgets), rule, "use two or more different ones")
-        elif len(distinct) < len(budgets):
-            yield Problem(
-                path, list(budgets), "has the same budget twice",
-                "remove one, and use seeds to repeat runs",
-            )  # fmt: skip
-        seeds = {"seeds": self.seeds}
-        for i, size in enumerate(self.sizes):
-            seeds[f"sizes.{i}.seeds"] = self.seeds if size.seeds is None else size.seeds
-            if other := [b for b in size.budgets if b not in distinct]:
-                yield Problem(
-                    f"sizes.{i}.budgets", other[0], f"is not one of {path}",
-                    f"use some of {list(budgets)}",
-                )  # fmt: skip
-        for place, values in seeds.items():
-            if not values or len(set(values)) < len(values):
-                yield Problem(
-                    place, list(values), "must be different seeds", "write [0], or [0, 1]"
-                )
+        budgets = list(getattr(self.budgets, self.budgets.kind))
+        return problems_where(
+            (len(self.sizes) < 2, "sizes", [size.params or size.model for size in self.sizes],
+             "a scaling law needs several sizes", "use two or more"),
+            (len(set(budgets)) < 2, path, budgets, "has only one budget",
+             "use two or more different ones"),
+            *((not set(size.budgets) <= set(budgets), f"sizes.{i}.budgets", list(size.budgets),
+               f"must be among {path}", f"use some of {budgets}")
+              for i, size in enumerate(self.sizes)),
+        )  # fmt: skip
 
 
 def load(name: str) -> tuple[LadderConfig, dict[str, Any], Path]:

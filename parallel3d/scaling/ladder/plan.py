@@ -1,7 +1,7 @@
 """The cost and state of each run of a ladder, as a table and as JSON, and the tuned factors."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf, isclose, log
 from pathlib import Path
@@ -14,7 +14,7 @@ from parallel3d.base import terminal
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.reader import flat
-from parallel3d.base.step_lines import METRICS
+from parallel3d.base.step_lines import METRICS, newest
 from parallel3d.base.terminal import Column
 from parallel3d.config import RunConfig, hardware
 from parallel3d.config.hardware import THIS_MACHINE
@@ -28,14 +28,11 @@ from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import Setting
 from parallel3d.scaling.frontier import lowest
 from parallel3d.scaling.ladder.expand import CONFIGS, LadderRun, runs_of
-from parallel3d.scaling.ladder.ladder_file import LAWS, LadderConfig, load
-from parallel3d.scaling.runs import CONFIG, NoEnd, config_of, last_line, unique_tokens
+from parallel3d.scaling.ladder.ladder_file import load
+from parallel3d.scaling.runs import CONFIG, config_of, unique_tokens
 
 REPEATS = 4
 """Epochs up to which repeated tokens are worth nearly as much as new ones (arXiv:2305.16264)."""
-_BEYOND = 10  # FLOPs of a held-out run over the largest fitted run, to test a forecast
-_FEW_STEPS = 50
-_FROM_PLAN = ("zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Settings that training fills in, such as the size of the trained vocabulary, or that do not change
 # results.
 _APART = (*PLACEMENT_SETTINGS, "parallel3d.data.vocab_size")
@@ -85,6 +82,8 @@ class Runs:
     file: Path
     directory: Path
     rungs: tuple[Rung, ...]
+    """Trunks before their forks, held-out runs last."""
+    warnings: tuple[str, ...] = ()
 
     @property
     def is_tuned(self) -> bool:
@@ -107,15 +106,7 @@ class Runs:
             replace_text(path, f"{json.dumps(rung.run.config.to_dict(), indent=1)}\n")
 
 
-@dataclass(frozen=True)
-class Ladder(Runs):
-    """A ladder file and its rungs: trunks before their forks, held-out runs last."""
-
-    config: LadderConfig
-    warnings: tuple[str, ...]
-
-
-def ladder_of(name: str) -> Ladder:
+def ladder_of(name: str) -> Runs:
     """Read a ladder file, and return its runs with their costs and current states.
 
     Raises ConfigError if the file is wrong, a run does not fit, or a folder has another run.
@@ -129,8 +120,13 @@ def ladder_of(name: str) -> Ladder:
     runs = with_costs(expanded)
     unique = config.unique_tokens or unique_tokens(Path(config.directory))
     rungs = tuple(Rung(run, cost, state_of(run), unique) for run, cost in runs)
-    warnings = tuple(_warnings([run for run, _ in runs], unique))
-    return Ladder(file, Path(config.directory), rungs, config, warnings)
+    over = [run for run, _ in runs if unique and run.tokens > REPEATS * unique]
+    warnings = [
+        f"{len(over)} runs read the corpus of {unique:,} tokens more than {REPEATS} times; "
+        "repeated tokens are then worth less than new ones (arXiv:2305.16264), and a law fitted to "
+        "these runs does not hold for new text"
+    ] if over else []  # fmt: skip
+    return Runs(file, Path(config.directory), rungs, tuple(warnings))
 
 
 def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
@@ -139,7 +135,7 @@ def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
     Raises ConfigError if a run does not fit, or if there is no hardware to plan for.
     """
     planned: dict[str, tuple[RunConfig, float | None, int]] = {}
-    costs, problems = [], []
+    costs = []
     for run in runs:
         config = run.config
         key = f"{config.model} {config.train_batch_size} {run.devices} {config.parallel3d.mesh}"
@@ -147,19 +143,19 @@ def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
             if key not in planned:
                 planned[key] = _planned(config, run.devices)
         except ConfigError as error:
-            problems.append(f"{run.name}: {error}")
-            continue
+            raise ConfigError(f"the ladder cannot be run: {run.name}: {error}") from None
         chosen, seconds, memory = planned[key]
         if config.is_planned:  # `chosen` may be of another run of the same size
             raw, own = chosen.to_dict(), config.to_dict()
-            own |= {key: raw[key] for key in _FROM_PLAN}
+            own |= {
+                key: raw[key]
+                for key in ("zero_optimization", "train_micro_batch_size_per_gpu",
+                            "gradient_accumulation_steps")
+            }  # fmt: skip
             own["parallel3d"] |= {k: raw["parallel3d"][k] for k in ("mesh", "plan", "pipeline")}
             run = replace(run, config=RunConfig.from_dict(own))
         hours = None if seconds is None else run.steps * run.own_share * seconds / 3600
         costs.append((run, Cost(str(chosen.mesh.sizes), memory, hours)))
-    if problems:
-        more = f"; {len(problems) - 1} more runs have problems" if len(problems) > 1 else ""
-        raise ConfigError(f"the ladder cannot be run: {problems[0]}{more}")
     return costs
 
 
@@ -183,35 +179,6 @@ def _planned(config: RunConfig, devices: int) -> tuple[RunConfig, float | None, 
     return config, plan.time.seconds, plan.memory.total
 
 
-def _warnings(runs: Sequence[LadderRun], unique: int | None) -> Iterator[str]:
-    fitted = [run for run in runs if run.kind == "fit"]
-    sizes, most = len({run.counts for run in fitted}), max(run.flops for run in fitted)
-    if sizes < 3:
-        yield f"{sizes} sizes: the parametric law and each IsoFLOP profile need at least 3"
-    for run in runs:
-        if run.kind == "held-out" and run.flops < _BEYOND * most * 0.98:
-            yield (
-                f"{run.name}: has {run.flops / most:.2g} times the FLOPs of the largest fitted "
-                f"run; use {_BEYOND} times or more to test a forecast"
-            )
-    if few := [run.name for run in runs if run.steps < _FEW_STEPS]:
-        remedy = "use a smaller hyperparameters.batch_tokens"
-        yield f"{few[0]}: has fewer than {_FEW_STEPS} steps; {remedy}"
-    if unique is None:
-        yield (
-            "the number of epochs is not known until `run` prepares the corpus; set unique_tokens "
-            "to know it now"
-        )
-    elif over := [run for run in runs if run.tokens > REPEATS * unique]:
-        longest = max(over, key=lambda run: run.tokens)
-        yield (
-            f"{len(over)} runs read the corpus of {unique:,} tokens more than {REPEATS} times "
-            f"({longest.name}: {longest.tokens / unique:.1f}); repeated tokens are then worth less "
-            "than new ones (arXiv:2305.16264), and a law fitted to these runs does not hold for "
-            "new text"
-        )
-
-
 def state_of(run: LadderRun) -> State:
     """Return the state of a run; raise ConfigError if its folder has a run with another config.
 
@@ -219,28 +186,25 @@ def state_of(run: LadderRun) -> State:
     """
     if not (run.folder / CONFIG).exists():
         return State("new")
-    try:
-        own = config_of(run.folder)
-    except NoEnd as why:
-        raise ConfigError(f"{run.folder}: {why}; remove it") from None
+    own = config_of(run.folder)
     if digest_of(own, _APART) != digest_of(run.config, _APART):
-        changed = ", ".join(_changes(own.to_dict(), run.config.to_dict())) or "its settings"
+        apart = tuple(f"{path}." for path in (*_APART, "parallel3d.run", "parallel3d.checkpoint"))
+        before, after = flat(own.to_dict()), flat(run.config.to_dict())
+        changed = ", ".join(
+            f"{path}: {before.get(path)} -> {new}" for path, new in after.items()
+            if before.get(path) != new and not f"{path}.".startswith(apart)
+        )  # fmt: skip
         raise ConfigError(
             f"{run.folder}: has a run with another config than the ladder's ({changed}); remove "
             "it, or set another directory for the ladder"
         )
-    try:
-        last = last_line(run.folder / METRICS)
-    except NoEnd:
-        return State("unfinished")
-    step = int(last["step"])
-    if step < run.steps:
+    last = newest(run.folder / METRICS)
+    step = int(last.get("step", 0))
+    if step < run.steps or not (run.kind == "trunk" or "held_out_loss" in last):
         return State("unfinished", step)
     if run.kind == "trunk":  # its loss is not used: there is no cool-down
         needed = set(run.config.checkpoint.at)
         return State("finished" if needed <= set(checkpoints(run.folder)) else "unfinished", step)
-    if "held_out_loss" not in last:
-        return State("unfinished", step)
     evaluation = (last.get("validation") or {}).get("held_out") or {}
     return State("finished", step, last.get("held_out_loss"), evaluation.get("standard_error"))
 
@@ -264,37 +228,20 @@ def resume_of(run: LadderRun) -> str:
     return "auto" if first in FRESH else str(own[-1])
 
 
-def _changes(was: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
-    """Yield the settings that differ between two configs, as "path: old -> new"."""
-    apart = tuple(f"{path}." for path in (*_APART, "parallel3d.run", "parallel3d.checkpoint"))
-    before = flat(was)
-    for path, new in flat(now).items():
-        if before.get(path) != new and not f"{path}.".startswith(apart):
-            yield f"{path}: {json.dumps(before.get(path))} -> {json.dumps(new)}"
-
-
-def show(ladder: Ladder, out: Console) -> None:
+def show(ladder: Runs, out: Console) -> None:
     """Print a row for every run, the total cost, and warnings."""
     terminal.show(out, _COLUMNS, [_row(rung) for rung in ladder.rungs])
     total = to_json(ladder)["total"]
-    hours = "unknown (run `parallel3d plan --calibrate`, or set base.parallel3d.run.hardware)"
-    if total["device_hours"] is not None:
-        hours = f"{total['device_hours']:.3g}"
+    hours = total["device_hours"]
+    known = f"{hours:.3g}" if hours is not None else (
+        "unknown (run `parallel3d plan --calibrate`, or set base.parallel3d.run.hardware)"
+    )  # fmt: skip
     terminal.say(
         out,
-        f"total: {total['runs']} runs, {total['flops']:.3g} FLOPs, device hours: {hours}; "
+        f"total: {total['runs']} runs, {total['flops']:.3g} FLOPs, device hours: {known}; "
         f"{total['finished']} finished",
     )
-    hyperparameters = ladder.config.hyperparameters
-    times = "" if (factor := hyperparameters.learning_rate_factor) == 1 else f"{factor:g} times "
-    for what, setting in (
-        (f"learning rate: {times}", hyperparameters.learning_rate),
-        ("tokens per batch: ", hyperparameters.batch_tokens),
-    ):  # fmt: skip
-        is_law = isinstance(setting, str)
-        shown = f"{setting} ({LAWS[str(setting)].source})" if is_law else f"{setting:g}"
-        terminal.say(out, f"{what}{shown}", "  ")
-    if hyperparameters.tune:
+    if any(rung.run.kind == "tune" for rung in ladder.rungs):
         rate, batch = next(rung.run.factors for rung in ladder.rungs if rung.run.kind == "fit")
         words = f"times {rate:.3g} and {batch:.3g}" if ladder.is_tuned else "not tuned yet"
         terminal.say(out, f"tuned at the two smallest budgets: rate and batch {words}", "  ")
@@ -315,7 +262,7 @@ def _row(rung: Rung) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def to_json(ladder: Ladder) -> dict[str, Any]:
+def to_json(ladder: Runs) -> dict[str, Any]:
     """Return the object that --json prints; its keys are published and do not change."""
     hours = [rung.cost.hours for rung in ladder.rungs]
     known = [h * r.run.devices for h, r in zip(hours, ladder.rungs, strict=True) if h is not None]

@@ -6,7 +6,6 @@ Up to `parallel` runs train at once, and each has its devices to itself.
 import ctypes
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,9 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from functools import cache
+from math import nan
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -28,7 +28,7 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.lock import Lock, LockHeld
 from parallel3d.base.lock import read as holder_of
-from parallel3d.base.step_lines import METRICS, finite
+from parallel3d.base.step_lines import METRICS, finite, newest
 from parallel3d.report.page import require
 from parallel3d.scaling import forecast
 from parallel3d.scaling.estimator import PARAMETRIC, Estimator
@@ -39,20 +39,14 @@ from parallel3d.scaling.frontier import with_checks
 from parallel3d.scaling.ladder.expand import LadderRun
 from parallel3d.scaling.ladder.plan import Runs, checkpoints, resume_of, state_of
 from parallel3d.scaling.points import points_of
-from parallel3d.scaling.runs import CORPUS, NoEnd, last_line, read_runs
+from parallel3d.scaling.runs import CORPUS, read_runs
 
-_R = TypeVar("_R", bound=Runs)
 LOCK = "ladder.lock"
-FIT = "forecast-fit.json"  # the law behind the forecasts, in the ladder's directory
 _POLL_SECONDS = 0.2  # between two checks of the processes
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TRAIN = Path(parallel3d.__file__).parent / "launch" / "train.py"
 LOGS = "logs"  # folder in a ladder's directory with the output of each run
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_DEVICE = re.compile(r"\d+$|GPU-|MIG-")
 _NODES = Path("/dev")
-_THREADS = "OMP_NUM_THREADS"
-_SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
@@ -68,9 +62,8 @@ class Process:
     def last_message(self) -> str:
         """Return the last error message in the log, or its last line if there is none."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        messages = [line.strip() for line in lines[-40:] if line.strip()]
-        errors = [line for line in messages if line.startswith("train: ") or "Error" in line]
-        return (errors or messages or ["no output"])[-1]
+        errors = [line for line in lines if line.startswith("train: ") or "Error" in line]
+        return (errors or lines or ["no output"])[-1].strip()
 
 
 class Display(Progress):
@@ -94,13 +87,9 @@ class Display(Progress):
     def update_bars(self, processes: Iterable[Process]) -> None:
         """Update the bars from the metrics of the runs."""
         for process in () if self.disable else processes:
-            try:
-                last = last_line(process.run.folder / METRICS)
-            except NoEnd:
-                continue
-            loss = last.get("loss")
-            shown = f"loss {loss:.3f}" if isinstance(loss, float) else ""
-            self.update(process.bar, completed=int(last["step"]), loss=shown)
+            last = newest(process.run.folder / METRICS)
+            loss = last.get("loss") or nan
+            self.update(process.bar, completed=last.get("step", 0), loss=f"loss {loss:.3f}")
 
 
 class Runner:
@@ -108,6 +97,7 @@ class Runner:
 
     def __init__(self, ladder: Runs, parallel: int, display: Display) -> None:
         self._ladder, self._parallel, self._display = ladder, parallel, display
+        self._say_once = cache(display.say)
         self._devices = visible_devices()
         self._has_devices = bool(self._devices)
         self._running: list[Process] = []
@@ -129,7 +119,9 @@ class Runner:
         def request_stop(*signal_and_frame: object) -> None:
             self.is_stopped = True
 
-        before: dict[int, Any] = {n: signal.signal(n, request_stop) for n in _SIGNALS}
+        before: dict[int, Any] = {
+            n: signal.signal(n, request_stop) for n in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield
         finally:
@@ -139,46 +131,44 @@ class Runner:
     def run(self, runs: Sequence[LadderRun]) -> None:
         """Train runs, each after its trunk, until all have finished, failed or stopped."""
         waiting = sorted(runs, key=lambda run: (run.kind != "trunk", -run.exact_flops))
-        stop_requested = False
+        is_stopping = False
         try:
             while waiting or self._running:
                 self._collect()
-                if self.is_stopped:
-                    waiting = []
-                    if self._running and not stop_requested:
-                        stop_requested = True
-                        self._display.say(
-                            f"stopping {len(self._running)} runs; each saves its state"
-                        )
-                        self._stop()
-                elif ready := self._ready(waiting):
+                if self.is_stopped and not is_stopping:
+                    is_stopping, waiting = True, []
+                    self._display.say(f"stopping {len(self._running)} runs; each saves its state")
+                    self._stop()
+                for run in [run for run in waiting if run.trunk in self.failed]:
+                    waiting.remove(run)
+                    self.fail(run, f"its trunk {run.trunk} did not finish")
+                if ready := self._ready(waiting):
                     waiting.remove(ready)
                     self._start(ready)
-                    continue
-                elif not self._running:  # the remaining forks have a trunk that failed
-                    for run in waiting:
-                        self._fail(run, f"its trunk {run.trunk} did not finish")
-                    return
-                self._display.update_bars(self._running)
-                time.sleep(_POLL_SECONDS)
+                else:
+                    self._display.update_bars(self._running)
+                    time.sleep(_POLL_SECONDS)
         finally:
             self._stop()  # leave no run behind after an error in this process
 
     def _ready(self, waiting: Sequence[LadderRun]) -> LadderRun | None:
-        """Return the first run with free devices whose trunk has saved its checkpoint."""
-        room = len(self._running) < self._parallel
-        for run in waiting if room else ():
+        """Return the first run with free devices whose trunk has saved its checkpoint.
+
+        A run that a killed ladder started may still be saving: its own lock is then held.
+        """
+        for run in waiting if len(self._running) < self._parallel else ():
             begin = Path(str(run.config.checkpoint.resume)) / "manifest.json"
             has_start = not run.trunk or checkpoints(run.folder) or begin.exists()
-            if has_start and (not self._has_devices or run.devices <= len(self._devices)):
+            has_room = not self._has_devices or run.devices <= len(self._devices)
+            holder = holder_of(run.folder.with_name(f"{run.folder.name}.lock"))
+            if holder and holder.is_alive():
+                self._say_once(f"{run.name}: waiting for {holder}, which is training it")
+            elif has_start and has_room:
                 return run
         return None
 
     def _start(self, run: LadderRun) -> None:
         """Start the process of a run; it gets SIGTERM if this process dies."""
-        self._wait_for_holder(run)
-        if self.is_stopped:
-            return
         command = [sys.executable]
         if run.devices > 1:  # --standalone finds a free port
             command += ["-m", "torch.distributed.run", "--standalone"]
@@ -187,7 +177,7 @@ class Runner:
         command += ["--parallel3d.checkpoint.resume", resume_of(run)]
         # Threads affect results, so their number must not depend on the other runs.
         threads = max(1, (os.cpu_count() or 1) // (self._parallel * run.devices))
-        environment = {_THREADS: str(threads), **os.environ}
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
         count = run.devices if self._has_devices else 0
         devices, self._devices = self._devices[:count], self._devices[count:]
         if devices:
@@ -198,7 +188,7 @@ class Runner:
 
         def die_with_parent() -> None:
             if sys.platform == "linux":
-                libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+                libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
         with log.open("ab") as file:
             # A new session, so that Ctrl-C reaches only this process, which stops each run once.
@@ -209,19 +199,6 @@ class Runner:
         bar = self._display.add_task(run.name, total=run.steps, loss="")
         self._running.append(Process(run, popen, log, devices, bar))
         self._display.say(f"{run.name}: started")
-
-    def _wait_for_holder(self, run: LadderRun) -> None:
-        """Wait until no process writes to the run; one may still save if its ladder was killed."""
-        path = run.folder.with_name(f"{run.folder.name}.lock")
-        announced = False
-        while not self.is_stopped:
-            holder = holder_of(path)
-            if holder is None or holder.is_alive(()) is not True:
-                return
-            if not announced:
-                announced = True
-                self._display.say(f"{run.name}: waiting for {holder}, which is training it")
-            time.sleep(_POLL_SECONDS)
 
     def _collect(self) -> None:
         """Record the outcome of the processes that have ended, and free their devices."""
@@ -239,16 +216,14 @@ class Runner:
         self._display.advance(self._display.all_runs, int(is_finished))
         if is_finished:
             loss = "" if state.loss is None else f", held-out loss {state.loss:.4f}"
-            error = "" if state.standard_error is None else f" ± {state.standard_error:.4f}"
-            self._display.say(f"{run.name}: finished{loss}{error}")
+            self._display.say(f"{run.name}: finished{loss}")
         elif self.is_stopped:
             self._display.say(f"{run.name}: stopped at step {state.step:,} of {run.steps:,}")
-        elif code == STOPPED:  # by a signal to the run itself
-            self._fail(run, f"was stopped at step {state.step:,}")
         else:
-            self._fail(run, f"exit code {code}: {process.last_message()}{_remedy(run, process)}")
+            self.fail(run, f"exit code {code}: {process.last_message()}; see {process.log}")
 
-    def _fail(self, run: LadderRun, why: str) -> None:
+    def fail(self, run: LadderRun, why: str) -> None:
+        """Record that a run failed, and print it."""
         self.failed[run.name] = why
         self._display.say(f"{run.name}: FAILED: {why}")
 
@@ -257,27 +232,16 @@ class Runner:
             process.popen.terminate()
 
 
-def _remedy(run: LadderRun, process: Process) -> str:
-    """Return the remedy for a failed run: its log, or to train a damaged trunk again."""
-    begin = Path(str(run.config.checkpoint.resume))
-    if not run.trunk or checkpoints(run.folder) or str(begin) not in process.last_message():
-        return f"; see {process.log}"
-    # A second training of the trunk is bitwise equal, so finished forks stay valid.
-    trunk = begin.parent.parent
-    return f"; remove {trunk} to train the trunk again at the next start; see {process.log}"
-
-
 def visible_devices() -> tuple[str, ...]:
     """Return the names of the visible accelerators, as in CUDA_VISIBLE_DEVICES; () for the CPU."""
     if VISIBLE in os.environ:
-        names = (name.strip() for name in os.environ[VISIBLE].split(","))
-        # Like CUDA, ignore everything from the first invalid name (such as -1) on.
-        return tuple(takewhile(_DEVICE.match, names))
+        names = map(str.strip, os.environ[VISIBLE].split(","))
+        return tuple(name for name in names if name not in ("", "-1"))
     # A container has device files with the host's numbers, but CUDA counts its devices from 0.
     return tuple(str(place) for place, _ in enumerate(_NODES.glob("nvidia[0-9]*")))
 
 
-def execute(read: Callable[[], _R], parallel: int, out: Console) -> tuple[int, _R]:
+def execute(read: Callable[[], Runs], parallel: int, out: Console) -> tuple[int, Runs]:
     """Train the unfinished runs of a ladder; return the exit code and the ladder's new state.
 
     `read` returns the ladder with the current states of its runs. Raises ConfigError if another
@@ -322,8 +286,6 @@ def _execute(ladder: Runs, parallel: int, out: Console) -> int:
     if runner.is_stopped:
         terminal.say(out, "stopped on request; every run saved its state: run again to continue")
         return STOPPED
-    for name, why in runner.failed.items():
-        terminal.say(out, f"FAILED {name}: {why}", "  ")
     return FAILED if runner.failed else DONE
 
 
@@ -346,20 +308,18 @@ def _prepare(ladder: Runs) -> None:
 def _forecast(ladder: Runs, held_out: list[LadderRun], runner: Runner, display: Display) -> None:
     """Register a forecast for each held-out run; mark runs without one as failed."""
     for run in held_out:
-        if runner.failed and not ladder.forecast_file(run).exists():
-            others = ", ".join(runner.failed)
-            runner.failed[run.name] = f"not started: its forecast needs the failed runs {others}"
-            continue
+        file = ladder.forecast_file(run)
         try:
+            if runner.failed and not file.exists():
+                raise ConfigError(f"it needs the failed runs {', '.join(runner.failed)}")
             prediction = register(ladder, run)
         except ConfigError as error:
-            runner.failed[run.name] = f"not started: cannot register its forecast: {error}"
-            continue
-        if prediction and prediction.loss is not None:
-            file = ladder.forecast_file(run)
-            display.say(f"{run.name}: forecast {prediction.loss:.4f}, registered in {file}")
-            for warning in prediction.warnings:
-                display.say(f"WARNING: {warning}")
+            runner.fail(run, f"not started: cannot register its forecast: {error}")
+        else:
+            if prediction and prediction.loss is not None:
+                display.say(f"{run.name}: forecast {prediction.loss:.4f}, registered in {file}")
+                for warning in prediction.warnings:
+                    display.say(f"WARNING: {warning}")
 
 
 def register(ladder: Runs, run: LadderRun) -> Forecast | None:
@@ -376,7 +336,7 @@ def register(ladder: Runs, run: LadderRun) -> Forecast | None:
     fitted = {rung.run.name for rung in ladder.rungs if rung.run.kind == "fit"}
     table = table.take([i for i, name in enumerate(table.names) if name in fitted])
     fitted_law = fit_law(points_of(table, {}), PARAMETRIC, Estimator(), draws=DRAWS, seed=0)
-    fit = replace(with_checks(fitted_law, table), path=ladder.directory / FIT)
+    fit = replace(with_checks(fitted_law, table), path=ladder.directory / "forecast-fit.json")
     replace_text(fit.path, json.dumps(finite(fit.document())))
     prediction = forecast.forecast(fit, params=run.counts.with_head, tokens=run.tokens)
     forecast.register(file, prediction, fit)

@@ -5,10 +5,9 @@ from pathlib import Path
 from shlex import quote
 
 from parallel3d.scaling.ladder.expand import LadderRun
-from parallel3d.scaling.ladder.plan import FRESH, Ladder
+from parallel3d.scaling.ladder.plan import FRESH, Runs
 from parallel3d.scaling.ladder.runner import LOGS, TRAIN
 
-SUBMIT = "submit.sh"
 _JOB = """\
 #!/bin/bash
 # Add the options that your cluster needs (account, partition, time) here, or pass them to sbatch.
@@ -54,7 +53,7 @@ fi
 """
 
 
-def write(ladder: Ladder) -> list[Path]:
+def write(ladder: Runs) -> list[Path]:
     """Write a job array for each kind of run and number of ranks, and submit.sh to chain them.
 
     Returns the files, with submit.sh as the last.
@@ -73,13 +72,13 @@ def write(ladder: Ladder) -> list[Path]:
             jobs.append(path)
         files += jobs
         stages.append(jobs)
-    submit = ladder.directory / SUBMIT
+    submit = ladder.directory / "submit.sh"
     submit.write_text("\n".join([*_chain(stages), ""]), encoding="utf-8")
     submit.chmod(0o755)
     return [*files, submit]
 
 
-def _script(ladder: Ladder, kind: str, ranks: int, runs: Sequence[LadderRun]) -> str:
+def _script(ladder: Runs, kind: str, ranks: int, runs: Sequence[LadderRun]) -> str:
     directory = ladder.directory.absolute()
     forecast = ""
     if kind == "held-out":

@@ -202,7 +202,7 @@ HUGE = {
     "learning_rate": {"hyperparameters": {"learning_rate": 10**400}},
     "mlp_ratio": {"mlp_ratio": 1e308},
     "aspect_ratio": {"aspect_ratio": 1e-308, "sizes": [1e4, 1e5]},
-    "sizes.0.params": {"aspect_ratio": 0.01, "head_size": 2**20, "sizes": [1e4, 1e5]},
+    "sizes.0.params": {"aspect_ratio": 1, "head_size": 4096, "sizes": [1e4, 1e5]},
     "head_size": {"head_size": 10**400, "sizes": [1e4, 1e5]},
     "sizes.1": {"sizes": [1e4, 1e300]},
     "budgets.tokens_per_param.1": {"budgets": {"tokens_per_param": [1, 1e306]}},
