@@ -12,7 +12,6 @@ from parallel3d.schedule import draw
 from parallel3d.schedule.action import Op
 from parallel3d.schedule.schedule import Spans
 
-_MOST_BOXES = 60_000  # computes; simulating these takes seconds, and the picture folds them
 _LEFT, _RIGHT, _TOP, _HEIGHT = 72, 24, 50, 130  # of the panel of memory, in pixels
 
 Points = list[tuple[float, float]]  # (seconds, bytes), in order
@@ -21,14 +20,12 @@ Points = list[tuple[float, float]]  # (seconds, bytes), in order
 def spans_of(plan: Plan) -> tuple[Setting, Spans]:
     """Return the simulated step and its setting, with fewer microbatches if all are too many."""
     s = plan.setting
-    most = max(2 * s.pp, _MOST_BOXES // (2 * s.pp * s.stages_per_rank))
-    if s.num_microbatches > most:
-        s = s.but(num_microbatches=most - (most - s.num_microbatches) % s.pp)
+    s = s.but(num_microbatches=draw.microbatches_drawn(s.pp, s.num_microbatches, s.stages_per_rank))
     return s, step_spans(s, plan.request.hardware)
 
 
 def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float, Points]:
-    """Return the fullest rank's constant bytes, and its device bytes at each change.
+    """Return the fullest rank's other bytes, and its device bytes at each change.
 
     Activations live from the start of a forward to the end of its backward. The maximum equals the
     plan's total.
@@ -67,12 +64,11 @@ def _panel(plan: Plan, setting: Setting, spans: Spans) -> list[str]:
     base, points = memory_over_time(plan, setting, spans)
     room = plan.request.hardware.memory_bytes.value
     begin, length = draw.start(spans), draw.seconds(spans)
-    timeline = draw.timeline_of(spans)
     most = 1.05 * max(room, *(size for _, size in points))
-    across = (draw.WIDTH - _LEFT - _RIGHT) / timeline.length
+    across = (draw.WIDTH - _LEFT - _RIGHT) / length
 
     def at(time: float, size: float) -> str:
-        x = _LEFT + timeline.at(time - begin) * across
+        x = _LEFT + (time - begin) * across
         return f"{x:.1f},{_TOP + _HEIGHT * (1 - size / most):.1f}"
 
     end = begin + length
@@ -83,8 +79,8 @@ def _panel(plan: Plan, setting: Setting, spans: Spans) -> list[str]:
         f'<text x="{_LEFT}" y="20" font-size="14" font-weight="bold">device memory of rank '
         f"{plan.memory.pp_coord} (the fullest): {escape(gib(plan.memory.total))} of "
         f"{gib(room)} GiB</text>",
-        f'<text x="{_LEFT}" y="38" fill="#868e96">dark: constant '
-        f"({gib(base)} GiB); light: activations in flight; line: the device's memory</text>",
+        f'<text x="{_LEFT}" y="38" fill="#868e96">dark: all else ({gib(base)} GiB); '
+        "light: activations of these microbatches; line: the device's memory</text>",
         f'<polygon points="{at(begin, base)} {curve} {at(end, base)}" fill="#ffd8a8"/>',
         f'<polygon points="{floor}" fill="#748ffc"/>',
         f'<line x1="{_LEFT}" x2="{draw.WIDTH - _RIGHT}" y1="{line}" y2="{line}" stroke="#e03131" '
