@@ -24,10 +24,6 @@ def main() -> int:
     console = terminal.console(args.json)
     if args.calibrate:
         return calibrate(args.json, console)
-    if args.validate is not None:
-        raise ConfigError(
-            "--validate: was removed; run `python -m benchmarks.published FILE` in a checkout"
-        )
     if not args.config:
         raise ConfigError("--config: is missing; set a config file, or the name of one in configs/")
     config = RunConfig.from_json(args.config, overrides)
@@ -78,7 +74,6 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--explain", type=whole_number(), metavar="N", help="show row N in detail")
     parser.add_pictures("the timeline of --explain's row")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine")
-    parser.add_argument("--validate", nargs="?", const="", help=argparse.SUPPRESS)  # removed
     parser.add_json()
     args, overrides = parser.parse_known_args()
     for flag, picture in (("--svg", args.svg), ("--trace", args.trace)):

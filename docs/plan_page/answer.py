@@ -58,11 +58,7 @@ def _answer(mesh: str, width: int, post: Post) -> None:
     devices = args.devices if args.devices is not None else plan_rows.devices_of(run, machine)
     request = plan_rows.make_request(run, machine, devices, args.fix)
 
-    def found(row: Plan) -> None:
-        label = row.setting.mesh.label
-        post("found", f"{label}, {plan_table.seconds(row.time.seconds)} s a step")
-
-    ranking = plan_rows.rank_plans(request, args.rows, found)
+    ranking = plan_rows.rank_plans(request, args.rows)
     wide = max(width, 76)  # two lines for a row: a narrower page scrolls it
     post("table", _html(wide, lambda out: plan_rows.show(ranking, request, out)))
     post("json", json.dumps(plan_rows.to_json(ranking, request)))

@@ -234,7 +234,7 @@ def test_what_this_machine_lacks_is_refused_before_corpus_and_model(monkeypatch)
     try:
         start.check_machine(read().resolve(1), mesh, nodes, print)
         large = read("--parallel3d.model.hidden_size", 2**16).resolve(1)
-        with pytest.raises(ConfigError, match=r"hidden_size = 65536: needs at least .* at most"):
+        with pytest.raises(ConfigError, match=r"parameters need at least .* at most"):
             start.check_machine(large, mesh, nodes, print)
         offload = ("--zero_optimization.offload_optimizer.nvme_path", "/nowhere")
         device = ("--zero_optimization.offload_optimizer.device", "nvme")

@@ -54,7 +54,7 @@ def model_of(layers: tuple[LayerSpec, ...]) -> LayerKinds:
 def stages_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[range, ...]:
     """Return the layers of each stage, cut as in pipeline/stages.py."""
     shape = Shape(1, seq)  # costs are proportional to the batch, which moves no boundary
-    costs = [float(cost_of(model, k, shape).forward_flops) for k in range(len(model.kinds))]
+    costs = [cost_of(model, k, shape).forward_flops for k in range(len(model.kinds))]
     return partition([costs[k] for k in model.kind_of], num_stages)
 
 

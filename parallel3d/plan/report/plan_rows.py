@@ -11,14 +11,15 @@ from parallel3d.base import reader, terminal
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import ABSENT, Problem, Problems
 from parallel3d.config import RunConfig, hardware
-from parallel3d.config.hardware import THIS_MACHINE, Cores, Figure, Hardware, Host
+from parallel3d.config.hardware import THIS_MACHINE, Hardware
 from parallel3d.model.optimizers import kinds, state_bytes
-from parallel3d.plan.memory.peak import per_rank
+from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import plan_table
 from parallel3d.plan.report.plan_table import lines_of, seconds
 from parallel3d.plan.search.best_first import Ranking, search
+from parallel3d.plan.search.candidates import gathered_longest
 from parallel3d.plan.search.plans import CHOICES, Plan, Request, request_of
-from parallel3d.plan.search.remedy import choose_weights, evaluate, gib
+from parallel3d.plan.search.remedy import evaluate, gib
 from parallel3d.plan.setting import Setting
 from parallel3d.schedule.sharding import Weights
 
@@ -66,10 +67,8 @@ def make_request(config: RunConfig, machine: Hardware, devices: int, fix: Sequen
 def rank_plans(request: Request, rows: int | None) -> Ranking:
     """Return the rows of a request: `rows`, or 20 that fit and the faster ones that do not."""
     ranking = search(request, rows or ROWS)
-    if rows is None:
-        return ranking
-    shown = ranking.too_large[: max(0, rows - len(ranking.plans))]
-    return replace(ranking, too_large=shown, num_hidden=len(ranking.too_large) - len(shown))
+    most = None if rows is None else max(0, rows - len(ranking.plans))
+    return replace(ranking, too_large=ranking.too_large[:most])
 
 
 def show(ranking: Ranking, request: Request, out: Console) -> None:
@@ -84,26 +83,13 @@ def nothing_fits(least: Plan) -> str:
 
     `least` is the plan that needs the least memory.
     """
-    request, memory = least.request, least.memory
-    s, room = least.setting, request.hardware.memory_bytes.value
-    over = memory.total - room
-    host = request.hardware.host
-    remedies = [
-        "more devices",
-        f"devices with {gib(memory.total)} GiB"
-        if over > 0
-        else f"hosts with {gib(memory.host)} GiB per device",
-    ]
-    if request.fixed:
-        remedies.insert(0, f"fewer fixed choices (now {', '.join(request.fixed)})")
-    elif host is None:
-        remedies.append("hardware with a described host, for offload")
-    excess = f"{over:,.0f} bytes more than a device has" if over > 0 else least.reason
+    request, s = least.request, least.setting
+    fixed = f"fewer fixed choices (now {', '.join(request.fixed)}), " if request.fixed else ""
     return (
         f"NOTHING FITS on {request.devices:,} x {request.hardware.name}: the smallest plan needs "
-        f"{gib(memory.total)} GiB ({excess}), with {s.mesh.label}, "
-        f"ZeRO-{s.zero_stage}, micro batch {s.shape.batch}, recompute {s.recompute}, offload: "
-        f"{least.offload}; use {', or '.join(remedies)}"
+        f"{gib(least.memory.total)} GiB, with {s.mesh.label}, ZeRO-{s.zero_stage}, micro batch "
+        f"{s.shape.batch}, recompute {s.recompute}, offload: {least.offload} ({least.reason}); "
+        f"use {fixed}more devices, or devices and hosts with more memory"
     )
 
 
@@ -171,36 +157,23 @@ def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConf
 def weights_for(
     setting: Setting, hardware: Hardware | None, host_bytes: int | None = None
 ) -> tuple[Weights, str]:
-    """Return how long a setting's weights stay gathered, and a note that says why.
+    """Return the longest that a setting's weights can stay gathered, and a note that says why.
 
     Args:
         setting: the run; what it says of weights is not read.
         hardware: None if its memory is unknown.
         host_bytes: free host memory of a CPU rank, which is used without `hardware`.
     """
-    weights: Weights = "per_microbatch"
-    why = "the memory of a device is not known"
-    if hardware is None and host_bytes is not None:
-        hardware = _cpu_rank(setting, host_bytes)
-    if hardware is not None:
-        weights, memory = choose_weights(setting, hardware)
-        room = gib(hardware.memory_bytes.value)
-        why = f"{gib(memory.total)} of {room} GiB planned on the fullest device"
+    for weights in gathered_longest(setting.offload_param):
+        memory = fullest(setting.but(weights=weights), hardware)
+        # Offloaded states of a CPU rank are in the same memory.
+        room = hardware.memory_bytes.value if hardware else (host_bytes or 0) - memory.host
+        if memory.total <= room:
+            break
+    why = f"{gib(memory.total)} of {gib(room)} GiB planned on the fullest device"
+    if hardware is None and host_bytes is None:
+        why = "the memory of a device is not known"
     return weights, f'parallel3d.pipeline.weights: "auto" is {weights} ({why})'
-
-
-def _cpu_rank(setting: Setting, host_bytes: int) -> Hardware:
-    """Return a CPU rank as hardware: its share of host memory, part of it for offloaded states."""
-    offloaded = max(memory.host for memory in per_rank(setting))
-    device, host, unused = (
-        Figure(value=float(number), source="this host")
-        for number in (host_bytes - offloaded, offloaded, 1)
-    )
-    return Hardware(
-        name="cpu", device_names=(), peak_flops={}, memory_bytes=device,
-        host=Host(memory_bytes=host, device_bandwidth=unused, adam_params=unused),
-        cores=Cores(count=unused, alone={}),
-    )  # fmt: skip
 
 
 def fixed_by(config: RunConfig) -> dict[str, object]:

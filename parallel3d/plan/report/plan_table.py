@@ -29,7 +29,6 @@ from parallel3d.plan.time.sharding import slowest_matrix_work
 from parallel3d.plan.time.step import TIMES
 
 _BAR = 8  # columns of the bar of memory
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
 _COLOURS = {
     "weights": "blue", "gathered": "cyan", "gradients": "green", "optimizer": "magenta",
     "activations": "yellow", "logits": "red", "buffers": "bright_black", "margin": "bright_black",
@@ -57,14 +56,10 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
             terminal.say(out, f"    smallest change: {plan.remedy}", "    ")
     if ranking.plans:
         _show_parts(ranking.plans, request, out)
-        each = "the best" if ranking.per_mesh == 1 else f"the best {ranking.per_mesh}"
         terminal.say(out, Text(
-            f"\n{each} of each mesh, {ranking.num_simulated} simulated; --explain N shows row N; "
+            f"\n{ranking.num_simulated} plans simulated; --explain N shows row N; "
             '"mesh": "plan" in a config uses row 1', "dim",
         ))  # fmt: skip
-    if hidden := ranking.num_hidden:
-        plans = "plans do" if hidden > 1 else "plan does"
-        terminal.say(out, Text(f"{hidden} faster {plans} not fit; omit --rows to list all", "dim"))
 
 
 def parameters(layers: Sequence[LayerSpec]) -> str:
@@ -85,11 +80,7 @@ def say_heading(request: Request, out: Console) -> None:
         f"{batch:,} x {seq:,} = {count(batch * seq)} tokens{tokens}",
     )
     if request.batch_sizes:
-        sizes = ", ".join(f"{size:,}" for size in request.batch_sizes)
-        of_size = ", ".join(f"{steps:,} of {size:,}" for size, steps in request.phases)
-        total = sum(steps for _, steps in request.phases)
-        phases = f"{total:,} steps: {of_size} samples" if total else f"steps of {sizes} samples"
-        terminal.say(out, f"{phases}; memory and time of a step are those of the largest batch")
+        terminal.say(out, "memory and time of a step are those of the largest batch")
     _say_off_tiles(request, out)
     if request.fixed:
         terminal.say(
@@ -143,7 +134,8 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
         gathered = [s.weights.removeprefix("per_") if s.zero_stage == 3 else "–" for s in settings]
         columns.append((Column("weights", right=False, line=1), gathered))
     if any(plan.offload != "none" for plan in plans):
-        columns.append((Column("offload", right=False, line=1), [*map(_offload, settings)]))
+        offloads = [plan.offload for plan in plans]
+        columns.append((Column("offload", right=False, line=1), offloads))
     rates = [plan.per_device(flops) for plan in plans]
     shares = [plan.mfu(flops) for plan in plans]
     columns += [
@@ -178,24 +170,12 @@ def _print_columns(columns: Sequence[FilledColumn], first: str, out: Console) ->
     terminal.show(out, heads, zip(*cells, strict=True), first=first)
 
 
-def _offload(s: Setting) -> str:
-    """Return a setting's offloads as a cell of the table."""
-    short = {"cpu": "{}", "nvme": "{} nvme"}
-    places = (("opt", s.offload_optimizer), ("param", s.offload_param))
-    return (
-        "+".join(short[device].format(word) for word, device in places if device != "none") or "–"
-    )
-
-
 def _bar(share: float) -> Text:
     """Return a bar for the share of memory in use; red if it exceeds 1."""
     if share > 1:
         return Text("█" * _BAR + f" {share:.1f}×", "red")
-    eighths = round(share * _BAR * 8)
-    bar = "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
-    text = Text(bar, "yellow" if share > 0.9 else "green")
-    text.append("·" * (_BAR - len(bar)), "bright_black")
-    return text
+    bar = "█" * round(share * _BAR)
+    return Text(bar.ljust(_BAR, "·"), "yellow" if share > 0.9 else "green")
 
 
 def explain(plan: Plan, out: Console) -> None:
@@ -238,8 +218,6 @@ def explain(plan: Plan, out: Console) -> None:
             f"{count(request.num_tokens or 0)} tokens take {three(plan.days / days)} {unit}, "
             f"{three(plan.device_hours)} device-hours",
         )
-    else:
-        terminal.say(out, "the duration is not known: the run's length is set in epochs")
     if not plan.fits:
         problem = f"\ndoes not fit: {plan.reason}\nsmallest change: {plan.remedy}"
         terminal.say(out, Text(problem, "red"))
@@ -330,7 +308,7 @@ def count(number: float) -> str:
 LARGE = 0.05
 """The smallest share of a rank's device memory for which a buffer is mentioned."""
 _SIZES = (
-    "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size",
+    "reduce_bucket_size", "stage3_prefetch_bucket_size",
     "stage3_max_live_parameters", "sub_group_size",
 )  # fmt: skip
 

@@ -32,14 +32,12 @@ def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float,
     """
     saved = saved_bytes(setting, plan.request.hardware)
     computes = [span for span in spans[plan.memory.pp_coord] if span.action.is_compute]
-    splits = any(span.action.op == Op.W for span in computes)
-    changes = []
-    for action, start, end in computes:
-        if action.op == Op.F:
-            changes.append((start, saved[action.stage]))
-        elif action.op == (Op.W if splits else Op.B):
-            changes.append((end, -saved[action.stage]))
-    changes.sort()
+    last = Op.W if any(span.action.op == Op.W for span in computes) else Op.B
+    changes = sorted(
+        (start, saved[a.stage]) if a.op == Op.F else (end, -saved[a.stage])
+        for a, start, end in computes
+        if a.op in (Op.F, last)
+    )
     held = [*accumulate(size for _, size in changes)]
     base = float(plan.memory.total - max(held))
     points = []

@@ -51,10 +51,8 @@ class Ranking:
     plans: tuple[Plan, ...]
     too_large: tuple[Plan, ...]
     num_simulated: int
-    per_mesh: int
     least: Plan | None = None
     """If nothing fits, the plan that needs the least memory."""
-    num_hidden: int = 0  # faster plans that do not fit, omitted because of a limit on rows
 
     @property
     def rows(self) -> tuple[Plan, ...]:
@@ -90,7 +88,7 @@ def search(
                 break
         too_large = work.too_large(plans[0].time.seconds if plans else float("inf"))
         least = None if plans else evaluate(request, work.leanest())
-        return Ranking(plans, tuple(too_large), work.num_simulated, most, least)
+        return Ranking(plans, tuple(too_large), work.num_simulated, least)
     finally:
         if collects:
             gc.enable()

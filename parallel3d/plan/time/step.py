@@ -70,10 +70,10 @@ class ActionCosts:
     forward: list[SecondsByPart]
     backward: list[SecondsByPart]
     sends: SendSeconds
-    before: list[SecondsByPart]
-    reduce: list[SecondsByPart]
-    hideable: list[float]
-    after: list[SecondsByPart]
+    before: tuple[SecondsByPart, ...]
+    reduce: tuple[SecondsByPart, ...]
+    hideable: tuple[float, ...]
+    after: tuple[SecondsByPart, ...]
     gather: list[float]
 
     def seconds(self, action: Action) -> float:
@@ -113,17 +113,14 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
         backward.append(parts)
         behind.append(free)
     in_a_row = last_passes(setting.pp, setting.num_microbatches, setting.stages_per_rank)
-    before, reduce, hideable, after = [], [], [], []
+    per_coord = []
     for classes, once in zip(layout.coords, by_coord, strict=True):
-        first, middle, more, last = _once(
+        per_coord.append(_once(
             once, in_a_row * sum([ahead[c] for c in classes]),
             in_a_row * sum([ahead[c] for c in classes[:-1]]),
             in_a_row * sum([behind[c] for c in classes]), machine, slowdown,
-        )  # fmt: skip
-        before.append(first)
-        reduce.append(middle)
-        hideable.append(more)
-        after.append(last)
+        ))  # fmt: skip
+    before, reduce, hideable, after = zip(*per_coord, strict=True)
     gather = [m.gather_seconds + slowdown * m.overhead_seconds for m in by_stage]
     num_bytes = setting.shape.tokens // setting.cp * setting.hidden_size * setting.bytes_per_element
     stride, split = setting.tp * setting.cp * setting.dp, setting.sequence_parallel
@@ -240,7 +237,7 @@ def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None
 
     Raises ConfigError if the schedule cannot run or the hardware lacks a figure.
     """
-    check(setting)
+    check_sizes(*setting.action_order)
     costs = costs_of(setting, hardware, curves or curves_for(hardware))
     passes = _ends(setting, costs)
     seconds = pipeline = _step(costs, passes)
@@ -276,11 +273,6 @@ def step_spans(setting: Setting, hardware: Hardware, curves: Curves | None = Non
         return (sum(costs.reduce[own]) - costs.hideable[own]) / setting.stages_per_rank
 
     return simulate(schedule, cost)
-
-
-def check(setting: Setting) -> None:
-    """Raise ConfigError if the schedule cannot run with the setting's ranks and microbatches."""
-    check_sizes(*setting.action_order)
 
 
 def _ends(setting: Setting, costs: ActionCosts, sends: bool = True) -> list[CoordinateEnd]:
