@@ -30,7 +30,7 @@ CASES = {
     "name": [*((NAME, name, "must be a plain name") for name in NO_NAMES)],
     "size": [
         (f"{MODEL}vocab_size", BIG, "parallel3d.model: its"),
-        (f"{MODEL}vocab_size", HUGE, "model.vocab_size = 1000"),
+        (f"{MODEL}vocab_size", HUGE, "parallel3d.model: its"),
         (f"{MODEL}hidden_size", "4000000", "parameters need at least"),
         (f"{MODEL}hidden_size", "0", "must be greater than 0; raise it"),
         (f"{MODEL}num_hidden_layers", str(10**9), "is above the limit of 2,000 layers"),

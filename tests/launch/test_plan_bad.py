@@ -129,9 +129,8 @@ FIGURES = [
     ("host.nvme_reed", FIGURE, 'the nearest one is "nvme_read"'),
     ("name", 3, "name = 3: must be a string"),
     ("cores", {"count": FIGURE, "alone": {"matmul": FIGURE}}, "matmul.value = 1000000000000.0: "),
-    ("curves", {"matmull": 0.8}, 'is not a curve; the nearest one is "matmul"'),
-    ("curves", {"network": 1.5}, "curves.network = 1.5: must be above 0 and at most 1"),
-    ("curves", {"traffic": -0.5}, "curves.traffic = -0.5: must be above 0"),
+    ("curves", {"matmull": 0.8}, "curves.matmull = 0.8: must be a curve with a number above 0"),
+    ("curves", {"traffic": -0.5}, "curves.traffic = -0.5: must be a curve with a number above 0"),
     ("curves", {"traffic": True}, "curves.traffic = true: must be a number"),
 ]  # fmt: skip
 

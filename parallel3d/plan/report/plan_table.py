@@ -1,6 +1,6 @@
 """The planner's two tables on a terminal, and the details of one row."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import LayerSpec, count_params
 from parallel3d.models.common import head_size_of
-from parallel3d.plan.memory.peak import PARTS, Memory, nccl_estimate, peak_of
+from parallel3d.plan.memory.peak import PARTS, Memory, fullest, nccl_estimate, peak_of
 from parallel3d.plan.search.best_first import Ranking
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
@@ -29,14 +29,6 @@ from parallel3d.plan.time.sharding import slowest_matrix_work
 from parallel3d.plan.time.step import TIMES
 
 _BAR = 8  # columns of the bar of memory
-_COLOURS = {
-    "weights": "blue", "gathered": "cyan", "gradients": "green", "optimizer": "magenta",
-    "activations": "yellow", "logits": "red", "buffers": "bright_black", "margin": "bright_black",
-    "compute": "blue", "waiting": "bright_black", "tensor": "magenta", "pipeline": "cyan",
-    "data": "green", "offload": "yellow", "optimizer_step": "red",
-}  # fmt: skip
-
-
 FilledColumn = tuple[Column, Sequence[Cell]]  # a column and its cells, one per row
 
 
@@ -55,7 +47,7 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
             terminal.say(out, f"{number:>2}  {plan.reason}", "    ")
             terminal.say(out, f"    smallest change: {plan.remedy}", "    ")
     if ranking.plans:
-        _show_parts(ranking.plans, request, out)
+        _show_parts(ranking.plans, 1, request, out)
         terminal.say(out, Text(
             f"\n{ranking.num_simulated} plans simulated; --explain N shows row N; "
             '"mesh": "plan" in a config uses row 1', "dim",
@@ -159,9 +151,8 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
         (Column("TFLOP/s"), [f"{rate / 1e12:.{0 if rate >= 1e13 else 2}f}" for rate in rates]),
         (Column("MFU"), ["–" if mfu is None else f"{100 * mfu:.0f} %" for mfu in shares]),
     ]
-    if plans[0].days is not None:
-        unit, days = _unit(plans[0].days)
-        columns.append((Column(unit), [three((plan.days or 0) / days) for plan in plans]))
+    if request.num_tokens is not None:
+        columns.append((Column("days"), [three(plan.days or 0) for plan in plans]))
     _print_columns(columns, "bold" if first == 1 else "", out)
 
 
@@ -178,48 +169,19 @@ def _bar(share: float) -> Text:
     return Text(bar.ljust(_BAR, "·"), "yellow" if share > 0.9 else "green")
 
 
-def explain(plan: Plan, out: Console) -> None:
-    """Print a plan's memory and time by parts, FLOP/s by each convention, and its duration."""
-    request, flops = plan.request, plan.request.flops
+def explain(plan: Plan, number: int, out: Console) -> None:
+    """Print row `number`: its choices in words, its row of both tables, and its memory's causes."""
+    request, setting = plan.request, plan.setting
     say_heading(request, out)
-    for line in lines_of(plan.setting):
+    for line in lines_of(setting):
         terminal.say(out, line, " " * 10)
-    show_memory(plan.memory, plan.setting, request.hardware, out)
-    out.print(Text("\nstep of the busiest pp rank", "bold"))
-    total = plan.time.seconds
-    parts = {
-        {"bubble": "waiting"}.get(name, name): part
-        for name, part in plan.time.parts.items()
-        if part > 1e-6 * total
-    }
-    _print_parts(parts, total, lambda part: f"{seconds(part):>8} s  ", out)
-    if plan.setting.pp > 1:
-        share = f"{100 * plan.time.bubble:.1f} %"
-        terminal.say(out, f"\nbubble: pp ranks idle for {share} of the time of their passes")
-    if plan.setting.newton_schulz is not None:
-        terminal.say(out, _on_matrices(plan.setting, request.hardware))
-    terminal.say(
-        out,
-        f"\n{count(plan.tokens_per_second)} tokens/s; TFLOP/s of a device: "
-        f"{plan.per_device(flops.full) / 1e12:.4g} without recomputation, "
-        f"{plan.per_device(flops.full + plan.recomputed_flops) / 1e12:.4g} with it",
-    )
-    if (full := plan.mfu(flops.full)) is not None:
-        causal = plan.mfu(flops.causal)
-        terminal.say(
-            out,
-            f"MFU {100 * full:.1f} % counting full attention, {100 * (causal or 0):.1f} % counting "
-            "its causal half",
-        )
-    if plan.days is not None and plan.device_hours is not None:
-        unit, days = _unit(plan.days)
-        terminal.say(
-            out,
-            f"{count(request.num_tokens or 0)} tokens take {three(plan.days / days)} {unit}, "
-            f"{three(plan.device_hours)} device-hours",
-        )
+    _show((plan,), number, request, out)
+    _show_parts((plan,), number, request, out)
+    _say_causes(plan.memory, setting, request.hardware, out)
+    if setting.newton_schulz is not None:
+        terminal.say(out, _on_matrices(setting, request.hardware))
     if not plan.fits:
-        problem = f"\ndoes not fit: {plan.reason}\nsmallest change: {plan.remedy}"
+        problem = f"does not fit: {plan.reason}\nsmallest change: {plan.remedy}"
         terminal.say(out, Text(problem, "red"))
 
 
@@ -235,19 +197,25 @@ def _on_matrices(setting: Setting, hardware: Hardware) -> str:
     )
 
 
-def show_memory(memory: Memory, setting: Setting, hardware: Hardware | None, out: Console) -> None:
-    """Print the memory of the fullest rank by parts, and the settings behind large buffers."""
-    parts = {name: size for name, size in memory.parts.items() if size}
-    out.print(Text(f"\nmemory of pp rank {memory.pp_coord} (the fullest)", "bold"))
-    _print_parts(parts, memory.total, lambda size: f"{gib(size):>8} GiB", out)
-    for name, size in (("host", memory.host), ("nvme", memory.nvme)):
+def show_memory(setting: Setting, out: Console) -> None:
+    """Print the memory of the fullest rank of a run on hardware that is not described."""
+    memory = fullest(setting)
+    out.print(Text("\nGiB, fullest rank", "bold"))
+    total = Column("total"), [gib(memory.total)]
+    _print_columns([*_memory_columns([memory]), total], "bold", out)
+    _say_causes(memory, setting, None, out)
+
+
+def _say_causes(memory: Memory, setting: Setting, hardware: Hardware | None, out: Console) -> None:
+    """Print host memory, the estimated part of the margin, and settings behind large buffers."""
+    for name, size in (("host", memory.host), ("NVMe", memory.nvme)):
         if size:
-            out.print(f"  {name:<14}{gib(size):>8} GiB per device")
+            out.print(f"{gib(size)} GiB of {name} memory per device")
     if estimate := nccl_estimate(setting, memory.pp_coord, hardware):
         remark = "of the margin: NCCL, an estimate that no GPU has measured yet"
-        terminal.say(out, f"  {gib(estimate)} GiB {remark}", "    ")
+        terminal.say(out, f"{gib(estimate)} GiB {remark}")
     for remark in on_buffers(setting, memory, hardware):
-        terminal.say(out, f"  {remark}", "    ")
+        terminal.say(out, remark)
 
 
 def lines_of(setting: Setting) -> Iterator[str]:
@@ -267,24 +235,6 @@ def lines_of(setting: Setting) -> Iterator[str]:
     if s.zero_stage == 3:
         reduced += f", weights gathered {held.get(s.weights, 'for each microbatch')}"
     yield f"state     ZeRO-{s.zero_stage}, gradients reduced {reduced}, offload: {offload}"
-
-
-def _unit(days: float) -> tuple[str, float]:
-    """Return a readable unit for a duration, and the length of that unit in days."""
-    for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
-        if days >= 2 * size:
-            return unit, size
-    return "seconds", 1 / 86400
-
-
-def _print_parts(
-    parts: Mapping[str, float], total: float, shown: Callable[[float], str], console: Console
-) -> None:
-    for name, part in parts.items():
-        line = Text(f"  {name:<14}{shown(part)} {100 * part / total:5.1f} %  ")
-        line.append("█" * max(1, round(40 * part / total)), _COLOURS.get(name, "blue"))
-        console.print(line)
-    console.print(f"  {'total':<14}{shown(total)}")
 
 
 def seconds(value: float) -> str:
@@ -347,19 +297,16 @@ _SHORT = {
 }  # fmt: skip
 
 
-def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None:
+def _show_parts(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -> None:
     """Print the memory of the fullest rank and the seconds of the busiest rank by parts.
 
     Parts that no plan has are omitted. TFLOP/s count recomputation; MFU counts the causal half of
     the attention.
     """
-    memory = [part for part in PARTS if any(plan.memory.parts.get(part) for plan in plans)]
     times = [part for part in TIMES if any(_shown(plan, part) != "–" for plan in plans)]
     rule, flops = ["│"] * len(plans), request.flops
-    columns: list[FilledColumn] = [(Column("#"), [str(n) for n, _ in enumerate(plans, 1)])]
-    for part in memory:
-        sizes = [plan.memory.parts.get(part, 0) for plan in plans]
-        columns.append((Column(_SHORT.get(part, part)), [gib(n) if n else "–" for n in sizes]))
+    columns: list[FilledColumn] = [(Column("#"), [str(n) for n, _ in enumerate(plans, first)])]
+    columns += _memory_columns([plan.memory for plan in plans])
     columns.append((Column("│", rule=True, line=1), rule))
     for part in times:
         columns.append(
@@ -382,3 +329,13 @@ def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None
 def _shown(plan: Plan, part: str) -> str:
     share = plan.time.parts[part]
     return seconds(share) if share > 1e-3 * plan.time.seconds else "–"
+
+
+def _memory_columns(memories: Sequence[Memory]) -> list[FilledColumn]:
+    """Return a column of GiB for each part of the memory that is not zero everywhere."""
+    sizes = {part: [memory.parts.get(part, 0) for memory in memories] for part in PARTS}
+    return [
+        (Column(_SHORT.get(part, part)), [gib(n) if n else "–" for n in row])
+        for part, row in sizes.items()
+        if any(row)
+    ]

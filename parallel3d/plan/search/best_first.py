@@ -286,13 +286,14 @@ class _Search:
 
     def leanest(self) -> Setting:
         """Return the setting with the least memory, among the 40 whose first rank needs least."""
-        sizes: list[tuple[int, int, Choices]] = []
-        for mesh in self.meshes:
-            flows = candidates.flows(self.request, mesh)
-            for flow in [f for f in flows if f.micro_batch == flows[0].micro_batch]:
-                for state in candidates.states(self.request, mesh):
-                    for size, choices in self._sizes(flow, state):
-                        sizes.append((size, len(sizes), choices))
+        smallest = self.request.fixed.get("micro_batch", 1)
+        sizes = (
+            sized
+            for _, flow in self.floors
+            if flow.micro_batch == smallest
+            for state in candidates.states(self.request, flow.mesh)
+            for sized in self._sizes(flow, state)
+        )
         settings = [
             setting_of(self.request, flow, order, variant)
             for *_, (flow, order, state) in nsmallest(40, sizes)

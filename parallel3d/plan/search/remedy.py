@@ -104,10 +104,7 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
         return total, -flow.micro_batch, choices
 
     for choices in nsmallest(MOST_CHANGES, _leaner(request, *start), key=cost):
-        setting = candidates.setting_of(request, *choices)
-        if all_fit(setting, request.hardware):
-            if choices[0].recompute == "full" != start[0].recompute:
-                choices = candidates.choices_of(with_fewest_in_full(setting, request.hardware))
+        if all_fit(candidates.setting_of(request, *choices), request.hardware):
             pairs = zip(words, _words(*choices), strict=True)
             return " + ".join(new for old, new in pairs if new != old), choices
     return None

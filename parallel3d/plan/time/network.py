@@ -56,7 +56,7 @@ def sharing(devices: int, hardware: Hardware) -> int:
 
 def collective_seconds(
     kind: Kind, num_bytes: float, ranks: int, ranks_per_node: int, hardware: Hardware,
-    curves: Curves, sharers: int = 1, one_ring: bool = False,
+    curves: Curves, one_ring: bool = False,
 ) -> float:  # fmt: skip
     """Return the seconds of one collective.
 
@@ -65,7 +65,6 @@ def collective_seconds(
     interface.
 
     - `num_bytes`: of the gathered tensor.
-    - `sharers`: ranks that share a device's network.
     - `one_ring`: True if there is only one ring.
     """
     if ranks == 1 or num_bytes == 0:
@@ -81,7 +80,7 @@ def collective_seconds(
     if nodes > 1:
         network = _network(hardware)
         rings = 1 if one_ring or network.one_ring else ranks_per_node
-        rate = network.bandwidth.value * curves.network * rings / sharers
+        rate = network.bandwidth.value * curves.network * rings
         crowd = 1 + curves.congestion * log2(nodes)
         seconds = max(seconds, moved / rate * crowd)
         ring = waiting + (nodes if nodes < ranks else ranks - 1) * network.latency.value
@@ -122,12 +121,8 @@ def send_seconds(num_bytes: float, crosses: bool, hardware: Hardware, curves: Cu
 
 
 def _link(hardware: Hardware) -> Link:
-    problem = "the link between devices is not described"
-    return hardware.link or refuse(hardware, problem, "`link`", "plan for one device")
+    return hardware.link or refuse(hardware, "link")
 
 
 def _network(hardware: Hardware) -> Link:
-    size = node_size(hardware)
-    instead = f"plan for at most {size} devices" if size else "plan for one node"
-    problem = "the network between nodes is not described"
-    return hardware.network or refuse(hardware, problem, "`network`", instead)
+    return hardware.network or refuse(hardware, "network")
