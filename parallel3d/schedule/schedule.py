@@ -139,22 +139,16 @@ def validate(schedule: Schedule) -> Schedule:
     Each send must have its receive, and *blocking* transfers over one channel per pair of ranks
     (NCCL's) must end.
     """
-    stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
-    for coord, program in enumerate(schedule.programs):
-        for action in program:
-            if action.stage not in stages or action.microbatch not in microbatches:
-                _refuse(schedule, f"{action}: no such stage or microbatch", action)
-            if (home := schedule.pp_coord_of_stage[action.stage]) != coord:
-                _refuse(schedule, f"{action} is on rank {coord}; its stage is on {home}", action)
     expected = _expected(schedule)
     counts = Counter(chain.from_iterable(schedule.programs))
-    for action, count in counts.items():
-        if action.op in SHARDING:
-            continue
-        if action not in expected:
-            _refuse(schedule, f"{action} has no purpose: nothing uses its result", action)
-        if count > 1:
-            _refuse(schedule, f"{action} appears {count} times", action)
+    for coord, program in enumerate(schedule.programs):
+        for action in program:
+            if action not in expected and action.op not in SHARDING:
+                _refuse(schedule, f"{action} has no purpose: nothing uses its result", action)
+            if (home := schedule.pp_coord_of_stage[action.stage]) != coord:
+                _refuse(schedule, f"{action} is on rank {coord}; its stage is on {home}", action)
+            if counts[action] > 1 and action in expected:
+                _refuse(schedule, f"{action} appears {counts[action]} times", action)
     if missing := sorted(expected - counts.keys()):
         _refuse(schedule, f"missing: {', '.join(map(str, missing))}")
     _ = schedule.order  # raises if a rank would block for ever

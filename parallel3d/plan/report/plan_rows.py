@@ -9,7 +9,6 @@ from rich.console import Console
 
 from parallel3d.base import reader, terminal
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import ABSENT, Problem, Problems
 from parallel3d.config import RunConfig, hardware
 from parallel3d.config.hardware import THIS_MACHINE, Hardware
 from parallel3d.model.optimizers import kinds, state_bytes
@@ -42,10 +41,7 @@ def devices_of(config: RunConfig, machine: Hardware) -> int:
         return config.mesh.sizes.ranks
     if machine.cores is not None:
         return int(machine.cores.count.value)
-    if machine.devices_per_node is not None:
-        return int(machine.devices_per_node.value)
-    problem = Problem("--devices", ABSENT, "is missing", "set the number of devices")
-    raise Problems([problem], "the plan")
+    return int(machine.devices_per_node.value) if machine.devices_per_node else 1
 
 
 def make_request(config: RunConfig, machine: Hardware, devices: int, fix: Sequence[str]) -> Request:

@@ -28,7 +28,6 @@ from parallel3d.plan.time.operators import (
 from parallel3d.plan.time.sharding import slowest_matrix_work
 from parallel3d.plan.time.step import TIMES
 
-_BAR = 8  # columns of the bar of memory
 FilledColumn = tuple[Column, Sequence[Cell]]  # a column and its cells, one per row
 
 
@@ -144,7 +143,7 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
             ["–" if s.recompute == "none" else s.recompute for s in settings],
         ),
         (Column("GiB"), [gib(plan.memory.total) for plan in plans]),
-        (Column("of device", right=False), [_bar(plan.memory.total / room) for plan in plans]),
+        (Column("of device"), [f"{100 * plan.memory.total / room:.0f} %" for plan in plans]),
         (Column("s/step"), [seconds(plan.time.seconds) for plan in plans]),
         (Column("bubble", line=1), [f"{100 * plan.time.bubble:.1f} %" for plan in plans]),
         (Column("tokens/s"), [count(plan.tokens_per_second) for plan in plans]),
@@ -159,14 +158,6 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
 def _print_columns(columns: Sequence[FilledColumn], first: str, out: Console) -> None:
     heads, cells = zip(*columns, strict=True)
     terminal.show(out, heads, zip(*cells, strict=True), first=first)
-
-
-def _bar(share: float) -> Text:
-    """Return a bar for the share of memory in use; red if it exceeds 1."""
-    if share > 1:
-        return Text("█" * _BAR + f" {share:.1f}×", "red")
-    bar = "█" * round(share * _BAR)
-    return Text(bar.ljust(_BAR, "·"), "yellow" if share > 0.9 else "green")
 
 
 def explain(plan: Plan, number: int, out: Console) -> None:
@@ -231,9 +222,8 @@ def lines_of(setting: Setting) -> Iterator[str]:
         f"recompute {s.recompute}"
     )
     offload = describe_offload(s.offload_optimizer, s.offload_param)
-    held = {"per_step": "once a step", "per_pass": "for each pass"}
     if s.zero_stage == 3:
-        reduced += f", weights gathered {held.get(s.weights, 'for each microbatch')}"
+        reduced += f", weights gathered {s.weights}"
     yield f"state     ZeRO-{s.zero_stage}, gradients reduced {reduced}, offload: {offload}"
 
 

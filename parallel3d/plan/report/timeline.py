@@ -17,13 +17,6 @@ _LEFT, _RIGHT, _TOP, _HEIGHT = 72, 24, 50, 130  # of the panel of memory, in pix
 Points = list[tuple[float, float]]  # (seconds, bytes), in order
 
 
-def spans_of(plan: Plan) -> tuple[Setting, Spans]:
-    """Return the simulated step and its setting, with fewer microbatches if all are too many."""
-    s = plan.setting
-    s = s.but(num_microbatches=draw.microbatches_drawn(s.pp, s.num_microbatches, s.stages_per_rank))
-    return s, step_spans(s, plan.request.hardware)
-
-
 def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float, Points]:
     """Return the fullest rank's other bytes, and its device bytes at each change.
 
@@ -48,9 +41,11 @@ def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float,
 
 def drawing(plan: Plan) -> tuple[str, object]:
     """Return the SVG of a plan's timeline and memory, and its trace for Perfetto."""
-    setting, spans = spans_of(plan)
-    s, total = setting, plan.setting.num_microbatches
-    some = "" if s.num_microbatches == total else f" ({s.num_microbatches} of {total} drawn)"
+    s, total = plan.setting, plan.setting.num_microbatches
+    drawn = draw.microbatches_drawn(s.pp, total, s.stages_per_rank)
+    setting = s.but(num_microbatches=drawn)
+    spans = step_spans(setting, plan.request.hardware)
+    some = "" if drawn == total else f" ({drawn} of them drawn)"
     title = f"{s.mesh.label}, {s.schedule}, {total} microbatches of {s.shape.batch}{some}"
     above = draw.figure([(title, spans)], plan.time.bubble)
     height = draw.height_of(spans)

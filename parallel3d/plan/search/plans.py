@@ -11,9 +11,15 @@ from parallel3d.base.section import refuse_where
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
-from parallel3d.model.spec import LayerSpec, Recompute, Shape
+from parallel3d.model.spec import LayerSpec, Shape
+from parallel3d.model.spec import flops_of as products_flops
 from parallel3d.plan.impossible import refuse_impossible
-from parallel3d.plan.layers.placement import stage_classes_of
+from parallel3d.plan.layers.placement import (
+    cost_of,
+    layers_by_stage,
+    model_of,
+    recompute_of,
+)
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.step import StepTime
@@ -80,17 +86,6 @@ def flops_of(layers: tuple[LayerSpec, ...], seq: int) -> Flops:
     return Flops(full, full - masked)
 
 
-@lru_cache(maxsize=64)
-def flops_again(layers: tuple[LayerSpec, ...], seq: int, recompute: Recompute) -> float:
-    """Return the FLOPs of one sample that recomputation adds in every layer."""
-    total = 0.0
-    for layer in layers:
-        again = layer.cost(Shape(1, seq), recompute=recompute).recomputed
-        total += sum(product.flops for product in again.matmuls)
-        total += again.attention.flops if again.attention else 0
-    return total
-
-
 @dataclass(frozen=True)
 class Plan:
     """One way to run what was requested: the memory of its fullest rank, and the time of a step.
@@ -147,13 +142,14 @@ class Plan:
     @cached_property
     def recomputed_flops(self) -> float:
         """FLOPs that recomputation adds to a step."""
-        s, layers, share = self.setting, self.request.base.layers, 1.0
-        mode, _, most = s.recompute.partition(":")
-        if most:
-            layout = stage_classes_of(s)
-            share = layout.share_in_full(s.recompute, layout.class_of)
-        plain, again = (flops_again(layers, s.shape.seq, way) for way in ("none", mode))
-        return (plain + share * (again - plain)) * self.request.global_batch_size
+        s, flops = self.setting, 0
+        model, shape = model_of(s.layers), Shape(1, s.shape.seq)
+        for part in layers_by_stage(model, s.pp * s.stages_per_rank, s.shape.seq):
+            for kind, way in zip(part.kinds, recompute_of(part, s.recompute), strict=True):
+                again = cost_of(model, kind, shape, recompute=way).recomputed
+                flops += products_flops(again.matmuls)
+                flops += again.attention.flops if again.attention else 0
+        return flops * self.request.global_batch_size
 
     def to_json(self) -> dict[str, object]:
         """Return the plan's row in `parallel3d plan --json`. Its keys must not change."""
