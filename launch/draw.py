@@ -28,7 +28,6 @@ from parallel3d.schedule.sharding import Weights
 from parallel3d.train import timeline
 
 MOST = 200_000  # forwards that can be drawn within seconds
-Panels = list[tuple[str, Spans]]  # titles and timelines
 
 
 @prints_errors_as("draw")
@@ -65,7 +64,7 @@ def main() -> int:
     return DONE
 
 
-def planned(args: argparse.Namespace) -> tuple[Schedule, Spans, Panels]:
+def planned(args: argparse.Namespace) -> tuple[Schedule, Spans, list[tuple[str, Spans]]]:
     """Return the named schedule, simulated with costs forward 1, backward 2, gather 1.
 
     The panel has fewer microbatches than the schedule if all are too many for a picture.
@@ -85,7 +84,7 @@ def planned(args: argparse.Namespace) -> tuple[Schedule, Spans, Panels]:
     return schedule, spans, [(title, timed(count)[1])]
 
 
-def measured(file: Path) -> tuple[Schedule, Spans, Panels]:
+def measured(file: Path) -> tuple[Schedule, Spans, list[tuple[str, Spans]]]:
     """Return the step in a run's profile/spans.json, simulated with its mean costs and measured.
 
     Raises ConfigError if the file cannot be read.

@@ -60,7 +60,7 @@ def _answer(mesh: str, width: int, post: Post) -> None:
 
     ranking = plan_rows.rank_plans(request, args.rows)
     wide = max(width, 76)  # two lines for a row: a narrower page scrolls it
-    post("table", _html(wide, lambda out: plan_rows.show(ranking, request, out)))
+    post("table", _html(wide, lambda out: plan_table.show(ranking, request, out)))
     post("json", json.dumps(plan_rows.to_json(ranking, request)))
     best = ranking.rows[0] if ranking.rows else ranking.least
     assert best is not None
@@ -103,7 +103,7 @@ def why_not(mesh: str, best: Plan, request: Request, fix: list[str], out: Consol
         for name, part in other.time.parts.items():
             own = best.time.parts.get(name, 0.0)
             if abs(part - own) > 1e-3 * best.time.seconds:
-                shown = f"{plan_table.seconds(part)} s, the best one {plan_table.seconds(own)} s"
+                shown = f"{plan_table.three(part)} s, the best one {plan_table.three(own)} s"
                 out.print(f"  {name:<15}{shown}")
         out.print()
     plan_table.explain(other, 1, out)

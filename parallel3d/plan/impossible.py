@@ -34,7 +34,8 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
     if activations > states:
         path, what = "parallel3d.data.sequence_length", f"{config.data.sequence_length:,} tokens"
     each = f"for each of {ranks:,} ranks" if ranks > 1 else "for one rank"
-    rule = f"{what} need at least {_shown(total)} {each}, but a rank has at most {_shown(room)}"
+    have = f"but a rank has at most {room / 2**30:,.1f} GiB"
+    rule = f"{what} need at least {total / 2**30:,.1f} GiB {each}, {have}"
     raise Problems([Problem(path, ABSENT, rule, "use fewer, or more ranks")])
 
 
@@ -89,7 +90,3 @@ def _num_params(model: ModelConfig, data: DataConfig) -> int:
         own = data.vocab_size if data.has_own_size else 1
         model = model.model_copy(update={"vocab_size": own})
     return count_params(layers_of(model))
-
-
-def _shown(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB"

@@ -45,55 +45,36 @@ def microbatches_drawn(pp_size: int, num_microbatches: int, stages_per_rank: int
 def text_grid(spans: Spans) -> str:
     """Return one line of computes per rank, time to the right; `·` is an idle column.
 
-    Integer times get an equal number of columns per unit, with short labels or in panels if needed;
-    other times are scaled to 100 columns.
+    Whole times get an equal number of columns per unit, in panels if they are too many; other times
+    are scaled to 100 columns.
     """
-    length = seconds(spans)
+    length, room = seconds(spans), _COLUMNS - _HEAD
     spans = tuple(tuple(s for s in r if s.action.is_compute) for r in spans_from_zero(spans))
-    one_stage = all(s.action.stage == coord for coord, rank in enumerate(spans) for s in rank)
-    full = 1 + max(len(str(span.action)) for rank in spans for span in rank)
-    short = full - 2 if one_stage else full - 1
-    columns, packed = (_COLUMNS - _HEAD) / length, False  # columns per unit of time
+    columns = room / length  # per unit of time
     if all(time.is_integer() for rank in spans for _, *times in rank for time in times):
-        packed = short <= columns < full
-        columns = int(columns) if packed else full
-
-    def labels(action: Action) -> tuple[str, ...]:
-        brief = f"{action.op}{action.microbatch}" if one_stage else str(action)
-        return (brief,) if packed else (str(action), brief, str(action.op))
-
-    rows = []
-    for rank in spans:
+        columns = 1.0 + max(len(str(span.action)) for rank in spans for span in rank)
+    total, rows = round(length * columns), {}
+    for coord, rank in enumerate(spans):
         row = ""
         for action, start, end in rank:
             row = row.ljust(round(start * columns), "·")
-            row += _cell(labels(action), round(end * columns) - len(row))
-        rows.append(row.ljust(round(length * columns), "·"))
-    step = tick_step(8 / columns)
-    ruler = ""
+            row += _cell(action, round(end * columns) - len(row))
+        rows[f"rank {coord}"] = row.ljust(total, "·")
+    step, ruler = tick_step(8 / columns), ""
     for time in _ticks(step, length):
         if len(ruler) < round(time * columns) or not ruler:
             ruler = ruler.ljust(round(time * columns)) + f"{time:g}"
-    heads = ["time", *(f"rank {coord}" for coord in range(len(rows)))]
-    return _panels(heads, [ruler[: len(rows[0])], *rows], _COLUMNS - _HEAD, step * columns)
-
-
-def _panels(heads: list[str], lines: list[str], room: int, unit: float) -> str:
-    """Join the lines with their heads, cut into panels of whole units that fit `room`."""
-    length = max(map(len, lines))
-    panel = length if length <= room else int(max(1, room // unit) * unit)
+    lines = {"time": ruler[:total], **rows}
+    panel = total if total <= room else round(room // (step * columns) * step * columns)
     return "\n\n".join(
-        "\n".join(
-            (head.ljust(_HEAD) + line[left : left + panel]).rstrip()
-            for head, line in zip(heads, lines, strict=True)
-        )
-        for left in range(0, length, panel)
+        "\n".join(f"{head:<{_HEAD}}{line[i : i + panel]}".rstrip() for head, line in lines.items())
+        for i in range(0, total, panel)
     )
 
 
-def _cell(labels: tuple[str, ...], width: int) -> str:
-    """Return the first of the labels that fits into `width` columns, the last one a gap."""
-    for label in labels:
+def _cell(action: Action, width: int) -> str:
+    """Return the longest label of an action that fits into `width` columns, the last one a gap."""
+    for label in (str(action), f"{action.op}{action.microbatch}", str(action.op)):
         if len(label) <= width:
             return label if len(label) == width else label.ljust(width - 1, "─") + " "
     return "─" * width

@@ -4,7 +4,6 @@ A search calls these functions a hundred thousand times, so their results are ca
 identified by the id of its tuple of layers: hashing the layers would take longer than the lookup.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -244,13 +243,11 @@ class StageClasses:
         """Number of pipeline coordinates."""
         return len(self.homes)
 
-    def share_in_full(self, recompute: Recompute, classes: Iterable[int]) -> float:
-        """Return the share of the blocks in stages of these classes that run again as a whole."""
-        ends = self.model.ends
-        blocks = [
-            sum(n for kind, n in enumerate(self.stages[c]) if kind not in ends) for c in classes
-        ]
-        return sum(num_full(recompute, n) for n in blocks) / max(1, sum(blocks))
+    def share_in_full(self, recompute: Recompute, stage_class: int) -> float:
+        """Return the share of the blocks of such a stage that run again as a whole."""
+        counts = enumerate(self.stages[stage_class])
+        blocks = sum(count for kind, count in counts if kind not in self.model.ends)
+        return num_full(recompute, blocks) / max(1, blocks)
 
 
 def stage_classes_of(setting: Setting) -> StageClasses:

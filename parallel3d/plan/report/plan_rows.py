@@ -14,7 +14,7 @@ from parallel3d.config.hardware import THIS_MACHINE, Hardware
 from parallel3d.model.optimizers import kinds, state_bytes
 from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import plan_table
-from parallel3d.plan.report.plan_table import lines_of, seconds
+from parallel3d.plan.report.plan_table import lines_of, nothing_fits, three
 from parallel3d.plan.search.best_first import Ranking, search
 from parallel3d.plan.search.candidates import gathered_longest
 from parallel3d.plan.search.plans import CHOICES, Plan, Request, request_of
@@ -67,28 +67,6 @@ def rank_plans(request: Request, rows: int | None) -> Ranking:
     return replace(ranking, too_large=ranking.too_large[:most])
 
 
-def show(ranking: Ranking, request: Request, out: Console) -> None:
-    """Print the planner's table and, if no plan fits, how to make one fit."""
-    plan_table.show(ranking, request, out)
-    if ranking.least is not None:
-        terminal.say(out, nothing_fits(ranking.least))
-
-
-def nothing_fits(least: Plan) -> str:
-    """Return the message for a request without a plan that fits.
-
-    `least` is the plan that needs the least memory.
-    """
-    request, s = least.request, least.setting
-    fixed = f"fewer fixed choices (now {', '.join(request.fixed)}), " if request.fixed else ""
-    return (
-        f"NOTHING FITS on {request.devices:,} x {request.hardware.name}: the smallest plan needs "
-        f"{gib(least.memory.total)} GiB, with {s.mesh.label}, ZeRO-{s.zero_stage}, micro batch "
-        f"{s.shape.batch}, recompute {s.recompute}, offload: {least.offload} ({least.reason}); "
-        f"use {fixed}more devices, or devices and hosts with more memory"
-    )
-
-
 def explain(
     ranking: Ranking, number: int, svg: Path | None, trace: Path | None, out: Console
 ) -> None:
@@ -116,15 +94,14 @@ def to_json(ranking: Ranking, request: Request) -> dict[str, object]:
 
     Only a model with parameters that some tokens do not use has "num_active_params".
     """
-    base = request.base
-    active = {"num_active_params": base.num_active_params}
+    base, active = request.base, request.base.num_active_params
     return {
         "plans": [plan.to_json() for plan in ranking.rows],
         "hardware": request.hardware.name,
         "devices": request.devices,
         "global_batch_size": request.global_batch_size,
         "num_params": base.num_params,
-        **(active if base.num_active_params != base.num_params else {}),
+        **({} if active == base.num_params else {"num_active_params": active}),
         "least": ranking.least.to_json() if ranking.least else None,
     }
 
@@ -214,7 +191,7 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
         *config.notes,
         f'parallel3d.mesh: "plan" for {plan.request.devices} x {machine.name}:',
         *(f"  {line}" for line in lines_of(s)),
-        f"  predicted {seconds(plan.time.seconds)} s a step, {gib(plan.memory.total)} of "
+        f"  predicted {three(plan.time.seconds)} s a step, {gib(plan.memory.total)} of "
         f"{gib(machine.memory_bytes.value)} GiB on the fullest device",
     )
 

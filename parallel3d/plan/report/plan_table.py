@@ -35,6 +35,7 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
     """Print plans that fit, faster plans that do not, and the former by parts.
 
     Each plan that does not fit is followed by the reason and the smallest change that makes it fit.
+    If no plan fits, print how to make one fit.
     """
     say_heading(request, out)
     if ranking.plans:
@@ -48,9 +49,25 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
     if ranking.plans:
         _show_parts(ranking.plans, 1, request, out)
         terminal.say(out, Text(
-            f"\n{ranking.num_simulated} plans simulated; --explain N shows row N; "
-            '"mesh": "plan" in a config uses row 1', "dim",
+            '\n--explain N shows row N; "mesh": "plan" in a config uses row 1', "dim",
         ))  # fmt: skip
+    if ranking.least is not None:
+        terminal.say(out, nothing_fits(ranking.least))
+
+
+def nothing_fits(least: Plan) -> str:
+    """Return the message for a request without a plan that fits.
+
+    `least` is the plan that needs the least memory.
+    """
+    request, s = least.request, least.setting
+    fixed = f"fewer fixed choices (now {', '.join(request.fixed)}), " if request.fixed else ""
+    return (
+        f"NOTHING FITS on {request.devices:,} x {request.hardware.name}: the smallest plan needs "
+        f"{gib(least.memory.total)} GiB, with {s.mesh.label}, ZeRO-{s.zero_stage}, micro batch "
+        f"{s.shape.batch}, recompute {s.recompute}, offload: {least.offload} ({least.reason}); "
+        f"use {fixed}more devices, or devices and hosts with more memory"
+    )
 
 
 def parameters(layers: Sequence[LayerSpec]) -> str:
@@ -144,7 +161,7 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
         ),
         (Column("GiB"), [gib(plan.memory.total) for plan in plans]),
         (Column("of device"), [f"{100 * plan.memory.total / room:.0f} %" for plan in plans]),
-        (Column("s/step"), [seconds(plan.time.seconds) for plan in plans]),
+        (Column("s/step"), [three(plan.time.seconds) for plan in plans]),
         (Column("bubble", line=1), [f"{100 * plan.time.bubble:.1f} %" for plan in plans]),
         (Column("tokens/s"), [count(plan.tokens_per_second) for plan in plans]),
         (Column("TFLOP/s"), [f"{rate / 1e12:.{0 if rate >= 1e13 else 2}f}" for rate in rates]),
@@ -161,11 +178,9 @@ def _print_columns(columns: Sequence[FilledColumn], first: str, out: Console) ->
 
 
 def explain(plan: Plan, number: int, out: Console) -> None:
-    """Print row `number`: its choices in words, its row of both tables, and its memory's causes."""
+    """Print row `number`: its row of both tables, and causes of its memory."""
     request, setting = plan.request, plan.setting
     say_heading(request, out)
-    for line in lines_of(setting):
-        terminal.say(out, line, " " * 10)
     _show((plan,), number, request, out)
     _show_parts((plan,), number, request, out)
     _say_causes(plan.memory, setting, request.hardware, out)
@@ -182,8 +197,8 @@ def _on_matrices(setting: Setting, hardware: Hardware) -> str:
     work = slowest_matrix_work(setting, machine)
     return (
         f"\n{setting.optimizer}: a stage's ranks exchange {work.sent_bytes / 1e9:.3g} GB in "
-        f"{seconds(work.exchange_seconds)} s a step; Newton-Schulz takes "
-        f"{seconds(work.product_seconds)} s, and the busiest rank has {work.imbalance:.3g} "
+        f"{three(work.exchange_seconds)} s a step; Newton-Schulz takes "
+        f"{three(work.product_seconds)} s, and the busiest rank has {work.imbalance:.3g} "
         "times the mean work"
     )
 
@@ -227,11 +242,6 @@ def lines_of(setting: Setting) -> Iterator[str]:
     yield f"state     ZeRO-{s.zero_stage}, gradients reduced {reduced}, offload: {offload}"
 
 
-def seconds(value: float) -> str:
-    """Return seconds as text: three digits from 0.1 on, two below."""
-    return three(value) if value >= 0.1 else f"{value:.2g}"
-
-
 def three(value: float) -> str:
     """Return a number as text with three digits or more: 0.123, 26.0, 1,234."""
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
@@ -260,15 +270,13 @@ def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> I
     """
     layer = largest_layer(setting)
     for name in _SIZES:
-        size = getattr(setting.buffers, name)
-        if size <= layer:
-            continue
         lower = setting.but(buffers=replace(setting.buffers, **{name: layer}))
         saved = memory.total - peak_of(lower, memory.pp_coord, hardware).total
         if saved >= LARGE * memory.total:
             yield (
-                f"{gib(saved)} GiB: DeepSpeed's {name} = {size:,} elements; lower it to the size "
-                f"of the largest layer: --zero_optimization.{name} {layer}"
+                f"{gib(saved)} GiB: DeepSpeed's {name} = {getattr(setting.buffers, name):,} "
+                f"elements; lower it to the size of the largest layer: --zero_optimization.{name} "
+                f"{layer}"
             )
 
 
@@ -318,7 +326,7 @@ def _show_parts(plans: tuple[Plan, ...], first: int, request: Request, out: Cons
 
 def _shown(plan: Plan, part: str) -> str:
     share = plan.time.parts[part]
-    return seconds(share) if share > 1e-3 * plan.time.seconds else "–"
+    return three(share) if share > 1e-3 * plan.time.seconds else "–"
 
 
 def _memory_columns(memories: Sequence[Memory]) -> list[FilledColumn]:

@@ -50,7 +50,6 @@ class Ranking:
 
     plans: tuple[Plan, ...]
     too_large: tuple[Plan, ...]
-    num_simulated: int
     least: Plan | None = None
     """If nothing fits, the plan that needs the least memory."""
 
@@ -88,7 +87,7 @@ def search(
                 break
         too_large = work.too_large(plans[0].time.seconds if plans else float("inf"))
         least = None if plans else evaluate(request, work.leanest())
-        return Ranking(plans, tuple(too_large), work.num_simulated, least)
+        return Ranking(plans, tuple(too_large), least)
     finally:
         if collects:
             gc.enable()
@@ -114,11 +113,9 @@ class _Search:
         self.request, self.hardware = request, request.hardware
         self.curves = curves_for(request.hardware)
         self.room = room_of(request.hardware)  # of a device, and of its host
-        self.num_simulated = 0
         # The time to accumulate gradients depends on the ZeRO stage; floors leave it out.
         self._software = replace(request.base.software, gradient_bytes=0)
-        self.meshes = meshes
-        flows = [flow for mesh in self.meshes for flow in candidates.flows(request, mesh)]
+        flows = [flow for mesh in meshes for flow in candidates.flows(request, mesh)]
         self.floors = sorted((self._floor_of_any(flow), flow) for flow in flows)
         # If host and device are the same cores, an offload may be faster than none.
         self._offload_may_help = request.hardware.cores is not None
@@ -177,7 +174,6 @@ class _Search:
             if not fits or self._offload_may_help:
                 yield from self._untested(flow, order, activations, [others])
         else:
-            self.num_simulated += 1
             time = step_time(node, self.hardware, self.curves)
             plan = Plan(self.request, node, worst(node, self.hardware), time)
             yield float(f"{time.seconds * self._handicap(node):.9g}"), plan

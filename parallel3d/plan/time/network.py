@@ -41,14 +41,9 @@ def crosses(stride: int, here: int, there: int, devices: int, hardware: Hardware
     return any((first + i) // node != (other + i) // node for i in range(min(stride, node)))
 
 
-def node_size(hardware: Hardware) -> int | None:
-    """Return the devices of a node; None if all devices are in one node."""
-    return int(hardware.devices_per_node.value) if hardware.devices_per_node else None
-
-
 def sharing(devices: int, hardware: Hardware) -> int:
     """Return how many devices of a mesh share a node: equally many on each, over half a node."""
-    node = node_size(hardware)
+    node = int(hardware.devices_per_node.value) if hardware.devices_per_node else None
     if node is None or devices <= node:
         return devices
     return next((n for n in range(node, node // 2, -1) if devices % n == 0), node)

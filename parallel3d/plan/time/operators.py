@@ -130,8 +130,6 @@ _machines: dict[tuple[int, Software, Curves], Machine] = {}
 
 def machine_of(hardware: Hardware, software: Software, curves: Curves) -> Machine:
     """Return the machine of this hardware, software and curves; equal ones are one object."""
-    if len(_machines) > 4096:  # a fit tries thousands of curves
-        _machines.clear()
     # Machine keeps the hardware alive, so that no other object can get its id.
     return _machines.setdefault(
         (id(hardware), software, curves), Machine(hardware, software, curves)
