@@ -111,12 +111,11 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
 
 
 def _leaner(request: Request, flow: Flow, order: Order, state: ZeroState) -> Iterator[Choices]:
-    """Yield choices on the same mesh of which none needs more memory than the given one."""
+    """Yield choices on the same mesh that may need less memory."""
     flows = [near for near in candidates.flows(request, flow.mesh) if near.ep == flow.ep]
     for near in {*flows, *(near._replace(recompute=flow.recompute) for near in flows)}:
-        if near.micro_batch > flow.micro_batch or strength(near.recompute) < strength(
-            flow.recompute
-        ):
+        keeps_more = strength(near.recompute) < strength(flow.recompute)
+        if keeps_more or near.micro_batch > flow.micro_batch:
             continue
         orders, states = candidates.orders(request, near), candidates.states(request, flow.mesh)
         for other, zero in product(orders, states):
@@ -130,7 +129,7 @@ def _leaner(request: Request, flow: Flow, order: Order, state: ZeroState) -> Ite
                 yield from ((near, other, variant) for variant in gathers)
 
 
-# Of a change of each of `_words`. More recomputation, ZeRO stages and offloads cost more besides.
+# The cost of changing each of `_words`, besides more recomputation, ZeRO stages and offloads.
 _COSTS = (1, 1, 2, 2, 1, 2, 6, 7)
 
 
