@@ -28,7 +28,6 @@ from parallel3d.schedule.sharding import Weights
 from parallel3d.train import timeline
 
 MOST = 200_000  # forwards that can be drawn within seconds
-Panels = list[tuple[str, Spans]]  # titles and timelines
 
 
 @prints_errors_as("draw")
@@ -41,10 +40,10 @@ def main() -> int:
             print(f"rank-{rank}.json is not in {args.merge}: left out", file=sys.stderr)
         print(f"written to {path}", file=sys.stderr)
         return DONE
-    schedule, panels = measured(args.measured) if args.measured else planned(args)
-    _, spans = panels[-1]
+    schedule, spans, panels = measured(args.measured) if args.measured else planned(args)
+    idle = None if args.measured else bubble(spans)
     if args.svg:
-        args.svg.write_text(draw.figure(panels), encoding="utf-8")
+        args.svg.write_text(draw.figure(panels, idle), encoding="utf-8")
     if args.trace:
         args.trace.write_text(json.dumps(draw.chrome_trace(spans)), encoding="utf-8")
     for file in filter(None, (args.svg, args.trace)):
@@ -53,28 +52,39 @@ def main() -> int:
         print(json.dumps(report(schedule, spans)))
         return DONE
     for title, drawn in panels:
-        if args.measured:
+        if len(panels) > 1 or drawn != spans:
             print(f"\n{title}")
         print(draw.text_grid(drawn))
-        print(f"\nbubble          {bubble(drawn):.1%} of the time of all ranks")
+        share = bubble(drawn) if idle is None else idle
+        print(f"\nbubble          {share:.1%} of the time of all ranks")
     print("peak in flight ", *peak_in_flight(schedule), "forwards held at once, by rank")
-    if args.communication:
+    if args.communication or args.weights:
         print("\nprograms of the ranks")
         print(schedule.show())
     return DONE
 
 
-def planned(args: argparse.Namespace) -> tuple[Schedule, Panels]:
-    """Return the named schedule, simulated with costs forward 1, backward 2, gather 1."""
-    schedule = make_schedule(args.schedule, args.pp, args.microbatches, args.stages_per_rank)
+def planned(args: argparse.Namespace) -> tuple[Schedule, Spans, list[tuple[str, Spans]]]:
+    """Return the named schedule, simulated with costs forward 1, backward 2, gather 1.
+
+    The panel has fewer microbatches than the schedule if all are too many for a picture.
+    """
+
+    def timed(num_microbatches: int) -> tuple[Schedule, Spans]:
+        schedule = make_schedule(args.schedule, args.pp, num_microbatches, args.stages_per_rank)
+        if args.weights:
+            schedule = add_sharding(schedule, args.weights, True)
+        return schedule, simulate(schedule, unit_cost)
+
+    schedule, spans = timed(args.microbatches)
+    count = draw.microbatches_drawn(args.pp, args.microbatches, args.stages_per_rank)
     title = f"{schedule.name}: {args.pp} ranks, {args.microbatches} microbatches"
-    if args.weights:
-        schedule = add_sharding(schedule, args.weights, True)
-        title += f", weights {args.weights}"
-    return schedule, [(title, simulate(schedule, unit_cost))]
+    title += f", weights {args.weights}" if args.weights else ""
+    title += f" ({count} of them drawn)" if count < args.microbatches else ""
+    return schedule, spans, [(title, timed(count)[1])]
 
 
-def measured(file: Path) -> tuple[Schedule, Panels]:
+def measured(file: Path) -> tuple[Schedule, Spans, list[tuple[str, Spans]]]:
     """Return the step in a run's profile/spans.json, simulated with its mean costs and measured.
 
     Raises ConfigError if the file cannot be read.
@@ -85,10 +95,14 @@ def measured(file: Path) -> tuple[Schedule, Panels]:
         raise ConfigError(f"--measured {file}: {error}; use a run's profile/spans.json") from None
     schedule, spans = draw.spans_from_json(data)
     both = {"simulated": simulate(schedule, draw.mean_costs(spans)), "measured": spans}
-    return schedule, [
-        (f"{schedule.name}, {kind}: {1e3 * draw.seconds(drawn):.0f} ms", drawn)
-        for kind, drawn in both.items()
-    ]
+    return (
+        schedule,
+        spans,
+        [
+            (f"{schedule.name}, {kind}: {1e3 * draw.seconds(drawn):.0f} ms", drawn)
+            for kind, drawn in both.items()
+        ],
+    )
 
 
 def report(schedule: Schedule, spans: Spans) -> dict[str, object]:

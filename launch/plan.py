@@ -8,13 +8,11 @@ import argparse
 import json
 import sys
 
-from rich.console import Console
-
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as, whole_number
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
-from parallel3d.plan.report import plan_rows
+from parallel3d.plan.report import plan_rows, plan_table
 
 
 @prints_errors_as("plan")
@@ -23,11 +21,12 @@ def main() -> int:
     args, overrides = parse_args()
     console = terminal.console(args.json)
     if args.calibrate:
-        return calibrate(args.json, console)
-    if args.validate is not None:
-        raise ConfigError(
-            "--validate: was removed; run `python -m benchmarks.published FILE` in a checkout"
-        )
+        from parallel3d.calibrate.describe import calibrate  # it loads torch
+
+        measured = calibrate(console.print)
+        if args.json:
+            print(measured.model_dump_json())
+        return DONE
     if not args.config:
         raise ConfigError("--config: is missing; set a config file, or the name of one in configs/")
     config = RunConfig.from_json(args.config, overrides)
@@ -38,20 +37,10 @@ def main() -> int:
     if args.explain:
         plan_rows.explain(ranking, args.explain, args.svg, args.trace, console)
     else:
-        plan_rows.show(ranking, request, console)
+        plan_table.show(ranking, request, console)
     if args.json:
         print(json.dumps(plan_rows.to_json(ranking, request)))
     return DONE if ranking.plans else FAILED
-
-
-def calibrate(as_json: bool, console: Console) -> int:
-    """Measure this machine and save the figures as the hardware `this-machine`."""
-    from parallel3d.calibrate.describe import calibrate
-
-    measured = calibrate(console.print)
-    if as_json:
-        print(measured.model_dump_json())
-    return DONE
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
@@ -78,7 +67,6 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--explain", type=whole_number(), metavar="N", help="show row N in detail")
     parser.add_pictures("the timeline of --explain's row")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine")
-    parser.add_argument("--validate", nargs="?", const="", help=argparse.SUPPRESS)  # removed
     parser.add_json()
     args, overrides = parser.parse_known_args()
     for flag, picture in (("--svg", args.svg), ("--trace", args.trace)):

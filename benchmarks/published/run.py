@@ -12,7 +12,7 @@ from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import Shape
 from parallel3d.plan.layers.placement import model_of, stages_of
 from parallel3d.plan.setting import Precision, Setting, Software
-from parallel3d.plan.time.step import check
+from parallel3d.schedule.schedules import check_sizes
 
 # Ten times what any published run asks of the planner; a row at either limit takes seconds.
 ACTIONS = 1_000_000  # forwards and backwards of a step on all pipeline ranks
@@ -170,5 +170,5 @@ def _check(setting: PublishedSetting) -> None:
                 "looks at; correct pp, virtual_pp, n_layers or the batch",
                 f"more than {most:,} {what}",
             )
-    check(setting)
+    check_sizes(*setting.action_order)
     stages_of(model_of(setting.layers), stages, setting.shape.seq)

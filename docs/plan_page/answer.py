@@ -58,13 +58,9 @@ def _answer(mesh: str, width: int, post: Post) -> None:
     devices = args.devices if args.devices is not None else plan_rows.devices_of(run, machine)
     request = plan_rows.make_request(run, machine, devices, args.fix)
 
-    def found(row: Plan) -> None:
-        label = row.setting.mesh.label
-        post("found", f"{label}, {plan_table.seconds(row.time.seconds)} s a step")
-
-    ranking = plan_rows.rank_plans(request, args.rows, found)
+    ranking = plan_rows.rank_plans(request, args.rows)
     wide = max(width, 76)  # two lines for a row: a narrower page scrolls it
-    post("table", _html(wide, lambda out: plan_rows.show(ranking, request, out)))
+    post("table", _html(wide, lambda out: plan_table.show(ranking, request, out)))
     post("json", json.dumps(plan_rows.to_json(ranking, request)))
     best = ranking.rows[0] if ranking.rows else ranking.least
     assert best is not None
@@ -72,7 +68,7 @@ def _answer(mesh: str, width: int, post: Post) -> None:
     if ranking.rows and not number <= len(ranking.rows):
         raise ConfigError(f"--explain {number}: must be at most {len(ranking.rows)}")
     row = ranking.rows[number - 1] if ranking.rows else best
-    post("parts", _html(width, lambda out: plan_table.explain(row, out)))
+    post("parts", _html(width, lambda out: plan_table.explain(row, number, out)))
     if mesh:
         post("why", _html(width, lambda out: why_not(mesh, best, request, args.fix, out)))
     post("drawing", timeline.drawing(row)[0])
@@ -107,10 +103,10 @@ def why_not(mesh: str, best: Plan, request: Request, fix: list[str], out: Consol
         for name, part in other.time.parts.items():
             own = best.time.parts.get(name, 0.0)
             if abs(part - own) > 1e-3 * best.time.seconds:
-                shown = f"{plan_table.seconds(part)} s, the best one {plan_table.seconds(own)} s"
+                shown = f"{plan_table.three(part)} s, the best one {plan_table.three(own)} s"
                 out.print(f"  {name:<15}{shown}")
         out.print()
-    plan_table.explain(other, out)
+    plan_table.explain(other, 1, out)
 
 
 def _html(width: int, show: Callable[[Console], object]) -> str:

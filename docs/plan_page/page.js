@@ -4,15 +4,14 @@ const LLAMA_405B = "--mesh plan --gradient_accumulation_steps auto --train_micro
   " --model.hidden_size 16384 --model.num_hidden_layers 126 --model.num_attention_heads 128" +
   " --model.intermediate_size 53248 --train_batch_size 2048";
 const SHOWN = ["table", "parts", "why", "drawing"];
-let worker, configs, began, clock, found;
+let worker, configs, began, clock;
 
 function say(text) { at("status").textContent = text; }
 function seconds() { return ((performance.now() - began) / 1000).toFixed(1); }
 function tick(doing) {
   began = performance.now();
   clearInterval(clock);
-  const show = () => say(`${doing}: ${seconds()} s` + (found.length ? `; ${found.length} rows found, last ${found.at(-1)}` : ""));
-  found = [];
+  const show = () => say(`${doing}: ${seconds()} s`);
   show();
   clock = setInterval(show, 200);
 }
@@ -37,7 +36,6 @@ async function start() {
 
 function receive(part, text) {
   if (part === "ready") return ready(JSON.parse(text));
-  if (part === "found") return void found.push(text);
   if (part === "json") return void (self.planJson = text);
   if (part === "done" || part === "error") {
     clearInterval(clock);

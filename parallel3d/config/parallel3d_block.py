@@ -130,8 +130,8 @@ class PipelineConfig(Section):
     forward and backward (least memory); "per_pass" once for all forwards and once for all backwards
     (once in all where these interleave); "per_step" once per step (fastest). "auto" is per_step if
     the planner estimates that it fits on the fullest device (on CPUs: in a rank's share of free
-    host memory); otherwise, and with offload_param, per_pass if it fits or needs no more memory
-    than per_microbatch; otherwise, and on unknown devices, per_microbatch."""
+    host memory); otherwise, and with offload_param, per_pass if it fits; otherwise, and on unknown
+    devices, per_microbatch."""
     scatter_activations: bool = False
     """Without sequence_parallel: each tp rank sends 1/tp of the activations to the next stage,
     whose tp ranks all-gather them. Divides the traffic between nodes by tp."""

@@ -154,7 +154,7 @@ def build_stages(
         mesh.tensor.group, key, sequence_parallel, parts, overlap, mesh.experts.group,
         mesh.context.group, cp_ring,
     )  # fmt: skip
-    costs = [float(layer.cost(shape).forward_flops) for layer in layers]
+    costs = [layer.cost(shape).forward_flops for layer in layers]
     placement = partition(costs, schedule.num_stages)
     own_stages = [
         s for s, coord in enumerate(schedule.pp_coord_of_stage) if coord == mesh.pipeline.coord

@@ -1,7 +1,6 @@
 """Refusal of model and batch sizes that no machine can hold, before any layer is built."""
 
-from parallel3d import models
-from parallel3d.base.section import Problem, Problems, refuse_where
+from parallel3d.base.section import ABSENT, Problem, Problems, refuse_where
 from parallel3d.config import RunConfig
 from parallel3d.config.data import DataConfig
 from parallel3d.config.parallel3d_block import MeshConfig
@@ -28,18 +27,16 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
     """
     model = config.parallel3d.model
     _refuse_counts(config, model)
-    sizes = {path: size for path, size in _least_bytes(config, model, ranks).items() if size}
-    if (total := sum(sizes.values())) <= room:
+    states, activations = _least_bytes(config, model, ranks)
+    if (total := states + activations) <= room:
         return
-    path = max(sizes, key=lambda path: sizes[path])
-    if path == "parallel3d.model":
-        name = _decisive_size(model)
-        path, value = f"{path}.{name}", model.model_dump()[name]
-    else:
-        value = config.parallel3d.data.sequence_length
+    path, what = "parallel3d.model", f"its {_num_params(model, config.data):,} parameters"
+    if activations > states:
+        path, what = "parallel3d.data.sequence_length", f"{config.data.sequence_length:,} tokens"
     each = f"for each of {ranks:,} ranks" if ranks > 1 else "for one rank"
-    rule = f"needs at least {_shown(total)} {each}, but a rank has at most {_shown(room)}"
-    raise Problems([Problem(path, value, rule, "lower it, or use more ranks")])
+    have = f"but a rank has at most {room / 2**30:,.1f} GiB"
+    rule = f"{what} need at least {total / 2**30:,.1f} GiB {each}, {have}"
+    raise Problems([Problem(path, ABSENT, rule, "use fewer, or more ranks")])
 
 
 def _refuse_counts(config: RunConfig, model: ModelConfig) -> None:
@@ -63,8 +60,11 @@ def _refuse_counts(config: RunConfig, model: ModelConfig) -> None:
     ))  # fmt: skip
 
 
-def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> dict[str, int]:
-    """Return a lower bound on the bytes of the fullest rank, device and host, by config key."""
+def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> tuple[int, int]:
+    """Return a lower bound on the fullest rank's bytes of states and of activations, in all places.
+
+    Those of device and host are added up.
+    """
     zero, element = config.zero_optimization, BYTES[config.precision]
     own, file = config.parallel3d, config.optimizer.file
     mesh, data = own.mesh, own.data
@@ -82,7 +82,7 @@ def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> dict[str,
     seq, samples = data.sequence_length, config.train_micro_batch_size_per_gpu or 1
     tokens = samples * seq * TOKEN_BYTES
     stream = samples * seq * model.hidden_size * element // parts  # the input of a layer
-    return {"parallel3d.model": states, "parallel3d.data.sequence_length": tokens + stream}
+    return states, tokens + stream
 
 
 def _num_params(model: ModelConfig, data: DataConfig) -> int:
@@ -90,25 +90,3 @@ def _num_params(model: ModelConfig, data: DataConfig) -> int:
         own = data.vocab_size if data.has_own_size else 1
         model = model.model_copy(update={"vocab_size": own})
     return count_params(layers_of(model))
-
-
-def _decisive_size(model: ModelConfig) -> str:
-    """Return the model size that contributes most parameters; among equals, the largest."""
-    sizes = {
-        name: value
-        for name, value in model.model_dump().items()
-        if type(value) is int and value > 1
-    }
-    model = model.model_copy(update={"vocab_size": sizes.get("vocab_size", 1)})
-    num_params = models.num_params(model)
-
-    def left(name: str) -> float:
-        half = model.model_copy(update={name: sizes[name] // 2})
-        return round(models.num_params(half) / num_params, 2)
-
-    worst: str = min(sizes, key=lambda name: (left(name), -sizes[name]))
-    return worst
-
-
-def _shown(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB"

@@ -81,7 +81,6 @@ class Buffers:
     """DeepSpeed's buffer sizes, in elements, under DeepSpeed's names."""
 
     reduce_bucket_size: int = 500_000_000
-    allgather_bucket_size: int = 500_000_000
     sub_group_size: int = 1_000_000_000
     stage3_prefetch_bucket_size: int = 50_000_000
     stage3_param_persistence_threshold: int = 100_000
@@ -191,29 +190,15 @@ class Setting:
         return count_params(self.layers, active=True)
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> "Setting":
-        """Return the setting of a resolved config, whose mesh, batch and vocabulary are known.
-
-        With train.batch_schedule its step is that of the largest batch.
-        """
-        zero, own, mesh = config.zero_optimization, config.parallel3d, config.mesh
-        assert isinstance(mesh.dp, int), "resolve(world_size) comes first"
-        micro = config.micro_batch_size
+    def of_run(cls, config: RunConfig, batch: int) -> "Setting":
+        """Return what all meshes of a run share, on one device with a microbatch of `batch`."""
+        own, zero = config.parallel3d, config.zero_optimization
         return cls(
             layers=layers_of(own.model), hidden_size=own.model.hidden_size,
-            shape=Shape(micro, own.data.sequence_length),
-            num_microbatches=config.largest_batch // (micro * mesh.dp),
-            pp=mesh.pp, dp=mesh.dp, cp=mesh.cp, tp=mesh.tp, ep=mesh.ep,
-            ep_imbalance=own.plan.ep_imbalance,
-            sequence_parallel=mesh.sequence_parallel, schedule=own.pipeline.schedule,
-            stages_per_rank=own.pipeline.stages_per_rank,
-            recompute=own.pipeline.activation_checkpointing,
-            precision=config.precision, zero_stage=zero.stage,
-            reduces_once=reduces_once(zero.stage, own.pipeline.gradient_reduction),
-            weights=gathered_for(own.pipeline.weights),
-            offload_optimizer=zero.offload_optimizer.device,
-            offload_param=zero.offload_param.device, optimizer=config.optimizer.file,
+            shape=Shape(batch, own.data.sequence_length), num_microbatches=1,
+            ep_imbalance=own.plan.ep_imbalance, precision=config.precision,
             offload_activations=own.pipeline.offload_activations == "cpu",
+            optimizer=config.optimizer.file,
             newton_schulz=getattr(config.optimizer.params, "newton_schulz", None),
             software=Software(
                 kernels="eager" if own.train.compile == "none" else "compiled",
@@ -221,6 +206,27 @@ class Setting:
                 scatters_sends=own.pipeline.scatter_activations,
             ),
             buffers=Buffers(**{name: getattr(zero, name) for name in Buffers.__annotations__}),
+        )  # fmt: skip
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> "Setting":
+        """Return the setting of a resolved config, whose mesh, batch and vocabulary are known.
+
+        With train.batch_schedule its step is that of the largest batch.
+        """
+        zero, pipeline, mesh = config.zero_optimization, config.pipeline, config.mesh
+        assert isinstance(mesh.dp, int), "resolve(world_size) comes first"
+        micro = config.micro_batch_size
+        return cls.of_run(config, micro).but(
+            num_microbatches=config.largest_batch // (micro * mesh.dp),
+            pp=mesh.pp, dp=mesh.dp, cp=mesh.cp, tp=mesh.tp, ep=mesh.ep,
+            sequence_parallel=mesh.sequence_parallel, schedule=pipeline.schedule,
+            stages_per_rank=pipeline.stages_per_rank, recompute=pipeline.activation_checkpointing,
+            zero_stage=zero.stage,
+            reduces_once=reduces_once(zero.stage, pipeline.gradient_reduction),
+            weights=gathered_for(pipeline.weights),
+            offload_optimizer=zero.offload_optimizer.device,
+            offload_param=zero.offload_param.device,
         )  # fmt: skip
 
     def but(self, **changes: Any) -> Self:

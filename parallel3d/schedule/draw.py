@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from colorsys import hls_to_rgb
 from html import escape
+from math import ceil
 from statistics import mean
 from typing import Any
 
 from parallel3d.base.errors import ScheduleError
 from parallel3d.schedule.action import Action, Cost, Op, Span, Spans
-from parallel3d.schedule.fold import Timeline, fold, tick_step
 from parallel3d.schedule.schedule import Schedule, bubble, validate
 from parallel3d.schedule.sharding import SHARDING
 
@@ -28,73 +28,53 @@ _HUES = {Op.F: 0.59, Op.B: 0.38, Op.I: 0.48, Op.W: 0.09}
 _LANE = 7  # height of a lane, with the gap above it
 _LANE_COLOURS = {Op.GATHER: "#0c8599", Op.REDUCE: "#9c36b5"}
 _HELD_COLOUR = "#66b8c4"
-_LETTERS = {Op.GATHER: "G", Op.RELEASE: "X", Op.REDUCE: "R"}
-_LEGEND = "G: gathers a stage's weights, X: releases them, R: reduces its gradients"
+_MOST = 1_000  # computes of a planned drawing
 _LEFT, _TOP, _ROW, _PITCH = 72, 74, 30, 36  # of a panel: margins, height of a row, row to row
 
 
-def text_grid(spans: Spans) -> str:
-    """Return one line per rank, time to the right, and ZeRO's actions below; `·` is an idle column.
+def microbatches_drawn(pp_size: int, num_microbatches: int, stages_per_rank: int) -> int:
+    """Return how many microbatches to draw: all, or few enough for a picture that can be read.
 
-    Integer times get an equal number of columns per unit, with short labels or in panels if needed;
-    other times are scaled to 100 columns. A long timeline is folded.
+    Schedules run in rounds of as many microbatches as ranks: whole rounds are left out.
     """
-    unfolded, timeline = spans_from_zero(spans), timeline_of(spans)
-    spans, length = timeline.spans, timeline.length
-    one_stage = all(s.action.stage == coord for coord, rank in enumerate(spans) for s in rank)
-    full = 1 + max(len(str(span.action)) for rank in spans for span in rank)
-    short = full - 2 if one_stage else full - 1
-    columns, packed = (_COLUMNS - _HEAD) / length, False  # columns per unit of time
+    most = max(3 * pp_size, _MOST // (2 * pp_size * stages_per_rank))
+    too_many = max(0, num_microbatches - most)
+    return num_microbatches - pp_size * -(-too_many // pp_size)
+
+
+def text_grid(spans: Spans) -> str:
+    """Return one line of computes per rank, time to the right; `·` is an idle column.
+
+    Whole times get an equal number of columns per unit, in panels if they are too many; other times
+    are scaled to 100 columns.
+    """
+    length, room = seconds(spans), _COLUMNS - _HEAD
+    spans = tuple(tuple(s for s in r if s.action.is_compute) for r in spans_from_zero(spans))
+    columns = room / length  # per unit of time
     if all(time.is_integer() for rank in spans for _, *times in rank for time in times):
-        packed = short <= columns < full
-        columns = int(columns) if packed else full
-
-    def labels(action: Action) -> tuple[str, ...]:
-        brief = f"{action.op}{action.microbatch}" if one_stage else str(action)
-        return (brief,) if packed else (str(action), brief, str(action.op))
-
-    rows = []
-    heads = ["time"]
-    for coord, (rank, all_spans) in enumerate(zip(spans, unfolded, strict=True)):
+        columns = 1.0 + max(len(str(span.action)) for rank in spans for span in rank)
+    total, rows = round(length * columns), {}
+    for coord, rank in enumerate(spans):
         row = ""
         for action, start, end in rank:
             row = row.ljust(round(start * columns), "·")
-            row += _cell(labels(action), round(end * columns) - len(row))
-        row = row.ljust(round(length * columns), "·")
-        for cut in timeline.folds:
-            at, to = (round(timeline.at(time) * columns) for time in (cut.begin, cut.end))
-            row = row[:at] + cut.label.center(to - at)[: to - at] + row[to:]
-        rows.append(row)
-        heads.append(f"rank {coord}")
-        if _lanes_of(all_spans):
-            rows.append(_lane_text(all_spans, timeline, columns).ljust(len(row)))
-            heads.append("")
-
-    step = tick_step(8 / columns)
-    ruler = ""
-    for time, place in timeline.ticks(step):
-        if len(ruler) < round(place * columns) or not ruler:
-            ruler = ruler.ljust(round(place * columns)) + f"{time:g}"
-    drawn = _panels(heads, [ruler[: len(rows[0])], *rows], _COLUMNS - _HEAD, step * columns)
-    return f"{drawn}\n\n{_LEGEND}" if "" in heads else drawn
-
-
-def _panels(heads: list[str], lines: list[str], room: int, unit: float) -> str:
-    """Join the lines with their heads, cut into panels of whole units that fit `room`."""
-    length = max(map(len, lines))
-    panel = length if length <= room else int(max(1, room // unit) * unit)
+            row += _cell(action, round(end * columns) - len(row))
+        rows[f"rank {coord}"] = row.ljust(total, "·")
+    step, ruler = tick_step(8 / columns), ""
+    for time in _ticks(step, length):
+        if len(ruler) < round(time * columns) or not ruler:
+            ruler = ruler.ljust(round(time * columns)) + f"{time:g}"
+    lines = {"time": ruler[:total], **rows}
+    panel = total if total <= room else round(room // (step * columns) * step * columns)
     return "\n\n".join(
-        "\n".join(
-            (head.ljust(_HEAD) + line[left : left + panel]).rstrip()
-            for head, line in zip(heads, lines, strict=True)
-        )
-        for left in range(0, length, panel)
+        "\n".join(f"{head:<{_HEAD}}{line[i : i + panel]}".rstrip() for head, line in lines.items())
+        for i in range(0, total, panel)
     )
 
 
-def _cell(labels: tuple[str, ...], width: int) -> str:
-    """Return the first of the labels that fits into `width` columns, the last one a gap."""
-    for label in labels:
+def _cell(action: Action, width: int) -> str:
+    """Return the longest label of an action that fits into `width` columns, the last one a gap."""
+    for label in (str(action), f"{action.op}{action.microbatch}", str(action.op)):
         if len(label) <= width:
             return label if len(label) == width else label.ljust(width - 1, "─") + " "
     return "─" * width
@@ -105,15 +85,15 @@ def figure(panels: Sequence[tuple[str, Spans]], idle: float | None = None) -> st
 
     Rows are ranks, colours operations. `idle`: the bubble, if the spans are only part of a step.
     """
-    shifted = [(title, spans_from_zero(spans), timeline_of(spans)) for title, spans in panels]
-    scale = (WIDTH - _LEFT - 24) / max(timeline.length for *_, timeline in shifted)
+    scale = (WIDTH - _LEFT - 24) / max(seconds(spans) for _, spans in panels)
     lines: list[str] = []
     y = 0
-    for title, spans, timeline in shifted:
+    for title, spans in panels:
         share = bubble(spans) if idle is None else idle
-        lines += [*_heading(title, spans, share, y), *_rows(spans, timeline, scale, y + _TOP)]
-        top, y = y + _TOP, y + height_of(spans)
-        lines += _axis(timeline, scale, top, y - 18)
+        lines += [*_heading(title, spans, share, y)]
+        lines += [*_rows(spans_from_zero(spans), seconds(spans), scale, y + _TOP)]
+        y += height_of(spans)
+        lines += _axis(seconds(spans), scale, y - 18)
     return framed(y, lines)
 
 
@@ -128,30 +108,25 @@ def framed(height: int, lines: Sequence[str]) -> str:
     return "\n".join([head, ground, *lines]) + "</svg>"
 
 
-def timeline_of(spans: Spans) -> Timeline:
-    """Return the timeline of a drawing of these spans, for drawings beside it."""
-    shifted = spans_from_zero(spans)
-    computes = tuple(tuple(s for s in rank if s.action.is_compute) for rank in shifted)
-    return fold(computes, max(s.end for rank in shifted for s in rank))
+def _ticks(step: float, length: float) -> Iterator[float]:
+    """Yield the multiples of `step` below `length`."""
+    yield from (number * step for number in range(ceil(length / step)))
 
 
-def _axis(timeline: Timeline, scale: float, top: int, y: int) -> Iterator[str]:
-    """Yield times below the rows, and the number of microbatches that each fold leaves out."""
+def tick_step(least: float) -> float:
+    """Return the smallest of 1, 2 and 5 times a power of ten that is at least `least`."""
+    steps = (digit * 10.0**exponent for exponent in range(-9, 12) for digit in (1, 2, 5))
+    return next(step for step in steps if step >= least)
+
+
+def _axis(length: float, scale: float, y: int) -> Iterator[str]:
+    """Yield the times below the rows."""
     yield f'<text x="{_LEFT - 12}" y="{y}" text-anchor="end" fill="#868e96">time</text>'
-    for time, place in timeline.ticks(tick_step(90 / scale)):
-        x = _LEFT + place * scale
+    for time in _ticks(tick_step(90 / scale), length):
+        x = _LEFT + time * scale
         yield (
             f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{y - 16}" y2="{y - 12}" stroke="#868e96"/>'
             f'<text x="{x:.2f}" y="{y}" text-anchor="middle" fill="#868e96">{time:g}</text>'
-        )
-    for cut in timeline.folds:
-        x, end = (_LEFT + timeline.at(time) * scale for time in (cut.begin, cut.end))
-        yield (
-            f'<rect x="{x:.2f}" y="{top - 4}" width="{end - x:.2f}" height="{y - 12 - top}" '
-            'fill="#ffffff"/>'
-            f'<text x="{(x + end) / 2:.2f}" y="{(top + y - 20) / 2:.1f}" text-anchor="middle" '
-            f'font-size="14">{cut.label}<title>{cut.num_microbatches:,} microbatches, '
-            f"{cut.begin:.4g} to {cut.end:.4g}</title></text>"
         )
 
 
@@ -182,19 +157,18 @@ def _pitch(spans: Spans) -> int:
     return _PITCH + _LANE * max(len(_lanes_of(rank)) for rank in spans)
 
 
-def _rows(unfolded: Spans, timeline: Timeline, scale: float, top: int) -> Iterator[str]:
+def _rows(spans: Spans, length: float, scale: float, top: int) -> Iterator[str]:
     """Yield a row of boxes for each rank, with ZeRO's actions in lanes below it."""
-    spans, length, pitch = timeline.spans, timeline.length, _pitch(unfolded)
-    num_stages = 1 + max(span.action.stage for rank in spans for span in rank)
+    pitch, num_stages = _pitch(spans), 1 + max(s.action.stage for rank in spans for s in rank)
     for coord, rank in enumerate(spans):
         y = top + pitch * coord
-        yield from _lane_boxes(unfolded[coord], timeline, scale, y + _ROW)
+        yield from _lane_boxes(rank, scale, y + _ROW)
         yield f'<text x="{_LEFT - 12}" y="{y + 20}" text-anchor="end">rank {coord}</text>'
         yield (
             f'<rect x="{_LEFT}" y="{y}" width="{length * scale:.2f}" height="{_ROW}" rx="4" '
             'fill="#f1f3f5"/>'
         )
-        for action, start, end in rank:
+        for action, start, end in (span for span in rank if span.action.is_compute):
             x0, w = _LEFT + start * scale, (end - start) * scale
             shade = _shade(action.op, action.stage / max(1, num_stages - 1))
             yield (
@@ -236,16 +210,16 @@ def _held(rank: Sequence[Span]) -> Iterator[tuple[int, float, float]]:
             yield action.stage, since.pop(action.stage), start
 
 
-def _lane_boxes(
-    rank: Sequence[Span], timeline: Timeline, scale: float, top: float
-) -> Iterator[str]:
+def _lane_boxes(rank: Sequence[Span], scale: float, top: float) -> Iterator[str]:
     """Yield the lanes of a rank, from `top` down; the spans start at the drawing's zero."""
     lanes = _lanes_of(rank)
 
     def box(stage: int, start: float, end: float, down: int, style: str, title: str) -> str:
-        x, to = (_LEFT + timeline.at(time) * scale for time in (start, end))
-        y, width = top + _LANE * lanes[stage] + down, max(to - x, 2.0)
-        title = f"<title>{title}: {start:g} to {end:g}</title>"
+        x, width = _LEFT + start * scale, max((end - start) * scale, 2.0)
+        y, title = (
+            top + _LANE * lanes[stage] + down,
+            f"<title>{title}: {start:g} to {end:g}</title>",
+        )
         return f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" {style}>{title}</rect>'
 
     for stage, start, end in _held(rank):
@@ -255,22 +229,6 @@ def _lane_boxes(
         if colour := _LANE_COLOURS.get(action.op):
             style = f'height="6" rx="1" fill="{colour}"'
             yield box(action.stage, start, end, 1, style, str(action))
-
-
-def _lane_text(rank: Sequence[Span], timeline: Timeline, columns: float) -> str:
-    """Return a line of marks: G2 where stage 2 is gathered, X2 where released, R2 where reduced.
-
-    A mark is as long as its action; where it has no room it moves to the right.
-    """
-    line = ""
-    for action, start, end in sorted(rank, key=lambda span: span.start):
-        if action.op not in _LETTERS:
-            continue
-        at, to = (round(timeline.at(time) * columns) for time in (start, end))
-        mark = f"{_LETTERS[action.op]}{action.stage}"
-        line = line.ljust(at) + (" " if len(line) > at else "")
-        line += mark.ljust(to - len(line), "─")
-    return line
 
 
 def chrome_trace(spans: Spans) -> dict[str, object]:

@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from math import lcm
 
 from parallel3d.base.errors import ConfigError
 
 
-def partition(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
+def partition(costs: Sequence[int], num_stages: int) -> tuple[range, ...]:
     """Return the layers of each stage, with the least possible cost of the costliest stage.
 
     Stages are contiguous and not empty. Ties go to the most even partition (least squared costs,
     then squared layer counts), then to the one with the shortest first stages, which hold
-    activations longest. Exact, in integers.
+    activations longest.
     """
     num_layers = len(costs)
     if not 1 <= num_stages <= num_layers:
@@ -20,7 +19,7 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
             f"{num_layers} layers (embedding and head counted) cannot fill {num_stages} pipeline "
             f"stages; use at most {num_layers} stages (pp x stages_per_rank) or more layers"
         )
-    before = [0, *accumulate(_integers(costs))]  # cost of the layers before layer i
+    before = [0, *accumulate(costs)]  # cost of the layers before layer i
     limit = _least_maximum(before, num_stages)
     # best[i] is the most even way to put layers i.. on the stages from `first` to the last:
     # (squared costs, squared counts, end of each stage)
@@ -43,14 +42,6 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
         best = longer
     ends = best[0][-1]
     return tuple(map(range, (0, *ends), ends))
-
-
-def _integers(costs: Sequence[float]) -> list[int]:
-    """Return the costs scaled to integers, so that sums and comparisons are exact."""
-    assert all(cost >= 0 for cost in costs), costs
-    ratios = [cost.as_integer_ratio() for cost in costs]
-    scale = lcm(*(denominator for _, denominator in ratios))
-    return [numerator * (scale // denominator) for numerator, denominator in ratios]
 
 
 def _least_maximum(before: list[int], num_stages: int) -> int:

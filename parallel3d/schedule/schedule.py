@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from parallel3d.base.errors import ScheduleError
 from parallel3d.schedule.action import Action, Cost, Op, Span, Spans, unit_cost
-from parallel3d.schedule.sharding import SHARDING, Weights, gathers, problems, with_sharding
+from parallel3d.schedule.sharding import SHARDING, Weights, gathers, with_sharding
 
 __all__ = [
     "Action", "Op", "Schedule", "Span", "Spans", "add_communication", "add_sharding", "bubble",
@@ -139,24 +139,16 @@ def validate(schedule: Schedule) -> Schedule:
     Each send must have its receive, and *blocking* transfers over one channel per pair of ranks
     (NCCL's) must end.
     """
-    stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
-    for coord, program in enumerate(schedule.programs):
-        for action in program:
-            if action.stage not in stages or action.microbatch not in microbatches:
-                _refuse(schedule, f"{action}: no such stage or microbatch", action)
-            if (home := schedule.pp_coord_of_stage[action.stage]) != coord:
-                _refuse(schedule, f"{action} is on rank {coord}; its stage is on {home}", action)
-        for problem, action in problems(program):
-            _refuse(schedule, problem, action)
     expected = _expected(schedule)
     counts = Counter(chain.from_iterable(schedule.programs))
-    for action, count in counts.items():
-        if action.op in SHARDING:
-            continue
-        if action not in expected:
-            _refuse(schedule, f"{action} has no purpose: nothing uses its result", action)
-        if count > 1:
-            _refuse(schedule, f"{action} appears {count} times", action)
+    for coord, program in enumerate(schedule.programs):
+        for action in program:
+            if action not in expected and action.op not in SHARDING:
+                _refuse(schedule, f"{action} has no purpose: nothing uses its result", action)
+            if (home := schedule.pp_coord_of_stage[action.stage]) != coord:
+                _refuse(schedule, f"{action} is on rank {coord}; its stage is on {home}", action)
+            if counts[action] > 1 and action in expected:
+                _refuse(schedule, f"{action} appears {counts[action]} times", action)
     if missing := sorted(expected - counts.keys()):
         _refuse(schedule, f"missing: {', '.join(map(str, missing))}")
     _ = schedule.order  # raises if a rank would block for ever
@@ -301,17 +293,6 @@ def _explain(schedule: Schedule, waiting: list[deque[Action]]) -> NoReturn:
         for need in needs(head, schedule):
             if need in waiting[coord]:
                 _refuse(schedule, f"{head} comes before {need}, which it needs", head)
-    peers = {
-        coord: schedule.pp_coord_of_stage[head.other_end.stage]
-        for coord, head in heads.items()
-        if head.is_send or head.is_receive
-    }
-    for coord, peer in peers.items():
-        if peers.get(peer) == coord:
-            both = f"rank {coord} is at {heads[coord]} while rank {peer} is at {heads[peer]}"
-            _refuse(
-                schedule, f"one channel is used in two orders: {both}", heads[coord], heads[peer]
-            )
     stuck = ", ".join(map(str, heads.values()))
     _refuse(schedule, f"deadlock: no rank can continue from {stuck}", *heads.values())
 

@@ -76,38 +76,6 @@ def gathers(programs: Iterable[Program]) -> dict[Action, Action]:
     return gather_of
 
 
-def problems(program: Program) -> Iterator[tuple[str, Action]]:
-    """Yield each error in the GATHERs, RELEASEs and REDUCEs of a program, and its action."""
-    held: set[int] = set()
-    gathered = {a.stage for a in program if a.op is Op.GATHER}
-    final = _last_uses(program, _MAKES_GRADIENT)
-    reduced: set[int] = set()
-    for index, action in enumerate(program):
-        op, stage = action.op, action.stage
-        if op is Op.GATHER:
-            if stage in held:
-                yield f"{action} gathers a stage that is already gathered", action
-            held.add(stage)
-        elif op is Op.RELEASE:
-            if stage not in held:
-                yield f"{action} releases a stage that is not gathered", action
-            held.discard(stage)
-        elif op is Op.REDUCE:
-            if stage in reduced:
-                yield f"{action} is the second REDUCE of its stage", action
-            if index < final.get(stage, len(program)):
-                yield f"{action} comes before the stage's last gradient", action
-            reduced.add(stage)
-        elif op in _USES_WEIGHTS and stage in gathered - held:
-            yield f"{action} has no weights: they are not gathered yet, or already released", action
-    for action in program:
-        if action.stage in held and action.op is Op.GATHER:
-            yield f"{action} is never released", action
-    if reduced:
-        for stage in sorted(final.keys() - reduced):
-            yield f"stage {stage} has no REDUCE", program[final[stage]]
-
-
 def _last_uses(program: Sequence[Action], ops: frozenset[Op]) -> dict[int, int]:
     """Return the index of each stage's last action of these kinds."""
     return {action.stage: i for i, action in enumerate(program) if action.op in ops}

@@ -29,9 +29,9 @@ BIG, HUGE = str(10**12), str(10**30)
 CASES = {
     "name": [*((NAME, name, "must be a plain name") for name in NO_NAMES)],
     "size": [
-        (f"{MODEL}vocab_size", BIG, f"model.vocab_size = {BIG}: needs at least"),
-        (f"{MODEL}vocab_size", HUGE, "model.vocab_size = 1000"),
-        (f"{MODEL}hidden_size", "4000000", "model.hidden_size = 4000000: needs at least"),
+        (f"{MODEL}vocab_size", BIG, "parallel3d.model: its"),
+        (f"{MODEL}vocab_size", HUGE, "parallel3d.model: its"),
+        (f"{MODEL}hidden_size", "4000000", "parameters need at least"),
         (f"{MODEL}hidden_size", "0", "must be greater than 0; raise it"),
         (f"{MODEL}num_hidden_layers", str(10**9), "is above the limit of 2,000 layers"),
         (f"{MODEL}num_hidden_layers", "-1", "must be greater than 0; raise it"),

@@ -61,7 +61,7 @@ COMMANDS = [
     (("--fix", "sequence_parallel=1"), "use true, false"),
     (("--fix", "schedule=zz"), "use breadth_first, gpipe, interleaved"),
     (("--fix", "micro_batch=" + "[" * 100_000), "must be a whole number"),
-    (("--fix", "tp=3"), "--devices = 8: is not a multiple of the 3 ranks of tp=3"),
+    (("--fix", "tp=3"), "no mesh of 8 devices divides the model's heads"),
     (("--fix",), "--fix: has no value"),
     (("--hardware", "abacus"), '--hardware = "abacus": is not described; use one of: A100'),
     (("--hardware", "/"), '--hardware = "/": is not described'),
@@ -72,7 +72,7 @@ COMMANDS = [
     (("--config", "/"), "no config file '/': it is a folder"),
     (("--config", "a\0b"), "no config file"),
     (("--json=yes",), "--json = 'yes': takes no value"),
-    (("--parallel3d.model.vocab_size", "1000000000000"), "lower it, or use more ranks"),
+    (("--parallel3d.model.vocab_size", "1000000000000"), "parameters need at least"),
     (("--parallel3d.model.num_hidden_layers", "1000000000"), "is above the limit of 2,000 layers"),
     (("--gradient_accumulation_steps", "1" + 30 * "0"), "gradient_accumulation_steps = 1000"),
     (("--parallel3d.mesh.pp", "1000000000"), "parallel3d.mesh.pp"),
@@ -81,7 +81,6 @@ COMMANDS = [
     (("--train_batch_size", "1000"), "is not train_micro_batch_size_per_gpu=4 x"),
     (("--parallel3d.model.hidden_size", "1601"), "num_attention_heads"),
     (("--parallel3d.model.vocab_size", "auto"), '"gpt2", which planning does not load; set'),
-    (("--validate", "nowhere.csv"), "python -m benchmarks.published"),
 ]  # fmt: skip
 
 
@@ -130,9 +129,8 @@ FIGURES = [
     ("host.nvme_reed", FIGURE, 'the nearest one is "nvme_read"'),
     ("name", 3, "name = 3: must be a string"),
     ("cores", {"count": FIGURE, "alone": {"matmul": FIGURE}}, "matmul.value = 1000000000000.0: "),
-    ("curves", {"matmull": 0.8}, 'is not a curve; the nearest one is "matmul"'),
-    ("curves", {"network": 1.5}, "curves.network = 1.5: must be above 0 and at most 1"),
-    ("curves", {"traffic": -0.5}, "curves.traffic = -0.5: must be above 0"),
+    ("curves", {"matmull": 0.8}, "curves.matmull = 0.8: must be a curve with a number above 0"),
+    ("curves", {"traffic": -0.5}, "curves.traffic = -0.5: must be a curve with a number above 0"),
     ("curves", {"traffic": True}, "curves.traffic = true: must be a number"),
 ]  # fmt: skip
 

@@ -31,9 +31,9 @@ LONG = [
     for name in ("data.sequence_length", "model.max_position_embeddings")
 ]
 HUGE = [
-    ((f"{MODEL}vocab_size", "1000000000000"), "parallel3d.model.vocab_size = 1000000000000: needs"),
-    ((f"{MODEL}hidden_size", "4000000"), "parallel3d.model.hidden_size = 4000000: needs at least"),
-    ((f"{MODEL}intermediate_size", "100000000000"), "parallel3d.model.intermediate_size"),
+    ((f"{MODEL}vocab_size", "1000000000000"), "parallel3d.model: its 128,000,000,809,728"),
+    ((f"{MODEL}hidden_size", "4000000"), "parameters need at least"),
+    ((f"{MODEL}intermediate_size", "100000000000"), "parallel3d.model: its"),
     ((f"{MODEL}num_hidden_layers", "1000000000"), "is above the limit of 2,000 layers; use 2,000"),
     ((f"{MODEL}num_hidden_layers", "1" + 30 * "0"), "is above the limit of 2,000 layers"),
     (
@@ -44,7 +44,7 @@ HUGE = [
         ("--train_micro_batch_size_per_gpu", "1000000000000"),
         "above the limit of 10,000,000 samples",
     ),
-    (LONG, "sequence_length = 10000000000000: needs at least"),
+    (LONG, "sequence_length: 10,000,000,000,000 tokens need at least"),
 ]
 
 

@@ -6,7 +6,7 @@ import runpy
 import shlex
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,7 +15,7 @@ import pytest
 from parallel3d.base.errors import ScheduleError
 from parallel3d.schedule import draw
 from parallel3d.schedule.schedule import Action, Op, Span, add_sharding, bubble, simulate, unit_cost
-from parallel3d.schedule.schedules import make_schedule, names
+from parallel3d.schedule.schedules import make_schedule, names, why_not
 
 pytestmark = pytest.mark.pure
 
@@ -74,19 +74,6 @@ def test_a_figure_has_its_panels_on_one_scale_of_time() -> None:
     assert sorted(op for op, _ in widths) == ["B", "F"]  # one width for each, in both
     bottom = max(float(e.get("y")) + float(e.get("height")) for e in boxes)
     assert bottom < float(root.get("height")) == float(root.get("viewBox").split()[3])
-
-
-def test_the_text_has_a_line_of_marks_below_each_rank() -> None:
-    _, spans = sharded("gpipe", (2, 2, 1), "per_step")
-    assert draw.text_grid(spans).splitlines() == [
-        "time    0       2       4       6       8       10",
-        "rank 0  ····0F0 0F1 ············0B0──── 0B1──── ····",
-        "        G0──                                    X0 R0",
-        "rank 1  ········1F0 1F1 1B0──── 1B1──── ············",
-        "        G1──                            X1 R1",
-        "",
-        "G: gathers a stage's weights, X: releases them, R: reduces its gradients",
-    ]
 
 
 def boxes(spans):
@@ -172,6 +159,28 @@ def test_the_trace_keeps_computes_alone_in_the_lane_of_a_rank():
         own = sorted((e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == rank)
         assert all(a + da <= b for (a, da), (b, _) in pairwise(own))
     assert sum(e["ph"] == "b" and "GATHER" in e["name"] for e in events) == 8
+
+
+def test_of_nine_thousand_computes_a_planned_picture_has_a_tenth(monkeypatch, capsys, tmp_path):
+    svg = tmp_path / "long.svg"
+    sizes = ("--schedule", "one_f_one_b", "--pp", "4", "--microbatches", "1125")
+    assert run_script(monkeypatch, *sizes, "--svg", str(svg)) == 0
+    text = capsys.readouterr().out
+    title = "one_f_one_b: 4 ranks, 1125 microbatches (125 of them drawn)"
+    assert title in text and title in svg.read_text()
+    assert "bubble          0.3% of" in text and "bubble 0.3%" in svg.read_text()
+    titles = [e.text for e in ElementTree.fromstring(svg.read_text()).iter(f"{SVG}title")]
+    assert len(titles) == 4 * 125 * 2
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_microbatches_drawn_suit_every_schedule(name):
+    for pp, per_rank, count in product((1, 2, 5, 64), (1, 2, 3), (1, 2, 7, 130, 999, 5000)):
+        few = draw.microbatches_drawn(pp, count, per_rank)
+        assert 0 < few <= count and (count - few) % pp == 0
+        assert few == count or few > 2 * pp
+        if not why_not(name, pp, count, per_rank):
+            assert not why_not(name, pp, few, per_rank)
 
 
 def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

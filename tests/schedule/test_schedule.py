@@ -28,8 +28,8 @@ pytestmark = pytest.mark.pure
         ("1B0 comes before 1F0, which it needs", "0F0 0B0 / >>1B0<< 1F0"),
         ("1F0 is on rank 0; its stage is on 1", "0F0 >>1F0<< 0B0 / 1B0"),
         ("0F0 appears 2 times", ">>0F0<< >>0F0<< 0B0 / 1F0 1B0"),
-        ("0F1: no such stage or microbatch", "0F0 >>0F1<< 0B0 / 1F0 1B0"),
-        ("2F0: no such stage or microbatch", "0F0 0B0 / 1F0 1B0 >>2F0<<"),
+        ("0F1 has no purpose: nothing uses its result", "0F0 >>0F1<< 0B0 / 1F0 1B0"),
+        ("2F0 has no purpose: nothing uses its result", "0F0 0B0 / 1F0 1B0 >>2F0<<"),
         ("missing: 1B0", "0F0 0B0 / 1F0"),
         ("missing: 0I0", "0F0 0W0 / 1F0 1B0"),
         ("0B0 has no purpose: nothing uses its result", "0F0 >>0B0<< 0I0 0W0 / 1F0 1B0"),
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.pure
             ">>0SEND_F0<< 0F0 0RECV_B0 0B0 / 1RECV_F0 1F0 1B0 1SEND_B0",
         ),
         (
-            "one channel is used in two orders: rank 0 is at 0RECV_B0 while rank 1 is at 1RECV_F0",
+            "deadlock: no rank can continue from 0RECV_B0, 1RECV_F0",
             "0F0 >>0RECV_B0<< 0SEND_F0 0B0 / >>1RECV_F0<< 1F0 1B0 1SEND_B0",
         ),
     ],
@@ -69,7 +69,7 @@ def test_ranks_that_wait_in_a_circle_are_a_deadlock() -> None:
         (0, 1, 2, 0),
         2,
     )
-    with pytest.raises(ScheduleError, match="one channel is used in two orders"):
+    with pytest.raises(ScheduleError, match="deadlock: no rank can continue from"):
         validate(ring)
     circle = schedule_of(
         """

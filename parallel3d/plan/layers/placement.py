@@ -4,7 +4,6 @@ A search calls these functions a hundred thousand times, so their results are ca
 identified by the id of its tuple of layers: hashing the layers would take longer than the lookup.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -54,7 +53,7 @@ def model_of(layers: tuple[LayerSpec, ...]) -> LayerKinds:
 def stages_of(model: LayerKinds, num_stages: int, seq: int) -> tuple[range, ...]:
     """Return the layers of each stage, cut as in pipeline/stages.py."""
     shape = Shape(1, seq)  # costs are proportional to the batch, which moves no boundary
-    costs = [float(cost_of(model, k, shape).forward_flops) for k in range(len(model.kinds))]
+    costs = [cost_of(model, k, shape).forward_flops for k in range(len(model.kinds))]
     return partition([costs[k] for k in model.kind_of], num_stages)
 
 
@@ -244,13 +243,11 @@ class StageClasses:
         """Number of pipeline coordinates."""
         return len(self.homes)
 
-    def share_in_full(self, recompute: Recompute, classes: Iterable[int]) -> float:
-        """Return the share of the blocks in stages of these classes that run again as a whole."""
-        ends = self.model.ends
-        blocks = [
-            sum(n for kind, n in enumerate(self.stages[c]) if kind not in ends) for c in classes
-        ]
-        return sum(num_full(recompute, n) for n in blocks) / max(1, sum(blocks))
+    def share_in_full(self, recompute: Recompute, stage_class: int) -> float:
+        """Return the share of the blocks of such a stage that run again as a whole."""
+        counts = enumerate(self.stages[stage_class])
+        blocks = sum(count for kind, count in counts if kind not in self.model.ends)
+        return num_full(recompute, blocks) / max(1, blocks)
 
 
 def stage_classes_of(setting: Setting) -> StageClasses:

@@ -99,34 +99,33 @@ def stage_activations(
     if on_cpu and not part.ends:
         freed = hidden  # gloo does not report that a message has left: each stage's output stays
     narrow = element < gradient
-    firsts: list[BackwardMoment] = []
-    laters: list[BackwardMoment] = []
-    moments: list[BackwardMoment] = []
-    produced: list[int] = []
+    backwards: list[tuple[int, BackwardMoment, BackwardMoment, BackwardMoment]] = []
     for layer in reversed(layers):
         saved, working, _, computes_again = by_kind[layer]
         weights = weights_of_kind(model, layer[0], tp, 0, ep)
         largest = weights.largest
         summed += weights.params
-        logits = working if part.ends and not produced else -freed_logits
+        logits = working if part.ends and not backwards else -freed_logits
         # Autograd returns a gradient in the training type, which is then accumulated in `gradient`.
         # With recomputed logits the head's is accumulated part by part, without that copy.
-        in_parts = part.ends and not produced and computes_again
+        in_parts = part.ends and not backwards and computes_again
         fresh = working + (element * largest if narrow and not in_parts else 0)
-        firsts.append(BackwardMoment(freed, fresh, logits, gradient * summed))
-        laters.append(BackwardMoment(freed, fresh + gradient * largest, logits, 0))
-        moments.append(BackwardMoment(freed, working, logits, 0))
-        produced.append(summed)
-        if part.ends and len(produced) == 1:
+        backwards.append((
+            summed, BackwardMoment(freed, fresh, logits, gradient * summed),
+            BackwardMoment(freed, fresh + gradient * largest, logits, 0),
+            BackwardMoment(freed, working, logits, 0),
+        ))  # fmt: skip
+        if part.ends and len(backwards) == 1:
             freed_logits = saved
         freed += saved
     if on_host and part.kinds[0] != model.ends[0]:  # the gradient of its input is still to come
         freed, moved_bytes = freed + hidden, moved_bytes - hidden
+    produced, firsts, laters, moments = zip(*backwards, strict=True)
     saved, working, *_ = by_kind[layers[-1]]
     ending = 0 if on_cpu or part.ends else hidden  # the output, until it is sent
     return StageActivations(
         freed, saved if part.ends else 0, sum(by_kind[layer][2] for layer in layers), hidden,
         max(firsts, key=attrgetter("total")), max(laters, key=attrgetter("total")),
-        BackwardMoment(0, working + ending, working if part.ends else 0, 0), tuple(produced),
-        tuple(moments), moved_bytes,
+        BackwardMoment(0, working + ending, working if part.ends else 0, 0), produced, moments,
+        moved_bytes,
     )  # fmt: skip

@@ -66,7 +66,6 @@ class CoordinateRank:
         s = self.setting
         self._places: Held = tuple(range(len(self.home)))
         self._flight = in_flight(*s.action_order, self.coord)
-        self._activation_bytes: dict[MicrobatchCounts, tuple[int, int]] = {}
         self._all_sizes = self._sizes(self._places)
         self.held = states(s, self._all_sizes, self.on_cpu)
         self._shard = self.held.shard if self.held.standing else 0
@@ -211,11 +210,9 @@ class CoordinateRank:
 
     def _activations(self, counts: MicrobatchCounts) -> tuple[int, int]:
         """Return the bytes of `counts` microbatches in flight: all but logits, and logits."""
-        if counts not in self._activation_bytes:
-            logits = sum(map(mul, counts, [stage.logits_bytes for stage in self.stages]))
-            saved = sum(map(mul, counts, [stage.saved_bytes for stage in self.stages])) - logits
-            self._activation_bytes[counts] = self._always + saved + self._passing(counts), logits
-        return self._activation_bytes[counts]
+        logits = sum(map(mul, counts, [stage.logits_bytes for stage in self.stages]))
+        saved = sum(map(mul, counts, [stage.saved_bytes for stage in self.stages])) - logits
+        return self._always + saved + self._passing(counts), logits
 
     def _moment(
         self,

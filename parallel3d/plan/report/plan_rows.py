@@ -9,16 +9,16 @@ from rich.console import Console
 
 from parallel3d.base import reader, terminal
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import ABSENT, Problem, Problems
 from parallel3d.config import RunConfig, hardware
-from parallel3d.config.hardware import THIS_MACHINE, Cores, Figure, Hardware, Host
+from parallel3d.config.hardware import THIS_MACHINE, Hardware
 from parallel3d.model.optimizers import kinds, state_bytes
-from parallel3d.plan.memory.peak import per_rank
+from parallel3d.plan.memory.peak import fullest
 from parallel3d.plan.report import plan_table
-from parallel3d.plan.report.plan_table import lines_of, seconds
+from parallel3d.plan.report.plan_table import lines_of, nothing_fits, three
 from parallel3d.plan.search.best_first import Ranking, search
+from parallel3d.plan.search.candidates import gathered_longest
 from parallel3d.plan.search.plans import CHOICES, Plan, Request, request_of
-from parallel3d.plan.search.remedy import choose_weights, evaluate, gib
+from parallel3d.plan.search.remedy import evaluate, gib
 from parallel3d.plan.setting import Setting
 from parallel3d.schedule.sharding import Weights
 
@@ -41,10 +41,7 @@ def devices_of(config: RunConfig, machine: Hardware) -> int:
         return config.mesh.sizes.ranks
     if machine.cores is not None:
         return int(machine.cores.count.value)
-    if machine.devices_per_node is not None:
-        return int(machine.devices_per_node.value)
-    problem = Problem("--devices", ABSENT, "is missing", "set the number of devices")
-    raise Problems([problem], "the plan")
+    return int(machine.devices_per_node.value) if machine.devices_per_node else 1
 
 
 def make_request(config: RunConfig, machine: Hardware, devices: int, fix: Sequence[str]) -> Request:
@@ -66,45 +63,8 @@ def make_request(config: RunConfig, machine: Hardware, devices: int, fix: Sequen
 def rank_plans(request: Request, rows: int | None) -> Ranking:
     """Return the rows of a request: `rows`, or 20 that fit and the faster ones that do not."""
     ranking = search(request, rows or ROWS)
-    if rows is None:
-        return ranking
-    shown = ranking.too_large[: max(0, rows - len(ranking.plans))]
-    return replace(ranking, too_large=shown, num_hidden=len(ranking.too_large) - len(shown))
-
-
-def show(ranking: Ranking, request: Request, out: Console) -> None:
-    """Print the planner's table and, if no plan fits, how to make one fit."""
-    plan_table.show(ranking, request, out)
-    if ranking.least is not None:
-        terminal.say(out, nothing_fits(ranking.least))
-
-
-def nothing_fits(least: Plan) -> str:
-    """Return the message for a request without a plan that fits.
-
-    `least` is the plan that needs the least memory.
-    """
-    request, memory = least.request, least.memory
-    s, room = least.setting, request.hardware.memory_bytes.value
-    over = memory.total - room
-    host = request.hardware.host
-    remedies = [
-        "more devices",
-        f"devices with {gib(memory.total)} GiB"
-        if over > 0
-        else f"hosts with {gib(memory.host)} GiB per device",
-    ]
-    if request.fixed:
-        remedies.insert(0, f"fewer fixed choices (now {', '.join(request.fixed)})")
-    elif host is None:
-        remedies.append("hardware with a described host, for offload")
-    excess = f"{over:,.0f} bytes more than a device has" if over > 0 else least.reason
-    return (
-        f"NOTHING FITS on {request.devices:,} x {request.hardware.name}: the smallest plan needs "
-        f"{gib(memory.total)} GiB ({excess}), with {s.mesh.label}, "
-        f"ZeRO-{s.zero_stage}, micro batch {s.shape.batch}, recompute {s.recompute}, offload: "
-        f"{least.offload}; use {', or '.join(remedies)}"
-    )
+    most = None if rows is None else max(0, rows - len(ranking.plans))
+    return replace(ranking, too_large=ranking.too_large[:most])
 
 
 def explain(
@@ -120,7 +80,7 @@ def explain(
     if not 1 <= number <= len(rows):
         raise ConfigError(f"--explain {number}: must be at most {len(rows)}, the number of rows")
     plan = rows[number - 1]
-    plan_table.explain(plan, out)
+    plan_table.explain(plan, number, out)
     if svg or trace:
         picture, events = drawing(plan)
         for path, text in ((svg, picture), (trace, json.dumps(events))):
@@ -134,15 +94,14 @@ def to_json(ranking: Ranking, request: Request) -> dict[str, object]:
 
     Only a model with parameters that some tokens do not use has "num_active_params".
     """
-    base = request.base
-    active = {"num_active_params": base.num_active_params}
+    base, active = request.base, request.base.num_active_params
     return {
         "plans": [plan.to_json() for plan in ranking.rows],
         "hardware": request.hardware.name,
         "devices": request.devices,
         "global_batch_size": request.global_batch_size,
         "num_params": base.num_params,
-        **(active if base.num_active_params != base.num_params else {}),
+        **({} if active == base.num_params else {"num_active_params": active}),
         "least": ranking.least.to_json() if ranking.least else None,
     }
 
@@ -171,36 +130,23 @@ def choose(config: RunConfig, devices: int, hardware: Hardware) -> tuple[RunConf
 def weights_for(
     setting: Setting, hardware: Hardware | None, host_bytes: int | None = None
 ) -> tuple[Weights, str]:
-    """Return how long a setting's weights stay gathered, and a note that says why.
+    """Return the longest that a setting's weights can stay gathered, and a note that says why.
 
     Args:
         setting: the run; what it says of weights is not read.
         hardware: None if its memory is unknown.
         host_bytes: free host memory of a CPU rank, which is used without `hardware`.
     """
-    weights: Weights = "per_microbatch"
-    why = "the memory of a device is not known"
-    if hardware is None and host_bytes is not None:
-        hardware = _cpu_rank(setting, host_bytes)
-    if hardware is not None:
-        weights, memory = choose_weights(setting, hardware)
-        room = gib(hardware.memory_bytes.value)
-        why = f"{gib(memory.total)} of {room} GiB planned on the fullest device"
+    for weights in gathered_longest(setting.offload_param):
+        memory = fullest(setting.but(weights=weights), hardware)
+        # Offloaded states of a CPU rank are in the same memory.
+        room = hardware.memory_bytes.value if hardware else (host_bytes or 0) - memory.host
+        if memory.total <= room:
+            break
+    why = f"{gib(memory.total)} of {gib(room)} GiB planned on the fullest device"
+    if hardware is None and host_bytes is None:
+        why = "the memory of a device is not known"
     return weights, f'parallel3d.pipeline.weights: "auto" is {weights} ({why})'
-
-
-def _cpu_rank(setting: Setting, host_bytes: int) -> Hardware:
-    """Return a CPU rank as hardware: its share of host memory, part of it for offloaded states."""
-    offloaded = max(memory.host for memory in per_rank(setting))
-    device, host, unused = (
-        Figure(value=float(number), source="this host")
-        for number in (host_bytes - offloaded, offloaded, 1)
-    )
-    return Hardware(
-        name="cpu", device_names=(), peak_flops={}, memory_bytes=device,
-        host=Host(memory_bytes=host, device_bandwidth=unused, adam_params=unused),
-        cores=Cores(count=unused, alone={}),
-    )  # fmt: skip
 
 
 def fixed_by(config: RunConfig) -> dict[str, object]:
@@ -245,7 +191,7 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
         *config.notes,
         f'parallel3d.mesh: "plan" for {plan.request.devices} x {machine.name}:',
         *(f"  {line}" for line in lines_of(s)),
-        f"  predicted {seconds(plan.time.seconds)} s a step, {gib(plan.memory.total)} of "
+        f"  predicted {three(plan.time.seconds)} s a step, {gib(plan.memory.total)} of "
         f"{gib(machine.memory_bytes.value)} GiB on the fullest device",
     )
 

@@ -1,6 +1,6 @@
 """The planner's two tables on a terminal, and the details of one row."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import LayerSpec, count_params
 from parallel3d.models.common import head_size_of
-from parallel3d.plan.memory.peak import PARTS, Memory, nccl_estimate, peak_of
+from parallel3d.plan.memory.peak import PARTS, Memory, fullest, nccl_estimate, peak_of
 from parallel3d.plan.search.best_first import Ranking
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
@@ -28,16 +28,6 @@ from parallel3d.plan.time.operators import (
 from parallel3d.plan.time.sharding import slowest_matrix_work
 from parallel3d.plan.time.step import TIMES
 
-_BAR = 8  # columns of the bar of memory
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
-_COLOURS = {
-    "weights": "blue", "gathered": "cyan", "gradients": "green", "optimizer": "magenta",
-    "activations": "yellow", "logits": "red", "buffers": "bright_black", "margin": "bright_black",
-    "compute": "blue", "waiting": "bright_black", "tensor": "magenta", "pipeline": "cyan",
-    "data": "green", "offload": "yellow", "optimizer_step": "red",
-}  # fmt: skip
-
-
 FilledColumn = tuple[Column, Sequence[Cell]]  # a column and its cells, one per row
 
 
@@ -45,6 +35,7 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
     """Print plans that fit, faster plans that do not, and the former by parts.
 
     Each plan that does not fit is followed by the reason and the smallest change that makes it fit.
+    If no plan fits, print how to make one fit.
     """
     say_heading(request, out)
     if ranking.plans:
@@ -56,15 +47,27 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
             terminal.say(out, f"{number:>2}  {plan.reason}", "    ")
             terminal.say(out, f"    smallest change: {plan.remedy}", "    ")
     if ranking.plans:
-        _show_parts(ranking.plans, request, out)
-        each = "the best" if ranking.per_mesh == 1 else f"the best {ranking.per_mesh}"
+        _show_parts(ranking.plans, 1, request, out)
         terminal.say(out, Text(
-            f"\n{each} of each mesh, {ranking.num_simulated} simulated; --explain N shows row N; "
-            '"mesh": "plan" in a config uses row 1', "dim",
+            '\n--explain N shows row N; "mesh": "plan" in a config uses row 1', "dim",
         ))  # fmt: skip
-    if hidden := ranking.num_hidden:
-        plans = "plans do" if hidden > 1 else "plan does"
-        terminal.say(out, Text(f"{hidden} faster {plans} not fit; omit --rows to list all", "dim"))
+    if ranking.least is not None:
+        terminal.say(out, nothing_fits(ranking.least))
+
+
+def nothing_fits(least: Plan) -> str:
+    """Return the message for a request without a plan that fits.
+
+    `least` is the plan that needs the least memory.
+    """
+    request, s = least.request, least.setting
+    fixed = f"fewer fixed choices (now {', '.join(request.fixed)}), " if request.fixed else ""
+    return (
+        f"NOTHING FITS on {request.devices:,} x {request.hardware.name}: the smallest plan needs "
+        f"{gib(least.memory.total)} GiB, with {s.mesh.label}, ZeRO-{s.zero_stage}, micro batch "
+        f"{s.shape.batch}, recompute {s.recompute}, offload: {least.offload} ({least.reason}); "
+        f"use {fixed}more devices, or devices and hosts with more memory"
+    )
 
 
 def parameters(layers: Sequence[LayerSpec]) -> str:
@@ -85,11 +88,7 @@ def say_heading(request: Request, out: Console) -> None:
         f"{batch:,} x {seq:,} = {count(batch * seq)} tokens{tokens}",
     )
     if request.batch_sizes:
-        sizes = ", ".join(f"{size:,}" for size in request.batch_sizes)
-        of_size = ", ".join(f"{steps:,} of {size:,}" for size, steps in request.phases)
-        total = sum(steps for _, steps in request.phases)
-        phases = f"{total:,} steps: {of_size} samples" if total else f"steps of {sizes} samples"
-        terminal.say(out, f"{phases}; memory and time of a step are those of the largest batch")
+        terminal.say(out, "memory and time of a step are those of the largest batch")
     _say_off_tiles(request, out)
     if request.fixed:
         terminal.say(
@@ -143,7 +142,8 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
         gathered = [s.weights.removeprefix("per_") if s.zero_stage == 3 else "–" for s in settings]
         columns.append((Column("weights", right=False, line=1), gathered))
     if any(plan.offload != "none" for plan in plans):
-        columns.append((Column("offload", right=False, line=1), [*map(_offload, settings)]))
+        offloads = [plan.offload for plan in plans]
+        columns.append((Column("offload", right=False, line=1), offloads))
     rates = [plan.per_device(flops) for plan in plans]
     shares = [plan.mfu(flops) for plan in plans]
     columns += [
@@ -160,16 +160,15 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
             ["–" if s.recompute == "none" else s.recompute for s in settings],
         ),
         (Column("GiB"), [gib(plan.memory.total) for plan in plans]),
-        (Column("of device", right=False), [_bar(plan.memory.total / room) for plan in plans]),
-        (Column("s/step"), [seconds(plan.time.seconds) for plan in plans]),
+        (Column("of device"), [f"{100 * plan.memory.total / room:.0f} %" for plan in plans]),
+        (Column("s/step"), [three(plan.time.seconds) for plan in plans]),
         (Column("bubble", line=1), [f"{100 * plan.time.bubble:.1f} %" for plan in plans]),
         (Column("tokens/s"), [count(plan.tokens_per_second) for plan in plans]),
         (Column("TFLOP/s"), [f"{rate / 1e12:.{0 if rate >= 1e13 else 2}f}" for rate in rates]),
         (Column("MFU"), ["–" if mfu is None else f"{100 * mfu:.0f} %" for mfu in shares]),
     ]
-    if plans[0].days is not None:
-        unit, days = _unit(plans[0].days)
-        columns.append((Column(unit), [three((plan.days or 0) / days) for plan in plans]))
+    if request.num_tokens is not None:
+        columns.append((Column("days"), [three(plan.days or 0) for plan in plans]))
     _print_columns(columns, "bold" if first == 1 else "", out)
 
 
@@ -178,70 +177,17 @@ def _print_columns(columns: Sequence[FilledColumn], first: str, out: Console) ->
     terminal.show(out, heads, zip(*cells, strict=True), first=first)
 
 
-def _offload(s: Setting) -> str:
-    """Return a setting's offloads as a cell of the table."""
-    short = {"cpu": "{}", "nvme": "{} nvme"}
-    places = (("opt", s.offload_optimizer), ("param", s.offload_param))
-    return (
-        "+".join(short[device].format(word) for word, device in places if device != "none") or "–"
-    )
-
-
-def _bar(share: float) -> Text:
-    """Return a bar for the share of memory in use; red if it exceeds 1."""
-    if share > 1:
-        return Text("█" * _BAR + f" {share:.1f}×", "red")
-    eighths = round(share * _BAR * 8)
-    bar = "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
-    text = Text(bar, "yellow" if share > 0.9 else "green")
-    text.append("·" * (_BAR - len(bar)), "bright_black")
-    return text
-
-
-def explain(plan: Plan, out: Console) -> None:
-    """Print a plan's memory and time by parts, FLOP/s by each convention, and its duration."""
-    request, flops = plan.request, plan.request.flops
+def explain(plan: Plan, number: int, out: Console) -> None:
+    """Print row `number`: its row of both tables, and causes of its memory."""
+    request, setting = plan.request, plan.setting
     say_heading(request, out)
-    for line in lines_of(plan.setting):
-        terminal.say(out, line, " " * 10)
-    show_memory(plan.memory, plan.setting, request.hardware, out)
-    out.print(Text("\nstep of the busiest pp rank", "bold"))
-    total = plan.time.seconds
-    parts = {
-        {"bubble": "waiting"}.get(name, name): part
-        for name, part in plan.time.parts.items()
-        if part > 1e-6 * total
-    }
-    _print_parts(parts, total, lambda part: f"{seconds(part):>8} s  ", out)
-    if plan.setting.pp > 1:
-        share = f"{100 * plan.time.bubble:.1f} %"
-        terminal.say(out, f"\nbubble: pp ranks idle for {share} of the time of their passes")
-    if plan.setting.newton_schulz is not None:
-        terminal.say(out, _on_matrices(plan.setting, request.hardware))
-    terminal.say(
-        out,
-        f"\n{count(plan.tokens_per_second)} tokens/s; TFLOP/s of a device: "
-        f"{plan.per_device(flops.full) / 1e12:.4g} without recomputation, "
-        f"{plan.per_device(flops.full + plan.recomputed_flops) / 1e12:.4g} with it",
-    )
-    if (full := plan.mfu(flops.full)) is not None:
-        causal = plan.mfu(flops.causal)
-        terminal.say(
-            out,
-            f"MFU {100 * full:.1f} % counting full attention, {100 * (causal or 0):.1f} % counting "
-            "its causal half",
-        )
-    if plan.days is not None and plan.device_hours is not None:
-        unit, days = _unit(plan.days)
-        terminal.say(
-            out,
-            f"{count(request.num_tokens or 0)} tokens take {three(plan.days / days)} {unit}, "
-            f"{three(plan.device_hours)} device-hours",
-        )
-    else:
-        terminal.say(out, "the duration is not known: the run's length is set in epochs")
+    _show((plan,), number, request, out)
+    _show_parts((plan,), number, request, out)
+    _say_causes(plan.memory, setting, request.hardware, out)
+    if setting.newton_schulz is not None:
+        terminal.say(out, _on_matrices(setting, request.hardware))
     if not plan.fits:
-        problem = f"\ndoes not fit: {plan.reason}\nsmallest change: {plan.remedy}"
+        problem = f"does not fit: {plan.reason}\nsmallest change: {plan.remedy}"
         terminal.say(out, Text(problem, "red"))
 
 
@@ -251,25 +197,31 @@ def _on_matrices(setting: Setting, hardware: Hardware) -> str:
     work = slowest_matrix_work(setting, machine)
     return (
         f"\n{setting.optimizer}: a stage's ranks exchange {work.sent_bytes / 1e9:.3g} GB in "
-        f"{seconds(work.exchange_seconds)} s a step; Newton-Schulz takes "
-        f"{seconds(work.product_seconds)} s, and the busiest rank has {work.imbalance:.3g} "
+        f"{three(work.exchange_seconds)} s a step; Newton-Schulz takes "
+        f"{three(work.product_seconds)} s, and the busiest rank has {work.imbalance:.3g} "
         "times the mean work"
     )
 
 
-def show_memory(memory: Memory, setting: Setting, hardware: Hardware | None, out: Console) -> None:
-    """Print the memory of the fullest rank by parts, and the settings behind large buffers."""
-    parts = {name: size for name, size in memory.parts.items() if size}
-    out.print(Text(f"\nmemory of pp rank {memory.pp_coord} (the fullest)", "bold"))
-    _print_parts(parts, memory.total, lambda size: f"{gib(size):>8} GiB", out)
-    for name, size in (("host", memory.host), ("nvme", memory.nvme)):
+def show_memory(setting: Setting, out: Console) -> None:
+    """Print the memory of the fullest rank of a run on hardware that is not described."""
+    memory = fullest(setting)
+    out.print(Text("\nGiB, fullest rank", "bold"))
+    total = Column("total"), [gib(memory.total)]
+    _print_columns([*_memory_columns([memory]), total], "bold", out)
+    _say_causes(memory, setting, None, out)
+
+
+def _say_causes(memory: Memory, setting: Setting, hardware: Hardware | None, out: Console) -> None:
+    """Print host memory, the estimated part of the margin, and settings behind large buffers."""
+    for name, size in (("host", memory.host), ("NVMe", memory.nvme)):
         if size:
-            out.print(f"  {name:<14}{gib(size):>8} GiB per device")
+            out.print(f"{gib(size)} GiB of {name} memory per device")
     if estimate := nccl_estimate(setting, memory.pp_coord, hardware):
         remark = "of the margin: NCCL, an estimate that no GPU has measured yet"
-        terminal.say(out, f"  {gib(estimate)} GiB {remark}", "    ")
+        terminal.say(out, f"{gib(estimate)} GiB {remark}")
     for remark in on_buffers(setting, memory, hardware):
-        terminal.say(out, f"  {remark}", "    ")
+        terminal.say(out, remark)
 
 
 def lines_of(setting: Setting) -> Iterator[str]:
@@ -285,33 +237,9 @@ def lines_of(setting: Setting) -> Iterator[str]:
         f"recompute {s.recompute}"
     )
     offload = describe_offload(s.offload_optimizer, s.offload_param)
-    held = {"per_step": "once a step", "per_pass": "for each pass"}
     if s.zero_stage == 3:
-        reduced += f", weights gathered {held.get(s.weights, 'for each microbatch')}"
+        reduced += f", weights gathered {s.weights}"
     yield f"state     ZeRO-{s.zero_stage}, gradients reduced {reduced}, offload: {offload}"
-
-
-def _unit(days: float) -> tuple[str, float]:
-    """Return a readable unit for a duration, and the length of that unit in days."""
-    for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
-        if days >= 2 * size:
-            return unit, size
-    return "seconds", 1 / 86400
-
-
-def _print_parts(
-    parts: Mapping[str, float], total: float, shown: Callable[[float], str], console: Console
-) -> None:
-    for name, part in parts.items():
-        line = Text(f"  {name:<14}{shown(part)} {100 * part / total:5.1f} %  ")
-        line.append("█" * max(1, round(40 * part / total)), _COLOURS.get(name, "blue"))
-        console.print(line)
-    console.print(f"  {'total':<14}{shown(total)}")
-
-
-def seconds(value: float) -> str:
-    """Return seconds as text: three digits from 0.1 on, two below."""
-    return three(value) if value >= 0.1 else f"{value:.2g}"
 
 
 def three(value: float) -> str:
@@ -330,7 +258,7 @@ def count(number: float) -> str:
 LARGE = 0.05
 """The smallest share of a rank's device memory for which a buffer is mentioned."""
 _SIZES = (
-    "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size",
+    "reduce_bucket_size", "stage3_prefetch_bucket_size",
     "stage3_max_live_parameters", "sub_group_size",
 )  # fmt: skip
 
@@ -342,15 +270,13 @@ def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> I
     """
     layer = largest_layer(setting)
     for name in _SIZES:
-        size = getattr(setting.buffers, name)
-        if size <= layer:
-            continue
         lower = setting.but(buffers=replace(setting.buffers, **{name: layer}))
         saved = memory.total - peak_of(lower, memory.pp_coord, hardware).total
         if saved >= LARGE * memory.total:
             yield (
-                f"{gib(saved)} GiB: DeepSpeed's {name} = {size:,} elements; lower it to the size "
-                f"of the largest layer: --zero_optimization.{name} {layer}"
+                f"{gib(saved)} GiB: DeepSpeed's {name} = {getattr(setting.buffers, name):,} "
+                f"elements; lower it to the size of the largest layer: --zero_optimization.{name} "
+                f"{layer}"
             )
 
 
@@ -369,19 +295,16 @@ _SHORT = {
 }  # fmt: skip
 
 
-def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None:
+def _show_parts(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -> None:
     """Print the memory of the fullest rank and the seconds of the busiest rank by parts.
 
     Parts that no plan has are omitted. TFLOP/s count recomputation; MFU counts the causal half of
     the attention.
     """
-    memory = [part for part in PARTS if any(plan.memory.parts.get(part) for plan in plans)]
     times = [part for part in TIMES if any(_shown(plan, part) != "–" for plan in plans)]
     rule, flops = ["│"] * len(plans), request.flops
-    columns: list[FilledColumn] = [(Column("#"), [str(n) for n, _ in enumerate(plans, 1)])]
-    for part in memory:
-        sizes = [plan.memory.parts.get(part, 0) for plan in plans]
-        columns.append((Column(_SHORT.get(part, part)), [gib(n) if n else "–" for n in sizes]))
+    columns: list[FilledColumn] = [(Column("#"), [str(n) for n, _ in enumerate(plans, first)])]
+    columns += _memory_columns([plan.memory for plan in plans])
     columns.append((Column("│", rule=True, line=1), rule))
     for part in times:
         columns.append(
@@ -403,4 +326,14 @@ def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None
 
 def _shown(plan: Plan, part: str) -> str:
     share = plan.time.parts[part]
-    return seconds(share) if share > 1e-3 * plan.time.seconds else "–"
+    return three(share) if share > 1e-3 * plan.time.seconds else "–"
+
+
+def _memory_columns(memories: Sequence[Memory]) -> list[FilledColumn]:
+    """Return a column of GiB for each part of the memory that is not zero everywhere."""
+    sizes = {part: [memory.parts.get(part, 0) for memory in memories] for part in PARTS}
+    return [
+        (Column(_SHORT.get(part, part)), [gib(n) if n else "–" for n in row])
+        for part, row in sizes.items()
+        if any(row)
+    ]

@@ -12,37 +12,25 @@ from parallel3d.schedule import draw
 from parallel3d.schedule.action import Op
 from parallel3d.schedule.schedule import Spans
 
-_MOST_BOXES = 60_000  # computes; simulating these takes seconds, and the picture folds them
 _LEFT, _RIGHT, _TOP, _HEIGHT = 72, 24, 50, 130  # of the panel of memory, in pixels
 
 Points = list[tuple[float, float]]  # (seconds, bytes), in order
 
 
-def spans_of(plan: Plan) -> tuple[Setting, Spans]:
-    """Return the simulated step and its setting, with fewer microbatches if all are too many."""
-    s = plan.setting
-    most = max(2 * s.pp, _MOST_BOXES // (2 * s.pp * s.stages_per_rank))
-    if s.num_microbatches > most:
-        s = s.but(num_microbatches=most - (most - s.num_microbatches) % s.pp)
-    return s, step_spans(s, plan.request.hardware)
-
-
 def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float, Points]:
-    """Return the fullest rank's constant bytes, and its device bytes at each change.
+    """Return the fullest rank's other bytes, and its device bytes at each change.
 
     Activations live from the start of a forward to the end of its backward. The maximum equals the
     plan's total.
     """
     saved = saved_bytes(setting, plan.request.hardware)
     computes = [span for span in spans[plan.memory.pp_coord] if span.action.is_compute]
-    splits = any(span.action.op == Op.W for span in computes)
-    changes = []
-    for action, start, end in computes:
-        if action.op == Op.F:
-            changes.append((start, saved[action.stage]))
-        elif action.op == (Op.W if splits else Op.B):
-            changes.append((end, -saved[action.stage]))
-    changes.sort()
+    last = Op.W if any(span.action.op == Op.W for span in computes) else Op.B
+    changes = sorted(
+        (start, saved[a.stage]) if a.op == Op.F else (end, -saved[a.stage])
+        for a, start, end in computes
+        if a.op in (Op.F, last)
+    )
     held = [*accumulate(size for _, size in changes)]
     base = float(plan.memory.total - max(held))
     points = []
@@ -53,9 +41,11 @@ def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float,
 
 def drawing(plan: Plan) -> tuple[str, object]:
     """Return the SVG of a plan's timeline and memory, and its trace for Perfetto."""
-    setting, spans = spans_of(plan)
-    s, total = setting, plan.setting.num_microbatches
-    some = "" if s.num_microbatches == total else f" ({s.num_microbatches} of {total} drawn)"
+    s, total = plan.setting, plan.setting.num_microbatches
+    drawn = draw.microbatches_drawn(s.pp, total, s.stages_per_rank)
+    setting = s.but(num_microbatches=drawn)
+    spans = step_spans(setting, plan.request.hardware)
+    some = "" if drawn == total else f" ({drawn} of them drawn)"
     title = f"{s.mesh.label}, {s.schedule}, {total} microbatches of {s.shape.batch}{some}"
     above = draw.figure([(title, spans)], plan.time.bubble)
     height = draw.height_of(spans)
@@ -67,12 +57,11 @@ def _panel(plan: Plan, setting: Setting, spans: Spans) -> list[str]:
     base, points = memory_over_time(plan, setting, spans)
     room = plan.request.hardware.memory_bytes.value
     begin, length = draw.start(spans), draw.seconds(spans)
-    timeline = draw.timeline_of(spans)
     most = 1.05 * max(room, *(size for _, size in points))
-    across = (draw.WIDTH - _LEFT - _RIGHT) / timeline.length
+    across = (draw.WIDTH - _LEFT - _RIGHT) / length
 
     def at(time: float, size: float) -> str:
-        x = _LEFT + timeline.at(time - begin) * across
+        x = _LEFT + (time - begin) * across
         return f"{x:.1f},{_TOP + _HEIGHT * (1 - size / most):.1f}"
 
     end = begin + length
@@ -83,8 +72,8 @@ def _panel(plan: Plan, setting: Setting, spans: Spans) -> list[str]:
         f'<text x="{_LEFT}" y="20" font-size="14" font-weight="bold">device memory of rank '
         f"{plan.memory.pp_coord} (the fullest): {escape(gib(plan.memory.total))} of "
         f"{gib(room)} GiB</text>",
-        f'<text x="{_LEFT}" y="38" fill="#868e96">dark: constant '
-        f"({gib(base)} GiB); light: activations in flight; line: the device's memory</text>",
+        f'<text x="{_LEFT}" y="38" fill="#868e96">dark: all else ({gib(base)} GiB); '
+        "light: activations of these microbatches; line: the device's memory</text>",
         f'<polygon points="{at(begin, base)} {curve} {at(end, base)}" fill="#ffd8a8"/>',
         f'<polygon points="{floor}" fill="#748ffc"/>',
         f'<line x1="{_LEFT}" x2="{draw.WIDTH - _RIGHT}" y1="{line}" y2="{line}" stroke="#e03131" '

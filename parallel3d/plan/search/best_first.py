@@ -50,11 +50,8 @@ class Ranking:
 
     plans: tuple[Plan, ...]
     too_large: tuple[Plan, ...]
-    num_simulated: int
-    per_mesh: int
     least: Plan | None = None
     """If nothing fits, the plan that needs the least memory."""
-    num_hidden: int = 0  # faster plans that do not fit, omitted because of a limit on rows
 
     @property
     def rows(self) -> tuple[Plan, ...]:
@@ -90,7 +87,7 @@ def search(
                 break
         too_large = work.too_large(plans[0].time.seconds if plans else float("inf"))
         least = None if plans else evaluate(request, work.leanest())
-        return Ranking(plans, tuple(too_large), work.num_simulated, most, least)
+        return Ranking(plans, tuple(too_large), least)
     finally:
         if collects:
             gc.enable()
@@ -116,11 +113,9 @@ class _Search:
         self.request, self.hardware = request, request.hardware
         self.curves = curves_for(request.hardware)
         self.room = room_of(request.hardware)  # of a device, and of its host
-        self.num_simulated = 0
         # The time to accumulate gradients depends on the ZeRO stage; floors leave it out.
         self._software = replace(request.base.software, gradient_bytes=0)
-        self.meshes = meshes
-        flows = [flow for mesh in self.meshes for flow in candidates.flows(request, mesh)]
+        flows = [flow for mesh in meshes for flow in candidates.flows(request, mesh)]
         self.floors = sorted((self._floor_of_any(flow), flow) for flow in flows)
         # If host and device are the same cores, an offload may be faster than none.
         self._offload_may_help = request.hardware.cores is not None
@@ -179,7 +174,6 @@ class _Search:
             if not fits or self._offload_may_help:
                 yield from self._untested(flow, order, activations, [others])
         else:
-            self.num_simulated += 1
             time = step_time(node, self.hardware, self.curves)
             plan = Plan(self.request, node, worst(node, self.hardware), time)
             yield float(f"{time.seconds * self._handicap(node):.9g}"), plan
@@ -288,13 +282,14 @@ class _Search:
 
     def leanest(self) -> Setting:
         """Return the setting with the least memory, among the 40 whose first rank needs least."""
-        sizes: list[tuple[int, int, Choices]] = []
-        for mesh in self.meshes:
-            flows = candidates.flows(self.request, mesh)
-            for flow in [f for f in flows if f.micro_batch == flows[0].micro_batch]:
-                for state in candidates.states(self.request, mesh):
-                    for size, choices in self._sizes(flow, state):
-                        sizes.append((size, len(sizes), choices))
+        smallest = self.request.fixed.get("micro_batch", 1)
+        sizes = (
+            sized
+            for _, flow in self.floors
+            if flow.micro_batch == smallest
+            for state in candidates.states(self.request, flow.mesh)
+            for sized in self._sizes(flow, state)
+        )
         settings = [
             setting_of(self.request, flow, order, variant)
             for *_, (flow, order, state) in nsmallest(40, sizes)

@@ -11,7 +11,7 @@ from itertools import product
 from math import gcd
 from typing import NamedTuple
 
-from parallel3d.base.mesh_sizes import AXES, MeshSizes
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.section import Problem, Problems, nearest
 from parallel3d.config import MeshConfig, checks
 from parallel3d.config.model_checks import divisors_of
@@ -72,7 +72,7 @@ def meshes(request: Request) -> Iterator[MeshSizes]:
             if rest or cp > longest:
                 continue
             mesh = MeshSizes(pp, dp, cp, tp)
-            if _is_open(request, **mesh._asdict()) and not problem_of(request, mesh):
+            if _is_open(request, **mesh._asdict()) and _is_possible(request, mesh):
                 yield mesh
 
 
@@ -215,13 +215,6 @@ def shorter_gathers(request: Request, order: Order, state: ZeroState) -> tuple[Z
     )
 
 
-def has_state(request: Request, mesh: MeshSizes, state: ZeroState) -> bool:
-    """Return True if a mesh allows this state, or the same state with longer gathers."""
-    all_ways = ways(request, state.zero_stage, state.offload_param)
-    fastest = state._replace(weights=all_ways[0])
-    return state.weights in all_ways and fastest in states(request, mesh)
-
-
 def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> Setting:
     """Return the Setting of a flow, an order and a state."""
     base, mesh = request.base, flow.mesh
@@ -283,47 +276,29 @@ def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: De
     )
 
 
-def problem_of(request: Request, mesh: MeshSizes) -> Problem | None:
-    """Return the config's first problem with a mesh, or None."""
+def _is_possible(request: Request, mesh: MeshSizes) -> bool:
+    """Return True if model and batch can be divided over a mesh."""
     config = request.config
-    problems = checks.find_problems(
-        {"mesh": MeshConfig(**mesh._asdict()), "model": config.model, "data": config.data}
+    sections = {"mesh": MeshConfig(**mesh._asdict()), "model": config.model, "data": config.data}
+    return (
+        mesh.pp <= len(request.base.layers)
+        and request.common_batch % mesh.dp == 0
+        and not checks.find_problems(sections)
     )
-    if mesh.pp > len(request.base.layers):
-        rule = f"exceeds the {len(request.base.layers)} layers of the model"
-        problems.append(Problem("pp", mesh.pp, rule, f"use {len(request.base.layers)} or less"))
-    if request.common_batch % mesh.dp:
-        rule = f"does not divide the {request.common_batch} samples of a step"
-        problems.append(Problem("dp", mesh.dp, rule, "use another dp or train_batch_size"))
-    return problems[0] if problems else None
 
 
 def refuse_empty(request: Request) -> None:
     """Raise ConfigError if no mesh is possible, or no schedule can run on any mesh."""
-    possible = [flow for mesh in meshes(request) for flow in flows(request, mesh)]
-    if any(orders(request, flow) for flow in possible):
+    if any(orders(request, flow) for mesh in meshes(request) for flow in flows(request, mesh)):
         return
-    fixed, devices = request.fixed, request.devices
-    fixed_choices = ", ".join(f"{name}={value}" for name, value in fixed.items())
-    mesh = MeshSizes(**{axis: fixed.get(axis, 1) for axis in AXES})
-    size = mesh.ranks
-    if possible:
-        rule, remedy = f"no schedule can run with {fixed_choices}", "fix fewer or other choices"
-    elif devices % size:
-        rule = f"is not a multiple of the {size} ranks of {fixed_choices}"
-        remedy = f"use a multiple of {size} devices, or fix fewer choices"
-    elif size == devices and (problem := problem_of(request, mesh)):
-        rule, remedy = f"{problem.path} = {problem.value}: {problem.rule}", problem.remedy
-    else:
-        rule = (
-            f"no mesh of {devices} devices divides the model's heads and layers and the "
-            f"{request.common_batch} samples of a step"
-            + (f" with {fixed_choices}" if fixed_choices else "")
-        )
-        remedy = "use another number of devices or another train_batch_size" + (
-            ", or fix fewer choices" if fixed_choices else ""
-        )
-    raise Problems([Problem("--devices", devices, rule, remedy)], "the plan")
+    choices = ", ".join(f"{name}={value}" for name, value in request.fixed.items())
+    rule = (
+        f"no mesh of {request.devices} devices divides the model's heads and layers and the "
+        f"{request.common_batch} samples of a step in a schedule that runs"
+        + (f" with {choices}" if choices else "")
+    )
+    remedy = "use another number of devices or another train_batch_size, or fix fewer choices"
+    raise Problems([Problem("--devices", request.devices, rule, remedy)], "the plan")
 
 
 def check_fixed(fixed: Mapping[str, object]) -> None:

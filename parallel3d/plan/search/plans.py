@@ -6,17 +6,23 @@ from functools import cached_property, lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
-from parallel3d.base.mesh_sizes import AXES, MeshSizes
+from parallel3d.base.mesh_sizes import AXES
 from parallel3d.base.section import refuse_where
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
-from parallel3d.model.spec import LayerSpec, Recompute, Shape
+from parallel3d.model.spec import LayerSpec, Shape
+from parallel3d.model.spec import flops_of as products_flops
 from parallel3d.plan.impossible import refuse_impossible
-from parallel3d.plan.layers.placement import stage_classes_of
+from parallel3d.plan.layers.placement import (
+    cost_of,
+    layers_by_stage,
+    model_of,
+    recompute_of,
+)
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.setting import Setting
-from parallel3d.plan.time.step import StepTime, step_time
+from parallel3d.plan.time.step import StepTime
 
 CHOICES = (
     *AXES, "ep", "sequence_parallel", "micro_batch", "schedule", "stages_per_rank",
@@ -35,7 +41,6 @@ class Request:
     - `num_tokens`: tokens of the run; None if its length is not set in tokens or steps.
     - `batch_sizes`: with train.batch_schedule, its sizes; the global batch is the largest, which
       needs the most memory.
-    - `phases`: with it, (samples per step, steps) of each phase of the run, if the length is known.
     """
 
     config: RunConfig
@@ -46,7 +51,6 @@ class Request:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     num_tokens: int | None = None
     batch_sizes: tuple[int, ...] = ()
-    phases: tuple[tuple[int, int], ...] = ()
 
     @property
     def common_batch(self) -> int:
@@ -82,17 +86,6 @@ def flops_of(layers: tuple[LayerSpec, ...], seq: int) -> Flops:
     return Flops(full, full - masked)
 
 
-@lru_cache(maxsize=64)
-def flops_again(layers: tuple[LayerSpec, ...], seq: int, recompute: Recompute) -> float:
-    """Return the FLOPs of one sample that recomputation adds in every layer."""
-    total = 0.0
-    for layer in layers:
-        again = layer.cost(Shape(1, seq), recompute=recompute).recomputed
-        total += sum(product.flops for product in again.matmuls)
-        total += again.attention.flops if again.attention else 0
-    return total
-
-
 @dataclass(frozen=True)
 class Plan:
     """One way to run what was requested: the memory of its fullest rank, and the time of a step.
@@ -123,21 +116,14 @@ class Plan:
         """Tokens per second of all devices."""
         return self.setting.tokens_per_step / self.time.seconds
 
-    @cached_property
+    @property
     def days(self) -> float | None:
         """Days of the run without evaluation and checkpoints; None if its length is unknown.
 
-        With train.batch_schedule: the sum over its phases, each with its own time of a step.
+        With train.batch_schedule: at the tokens per second of the largest batch.
         """
         tokens = self.request.num_tokens
-        if tokens is None or not self.request.phases:
-            return None if tokens is None else tokens / self.tokens_per_second / 86400
-        s = self.setting
-        counts = [(size // s.shape.batch // s.dp, steps) for size, steps in self.request.phases]
-        return sum(
-            steps * step_time(s.but(num_microbatches=count), self.request.hardware).seconds / 86400
-            for count, steps in counts
-        )
+        return None if tokens is None else tokens / self.tokens_per_second / 86400
 
     @property
     def device_hours(self) -> float | None:
@@ -156,13 +142,14 @@ class Plan:
     @cached_property
     def recomputed_flops(self) -> float:
         """FLOPs that recomputation adds to a step."""
-        s, layers, share = self.setting, self.request.base.layers, 1.0
-        mode, _, most = s.recompute.partition(":")
-        if most:
-            layout = stage_classes_of(s)
-            share = layout.share_in_full(s.recompute, layout.class_of)
-        plain, again = (flops_again(layers, s.shape.seq, way) for way in ("none", mode))
-        return (plain + share * (again - plain)) * self.request.global_batch_size
+        s, flops = self.setting, 0
+        model, shape = model_of(s.layers), Shape(1, s.shape.seq)
+        for part in layers_by_stage(model, s.pp * s.stages_per_rank, s.shape.seq):
+            for kind, way in zip(part.kinds, recompute_of(part, s.recompute), strict=True):
+                again = cost_of(model, kind, shape, recompute=way).recomputed
+                flops += products_flops(again.matmuls)
+                flops += again.attention.flops if again.attention else 0
+        return flops * self.request.global_batch_size
 
     def to_json(self) -> dict[str, object]:
         """Return the plan's row in `parallel3d plan --json`. Its keys must not change."""
@@ -223,33 +210,12 @@ def request_of(
     if train.steps is not None:
         num_tokens = train.steps * batch * seq
     sizes = tuple(size for _, size in train.batch_schedule)
-    phases: tuple[tuple[int, int], ...] = ()
     if sizes:
-        batch, samples = max(sizes), (num_tokens or 0) // seq
+        batch = max(sizes)
         if train.steps is not None:
-            samples = config.samples_of_steps(train.steps)
-        phases = tuple(config.steps_by_size(0, samples))
-        num_tokens = seq * sum(size * steps for size, steps in phases) or None
-    base = Setting.from_config(_on_one(config, batch))
-    return Request(config, base, hardware, devices, batch, fixed or {}, num_tokens, sizes, phases)
-
-
-def _on_one(config: RunConfig, batch: int) -> RunConfig:
-    """Return the config on one device with all of the batch, for figures independent of a mesh."""
-    raw = config.to_dict()
-    raw["parallel3d"] |= {"mesh": MeshSizes()._asdict()}
-    raw["parallel3d"]["plan"] |= {"fix": []}
-    raw["parallel3d"]["pipeline"] = {
-        "schedule": "gpipe",
-        # Not choices of the planner: they apply to all plans.
-        "scatter_activations": config.pipeline.scatter_activations,
-        "offload_activations": config.pipeline.offload_activations,
-    }
-    raw |= {"train_batch_size": batch, "train_micro_batch_size_per_gpu": batch}
-    raw["gradient_accumulation_steps"] = 1
-    raw["parallel3d"]["train"] |= {"steps": None, "max_tokens": None, "epochs": None}
-    raw["parallel3d"]["train"] |= {"steps": 10**9, "batch_schedule": (), "batch_lr": "none"}
-    return RunConfig.from_dict(raw).resolve(1)
+            num_tokens = config.samples_of_steps(train.steps) * seq
+    base = Setting.of_run(config, batch)
+    return Request(config, base, hardware, devices, batch, fixed or {}, num_tokens, sizes)
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:

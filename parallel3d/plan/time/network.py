@@ -41,14 +41,9 @@ def crosses(stride: int, here: int, there: int, devices: int, hardware: Hardware
     return any((first + i) // node != (other + i) // node for i in range(min(stride, node)))
 
 
-def node_size(hardware: Hardware) -> int | None:
-    """Return the devices of a node; None if all devices are in one node."""
-    return int(hardware.devices_per_node.value) if hardware.devices_per_node else None
-
-
 def sharing(devices: int, hardware: Hardware) -> int:
     """Return how many devices of a mesh share a node: equally many on each, over half a node."""
-    node = node_size(hardware)
+    node = int(hardware.devices_per_node.value) if hardware.devices_per_node else None
     if node is None or devices <= node:
         return devices
     return next((n for n in range(node, node // 2, -1) if devices % n == 0), node)
@@ -56,7 +51,7 @@ def sharing(devices: int, hardware: Hardware) -> int:
 
 def collective_seconds(
     kind: Kind, num_bytes: float, ranks: int, ranks_per_node: int, hardware: Hardware,
-    curves: Curves, sharers: int = 1, one_ring: bool = False,
+    curves: Curves, one_ring: bool = False,
 ) -> float:  # fmt: skip
     """Return the seconds of one collective.
 
@@ -65,7 +60,6 @@ def collective_seconds(
     interface.
 
     - `num_bytes`: of the gathered tensor.
-    - `sharers`: ranks that share a device's network.
     - `one_ring`: True if there is only one ring.
     """
     if ranks == 1 or num_bytes == 0:
@@ -81,7 +75,7 @@ def collective_seconds(
     if nodes > 1:
         network = _network(hardware)
         rings = 1 if one_ring or network.one_ring else ranks_per_node
-        rate = network.bandwidth.value * curves.network * rings / sharers
+        rate = network.bandwidth.value * curves.network * rings
         crowd = 1 + curves.congestion * log2(nodes)
         seconds = max(seconds, moved / rate * crowd)
         ring = waiting + (nodes if nodes < ranks else ranks - 1) * network.latency.value
@@ -122,12 +116,8 @@ def send_seconds(num_bytes: float, crosses: bool, hardware: Hardware, curves: Cu
 
 
 def _link(hardware: Hardware) -> Link:
-    problem = "the link between devices is not described"
-    return hardware.link or refuse(hardware, problem, "`link`", "plan for one device")
+    return hardware.link or refuse(hardware, "link")
 
 
 def _network(hardware: Hardware) -> Link:
-    size = node_size(hardware)
-    instead = f"plan for at most {size} devices" if size else "plan for one node"
-    problem = "the network between nodes is not described"
-    return hardware.network or refuse(hardware, problem, "`network`", instead)
+    return hardware.network or refuse(hardware, "network")

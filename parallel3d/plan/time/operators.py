@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import Problem, Problems, nearest
+from parallel3d.base.section import refuse_where
 from parallel3d.config.hardware import Hardware, Kernels
 from parallel3d.model.spec import Attention, MatMul, Work
 from parallel3d.plan.setting import BYTES, Precision, Software
@@ -95,13 +95,7 @@ class Curves:
 
 
 FILE = Path(__file__).with_name("curves.json")
-# Fractions that cannot exceed 1. Others can on a CPU, whose caches are faster than the memory that
-# they are compared with.
-_FRACTIONS = frozenset(
-    {"datasheet", "fp8", "ported", "fused", "network", "host", "overlap", "tensor_overlap"}
-)
-_MAY_BE_0 = frozenset({"overlap", "tensor_overlap", "congestion"})  # and every overhead
-_MOST_OF_ALL = 1e12  # larger values (of a size in elements, for example) would overflow sums
+_MAY_BE_0 = ("over", "tensor_overlap", "congestion")  # overheads and overlap
 
 
 @lru_cache(maxsize=1)
@@ -112,20 +106,14 @@ def fitted() -> Curves:
 
 def curves_for(hardware: Hardware) -> Curves:
     """Return the hardware's own curves, else the fitted ones; ConfigError for invalid ones."""
-    if problems := [p for item in (hardware.curves or {}).items() if (p := _problem(*item))]:
-        raise Problems(problems, f"the hardware {hardware.name}")
-    return Curves(**hardware.curves) if hardware.curves else fitted()
-
-
-def _problem(name: str, value: float) -> Problem | None:
-    path, known = f"curves.{name}", Curves.__dataclass_fields__
-    if name not in known:
-        return Problem(path, value, "is not a curve", nearest(name, known))
-    least = "at least 0" if name in _MAY_BE_0 or name.startswith("overhead") else "above 0"
-    most = 1.0 if name in _FRACTIONS else _MOST_OF_ALL
-    if (value > 0 or (least == "at least 0" and value == 0)) and value <= most:
-        return None
-    return Problem(path, value, f"must be {least} and at most {most:g}", "measure it again")
+    known, own = Curves.__dataclass_fields__, hardware.curves or {}
+    rule, remedy = "must be a curve with a number above 0", "measure it again"
+    refuse_where(*(
+        (name not in known or value < 0 or (value == 0 and not name.startswith(_MAY_BE_0)),
+         f"curves.{name}", value, rule, remedy)
+        for name, value in own.items()
+    ), source=f"the hardware {hardware.name}")  # fmt: skip
+    return Curves(**own) if own else fitted()
 
 
 @dataclass(eq=False)
@@ -142,8 +130,6 @@ _machines: dict[tuple[int, Software, Curves], Machine] = {}
 
 def machine_of(hardware: Hardware, software: Software, curves: Curves) -> Machine:
     """Return the machine of this hardware, software and curves; equal ones are one object."""
-    if len(_machines) > 4096:  # a fit tries thousands of curves
-        _machines.clear()
     # Machine keeps the hardware alive, so that no other object can get its id.
     return _machines.setdefault(
         (id(hardware), software, curves), Machine(hardware, software, curves)
@@ -297,13 +283,12 @@ def work_seconds(
 
 def bandwidth_of(hardware: Hardware) -> float:
     """Return a device's memory bandwidth in bytes per second; ConfigError if it is unknown."""
-    known = hardware.memory_bandwidth
-    key, instead = "memory_bandwidth", "plan for other hardware"
-    return (known or refuse(hardware, "its memory bandwidth is not known", key, instead)).value
+    return (hardware.memory_bandwidth or refuse(hardware, "memory_bandwidth")).value
 
 
-def refuse(hardware: Hardware, problem: str, key: str, instead: str) -> NoReturn:
+def refuse(hardware: Hardware, key: str) -> NoReturn:
     """Raise ConfigError for a figure that the hardware's description lacks."""
-    name = hardware.name
-    remedy = f"add {key} to configs/hardware/{name}.json, or {instead}"
-    raise ConfigError(f"hardware {name}: {problem}; {remedy}")
+    raise ConfigError(
+        f"hardware {hardware.name}: its {key} is not known; add it to configs/hardware/"
+        f"{hardware.name}.json, or plan for fewer devices or without offload"
+    )

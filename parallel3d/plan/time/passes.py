@@ -72,7 +72,7 @@ def _sums(
     both = []
     for own, counts in enumerate(layout.stages):
         there = back = PassSeconds()
-        share = layout.share_in_full(recompute, [own]) if others else 1.0
+        share = layout.share_in_full(recompute, own) if others else 1.0
         for kind, count in enumerate(counts):
             for passes, part in ((layers, share), (others, 1 - share)):
                 if count and part:

@@ -395,9 +395,9 @@ def to_host_seconds(num_bytes: float, machine: Machine) -> float:
 
 def nvme_seconds(num_bytes: float, machine: Machine, writes: bool) -> float:
     """Return the seconds to read `num_bytes` from NVMe, and also to write them if `writes`."""
-    host, keys = host_of(machine), "host.nvme_read and host.nvme_write"
+    host = host_of(machine)
     if host.nvme_read is None or host.nvme_write is None:
-        refuse(machine.hardware, "its NVMe speed is not known", keys, 'offload to "cpu"')
+        refuse(machine.hardware, "host.nvme_read or host.nvme_write")
     seconds = num_bytes / host.nvme_read.value
     seconds += num_bytes / host.nvme_write.value if writes else 0.0
     return seconds / machine.curves.host
@@ -405,5 +405,4 @@ def nvme_seconds(num_bytes: float, machine: Machine, writes: bool) -> float:
 
 def host_of(machine: Machine) -> Host:
     """Return the figures of the device's host; ConfigError if they are unknown."""
-    hardware, problem = machine.hardware, "its host is not described"
-    return hardware.host or refuse(hardware, problem, "`host`", "plan without offload")
+    return machine.hardware.host or refuse(machine.hardware, "host")

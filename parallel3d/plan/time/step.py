@@ -25,7 +25,7 @@ from parallel3d.plan.time.network import (
 from parallel3d.plan.time.operators import Curves, Machine, curves_for, machine_of
 from parallel3d.plan.time.passes import PassSeconds, stage_passes
 from parallel3d.plan.time.sharding import OncePerStep, Sharding, StageTransfers, transfers_of
-from parallel3d.schedule.schedule import Action, Op, Spans, add_sharding, idle_fraction, simulate
+from parallel3d.schedule.schedule import Action, Op, Spans, idle_fraction, simulate
 from parallel3d.schedule.schedules import check_sizes, load, make_schedule, splits_backward
 
 
@@ -62,19 +62,16 @@ class ActionCosts:
     - `reduce`: after the coordinate's last backward.
     - `hideable`: the part of `reduce` that waits between the last backwards can hide.
     - `after` the last backward of all coordinates.
-
-    `gather` [stage classes]: one GATHER. `before` includes all of them.
     """
 
     layout: StageClasses
     forward: list[SecondsByPart]
     backward: list[SecondsByPart]
     sends: SendSeconds
-    before: list[SecondsByPart]
-    reduce: list[SecondsByPart]
-    hideable: list[float]
-    after: list[SecondsByPart]
-    gather: list[float]
+    before: tuple[SecondsByPart, ...]
+    reduce: tuple[SecondsByPart, ...]
+    hideable: tuple[float, ...]
+    after: tuple[SecondsByPart, ...]
 
     def seconds(self, action: Action) -> float:
         """Return the seconds of one action; a receive takes none."""
@@ -86,8 +83,6 @@ class ActionCosts:
                 return sum(self.backward[self.layout.class_of[stage]])
             case Op.I | Op.W:  # half of the products each
                 return sum(self.backward[self.layout.class_of[stage]]) / 2
-            case Op.GATHER:
-                return self.gather[self.layout.class_of[stage]]
             case Op.SEND_F:
                 return self.sends.seconds[stage]
             case Op.SEND_B:
@@ -113,22 +108,18 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
         backward.append(parts)
         behind.append(free)
     in_a_row = last_passes(setting.pp, setting.num_microbatches, setting.stages_per_rank)
-    before, reduce, hideable, after = [], [], [], []
+    per_coord = []
     for classes, once in zip(layout.coords, by_coord, strict=True):
-        first, middle, more, last = _once(
+        per_coord.append(_once(
             once, in_a_row * sum([ahead[c] for c in classes]),
             in_a_row * sum([ahead[c] for c in classes[:-1]]),
             in_a_row * sum([behind[c] for c in classes]), machine, slowdown,
-        )  # fmt: skip
-        before.append(first)
-        reduce.append(middle)
-        hideable.append(more)
-        after.append(last)
-    gather = [m.gather_seconds + slowdown * m.overhead_seconds for m in by_stage]
+        ))  # fmt: skip
+    before, reduce, hideable, after = zip(*per_coord, strict=True)
     num_bytes = setting.shape.tokens // setting.cp * setting.hidden_size * setting.bytes_per_element
     stride, split = setting.tp * setting.cp * setting.dp, setting.sequence_parallel
     sends = _sends(layout, num_bytes, setting.tp, stride, split, machine)
-    return ActionCosts(layout, forward, backward, sends, before, reduce, hideable, after, gather)
+    return ActionCosts(layout, forward, backward, sends, before, reduce, hideable, after)
 
 
 def _exposed(
@@ -240,7 +231,7 @@ def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None
 
     Raises ConfigError if the schedule cannot run or the hardware lacks a figure.
     """
-    check(setting)
+    check_sizes(*setting.action_order)
     costs = costs_of(setting, hardware, curves or curves_for(hardware))
     passes = _ends(setting, costs)
     seconds = pipeline = _step(costs, passes)
@@ -257,30 +248,9 @@ def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None
 
 
 def step_spans(setting: Setting, hardware: Hardware, curves: Curves | None = None) -> Spans:
-    """Return the span of each action of the step, with ZeRO's GATHERs and REDUCEs.
-
-    The optimizer is left out. A coordinate's reductions are divided evenly among its stages.
-    """
+    """Return the span of each compute and message of the step."""
     costs = costs_of(setting, hardware, curves or curves_for(hardware))
-    schedule = make_schedule(*setting.action_order)
-    reduces = setting.reduces_once and setting.dp * setting.cp > 1
-    if reduces or setting.holds_weights:
-        weights = setting.weights if setting.holds_weights else "per_microbatch"
-        schedule = add_sharding(schedule, weights, reduces)
-    place = schedule.pp_coord_of_stage
-
-    def cost(action: Action) -> float:
-        if action.op is not Op.REDUCE:
-            return costs.seconds(action)
-        own = costs.layout.coord_class_of[place[action.stage]]
-        return (sum(costs.reduce[own]) - costs.hideable[own]) / setting.stages_per_rank
-
-    return simulate(schedule, cost)
-
-
-def check(setting: Setting) -> None:
-    """Raise ConfigError if the schedule cannot run with the setting's ranks and microbatches."""
-    check_sizes(*setting.action_order)
+    return simulate(make_schedule(*setting.action_order), costs.seconds)
 
 
 def _ends(setting: Setting, costs: ActionCosts, sends: bool = True) -> list[CoordinateEnd]:

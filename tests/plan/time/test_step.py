@@ -237,22 +237,6 @@ def test_a_gather_costs_the_program_a_collective_a_layer() -> None:
     assert costly - usual == pytest.approx(1e-3 * len(setting.layers), rel=1e-6)
 
 
-def test_the_spans_of_a_step_have_what_zero_does() -> None:
-    setting = Setting(
-        layers_of(GPT), GPT.hidden_size, Shape(1, 1024), 4, pp=2, dp=8, stages_per_rank=2,
-        schedule="breadth_first", weights="per_pass",
-    )  # fmt: skip
-    spans = step_spans(setting, A100)
-    for rank in spans:
-        ops = [span.action.op for span in rank]
-        assert ops.count(Op.GATHER) == ops.count(Op.RELEASE) == ops.count(Op.REDUCE) == 2
-        assert all(s.end > s.start for s in rank if s.action.op in (Op.GATHER, Op.REDUCE))
-    without = step_spans(setting.but(zero_stage=1), A100)
-    assert {s.action.op for rank in without for s in rank} & {Op.GATHER, Op.RELEASE} == set()
-    at = {str(s.action): s for s in spans[0]}
-    assert at["0GATHER0"].end == at["0F0"].start == at["2GATHER0"].start < at["0F3"].end
-
-
 def test_gathers_of_a_step_do_not_grow_with_its_microbatches() -> None:
     few = Setting(
         layers_of(GPT), GPT.hidden_size, Shape(1, 1024), 4, pp=2, dp=8, stages_per_rank=4,
