@@ -68,7 +68,7 @@ def _answer(mesh: str, width: int, post: Post) -> None:
     if ranking.rows and not number <= len(ranking.rows):
         raise ConfigError(f"--explain {number}: must be at most {len(ranking.rows)}")
     row = ranking.rows[number - 1] if ranking.rows else best
-    post("parts", _html(width, lambda out: plan_table.explain(row, number, out)))
+    post("parts", _html(width, lambda out: plan_table.explain(row, out)))
     if mesh:
         post("why", _html(width, lambda out: why_not(mesh, best, request, args.fix, out)))
     post("drawing", timeline.drawing(row)[0])
@@ -106,7 +106,7 @@ def why_not(mesh: str, best: Plan, request: Request, fix: list[str], out: Consol
                 shown = f"{plan_table.three(part)} s, the best one {plan_table.three(own)} s"
                 out.print(f"  {name:<15}{shown}")
         out.print()
-    plan_table.explain(other, 1, out)
+    plan_table.explain(other, out)
 
 
 def _html(width: int, show: Callable[[Console], object]) -> str:

@@ -59,18 +59,19 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, objec
     """Print the dry run; return the object for `--json`."""
     setting = plan.setting if plan else Setting.from_config(config)
     if plan:
-        plan_table.explain(plan, 1, out)
+        plan_table.explain(plan, out)
         row = plan.to_json()
     else:
+        memory = fullest(setting)
         for line in plan_table.lines_of(setting):
             terminal.say(out, line, " " * 10)
-        plan_table.show_memory(setting, out)
+        plan_table.show_memory(memory, setting, None, out)
         terminal.say(
             out,
             "\nThe time of a step is unknown: measure this machine with `parallel3d plan "
             "--calibrate`, or name its hardware with --parallel3d.run.hardware",
         )
-        row = choices_json(setting, fullest(setting))
+        row = choices_json(setting, memory)
     size, folder = checkpoint_bytes(setting), Path(config.run.directory)
     lacks = free_space.missing_disk_bytes(folder, size)
     missing = f"; {folder.absolute()} lacks {decimal(lacks)} for one" if lacks else ""

@@ -86,7 +86,7 @@ def test_a_row_in_detail(tmp_path, planned):
     drawn = ("--svg", svg, "--trace", trace)
     code, out, err = planned(*ON_A_NODE, "--rows", 2, "--fix", "pp=4", "--explain", 2, *drawn)
     assert code == DONE, err
-    for word in ("optim", "activ.", "an estimate", "bubble", "MFU", "dev-hours"):
+    for word in ("optimizer", "activations", "an estimate", "bubble", "MFU", "device-hours"):
         assert word in out
     picture = ET.parse(svg).getroot()
     texts = [text.text or "" for text in picture.iter("{http://www.w3.org/2000/svg}text")]

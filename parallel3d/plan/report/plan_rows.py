@@ -80,7 +80,7 @@ def explain(
     if not 1 <= number <= len(rows):
         raise ConfigError(f"--explain {number}: must be at most {len(rows)}, the number of rows")
     plan = rows[number - 1]
-    plan_table.explain(plan, number, out)
+    plan_table.explain(plan, out)
     if svg or trace:
         picture, events = drawing(plan)
         for path, text in ((svg, picture), (trace, json.dumps(events))):

@@ -1,6 +1,6 @@
 """The planner's two tables on a terminal, and the details of one row."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import LayerSpec, count_params
 from parallel3d.models.common import head_size_of
-from parallel3d.plan.memory.peak import PARTS, Memory, fullest, nccl_estimate, peak_of
+from parallel3d.plan.memory.peak import PARTS, Memory, nccl_estimate, peak_of
 from parallel3d.plan.search.best_first import Ranking
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
@@ -47,7 +47,7 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
             terminal.say(out, f"{number:>2}  {plan.reason}", "    ")
             terminal.say(out, f"    smallest change: {plan.remedy}", "    ")
     if ranking.plans:
-        _show_parts(ranking.plans, 1, request, out)
+        _show_parts(ranking.plans, request, out)
         terminal.say(out, Text(
             '\n--explain N shows row N; "mesh": "plan" in a config uses row 1', "dim",
         ))  # fmt: skip
@@ -177,17 +177,37 @@ def _print_columns(columns: Sequence[FilledColumn], first: str, out: Console) ->
     terminal.show(out, heads, zip(*cells, strict=True), first=first)
 
 
-def explain(plan: Plan, number: int, out: Console) -> None:
-    """Print row `number`: its row of both tables, and causes of its memory."""
-    request, setting = plan.request, plan.setting
+def explain(plan: Plan, out: Console) -> None:
+    """Print a plan's memory and time by parts, FLOP/s by each convention, and its duration."""
+    request, flops, total = plan.request, plan.request.flops, plan.time.seconds
     say_heading(request, out)
-    _show((plan,), number, request, out)
-    _show_parts((plan,), number, request, out)
-    _say_causes(plan.memory, setting, request.hardware, out)
-    if setting.newton_schulz is not None:
-        terminal.say(out, _on_matrices(setting, request.hardware))
+    for line in lines_of(plan.setting):
+        terminal.say(out, line, " " * 10)
+    show_memory(plan.memory, plan.setting, request.hardware, out)
+    out.print(Text("\nstep of the busiest pp rank", "bold"))
+    parts = {name: part for name, part in plan.time.parts.items() if part > 1e-6 * total}
+    parts = {"waiting" if name == "bubble" else name: part for name, part in parts.items()}
+    _print_parts(parts, total, lambda part: f"{three(part):>8} s  ", out)
+    if plan.setting.pp > 1:
+        share = f"{100 * plan.time.bubble:.1f} %"
+        terminal.say(out, f"\nbubble: pp ranks idle for {share} of the time of their passes")
+    if plan.setting.newton_schulz is not None:
+        terminal.say(out, _on_matrices(plan.setting, request.hardware))
+    terminal.say(
+        out,
+        f"\n{count(plan.tokens_per_second)} tokens/s; TFLOP/s of a device: "
+        f"{plan.per_device(flops.full) / 1e12:.4g} without recomputation, "
+        f"{plan.per_device(flops.full + plan.recomputed_flops) / 1e12:.4g} with it",
+    )
+    full, causal = plan.mfu(flops.full), plan.mfu(flops.causal)
+    if full is not None and causal is not None:
+        conventions = f"{100 * full:.1f} % counting full attention, {100 * causal:.1f} % counting"
+        terminal.say(out, f"MFU {conventions} its causal half")
+    if plan.days is not None and plan.device_hours is not None:
+        duration = f"{three(plan.days)} days, {three(plan.device_hours)} device-hours"
+        terminal.say(out, f"{count(request.num_tokens or 0)} tokens take {duration}")
     if not plan.fits:
-        problem = f"does not fit: {plan.reason}\nsmallest change: {plan.remedy}"
+        problem = f"\ndoes not fit: {plan.reason}\nsmallest change: {plan.remedy}"
         terminal.say(out, Text(problem, "red"))
 
 
@@ -203,25 +223,29 @@ def _on_matrices(setting: Setting, hardware: Hardware) -> str:
     )
 
 
-def show_memory(setting: Setting, out: Console) -> None:
-    """Print the memory of the fullest rank of a run on hardware that is not described."""
-    memory = fullest(setting)
-    out.print(Text("\nGiB, fullest rank", "bold"))
-    total = Column("total"), [gib(memory.total)]
-    _print_columns([*_memory_columns([memory]), total], "bold", out)
-    _say_causes(memory, setting, None, out)
-
-
-def _say_causes(memory: Memory, setting: Setting, hardware: Hardware | None, out: Console) -> None:
-    """Print host memory, the estimated part of the margin, and settings behind large buffers."""
-    for name, size in (("host", memory.host), ("NVMe", memory.nvme)):
+def show_memory(memory: Memory, setting: Setting, hardware: Hardware | None, out: Console) -> None:
+    """Print the memory of the fullest rank by parts, and the settings behind large buffers."""
+    parts = {name: size for name, size in memory.parts.items() if size}
+    out.print(Text(f"\nmemory of pp rank {memory.pp_coord} (the fullest)", "bold"))
+    _print_parts(parts, memory.total, lambda size: f"{gib(size):>8} GiB", out)
+    for name, size in (("host", memory.host), ("nvme", memory.nvme)):
         if size:
-            out.print(f"{gib(size)} GiB of {name} memory per device")
+            out.print(f"  {name:<14}{gib(size):>8} GiB per device")
     if estimate := nccl_estimate(setting, memory.pp_coord, hardware):
         remark = "of the margin: NCCL, an estimate that no GPU has measured yet"
-        terminal.say(out, f"{gib(estimate)} GiB {remark}")
+        terminal.say(out, f"  {gib(estimate)} GiB {remark}", "    ")
     for remark in on_buffers(setting, memory, hardware):
-        terminal.say(out, remark)
+        terminal.say(out, f"  {remark}", "    ")
+
+
+def _print_parts(
+    parts: Mapping[str, float], total: float, shown: Callable[[float], str], out: Console
+) -> None:
+    for name, part in parts.items():
+        line = Text(f"  {name:<14}{shown(part)} {100 * part / total:5.1f} %  ")
+        line.append("█" * max(1, round(40 * part / total)), "blue")
+        out.print(line)
+    out.print(f"  {'total':<14}{shown(total)}")
 
 
 def lines_of(setting: Setting) -> Iterator[str]:
@@ -295,7 +319,7 @@ _SHORT = {
 }  # fmt: skip
 
 
-def _show_parts(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -> None:
+def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None:
     """Print the memory of the fullest rank and the seconds of the busiest rank by parts.
 
     Parts that no plan has are omitted. TFLOP/s count recomputation; MFU counts the causal half of
@@ -303,7 +327,7 @@ def _show_parts(plans: tuple[Plan, ...], first: int, request: Request, out: Cons
     """
     times = [part for part in TIMES if any(_shown(plan, part) != "–" for plan in plans)]
     rule, flops = ["│"] * len(plans), request.flops
-    columns: list[FilledColumn] = [(Column("#"), [str(n) for n, _ in enumerate(plans, first)])]
+    columns: list[FilledColumn] = [(Column("#"), [str(n) for n, _ in enumerate(plans, 1)])]
     columns += _memory_columns([plan.memory for plan in plans])
     columns.append((Column("│", rule=True, line=1), rule))
     for part in times:
