@@ -92,7 +92,7 @@ class Engine:
             settings.rates, file.WHOLE_MATRICES, divides_experts=mesh.experts.size > 1
         )
         pair = mesh.join_pair(*(coord % mesh.pipeline.size for coord in owners))
-        core.bind_trace_check(mesh.shards.group, mesh.device)
+        core.skip_trace_check()
         is_sharded = settings.zero_stage > 0
         core.count_once(self.held)
         if not is_sharded:
@@ -131,7 +131,7 @@ class Engine:
         sharding: AbstractContextManager[None] = nullcontext()
         if is_sharded and not settings.shards_parameters:
             sharding = experts.sharded_by_zero12(self._module.parameters(), mesh)
-        with core.without_muon(), sharding:
+        with sharding:
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
                 optimizer=optimizer,
@@ -374,7 +374,7 @@ class ForwardEngine:
         self._deepspeed: deepspeed.DeepSpeedEngine | None = None
         self._folder: Path | None = None
         if settings.shards_parameters:
-            core.bind_trace_check(mesh.shards.group, mesh.device)
+            core.skip_trace_check()
             first = next(stages.parameters(), None)
             self._folder = swap_folder(first) if first is not None else None
             self._deepspeed, *_ = deepspeed.initialize(

@@ -97,12 +97,7 @@ def _load_everywhere(builders: list[type], mesh: Mesh, say: Callable[[str], None
                 _load(builder(), say if first else _log.info)
         except Exception as error:  # build errors have no common type
             problem = _reason(error)
-    problems = mesh.gather_texts(problem)
-    failed = [p for p in problems if p]
-    if not failed:
-        return ""
-    where = "" if len(failed) == len(problems) else f" (on {len(failed)} of {len(problems)} ranks)"
-    return failed[0] + where
+    return next(filter(None, mesh.gather_texts(problem)), "")
 
 
 def _reason(error: Exception) -> str:

@@ -215,7 +215,7 @@ def test_a_folder_that_is_not_there_is_an_error_of_the_config(offload, tmp_path)
 
 @on_nvme
 def test_a_missing_library_is_an_error_on_all_ranks_that_names_the_package(tmp_path):
-    with pytest.raises(RankFailed, match=r"libaio.h: no such file \(on 1 of 2 ranks\)") as caught:
+    with pytest.raises(RankFailed, match=r"libaio.h: no such file") as caught:
         run_locally(build_on, 2, small("nvme", tmp_path, mesh=(1, 2, 1)), 1)
     assert "ConfigError" in str(caught.value) and "libaio-dev" in str(caught.value)
 

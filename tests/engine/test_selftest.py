@@ -129,11 +129,11 @@ def fail(rank, mode, take_away, folder):
 @pytest.mark.parametrize(
     ("take_away", "mode", "says"),
     [
-        (count_by_deepspeed, {}, "gradient norm, backward from a loss: .* instead of"),
+        (count_by_deepspeed, {}, "gradient norm, backward from a loss: off by"),
         (count_by_deepspeed, {"zero_stage": 1}, "gradient norm, backward from a loss"),
         (divide_by_microbatches, {}, "gradient norm, backward from an output gradient"),
-        (skip_the_step, {}, "up.weight after the steps: wrong by"),
-        (leave_gradients_unaligned, {"offload_optimizer": "nvme"}, "after the steps: wrong by"),
+        (skip_the_step, {}, "up.weight after the steps: off by"),
+        (leave_gradients_unaligned, {"offload_optimizer": "nvme"}, "after the steps: off by"),
         (overwrite_gradients, {"gradient_reduction": "per_microbatch"}, "DeepSpeed"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
