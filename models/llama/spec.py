@@ -40,8 +40,7 @@ SCALINGS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "dynamic": (),
     "yarn": (
-        "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate",
-        "attention_factor", "mscale", "mscale_all_dim",
+        "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor",
     ),
 }  # fmt: skip
 
@@ -66,25 +65,13 @@ class RopeScaling(Section):
     """For "yarn": as high_freq_factor."""
     beta_slow: float = Field(default=1.0, gt=0)
     """For "yarn": as low_freq_factor."""
-    truncate: bool = True
-    """For "yarn": round the interpolated range outwards to whole pairs of features."""
     attention_factor: float | None = Field(default=None, gt=0)
-    """For "yarn": the factor of rotated queries and keys; null: 0.1 ln(factor) + 1, or mscale's."""
-    mscale: float | None = Field(default=None, gt=0)
-    """For "yarn": with mscale_all_dim, the attention factor is (0.1 mscale ln(factor) + 1) /
-    (0.1 mscale_all_dim ln(factor) + 1)."""
-    mscale_all_dim: float | None = Field(default=None, gt=0)
-    """For "yarn": see mscale."""
+    """For "yarn": the factor of rotated queries and keys; null: 0.1 ln(factor) + 1."""
 
     @property
     def rotation_factor(self) -> float:
         """The factor of "yarn" for rotated queries and keys, resolved (arXiv:2309.00071, 3.4)."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        above, below = self.mscale, self.mscale_all_dim
-        if above is None or below is None:
-            above, below = 1.0, 0.0
-        return (0.1 * above * log(self.factor) + 1) / (0.1 * below * log(self.factor) + 1)
+        return self.attention_factor or 0.1 * log(self.factor) + 1
 
     @model_serializer
     def _of_type(self) -> dict[str, object]:

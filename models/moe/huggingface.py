@@ -47,7 +47,7 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
         _OLMOE: {"intermediate_size": config.expert_size},
         _QWEN3: {
             "decoder_sparse_step": config.decoder_sparse_step,
-            "mlp_only_layers": [*range(config.first_k_dense_replace), *config.mlp_only_layers],
+            "mlp_only_layers": [*range(config.first_k_dense_replace)],
         },
         _GLM: {
             "use_qk_norm": config.qk_norm,
@@ -168,7 +168,7 @@ def _unlike(config: Config, chosen: str) -> Iterator[str]:
         needed["attention_bias"] = False
         needed["norm_topk_prob"] = config.norm_topk_prob if _is_normed(config) else True
     if chosen != _QWEN3:
-        needed |= {"decoder_sparse_step": 1, "mlp_only_layers": ()}
+        needed["decoder_sparse_step"] = 1
     if chosen in (_MIXTRAL, _OLMOE):
         needed["first_k_dense_replace"] = 0
     if chosen == _OLMOE:

@@ -46,8 +46,11 @@ def model_block(fields: Fields) -> dict[str, object]:
         rule = "adds noise to the router's input in training, which the family does not support"
         fields.only("router_jitter_noise", 0, 0.0, rule=rule, remedy=_COPY)
     elif kind == "qwen3_moe":
+        dense = fields.take("mlp_only_layers", [])
+        block["first_k_dense_replace"] = first = len(dense) if isinstance(dense, list) else 0
+        rule = "has layers without experts behind the first ones, which is not supported"
+        fields.only("mlp_only_layers", [*range(first)], rule=rule)
         block["decoder_sparse_step"] = fields.take("decoder_sparse_step", 1)
-        block["mlp_only_layers"] = fields.take("mlp_only_layers", [])
     elif kind == "olmoe":
         fields.only("clip_qkv", rule="clips queries, keys and values")
         block |= {"qk_norm": True, "qk_norm_over": "width"}

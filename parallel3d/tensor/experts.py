@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from parallel3d.tensor.collectives import Conjugate, Context
 from parallel3d.tensor.compiled import graph_break
-from parallel3d.tensor.cut import cut_of, cut_parameter
+from parallel3d.tensor.cut import CutModule, cut_of, cut_parameter
 from parallel3d.tensor.pointwise import swiglu
 from parallel3d.tensor.product import Product, linear
 
 _ALIGNMENT = 16  # bytes; torch's grouped product needs strides that are multiples of it
 
 
-class PartialLinear(nn.Module):
+class PartialLinear(CutModule):
     """y = x W^T with one dim of the weight cut over the group, without collectives."""
 
     def __init__(self, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup) -> None:
@@ -34,9 +34,6 @@ class PartialLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., fused * out], of which one of in and out is this rank's part."""
         return linear(x, self.weight)
-
-    def extra_repr(self) -> str:
-        return f"{cut_of(self.weight).global_shape}"
 
 
 class PartialSwiGLU(nn.Module):
@@ -52,7 +49,7 @@ class PartialSwiGLU(nn.Module):
         return self.down(swiglu(self.gate_up(x)))
 
 
-class Experts(nn.Module):
+class Experts(CutModule):
     """SwiGLUs side by side, whose sum over the inner width is left to the caller.
 
     - `group`: cuts the inner width.
@@ -69,7 +66,7 @@ class Experts(nn.Module):
         over = None if owners is None else (0, owners)
         self.gate_up = cut_parameter((experts, 2, inner, size), tensor=(2, group), experts=over)
         self.down = cut_parameter((experts, size, inner), tensor=(2, group), experts=over)
-        self.capacity, self.parts = capacity, group.size()
+        self.capacity = capacity
         self.owners = owners if owners is not None and owners.size() > 1 else None
 
     def forward(
@@ -132,10 +129,6 @@ class Experts(nn.Module):
         """Return the most rows of an expert, of `rows` in all."""
         experts = cut_of(self.down).global_shape[0]
         return rows if self.capacity is None else ceil(self.capacity * rows / experts)
-
-    def extra_repr(self) -> str:
-        experts, size, inner = cut_of(self.down).global_shape
-        return f"{experts} of {size} x {inner} / {self.parts}"
 
 
 class _Exchange:
