@@ -21,17 +21,6 @@ Paths = Annotated[
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
     Strict(False),
 ]
-# One split or the sum of several, each whole or sliced ("train[:50%]"), as in `datasets`.
-_SPLIT = re.compile(r"^[\w.\-]+(\[[^\[\]+]*\])?(\+[\w.\-]+(\[[^\[\]+]*\])?)*")
-
-
-def _split_text(text: str) -> str:
-    if not _SPLIT.fullmatch(text):
-        raise ValueError('is not a split; write "train", or part of one such as "train[:50%]"')
-    return text
-
-
-Split = Annotated[str, AfterValidator(_split_text)]
 TokenDtype = Literal["auto", "uint8", "uint16", "int16", "uint32", "int32", "int64"]
 # The sources that read each key; with any other source the key is an error.
 _READ_BY = {
@@ -118,7 +107,7 @@ class SourceConfig(Section):
     """For source "hub": a data set's name on the Hugging Face hub, or a local folder of one."""
     subset: str | None = None
     """Configuration of the data set `name`; null if it has only one."""
-    split: Split = "train"
+    split: str = Field(default="train", min_length=1)
     """Split of the data set `name`, or part of one: "train[:50%]", "train[1000:2000]"."""
     token_field: str | None = Field(default=None, min_length=1)
     """For "parquet" and "hub": the column with a document's token ids; replaces text_field."""

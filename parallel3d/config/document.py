@@ -41,8 +41,7 @@ _KEYS = """\
 
 These keys of DeepSpeed 0.19.8 are not settings of parallel3d. The accepted values have no effect
 here, and any other value is refused for the reason in the second column. Keys that begin with `_`
-are comments, except in the block "parallel3d". The old names `bfloat16`, `cpu_offload`,
-`cpu_offload_param` and `aio.thread_count` are read if the new ones are missing.
+are comments, except in the block "parallel3d". `bfloat16` is read if `bf16` is missing.
 """
 
 
@@ -81,11 +80,13 @@ def _keys() -> Iterator[tuple[str, ...]]:
 def _accepted(key: Key) -> Iterator[str]:
     if key.switch:
         yield f'`{{"{key.switch}": false}}`'
-    for value in key.values:
-        yield f"`{json.dumps(value)}`"
+    yield from map(_shown, key.values)
     for item, values in key.items.items():
-        texts = ("any" if value is ANY else f"`{json.dumps(value)}`" for value in values)
-        yield f"`{item}`: " + " or ".join(texts)
+        yield f"`{item}`: " + " or ".join(map(_shown, values))
+
+
+def _shown(value: object) -> str:
+    return "any" if value is ANY else f"`{json.dumps(value)}`"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -101,20 +101,12 @@ def _check_experts(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
         yield Problem("parallel3d.mesh.ep", mesh.ep, f"does not divide {both}", remedy)
 
 
-def _check_pooled_loss(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
-    yield from _pooled_over(mesh.pp, model)
-
-
-def _check_pooled_stages(
+def _check_pooled_loss(
     mesh: MeshConfig, pipeline: PipelineConfig, model: ModelConfig
 ) -> Iterator[Problem]:
-    if mesh.pp == 1:
-        yield from _pooled_over(pipeline.stages_per_rank, model)
-
-
-def _pooled_over(stages: int, model: ModelConfig) -> Iterator[Problem]:
     """Check that all layers whose loads a balance loss pools are in one stage."""
     is_pooled = getattr(model, "router_aux_loss", None) == "pooled"
+    stages = mesh.pp * pipeline.stages_per_rank
     yield from problems_where((
         is_pooled and getattr(model, "router_aux_loss_coef", 0) and stages > 1,
         "parallel3d.model.router_aux_loss", "pooled",
@@ -183,6 +175,6 @@ def join_with_or(numbers: list[int]) -> str:
 MODEL_CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads, _check_key_value_heads, _check_inner_size, _check_activations, _check_sequence,
     _check_sequence_parallel, _check_context, _check_experts, _check_shared_samples,
-    _check_pooled_loss, _check_pooled_stages, _check_tp_of_vocabulary, _check_trained_vocabulary,
+    _check_pooled_loss, _check_tp_of_vocabulary, _check_trained_vocabulary,
     _check_vocabulary,
 )  # fmt: skip

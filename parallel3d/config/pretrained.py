@@ -58,7 +58,7 @@ def fill(raw: dict[str, object], replaced: Mapping[str, object] | None = None) -
         dropped = ", ".join(key for key in replaced if key not in free)
         notes += [f"model: {name} replaces these settings of the config: {dropped}"] * bool(dropped)
     reader.block_at(raw, "parallel3d")["model"] = {**chosen, **fixed, KEY: record}
-    return [*notes, *_dropouts(config, fixed["family"], chosen)]
+    return notes
 
 
 def read_config(folder: Path) -> dict[str, object]:
@@ -149,17 +149,13 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 def _locate(name: str) -> tuple[Path, dict[str, object]]:
     """Return the folder of a local path or of a model on the hub, and the record for the config."""
-    remedy = "name a folder with config.json, or a model on the hub"
-    if not name.isprintable():
-        raise Problems([Problem(PATH, name, "contains unprintable characters", remedy)])
     path = Path(os.path.expanduser(name))
     if os.path.isdir(path):  # False, without an error, for names that no file system allows
         folder = path.resolve()
         return folder, {"folder": str(folder), "weights": digest_of(folder)}
-    if os.path.exists(path):
-        remedy = f"name its folder, {str(path.parent)!r}"
-        raise Problems([Problem(PATH, name, "is a file", remedy)])
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    is_local = os.path.exists(path) or path.is_absolute() or name.startswith((".", "~"))
+    if is_local or name.count("/") > 1:
+        remedy = "name a folder with config.json, or a model on the hub"
         raise Problems([Problem(PATH, name, "is not a folder", remedy)])
     model, _, revision = name.partition("@")
     folder = download(model, revision or None, SETTINGS)
@@ -226,12 +222,3 @@ def _described(fixed: Mapping[str, object]) -> str:
     words = dict(zip(names, ("layers", "hidden size", "heads", "vocabulary"), strict=True))
     sizes = ", ".join(f"{words[name]} {fixed.get(name)}" for name in names)
     return f"{fixed['family']}, {sizes}"
-
-
-def _dropouts(
-    config: Mapping[str, object], family: str, chosen: Mapping[str, object]
-) -> Iterator[str]:
-    """Yield a note on each dropout that the published model used and this config does not set."""
-    for setting, field in pretrained.free_settings(family).items():
-        if "drop" in setting and setting not in chosen and config.get(field):
-            yield f"model.{setting}: 0 unless set; {field} is {config[field]} in config.json"

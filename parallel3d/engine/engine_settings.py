@@ -146,7 +146,7 @@ class EngineSettings:
             # The program gathers all weights; parameters that stay whole would only make DeepSpeed
             # gather them after each step, one by one, and wait for the device.
             zero["stage3_param_persistence_threshold"] = 0
-        if self.shards_parameters and self.reduces_once and zero.get("reduce_scatter", True):
+        if self.shards_parameters and self.reduces_once:
             # Gradients accumulate in `param.grad`. Copying them through a bucket would cost a copy,
             # and the bucket would take memory beside the activations.
             zero["contiguous_gradients"] = False
