@@ -117,9 +117,6 @@ def _windows(fields: Fields, interval: object) -> tuple[object, object]:
         window = None
     if not _is_count(count) or not isinstance(first, int):
         return None, None
-    if window is not None and not _is_count(window):
-        fields.refuse("sliding_window", "must be a number of tokens", "download the file again")
-        return None, None
     if types is None:
         by_kind: dict[str, Callable[[int], bool]] = {
             "qwen2": lambda number: number >= first,
@@ -130,10 +127,7 @@ def _windows(fields: Fields, interval: object) -> tuple[object, object]:
         }
         slides = map(by_kind.get(kind, lambda number: True), range(count))
         types = [_SLIDING if window is not None and s else "full_attention" for s in slides]
-    elif not isinstance(types, list) or len(types) != count:
-        fields.refuse("layer_types", f"must be a list of {count} types", "correct it")
-        return None, None
-    elif any(t not in ("full_attention", _SLIDING) for t in types):
+    elif not isinstance(types, list) or {*map(str, types)} - {"full_attention", _SLIDING}:
         fields.refuse("layer_types", "has layers that do not attend to all tokens or to a window")
         return None, None
     elif kind in _UNIFORM and types != [types[0] if window is None else _SLIDING] * count:

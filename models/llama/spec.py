@@ -109,7 +109,7 @@ class Config(ModelSection):
     """The longest sequence that the model is meant for; it adds no parameters."""
     rms_norm_eps: float = Field(default=1e-5, gt=0)
     """Added to the mean square in every RMSNorm."""
-    rope_theta: float = Field(default=10_000.0, gt=0)
+    rope_theta: float = Field(default=10_000.0, gt=1)
     """Base of the rotary frequencies; Llama 3 has 500000, Qwen 1000000."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies for long sequences; null means none."""
@@ -184,18 +184,12 @@ class Config(ModelSection):
             yield Problem("num_attention_heads", heads, rule, remedy)
         elif self.head_size % 2:
             rule = f"makes heads of {self.head_size} features; the number must be even"
-            if self.head_dim is None:
-                remedy = f"set an even head_dim, such as {self.head_size + 1}"
-                yield Problem("num_attention_heads", heads, rule, remedy)
-            else:
-                yield Problem("head_dim", self.head_dim, rule, f"use {self.head_dim + 1}")
+            remedy = f"use an even number, such as {self.head_size + 1}"
+            yield Problem("head_dim", self.head_dim, rule, remedy)
         elif self.rotary_size % 2 or not self.rotary_size:
             rule = f"rotates {self.rotary_size} of {self.head_size} features; use an even number"
             remedy = f"use {max(2, self.rotary_size // 2 * 2) / self.head_size:g}"
             yield Problem("partial_rotary_factor", self.partial_rotary_factor, rule, remedy)
-        if self.rope_scaling and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1:
-            rule = 'must be greater than 1 for rope_type "yarn"'
-            yield Problem("rope_theta", self.rope_theta, rule, "raise it")
         types, blocks = self.layer_types, self.num_hidden_layers
         if types is not None and len(types) != blocks:
             rule = f"has {len(types)} entries for num_hidden_layers={blocks}"

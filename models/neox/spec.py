@@ -69,11 +69,8 @@ class Config(ModelSection):
 
     def _problems(self) -> Iterator[Problem]:
         refuse_uneven_heads(self)
-        heads, size, turning = self.num_attention_heads, self.head_size, self.rotary_size
-        if size < 2:
-            rule = "makes heads of 1 feature, but features rotate in pairs"
-            yield Problem("num_attention_heads", heads, rule, f"use {heads // 2} heads")
-        elif turning % 2 or not turning:
+        size, turning = self.head_size, self.rotary_size
+        if turning % 2 or not turning:
             rule = f"rotates {turning} of a head's {size} features, but features rotate in pairs"
             pairs = turning // 2 + 1 if turning < size else turning // 2
             remedy = f"use {ceil(2 * pairs / size * 10**4) / 10**4:g}"

@@ -404,10 +404,6 @@ def _check_optimizer(
          "optimizer.params.scale", getattr(params, "scale", None),
          "has no learning rate that transfers over the width, as muP needs",
          'use "spectral" or "match_rms_adamw"'),
-        (device != "none" and getattr(params, "torch_adam", False),
-         "optimizer.params.torch_adam", True,
-         "cannot be combined with offload_optimizer, which uses DeepSpeed's Adam on the host",
-         "remove one of them"),
         *((state.num_bytes != MASTER_BYTES, "optimizer.type", name,
            f"keeps {state.name} in {state.num_bytes} bytes an element",
            "keep it in fp32 (4 bytes), as checkpoints and DeepSpeed's swap buffers do")

@@ -243,6 +243,7 @@ BY_SECTION: dict[str, dict[str, Key]] = {
         ),
         "max_grad_norm": Key("is not used; set gradient_clipping", (None, 0)),
         "set_grad_none": _EITHER,
+        "torch_adam": _EITHER,  # on the device it is torch's anyway
         **dict.fromkeys(_ONE_BIT_PARAMS, _ONE_BIT),
     },
     "scheduler.params": {

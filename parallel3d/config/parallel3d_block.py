@@ -50,10 +50,9 @@ def _known_sizes(text: str) -> str:
 
 def _plain_name(name: str) -> str:
     """Return the name if it is a folder's name on every system, no option and no lock file."""
-    fits = 0 < len(name.strip()) <= len(name) <= _LONGEST_NAME
-    fits = fits and len(name.encode(errors="replace")) <= 2 * _LONGEST_NAME
-    reserved = not name.isprintable() or name in (".", "..") or name.endswith(".lock")
-    if not fits or reserved or not re.match(r"[^-/\\][^/\\]*$", name):
+    is_short = max(2 * len(name), len(name.encode(errors="replace"))) <= 2 * _LONGEST_NAME
+    is_plain = re.fullmatch(r"[^-/\\][^/\\]*", name) and name.strip(" .") and name.isprintable()
+    if not is_short or not is_plain or name.endswith(".lock"):
         raise ValueError(
             "must be a plain name; use letters and digits, as in run-1: no / or \\, no - at the "
             "start, no invisible characters, no .lock at the end, at most "

@@ -202,8 +202,6 @@ BAD_TOGETHER = [
      f"{ZERO}.stage3_param_persistence_threshold", 10**6, "unsharded", "use at most 262144"),
     ({ZERO: {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME | {"fast_init": True}}},
      f"{ZERO}.offload_optimizer.fast_init", True, "starts from wrong weights", "remove it"),
-    ({f"{ADAM}.torch_adam": True, f"{ZERO}.offload_optimizer": {"device": "cpu"}},
-     f"{ADAM}.torch_adam", True, "combined with offload_optimizer", "remove one of them"),
 ]  # fmt: skip
 # words on the command line of the default config
 WORDS = [

@@ -89,7 +89,7 @@ def test_a_file_as_they_are_found():
 
 def test_what_became_of_each_auto_is_told():
     notes = RunConfig.from_dict(raw(**REAL_WORLD)).resolve(4).notes
-    assert any(note.startswith("bf16.enabled: auto = true unless fp16") for note in notes)
+    assert any(note.startswith("bf16.enabled: auto = true (true unless fp16") for note in notes)
     assert len(notes) == 16
     # A rate for fine-tuning, where weights are random: the last line, so that it is seen.
     assert notes[-1].startswith("WARNING: optimizer.params.lr = 5e-05 is Hugging Face's default")

@@ -248,9 +248,9 @@ REFUSED = [
     (PYTHIA | {"logits_soft_cap": 3.0}, "logits_soft_cap = 3.0: caps the logits"),
     # fields of other kinds
     (LLAMA | {"layer_types": [["x"]] * 4}, "]: has layers that do not attend to all tokens or to"),
-    (MISTRAL | {"layer_types": [{}]}, "layer_types = [{}]: must be a list of 4 types"),
-    (LLAMA | {"layer_types": "full_attention"}, 'layer_types = "full_attention": must be a list'),
-    (MISTRAL | {"sliding_window": "a"}, 'sliding_window = "a": must be a number of tokens'),
+    (MISTRAL | {"layer_types": [{}]}, "layer_types = [{}]: has layers that do not attend"),
+    (LLAMA | {"layer_types": "full_attention"}, 'layer_types = "full_attention": has layers'),
+    (MISTRAL | {"sliding_window": "a"}, 'sliding_window = "a": must be'),
 ]  # fmt: skip
 
 

@@ -230,18 +230,16 @@ def test_features_that_turn(share, turning):
         ("gpt", {"width": 3}, "width"),
         ("llama", {"num_attention_heads": 5}, "num_attention_heads = 5: does not divide "
          "hidden_size=64; use 4 heads, or set head_dim"),
-        ("llama", {"num_attention_heads": 64}, "num_attention_heads = 64: makes heads of 1 "
-         "features; the number must be even; set an even head_dim, such as 2"),
+        ("llama", {"num_attention_heads": 64}, "head_dim = null: makes heads of 1 features; the "
+         "number must be even; use an even number, such as 2"),
         ("llama", {"head_dim": 7}, "head_dim = 7: makes heads of 7 features; the number must "
-         "be even; use 8"),
+         "be even; use an even number, such as 8"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads = 3: does not divide "
          "num_attention_heads=4; use 2"),
         ("llama", {"num_key_value_heads": 8}, "num_key_value_heads = 8: does not divide "
          "num_attention_heads=4; use 4"),
         ("neox", {"num_attention_heads": 5}, "num_attention_heads = 5: does not divide "
          "hidden_size=64; use 4 heads, or a hidden_size that is a multiple of 5"),
-        ("neox", {"num_attention_heads": 64}, "num_attention_heads = 64: makes heads of 1 "
-         "feature, but features rotate in pairs; use 32 heads"),
         ("neox", {"rotary_pct": 0.2}, "rotary_pct = 0.2: rotates 3 of a head's 16 features, "
          "but features rotate in pairs; use 0.25"),
         ("neox", {"rotary_pct": 0.05}, "rotary_pct = 0.05: rotates 0 of a head's 16 features, "

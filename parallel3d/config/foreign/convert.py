@@ -85,17 +85,12 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
 
 
 def _read(paths: Sequence[str]) -> tuple[ModuleType, dict[str, object]]:
-    blocks, wrong = dict[str, object](), []
+    blocks: dict[str, object] = {}
     for path in paths:
-        try:
-            text = reader.text_of(Path(path))
-            if not path.endswith((".yml", ".yaml")):
-                return megatron, megatron.arguments(text)
-            blocks |= _block(path, text)
-        except ConfigError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise ConfigError("\n  ".join(wrong))
+        text = reader.text_of(Path(path))
+        if not path.endswith((".yml", ".yaml")):
+            return megatron, megatron.arguments(text)
+        blocks |= _block(path, text)
     framework = nanotron if "parallelism" in blocks else neox
     return framework, _flat(blocks, framework.TABLE)
 
