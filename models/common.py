@@ -1,6 +1,6 @@
 """Parts of specs and of parameter names that several families share (floor 0, no torch)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import isqrt, sqrt
@@ -78,14 +78,31 @@ def divisor_below(number: int, limit: int) -> int:
     return max(n for n in divisors if n < limit)
 
 
-def refuse_uneven_heads(config: ModelConfig) -> None:
-    """Raise Problems unless num_attention_heads divides hidden_size."""
+class BiasedConfig(ModelSection):
+    """The settings that families of `biased_block`s share."""
+
+    num_attention_heads: Positive
+    """Attention heads per block; must divide hidden_size, and tp must divide it."""
+    intermediate_size: Positive | None = None
+    """Inner width of the MLP; null means 4 x hidden_size."""
+
+    @property
+    def inner_size(self) -> int:
+        """Inner width of the MLP, resolved."""
+        return self.intermediate_size or 4 * self.hidden_size
+
+    def _problems(self) -> Iterator[Problem]:
+        return uneven_heads(self)
+
+
+def uneven_heads(config: ModelConfig) -> Iterator[Problem]:
+    """Yield a problem unless num_attention_heads divides hidden_size."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     if hidden % heads:
         near = divisor_below(hidden, heads)
         rule = f"does not divide hidden_size={hidden}"
         remedy = f"use {near} heads, or a hidden_size that is a multiple of {heads}"
-        raise Problems([Problem("num_attention_heads", heads, rule, remedy)])
+        yield Problem("num_attention_heads", heads, rule, remedy)
 
 
 def vocab_size(config: ModelConfig) -> int:

@@ -51,7 +51,7 @@ def fill(raw: dict[str, object], replaced: Mapping[str, object] | None = None) -
     chosen = {key: value for key, value in model.items() if key != KEY}
     if problems := list(_contradictions(chosen, fixed, folder)):
         raise Problems(problems)
-    notes = [f"model: {_described(fixed)}, from {name}"]
+    notes = [f"model: {fixed['family']}, {fixed['num_hidden_layers']} layers, from {name}"]
     if replaced is not None:
         free = {*pretrained.free_settings(fixed["family"]), "parametrization"}
         chosen = {key: value for key, value in replaced.items() if key in free} | chosen
@@ -82,6 +82,8 @@ def derive_model_block(folder: Path, config: Mapping[str, object]) -> dict[str, 
     except Problems as error:
         problems = [Problem(f"{path}: {p.path}", p.value, p.rule, p.remedy) for p in error.problems]
         raise Problems(problems, str(folder)) from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -215,10 +217,3 @@ def _contradictions(
         if not same:
             rule = f"contradicts {folder / 'config.json'}, which says {json.dumps(fixed_value)}"
             yield Problem(f"parallel3d.model.{key}", value, rule, "remove it")
-
-
-def _described(fixed: Mapping[str, object]) -> str:
-    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-    words = dict(zip(names, ("layers", "hidden size", "heads", "vocabulary"), strict=True))
-    sizes = ", ".join(f"{words[name]} {fixed.get(name)}" for name in names)
-    return f"{fixed['family']}, {sizes}"
