@@ -92,12 +92,11 @@ class BiasedConfig(ModelSection):
         return self.intermediate_size or 4 * self.hidden_size
 
     def _problems(self) -> Iterator[Problem]:
-        return uneven_heads(self)
+        return uneven_heads(self.num_attention_heads, self.hidden_size)
 
 
-def uneven_heads(config: ModelConfig) -> Iterator[Problem]:
+def uneven_heads(heads: int, hidden: int) -> Iterator[Problem]:
     """Yield a problem unless num_attention_heads divides hidden_size."""
-    heads, hidden = config.num_attention_heads, config.hidden_size
     if hidden % heads:
         near = divisor_below(hidden, heads)
         rule = f"does not divide hidden_size={hidden}"

@@ -16,7 +16,7 @@ from parallel3d.base.errors import TrainingError
 from parallel3d.engine.construction import building, writing
 from parallel3d.engine.engine import Engine
 from parallel3d.engine.engine_settings import EngineSettings
-from parallel3d.engine.quirks import core, nvme
+from parallel3d.engine.quirks import nvme
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model import optimizers
 from parallel3d.model.optimizers import MATRIX
@@ -144,7 +144,6 @@ def _run(
         return norms, {h.name: (h.cut, engine.full_parameter(h)) for h in held}
     finally:
         engine.close()
-        core.release_modules()
 
 
 def _step(engine: Engine, by_loss: bool) -> float:

@@ -101,12 +101,12 @@ def count_by_deepspeed():
 
 
 def divide_by_microbatches():
-    core.accumulation_steps = lambda: 2
     told = EngineSettings.deepspeed_config
 
     def config(settings, *sizes):
         config = told(settings, *sizes)
-        return config | {"train_batch_size": 2 * config["train_batch_size"]}
+        size = {"train_batch_size": 2 * config["train_batch_size"]}
+        return config | size | {"gradient_accumulation_steps": 2}
 
     EngineSettings.deepspeed_config = config
 

@@ -16,7 +16,7 @@ import cpuinfo
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+from deepspeed.runtime.zero import partitioned_param_coordinator
 from torch import nn
 
 from parallel3d.engine.quirks.experts import NAME
@@ -48,15 +48,6 @@ def read_cpu_info_from_proc() -> None:
         vendor, flags = fields.get("vendor_id", ""), fields.get("flags", "").split()
         answer = {"arch": "X86_64", "vendor_id_raw": vendor, "flags": flags}
         cpuinfo.get_cpu_info = lambda: answer
-
-
-def accumulation_steps() -> int:
-    """Return DeepSpeed's number of accumulation steps: always 1.
-
-    A direct `output.backward(grad)` divides by this number on *every* stage. The executor instead
-    divides the loss once, on the last stage.
-    """
-    return 1
 
 
 def start_backward(engine: DeepSpeedEngine) -> None:
@@ -259,8 +250,3 @@ def abandon_coalescing(engine: DeepSpeedEngine) -> None:
     """Skip the collectives of `coalesce_grad_reduction` after an error: no peer would join."""
     engine._flush_coalesced_reduction_zero12 = lambda optimizer: None
     engine._flush_coalesced_reduction_zero3 = lambda optimizer: None
-
-
-def release_modules() -> None:
-    """Release a closed engine's modules, which DeepSpeed keeps in a global list."""
-    parameter_offload.FWD_MODULE_STACK.clear()
