@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, model_serializer
 
-from parallel3d.base.section import Problem, Section
+from parallel3d.base.section import Problem, Section, problems_where
 from parallel3d.model.module_cost import RMS_NORM, AttentionCost, MlpCost
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, HeadCost, ModuleCost
@@ -79,17 +79,17 @@ class RopeScaling(Section):
         return {name: getattr(self, name) for name in names}
 
     def _problems(self) -> Iterator[Problem]:
-        for name in type(self).model_fields.keys() - self._of_type().keys():
-            if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                rule = f'is not a setting of rope_type "{self.rope_type}"'
-                yield Problem(name, value, rule, "remove it")
-        low, high = self.low_freq_factor, self.high_freq_factor
-        if high <= low:
-            rule, remedy = f"is not above low_freq_factor={low}", f"use more than {low}"
-            yield Problem("high_freq_factor", high, rule, remedy)
-        if self.beta_fast < self.beta_slow:
-            rule, remedy = f"is below beta_slow={self.beta_slow}", f"use {self.beta_slow} or more"
-            yield Problem("beta_fast", self.beta_fast, rule, remedy)
+        low, high, slow = self.low_freq_factor, self.high_freq_factor, self.beta_slow
+        others = type(self).model_fields.keys() - self._of_type().keys()
+        kind = f'is not a setting of rope_type "{self.rope_type}"'
+        yield from problems_where(
+            *((value != type(self).model_fields[name].default, name, value, kind, "remove it")
+              for name in others for value in [getattr(self, name)]),
+            (high <= low, "high_freq_factor", high,
+             f"is not above low_freq_factor={low}", f"use more than {low}"),
+            (self.beta_fast < slow, "beta_fast", self.beta_fast,
+             f"is below beta_slow={slow}", f"use {slow} or more"),
+        )  # fmt: skip
 
 
 class Config(ModelSection):
@@ -177,30 +177,28 @@ class Config(ModelSection):
         return None if types and types[number] == "full_attention" else self.sliding_window
 
     def _problems(self) -> Iterator[Problem]:
-        heads, hidden = self.num_attention_heads, self.hidden_size
-        if self.head_dim is None and hidden % heads:
-            rule = f"does not divide hidden_size={hidden}"
-            remedy = f"use {divisor_below(hidden, heads)} heads, or set head_dim"
-            yield Problem("num_attention_heads", heads, rule, remedy)
-        elif self.head_size % 2:
-            rule = f"makes heads of {self.head_size} features; the number must be even"
-            remedy = f"use an even number, such as {self.head_size + 1}"
-            yield Problem("head_dim", self.head_dim, rule, remedy)
-        elif self.rotary_size % 2 or not self.rotary_size:
-            rule = f"rotates {self.rotary_size} of {self.head_size} features; use an even number"
-            remedy = f"use {max(2, self.rotary_size // 2 * 2) / self.head_size:g}"
-            yield Problem("partial_rotary_factor", self.partial_rotary_factor, rule, remedy)
-        types, blocks = self.layer_types, self.num_hidden_layers
-        if types is not None and len(types) != blocks:
-            rule = f"has {len(types)} entries for num_hidden_layers={blocks}"
-            yield Problem("layer_types", types, rule, f"list {blocks}")
-        if types is not None and "sliding_attention" in types and self.sliding_window is None:
-            rule, remedy = "is needed for sliding_attention in layer_types", "set it, in tokens"
-            yield Problem("sliding_window", None, rule, remedy)
-        if heads % self.kv_heads:
-            rule = f"does not divide num_attention_heads={heads}"
-            remedy = f"use {divisor_below(heads, self.kv_heads)}"
-            yield Problem("num_key_value_heads", self.kv_heads, rule, remedy)
+        heads, hidden, kv_heads = self.num_attention_heads, self.hidden_size, self.kv_heads
+        size, turning, types = self.head_size, self.rotary_size, self.layer_types or ()
+        is_even = self.head_dim is not None or hidden % heads == 0
+        yield from problems_where(
+            (not is_even, "num_attention_heads", heads, f"does not divide hidden_size={hidden}",
+             f"use {divisor_below(hidden, heads)} heads, or set head_dim"),
+            (is_even and size % 2, "head_dim", self.head_dim,
+             f"makes heads of {size} features; the number must be even",
+             f"use an even number, such as {size + 1}"),
+            (is_even and size % 2 == 0 and (turning % 2 or not turning),
+             "partial_rotary_factor", self.partial_rotary_factor,
+             f"rotates {turning} of {size} features; use an even number",
+             f"use {max(2, turning // 2 * 2) / max(1, size):g}"),
+            (types and len(types) != self.num_hidden_layers, "layer_types", types,
+             f"has {len(types)} entries for num_hidden_layers={self.num_hidden_layers}",
+             f"list {self.num_hidden_layers}"),
+            ("sliding_attention" in types and self.sliding_window is None, "sliding_window", None,
+             "is needed for sliding_attention in layer_types", "set it, in tokens"),
+            (heads % kv_heads, "num_key_value_heads", kv_heads,
+             f"does not divide num_attention_heads={heads}",
+             f"use {divisor_below(heads, kv_heads)}"),
+        )  # fmt: skip
 
 
 def layers(

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from parallel3d.base.section import Problem
+from parallel3d.base.section import Problem, problems_where
 from parallel3d.model.module_cost import ExpertsCost, MlpCost
 from parallel3d.model.spec import LayerSpec, ParamSpec
 from parallel3d.models.common import TP_1, Positive, divisor_below, weight_inits
@@ -105,31 +105,28 @@ class Config(llama.Config):
     def _problems(self) -> Iterator[Problem]:
         yield from super()._problems()
         experts, k, groups = self.num_experts, self.num_experts_per_tok, self.n_group
-        if k > experts:
-            rule = f"is more than num_experts={experts}"
-            yield Problem("num_experts_per_tok", k, rule, f"use {experts} or less")
-        if experts % groups:
-            rule = f"does not divide num_experts={experts}"
-            remedy = f"use {divisor_below(experts, groups)}"
-            yield Problem("n_group", groups, rule, remedy)
-        elif self.topk_group > groups:
-            rule = f"is more than n_group={groups}"
-            yield Problem("topk_group", self.topk_group, rule, f"use {groups} or less")
-        elif self.topk_group * experts // groups < k <= experts:
-            most = self.topk_group * experts // groups
-            rule = f"is more than the {most} experts of topk_group={self.topk_group} groups"
-            yield Problem("num_experts_per_tok", k, rule, f"use {most} or less, or more groups")
-        elif groups > 1 and experts // groups < 2:
-            rule = "leaves one expert per group; a group's rank is the sum of its two best"
-            yield Problem("n_group", groups, rule, f"use {experts // 2} or less")
-        if not any(map(self.is_sparse, range(self.num_hidden_layers))):
-            rule = "with decoder_sparse_step leaves no layer with experts"
-            remedy = 'lower it, or use family = "llama"'
-            yield Problem("first_k_dense_replace", self.first_k_dense_replace, rule, remedy)
-        if self.capacity_factor is not None and k <= experts < self.capacity_factor * k:
-            rule = "allows an expert more tokens than there are"
-            remedy = f"use at most {experts / k:g}, or null for no limit"
-            yield Problem("capacity_factor", self.capacity_factor, rule, remedy)
+        fits, most = experts % groups == 0, self.topk_group * experts // groups
+        yield from problems_where(
+            (k > experts, "num_experts_per_tok", k,
+             f"is more than num_experts={experts}", f"use {experts} or less"),
+            (not fits, "n_group", groups, f"does not divide num_experts={experts}",
+             f"use {divisor_below(experts, groups)}"),
+            (fits and self.topk_group > groups, "topk_group", self.topk_group,
+             f"is more than n_group={groups}", f"use {groups} or less"),
+            (fits and self.topk_group <= groups and most < k <= experts, "num_experts_per_tok", k,
+             f"is more than the {most} experts of topk_group={self.topk_group} groups",
+             f"use {most} or less, or more groups"),
+            (groups > 1 and experts == groups, "n_group", groups,
+             "leaves one expert per group; a group's rank is the sum of its two best",
+             f"use {experts // 2} or less"),
+            (not any(map(self.is_sparse, range(self.num_hidden_layers))),
+             "first_k_dense_replace", self.first_k_dense_replace,
+             "with decoder_sparse_step leaves no layer with experts",
+             'lower it, or use family = "llama"'),
+            (k <= experts < (self.capacity_factor or 0) * k, "capacity_factor",
+             self.capacity_factor, "allows an expert more tokens than there are",
+             f"use at most {experts / k:g}, or null for no limit"),
+        )  # fmt: skip
 
 
 def layers(config: Config) -> list[LayerSpec]:

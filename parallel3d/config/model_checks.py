@@ -12,6 +12,7 @@ from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
 from parallel3d.config.parallel3d_block import MeshConfig, PipelineConfig
 from parallel3d.model.config import HasKeyValueHeads, ModelConfig
+from parallel3d.model.parametrization import parametrization_of
 from parallel3d.model.recompute import parts_of
 from parallel3d.models.common import pretrained_of
 
@@ -138,6 +139,16 @@ def _check_sequence(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
     ))  # fmt: skip
 
 
+def _check_parametrization(model: ModelConfig) -> Iterator[Problem]:
+    kind = parametrization_of(model).type
+    yield from problems_where((
+        kind != "standard" and pretrained_of(model) is not None,
+        "parallel3d.model.parametrization.type", kind,
+        "applies multipliers that the weights of from_pretrained were not trained with",
+        'use "standard"',
+    ))  # fmt: skip
+
+
 def _check_tp_of_vocabulary(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     size = model.vocab_size
     yield from problems_where((
@@ -175,6 +186,6 @@ def join_with_or(numbers: list[int]) -> str:
 MODEL_CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads, _check_key_value_heads, _check_inner_size, _check_activations, _check_sequence,
     _check_sequence_parallel, _check_context, _check_experts, _check_shared_samples,
-    _check_pooled_loss, _check_tp_of_vocabulary, _check_trained_vocabulary,
+    _check_pooled_loss, _check_parametrization, _check_tp_of_vocabulary, _check_trained_vocabulary,
     _check_vocabulary,
 )  # fmt: skip
