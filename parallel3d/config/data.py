@@ -292,12 +292,12 @@ def _check_tokenizer(data: DataConfig) -> Iterator[Problem]:
 
 def _check_names(data: DataConfig) -> Iterator[Problem]:
     """Yield a problem for each validation set whose name is not plain or is reserved."""
-    for name in data.validation:
-        if not _NAME.fullmatch(name):
-            remedy = "use letters, digits, _, - and ."
-            yield Problem("validation", name, "must be a plain name", remedy)
-        elif _BUILT_IN.fullmatch(name):
-            yield Problem("validation", name, "is reserved for held-out text", "use another name")
+    yield from problems_where(
+        *((not _NAME.fullmatch(name), "validation", name, "must be a plain name",
+           "use letters, digits, _, - and .") for name in data.validation),
+        *((_BUILT_IN.fullmatch(name), "validation", name, "is reserved for held-out text",
+           "use another name") for name in data.validation),
+    )  # fmt: skip
 
 
 def _check_fim(data: DataConfig) -> Iterator[Problem]:

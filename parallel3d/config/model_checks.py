@@ -11,7 +11,7 @@ from parallel3d.base.section import Problem, problems_where
 from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
 from parallel3d.config.parallel3d_block import MeshConfig, PipelineConfig
-from parallel3d.model.config import HasKeyValueHeads, ModelConfig
+from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.model.recompute import parts_of
 from parallel3d.models.common import pretrained_of
@@ -19,11 +19,11 @@ from parallel3d.models.common import pretrained_of
 
 def _check_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     heads = model.num_attention_heads
-    if heads % mesh.tp:
-        yield Problem(
-            "parallel3d.mesh.tp", mesh.tp, f"does not divide num_attention_heads={heads}",
-            f"use tp = {join_with_or(divisors_of(heads))}",
-        )  # fmt: skip
+    yield from problems_where((
+        heads % mesh.tp, "parallel3d.mesh.tp", mesh.tp,
+        f"does not divide num_attention_heads={heads}",
+        f"use tp = {join_with_or(divisors_of(heads))}",
+    ))  # fmt: skip
 
 
 def _check_inner_size(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -39,12 +39,13 @@ def _check_inner_size(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]
 
 
 def _check_key_value_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
-    heads = model.num_key_value_heads if isinstance(model, HasKeyValueHeads) else None
-    if heads and heads % mesh.tp and mesh.tp % heads:
-        rule = f"neither divides num_key_value_heads={heads} nor is a multiple of it"
-        divisors = divisors_of(model.num_attention_heads)
-        usable = [n for n in divisors if not (heads % n and n % heads)]
-        yield Problem("parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {join_with_or(usable)}")
+    heads = getattr(model, "num_key_value_heads", None) or mesh.tp
+    usable = [n for n in divisors_of(model.num_attention_heads) if not (heads % n and n % heads)]
+    yield from problems_where((
+        heads % mesh.tp and mesh.tp % heads, "parallel3d.mesh.tp", mesh.tp,
+        f"neither divides num_key_value_heads={heads} nor is a multiple of it",
+        f"use tp = {join_with_or(usable)}",
+    ))  # fmt: skip
 
 
 def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -89,17 +90,14 @@ def _check_context(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
 
 def _check_experts(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     """Check that the ranks of an ep group get as many experts each."""
-    if mesh.ep == 1:
-        return
-    experts = getattr(model, "num_experts", 0)
-    if not experts:
-        rule = f"divides experts, and model.family={json.dumps(model.family)} has none"
-        yield Problem("parallel3d.mesh.ep", mesh.ep, rule, "use 1")
-    elif experts % mesh.ep or (mesh.dp != "auto" and mesh.dp % mesh.ep):
-        shared = gcd(experts, experts if mesh.dp == "auto" else mesh.dp)
-        both = f"num_experts={experts}" + ("" if mesh.dp == "auto" else f" and mesh.dp={mesh.dp}")
-        remedy = f"use {join_with_or(divisors_of(shared))}"
-        yield Problem("parallel3d.mesh.ep", mesh.ep, f"does not divide {both}", remedy)
+    experts, dp = getattr(model, "num_experts", 0), 0 if mesh.dp == "auto" else mesh.dp
+    both = f"num_experts={experts}" + (f" and mesh.dp={dp}" if dp else "")
+    yield from problems_where(
+        (mesh.ep > 1 and not experts, "parallel3d.mesh.ep", mesh.ep,
+         f"divides experts, and model.family={json.dumps(model.family)} has none", "use 1"),
+        (experts and (experts % mesh.ep or dp % mesh.ep), "parallel3d.mesh.ep", mesh.ep,
+         f"does not divide {both}", f"use {join_with_or(divisors_of(gcd(experts, dp) or 1))}"),
+    )  # fmt: skip
 
 
 def _check_pooled_loss(

@@ -6,6 +6,7 @@ from_pretrained names is completed first, because "auto" may depend on its sizes
 
 from collections.abc import Sequence
 from copy import deepcopy
+from typing import Any
 
 from parallel3d.base import reader
 from parallel3d.base.reader import block_at, blocks_at, value_at
@@ -59,19 +60,17 @@ def normalise(raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
     return raw, [*notes, *auto.resolve(raw)]
 
 
-def _without_comments(raw: dict[str, object]) -> dict[str, object]:
+def _without_comments(value: Any) -> Any:
     """Return a copy without keys that start with "_", except in the parallel3d block."""
-
-    def copied(value: object) -> object:
-        if isinstance(value, list):
-            return [copied(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        return {k: copied(v) for k, v in value.items() if not k.startswith("_")}
-
-    own_block = {k: deepcopy(v) for k, v in raw.items() if k == "parallel3d"}
-    settings = {k: v for k, v in raw.items() if k not in own_block and not k.startswith("_")}
-    return {k: copied(v) for k, v in settings.items()} | own_block
+    if isinstance(value, list):
+        return [_without_comments(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        k: deepcopy(v) if k == "parallel3d" else _without_comments(v)
+        for k, v in value.items()
+        if not k.startswith("_")
+    }
 
 
 def apply_overrides(raw: dict[str, object], overrides: Sequence[str]) -> list[str]:

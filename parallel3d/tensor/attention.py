@@ -80,9 +80,7 @@ class CausalAttention(nn.Module):
 
     def extra_repr(self) -> str:
         q, kv = self.heads_here
-        again = ", recomputed in backward" if self.recompute else ""
-        window = f", window of {self.window} tokens" if self.window else ""
-        return f"{q} query and {kv} key-value heads of {self.head_size}{window}{again}"
+        return f"{q} query and {kv} key-value heads of {self.head_size}, window {self.window}"
 
 
 def kernel_of(

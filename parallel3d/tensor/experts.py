@@ -7,6 +7,7 @@ are marked `ParamSpec.partial`, and a loss that every rank computes alike counts
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from math import ceil
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.tensor.collectives import Conjugate, Context
+from parallel3d.tensor.collectives import Conjugate, Context, Pending
 from parallel3d.tensor.compiled import graph_break
 from parallel3d.tensor.cut import CutModule, cut_of, cut_parameter
 from parallel3d.tensor.pointwise import swiglu
@@ -109,10 +110,10 @@ class Experts(CutModule):
         dist.all_to_all_single(received, counts, group=owners)
         # On a device the host waits here: it must know how much comes.
         sent_rows, received_rows = torch.stack([counts, received]).sum(-1).tolist()
-        exchange = _Exchange(owners, received_rows, sent_rows)
-        rows = exchange.start(rows)
+        rows, exchange = _start_exchange(rows, received_rows, sent_rows, owners)
         meanwhile()
         exchange.wait()
+        del exchange  # it keeps the rows
         experts = torch.arange(counts.shape[1], device=rows.device).repeat(owners.size())
         experts = experts.repeat_interleave(received.flatten(), output_size=len(rows))
         order = experts.sort(stable=True).indices  # by expert, and each one's rows by their rank
@@ -120,9 +121,8 @@ class Experts(CutModule):
         ends = received.sum(0).cumsum(0).to(torch.int32)
         inner = swiglu(_grouped_linear(_dispatch(rows, order, place, 1), self.gate_up, ends))
         rows = _combine(_grouped_linear(inner, self.down, ends), order, place, 1)
-        back = exchange.reversed()
-        rows = back.start(rows)
-        back.wait()
+        rows, exchange = _start_exchange(rows, sent_rows, received_rows, owners)
+        exchange.wait()
         return rows
 
     def limit(self, rows: int) -> int:
@@ -131,40 +131,29 @@ class Experts(CutModule):
         return rows if self.capacity is None else ceil(self.capacity * rows / experts)
 
 
-class _Exchange:
-    """One all-to-all: `received` and `sent` are the rows from and to each rank of the group."""
+def _exchange(
+    rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> Pending:
+    """Start to send rows; `received` and `sent` are those from and to each rank of the group."""
+    arriving = rows.new_empty((sum(received), *rows.shape[1:]))
+    work = dist.all_to_all_single(
+        arriving, rows.contiguous(), received, sent, group=group, async_op=True
+    )
+    return Pending(arriving, [work])
 
-    def __init__(self, group: dist.ProcessGroup, received: list[int], sent: list[int]) -> None:
-        self.group, self.received, self.sent = group, received, sent
-        self._work: dist.Work | None = None
 
-    def reversed(self) -> "_Exchange":
-        """Return the exchange that sends the rows back."""
-        return _Exchange(self.group, self.sent, self.received)
+def _start_exchange(
+    rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> tuple[Tensor, Pending]:
+    """Return the tensor that the rows of the other ranks arrive in, with autograd, and the wait."""
+    started: list[Pending] = []
 
-    def start(self, rows: Tensor) -> Tensor:
-        """Return the tensor that the rows of the other ranks arrive in; `wait` before reading."""
-        return Conjugate.apply(rows, self.send, self._send_back)
+    def send(rows: Tensor) -> Tensor:
+        started.append(_exchange(rows, received, sent, group))
+        return started[0].result
 
-    def send(self, rows: Tensor) -> Tensor:
-        """Start the exchange, without autograd."""
-        arriving = rows.new_empty((sum(self.received), *rows.shape[1:]))
-        self._work = dist.all_to_all_single(
-            arriving, rows.contiguous(), self.received, self.sent, group=self.group, async_op=True
-        )
-        return arriving
-
-    def _send_back(self, grad: Tensor) -> Tensor:
-        back = self.reversed()
-        grad = back.send(grad)
-        back.wait()
-        return grad
-
-    def wait(self) -> None:
-        """Wait for the rows."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None  # it would keep both tensors until the backward
+    back = partial(_exchange, received=sent, sent=received, group=group)
+    return Conjugate.apply(rows, send, lambda grad: back(grad).wait()), started[0]
 
 
 def _inverse(order: Tensor) -> Tensor:
