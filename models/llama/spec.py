@@ -220,19 +220,19 @@ def layers(
 
 def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
     """Return a scaling and interval of rotary positions, and windows, that act if small."""
-    settings: dict[str, object] = {}
-    if config.rope_scaling is not None:
-        scaling = settings["rope_scaling"] = config.rope_scaling.model_dump(mode="json")
-        if "original_max_position_embeddings" in scaling:
-            scaling["original_max_position_embeddings"] = config.max_position_embeddings // 2
-    if config.no_rope_layer_interval is not None:
-        settings["no_rope_layer_interval"] = min(2, config.no_rope_layer_interval)
-    if config.sliding_window is not None:
-        settings["sliding_window"] = min(config.sliding_window, config.max_position_embeddings // 4)
-    if config.layer_types is not None:
-        kinds, blocks = sorted({*config.layer_types}), config.num_hidden_layers
-        settings["layer_types"] = (blocks * kinds)[:blocks]
-    return settings
+    longest = config.max_position_embeddings
+    interval, window = config.no_rope_layer_interval, config.sliding_window
+    scaling = config.rope_scaling and config.rope_scaling.model_dump(mode="json")
+    if scaling and "original_max_position_embeddings" in scaling:
+        scaling["original_max_position_embeddings"] = longest // 2
+    types = config.layer_types and sorted({*config.layer_types}) * config.num_hidden_layers
+    settings = {
+        "rope_scaling": scaling,
+        "no_rope_layer_interval": interval and min(2, interval),
+        "sliding_window": window and min(window, longest // 4),
+        "layer_types": types and types[: config.num_hidden_layers],
+    }
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _block(config: Config, number: int) -> LayerSpec:

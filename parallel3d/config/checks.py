@@ -182,21 +182,17 @@ def _check_batch(
     gradient_accumulation_steps: int | None,
     mesh: MeshConfig,
 ) -> Iterator[Problem]:
-    micro, steps = train_micro_batch_size_per_gpu, gradient_accumulation_steps
-    if train_batch_size is None and micro is None:
-        remedy = "add it: samples per microbatch, on each data-parallel rank"
-        yield Problem(arithmetic.MICRO, ABSENT, "is required", f"{remedy} (or {arithmetic.BATCH})")
-    if None in (train_batch_size, micro, steps) or mesh.dp == "auto":
-        return
-    assert train_batch_size and micro and steps
-    per_pass = micro * int(mesh.dp)
-    batch = per_pass * steps
-    yield from problems_where((
-        train_batch_size != batch, arithmetic.BATCH, train_batch_size,
-        f"is not {arithmetic.MICRO}={micro} x {arithmetic.ACCUMULATION}={steps} x dp={mesh.dp} "
-        f"= {batch}",
-        f'use {batch} or "auto"',
-    ))  # fmt: skip
+    micro, steps = train_micro_batch_size_per_gpu or 0, gradient_accumulation_steps or 0
+    batch = micro * steps * (0 if mesh.dp == "auto" else mesh.dp)  # 0: not all is known
+    yield from problems_where(
+        (not train_batch_size and not micro, arithmetic.MICRO, ABSENT, "is required",
+         f"add it: samples per microbatch, on each data-parallel rank (or {arithmetic.BATCH})"),
+        (train_batch_size and batch and train_batch_size != batch, arithmetic.BATCH,
+         train_batch_size,
+         f"is not {arithmetic.MICRO}={micro} x {arithmetic.ACCUMULATION}={steps} x dp={mesh.dp} "
+         f"= {batch}",
+         f'use {batch} or "auto"'),
+    )  # fmt: skip
 
 
 def _check_fallbacks(mesh: MeshConfig) -> Iterator[Problem]:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
@@ -267,27 +266,24 @@ def _check_tokenizer(data: DataConfig) -> Iterator[Problem]:
     sources = data.mixture if data.source == "mixture" else (data,)
     kinds = {yields_token_ids(source) for source in (*sources, *data.validation.values())}
     end, remedy = data.end_of_text_id, 'write the "vocab_size" and "end_of_text_id" of the ids'
-    yield from problems_where((
-        data.tokenizer == "train" and True in kinds, "tokenizer", "train",
-        "cannot be trained on token ids",
-        'name the tokenizer that made them, or "none" with vocab_size and end_of_text_id',
-    ))  # fmt: skip
-    if data.tokenizer == "none":
-        of_none = problems_where(
-            (False in kinds, "tokenizer", "none", "cannot be used with sources of text",
-             'name a tokenizer, or use "train"'),
-            (end is None, "end_of_text_id", None, 'is required by tokenizer "none"', remedy),
-            ("vocab_size" not in data.model_fields_set, "vocab_size", ABSENT,
-             'is required by tokenizer "none"', remedy),
-            (end is not None and end >= data.vocab_size, "end_of_text_id", end,
-             f"must be less than vocab_size={data.vocab_size}",
-             "use a smaller id, or raise vocab_size"),
-        )  # fmt: skip
-        yield from islice(of_none, 1)
-    yield from problems_where((
-        end is not None and True not in kinds, "end_of_text_id", end,
-        "is for sources of token ids", "remove it: the tokenizer defines its own",
-    ))  # fmt: skip
+    has_none = data.tokenizer == "none"
+    needs_sizes = has_none and False not in kinds
+    yield from problems_where(
+        (data.tokenizer == "train" and True in kinds, "tokenizer", "train",
+         "cannot be trained on token ids",
+         'name the tokenizer that made them, or "none" with vocab_size and end_of_text_id'),
+        (has_none and False in kinds, "tokenizer", "none", "cannot be used with sources of text",
+         'name a tokenizer, or use "train"'),
+        (needs_sizes and end is None, "end_of_text_id", None, 'is required by tokenizer "none"',
+         remedy),
+        (needs_sizes and "vocab_size" not in data.model_fields_set, "vocab_size", ABSENT,
+         'is required by tokenizer "none"', remedy),
+        (needs_sizes and (end or 0) >= data.vocab_size, "end_of_text_id", end,
+         f"must be less than vocab_size={data.vocab_size}",
+         "use a smaller id, or raise vocab_size"),
+        (end is not None and True not in kinds, "end_of_text_id", end,
+         "is for sources of token ids", "remove it: the tokenizer defines its own"),
+    )  # fmt: skip
 
 
 def _check_names(data: DataConfig) -> Iterator[Problem]:

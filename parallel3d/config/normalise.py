@@ -29,8 +29,6 @@ _NULLABLE = (
 def normalise(raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
     """Return a copy of a ds.json's object with settings only, and notes on what was resolved."""
     raw, notes = _without_comments(raw), []
-    if "zero_optimization" not in raw:
-        notes.append("zero_optimization: not set; stage 0, DeepSpeed's default, shards nothing")
     if "optimizer" not in raw:  # many training scripts create it
         raw["optimizer"] = {"params": {"lr": DEFAULT_LR}}
         notes.append(

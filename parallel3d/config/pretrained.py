@@ -55,8 +55,6 @@ def fill(raw: dict[str, object], replaced: Mapping[str, object] | None = None) -
     if replaced is not None:
         free = {*pretrained.free_settings(fixed["family"]), "parametrization"}
         chosen = {key: value for key, value in replaced.items() if key in free} | chosen
-        dropped = ", ".join(key for key in replaced if key not in free)
-        notes += [f"model: {name} replaces these settings of the config: {dropped}"] * bool(dropped)
     reader.block_at(raw, "parallel3d")["model"] = {**chosen, **fixed, KEY: record}
     return notes
 

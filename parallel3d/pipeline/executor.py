@@ -91,8 +91,8 @@ class Executor:
     - `timed`: if set, `run` waits for the device and sets `spans`, each action's seconds since
       `started`. The gradients are reduced at `ended`. Both are Unix times.
 
-    Raise ScheduleError if the program splits backwards (I and W) but gradients are reduced in each
-    backward.
+    A program that splits backwards (I and W) needs gradients that are reduced once per step
+    (config/checks.py).
     """
 
     def __init__(
@@ -196,12 +196,6 @@ class Executor:
     def _use(self, schedule: Schedule) -> None:
         """Run this schedule from now on."""
         self.schedule, self._program = schedule, schedule.programs[self.mesh.pipeline.coord]
-        split = next((action for action in self._program if action.op is Op.W), None)
-        if split and not self.engine.settings.reduces_once:
-            raise ScheduleError(
-                f"{schedule.name}: {split} requires gradients to be reduced once per step, not in "
-                "each backward"
-            )
         backwards = {a.stage: a for a in self._program if a.op in (Op.B, Op.W)}
         self._completing = {a[1:] for a in backwards.values() if a.op is Op.B}
 

@@ -125,9 +125,6 @@ def test_comments_of_other_peoples_files_are_left_out():
 def test_no_zero_optimization_is_stage_0():
     config = RunConfig.from_dict(raw(zero_optimization=REMOVED))
     assert config.zero_optimization.stage == 0
-    assert config.notes == (
-        "zero_optimization: not set; stage 0, DeepSpeed's default, shards nothing",
-    )
     # In a block that is there a missing stage is a slip.
     assert "zero_optimization.stage: is required" in error_of(zero_optimization={})
 

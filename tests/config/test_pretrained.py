@@ -402,8 +402,6 @@ def test_on_the_command_line_it_takes_the_place_of_the_files_model(tmp_path):
     config = RunConfig.from_json(str(file), named)
     model = config.model
     assert (model.family, model.hidden_size, model.initializer_range) == ("llama", 96, 0.01)
-    gone = "family, hidden_size, num_hidden_layers, num_attention_heads, resid_pdrop"
-    assert f"model: {folder} replaces these settings of the config: {gone}" in config.notes
     short = ["--model.from_pretrained", str(folder), "--model.initializer_range", "0.02"]
     assert RunConfig.from_json(str(file), short).model.initializer_range == 0.02
     # Resolved, it is like any other: the same run is found again, and goes on.
