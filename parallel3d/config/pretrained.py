@@ -168,17 +168,11 @@ def download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path
     The folder's name is the revision. Raises ConfigError, without waiting, if the hub is
     unreachable and the model is not in the cache.
     """
-    from huggingface_hub import constants
-
-    unreachable = why_unreachable()
-    cache = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-    if unreachable and not os.path.isdir(cache):
-        rule = f"is not a local folder, and the hub cannot be reached: {unreachable}"
-        raise Problems([Problem(PATH, name, rule, _DOWNLOAD)])
     # Imported late, because the import takes a second.
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
+    unreachable = why_unreachable()
     disable_progress_bars()
     try:
         snapshot = snapshot_download(
@@ -191,7 +185,7 @@ def download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path
     except Exception as error:
         lines = str(error).strip().splitlines()
         reason = unreachable or (lines[0] if lines else type(error).__name__)
-        rule = f"was not found on the hub or in the local cache ({reason})"
+        rule = f"is not a local folder, and neither on the hub nor in its cache ({reason})"
         raise Problems([Problem(PATH, name, rule, _DOWNLOAD)]) from None
     finally:
         enable_progress_bars()
@@ -202,16 +196,6 @@ def _contradictions(
     chosen: Mapping[str, object], fixed: Mapping[str, object], folder: Path
 ) -> Iterator[Problem]:
     for key, value in chosen.items():
-        if key not in fixed or value == "auto":
-            continue
-        fixed_value = fixed[key]
-        # A null size is derived; a null block means that there is none.
-        if value is None and not isinstance(fixed_value, Mapping):
-            continue
-        if isinstance(value, Mapping) and isinstance(fixed_value, Mapping):
-            same = all(fixed_value.get(name) == item for name, item in value.items())
-        else:
-            same = value == fixed_value and isinstance(value, bool) == isinstance(fixed_value, bool)
-        if not same:
-            rule = f"contradicts {folder / 'config.json'}, which says {json.dumps(fixed_value)}"
+        if key in fixed and value not in ("auto", None, fixed[key]):
+            rule = f"contradicts {folder / 'config.json'}, which says {json.dumps(fixed[key])}"
             yield Problem(f"parallel3d.model.{key}", value, rule, "remove it")

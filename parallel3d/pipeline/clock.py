@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -11,15 +11,9 @@ import torch
 from parallel3d.schedule.schedule import Action, Span
 
 
-class Timed(Protocol):
-    """An object that waits for the device to measure times if `timed` is set."""
-
-    timed: bool
-
-
 @contextmanager
-def timing(*parts: Timed) -> Iterator[None]:
-    """Set `timed` on all parts inside the context."""
+def timing(*parts: object) -> Iterator[None]:
+    """Set `timed` on all parts inside the context, which then wait for the device."""
     with ExitStack() as stack:
         for part in parts:
             stack.enter_context(patch.object(part, "timed", True))

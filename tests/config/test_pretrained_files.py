@@ -33,7 +33,7 @@ def test_a_name_that_the_cache_of_the_hub_cannot_have(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     said = refused("y" * 250)
-    assert "is not a local folder, and the hub cannot be reached" in said
+    assert "is not a local folder, and neither on the hub" in said
 
 
 @pytest.mark.parametrize(
