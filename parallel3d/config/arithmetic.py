@@ -48,10 +48,12 @@ def fallback(mesh: MeshConfig, world_size: int) -> MeshSizes | None:
     meshes = [MeshSizes.parse(text) for text in mesh.fallbacks]
     if fitting := [sizes for sizes in meshes if sizes.ranks == world_size]:
         return fitting[0]
-    rule = f"has no mesh of {world_size} ranks, and {own} has {own.ranks}"
     numbers = ", ".join(map(str, sorted({sizes.ranks for sizes in (own, *meshes)})))
-    remedy = f"add a mesh for {world_size} processes, or start one of these numbers: {numbers}"
-    raise Problems([Problem("parallel3d.mesh.fallbacks", mesh.fallbacks, rule, remedy)])
+    raise Problems([Problem(
+        "parallel3d.mesh.fallbacks", mesh.fallbacks,
+        f"has no mesh of {world_size} ranks, and {own} has {own.ranks}",
+        f"add a mesh for {world_size} processes, or start one of these numbers: {numbers}",
+    )])  # fmt: skip
 
 
 def block_tokens(length: int, cp: int) -> int:

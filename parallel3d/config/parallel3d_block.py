@@ -20,9 +20,13 @@ Positive = Annotated[int, Field(gt=0)]
 _LONGEST_NAME = 100  # characters; file systems allow 255 bytes, which must also hold suffixes
 PLAN: Literal["plan"] = "plan"  # in place of a mesh: the first row of the planner
 # Shown in the message where the block is missing, so that it can be pasted.
-_SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 EXAMPLE = {
-    "model": {"family": "gpt"} | _SIZES,
+    "model": {
+        "family": "gpt",
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
     "data": {"sequence_length": 128},
     "train": {"steps": 100},
 }

@@ -197,5 +197,8 @@ def _contradictions(
 ) -> Iterator[Problem]:
     for key, value in chosen.items():
         if key in fixed and value not in ("auto", None, fixed[key]):
-            rule = f"contradicts {folder / 'config.json'}, which says {json.dumps(fixed[key])}"
-            yield Problem(f"parallel3d.model.{key}", value, rule, "remove it")
+            yield Problem(
+                f"parallel3d.model.{key}", value,
+                f"contradicts {folder / 'config.json'}, which says {json.dumps(fixed[key])}",
+                "remove it",
+            )  # fmt: skip

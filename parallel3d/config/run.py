@@ -190,8 +190,10 @@ class RunConfig(Section):
         """Ranks per axis; raises ConfigError if the planner has not chosen them yet."""
         if isinstance(self.parallel3d.mesh, MeshConfig):
             return self.parallel3d.mesh
-        rule, remedy = "the mesh is not planned yet", "use the first that `parallel3d plan` prints"
-        raise Problems([Problem("parallel3d.mesh", PLAN, rule, remedy)])
+        raise Problems([Problem(
+            "parallel3d.mesh", PLAN, "the mesh is not planned yet",
+            "use the first that `parallel3d plan` prints",
+        )])  # fmt: skip
 
     @property
     def pipeline(self) -> PipelineConfig:

@@ -73,7 +73,7 @@ class WarmupDecayLRParams(WarmupLRParams):
     """Step at which the decay ends; "auto" means the last step of the run."""
 
     def _after(self, step: int) -> float:
-        total = _known(self.total_num_steps)
+        total = int(self.total_num_steps)  # "auto" is resolved by now
         return max(0.0, (total - (step - 1)) / max(1, total - self.num_steps))
 
 
@@ -93,7 +93,7 @@ class WarmupCosineLRParams(Warmup):
             return 0.0  # DeepSpeed ignores warmup_min_ratio here
         share, least = self.rise(step), self.warmup_min_ratio
         if share is None:
-            total = _known(self.total_num_steps)
+            total = int(self.total_num_steps)  # "auto" is resolved by now
             done = min(1.0, (step - self.num_steps) / max(1, total - self.num_steps))
             share, least = (1 + cos(pi * done)) / 2, self.cos_min_ratio
         return lr * (least + (1 - least) * share)
@@ -121,8 +121,3 @@ WarmupDecayLR = _schedule("WarmupDecayLR", WarmupDecayLRParams)
 WarmupCosineLR = _schedule("WarmupCosineLR", WarmupCosineLRParams)
 SCHEDULERS = {cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 SCHEDULER = Choice("type", "scheduler", SCHEDULERS.keys, SCHEDULERS.__getitem__)
-
-
-def _known(steps: int | str) -> int:
-    assert isinstance(steps, int), 'total_num_steps is "auto": resolve and with_corpus come first'
-    return steps

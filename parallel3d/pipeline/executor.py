@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel3d.base.errors import ScheduleError
 from parallel3d.engine import Engine
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
@@ -184,12 +183,8 @@ class Executor:
         if schedule is None:
             assert self._make_schedule, f"needs {self.schedule.num_microbatches} microbatches"
             schedule = self._make_schedule(num_microbatches)
-            if schedule.pp_coord_of_stage != self.schedule.pp_coord_of_stage:
-                raise ScheduleError(
-                    f"{schedule.name}: places its stages on other ranks for {num_microbatches} "
-                    f"microbatches than for {self.schedule.num_microbatches}; use a schedule whose "
-                    "placement is fixed, or the same number in every step"
-                )
+            placement = self.schedule.pp_coord_of_stage
+            assert schedule.pp_coord_of_stage == placement, "stages would move to other ranks"
             self._schedules[num_microbatches] = schedule
         return schedule
 

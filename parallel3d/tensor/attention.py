@@ -78,10 +78,6 @@ class CausalAttention(nn.Module):
         )  # [batch, heads, seq, size]
         return y.transpose(1, 2)
 
-    def extra_repr(self) -> str:
-        q, kv = self.heads_here
-        return f"{q} query and {kv} key-value heads of {self.head_size}, window {self.window}"
-
 
 def kernel_of(
     q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None

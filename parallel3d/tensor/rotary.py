@@ -99,6 +99,3 @@ class Rotary(nn.Module):
         angles = torch.outer(here, self.frequencies(x.device)).repeat(1, 2)  # [seq, size]
         cos, sin = scale(angles.cos(), self.factor), scale(angles.sin(), self.factor)
         return cos.to(x.dtype), sin.to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.size}, theta={self.theta}"

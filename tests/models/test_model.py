@@ -128,7 +128,6 @@ PRINTED = {
     "llama, grouped": (
         "(qkv): GroupedColumnLinear(q_weight (8, 32) of (32, 32), k_weight (16, 32) of (16, 32), ",
         "(q_norm): RMSNorm(weight (8,) of (8,))",
-        "(rotary): Rotary(8, theta=10000.0)",
         "(gate_up): ColumnParallelLinear(weight (2, 64, 32) of (2, 256, 32))",
     ),
 }

@@ -96,13 +96,12 @@ def _read(paths: Sequence[str]) -> tuple[ModuleType, dict[str, object]]:
 
 
 def _block(path: str, text: str) -> dict[str, object]:
-    reason, block = "has no settings", None
     try:
         block = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).replace(' in "<unicode string>",', " in").split())
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}; write valid YAML") from None
     if not isinstance(block, dict):
-        raise ConfigError(f"{path}: {reason}; write a block of settings in YAML")
+        raise ConfigError(f"{path}: has no settings; write a block of settings in YAML")
     return block
 
 

@@ -150,14 +150,17 @@ def param_groups(
         kind = GroupKind(rates[h.spec.role], h.spec.weight_decay, matrices, divided)
         of_kind[kind].append(h.parameter)
     for kind, weight in zip(kinds, placeholders.parameters(), strict=True):
-        decay = weight_decay * kind.rate.weight_decay if kind.decays else 0.0
-        group = {"params": [*of_kind[kind], weight], "weight_decay": decay}
-        group |= {"eps": eps * kind.rate.eps, "decays": kind.decays, "matrices": kind.matrices}
+        group: dict[str, object] = {
+            "params": [*of_kind[kind], weight],
+            "weight_decay": weight_decay * kind.rate.weight_decay if kind.decays else 0.0,
+            "eps": eps * kind.rate.eps,
+            "decays": kind.decays,
+            "matrices": kind.matrices,
+        }
         group |= {"moe": True, "name": NAME} if kind.experts else {}
-        if kind.rate.is_step:
-            # Without memory Adam's update is the gradient's sign. eps is far below any gradient of
-            # these, and above what is lost when one is squared.
-            group |= {"betas": (0.0, 0.0), "eps": 1e-18}
+        # Without memory Adam's update is the gradient's sign. eps is far below any gradient of
+        # these, and above what is lost when one is squared.
+        group |= {"betas": (0.0, 0.0), "eps": 1e-18} if kind.rate.is_step else {}
         groups.append(group)
     return groups
 
