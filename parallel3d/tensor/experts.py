@@ -161,6 +161,11 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
+def _scatter(x: Tensor, order: Tensor, k: int) -> Tensor:
+    """Return each token k times, in order: [tokens, size] -> [tokens * k, size]."""
+    return x.index_select(0, order // k)
+
+
 def _gather(rows: Tensor, place: Tensor, k: int) -> Tensor:
     """Return the sum of each token's k rows: [tokens * k, size] -> [tokens, size]."""
     if k == 1:
@@ -172,7 +177,7 @@ def _dispatch(x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
     """Return each token k times, in order; the gradient adds in a fixed order, unlike torch's."""
     return Conjugate.apply(
         x,
-        lambda x: x.index_select(0, order // k),
+        lambda x: _scatter(x, order, k),
         lambda grad, place: _gather(grad, place, k),
         place,
     )
@@ -183,7 +188,7 @@ def _combine(rows: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
     return Conjugate.apply(
         rows,
         lambda rows: _gather(rows, place, k),
-        lambda grad, order: grad.index_select(0, order // k),
+        lambda grad, order: _scatter(grad, order, k),
         order,
     )
 
