@@ -29,7 +29,6 @@ _DEFAULT_WINDOWS = {
 _SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")
 _UNIFORM = ("mistral", "mixtral", "qwen3_moe")
 _SLIDING = "sliding_attention"
-_LENGTH = "original_max_position_embeddings"
 _BASES = {"smollm3": 2e6, "mixtral": 1e6}  # of the rotary frequencies, where not 10,000
 
 
@@ -193,7 +192,9 @@ def _rope(fields: Fields) -> tuple[object, dict[str, object] | None, object]:
     required = ["factor", *(names if kind == "llama3" else ())]
     entries = {name: value for name, value in rope.items() if value is not None}
     if kind == "yarn":
-        entries.setdefault(_LENGTH, fields.take("max_position_embeddings", 2048))
+        entries = {
+            "original_max_position_embeddings": fields.take("max_position_embeddings", 2048)
+        } | entries
     if missing := [name for name in required if name not in entries]:
         fields.refuse(where, f"has no {missing[0]}", "add it")
     if more := sorted(entries.keys() - {"factor", *names}):

@@ -24,7 +24,6 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 
 _log = logging.getLogger(__name__)
-_WHY = re.compile(r"\berror: |: cannot find |undefined reference")
 _BUILD_SECONDS = 900.0  # longer than any build takes
 
 
@@ -101,7 +100,7 @@ def _load_everywhere(builders: list[type], mesh: Mesh, say: Callable[[str], None
 def _reason(error: Exception) -> str:
     """Return the line of a failed build with the compiler's error, else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    errors = (line for line in lines if _WHY.search(line))
+    errors = (x for x in lines if re.search(r"\berror: |: cannot find |undefined reference", x))
     # At most 300 characters: torch puts the whole command line first.
     return next(errors, lines[0] if lines else repr(error))[:300]
 
