@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from parallel3d.base import user_folders
-from parallel3d.base.section import Problem, Problems
+from parallel3d.base.section import refuse_where
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.model.spec import LayerSpec, Shape, count_params, named_params
@@ -45,13 +45,14 @@ def small(config: ModelConfig, tp: Sequence[int]) -> dict[str, object]:
 def layers(config: ModelConfig) -> list[LayerSpec]:
     """Return the layers of a model of any family, first to last."""
     specs: list[LayerSpec] = _spec(config.family).layers(config)
-    if (kind := parametrization_of(config).type) != "standard":
-        for name, p in named_params(specs).items():
-            if p.role is None:
-                rule = f"needs the role of every parameter; the family declares none for {name}"
-                remedy = 'declare it in its ParamSpec (docs/add-a-model.md), or use "standard"'
-                path = "parallel3d.model.parametrization.type"
-                raise Problems([Problem(path, kind, rule, remedy)])
+    kind = parametrization_of(config).type
+    scaled = {} if kind == "standard" else named_params(specs)
+    refuse_where(*(
+        (p.role is None, "parallel3d.model.parametrization.type", kind,
+         f"needs the role of every parameter; the family declares none for {name}",
+         'declare it in its ParamSpec (docs/add-a-model.md), or use "standard"')
+        for name, p in scaled.items()
+    ))  # fmt: skip
     return specs
 
 

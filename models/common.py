@@ -1,14 +1,14 @@
 """Parts of specs and of parameter names that several families share (floor 0, no torch)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import isqrt, sqrt
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from parallel3d.base.section import PathText, Problem, Problems, Section
+from parallel3d.base.section import PathText, Problem, Section, problems_where
 from parallel3d.model.config import ModelConfig, TransformerConfig
 from parallel3d.model.module_cost import AttentionCost
 from parallel3d.model.parametrization import (
@@ -57,14 +57,6 @@ class ModelSection(Section):
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of weights, times 1/sqrt(2 x layers) for those that feed the residual."""
 
-    @model_validator(mode="after")
-    def _check_parametrization(self) -> "ModelSection":
-        kind = self.parametrization.type
-        if self.from_pretrained is not None and kind != "standard":
-            rule = "applies multipliers that the weights of from_pretrained were not trained with"
-            raise Problems([Problem("parametrization.type", kind, rule, 'use "standard"')])
-        return self
-
 
 def pretrained_of(config: ModelConfig) -> Pretrained | str | None:
     """Return `from_pretrained`; None, too, if the family cannot be imported."""
@@ -75,17 +67,32 @@ def divisor_below(number: int, limit: int) -> int:
     """Return the largest divisor of `number` below `limit` that is found in milliseconds."""
     most = min(isqrt(number), 10**6)
     divisors = (n for d in range(1, most + 1) if number % d == 0 for n in (d, number // d))
-    return max(n for n in divisors if n < limit)
+    return max((n for n in divisors if n < limit), default=1)
 
 
-def refuse_uneven_heads(config: ModelConfig) -> None:
-    """Raise Problems unless num_attention_heads divides hidden_size."""
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    if hidden % heads:
-        near = divisor_below(hidden, heads)
-        rule = f"does not divide hidden_size={hidden}"
-        remedy = f"use {near} heads, or a hidden_size that is a multiple of {heads}"
-        raise Problems([Problem("num_attention_heads", heads, rule, remedy)])
+class BiasedConfig(ModelSection):
+    """The settings that families of `biased_block`s share."""
+
+    num_attention_heads: Positive
+    """Attention heads per block; must divide hidden_size, and tp must divide it."""
+    intermediate_size: Positive | None = None
+    """Inner width of the MLP; null means 4 x hidden_size."""
+
+    @property
+    def inner_size(self) -> int:
+        """Inner width of the MLP, resolved."""
+        return self.intermediate_size or 4 * self.hidden_size
+
+    def _problems(self) -> Iterator[Problem]:
+        return uneven_heads(self.num_attention_heads, self.hidden_size)
+
+
+def uneven_heads(heads: int, hidden: int) -> Iterator[Problem]:
+    """Yield a problem unless num_attention_heads divides hidden_size."""
+    return problems_where((
+        hidden % heads, "num_attention_heads", heads, f"does not divide hidden_size={hidden}",
+        f"use {divisor_below(hidden, heads)} heads, or a hidden_size that is a multiple of {heads}",
+    ))  # fmt: skip
 
 
 def vocab_size(config: ModelConfig) -> int:

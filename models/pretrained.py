@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 from parallel3d import models
+from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import ABSENT, Problem, Problems
 
 # Fields that do not affect the model: names, ids, generation, how it was saved or trained.
@@ -76,8 +78,11 @@ class Fields:
         """True if a field is present, even if null."""
         return name in self._config
 
-    def take(self, name: str, default: object = ABSENT) -> object:
-        """Return a field's value, or `default` if it is missing or null; refuse it without one."""
+    def take(self, name: str, default: Any = ABSENT) -> Any:
+        """Return a field's value, or `default` if it is missing or null; refuse it without one.
+
+        Any, because a file may hold anything: `model_block` reports values of a wrong kind.
+        """
         self._known.add(name)
         value = self._config.get(name)
         if value is None and default is ABSENT:
@@ -99,11 +104,7 @@ class Fields:
         """
         where = next((place for place in places if self.take(place, None)), places[-1])
         self.ignore(*places)
-        block = self.take(where, {})
-        if not isinstance(block, dict):
-            self.refuse(where, "must be a block")
-            block = {}
-        block = dict(block)
+        block = dict(self.take(where, {}))
         kinds = block.pop("rope_type", None), block.pop("type", None)
         return where, kinds[0] or kinds[1] or "default", block
 
@@ -134,17 +135,17 @@ def model_block(config: Mapping[str, object]) -> dict[str, object]:
     kinds = {name: module for module in _families() for name in module.MODEL_TYPES}
     family = kinds.get(fields.model_type)
     if family is None:
-        value = config.get("model_type", ABSENT)
         remedy = f"use a model of one of the types {', '.join(sorted(kinds))}"
-        fields.refuse("model_type", "is not supported", remedy, value)
-        fields.ignore(*(name for name in config if name not in _FOREIGN))
-        fields.finish()
-        raise AssertionError("finish raises")
+        value = config.get("model_type", ABSENT)
+        raise Problems([Problem("model_type", value, "is not supported", remedy)])
     classes: Sequence[str] = family.MODEL_TYPES[fields.model_type]
     named = config.get("architectures") or [classes[0]]
     if not isinstance(named, list) or named[0] not in classes or len(named) > 1:
         fields.refuse("architectures", "is not the language model of its type", f"use {classes[0]}")
-    block: dict[str, object] = family.model_block(fields)
+    try:
+        block: dict[str, object] = family.model_block(fields)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"has a field of a wrong kind ({error}); download it again") from None
     fields.finish()
     return block
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.config_page import config_document
 from parallel3d import models
-from parallel3d.config.document import config_document
 
 pytestmark = pytest.mark.pure
 
@@ -55,4 +55,4 @@ def test_the_table_of_settings_is_what_the_command_prints(monkeypatch):
     named = [family for family in models.families() if f'"{family}"' in page]
     assert {"gpt", "llama"} <= set(named)
     monkeypatch.setattr(models, "families", lambda: named)
-    assert page == config_document(), "run: python -m parallel3d.config > docs/config.md"
+    assert page == config_document(), "run: python docs/config_page.py > docs/config.md"

@@ -12,7 +12,7 @@ from parallel3d.models.common import scales_of
 from parallel3d.models.gpt.spec import Config
 from parallel3d.tensor.collectives import sequence_part
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.cut import cut_of, cut_parameter
+from parallel3d.tensor.cut import CutModule, cut_parameter
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.norm import LayerNorm
 from parallel3d.tensor.pointwise import scale
@@ -21,7 +21,7 @@ from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.vocab import VocabParallelEmbedding
 
 
-class Table(nn.Module):
+class Table(CutModule):
     """The first rows of a learned table, replicated on each rank."""
 
     def __init__(self, rows: int, size: int) -> None:
@@ -31,9 +31,6 @@ class Table(nn.Module):
     def forward(self, positions: Tensor) -> Tensor:
         """positions [...] -> [..., size]."""
         return F.embedding(positions, self.weight)
-
-    def extra_repr(self) -> str:
-        return f"{cut_of(self.weight).global_shape}, replicated"
 
 
 class Embedding(nn.Module):

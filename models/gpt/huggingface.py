@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from parallel3d.models.common import class_named, renamed
 from parallel3d.models.gpt.spec import Config
+from parallel3d.models.llama.huggingface import built
 from parallel3d.models.pretrained import Part
 
 # Our names and those of transformers, in the order of replacement.
@@ -64,12 +65,7 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
 
 def reference(config: Config) -> nn.Module:
     """Return a `GPT2LMHeadModel` of the same architecture, in fp32, randomly initialised."""
-    from transformers import GPT2LMHeadModel
-
-    settings = architecture(config)
-    settings._attn_implementation = "eager"
-    model: nn.Module = GPT2LMHeadModel(settings).float()
-    return model
+    return built(architecture(config))
 
 
 def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,37 +7,32 @@ names of the Hugging Face `GPT2Config`; blocks.py has the modules.
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from parallel3d.model.module_cost import LAYER_NORM, MlpCost
 from parallel3d.model.spec import LayerSpec
 from parallel3d.model.transformer_cost import BlockCost, EmbeddingCost, HeadCost
 from parallel3d.models.common import (
     TP_0,
-    ModelSection,
+    BiasedConfig,
     Positive,
     Probability,
     biased_block,
     fused_attention,
     head,
     layer_norm,
-    refuse_uneven_heads,
     table,
     vocab_size,
 )
 
 
-class Config(ModelSection):
+class Config(BiasedConfig):
     """The settings of one GPT model."""
 
     family: Literal["gpt"]
     """The model family: the name of a folder in models/."""
-    num_attention_heads: Positive
-    """Attention heads per block; must divide hidden_size, and tp must divide it."""
     max_position_embeddings: Positive = 1024
     """Number of learned positions: the longest possible sequence."""
-    intermediate_size: Positive | None = None
-    """Inner width of the MLP; null means 4 x hidden_size."""
     activation: Literal["gelu_new"] = "gelu_new"
     """The MLP's non-linearity: the tanh approximation of GELU, as in GPT-2."""
     layer_norm_epsilon: float = Field(default=1e-5, gt=0)
@@ -50,16 +45,6 @@ class Config(ModelSection):
     """Dropout on the outputs of attention and MLP."""
     attn_pdrop: Probability = 0.0
     """Dropout on the attention weights."""
-
-    @property
-    def inner_size(self) -> int:
-        """Inner width of the MLP, resolved."""
-        return self.intermediate_size or 4 * self.hidden_size
-
-    @model_validator(mode="after")
-    def _check(self) -> "Config":
-        refuse_uneven_heads(self)
-        return self
 
 
 def layers(config: Config) -> list[LayerSpec]:

@@ -3,6 +3,8 @@
 Touvron et al., arXiv:2302.13971 and 2307.09288; grouped-query attention is arXiv:2305.13245.
 """
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from parallel3d.models.blocks import NormedHead
@@ -14,7 +16,7 @@ from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, 
 from parallel3d.tensor.norm import RMSNorm, WidthNorm
 from parallel3d.tensor.pointwise import scale, swiglu
 from parallel3d.tensor.recompute import activated, normed
-from parallel3d.tensor.rotary import FrequencyScaling, LinearScaling, Rotary, YarnScaling
+from parallel3d.tensor.rotary import Rotary, llama3_scaling, yarn_scaling
 from parallel3d.tensor.segments import Segments
 
 
@@ -128,11 +130,12 @@ def _rotary(config: Config) -> Rotary:
     if scaling is None or scaling.rope_type == "dynamic":
         return Rotary(size, theta)
     factor, length = scaling.factor, scaling.original_max_position_embeddings
-    if scaling.rope_type == "linear":
-        return Rotary(size, theta, LinearScaling(factor))
+    if scaling.rope_type == "linear":  # position interpolation (arXiv:2306.15595)
+        return Rotary(size, theta, lambda frequencies: frequencies / factor)
     if scaling.rope_type == "llama3":
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        return Rotary(size, theta, FrequencyScaling(factor, low, high, length))
+        llama3 = partial(llama3_scaling, factor=factor, low=low, high=high, length=length)
+        return Rotary(size, theta, llama3)
     slow, fast = scaling.beta_slow, scaling.beta_fast
-    yarn = YarnScaling(theta, factor, slow, fast, length, scaling.truncate)
+    yarn = partial(yarn_scaling, theta=theta, factor=factor, slow=slow, fast=fast, length=length)
     return Rotary(size, theta, yarn, scaling.rotation_factor)

@@ -5,7 +5,6 @@ SmolLM2 is a `LlamaForCausalLM`. Missing fields have the default of the class.
 
 from collections.abc import Callable
 from math import isclose
-from typing import TypeGuard
 
 from parallel3d.models.llama.spec import SCALINGS
 from parallel3d.models.pretrained import Fields
@@ -30,7 +29,6 @@ _DEFAULT_WINDOWS = {
 _SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")
 _UNIFORM = ("mistral", "mixtral", "qwen3_moe")
 _SLIDING = "sliding_attention"
-_LENGTH = "original_max_position_embeddings"
 _BASES = {"smollm3": 2e6, "mixtral": 1e6}  # of the rotary frequencies, where not 10,000
 
 
@@ -64,7 +62,7 @@ def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
     if kind != "glm4_moe":
         fields.only("partial_rotary_factor", 1, 1.0, rule="rotates only part of each head")
     fields.ignore(*FREE.values(), "is_llama_config")
-    interval: object = None
+    interval: int | None = None
     if kind == "smollm3":
         interval = _interval(fields, "no_rope_layers", fields.take("no_rope_layer_interval", 4))
     elif kind == "granite_swa":
@@ -103,7 +101,7 @@ def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
     }
 
 
-def _windows(fields: Fields, interval: object) -> tuple[object, object]:
+def _windows(fields: Fields, interval: int | None) -> tuple[object, object]:
     """Return the window and the type of each layer, as transformers' class understands them."""
     kind, count = fields.model_type, fields.take("num_hidden_layers", 0)
     first = fields.take("max_window_layers", 62 if kind == "dots1" else 28)
@@ -115,25 +113,17 @@ def _windows(fields: Fields, interval: object) -> tuple[object, object]:
     fields.ignore("use_sliding_window")
     if kind in _SWITCHED and not fields.take("use_sliding_window", False):
         window = None
-    if not _is_count(count) or not isinstance(first, int):
-        return None, None
-    if window is not None and not _is_count(window):
-        fields.refuse("sliding_window", "must be a number of tokens", "download the file again")
-        return None, None
     if types is None:
-        by_kind: dict[str, Callable[[int], bool]] = {
+        by_kind: dict[str, Callable[[int], object]] = {
             "qwen2": lambda number: number >= first,
             "qwen3": lambda number: number >= first,
-            "smollm3": lambda number: _is_count(interval) and (number + 1) % interval == 0,
+            "smollm3": lambda number: interval and (number + 1) % interval == 0,
             "dots1": lambda number: number >= first,
             "granite_swa": lambda number: number % 4 > 0,
         }
         slides = map(by_kind.get(kind, lambda number: True), range(count))
         types = [_SLIDING if window is not None and s else "full_attention" for s in slides]
-    elif not isinstance(types, list) or len(types) != count:
-        fields.refuse("layer_types", f"must be a list of {count} types", "correct it")
-        return None, None
-    elif any(t not in ("full_attention", _SLIDING) for t in types):
+    elif not isinstance(types, list) or {*map(str, types)} - {"full_attention", _SLIDING}:
         fields.refuse("layer_types", "has layers that do not attend to all tokens or to a window")
         return None, None
     elif kind in _UNIFORM and types != [types[0] if window is None else _SLIDING] * count:
@@ -146,7 +136,7 @@ def _windows(fields: Fields, interval: object) -> tuple[object, object]:
     return window, None if "full_attention" not in types else types
 
 
-def _interval(fields: Fields, where: str, default: object) -> object:
+def _interval(fields: Fields, where: str, default: int | None) -> int | None:
     """Return after how many blocks one has no rotary positions, or None if all have them.
 
     `where`: the field that lists the blocks, 0 for those without; `default` if it is missing.
@@ -154,9 +144,6 @@ def _interval(fields: Fields, where: str, default: object) -> object:
     count, listed = fields.take("num_hidden_layers", 0), fields.take(where, None)
     if listed is None:
         return default
-    if not isinstance(listed, list) or not _is_count(count) or len(listed) < count:
-        fields.refuse(where, "must be a list with a number for each layer", "correct it")
-        return None
     without = [number for number, rotates in enumerate(listed[:count], 1) if not rotates]
     if without and without != [*range(without[0], count + 1, without[0])]:
         fields.refuse(where, "is not 0 for every n-th layer alone")
@@ -165,8 +152,7 @@ def _interval(fields: Fields, where: str, default: object) -> object:
 
 def _base(fields: Fields, default: object) -> object:
     """Return the base that the layers of Granite share; `default` if they do not list theirs."""
-    listed = fields.take("layer_rope_theta", None)
-    bases = {*listed} - {0} if isinstance(listed, list) else set()
+    bases = {*fields.take("layer_rope_theta", ())} - {0}
     if len(bases) > 1:
         fields.refuse("layer_rope_theta", "has layers with other bases, which is not supported")
     return max(bases, default=default)
@@ -176,11 +162,12 @@ def _refuse_multipliers(fields: Fields) -> None:
     for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
         fields.only(name, 1, 1.0, rule="multiplies activations, which is not supported")
     hidden, heads = fields.take("hidden_size"), fields.take("num_attention_heads")
-    factor = fields.take("attention_multiplier", 1.0)
-    if _is_count(hidden) and _is_count(heads) and isinstance(factor, int | float):
-        size = fields.take("head_dim", hidden // heads)
-        if not (_is_count(size) and isclose(factor, size**-0.5, rel_tol=1e-6)):
-            fields.refuse("attention_multiplier", "is not 1 / sqrt(head_dim)", value=factor)
+    factor, size = (
+        fields.take("attention_multiplier", 1.0),
+        fields.take("head_dim", hidden // heads),
+    )
+    if not isclose(factor, size**-0.5, rel_tol=1e-6):
+        fields.refuse("attention_multiplier", "is not 1 / sqrt(head_dim)", value=factor)
 
 
 def _rope(fields: Fields) -> tuple[object, dict[str, object] | None, object]:
@@ -205,13 +192,11 @@ def _rope(fields: Fields) -> tuple[object, dict[str, object] | None, object]:
     required = ["factor", *(names if kind == "llama3" else ())]
     entries = {name: value for name, value in rope.items() if value is not None}
     if kind == "yarn":
-        entries.setdefault(_LENGTH, fields.take("max_position_embeddings", 2048))
+        entries = {
+            "original_max_position_embeddings": fields.take("max_position_embeddings", 2048)
+        } | entries
     if missing := [name for name in required if name not in entries]:
         fields.refuse(where, f"has no {missing[0]}", "add it")
     if more := sorted(entries.keys() - {"factor", *names}):
         fields.refuse(where, f"has {more[0]}, which is unknown")
     return base, {"rope_type": kind, **entries}, part
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and value > 0

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, model_serializer
 
-from parallel3d.base.section import Problem, Section
+from parallel3d.base.section import Problem, Section, problems_where
 from parallel3d.model.module_cost import RMS_NORM, AttentionCost, MlpCost
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, HeadCost, ModuleCost
@@ -40,8 +40,7 @@ SCALINGS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "dynamic": (),
     "yarn": (
-        "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate",
-        "attention_factor", "mscale", "mscale_all_dim",
+        "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor",
     ),
 }  # fmt: skip
 
@@ -66,25 +65,13 @@ class RopeScaling(Section):
     """For "yarn": as high_freq_factor."""
     beta_slow: float = Field(default=1.0, gt=0)
     """For "yarn": as low_freq_factor."""
-    truncate: bool = True
-    """For "yarn": round the interpolated range outwards to whole pairs of features."""
     attention_factor: float | None = Field(default=None, gt=0)
-    """For "yarn": the factor of rotated queries and keys; null: 0.1 ln(factor) + 1, or mscale's."""
-    mscale: float | None = Field(default=None, gt=0)
-    """For "yarn": with mscale_all_dim, the attention factor is (0.1 mscale ln(factor) + 1) /
-    (0.1 mscale_all_dim ln(factor) + 1)."""
-    mscale_all_dim: float | None = Field(default=None, gt=0)
-    """For "yarn": see mscale."""
+    """For "yarn": the factor of rotated queries and keys; null: 0.1 ln(factor) + 1."""
 
     @property
     def rotation_factor(self) -> float:
         """The factor of "yarn" for rotated queries and keys, resolved (arXiv:2309.00071, 3.4)."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        above, below = self.mscale, self.mscale_all_dim
-        if above is None or below is None:
-            above, below = 1.0, 0.0
-        return (0.1 * above * log(self.factor) + 1) / (0.1 * below * log(self.factor) + 1)
+        return self.attention_factor or 0.1 * log(self.factor) + 1
 
     @model_serializer
     def _of_type(self) -> dict[str, object]:
@@ -92,17 +79,17 @@ class RopeScaling(Section):
         return {name: getattr(self, name) for name in names}
 
     def _problems(self) -> Iterator[Problem]:
-        for name in type(self).model_fields.keys() - self._of_type().keys():
-            if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                rule = f'is not a setting of rope_type "{self.rope_type}"'
-                yield Problem(name, value, rule, "remove it")
-        low, high = self.low_freq_factor, self.high_freq_factor
-        if high <= low:
-            rule, remedy = f"is not above low_freq_factor={low}", f"use more than {low}"
-            yield Problem("high_freq_factor", high, rule, remedy)
-        if self.beta_fast < self.beta_slow:
-            rule, remedy = f"is below beta_slow={self.beta_slow}", f"use {self.beta_slow} or more"
-            yield Problem("beta_fast", self.beta_fast, rule, remedy)
+        low, high, slow = self.low_freq_factor, self.high_freq_factor, self.beta_slow
+        others = type(self).model_fields.keys() - self._of_type().keys()
+        kind = f'is not a setting of rope_type "{self.rope_type}"'
+        yield from problems_where(
+            *((value != type(self).model_fields[name].default, name, value, kind, "remove it")
+              for name in others for value in [getattr(self, name)]),
+            (high <= low, "high_freq_factor", high,
+             f"is not above low_freq_factor={low}", f"use more than {low}"),
+            (self.beta_fast < slow, "beta_fast", self.beta_fast,
+             f"is below beta_slow={slow}", f"use {slow} or more"),
+        )  # fmt: skip
 
 
 class Config(ModelSection):
@@ -122,7 +109,7 @@ class Config(ModelSection):
     """The longest sequence that the model is meant for; it adds no parameters."""
     rms_norm_eps: float = Field(default=1e-5, gt=0)
     """Added to the mean square in every RMSNorm."""
-    rope_theta: float = Field(default=10_000.0, gt=0)
+    rope_theta: float = Field(default=10_000.0, gt=1)
     """Base of the rotary frequencies; Llama 3 has 500000, Qwen 1000000."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies for long sequences; null means none."""
@@ -190,36 +177,28 @@ class Config(ModelSection):
         return None if types and types[number] == "full_attention" else self.sliding_window
 
     def _problems(self) -> Iterator[Problem]:
-        heads, hidden = self.num_attention_heads, self.hidden_size
-        if self.head_dim is None and hidden % heads:
-            rule = f"does not divide hidden_size={hidden}"
-            remedy = f"use {divisor_below(hidden, heads)} heads, or set head_dim"
-            yield Problem("num_attention_heads", heads, rule, remedy)
-        elif self.head_size % 2:
-            rule = f"makes heads of {self.head_size} features; the number must be even"
-            if self.head_dim is None:
-                remedy = f"set an even head_dim, such as {self.head_size + 1}"
-                yield Problem("num_attention_heads", heads, rule, remedy)
-            else:
-                yield Problem("head_dim", self.head_dim, rule, f"use {self.head_dim + 1}")
-        elif self.rotary_size % 2 or not self.rotary_size:
-            rule = f"rotates {self.rotary_size} of {self.head_size} features; use an even number"
-            remedy = f"use {max(2, self.rotary_size // 2 * 2) / self.head_size:g}"
-            yield Problem("partial_rotary_factor", self.partial_rotary_factor, rule, remedy)
-        if self.rope_scaling and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1:
-            rule = 'must be greater than 1 for rope_type "yarn"'
-            yield Problem("rope_theta", self.rope_theta, rule, "raise it")
-        types, blocks = self.layer_types, self.num_hidden_layers
-        if types is not None and len(types) != blocks:
-            rule = f"has {len(types)} entries for num_hidden_layers={blocks}"
-            yield Problem("layer_types", types, rule, f"list {blocks}")
-        if types is not None and "sliding_attention" in types and self.sliding_window is None:
-            rule, remedy = "is needed for sliding_attention in layer_types", "set it, in tokens"
-            yield Problem("sliding_window", None, rule, remedy)
-        if heads % self.kv_heads:
-            rule = f"does not divide num_attention_heads={heads}"
-            remedy = f"use {divisor_below(heads, self.kv_heads)}"
-            yield Problem("num_key_value_heads", self.kv_heads, rule, remedy)
+        heads, hidden, kv_heads = self.num_attention_heads, self.hidden_size, self.kv_heads
+        size, turning, types = self.head_size, self.rotary_size, self.layer_types or ()
+        is_even = self.head_dim is not None or hidden % heads == 0
+        yield from problems_where(
+            (not is_even, "num_attention_heads", heads, f"does not divide hidden_size={hidden}",
+             f"use {divisor_below(hidden, heads)} heads, or set head_dim"),
+            (is_even and size % 2, "head_dim", self.head_dim,
+             f"makes heads of {size} features; the number must be even",
+             f"use an even number, such as {size + 1}"),
+            (is_even and size % 2 == 0 and (turning % 2 or not turning),
+             "partial_rotary_factor", self.partial_rotary_factor,
+             f"rotates {turning} of {size} features; use an even number",
+             f"use {max(2, turning // 2 * 2) / max(1, size):g}"),
+            (types and len(types) != self.num_hidden_layers, "layer_types", types,
+             f"has {len(types)} entries for num_hidden_layers={self.num_hidden_layers}",
+             f"list {self.num_hidden_layers}"),
+            ("sliding_attention" in types and self.sliding_window is None, "sliding_window", None,
+             "is needed for sliding_attention in layer_types", "set it, in tokens"),
+            (heads % kv_heads, "num_key_value_heads", kv_heads,
+             f"does not divide num_attention_heads={heads}",
+             f"use {divisor_below(heads, kv_heads)}"),
+        )  # fmt: skip
 
 
 def layers(
@@ -241,19 +220,19 @@ def layers(
 
 def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
     """Return a scaling and interval of rotary positions, and windows, that act if small."""
-    settings: dict[str, object] = {}
-    if config.rope_scaling is not None:
-        scaling = settings["rope_scaling"] = config.rope_scaling.model_dump(mode="json")
-        if "original_max_position_embeddings" in scaling:
-            scaling["original_max_position_embeddings"] = config.max_position_embeddings // 2
-    if config.no_rope_layer_interval is not None:
-        settings["no_rope_layer_interval"] = min(2, config.no_rope_layer_interval)
-    if config.sliding_window is not None:
-        settings["sliding_window"] = min(config.sliding_window, config.max_position_embeddings // 4)
-    if config.layer_types is not None:
-        kinds, blocks = sorted({*config.layer_types}), config.num_hidden_layers
-        settings["layer_types"] = (blocks * kinds)[:blocks]
-    return settings
+    longest = config.max_position_embeddings
+    interval, window = config.no_rope_layer_interval, config.sliding_window
+    scaling = config.rope_scaling and config.rope_scaling.model_dump(mode="json")
+    if scaling and "original_max_position_embeddings" in scaling:
+        scaling["original_max_position_embeddings"] = longest // 2
+    types = config.layer_types and sorted({*config.layer_types}) * config.num_hidden_layers
+    settings = {
+        "rope_scaling": scaling,
+        "no_rope_layer_interval": interval and min(2, interval),
+        "sliding_window": window and min(window, longest // 4),
+        "layer_types": types and types[: config.num_hidden_layers],
+    }
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _block(config: Config, number: int) -> LayerSpec:

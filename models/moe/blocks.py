@@ -85,10 +85,6 @@ class Router(nn.Module):
             scores = groups.masked_fill(left_out.unsqueeze(-1), float("-inf")).flatten(-2)
         return scores.topk(c.num_experts_per_tok, -1).indices
 
-    def extra_repr(self) -> str:
-        c = self.config
-        return f"{c.num_experts_per_tok} of {c.num_experts} experts, {c.router}"
-
 
 class MoE(nn.Module):
     """Routed experts and a shared one; each tp rank computes its share of the inner features."""
@@ -151,9 +147,6 @@ class MoE(nn.Module):
         dropped = (counts - self.experts.limit(rows)).clamp(min=0).sum() / rows
         loads = torch.cat([counts * (c.num_experts / rows), dropped.unsqueeze(0)])
         return side_losses | {self.loads: SideLoss(loads, 0.0)}
-
-    def extra_repr(self) -> str:
-        return f"/ {self.group.size()}"
 
 
 class Block(llama.Block):

@@ -47,7 +47,7 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
         _OLMOE: {"intermediate_size": config.expert_size},
         _QWEN3: {
             "decoder_sparse_step": config.decoder_sparse_step,
-            "mlp_only_layers": [*range(config.first_k_dense_replace), *config.mlp_only_layers],
+            "mlp_only_layers": [*range(config.first_k_dense_replace)],
         },
         _GLM: {
             "use_qk_norm": config.qk_norm,
@@ -154,30 +154,32 @@ def _is_normed(config: Config) -> bool:
 
 def _unlike(config: Config, chosen: str) -> Iterator[str]:
     """Yield the settings that a class of transformers does not have."""
-    needed: dict[str, object] = {"no_rope_layer_interval": None, "attention_sinks": False}
-    needed["attention_output_bias"] = chosen not in (_MIXTRAL, _GLM) and config.attention_bias
-    needed["partial_rotary_factor"] = config.partial_rotary_factor if chosen == _GLM else 1.0
-    if chosen in (_DOTS1, _GLM):
-        needed |= {"qk_norm_over": "head", "score_bias": True}
-        needed["qk_norm"] = chosen == _DOTS1 or config.qk_norm
-        needed["n_shared_experts"] = max(1, config.n_shared_experts)
-    else:
-        needed |= {"score_bias": False, "n_shared_experts": 0, "n_group": 1}
-        needed["routed_scaling_factor"] = 1.0
-    if chosen == _MIXTRAL:
-        needed["attention_bias"] = False
-        needed["norm_topk_prob"] = config.norm_topk_prob if _is_normed(config) else True
-    if chosen != _QWEN3:
-        needed |= {"decoder_sparse_step": 1, "mlp_only_layers": ()}
-    if chosen in (_MIXTRAL, _OLMOE):
-        needed["first_k_dense_replace"] = 0
-    if chosen == _OLMOE:
-        needed["head_size"] = config.hidden_size // config.num_attention_heads
-    if unlike := llama.windows_unlike(config, chosen):
+    own, has_shared = config, chosen in (_DOTS1, _GLM)
+    is_plain = chosen in (_MIXTRAL, _OLMOE)  # experts in every layer, without switches
+    needed: dict[str, object] = {
+        "no_rope_layer_interval": None,
+        "attention_sinks": False,
+        "attention_bias": own.attention_bias and chosen != _MIXTRAL,
+        "attention_output_bias": own.attention_bias and chosen not in (_MIXTRAL, _GLM),
+        "partial_rotary_factor": own.partial_rotary_factor if chosen == _GLM else 1.0,
+        "qk_norm": own.qk_norm or chosen == _DOTS1,
+        "qk_norm_over": "head" if has_shared else own.qk_norm_over,
+        "norm_topk_prob": own.norm_topk_prob or (chosen == _MIXTRAL and not _is_normed(own)),
+        "score_bias": has_shared,
+        "n_shared_experts": max(1, own.n_shared_experts) if has_shared else 0,
+        "n_group": own.n_group if has_shared else 1,
+        "routed_scaling_factor": own.routed_scaling_factor if has_shared else 1.0,
+        "decoder_sparse_step": own.decoder_sparse_step if chosen == _QWEN3 else 1,
+        "first_k_dense_replace": 0 if is_plain else own.first_k_dense_replace,
+        "head_size": own.hidden_size // own.num_attention_heads
+        if chosen == _OLMOE
+        else own.head_size,
+    }
+    if unlike := llama.windows_unlike(own, chosen):
         yield unlike
     for name, value in needed.items():
-        if (own := getattr(config, name)) != value:
-            yield f"{name} = {json.dumps(own)}: {chosen} has {json.dumps(value)}"
+        if getattr(own, name) != value:
+            yield f"{name} = {json.dumps(getattr(own, name))}: {chosen} has {json.dumps(value)}"
 
 
 def _stack(experts: Any, args: object) -> None:

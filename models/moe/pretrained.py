@@ -46,8 +46,11 @@ def model_block(fields: Fields) -> dict[str, object]:
         rule = "adds noise to the router's input in training, which the family does not support"
         fields.only("router_jitter_noise", 0, 0.0, rule=rule, remedy=_COPY)
     elif kind == "qwen3_moe":
+        dense = fields.take("mlp_only_layers", [])
+        block["first_k_dense_replace"] = first = len(dense) if isinstance(dense, list) else 0
+        rule = "has layers without experts behind the first ones, which is not supported"
+        fields.only("mlp_only_layers", [*range(first)], rule=rule)
         block["decoder_sparse_step"] = fields.take("decoder_sparse_step", 1)
-        block["mlp_only_layers"] = fields.take("mlp_only_layers", [])
     elif kind == "olmoe":
         fields.only("clip_qkv", rule="clips queries, keys and values")
         block |= {"qk_norm": True, "qk_norm_over": "width"}
@@ -64,12 +67,9 @@ def model_block(fields: Fields) -> dict[str, object]:
 
 
 def _num_experts(fields: Fields) -> object:
-    """Return the number of experts, which has three names; all that are present must agree."""
-    name = next((name for name in _COUNTS if fields.take(name, None)), _COUNTS[0])
-    count = fields.take(name)
-    for other in _COUNTS:
-        fields.only(other, count, rule=f"differs from {name}", remedy="remove one of the two")
-    return count
+    """Return the number of experts, which has three names."""
+    fields.ignore(*_COUNTS)
+    return fields.take(next((name for name in _COUNTS if fields.take(name, None)), _COUNTS[0]))
 
 
 def _deepseek_routing(fields: Fields) -> dict[str, object]:

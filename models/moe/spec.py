@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from parallel3d.base.section import Problem
+from parallel3d.base.section import Problem, problems_where
 from parallel3d.model.module_cost import ExpertsCost, MlpCost
 from parallel3d.model.spec import LayerSpec, ParamSpec
 from parallel3d.models.common import TP_1, Positive, divisor_below, weight_inits
@@ -38,8 +38,6 @@ class Config(llama.Config):
     """The first layers up to this number have an ordinary MLP of width intermediate_size."""
     decoder_sparse_step: Positive = 1
     """Every so many layers one has experts, from the layer of this number (from 1) on."""
-    mlp_only_layers: tuple[int, ...] = Field(default=(), strict=False)
-    """The numbers of further layers, from 0, with an ordinary MLP."""
     router: Literal["softmax_topk", "topk_softmax", "sigmoid"] = "softmax_topk"
     """How scores become weights. "softmax_topk": the largest of the softmax over all experts.
     "topk_softmax": the softmax of the largest scores. "sigmoid": the largest sigmoids, as in
@@ -84,13 +82,10 @@ class Config(llama.Config):
     @property
     def inner_sizes(self) -> dict[str, int]:
         """The inner widths that tp cuts, by setting."""
-        dense = not all(map(self.is_sparse, range(self.num_hidden_layers)))
-        own = (
-            {}
-            if self.moe_intermediate_size is None
-            else {"moe_intermediate_size": self.expert_size}
-        )
-        return own | ({"intermediate_size": self.inner_size} if dense or not own else {})
+        is_dense = not all(map(self.is_sparse, range(self.num_hidden_layers)))
+        sizes = {"intermediate_size": self.inner_size} if is_dense else {}
+        own = "intermediate_size" if self.moe_intermediate_size is None else "moe_intermediate_size"
+        return sizes | {own: self.expert_size}
 
     @property
     def balance_step(self) -> float | None:
@@ -104,44 +99,34 @@ class Config(llama.Config):
 
     def is_sparse(self, number: int) -> bool:
         """True if the block of this number, from 0, has experts."""
-        return (
-            number >= self.first_k_dense_replace
-            and number not in self.mlp_only_layers
-            and (number + 1) % self.decoder_sparse_step == 0
-        )
+        is_late = number >= self.first_k_dense_replace
+        return is_late and (number + 1) % self.decoder_sparse_step == 0
 
     def _problems(self) -> Iterator[Problem]:
         yield from super()._problems()
         experts, k, groups = self.num_experts, self.num_experts_per_tok, self.n_group
-        if k > experts:
-            rule = f"is more than num_experts={experts}"
-            yield Problem("num_experts_per_tok", k, rule, f"use {experts} or less")
-        if experts % groups:
-            rule = f"does not divide num_experts={experts}"
-            remedy = f"use {divisor_below(experts, groups)}"
-            yield Problem("n_group", groups, rule, remedy)
-        elif self.topk_group > groups:
-            rule = f"is more than n_group={groups}"
-            yield Problem("topk_group", self.topk_group, rule, f"use {groups} or less")
-        elif self.topk_group * experts // groups < k <= experts:
-            most = self.topk_group * experts // groups
-            rule = f"is more than the {most} experts of topk_group={self.topk_group} groups"
-            yield Problem("num_experts_per_tok", k, rule, f"use {most} or less, or more groups")
-        elif groups > 1 and experts // groups < 2:
-            rule = "leaves one expert per group; a group's rank is the sum of its two best"
-            yield Problem("n_group", groups, rule, f"use {experts // 2} or less")
-        beyond = [n for n in self.mlp_only_layers if not 0 <= n < self.num_hidden_layers]
-        if beyond:
-            rule = f"has numbers beyond the layers 0 to {self.num_hidden_layers - 1}"
-            yield Problem("mlp_only_layers", beyond, rule, "remove them")
-        elif not any(map(self.is_sparse, range(self.num_hidden_layers))):
-            rule = "with decoder_sparse_step and mlp_only_layers leaves no layer with experts"
-            remedy = 'lower it, or use family = "llama"'
-            yield Problem("first_k_dense_replace", self.first_k_dense_replace, rule, remedy)
-        if self.capacity_factor is not None and k <= experts < self.capacity_factor * k:
-            rule = "allows an expert more tokens than there are"
-            remedy = f"use at most {experts / k:g}, or null for no limit"
-            yield Problem("capacity_factor", self.capacity_factor, rule, remedy)
+        fits, most = experts % groups == 0, self.topk_group * experts // groups
+        yield from problems_where(
+            (k > experts, "num_experts_per_tok", k,
+             f"is more than num_experts={experts}", f"use {experts} or less"),
+            (not fits, "n_group", groups, f"does not divide num_experts={experts}",
+             f"use {divisor_below(experts, groups)}"),
+            (fits and self.topk_group > groups, "topk_group", self.topk_group,
+             f"is more than n_group={groups}", f"use {groups} or less"),
+            (fits and self.topk_group <= groups and most < k <= experts, "num_experts_per_tok", k,
+             f"is more than the {most} experts of topk_group={self.topk_group} groups",
+             f"use {most} or less, or more groups"),
+            (groups > 1 and experts == groups, "n_group", groups,
+             "leaves one expert per group; a group's rank is the sum of its two best",
+             f"use {experts // 2} or less"),
+            (not any(map(self.is_sparse, range(self.num_hidden_layers))),
+             "first_k_dense_replace", self.first_k_dense_replace,
+             "with decoder_sparse_step leaves no layer with experts",
+             'lower it, or use family = "llama"'),
+            (k <= experts < (self.capacity_factor or 0) * k, "capacity_factor",
+             self.capacity_factor, "allows an expert more tokens than there are",
+             f"use at most {experts / k:g}, or null for no limit"),
+        )  # fmt: skip
 
 
 def layers(config: Config) -> list[LayerSpec]:
@@ -159,7 +144,6 @@ def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
         "moe_intermediate_size": config.hidden_size,
         "first_k_dense_replace": min(config.first_k_dense_replace, 1),
         "decoder_sparse_step": min(config.decoder_sparse_step, 2),
-        "mlp_only_layers": (0,) if config.mlp_only_layers else (),
         "n_group": min(config.n_group, 2),
         "topk_group": min(config.topk_group, config.n_group, 2),
         "capacity_factor": None if limit is None else min(limit, experts / k),

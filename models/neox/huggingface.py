@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel3d.models.common import class_named, renamed
+from parallel3d.models.llama.huggingface import built
 from parallel3d.models.neox.spec import Config
 from parallel3d.models.pretrained import Part
 
@@ -75,11 +76,7 @@ def reference(config: Config) -> nn.Module:
 
     Its parameters have the names that they have in files.
     """
-    from transformers import GPTNeoXForCausalLM
-
-    settings = architecture(config)
-    settings._attn_implementation = "eager"
-    return named_as_in_files(GPTNeoXForCausalLM(settings).float())
+    return named_as_in_files(built(architecture(config)))
 
 
 def named_as_in_files(model: nn.Module) -> nn.Module:

@@ -11,34 +11,29 @@ from typing import Literal
 
 from pydantic import Field
 
-from parallel3d.base.section import Problem
+from parallel3d.base.section import Problem, problems_where
 from parallel3d.model.module_cost import LAYER_NORM, MlpCost
 from parallel3d.model.spec import LayerSpec
 from parallel3d.model.transformer_cost import BlockCost, HeadCost
 from parallel3d.models.common import (
-    ModelSection,
+    BiasedConfig,
     Positive,
     biased_block,
     fused_attention,
     head,
     layer_norm,
-    refuse_uneven_heads,
     token_embedding,
     vocab_size,
 )
 
 
-class Config(ModelSection):
+class Config(BiasedConfig):
     """The settings of one GPT-NeoX model."""
 
     family: Literal["neox"]
     """The model family: the name of a folder in models/."""
-    num_attention_heads: Positive
-    """Attention heads per block; must divide hidden_size, and tp must divide it."""
     max_position_embeddings: Positive = 2048
     """The longest sequence that the model is meant for; it adds no parameters."""
-    intermediate_size: Positive | None = None
-    """Inner width of the MLP; null means 4 x hidden_size."""
     activation: Literal["gelu", "gelu_fast", "gelu_new"] = "gelu"
     """The MLP's non-linearity: exact GELU ("gelu") or its tanh approximation (the others)."""
     use_parallel_residual: bool = True
@@ -53,11 +48,6 @@ class Config(ModelSection):
     """Share the weight of the output projection with the token embedding."""
 
     @property
-    def inner_size(self) -> int:
-        """Inner width of the MLP, resolved."""
-        return self.intermediate_size or 4 * self.hidden_size
-
-    @property
     def head_size(self) -> int:
         """Width of one head."""
         return self.hidden_size // self.num_attention_heads
@@ -68,16 +58,14 @@ class Config(ModelSection):
         return int(self.head_size * self.rotary_pct)
 
     def _problems(self) -> Iterator[Problem]:
-        refuse_uneven_heads(self)
-        heads, size, turning = self.num_attention_heads, self.head_size, self.rotary_size
-        if size < 2:
-            rule = "makes heads of 1 feature, but features rotate in pairs"
-            yield Problem("num_attention_heads", heads, rule, f"use {heads // 2} heads")
-        elif turning % 2 or not turning:
-            rule = f"rotates {turning} of a head's {size} features, but features rotate in pairs"
-            pairs = turning // 2 + 1 if turning < size else turning // 2
-            remedy = f"use {ceil(2 * pairs / size * 10**4) / 10**4:g}"
-            yield Problem("rotary_pct", self.rotary_pct, rule, remedy)
+        yield from super()._problems()
+        size, turning = self.head_size, self.rotary_size
+        pairs = turning // 2 + 1 if turning < size else turning // 2
+        yield from problems_where((
+            turning % 2 or not turning, "rotary_pct", self.rotary_pct,
+            f"rotates {turning} of a head's {size} features, but features rotate in pairs",
+            f"use {ceil(2 * pairs / max(1, size) * 10**4) / 10**4:g}",
+        ))  # fmt: skip
 
 
 def layers(config: Config) -> list[LayerSpec]:

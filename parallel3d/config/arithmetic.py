@@ -14,7 +14,6 @@ from parallel3d.config.scheduler import TOTAL_STEPS
 BATCH, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 LAWS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # train.batch_lr: exponent of the batch's growth
-_WARMUP = "parallel3d.train.lr_schedule.warmup_steps"
 
 
 def data_parallel_size(mesh: MeshConfig, world_size: int) -> int:
@@ -49,10 +48,12 @@ def fallback(mesh: MeshConfig, world_size: int) -> MeshSizes | None:
     meshes = [MeshSizes.parse(text) for text in mesh.fallbacks]
     if fitting := [sizes for sizes in meshes if sizes.ranks == world_size]:
         return fitting[0]
-    rule = f"has no mesh of {world_size} ranks, and {own} has {own.ranks}"
     numbers = ", ".join(map(str, sorted({sizes.ranks for sizes in (own, *meshes)})))
-    remedy = f"add a mesh for {world_size} processes, or start one of these numbers: {numbers}"
-    raise Problems([Problem("parallel3d.mesh.fallbacks", mesh.fallbacks, rule, remedy)])
+    raise Problems([Problem(
+        "parallel3d.mesh.fallbacks", mesh.fallbacks,
+        f"has no mesh of {world_size} ranks, and {own} has {own.ranks}",
+        f"add a mesh for {world_size} processes, or start one of these numbers: {numbers}",
+    )])  # fmt: skip
 
 
 def block_tokens(length: int, cp: int) -> int:
@@ -177,19 +178,13 @@ def fit(
     if schedule.warmup_steps > steps:
         decay = schedule.decay_steps or 0
         shortened = steps - decay if decay < steps else steps
-        notes.append(_note(_WARMUP, schedule.warmup_steps, steps, shortened))
+        notes.append(
+            f"parallel3d.train.lr_schedule.warmup_steps: {schedule.warmup_steps} exceeds the run's "
+            f"{steps} steps; the warm-up is cut to {shortened}"
+        )
         schedule = schedule.model_copy(update={"warmup_steps": shortened})
         train = train.model_copy(update={"lr_schedule": schedule})
     if scheduler is not None and getattr(scheduler.params, TOTAL_STEPS, None) == "auto":
-        changes = {TOTAL_STEPS: steps}
-        warmup = scheduler.params.warmup_num_steps
-        if warmup > steps:
-            changes["warmup_num_steps"] = steps
-            notes.append(_note("scheduler.params.warmup_num_steps", warmup, steps, steps))
-        params = scheduler.params.model_copy(update=changes)
+        params = scheduler.params.model_copy(update={TOTAL_STEPS: steps})
         scheduler = scheduler.model_copy(update={"params": params})
     return train, scheduler, notes
-
-
-def _note(path: str, warmup: int, steps: int, shortened: int) -> str:
-    return f"{path}: {warmup} exceeds the run's {steps} steps; the warm-up is cut to {shortened}"

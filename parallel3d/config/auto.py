@@ -88,8 +88,6 @@ def resolve(raw: dict[str, object]) -> list[str]:
             del block[key]
         else:
             block[key] = value
-            text = json.dumps(value)
-            known = rule.words if rule.words.startswith(text) else f"{text} ({rule.words})"
-            notes.append(f"{rule.path}: auto = {known}")
+            notes.append(f"{rule.path}: auto = {json.dumps(value)} ({rule.words})")
             warnings += [rule.warning] if rule.warning else []
     return notes + warnings

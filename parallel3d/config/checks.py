@@ -13,7 +13,7 @@ from parallel3d.base.section import ABSENT, Problem, problems_where
 from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import Bf16Config, Fp16Config, OptimizerConfig, ZeroConfig
-from parallel3d.config.model_checks import MODEL_CHECKS, join_with_or
+from parallel3d.config.model_checks import MODEL_CHECKS
 from parallel3d.config.parallel3d_block import (
     PLAN,
     CheckpointConfig,
@@ -42,10 +42,9 @@ def find_problems(settings: Mapping[str, object]) -> list[Problem]:
         settings: valid settings of both blocks by name, such as "mesh" and "bf16".
     """
     problems: list[Problem] = []
-    planned = settings.get("mesh") == PLAN  # checks of the mesh wait until it is planned
-    settings = {k: v for k, v in settings.items() if k != "mesh" or not planned} | {
-        "is_planned": planned
-    }
+    settings = {**settings, "is_planned": settings.get("mesh") == PLAN}
+    if settings["is_planned"]:
+        del settings["mesh"]  # checks of the mesh wait until it is planned
     for check in CHECKS:
         names = _signature(check).parameters
         if settings.keys() >= names.keys():
@@ -56,17 +55,12 @@ def find_problems(settings: Mapping[str, object]) -> list[Problem]:
 def _check_layers(
     mesh: MeshConfig, pipeline: PipelineConfig, model: ModelConfig
 ) -> Iterator[Problem]:
-    num_layers, per_rank = model.num_hidden_layers + 2, pipeline.stages_per_rank
-    layers = f"the {num_layers} layers (blocks, embedding and head)"
-    is_wide = mesh.pp > num_layers or per_rank == 1
-    is_broken = mesh.pp * per_rank > num_layers
-    yield from problems_where(
-        (is_broken and is_wide, "parallel3d.mesh.pp", mesh.pp,
-         f"is more stages than {layers}", f"use pp = {num_layers} or less"),
-        (is_broken and not is_wide, "parallel3d.pipeline.stages_per_rank", per_rank,
-         f"makes {mesh.pp * per_rank} stages on pp={mesh.pp} ranks, more than {layers}",
-         f"use {num_layers // mesh.pp} or less"),
-    )  # fmt: skip
+    most, per_rank = model.num_hidden_layers + 2, pipeline.stages_per_rank
+    yield from problems_where((
+        mesh.pp * per_rank > most, "parallel3d.mesh.pp", mesh.pp,
+        f"makes {mesh.pp * per_rank} stages with pipeline.stages_per_rank={per_rank}, more than "
+        f"the {most} layers (blocks, embedding and head)", f"use at most {most} stages",
+    ))  # fmt: skip
 
 
 def _check_schedule(
@@ -78,15 +72,20 @@ def _check_schedule(
     """Check that the schedule can run with the config's sizes, if they are known."""
     if gradient_accumulation_steps is None and train_batch_size is not None:
         return  # accumulation depends on dp
-    sizes = mesh.pp, gradient_accumulation_steps or 1, pipeline.stages_per_rank
+    path, steps = "parallel3d.pipeline.schedule", gradient_accumulation_steps or 1
+    yield from _unrunnable(path, pipeline.schedule, mesh.pp, steps, pipeline)
+
+
+def _unrunnable(
+    path: str, value: object, pp: int, microbatches: int, pipeline: PipelineConfig
+) -> Iterator[Problem]:
+    """Yield why the schedule cannot run with so many microbatches, which a setting chooses."""
+    sizes = pp, microbatches, pipeline.stages_per_rank
     if reason := schedules.why_not(pipeline.schedule, *sizes):
-        sizes_text = "pp={}, microbatches={}, stages_per_rank={}".format(*sizes)
+        shown = "pp={}, microbatches={}, stages_per_rank={}".format(*sizes)
         rule, _, remedy = reason.partition("; ")
-        rule = f"cannot run with {sizes_text}" if rule in sizes_text else f"cannot run: {rule}"
-        yield Problem(
-            "parallel3d.pipeline.schedule", pipeline.schedule, rule,
-            remedy or "use another schedule",
-        )  # fmt: skip
+        rule = f"cannot run {pipeline.schedule!r} with {shown}: {rule}"
+        yield Problem(path, value, rule, remedy or "use another schedule")
 
 
 def _check_reduction(pipeline: PipelineConfig, zero_optimization: ZeroConfig) -> Iterator[Problem]:
@@ -183,22 +182,17 @@ def _check_batch(
     gradient_accumulation_steps: int | None,
     mesh: MeshConfig,
 ) -> Iterator[Problem]:
-    micro, steps = train_micro_batch_size_per_gpu, gradient_accumulation_steps
-    if train_batch_size is None and micro is None:
-        remedy = "add it: samples per microbatch, on each data-parallel rank"
-        yield Problem(arithmetic.MICRO, ABSENT, "is required", f"{remedy} (or {arithmetic.BATCH})")
-    if None in (train_batch_size, micro, steps) or mesh.dp == "auto":
-        return
-    assert train_batch_size and micro and steps
-    per_pass = micro * int(mesh.dp)
-    batch, (needed, rest) = per_pass * steps, divmod(train_batch_size, per_pass)
-    other = "" if rest else f", or {arithmetic.ACCUMULATION} = {needed}"
-    yield from problems_where((
-        train_batch_size != batch, arithmetic.BATCH, train_batch_size,
-        f"is not {arithmetic.MICRO}={micro} x {arithmetic.ACCUMULATION}={steps} x dp={mesh.dp} "
-        f"= {batch}",
-        f'use {batch} or "auto"{other}',
-    ))  # fmt: skip
+    micro, steps = train_micro_batch_size_per_gpu or 0, gradient_accumulation_steps or 0
+    batch = micro * steps * (0 if mesh.dp == "auto" else mesh.dp)  # 0: not all is known
+    yield from problems_where(
+        (not train_batch_size and not micro, arithmetic.MICRO, ABSENT, "is required",
+         f"add it: samples per microbatch, on each data-parallel rank (or {arithmetic.BATCH})"),
+        (train_batch_size and batch and train_batch_size != batch, arithmetic.BATCH,
+         train_batch_size,
+         f"is not {arithmetic.MICRO}={micro} x {arithmetic.ACCUMULATION}={steps} x dp={mesh.dp} "
+         f"= {batch}",
+         f'use {batch} or "auto"'),
+    )  # fmt: skip
 
 
 def _check_fallbacks(mesh: MeshConfig) -> Iterator[Problem]:
@@ -276,25 +270,15 @@ def _check_batch_sizes(
         return
     share, sizes = micro * int(mesh.dp), [size for _, size in train.batch_schedule]
     if wrong := [size for size in sizes if size % share]:
-        near = {max(1, wrong[0] // share) * share, wrong[0] // share * share + share}
         yield Problem(
             path, ", ".join(map(str, wrong)),
             f"is not a multiple of {arithmetic.MICRO}={micro} x dp={mesh.dp} = {share}",
-            f"use multiples of {share} ({join_with_or(sorted(near))}), or a micro batch x dp that "
-            f"divides {', '.join(map(str, sizes))}: at most {gcd(*sizes)}",
+            f"use multiples of {share}, or a micro batch x dp that divides "
+            f"{', '.join(map(str, sizes))}: at most {gcd(*sizes)}",
         )  # fmt: skip
         return
     for size in sizes[1:]:  # the first is checked with the schedule
-        numbers = mesh.pp, size // share, pipeline.stages_per_rank
-        if reason := schedules.why_not(pipeline.schedule, *numbers):
-            rule, _, remedy = reason.partition("; ")
-            yield Problem(
-                path, size,
-                f"is {size // share} microbatches, with which {pipeline.schedule!r} cannot run: "
-                f"{rule}",
-                remedy or "use another size or pipeline.schedule",
-            )  # fmt: skip
-            return
+        yield from _unrunnable(path, size, mesh.pp, size // share, pipeline)
 
 
 def _check_lr_schedule(train: TrainConfig, data: DataConfig) -> Iterator[Problem]:
@@ -391,9 +375,6 @@ def _check_nvme(optimizer: OptimizerConfig, zero_optimization: ZeroConfig) -> It
          f"{path}.stage3_param_persistence_threshold", threshold,
          "would keep parameters unsharded that offload_param puts on NVMe",
          f"use at most {_LEAST_ON_NVME}"),
-        (on_nvme and offload.fast_init, f"{path}.offload_optimizer.fast_init", True,
-         "would start from wrong weights, because offload_param puts parameters on NVMe",
-         "remove it"),
         (offload.device == "nvme" and offload.buffer_count < needed,
          f"{path}.offload_optimizer.buffer_count", offload.buffer_count,
          f"is too few buffers for {what}",
@@ -419,10 +400,6 @@ def _check_optimizer(
          "optimizer.params.scale", getattr(params, "scale", None),
          "has no learning rate that transfers over the width, as muP needs",
          'use "spectral" or "match_rms_adamw"'),
-        (device != "none" and getattr(params, "torch_adam", False),
-         "optimizer.params.torch_adam", True,
-         "cannot be combined with offload_optimizer, which uses DeepSpeed's Adam on the host",
-         "remove one of them"),
         *((state.num_bytes != MASTER_BYTES, "optimizer.type", name,
            f"keeps {state.name} in {state.num_bytes} bytes an element",
            "keep it in fp32 (4 bytes), as checkpoints and DeepSpeed's swap buffers do")

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
@@ -21,17 +20,6 @@ Paths = Annotated[
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
     Strict(False),
 ]
-# One split or the sum of several, each whole or sliced ("train[:50%]"), as in `datasets`.
-_SPLIT = re.compile(r"^[\w.\-]+(\[[^\[\]+]*\])?(\+[\w.\-]+(\[[^\[\]+]*\])?)*")
-
-
-def _split_text(text: str) -> str:
-    if not _SPLIT.fullmatch(text):
-        raise ValueError('is not a split; write "train", or part of one such as "train[:50%]"')
-    return text
-
-
-Split = Annotated[str, AfterValidator(_split_text)]
 TokenDtype = Literal["auto", "uint8", "uint16", "int16", "uint32", "int32", "int64"]
 # The sources that read each key; with any other source the key is an error.
 _READ_BY = {
@@ -118,7 +106,7 @@ class SourceConfig(Section):
     """For source "hub": a data set's name on the Hugging Face hub, or a local folder of one."""
     subset: str | None = None
     """Configuration of the data set `name`; null if it has only one."""
-    split: Split = "train"
+    split: str = Field(default="train", min_length=1)
     """Split of the data set `name`, or part of one: "train[:50%]", "train[1000:2000]"."""
     token_field: str | None = Field(default=None, min_length=1)
     """For "parquet" and "hub": the column with a document's token ids; replaces text_field."""
@@ -278,37 +266,34 @@ def _check_tokenizer(data: DataConfig) -> Iterator[Problem]:
     sources = data.mixture if data.source == "mixture" else (data,)
     kinds = {yields_token_ids(source) for source in (*sources, *data.validation.values())}
     end, remedy = data.end_of_text_id, 'write the "vocab_size" and "end_of_text_id" of the ids'
-    yield from problems_where((
-        data.tokenizer == "train" and True in kinds, "tokenizer", "train",
-        "cannot be trained on token ids",
-        'name the tokenizer that made them, or "none" with vocab_size and end_of_text_id',
-    ))  # fmt: skip
-    if data.tokenizer == "none":
-        of_none = problems_where(
-            (False in kinds, "tokenizer", "none", "cannot be used with sources of text",
-             'name a tokenizer, or use "train"'),
-            (end is None, "end_of_text_id", None, 'is required by tokenizer "none"', remedy),
-            ("vocab_size" not in data.model_fields_set, "vocab_size", ABSENT,
-             'is required by tokenizer "none"', remedy),
-            (end is not None and end >= data.vocab_size, "end_of_text_id", end,
-             f"must be less than vocab_size={data.vocab_size}",
-             "use a smaller id, or raise vocab_size"),
-        )  # fmt: skip
-        yield from islice(of_none, 1)
-    yield from problems_where((
-        end is not None and True not in kinds, "end_of_text_id", end,
-        "is for sources of token ids", "remove it: the tokenizer defines its own",
-    ))  # fmt: skip
+    has_none = data.tokenizer == "none"
+    needs_sizes = has_none and False not in kinds
+    yield from problems_where(
+        (data.tokenizer == "train" and True in kinds, "tokenizer", "train",
+         "cannot be trained on token ids",
+         'name the tokenizer that made them, or "none" with vocab_size and end_of_text_id'),
+        (has_none and False in kinds, "tokenizer", "none", "cannot be used with sources of text",
+         'name a tokenizer, or use "train"'),
+        (needs_sizes and end is None, "end_of_text_id", None, 'is required by tokenizer "none"',
+         remedy),
+        (needs_sizes and "vocab_size" not in data.model_fields_set, "vocab_size", ABSENT,
+         'is required by tokenizer "none"', remedy),
+        (needs_sizes and (end or 0) >= data.vocab_size, "end_of_text_id", end,
+         f"must be less than vocab_size={data.vocab_size}",
+         "use a smaller id, or raise vocab_size"),
+        (end is not None and True not in kinds, "end_of_text_id", end,
+         "is for sources of token ids", "remove it: the tokenizer defines its own"),
+    )  # fmt: skip
 
 
 def _check_names(data: DataConfig) -> Iterator[Problem]:
     """Yield a problem for each validation set whose name is not plain or is reserved."""
-    for name in data.validation:
-        if not _NAME.fullmatch(name):
-            remedy = "use letters, digits, _, - and ."
-            yield Problem("validation", name, "must be a plain name", remedy)
-        elif _BUILT_IN.fullmatch(name):
-            yield Problem("validation", name, "is reserved for held-out text", "use another name")
+    yield from problems_where(
+        *((not _NAME.fullmatch(name), "validation", name, "must be a plain name",
+           "use letters, digits, _, - and .") for name in data.validation),
+        *((_BUILT_IN.fullmatch(name), "validation", name, "is reserved for held-out text",
+           "use another name") for name in data.validation),
+    )  # fmt: skip
 
 
 def _check_fim(data: DataConfig) -> Iterator[Problem]:

@@ -16,10 +16,6 @@ from parallel3d.model import optimizers
 EXAMPLE = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 DEFAULT_LR = 1e-3  # of DeepSpeed's Adam, for files without an optimizer
 
-OTHER_OPTIMIZERS = ("adagrad", "lamb", "lion", "muadam", "muadamw", "musgd")
-ONE_BIT_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
-
-
 # As `OptimizerConfig.type` spells them; in DeepSpeed, "Adam" decouples weight decay, too.
 _ADAMW = {"adamw": "AdamW", "adam": "Adam", "fusedadam": "Adam"}
 
@@ -32,12 +28,6 @@ def _optimizer_name(value: object) -> object:
     if name := known.get(value.lower()):
         optimizers.load(file_of(name))
         return name
-    if value.lower() in OTHER_OPTIMIZERS:
-        raise ValueError('is not yet supported by parallel3d; use "AdamW"')
-    if value.lower() in ONE_BIT_OPTIMIZERS:
-        raise ValueError(
-            'compresses communication to one bit and was removed in DeepSpeed 0.19; use "AdamW"'
-        )
     choice = " or ".join(f'"{name}"' for name in dict.fromkeys(known.values()))
     raise ValueError(f'must be {choice}; write "AdamW", or set run.optimizer_folders')
 
@@ -127,8 +117,6 @@ class OffloadOptimizerConfig(Section):
     buffer_count: int = Field(default=4, ge=4)
     """Buffers for NVMe, each as large as the largest sub-group. A step needs 4 (parameter, gradient
     and two moments), plus 4 each for pipeline_read and pipeline_write."""
-    fast_init: bool = False
-    """Initialize master weights on NVMe from parameters on NVMe, without going through memory."""
     pipeline_read: bool = False
     """Read the next states from NVMe while the current ones are updated."""
     pipeline_write: bool = False
@@ -210,27 +198,5 @@ class ZeroConfig(Section):
     """Release parameters when more elements than this are gathered (stage 3)."""
     stage3_max_reuse_distance: Size = Field(default=1_000_000_000, ge=0)
     """Keep a gathered parameter if it is used again within this many elements (stage 3)."""
-    stage3_model_persistence_threshold: Size = Field(default=2**63 - 1, ge=0)
-    """Upper bound on all unsharded elements together (stage 3)."""
-    stage3_module_granularity_threshold: Size = Field(default=0, ge=0)
-    """Gather modules with fewer elements per submodule as a unit (stage 3)."""
-    stage3_use_all_reduce_for_fetch_params: bool = False
-    """Gather parameters by an all-reduce of zero-padded shards (stage 3)."""
-    stage3_allgather_sequential: bool = False
-    """Gather parameters one by one, without a common buffer (stage 3)."""
-    reduce_scatter: bool = True
-    """Reduce each gradient only to the rank that owns it, not to all ranks (stage 2)."""
     use_multi_rank_bucket_allreduce: bool = True
     """Reduce the buckets of several ranks in one all-reduce (stage 2)."""
-    allgather_partitions: bool = True
-    """All-gather the updated weights; false broadcasts them from each rank in turn (stage 2)."""
-    parameter_alignment: bool = False
-    """Align every parameter to 16 bytes in ZeRO's flat buffer (stages 1, 2)."""
-    ignore_unused_parameters: bool = True
-    """No effect: every parameter has a gradient here."""
-    override_module_apply: bool = True
-    """Gather parameters in Module.apply during construction (stage 3)."""
-    log_trace_cache_warnings: bool = False
-    """Warn when modules run in a different order than recorded (stage 3)."""
-    enable_sanity_checks: bool = False
-    """Run DeepSpeed's internal checks (stage 3)."""

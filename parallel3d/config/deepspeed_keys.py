@@ -38,12 +38,12 @@ class Key:
         return {k: v for k, v in value.items() if not self._accepts(k, v)} or ABSENT
 
     def _accepts(self, item: str, value: object) -> bool:
-        return any(v is ANY or _same(value, v) for v in self.items.get(item, ()))
+        return any(_same(value, v) for v in self.items.get(item, ()))
 
 
 def _same(a: object, b: object) -> bool:
-    """Return True if a and b are equal in JSON, where 1 equals 1.0 but not true."""
-    return a == b and isinstance(a, bool) == isinstance(b, bool)
+    """Return True if a equals b (or b is ANY) in JSON, where 1 equals 1.0 but not true."""
+    return b is ANY or (a == b and isinstance(a, bool) == isinstance(b, bool))
 
 
 _TIMERS = (
@@ -63,10 +63,10 @@ _OWN_LOOP = "is not used: parallel3d scales and reduces the gradients itself; re
 _CHECKPOINT = "is not used: parallel3d writes its own checkpoint format; remove it"
 _NO_EXPERTS = "is not supported: experts are not distributed over ranks; remove it"
 _MASTERS = "is not supported: master weights and moments are fp32; remove it"
-_BETAS = "is not supported: the betas are constant; remove it"
 
 
 _EITHER = Key("must be true or false, and has no effect; remove it", (True, False))
+_NO_EFFECT = Key("has no effect; remove it", (ANY,))
 _ONE_BIT = Key("is for 1-bit optimizers, which are not supported; remove it")
 TOP_LEVEL = {
     "activation_checkpointing": Key(
@@ -194,15 +194,16 @@ _FULL_WEIGHTS = Key(
     "must be true, false or auto, and has no effect; set parallel3d.run.save_weights",
     (True, False, "auto"),
 )
+_GATHERS = (
+    "is not supported: weights are all-gathered; remove it, or set parallel3d.pipeline.weights"
+)
 _QUANTIZED = "is part of ZeRO++: quantization would change results; remove it"
 
 # By the dotted path of the block that has the keys.
 BY_SECTION: dict[str, dict[str, Key]] = {
     "": TOP_LEVEL,
     "aio": {
-        "thread_count": Key(
-            'is the old name of "intra_op_parallelism", which is set too; remove it'
-        ),
+        "thread_count": Key('is the old name of "intra_op_parallelism"; use that'),
         "use_gds": Key("is not supported: it needs NVIDIA GPUDirect Storage; remove it", (False,)),
     },
     "bf16": {
@@ -213,6 +214,10 @@ BY_SECTION: dict[str, dict[str, Key]] = {
         ),
         "immediate_grad_update": Key(_OWN_LOOP, (False,)),
     },
+    "comms_logger": dict.fromkeys(("verbose", "debug"), _NO_EFFECT),
+    "flops_profiler": dict.fromkeys(
+        ("module_depth", "top_modules", "recompute_fwd_factor"), _NO_EFFECT
+    ),
     "fp16": {
         "auto_cast": _EITHER,
         "fp16_master_weights_and_grads": Key(_MASTERS, (False,)),
@@ -238,17 +243,18 @@ BY_SECTION: dict[str, dict[str, Key]] = {
         ),
         "max_grad_norm": Key("is not used; set gradient_clipping", (None, 0)),
         "set_grad_none": _EITHER,
+        "torch_adam": _EITHER,  # on the device it is torch's anyway
         **dict.fromkeys(_ONE_BIT_PARAMS, _ONE_BIT),
     },
     "scheduler.params": {
-        "cycle_min_mom": Key(_BETAS, (0.8,)),
-        "cycle_max_mom": Key(_BETAS, (0.9,)),
-        "decay_mom_rate": Key(_BETAS, (0,)),
         "last_batch_iteration": Key(
             "is not used: a resumed run continues its schedule by itself; remove it", (-1,)
         ),
     },
     "zero_optimization": {
+        "allgather_partitions": Key(
+            "must be true: updated weights are all-gathered; remove it", (True,)
+        ),
         "compute_grad_norm": Key(
             "must be true: every step reports its gradient norm; remove it", (True,)
         ),
@@ -262,18 +268,28 @@ BY_SECTION: dict[str, dict[str, Key]] = {
             "is deprecated and ignored by DeepSpeed; use offload_optimizer.pin_memory", (None,)
         ),
         "elastic_checkpoint": Key(_CHECKPOINT, (False,)),
+        "enable_sanity_checks": Key(
+            "is not supported: a run tests itself at its start; remove it", (False,)
+        ),
+        "ignore_unused_parameters": _EITHER,
         "leaf_module": Key(
-            "is not used: no module is a ZeRO-3 leaf; use stage3_module_granularity_threshold",
+            "is not used: no module is a ZeRO-3 leaf; remove it",
             items=dict.fromkeys(("classes", "names", "name_suffixes"), ([],)),
         ),
         "legacy_stage1": Key(
             "is the old stage 1, which DeepSpeed has removed; remove it", (False,)
         ),
         "load_from_fp32_weights": Key(_CHECKPOINT, (True,)),
+        "log_trace_cache_warnings": _EITHER,
         "memory_efficient_linear": _EITHER,
         "mics_hierarchical_params_gather": Key(f"{_REMOVED}; remove it", (False,)),
         "mics_shard_size": Key(f"{_REMOVED}; remove it", (-1,)),
+        "override_module_apply": _EITHER,
+        "parameter_alignment": Key("is not supported: ZeRO packs parameters; remove it", (False,)),
         "pipeline_loading_checkpoint": Key(_CHECKPOINT, (False,)),
+        "reduce_scatter": Key(
+            "must be true: a gradient is reduced to the rank that owns it; remove it", (True,)
+        ),
         "round_robin_gradients": Key(
             "is not supported: with it, DeepSpeed 0.19.8 reads fp32 weights from wrong places "
             "(link_hp_params), so saved weights would be wrong; remove it",
@@ -282,8 +298,14 @@ BY_SECTION: dict[str, dict[str, Key]] = {
         "save_muon_momentum_buffer_in_memory": Key(
             "is not used: Muon's momentum is where offload_optimizer puts it; remove it", (False,)
         ),
+        "stage3_allgather_sequential": Key(_GATHERS, (False,)),
         "stage3_gather_16bit_weights_on_model_save": _FULL_WEIGHTS,
         "stage3_gather_fp16_weights_on_model_save": _FULL_WEIGHTS,
+        "stage3_model_persistence_threshold": Key(
+            "is not supported; set stage3_param_persistence_threshold", (2**63 - 1,)
+        ),
+        "stage3_module_granularity_threshold": Key(_GATHERS, (0,)),
+        "stage3_use_all_reduce_for_fetch_params": Key(_GATHERS, (False,)),
         "zenflow": Key(
             "is not supported: its stale gradients would change results; remove it", (None,)
         ),
@@ -299,14 +321,38 @@ BY_SECTION: dict[str, dict[str, Key]] = {
         "cpuadam_cores_perc": Key(
             "belongs to super_offload, which is not supported; remove it", (0.8,)
         ),
+        "fast_init": Key(
+            "is not supported: with parameters on NVMe it starts from wrong weights; remove it",
+            (False,),
+        ),
         "ratio": Key(
             "must be 1: the optimizer state is offloaded completely or not at all; remove it", (1,)
         ),
         "super_offload": Key("is not supported: it is specific to GH200; remove it", (False,)),
     },
 }
+_DEEPSEEK = "was removed: only models of DeepSeek have it; remove it"
+# Settings of ours in earlier releases, whose runs have their values in config.json.
+REMOVED: dict[str, dict[str, Key]] = {
+    "parallel3d.train": {
+        "check_layers": Key(
+            "was removed, with the check of layers at startup; remove it, and run `parallel3d "
+            "verify` to compare the layers with one process"
+        )
+    },
+    "parallel3d.model": {
+        "mlp_only_layers": Key(
+            "was removed; set first_k_dense_replace or decoder_sparse_step", ([],)
+        ),
+    },
+    "parallel3d.model.rope_scaling": {
+        "truncate": Key("was removed: ranges begin at whole pairs of features; remove it", (True,)),
+        "mscale": Key(_DEEPSEEK, (None,)),
+        "mscale_all_dim": Key(_DEEPSEEK, (None,)),
+    },
+}
 # Why values are refused, by the path of the block and the key.
 REASONS = {
     section: {name: key.reason for name, key in keys.items()}
-    for section, keys in BY_SECTION.items()
+    for section, keys in (BY_SECTION | REMOVED).items()
 } | {name: key.reasons for name, key in TOP_LEVEL.items() if key.reasons}

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, ValidationError, ValidationInfo
 
 from parallel3d.base import explain, reader
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import ABSENT, Problem, Problems, Section, Strings, refuse_where
+from parallel3d.base.section import ABSENT, Problems, Section, Strings, refuse_where
 
 DIRECTORY = reader.CONFIGS / "hardware"
 THIS_MACHINE = "this-machine"
@@ -52,8 +52,8 @@ class Figure(Section):
 
 
 def _whole(figure: Figure) -> Figure:
-    if not figure.value.is_integer():
-        raise Problems([Problem("value", figure.value, "must be a whole number", "round it")])
+    broken = not figure.value.is_integer()
+    refuse_where((broken, "value", figure.value, "must be a whole number", "round it"))
     return figure
 
 

@@ -11,18 +11,19 @@ from parallel3d.base.section import Problem, problems_where
 from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
 from parallel3d.config.parallel3d_block import MeshConfig, PipelineConfig
-from parallel3d.model.config import HasKeyValueHeads, ModelConfig
+from parallel3d.model.config import ModelConfig
+from parallel3d.model.parametrization import parametrization_of
 from parallel3d.model.recompute import parts_of
 from parallel3d.models.common import pretrained_of
 
 
 def _check_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     heads = model.num_attention_heads
-    if heads % mesh.tp:
-        yield Problem(
-            "parallel3d.mesh.tp", mesh.tp, f"does not divide num_attention_heads={heads}",
-            f"use tp = {join_with_or(divisors_of(heads))}",
-        )  # fmt: skip
+    yield from problems_where((
+        heads % mesh.tp, "parallel3d.mesh.tp", mesh.tp,
+        f"does not divide num_attention_heads={heads}",
+        f"use tp = {join_with_or(divisors_of(heads))}",
+    ))  # fmt: skip
 
 
 def _check_inner_size(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -38,12 +39,13 @@ def _check_inner_size(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]
 
 
 def _check_key_value_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
-    heads = model.num_key_value_heads if isinstance(model, HasKeyValueHeads) else None
-    if heads and heads % mesh.tp and mesh.tp % heads:
-        rule = f"neither divides num_key_value_heads={heads} nor is a multiple of it"
-        divisors = divisors_of(model.num_attention_heads)
-        usable = [n for n in divisors if not (heads % n and n % heads)]
-        yield Problem("parallel3d.mesh.tp", mesh.tp, rule, f"use tp = {join_with_or(usable)}")
+    heads = getattr(model, "num_key_value_heads", None) or mesh.tp
+    usable = [n for n in divisors_of(model.num_attention_heads) if not (heads % n and n % heads)]
+    yield from problems_where((
+        heads % mesh.tp and mesh.tp % heads, "parallel3d.mesh.tp", mesh.tp,
+        f"neither divides num_key_value_heads={heads} nor is a multiple of it",
+        f"use tp = {join_with_or(usable)}",
+    ))  # fmt: skip
 
 
 def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -88,33 +90,22 @@ def _check_context(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
 
 def _check_experts(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     """Check that the ranks of an ep group get as many experts each."""
-    if mesh.ep == 1:
-        return
-    experts = getattr(model, "num_experts", 0)
-    if not experts:
-        rule = f"divides experts, and model.family={json.dumps(model.family)} has none"
-        yield Problem("parallel3d.mesh.ep", mesh.ep, rule, "use 1")
-    elif experts % mesh.ep or (mesh.dp != "auto" and mesh.dp % mesh.ep):
-        shared = gcd(experts, experts if mesh.dp == "auto" else mesh.dp)
-        both = f"num_experts={experts}" + ("" if mesh.dp == "auto" else f" and mesh.dp={mesh.dp}")
-        remedy = f"use {join_with_or(divisors_of(shared))}"
-        yield Problem("parallel3d.mesh.ep", mesh.ep, f"does not divide {both}", remedy)
+    experts, dp = getattr(model, "num_experts", 0), 0 if mesh.dp == "auto" else mesh.dp
+    both = f"num_experts={experts}" + (f" and mesh.dp={dp}" if dp else "")
+    yield from problems_where(
+        (mesh.ep > 1 and not experts, "parallel3d.mesh.ep", mesh.ep,
+         f"divides experts, and model.family={json.dumps(model.family)} has none", "use 1"),
+        (experts and (experts % mesh.ep or dp % mesh.ep), "parallel3d.mesh.ep", mesh.ep,
+         f"does not divide {both}", f"use {join_with_or(divisors_of(gcd(experts, dp) or 1))}"),
+    )  # fmt: skip
 
 
-def _check_pooled_loss(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
-    yield from _pooled_over(mesh.pp, model)
-
-
-def _check_pooled_stages(
+def _check_pooled_loss(
     mesh: MeshConfig, pipeline: PipelineConfig, model: ModelConfig
 ) -> Iterator[Problem]:
-    if mesh.pp == 1:
-        yield from _pooled_over(pipeline.stages_per_rank, model)
-
-
-def _pooled_over(stages: int, model: ModelConfig) -> Iterator[Problem]:
     """Check that all layers whose loads a balance loss pools are in one stage."""
     is_pooled = getattr(model, "router_aux_loss", None) == "pooled"
+    stages = mesh.pp * pipeline.stages_per_rank
     yield from problems_where((
         is_pooled and getattr(model, "router_aux_loss_coef", 0) and stages > 1,
         "parallel3d.model.router_aux_loss", "pooled",
@@ -143,6 +134,16 @@ def _check_sequence(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         length > limit, "parallel3d.data.sequence_length", length,
         f"is longer than the model's max_position_embeddings={limit}",
         f"use at most {limit}, or raise max_position_embeddings",
+    ))  # fmt: skip
+
+
+def _check_parametrization(model: ModelConfig) -> Iterator[Problem]:
+    kind = parametrization_of(model).type
+    yield from problems_where((
+        kind != "standard" and pretrained_of(model) is not None,
+        "parallel3d.model.parametrization.type", kind,
+        "applies multipliers that the weights of from_pretrained were not trained with",
+        'use "standard"',
     ))  # fmt: skip
 
 
@@ -183,6 +184,6 @@ def join_with_or(numbers: list[int]) -> str:
 MODEL_CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
     _check_heads, _check_key_value_heads, _check_inner_size, _check_activations, _check_sequence,
     _check_sequence_parallel, _check_context, _check_experts, _check_shared_samples,
-    _check_pooled_loss, _check_pooled_stages, _check_tp_of_vocabulary, _check_trained_vocabulary,
+    _check_pooled_loss, _check_parametrization, _check_tp_of_vocabulary, _check_trained_vocabulary,
     _check_vocabulary,
 )  # fmt: skip

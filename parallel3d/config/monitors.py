@@ -83,12 +83,6 @@ class FlopsProfilerConfig(Switched):
     """Print a row per kind of layer; false prints totals only."""
     output_file: PathText | None = None
     """File for the table; null prints it."""
-    module_depth: int = -1
-    """No effect: the rows are the pipeline's layers."""
-    top_modules: int = 1
-    """No effect: every kind of layer has a row."""
-    recompute_fwd_factor: float = 0.0
-    """No effect: recomputation is not counted, as in MFU."""
 
 
 class CommsLoggerConfig(Switched):
@@ -98,7 +92,3 @@ class CommsLoggerConfig(Switched):
     """Count all operations; false counts those in prof_ops."""
     prof_ops: Strings = ()
     """Operations to count, such as "all_reduce"."""
-    verbose: bool = False
-    """No effect."""
-    debug: bool = False
-    """No effect."""

@@ -6,23 +6,17 @@ from_pretrained names is completed first, because "auto" may depend on its sizes
 
 from collections.abc import Sequence
 from copy import deepcopy
+from typing import Any
 
 from parallel3d.base import reader
 from parallel3d.base.reader import block_at, blocks_at, value_at
 from parallel3d.base.section import ABSENT
 from parallel3d.config import auto, folders, pretrained
 from parallel3d.config.deepspeed import DEFAULT_LR
-from parallel3d.config.deepspeed_keys import BY_SECTION, TOP_LEVEL
+from parallel3d.config.deepspeed_keys import BY_SECTION, REMOVED, TOP_LEVEL
 from parallel3d.config.monitors import SWITCHED
 from parallel3d.config.parallel3d_block import Parallel3DConfig
 
-# Old names, which are read if the new one is missing: section, old, new, value for true.
-_OLD_NAMES = (
-    ("", "bfloat16", "bf16", None),
-    ("aio", "thread_count", "intra_op_parallelism", None),
-    ("zero_optimization", "cpu_offload", "offload_optimizer", {"device": "cpu"}),
-    ("zero_optimization", "cpu_offload_param", "offload_param", {"device": "cpu"}),
-)
 # Section and key of settings where null means the same as a missing key.
 _NULLABLE = (
     ("", "steps_per_print"),
@@ -35,15 +29,13 @@ _NULLABLE = (
 def normalise(raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
     """Return a copy of a ds.json's object with settings only, and notes on what was resolved."""
     raw, notes = _without_comments(raw), []
-    if "zero_optimization" not in raw:
-        notes.append("zero_optimization: not set; stage 0, DeepSpeed's default, shards nothing")
     if "optimizer" not in raw:  # many training scripts create it
         raw["optimizer"] = {"params": {"lr": DEFAULT_LR}}
         notes.append(
             f"optimizer: not set; AdamW with DeepSpeed's defaults, learning rate {DEFAULT_LR}; "
             "to change it, set --optimizer.params.lr 3e-4"
         )
-    blocks = blocks_at(raw, ("", "aio", "zero_optimization"))
+    blocks = blocks_at(raw, ("", "zero_optimization"))
     for section, name in _NULLABLE:
         if blocks[section].get(name, ABSENT) is None:
             del blocks[section][name]
@@ -53,14 +45,12 @@ def normalise(raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
             isinstance(switched, dict) and switched.get("enabled", False) is False
         ):
             del raw[name]
-    for section, old, new, if_true in _OLD_NAMES:
-        block = blocks[section]
-        if old in block and new not in block and (if_true is None or block[old] is True):
-            value = block.pop(old)
-            block[new] = value if if_true is None else dict(if_true)
-    for section, block in blocks_at(raw, BY_SECTION).items():
-        for name in BY_SECTION[section].keys() & block.keys():
-            refused = BY_SECTION[section][name].refused(block.pop(name))
+    if "bfloat16" in raw and "bf16" not in raw:
+        raw["bf16"] = raw.pop("bfloat16")
+    keys = BY_SECTION | REMOVED
+    for section, block in blocks_at(raw, keys).items():
+        for name in keys[section].keys() & block.keys():
+            refused = keys[section][name].refused(block.pop(name))
             if refused is not ABSENT:
                 block[name] = refused
     folders.register(raw)
@@ -68,19 +58,17 @@ def normalise(raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
     return raw, [*notes, *auto.resolve(raw)]
 
 
-def _without_comments(raw: dict[str, object]) -> dict[str, object]:
+def _without_comments(value: Any) -> Any:
     """Return a copy without keys that start with "_", except in the parallel3d block."""
-
-    def copied(value: object) -> object:
-        if isinstance(value, list):
-            return [copied(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        return {k: copied(v) for k, v in value.items() if not k.startswith("_")}
-
-    own_block = {k: deepcopy(v) for k, v in raw.items() if k == "parallel3d"}
-    settings = {k: v for k, v in raw.items() if k not in own_block and not k.startswith("_")}
-    return {k: copied(v) for k, v in settings.items()} | own_block
+    if isinstance(value, list):
+        return [_without_comments(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        k: deepcopy(v) if k == "parallel3d" else _without_comments(v)
+        for k, v in value.items()
+        if not k.startswith("_")
+    }
 
 
 def apply_overrides(raw: dict[str, object], overrides: Sequence[str]) -> list[str]:

@@ -20,9 +20,13 @@ Positive = Annotated[int, Field(gt=0)]
 _LONGEST_NAME = 100  # characters; file systems allow 255 bytes, which must also hold suffixes
 PLAN: Literal["plan"] = "plan"  # in place of a mesh: the first row of the planner
 # Shown in the message where the block is missing, so that it can be pasted.
-_SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 EXAMPLE = {
-    "model": {"family": "gpt"} | _SIZES,
+    "model": {
+        "family": "gpt",
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
     "data": {"sequence_length": 128},
     "train": {"steps": 100},
 }
@@ -50,10 +54,9 @@ def _known_sizes(text: str) -> str:
 
 def _plain_name(name: str) -> str:
     """Return the name if it is a folder's name on every system, no option and no lock file."""
-    fits = 0 < len(name.strip()) <= len(name) <= _LONGEST_NAME
-    fits = fits and len(name.encode(errors="replace")) <= 2 * _LONGEST_NAME
-    reserved = not name.isprintable() or name in (".", "..") or name.endswith(".lock")
-    if not fits or reserved or not re.match(r"[^-/\\][^/\\]*$", name):
+    is_short = max(2 * len(name), len(name.encode(errors="replace"))) <= 2 * _LONGEST_NAME
+    is_plain = re.fullmatch(r"[^-/\\][^/\\]*", name) and name.strip(" .") and name.isprintable()
+    if not is_short or not is_plain or name.endswith(".lock"):
         raise ValueError(
             "must be a plain name; use letters and digits, as in run-1: no / or \\, no - at the "
             "start, no invisible characters, no .lock at the end, at most "

@@ -51,14 +51,12 @@ def fill(raw: dict[str, object], replaced: Mapping[str, object] | None = None) -
     chosen = {key: value for key, value in model.items() if key != KEY}
     if problems := list(_contradictions(chosen, fixed, folder)):
         raise Problems(problems)
-    notes = [f"model: {_described(fixed)}, from {name}"]
+    notes = [f"model: {fixed['family']}, {fixed['num_hidden_layers']} layers, from {name}"]
     if replaced is not None:
         free = {*pretrained.free_settings(fixed["family"]), "parametrization"}
         chosen = {key: value for key, value in replaced.items() if key in free} | chosen
-        dropped = ", ".join(key for key in replaced if key not in free)
-        notes += [f"model: {name} replaces these settings of the config: {dropped}"] * bool(dropped)
     reader.block_at(raw, "parallel3d")["model"] = {**chosen, **fixed, KEY: record}
-    return [*notes, *_dropouts(config, fixed["family"], chosen)]
+    return notes
 
 
 def read_config(folder: Path) -> dict[str, object]:
@@ -82,6 +80,8 @@ def derive_model_block(folder: Path, config: Mapping[str, object]) -> dict[str, 
     except Problems as error:
         problems = [Problem(f"{path}: {p.path}", p.value, p.rule, p.remedy) for p in error.problems]
         raise Problems(problems, str(folder)) from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -149,17 +149,13 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 def _locate(name: str) -> tuple[Path, dict[str, object]]:
     """Return the folder of a local path or of a model on the hub, and the record for the config."""
-    remedy = "name a folder with config.json, or a model on the hub"
-    if not name.isprintable():
-        raise Problems([Problem(PATH, name, "contains unprintable characters", remedy)])
     path = Path(os.path.expanduser(name))
     if os.path.isdir(path):  # False, without an error, for names that no file system allows
         folder = path.resolve()
         return folder, {"folder": str(folder), "weights": digest_of(folder)}
-    if os.path.exists(path):
-        remedy = f"name its folder, {str(path.parent)!r}"
-        raise Problems([Problem(PATH, name, "is a file", remedy)])
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    is_local = os.path.exists(path) or path.is_absolute() or name.startswith((".", "~"))
+    if is_local or name.count("/") > 1:
+        remedy = "name a folder with config.json, or a model on the hub"
         raise Problems([Problem(PATH, name, "is not a folder", remedy)])
     model, _, revision = name.partition("@")
     folder = download(model, revision or None, SETTINGS)
@@ -172,17 +168,11 @@ def download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path
     The folder's name is the revision. Raises ConfigError, without waiting, if the hub is
     unreachable and the model is not in the cache.
     """
-    from huggingface_hub import constants
-
-    unreachable = why_unreachable()
-    cache = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-    if unreachable and not os.path.isdir(cache):
-        rule = f"is not a local folder, and the hub cannot be reached: {unreachable}"
-        raise Problems([Problem(PATH, name, rule, _DOWNLOAD)])
     # Imported late, because the import takes a second.
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
+    unreachable = why_unreachable()
     disable_progress_bars()
     try:
         snapshot = snapshot_download(
@@ -195,7 +185,7 @@ def download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path
     except Exception as error:
         lines = str(error).strip().splitlines()
         reason = unreachable or (lines[0] if lines else type(error).__name__)
-        rule = f"was not found on the hub or in the local cache ({reason})"
+        rule = f"is not a local folder, and neither on the hub nor in its cache ({reason})"
         raise Problems([Problem(PATH, name, rule, _DOWNLOAD)]) from None
     finally:
         enable_progress_bars()
@@ -206,32 +196,9 @@ def _contradictions(
     chosen: Mapping[str, object], fixed: Mapping[str, object], folder: Path
 ) -> Iterator[Problem]:
     for key, value in chosen.items():
-        if key not in fixed or value == "auto":
-            continue
-        fixed_value = fixed[key]
-        # A null size is derived; a null block means that there is none.
-        if value is None and not isinstance(fixed_value, Mapping):
-            continue
-        if isinstance(value, Mapping) and isinstance(fixed_value, Mapping):
-            same = all(fixed_value.get(name) == item for name, item in value.items())
-        else:
-            same = value == fixed_value and isinstance(value, bool) == isinstance(fixed_value, bool)
-        if not same:
-            rule = f"contradicts {folder / 'config.json'}, which says {json.dumps(fixed_value)}"
-            yield Problem(f"parallel3d.model.{key}", value, rule, "remove it")
-
-
-def _described(fixed: Mapping[str, object]) -> str:
-    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-    words = dict(zip(names, ("layers", "hidden size", "heads", "vocabulary"), strict=True))
-    sizes = ", ".join(f"{words[name]} {fixed.get(name)}" for name in names)
-    return f"{fixed['family']}, {sizes}"
-
-
-def _dropouts(
-    config: Mapping[str, object], family: str, chosen: Mapping[str, object]
-) -> Iterator[str]:
-    """Yield a note on each dropout that the published model used and this config does not set."""
-    for setting, field in pretrained.free_settings(family).items():
-        if "drop" in setting and setting not in chosen and config.get(field):
-            yield f"model.{setting}: 0 unless set; {field} is {config[field]} in config.json"
+        if key in fixed and value not in ("auto", None, fixed[key]):
+            yield Problem(
+                f"parallel3d.model.{key}", value,
+                f"contradicts {folder / 'config.json'}, which says {json.dumps(fixed[key])}",
+                "remove it",
+            )  # fmt: skip

@@ -42,13 +42,6 @@ from parallel3d.config.parallel3d_block import (
 from parallel3d.config.scheduler import SCHEDULER
 from parallel3d.model.config import ModelConfig
 
-# Settings of the previous release, and what to do instead; to be dropped in the next release.
-_REMOVED = {
-    "parallel3d.train": {
-        "check_layers": "was removed, with the check of layers at startup; remove it, and run "
-        "`parallel3d verify` to compare the layers with one process"
-    }
-}
 # Settings of output, stopping and speed, which do not affect what is trained.
 _NOT_TRAINED = (
     *("steps_per_print", "wall_clock_breakdown", "flops_profiler", "comms_logger", "aio"),
@@ -82,7 +75,7 @@ global batch, train_batch_size, is not among them."""
 class RunConfig(Section):
     """One ds.json: DeepSpeed's keys with DeepSpeed's meaning, and the "parallel3d" block."""
 
-    refused: ClassVar[Mapping[str, Mapping[str, str]]] = _REMOVED | deepspeed_keys.REASONS
+    refused: ClassVar[Mapping[str, Mapping[str, str]]] = deepspeed_keys.REASONS
     autos: ClassVar[Sequence[str]] = [rule.path for rule in auto.RULES]
 
     train_batch_size: Positive | None = None
@@ -197,8 +190,10 @@ class RunConfig(Section):
         """Ranks per axis; raises ConfigError if the planner has not chosen them yet."""
         if isinstance(self.parallel3d.mesh, MeshConfig):
             return self.parallel3d.mesh
-        rule, remedy = "the mesh is not planned yet", "use the first that `parallel3d plan` prints"
-        raise Problems([Problem("parallel3d.mesh", PLAN, rule, remedy)])
+        raise Problems([Problem(
+            "parallel3d.mesh", PLAN, "the mesh is not planned yet",
+            "use the first that `parallel3d plan` prints",
+        )])  # fmt: skip
 
     @property
     def pipeline(self) -> PipelineConfig:

@@ -1,10 +1,12 @@
-"""DeepSpeed's `scheduler` block: its five learning-rate schedules, with its names and defaults.
+"""DeepSpeed's `scheduler` block: schedules with a warm-up, with its names and defaults.
+
+OneCycle and LRRangeTest, which search for a rate, are refused.
 
 `rate(lr, step)` returns the learning rate at `step`, counted from 0; `lr` is optimizer.params.lr.
 Step n uses the formula's value at n - 1, because DeepSpeed's scheduler steps after the optimizer.
 """
 
-from math import cos, floor, log, pi
+from math import cos, log, pi
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model
@@ -71,7 +73,7 @@ class WarmupDecayLRParams(WarmupLRParams):
     """Step at which the decay ends; "auto" means the last step of the run."""
 
     def _after(self, step: int) -> float:
-        total = _known(self.total_num_steps)
+        total = int(self.total_num_steps)  # "auto" is resolved by now
         return max(0.0, (total - (step - 1)) / max(1, total - self.num_steps))
 
 
@@ -91,72 +93,10 @@ class WarmupCosineLRParams(Warmup):
             return 0.0  # DeepSpeed ignores warmup_min_ratio here
         share, least = self.rise(step), self.warmup_min_ratio
         if share is None:
-            total = _known(self.total_num_steps)
+            total = int(self.total_num_steps)  # "auto" is resolved by now
             done = min(1.0, (step - self.num_steps) / max(1, total - self.num_steps))
             share, least = (1 + cos(pi * done)) / 2, self.cos_min_ratio
         return lr * (least + (1 - least) * share)
-
-
-class OneCycleParams(Section):
-    """One cycle up and down (arXiv:1803.09820), then decay."""
-
-    cycle_min_lr: Rate
-    """Learning rate at the start and end of the cycle."""
-    cycle_max_lr: Rate
-    """Learning rate at the top of the cycle."""
-    decay_lr_rate: Rate = 0.0
-    """Decay after the cycle: cycle_min_lr / (1 + decay_lr_rate x steps / decay_step_size)."""
-    cycle_first_step_size: Steps = 2000
-    """Steps up."""
-    cycle_second_step_size: Annotated[int, Field(ge=0)] | None = None
-    """Steps down; null means as many as up."""
-    cycle_first_stair_count: int = Field(default=0, ge=0)
-    """Stairs on the way up; 0 means a straight line."""
-    cycle_second_stair_count: Annotated[int, Field(ge=0)] | None = None
-    """Stairs on the way down; null means as many as up."""
-    decay_step_size: int = Field(default=0, ge=0)
-    """Steps of the decay's interval; 0 means no decay."""
-    cycle_momentum: Literal[False]
-    """Must be set to false: parallel3d keeps the betas constant, while DeepSpeed's default, true,
-    cycles them too."""
-
-    def rate(self, lr: float, step: int) -> float:
-        """Return the learning rate of DeepSpeed's OneCycle at `step`."""
-        up, down = self.cycle_first_step_size, self.cycle_second_step_size
-        down = up if down is None else down
-        low, high = self.cycle_min_lr, self.cycle_max_lr
-        if step > up + down:
-            if not self.decay_step_size:
-                return low
-            intervals = (step - up - down) / self.decay_step_size
-            return low / (1 + self.decay_lr_rate * intervals)
-        place, length, stairs = step % (up + down), up, self.cycle_first_stair_count
-        if place > up:
-            place, length = up + down - place, down
-            if self.cycle_second_stair_count is not None:
-                stairs = self.cycle_second_stair_count
-        height = floor(place * stairs / length) / stairs if stairs else place / length
-        return low + (high - low) * height
-
-
-class LRRangeTestParams(Section):
-    """A growing learning rate, to find where training diverges (arXiv:1803.09820)."""
-
-    lr_range_test_min_lr: Rate = 1e-3
-    """Learning rate at the first step."""
-    lr_range_test_step_size: Steps = 2000
-    """Steps over which it grows by lr_range_test_step_rate x lr_range_test_min_lr."""
-    lr_range_test_step_rate: Rate = 1.0
-    """Growth per lr_range_test_step_size steps, as a fraction of lr_range_test_min_lr."""
-    lr_range_test_staircase: bool = False
-    """Grow in stairs, once every lr_range_test_step_size steps."""
-
-    def rate(self, lr: float, step: int) -> float:
-        """Return the learning rate of DeepSpeed's LRRangeTest at `step`."""
-        intervals = step / self.lr_range_test_step_size
-        if self.lr_range_test_staircase:
-            intervals = floor(intervals)
-        return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * intervals)
 
 
 def _schedule(name: str, params: type[Section], default: object = ...) -> type[Section]:
@@ -179,14 +119,5 @@ def _schedule(name: str, params: type[Section], default: object = ...) -> type[S
 WarmupLR = _schedule("WarmupLR", WarmupLRParams, WarmupLRParams())
 WarmupDecayLR = _schedule("WarmupDecayLR", WarmupDecayLRParams)
 WarmupCosineLR = _schedule("WarmupCosineLR", WarmupCosineLRParams)
-OneCycle = _schedule("OneCycle", OneCycleParams)
-LRRangeTest = _schedule("LRRangeTest", LRRangeTestParams, LRRangeTestParams())
-SCHEDULERS = {
-    cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
-}
-SCHEDULER = Choice("type", "scheduler", lambda: list(SCHEDULERS), SCHEDULERS.__getitem__)
-
-
-def _known(steps: int | str) -> int:
-    assert isinstance(steps, int), 'total_num_steps is "auto": resolve and with_corpus come first'
-    return steps
+SCHEDULERS = {cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+SCHEDULER = Choice("type", "scheduler", SCHEDULERS.keys, SCHEDULERS.__getitem__)

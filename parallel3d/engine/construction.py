@@ -62,7 +62,6 @@ def building(
     swapper = getattr(beside, "nvme_swapper", None)
     if settings.offload_param == "nvme" and swapper is None:
         nvme.read_through_buffers()
-        nvme.refuse_small_buffers()
         nvme.copy_out_of_buffers()
         folder = make_folder(settings.param_options, "param", mesh, say)
         options = settings.param_options | {"nvme_path": str(folder)}
@@ -116,10 +115,3 @@ def make_folder(
     op_builds.load_async_io(mesh, say)
     setting = f"zero_optimization.offload_{part}.nvme_path"
     return swap.make_folder(str(options["nvme_path"]), mesh, setting)
-
-
-def swap_folder(parameter: nn.Parameter) -> Path | None:
-    """Return the folder that `building` swaps a parameter to, or None if it is not on NVMe."""
-    swapper = getattr(parameter, "nvme_swapper", None)
-    # DeepSpeed appends zero_stage_3/<type>params/rank<n>.
-    return None if swapper is None else Path(swapper.swap_folder).parents[2]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -14,9 +13,9 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
-from parallel3d.base.errors import ConfigError, TrainingError
+from parallel3d.base.errors import ConfigError
 from parallel3d.engine import op_builds, swap
-from parallel3d.engine.construction import building, make_folder, model_parallel_unit, swap_folder
+from parallel3d.engine.construction import building, make_folder, model_parallel_unit
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import GatheredWeights, Layers
 from parallel3d.engine.optimizer_states import OptimizerStates, masters_of, places_of
@@ -92,7 +91,7 @@ class Engine:
             settings.rates, file.WHOLE_MATRICES, divides_experts=mesh.experts.size > 1
         )
         pair = mesh.join_pair(*(coord % mesh.pipeline.size for coord in owners))
-        core.bind_trace_check(mesh.shards.group, mesh.device)
+        core.skip_trace_check()
         is_sharded = settings.zero_stage > 0
         core.count_once(self.held)
         if not is_sharded:
@@ -119,19 +118,16 @@ class Engine:
             device=mesh.device,
             cpu_adam=offload and file.CPU_ADAM and op_builds.load_cpu_adam(mesh, say),
         )
-        folder = swap_folder(first) if first is not None else None
-        self._folders: list[Path] = [folder] if folder else []
         if settings.offload_optimizer == "nvme":
             nvme.align_gradients()
             folder = make_folder(settings.optimizer_options, "optimizer", mesh, say)
-            self._folders.append(folder)
             options = settings.optimizer_options | {"nvme_path": str(folder)}
             settings = replace(settings, optimizer_options=options)
         shards, model = (mesh.shards, mesh.model) if is_sharded else (mesh.alone, mesh.whole_model)
         sharding: AbstractContextManager[None] = nullcontext()
         if is_sharded and not settings.shards_parameters:
             sharding = experts.sharded_by_zero12(self._module.parameters(), mesh)
-        with core.without_muon(), sharding:
+        with sharding:
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
                 optimizer=optimizer,
@@ -270,8 +266,7 @@ class Engine:
 
         `lr` is multiplied by the rate of each optimizer group. `is_kept` is asked before anything
         is updated, with the norm on the device, and must answer alike on every rank; after False
-        the gradients are dropped. It is not asked if gradients overflow. Raise TrainingError on
-        every rank if fp16 gradients overflow at the smallest loss scale.
+        the gradients are dropped. It is not asked if gradients overflow.
         """
         optimizer = self._deepspeed.optimizer
         for group, kind in zip(optimizer.param_groups, self._kinds, strict=True):
@@ -279,7 +274,7 @@ class Engine:
             group["lr"] = scheduled * kind.rate.lr
         began = self._now()
         squares, self._reduction.own_squares = self._reduction.own_squares, None
-        scale, last = self.loss_scale, fp16.at_last_loss_scale(optimizer)
+        scale = self.loss_scale
         asking: AbstractContextManager[list[Tensor]] = nullcontext([])
         if is_kept:
             asking = updating.asking_before_update(optimizer, is_kept)
@@ -294,12 +289,6 @@ class Engine:
             fp16.forget_skipped_gradients(optimizer)
         self.step_seconds = self._now() - began
         overflow = self.settings.precision == "fp16" and not applied and not refused
-        if overflow and last:
-            raise TrainingError(
-                f"fp16 gradients overflow at the smallest loss scale, fp16.min_loss_scale = "
-                f"{scale:g}; all ranks stop. Lower optimizer.params.lr, use a longer warm-up, or "
-                "use bf16"
-            )
         return StepResult(
             norm=float("nan") if norm is None else norm,
             applied=applied,
@@ -326,10 +315,9 @@ class Engine:
         return OptimizerStates(self._deepspeed, self.held, self.settings.optimizer)
 
     def close(self) -> None:
-        """Free DeepSpeed's hooks and buffers, and remove its files."""
+        """Free DeepSpeed's hooks and buffers, and remove the files of this process's engines."""
         self._deepspeed.destroy()
-        for folder in self._folders:
-            swap.remove_folder(folder)
+        swap.remove_folders()
 
     def _find_matrices(self, optimizer: Any) -> None:
         """Give an optimizer of whole matrices those of each of its groups."""
@@ -372,11 +360,8 @@ class ForwardEngine:
         self.settings = settings
         self._run: Any = stages.eval()
         self._deepspeed: deepspeed.DeepSpeedEngine | None = None
-        self._folder: Path | None = None
         if settings.shards_parameters:
-            core.bind_trace_check(mesh.shards.group, mesh.device)
-            first = next(stages.parameters(), None)
-            self._folder = swap_folder(first) if first is not None else None
+            core.skip_trace_check()
             self._deepspeed, *_ = deepspeed.initialize(
                 model=stages,
                 config=settings.deepspeed_config(mesh.shards.size),
@@ -398,8 +383,7 @@ class ForwardEngine:
         """Free DeepSpeed's hooks and buffers, and remove its files."""
         if self._deepspeed is not None:
             self._deepspeed.destroy()
-        if self._folder is not None:
-            swap.remove_folder(self._folder)
+        swap.remove_folders()
 
 
 def forward_settings(settings: EngineSettings) -> EngineSettings:

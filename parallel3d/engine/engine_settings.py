@@ -10,7 +10,6 @@ import torch
 from parallel3d.base.section import Section
 from parallel3d.config import RunConfig
 from parallel3d.config.parallel3d_block import gathered_for, reduces_once
-from parallel3d.engine.quirks import core
 from parallel3d.model import optimizers
 from parallel3d.model.parametrization import Rate, Role, Scales
 from parallel3d.models.common import rates_of
@@ -146,14 +145,16 @@ class EngineSettings:
             # The program gathers all weights; parameters that stay whole would only make DeepSpeed
             # gather them after each step, one by one, and wait for the device.
             zero["stage3_param_persistence_threshold"] = 0
-        if self.shards_parameters and self.reduces_once and zero.get("reduce_scatter", True):
+        if self.shards_parameters and self.reduces_once:
             # Gradients accumulate in `param.grad`. Copying them through a bucket would cost a copy,
             # and the bucket would take memory beside the activations.
             zero["contiguous_gradients"] = False
         return {
             "train_batch_size": self.micro_batch_size * dp_size,
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
-            "gradient_accumulation_steps": core.accumulation_steps(),
+            # A direct `output.backward(grad)` divides by this number on *every* stage. The executor
+            # instead divides the loss once, on the last stage.
+            "gradient_accumulation_steps": 1,
             "gradient_clipping": self.gradient_clipping,
             "bf16": {"enabled": self.precision == "bf16"},
             "fp16": {"enabled": self.precision == "fp16", **self.fp16},

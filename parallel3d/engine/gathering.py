@@ -41,7 +41,6 @@ class GatheredWeights:
 
     def gather(self, stage: int) -> None:
         """Start to gather a stage's weights, one collective per layer; collective over dp."""
-        assert stage not in self._coming, f"stage {stage} is already gathered"
         handles = self._coming[stage] = deque[Any]()
         for parameters in self._layers[stage]:
             sharded = [
@@ -68,7 +67,6 @@ class GatheredWeights:
 
     def wait(self, stage: int) -> None:
         """Wait for a stage's weights; work that is queued afterwards may use them."""
-        assert stage in self._coming, f"stage {stage} has no weights: it needs a GATHER first"
         while self._coming[stage]:  # frees a layer's buffer as soon as its weights are copied out
             self._coming[stage].popleft().wait()
 

@@ -24,9 +24,6 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 
 _log = logging.getLogger(__name__)
-_ABOUT = {"cpu_adam": "about 30 s", "pin_memory": "about 30 s", "async_io": "a few minutes"}
-_WHY = re.compile(r"\berror: |: cannot find |undefined reference")
-_LONGEST = 300  # characters of a reason: torch puts the whole command line first
 _BUILD_SECONDS = 900.0  # longer than any build takes
 
 
@@ -97,19 +94,15 @@ def _load_everywhere(builders: list[type], mesh: Mesh, say: Callable[[str], None
                 _load(builder(), say if first else _log.info)
         except Exception as error:  # build errors have no common type
             problem = _reason(error)
-    problems = mesh.gather_texts(problem)
-    failed = [p for p in problems if p]
-    if not failed:
-        return ""
-    where = "" if len(failed) == len(problems) else f" (on {len(failed)} of {len(problems)} ranks)"
-    return failed[0] + where
+    return next(filter(None, mesh.gather_texts(problem)), "")
 
 
 def _reason(error: Exception) -> str:
     """Return the line of a failed build with the compiler's error, else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    errors = (line for line in lines if _WHY.search(line))
-    return next(errors, lines[0] if lines else repr(error))[:_LONGEST]
+    errors = (x for x in lines if re.search(r"\berror: |: cannot find |undefined reference", x))
+    # At most 300 characters: torch puts the whole command line first.
+    return next(errors, lines[0] if lines else repr(error))[:300]
 
 
 def _load(builder: Any, say: Callable[[str], None]) -> None:
@@ -124,7 +117,6 @@ def _load(builder: Any, say: Callable[[str], None]) -> None:
                 f"build was killed: delete {lock}"
             )
         elif not (directory / f"{name}.so").exists():
-            about = f"once for this installation; {_ABOUT[name]} on idle cores"
-            say(f"compiling DeepSpeed's {name} ({about})")
+            say(f"compiling DeepSpeed's {name} (once for this installation; up to minutes)")
         pulse.doing(f"loading or compiling DeepSpeed's {name}")
     builder.load(verbose=False)

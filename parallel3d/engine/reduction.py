@@ -85,7 +85,6 @@ class Reduction:
 
     def reduce(self, stage: int) -> None:
         """Reduce a stage's gradients after its last backward; collective over dp, and over tp."""
-        assert self._settings.reduces_once, "gradients are reduced after each microbatch"
         self._reduce([h for h in self._of_stage[stage] if id(h.parameter) in self._waiting])
 
     @contextmanager

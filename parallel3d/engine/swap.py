@@ -59,18 +59,13 @@ def _naming(nvme_path: str, mesh: Mesh, setting: str) -> Iterator[None]:
         ) from None
 
 
-def remove_folder(folder: Path) -> None:
-    """Remove one of this process's swap folders and its files."""
-    if folder in _locks:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(_locks.pop(folder))
-
-
 @atexit.register
 def remove_folders() -> None:
-    """Remove all swap folders of this process."""
-    for folder in list(_locks):
-        remove_folder(folder)
+    """Remove all swap folders of this process, and their files."""
+    while _locks:
+        folder, lock = _locks.popitem()
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def _lock(folder: Path) -> int:

@@ -3,25 +3,17 @@
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from parallel3d.schedule.schedule import Action, Span
 
-_TRIES = 5  # attempts to read two clocks at the same moment
-
-
-class Timed(Protocol):
-    """An object that waits for the device to measure times if `timed` is set."""
-
-    timed: bool
-
 
 @contextmanager
-def timing(*parts: Timed) -> Iterator[None]:
-    """Set `timed` on all parts inside the context."""
+def timing(*parts: object) -> Iterator[None]:
+    """Set `timed` on all parts inside the context, which then wait for the device."""
     with ExitStack() as stack:
         for part in parts:
             stack.enter_context(patch.object(part, "timed", True))
@@ -58,7 +50,7 @@ class DeviceClock:
         end = self.mark()
         first = marks[0][1] if marks else end
         if self._device.type == "cpu":
-            started = first + _unix_minus_process_time()
+            started = first + time.time() - time.perf_counter()
             seconds = [(action, a - first, b - first) for action, a, b in marks]
             return started, started + end - first, [Span(*s) for s in seconds]
         end.synchronize()
@@ -68,13 +60,3 @@ class DeviceClock:
             for action, a, b in marks
         ]
         return self._first_seen, self._first_seen + first.elapsed_time(end) / 1e3, spans
-
-
-def _unix_minus_process_time() -> float:
-    """Return Unix time minus `time.perf_counter`.
-
-    The quickest of several readings counts, because the process may be suspended in one.
-    """
-    readings = [(time.perf_counter(), time.time(), time.perf_counter()) for _ in range(_TRIES)]
-    before, unix, after = min(readings, key=lambda reading: reading[2] - reading[0])
-    return unix - (before + after) / 2

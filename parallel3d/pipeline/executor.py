@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel3d.base.errors import ScheduleError
 from parallel3d.engine import Engine
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
@@ -91,8 +90,8 @@ class Executor:
     - `timed`: if set, `run` waits for the device and sets `spans`, each action's seconds since
       `started`. The gradients are reduced at `ended`. Both are Unix times.
 
-    Raise ScheduleError if the program splits backwards (I and W) but gradients are reduced in each
-    backward.
+    A program that splits backwards (I and W) needs gradients that are reduced once per step
+    (config/checks.py).
     """
 
     def __init__(
@@ -184,24 +183,14 @@ class Executor:
         if schedule is None:
             assert self._make_schedule, f"needs {self.schedule.num_microbatches} microbatches"
             schedule = self._make_schedule(num_microbatches)
-            if schedule.pp_coord_of_stage != self.schedule.pp_coord_of_stage:
-                raise ScheduleError(
-                    f"{schedule.name}: places its stages on other ranks for {num_microbatches} "
-                    f"microbatches than for {self.schedule.num_microbatches}; use a schedule whose "
-                    "placement is fixed, or the same number in every step"
-                )
+            placement = self.schedule.pp_coord_of_stage
+            assert schedule.pp_coord_of_stage == placement, "stages would move to other ranks"
             self._schedules[num_microbatches] = schedule
         return schedule
 
     def _use(self, schedule: Schedule) -> None:
         """Run this schedule from now on."""
         self.schedule, self._program = schedule, schedule.programs[self.mesh.pipeline.coord]
-        split = next((action for action in self._program if action.op is Op.W), None)
-        if split and not self.engine.settings.reduces_once:
-            raise ScheduleError(
-                f"{schedule.name}: {split} requires gradients to be reduced once per step, not in "
-                "each backward"
-            )
         backwards = {a.stage: a for a in self._program if a.op in (Op.B, Op.W)}
         self._completing = {a[1:] for a in backwards.values() if a.op is Op.B}
 

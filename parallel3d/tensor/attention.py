@@ -1,6 +1,6 @@
 """Causal attention over the heads of a tensor-parallel rank, and the choice of its kernel."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -78,12 +78,6 @@ class CausalAttention(nn.Module):
         )  # [batch, heads, seq, size]
         return y.transpose(1, 2)
 
-    def extra_repr(self) -> str:
-        q, kv = self.heads_here
-        again = ", recomputed in backward" if self.recompute else ""
-        window = f", window of {self.window} tokens" if self.window else ""
-        return f"{q} query and {kv} key-value heads of {self.head_size}{window}{again}"
-
 
 def kernel_of(
     q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None
@@ -95,23 +89,15 @@ def kernel_of(
     return SDPBackend(choice)
 
 
-def describe_kernel(
-    kernel: SDPBackend, q: Tensor, how: Sequence[str] = (), keys: int | None = None
-) -> str:
-    """Return the log line about the kernel, with a warning if it is not fused.
-
-    - `how`: how isolated documents and windows are computed, if there are any.
-    - `keys`: the keys of a query whose scores are computed; None: all.
-    """
+def describe_kernel(kernel: SDPBackend) -> str:
+    """Return the log line about the kernel, with a warning if it is not fused."""
     if kernel != SDPBackend.MATH:
         name = kernel.name.lower().removesuffix("_attention").replace("_", " ")
-        return ", ".join([f"kernel  attention runs as {name}", *how])
-    batch, heads, seq, _ = q.shape
-    mib = batch * heads * seq * (keys or seq) * 4 / 2**20
+        return f"kernel  attention runs as {name}"
     return (
         "kernel  WARNING: this device has no fused kernel for this attention, so each layer holds "
-        f"several copies of all scores, {mib:,.0f} MiB each"
-        f"{' (less with isolated documents)' if how else ''}; try bf16 or an attention dropout of 0"
+        "several copies of all scores (batch x heads x sequence^2); try bf16 or an attention "
+        "dropout of 0"
     )
 
 
@@ -129,19 +115,18 @@ def log_kernel(
     layer = max(layers, key=lambda m: m.window or seq)
     if layer.cp > 1:
         fused = is_fused(device, block_tokens(seq, layer.cp), layer.ring)
-        how_dealt = "flex, all documents at once" if fused else "plain products, block by block"
-        say(f"kernel  attention of dealt tokens runs as {how_dealt}")
+        say(f"kernel  attention of dealt tokens runs as {'flex' if fused else 'plain products'}")
         return
     q_heads, kv_heads = layer.heads_here
     like = partial(torch.empty, dtype=dtype, device=device, requires_grad=True)
     q = like(batch, seq, q_heads, layer.head_size).transpose(1, 2)
     k, v = (like(batch, seq, kv_heads, layer.head_size).transpose(1, 2) for _ in range(2))
-    dropout, window = layer.dropout.p, min(layer.window or seq, seq)
-    has_window = window < seq
-    if (isolated or has_window) and in_one_kernel(q, dropout, layer.sinks is not None):
-        say(describe_kernel(SDPBackend.FLASH_ATTENTION, q, ["all documents at once"]))
-        return
-    how = ["one document at a time"] * isolated + [f"{BLOCK} queries at a time"] * has_window
-    rows = q[:, :, :BLOCK] if has_window else q
-    mask = q.new_empty(rows.shape[2], seq) if has_window else None
-    say(describe_kernel(kernel_of(rows, k, v, dropout, mask), q, how, min(seq, window + BLOCK)))
+    has_window = layer.window is not None and layer.window < seq
+    kernel = SDPBackend.FLASH_ATTENTION
+    if not (
+        (isolated or has_window) and in_one_kernel(q, layer.dropout.p, layer.sinks is not None)
+    ):
+        rows = q[:, :, :BLOCK] if has_window else q
+        mask = q.new_empty(rows.shape[2], seq) if has_window else None
+        kernel = kernel_of(rows, k, v, layer.dropout.p, mask)
+    say(describe_kernel(kernel))

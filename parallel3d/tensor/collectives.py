@@ -8,7 +8,7 @@ section 4.2.2).
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,19 +18,12 @@ from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
 from parallel3d.tensor.compiled import graph_break
 
 
-class Waits(Protocol):
-    """A collective that may still be running."""
-
-    def wait(self) -> object:
-        """Wait for the collective."""
-
-
 @dataclass(frozen=True)
 class Pending:
     """A collective that may still be running; `result` is valid after `wait`."""
 
     result: Tensor
-    works: Sequence[Waits | None] = ()
+    works: Sequence[Any] = ()  # None: it is over
 
     def wait(self) -> Tensor:
         """Wait for the collective and return its result; work queued afterwards may use it."""
@@ -100,9 +93,9 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, async_op: bool = T
 
 
 def _each_sample(
-    collective: Callable[..., Waits | None], out: Tensor, x: Tensor, group: dist.ProcessGroup,
+    collective: Callable[..., Any], out: Tensor, x: Tensor, group: dist.ProcessGroup,
     async_op: bool,
-) -> list[Waits | None]:  # fmt: skip
+) -> list[Any]:  # fmt: skip
     """Run one collective per sample; return the works to wait for (None if already finished).
 
     `out` and `x` are contiguous, [..., seq or its part, size]. One collective for all samples would
@@ -140,26 +133,8 @@ def sequence_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return x.narrow(dim, length * group.rank(), length)
 
 
-class Context(Protocol):
-    """The context that torch passes to the forward and backward of an autograd.Function.
-
-    A forward may set further attributes, which its own backward reads.
-    """
-
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        """Save inputs or outputs of the forward as `saved_tensors`."""
-
-    def mark_dirty(self, *inputs: Tensor) -> None:
-        """Declare that the forward overwrites these inputs."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute that the forward has set."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute for the backward."""
+# torch's context of an autograd.Function, on which a forward sets attributes for its backward.
+Context = Any
 
 
 class Conjugate(torch.autograd.Function):

@@ -97,10 +97,8 @@ def counts() -> CompiledCounts:
     """Return what this process has compiled so far."""
     from torch._dynamo.utils import counters
 
-    breaks: Counter[str] = Counter()
-    for text, times in counters["graph_break"].items():
-        breaks[_reason(text)] += times
-    return CompiledCounts(counters["stats"]["unique_graphs"], dict(breaks))
+    texts = Counter(counters["graph_break"]).elements()
+    return CompiledCounts(counters["stats"]["unique_graphs"], dict(Counter(map(_reason, texts))))
 
 
 def _reason(text: str) -> str:

@@ -74,6 +74,15 @@ def cut_of(parameter: nn.Parameter) -> Cut:
     return parameter.cut  # type: ignore[attr-defined]
 
 
+class CutModule(nn.Module):
+    """A layer whose parameters are cut over groups; it prints this rank's part of each."""
+
+    def extra_repr(self) -> str:
+        cuts = {name: cut_of(own) for name, own in self.named_parameters(recurse=False)}
+        parts = (f"{name} {cut.local_shape} of {cut.global_shape}" for name, cut in cuts.items())
+        return ", ".join(parts)
+
+
 def is_of_experts(parameter: nn.Parameter) -> bool:
     """True if ranks hold different experts of a parameter."""
     cut: Cut = getattr(parameter, "cut", Cut(()))

@@ -7,6 +7,7 @@ are marked `ParamSpec.partial`, and a loss that every rank computes alike counts
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from math import ceil
 
@@ -15,16 +16,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.tensor.collectives import Conjugate, Context
+from parallel3d.tensor.collectives import Conjugate, Context, Pending
 from parallel3d.tensor.compiled import graph_break
-from parallel3d.tensor.cut import cut_of, cut_parameter
+from parallel3d.tensor.cut import CutModule, cut_of, cut_parameter
 from parallel3d.tensor.pointwise import swiglu
 from parallel3d.tensor.product import Product, linear
 
 _ALIGNMENT = 16  # bytes; torch's grouped product needs strides that are multiples of it
 
 
-class PartialLinear(nn.Module):
+class PartialLinear(CutModule):
     """y = x W^T with one dim of the weight cut over the group, without collectives."""
 
     def __init__(self, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup) -> None:
@@ -34,9 +35,6 @@ class PartialLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., fused * out], of which one of in and out is this rank's part."""
         return linear(x, self.weight)
-
-    def extra_repr(self) -> str:
-        return f"{cut_of(self.weight).global_shape}"
 
 
 class PartialSwiGLU(nn.Module):
@@ -52,7 +50,7 @@ class PartialSwiGLU(nn.Module):
         return self.down(swiglu(self.gate_up(x)))
 
 
-class Experts(nn.Module):
+class Experts(CutModule):
     """SwiGLUs side by side, whose sum over the inner width is left to the caller.
 
     - `group`: cuts the inner width.
@@ -69,7 +67,7 @@ class Experts(nn.Module):
         over = None if owners is None else (0, owners)
         self.gate_up = cut_parameter((experts, 2, inner, size), tensor=(2, group), experts=over)
         self.down = cut_parameter((experts, size, inner), tensor=(2, group), experts=over)
-        self.capacity, self.parts = capacity, group.size()
+        self.capacity = capacity
         self.owners = owners if owners is not None and owners.size() > 1 else None
 
     def forward(
@@ -112,10 +110,10 @@ class Experts(nn.Module):
         dist.all_to_all_single(received, counts, group=owners)
         # On a device the host waits here: it must know how much comes.
         sent_rows, received_rows = torch.stack([counts, received]).sum(-1).tolist()
-        exchange = _Exchange(owners, received_rows, sent_rows)
-        rows = exchange.start(rows)
+        rows, exchange = _start_exchange(rows, received_rows, sent_rows, owners)
         meanwhile()
         exchange.wait()
+        del exchange  # it keeps the rows
         experts = torch.arange(counts.shape[1], device=rows.device).repeat(owners.size())
         experts = experts.repeat_interleave(received.flatten(), output_size=len(rows))
         order = experts.sort(stable=True).indices  # by expert, and each one's rows by their rank
@@ -123,9 +121,8 @@ class Experts(nn.Module):
         ends = received.sum(0).cumsum(0).to(torch.int32)
         inner = swiglu(_grouped_linear(_dispatch(rows, order, place, 1), self.gate_up, ends))
         rows = _combine(_grouped_linear(inner, self.down, ends), order, place, 1)
-        back = exchange.reversed()
-        rows = back.start(rows)
-        back.wait()
+        rows, exchange = _start_exchange(rows, sent_rows, received_rows, owners)
+        exchange.wait()
         return rows
 
     def limit(self, rows: int) -> int:
@@ -133,45 +130,30 @@ class Experts(nn.Module):
         experts = cut_of(self.down).global_shape[0]
         return rows if self.capacity is None else ceil(self.capacity * rows / experts)
 
-    def extra_repr(self) -> str:
-        experts, size, inner = cut_of(self.down).global_shape
-        return f"{experts} of {size} x {inner} / {self.parts}"
+
+def _exchange(
+    rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> Pending:
+    """Start to send rows; `received` and `sent` are those from and to each rank of the group."""
+    arriving = rows.new_empty((sum(received), *rows.shape[1:]))
+    work = dist.all_to_all_single(
+        arriving, rows.contiguous(), received, sent, group=group, async_op=True
+    )
+    return Pending(arriving, [work])
 
 
-class _Exchange:
-    """One all-to-all: `received` and `sent` are the rows from and to each rank of the group."""
+def _start_exchange(
+    rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> tuple[Tensor, Pending]:
+    """Return the tensor that the rows of the other ranks arrive in, with autograd, and the wait."""
+    started: list[Pending] = []
 
-    def __init__(self, group: dist.ProcessGroup, received: list[int], sent: list[int]) -> None:
-        self.group, self.received, self.sent = group, received, sent
-        self._work: dist.Work | None = None
+    def send(rows: Tensor) -> Tensor:
+        started.append(_exchange(rows, received, sent, group))
+        return started[0].result
 
-    def reversed(self) -> "_Exchange":
-        """Return the exchange that sends the rows back."""
-        return _Exchange(self.group, self.sent, self.received)
-
-    def start(self, rows: Tensor) -> Tensor:
-        """Return the tensor that the rows of the other ranks arrive in; `wait` before reading."""
-        return Conjugate.apply(rows, self.send, self._send_back)
-
-    def send(self, rows: Tensor) -> Tensor:
-        """Start the exchange, without autograd."""
-        arriving = rows.new_empty((sum(self.received), *rows.shape[1:]))
-        self._work = dist.all_to_all_single(
-            arriving, rows.contiguous(), self.received, self.sent, group=self.group, async_op=True
-        )
-        return arriving
-
-    def _send_back(self, grad: Tensor) -> Tensor:
-        back = self.reversed()
-        grad = back.send(grad)
-        back.wait()
-        return grad
-
-    def wait(self) -> None:
-        """Wait for the rows."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None  # it would keep both tensors until the backward
+    back = partial(_exchange, received=sent, sent=received, group=group)
+    return Conjugate.apply(rows, send, lambda grad: back(grad).wait()), started[0]
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -194,7 +176,10 @@ def _gather(rows: Tensor, place: Tensor, k: int) -> Tensor:
 def _dispatch(x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
     """Return each token k times, in order; the gradient adds in a fixed order, unlike torch's."""
     return Conjugate.apply(
-        x, lambda x: _scatter(x, order, k), lambda grad, place: _gather(grad, place, k), place
+        x,
+        lambda x: _scatter(x, order, k),
+        lambda grad, place: _gather(grad, place, k),
+        place,
     )
 
 

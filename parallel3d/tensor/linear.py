@@ -8,14 +8,14 @@ of the product.
 from collections.abc import Mapping
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel3d.tensor.collectives import reduce_from_group
-from parallel3d.tensor.cut import cut_of, cut_parameter
+from parallel3d.tensor.cut import CutModule, cut_parameter
 from parallel3d.tensor.product import Rows, column_linear, linear
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(CutModule):
     """y = x W^T + b with the output features cut over the group.
 
     - Input: x [..., in], replicated, or [..., seq / tp, in] under sequence parallelism.
@@ -42,11 +42,8 @@ class ColumnParallelLinear(nn.Module):
         )
         return y if self.bias is None else y.add_(self.bias.flatten())
 
-    def extra_repr(self) -> str:
-        return f"{cut_of(self.weight).global_shape}, columns / {self.group.size()}"
 
-
-class GroupedColumnLinear(nn.Module):
+class GroupedColumnLinear(CutModule):
     """Column-parallel layers of different sizes on one input: query, key and value.
 
     `heads` maps each layer's name to its number of heads of `head_size` features. If a layer has
@@ -90,13 +87,8 @@ class GroupedColumnLinear(nn.Module):
         start = self.group.rank() * count // size * self.head_size
         return start, start + self.head_size
 
-    def extra_repr(self) -> str:
-        size = self.group.size()
-        each = (f"{n} {c}{' / ' + str(size) if c >= size else ''}" for n, c in self.heads.items())
-        return f"{', '.join(each)} heads of {self.head_size}"
 
-
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(CutModule):
     """y = x W^T + b with the input features cut over the group.
 
     - Input: this rank's x [..., in / tp].
@@ -117,6 +109,3 @@ class RowParallelLinear(nn.Module):
         """x [..., in / tp] -> [..., out], the same on each rank, or its part of the sequence."""
         y = reduce_from_group(linear(x, self.weight), self.group, self.sequence_parallel)
         return y if self.bias is None else y.add_(self.bias)
-
-    def extra_repr(self) -> str:
-        return f"{cut_of(self.weight).global_shape}, rows / {self.group.size()}"

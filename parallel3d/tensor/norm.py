@@ -1,14 +1,14 @@
 """Normalisation over the last dim, which is not cut by tensor parallelism."""
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel3d.tensor.collectives import sum_over_group
-from parallel3d.tensor.cut import cut_of, cut_parameter
+from parallel3d.tensor.cut import CutModule, cut_parameter
 from parallel3d.tensor.pointwise import layer_norm, rms_norm
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(CutModule):
     """LayerNorm over the last dim, with parameters that are not cut."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -21,11 +21,8 @@ class LayerNorm(nn.Module):
         """x [..., size] -> [..., size]."""
         return layer_norm(x, self.weight, self.bias, self.eps)
 
-    def extra_repr(self) -> str:
-        return f"{cut_of(self.weight).global_shape}, replicated, eps={self.eps}"
 
-
-class RMSNorm(nn.Module):
+class RMSNorm(CutModule):
     """x / sqrt(mean(x^2) + eps) times a weight (arXiv:1910.07467), which is not cut."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -37,11 +34,8 @@ class RMSNorm(nn.Module):
         """x [..., size] -> [..., size]."""
         return rms_norm(x, self.weight, self.eps)
 
-    def extra_repr(self) -> str:
-        return f"{cut_of(self.weight).global_shape}, replicated, eps={self.eps}"
 
-
-class WidthNorm(nn.Module):
+class WidthNorm(CutModule):
     """RMSNorm over all heads together, which the group cuts; so is the weight.
 
     If there are fewer heads than ranks, each rank holds the whole weight and uses its head's part.
@@ -60,6 +54,3 @@ class WidthNorm(nn.Module):
         # The parameter itself where it can be: see `product.Product`.
         weight = self.weight if self.cut else self.weight.narrow(0, self.first, wide.shape[-1])
         return ((wide * (mean + self.eps).rsqrt()).to(x.dtype) * weight).view_as(x)
-
-    def extra_repr(self) -> str:
-        return f"{cut_of(self.weight).global_shape} / {self.group.size()}, eps={self.eps}"

@@ -5,7 +5,6 @@ paper pairs neighbouring features, which differs only in their order.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import ceil, floor, log, tau
 
 import torch
@@ -15,66 +14,34 @@ from parallel3d.tensor.pointwise import rotate, scale
 from parallel3d.tensor.segments import Segments
 
 
-@dataclass(frozen=True)
-class LinearScaling:
-    """Position interpolation (arXiv:2306.15595): every rotation is `factor` times slower."""
+def llama3_scaling(
+    frequencies: Tensor, *, factor: float, low: float, high: float, length: int
+) -> Tensor:
+    """Scale frequencies as Llama 3.1 does (its reference code; arXiv:2407.21783, 3.4.2).
 
-    factor: float
-
-    def __call__(self, frequencies: Tensor) -> Tensor:
-        """Scale frequencies in radians per token, of any shape."""
-        return frequencies / self.factor
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """YaRN's scaling of rotary frequencies (arXiv:2309.00071, section 3.2), as in transformers.
-
-    Frequencies with fewer than `slow` turns over `original_length` are divided by `factor`; those
-    with more than `fast` are unchanged. Between them the change is linear in the number of the
-    pair of features. `truncate`: the range begins and ends at whole pairs.
+    Frequencies with fewer than `low` turns over the original `length` are divided by `factor`;
+    those with more than `high` are unchanged. Between them the change is linear in the turns.
     """
-
-    theta: float
-    factor: float
-    slow: float
-    fast: float
-    original_length: int
-    truncate: bool
-
-    def __call__(self, frequencies: Tensor) -> Tensor:
-        """Scale frequencies in radians per token: [pairs] -> [pairs]."""
-        pairs = len(frequencies)
-        first, last = (
-            pairs * log(self.original_length / (turns * tau)) / log(self.theta)
-            for turns in (self.fast, self.slow)
-        )
-        if self.truncate:
-            first, last = floor(first), ceil(last)
-        first, last = max(first, 0), min(last, 2 * pairs - 1)
-        numbers = torch.arange(pairs, dtype=torch.float32, device=frequencies.device)
-        scaled = ((numbers - first) / (last - first or 0.001)).clamp(0, 1)
-        return frequencies * (1 - scaled + scaled / self.factor)
+    turns = length * frequencies / tau
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / factor)
 
 
-@dataclass(frozen=True)
-class FrequencyScaling:
-    """Llama 3.1's scaling of rotary frequencies (its reference code; arXiv:2407.21783, 3.4.2).
+def yarn_scaling(
+    frequencies: Tensor, *, theta: float, factor: float, slow: float, fast: float, length: int
+) -> Tensor:
+    """Scale frequencies as YaRN does (arXiv:2309.00071, section 3.2): [pairs] -> [pairs].
 
-    Frequencies with fewer than `low` turns over `original_length` are divided by `factor`; those
-    with more than `high` are unchanged. Between them the change is linear in the number of turns.
+    Frequencies with fewer than `slow` turns over the original `length` are divided by `factor`;
+    those with more than `fast` are unchanged. Between them the change is linear in the number of
+    the pair of features. As in transformers, the range begins and ends at whole pairs.
     """
-
-    factor: float
-    low: float
-    high: float
-    original_length: int
-
-    def __call__(self, frequencies: Tensor) -> Tensor:
-        """Scale frequencies in radians per token, of any shape."""
-        turns = self.original_length * frequencies / tau
-        unscaled = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
-        return frequencies * (unscaled + (1 - unscaled) / self.factor)
+    pairs = len(frequencies)
+    first, last = (pairs * log(length / (turns * tau)) / log(theta) for turns in (fast, slow))
+    first, last = max(floor(first), 0), min(ceil(last), 2 * pairs - 1)
+    numbers = torch.arange(pairs, dtype=torch.float32, device=frequencies.device)
+    scaled = ((numbers - first) / (last - first or 0.001)).clamp(0, 1)
+    return frequencies * (1 - scaled + scaled / factor)
 
 
 class Rotary(nn.Module):
@@ -84,7 +51,7 @@ class Rotary(nn.Module):
     rotates part of a head). The module has no parameter or buffer: angles are fp32 under any
     precision.
 
-    - `scaling`: the change of the frequencies, if any.
+    - `scaling`: of the frequencies in radians per token [pairs] -> [pairs]; None: no change.
     - `factor`: multiplies cos and sin, and so rotated queries and keys.
     """
 
@@ -132,6 +99,3 @@ class Rotary(nn.Module):
         angles = torch.outer(here, self.frequencies(x.device)).repeat(1, 2)  # [seq, size]
         cos, sin = scale(angles.cos(), self.factor), scale(angles.sin(), self.factor)
         return cos.to(x.dtype), sin.to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.size}, theta={self.theta}" + (f", {self.scaling}" if self.scaling else "")

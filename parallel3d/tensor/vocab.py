@@ -6,11 +6,11 @@ that could be predicted, change the loss or be saved.
 
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel3d.tensor.collectives import reduce_from_group
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.cut import cut_of, cut_parameter
+from parallel3d.tensor.cut import CutModule, cut_of, cut_parameter
 from parallel3d.tensor.loss import local_ids, vocab_parallel_loss
 from parallel3d.tensor.product import column_linear
 
@@ -18,7 +18,7 @@ IGNORED = -100
 """The label of a token that does not count, as in torch's cross-entropy."""
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(CutModule):
     """Token ids [...] -> vectors [..., size], with the rows of the table cut over the group."""
 
     def __init__(
@@ -37,11 +37,8 @@ class VocabParallelEmbedding(nn.Module):
         vectors = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0.0)
         return reduce_from_group(vectors, self.group, self.sequence_parallel)
 
-    def extra_repr(self) -> str:
-        return f"{cut_of(self.weight).global_shape}, vocabulary / {self.group.size()}"
 
-
-class VocabParallelOutput(nn.Module):
+class VocabParallelOutput(CutModule):
     """Vectors [..., size] and labels -> loss, with the weight's rows cut like an embedding's."""
 
     def __init__(self, vocab_size: int, size: int, context: LayerContext) -> None:
@@ -72,6 +69,3 @@ class VocabParallelOutput(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """x [..., size], or its part of the sequence -> this rank's logits [..., vocab / tp]."""
         return column_linear(x, [self.weight], self.group, self.sequence_parallel)[0]
-
-    def extra_repr(self) -> str:
-        return f"{cut_of(self.weight).global_shape}, vocabulary / {self.group.size()}"

@@ -112,11 +112,11 @@ def test_sizes_that_a_mesh_cannot_do():
     assert str(refused.value) == (
         "1 problem in the config:\n"
         '  parallel3d.train.batch_schedule = "16, 20": is not a multiple of '
-        "train_micro_batch_size_per_gpu=2 x dp=3 = 6; use multiples of 6 (12 or 18), or a micro "
-        "batch x dp that divides 12, 16, 20: at most 4"
+        "train_micro_batch_size_per_gpu=2 x dp=3 = 6; use multiples of 6, or a micro batch "
+        "x dp that divides 12, 16, 20: at most 4"
     )
     full = {"parallel3d.pipeline": {"schedule": "zb_v", "stages_per_rank": 2}}
-    with pytest.raises(ConfigError, match="is 2 microbatches, with which 'zb_v' cannot run"):
+    with pytest.raises(ConfigError, match="cannot run 'zb_v' with pp=2, microbatches=2"):
         config_of([[0, 8], [48, 4]], **full)
 
 

@@ -90,7 +90,7 @@ def test_auto_pp_and_tp_mean_one():
         (
             {"train_batch_size": 32},
             8,
-            ["train_batch_size = 32", "=2 x", "=4 x dp=2 = 16", "accumulation_steps = 8"],
+            ["train_batch_size = 32", "=2 x", "=4 x dp=2 = 16", "use 16 or"],
         ),
     ],
 )
@@ -135,9 +135,9 @@ def test_help_lists_every_setting_with_its_doc_and_default():
         default = f"default {setting.default}" if setting.default else "required"
         assert f"--{setting.path} {setting.type} ({default}" in text
         assert " ".join(setting.doc.split()) in unwrapped
-    for path in ("parallel3d.model.rope_theta", "scheduler.params.cycle_max_lr"):
+    for path in ("parallel3d.model.rope_theta", "scheduler.params.cos_min_ratio"):
         only = next(s.only for s in settings() if s.path == path)
-        assert only in ('family "llama", "moe"', 'type "OneCycle"')
+        assert only in ('family "llama", "moe"', 'type "WarmupCosineLR"')
         assert f"{only} only)" in text
 
 

@@ -86,7 +86,6 @@ BAD = [
     ({"source": "hub", "name": "x", "paths": ["a"]}, "paths", 'not read by source "hub"', '"text"'),
     ({"text_field": "body"}, "text_field", "not read", 'use source "jsonl" or "parquet" or "hub"'),
     ({"subset": "x"}, "subset", "not read", 'use source "hub"'),
-    ({"source": "hub", "name": "x", "split": "train[:9"}, "split", "is not a split", "train[:50%]"),
     ({"on_error": "ignore"}, "on_error", '"skip"', '"stop"'),
     ({"mixture": [PART]}, "mixture", "not read", 'use source "mixture"'),
     ({**mixture(), "paths": ["a"]}, "paths", 'not read by source "mixture"', "remove it"),

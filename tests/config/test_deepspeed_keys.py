@@ -118,13 +118,16 @@ def test_monitors(theirs, ours):
     """Every key, with DeepSpeed's default."""
     defaults = {name: field.default for name, field in theirs.model_fields.items()}
     found = {name: field.default for name, field in ours.model_fields.items()}
-    assert {**found, **({"prof_ops": []} if "prof_ops" in found else {})} == defaults
+    others = deepspeed_keys.BY_SECTION["comms_logger"] if "prof_ops" in found else {}
+    found |= {"prof_ops": []} if others else {}
+    assert found == {name: default for name, default in defaults.items() if name not in others}
 
 
 def test_flops_profiler():
     theirs = vars(DeepSpeedFlopsProfilerConfig({}))
     found = monitors.FlopsProfilerConfig().model_dump()
-    assert found == {name: theirs[name] for name in found} and set(theirs) == set(found)
+    others = deepspeed_keys.BY_SECTION["flops_profiler"]
+    assert found == {name: theirs[name] for name in theirs if name not in others}
 
 
 def test_deepspeed_is_told_of_no_monitor():
@@ -154,7 +157,7 @@ def test_schedulers():
         for key, default in defaults.items():
             if key in others:
                 assert others[key].refused(default) is ABSENT, key
-            elif key != "cycle_momentum":
+            else:
                 assert ours[key].default == default, key
 
 
@@ -191,8 +194,6 @@ def test_the_switch_of_a_block_is_one(name, section):
 
 
 def test_optimizers():
-    names = {"adam", "adamw", "muon", *deepspeed.OTHER_OPTIMIZERS}
-    assert names == set(deepspeed_config.DEEPSPEED_OPTIMIZERS)
     code = DeepSpeedCPUAdam.__init__.__code__
     known = set(code.co_varnames[2 : code.co_argcount]) - {"adamw_mode"}
     others = deepspeed_keys.BY_SECTION["optimizer.params"]
@@ -201,24 +202,19 @@ def test_optimizers():
     config = RunConfig.from_dict(raw(optimizer=REMOVED))
     for adam in (FusedAdam, DeepSpeedCPUAdam):
         defaults = {name: p.default for name, p in signature(adam).parameters.items()}
-        for name, value in config.optimizer.params.model_dump(exclude={"torch_adam"}).items():
+        for name, value in config.optimizer.params.model_dump().items():
             assert value == defaults[name], name
 
 
 REDUCTIONS = ("per_microbatch", "per_step")
 # Settings of zero_optimization at another value than the default, and a stage that reads them.
 PASSED_ON = [
-    (1, {"reduce_scatter": False, "reduce_bucket_size": 100}), (1, {"contiguous_gradients": False}),
+    (1, {"reduce_bucket_size": 100}), (1, {"contiguous_gradients": False}),
     (1, {"overlap_comm": True, "allgather_bucket_size": 16}),
-    (1, {"use_multi_rank_bucket_allreduce": False}), (1, {"allgather_partitions": False}),
-    (1, {"parameter_alignment": True}), (3, {"overlap_comm": False, "sub_group_size": 50}),
+    (1, {"use_multi_rank_bucket_allreduce": False}),
+    (3, {"overlap_comm": False, "sub_group_size": 50}),
     (3, {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 10**6}),
-    (3, {"stage3_model_persistence_threshold": 8}),
     (3, {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}),
-    (3, {"stage3_module_granularity_threshold": 10**6}),
-    (3, {"stage3_use_all_reduce_for_fetch_params": True}),
-    (3, {"stage3_allgather_sequential": True}), (3, {"override_module_apply": False}),
-    (3, {"log_trace_cache_warnings": True, "enable_sanity_checks": True}),
 ]  # fmt: skip
 
 
@@ -246,8 +242,7 @@ def run_each(rank, keys):
 
 
 # They change which collectives run, and in which pieces.
-FEW = {"reduce_scatter", "allgather_partitions", "sub_group_size", "stage3_prefetch_bucket_size"}
-FEW |= {"stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential"}
+FEW = {"reduce_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size"}
 
 
 @pytest.mark.parametrize(
@@ -264,21 +259,16 @@ def test_what_is_passed_on_reaches_deepspeed():
     for settings, options in passed_on():
         told = settings.deepspeed_config(2)["zero_optimization"]
         assert {key: told[key] for key in options} == options
-    elsewhere = {"stage", "offload_optimizer", "offload_param", "ignore_unused_parameters"}
+    elsewhere = {"stage", "offload_optimizer", "offload_param"}
     here = {key for _, options in PASSED_ON for key in options}
     assert here | elsewhere == set(deepspeed.ZeroConfig.model_fields)
 
 
-# Weights of odd sizes, so that alignment has something to do.
+# Weights of odd sizes.
 ODD = Case(
     mesh=(1, 2, 1), zero_stage=1, steps=2, batch=8, model={"hidden_size": 30,
                                                            "num_attention_heads": 3},
 )  # fmt: skip
-
-
-def test_aligned_parameters_are_the_same():
-    aligned = {"zero_optimization.parameter_alignment": True}
-    assert measure(replace(ODD, changes=aligned)).within(1e-5)
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def test_a_world_that_no_mesh_fits_is_refused():
         (["2x2"], {}, 'fallbacks.0 = "2x2": must be the sizes of a mesh; write pp x dp x tp'),
         (["2x0x1"], {}, 'fallbacks.0 = "2x0x1": must be the sizes of a mesh'),
         (["1x1x3"], {}, 'fallbacks = "1x1x3": parallel3d.mesh.tp = 3: does not divide num_att'),
-        (["7x1x1"], {}, 'fallbacks = "7x1x1": parallel3d.mesh.pp = 7: is more stages than the 6'),
+        (["7x1x1"], {}, 'fallbacks = "7x1x1": parallel3d.mesh.pp = 7: makes 7 stages'),
         (["1x3x1"], {}, 'fallbacks = "1x3x1": train_batch_size = 16: is not a multiple of train_'),
         (["1x1x1x5"], {}, "does not divide num_attention_heads"),
         (["1x1x3x1"], {}, "cannot be dealt to cp=3 ranks"),

@@ -135,11 +135,10 @@ def test_the_decay_has_its_steps_before_a_warm_up_that_is_too_long():
 
 
 def test_a_scheduler_whose_length_is_the_runs():
-    params = {"total_num_steps": "auto", "warmup_num_steps": 1000}
+    params = {"total_num_steps": "auto", "warmup_num_steps": 5}
     config = RunConfig.from_dict(raw(scheduler={"type": "WarmupDecayLR", "params": params}))
     assert config.scheduler.params.total_num_steps == 10
-    assert config.scheduler.params.warmup_num_steps == 10
-    assert "scheduler.params.warmup_num_steps: 1000 exceeds" in config.notes[0]
+    assert config.scheduler.params.warmup_num_steps == 5
     # Without a length of its own it has DeepSpeed's meaning: it goes on rising.
     config = RunConfig.from_dict(raw(scheduler={"type": "WarmupLR"}))
     assert config.scheduler.params.warmup_num_steps == 1000 and not config.notes

@@ -27,17 +27,6 @@ CASES = [
     ("WarmupCosineLR", {"total_num_steps": 30, "warmup_num_steps": 7, "warmup_min_ratio": 0.1,
                         "cos_min_ratio": 0.2, "warmup_type": "linear"}),
     ("WarmupCosineLR", {"total_num_steps": 5, "warmup_num_steps": 5}),
-    ("OneCycle", {"cycle_first_step_size": 8}),
-    ("OneCycle", {"cycle_first_step_size": 8, "cycle_second_step_size": 13}),
-    ("OneCycle", {"cycle_first_step_size": 8, "cycle_second_step_size": 0}),
-    ("OneCycle", {"cycle_first_step_size": 8, "decay_step_size": 3, "decay_lr_rate": 0.5}),
-    ("OneCycle", {"cycle_first_step_size": 9, "cycle_second_step_size": 12,
-                  "cycle_first_stair_count": 3, "cycle_second_stair_count": 5}),
-    ("OneCycle", {"cycle_first_step_size": 7, "cycle_first_stair_count": 4}),
-    ("LRRangeTest", {}),
-    ("LRRangeTest", {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 6,
-                     "lr_range_test_step_rate": 2.0}),
-    ("LRRangeTest", {"lr_range_test_step_size": 6, "lr_range_test_staircase": True}),
 ]  # fmt: skip
 
 
@@ -57,8 +46,6 @@ def rates_of(scheduler, optimizer, steps):
 
 @pytest.mark.parametrize(("name", "params"), CASES)
 def test_deepspeeds_scheduler_block(name, params):
-    if name == "OneCycle":
-        params = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_momentum": False} | params
     optimizer = adam()
     expected = rates_of(getattr(lr_schedules, name)(optimizer, **params), optimizer, STEPS)
     config = RunConfig.from_dict(
@@ -68,7 +55,9 @@ def test_deepspeeds_scheduler_block(name, params):
 
 
 def test_every_scheduler_of_deepspeed_has_its_class_and_a_case():
-    assert set(SCHEDULERS) == set(lr_schedules.VALID_LR_SCHEDULES) == {name for name, _ in CASES}
+    refused = {"OneCycle", "LRRangeTest"}
+    assert set(SCHEDULERS) | refused == set(lr_schedules.VALID_LR_SCHEDULES)
+    assert set(SCHEDULERS) == {name for name, _ in CASES}
 
 
 def test_cosine_and_line_are_torchs_after_the_first_step():

@@ -20,9 +20,6 @@ CASES = {
     "zero 3, each": Case(reduction="per_microbatch", **UNTIED),
     "zero 2": Case(zero_stage=2, **UNTIED),
     "zero 3, hooks": Case(**UNTIED),
-    "zero 3, whole": Case(
-        reduction="per_microbatch", **UNTIED, changes={"zero_optimization.reduce_scatter": False}
-    ),
     "zero 1, overlap": Case(
         zero_stage=1, **UNTIED, changes={"zero_optimization.overlap_comm": True}
     ),

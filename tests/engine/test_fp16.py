@@ -170,18 +170,6 @@ def test_without_forgetting_one_overflow_is_followed_by_many(cpu_adam):
     assert [result.overflow for _, result, _ in found] == [False, True, True, True]
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 1, 1)], ids=str
-)
-def test_an_overflow_at_the_smallest_scale_stops_the_run(mesh):
-    scale = {"initial_scale_power": 3, "min_loss_scale": 8.0, "hysteresis": 1}
-    case = small(mesh, scale, steps=3)
-    with pytest.raises(
-        RankFailed, match=r"smallest loss scale, fp16.min_loss_scale = 8; all ranks"
-    ):
-        run_locally(train, case.world_size, case, (1, 0))
-
-
 def test_without_saying_so_a_direct_backward_is_refused():
     gone = partial(without, "expect_scaled_gradient")
     with pytest.raises(RankFailed, match="Loss scaling is required"):

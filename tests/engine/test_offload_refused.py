@@ -30,7 +30,7 @@ def optimizer_options(**options):
 
 @on_nvme
 @unpatched
-def test_without_the_refusal_a_fast_start_is_wrong(tmp_path):
+def test_a_fast_start_is_refused_as_it_is_wrong(tmp_path):
     case = small("nvme+param-nvme", tmp_path, {"offload_param.buffer_size": 100_000})
     errors = measure(case, partial(optimizer_options, fast_init=True), run_locally)
     assert errors.weight > 1e-2, errors

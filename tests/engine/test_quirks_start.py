@@ -1,7 +1,6 @@
 """What DeepSpeed does while it starts and builds, and that each remedy is needed."""
 
 import inspect
-from contextlib import nullcontext
 from importlib import import_module
 from unittest.mock import patch
 
@@ -126,20 +125,3 @@ def dtype_made(rank, dtype):
 def test_an_explicit_fp32_makes_bf16_parameters_where_there_is_no_fp16():
     assert run_locally(dtype_made, 1, None) == ["torch.float32"]
     assert run_locally(dtype_made, 1, torch.float32) == ["torch.bfloat16"]
-
-
-def imports(rank, without_muon):
-    import sys
-
-    muon = "deepspeed.runtime.zero.muon.original_muon"
-    for name in [n for n in sys.modules if n.startswith("deepspeed.runtime.zero.muon")]:
-        del sys.modules[name]
-    if not without_muon:
-        core.without_muon = nullcontext
-    Trainer(Case(steps=1, batch=4))
-    return muon in sys.modules
-
-
-def test_without_the_stand_in_muon_is_imported():
-    assert run_locally(imports, 1, True) == [False]
-    assert run_locally(imports, 1, False) == [True]

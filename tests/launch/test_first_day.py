@@ -41,7 +41,7 @@ CASES = {
         ("--gradient_accumulation_steps", BIG, "is above the limit of 1,000,000 microbatches"),
         (f"{DATA}sequence_length", BIG, "is longer than the model's max_position_embeddings"),
         (f"{P}pipeline.stages_per_rank", BIG, "more than the 6 layers"),
-        (f"{P}mesh.pp", BIG, "more stages than the 6 layers"),
+        (f"{P}mesh.pp", BIG, "more than the 6 layers"),
         (f"{P}mesh.tp", str(10**9), "does not divide num_attention_heads=4"),
         (f"{P}mesh.dp", HUGE, "ranks, but there are 1 processes"),
         (f"{P}train.steps", "0", "must be greater than 0; raise it"),

@@ -36,9 +36,8 @@ RUNS = {
     },
     "zero2": {
         f"{ZERO}.stage": 2, f"{PIPE}.gradient_reduction": "per_microbatch",
-        f"{ZERO}.reduce_scatter": False, f"{ZERO}.use_multi_rank_bucket_allreduce": False,
-        f"{ZERO}.allgather_partitions": False, f"{ZERO}.parameter_alignment": True,
-        f"{ZERO}.contiguous_gradients": False, f"{ZERO}.ignore_unused_parameters": False,
+        f"{ZERO}.use_multi_rank_bucket_allreduce": False,
+        f"{ZERO}.contiguous_gradients": False,
         f"{OPTIMIZER}.device": "cpu", f"{OPTIMIZER}.pin_memory": False,
     },
     "zero3 by hooks": {
@@ -46,19 +45,10 @@ RUNS = {
         f"{ZERO}.sub_group_size": 10_000, f"{ZERO}.stage3_prefetch_bucket_size": 1000,
         f"{ZERO}.stage3_param_persistence_threshold": 500,
         f"{ZERO}.stage3_max_live_parameters": 1000, f"{ZERO}.stage3_max_reuse_distance": 1000,
-        f"{ZERO}.stage3_model_persistence_threshold": 100_000,
-        f"{ZERO}.stage3_module_granularity_threshold": 1000,
-        f"{ZERO}.override_module_apply": False, f"{ZERO}.log_trace_cache_warnings": True,
-        f"{ZERO}.enable_sanity_checks": True, f"{PARAM}.device": "cpu",
-        f"{PARAM}.pin_memory": False,
+        f"{PARAM}.device": "cpu", f"{PARAM}.pin_memory": False,
     },
-    "zero3 gathered otherwise": {
-        f"{ZERO}.stage": 3, f"{ZERO}.stage3_allgather_sequential": True,
-        f"{PIPE}.weights": "per_microbatch", f"{PARAM}.device": "none",
-    },
-    "zero3 gathered by sums": {
-        f"{ZERO}.stage": 3, f"{ZERO}.stage3_use_all_reduce_for_fetch_params": True,
-        f"{PIPE}.weights": "auto",
+    "zero3": {
+        f"{ZERO}.stage": 3, f"{PIPE}.weights": "auto", f"{PARAM}.device": "none",
     },
     "zero3 per pass": {
         f"{ZERO}.stage": 3, f"{MESH}.pp": 2, f"{PIPE}.weights": "per_pass",
@@ -75,10 +65,6 @@ RUNS = {
         f"{OPTIMIZER}.pipeline_write": True, f"{PARAM}.device": "nvme",
         f"{PARAM}.nvme_path": NVME, f"{PARAM}.buffer_count": 6, f"{PARAM}.buffer_size": 200_000,
         f"{PARAM}.max_in_cpu": 0,
-    },
-    "fast init": {
-        f"{ZERO}.stage": 3, f"{OPTIMIZER}.device": "nvme", f"{OPTIMIZER}.nvme_path": NVME,
-        f"{OPTIMIZER}.fast_init": True,
     },
     "interleaved": {
         f"{ZERO}.stage": 1, f"{MESH}.pp": 2, f"{PIPE}.schedule": "interleaved",

@@ -109,15 +109,15 @@ def studied(name, config):
 
 PRINTED = {
     "gpt": (
-        "(qkv): ColumnParallelLinear((3, 32, 32), columns / 4)",
-        "(output): RowParallelLinear((32, 32), rows / 4)",
-        "(up): ColumnParallelLinear((128, 32), columns / 4)",
-        "(token): VocabParallelEmbedding((61, 32), vocabulary / 4)",
-        "(norm1): LayerNorm((32,), replicated, eps=1e-05)",
+        "(qkv): ColumnParallelLinear(weight (3, 8, 32) of (3, 32, 32), bias (3, 8) of (3, 32))",
+        "(output): RowParallelLinear(weight (32, 8) of (32, 32), bias (32,) of (32,))",
+        "(up): ColumnParallelLinear(weight (32, 32) of (128, 32), bias (32,) of (128,))",
+        "(token): VocabParallelEmbedding(weight (15, 32) of (61, 32))",
+        "(norm1): LayerNorm(weight (32,) of (32,), bias (32,) of (32,))",
         "(dropout): Dropout(p=0.0, split)",
         "(dropout1): Dropout(p=0.0, replicated)",
-        "(position): Table((64, 32), replicated)",
-        "(output): VocabParallelOutput((61, 32), vocabulary / 4)",
+        "(position): Table(weight (64, 32) of (64, 32))",
+        "(output): VocabParallelOutput(weight (15, 32) of (61, 32))",
     ),
     "gpt, dropout": (
         "(dropout): Dropout(p=0.1, replicated)",
@@ -126,10 +126,9 @@ PRINTED = {
         "(dropout): Dropout(p=0.3, split)",
     ),
     "llama, grouped": (
-        "(qkv): GroupedColumnLinear(q 4 / 4, k 2, v 2 heads of 8)",
-        "(q_norm): RMSNorm((8,), replicated, eps=1e-05)",
-        "(rotary): Rotary(8, theta=10000.0)",
-        "(gate_up): ColumnParallelLinear((2, 256, 32), columns / 4)",
+        "(qkv): GroupedColumnLinear(q_weight (8, 32) of (32, 32), k_weight (16, 32) of (16, 32), ",
+        "(q_norm): RMSNorm(weight (8,) of (8,))",
+        "(gate_up): ColumnParallelLinear(weight (2, 64, 32) of (2, 256, 32))",
     ),
 }
 

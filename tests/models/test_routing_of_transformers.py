@@ -31,7 +31,9 @@ QWEN3 = {"num_key_value_heads": 2, "head_dim": 16, "qk_norm": True, "norm_topk_p
 MODELS = {
     "Mixtral": small("moe", num_key_value_heads=2, norm_topk_prob=True),
     "Mixtral, logits": small("moe", num_experts=4, router="topk_softmax"),
-    "Qwen3-MoE": small("moe", num_experts=16, num_experts_per_tok=4, mlp_only_layers=(0,), **QWEN3),
+    "Qwen3-MoE": small(
+        "moe", num_experts=16, num_experts_per_tok=4, first_k_dense_replace=1, **QWEN3
+    ),
     "OLMoE": small(
         "moe", num_experts_per_tok=3, qk_norm=True, qk_norm_over="width", norm_topk_prob=False
     ),

@@ -37,8 +37,8 @@ SCALING = RopeScaling(
 )
 # Of a head of 16 features' eight frequencies two stay, and two are blended.
 YARN = RopeScaling(
-    rope_type="yarn", factor=4.0, beta_fast=2.0, beta_slow=0.1, truncate=False,
-    original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.2,
+    rope_type="yarn", factor=4.0, beta_fast=2.0, beta_slow=0.1, attention_factor=0.9,
+    original_max_position_embeddings=64,
 )  # fmt: skip
 OUTPUT = {"attention_bias": True, "attention_output_bias": True}
 BIASES = OUTPUT | {"mlp_bias": True}
@@ -61,7 +61,7 @@ VARIANTS |= {
         num_key_value_heads=2,
         qk_norm=True,
         norm_topk_prob=True,
-        mlp_only_layers=(0,),
+        first_k_dense_replace=1,
         **OUTPUT,
     ),
     "OLMoE": small("moe", qk_norm=True, qk_norm_over="width", norm_topk_prob=False),

@@ -1,7 +1,6 @@
-"""Times of actions: on a busy machine, on a device with a clock of its own, and none unasked."""
+"""Times of actions: on a device with a clock of its own, and none unasked."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,22 +13,6 @@ from tests.cases import Case, Trainer
 pytestmark = pytest.mark.gloo
 
 FORWARD, BACKWARD = Action(Op.F, 0, 0), Action(Op.B, 0, 0)
-
-
-def test_a_process_that_is_put_aside_between_two_clocks(monkeypatch):
-    """Looks at the two take a microsecond, but for two in which others have the core for 0.1 s."""
-    looks, now = [], 1000.0
-
-    def look(offset):
-        nonlocal now
-        looks.append(offset)
-        now += 0.1 if len(looks) in (2, 5) else 1e-6
-        return now + offset
-
-    fake = SimpleNamespace(perf_counter=lambda: look(0.0), time=lambda: look(5e8))
-    monkeypatch.setattr(clock, "time", fake)
-    assert clock._unix_minus_process_time() == pytest.approx(5e8, abs=1e-5)
-    assert len(looks) == 15  # five readings
 
 
 def test_a_device_tells_its_own_times(monkeypatch):

@@ -4,17 +4,13 @@ import time
 import weakref
 from functools import lru_cache, partial
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from parallel3d.base.errors import ScheduleError
-from parallel3d.mesh.mesh import Peers
 from parallel3d.pipeline.clock import timing
-from parallel3d.pipeline.executor import Executor
-from parallel3d.schedule.schedule import Action, Op, Schedule, add_sharding, peak_in_flight
+from parallel3d.schedule.schedule import Op, add_sharding, peak_in_flight
 from parallel3d.schedule.schedules import make_schedule, splits_backward
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import first_weights
@@ -128,16 +124,6 @@ def test_what_ran_is_the_program(case):
     # What leaves one end of a channel arrives at the other, in the same order, each once.
     assert channels["isend"] == channels["irecv"]
     assert all(len(set(tags)) == len(tags) for tags in channels["isend"].values())
-
-
-def test_weight_gradients_apart_are_refused_where_each_backward_reduces():
-    ops = (Op.F, Op.I, Op.W)
-    schedule = Schedule("mine", 1, (0,), (tuple(Action(op, 0, 0) for op in ops),))
-    alone = Peers(None, 1, 0)
-    mesh = SimpleNamespace(pipeline=alone, tensor=alone)
-    engine = SimpleNamespace(settings=SimpleNamespace(reduces_once=False))
-    with pytest.raises(ScheduleError, match="mine: 0W0 requires gradients to be reduced once"):
-        Executor(schedule, mesh, engine=engine, key=None, hidden_shape=(1, 1, 1))
 
 
 def evaluate_on_rank(rank, case):

@@ -50,19 +50,14 @@ def test_it_is_the_one_that_runs_and_is_said_once(context):
         kernel = kernel_of(q, k, v, dropout)
         fused = any("flash_attention" in name for name in ran.names)
         assert kernel == (SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH)
-        how = ["one document at a time"] if isolated else []
-        assert said == [describe_kernel(kernel, q, how)]
+        assert said == [describe_kernel(kernel)]
         seen.add((kernel, dropout))
     assert seen == {(SDPBackend.FLASH_ATTENTION, 0.0), (SDPBackend.MATH, 0.1)}
 
 
-def test_a_warning_says_how_much_and_what_to_change():
-    q = torch.empty(1, 16, 8192, 128, device="meta")
-    message = describe_kernel(SDPBackend.MATH, q)
-    assert "4,096 MiB" in message and "bf16" in message  # 16 heads x 8192^2 x 4 bytes
-    assert "isolated documents" in describe_kernel(SDPBackend.MATH, q, ["one document at a time"])
-    assert "512 MiB" in describe_kernel(SDPBackend.MATH, q, ["128 queries at a time"], 1024)
-    assert "WARNING" not in describe_kernel(SDPBackend.CUDNN_ATTENTION, q)
+def test_a_warning_says_what_to_change():
+    assert "bf16" in describe_kernel(SDPBackend.MATH)
+    assert "WARNING" not in describe_kernel(SDPBackend.CUDNN_ATTENTION)
 
 
 def test_a_window_is_said_of_the_layer_that_sees_most(context):
@@ -73,12 +68,11 @@ def test_a_window_is_said_of_the_layer_that_sees_most(context):
     ]
     sizes = {"batch": 2, "seq": 300, "dtype": torch.float32, "device": CPU, "isolated": False}
     log_kernel(nn.Sequential(*layers), said.append, **sizes)
-    assert said == ["kernel  attention runs as flash, 128 queries at a time"]
+    assert said == ["kernel  attention runs as flash"]
     q = torch.randn(2, 4, 300, 8)
     with Calls() as ran:
         layers[1](q, q[:, :2], q[:, :2])
     assert sum("flash_attention" in name for name in ran.names) == 3
-    assert "window of 7 tokens" in repr(layers[1])
 
 
 def test_dealt_tokens_have_a_kernel_of_their_own(context):

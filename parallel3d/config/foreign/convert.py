@@ -85,29 +85,23 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
 
 
 def _read(paths: Sequence[str]) -> tuple[ModuleType, dict[str, object]]:
-    blocks, wrong = dict[str, object](), []
+    blocks: dict[str, object] = {}
     for path in paths:
-        try:
-            text = reader.text_of(Path(path))
-            if not path.endswith((".yml", ".yaml")):
-                return megatron, megatron.arguments(text)
-            blocks |= _block(path, text)
-        except ConfigError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise ConfigError("\n  ".join(wrong))
+        text = reader.text_of(Path(path))
+        if not path.endswith((".yml", ".yaml")):
+            return megatron, megatron.arguments(text)
+        blocks |= _block(path, text)
     framework = nanotron if "parallelism" in blocks else neox
     return framework, _flat(blocks, framework.TABLE)
 
 
 def _block(path: str, text: str) -> dict[str, object]:
-    reason, block = "has no settings", None
     try:
         block = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).replace(' in "<unicode string>",', " in").split())
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}; write valid YAML") from None
     if not isinstance(block, dict):
-        raise ConfigError(f"{path}: {reason}; write a block of settings in YAML")
+        raise ConfigError(f"{path}: has no settings; write a block of settings in YAML")
     return block
 
 

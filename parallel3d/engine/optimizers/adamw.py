@@ -26,9 +26,6 @@ class Params(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, applied to matrices only. DeepSpeed's default is 0 (torch's AdamW:
     0.01)."""
-    torch_adam: bool = False
-    """Use torch's Adam instead of DeepSpeed's. No effect on optimizers that run on the device,
-    which are torch's already; not allowed with offload_optimizer."""
 
 
 STATE = (

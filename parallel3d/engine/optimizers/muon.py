@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Strict
 
-from parallel3d.base.section import Problem, Section
+from parallel3d.base.section import Problem, Section, problems_where
 from parallel3d.model.matrices import NewtonSchulz
 from parallel3d.model.optimizers import MATRIX, State
 from parallel3d.model.parametrization import Role
@@ -88,14 +88,13 @@ class Params(Section):
     """Added to the square root of AdamW's second moment."""
 
     def _problems(self) -> Iterator[Problem]:
-        name = self.coefficients if isinstance(self.coefficients, str) else "list"
-        if name == "list" and not self.coefficients:
-            rule, remedy = "has no triple", "use [3.4445, -4.775, 2.0315]"
-            yield Problem("coefficients", self.coefficients, rule, remedy)
-        elif not _converges(self.polynomials):
-            rule = "makes a singular value between 0 and 1 grow beyond 2, or shrink to nothing"
-            remedy = 'use "jordan", or coefficients whose polynomial maps 0..1 to about 1'
-            yield Problem("coefficients", self.coefficients, rule, remedy)
+        own = self.coefficients
+        yield from problems_where(
+            (not own, "coefficients", own, "has no triple", "use [3.4445, -4.775, 2.0315]"),
+            (own and not _converges(self.polynomials), "coefficients", own,
+             "makes a singular value between 0 and 1 grow beyond 2, or shrink to nothing",
+             'use "jordan", or coefficients whose polynomial maps 0..1 to about 1'),
+        )  # fmt: skip
 
     @property
     def polynomials(self) -> tuple[Triple, ...]:

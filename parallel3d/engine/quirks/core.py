@@ -6,20 +6,17 @@ checks that the fault comes back.
 """
 
 import platform
-import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import cpuinfo
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+from deepspeed.runtime.zero import partitioned_param_coordinator
 from torch import nn
 
 from parallel3d.engine.quirks.experts import NAME
@@ -28,47 +25,19 @@ from parallel3d.model.parametrization import Rate, Role
 from parallel3d.tensor.cut import HeldParameter, cut_parameter, is_of_experts
 
 
-def bind_trace_check(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Compare ZeRO-3's forward trace inside the stage's data-parallel group only.
+def skip_trace_check() -> None:
+    """Do not compare ZeRO-3's traces of ranks: a stage's layers run in one order on all of them.
 
     DeepSpeed broadcasts over the *world* inside forward. Pipeline stages run it at different times,
     so the run hangs. No setting disables the check.
     """
-
-    def assert_ints_same_as_other_ranks(ints: list[int]) -> None:
-        size = dist.get_world_size(group)
-        digest = torch.tensor([len(ints), hash(tuple(ints))], device=device)
-        digests = [torch.empty_like(digest) for _ in range(size)]
-        dist.all_gather(digests, digest, group=group)
-        if any(not torch.equal(digest, other) for other in digests):
-            raise RuntimeError(
-                "the data-parallel ranks of a stage run their layers in different orders"
-            )
-
-    partitioned_param_coordinator.assert_ints_same_as_other_ranks = assert_ints_same_as_other_ranks
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
 
 
 def skip_shared_memory_operator() -> None:
     """Do not compile DeepSpeed's shared-memory all-reduce, 20 s of g++ only for inference."""
     # By import, because the attribute `deepspeed.comm.torch` is torch itself.
     import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
-
-
-@contextmanager
-def without_muon() -> Iterator[None]:
-    """Keep DeepSpeed from importing its Muon optimizer and with it inductor (0.7 s per rank).
-
-    DeepSpeed only checks whether our optimizer is an instance of it; none is of the stand-in class.
-    """
-    name = "deepspeed.runtime.zero.muon.muon_optimizer"
-    stand_in = ModuleType(name)
-    stand_in.MuonWithAuxAdam = type("MuonWithAuxAdam", (), {})  # type: ignore[attr-defined]
-    module = sys.modules.setdefault(name, stand_in)
-    try:
-        yield
-    finally:
-        if module is stand_in:
-            del sys.modules[name]
 
 
 def read_cpu_info_from_proc() -> None:
@@ -79,15 +48,6 @@ def read_cpu_info_from_proc() -> None:
         vendor, flags = fields.get("vendor_id", ""), fields.get("flags", "").split()
         answer = {"arch": "X86_64", "vendor_id_raw": vendor, "flags": flags}
         cpuinfo.get_cpu_info = lambda: answer
-
-
-def accumulation_steps() -> int:
-    """Return DeepSpeed's number of accumulation steps: always 1.
-
-    A direct `output.backward(grad)` divides by this number on *every* stage. The executor instead
-    divides the loss once, on the last stage.
-    """
-    return 1
 
 
 def start_backward(engine: DeepSpeedEngine) -> None:
@@ -190,14 +150,17 @@ def param_groups(
         kind = GroupKind(rates[h.spec.role], h.spec.weight_decay, matrices, divided)
         of_kind[kind].append(h.parameter)
     for kind, weight in zip(kinds, placeholders.parameters(), strict=True):
-        decay = weight_decay * kind.rate.weight_decay if kind.decays else 0.0
-        group = {"params": [*of_kind[kind], weight], "weight_decay": decay}
-        group |= {"eps": eps * kind.rate.eps, "decays": kind.decays, "matrices": kind.matrices}
+        group: dict[str, object] = {
+            "params": [*of_kind[kind], weight],
+            "weight_decay": weight_decay * kind.rate.weight_decay if kind.decays else 0.0,
+            "eps": eps * kind.rate.eps,
+            "decays": kind.decays,
+            "matrices": kind.matrices,
+        }
         group |= {"moe": True, "name": NAME} if kind.experts else {}
-        if kind.rate.is_step:
-            # Without memory Adam's update is the gradient's sign. eps is far below any gradient of
-            # these, and above what is lost when one is squared.
-            group |= {"betas": (0.0, 0.0), "eps": 1e-18}
+        # Without memory Adam's update is the gradient's sign. eps is far below any gradient of
+        # these, and above what is lost when one is squared.
+        group |= {"betas": (0.0, 0.0), "eps": 1e-18} if kind.rate.is_step else {}
         groups.append(group)
     return groups
 
@@ -290,8 +253,3 @@ def abandon_coalescing(engine: DeepSpeedEngine) -> None:
     """Skip the collectives of `coalesce_grad_reduction` after an error: no peer would join."""
     engine._flush_coalesced_reduction_zero12 = lambda optimizer: None
     engine._flush_coalesced_reduction_zero3 = lambda optimizer: None
-
-
-def release_modules() -> None:
-    """Release a closed engine's modules, which DeepSpeed keeps in a global list."""
-    parameter_offload.FWD_MODULE_STACK.clear()

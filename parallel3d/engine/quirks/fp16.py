@@ -23,19 +23,6 @@ def allow_fp16_on_cpu(device: torch.device) -> None:
         get_accelerator().is_fp16_supported = lambda: True
 
 
-def at_last_loss_scale(optimizer: ZeROOptimizer) -> bool:
-    """Return True if one more overflow would be at the smallest loss scale.
-
-    DeepSpeed would raise a bare Exception there; this call disables that.
-    """
-    scaler = optimizer.loss_scaler
-    if not scaler.dynamic:
-        return False
-    scaler.raise_error_at_min_scale = False
-    hysteresis = 1 if scaler.delayed_shift == 1 else scaler.cur_hysteresis
-    return bool(hysteresis == 1 and scaler.cur_scale == scaler.min_scale)
-
-
 def grow_scale_after_step(optimizer: ZeROOptimizer) -> Callable[[], None]:
     """Keep the loss scale from growing within a step; return a function to call after the step.
 

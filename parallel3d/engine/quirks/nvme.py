@@ -96,22 +96,6 @@ def _wrap(kind: Any, name: str, function: Callable[..., Any]) -> None:
         setattr(kind, name, wraps(method)(lambda *args: function(method, *args)))
 
 
-def refuse_small_buffers() -> None:
-    """Raise ConfigError if a parameter's shard does not fit into a swap buffer."""
-    _wrap(_ParamSwapper, "get_buffer", _get_buffer_or_refuse)
-
-
-def _get_buffer_or_refuse(
-    get_buffer: Callable[..., Tensor], swapper: Any, param: nn.Parameter, numel: int
-) -> Tensor:
-    if numel > swapper.elements_per_buffer:
-        raise ConfigError(
-            f"zero_optimization.offload_param.buffer_size = {swapper.elements_per_buffer}: "
-            f"smaller than a parameter's shard of {numel} elements; use at least {numel}"
-        )
-    return get_buffer(swapper, param, numel)
-
-
 def refuse_unlockable_memory(aio_handle: Any) -> None:
     """Raise ConfigError if a swap buffer cannot be locked in memory; DeepSpeed would abort.
 

@@ -40,7 +40,6 @@ def average_in_one_buffer(optimizer: ZeROOptimizer, dtype: torch.dtype) -> None:
         parts = _reduce_scatter(gradients, dtype, group, ranks)
         return [part.to(optimizer.gradient_accumulation_dtype) for part in parts]
 
-    assert hasattr(optimizer, name) and optimizer.gradient_predivide_factor == 1.0
     setattr(optimizer, name, average)
 
 
@@ -51,7 +50,6 @@ def reduce_in_gradients_type(optimizer: ZeROOptimizer) -> None:
     microbatches to bf16 (by 0.2 % of the gradient's norm) before it is averaged.
     """
     name = "_gradient_reduction_buffer_dtype"
-    assert hasattr(optimizer, name)
     setattr(optimizer, name, lambda: optimizer.gradient_accumulation_dtype)
 
 

@@ -260,11 +260,7 @@ def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: De
         return False
     host, config = request.hardware.host, request.config
     usable = ("none", *optimizers.load(config.optimizer.file).OFFLOADS)
-    if (
-        host is None
-        or getattr(config.optimizer.params, "torch_adam", False)
-        or optimizer not in usable
-    ):
+    if host is None or optimizer not in usable:
         return False
     # The planner does not choose a path on disk: NVMe offload needs the config's nvme_path.
     zero = config.zero_optimization
