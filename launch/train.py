@@ -42,7 +42,7 @@ def train(
     from parallel3d.train.assembly import assemble
     from parallel3d.train.known_hardware import peak
     from parallel3d.train.output import Output, print_placement, print_summary, summarise
-    from parallel3d.train.profiler import make_profiler
+    from parallel3d.train.profiler import Profiler
     from parallel3d.train.start import find_start, restore
     from parallel3d.train.trainer import Trainer
 
@@ -64,7 +64,8 @@ def train(
             memory=start.memory,
         )  # fmt: skip
         peak_name, peak_flops = peak(config, mesh)
-        profiler = make_profiler(config, mesh, parts.executor, start.folder)
+        chosen = config.parallel3d.train.profile
+        profiler = Profiler(chosen, mesh, parts.executor, run=start.folder) if chosen else None
         stop.hold(start.folder if mesh.rank == 0 else None, output.close)
         result = Trainer(
             start, mesh, parts, peak_flops=peak_flops, writer=output.writer,

@@ -57,7 +57,7 @@ class CometConfig(Switched):
     """Comet; null leaves a setting to Comet's own configuration and environment."""
 
     samples_log_interval: int = Field(default=100, ge=0)
-    """Samples between two values of a metric."""
+    """No effect: each step is logged."""
     project: str | None = None
     """Project of the experiment."""
     workspace: str | None = None
@@ -75,18 +75,18 @@ class CometConfig(Switched):
 
 
 class FlopsProfilerConfig(Switched):
-    """A table of FLOPs after one step: parallel3d's own count, as used for MFU."""
+    """FLOPs of one step: parallel3d's own count, as used for MFU."""
 
     profile_step: int = Field(default=1, gt=0)
-    """Step after which the table is printed, counted from 1."""
+    """Step after which the line is printed, counted from 1."""
     detailed: bool = True
-    """Print a row per kind of layer; false prints totals only."""
+    """No effect: `parallel3d plan` shows the parts of a step."""
     output_file: PathText | None = None
-    """File for the table; null prints it."""
+    """No effect: the line is printed."""
     module_depth: int = -1
-    """No effect: the rows are the pipeline's layers."""
+    """No effect, as `detailed`."""
     top_modules: int = 1
-    """No effect: every kind of layer has a row."""
+    """No effect, as `detailed`."""
     recompute_fwd_factor: float = 0.0
     """No effect: recomputation is not counted, as in MFU."""
 

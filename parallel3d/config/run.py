@@ -99,7 +99,7 @@ class RunConfig(Section):
     wall_clock_breakdown: bool = False
     """Print how a step's time divides up, every steps_per_print steps."""
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
-    """Table of FLOPs after one step."""
+    """FLOPs of one step."""
     comms_logger: CommsLoggerConfig = CommsLoggerConfig()
     """Table of one step's communication, by group."""
     tensorboard: TensorBoardConfig = TensorBoardConfig()

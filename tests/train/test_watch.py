@@ -93,16 +93,8 @@ def test_calls_and_bytes_are_those_of_the_schedule(said):
 
 def test_flops_are_our_own_count_and_say_so(said):
     config, lines = said
-    at = next(i for i, line in enumerate(lines) if line.startswith("flops"))
-    assert "not DeepSpeed's profiler" in lines[at + 1]
-    total = next(line for line in lines[at:] if "TFLOP/s per device" in line)
-    per_token = float(re.search(r"([\d.]+) with backward", total)[1]) * 1e6
+    (line,) = (line for line in lines if line.startswith("flops"))
+    assert "parallel3d's own count" in line and "TFLOP/s per device" in line
+    per_token = float(re.search(r"([\d.]+) MFLOP", line)[1]) * 1e6
     expected = models.train_flops_per_token(config.model, config.data.sequence_length)
     assert per_token == pytest.approx(expected, rel=1e-3)
-    rows = [line.split() for line in lines[at + 4 : at + 7]]
-    assert [(row[0], int(row[1])) for row in rows] == [
-        ("embedding", 1), ("blocks", SIZES["num_hidden_layers"]), ("head", 1),
-    ]  # fmt: skip
-    parameters = sum(int(row[2].replace(",", "")) for row in rows)
-    assert parameters == models.num_params(config.model)
-    assert sum(float(row[-2]) for row in rows) == pytest.approx(100, abs=0.2)
