@@ -87,7 +87,7 @@ def train_on_rank(rank, raw, disturb=None, *details):
             ended.error = f"{type(error).__name__}: {error}"
         finally:
             if claimed:
-                claimed.release()
+                claimed.lock.release()
     return ended
 
 

@@ -119,7 +119,7 @@ def run_on_rank(rank, raw, disturb=None, *details):
             raise  # nothing of this is meant to fail before it trains
         ended = error if isinstance(error, TrainingError) else str(error)
     took = time.monotonic() - start
-    claimed and claimed.release()
+    claimed and claimed.lock.release()
     result = seen["run"][0][2] if seen["run"] else None
     timeouts = [(steps, seconds) for steps, (seconds,), _ in seen["set_timeouts"]]
     return ended, Seen(result, Path(config.run.directory, config.run.name), timeouts, took)
