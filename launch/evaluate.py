@@ -35,9 +35,10 @@ def evaluate(
 ) -> int:
     """Evaluate the checkpoint and print the losses; return the exit code."""
     # These load torch, which is slow; invalid arguments have been refused before.
-    from parallel3d.train.checkpoint_config import checkpoint_in, evaluation_config
+    from parallel3d.checkpoint.describe import find_checkpoints
+    from parallel3d.train.checkpoint_config import evaluation_config
 
-    checkpoint = checkpoint_in(args.path)
+    checkpoint = find_checkpoints(args.path)[0]
     requested = evaluation_config(
         checkpoint, launch, file=args.config, overrides=overrides, samples=args.samples
     )

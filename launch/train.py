@@ -94,7 +94,7 @@ def run(
     claimed = None
     if launch.rank == 0:
         claimed = claim(requested, config, launch, ending.say)
-        end.at_end.append(claimed.release)
+        end.at_end.append(claimed.lock.release)
     mesh = join(config, launch)
     code = train(config, mesh, claimed, stop, args.json)
     meet_at_the_end(mesh)
@@ -147,14 +147,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
         "--dry-run", type=whole_number(0), nargs="?", const=0, metavar="DEVICES",
         help="print mesh, memory, time and checkpoint size without training",
     )  # fmt: skip
-    parser.add_argument(
-        "--devices", type=whole_number(), metavar="N", help="number of devices for --dry-run"
-    )
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     args, overrides = parser.parse_known_args()
-    if args.devices and args.dry_run is None:
-        parser.error(f"--devices = {args.devices}: only works with --dry-run; add --dry-run")
-    args.dry_run = args.devices or args.dry_run
     wishes = [flag for flag in _WISHES if getattr(args, flag.removeprefix("--")) is not None]
     if not wishes and args.config is None:
         parser.error("--config: is missing; add it, or --minutes 20 for a run of that time")

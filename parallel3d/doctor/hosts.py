@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from operator import eq, ge
+from operator import eq
 from pathlib import Path
 from statistics import median, median_low
 from tempfile import NamedTemporaryFile
@@ -62,7 +62,6 @@ def measure_host(config: RunConfig, mesh: Mesh) -> dict[str, object]:
         "CUDA": torch.version.cuda or "none",
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else "none",
         "device": describe(mesh)[0] or "CPU",
-        "device memory in use": _device_memory_in_use(mesh.device),
         "clock": _seconds_ahead(mesh),
         "run directory": _sees(runs, mesh),
         "data cache": _sees(cache_root(config.data.cache), mesh),
@@ -89,10 +88,6 @@ def check_hosts(
             name: (partial(eq, usual[name]), str, f"use the same {name} on every host")
             for name in ALIKE
         },
-        "device memory in use": (
-            partial(ge, 0.1), "{:.0%}".format,
-            "end the other processes on the device (nvidia-smi lists them)",
-        ),
         "clock": (
             lambda ahead: abs(ahead) <= _MOST_AHEAD,
             lambda ahead: f"{abs(ahead):.2f} s {'ahead' if ahead >= 0 else 'behind'}",
@@ -178,13 +173,6 @@ def _sees(folder: Path, mesh: Mesh) -> bool:
 def _existing(folder: Path) -> Path:
     # Path.exists would raise for a folder that may not be entered.
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
-
-
-def _device_memory_in_use(device: torch.device) -> float:
-    """Return the fraction of an accelerator's memory that is in use; 0 if it is unknown."""
-    ask = getattr(torch.get_device_module(device), "mem_get_info", None)
-    free, total = ask(device) if ask else (1, 1)
-    return float(1 - free / total)
 
 
 def _at_least(least: float, limit: int) -> bool:

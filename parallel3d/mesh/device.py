@@ -45,27 +45,6 @@ def pick_device(launch: Launch) -> torch.device:
     return torch.device(kind, index)
 
 
-def identity_of(device: torch.device) -> str:
-    """Return an id that is unique among the devices of a machine; "" if it is unknown."""
-    if device.type == "cpu":
-        return ""
-    properties = torch.get_device_module(device).get_device_properties(device)
-    return str(getattr(properties, "uuid", ""))
-
-
-def claim_device(identity: str, launch: Launch, store: dist.Store) -> None:
-    """Raise ConfigError if another rank uses the same device: NCCL needs one per rank."""
-    if not identity:
-        return
-    owner = int(store.compare_set(f"device {identity}", "", str(launch.rank)))
-    if owner != launch.rank:
-        raise ConfigError(
-            f"ranks {owner} and {launch.rank} both use device {identity}; NCCL needs one device "
-            "per rank. Start as many processes on a node as it has devices, or let the launcher "
-            "assign one to each process (srun --gpus-per-task=1)"
-        )
-
-
 # torch reads one of these, once, before the first allocation.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _STEERING = ("NCCL_", "RCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_GLOO_", "CUDA_DEVICE_MAX_CONNECTIONS")

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from parallel3d.base.errors import pack_error, unpack_error
 from parallel3d.mesh import interfaces
-from parallel3d.mesh.device import claim_device, identity_of
 from parallel3d.mesh.groups import BACKEND, choose_backend, options_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
@@ -74,7 +73,6 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
     interfaces.choose_interface(launch, store, STARTUP_TIMEOUT.total_seconds())
     if backend == "nccl":
         interfaces.connect_on_demand()
-        claim_device(identity_of(device), launch, store)
     if watched and not pulse.is_watched():
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # Other ranks may reach this host by the store's address, by its own address, or by name.

@@ -7,7 +7,6 @@ from typing import Any
 
 from parallel3d.base import reader
 from parallel3d.base.errors import CheckpointError, ConfigError
-from parallel3d.checkpoint.describe import find_checkpoints
 from parallel3d.checkpoint.manifest import STATE, read_state
 from parallel3d.config import RunConfig
 from parallel3d.config.normalise import apply_overrides
@@ -15,22 +14,6 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.model.config import ModelConfig
 
 _MESH = "parallel3d.mesh"
-
-
-def checkpoint_in(path: Path) -> Path:
-    """Return the checkpoint folder at a path: the path itself, or a run's newest checkpoint.
-
-    Raises CheckpointError if there is none, also for a transformers model folder.
-    """
-    try:
-        return find_checkpoints(path)[0]
-    except CheckpointError:
-        if any(path.glob("*.safetensors")):
-            raise CheckpointError(
-                f"{path}: is a transformers folder without a checkpoint, which evaluate.py cannot "
-                "read; use the run that it came from, or one of its checkpoints"
-            ) from None
-        raise
 
 
 def evaluation_config(

@@ -170,17 +170,17 @@ class MetricsWriter:
 
     def complete(self, validation: Losses) -> None:
         """Add an evaluation to the last line, if a request to stop had cut it off there."""
+        values = newest(self.path)
+        if not validation or not values or "validation" in values:
+            return
         try:
-            text = self.path.read_text(encoding="utf-8")
-            *before, last = text.splitlines(keepends=True) or [""]
-            values = json.loads(last or "{}")
-            if not validation or "validation" in values or not values:
-                return
-            added = json.dumps(finite(values | _in_json(validation)), allow_nan=False)
-            replace_text(self.path, "".join(before) + added + "\n", shared=True)
-        except (OSError, ValueError) as error:
+            forget_after(self.path, values["step"] - 1)
+        except OSError as error:
             self._say(f"METRICS NOT WRITTEN: {self.path} lacks the last evaluation ({error})")
             return
+        added = json.dumps(finite(values | _in_json(validation)), allow_nan=False)
+        self._unwritten += f"{added}\n".encode()
+        self._flush()
         if self._trackers is not None:
             self._trackers.log(_flat(validation), values["step"])
 

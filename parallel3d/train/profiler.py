@@ -76,10 +76,10 @@ class Lane(NamedTuple):
         """Yield its name, steps and actions as trace events, in microseconds since `origin`."""
         axes = WITHOUT_CP if len(self.coords) == len(WITHOUT_CP) else AXES
         coords = ", ".join(f"{axis} {at}" for axis, at in zip(axes, self.coords, strict=True))
-        name = {"name": f"rank {self.rank} ({coords})"}
-        yield {"name": "process_name", "ph": "M", "pid": self.rank, "tid": 0, "args": name}
-        for number, *whole, spans in self.steps:
-            for name, start, end in ((f"step {number}", *whole), *spans):
+        own = {"name": f"rank {self.rank} ({coords})"}
+        yield {"name": "process_name", "ph": "M", "pid": self.rank, "tid": 0, "args": own}
+        for step in self.steps:
+            for name, start, end in ((f"step {step.number}", step.start, step.end), *step.spans):
                 yield {
                     "name": name, "ph": "X", "pid": self.rank, "tid": 0,
                     "ts": (start - self.ahead - origin) * 1e6, "dur": (end - start) * 1e6,

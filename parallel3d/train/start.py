@@ -152,9 +152,7 @@ def _find_folder(
         assert claim, "rank 0 claims the folder before it joins the mesh"
         exists = claim.folder.exists()
         if exists:
-            restart = mesh.restart_count > 0 and not mesh.has_agents
-            attempts = Attempts(claim.folder, settings, claim.config)
-            attempts.check(step_reached(claim.folder), restart)
+            Attempts(claim.folder, settings, claim.config).check(step_reached(claim.folder))
         return str(claim.folder), claim.config, exists
 
     folder, digest, exists = on_first(mesh, look)
@@ -290,8 +288,6 @@ def corpus_lines(corpus: Corpus) -> Iterator[str]:
         f"{corpus.held_out.num_documents:,} documents)"
     )
     yield f"        vocabulary {corpus.vocab_size:,}, unigram entropy {corpus.unigram_entropy:.4f}"
-    if any(part.found.get("count") == "as-read" for part in corpus.parts or (corpus,)):
-        yield '        data.count is "as-read": numbers of tokens are estimates'
     if lost := max(part.found.get("unknown_share", 0.0) for part in corpus.parts or (corpus,)):
         yield f"WARNING: the tokenizer does not know {lost:.0%} of the text; use another one"
     for part in corpus.parts or (corpus,):

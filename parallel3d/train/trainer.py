@@ -48,7 +48,6 @@ from parallel3d.train.stopping import StopRequest
 
 _FEWEST, _MOST = 10, 50  # the closing loss is the mean of a tenth of the steps, within these limits
 _LOADING_TIMEOUT = 1800.0  # seconds that a rank waits for another one that reads a checkpoint
-_PATIENCE = 20.0  # seconds for a step and a save; deepspeed's launcher waits 30 after a SIGTERM
 
 
 class _Row(NamedTuple):
@@ -157,7 +156,6 @@ class Trainer:
                 continue
             if step == first:
                 self.mesh.set_timeouts(self.config.train.timeout_seconds)
-                self._warn_if_slow(step_seconds)
                 began_at = psutil.Process().create_time()
                 self._record("first_step", step=step + 1, seconds=round(time.time() - began_at, 3))
                 if graphs := compiled.describe():
@@ -198,16 +196,6 @@ class Trainer:
             result.mean_loss_of = len(losses)
             result.loss_deviation = stdev(losses) if len(losses) > 1 else math.nan
         return result
-
-    def _warn_if_slow(self, step_seconds: float) -> None:
-        """Warn if a step and a save take longer than launchers wait after a SIGTERM."""
-        save_seconds = self.saver.expected_seconds() if self.saver else 0.0
-        if step_seconds + save_seconds > _PATIENCE:
-            self._say(
-                f"a step took {step_seconds:.0f} s and a save takes about {save_seconds:.0f} s. "
-                "After a SIGTERM a launcher may kill this run before it is saved (deepspeed waits "
-                "30 s); to stop it, create a file named STOP in the run's folder"
-            )
 
     def _evaluated(self, result: Result) -> Losses:
         """Return the losses of an evaluation if one is due after this step, else {}."""

@@ -209,7 +209,7 @@ def test_no_process_group_is_destroyed_before_the_end_is_reported(monkeypatch, c
         code = module.run(args, [], end, StopRequest(end))
     else:
         prefix = "parallel3d.train"
-        monkeypatch.setattr(f"{prefix}.checkpoint_config.checkpoint_in", lambda path: path)
+        monkeypatch.setattr("parallel3d.checkpoint.describe.find_checkpoints", lambda path: [path])
         monkeypatch.setattr(f"{prefix}.checkpoint_config.evaluation_config", lambda *a, **b: None)
         monkeypatch.setattr(f"{prefix}.from_checkpoint.evaluate", lambda *arguments: {})
         args = SimpleNamespace(path=None, config=None, samples=None, json=False)
