@@ -1,4 +1,4 @@
-"""DeepSpeed's monitoring blocks: trackers, timers, FLOPs and communication.
+"""DeepSpeed's monitoring blocks: trackers, timers and FLOPs.
 
 DeepSpeed does not see these blocks: train/trackers.py and train/profiler.py implement them with
 parallel3d's own figures.
@@ -92,12 +92,12 @@ class FlopsProfilerConfig(Switched):
 
 
 class CommsLoggerConfig(Switched):
-    """A table of one step's communication: calls and bytes, by group and operation."""
+    """No effect: traces of `parallel3d.train.profile` show the collectives, `plan` their bytes."""
 
     prof_all: bool = True
-    """Count all operations; false counts those in prof_ops."""
+    """No effect."""
     prof_ops: Strings = ()
-    """Operations to count, such as "all_reduce"."""
+    """No effect."""
     verbose: bool = False
     """No effect."""
     debug: bool = False
