@@ -121,13 +121,12 @@ def planned(run: Run, name: str | None) -> Plan | str:
     recognised, then this machine. Raises ConfigError for a name that is not known.
     """
     config, launch = run.config, run.newest_launch
-    if name is None:
-        own = config.run.hardware
-        name = launch.get("hardware") or hardware.THIS_MACHINE if own == "auto" else own
-        if name == hardware.THIS_MACHINE and name not in hardware.names():
-            return "measure this machine with `parallel3d plan --calibrate`, or use --hardware"
-    machine = hardware.load(name, "--hardware")
+    if name is not None:
+        hardware.load(name, "--hardware")
+    own = config.run.hardware
+    recognised = launch.get("hardware") or hardware.THIS_MACHINE
     try:
+        machine = hardware.load(name or (recognised if own == "auto" else own))
         return plan_rows.as_written(config, request_of(config, machine, config.mesh.sizes.ranks))
     except ConfigError as error:
         return str(error)

@@ -8,7 +8,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.journal import record
+from parallel3d.base.reader import flat
 from parallel3d.base.step_lines import METRICS, finite, newest, parsed
 from parallel3d.train.digests import DIGESTS
 from parallel3d.train.evaluation import HELD_OUT, Losses
@@ -82,21 +83,6 @@ class StepMetrics:
                 values[name] = value
         return json.dumps(finite(values), allow_nan=False)
 
-    def flat(self) -> dict[str, float]:
-        """Return the numbers of a step by the names that trackers get: validation/<set>/loss."""
-        values = {name: getattr(self, name) for name in (*_ALWAYS[1:], *_SOMETIMES)}
-        numbers = {name: value for name, value in values.items() if value is not None}
-        groups = {
-            "lr": self.role_lr,
-            "side_losses": self.side_losses,
-            **{f"experts/{layer}": _balance(row) for layer, row in self.experts.items()},
-            "gradient_noise": self.gradient_noise,
-            "epochs": self.part_epochs,
-        }
-        for group, own in groups.items():
-            numbers |= {f"{group}/{name}": value for name, value in own.items()}
-        return numbers | _flat(self.validation)
-
 
 def gradient_noise(small: float, big: float, *, batch: int, ranks: int) -> dict[str, float]:
     """Return StepMetrics.gradient_noise (arXiv:1812.06162, appendix A.1).
@@ -109,20 +95,17 @@ def gradient_noise(small: float, big: float, *, batch: int, ranks: int) -> dict[
     return {"trace": trace, "square": square, "scale": trace / square if square else math.nan}
 
 
+def numbers_of(line: Mapping[str, object]) -> dict[str, float]:
+    """Return the numbers of a line by the names that trackers get: validation/<set>/loss."""
+    values = flat(line, separator="/").items()
+    return {name: x for name, x in values if isinstance(x, int | float) and name != "step"}
+
+
 def _in_json(validation: Losses) -> dict[str, object]:
     """Return the keys that an evaluation adds to a line."""
     sets = {name: loss.to_json() for name, loss in validation.items()}
     held_out = {_HELD_OUT_LOSS: sets[HELD_OUT]["loss"]} if HELD_OUT in sets else {}
     return held_out | ({"validation": sets} if sets else {})
-
-
-def _flat(validation: Losses) -> dict[str, float]:
-    """Return the numbers of an evaluation by the names that trackers get."""
-    values = {_HELD_OUT_LOSS: validation[HELD_OUT].loss} if HELD_OUT in validation else {}
-    for name, loss in validation.items():
-        numbers = vars(loss).items()
-        values |= {f"validation/{name}/{key}": x for key, x in numbers if x is not None}
-    return values
 
 
 def _balance(row: list[float]) -> dict[str, float]:
@@ -163,10 +146,11 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step; on return it was passed to the system, unless the disk is full."""
-        self._unwritten += f"{metrics.to_json()}\n".encode()
+        line = metrics.to_json()
+        self._unwritten += f"{line}\n".encode()
         self._flush()
         if self._trackers is not None:
-            self._trackers.log(metrics.flat(), metrics.step)
+            self._trackers.log(numbers_of(json.loads(line)), metrics.step)
 
     def complete(self, validation: Losses) -> None:
         """Add an evaluation to the last line, if a request to stop had cut it off there."""
@@ -182,7 +166,7 @@ class MetricsWriter:
         self._unwritten += f"{added}\n".encode()
         self._flush()
         if self._trackers is not None:
-            self._trackers.log(_flat(validation), values["step"])
+            self._trackers.log(numbers_of(_in_json(validation)), values["step"])
 
     def rewind(self, step: int) -> None:
         """Remove the lines and digests of steps after `step`, which will be repeated."""
