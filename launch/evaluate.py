@@ -15,7 +15,7 @@ from parallel3d.base.step_lines import finite
 from parallel3d.config import help_text
 from parallel3d.mesh.launch import Launch
 from parallel3d.train.claim import resolve_config
-from parallel3d.train.stopping import StopRequest, end_with, join, meet_at_the_end
+from parallel3d.train.ending import StopRequest, end_with, join, meet_at_the_end
 
 if TYPE_CHECKING:
     from parallel3d.data.evaluation_samples import SetLoss

@@ -17,8 +17,7 @@ from parallel3d.config import RunConfig, help_text
 from parallel3d.mesh.launch import Launch
 from parallel3d.train import ending
 from parallel3d.train.claim import Claim, claim, resolve_config
-from parallel3d.train.ending import command_to_go_on
-from parallel3d.train.stopping import StopRequest, end_with, join, meet_at_the_end
+from parallel3d.train.ending import StopRequest, command_to_go_on, end_with, join, meet_at_the_end
 
 if TYPE_CHECKING:  # torch and DeepSpeed are loaded after the config and the folder are checked
     from parallel3d.mesh.mesh import Mesh

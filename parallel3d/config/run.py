@@ -101,7 +101,7 @@ class RunConfig(Section):
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     """FLOPs of one step."""
     comms_logger: CommsLoggerConfig = CommsLoggerConfig()
-    """Table of one step's communication, by group."""
+    """No effect."""
     tensorboard: TensorBoardConfig = TensorBoardConfig()
     """TensorBoard files in output_path; parallel3d.run.trackers writes them to the run's folder."""
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()

@@ -28,7 +28,6 @@ from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.mesh.transfer import Transfer, all_gather_single
 
 _DIVIDED = ("pp", "dp", "ep", "cp", "tp")  # the axes if ep is one: dp has ep neighbours at a time
-_BACKSTOP = 15.0  # seconds for the arbiter to name a late rank first
 
 
 class Peers(NamedTuple):
@@ -267,7 +266,7 @@ class Mesh:
         if not seconds:
             seconds = timedelta(days=7).total_seconds()
         elif pulse.is_watched():
-            seconds += _BACKSTOP
+            seconds += 15.0  # in which the arbiter names a late rank first
         for group in {id(g): g for g in groups if g is not None}.values():
             set_timeout(group, timedelta(seconds=seconds))
         if self.backend == "gloo":

@@ -27,7 +27,6 @@ from parallel3d.report.page import Part, figures, html, png, style, table
 if TYPE_CHECKING:  # of an extra
     from matplotlib.axes import Axes
 
-_MOST_POINTS = 2000  # of a curve
 _COLORS = ("#31276b", "#c0392b", "#1e8449", "#b9770e", "#2e86c1", "#7d3c98", "#616a6b", "#a04000")
 _MIB = 2**20
 
@@ -44,7 +43,7 @@ class Run:
     def curve(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and values [points] of a metric, from the steps that have it."""
         rows = [(s["tokens"], s[metric]) for s in self.steps if s.get(metric) is not None]
-        rows = rows[:: -(-len(rows) // _MOST_POINTS) or 1]
+        rows = rows[:: -(-len(rows) // 2000) or 1]  # at most 2,000 points
         tokens, values = zip(*rows, strict=True) if rows else ((), ())
         return np.array(tokens, float), np.array(values, float)
 

@@ -42,11 +42,11 @@ from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedules import make_evaluation
 from parallel3d.train.assembly import Assembly, assemble, build, hidden_shape
 from parallel3d.train.digests import BOUNDS, compare_runs, is_close
+from parallel3d.train.ending import StopRequest
 from parallel3d.train.evaluation import Evaluation, Losses, evaluation_corpora
 from parallel3d.train.feed import Feed
 from parallel3d.train.metrics import MetricsWriter, step_reached
 from parallel3d.train.start import Start, begin, open_corpus, restore
-from parallel3d.train.stopping import StopRequest
 from parallel3d.train.trainer import Trainer
 
 _MESH = "parallel3d.mesh"

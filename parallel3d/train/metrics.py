@@ -78,7 +78,7 @@ class StepMetrics:
                 layer: {"loads": [round(load, 4) for load in row[:-1]]} | _balance(row)
                 for layer, row in self.experts.items()
             }
-        for name in (*_BY_NAME, *_SOMETIMES):
+        for name in _SOMETIMES:
             if (value := getattr(self, name)) not in (None, {}):
                 values[name] = value
         return json.dumps(finite(values), allow_nan=False)
@@ -104,7 +104,7 @@ def numbers_of(line: Mapping[str, object]) -> dict[str, float]:
 def _in_json(validation: Losses) -> dict[str, object]:
     """Return the keys that an evaluation adds to a line."""
     sets = {name: loss.to_json() for name, loss in validation.items()}
-    held_out = {_HELD_OUT_LOSS: sets[HELD_OUT]["loss"]} if HELD_OUT in sets else {}
+    held_out = {"held_out_loss": sets[HELD_OUT]["loss"]} if HELD_OUT in sets else {}
     return held_out | ({"validation": sets} if sets else {})
 
 
@@ -121,11 +121,13 @@ def _balance(row: list[float]) -> dict[str, float]:
     }
 
 
-_HELD_OUT_LOSS = "held_out_loss"
-_SOMETIMES = ("loss_scale", "checkpoint_stall_seconds")
-_BY_NAME = ("role_lr", "side_losses", "part_epochs", "gradient_noise")
-_OTHERS = ("validation", "experts", *_BY_NAME, *_SOMETIMES)
-_ALWAYS = tuple(f.name for f in fields(StepMetrics) if f.name not in _OTHERS)
+_SOMETIMES = (
+    "role_lr", "side_losses", "part_epochs", "gradient_noise", "loss_scale",
+    "checkpoint_stall_seconds",
+)  # fmt: skip
+_ALWAYS = tuple(
+    f.name for f in fields(StepMetrics) if f.name not in ("validation", "experts", *_SOMETIMES)
+)
 
 
 class MetricsWriter:

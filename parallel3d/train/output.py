@@ -191,9 +191,6 @@ def print_summary(summary: Summary, console: Console, go_on: str) -> None:
         console.print(f"{name:<{width}}  {value}", highlight=False, markup=False, soft_wrap=True)
 
 
-_SAVING_TIMEOUT = 1800.0  # seconds that a rank waits for another rank's disk
-
-
 class Output:
     """The run's folder, its metrics and its progress display; only rank 0 writes.
 
@@ -261,7 +258,7 @@ class Output:
         if config.run.save_weights and not result.stopped:
             from parallel3d.huggingface.from_ranks import save_weights  # it loads transformers
 
-            self._mesh.set_timeouts(_SAVING_TIMEOUT)
+            self._mesh.set_timeouts(1800.0)  # for ranks that wait for another one's disk
             pulse.doing("writing the weights")
             save_weights(
                 engine, self._mesh, self.directory, config=config, corpus=self._start.corpus

@@ -42,7 +42,6 @@ from parallel3d.schedule.action import Op
 from parallel3d.schedule.schedule import Action, Span
 from parallel3d.train.assembly import Assembly
 
-_BARRIERS = 5
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -144,7 +143,7 @@ class Profiler:
     def _gather(self) -> list[Lane]:
         """Return the steps of the profiled ranks, which have all written their traces."""
         ends = []
-        for _ in range(_BARRIERS):
+        for _ in range(5):
             self._mesh.barrier()
             ends.append(time.time())
         clock = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()

@@ -61,9 +61,6 @@ def draw(values: Sequence[float]) -> list[str]:
     ]
 
 
-_MEAN_OVER = 3600.0  # seconds of steps whose mean predicts the time left
-
-
 class _Bar(progress.Progress):
     """A progress bar below the curve of the losses."""
 
@@ -94,7 +91,7 @@ class Progress:
             console=self.console,
             disable=not self.console.is_terminal,
             get_time=lambda: time.monotonic(),
-            speed_estimate_period=_MEAN_OVER,
+            speed_estimate_period=3600.0,  # seconds of steps whose mean predicts the time left
         )
         self._bar.curve = LossCurve()
         self._task = self._bar.add_task("", total=num_steps, completed=first, numbers="")

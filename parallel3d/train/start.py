@@ -395,7 +395,6 @@ def restore(start: Start, mesh: Mesh, parts: Assembly) -> None:
 
 
 MEMORY_FILE = "memory.json"
-_MOST_RESTARTS = 2  # from one step
 
 
 class MemoryRecord(Section):
@@ -429,9 +428,7 @@ def open_memory(
         record, reached = _read_record(folder), step_reached(folder)
         steps = [step for step, _ in record.restarts]
         refused = [
-            step
-            for step, before in record.restarts
-            if before == reached or steps.count(step) >= _MOST_RESTARTS
+            step for step, before in record.restarts if before == reached or steps.count(step) > 1
         ]
         return record.name or _new_name(folder), max(refused, default=-1)
 

@@ -31,6 +31,7 @@ from parallel3d.train.assembly import Assembly
 from parallel3d.train.bad_steps import BadSteps, Verdict
 from parallel3d.train.check_bits import WrongBits, check_bits, noting_messages
 from parallel3d.train.digests import append_digest
+from parallel3d.train.ending import StopRequest
 from parallel3d.train.evaluation import Evaluation, Losses
 from parallel3d.train.feed import Feed
 from parallel3d.train.metrics import (
@@ -44,10 +45,6 @@ from parallel3d.train.profiler import Profiler, StepWatch
 from parallel3d.train.progress import Progress
 from parallel3d.train.recomputation import Recomputation
 from parallel3d.train.start import Start, begin_memory
-from parallel3d.train.stopping import StopRequest
-
-_FEWEST, _MOST = 10, 50  # the closing loss is the mean of a tenth of the steps, within these limits
-_LOADING_TIMEOUT = 1800.0  # seconds that a rank waits for another one that reads a checkpoint
 
 
 class _Row(NamedTuple):
@@ -137,7 +134,8 @@ class Trainer:
         result, first = Result(steps=self.position.step), self.position.step
         # Of all steps except the first, which also warms up, and of the last one.
         seconds, tokens, step_seconds, step_tokens = 0.0, 0, 0.0, 0
-        window = min(max(self.config.num_steps // 10, _FEWEST), _MOST)
+        # The closing loss is the mean of a tenth of the steps, within limits.
+        window = min(max(self.config.num_steps // 10, 10), 50)
         losses: deque[float] = deque(maxlen=window)
         while result.steps < self.config.num_steps and not result.stopped:
             step = result.steps
@@ -384,7 +382,7 @@ class Trainer:
         Later ones are set aside.
         """
         pulse.doing(f"rewinding from step {step + 1}")
-        self.mesh.set_timeouts(_LOADING_TIMEOUT)
+        self.mesh.set_timeouts(1800.0)  # for ranks that wait for one that reads a checkpoint
         checkpoint, folder = self._start.on_disk, self._start.folder / "checkpoints"
         if self.saver:
             self.saver.finish()

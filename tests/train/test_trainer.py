@@ -24,8 +24,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
 from parallel3d.train import known_hardware
 from parallel3d.train import trainer as trainer_module
-from parallel3d.train.ending import DONE
-from parallel3d.train.stopping import STOPPED, StopRequest
+from parallel3d.train.ending import DONE, STOPPED, StopRequest
 from parallel3d.verify.local_ranks import run_locally
 from tests.train.held_out import check_losses
 from tests.train.running import claim_on_first
