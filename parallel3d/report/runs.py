@@ -222,7 +222,10 @@ def _stacked(
             axes.plot(*run.curve(metric), color=color, lw=0.9, label=run.name)
             _mark_restarts(axes, run, color, named=axes is rows[0])
         for plan, color in zip(plans, _cycle(plans), strict=True):
-            if isinstance(plan, Plan) and (value := _forecast(plan, metric)) is not None:
+            if not isinstance(plan, Plan):
+                continue
+            mfu = plan.mfu(plan.request.flops.full)
+            if (value := mfu if metric == "mfu" else plan.tokens_per_second) is not None:
                 axes.axhline(value, color=color, ls="--", lw=0.9)
         axes.set_ylabel(label)
         if metric != "lr":
@@ -238,13 +241,6 @@ def _stacked(
 def _tick(value: float, place: object) -> str:
     """Return a tick's label for matplotlib, which also tells its place."""
     return count(value)
-
-
-def _forecast(plan: Plan, metric: str) -> float | None:
-    """Return the planned value of the metric tokens_per_second or mfu."""
-    if metric == "mfu":
-        return plan.mfu(plan.request.flops.full)
-    return plan.tokens_per_second
 
 
 def _memory(plt: ModuleType, runs: Sequence[Run], plans: Sequence[Plan | str]) -> Any:

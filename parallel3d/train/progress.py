@@ -5,6 +5,7 @@ This module does not know ranks.
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 from math import isfinite
 from statistics import fmean
 
@@ -130,14 +131,8 @@ class Progress:
 
 
 def in_words(seconds: float) -> str:
-    """Return a number of seconds as text: 12s, 3m05s, 2h07m, 3d04h."""
-    if seconds < 59.5:
-        return f"{seconds:.0f}s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{rest:02}s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02}m" if hours < 24 else f"{hours // 24}d{hours % 24:02}h"
+    """Return a number of seconds as text: 0:03:05, or 3 days, 4:00:00."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _numbers(metrics: StepMetrics, brief: bool = False) -> str:

@@ -60,10 +60,6 @@ class _Row(NamedTuple):
     side_losses: tuple[float, ...]  # summed over its layers
 
 
-def _say_nothing(text: str) -> None:
-    """Take the place of `Progress.say` on ranks that print nothing."""
-
-
 def _is_due(every: int, step: int) -> bool:
     """Return True if something is done after this step, counted from 1; `every` 0 is never."""
     return every > 0 and step % every == 0
@@ -98,7 +94,7 @@ class Trainer:
         self.executor = parts.executor
         self.flops_per_token, self.peak_flops = parts.flops_per_token, peak_flops
         self.writer, self.progress, self.profiler = writer, progress, profiler
-        self._say = progress.say if progress else _say_nothing
+        self._say = progress.say if progress else (lambda text: None)
         self.watch = StepWatch(config, mesh, parts, say=self._say)
         self.saver, self.stop, self.position = saver, stop or StopRequest(), start.position
         self._state = RunState(config, corpus) if saver else None
