@@ -1,4 +1,4 @@
-"""DeepSpeed's monitoring blocks: trackers, timers and FLOPs.
+"""DeepSpeed's monitoring blocks: trackers, timers, FLOPs and communication.
 
 DeepSpeed does not see these blocks: train/trackers.py and train/profiler.py implement them with
 parallel3d's own figures.
@@ -75,20 +75,20 @@ class CometConfig(Switched):
 
 
 class FlopsProfilerConfig(Switched):
-    """FLOPs of one step: parallel3d's own count, as used for MFU."""
+    """No effect: metrics.jsonl has each step's TFLOP/s and MFU, `plan` the parts of a step."""
 
     profile_step: int = Field(default=1, gt=0)
-    """Step after which the line is printed, counted from 1."""
+    """No effect."""
     detailed: bool = True
-    """No effect: `parallel3d plan` shows the parts of a step."""
+    """No effect."""
     output_file: PathText | None = None
-    """No effect: the line is printed."""
+    """No effect."""
     module_depth: int = -1
-    """No effect, as `detailed`."""
+    """No effect."""
     top_modules: int = 1
-    """No effect, as `detailed`."""
+    """No effect."""
     recompute_fwd_factor: float = 0.0
-    """No effect: recomputation is not counted, as in MFU."""
+    """No effect."""
 
 
 class CommsLoggerConfig(Switched):

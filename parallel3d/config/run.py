@@ -99,7 +99,7 @@ class RunConfig(Section):
     wall_clock_breakdown: bool = False
     """Print how a step's time divides up, every steps_per_print steps."""
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
-    """FLOPs of one step."""
+    """No effect."""
     comms_logger: CommsLoggerConfig = CommsLoggerConfig()
     """No effect."""
     tensorboard: TensorBoardConfig = TensorBoardConfig()

@@ -1,9 +1,6 @@
 """The accelerator of a process: which one, how it computes, how a log describes it (floor 1)."""
 
 import os
-import platform
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -99,13 +96,7 @@ def pin_collectives() -> None:
 
 
 def name_of_device(device: torch.device) -> str:
-    """Return the model of an accelerator, or of the machine's CPU."""
-    if device.type == "cpu":
-        with suppress(OSError):
-            for line in Path("/proc/cpuinfo").read_text().splitlines():
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-        return platform.processor()
+    """Return the model of an accelerator; the type of a device without one."""
     get_name = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(get_name(device)) if get_name else device.type
 

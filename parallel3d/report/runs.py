@@ -47,15 +47,11 @@ class Run:
         tokens, values = zip(*rows, strict=True) if rows else ((), ())
         return np.array(tokens, float), np.array(values, float)
 
-    def validation(self) -> dict[str, tuple[list[int], list[float]]]:
+    def validation(self) -> dict[str, list[tuple[int, float]]]:
         """Return tokens and losses of each validation set by its name."""
-        curves: dict[str, tuple[list[int], list[float]]] = {}
-        for step in self.steps:
-            for name, losses in step.get("validation", {}).items():
-                tokens, values = curves.setdefault(name, ([], []))
-                tokens.append(step["tokens"])
-                values.append(losses["loss"])
-        return curves
+        rows = [(step["tokens"], step.get("validation", {})) for step in self.steps]
+        names = dict.fromkeys(name for _, sets in rows for name in sets)
+        return {n: [(at, sets[n]["loss"]) for at, sets in rows if n in sets] for n in names}
 
     @property
     def launches(self) -> list[Mapping[str, Any]]:
@@ -200,9 +196,9 @@ def _losses(plt: ModuleType, runs: Sequence[Run]) -> Any:
         smooth = _moving_average(loss)
         axes.plot(tokens, smooth, color=color, label=run.name if len(runs) > 1 else "training")
         highest.append(smooth[len(smooth) // 50 :].max())
-        for mark, (name, (at, values)) in zip("oDs^vPX", run.validation().items(), strict=False):
+        for mark, (name, points) in zip("oDs^vPX", run.validation().items(), strict=False):
             text = f"{run.name}, {name}" if len(runs) > 1 else name
-            axes.plot(at, values, mark, ms=4, mfc="none", color=color, label=text)
+            axes.plot(*zip(*points, strict=True), mark, ms=4, mfc="none", color=color, label=text)
         _mark_restarts(axes, run, color)
     axes.set_ylim(top=max(highest) * 1.02)
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
@@ -293,7 +289,7 @@ def _results(runs: Sequence[Run]) -> Part:
     rows: dict[str, list[str]] = {}
     for place, run in enumerate(runs):
         last, launches, mfu = run.steps[-1], run.launches, run.measured("mfu")
-        sets = {name: values[-1] for name, (_, values) in run.validation().items()}
+        sets = {name: points[-1][1] for name, points in run.validation().items()}
         known = launches or [{"mesh": run.config.mesh.sizes}]  # older runs have no journal
         meshes = [mesh for mesh, _ in groupby(map(_mesh, known))]  # without repetitions
         size = count(Setting.from_config(run.config).num_params)
@@ -316,14 +312,12 @@ def _results(runs: Sequence[Run]) -> Part:
 
 def _beside_plan(run: Run, plan: Plan | str) -> Part:
     """Return the table of measured and planned seconds and bytes."""
+    known = plan if isinstance(plan, Plan) else None
+    where = f" for {known.request.hardware.name}" if known else ""
     pairs: list[tuple[str, float | None, float | None]] = [
-        ("step, s", run.measured("step_seconds"), None)
+        ("step, s", run.measured("step_seconds"), known.time.seconds if known else None),
+        *((f"· {name}", None, x) for name, x in (known.time.parts if known else {}).items() if x),
     ]
-    where = ""
-    if isinstance(plan, Plan):
-        where = f" for {plan.request.hardware.name}"
-        pairs = [("step, s", run.measured("step_seconds"), plan.time.seconds)]
-        pairs += [(f"· {name}", None, value) for name, value in plan.time.parts.items() if value]
     if memory := run.memory():
         forecast = _planned_memory(run, plan)
         most = max(forecast) / _MIB if forecast else None

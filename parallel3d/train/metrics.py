@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -159,14 +160,10 @@ class MetricsWriter:
         values = newest(self.path)
         if not validation or not values or "validation" in values:
             return
-        try:
-            forget_after(self.path, values["step"] - 1)
-        except OSError as error:
-            self._say(f"METRICS NOT WRITTEN: {self.path} lacks the last evaluation ({error})")
-            return
-        added = json.dumps(finite(values | _in_json(validation)), allow_nan=False)
-        self._unwritten += f"{added}\n".encode()
-        self._flush()
+        with suppress(OSError):  # the run is done; only its last line lacks the evaluation
+            *before, _ = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+            added = json.dumps(finite(values | _in_json(validation)), allow_nan=False)
+            replace_text(self.path, f"{''.join(before)}{added}\n", shared=True)
         if self._trackers is not None:
             self._trackers.log(numbers_of(_in_json(validation)), values["step"])
 

@@ -1,8 +1,6 @@
-"""Observers of steps: profiles of chosen ones on chosen ranks, and printed statistics.
+"""Observers of steps: profiles of chosen ones on chosen ranks, and the parts of their times.
 
-The statistics are selected by DeepSpeed's settings: `wall_clock_breakdown` prints the parts of a
-step's time, `flops_profiler` the FLOPs of a step. DeepSpeed's own profilers do not see the
-pipeline's actions and microbatches.
+DeepSpeed's own profilers do not see the pipeline's actions and microbatches.
 
 Profiles are files in `<run>/profile/`:
 
@@ -19,7 +17,6 @@ difference over a few barriers, which end at about the same moment on all ranks.
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,14 +32,13 @@ from parallel3d.config import RunConfig
 from parallel3d.config.parallel3d_block import ProfileConfig
 from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.nodes import machine_of_this_process
 from parallel3d.pipeline.clock import timing
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule import draw
 from parallel3d.schedule.action import Op
 from parallel3d.schedule.schedule import Action, Span
 from parallel3d.train.assembly import Assembly
-
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Step(NamedTuple):
@@ -146,8 +142,9 @@ class Profiler:
         for _ in range(5):
             self._mesh.barrier()
             ends.append(time.time())
-        clock = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
-        rows = gather_json(self._mesh, [clock, ends, self._mesh.coords, self._steps])
+        rows = gather_json(
+            self._mesh, [machine_of_this_process(), ends, self._mesh.coords, self._steps]
+        )
         first = {clock: ends for clock, ends, *_ in reversed(rows)}
         zero = rows[0][1]
         lanes = []
@@ -178,11 +175,12 @@ _PART_OF = {
 
 
 class StepWatch:
-    """Observes steps on every rank and prints the statistics that the config selects on rank 0.
+    """Observes steps on every rank and prints the parts of their times on rank 0.
 
-    Times are means over a pipeline coordinate's ranks and over the steps since the last line.
-    "reduction" is the reduction of gradients; "waiting" is receives, GATHERs and the bubble. If the
-    program has no GATHER, ZeRO-3's gathers count as forward and backward.
+    It does so if DeepSpeed's `wall_clock_breakdown` is set. Times are means over a pipeline
+    coordinate's ranks and over the steps since the last line. "reduction" is the reduction of
+    gradients; "waiting" is receives, GATHERs and the bubble. If the program has no GATHER, ZeRO-3's
+    gathers count as forward and backward.
     """
 
     def __init__(
@@ -190,26 +188,20 @@ class StepWatch:
     ) -> None:
         self._config, self._mesh, self._parts, self._say = config, mesh, parts, say
         self._sums, self._steps = dict.fromkeys(PARTS, 0.0), 0
-        self._profiled = False
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Observe the step in the block, counted from 0; collective if it prints."""
-        began = time.perf_counter()
-        times = self._config.wall_clock_breakdown
-        timed = (self._parts.executor, self._parts.engine) if times else ()
-        with timing(*timed):
+        if not self._config.wall_clock_breakdown:
             yield
-        step_seconds = time.perf_counter() - began
-        if times:
-            self._add(step_seconds)
-            is_last = number + 1 == self._config.num_steps
-            if is_last or (number + 1) % self._config.steps_per_print == 0:
-                self._show_times(number + 1)
-        flops = self._config.flops_profiler
-        if flops.enabled and not self._profiled and number + 1 >= flops.profile_step:
-            self._profiled = True
-            self._show_flops(number + 1, step_seconds)
+            return
+        began = time.perf_counter()
+        with timing(self._parts.executor, self._parts.engine):
+            yield
+        self._add(time.perf_counter() - began)
+        is_last = number + 1 == self._config.num_steps
+        if is_last or (number + 1) % self._config.steps_per_print == 0:
+            self._show_times(number + 1)
 
     def _add(self, step_seconds: float) -> None:
         executor, seconds = self._parts.executor, dict.fromkeys(PARTS, 0.0)
@@ -238,14 +230,3 @@ class StepWatch:
             over = f"mean of {self._steps}"
             self._say(f"time    step {step}, {place}{over}: {sum(means):.1f} ms = {words}")
         self._sums, self._steps = dict.fromkeys(PARTS, 0.0), 0
-
-    def _show_flops(self, step: int, seconds: float) -> None:
-        parts = self._parts
-        count = parts.executor.schedule.num_microbatches
-        flops = parts.flops_per_token * parts.shape.tokens * count * self._mesh.samples.size
-        rate = flops / seconds / self._mesh.world.size / 1e12
-        self._say(
-            f"flops   step {step}: {flops / 1e12:,.4g} TFLOP in {seconds:.3g} s, {rate:,.4g} "
-            f"TFLOP/s per device; a token: {parts.flops_per_token / 1e6:,.4g} MFLOP (parallel3d's "
-            "own count, as for MFU: matrix products and full attention, without recomputation)"
-        )

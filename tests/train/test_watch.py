@@ -1,11 +1,10 @@
-"""wall_clock_breakdown and flops_profiler on real ranks: figures recomputed."""
+"""wall_clock_breakdown on real ranks: figures recomputed."""
 
 import re
 from types import SimpleNamespace
 
 import pytest
 
-from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
 from parallel3d.schedule.action import Action, Span
@@ -28,13 +27,14 @@ def said(tmp_path_factory):
         "gradient_accumulation_steps": MICROBATCHES,
         "steps_per_print": EVERY,
         "wall_clock_breakdown": True,
-        "flops_profiler": {"enabled": True, "profile_step": 2},
+        "flops_profiler": {"enabled": True},  # taken, without effect
+        "comms_logger": {"enabled": True},
         "zero_optimization": {"stage": 0},
     }
     raw.pop("train_batch_size", None)
     ranks = start(raw, (2, 1, 1))
     assert [(ended.code, ended.error) for ended in ranks] == [(0, "")] * 2
-    assert not any(line.startswith(("time", "flops")) for line in ranks[1].said)
+    assert not any(line.startswith("time") for line in ranks[1].said)
     corpus = prepare(RunConfig.from_dict(raw).data)
     return RunConfig.from_dict(raw).resolve(2).with_vocab_size(corpus.vocab_size), ranks[0].said
 
@@ -65,12 +65,3 @@ def test_a_reduction_among_the_actions_is_no_waiting():
     assert watch._sums == {
         "forward": 1, "backward": 2, "waiting": 4, "reduction": 3 + 1, "optimizer": 0.5, "rest": 0.5
     }  # fmt: skip
-
-
-def test_flops_are_our_own_count_and_say_so(said):
-    config, lines = said
-    (line,) = (line for line in lines if line.startswith("flops"))
-    assert "parallel3d's own count" in line and "TFLOP/s per device" in line
-    per_token = float(re.search(r"([\d.]+) MFLOP", line)[1]) * 1e6
-    expected = models.train_flops_per_token(config.model, config.data.sequence_length)
-    assert per_token == pytest.approx(expected, rel=1e-3)
