@@ -45,7 +45,6 @@ _GIB = 2**30
 _SHM = Path("/dev/shm")
 SLOWER = 3.0
 """A group is slow if others like it, or the planner's figure, are this many times as fast."""
-_PROBE, _LONGEST = 2**18, 0.5  # bytes that are sent first; seconds that all bytes may take
 NEIGHBOURS = "neighbours"
 """Pairs of ranks in a ring, in which neighbours are on different machines, if there are several."""
 
@@ -252,9 +251,9 @@ def measure_links(
     pairings = rounds(nodes) if mesh.world.size > 2 else []
     work += [(NEIGHBOURS, pairs, partial(_message, pairs=pairs, mesh=mesh)) for pairs in pairings]
     for kind, members, run_of in work:
-        size = min(_PROBE, effort.copied_bytes)
+        size = min(2**18, effort.copied_bytes)
         rows = timings(run_of(size), mesh, effort)
-        if effort.copied_bytes / size * min(map(max, rows)) < _LONGEST:
+        if effort.copied_bytes / size * min(map(max, rows)) < 0.5:
             size, rows = effort.copied_bytes, timings(run_of(effort.copied_bytes), mesh, effort)
         for ranks in members:
             num_machines = len({nodes.machines[rank] for rank in ranks})

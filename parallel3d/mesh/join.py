@@ -23,7 +23,6 @@ from parallel3d.mesh.pulse import rank as pulse
 _START = "rank 0 starts"  # key in the store: "", or the error that kept rank 0 from starting
 _SPOKEN = "rank 0 has spoken"  # key in the store
 _PATIENCE = timedelta(seconds=30)  # for ranks that may not have reached the store yet
-_HEARD = timedelta(seconds=5)  # for ranks in the group to acknowledge rank 0's final message
 STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
 
 _ADDRESS, _ARRIVED = (
@@ -53,7 +52,7 @@ def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) ->
             store.set(_START, pack_error(error))
             store.set(_SPOKEN, "yes")
             # A rank that uses the store after it has gone prints a stack trace.
-            store.wait(heard, _HEARD if dist.is_initialized() else _PATIENCE)
+            store.wait(heard, timedelta(seconds=5) if dist.is_initialized() else _PATIENCE)
         else:
             store.wait([_SPOKEN], _PATIENCE)
             store.set(heard[launch.rank - 1], "yes")

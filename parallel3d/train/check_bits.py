@@ -34,11 +34,6 @@ REMEDY = (
     "checkpoint"
 )
 
-_LINKS = (
-    "Check the network and its drivers between these hosts, and start again from the last "
-    "checkpoint"
-)
-_NAMED = 4  # messages that are named
 Messages = Mapping[tuple[str, bool], Tensor]
 """Checksums of messages in a step, by their receiving action and whether this rank sent them."""
 
@@ -149,7 +144,10 @@ def _wrong_messages(messages: Messages, mesh: Mesh, grid: np.ndarray) -> str:
                 for name, total in received.items()
                 if sent.get(name, total) != total
             ]
-    return f"{'; '.join(texts[:_NAMED])}. {_LINKS}"
+    return (
+        f"{'; '.join(texts[:4])}. Check the network and its drivers between these hosts, and start "
+        "again from the last checkpoint"
+    )
 
 
 def _checksums(engine: Engine, device: torch.device) -> dict[str, dict[str, Tensor]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError, TrainingError
-from parallel3d.base.lock import Holder, Lock, LockHeld, read
+from parallel3d.base.lock import Lock, LockHeld, read
 from parallel3d.base.section import Section
 from parallel3d.config import RunConfig
 from parallel3d.config.run import digest_of
@@ -151,7 +151,12 @@ def _find(
             # The folder belongs to this run, or a second launch of the same config is starting;
             # any other run only has this name, so the next number is tried.
             if existing or (error.holder.about == same and resume != "none"):
-                raise ConfigError(_held(folder, error.holder)) from None
+                raise ConfigError(
+                    f"{folder} is being trained by {error.holder}; two launches cannot write to "
+                    f"one run. Wait for it, or stop it (`touch {folder / 'STOP'}`) and run this "
+                    "command again to resume. For a second run of the same config add "
+                    "--parallel3d.run.name NAME"
+                ) from None
             continue
         if existing or not folder.exists():  # another launch may have created it meanwhile
             return folder, lock
@@ -163,14 +168,6 @@ def token_of(folder: Path) -> str:
     """Return the unique token of the lock of a run's folder; "" if there is no lock."""
     holder = read(folder.with_name(f"{folder.name}{SUFFIX}"))
     return holder.token if holder else ""
-
-
-def _held(folder: Path, holder: Holder) -> str:
-    return (
-        f"{folder} is being trained by {holder}; two launches cannot write to one run. Wait for "
-        f"it, or stop it (`touch {folder / 'STOP'}`) and run this command again to resume. For a "
-        "second run of the same config add --parallel3d.run.name NAME"
-    )
 
 
 def name_of(config: RunConfig) -> str:

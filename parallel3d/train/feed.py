@@ -60,7 +60,9 @@ class Feed:
         self._most_keys = models.most_keys(own.model, length)
         fim = Fim.of(data.fim, corpus, seed)
         self._batches = Batches(corpus.train, length, seed, fim)
-        self._ahead = ReadAhead(self._trained)
+        self._ahead = ReadAhead(
+            lambda start: self._step(self._batches, start, config.num_microbatches_at(start))
+        )
 
     def training(self, start: int) -> list[Microbatch]:
         """Return this dp coordinate's microbatches of the step that begins at sample `start`."""
@@ -97,9 +99,6 @@ class Feed:
         """End the thread that builds samples ahead."""
         self._batches.close()
         self._ahead.close()
-
-    def _trained(self, start: int) -> _Step:
-        return self._step(self._batches, start, self._config.num_microbatches_at(start))
 
     def _step(
         self,

@@ -59,10 +59,6 @@ class Recorder:
         self._counts: Counter[str] = Counter()  # in the forward of a layer
         self._near = ""  # the last place before a sum
 
-    def listen(self, until: ExitStack) -> None:
-        """Note this rank's parts of sums."""
-        until.enter_context(hearing(self._note_part))
-
     def watch(self, number: int, layer: nn.Module, until: ExitStack, shared: set[Any]) -> None:
         """Note the weights, outputs and gradients of a layer and its modules.
 
@@ -81,7 +77,8 @@ class Recorder:
             ):
                 until.enter_context(hook)
 
-    def _note_part(self, part: Tensor, group: dist.ProcessGroup) -> None:
+    def note_part(self, part: Tensor, group: dist.ProcessGroup) -> None:
+        """Note this rank's part of a sum, for `hearing`."""
         if group is self._group:
             self._note(self._numbered(self._near), part)
 
@@ -191,7 +188,7 @@ class Recomputation:
                     side.total.register_hook(partial(self._inputs.__setitem__, "side_gradient"))
 
         with ExitStack() as until:
-            self._recorder.listen(until)
+            until.enter_context(hearing(self._recorder.note_part))
             self._moments = until.enter_context(parts.engine.measuring(self._segments))
             until.enter_context(module.register_forward_pre_hook(note_inputs))
             until.enter_context(module.register_forward_hook(note_gradients))
@@ -419,7 +416,7 @@ class Recomputation:
             x = xs.pop().detach()
             x.requires_grad_(x.is_floating_point())
             with ExitStack() as until:
-                recorder.listen(until)
+                until.enter_context(hearing(recorder.note_part))
                 recorder.watch(numbers[place], layer, until, set())
                 output, side = _forward(layer, x, inputs, place + 1 == len(numbers))
                 roots, gradients = [output], [gradient]

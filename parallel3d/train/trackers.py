@@ -19,10 +19,8 @@ from parallel3d.config import RunConfig
 
 Values = Mapping[str, float]
 PROJECT = "parallel3d"  # default for trackers that need a project
-_LIST = "parallel3d.run.trackers"
 # The trackers that have a block in DeepSpeed's config.
 _BLOCKS = {"tensorboard": "tensorboard", "csv": "csv_monitor", "wandb": "wandb", "comet": "comet"}
-_LOCAL = ("tensorboard", "csv")
 _PACKAGES = {"comet": "comet_ml"}  # also accelerate's name of the tracker
 _REMEDIES = {
     "wandb": "run `wandb login`, or set WANDB_MODE=offline and upload later with `wandb sync`",
@@ -35,7 +33,7 @@ _REMEDIES = {
 def requested_trackers(config: RunConfig) -> dict[str, str]:
     """Return the trackers that a config selects, each with the path of the setting."""
     run = config.parallel3d.run
-    settings: dict[str, str] = dict.fromkeys(run.trackers, _LIST)
+    settings: dict[str, str] = dict.fromkeys(run.trackers, "parallel3d.run.trackers")
     if run.tensorboard:
         settings.setdefault("tensorboard", "parallel3d.run.tensorboard")
     return settings | {
@@ -61,7 +59,7 @@ class Trackers:
                 tracker.start()
                 if self._settings[name] == "comet" and config.comet.experiment_name is not None:
                     tracker.writer.set_name(config.comet.experiment_name)
-                if name not in _LOCAL:
+                if name not in ("tensorboard", "csv"):  # they take no settings
                     settings = flat(config.to_public_dict()).items()
                     tracker.store_init_configuration(
                         {k: str(v) if isinstance(v, list | tuple) else v for k, v in settings}
