@@ -372,10 +372,11 @@ class Mesh:
             self.barrier()
 
     def picture(self) -> str:
-        """Return the mesh as text: a line of ranks for each tensor-parallel group."""
+        """Return the mesh as text: its ranks by pp, dp and tp coordinate, and cp if it is used."""
         sizes = MeshSizes(*self._grid.shape)
-        ranks = np.array2string(self._grid.numpy().squeeze(), threshold=64, edgeitems=1)
-        return f"mesh {sizes.label} = {sizes.ranks} ranks\n{ranks}".replace("\n\n", "\n")
+        grid = self._grid.numpy().reshape(*sizes.shown.values())
+        ranks = np.array2string(grid, threshold=64, edgeitems=1).replace("\n\n", "\n")
+        return f"mesh {sizes.label} = {sizes.ranks} ranks\n{ranks}"
 
     def close(self) -> None:
         """Leave the process group; otherwise torch ends the process with an abort.
