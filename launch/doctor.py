@@ -45,16 +45,18 @@ def doctor(args: argparse.Namespace, overrides: list[str], launch: Launch) -> in
     if mesh.rank == 0:
         console = terminal.console(args.json)
         console.print(f"mesh {config.mesh.sizes.label}")
-        heads = ("check", "", "measured")
-        columns = [terminal.Column(head, right=False, wraps=head == "measured") for head in heads]
+        columns = [
+            terminal.Column(head, right=False, wraps=head == "measured")
+            for head in ("check", "", "measured")
+        ]
         marked = [(row.name, "FAILS" if row.remedy else "ok", row.value) for row in checks]
         terminal.show(console, columns, marked)
         for row in checks:
             if row.remedy:
                 terminal.say(console, f"{row.name}: {row.remedy}", indent="    ")
         if args.json:
-            mesh_sizes, rows = str(config.mesh.sizes), [asdict(row) for row in checks]
-            print(json.dumps({"passed": passed, "mesh": mesh_sizes, "checks": rows}))
+            rows = [asdict(row) for row in checks]
+            print(json.dumps({"passed": passed, "mesh": str(config.mesh.sizes), "checks": rows}))
     meet_at_the_end(mesh)
     return DONE if passed else FAILED
 

@@ -16,7 +16,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, help_text
 from parallel3d.mesh.launch import Launch
 from parallel3d.train import ending
-from parallel3d.train.claim import Claim, claim, resolve_config
+from parallel3d.train.claim import Claim, check_restarts, claim, resolve_config
 from parallel3d.train.ending import StopRequest, command_to_go_on, end_with, join, meet_at_the_end
 
 if TYPE_CHECKING:  # torch and DeepSpeed are loaded after the config and the folder are checked
@@ -89,6 +89,7 @@ def run(
         from parallel3d.train.dry_run import dry_run  # it loads the planner
 
         return dry_run(requested, launch, devices=args.dry_run, as_json=args.json)
+    check_restarts(requested, launch)
     config = resolve_config(requested, launch)
     claimed = None
     if launch.rank == 0:

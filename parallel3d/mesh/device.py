@@ -106,6 +106,8 @@ def describe_device(device: torch.device) -> list[str]:
     if device.type == "cpu":
         return []
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
-    name = name_of_device(device)
-    first = f"device  {name}, torch {torch.__version__}{', NCCL ' if nccl else ''}{nccl}"
+    first = (
+        f"device  {name_of_device(device)}, torch {torch.__version__}"
+        f"{', NCCL ' if nccl else ''}{nccl}"
+    )
     return [first, *(f"        {variable}" for variable in device_variables())]

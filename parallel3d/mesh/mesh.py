@@ -37,11 +37,6 @@ class Peers(NamedTuple):
     size: int
     coord: int
 
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Self:
-        """Return the ranks of a group that has this rank."""
-        return cls(group, group.size(), group.rank())
-
     @property
     def ranks(self) -> list[int]:
         """The global ranks, in group order."""
@@ -158,7 +153,7 @@ class Mesh:
         known = None if own else self._of_axes.get(longer)
         group = self._groups[name] = known or self._split(self._rows(*longer), name)
         self._of_axes.setdefault(longer, group)
-        return Peers.of(group)
+        return Peers(group, group.size(), group.rank())
 
     def _split(self, ranks: torch.Tensor, name: str, shared: bool = True) -> dist.ProcessGroup:
         """Return the group of this rank's row of `ranks`.

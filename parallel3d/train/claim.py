@@ -48,8 +48,6 @@ def resolve_config(config: RunConfig, launch: Launch) -> RunConfig:
             "store that its agents share (torch 2.13); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
             "each host"
         )
-    if launch.is_elastic or launch.restarts_left or launch.restart_count:
-        _check_restarts(config, launch)
     refuse_impossible(config, launch.world_size)
     if config.is_planned:
         # Imported here because they load the planner and torch, which other configs do not need.
@@ -60,8 +58,10 @@ def resolve_config(config: RunConfig, launch: Launch) -> RunConfig:
     return config.resolve(launch.world_size)
 
 
-def _check_restarts(config: RunConfig, launch: Launch) -> None:
+def check_restarts(config: RunConfig, launch: Launch) -> None:
     """Raise ConfigError if a run could not go on, and find itself, when torchrun restarts it."""
+    if not (launch.is_elastic or launch.restarts_left or launch.restart_count):
+        return
     resume = config.checkpoint.resume
     is_path = isinstance(resume, str) and resume not in ("auto", "none")
     # Hosts that come count no restarts, so there only a path is known to be of another run.

@@ -186,10 +186,8 @@ def command_of_this_launch() -> str:
                 words = line
     words[0] = re.sub(r"^python.*", "python", os.path.basename(words[0]))
     if words[0] == "python" and re.fullmatch(r"[^-.][^.]*", os.path.basename(words[1])):
-        words = [
-            os.path.basename(words[1]),
-            *words[2:],
-        ]  # without an installed script's interpreter
+        # Installed scripts are called without their interpreter.
+        words = [os.path.basename(words[1]), *words[2:]]
     return mask(shlex.join(word for word in words if not word.startswith("--local_rank")))
 
 
@@ -400,5 +398,11 @@ def _watch_launcher() -> Callable[[], bool]:
         node = psutil.Process(os.getppid())
         if "deepspeed.launcher.launch" in node.cmdline():
             command = node.ppid()
-            return lambda: not node.is_running() or node.ppid() != command
+
+            def is_gone() -> bool:
+                with suppress(psutil.Error):
+                    return bool(node.ppid() != command)
+                return True
+
+            return is_gone
     return lambda: False

@@ -229,9 +229,8 @@ class Output:
                 forget_after(self.directory / name, step)
             resolved = json.dumps(config.to_public_dict(), indent=1)
             replace_text(self.directory / "config.json", f"{resolved}\n")
-            # Fits of scaling laws for repeated data need this number.
-            counted = json.dumps({"training_tokens": len(start.corpus.train)})
-            replace_text(self.directory / "corpus.json", f"{counted}\n")
+            counted = {"training_tokens": len(start.corpus.train)}  # for fits of repeated data
+            replace_text(self.directory / "corpus.json", f"{json.dumps(counted)}\n")
             known = known_hardware(config, self._mesh.device)
             record(
                 "launch", step=step, restart=self._mesh.restart_count > 0,

@@ -146,10 +146,9 @@ class Profiler:
             self._mesh, [machine_of_this_process(), ends, self._mesh.coords, self._steps]
         )
         first = {clock: ends for clock, ends, *_ in reversed(rows)}
-        zero = rows[0][1]
         lanes = []
         for rank, (clock, _, coords, steps) in enumerate(rows):
-            ahead = median(a - b for a, b in zip(first[clock], zero, strict=True))
+            ahead = median(a - b for a, b in zip(first[clock], rows[0][1], strict=True))
             lanes += [Lane(rank, coords, [Step(*s) for s in steps], ahead)] if steps else []
         return lanes
 
@@ -164,8 +163,9 @@ class Profiler:
         spans = tuple(lane.spans() for _, lane in sorted(first.items()))
         title = f"{schedule.name}: step {lanes[0].steps[-1].number}, measured"
         (self._directory / "timeline.svg").write_text(draw.figure([(title, spans)]))
-        measured = json.dumps(draw.spans_to_json(schedule, spans))
-        (self._directory / "spans.json").write_text(f"{measured}\n")
+        (self._directory / "spans.json").write_text(
+            json.dumps(draw.spans_to_json(schedule, spans)) + "\n"
+        )
 
 
 PARTS = ("forward", "backward", "waiting", "reduction", "optimizer", "rest")

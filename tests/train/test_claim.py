@@ -251,8 +251,8 @@ def test_a_restart_that_would_not_find_its_run_is_refused(launch):
     named = ("--parallel3d.run.name", "mine")
     for resume in ("none", 3, "runs/other/checkpoints/step-4"):
         with pytest.raises(ConfigError, match="torchrun starts a run again"):
-            claims.resolve_config(read(RESUME, resume), launch)
-        claims.resolve_config(read(RESUME, resume, *named), launch)
+            claims.check_restarts(read(RESUME, resume), launch)
+        claims.check_restarts(read(RESUME, resume, *named), launch)
 
 
 ELASTIC = Launch(0, 2, 0, 2, is_elastic=True, has_agents=True)
@@ -262,6 +262,7 @@ RESUME = "--parallel3d.checkpoint.resume"
 
 def elastic(*overrides):
     asked = read("--gradient_accumulation_steps", "null", *KEPT, *overrides)
+    claims.check_restarts(asked, ELASTIC)
     return claims.resolve_config(asked, ELASTIC)
 
 
@@ -280,7 +281,7 @@ def test_what_an_elastic_launch_could_not_go_on_with_is_refused(monkeypatch, ove
     with pytest.raises(ConfigError, match=says):
         elastic(*overrides)
     asked = read("--gradient_accumulation_steps", "null", *KEPT, *overrides)
-    claims.resolve_config(asked, Launch(0, 2, 0, 2))  # any other launch may
+    claims.check_restarts(asked, Launch(0, 2, 0, 2))  # any other launch may
 
 
 @pytest.mark.parametrize(
