@@ -15,9 +15,7 @@ from parallel3d.base.arguments import DONE, FAILED, Parser
 from parallel3d.config import RunConfig
 from parallel3d.mesh.launch import Launch
 from parallel3d.train.claim import resolve_config
-from parallel3d.train.stopping import end_with, join, meet_at_the_end
-
-_PATIENCE = 60.0  # seconds that ranks wait for each other
+from parallel3d.train.ending import end_with, join, meet_at_the_end
 
 
 def main() -> NoReturn:
@@ -39,24 +37,26 @@ def doctor(args: argparse.Namespace, overrides: list[str], launch: Launch) -> in
     """Check all ranks and print the table on rank 0; return the exit code."""
     config = resolve_config(RunConfig.from_json(args.config, overrides), launch)
     mesh = join(config, launch)
-    mesh.set_timeouts(_PATIENCE)
-    from parallel3d.doctor import check  # it loads torch
+    mesh.set_timeouts(60.0)
+    from parallel3d.doctor.checks import check  # it loads torch
 
     checks = check(config, mesh)
     passed = not any(row.remedy for row in checks)
     if mesh.rank == 0:
         console = terminal.console(args.json)
         console.print(f"mesh {config.mesh.sizes.label}")
-        heads = ("check", "", "measured")
-        columns = [terminal.Column(head, right=False, wraps=head == "measured") for head in heads]
+        columns = [
+            terminal.Column(head, right=False, wraps=head == "measured")
+            for head in ("check", "", "measured")
+        ]
         marked = [(row.name, "FAILS" if row.remedy else "ok", row.value) for row in checks]
         terminal.show(console, columns, marked)
         for row in checks:
             if row.remedy:
                 terminal.say(console, f"{row.name}: {row.remedy}", indent="    ")
         if args.json:
-            mesh_sizes, rows = str(config.mesh.sizes), [asdict(row) for row in checks]
-            print(json.dumps({"passed": passed, "mesh": mesh_sizes, "checks": rows}))
+            rows = [asdict(row) for row in checks]
+            print(json.dumps({"passed": passed, "mesh": str(config.mesh.sizes), "checks": rows}))
     meet_at_the_end(mesh)
     return DONE if passed else FAILED
 

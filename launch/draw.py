@@ -1,8 +1,7 @@
 """Draw a pipeline schedule: what each rank runs when, its idle time, and its peak in flight.
 
 With --measured, draw a profiled step instead, and above it the same program simulated with the mean
-durations of each stage's forwards and backwards. With --merge, add torch's events to the timeline
-of a profile.
+durations of each stage's forwards and backwards.
 """
 
 import argparse
@@ -25,7 +24,6 @@ from parallel3d.schedule.schedule import (
 )
 from parallel3d.schedule.schedules import make_schedule, names
 from parallel3d.schedule.sharding import Weights
-from parallel3d.train import timeline
 
 MOST = 200_000  # forwards that can be drawn within seconds
 
@@ -34,12 +32,6 @@ MOST = 200_000  # forwards that can be drawn within seconds
 def main() -> int:
     """Run the command `draw`; return the exit code."""
     args = parse_args()
-    if args.merge:
-        path, missing = timeline.merge(args.merge)
-        for rank in missing:
-            print(f"rank-{rank}.json is not in {args.merge}: left out", file=sys.stderr)
-        print(f"written to {path}", file=sys.stderr)
-        return DONE
     schedule, spans, panels = measured(args.measured) if args.measured else planned(args)
     idle = None if args.measured else bubble(spans)
     if args.svg:
@@ -139,10 +131,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--measured", type=Path, metavar="FILE",
         help="draw the spans.json of a profiled run (see train.profile)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--merge", type=Path, metavar="FOLDER",
-        help="add the traces rank-N.json in a run's profile folder to its timeline.json",
     )  # fmt: skip
     parser.add_argument(
         "--communication", action="store_true", help="print the programs with sends and receives"

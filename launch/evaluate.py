@@ -15,7 +15,7 @@ from parallel3d.base.step_lines import finite
 from parallel3d.config import help_text
 from parallel3d.mesh.launch import Launch
 from parallel3d.train.claim import resolve_config
-from parallel3d.train.stopping import StopRequest, end_with, join, meet_at_the_end
+from parallel3d.train.ending import StopRequest, end_with, join, meet_at_the_end
 
 if TYPE_CHECKING:
     from parallel3d.data.evaluation_samples import SetLoss
@@ -35,19 +35,18 @@ def evaluate(
 ) -> int:
     """Evaluate the checkpoint and print the losses; return the exit code."""
     # These load torch, which is slow; invalid arguments have been refused before.
-    from parallel3d.train.checkpoint_config import checkpoint_in, evaluation_config
+    from parallel3d.checkpoint.describe import find_checkpoints
+    from parallel3d.train import from_checkpoint
 
-    checkpoint = checkpoint_in(args.path)
-    requested = evaluation_config(
+    checkpoint = find_checkpoints(args.path)[0]
+    requested = from_checkpoint.evaluation_config(
         checkpoint, launch, file=args.config, overrides=overrides, samples=args.samples
     )
     config = resolve_config(requested, launch)
-    from parallel3d.train.from_checkpoint import evaluate as losses_of
-
     mesh = join(config, launch)
     console = terminal.console(True)
     console.quiet = mesh.rank != 0
-    losses = losses_of(config, mesh, checkpoint, stop, console)
+    losses = from_checkpoint.evaluate(config, mesh, checkpoint, stop, console)
     if losses is not None and mesh.rank == 0:
         if args.json:
             print(json.dumps({"sets": {name: numbers(loss) for name, loss in losses.items()}}))

@@ -17,7 +17,7 @@ from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.mesh.launch import Launch
 from parallel3d.train.claim import resolve_config
 from parallel3d.train.digests import in_words
-from parallel3d.train.stopping import end_with, join, meet_at_the_end
+from parallel3d.train.ending import end_with, join, meet_at_the_end
 
 
 def main() -> NoReturn:

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from parallel3d.base.arguments import DONE, Parser, prints_errors_as, whole_number
-from parallel3d.base.errors import ConfigError
 from parallel3d.report.page import require, write_page
 
 
@@ -22,9 +21,6 @@ from parallel3d.report.page import require, write_page
 def main() -> int:
     """Run the command `report`; return 2 for bad input."""
     args = parse_args()
-    if args.to and not args.to.suffix:
-        rule = "must have a suffix: its plots stand in a folder without one"
-        raise ConfigError(f"--to = {args.to}: {rule}; use --to {args.to}.html")
     require("matplotlib")
     from parallel3d.report import runs
 
@@ -35,7 +31,7 @@ def main() -> int:
         for run, folder in zip(read, args.runs, strict=True):
             samples[run.name] = samples_of(folder, args.prompt, args.max_new_tokens)
     text, drawn = runs.page(read, plans, samples)
-    path = args.to or args.runs[0] / "report.html"
+    path = (args.to or args.runs[0] / "report").with_suffix(".html")
     write_page(path, text, drawn)
     print(f"wrote {path}", file=sys.stderr)
     if args.json:

@@ -16,9 +16,8 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, help_text
 from parallel3d.mesh.launch import Launch
 from parallel3d.train import ending
-from parallel3d.train.claim import Claim, claim, resolve_config
-from parallel3d.train.ending import command_to_go_on
-from parallel3d.train.stopping import StopRequest, end_with, join, meet_at_the_end
+from parallel3d.train.claim import Claim, check_restarts, claim, resolve_config
+from parallel3d.train.ending import StopRequest, command_to_go_on, end_with, join, meet_at_the_end
 
 if TYPE_CHECKING:  # torch and DeepSpeed are loaded after the config and the folder are checked
     from parallel3d.mesh.mesh import Mesh
@@ -42,7 +41,7 @@ def train(
     from parallel3d.train.assembly import assemble
     from parallel3d.train.known_hardware import peak
     from parallel3d.train.output import Output, print_placement, print_summary, summarise
-    from parallel3d.train.profiler import make_profiler
+    from parallel3d.train.profiler import Profiler
     from parallel3d.train.start import find_start, restore
     from parallel3d.train.trainer import Trainer
 
@@ -64,7 +63,8 @@ def train(
             memory=start.memory,
         )  # fmt: skip
         peak_name, peak_flops = peak(config, mesh)
-        profiler = make_profiler(config, mesh, parts.executor, start.folder)
+        chosen = config.parallel3d.train.profile
+        profiler = Profiler(chosen, mesh, parts.executor, run=start.folder) if chosen else None
         stop.hold(start.folder if mesh.rank == 0 else None, output.close)
         result = Trainer(
             start, mesh, parts, peak_flops=peak_flops, writer=output.writer,
@@ -89,11 +89,12 @@ def run(
         from parallel3d.train.dry_run import dry_run  # it loads the planner
 
         return dry_run(requested, launch, devices=args.dry_run, as_json=args.json)
+    check_restarts(requested, launch)
     config = resolve_config(requested, launch)
     claimed = None
     if launch.rank == 0:
         claimed = claim(requested, config, launch, ending.say)
-        end.at_end.append(claimed.release)
+        end.at_end.append(claimed.lock.release)
     mesh = join(config, launch)
     code = train(config, mesh, claimed, stop, args.json)
     meet_at_the_end(mesh)
@@ -146,14 +147,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
         "--dry-run", type=whole_number(0), nargs="?", const=0, metavar="DEVICES",
         help="print mesh, memory, time and checkpoint size without training",
     )  # fmt: skip
-    parser.add_argument(
-        "--devices", type=whole_number(), metavar="N", help="number of devices for --dry-run"
-    )
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     args, overrides = parser.parse_known_args()
-    if args.devices and args.dry_run is None:
-        parser.error(f"--devices = {args.devices}: only works with --dry-run; add --dry-run")
-    args.dry_run = args.devices or args.dry_run
     wishes = [flag for flag in _WISHES if getattr(args, flag.removeprefix("--")) is not None]
     if not wishes and args.config is None:
         parser.error("--config: is missing; add it, or --minutes 20 for a run of that time")

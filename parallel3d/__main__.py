@@ -67,9 +67,6 @@ def _versions() -> Iterator[str]:
     yield f"torch {torch.__version__}"
     yield f"DeepSpeed {version('deepspeed')}"
     yield f"CUDA {torch.version.cuda or 'none (torch is built without it)'}"
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        yield from (f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
 def _help() -> str:

@@ -60,25 +60,25 @@ ROOMS = [
 # The most statements of each room: what stood when the house was made small, and 5 %. Whoever needs
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
-    "launch": 920,
+    "launch": 900,
     "models": 1290,
     "parallel3d/base": 970,
     "parallel3d/calibrate": 595,
     "parallel3d/checkpoint": 1530,
     "parallel3d/config": 1645,
     "parallel3d/data": 3880,
-    "parallel3d/doctor": 205,
+    "parallel3d/doctor": 185,
     "parallel3d/engine": 1865,
     "parallel3d/huggingface": 905,
-    "parallel3d/mesh": 1255,
+    "parallel3d/mesh": 1145,
     "parallel3d/model": 620,
     "parallel3d/pipeline": 380,
     "parallel3d/plan": 2630,
-    "parallel3d/report": 295,
+    "parallel3d/report": 285,
     "parallel3d/scaling": 2595,
     "parallel3d/schedule": 705,
     "parallel3d/tensor": 1415,
-    "parallel3d/train": 3035,
+    "parallel3d/train": 2715,
     "parallel3d/verify": 1335,
 }
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}

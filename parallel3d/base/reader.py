@@ -94,12 +94,17 @@ def blocks_at(raw: object, paths: Iterable[str]) -> dict[str, dict[str, object]]
     return {path: block_at(raw, path) for path in paths}
 
 
-def flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return each value in nested blocks by its dotted path."""
+def flat(
+    settings: Mapping[str, object], prefix: str = "", separator: str = "."
+) -> dict[str, object]:
+    """Return each value in nested blocks by its path, such as train.steps."""
     values: dict[str, object] = {}
     for name, item in settings.items():
         path = f"{prefix}{name}"
-        values |= flat(item, f"{path}.") if isinstance(item, Mapping) else {path: item}
+        if isinstance(item, Mapping):
+            values |= flat(item, f"{path}{separator}", separator)
+        else:
+            values[path] = item
     return values
 
 

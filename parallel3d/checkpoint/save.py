@@ -104,14 +104,6 @@ class Saver:
         """True if MOST_FAILURES saves in a row have failed, so that training must stop."""
         return self._failures >= MOST_FAILURES
 
-    def expected_seconds(self) -> float:
-        """Estimate the seconds of a save, from a small trial write. Collective."""
-        try:
-            seconds = free_space.seconds_to_write(self._folder, 4 * self._numel)
-        except OSError:
-            seconds = 0.0  # the first save will report the error
-        return max(row[0] for row in self._mesh.gather_floats([seconds]))
-
     def save(self, state: dict[str, object], wait: bool = False) -> float:
         """Save the training state and return the seconds that training waited. Collective.
 

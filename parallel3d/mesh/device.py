@@ -1,9 +1,6 @@
 """The accelerator of a process: which one, how it computes, how a log describes it (floor 1)."""
 
 import os
-import platform
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -43,27 +40,6 @@ def pick_device(launch: Launch) -> torch.device:
         )
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)
-
-
-def identity_of(device: torch.device) -> str:
-    """Return an id that is unique among the devices of a machine; "" if it is unknown."""
-    if device.type == "cpu":
-        return ""
-    properties = torch.get_device_module(device).get_device_properties(device)
-    return str(getattr(properties, "uuid", ""))
-
-
-def claim_device(identity: str, launch: Launch, store: dist.Store) -> None:
-    """Raise ConfigError if another rank uses the same device: NCCL needs one per rank."""
-    if not identity:
-        return
-    owner = int(store.compare_set(f"device {identity}", "", str(launch.rank)))
-    if owner != launch.rank:
-        raise ConfigError(
-            f"ranks {owner} and {launch.rank} both use device {identity}; NCCL needs one device "
-            "per rank. Start as many processes on a node as it has devices, or let the launcher "
-            "assign one to each process (srun --gpus-per-task=1)"
-        )
 
 
 # torch reads one of these, once, before the first allocation.
@@ -120,13 +96,7 @@ def pin_collectives() -> None:
 
 
 def name_of_device(device: torch.device) -> str:
-    """Return the model of an accelerator, or of the machine's CPU."""
-    if device.type == "cpu":
-        with suppress(OSError):
-            for line in Path("/proc/cpuinfo").read_text().splitlines():
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-        return platform.processor()
+    """Return the model of an accelerator; the type of a device without one."""
     get_name = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(get_name(device)) if get_name else device.type
 
@@ -136,6 +106,8 @@ def describe_device(device: torch.device) -> list[str]:
     if device.type == "cpu":
         return []
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
-    name = name_of_device(device)
-    first = f"device  {name}, torch {torch.__version__}{', NCCL ' if nccl else ''}{nccl}"
+    first = (
+        f"device  {name_of_device(device)}, torch {torch.__version__}"
+        f"{', NCCL ' if nccl else ''}{nccl}"
+    )
     return [first, *(f"        {variable}" for variable in device_variables())]

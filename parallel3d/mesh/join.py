@@ -1,19 +1,21 @@
-"""How the processes of a launch find each other and how they end together (floor 1)."""
+"""How the processes of a launch find each other, over which network, and how they end (floor 1)."""
 
+import ipaddress
 import os
 import re
+import resource
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from parallel3d.base.errors import pack_error, unpack_error
-from parallel3d.mesh import interfaces
-from parallel3d.mesh.device import claim_device, identity_of
 from parallel3d.mesh.groups import BACKEND, choose_backend, options_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.pulse import rank as pulse
@@ -21,8 +23,13 @@ from parallel3d.mesh.pulse import rank as pulse
 _START = "rank 0 starts"  # key in the store: "", or the error that kept rank 0 from starting
 _SPOKEN = "rank 0 has spoken"  # key in the store
 _PATIENCE = timedelta(seconds=30)  # for ranks that may not have reached the store yet
-_HEARD = timedelta(seconds=5)  # for ranks in the group to acknowledge rank 0's final message
 STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
+
+_ADDRESS, _ARRIVED = (
+    "an address between nodes",
+    "ranks that know their interface",
+)  # keys in the store
+_MOST_FILES = 2**20  # some containers allow 2^30, and subprocesses close each of them
 
 _store: dist.Store | None = None  # of the first rendezvous; rank 0 serves it until it ends
 _times_joined = 0
@@ -45,7 +52,7 @@ def rank_0_first(launch: Launch, speak: Callable[[], None], error: Exception) ->
             store.set(_START, pack_error(error))
             store.set(_SPOKEN, "yes")
             # A rank that uses the store after it has gone prints a stack trace.
-            store.wait(heard, _HEARD if dist.is_initialized() else _PATIENCE)
+            store.wait(heard, timedelta(seconds=5) if dist.is_initialized() else _PATIENCE)
         else:
             store.wait([_SPOKEN], _PATIENCE)
             store.set(heard[launch.rank - 1], "yes")
@@ -60,7 +67,7 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
     global _times_joined
     if dist.is_initialized():
         return
-    interfaces.allow_open_files()
+    allow_open_files()
     backend = choose_backend(device)
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         store: dist.Store = dist.HashStore()
@@ -71,14 +78,15 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
         store.set(_START, "")
     elif problem := store.get(_START).decode():
         raise unpack_error(problem)
-    interfaces.choose_interface(launch, store, STARTUP_TIMEOUT.total_seconds())
+    choose_interface(launch, store, STARTUP_TIMEOUT.total_seconds())
     if backend == "nccl":
-        interfaces.connect_on_demand()
-        claim_device(identity_of(device), launch, store)
+        # gloo's groups beside NCCL's, whose rings and trees have few neighbours, connect two ranks
+        # when they first communicate, not all pairs at the start.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if watched and not pulse.is_watched():
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # Other ranks may reach this host by the store's address, by its own address, or by name.
-        names = list(filter(None, [host, interfaces.address_towards(host), socket.gethostname()]))
+        names = list(filter(None, [host, address_towards(host), socket.gethostname()]))
         arbiter = partial(store.set, "arbiter"), lambda: store.get("arbiter").decode()
         pulse.begin(launch.rank, launch.world_size, (host, port), names, *arbiter)
         pulse.doing("making the process groups")
@@ -119,3 +127,68 @@ def _meet(launch: Launch, patience: timedelta) -> dist.Store:
         store = dist.PrefixStore(f"attempt {launch.restart_count}", store)
     # With the same keys, addresses of a destroyed group would be taken for those of the new one.
     return dist.PrefixStore(f"group {_times_joined}", store) if _times_joined else store
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files to its maximum: gloo needs a socket per peer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):  # macOS has another, lower limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def choose_interface(launch: Launch, store: dist.Store, seconds: float) -> None:
+    """Have gloo and NCCL use the interface that leads to the other nodes, where gloo would not.
+
+    gloo listens on the address of the host's own name, often 127.0.1.1, which other nodes cannot
+    reach. Variables that are set in the environment stay. Collective over several nodes; takes at
+    most `seconds`.
+    """
+    if launch.local_world_size == launch.world_size:
+        return
+    address = address_towards(os.environ["MASTER_ADDR"])
+    if not is_local(address):
+        store.set(_ADDRESS, address)
+    store.add(_ARRIVED, 1)
+    if not is_local(address_of_host()):
+        return
+    if is_local(address):
+        # The master is this host, by its own name: another node's address shows the interface.
+        deadline = time.monotonic() + seconds
+        while store.add(_ARRIVED, 0) < launch.world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not store.check([_ADDRESS]):
+            return  # all ranks are on this host
+        address = address_towards(store.get(_ADDRESS).decode())
+    if name := interface_of(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this name, not a prefix
+
+
+def address_of_host() -> str:
+    """Return the address of the host's own name; "" if it has none."""
+    with suppress(OSError):
+        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
+    return ""
+
+
+def address_towards(host: str) -> str:
+    """Return this host's address on the route to another; "" without a route. Sends nothing."""
+    with suppress(OSError):
+        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as s:
+            s.connect(place)
+            return str(s.getsockname()[0])
+    return ""
+
+
+def is_local(address: str) -> bool:
+    """True if an address is missing or no other host can reach it."""
+    return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has an address; "" if none has."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, own in interfaces if address in (a.address for a in own)), "")

@@ -28,7 +28,6 @@ from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.mesh.transfer import Transfer, all_gather_single
 
 _DIVIDED = ("pp", "dp", "ep", "cp", "tp")  # the axes if ep is one: dp has ep neighbours at a time
-_BACKSTOP = 15.0  # seconds for the arbiter to name a late rank first
 
 
 class Peers(NamedTuple):
@@ -37,11 +36,6 @@ class Peers(NamedTuple):
     group: dist.ProcessGroup
     size: int
     coord: int
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Self:
-        """Return the ranks of a group that has this rank."""
-        return cls(group, group.size(), group.rank())
 
     @property
     def ranks(self) -> list[int]:
@@ -96,7 +90,6 @@ class Mesh:
         fault.set_rank(launch.rank)
         self.local_rank, self.local_size = launch.local_rank, launch.local_world_size
         self.restart_count, self.is_elastic = launch.restart_count, launch.is_elastic
-        self.has_agents = launch.has_agents
         self.device = pick_device(launch)
         # DeepSpeed takes its device index from this variable.
         index = self.device.index
@@ -160,7 +153,7 @@ class Mesh:
         known = None if own else self._of_axes.get(longer)
         group = self._groups[name] = known or self._split(self._rows(*longer), name)
         self._of_axes.setdefault(longer, group)
-        return Peers.of(group)
+        return Peers(group, group.size(), group.rank())
 
     def _split(self, ranks: torch.Tensor, name: str, shared: bool = True) -> dist.ProcessGroup:
         """Return the group of this rank's row of `ranks`.
@@ -178,20 +171,6 @@ class Mesh:
         """Return the ranks of one of ROLES."""
         peers: Peers = getattr(self, role)
         return peers
-
-    def name_of(self, group: dist.ProcessGroup) -> str:
-        """Return the axis along which `group` varies, "ends" (a tied weight's owners) or "other".
-
-        An axis that holds every rank is called "pp=world", because the two groups are one.
-        """
-        name = group.group_name
-        if name == self._backward.group_name:
-            name = self.pipeline.group.group_name
-        names = [own for own, known in self._groups.items() if known.group_name == name]
-        if "world" in names[1:] and names[0] in AXES:
-            return f"{names[0]}=world"
-        pairs = [known.group_name for known in self._pairs.values() if known is not None]
-        return names[0] if names else "ends" if name in pairs else "other"
 
     @property
     def backend(self) -> str:
@@ -282,7 +261,7 @@ class Mesh:
         if not seconds:
             seconds = timedelta(days=7).total_seconds()
         elif pulse.is_watched():
-            seconds += _BACKSTOP
+            seconds += 15.0  # in which the arbiter names a late rank first
         for group in {id(g): g for g in groups if g is not None}.values():
             set_timeout(group, timedelta(seconds=seconds))
         if self.backend == "gloo":
@@ -388,8 +367,11 @@ class Mesh:
             self.barrier()
 
     def picture(self) -> str:
-        """Return the mesh as text: a column per pipeline coordinate, a row per dp coordinate."""
-        return draw_mesh(self._grid.tolist())
+        """Return the mesh as text: its ranks by pp, dp and tp coordinate, and cp if it is used."""
+        sizes = MeshSizes(*self._grid.shape)
+        grid = self._grid.numpy().reshape(*sizes.shown.values())
+        ranks = np.array2string(grid, threshold=64, edgeitems=1).replace("\n\n", "\n")
+        return f"mesh {sizes.label} = {sizes.ranks} ranks\n{ranks}"
 
     def close(self) -> None:
         """Leave the process group; otherwise torch ends the process with an abort.
@@ -418,46 +400,3 @@ def _wait(work: dist.Work) -> None:
 def _bytes_of(text: str) -> torch.Tensor:
     """Return the bytes of a text, uint8 on the host."""
     return torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
-
-
-_LIMIT = 8  # rows and columns shown; a longer axis shows only its ends
-
-
-def draw_mesh(grid: Sequence[Sequence[Sequence[Sequence[int]]]]) -> str:
-    """Draw the ranks `grid[pp][dp][cp][tp]`: a column for each pp coordinate, a row for each dp.
-
-    A cell holds the tp groups of its cp coordinates.
-    """
-    sizes = MeshSizes(len(grid), len(grid[0]), len(grid[0][0]), len(grid[0][0][0]))
-    columns, rows = _shown(sizes.pp), _shown(sizes.dp)
-    table = [["", *("" if p is None else f"pp {p}" for p in columns)]]
-    for d in rows:
-        cells = ["·" if p is None or d is None else _cell(grid[p][d]) for p in columns]
-        table.append(["" if d is None else f"dp {d}", *cells])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [f"mesh {sizes.label} = {sizes.ranks} rank{'s'[: sizes.ranks > 1]}"]
-    for i, row in enumerate(table):
-        label, *cells = (f"{cell:^{width}}" for cell, width in zip(row, widths, strict=True))
-        lines.append(f"  {label}  {(' → ' if i else '   ').join(cells)}".rstrip())
-    legend = (
-        "→ pp cuts the layers",
-        "rows: dp cuts the batch",
-        "cells: cp cuts the tokens",
-        "[ ] tp cuts the matrices",
-    )
-    notes = [text for text, size in zip(legend, sizes, strict=True) if size > 1]
-    return "\n".join([*lines, "  " + "   ".join(notes)] if notes else lines)
-
-
-def _shown(size: int) -> list[int | None]:
-    """Return the coordinates of an axis to print; None stands for those that are left out."""
-    return list(range(size)) if size <= _LIMIT else [*range(_LIMIT - 2), None, size - 1]
-
-
-def _cell(groups: Sequence[Sequence[int]]) -> str:
-    shown = groups if len(groups) <= 2 else (groups[0], groups[-1])
-    return (" " if len(groups) <= 2 else " .. ").join(map(_tp_group, shown))
-
-
-def _tp_group(ranks: Sequence[int]) -> str:
-    return f"[{' '.join(map(str, ranks))}]" if len(ranks) <= 4 else f"[{ranks[0]}..{ranks[-1]}]"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from parallel3d.engine import Engine
 from parallel3d.mesh.mesh import Mesh
@@ -159,7 +160,8 @@ class Executor:
                     self._wait(action)
                 pulse.doing(f"{action} of {name}")
                 start = clock.mark() if clock else None
-                self._run[action.op](action.stage, action.microbatch)
+                with record_function(str(action)) if clock else nullcontext():
+                    self._run[action.op](action.stage, action.microbatch)
                 if clock:
                     marks.append((action, start, clock.mark()))
             with pulse.waiting("waiting until its messages are sent"):

@@ -27,7 +27,6 @@ from parallel3d.report.page import Part, figures, html, png, style, table
 if TYPE_CHECKING:  # of an extra
     from matplotlib.axes import Axes
 
-_MOST_POINTS = 2000  # of a curve
 _COLORS = ("#31276b", "#c0392b", "#1e8449", "#b9770e", "#2e86c1", "#7d3c98", "#616a6b", "#a04000")
 _MIB = 2**20
 
@@ -44,19 +43,15 @@ class Run:
     def curve(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and values [points] of a metric, from the steps that have it."""
         rows = [(s["tokens"], s[metric]) for s in self.steps if s.get(metric) is not None]
-        rows = rows[:: -(-len(rows) // _MOST_POINTS) or 1]
+        rows = rows[:: -(-len(rows) // 2000) or 1]  # at most 2,000 points
         tokens, values = zip(*rows, strict=True) if rows else ((), ())
         return np.array(tokens, float), np.array(values, float)
 
-    def validation(self) -> dict[str, tuple[list[int], list[float]]]:
+    def validation(self) -> dict[str, list[tuple[int, float]]]:
         """Return tokens and losses of each validation set by its name."""
-        curves: dict[str, tuple[list[int], list[float]]] = {}
-        for step in self.steps:
-            for name, losses in step.get("validation", {}).items():
-                tokens, values = curves.setdefault(name, ([], []))
-                tokens.append(step["tokens"])
-                values.append(losses["loss"])
-        return curves
+        rows = [(step["tokens"], step.get("validation", {})) for step in self.steps]
+        names = dict.fromkeys(name for _, sets in rows for name in sets)
+        return {n: [(at, sets[n]["loss"]) for at, sets in rows if n in sets] for n in names}
 
     @property
     def launches(self) -> list[Mapping[str, Any]]:
@@ -121,13 +116,12 @@ def planned(run: Run, name: str | None) -> Plan | str:
     recognised, then this machine. Raises ConfigError for a name that is not known.
     """
     config, launch = run.config, run.newest_launch
-    if name is None:
-        own = config.run.hardware
-        name = launch.get("hardware") or hardware.THIS_MACHINE if own == "auto" else own
-        if name == hardware.THIS_MACHINE and name not in hardware.names():
-            return "measure this machine with `parallel3d plan --calibrate`, or use --hardware"
-    machine = hardware.load(name, "--hardware")
+    if name is not None:
+        hardware.load(name, "--hardware")
+    own = config.run.hardware
+    recognised = launch.get("hardware") or hardware.THIS_MACHINE
     try:
+        machine = hardware.load(name or (recognised if own == "auto" else own))
         return plan_rows.as_written(config, request_of(config, machine, config.mesh.sizes.ranks))
     except ConfigError as error:
         return str(error)
@@ -202,9 +196,9 @@ def _losses(plt: ModuleType, runs: Sequence[Run]) -> Any:
         smooth = _moving_average(loss)
         axes.plot(tokens, smooth, color=color, label=run.name if len(runs) > 1 else "training")
         highest.append(smooth[len(smooth) // 50 :].max())
-        for mark, (name, (at, values)) in zip("oDs^vPX", run.validation().items(), strict=False):
+        for mark, (name, points) in zip("oDs^vPX", run.validation().items(), strict=False):
             text = f"{run.name}, {name}" if len(runs) > 1 else name
-            axes.plot(at, values, mark, ms=4, mfc="none", color=color, label=text)
+            axes.plot(*zip(*points, strict=True), mark, ms=4, mfc="none", color=color, label=text)
         _mark_restarts(axes, run, color)
     axes.set_ylim(top=max(highest) * 1.02)
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
@@ -224,7 +218,10 @@ def _stacked(
             axes.plot(*run.curve(metric), color=color, lw=0.9, label=run.name)
             _mark_restarts(axes, run, color, named=axes is rows[0])
         for plan, color in zip(plans, _cycle(plans), strict=True):
-            if isinstance(plan, Plan) and (value := _forecast(plan, metric)) is not None:
+            if not isinstance(plan, Plan):
+                continue
+            mfu = plan.mfu(plan.request.flops.full)
+            if (value := mfu if metric == "mfu" else plan.tokens_per_second) is not None:
                 axes.axhline(value, color=color, ls="--", lw=0.9)
         axes.set_ylabel(label)
         if metric != "lr":
@@ -240,13 +237,6 @@ def _stacked(
 def _tick(value: float, place: object) -> str:
     """Return a tick's label for matplotlib, which also tells its place."""
     return count(value)
-
-
-def _forecast(plan: Plan, metric: str) -> float | None:
-    """Return the planned value of the metric tokens_per_second or mfu."""
-    if metric == "mfu":
-        return plan.mfu(plan.request.flops.full)
-    return plan.tokens_per_second
 
 
 def _memory(plt: ModuleType, runs: Sequence[Run], plans: Sequence[Plan | str]) -> Any:
@@ -299,7 +289,7 @@ def _results(runs: Sequence[Run]) -> Part:
     rows: dict[str, list[str]] = {}
     for place, run in enumerate(runs):
         last, launches, mfu = run.steps[-1], run.launches, run.measured("mfu")
-        sets = {name: values[-1] for name, (_, values) in run.validation().items()}
+        sets = {name: points[-1][1] for name, points in run.validation().items()}
         known = launches or [{"mesh": run.config.mesh.sizes}]  # older runs have no journal
         meshes = [mesh for mesh, _ in groupby(map(_mesh, known))]  # without repetitions
         size = count(Setting.from_config(run.config).num_params)
@@ -322,14 +312,12 @@ def _results(runs: Sequence[Run]) -> Part:
 
 def _beside_plan(run: Run, plan: Plan | str) -> Part:
     """Return the table of measured and planned seconds and bytes."""
+    known = plan if isinstance(plan, Plan) else None
+    where = f" for {known.request.hardware.name}" if known else ""
     pairs: list[tuple[str, float | None, float | None]] = [
-        ("step, s", run.measured("step_seconds"), None)
+        ("step, s", run.measured("step_seconds"), known.time.seconds if known else None),
+        *((f"· {name}", None, x) for name, x in (known.time.parts if known else {}).items() if x),
     ]
-    where = ""
-    if isinstance(plan, Plan):
-        where = f" for {plan.request.hardware.name}"
-        pairs = [("step, s", run.measured("step_seconds"), plan.time.seconds)]
-        pairs += [(f"· {name}", None, value) for name, value in plan.time.parts.items() if value]
     if memory := run.memory():
         forecast = _planned_memory(run, plan)
         most = max(forecast) / _MIB if forecast else None

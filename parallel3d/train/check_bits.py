@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from itertools import permutations, product
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 from zlib import crc32
 
 import numpy as np
@@ -33,13 +34,31 @@ REMEDY = (
     "checkpoint"
 )
 
-_LINKS = (
-    "Check the network and its drivers between these hosts, and start again from the last "
-    "checkpoint"
-)
-_NAMED = 4  # messages that are named
 Messages = Mapping[tuple[str, bool], Tensor]
 """Checksums of messages in a step, by their receiving action and whether this rank sent them."""
+
+
+Row = tuple[str, int, float]
+"""A place, the checksum of its value, and the value's norm."""
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits, which a flipped bit changes, and those of its norm.
+
+    They are int64 [2], and stay on the device until `read_digests`.
+    """
+    flat = tensor.detach().reshape(-1)
+    flat = flat if flat.is_floating_point() else flat.float()
+    bits = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
+    norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
+    return torch.stack([bits.sum(dtype=torch.int64), norm.view(torch.int64)])
+
+
+def read_digests(places: Sequence[str], digests: Sequence[Tensor]) -> list[Row]:
+    """Return the digests as numbers; the host waits for the device."""
+    rows = (torch.stack([*digests]) if digests else torch.zeros(0, 2, dtype=torch.int64)).cpu()
+    norms = rows[:, 1].contiguous().view(torch.float64)
+    return list(zip(places, rows[:, 0].tolist(), norms.tolist(), strict=True))
 
 
 class WrongBits(TrainingError):
@@ -55,12 +74,8 @@ def noting_messages(executor: Executor, is_due: bool) -> Iterator[Messages]:
         receive = action.other_end if action.is_send else action
         messages[str(receive), action.is_send] = bit_sum(tensor, [0] * tensor.dim(), tensor.shape)
 
-    before = executor.on_message
-    executor.on_message = note if is_due else before
-    try:
+    with patch.object(executor, "on_message", note if is_due else executor.on_message):
         yield messages
-    finally:
-        executor.on_message = before
 
 
 def check_bits(
@@ -129,7 +144,10 @@ def _wrong_messages(messages: Messages, mesh: Mesh, grid: np.ndarray) -> str:
                 for name, total in received.items()
                 if sent.get(name, total) != total
             ]
-    return f"{'; '.join(texts[:_NAMED])}. {_LINKS}"
+    return (
+        f"{'; '.join(texts[:4])}. Check the network and its drivers between these hosts, and start "
+        "again from the last checkpoint"
+    )
 
 
 def _checksums(engine: Engine, device: torch.device) -> dict[str, dict[str, Tensor]]:

@@ -6,7 +6,6 @@ it, which only rank 0 reads and writes.
 
 import json
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,34 +17,24 @@ from typing import Any
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError, TrainingError
-from parallel3d.base.lock import Holder, Lock, LockHeld, read, start_of
+from parallel3d.base.lock import Lock, LockHeld, read
 from parallel3d.base.section import Section
 from parallel3d.config import RunConfig
 from parallel3d.config.run import digest_of
-from parallel3d.mesh.launch import Launch, jobs_of_this_process
+from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
-from parallel3d.train.stopping import Stopped
 
 SUFFIX = ".lock"  # of a run's lock, beside its folder
 
 
 @dataclass
 class Claim:
-    """A run's folder, locked against other launches until `release`."""
+    """A run's folder, locked against other launches until the lock is released."""
 
     folder: Path
     config: str
     """The digest of what is trained, by which the same config finds its unfinished run."""
     lock: Lock
-    created_directory: Path | None
-    """The directory of all runs, if it was created for this one."""
-
-    def release(self) -> None:
-        """Unlock the folder for other launches, and remove an empty directory created for it."""
-        self.lock.release()
-        if self.created_directory:
-            with suppress(OSError):  # it contains a run
-                self.created_directory.rmdir()
 
 
 def resolve_config(config: RunConfig, launch: Launch) -> RunConfig:
@@ -59,8 +48,6 @@ def resolve_config(config: RunConfig, launch: Launch) -> RunConfig:
             "store that its agents share (torch 2.13); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
             "each host"
         )
-    if launch.is_elastic:
-        _check_elastic(config)
     refuse_impossible(config, launch.world_size)
     if config.is_planned:
         # Imported here because they load the planner and torch, which other configs do not need.
@@ -71,19 +58,23 @@ def resolve_config(config: RunConfig, launch: Launch) -> RunConfig:
     return config.resolve(launch.world_size)
 
 
-def _check_elastic(config: RunConfig) -> None:
-    """Raise ConfigError if a run could not go on, and find itself, when its hosts change."""
+def check_restarts(config: RunConfig, launch: Launch) -> None:
+    """Raise ConfigError if a run could not go on, and find itself, when torchrun restarts it."""
+    if not (launch.is_elastic or launch.restarts_left or launch.restart_count):
+        return
     resume = config.checkpoint.resume
-    is_path = isinstance(resume, str) and resume != "none"
-    if resume != "auto" and (config.run.name == "auto" or not is_path):
+    is_path = isinstance(resume, str) and resume not in ("auto", "none")
+    # Hosts that come count no restarts, so there only a path is known to be of another run.
+    is_found = config.run.name != "auto" and (is_path or not launch.is_elastic)
+    if resume != "auto" and not is_found:
         raise ConfigError(
-            f"parallel3d.checkpoint.resume = {json.dumps(resume)}: torchrun --nnodes MIN:MAX "
-            "starts a run again whenever hosts change, so it would begin again here; use "
+            f"parallel3d.checkpoint.resume = {json.dumps(resume)}: torchrun starts a run again "
+            "when a rank fails or hosts change, so it would begin again here; use "
             '"auto", or the path of a checkpoint together with parallel3d.run.name'
         )
     of_a_rank = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     changes = config.train_batch_size is None or None not in of_a_rank
-    if not config.is_planned and config.mesh.dp == "auto" and changes:
+    if launch.is_elastic and not config.is_planned and config.mesh.dp == "auto" and changes:
         raise ConfigError(
             f"train_batch_size = {json.dumps(config.train_batch_size)}: torchrun --nnodes MIN:MAX "
             "changes dp, and the batch must stay; set it together with one of "
@@ -100,7 +91,6 @@ def claim(
     Raises ConfigError if another process writes to the folder, or if it is not writable.
     """
     directory, same = Path(config.parallel3d.run.directory), digest_of(requested)
-    created_directory = None if directory.exists() else directory.absolute()
     try:
         folder, lock = _find(config, launch, directory, same, say)
     except OSError as error:
@@ -108,15 +98,14 @@ def claim(
             f'parallel3d.run.directory = "{directory}": cannot be written '
             f"({error.strerror}); use a writable folder"
         ) from None
-    claimed = Claim(folder, same, lock, created_directory)
     try:
         with written_to(folder):
             if folder.exists():
                 TemporaryFile(dir=folder).close()
     except ConfigError:
-        claimed.release()
+        lock.release()
         raise
-    return claimed
+    return Claim(folder, same, lock)
 
 
 @contextmanager
@@ -143,9 +132,7 @@ def _find(
                 f'parallel3d.run.name = "{chosen}": {existing} exists, and '
                 'checkpoint.resume = "none" starts afresh; use another name, or resume "auto"'
             )
-    elif launch.restart_count:
-        existing = folder_of_this_launch(directory, same)
-    if existing is None and (resume == "auto" or isinstance(resume, int)):
+    elif resume == "auto" or isinstance(resume, int):
         existing = unfinished(directory, same)
     if isinstance(resume, int) and not (existing and existing.exists()):
         raise ConfigError(
@@ -164,7 +151,12 @@ def _find(
             # The folder belongs to this run, or a second launch of the same config is starting;
             # any other run only has this name, so the next number is tried.
             if existing or (error.holder.about == same and resume != "none"):
-                raise ConfigError(_held(folder, error.holder)) from None
+                raise ConfigError(
+                    f"{folder} is being trained by {error.holder}; two launches cannot write to "
+                    f"one run. Wait for it, or stop it (`touch {folder / 'STOP'}`) and run this "
+                    "command again to resume. For a second run of the same config add "
+                    "--parallel3d.run.name NAME"
+                ) from None
             continue
         if existing or not folder.exists():  # another launch may have created it meanwhile
             return folder, lock
@@ -176,14 +168,6 @@ def token_of(folder: Path) -> str:
     """Return the unique token of the lock of a run's folder; "" if there is no lock."""
     holder = read(folder.with_name(f"{folder.name}{SUFFIX}"))
     return holder.token if holder else ""
-
-
-def _held(folder: Path, holder: Holder) -> str:
-    return (
-        f"{folder} is being trained by {holder}; two launches cannot write to one run. Wait for "
-        f"it, or stop it (`touch {folder / 'STOP'}`) and run this command again to resume. For a "
-        "second run of the same config add --parallel3d.run.name NAME"
-    )
 
 
 def name_of(config: RunConfig) -> str:
@@ -199,7 +183,7 @@ MOST_DEATHS = 3  # failed attempts in a row at one step
 class Record(Section):
     """The contents of attempts.json."""
 
-    launch: str = ""
+    launch: str = ""  # of an older version
     settings: str = ""
     deaths: tuple[int, ...] = ()
     """The last step that each failed attempt finished, newest last."""
@@ -208,39 +192,12 @@ class Record(Section):
     config: str = ""
 
 
-def launch_identity() -> str:
-    """Return an identity of this launch that does not change when its launcher restarts the ranks.
-
-    It is the job's own name (`torchrun --rdzv_id`, Slurm's job id), else host, pid and start time
-    of the parent process, the launcher. Plain python processes of one shell share an identity.
-    """
-    if jobs := jobs_of_this_process():
-        kind, name, _ = jobs[-1]
-        return "_".join(f"{kind}:{name}".split())
-    parent = os.getppid()
-    return f"{socket.gethostname()} {parent} {start_of(parent)}"
-
-
-def folder_of_this_launch(directory: Path, config: str) -> Path | None:
-    """Return the newest run that an earlier attempt of this launch began, for use after a restart.
-
-    `config` is the digest of what is trained; runs with another digest are ignored.
-    """
-    begun = launch_identity(), config
-    return _newest(directory, lambda record: (record.launch, record.config) == begun)
-
-
 def unfinished(directory: Path, config: str) -> Path | None:
     """Return the newest unfinished run of a config in `directory`."""
-    return _newest(
-        directory, lambda r: r.config == config and bool(r.running or r.stopped or r.deaths)
-    )
-
-
-def _newest(directory: Path, fits: Callable[[Record], bool]) -> Path | None:
     runs_by_time = []
     for path in directory.glob(f"*/{FILE}"):
-        if fits(_read(path)):
+        record = _read(path)
+        if record.config == config and (record.running or record.stopped or record.deaths):
             with suppress(OSError):  # the folder is being removed
                 runs_by_time.append((path.stat().st_mtime_ns, path.parent))
     return max(runs_by_time)[1] if runs_by_time else None
@@ -265,19 +222,16 @@ class Attempts:
         text = json.dumps(settings, sort_keys=True)
         self._settings = blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def begin(self, step: int, restart: bool = False) -> None:
+    def begin(self, step: int) -> None:
         """Record a new attempt; `step` is the last step that the previous attempt finished.
 
-        Raises TrainingError if the last three attempts failed at one step, and Stopped if the
-        launcher restarts (`restart`) a run that ended on request.
+        Raises TrainingError if the last three attempts failed at one step.
         """
-        self._write(deaths=self.check(step, restart), running=True)
+        self._write(deaths=self.check(step), running=True)
 
-    def check(self, step: int, restart: bool = False) -> tuple[int, ...]:
+    def check(self, step: int) -> tuple[int, ...]:
         """Return the steps of the last failed attempts; raise as `begin` does, record nothing."""
         record = _read(self._path)
-        if restart and record.stopped and record.launch == launch_identity():
-            raise Stopped
         deaths = record.deaths if record.settings == self._settings else ()
         if record.running and record.settings == self._settings:
             deaths = (*deaths, step)[-MOST_DEATHS:]
@@ -295,6 +249,5 @@ class Attempts:
         self._write(stopped=stopped)
 
     def _write(self, **values: Any) -> None:
-        launch = launch_identity()
-        record = Record(launch=launch, settings=self._settings, config=self._config, **values)
+        record = Record(settings=self._settings, config=self._config, **values)
         replace_text(self._path, f"{json.dumps(record.model_dump())}\n")

@@ -17,7 +17,6 @@ from parallel3d.base.step_lines import METRICS, append_line, read_lines
 DIGESTS = "digests.jsonl"
 BOUNDS = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 """Relative difference of losses, norms and tensors that rounding on another mesh explains."""
-_COMPARED = ("loss", "grad_norm")
 _NAMED = 8  # parameters that are named
 
 
@@ -69,7 +68,7 @@ def compare_runs(one: Path, other: Path, bound: float = 0.0) -> dict[str, Any]:
         raise DataError(f"{one} and {other}: have no step in common; use two runs that overlap")
 
     def differing(step: int) -> dict[str, list[float | None]]:
-        pairs = {key: [lines[step].get(key) for lines in metrics] for key in _COMPARED}
+        pairs = {key: [lines[step].get(key) for lines in metrics] for key in ("loss", "grad_norm")}
         return {key: pair for key, pair in pairs.items() if not is_close(pair[0], pair[1], bound)}
 
     shared = sorted(digests[0].keys() & digests[1].keys())

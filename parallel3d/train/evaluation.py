@@ -16,8 +16,8 @@ from parallel3d.data.evaluation_samples import (
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.pipeline.executor import Executor
+from parallel3d.train.ending import StopRequest
 from parallel3d.train.feed import Feed
-from parallel3d.train.stopping import StopRequest
 
 HELD_OUT = "held_out"
 Losses = Mapping[str, SetLoss]

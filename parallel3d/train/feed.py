@@ -3,7 +3,8 @@
 They are built in pinned memory, so that each step's copy runs while the host goes on.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,8 +43,9 @@ class Feed:
     """The samples of a corpus, cut into microbatches for one dp coordinate.
 
     A rank gets the arrays that its stages use: the first stage tokens, the last stage labels, each
-    stage the segments. Each cp rank gets its tokens of every sample. Threads build
-    `data.read_ahead` steps ahead until `close`. Raises RankError if samples cannot be read.
+    stage the segments. Each cp rank gets its tokens of every sample. A thread builds
+    `data.read_ahead` steps of training ahead until `close`. Raises RankError if samples cannot be
+    read.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, corpus: Corpus, schedule: Schedule) -> None:
@@ -58,16 +60,17 @@ class Feed:
         self._most_keys = models.most_keys(own.model, length)
         fim = Fim.of(data.fim, corpus, seed)
         self._batches = Batches(corpus.train, length, seed, fim)
-        # One read-ahead for each: an evaluation must not discard the training steps built ahead.
-        self._training = ReadAhead(self._trained)
-        self._evaluations: dict[EvaluationSamples, ReadAhead[_Step]] = {}
+        self._ahead = ReadAhead(
+            lambda start: self._step(self._batches, start, config.num_microbatches_at(start))
+        )
 
     def training(self, start: int) -> list[Microbatch]:
         """Return this dp coordinate's microbatches of the step that begins at sample `start`."""
         starts = [start]
         for _ in range(self._config.data.read_ahead + 1):
             starts.append(starts[-1] + self._config.batch_size_at(starts[-1]))
-        return self._cut(self._taken(self._training, start, starts[1:-1], end=starts[1]))
+        with _naming(start, starts[1]):
+            return self._cut(self._ahead.take(start, starts[1:-1], self._say_waiting))
 
     def evaluation(
         self, samples: EvaluationSamples, start: int
@@ -76,12 +79,8 @@ class Feed:
 
         The documents are [microbatches, batch, seq]; None except on the last stage.
         """
-        if samples not in self._evaluations:
-            self._evaluations[samples] = ReadAhead(partial(self._evaluated, samples))
-        size = self._config.global_batch_size
-        end = -(-samples.num_samples // size) * size  # the next evaluation starts again at 0
-        then = [(start + i * size) % end for i in range(1, self._config.data.read_ahead + 1)]
-        step = self._taken(self._evaluations[samples], start, then, end=start + size)
+        with _naming(start, start + self._config.global_batch_size):
+            step = self._step(samples.batches, start, self._config.num_microbatches, samples)
         documents = None if step.documents is None else self._on_device(step.documents)
         return self._cut(step), documents
 
@@ -97,17 +96,9 @@ class Feed:
         return {f"mixture.{number}": round(own, 6) for number, own in enumerate(epochs)}
 
     def close(self) -> None:
-        """End the threads that build samples ahead."""
+        """End the thread that builds samples ahead."""
         self._batches.close()
-        self._training.close()
-        for ahead in self._evaluations.values():
-            ahead.close()
-
-    def _trained(self, start: int) -> _Step:
-        return self._step(self._batches, start, self._config.num_microbatches_at(start))
-
-    def _evaluated(self, samples: EvaluationSamples, start: int) -> _Step:
-        return self._step(samples.batches, start, self._config.num_microbatches, samples)
+        self._ahead.close()
 
     def _step(
         self,
@@ -186,13 +177,6 @@ class Feed:
         own = numbers[dp.coord]
         return own.tolist(), [(start + i, 1) for i in samples[own].flatten().tolist()]
 
-    def _taken(self, ahead: ReadAhead[_Step], start: int, then: list[int], *, end: int) -> _Step:
-        try:
-            return ahead.take(start, then, self._say_waiting)
-        except DataError as error:
-            # Other ranks read other samples, without this error.
-            raise RankError(f"{error} (in samples {start:,} to {end - 1:,})") from error
-
     def _say_waiting(self) -> None:
         shards = self._batches.shards
         if shards and shards.waiting_for:
@@ -218,3 +202,13 @@ class Feed:
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._mesh.device, non_blocking=True)
+
+
+@contextmanager
+def _naming(start: int, end: int) -> Iterator[None]:
+    """Turn a DataError in the block into this rank's error, which names the samples."""
+    try:
+        yield
+    except DataError as error:
+        # Other ranks read other samples, without this error.
+        raise RankError(f"{error} (in samples {start:,} to {end - 1:,})") from error

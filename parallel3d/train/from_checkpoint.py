@@ -7,7 +7,7 @@ because its size stays.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from math import gcd
@@ -18,12 +18,13 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from parallel3d.base import reader
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import CheckpointError, ConfigError
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.checkpoint import find
 from parallel3d.checkpoint.load import load_weights
-from parallel3d.checkpoint.manifest import TOKENIZER, read_state, step_folders
+from parallel3d.checkpoint.manifest import STATE, TOKENIZER, read_state, step_folders
 from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.checkpoint.state import RunState
 from parallel3d.config import RunConfig
@@ -32,19 +33,93 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.split import SPLIT_FORMAT
 from parallel3d.engine import Engine, EngineSettings, ForwardEngine, forward_settings
 from parallel3d.mesh.agree import gather_json, on_first
+from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import find_nodes
 from parallel3d.mesh.pulse import rank as pulse
+from parallel3d.model.config import ModelConfig
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedules import make_evaluation
 from parallel3d.train.assembly import Assembly, assemble, build, hidden_shape
 from parallel3d.train.digests import BOUNDS, compare_runs, is_close
+from parallel3d.train.ending import StopRequest
 from parallel3d.train.evaluation import Evaluation, Losses, evaluation_corpora
 from parallel3d.train.feed import Feed
 from parallel3d.train.metrics import MetricsWriter, step_reached
 from parallel3d.train.start import Start, begin, open_corpus, restore
-from parallel3d.train.stopping import StopRequest
 from parallel3d.train.trainer import Trainer
+
+_MESH = "parallel3d.mesh"
+
+
+def evaluation_config(
+    checkpoint: Path,
+    launch: Launch,
+    *,
+    file: str | None = None,
+    overrides: Sequence[str] = (),
+    samples: int | None = None,
+) -> RunConfig:
+    """Return the unresolved config for evaluating a checkpoint.
+
+    It is the config of the checkpoint's run, or `file` if given, with `overrides` applied;
+    `samples` replaces train.evaluate_samples. On one process the mesh is 1 x 1 x 1. With the run's
+    own config dp takes the ranks that the other axes leave. Raises ConfigError for a wrong setting,
+    and if the model differs from the trained one.
+    """
+    own_config = read_state(checkpoint).get("config")
+    if not isinstance(own_config, dict):
+        raise CheckpointError(f"{checkpoint / STATE}: has no config; use another checkpoint")
+    raw = reader.read(reader.find(file)) if file else json.loads(json.dumps(own_config))
+    _place(raw, launch.world_size, is_own_config=file is None)
+    apply_overrides(raw, overrides)
+    if samples is not None:
+        reader.set_values(raw, [("parallel3d.train.evaluate_samples", str(samples))])
+    config = RunConfig.from_dict(raw, file or str(checkpoint / STATE))
+    trained = RunConfig.from_dict(own_config, str(checkpoint / STATE))
+    for name, there, here in _differing(trained.model, config.model):
+        raise ConfigError(
+            f"parallel3d.model.{name} = {json.dumps(here)}: {checkpoint} was trained with "
+            f"{json.dumps(there)}; use the model as it was trained, or leave out --config"
+        )
+    return config
+
+
+def _place(raw: dict[str, Any], world_size: int, is_own_config: bool) -> None:
+    """Set the mesh of `raw` for `world_size` ranks."""
+    mesh, block = reader.block_at(raw, _MESH), reader.block_at(raw, "parallel3d")
+    if not mesh:  # "plan", or invalid, which is reported later
+        return
+    if world_size == 1:
+        block["mesh"] = mesh | {"pp": 1, "dp": "auto", "cp": 1, "tp": 1, "ep": 1}
+        # On one rank the schedule and the stages do not change the numbers.
+        block["pipeline"] = reader.block_at(raw, "parallel3d.pipeline") | {
+            "schedule": "gpipe", "stages_per_rank": 1
+        }  # fmt: skip
+    elif is_own_config:
+        block["mesh"] = mesh | {"dp": "auto"}
+    if isinstance(train := block.get("train"), dict):  # an evaluation has one batch size
+        train |= {"batch_schedule": [], "batch_lr": "none"}
+    batch_sizes = [
+        raw.get(n) for n in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    ]
+    is_auto = reader.block_at(raw, _MESH).get("dp") == "auto"
+    if is_auto and all(isinstance(number, int) for number in batch_sizes):
+        raw.pop("train_batch_size", None)  # it may belong to another dp
+
+
+def _differing(
+    trained: ModelConfig, evaluated: ModelConfig
+) -> Iterator[tuple[str, object, object]]:
+    """Yield each differing model setting that can change results: name, trained, evaluated."""
+    trained_values, evaluated_values = (
+        model.model_dump(mode="json") for model in (trained, evaluated)
+    )
+    for name in evaluated_values if trained.family == evaluated.family else ("family",):
+        # Initialisation and dropout affect training only; the corpus decides what "auto" means.
+        is_trainings = name in ("from_pretrained", "initializer_range") or name.endswith("_pdrop")
+        if not is_trainings and evaluated_values[name] not in (trained_values[name], "auto"):
+            yield name, trained_values[name], evaluated_values[name]
 
 
 def evaluate(

@@ -1,8 +1,7 @@
 """The hardware of a run: its description, and the peak FLOP/s that MFU is relative to."""
 
-import time
-
 import torch
+from torch.utils.benchmark import Timer
 
 from parallel3d.config import RunConfig, hardware
 from parallel3d.mesh.device import pick_device
@@ -53,28 +52,14 @@ def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
     return "a measured matmul", sum(row[0] for row in rows) / len(rows)
 
 
-def measure_peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """Return the FLOP/s of the fastest square matmul, measured for about `seconds`.
+def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a large square matmul.
 
     Other ranks may use the same cores meanwhile, as they do in training.
     """
-    best, size, start = 0.0, 128, time.perf_counter()
-    while size <= 8192:
-        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        left @ right  # the first call of a size also chooses the kernel
-        elapsed = min(_timed_matmul(left, right) for _ in range(3))
-        best = max(best, 2 * size**3 / elapsed)
-        size *= 2
-        # At twice the size each of the four calls takes eight times as long.
-        if time.perf_counter() - start + 4 * 8 * elapsed > seconds:
-            break
-    return best
-
-
-def _timed_matmul(left: torch.Tensor, right: torch.Tensor) -> float:
-    backend = torch.get_device_module(left.device)
-    backend.synchronize()
-    start = time.perf_counter()
-    left @ right
-    backend.synchronize()
-    return time.perf_counter() - start
+    size = 1024 if device.type == "cpu" else 8192
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    timer = Timer(
+        "left @ right", globals={"left": left, "right": right}, num_threads=torch.get_num_threads()
+    )
+    return 2 * size**3 / min(timer.timeit(1).mean for _ in range(3))

@@ -8,7 +8,8 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.journal import record
+from parallel3d.base.reader import flat
 from parallel3d.base.step_lines import METRICS, finite, newest, parsed
 from parallel3d.train.digests import DIGESTS
 from parallel3d.train.evaluation import HELD_OUT, Losses
@@ -77,25 +79,10 @@ class StepMetrics:
                 layer: {"loads": [round(load, 4) for load in row[:-1]]} | _balance(row)
                 for layer, row in self.experts.items()
             }
-        for name in (*_BY_NAME, *_SOMETIMES):
+        for name in _SOMETIMES:
             if (value := getattr(self, name)) not in (None, {}):
                 values[name] = value
         return json.dumps(finite(values), allow_nan=False)
-
-    def flat(self) -> dict[str, float]:
-        """Return the numbers of a step by the names that trackers get: validation/<set>/loss."""
-        values = {name: getattr(self, name) for name in (*_ALWAYS[1:], *_SOMETIMES)}
-        numbers = {name: value for name, value in values.items() if value is not None}
-        groups = {
-            "lr": self.role_lr,
-            "side_losses": self.side_losses,
-            **{f"experts/{layer}": _balance(row) for layer, row in self.experts.items()},
-            "gradient_noise": self.gradient_noise,
-            "epochs": self.part_epochs,
-        }
-        for group, own in groups.items():
-            numbers |= {f"{group}/{name}": value for name, value in own.items()}
-        return numbers | _flat(self.validation)
 
 
 def gradient_noise(small: float, big: float, *, batch: int, ranks: int) -> dict[str, float]:
@@ -109,20 +96,17 @@ def gradient_noise(small: float, big: float, *, batch: int, ranks: int) -> dict[
     return {"trace": trace, "square": square, "scale": trace / square if square else math.nan}
 
 
+def numbers_of(line: Mapping[str, object]) -> dict[str, float]:
+    """Return the numbers of a line by the names that trackers get: validation/<set>/loss."""
+    values = flat(line, separator="/").items()
+    return {name: x for name, x in values if isinstance(x, int | float) and name != "step"}
+
+
 def _in_json(validation: Losses) -> dict[str, object]:
     """Return the keys that an evaluation adds to a line."""
     sets = {name: loss.to_json() for name, loss in validation.items()}
-    held_out = {_HELD_OUT_LOSS: sets[HELD_OUT]["loss"]} if HELD_OUT in sets else {}
+    held_out = {"held_out_loss": sets[HELD_OUT]["loss"]} if HELD_OUT in sets else {}
     return held_out | ({"validation": sets} if sets else {})
-
-
-def _flat(validation: Losses) -> dict[str, float]:
-    """Return the numbers of an evaluation by the names that trackers get."""
-    values = {_HELD_OUT_LOSS: validation[HELD_OUT].loss} if HELD_OUT in validation else {}
-    for name, loss in validation.items():
-        numbers = vars(loss).items()
-        values |= {f"validation/{name}/{key}": x for key, x in numbers if x is not None}
-    return values
 
 
 def _balance(row: list[float]) -> dict[str, float]:
@@ -138,11 +122,13 @@ def _balance(row: list[float]) -> dict[str, float]:
     }
 
 
-_HELD_OUT_LOSS = "held_out_loss"
-_SOMETIMES = ("loss_scale", "checkpoint_stall_seconds")
-_BY_NAME = ("role_lr", "side_losses", "part_epochs", "gradient_noise")
-_OTHERS = ("validation", "experts", *_BY_NAME, *_SOMETIMES)
-_ALWAYS = tuple(f.name for f in fields(StepMetrics) if f.name not in _OTHERS)
+_SOMETIMES = (
+    "role_lr", "side_losses", "part_epochs", "gradient_noise", "loss_scale",
+    "checkpoint_stall_seconds",
+)  # fmt: skip
+_ALWAYS = tuple(
+    f.name for f in fields(StepMetrics) if f.name not in ("validation", "experts", *_SOMETIMES)
+)
 
 
 class MetricsWriter:
@@ -163,26 +149,23 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step; on return it was passed to the system, unless the disk is full."""
-        self._unwritten += f"{metrics.to_json()}\n".encode()
+        line = metrics.to_json()
+        self._unwritten += f"{line}\n".encode()
         self._flush()
         if self._trackers is not None:
-            self._trackers.log(metrics.flat(), metrics.step)
+            self._trackers.log(numbers_of(json.loads(line)), metrics.step)
 
     def complete(self, validation: Losses) -> None:
         """Add an evaluation to the last line, if a request to stop had cut it off there."""
-        try:
-            text = self.path.read_text(encoding="utf-8")
-            *before, last = text.splitlines(keepends=True) or [""]
-            values = json.loads(last or "{}")
-            if not validation or "validation" in values or not values:
-                return
-            added = json.dumps(finite(values | _in_json(validation)), allow_nan=False)
-            replace_text(self.path, "".join(before) + added + "\n", shared=True)
-        except (OSError, ValueError) as error:
-            self._say(f"METRICS NOT WRITTEN: {self.path} lacks the last evaluation ({error})")
+        values = newest(self.path)
+        if not validation or not values or "validation" in values:
             return
+        with suppress(OSError):  # the run is done; only its last line lacks the evaluation
+            *before, _ = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+            added = json.dumps(finite(values | _in_json(validation)), allow_nan=False)
+            replace_text(self.path, f"{''.join(before)}{added}\n", shared=True)
         if self._trackers is not None:
-            self._trackers.log(_flat(validation), values["step"])
+            self._trackers.log(numbers_of(_in_json(validation)), values["step"])
 
     def rewind(self, step: int) -> None:
         """Remove the lines and digests of steps after `step`, which will be repeated."""

@@ -1,7 +1,6 @@
 """The output of a run: its folder, which only rank 0 writes, and what is printed of it."""
 
 import json
-import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -192,9 +191,6 @@ def print_summary(summary: Summary, console: Console, go_on: str) -> None:
         console.print(f"{name:<{width}}  {value}", highlight=False, markup=False, soft_wrap=True)
 
 
-_SAVING_TIMEOUT = 1800.0  # seconds that a rank waits for another rank's disk
-
-
 class Output:
     """The run's folder, its metrics and its progress display; only rank 0 writes.
 
@@ -214,7 +210,7 @@ class Output:
         tokenizer = start.corpus.tokenizer_directory
         if names := find.set_aside(self.checkpoints, step, mesh):
             console.print(f"resume  set aside, no longer part of the run: {', '.join(names)}")
-        on_first(mesh, lambda: self._begin(start, restart=mesh.restart_count > 0))
+        on_first(mesh, lambda: self._begin(start))
         begin_memory(start.memory, mesh, self.directory, step if start.tier == "memory" else -1)
         on_first(mesh, lambda: self._copy_tokenizer(tokenizer))
         if mesh.rank == 0:
@@ -222,24 +218,23 @@ class Output:
             trackers = Trackers(config, self.directory, step=step, say=self.progress.say)
             self.writer = MetricsWriter(self.directory, trackers, self.progress.say)
 
-    def _begin(self, start: Start, restart: bool) -> None:
+    def _begin(self, start: Start) -> None:
         config, step = start.config, start.position.step
         with written_to(self.directory):
             self.directory.mkdir(exist_ok=True)
             reached = step_reached(self.directory)
-            # An elastic launch is stopped when hosts come, to start again.
-            self._attempts.begin(reached, restart and not self._mesh.has_agents)
+            self._attempts.begin(reached)
             disk.remove_leftovers(self.checkpoints)
             for name in (METRICS, DIGESTS):
                 forget_after(self.directory / name, step)
             resolved = json.dumps(config.to_public_dict(), indent=1)
             replace_text(self.directory / "config.json", f"{resolved}\n")
-            # Fits of scaling laws for repeated data need this number.
-            counted = json.dumps({"training_tokens": len(start.corpus.train)})
-            replace_text(self.directory / "corpus.json", f"{counted}\n")
+            counted = {"training_tokens": len(start.corpus.train)}  # for fits of repeated data
+            replace_text(self.directory / "corpus.json", f"{json.dumps(counted)}\n")
             known = known_hardware(config, self._mesh.device)
             record(
-                "launch", step=step, restart=restart, mesh=str(config.mesh.sizes),
+                "launch", step=step, restart=self._mesh.restart_count > 0,
+                mesh=str(config.mesh.sizes),
                 chosen=next((n for n in config.notes if n.startswith("parallel3d.mesh: ")), None),
                 unended=not_ended(self.directory), lost_steps=max(reached - step, 0),
                 rejected=start.rejected, tier=start.tier,
@@ -253,9 +248,7 @@ class Output:
             return
         with written_to(self.directory):
             partial = own.with_name(f"{TOKENIZER}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(tokenizer, partial, copy_function=shutil.copyfile)
-            partial.chmod(self.directory.stat().st_mode)
+            disk.copy_folder(tokenizer, partial)
             partial.rename(own)
 
     def finish(self, result: Result, engine: Engine) -> None:
@@ -264,7 +257,7 @@ class Output:
         if config.run.save_weights and not result.stopped:
             from parallel3d.huggingface.from_ranks import save_weights  # it loads transformers
 
-            self._mesh.set_timeouts(_SAVING_TIMEOUT)
+            self._mesh.set_timeouts(1800.0)  # for ranks that wait for another one's disk
             pulse.doing("writing the weights")
             save_weights(
                 engine, self._mesh, self.directory, config=config, corpus=self._start.corpus

@@ -5,6 +5,7 @@ This module does not know ranks.
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 from math import isfinite
 from statistics import fmean
 
@@ -61,9 +62,6 @@ def draw(values: Sequence[float]) -> list[str]:
     ]
 
 
-_MEAN_OVER = 3600.0  # seconds of steps whose mean predicts the time left
-
-
 class _Bar(progress.Progress):
     """A progress bar below the curve of the losses."""
 
@@ -94,7 +92,7 @@ class Progress:
             console=self.console,
             disable=not self.console.is_terminal,
             get_time=lambda: time.monotonic(),
-            speed_estimate_period=_MEAN_OVER,
+            speed_estimate_period=3600.0,  # seconds of steps whose mean predicts the time left
         )
         self._bar.curve = LossCurve()
         self._task = self._bar.add_task("", total=num_steps, completed=first, numbers="")
@@ -133,14 +131,8 @@ class Progress:
 
 
 def in_words(seconds: float) -> str:
-    """Return a number of seconds as text: 12s, 3m05s, 2h07m, 3d04h."""
-    if seconds < 59.5:
-        return f"{seconds:.0f}s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{rest:02}s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02}m" if hours < 24 else f"{hours // 24}d{hours % 24:02}h"
+    """Return a number of seconds as text: 0:03:05, or 3 days, 4:00:00."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _numbers(metrics: StepMetrics, brief: bool = False) -> str:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -30,18 +31,92 @@ from parallel3d.model.recompute import parts_of
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.pipeline.stages import build_layer
 from parallel3d.schedule.schedule import Op
-from parallel3d.tensor.collectives import all_reduce
+from parallel3d.tensor.collectives import all_reduce, hearing
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.side_loss import alias, sum_side_losses
 from parallel3d.train.assembly import Assembly
-from parallel3d.train.check_bits import REMEDY, WrongBits
+from parallel3d.train.check_bits import REMEDY, Row, WrongBits, digest, read_digests
 from parallel3d.train.digests import BOUNDS, is_close
-from parallel3d.train.recorder import Recorder, Row, digest, read_digests
 
 _Known = dict[str, tuple[int, float]]
 _Difference = tuple[int, list[int], str] | None  # order, ranks that may be wrong, text
+
+
+class Recorder:
+    """Notes digests of what layers compute, in order.
+
+    A place is "kind layer module", such as "output 3 mlp.up", and "#1" where a layer has the second
+    one. Recomputed activations are noted again. Tensor-parallel ranks also note their part of each
+    sum, before a wrong one reaches them all.
+    """
+
+    def __init__(self, key: RandomKey, microbatch: int, group: dist.ProcessGroup) -> None:
+        self._key, self._microbatch, self._group = key, microbatch, group
+        self._places: list[str] = []
+        self._digests: list[Tensor] = []
+        self._counts: Counter[str] = Counter()  # in the forward of a layer
+        self._near = ""  # the last place before a sum
+
+    def watch(self, number: int, layer: nn.Module, until: ExitStack, shared: set[Any]) -> None:
+        """Note the weights, outputs and gradients of a layer and its modules.
+
+        `shared`: parameters of several layers, whose gradients are sums over them.
+        """
+        for path, module in layer.named_modules():
+            where = f"{number} {path}"
+            for hook in (
+                module.register_forward_pre_hook(partial(self._note_weights, where)),
+                module.register_forward_hook(partial(self._note_outputs, where)),
+                *(
+                    parameter.register_hook(partial(self._note, f"weight-gradient {where}.{name}"))
+                    for name, parameter in module.named_parameters(recurse=False)
+                    if parameter not in shared
+                ),
+            ):
+                until.enter_context(hook)
+
+    def note_part(self, part: Tensor, group: dist.ProcessGroup) -> None:
+        """Note this rank's part of a sum, for `hearing`."""
+        if group is self._group:
+            self._note(self._numbered(self._near), part)
+
+    def _numbered(self, place: str) -> str:
+        self._counts[place] += 1
+        count = self._counts[place]
+        return place if count == 1 else f"{place}#{count - 1}"
+
+    def _note_weights(self, where: str, module: nn.Module, _: object) -> None:
+        self._near = f"partial-sum {where}"
+        if where.endswith(" "):  # the layer itself
+            self._counts.clear()
+        for name, parameter in module.named_parameters(recurse=False):
+            self._note(f"weight {where}.{name}", parameter)
+
+    def _note_outputs(self, where: str, _: nn.Module, __: object, output: Any) -> None:
+        if self._key.microbatch == self._microbatch:
+            for tensor in (output,) if isinstance(output, Tensor) else output:
+                if isinstance(tensor, Tensor):
+                    place = self._numbered(f"output {where}")
+                    self._note(place, tensor)
+                    if tensor.requires_grad:
+                        place = place.replace("output", "gradient", 1)
+                        tensor.register_hook(partial(self._note_gradient, place))
+
+    def _note_gradient(self, place: str, gradient: Tensor) -> None:
+        self._near = f"partial-{place}"
+        self._counts[self._near] = 0
+        self._note(place, gradient)
+
+    def _note(self, place: str, tensor: Tensor | None) -> None:
+        if tensor is not None and self._key.microbatch == self._microbatch:
+            self._digests.append(digest(tensor))
+            self._places.append(place)
+
+    def read(self) -> list[Row]:
+        """Return place, checksum and norm of all values; the host waits for the device."""
+        return read_digests(self._places, self._digests)
 
 
 class Recomputation:
@@ -61,6 +136,7 @@ class Recomputation:
         self._held = {id(h.parameter): h for h in parts.engine.held}
         self._settings = settings = parts.engine.settings
         self._file = optimizers.load(settings.optimizer)
+        self._kinds = parts.engine.states.kinds[1:]
         on_device = settings.offload_optimizer == "none"
         self._checks_update = on_device and not self._file.WHOLE_MATRICES
         self._segments: dict[str, list[tuple[int, int]]] = {}
@@ -112,7 +188,7 @@ class Recomputation:
                     side.total.register_hook(partial(self._inputs.__setitem__, "side_gradient"))
 
         with ExitStack() as until:
-            self._recorder.listen(until)
+            until.enter_context(hearing(self._recorder.note_part))
             self._moments = until.enter_context(parts.engine.measuring(self._segments))
             until.enter_context(module.register_forward_pre_hook(note_inputs))
             until.enter_context(module.register_forward_hook(note_gradients))
@@ -233,10 +309,6 @@ class Recomputation:
                 difference = self._decide(order, text, row, others, again, others)
         self._raise_any(difference)
 
-    @property
-    def _kinds(self) -> tuple[str, ...]:
-        return self._parts.engine.states.kinds[1:]
-
     def _digest_pieces(
         self, tensors: Sequence[Tensor], spans: Sequence[tuple[str, int, int]]
     ) -> list[Row]:
@@ -344,7 +416,7 @@ class Recomputation:
             x = xs.pop().detach()
             x.requires_grad_(x.is_floating_point())
             with ExitStack() as until:
-                recorder.listen(until)
+                until.enter_context(hearing(recorder.note_part))
                 recorder.watch(numbers[place], layer, until, set())
                 output, side = _forward(layer, x, inputs, place + 1 == len(numbers))
                 roots, gradients = [output], [gradient]

@@ -29,7 +29,6 @@ from parallel3d.config import RunConfig
 from parallel3d.config.parallel3d_block import CheckpointConfig
 from parallel3d.data.batches import check_length, tokens_of_epoch
 from parallel3d.data.corpus import Corpus, Place
-from parallel3d.data.lines import EMPTY
 from parallel3d.data.prepare import pack, prepare
 from parallel3d.data.prepare_progress import shown_progress
 from parallel3d.data.show import describe_skips
@@ -152,9 +151,7 @@ def _find_folder(
         assert claim, "rank 0 claims the folder before it joins the mesh"
         exists = claim.folder.exists()
         if exists:
-            restart = mesh.restart_count > 0 and not mesh.has_agents
-            attempts = Attempts(claim.folder, settings, claim.config)
-            attempts.check(step_reached(claim.folder), restart)
+            Attempts(claim.folder, settings, claim.config).check(step_reached(claim.folder))
         return str(claim.folder), claim.config, exists
 
     folder, digest, exists = on_first(mesh, look)
@@ -290,31 +287,21 @@ def corpus_lines(corpus: Corpus) -> Iterator[str]:
         f"{corpus.held_out.num_documents:,} documents)"
     )
     yield f"        vocabulary {corpus.vocab_size:,}, unigram entropy {corpus.unigram_entropy:.4f}"
-    if any(part.found.get("count") == "as-read" for part in corpus.parts or (corpus,)):
-        yield '        data.count is "as-read": numbers of tokens are estimates'
     if lost := max(part.found.get("unknown_share", 0.0) for part in corpus.parts or (corpus,)):
         yield f"WARNING: the tokenizer does not know {lost:.0%} of the text; use another one"
-    for part in corpus.parts or (corpus,):
-        if packed := part.found.get("packed_samples"):
-            share = part.found["packed_padding_share"]
-            yield f"        packed into {packed:,} samples, {share:.2%} padding"
-    yield from _left_out(corpus, "left out")
     for name, part in corpus.validation.items():
         documents = part.held_out.num_documents
         yield f"        validation {name}: {documents:,} documents, {len(part.held_out):,} tokens"
-        yield from _left_out(part, f"left out of validation {name}")
         if common := part.found["num_in_training"]:
             yield (
                 f"WARNING: {common:,} of the {documents:,} documents of data.validation.{name} are "
                 "also in the training text, so its loss is too low; remove them from one of the two"
             )
-
-
-def _left_out(corpus: Corpus, what: str) -> Iterator[str]:
-    if skipped := corpus.found.get("skipped"):
-        # Documents without text are only counted.
-        where = " (prepare.py lists the first 20)" if skipped.keys() - {EMPTY} else ""
-        yield f"        {what}: {describe_skips(skipped)}{where}"
+    for name, part in {"": corpus, **corpus.validation}.items():
+        if skipped := part.found.get("skipped"):
+            where = name and f" of validation {name}"
+            counts = describe_skips(skipped)
+            yield f"        left out{where}: {counts} (prepare.py lists the first 20)"
 
 
 def refuse_different(places: list[Place | None], nodes: Nodes) -> None:
@@ -399,7 +386,6 @@ def restore(start: Start, mesh: Mesh, parts: Assembly) -> None:
 
 
 MEMORY_FILE = "memory.json"
-_MOST_RESTARTS = 2  # from one step
 
 
 class MemoryRecord(Section):
@@ -433,9 +419,7 @@ def open_memory(
         record, reached = _read_record(folder), step_reached(folder)
         steps = [step for step, _ in record.restarts]
         refused = [
-            step
-            for step, before in record.restarts
-            if before == reached or steps.count(step) >= _MOST_RESTARTS
+            step for step, before in record.restarts if before == reached or steps.count(step) > 1
         ]
         return record.name or _new_name(folder), max(refused, default=-1)
 

@@ -8,10 +8,8 @@ get these blocks, so nothing is opened twice. The process that constructs `Track
 import csv
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,8 @@ from parallel3d.config import RunConfig
 
 Values = Mapping[str, float]
 PROJECT = "parallel3d"  # default for trackers that need a project
-_LIST = "parallel3d.run.trackers"
 # The trackers that have a block in DeepSpeed's config.
 _BLOCKS = {"tensorboard": "tensorboard", "csv": "csv_monitor", "wandb": "wandb", "comet": "comet"}
-_LOCAL = ("tensorboard", "csv")
 _PACKAGES = {"comet": "comet_ml"}  # also accelerate's name of the tracker
 _REMEDIES = {
     "wandb": "run `wandb login`, or set WANDB_MODE=offline and upload later with `wandb sync`",
@@ -37,7 +33,7 @@ _REMEDIES = {
 def requested_trackers(config: RunConfig) -> dict[str, str]:
     """Return the trackers that a config selects, each with the path of the setting."""
     run = config.parallel3d.run
-    settings: dict[str, str] = dict.fromkeys(run.trackers, _LIST)
+    settings: dict[str, str] = dict.fromkeys(run.trackers, "parallel3d.run.trackers")
     if run.tensorboard:
         settings.setdefault("tensorboard", "parallel3d.run.tensorboard")
     return settings | {
@@ -57,12 +53,13 @@ class Trackers:
     ) -> None:
         self._say, self._settings = say, requested_trackers(config)
         self._running: dict[str, Any] = {}
-        threading.excepthook = partial(_without_tensorboard, threading.excepthook)
         for name in self._settings:
             with self._dropped_on_error(name, "cannot be started and is left out"):
                 self._running[name] = tracker = make(name, config, directory, step)
                 tracker.start()
-                if name not in _LOCAL:
+                if self._settings[name] == "comet" and config.comet.experiment_name is not None:
+                    tracker.writer.set_name(config.comet.experiment_name)
+                if name not in ("tensorboard", "csv"):  # they take no settings
                     settings = flat(config.to_public_dict()).items()
                     tracker.store_init_configuration(
                         {k: str(v) if isinstance(v, list | tuple) else v for k, v in settings}
@@ -98,14 +95,6 @@ class Trackers:
             )
 
 
-def _without_tensorboard(
-    print_error: Callable[[threading.ExceptHookArgs], object], error: threading.ExceptHookArgs
-) -> None:
-    """Print an error of a thread, except TensorBoard's writer, whose error `log` reports."""
-    if not type(error.thread).__module__.startswith("tensorboard."):
-        print_error(error)
-
-
 def make(name: str, config: RunConfig, directory: Path, step: int) -> Any:
     """Return the tracker called `name`, not yet started; `step` is where the run resumes."""
     if name == "csv":
@@ -122,7 +111,7 @@ def make(name: str, config: RunConfig, directory: Path, step: int) -> Any:
         raise ImportError(f"accelerate has no tracker {name}; update accelerate")
     tracker = cls(**_arguments(name, config, directory, step))
     tracker.main_process_only = False
-    return _Comet(tracker, config) if name == "comet" and config.comet.enabled else tracker
+    return tracker
 
 
 def _arguments(name: str, config: RunConfig, directory: Path, step: int) -> dict[str, object]:
@@ -166,12 +155,10 @@ class CsvTracker:
         """Create the folder, and remove rows of steps after `step`, which will be repeated."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.glob("*.csv"):
-            text = path.read_bytes().decode(errors="replace")
-            # A disk that filled up may hold only part of the last line.
-            lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-            text_before = "".join(lines[:1] + [row for row in lines[1:] if self._is_before(row)])
-            if text_before != text:
-                replace_text(path, text_before)
+            # Without what follows the last newline: a disk that filled up may hold a part of a row.
+            lines = path.read_bytes().decode(errors="replace").split("\n")[:-1]
+            rows = [row for row in lines[1:] if int(row.partition(",")[0]) <= self._step]
+            replace_text(path, "".join(f"{line}\n" for line in [*lines[:1], *rows]))
 
     def log(self, values: Values, step: int) -> None:
         """Append a row to the csv file of each value."""
@@ -185,33 +172,3 @@ class CsvTracker:
 
     def finish(self) -> None:
         """Do nothing: no file is open."""
-
-    def _is_before(self, row: str) -> bool:
-        first = row.partition(",")[0]
-        return not first.isdecimal() or int(first) <= self._step
-
-
-class _Comet:
-    """Comet's tracker, which gets each metric every `samples_log_interval` samples."""
-
-    def __init__(self, tracker: Any, config: RunConfig) -> None:
-        self._tracker, self._block = tracker, config.comet
-        self._sample_tokens, self._samples = config.data.sequence_length, 0
-        self._last: dict[str, int] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tracker, name)
-
-    def start(self) -> None:
-        self._tracker.start()
-        if self._block.experiment_name is not None:
-            self._tracker.writer.set_name(self._block.experiment_name)
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        if "tokens" in values:  # an evaluation that a resumed run makes up for has none
-            self._samples = int(values["tokens"]) // self._sample_tokens
-        samples, every = self._samples, self._block.samples_log_interval
-        due = {k: v for k, v in values.items() if samples - self._last.get(k, -every) >= every}
-        self._last |= dict.fromkeys(due, samples)
-        if due:
-            self._tracker.log(due, step=step)

@@ -31,6 +31,7 @@ from parallel3d.train.assembly import Assembly
 from parallel3d.train.bad_steps import BadSteps, Verdict
 from parallel3d.train.check_bits import WrongBits, check_bits, noting_messages
 from parallel3d.train.digests import append_digest
+from parallel3d.train.ending import StopRequest
 from parallel3d.train.evaluation import Evaluation, Losses
 from parallel3d.train.feed import Feed
 from parallel3d.train.metrics import (
@@ -44,11 +45,6 @@ from parallel3d.train.profiler import Profiler, StepWatch
 from parallel3d.train.progress import Progress
 from parallel3d.train.recomputation import Recomputation
 from parallel3d.train.start import Start, begin_memory
-from parallel3d.train.stopping import StopRequest
-
-_FEWEST, _MOST = 10, 50  # the closing loss is the mean of a tenth of the steps, within these limits
-_LOADING_TIMEOUT = 1800.0  # seconds that a rank waits for another one that reads a checkpoint
-_PATIENCE = 20.0  # seconds for a step and a save; deepspeed's launcher waits 30 after a SIGTERM
 
 
 class _Row(NamedTuple):
@@ -62,10 +58,6 @@ class _Row(NamedTuple):
     broken: float  # 1 if the rank's saves failed too often, else 0
     own_squares: float  # of its dp coordinate's gradient, if measured
     side_losses: tuple[float, ...]  # summed over its layers
-
-
-def _say_nothing(text: str) -> None:
-    """Take the place of `Progress.say` on ranks that print nothing."""
 
 
 def _is_due(every: int, step: int) -> bool:
@@ -102,7 +94,7 @@ class Trainer:
         self.executor = parts.executor
         self.flops_per_token, self.peak_flops = parts.flops_per_token, peak_flops
         self.writer, self.progress, self.profiler = writer, progress, profiler
-        self._say = progress.say if progress else _say_nothing
+        self._say = progress.say if progress else (lambda text: None)
         self.watch = StepWatch(config, mesh, parts, say=self._say)
         self.saver, self.stop, self.position = saver, stop or StopRequest(), start.position
         self._state = RunState(config, corpus) if saver else None
@@ -138,7 +130,8 @@ class Trainer:
         result, first = Result(steps=self.position.step), self.position.step
         # Of all steps except the first, which also warms up, and of the last one.
         seconds, tokens, step_seconds, step_tokens = 0.0, 0, 0.0, 0
-        window = min(max(self.config.num_steps // 10, _FEWEST), _MOST)
+        # The closing loss is the mean of a tenth of the steps, within limits.
+        window = min(max(self.config.num_steps // 10, 10), 50)
         losses: deque[float] = deque(maxlen=window)
         while result.steps < self.config.num_steps and not result.stopped:
             step = result.steps
@@ -157,7 +150,6 @@ class Trainer:
                 continue
             if step == first:
                 self.mesh.set_timeouts(self.config.train.timeout_seconds)
-                self._warn_if_slow(step_seconds)
                 began_at = psutil.Process().create_time()
                 self._record("first_step", step=step + 1, seconds=round(time.time() - began_at, 3))
                 if graphs := compiled.describe():
@@ -198,16 +190,6 @@ class Trainer:
             result.mean_loss_of = len(losses)
             result.loss_deviation = stdev(losses) if len(losses) > 1 else math.nan
         return result
-
-    def _warn_if_slow(self, step_seconds: float) -> None:
-        """Warn if a step and a save take longer than launchers wait after a SIGTERM."""
-        save_seconds = self.saver.expected_seconds() if self.saver else 0.0
-        if step_seconds + save_seconds > _PATIENCE:
-            self._say(
-                f"a step took {step_seconds:.0f} s and a save takes about {save_seconds:.0f} s. "
-                "After a SIGTERM a launcher may kill this run before it is saved (deepspeed waits "
-                "30 s); to stop it, create a file named STOP in the run's folder"
-            )
 
     def _evaluated(self, result: Result) -> Losses:
         """Return the losses of an evaluation if one is due after this step, else {}."""
@@ -396,7 +378,7 @@ class Trainer:
         Later ones are set aside.
         """
         pulse.doing(f"rewinding from step {step + 1}")
-        self.mesh.set_timeouts(_LOADING_TIMEOUT)
+        self.mesh.set_timeouts(1800.0)  # for ranks that wait for one that reads a checkpoint
         checkpoint, folder = self._start.on_disk, self._start.folder / "checkpoints"
         if self.saver:
             self.saver.finish()

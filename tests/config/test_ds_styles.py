@@ -71,14 +71,8 @@ def test_those_of_the_hugging_face_trainer_train(data):
 def test_a_file_with_everything_that_logs_trains(data):
     ((ended, folder),) = run([LOGGED], data).values()
     check(ended, folder)
-    for word in (
-        "time    step 1",
-        "time    step 2",
-        "flops   counted as for MFU",
-        "comms   step 2",
-    ):
+    for word in ("time    step 1", "time    step 2"):
         assert ended.says(word) == 1, word
-    assert ended.says("none: every group has one rank") == 1
     assert (folder.parent / "csv" / "job" / "loss.csv").read_text().count("\n") == 3
     if find_spec("wandb") is None:
         assert ended.says("WARNING: wandb: wandb cannot be started and is left out") == 1

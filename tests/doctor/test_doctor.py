@@ -13,9 +13,8 @@ import pytest
 
 from parallel3d.calibrate.measure_device import Effort
 from parallel3d.config import RunConfig, hardware
-from parallel3d.doctor import check, hosts, links
-from parallel3d.doctor.hosts import ALIKE, check_hosts
-from parallel3d.doctor.links import NEIGHBOURS, Timed, check_links
+from parallel3d.doctor import checks
+from parallel3d.doctor.checks import ALIKE, NEIGHBOURS, Timed, check, check_hosts, check_links
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import Nodes
 from parallel3d.verify.local_ranks import run_locally
@@ -27,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 GIB = 2**30
 NODES = Nodes(("node0", "node0", "node1", "node1"), ("a", "a", "b", "b"))
 HEALTHY = dict.fromkeys(ALIKE, "1.0") | {
-    "device memory in use": 0.01, "clock": 0.0, "run directory": True, "data cache": True,
+    "clock": 0.0, "run directory": True, "data cache": True,
     "open files": 2**20, "locked memory": resource.RLIM_INFINITY, "shared memory": 8 * GIB,
     "free memory per rank": 64 * GIB, "free disk for runs": 900 * GIB,
 }  # fmt: skip
@@ -52,7 +51,6 @@ def test_equal_hosts_pass():
     "name, value, remedy",
     [
         *((name, "0.9", f"the same {name}") for name in ALIKE),
-        ("device memory in use", 0.4, "nvidia-smi"),
         ("clock", -30.0, "chronyc"),
         ("run directory", False, "parallel3d.run.directory"),
         ("open files", 256, "ulimit -n"),
@@ -108,7 +106,7 @@ def test_slow_links_are_where_slow_groups_intersect(planted, outliers):
 def test_a_slow_host_is_named_by_groups_that_share_no_rank():
     nodes = Nodes(("h0", "h0", "h1", "h1", "h2", "h2"), tuple("aabbcc"))
     rates = {(0, 2): 1e8, (1, 3): 1e8, (2, 4): 1e8, (3, 5): 1e8, (4, 0): 1e9, (5, 1): 1e9}
-    pairs = [pair for part in links.rounds(nodes) for pair in part]
+    pairs = [pair for part in checks.rounds(nodes) for pair in part]
     assert {frozenset(p) for p in pairs} >= {frozenset((0, 2)), frozenset((1, 3))}
     groups = [Timed(NEIGHBOURS, ranks, 2, rate) for ranks, rate in rates.items()]
     assert failures((HEALTHY,) * 6, groups, nodes)["slow links"][0] == (2, 3)
@@ -117,7 +115,7 @@ def test_a_slow_host_is_named_by_groups_that_share_no_rank():
 @pytest.mark.parametrize("size", range(3, 10))
 def test_the_ring_meets_each_rank_twice_and_once_in_a_round(size):
     nodes = Nodes(("h",) * size, tuple("ab"[rank % 2] for rank in range(size)))
-    parts = links.rounds(nodes)
+    parts = checks.rounds(nodes)
     for pairs in parts:
         members = [rank for pair in pairs for rank in pair]
         assert len(members) == len(set(members))
@@ -132,7 +130,7 @@ def test_links_slower_than_the_hardware_file_fail():
     """The planner's seconds are a sum by hand: a ring moves half of 64 MiB over each link."""
     described = hardware.load("h100-sxm5-80gb")
     described = described.model_copy(update={"curves": {**IDEAL}})
-    seconds = links._planned_seconds("tp", 2**26, 2, 1, described)
+    seconds = checks._planned_seconds("tp", 2**26, 2, 1, described)
     by_hand = 2**25 / described.link.bandwidth.value + described.link.latency.value
     assert seconds == pytest.approx(by_hand)
     fast = Timed("tp", (0, 1), 1, 200e9, planned=400e9)
@@ -145,19 +143,19 @@ def test_links_slower_than_the_hardware_file_fail():
 def planted(rank, folder):
     """What the doctor says of four ranks, of which the third differs in everything."""
     raw = {"parallel3d.run.directory": folder, "parallel3d.data.cache": folder}
-    hosts.wait_until = lambda look, _: look()
+    checks.wait_until = lambda look, _: look()
     if rank == 2:
-        hosts.torch = SimpleNamespace(**vars(hosts.torch) | {"__version__": "1.13"})
-        hosts.time = SimpleNamespace(time=lambda: time.time() + 20)
-        hosts.resource = SimpleNamespace(**vars(resource) | {"getrlimit": lambda _: (64, 64)})
+        checks.torch = SimpleNamespace(**vars(checks.torch) | {"__version__": "1.13"})
+        checks.time = SimpleNamespace(time=lambda: time.time() + 20)
+        checks.resource = SimpleNamespace(**vars(resource) | {"getrlimit": lambda _: (64, 64)})
         raw["parallel3d.run.directory"] = f"{folder}/own"
-        links.timings = partial(late, links.timings)
+        checks.timings = partial(late, checks.timings)
     overrides = [word for key, value in raw.items() for word in (f"--{key}", value)]
     config = RunConfig.from_json("ds.json", [*overrides, "--mesh.pp", "2", "--mesh.tp", "2"])
     mesh = Mesh(2, 1, 2)
-    checks = check(config, mesh, Effort(seconds=0.0, copied_bytes=2**18))
+    rows = check(config, mesh, Effort(seconds=0.0, copied_bytes=2**18))
     mesh.barrier()
-    return {row.name: row.outliers for row in checks}
+    return {row.name: row.outliers for row in rows}
 
 
 def late(timings, run, mesh, effort):

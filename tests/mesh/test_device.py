@@ -4,10 +4,9 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.mesh.device import claim_device, pick_device, settle_accelerator
+from parallel3d.mesh.device import pick_device, settle_accelerator
 from parallel3d.mesh.launch import Launch
 
 pytestmark = pytest.mark.gloo
@@ -51,13 +50,3 @@ def test_without_any_it_is_the_cpu(machine, monkeypatch):
     assert os.environ["DS_ACCELERATOR"] == "cpu"
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")  # the user's word counts
     assert settle_accelerator() == "cpu" and os.environ["DS_ACCELERATOR"] == "cuda"
-
-
-def test_two_ranks_that_see_one_device_are_refused_by_name():
-    """One device visible to each may be the same one: four processes on a machine of one GPU."""
-    store = dist.HashStore()
-    for rank, identity in ((0, "GPU-a"), (1, "GPU-b"), (2, ""), (3, "")):
-        claim_device(identity, Launch(rank, 8, rank), store)
-    claim_device("GPU-a", Launch(0, 8, 0), store)
-    with pytest.raises(ConfigError, match=r"ranks 0 and 4 both use device GPU-a; .*srun"):
-        claim_device("GPU-a", Launch(4, 8, 4), store)

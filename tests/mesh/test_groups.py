@@ -118,7 +118,6 @@ def test_the_world_of_nccl_is_as_urgent_as_an_axis_that_it_is(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: given.update(options))
     monkeypatch.setattr(join, "_meet", lambda launch, patience: dist.HashStore())
     monkeypatch.setattr(join, "choose_backend", lambda device: "nccl")
-    monkeypatch.setattr(join, "identity_of", lambda device: "a GPU")
     join.join(Launch(0, 2, 0, 2), torch.device("cuda", 0))
     assert given["device_id"] == torch.device("cuda", 0)
     assert given["timeout"] == given["pg_options"]._timeout == START

@@ -13,7 +13,7 @@ from threading import Thread
 import pytest
 import torch.distributed as dist
 
-from parallel3d.mesh import interfaces, join
+from parallel3d.mesh import join
 from parallel3d.mesh.agree import on_first
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
@@ -53,12 +53,12 @@ def hosts(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "node0")
 
     def chosen(launch, store, *, own_name, towards, seconds=5):
-        monkeypatch.setattr(interfaces, "address_of_host", lambda: own_name)
-        monkeypatch.setattr(interfaces, "address_towards", lambda host: towards[host])
-        monkeypatch.setattr(interfaces, "interface_of", lambda address: INTERFACES.get(address, ""))
+        monkeypatch.setattr(join, "address_of_host", lambda: own_name)
+        monkeypatch.setattr(join, "address_towards", lambda host: towards[host])
+        monkeypatch.setattr(join, "interface_of", lambda address: INTERFACES.get(address, ""))
         for name in VARIABLES:
             os.environ.pop(name, None)
-        interfaces.choose_interface(launch, store, seconds)
+        join.choose_interface(launch, store, seconds)
         return [os.environ.get(name) for name in VARIABLES]
 
     return chosen
@@ -89,8 +89,8 @@ def test_the_masters_node_waits_for_another(hosts):
     thread.start()
     thread.join(0.3)
     assert thread.is_alive()
-    store.set(interfaces._ADDRESS, "10.0.0.2")
-    store.add(interfaces._ARRIVED, 1)
+    store.set(join._ADDRESS, "10.0.0.2")
+    store.add(join._ARRIVED, 1)
     thread.join()
     assert later == [["eth1", "=eth1"]]
 
@@ -105,21 +105,19 @@ def test_what_is_left_alone(hosts, monkeypatch):
     for rank in (1, 0):
         here = {"own_name": "127.0.1.1", "towards": {"node0": "127.0.0.1"}, "seconds": 0}
         assert hosts(Launch(rank, 2, 0, 1), store, **here) == [None, None]
-    monkeypatch.setattr(interfaces, "interface_of", lambda address: "eth9")
+    monkeypatch.setattr(join, "interface_of", lambda address: "eth9")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    monkeypatch.setattr(interfaces, "address_towards", lambda host: "10.0.0.2")
-    monkeypatch.setattr(interfaces, "address_of_host", lambda: "127.0.1.1")
-    interfaces.choose_interface(launch, dist.HashStore(), 5)
+    monkeypatch.setattr(join, "address_towards", lambda host: "10.0.0.2")
+    monkeypatch.setattr(join, "address_of_host", lambda: "127.0.1.1")
+    join.choose_interface(launch, dist.HashStore(), 5)
     assert [os.environ[name] for name in VARIABLES] == ["mine", "=eth9"]
 
 
 def test_the_addresses_of_this_machine():
-    assert interfaces.is_local(interfaces.address_towards("127.0.0.1")) and interfaces.is_local("")
-    assert interfaces.is_local("::1") and not interfaces.is_local("fe80::1%eth0")
-    assert interfaces.interface_of("127.0.0.1").startswith("lo") and not interfaces.interface_of(
-        "9.9.9"
-    )
-    assert interfaces.address_towards("no such host.invalid") == ""
+    assert join.is_local(join.address_towards("127.0.0.1")) and join.is_local("")
+    assert join.is_local("::1") and not join.is_local("fe80::1%eth0")
+    assert join.interface_of("127.0.0.1").startswith("lo") and not join.interface_of("9.9.9")
+    assert join.address_towards("no such host.invalid") == ""
 
 
 def aside_on_demand(rank, on_demand):
@@ -129,7 +127,7 @@ def aside_on_demand(rank, on_demand):
     meet, stores = join._meet, []
     join._meet = lambda *args: stores.append(CountingStore(meet(*args))) or stores[0]
     if on_demand:
-        interfaces.connect_on_demand()
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     mesh = Mesh(1, 6, 1)
     assert mesh.gather_texts("x" * rank, aside=True) == ["x" * r for r in range(6)]
     assert on_first(mesh, lambda: {"rank": mesh.rank}) == {"rank": 0}

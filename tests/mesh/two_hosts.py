@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 
-from parallel3d.mesh import interfaces
+from parallel3d.mesh import join
 from parallel3d.mesh.mesh import Mesh
 
 
@@ -18,7 +18,7 @@ def main():
     }  # fmt: skip
     assert socket.gethostbyname(socket.gethostname()) == "127.0.1.1"
     if as_before:
-        interfaces.interface_of = lambda address: ""
+        join.interface_of = lambda address: ""
     mesh = Mesh(1, 2, 2)
     said = mesh.gather_texts(f"{socket.gethostname()} {local}", aside=True)
     names = [os.environ.get(f"{library}_SOCKET_IFNAME") for library in ("GLOO", "NCCL")]

@@ -277,9 +277,6 @@ def test_delays_are_chosen_or_drawn_by_a_seed():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nccl", "cannot be imported"),
-        ("tests.strict:loose", "cannot be imported"),
-        ("no.such.package:strict", "cannot be imported"),
         (f"{STRICT},delay", "no settings"),
         (f"{STRICT},delay=-1", "no settings"),
         (f"{STRICT},send=soon", "no settings"),

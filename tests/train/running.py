@@ -18,8 +18,8 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train import known_hardware
 from parallel3d.train.claim import claim
+from parallel3d.train.ending import StopRequest
 from parallel3d.train.feed import Feed
-from parallel3d.train.stopping import StopRequest
 from parallel3d.verify.local_ranks import run_locally
 
 
@@ -87,7 +87,7 @@ def train_on_rank(rank, raw, disturb=None, *details):
             ended.error = f"{type(error).__name__}: {error}"
         finally:
             if claimed:
-                claimed.release()
+                claimed.lock.release()
     return ended
 
 

@@ -1,26 +1,23 @@
-"""Restarts: a launch finds its folder again, and a run that dies at one step is given up."""
+"""Restarts: a run that dies at one step is given up."""
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from parallel3d.base.errors import TrainingError
-from parallel3d.train.claim import Attempts, folder_of_this_launch, launch_identity
+from parallel3d.train.claim import Attempts, unfinished
 from parallel3d.train.metrics import step_reached
-from parallel3d.train.stopping import Stopped
 
 pytestmark = pytest.mark.gloo
 
 SETTINGS = {"lr": 1e-3}
 
 
-def start(folder, step, settings=SETTINGS, **more):
+def start(folder, step, settings=SETTINGS):
     """An attempt by a new process, which finds that the one before came to `step`."""
     attempt = Attempts(folder, settings)
-    attempt.begin(step, **more)
+    attempt.begin(step)
     return attempt
 
 
@@ -70,16 +67,6 @@ def test_a_clean_end_forgets_deaths(tmp_path, stopped):
         start(tmp_path, 7)
 
 
-def test_a_launcher_does_not_undo_a_stop(tmp_path):
-    start(tmp_path, 0).end(stopped=True)
-    for _ in range(2):
-        with pytest.raises(Stopped):
-            start(tmp_path, 7, restart=True)
-    # A user who starts it again means it; and so does a launcher after that.
-    start(tmp_path, 7)
-    start(tmp_path, 8, restart=True)
-
-
 DAMAGED = [
     b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"deaths": [1, 1, 1], "unknown": 1}',
     b'{"running": true, "deaths": ["7", "7"]}', b'{"running": true, "deaths": 7}',
@@ -91,8 +78,8 @@ DAMAGED = [
 def test_a_damaged_file_is_none(tmp_path, contents):
     path = tmp_path / "attempts.json"
     path.write_bytes(contents)
-    assert folder_of_this_launch(tmp_path.parent, "") is None
-    start(tmp_path, 7, restart=True)
+    assert unfinished(tmp_path.parent, "same") is None
+    start(tmp_path, 7)
     assert json.loads(path.read_text())["deaths"] == []
 
 
@@ -123,26 +110,3 @@ def test_the_step_reached_is_in_the_last_whole_line(tmp_path):
     ):
         write_metrics(tmp_path, text)
         assert step_reached(tmp_path) == step
-
-
-def test_a_launch_finds_the_newest_of_its_folders(tmp_path):
-    assert folder_of_this_launch(tmp_path / "none", "same") is None
-    for name, config in (("gpt", "same"), ("gpt-2", "same"), ("gpt-3", "other")):
-        (tmp_path / name).mkdir()
-        Attempts(tmp_path / name, SETTINGS, config).begin(0)
-    (tmp_path / "gpt-4").mkdir()  # of somebody who has not begun
-    assert folder_of_this_launch(tmp_path, "same") == tmp_path / "gpt-2"
-    host, pid, began = launch_identity().split(" ")
-    path = tmp_path / "gpt-2" / "attempts.json"
-    for other in (f"elsewhere {pid} {began}", f"{host} {pid}1 {began}", f"{host} {pid} {began}1"):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"launch": other}))
-        assert folder_of_this_launch(tmp_path, "same") == tmp_path / "gpt", other
-
-
-def test_the_identity_is_the_launchers():
-    """Two ranks of one launcher have one identity, which is not this process's own."""
-    code = "from parallel3d.train.claim import launch_identity; print(launch_identity())"
-    said = [subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(2)]
-    assert said[0] == said[1]
-    assert said[0].split(" ")[1] == str(os.getpid())
-    assert launch_identity() != said[0].strip()

@@ -30,7 +30,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield tmp_path / "runs"
     while CLAIMED:
-        CLAIMED.pop().release()
+        CLAIMED.pop().lock.release()
 
 
 def read(*overrides):
@@ -51,7 +51,7 @@ def leave(claimed, *overrides, **end):
     attempts.begin(3)
     if end:
         attempts.end(**end)
-    claimed.release()
+    claimed.lock.release()
 
 
 @pytest.mark.parametrize("end", [{}, {"stopped": True}])
@@ -75,7 +75,7 @@ def test_a_finished_run_and_another_config_are_not_gone_on_with(place):
     leave(another)
     other = claim("--optimizer.params.lr", 1e-4)
     assert other.folder.name == f"{NAME}-3"
-    other.release()
+    other.lock.release()
 
 
 SAME = [
@@ -102,15 +102,14 @@ def test_more_processes_go_on_with_the_same_run(place):
     leave(claim())
     four = claim(launch=Launch(0, 4, 0, 4))
     assert four.folder.name == NAME
-    four.release()
+    four.lock.release()
 
 
-def test_a_restart_goes_on_with_the_run_that_its_first_attempt_went_on_with(place, monkeypatch):
+def test_a_restart_goes_on_with_the_run_that_its_first_attempt_went_on_with(place):
     leave(claim(launch=Launch(0, 4, 0, 4)))  # the name says four processes
     first = claim()
     leave(first)
-    for launcher in ("node1 77 5", "node2 78 6"):  # rank 0 may be on another node then
-        monkeypatch.setattr("parallel3d.train.claim.launch_identity", lambda n=launcher: n)
+    for _ in range(2):
         again = claim(launch=Launch(0, 1, 0, restart_count=1))
         assert again.folder == first.folder
         leave(again, stopped=True)
@@ -132,8 +131,8 @@ def test_a_living_launch_keeps_its_run(place):
     ]
     assert [other.folder.name for other in others] == [f"{NAME}-2", f"{NAME}-3", "mine"]
     for one in [*others, held]:
-        one.release()
-    assert not place.exists()  # nothing was trained, so nothing is left
+        one.lock.release()
+    assert not list(place.iterdir())  # nothing was trained, so nothing is left
 
 
 def test_a_run_that_lives_is_not_taken_for_one_that_died(place):
@@ -141,7 +140,7 @@ def test_a_run_that_lives_is_not_taken_for_one_that_died(place):
     held = claim()
     with pytest.raises(ConfigError, match="is being trained by"):
         claim()
-    held.release()
+    held.lock.release()
 
 
 def test_a_folder_that_cannot_be_made(place):
@@ -186,7 +185,7 @@ def test_a_record_of_before_is_not_taken_for_the_same_config(place):
     path.write_text(json.dumps(record))
     again = claim()
     assert again.folder.name == f"{NAME}-2"
-    again.release()
+    again.lock.release()
 
 
 def test_a_step_of_a_run_that_is_not_there(place):
@@ -247,37 +246,14 @@ def test_what_this_machine_lacks_is_refused_before_corpus_and_model(monkeypatch)
         mesh.close()
 
 
-@pytest.mark.parametrize("job", ["my-run", "none"])  # none: what torchrun says without --rdzv_id
-@pytest.mark.parametrize("resume", ["auto", "none"])
-def test_a_restart_on_another_host_goes_on_in_the_folder_of_its_launch(
-    place, monkeypatch, job, resume
-):
-    """It began a new one at step 0, without a word: rank 0 may be elsewhere after a restart."""
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
-    asked = ("--parallel3d.checkpoint.resume", resume)
-    leave(claim(*asked), *asked)
-    monkeypatch.setattr(claims.socket, "gethostname", lambda: "elsewhere")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    again = Launch(0, 1, 0, restart_count=1)
-    if (job, resume) == ("none", "none"):  # nothing is left to know it by
-        assert claim(*asked, launch=again).folder.name == f"{NAME}-2"
-        return
-    assert claim(*asked, launch=again).folder.name == NAME
-    other = claim(*asked, "--optimizer.params.lr", 1e-4, launch=again)  # in the same job
-    assert other.folder.name == f"{NAME}-2"
-
-
-def test_jobs_whose_numbers_are_close_are_two(monkeypatch):
-    said = []
-    for kind, number in (
-        ("SLURM_JOB_ID", 77),
-        ("SLURM_JOB_ID", 78),
-        ("TORCHELASTIC_RUN_ID", "a 1"),
-    ):
-        monkeypatch.setenv(kind, str(number))
-        said.append(claims.launch_identity())
-    assert said == ["slurm:77", "slurm:78", "torchelastic:a_1"]
+@pytest.mark.parametrize("launch", [Launch(0, 1, 0, restarts_left=1), Launch(0, 1, 0, 1, 1)])
+def test_a_restart_that_would_not_find_its_run_is_refused(launch):
+    """It would begin a new one at step 0, without a word."""
+    named = ("--parallel3d.run.name", "mine")
+    for resume in ("none", 3, "runs/other/checkpoints/step-4"):
+        with pytest.raises(ConfigError, match="torchrun starts a run again"):
+            claims.check_restarts(read(RESUME, resume), launch)
+        claims.check_restarts(read(RESUME, resume, *named), launch)
 
 
 ELASTIC = Launch(0, 2, 0, 2, is_elastic=True, has_agents=True)
@@ -287,13 +263,14 @@ RESUME = "--parallel3d.checkpoint.resume"
 
 def elastic(*overrides):
     asked = read("--gradient_accumulation_steps", "null", *KEPT, *overrides)
+    claims.check_restarts(asked, ELASTIC)
     return claims.resolve_config(asked, ELASTIC)
 
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ((RESUME, "none"), r'resume = "none": torchrun --nnodes MIN:MAX starts a run again'),
+        ((RESUME, "none"), r'resume = "none": torchrun starts a run again'),
         ((RESUME, 3, "--parallel3d.run.name", "mine"), "resume = 3: torchrun"),
         ((RESUME, "runs/other/checkpoints/step-4"), r"use \"auto\", or the path of a checkpoint "),
         (("--train_batch_size", "null"), "train_batch_size = null: torchrun --nnodes MIN:MAX chan"),
@@ -305,7 +282,7 @@ def test_what_an_elastic_launch_could_not_go_on_with_is_refused(monkeypatch, ove
     with pytest.raises(ConfigError, match=says):
         elastic(*overrides)
     asked = read("--gradient_accumulation_steps", "null", *KEPT, *overrides)
-    claims.resolve_config(asked, Launch(0, 2, 0, 2))  # any other launch may
+    claims.check_restarts(asked, Launch(0, 2, 0, 2))  # any other launch may
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from parallel3d.mesh import mesh
 from parallel3d.mesh.launch import Launch
-from parallel3d.train.stopping import join
+from parallel3d.train.ending import join
 from tests.cases import Case
 
 pytestmark = pytest.mark.gloo

@@ -14,7 +14,7 @@ import pytest
 from parallel3d.base.errors import ConfigError
 from parallel3d.mesh.launch import Launch
 from parallel3d.train import ending
-from parallel3d.train.stopping import StopRequest
+from parallel3d.train.ending import StopRequest
 
 pytestmark = pytest.mark.gloo
 
@@ -133,9 +133,9 @@ SHELL_LINES = "set -e\n" * 100
          f"deepspeed {PROGRAM} a.json"),
         ([["python", "/venv/bin/accelerate", "launch"], ["bash", "-c", SHELL_LINES]],
          f"accelerate launch {PROGRAM} a.json"),
+        ([["timeout", "100", "python3"]], f"timeout 100 python3 {PROGRAM} a.json"),
         ([["srun", "--ntasks", "2", "python"]], f"srun --ntasks 2 python {PROGRAM} a.json"),
         ([["bash", "-c", f'{SHELL_LINES}"$@"', "torchrun", "python"]], f"python {PROGRAM} a.json"),
-        ([["python", "-m", "pytest"]], f"python {PROGRAM} a.json"),
     ],
 )  # fmt: skip
 def test_the_command_is_the_outermost_launchers_or_this_process_own(monkeypatch, parents, command):
@@ -156,6 +156,12 @@ def test_a_shell_around_the_command_is_not_printed():
     words = [*shell, sys.executable, "launched.py", "--config", "a b.json"]
     printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert printed == "python launched.py --config 'a b.json'\n"
+
+
+def test_the_installed_program_by_itself(monkeypatch):
+    monkeypatch.setattr(psutil.Process, "parents", lambda self: [])
+    monkeypatch.setattr("sys.argv", ["parallel3d train", "--config", "a.json"])
+    assert ending.command_of_this_launch() == "parallel3d train --config a.json"
 
 
 @pytest.mark.parametrize("typed", ["parallel3d", "torchrun -m parallel3d"])
@@ -196,7 +202,7 @@ def test_no_process_group_is_destroyed_before_the_end_is_reported(monkeypatch, c
     def leave_process(code):
         raise SystemExit(code)
 
-    monkeypatch.setattr("parallel3d.train.stopping.pulse", pulse)
+    monkeypatch.setattr("parallel3d.train.ending.pulse", pulse)
     monkeypatch.setattr(ending, "pulse", pulse)
     monkeypatch.setattr(ending.os, "_exit", leave_process)
     monkeypatch.setattr(module, "resolve_config", lambda config, launch: config)
@@ -209,8 +215,8 @@ def test_no_process_group_is_destroyed_before_the_end_is_reported(monkeypatch, c
         code = module.run(args, [], end, StopRequest(end))
     else:
         prefix = "parallel3d.train"
-        monkeypatch.setattr(f"{prefix}.checkpoint_config.checkpoint_in", lambda path: path)
-        monkeypatch.setattr(f"{prefix}.checkpoint_config.evaluation_config", lambda *a, **b: None)
+        monkeypatch.setattr("parallel3d.checkpoint.describe.find_checkpoints", lambda path: [path])
+        monkeypatch.setattr(f"{prefix}.from_checkpoint.evaluation_config", lambda *a, **b: None)
         monkeypatch.setattr(f"{prefix}.from_checkpoint.evaluate", lambda *arguments: {})
         args = SimpleNamespace(path=None, config=None, samples=None, json=False)
         code = module.evaluate(args, [], end.launch, StopRequest(end))

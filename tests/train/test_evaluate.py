@@ -15,9 +15,8 @@ from parallel3d.checkpoint.describe import find_checkpoints
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
 from parallel3d.mesh.launch import Launch
-from parallel3d.train.checkpoint_config import checkpoint_in, evaluation_config
-from parallel3d.train.ending import DONE, STOPPED
-from parallel3d.train.stopping import StopRequest
+from parallel3d.train.ending import DONE, STOPPED, StopRequest
+from parallel3d.train.from_checkpoint import evaluation_config
 from parallel3d.verify.local_ranks import run_locally
 from tests.train.held_out import held_out_loss
 from tests.train.running import folder_of, train_on_rank
@@ -159,7 +158,7 @@ def test_other_meshes_differ_by_the_order_of_sums(pair, ranks):
     ("words", "said"),
     [
         ("{run}/none", "/none: no checkpoint there; name a folder step-N, or a run's folder"),
-        ("{run}/weights", "weights: is a transformers folder without a checkpoint"),
+        ("{run}/weights", "/weights: no checkpoint there; name a folder step-N"),
         ("{run} --model.num_attention_heads 2", "num_attention_heads = 2: {step} was trained with"),
         ("{run} --config nowhere.json", "no config file 'nowhere.json'"),
         ("{run} --mesh.tp 3", "tp"),
@@ -196,8 +195,3 @@ def test_the_mesh_of_one_process_and_of_other_ranks(alone, tmp_path):
     assert (config.mesh.pp, config.mesh.dp, config.mesh.tp) == (1, 1, 1)
     config = evaluation_config(step, Launch(0, 8, 0), file=str(tmp_path / "ds.json")).resolve(8)
     assert config.pipeline.schedule == "interleaved" and config.mesh.tp == 2
-
-
-def test_the_newest_checkpoint_of_a_run(alone):
-    (step,) = find_checkpoints(alone[0])
-    assert checkpoint_in(alone[0]) == checkpoint_in(alone[0] / "checkpoints") == step

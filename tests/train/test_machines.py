@@ -112,7 +112,7 @@ def test_two_nodes_whose_ranks_are_dealt_out_in_turn(tmp_path):
         assert f"{tmp_path}/apart/node1/runs on node1 (rank 1) is not" in refused["apart"]
         assert "rank 0 on node0 writes to" in refused["apart"]
         if late:
-            assert f"rank {rank} on node{rank % 2} has waited for 30m00s" in late
+            assert f"rank {rank} on node{rank % 2} has waited for 0:30:00" in late
             assert "parallel3d prepare" in late
     # The one that is late has nothing to wait for.
     assert any(late for *_, late in results) and not results[0][-1]

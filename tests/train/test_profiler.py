@@ -1,8 +1,6 @@
 """What `train.profile` writes: traces of real ranks on one clock, that tell what really ran."""
 
 import json
-import math
-import re
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -10,14 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch import draw as launch_draw
 from parallel3d.config.parallel3d_block import ProfileConfig
 from parallel3d.mesh.mesh import Peers
 from parallel3d.schedule.draw import spans_from_json
 from parallel3d.schedule.schedule import Action, add_sharding
 from parallel3d.schedule.schedules import make_schedule
-from parallel3d.train import profiler, timeline
-from parallel3d.train.ending import BAD_INPUT, DONE, STOPPED
+from parallel3d.train import profiler
+from parallel3d.train.ending import DONE, STOPPED
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
 from tests.train.test_trainer import on_mesh, raw, run_on_rank, stop_in_step_two  # noqa: F401
@@ -44,9 +41,7 @@ def written(tmp_path_factory):
     """The folder of a profiled training on two ranks, and the events of its timeline."""
     run = tmp_path_factory.mktemp("profiled")
     run_locally(profile_on_rank, 2, str(run))
-    assert timeline.merge(run / "profile") == (run / "profile" / "timeline.json", [])
-    merged = json.loads((run / "profile" / "timeline.json").read_text())
-    return run / "profile", merged["traceEvents"]
+    return run / "profile", events_in(run / "profile")
 
 
 def own(events, rank):
@@ -67,41 +62,29 @@ def test_a_lane_for_each_rank_with_its_steps_and_actions(written):
         for first in (0, 1 + len(program)):
             (_, begin, end), *inside = spans[first : first + 1 + len(program)]
             assert begin - SLACK <= inside[0][1] and inside[-1][2] <= end + SLACK
-            assert all(a[2] <= b[1] + 0.01 for a, b in pairwise(inside))
+            assert all(a[2] <= b[1] + 1 for a, b in pairwise(inside))
     assert min(begin for rank in (0, 1) for _, begin, _ in own(events, rank)) == 0
 
 
-def test_each_event_is_on_a_named_lane_of_its_rank(written):
-    _, events = written
-    lanes = set()
-    for event in events:
-        assert event["pid"] in (0, 1) and isinstance(event["tid"], int)
-        if event["ph"] == "X":
-            assert math.isfinite(event["ts"]) and event["dur"] >= 0
-            lanes.add((event["pid"], event["tid"]))
-    assert len(lanes) >= 4  # ours and torch's of two ranks
-    assert {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"} == lanes
-    ids = {(e["pid"], e["id"].split(".")[0]) for e in events if "id" in e}
-    assert ids == {(0, "0"), (1, "1")}
-
-
-def test_the_clocks_of_spans_and_of_torch_agree(written):
-    """Autograd works within our backwards alone, and in each; matrices are multiplied in each F."""
-    _, events = written
+def test_torch_s_trace_has_each_action_with_its_work(written):
+    """Autograd works within our backwards alone; matrices are multiplied in each forward."""
+    folder, events = written
     for rank in (0, 1):
-        computes = [(n, *times) for n, *times in own(events, rank) if re.search("[0-9][FB]", n)]
+        trace = json.loads((folder / f"rank-{rank}.json").read_text())["traceEvents"]
+        trace = [event for event in trace if event["ph"] == "X"]
+        ranges = [e for e in trace if e["cat"] == "user_annotation" and e["name"][0].isdigit()]
+        actions = [name for name, *_ in own(events, rank) if not name.startswith("step")]
+        assert [event["name"] for event in ranges] == actions
         for kind, mark in (("F", "aten::mm"), ("B", "autograd::engine::evaluate_function")):
-            spans = [(*times,) for name, *times in computes if Action.parse(name).op == kind]
-            middles = [
-                event["ts"] + event["dur"] / 2
-                for event in events
-                if (event["ph"], event["pid"]) == ("X", rank) and event["name"].startswith(mark)
+            spans = [
+                (event["ts"], event["ts"] + event["dur"])
+                for event in ranges
+                if Action.parse(event["name"]).op == kind
             ]
-            assert all(any(a < middle < b for middle in middles) for a, b in spans), (rank, kind)
+            at = [event["ts"] for event in trace if event["name"].startswith(mark)]
+            assert all(any(a <= middle <= b for middle in at) for a, b in spans), (rank, kind)
             if kind == "B":
-                assert all(
-                    any(a - SLACK < middle < b + SLACK for a, b in spans) for middle in middles
-                )
+                assert all(any(a <= middle <= b for a, b in spans) for middle in at)
 
 
 def sent_before_used(events, ranks):
@@ -133,13 +116,8 @@ def test_the_clocks_of_the_ranks_agree(written):
 def test_files_of_each_rank_and_of_the_last_step(written):
     directory, events = written
     files = {path.name for path in directory.iterdir()}
-    drawn = {"timeline.json", "timeline.svg", "spans.json", "lanes.json"}
+    drawn = {"timeline.json", "timeline.svg", "spans.json"}
     assert files == {"rank-0.json", "rank-1.json", *drawn}
-    for rank in (0, 1):
-        trace = json.loads((directory / f"rank-{rank}.json").read_text())
-        products = [e for e in trace["traceEvents"] if e["name"] == "aten::mm"]
-        merged = [e for e in events if e["pid"] == rank and e["name"] == "aten::mm"]
-        assert len(products) == len(merged) > 0
     schedule, spans = spans_from_json(json.loads((directory / "spans.json").read_text()))
     made = add_sharding(make_schedule("v_shape", 2, 3, 2), "per_microbatch", True)
     assert schedule == made
@@ -155,35 +133,29 @@ def test_another_nodes_clock_is_set_by_the_barriers(monkeypatch):
     """Ranks 0 and 1 share a clock, although they leave barriers apart; rank 2's is 5 s ahead."""
 
     def gather(text, aside):
-        mine = json.loads(text)
-        far = [end + 5 for end in mine["ends"]]
+        clock, ends, *mine = json.loads(text)
+        far = [end + 5 for end in ends]
         far[0] += 60  # one barrier after which the node was slow
-        late = [end + 0.5 for end in mine["ends"]]
-        others = [
-            {"ends": late},
-            {"ends": far, "clock": "another"},
-            {"ends": [], "clock": "another"},
-        ]
-        return [text, *(json.dumps(mine | other) for other in others)]
+        others = [[clock, [end + 0.5 for end in ends]], ["another", far], ["another", []]]
+        return [text, *(json.dumps([*other, *mine]) for other in others)]
 
     mesh = SimpleNamespace(
         barrier=lambda: None, coords=(0, 0, 0), gather_texts=gather, rank=0,
         replicas=Peers(None, 1, 0),
     )  # fmt: skip
     recorder = profiler.Profiler(ProfileConfig(start=0), mesh, None, run=Path("nowhere"))
-    seen = timeline.Step(0, 100.0, 102.0, 100.5, [("0F0", 0.0, 1.0)])
+    seen = profiler.Step(0, 100.0, 102.0, [("0F0", 100.5, 101.5)])
     recorder._steps = [seen]
     lanes = recorder._gather()
     assert [lane.ahead for lane in lanes] == pytest.approx([0, 0, 5, 5], abs=1e-4)
-    assert lanes[2].spans(0)[0].start == pytest.approx(95.5, abs=1e-4)
+    assert lanes[2].spans()[0].start == pytest.approx(95.5, abs=1e-4)
 
 
 def profile_chosen_ranks(rank, folder, ranks):
-    """Profile one step on a mesh of 1 x 2 x 2; the run must not read a trace of torch."""
+    """Profile one step on a mesh of 1 x 2 x 2."""
     trainer = Trainer(Case(mesh=(1, 2, 2), microbatches=1, steps=1))
     chosen = ProfileConfig(start=0, ranks=ranks)
     recorder = profiler.Profiler(chosen, trainer.mesh, trainer.executor, run=Path(folder))
-    timeline.merge = lambda folder: pytest.fail("traces are merged within a step")
     (batch,) = trainer.batches()
     with recorder.step(0):
         trainer.executor.run(batch, 0)
@@ -196,7 +168,7 @@ def events_in(profile):
 
 
 @pytest.mark.parametrize("ranks", ["auto", pytest.param("all", marks=pytest.mark.slow), [3]])
-def test_chosen_ranks_are_profiled_and_merged_by_a_command(tmp_path, ranks, monkeypatch, capsys):
+def test_chosen_ranks_are_profiled(tmp_path, ranks):
     """By default one of each pipeline and tensor coordinate: those of dp 0."""
     dp_coords, has_trace = zip(
         *run_locally(profile_chosen_ranks, 4, str(tmp_path), ranks), strict=True
@@ -207,26 +179,7 @@ def test_chosen_ranks_are_profiled_and_merged_by_a_command(tmp_path, ranks, monk
     folder = tmp_path / "profile"
     traces = {path.name for path in folder.glob("rank-*.json")}
     assert traces == {f"rank-{rank}.json" for rank in expected}
-    before = events_in(folder)
-    assert {event["pid"] for event in before} == set(expected)
-    assert not any(event["name"] == "aten::mm" for event in before)
-    lost = expected[-1]
-    if ranks == "all":  # its node has a disk of its own
-        (folder / f"rank-{lost}.json").unlink()
-    monkeypatch.setattr("sys.argv", ["draw.py", "--merge", str(folder)])
-    assert launch_draw.main() == DONE
-    printed = capsys.readouterr().err
-    assert (f"rank-{lost}.json is not in" in printed) == (ranks == "all")
-    after = events_in(folder)
-    assert after[: len(before)] == before
-    with_torch = {event["pid"] for event in after if event["name"] == "aten::mm"}
-    assert with_torch == set(expected) - ({lost} if ranks == "all" else set())
-
-
-def test_a_folder_that_is_no_profile_is_one_message(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["draw.py", "--merge", str(tmp_path)])
-    assert launch_draw.main() == BAD_INPUT
-    assert "use the folder runs/NAME/profile" in capsys.readouterr().err
+    assert {event["pid"] for event in events_in(folder)} == set(expected)
 
 
 def profiled(raw, steps, start, **run):  # noqa: F811
@@ -236,7 +189,7 @@ def profiled(raw, steps, start, **run):  # noqa: F811
 
 
 def test_the_trainer_profiles_the_steps_that_the_config_names(raw):  # noqa: F811
-    config = profiled(raw, steps=1, start=2, tensorboard=True)
+    config = profiled(raw, steps=1, start=2)
     config["parallel3d"]["train"]["steps"] = 4
     ranks = run_locally(run_on_rank, 2, config)
     directory = ranks[0][1].directory
@@ -244,13 +197,6 @@ def test_the_trainer_profiles_the_steps_that_the_config_names(raw):  # noqa: F81
     events = json.loads((directory / "profile" / "timeline.json").read_text())["traceEvents"]
     for rank in (0, 1):
         assert [n for n, *_ in own(events, rank) if n.startswith("step")] == ["step 2"]
-    # Where TensorBoard's plugin looks, by the names that it knows workers by.
-    board = directory / "tensorboard"
-    (folder,) = {path.parent for path in board.rglob("*.pt.trace.json")}
-    assert folder.parent == board / "plugins" / "profile"
-    traces = {path.name.split(".")[0]: path for path in folder.iterdir()}
-    assert sorted(traces) == ["rank-0", "rank-1"]
-    assert traces["rank-1"].read_bytes() == (directory / "profile" / "rank-1.json").read_bytes()
 
 
 def test_a_run_that_is_stopped_writes_what_was_recorded(raw):  # noqa: F811

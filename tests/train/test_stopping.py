@@ -5,18 +5,14 @@ import os
 import signal
 import subprocess
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from parallel3d.base.errors import TrainingError
-from parallel3d.checkpoint import free_space
 from parallel3d.mesh.pulse import rank as pulse
-from parallel3d.train import stopping
-from parallel3d.train.ending import STOPPED, Ending
-from parallel3d.train.stopping import Stopped, StopRequest
-from parallel3d.train.trainer import Trainer
+from parallel3d.train import ending
+from parallel3d.train.ending import STOPPED, Ending, Stopped, StopRequest
 
 pytestmark = pytest.mark.gloo
 
@@ -44,7 +40,7 @@ def ended(function, seconds):
 @pytest.fixture
 def stop():
     """A request that is held in training, with this process's handlers put back afterwards."""
-    handlers = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in ending.SIGNALS}
     with StopRequest().listening() as request:
         request.hold(None)
         yield request
@@ -73,23 +69,23 @@ def test_a_library_that_computes_is_ended():
                 os._exit(0)
             hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 
-    stopping._GRACE, grace = 0.5, stopping._GRACE
+    ending._GRACE, grace = 0.5, ending._GRACE
     try:
         code, seconds = ended(compute, 60)
     finally:
-        stopping._GRACE = grace
+        ending._GRACE = grace
     assert code == STOPPED and 0.5 < seconds < 30
 
 
 def test_the_end_of_the_deepspeed_command_is_a_request(stop, monkeypatch):
     """Its node's launcher, which is a rank's parent, lives on and passes nothing on."""
-    command = ["sh", "-c", f"sh -c 'echo $$; sleep 60; :' {stopping._DEEPSPEED} & wait"]
+    command = ["sh", "-c", "sh -c 'echo $$; sleep 60; :' deepspeed.launcher.launch & wait"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as started:
         node = int(started.stdout.readline())
         monkeypatch.setattr(os, "getppid", lambda: node)
         with StopRequest().listening() as request:
             request.hold(None)
-            time.sleep(2 * stopping._LOOK)
+            time.sleep(2 * ending._LOOK)
             assert not request.requested
             started.kill()
             started.wait()
@@ -110,7 +106,7 @@ def test_before_training_a_signal_raises_once():
             send()  # the launcher repeats it while things are put in order
             seen.append("in order")
     assert seen == ["in order"] and stop.requested
-    for number in stopping.SIGNALS:
+    for number in ending.SIGNALS:
         signal.signal(number, signal.default_int_handler)
 
 
@@ -122,7 +118,7 @@ class Noisy:
 
 
 def test_what_was_swallowed_before_training_is_raised_when_it_begins():
-    handlers = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in ending.SIGNALS}
     with pytest.raises(Stopped), StopRequest().listening() as stop:
         Noisy()
         assert stop.requested
@@ -132,14 +128,14 @@ def test_what_was_swallowed_before_training_is_raised_when_it_begins():
 
 
 def test_handlers_are_put_back_if_nobody_asked():
-    before = [signal.getsignal(number) for number in stopping.SIGNALS]
+    before = [signal.getsignal(number) for number in ending.SIGNALS]
     with StopRequest().listening():
         assert signal.getsignal(signal.SIGTERM) != before[1]
-    assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
+    assert [signal.getsignal(number) for number in ending.SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
 
 
-@pytest.mark.parametrize("number", stopping.SIGNALS)
+@pytest.mark.parametrize("number", ending.SIGNALS)
 def test_in_training_a_signal_waits_for_the_step(stop, number):
     assert stop.flags() == [0.0, 0.0]
     send(number)
@@ -225,28 +221,3 @@ def test_the_files_are_seen_by_one_rank_and_taken_away_when_done(tmp_path, monke
     one.finished()
     other.finished()
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("step", "save", "warned"), [(1, 18.5, False), (1, 19.5, True), (21, 0, True)]
-)
-def test_a_step_and_a_save_that_take_long_are_said(step, save, warned):
-    said = []
-    trainer = SimpleNamespace(
-        saver=SimpleNamespace(expected_seconds=lambda: save),
-        _say=said.append,
-    )
-    Trainer._warn_if_slow(trainer, float(step))
-    assert len(said) == warned
-    if warned:
-        assert f"a step took {step} s" in said[0] and "STOP" in said[0]
-
-
-def test_a_trial_tells_how_long_a_save_takes(tmp_path, monkeypatch):
-    # A disk that takes half a second for each trial file.
-    sync, clock = free_space.os.fsync, [0.0]
-    monkeypatch.setattr(free_space.os, "fsync", lambda file: (sync(file), clock.append(0.5)))
-    monkeypatch.setattr(free_space.time, "perf_counter", lambda: sum(clock))
-    assert free_space.seconds_to_write(tmp_path, 2**20) == 0  # too little to be worth a trial
-    assert free_space.seconds_to_write(tmp_path, 10 * free_space._PROBE) == 5
-    assert list(tmp_path.iterdir()) == []

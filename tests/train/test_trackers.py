@@ -2,7 +2,6 @@
 
 import csv
 import errno
-import os
 import resource
 import signal
 import sys
@@ -140,19 +139,17 @@ def test_wandb_is_called_as_deepspeed_and_as_the_list_mean_it(tmp_path, installe
     assert fake.options("init")["project"] == "parallel3d"
 
 
-def test_comet_gets_a_metric_once_in_so_many_samples_and_its_key_is_not_written(
-    tmp_path, installed
-):
+def test_comet_is_called_as_deepspeed_means_it_and_its_key_is_not_written(tmp_path, installed):
     fake = installed("comet_ml")
-    block = {"enabled": True, "project": "p", "api_key": "secret", "samples_log_interval": 16}
+    block = {"enabled": True, "project": "p", "api_key": "secret"}
     running = started(tmp_path, comet=block | {"experiment_name": "e", "online": False})
-    for step in range(1, 6):  # of 8 samples each
-        running.log({"loss": float(step), "tokens": step * 8 * 128}, step)
+    for step in (1, 2):
+        running.log({"loss": float(step)}, step)
     running.finish()
     assert fake.options("start") == {"project_name": "p", "api_key": "secret", "online": False}
     assert ("set_name", ("e",), {}) in fake.calls
     logged = [options["step"] for name, _, options in fake.calls if name == "log_metric"]
-    assert logged == [1, 1, 3, 3, 5, 5]  # each of two metrics
+    assert logged == [1, 2]
     assert "secret" not in str(config_of(comet=block).to_dict())
     assert "secret" not in str(fake.calls[1:])
 
@@ -259,19 +256,14 @@ def test_csv_rows_stay_where_the_disk_is_full_at_the_start(tmp_path, monkeypatch
 
 
 def test_a_full_disk_of_tensorboard_is_one_message(tmp_path):
-    """Its writer is a thread, whose error must not be a traceback; a save may fail with it."""
-    [(said, printed)] = run_locally(log_to_a_full_disk, 1, tmp_path)
-    assert "Traceback" not in printed, printed
-    (line,) = said
+    [(line,)] = run_locally(log_to_a_full_disk, 1, tmp_path)
     assert "tensorboard failed at step" in line and "File too large" in line
 
 
 def log_to_a_full_disk(rank, folder):
-    """What the trackers say, and what else comes to standard error."""
+    """What the trackers say."""
     words = ["--parallel3d.run.tensorboard", "true", "--mesh.dp", "1"]
     config, said = RunConfig.from_json("ds.json", words).resolve(1), []
-    read, write = os.pipe()
-    os.dup2(write, 2)
     own = Trackers(config, folder, step=0, say=said.append)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
@@ -279,8 +271,7 @@ def log_to_a_full_disk(rank, folder):
         own.log({"loss": 1.0}, step)
         time.sleep(0.1 * (not said))
     own.finish()
-    os.write(2, b"end")
-    return said, os.read(read, 2**16).decode()
+    return said
 
 
 def test_every_name_of_the_list_is_a_tracker(tmp_path, monkeypatch):

@@ -24,8 +24,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
 from parallel3d.train import known_hardware
 from parallel3d.train import trainer as trainer_module
-from parallel3d.train.ending import DONE
-from parallel3d.train.stopping import STOPPED, StopRequest
+from parallel3d.train.ending import DONE, STOPPED, StopRequest
 from parallel3d.verify.local_ranks import run_locally
 from tests.train.held_out import check_losses
 from tests.train.running import claim_on_first
@@ -119,7 +118,7 @@ def run_on_rank(rank, raw, disturb=None, *details):
             raise  # nothing of this is meant to fail before it trains
         ended = error if isinstance(error, TrainingError) else str(error)
     took = time.monotonic() - start
-    claimed and claimed.release()
+    claimed and claimed.lock.release()
     result = seen["run"][0][2] if seen["run"] else None
     timeouts = [(steps, seconds) for steps, (seconds,), _ in seen["set_timeouts"]]
     return ended, Seen(result, Path(config.run.directory, config.run.name), timeouts, took)

@@ -11,6 +11,6 @@ the rank is stopped or while native code holds the interpreter's lock, which is 
 - The sentries report to the arbiter (`arbiter`), which runs in rank 0's sentry: one small message
   every two seconds from each rank, over its own connection (`listener`), independent of gloo,
   NCCL and the store.
-- The outcome returns over the same connections, and a thread of each rank (`train/stopping`) ends
+- The outcome returns over the same connections, and a thread of each rank (`train/ending`) ends
   the rank.
 """
