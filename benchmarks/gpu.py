@@ -205,7 +205,7 @@ def main() -> None:
     world = Launch.from_environment().world_size
     mesh = Mesh(1, world // args.tp, args.tp)
     dtype = torch.float32 if mesh.device.type == "cpu" else torch.bfloat16
-    peak = measure_peak_flops(mesh.device, dtype)
+    peak = measure_peak_flops(mesh.device, dtype, seconds=2.0)
     say({"device": describe(mesh.device), "torch": torch.__version__, "peak_flops": peak}, mesh)
     switches = SWITCHES | (ACROSS if args.tp > 1 else {})
     for model in args.models:

@@ -21,12 +21,12 @@ import torch
 from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.traffic import Traffic
 from parallel3d.model.spec import LayerSpec, Shape
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.plan.setting import BYTES
 from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
-from tests.traffic import Traffic
 
 KINDS = ("weights", "gradients", "activations", "tensor", "rest")
 CHOICES = (  # ZeRO stage, schedule, stages a rank, pipeline.weights

@@ -11,6 +11,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.traffic import Traffic
+from parallel3d.mesh.traffic import Traffic
 
 HIDDEN, LAYERS, HEADS, VOCAB, SEQ = 256, 8, 8, 8192, 256
 MICRO, GLOBAL = 4, int(os.environ.get("PEERS_BATCH", "64"))  # sequences
@@ -163,7 +164,8 @@ def compete(
         cpus.append(time.process_time() - cpu)
         losses.append(None if loss is None else float(loss))
     above = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - after_imports
-    with Traffic(None) as traffic:
+    names: Any = SimpleNamespace(name_of=lambda group: group.group_name)
+    with Traffic(names) as traffic:
         step(*batch(99, dp_coord, dp))
     moved: dict[str, int] = {}
     for calls in traffic.calls:

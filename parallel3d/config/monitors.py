@@ -75,14 +75,14 @@ class CometConfig(Switched):
 
 
 class FlopsProfilerConfig(Switched):
-    """A table of FLOPs after one step: parallel3d's own count, as used for MFU."""
+    """A line with the FLOPs of one step: parallel3d's own count, as used for MFU."""
 
     profile_step: int = Field(default=1, gt=0)
-    """Step after which the table is printed, counted from 1."""
+    """Step after which the line is printed, counted from 1."""
     detailed: bool = True
-    """Print a row per kind of layer; false prints totals only."""
+    """No effect: `parallel3d plan` shows the parts of a step."""
     output_file: PathText | None = None
-    """File for the table; null prints it."""
+    """No effect: the line is printed."""
 
 
 class CommsLoggerConfig(Switched):

@@ -92,9 +92,9 @@ class RunConfig(Section):
     wall_clock_breakdown: bool = False
     """Print how a step's time divides up, every steps_per_print steps."""
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
-    """No effect."""
+    """FLOPs of one step."""
     comms_logger: CommsLoggerConfig = CommsLoggerConfig()
-    """No effect."""
+    """Table of one step's communication, by group."""
     tensorboard: TensorBoardConfig = TensorBoardConfig()
     """TensorBoard files in output_path; parallel3d.run.trackers writes them to the run's folder."""
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()

@@ -172,6 +172,20 @@ class Mesh:
         peers: Peers = getattr(self, role)
         return peers
 
+    def name_of(self, group: dist.ProcessGroup) -> str:
+        """Return the axis along which `group` varies, "ends" (a tied weight's owners) or "other".
+
+        An axis that holds every rank is called "pp=world", because the two groups are one.
+        """
+        name = group.group_name
+        if name == self._backward.group_name:
+            name = self.pipeline.group.group_name
+        names = [own for own, known in self._groups.items() if known.group_name == name]
+        if "world" in names[1:] and names[0] in AXES:
+            return f"{names[0]}=world"
+        pairs = [known.group_name for known in self._pairs.values() if known is not None]
+        return names[0] if names else "ends" if name in pairs else "other"
+
     @property
     def backend(self) -> str:
         """The collective library: "gloo" or "nccl" ("strict" and "fake" in tests)."""

@@ -1,6 +1,8 @@
 """Observers of steps: profiles of chosen ones on chosen ranks, and the parts of their times.
 
-DeepSpeed's own profilers do not see the pipeline's actions and microbatches.
+The statistics are selected by DeepSpeed's settings: `wall_clock_breakdown` prints the parts of a
+step's time, `flops_profiler` the FLOPs of a step, `comms_logger` the calls and bytes of a step by
+group. DeepSpeed's own profilers do not see the pipeline's actions and microbatches.
 
 Profiles are files in `<run>/profile/`:
 
@@ -20,6 +22,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -33,6 +36,7 @@ from parallel3d.config.parallel3d_block import ProfileConfig
 from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import machine_of_this_process
+from parallel3d.mesh.traffic import Traffic
 from parallel3d.pipeline.clock import timing
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule import draw
@@ -188,20 +192,36 @@ class StepWatch:
     ) -> None:
         self._config, self._mesh, self._parts, self._say = config, mesh, parts, say
         self._sums, self._steps = dict.fromkeys(PARTS, 0.0), 0
+        self._first: int | None = None
+        self._counted = self._profiled = False
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Observe the step in the block, counted from 0; collective if it prints."""
-        if not self._config.wall_clock_breakdown:
-            yield
-            return
+        if self._first is None:
+            self._first = number
+        logger, last = self._config.comms_logger, number + 1 == self._config.num_steps
+        # Skip the first step, in which DeepSpeed also records the order of the modules.
+        count = logger.enabled and not self._counted and (number > self._first or last)
+        chosen = () if logger.prof_all else logger.prof_ops
+        traffic = Traffic(self._mesh, chosen) if count else None
         began = time.perf_counter()
-        with timing(self._parts.executor, self._parts.engine):
+        times = self._config.wall_clock_breakdown
+        timed = (self._parts.executor, self._parts.engine) if times else ()
+        with traffic or nullcontext(), timing(*timed):
             yield
-        self._add(time.perf_counter() - began)
-        is_last = number + 1 == self._config.num_steps
-        if is_last or (number + 1) % self._config.steps_per_print == 0:
-            self._show_times(number + 1)
+        step_seconds = time.perf_counter() - began
+        if times:
+            self._add(step_seconds)
+            if last or (number + 1) % self._config.steps_per_print == 0:
+                self._show_times(number + 1)
+        if traffic:
+            self._counted = True
+            self._show_traffic(number + 1, traffic)
+        flops = self._config.flops_profiler
+        if flops.enabled and not self._profiled and number + 1 >= flops.profile_step:
+            self._profiled = True
+            self._show_flops(number + 1, step_seconds)
 
     def _add(self, step_seconds: float) -> None:
         executor, seconds = self._parts.executor, dict.fromkeys(PARTS, 0.0)
@@ -230,3 +250,31 @@ class StepWatch:
             over = f"mean of {self._steps}"
             self._say(f"time    step {step}, {place}{over}: {sum(means):.1f} ms = {words}")
         self._sums, self._steps = dict.fromkeys(PARTS, 0.0), 0
+
+    def _show_traffic(self, step: int, traffic: Traffic) -> None:
+        """Print the traffic of the first rank of each stage; its other ranks do the same."""
+        mesh = self._mesh
+        is_first = mesh.replicas.coord == mesh.tensor.coord == 0
+        calls = [asdict(c) for c in traffic.calls]
+        everyone = gather_json(mesh, [mesh.pipeline.coord, calls] if is_first else None)
+        self._say(f"comms   step {step}, one rank of each stage; MiB of full messages")
+        self._say("        pp  group     ranks  operation       calls          MiB")
+        for pp, calls in filter(None, everyone):
+            for c in calls:
+                self._say(
+                    f"        {pp:<3} {c['group']:<9} {c['ranks']:>5}  "
+                    f"{c['operation']:<14} {c['calls']:>6,} {c['bytes'] / 2**20:>12,.4g}"
+                )
+            if not calls:
+                self._say(f"        {pp:<3} none: every group has one rank")
+
+    def _show_flops(self, step: int, seconds: float) -> None:
+        parts = self._parts
+        count = parts.executor.schedule.num_microbatches
+        flops = parts.flops_per_token * parts.shape.tokens * count * self._mesh.samples.size
+        rate = flops / seconds / self._mesh.world.size / 1e12
+        self._say(
+            f"flops   step {step}: {flops / 1e12:,.4g} TFLOP in {seconds:.3g} s, {rate:,.4g} "
+            f"TFLOP/s per device; a token: {parts.flops_per_token / 1e6:,.4g} MFLOP (parallel3d's "
+            "own count, as for MFU: matrix products and full attention, without recomputation)"
+        )

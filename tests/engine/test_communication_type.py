@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from parallel3d.mesh.traffic import Traffic
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
-from tests.traffic import Traffic
 
 pytestmark = pytest.mark.gloo
 

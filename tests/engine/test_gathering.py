@@ -6,11 +6,11 @@ from math import prod
 import pytest
 import torch
 
+from parallel3d.mesh.traffic import Traffic
 from parallel3d.schedule.action import Op
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer, measure
 from tests.schedule.blocking import most_gathered
-from tests.traffic import Traffic
 
 pytestmark = pytest.mark.gloo
 

@@ -10,6 +10,7 @@ from parallel3d.engine import EngineSettings
 from parallel3d.engine.muon import orthogonalise
 from parallel3d.engine.selftest import self_test
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.traffic import Traffic
 from parallel3d.model import optimizers
 from parallel3d.model.optimizers import MATRIX
 from parallel3d.plan.setting import Setting
@@ -20,7 +21,6 @@ from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import microbatches
 from tests.cases import Case
 from tests.plan.settings import A100
-from tests.traffic import Traffic
 from tests.verify.measuring import batches
 
 pytestmark = pytest.mark.gloo

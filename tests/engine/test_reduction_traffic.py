@@ -7,9 +7,9 @@ for each rank. Which is faster is for GPUs to show: benchmarks/gpu.py has both.
 import pytest
 
 from benchmarks.gpu import SWITCHES
+from parallel3d.mesh.traffic import Traffic
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case, Trainer
-from tests.traffic import Traffic
 
 pytestmark = pytest.mark.gloo
 

@@ -9,13 +9,13 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d.data.deal import deal
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.traffic import Traffic
 from parallel3d.tensor.dealt import at_once, block_mask
 from parallel3d.tensor.documents import attend_documents
 from parallel3d.tensor.dropout import Dropout, RandomKey
 from parallel3d.tensor.segments import Segments
 from parallel3d.verify.local_ranks import run_locally
 from tests.counting import Counting
-from tests.traffic import Traffic
 
 pytestmark = pytest.mark.gloo
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from parallel3d.mesh.mesh import Mesh
+from parallel3d.mesh.traffic import Traffic
 from parallel3d.tensor import experts as experts_module
 from parallel3d.tensor.cut import cut_of
 from parallel3d.tensor.experts import Experts, _grouped_linear, grouped_product
 from parallel3d.verify.local_ranks import run_locally
 from tests.models.test_layer_memory import release
-from tests.traffic import Traffic
 
 pytestmark = pytest.mark.gloo
 

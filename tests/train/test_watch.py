@@ -1,4 +1,4 @@
-"""wall_clock_breakdown on real ranks: figures recomputed."""
+"""wall_clock_breakdown, flops_profiler and comms_logger on real ranks: figures recomputed."""
 
 import re
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
 from parallel3d.schedule.action import Action, Span
 from parallel3d.train.profiler import StepWatch
-from tests.config.styles import corpus_in, filled
+from tests.config.styles import SIZES, corpus_in, filled
 from tests.train.running import start
 
 pytestmark = pytest.mark.gloo
@@ -27,14 +27,14 @@ def said(tmp_path_factory):
         "gradient_accumulation_steps": MICROBATCHES,
         "steps_per_print": EVERY,
         "wall_clock_breakdown": True,
-        "flops_profiler": {"enabled": True},  # taken, without effect
+        "flops_profiler": {"enabled": True, "profile_step": 2},
         "comms_logger": {"enabled": True},
         "zero_optimization": {"stage": 0},
     }
     raw.pop("train_batch_size", None)
     ranks = start(raw, (2, 1, 1))
     assert [(ended.code, ended.error) for ended in ranks] == [(0, "")] * 2
-    assert not any(line.startswith("time") for line in ranks[1].said)
+    assert not any(line.startswith(("time", "comms", "flops")) for line in ranks[1].said)
     corpus = prepare(RunConfig.from_dict(raw).data)
     return RunConfig.from_dict(raw).resolve(2).with_vocab_size(corpus.vocab_size), ranks[0].said
 
@@ -65,3 +65,35 @@ def test_a_reduction_among_the_actions_is_no_waiting():
     assert watch._sums == {
         "forward": 1, "backward": 2, "waiting": 4, "reduction": 3 + 1, "optimizer": 0.5, "rest": 0.5
     }  # fmt: skip
+
+
+def test_calls_and_bytes_are_those_of_the_schedule(said):
+    """Each microbatch sends [batch, seq, hidden] in fp32 once each way; the tied embedding is
+    summed over its two owners once a step."""
+    config, lines = said
+    at = next(i for i, line in enumerate(lines) if line.startswith("comms"))
+    assert "step 2, one rank of each stage" in lines[at]
+    table = {}
+    for line in lines[at + 2 :]:
+        if not re.match(r" +\d ", line):
+            break
+        pp, group, ranks, operation, calls, size = line.split()
+        table[int(pp), group, operation] = int(ranks), int(calls), float(size)
+    message = 2 * SIZES["sequence_length"] * SIZES["hidden_size"] * 4 * MICROBATCHES / 2**20
+    embedding = config.model.vocab_size * SIZES["hidden_size"] * 4 / 2**20
+    for pp in (0, 1):
+        for operation in ("send", "receive"):
+            ranks, calls, size = table[pp, "pp=world", operation]
+            assert (ranks, calls) == (2, MICROBATCHES)
+            assert size == pytest.approx(message, rel=1e-3)
+        ranks, calls, size = table[pp, "ends", "all_reduce"]
+        assert (ranks, calls) == (2, 1) and size == pytest.approx(embedding, rel=1e-3)
+
+
+def test_flops_are_our_own_count_and_say_so(said):
+    config, lines = said
+    (line,) = (line for line in lines if line.startswith("flops"))
+    assert "parallel3d's own count" in line and "TFLOP/s per device" in line
+    per_token = float(re.search(r"([\d.]+) MFLOP", line)[1]) * 1e6
+    expected = models.train_flops_per_token(config.model, config.data.sequence_length)
+    assert per_token == pytest.approx(expected, rel=1e-3)

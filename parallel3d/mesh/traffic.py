@@ -1,4 +1,4 @@
-"""Counts the calls and bytes that a rank communicates, by group."""
+"""Counts the calls and bytes that this rank communicates, by group (floor 1)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel3d.base.mesh_sizes import AXES
 from parallel3d.mesh.mesh import Mesh
 
 # Parts of torch's operator names, tried in this order, and the names of the operations.
@@ -48,7 +47,7 @@ class Traffic(TorchDispatchMode):
     all if empty.
     """
 
-    def __init__(self, mesh: Mesh | None, operations: Sequence[str] = ()) -> None:
+    def __init__(self, mesh: Mesh, operations: Sequence[str] = ()) -> None:
         super().__init__()
         self._mesh, self._operations = mesh, operations
         self._calls: dict[tuple[str, str], Calls] = {}
@@ -57,23 +56,6 @@ class Traffic(TorchDispatchMode):
     def calls(self) -> list[Calls]:
         """The counted operations, by group and kind, sorted by bytes in descending order."""
         return sorted(self._calls.values(), key=lambda c: -c.bytes)
-
-    def _name_of(self, group: dist.ProcessGroup) -> str:
-        """Return the axis along which `group` varies, "ends" (a tied weight's owners) or "other".
-
-        An axis that holds every rank is called "pp=world", because the two groups are one. Without
-        a mesh it is torch's name of the group.
-        """
-        name, mesh = group.group_name, self._mesh
-        if mesh is None:
-            return name
-        if name == mesh._backward.group_name:
-            name = mesh.pipeline.group.group_name
-        names = [own for own, known in mesh._groups.items() if known.group_name == name]
-        if "world" in names[1:] and names[0] in AXES:
-            return f"{names[0]}=world"
-        pairs = [known.group_name for known in mesh._pairs.values() if known is not None]
-        return names[0] if names else "ends" if name in pairs else "other"
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None
@@ -89,7 +71,7 @@ class Traffic(TorchDispatchMode):
         is_left_out = self._operations and operation not in self._operations
         if group is None or group.size() == 1 or is_left_out:
             return
-        name = self._name_of(group)
+        name = self._mesh.name_of(group)
         calls = self._calls.setdefault((name, operation), Calls(name, group.size(), operation))
         calls.calls += 1
         calls.bytes += max(map(_num_bytes, args))
