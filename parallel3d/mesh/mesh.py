@@ -381,11 +381,8 @@ class Mesh:
             self.barrier()
 
     def picture(self) -> str:
-        """Return the mesh as text: its ranks by pp, dp and tp coordinate, and cp if it is used."""
-        sizes = MeshSizes(*self._grid.shape)
-        grid = self._grid.numpy().reshape(*sizes.shown.values())
-        ranks = np.array2string(grid, threshold=64, edgeitems=1).replace("\n\n", "\n")
-        return f"mesh {sizes.label} = {sizes.ranks} ranks\n{ranks}"
+        """Return the mesh as text: a column per pipeline coordinate, a row per dp coordinate."""
+        return draw_mesh(self._grid.tolist())
 
     def close(self) -> None:
         """Leave the process group; otherwise torch ends the process with an abort.
@@ -414,3 +411,46 @@ def _wait(work: dist.Work) -> None:
 def _bytes_of(text: str) -> torch.Tensor:
     """Return the bytes of a text, uint8 on the host."""
     return torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
+
+
+_LIMIT = 8  # rows and columns shown; a longer axis shows only its ends
+
+
+def draw_mesh(grid: Sequence[Sequence[Sequence[Sequence[int]]]]) -> str:
+    """Draw the ranks `grid[pp][dp][cp][tp]`: a column for each pp coordinate, a row for each dp.
+
+    A cell holds the tp groups of its cp coordinates.
+    """
+    sizes = MeshSizes(len(grid), len(grid[0]), len(grid[0][0]), len(grid[0][0][0]))
+    columns, rows = _shown(sizes.pp), _shown(sizes.dp)
+    table = [["", *("" if p is None else f"pp {p}" for p in columns)]]
+    for d in rows:
+        cells = ["·" if p is None or d is None else _cell(grid[p][d]) for p in columns]
+        table.append(["" if d is None else f"dp {d}", *cells])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [f"mesh {sizes.label} = {sizes.ranks} rank{'s'[: sizes.ranks > 1]}"]
+    for i, row in enumerate(table):
+        label, *cells = (f"{cell:^{width}}" for cell, width in zip(row, widths, strict=True))
+        lines.append(f"  {label}  {(' → ' if i else '   ').join(cells)}".rstrip())
+    legend = (
+        "→ pp cuts the layers",
+        "rows: dp cuts the batch",
+        "cells: cp cuts the tokens",
+        "[ ] tp cuts the matrices",
+    )
+    notes = [text for text, size in zip(legend, sizes, strict=True) if size > 1]
+    return "\n".join([*lines, "  " + "   ".join(notes)] if notes else lines)
+
+
+def _shown(size: int) -> list[int | None]:
+    """Return the coordinates of an axis to print; None stands for those that are left out."""
+    return list(range(size)) if size <= _LIMIT else [*range(_LIMIT - 2), None, size - 1]
+
+
+def _cell(groups: Sequence[Sequence[int]]) -> str:
+    shown = groups if len(groups) <= 2 else (groups[0], groups[-1])
+    return (" " if len(groups) <= 2 else " .. ").join(map(_tp_group, shown))
+
+
+def _tp_group(ranks: Sequence[int]) -> str:
+    return f"[{' '.join(map(str, ranks))}]" if len(ranks) <= 4 else f"[{ranks[0]}..{ranks[-1]}]"

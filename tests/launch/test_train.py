@@ -91,7 +91,7 @@ def test_the_readme_command_trains_the_mesh(place, alone, dp, tp):
     assert other["held_out_loss"] == pytest.approx(one["held_out_loss"], rel=1e-4)
     # What every rank knows is said once.
     for text in (
-        f"mesh pp 2 × dp {dp} × tp {tp} = {2 * dp * tp} ranks\n[[[0",
+        "[0]  → [1]" if tp == 1 else f"[0 1] → [{2 * dp} {2 * dp + 1}]",
         "corpus  40 documents",
         "step 3/3",
         "training loss",

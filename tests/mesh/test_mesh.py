@@ -1,7 +1,6 @@
 """The mesh on real ranks: coordinates, groups, transfers, time-outs, and how a process is found."""
 
 import os
-import re
 import time
 import warnings
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.mesh.launch import Launch
-from parallel3d.mesh.mesh import ROLES, Mesh
+from parallel3d.mesh.mesh import ROLES, Mesh, draw_mesh
 from parallel3d.tensor.collectives import all_gather_sequence, reduce_scatter_sequence
 from parallel3d.verify.local_ranks import run_locally
 
@@ -119,10 +118,7 @@ def test_places(sizes):
             assert sums == {role: sum(2**r for r in ranks) for role, ranks in groups.items()}
             owners = sorted({int(grid[0, d, c, t]), int(grid[-1, d, c, t])})
             assert ends == (owners if p in (0, size[0] - 1) and len(owners) == 2 else None)
-            picture, *said = said
-            drawn = [int(number) for number in re.findall(r"\d+", picture.partition("\n")[2])]
-            assert drawn == list(range(world)) and picture.count("[[") <= 4
-            assert said == ["gloo", {50}]
+            assert said == (draw_mesh(grid.tolist()), "gloo", {50})
 
 
 def transfers_on_rank(rank):
@@ -279,6 +275,36 @@ def test_launch(environment):
     environment(**SRUN)
     with pytest.raises(ConfigError, match=r"export MASTER_ADDR=\$\(scontrol"):
         Launch.from_environment()
+
+
+PICTURE = """\
+mesh pp 2 × dp 2 × tp 2 = 8 ranks
+        pp 0    pp 1
+  dp 0  [0 1] → [4 5]
+  dp 1  [2 3] → [6 7]
+  → pp cuts the layers   rows: dp cuts the batch   [ ] tp cuts the matrices"""
+
+
+def grid_of(*sizes):
+    return np.arange(np.prod(sizes)).reshape(MeshSizes(*sizes)).tolist()
+
+
+def test_picture():
+    assert draw_mesh(grid_of(2, 2, 2)) == PICTURE
+    assert draw_mesh(grid_of(1, 1, 4, 2)).splitlines()[2:] == [
+        "  dp 0  [0 1] .. [6 7]",
+        "  cells: cp cuts the tokens   [ ] tp cuts the matrices",
+    ]
+    assert (
+        draw_mesh(grid_of(1, 1, 1)) == "mesh pp 1 × dp 1 × tp 1 = 1 rank\n        pp 0\n  dp 0  [0]"
+    )
+
+
+def test_picture_of_a_large_mesh_stays_small():
+    lines = draw_mesh(grid_of(4, 64, 8)).splitlines()
+    assert len(lines) == 2 + 8 + 1
+    assert lines[-2] == "  dp 63  [504..511] → [1016..1023] → [1528..1535] → [2040..2047]"
+    assert max(map(len, lines)) <= 100
 
 
 def gathered_and_scattered_on_rank(rank, samples):
