@@ -27,10 +27,11 @@ from parallel3d.data.cache import cache_root, digest_of, file_digest, is_complet
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.corpus_folder import FORMAT, Recipe, write_facts
 from parallel3d.data.documents import Documents, Skips, find_documents
-from parallel3d.data.ids import flat_arrays, megatron
-from parallel3d.data.ids.id_file import BLOCK, RemoteFiles, is_file, is_url, system_of
+from parallel3d.data.ids import megatron
+from parallel3d.data.ids.id_file import BLOCK
 from parallel3d.data.ids.spans import Spans
 from parallel3d.data.ids.validate import Vocabulary
+from parallel3d.data.remote import is_file, is_url, system_of
 from parallel3d.data.sharded import HEADS, IDS, SHARDS, LostShard, Shard, ShardCache, ShardedTokens
 from parallel3d.data.shards import ShardPlan, fill_shard
 from parallel3d.data.sources import KINDS, Files, Progress, find_files, no_progress
@@ -372,7 +373,6 @@ def _convert_ids(
         bounds=np.concatenate([[0], np.cumsum(lengths)]),
         end_of_text=vocabulary.end_of_text,
         dtype=dtype,
-        remote=RemoteFiles({}, "", None),
     )
     with open(folder / IDS, "wb") as file:
         for first in range(0, len(spans), BLOCK):
@@ -405,8 +405,9 @@ def _shard_paths(section: PartConfig) -> list[list[str]]:
     paths = paths_of(section)
     if section.source == "megatron":
         return [[path, megatron.index_of(path)] for path in paths]
-    beside = flat_arrays.COMPANIONS[:2] if section.source == "datatrove" else ()
-    return [[x, *(f"{x}{end}" for end in beside if is_file(f"{x}{end}"))] for x in paths]
+    if section.source == "datatrove":
+        return [[x, *([f"{x}.index"] if is_file(f"{x}.index") else [])] for x in paths]
+    return [[path] for path in paths]
 
 
 def _entry(files: list[_File], one: _Converted, meta: dict[str, Any]) -> dict[str, object]:

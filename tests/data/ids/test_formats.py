@@ -46,8 +46,7 @@ FORMATS = {
     "datatrove": datatrove(ENDED),
     "datatrove uint32": datatrove(ENDED, "uint32"),
     "datatrove, no ends": datatrove(DOCUMENTS),
-    "datatrove, no metadata": datatrove(ENDED, "uint32", metadata=False),
-    "datatrove, no index": datatrove(ENDED, "uint32", index=False),
+    "datatrove, no index": datatrove(ENDED, index=False),
     "raw": raw(ENDED),
     "raw, the last end missing": raw([*ENDED[:-1], DOCUMENTS[-1]]),
     "numpy": written("tokens", writers.numpys, "a.npy", ENDED, "int64"),
@@ -56,11 +55,11 @@ FORMATS = {
 }
 
 
-def config_of(source, path: Path, **changes) -> DataConfig:
+def config_of(source="tokens", path: Path = Path(), **changes) -> DataConfig:
     settings = {"tokenizer": "none", "vocab_size": SIZE, "end_of_text_id": END}
     settings |= {"held_out_fraction": 0.2, "sequence_length": 8, **changes}
     settings = {"paths": (str(path),), "cache": str(path.parent / "cache"), **settings}
-    return DataConfig(source=source, **settings)
+    return DataConfig(**{"source": source, **settings})
 
 
 def by_hand(documents=DOCUMENTS) -> list[TokenStream]:
