@@ -184,7 +184,8 @@ class DataConfig(SourceConfig):
     """The corpus or mixture, its tokenizer, and how it is cut into samples."""
 
     max_line_bytes: Size = Field(default=64_000_000, gt=0)
-    """Maximum bytes per line of "jsonl"; longer lines are errors (see on_error)."""
+    """Maximum bytes of a line of "jsonl", and of a document by "line" or "blank_line"; longer ones
+    are errors (see on_error)."""
     end_of_text_id: int | None = Field(default=None, ge=0)
     """For token ids: the id that ends a document. null uses the tokenizer's; another id than the
     tokenizer's is an error."""

@@ -45,8 +45,7 @@ def normalise(raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
         )
     blocks = blocks_at(raw, ("", "aio", "zero_optimization", "parallel3d.data"))
     # The config.json of earlier runs has it.
-    if "remote_cache_bytes" in blocks["parallel3d.data"]:
-        del blocks["parallel3d.data"]["remote_cache_bytes"]
+    if blocks["parallel3d.data"].pop("remote_cache_bytes", None) is not None:
         notes.append(
             "parallel3d.data.remote_cache_bytes: removed, has no effect; only streams read URLs"
         )

@@ -212,13 +212,10 @@ def _sample(documents: Documents, held_out: np.ndarray, budget: float) -> Iterat
     training = np.flatnonzero(~held_out)
     sizes = documents.table["num_bytes"][training]
     stride = ceil(sizes.sum() / budget)
-    is_long = sizes > PIECE_BYTES
-    if not is_long.any():
-        yield from documents.read(training[::stride])
-        return
-    short = np.flatnonzero(~is_long)[::stride]
+    is_chosen = sizes > PIECE_BYTES
+    is_chosen[np.flatnonzero(~is_chosen)[::stride]] = True
     in_long = False
-    for text, last in documents.pieces(training[np.sort([*short, *np.flatnonzero(is_long)])]):
+    for text, last in documents.pieces(training[is_chosen]):
         in_long = in_long or not last
         yield _shortened(text[: len(text) // stride + 1]) if in_long else text
         in_long = in_long and not last

@@ -1,26 +1,26 @@
 """The documents of one file of any kind, as a stream of pieces."""
 
+import codecs
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from parallel3d.data.lines import (
-    COMPRESSED,
     EMPTY,
     NO_FIELD,
     NOT_TEXT,
     PIECE_BYTES,
+    TOO_LONG,
     UNREADABLE,
     Flaw,
     Lines,
-    TextPiece,
     json_text,
     open_text,
     pieces_of,
-    slices,
     suggest_fields,
-    without_ending,
 )
 from parallel3d.data.sources import Files
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 ROWS_PER_BATCH = 512
 # Limit for the decompressed bytes of a batch.
 BATCH_BYTES = 16 * 2**20
+# Identifies a document's text.
+new_digest = partial(blake2b, digest_size=16)
 
 
 def column_texts(
@@ -135,7 +137,7 @@ def _between(numbers: Sequence[int], first: int, end: int) -> Sequence[int]:
 # Larger than any file's number of rows.
 ALL_ROWS = range(1, 2**62)
 # Row and first byte of a document, and its raw bytes in blocks; None for null.
-_Raw = tuple[int, int, Iterator[bytes] | None]
+_Raw = tuple[int, int, Iterable[bytes] | None]
 
 
 class FileReader:
@@ -147,22 +149,25 @@ class FileReader:
         self.rows = range(*files.rows[number]) if files.rows else ALL_ROWS
         self._lines: Lines | None = None
 
-    def scan(self) -> Iterator[TextPiece | Flaw]:
-        """Yield all documents. A flaw replaces a document or file and voids its earlier pieces."""
+    def scan(self) -> Iterator[tuple[int, int, int, bytes] | Flaw]:
+        """Yield row, first byte, bytes of text and digest of all documents, or their flaws.
+
+        A flaw of the whole file is the last one, and voids the documents before it.
+        """
         try:
             for row, offset, blocks in self._documents():
-                is_empty = True
+                num_bytes, digest = 0, new_digest()
                 try:
-                    for text, last in self._pieces(row, blocks):
-                        is_empty = False
-                        yield TextPiece(row, offset, text, last)
-                    if is_empty:
+                    for text, _ in self._pieces(row, blocks):
+                        data = text.encode()
+                        digest.update(data)
+                        num_bytes += len(data)
+                    if not num_bytes:
                         raise Flaw(EMPTY, f"{self.place(row)} has no text")
+                    yield row, offset, num_bytes, digest.digest()
                 except Flaw as flaw:
                     flaw.row = 0 if self.kind == "whole" else row
                     yield flaw
-                    for _ in blocks or ():
-                        pass  # skip to the next document
         except Flaw as flaw:
             yield flaw
         except _failures() as error:
@@ -186,38 +191,36 @@ class FileReader:
     def _documents(self, places: Iterable[tuple[int, int]] | None = None) -> Iterator[_Raw]:
         """Yield the documents at `places`, or all."""
         if self.kind == "whole":
-            file = open_text(self.path, self.path.endswith(COMPRESSED))
+            file = open_text(self.path)
             yield 1, 0, iter(lambda: file.read(PIECE_BYTES), b"")
         elif self.kind in ("parquet", "arrow"):
             rows = self.rows if places is None else [row for row, _ in places]
             is_parquet = self.kind == "parquet"
             for row, data in column_texts(self.path, self.name, self.field, is_parquet, rows):
-                yield row, 0, None if data is None else slices(data)
+                yield row, 0, None if data is None else [data]
         elif places is None:
             lines = self._open()
-            row, offset = 1, 0
-            while first := lines.read():
+            offset = 0
+            while line := lines.read():
+                row = lines.row
                 # Otherwise a blank line separates documents and is not an empty one.
-                if self.kind == "line" or first.strip():
-                    yield row, offset, self._blocks(lines, first)
-                row, offset = lines.row + 1, lines.position
+                if self.kind == "line" or line.strip():
+                    yield row, offset, [lines.block(line) if self.kind == "blank_line" else line]
+                offset = lines.position
         else:
             lines = self._lines or self._open()
             for row, offset in places:
                 lines.seek(offset)
-                yield row, offset, self._blocks(lines, lines.read())
+                line = lines.read()
+                yield row, offset, [lines.block(line) if self.kind == "blank_line" else line]
 
     def _open(self) -> Lines:
-        # A line of JSON is read at once or rejected; 2 bytes more show that it is too long.
-        limit = self.max_line_bytes + 2 if self.kind == "jsonl" else PIECE_BYTES
-        self._lines = Lines(self.path, limit)
+        # The line ending, and one byte more, which shows that the line is too long.
+        self._lines = Lines(self.path, self.max_line_bytes + 3)
         return self._lines
 
-    def _blocks(self, lines: Lines, first: bytes) -> Iterator[bytes]:
-        return lines.block(first) if self.kind == "blank_line" else lines.line(first)
-
-    def _pieces(self, row: int, blocks: Iterator[bytes] | None) -> Iterator[tuple[str, bool]]:
-        place, remedy = self.place(row), ""
+    def _pieces(self, row: int, blocks: Iterable[bytes] | None) -> Iterator[tuple[str, bool]]:
+        place = self.place(row)
         if blocks is None:
             raise Flaw(
                 "null",
@@ -225,15 +228,18 @@ class FileReader:
                 " text_field to the column that holds the text",
             )
         if self.kind == "whole":
-            remedy = ", or leave it out of data.paths"
-        elif self.kind in ("line", "blank_line"):
-            blocks = without_ending(blocks)
-        elif self.kind == "jsonl":
-            line = next(blocks, b"")
-            if row == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            blocks = iter([json_text(line, place, self.field, self.max_line_bytes)])
-        return pieces_of((block for block in blocks if block), place, remedy)
+            return pieces_of(blocks, place, ", or leave it out of data.paths")
+        [data] = blocks
+        if self.kind not in ("parquet", "arrow"):
+            data = data.removesuffix(b"\r\n" if data.endswith(b"\r\n") else b"\n")
+            if len(data) > self.max_line_bytes:
+                rule = f"has more than {self.max_line_bytes:,} bytes"
+                raise Flaw(TOO_LONG, f"{place} {rule}; raise data.max_line_bytes, or split it")
+        if self.kind == "jsonl":
+            line = data.removeprefix(codecs.BOM_UTF8) if row == 1 else data
+            data = json_text(line, place, self.field)
+        slices = (data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES))
+        return pieces_of(slices, place)
 
     def _unreadable(self, error: BaseException) -> Flaw:
         reason = (getattr(error, "strerror", None) or str(error)).strip().rstrip(".")

@@ -215,7 +215,7 @@ def _fill(
     for one in converted:
         skips.add_all(one.skips)
         facts |= {name: facts.get(name, 0) + value for name, value in one.facts.items()}
-    skips.check_share(len(table), config.max_skipped)
+    skips.check_share(skips.num_flawed, len(table), config.max_skipped)
     names = [urls[0] for urls in shards]
     if yields_token_ids(section):
         facts["check_ids"] = section.check_ids

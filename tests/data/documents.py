@@ -68,8 +68,18 @@ def found(source: str, paths=(), cache="/nonexistent", **settings) -> Documents:
     return find_documents(find_files(section, section.max_line_bytes), Path(cache), rule=rule)
 
 
+def texts_at(documents: Documents, indices) -> list[str]:
+    """The texts of some documents, whose pieces are joined."""
+    texts = [""]
+    for piece, last in documents.pieces(indices):
+        texts[-1] += piece
+        if last:
+            texts.append("")
+    return texts[:-1]
+
+
 def texts_of(documents: Documents) -> list[str]:
-    return list(documents.read(np.arange(len(documents))))
+    return texts_at(documents, np.arange(len(documents)))
 
 
 def names_of(documents: Documents) -> list[str]:
