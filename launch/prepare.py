@@ -66,7 +66,7 @@ def main() -> int:
     if shown and not args.json:
         from rich.console import Console
 
-        show_samples(corpus, shown, config.data.isolate_documents, Console())
+        show_samples(corpus, shown, Console())
     return DONE
 
 

@@ -22,7 +22,6 @@ from parallel3d.data.shards import ShardPlan, cut, make_shards, num_workers, sha
 from parallel3d.data.sources import Progress
 from parallel3d.data.tokenizer import (
     directory_digest,
-    is_backend_enough,
     load_tokenizer,
     lost_share,
     num_tokens,
@@ -87,8 +86,6 @@ class Recipe:
             todo=todo,
             vocab_size=num_tokens(tokenizer),
             end_of_text=tokenizer.eos_token_id,
-            # This process has imported transformers already.
-            backend_only=num_processes > 1 and is_backend_enough(tokenizer, work / "tokenizer"),
         )
         plan.save()
         facts: dict[str, object] = {"num_bytes": int(documents.table["num_bytes"].sum())}

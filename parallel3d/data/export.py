@@ -17,7 +17,6 @@ from parallel3d.data.sources import Progress, no_progress
 
 # Megatron-LM uses uint16 for vocabularies smaller than this, otherwise int32.
 UINT16_LIMIT = 65500
-MAX_IDS = 2**31 - 1  # in a sequence, whose length is an int32
 CODE = {name: code for code, name in megatron.CODES.items()}
 
 
@@ -49,11 +48,6 @@ def _write(corpus: Corpus, prefix: str, progress: Progress) -> dict[str, object]
     streams = corpus.stream("train"), corpus.stream("held_out")
     dtype = INTEGERS["uint16" if corpus.vocab_size < UINT16_LIMIT else "int32"]
     lengths = np.concatenate([np.diff(stream.bounds) for stream in streams])
-    if lengths.max() > MAX_IDS:
-        raise DataError(
-            f"document {int(lengths.argmax()) + 1} has {lengths.max():,} tokens; a sequence of"
-            f" Megatron-LM has at most {MAX_IDS:,}. Divide the document"
-        )
     partial = Path(f"{prefix}.partial.bin")
     index = Path(megatron.index_of(str(partial)))
     phase, total = f"writing {prefix}.bin (M ids)", corpus.num_tokens // 10**6

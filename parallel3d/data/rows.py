@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from parallel3d.data.lines import (
     EMPTY,
@@ -44,23 +44,44 @@ def column_texts(
     """
     import pyarrow as pa
 
-    chunks = _of_parquet if is_parquet else _of_arrow
-    for first, column in chunks(path, name, field, numbers):
+    batches = _of_parquet(path, field, numbers) if is_parquet else _of_arrow(path)
+    for first, batch, file in batches:
+        table = pa.Table.from_batches([batch])
+        while field not in table.column_names and any(map(pa.types.is_struct, table.schema.types)):
+            table = table.flatten()
+        if field not in table.column_names:
+            message = f'{name} has no column "{field}"; {suggest_fields(file.names)}'
+            raise Flaw(NO_FIELD, message, file.num_rows)
+        kind = table.schema.field(field).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise Flaw(
+                NOT_TEXT,
+                f'{name}: column "{field}" holds {kind}, not strings; set text_field to the column'
+                " that holds the text",
+                file.num_rows,
+            )
         # As bytes, so that text that is not UTF-8 is reported with its row.
-        column = column.cast(pa.large_binary())
+        column = table.column(field).cast(pa.large_binary())
         for row in _between(numbers, first + 1, first + len(column) + 1):
             yield row, column[row - first - 1].as_py()
 
 
+class _Columns(NamedTuple):
+    """The columns of a file and its number of rows, as far as they are known."""
+
+    names: list[str]
+    num_rows: int
+
+
 def _of_parquet(
-    path: str, name: str, field: str, numbers: Sequence[int]
-) -> Iterator[tuple[int, "pyarrow.Array"]]:
-    """Yield pieces of the column, each with the number of rows before it."""
+    path: str, field: str, numbers: Sequence[int]
+) -> Iterator[tuple[int, "pyarrow.RecordBatch", _Columns]]:
+    """Yield batches of the column, each with the number of rows before it."""
     from pyarrow import parquet
 
     first = 0
     with parquet.ParquetFile(path, memory_map=True) as file:
-        keys = _keys(file.schema_arrow, name, field, file.metadata.num_rows)
+        columns = _Columns(file.schema_arrow.names, file.metadata.num_rows)
         for group_number in range(file.num_row_groups):
             group = file.metadata.row_group(group_number)
             # Decompress only groups that contain requested rows.
@@ -68,65 +89,21 @@ def _of_parquet(
                 before = first
                 size = max(1, group.total_byte_size // max(1, group.num_rows))
                 count = max(1, min(ROWS_PER_BATCH, BATCH_BYTES // size))
-                for batch in file.iter_batches(count, [group_number], [".".join(keys)]):
-                    yield before, _inner(batch.column(0), keys[1:])
+                for batch in file.iter_batches(count, [group_number], [field]):
+                    yield before, batch, columns
                     before += batch.num_rows
             first += group.num_rows
 
 
-def _of_arrow(
-    path: str, name: str, field: str, numbers: Sequence[int]
-) -> Iterator[tuple[int, "pyarrow.Array"]]:
-    """Yield pieces of the column, each with the number of rows before it."""
+def _of_arrow(path: str) -> Iterator[tuple[int, "pyarrow.RecordBatch", _Columns]]:
+    """Yield batches of all columns, each with the number of rows before it."""
     import pyarrow as pa
 
     first = 0
     with pa.memory_map(path) as source, pa.ipc.open_stream(source) as stream:
-        keys = _keys(stream.schema, name, field, 1)
         for batch in stream:
-            yield first, _inner(batch.column(keys[0]), keys[1:])
+            yield first, batch, _Columns(batch.schema.names, 1)
             first += batch.num_rows
-
-
-def _keys(schema: "pyarrow.Schema", name: str, field: str, num_rows: int) -> list[str]:
-    """Return the path to the text: the column's name, then names of nested fields."""
-    import pyarrow as pa
-
-    match = _find(schema, field)
-    if match is None:
-        message = f'{name} has no column "{field}"; {suggest_fields(schema.names)}'
-        raise Flaw(NO_FIELD, message, num_rows)
-    keys, kind = match
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return keys
-    raise Flaw(
-        NOT_TEXT,
-        f'{name}: column "{field}" holds {kind}, not strings; set text_field to the column that'
-        " holds the text",
-        num_rows,
-    )
-
-
-def _find(
-    fields: Iterable["pyarrow.Field"], name: str
-) -> tuple[list[str], "pyarrow.DataType"] | None:
-    """Return the path to a field, possibly nested in structs, and its type."""
-    import pyarrow as pa
-
-    for field in fields:
-        if field.name == name:
-            return [name], field.type
-        if name.startswith(f"{field.name}.") and pa.types.is_struct(field.type):
-            inner = _find(field.type, name[len(field.name) + 1 :])
-            if inner:
-                return [field.name, *inner[0]], inner[1]
-    return None
-
-
-def _inner(column: "pyarrow.Array", keys: list[str]) -> "pyarrow.Array":
-    import pyarrow.compute as pc
-
-    return pc.struct_field(column, keys) if keys else column
 
 
 def _between(numbers: Sequence[int], first: int, end: int) -> Sequence[int]:

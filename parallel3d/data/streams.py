@@ -44,9 +44,7 @@ from parallel3d.data.tokenised import (
     vocabulary_of,
 )
 from parallel3d.data.tokenizer import (
-    Backend,
     directory_digest,
-    is_backend_enough,
     load_tokenizer,
     save_tokenizer,
 )
@@ -166,7 +164,6 @@ def _fill(
     vocabulary = vocabulary_of(config, tokenizer)
     keys = {key: getattr(section, key) for key in SourceConfig.model_fields}
     part = PartConfig(**keys | {"source": section.source})
-    loaded = load_tokenizer(folder / "tokenizer") if tokenizer else None
     as_read, per_byte = section.count == "as-read", 0.0
     head_length = 0 if as_read else config.sequence_length
     meta: dict[str, Any] = {
@@ -179,7 +176,6 @@ def _fill(
             "vocabulary": list(vars(vocabulary).values()),
             "rule": [config.on_error, config.max_skipped],
             "max_line_bytes": config.max_line_bytes,
-            "backend_only": bool(loaded) and is_backend_enough(loaded, folder / "tokenizer"),
         },
     }
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -349,8 +345,8 @@ def _convert(manifest: Path, folder: Path, urls: list[str], per_byte: float = 0.
             vocab_size=vocabulary.size,
             end_of_text=vocabulary.end_of_text,
         )
-        made_with = stream["identity"]["tokenizer"], stream["backend_only"]
-        fill_shard(folder, plan, 0, _tokenizer(manifest / "tokenizer", *made_with), lambda _: None)
+        loaded = _tokenizer(manifest / "tokenizer", stream["identity"]["tokenizer"])
+        fill_shard(folder, plan, 0, loaded, lambda _: None)
         (folder / "train.bin").rename(folder / IDS)
         lengths, counts = (np.load(folder / f"{name}.npy") for name in ("lengths", "counts"))
         return _Converted(documents.table.copy(), lengths, counts, {}, documents.skips)
@@ -447,8 +443,6 @@ def _meta(manifest: Path) -> dict[str, Any]:
 
 
 @lru_cache(4)
-def _tokenizer(
-    directory: Path, digest: str, backend_only: bool
-) -> "PreTrainedTokenizerBase | Backend":
+def _tokenizer(directory: Path, digest: str) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a manifest; `digest` tells it from an earlier one in its place."""
-    return (Backend.load if backend_only else load_tokenizer)(directory)
+    return load_tokenizer(directory)

@@ -149,11 +149,9 @@ def errors_before_the_cache(folder, settings):
         text = path.read_text().replace('"eos_token": "<|endoftext|>",', "")
         (no_end / path.name).write_text(text)
     return [
-        (replace(settings, source="csv"), "is unknown"),
         (replace(settings, source="jsonl"), "a.txt, line 1 is not JSON"),
         (replace(settings, paths=("nothing.txt",)), "matches no file"),
         (replace(settings, paths=(f"{folder}/a.txt",)), "one document, but"),
-        (replace(settings, vocab_size=100), "too small"),
         (replace(settings, tokenizer="/no/such/place"), "is not a directory"),
         (
             replace(settings, tokenizer=str(folder)),

@@ -63,7 +63,7 @@ def test_sets_of_any_source_with_the_training_texts_tokenizer(root):
     assert again.summary() == corpus.summary()
     assert list(evaluation_corpora(again)) == ["held_out", "rows", "some"]
     said = as_text(summarise(corpus, None))
-    assert "validation rows: 12 documents" in said
+    assert "validation: rows" in said
     assert f"WARNING: {trained} of the documents are also in the training part" in said
 
 
@@ -73,7 +73,8 @@ def test_what_is_left_out_of_a_set_is_told(root):
     rows = {"source": "jsonl", "paths": (f"{root}/rows.jsonl",), "text_field": "body"}
     corpus = prepare(config_of(root, validation={"rows": rows}, on_error="skip"))
     said = as_text(summarise(corpus, None)).splitlines()
-    at = said.index("left out of validation rows: 1 empty, 1 not JSON")
+    at = said.index("left out: 1 empty, 1 not JSON")
+    assert "validation: rows" in said[:at]
     assert "rows.jsonl, line 13 is a list" in said[at + 1]
     begun = list(corpus_lines(corpus))
     at = begun.index(next(line for line in begun if "validation rows: 12 documents" in line))
@@ -100,7 +101,7 @@ def test_what_is_wrong_with_a_set_is_told_with_its_name(root):
         prepare(config_of(root, validation={"bad": bad}))
     short = {"source": "text", "paths": (f"{root}/texts/0.txt",)}
     corpus = prepare(config_of(root, validation={"short": short}))
-    with pytest.raises(DataError, match=r"data\.validation\.short has \d+ tokens, fewer than one"):
+    with pytest.raises(DataError, match=r"validation set 'short' has \d+ tokens, fewer"):
         check_length(corpus, 25, 4)
 
 
@@ -137,10 +138,10 @@ def test_the_own_validation_split_of_a_data_set(tmp_path, monkeypatch, saved):
     assert corpus.validation["validation"].num_documents == 1
     assert corpus.num_documents == len(ROWS)
     # What nobody asked for is not to be left out of data.validation, where it is not.
-    with pytest.raises(DataError, match=r"^data\.validation_split: validation .*_split to null"):
+    with pytest.raises(DataError, match=r"validation set 'validation' .*validation_split null"):
         check_length(corpus, 14, 1)
     monkeypatch.setattr(prepare_module._Preparation, "_validation_set", fail)
-    with pytest.raises(DataError, match=r"^data\.validation_split: validation: no text.* null$"):
+    with pytest.raises(DataError, match=r"^data\.validation_split: validation: no text$"):
         prepare(config)
 
 

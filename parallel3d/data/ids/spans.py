@@ -34,7 +34,7 @@ class SpanFile(TypedDict):
 class IdArray(ABC):
     """An array of ids [num_tokens] that is read on demand.
 
-    Index with slices or arrays of indices. Thread-safe.
+    Index with slices, or arrays of indices from 0. Thread-safe.
     """
 
     dtype: np.dtype
@@ -46,15 +46,11 @@ class IdArray(ABC):
 
     def __getitem__(self, key: slice | ArrayLike) -> np.ndarray:
         if isinstance(key, slice):
-            first, last, step = key.indices(len(self))
-            if step == 1:
-                return self._read([(first, max(first, last))])
-            key = np.arange(first, last, step)
+            first, last, _ = key.indices(len(self))
+            return self._read([(first, max(first, last))])
         index = np.asarray(key)
         flat = index.reshape(-1)
-        flat = np.where(flat < 0, flat + len(self), flat)
-        if len(flat) and not 0 <= flat.min() <= flat.max() < len(self):
-            raise IndexError(f"index {key} is out of bounds for {len(self)} ids")
+        assert not len(flat) or 0 <= flat.min() <= flat.max() < len(self), "out of bounds"
         # Indices usually come in windows; read runs of consecutive indices together.
         cuts = np.flatnonzero(np.diff(flat) != 1) + 1
         edges = [0, *cuts.tolist(), len(flat)] if len(flat) else [0]
