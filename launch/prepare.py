@@ -51,7 +51,7 @@ def main() -> int:
                 prepare_manifests(config.data, progress)
             corpus = prepare(config.data, progress)
             check_length(corpus, config.data.sequence_length, batch_of_run(config))
-            written = export_megatron(corpus, args.to[1], progress) if args.to else []
+            written = export_megatron(corpus, args.to[1]) if args.to else []
         summary = summarise(corpus, tokens_of_run(config, corpus))
         if written:
             summary["written"] = written

@@ -208,7 +208,7 @@ def _sample(documents: Documents, held_out: np.ndarray, budget: float) -> Iterat
     """
     training = np.flatnonzero(~held_out)
     sizes = documents.table["num_bytes"][training]
-    stride = ceil(sizes.sum() / budget)
+    stride = max(1, ceil(sizes.sum() / budget))
     is_chosen = sizes > PIECE_BYTES
     is_chosen[np.flatnonzero(~is_chosen)[::stride]] = True
     in_long = False

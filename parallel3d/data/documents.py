@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.cache import digest_of, is_settled, load_index, save_index, state_of
+from parallel3d.data.cache import digest_of, load_index, save_index, state_of
 from parallel3d.data.lines import EMPTY, UNREADABLE, Flaw
 from parallel3d.data.rows import FileReader, new_digest, place_of
 from parallel3d.data.sources import Files, Progress, no_progress
@@ -197,11 +197,10 @@ def _indexed(
     if saved := load_index(index):
         counts, listed = json.loads(str(saved["skips"]))
         return saved["table"], Skips(Counter(counts), listed)
-    settled = is_settled(reader.path)
     table, skips = _scan(reader, on_bytes, on_error)
     # Do not save an incomplete table, nor read errors, which may be temporary.
     is_partial = (on_error == "stop" and skips.num_flawed) or skips.counts[UNREADABLE]
-    if settled and not is_partial and index.stem == _signature(reader):
+    if not is_partial and index.stem == _signature(reader):
         packed = json.dumps([skips.counts, skips.listed])
         save_index(index, {"table": table, "skips": np.array(packed)})
     return table, skips

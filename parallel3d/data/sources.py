@@ -222,15 +222,12 @@ def has_split(name: str, subset: str | None, split: str) -> bool:
     return True
 
 
-def arrow_files_of_parquet(paths: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def arrow_files_of_parquet(paths: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return paths and names of the Arrow files in which `datasets` caches parquet files."""
-    place = f"data.paths: {paths[0]!r}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
-    table = _load("parquet", None, "train", place, list(paths))
-    files = tuple(file["filename"] for file in table.cache_files)
-    if not files:
-        raise DataError(f"{place} has no rows; leave it out")
-    name = paths[0] if not paths[1:] else "parquet"
-    return files, tuple(f"{name} ({Path(path).name})" for path in files)
+    name = paths[0] + (f" and {len(paths) - 1} more" if paths[1:] else "")
+    table = _load("parquet", None, "train", f"data.paths: {name}", paths)
+    files, names, _ = zip(*_files(table, name, "train", f"data.paths: {name}"), strict=True)
+    return files, names
 
 
 def _load(

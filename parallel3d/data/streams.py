@@ -17,7 +17,7 @@ import shutil
 import time
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -58,12 +58,8 @@ FIRST_PAUSE_SECONDS = 0.5
 _SETTINGS = ("source", "documents", "text_field", "token_field", "token_dtype", "count")
 
 
-class _File(TypedDict):
-    """A file of a shard, as shards.json has it: URL, bytes, BLAKE2 hash."""
-
-    path: str
-    size: int
-    hash: str
+# A file of a shard, as shards.json has it: `path` (its URL), `size`, and `hash` (BLAKE2).
+_File = dict[str, Any]
 
 
 class _Converted(NamedTuple):
@@ -385,9 +381,7 @@ def _to_arrow(path: str, column: str) -> str:
 
     try:
         with parquet.ParquetFile(path) as file:
-            if column not in file.schema_arrow.names:
-                raise DataError(f'{path} has no column "{column}"; set token_field to its name')
-            schema = pa.schema([file.schema_arrow.field(column)])
+            schema = pa.schema([field for field in file.schema_arrow if field.name == column])
             with pa.ipc.new_stream(f"{path}.arrow", schema) as stream:
                 for batch in file.iter_batches(columns=[column]):
                     stream.write_batch(batch)

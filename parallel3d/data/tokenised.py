@@ -21,7 +21,7 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig
-from parallel3d.data.cache import digest_of, is_settled, load_index, save_index, state_of
+from parallel3d.data.cache import digest_of, load_index, save_index, state_of
 from parallel3d.data.corpus_folder import FORMAT, contents_of, write_facts
 from parallel3d.data.documents import ENTRY
 from parallel3d.data.ids import arrow, flat_arrays, megatron
@@ -216,12 +216,10 @@ def _check_cached(
     index = indexes / f"{before}.npz"
     if saved := load_index(index):
         return Checked(**saved)
-    settled = is_settled(file.path)
     checked = check(file, vocabulary, sample=section.check_ids == "sample", on_ids=on_ids)
     if _signature(file, settings) != before:
         raise DataError(f"{file.name} changed while it was read; run the preparation again")
-    if settled:
-        save_index(index, vars(checked))
+    save_index(index, vars(checked))
     return checked
 
 
@@ -238,7 +236,7 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
         if section.stream:
             paths = names = section.paths  # of Arrow, made from a shard
         elif section.source == "parquet":
-            paths, names = arrow_files_of_parquet(tuple(matching_files(section.paths, "parquet")))
+            paths, names = arrow_files_of_parquet(matching_files(section.paths, "parquet"))
         else:
             paths, names, rows = arrow_files(section.name, section.subset, section.split)
             if rows:

@@ -163,11 +163,12 @@ def errors_before_the_cache(folder, settings):
 
 def test_no_error_leaves_a_trace_in_the_cache(settings, folder):
     cases = errors_before_the_cache(folder, settings)
-    before = contents(Path(settings.cache))
+    before = contents(Path(settings.cache) / "corpora")
     for refused, message in cases:
         with pytest.raises(DataError, match=message):
             prepare(refused)
-        assert contents(Path(settings.cache)) == before, message
+        assert contents(Path(settings.cache) / "corpora") == before, message
+        assert {path.name for path in Path(settings.cache).iterdir()} <= {"corpora", "indexes"}
 
 
 def test_a_token_beyond_the_vocabulary_names_document_and_id(settings, monkeypatch):

@@ -99,7 +99,7 @@ def test_odd_input_is_told_or_left_out_and_counted(name, tmp_path, small):
         with pytest.raises(DataError, match=message) as caught:
             prepare(settings)
         assert str(path) in str(caught.value) and 'data.on_error to "skip"' in str(caught.value)
-        assert not (tmp_path / "cache").exists()
+        assert not (tmp_path / "cache/corpora").exists()
     documents = found(**keys, on_error="skip")
     assert {k: n for k, n in documents.skips.counts.items() if n} == {
         k: n for k, n in skipped.items() if n
@@ -141,7 +141,6 @@ def test_more_than_a_share_is_not_left_out(tmp_path):
 
 
 def test_what_was_left_out_is_kept_with_the_index(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallel3d.data.cache.SECONDS_UNTIL_SETTLED", -1.0)
     (tmp_path / "a.jsonl").write_text("".join([*GOOD, "[]\n", '{"text": ""}\n']))
     settings = Settings("jsonl", (str(tmp_path / "a.jsonl"),), cache=str(tmp_path / "c"))
     rule = ("skip", 0.1)
@@ -167,7 +166,6 @@ def test_the_share_of_unreadable_files_is_limited_too(tmp_path):
 
 
 def test_a_file_that_could_not_be_read_once_is_read_the_next_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("parallel3d.data.cache.SECONDS_UNTIL_SETTLED", -1.0)
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text("".join(GOOD))
     settings = Settings("jsonl", (f"{tmp_path}/*.jsonl",), cache=str(tmp_path / "c"))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from parallel3d.base.errors import DataError
-from parallel3d.data import cache as module
 from parallel3d.data.rows import FileReader
 from tests.data.documents import READ, found, names_of, texts_at, texts_of
 
@@ -151,7 +150,6 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path, change):
 
 
 def test_rows_that_were_found_before_are_not_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SECONDS_UNTIL_SETTLED", -1.0)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD.encode() * 3)
     scans = []
@@ -171,10 +169,3 @@ def test_rows_that_were_found_before_are_not_read_again(tmp_path, monkeypatch):
     index.write_bytes(index.read_bytes()[:-1])
     found("jsonl", [path], cache=tmp_path / "cache")
     assert len(list((tmp_path / "cache/indexes").iterdir())) == 2
-
-
-def test_a_file_that_has_just_changed_is_read_again(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(GOOD.encode() * 3)
-    found("jsonl", [path], cache=tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()

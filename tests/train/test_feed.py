@@ -246,10 +246,7 @@ def test_every_sample_once_over_changing_meshes_batches_and_depths(tmp_path, clo
     mixture = mixture_of(tmp_path)
     corpus = SimpleNamespace(train=mixture, held_out=stream(0, 100), end_of_text=END)
     windows = [
-        {
-            tuple(np.asarray(part.tokens)[i : i + LENGTH + 1])
-            for i in range(0, len(part) - LENGTH, LENGTH)
-        }
+        {tuple(part.tokens[i : i + LENGTH + 1]) for i in range(0, len(part) - LENGTH, LENGTH)}
         for part in mixture.parts
     ]
     assert [len(w) for w in windows] == [(len(part) - 1) // LENGTH for part in mixture.parts]

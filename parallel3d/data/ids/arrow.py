@@ -40,8 +40,6 @@ def read(path: str, name: str, field: str, kinds: Mapping[str, np.dtype] = INTEG
                             f'{name}: column "{field}" has null in {rows}; fix or remove the row'
                         )
                     first = _first_byte(column, buffer, name)
-                    if first % dtype.itemsize:
-                        raise _compressed(name)
                     offsets = column.offsets.to_numpy().astype(np.int64)
                     starts.append(first // dtype.itemsize + offsets[:-1])
                     lengths.append(np.diff(offsets))
@@ -91,12 +89,8 @@ def _first_byte(column: "pyarrow.Array", file: "pyarrow.Buffer", name: str) -> i
         return 0
     first: int = buffer.address - file.address + values.offset * values.type.bit_width // 8
     if not 0 <= first < file.size:
-        raise _compressed(name)
+        raise DataError(
+            f"{name} is compressed and cannot be read in place; write it again without compression,"
+            " as datasets' save_to_disk does"
+        )
     return first
-
-
-def _compressed(name: str) -> DataError:
-    return DataError(
-        f"{name} is compressed and cannot be read in place; write it again without compression, as"
-        " datasets' save_to_disk does"
-    )

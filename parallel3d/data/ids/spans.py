@@ -10,11 +10,11 @@ from itertools import pairwise
 from typing import TypedDict
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import ArrayLike
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.ids import arrow
-from parallel3d.data.ids.id_file import NUMBERS, TokenFile, blocks, column, num_bytes
+from parallel3d.data.ids.id_file import NUMBERS, TokenFile, column, num_bytes
 
 IGNORED = -100
 """The label of a token without loss."""
@@ -39,7 +39,6 @@ class IdArray(ABC):
 
     dtype: np.dtype
     shape: tuple[int]
-    ndim = 1
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -56,10 +55,6 @@ class IdArray(ABC):
         edges = [0, *cuts.tolist(), len(flat)] if len(flat) else [0]
         windows = [(int(flat[a]), int(flat[a]) + b - a) for a, b in pairwise(edges)]
         return self._read(windows).reshape(index.shape)
-
-    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        ids = self[:]
-        return ids if dtype is None else ids.astype(dtype)
 
     @abstractmethod
     def _read(self, windows: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -169,15 +164,13 @@ def beside_ids(ids: TokenFile, field: str, are_labels: bool) -> TokenFile:
 def _compare(ids: TokenFile, labels: TokenFile, field: str) -> None:
     """Raise DataError if labels differ from their tokens' ids, for example if shifted by one."""
     assert ids.starts is not None and ids.lengths is not None and labels.starts is not None
+    all_ids, all_labels = (
+        column(file.path, file.dtype, file.offset, file.num_tokens) for file in (ids, labels)
+    )
     count = len(ids.lengths)
     for row in np.unique(np.linspace(0, count - 1, min(count, _NUM_COMPARED)).astype(np.int64)):
-        length = int(ids.lengths[row])
-        if not length:
-            continue
-        tokens, targets = (
-            np.concatenate([*blocks(file, int(file.starts[row]), length)]).astype(np.int64)  # type: ignore[index]
-            for file in (ids, labels)
-        )
+        tokens = all_ids[ids.starts[row] :][: ids.lengths[row]]
+        targets = all_labels[labels.starts[row] :][: ids.lengths[row]]
         if ((targets != IGNORED) & (targets != tokens)).any():
             raise DataError(
                 f'{ids.name}, row {row + 1}: column "{field}" differs from the token ids; each'

@@ -77,8 +77,8 @@ def test_a_damaged_pair_of_the_older_index(damage, message, tmp_path):
 def assert_refused(config, message, folder):
     with pytest.raises(DataError, match=message):
         prepare(config)
-    left = [path for path in (folder / "cache").rglob("*") if path.is_file()]
-    assert left == []
+    left = {path.parent.name for path in (folder / "cache").rglob("*") if path.is_file()}
+    assert left <= {"indexes"}
 
 
 def write(name, writer, *arguments, **settings):
@@ -236,7 +236,6 @@ def test_a_file_that_shrinks_or_changes(tmp_path):
 
 def test_what_was_looked_through_is_not_read_again(tmp_path, monkeypatch):
     path = writers.megatron(tmp_path / "a.bin", ENDED)
-    monkeypatch.setattr("parallel3d.data.cache.SECONDS_UNTIL_SETTLED", -1.0)
     first = prepare(config_of("megatron", path))
     monkeypatch.setattr("parallel3d.data.tokenised.check", lambda *_, **__: pytest.fail("again"))
     again = prepare(config_of("megatron", path, held_out_fraction=0.4))
