@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from parallel3d.base.errors import DataError
-from parallel3d.base.masking import MASK
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -44,11 +43,6 @@ def matching_urls(pattern: str) -> list[str]:
 @contextmanager
 def system_of(url: str) -> Iterator[tuple["AbstractFileSystem", str]]:
     """Yield the file system of a URL or path, and the path in it; turn errors into DataErrors."""
-    if f":{MASK}@" in url or f"={MASK}" in url:
-        raise DataError(
-            f"{url}: its password was masked when a run's config was saved; set data.paths to the"
-            " URL with its password, or keep the password in fsspec's config files"
-        )
     try:
         # The import takes half a second; a run whose data are not streamed does not need it.
         from fsspec.core import url_to_fs
