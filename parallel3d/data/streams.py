@@ -15,7 +15,7 @@ estimated from their bytes, and heads.bin is empty (`sharded`).
 import json
 import shutil
 import time
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -76,6 +76,11 @@ def open_shard_cache(config: DataConfig) -> ShardCache | None:
     """Return the node's cache for the streams of a config; None if it has none."""
     if not config.streams:
         return None
+    for part in config.streams:
+        folder = _folder(part)
+        if not yields_token_ids(part) and (folder / SHARDS).is_file():
+            # Here, since transformers must not be imported by two threads at once.
+            _tokenizer(folder)
     return ShardCache(
         cache_root(config.cache) / "streams",
         config.stream_cache_bytes,
@@ -93,7 +98,7 @@ def open_stream(
     cache: ShardCache | None,
 ) -> Corpus:
     """Return the corpus of a manifest; raise DataError if the config differs from it."""
-    folder = Path(section.manifest).expanduser().absolute()
+    folder = _folder(section)
     remedy = "run `parallel3d prepare --config ... --manifest`"
     if not is_complete(folder) or not (folder / SHARDS).is_file():
         raise DataError(
@@ -136,7 +141,7 @@ def make_manifest(
 
     Raises DataError for unusable shards, and if another folder has the manifest's name.
     """
-    target = Path(section.manifest).expanduser().absolute()
+    target = _folder(section)
     phase = f"waiting for another process to write {section.manifest}"
     with locked(target, lambda: progress(phase, 0, 1)):
         if target.is_file() or (any(target.glob("*")) and not (target / SHARDS).is_file()):
@@ -341,8 +346,7 @@ def _convert(manifest: Path, folder: Path, urls: list[str], per_byte: float = 0.
             vocab_size=vocabulary.size,
             end_of_text=vocabulary.end_of_text,
         )
-        loaded = _tokenizer(manifest / "tokenizer", stream["identity"]["tokenizer"])
-        fill_shard(folder, plan, 0, loaded, lambda _: None)
+        fill_shard(folder, plan, 0, _tokenizer(manifest), lambda _: None)
         (folder / "train.bin").rename(folder / IDS)
         lengths, counts = (np.load(folder / f"{name}.npy") for name in ("lengths", "counts"))
         return _Converted(documents.table.copy(), lengths, counts, {}, documents.skips)
@@ -436,7 +440,17 @@ def _meta(manifest: Path) -> dict[str, Any]:
     return meta
 
 
-@lru_cache(4)
-def _tokenizer(directory: Path, digest: str) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a manifest; `digest` tells it from an earlier one in its place."""
+def _folder(section: SourceConfig) -> Path:
+    """Return the folder of a stream's manifest."""
+    return Path(section.manifest).expanduser().absolute()
+
+
+def _tokenizer(manifest: Path) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of a manifest."""
+    # Its digest tells it from an earlier one in its place.
+    return _load(manifest / "tokenizer", _meta(manifest)["stream"]["identity"]["tokenizer"])
+
+
+@cache
+def _load(directory: Path, digest: str) -> "PreTrainedTokenizerBase":
     return load_tokenizer(directory)
