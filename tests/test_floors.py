@@ -66,7 +66,7 @@ BUDGET = {
     "parallel3d/calibrate": 685,
     "parallel3d/checkpoint": 1530,
     "parallel3d/config": 1840,
-    "parallel3d/data": 3425,
+    "parallel3d/data": 3430,
     "parallel3d/doctor": 205,
     "parallel3d/engine": 1950,
     "parallel3d/huggingface": 905,

@@ -85,10 +85,6 @@ class TokenStream:
         """Number of documents in the stream."""
         return len(self.bounds) - 1
 
-    def document(self, index: int) -> np.ndarray:
-        """Return the tokens of one document, without its end-of-text."""
-        return self.tokens[self.bounds[index] : self.bounds[index + 1] - 1]
-
 
 @dataclass(frozen=True, eq=False)
 class Mixture:

@@ -89,3 +89,8 @@ def names_of(documents: Documents) -> list[str]:
 def table_of(*texts: str) -> np.ndarray:
     rows = [(0, 0, 0, len(text.encode()), new_digest(text.encode()).digest()) for text in texts]
     return np.array(rows, ENTRY)
+
+
+def document_of(stream, index):
+    """The tokens of one document of a stream, without its end-of-text."""
+    return stream.tokens[stream.bounds[index] : stream.bounds[index + 1] - 1]

@@ -22,7 +22,7 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare
 from parallel3d.mesh.device import settle_accelerator
 from parallel3d.verify import local_ranks
-from tests.data.documents import READ, TEXTS, contents
+from tests.data.documents import READ, TEXTS, contents, document_of
 
 pytestmark = pytest.mark.gloo
 
@@ -35,7 +35,7 @@ def test_documents_decode_to_the_bytes_of_their_files(settings):
     corpus = prepare(settings)
     tokenizer = AutoTokenizer.from_pretrained(corpus.tokenizer_directory)
     decoded = [
-        tokenizer.decode(part.document(index))
+        tokenizer.decode(document_of(part, index))
         for part in (corpus.train, corpus.held_out)
         for index in range(part.num_documents)
     ]

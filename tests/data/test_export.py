@@ -13,6 +13,7 @@ from parallel3d.base.errors import DataError
 from parallel3d.data import export
 from parallel3d.data.export import export_megatron
 from parallel3d.data.prepare import prepare
+from tests.data.documents import document_of
 from tests.data.ids import writers
 from tests.data.ids.test_formats import ENDED, config_of
 from tests.data.ids.writers import END, some_documents
@@ -39,7 +40,7 @@ def read_pair(prefix):
 def documents_of(corpus):
     streams = (corpus.train, corpus.held_out)
     return [
-        [*stream.document(i).tolist(), corpus.end_of_text]
+        [*document_of(stream, i).tolist(), corpus.end_of_text]
         for stream in streams
         for i in range(stream.num_documents)
     ]

@@ -18,7 +18,7 @@ from parallel3d.data.show import as_text, summarise
 from parallel3d.data.split import num_common
 from parallel3d.train.evaluation import evaluation_corpora
 from parallel3d.train.start import corpus_lines
-from tests.data.documents import table_of
+from tests.data.documents import document_of, table_of
 
 pytestmark = pytest.mark.gloo
 
@@ -50,11 +50,11 @@ def test_sets_of_any_source_with_the_training_texts_tokenizer(root):
     tokenizer = AutoTokenizer.from_pretrained(corpus.tokenizer_directory)
     found = corpus.validation["rows"]
     stream = found.held_out
-    assert [tokenizer.decode(stream.document(i)) for i in range(12)] == ROWS
+    assert [tokenizer.decode(document_of(stream, i)) for i in range(12)] == ROWS
     assert len(found.train) == 0 and found.found["num_in_training"] == 0
     # As many of these ten files as are not held out.
     table = corpus.train
-    texts = [tokenizer.decode(table.document(i)) for i in range(table.num_documents)]
+    texts = [tokenizer.decode(document_of(table, i)) for i in range(table.num_documents)]
     trained = sum(f"text {i}\n" * (i + 3) in texts for i in range(10))
     assert 0 < trained < 10
     assert corpus.validation["some"].found["num_in_training"] == trained

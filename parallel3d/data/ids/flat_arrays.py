@@ -72,8 +72,6 @@ def _file(path: str, offset: int, count: int, dtype: np.dtype, size: int) -> Tok
     """Return the file with `count` ids after a header; raise DataError if the size differs."""
     if size != (expected := offset + count * dtype.itemsize):
         raise wrong_size(path, size, expected)
-    if not count:
-        raise DataError(f"{path} has no ids; write it again, or leave it out of data.paths")
     return TokenFile(path=path, name=path, dtype=dtype, offset=offset, num_tokens=count, size=size)
 
 

@@ -48,13 +48,16 @@ def num_bytes(path: str) -> int:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
-        reason = error.strerror or error
-        raise DataError(
-            f"{path} cannot be read ({reason}); make it readable, or leave it out"
-        ) from error
+        raise unreadable(path, error) from error
     if not size:
         raise DataError(f"{path} is empty (0 bytes); write it again, or remove it from data.paths")
     return size
+
+
+def unreadable(path: str, error: OSError) -> DataError:
+    """Return the error for a file that cannot be opened or read."""
+    reason = error.strerror or error
+    return DataError(f"{path} cannot be read ({reason}); make it readable, or leave it out")
 
 
 def column(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
@@ -87,6 +90,6 @@ def flat(path: str, dtype: np.dtype) -> TokenFile:
 def blocks(file: TokenFile, start: int = 0, count: int | None = None) -> Iterator[np.ndarray]:
     """Yield `count` ids of a file (None: all) from the `start`-th on, in blocks of BLOCK."""
     end = file.num_tokens if count is None else start + count
-    ids = column(file.path, file.dtype, file.offset, file.num_tokens)
     for first in range(start, end, BLOCK):
-        yield ids[first : min(first + BLOCK, end)]
+        place = file.offset + first * file.dtype.itemsize
+        yield np.fromfile(file.path, file.dtype, min(BLOCK, end - first), offset=place)

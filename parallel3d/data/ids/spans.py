@@ -3,9 +3,10 @@
 Weights of tokens in the loss are read in the same way, from columns beside the ids.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import TypedDict
 
@@ -14,8 +15,9 @@ from numpy.typing import ArrayLike
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.ids import arrow
-from parallel3d.data.ids.id_file import NUMBERS, TokenFile, column, num_bytes
+from parallel3d.data.ids.id_file import NUMBERS, TokenFile, column, num_bytes, unreadable
 
+OPEN_FILES = 64
 IGNORED = -100
 """The label of a token without loss."""
 _NUM_COMPARED = 256  # documents of a file whose labels are compared with its ids
@@ -66,6 +68,9 @@ class Spans(IdArray):
 
     - `places`, `starts` [documents]: document i begins at id `starts[i]` of file `places[i]`
     - `bounds` [documents + 1]: document i is `bounds[i]` .. `bounds[i + 1]` - 1 of this array
+
+    Files are read instead of memory-mapped, so that one that shrinks or cannot be read raises
+    DataError; with a map it would kill the process.
     """
 
     def __init__(
@@ -81,19 +86,31 @@ class Spans(IdArray):
         self.dtype, self.shape = np.dtype(dtype), (int(bounds[-1] - bounds[0]),)
         self._files, self._places, self._starts, self._bounds = files, places, starts, bounds
         self._end_of_text = end_of_text
-        self._open = cache(self._map)
+        # Closed by the garbage collector, after it has left the cache and all reads have ended.
+        self._open = lru_cache(OPEN_FILES)(partial(open, mode="rb", buffering=0))
 
-    def _map(self, number: int) -> np.ndarray:
-        file = self._files[number]
-        dtype, offset = NUMBERS[file["dtype"]], file["offset"]
-        return column(file["path"], dtype, offset, (file["size"] - offset) // dtype.itemsize)
+    def _read_file(self, number: int, start: int, count: int) -> np.ndarray:
+        """Return `count` ids of a file from the `start`-th on. Thread-safe."""
+        file, dtype = self._files[number], NUMBERS[self._files[number]["dtype"]]
+        place = file["offset"] + start * dtype.itemsize
+        try:
+            opened = self._open(file["path"])
+            data = os.pread(opened.fileno(), count * dtype.itemsize, place)
+        except OSError as error:
+            raise unreadable(file["name"], error) from error
+        if len(data) < count * dtype.itemsize:
+            raise DataError(
+                f"{file['name']} has {os.fstat(opened.fileno()).st_size:,} bytes, but its documents"
+                " extend further; it shrank since it was prepared. Write it again"
+            )
+        return np.frombuffer(data, dtype)
 
     def _read(self, windows: Sequence[tuple[int, int]]) -> np.ndarray:
         ids = np.full(sum(last - first for first, last in windows), self._end_of_text, self.dtype)
         at = 0
         for first, last in windows:
             for number, start, begin, count in self._pieces(first, last):
-                ids[at + begin : at + begin + count] = self._open(number)[start : start + count]
+                ids[at + begin : at + begin + count] = self._read_file(number, start, count)
             at += last - first
         return ids
 

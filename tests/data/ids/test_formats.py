@@ -15,6 +15,7 @@ from parallel3d.data.evaluation_samples import held_out_bytes, train_frequencies
 from parallel3d.data.ids import id_file, validate
 from parallel3d.data.prepare import prepare
 from parallel3d.data.split import split_documents
+from tests.data.documents import document_of
 from tests.data.ids import writers
 from tests.data.ids.writers import END, SIZE, some_documents
 
@@ -86,7 +87,7 @@ def check_streams(corpus: Corpus, documents=DOCUMENTS) -> None:
         assert found.tokens[:].tolist() == expected.tokens.tolist()
         assert found.bounds[:].tolist() == expected.bounds.tolist()
         for index in range(found.num_documents):
-            assert found.document(index).tolist() == expected.document(index).tolist()
+            assert document_of(found, index).tolist() == document_of(expected, index).tolist()
 
 
 @pytest.mark.parametrize("name", FORMATS)

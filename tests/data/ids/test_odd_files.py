@@ -10,6 +10,7 @@ import pytest
 
 from parallel3d.base.errors import DataError
 from parallel3d.data import tokenised
+from parallel3d.data.batches import Batches
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare
 from tests.data.ids import writers
@@ -223,8 +224,11 @@ def test_a_file_that_shrinks_or_changes(tmp_path):
     config = config_of("megatron", path)
     corpus = prepare(config)
     assert prepare(config).key == corpus.key
+    batches = Batches(corpus.train, 8, seed=0)
     data = path.read_bytes()
     os.truncate(path, 100)
+    with pytest.raises(DataError, match=r"a\.bin has 100 bytes, .* it shrank"):
+        batches.microbatch(0, 50)
     with pytest.raises(DataError, match=r"a\.bin has 100 bytes, but had .* when it was prepared"):
         Corpus.open(corpus.directory)
     path.unlink()
