@@ -65,7 +65,7 @@ def no_larger(corpus: Corpus) -> TokenStream:
     lengths = np.diff(stream.bounds)
     chosen = np.repeat(lengths <= most, lengths)
     bounds = np.concatenate([[0], np.cumsum(lengths[lengths <= most])])
-    return TokenStream(np.asarray(stream.tokens)[chosen], bounds)
+    return TokenStream(stream.tokens[:][chosen], bounds)
 
 
 def evaluate(

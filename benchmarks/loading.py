@@ -1,63 +1,26 @@
 """What loading costs a training step, with and without reading ahead, as shares in one run.
 
-    python benchmarks/loading.py [--config ds.json --steps 20 --speed 5 --json]
+    python benchmarks/loading.py [--config ds.json --steps 20 --json]
 
 The model of the config (the default: configs/ds.json) trains on this one process: its steps by
-turns on batches that are read when they are asked for and on batches that were read ahead, then on
-batches of a copy of its ids behind a file system that gives --speed MB/s, read ahead through a
-cache that is empty at first. `loading` is what a step takes until its batch is on the device; it
-has waited if the batch was not made when it was asked for. The first --warm steps are counted by
-themselves.
+turns on batches that are read when they are asked for and on batches that were read ahead.
+`loading` is what a step takes until its batch is on the device; it has waited if the batch was not
+made when it was asked for. The first --warm steps are counted by themselves. For streams see
+benchmarks/streams.py.
 """
 
 import argparse
 import json
-import os
 import statistics
-import tempfile
-import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import fsspec
-import numpy as np
-
 from parallel3d.config import RunConfig
-from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.train.feed import Feed
-
-
-class SlowFiles(fsspec.AbstractFileSystem):
-    """The local disk at `speed` bytes a second, in all."""
-
-    protocol = "slow"
-    speed = 5e6
-    read_bytes = 0
-    _one = threading.Lock()
-
-    def info(self, path: str, **options: Any) -> dict[str, Any]:
-        """What fsspec asks of a file."""
-        state = os.stat(path)
-        return {"name": path, "size": state.st_size, "type": "file", "changed": state.st_mtime_ns}
-
-    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        return open(path, mode)
-
-    def cat_file(
-        self, path: str, start: int | None = None, end: int | None = None, **options: Any
-    ) -> bytes:
-        """Give a range of a file, when it has come over."""
-        with self._one, open(path, "rb") as file:
-            file.seek(start or 0)
-            data = file.read() if end is None else file.read(end - file.tell())
-            time.sleep(len(data) / self.speed)
-            type(self).read_bytes += len(data)
-            return data
 
 
 @dataclass
@@ -82,35 +45,12 @@ class Contender:
         self.steps.append(time.perf_counter() - start)
 
 
-def behind_slow_files(config: RunConfig, corpus: Corpus, folder: Path, speed: float) -> Corpus:
-    """Give the corpus of the training ids, written as a flat array and named by a URL."""
-    SlowFiles.speed = speed
-    fsspec.register_implementation("slow", SlowFiles, clobber=True)
-    path = folder / "ids.bin"
-    np.asarray(corpus.stream("train").tokens).astype(np.uint16).tofile(path)
-    ids = {
-        "source": "tokens",
-        "paths": (f"slow://{path}",),
-        "tokenizer": "none",
-        "vocab_size": corpus.vocab_size,
-        "end_of_text_id": corpus.end_of_text,
-        "cache": str(folder / "cache"),
-    }
-    data = config.data.model_copy(update=ids)
-    SlowFiles.speed = 1e12
-    prepared = prepare(data)
-    SlowFiles.speed = speed
-    SlowFiles.read_bytes = 0
-    return Corpus.open(prepared.directory, config.data.remote_cache_bytes)
-
-
 def main() -> None:
     """Print a row for each contender: its step, the share that is loading, and who waited."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--config", default="configs/ds.json")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm", type=int, default=5)
-    parser.add_argument("--speed", type=float, default=5.0, help="MB/s of the slow file system")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     corpus = prepare(RunConfig.from_json(args.config).data)
@@ -122,27 +62,21 @@ def main() -> None:
     config = asked()
     mesh = Mesh()
     parts = assemble(config, mesh)
-    with tempfile.TemporaryDirectory() as folder:
-        slow = behind_slow_files(config, corpus, Path(folder), args.speed * 1e6)
-
-        def feed(of: Corpus, *overrides: str) -> Contender:
-            return Contender(Feed(asked(*overrides), mesh, of, parts.schedule))
-
-        contenders = {
-            "read when asked for": feed(corpus, "--parallel3d.data.read_ahead", "0"),
-            "read ahead": feed(corpus),
-            f"read ahead at {args.speed:g} MB/s": feed(slow),
-        }
-        *by_turns, alone = contenders.values()
-        for group in (by_turns, [alone]):
-            for number in range(args.steps):
-                for contender in group:
-                    contender.step(parts, number, config.global_batch_size)
+    contenders = {
+        name: Contender(Feed(asked(*overrides), mesh, corpus, parts.schedule))
+        for name, overrides in (
+            ("read when asked for", ("--parallel3d.data.read_ahead", "0")),
+            ("read ahead", ()),
+        )
+    }
+    for number in range(args.steps):
         for contender in contenders.values():
-            contender.feed.close()
+            contender.step(parts, number, config.global_batch_size)
+    for contender in contenders.values():
+        contender.feed.close()
     rows = {name: row_of(contender, args.warm) for name, contender in contenders.items()}
     if args.json:
-        print(json.dumps({"rows": rows, "remote_bytes": SlowFiles.read_bytes}))
+        print(json.dumps({"rows": rows}))
         return
     print(
         f"{'':24}{'step':>10}{'loading':>12}{'share':>9}{'longest':>11}{'waited':>12}{'before':>8}"
@@ -155,7 +89,6 @@ def main() -> None:
             f"{row['share']:9.3%}{1e3 * row['longest_seconds']:8.2f} ms"
             f"{waited:>12}{first:>8}"
         )
-    print(f"{SlowFiles.read_bytes / 1e6:.1f} MB came over the slow file system")
     mesh.close()
 
 

@@ -44,14 +44,13 @@ def main() -> int:
         parser.error(f"--to = {args.to[0]}: unknown format; the only one is megatron")
     try:
         config = RunConfig.from_json(args.config, overrides)
-        check_counts(config, "--show" if args.show > 0 else "--to" if args.to else "")
+        check_options(config, args.manifest, "--show" if args.show > 0 else args.to and "--to")
         with shown_progress() as progress:
             if args.manifest:
-                check_streams(config)
                 prepare_manifests(config.data, progress)
             corpus = prepare(config.data, progress)
             check_length(corpus, config.data.sequence_length, batch_of_run(config))
-            written = export_megatron(corpus, args.to[1], progress) if args.to else []
+            written = export_megatron(corpus, args.to[1]) if args.to else []
         summary = summarise(corpus, tokens_of_run(config, corpus))
         if written:
             summary["written"] = written
@@ -66,26 +65,20 @@ def main() -> int:
     if shown and not args.json:
         from rich.console import Console
 
-        show_samples(corpus, shown, config.data.isolate_documents, Console())
+        show_samples(corpus, shown, Console())
     return DONE
 
 
-def check_streams(config: RunConfig) -> None:
-    """Raise ConfigError if no source of the config is a stream."""
+def check_options(config: RunConfig, manifest: bool, option: str | None) -> None:
+    """Raise ConfigError if no source is a stream, or `option` needs counts that are not known."""
     each = "mixture.N." if config.data.mixture else ""
-    refuse_where((
-        not config.data.streams, f"parallel3d.data.{each}stream", False,
-        "is required by --manifest", 'add "stream": true, or drop --manifest',
-    ))  # fmt: skip
-
-
-def check_counts(config: RunConfig, option: str) -> None:
-    """Raise ConfigError if `option` needs the counts of a stream that is counted as it is read."""
-    refuse_where((
-        option and config.data.counts_as_read, "parallel3d.data.count", "as-read",
-        f"cannot be combined with {option}, which needs each document's tokens",
-        'use "manifest", or the same files without stream',
-    ))  # fmt: skip
+    refuse_where(
+        (manifest and not config.data.streams, f"parallel3d.data.{each}stream", False,
+         "is required by --manifest", 'add "stream": true, or drop --manifest'),
+        (option and config.data.counts_as_read, "parallel3d.data.count", "as-read",
+         f"cannot be combined with {option}, which needs each document's tokens",
+         'use "manifest", or the same files without stream'),
+    )  # fmt: skip
 
 
 def tokens_of_run(config: RunConfig, corpus: Corpus) -> float | None:

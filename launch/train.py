@@ -94,7 +94,7 @@ def run(
     claimed = None
     if launch.rank == 0:
         claimed = claim(requested, config, launch, ending.say)
-        end.at_end.append(claimed.lock.release)
+        end.at_end.append(claimed.release)
     mesh = join(config, launch)
     code = train(config, mesh, claimed, stop, args.json)
     meet_at_the_end(mesh)

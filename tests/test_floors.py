@@ -66,7 +66,7 @@ BUDGET = {
     "parallel3d/calibrate": 595,
     "parallel3d/checkpoint": 1530,
     "parallel3d/config": 1645,
-    "parallel3d/data": 3880,
+    "parallel3d/data": 3430,
     "parallel3d/doctor": 185,
     "parallel3d/engine": 1865,
     "parallel3d/huggingface": 905,

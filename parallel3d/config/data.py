@@ -26,7 +26,7 @@ _READ_BY = {
     "paths": ("text", "jsonl", "parquet", *ID_SOURCES), "documents": ("text",),
     "text_field": ("jsonl", "parquet", "hub"), "name": ("hub",), "subset": ("hub",),
     "split": ("hub",), "token_field": ("parquet", "hub"), "label_field": ("parquet", "hub"),
-    "weight_field": ("parquet", "hub", "datatrove"), "token_dtype": ("datatrove", "tokens"),
+    "weight_field": ("parquet", "hub"), "token_dtype": ("datatrove", "tokens"),
     "check_ids": ("parquet", "hub", *ID_SOURCES), "mixture": ("mixture",),
     "validation_split": ("hub", "mixture"), "stream": ("text", "jsonl", "parquet", *ID_SOURCES),
     "manifest": ("text", "jsonl", "parquet", *ID_SOURCES), "count": ("text", "jsonl", "parquet"),
@@ -95,8 +95,8 @@ class SourceConfig(Section):
     "megatron" (.bin with .idx), "datatrove" (.ds), "tokens" (.npy, llm.c's .bin, or raw arrays)."""
     paths: Paths = ()
     """Files and globs ("folder/**/*.txt"), as a list or a single string. A document is a line of
-    "jsonl" or a row of "parquet". .gz, .bz2 and .zst of "text" and "jsonl" are decompressed. Token
-    ids may also be URLs ("s3://bucket/*.npy"); "megatron" takes paths with or without .bin."""
+    "jsonl" or a row of "parquet". .gz, .bz2 and .zst of "text" and "jsonl" are decompressed.
+    "megatron" takes paths with or without .bin. URLs ("s3://bucket/*.npy") require `stream`."""
     documents: Literal["file", "line", "blank_line"] = "file"
     """For source "text": a document is a file, a line, or the lines between blank lines."""
     text_field: str = Field(default="text", min_length=1)
@@ -114,9 +114,8 @@ class SourceConfig(Section):
     """Column of labels for token_field: -100 for tokens that do not count in the loss, the token's
     id for all others."""
     weight_field: str | None = Field(default=None, min_length=1)
-    """Column of loss weights (0 or more) for token_field. For "datatrove" the suffix of a file with
-    one byte per token: "loss" reads NAME.ds.loss. The loss is divided by the sum of a batch's
-    weights. An end-of-text token added after a document has weight 1."""
+    """Column of loss weights (0 or more) for token_field. The loss is divided by the sum of a
+    batch's weights. An end-of-text token added after a document has weight 1."""
     token_dtype: TokenDtype = "auto"
     """Data type of "datatrove" and "tokens" files without a header; "auto" is uint16, or uint32 for
     vocabularies above 65536."""
@@ -173,7 +172,8 @@ class DataConfig(SourceConfig):
     """The corpus or mixture, its tokenizer, and how it is cut into samples."""
 
     max_line_bytes: Size = Field(default=64_000_000, gt=0)
-    """Maximum bytes per line of "jsonl"; longer lines are errors (see on_error)."""
+    """Maximum bytes of a line of "jsonl", and of a document by "line" or "blank_line"; longer ones
+    are errors (see on_error)."""
     end_of_text_id: int | None = Field(default=None, ge=0)
     """For token ids: the id that ends a document. null uses the tokenizer's; another id than the
     tokenizer's is an error."""
@@ -224,9 +224,6 @@ class DataConfig(SourceConfig):
     faster."""
     read_ahead: int = Field(default=2, ge=0)
     """Steps whose samples a thread reads in advance; 0 reads each step's samples when it begins."""
-    remote_cache_bytes: int = Field(default=10 * 2**30, ge=0)
-    """Maximum bytes of remote token ids that a node keeps in `cache`; the least recently used
-    blocks are evicted first. 0 (or less than 1.1 MB) disables the cache."""
     stream_cache_bytes: Size = Field(default=100 * 2**30, gt=0)
     """Maximum bytes of streamed shards that a node keeps in `cache`; the least recently used shards
     are removed first. Two windows of shards must fit, or all shards."""
@@ -360,7 +357,10 @@ def _check_stream(section: SourceConfig) -> Iterator[Problem]:
     stream, manifest = section.stream, section.manifest
     labels, weights = section.label_field, section.weight_field
     is_text = stream and not yields_token_ids(section)
+    urls = [path for path in section.paths if "://" in path]
     yield from problems_where(
+        (urls and not stream, "paths", urls[:1], "are URLs, which only streams read",
+         'add "stream": true and "manifest", or copy the files to a disk'),
         (stream and not manifest, "manifest", manifest, "is required by stream",
          'add "manifest": "FOLDER", and run `prepare.py --manifest` once'),
         (manifest and not stream, "manifest", manifest, "is for streams",

@@ -35,7 +35,12 @@ def normalise(raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
             f"optimizer: not set; AdamW with DeepSpeed's defaults, learning rate {DEFAULT_LR}; "
             "to change it, set --optimizer.params.lr 3e-4"
         )
-    blocks = blocks_at(raw, ("", "zero_optimization"))
+    blocks = blocks_at(raw, ("", "zero_optimization", "parallel3d.data"))
+    # The config.json of earlier runs has it.
+    if blocks["parallel3d.data"].pop("remote_cache_bytes", None) is not None:
+        notes.append(
+            "parallel3d.data.remote_cache_bytes: removed, has no effect; only streams read URLs"
+        )
     for section, name in _NULLABLE:
         if blocks[section].get(name, ABSENT) is None:
             del blocks[section][name]

@@ -56,7 +56,6 @@ _NOT_TRAINED = (
         "parallel3d.data.max_line_bytes",
         "parallel3d.data.workers",
         "parallel3d.data.read_ahead",
-        "parallel3d.data.remote_cache_bytes",
         "parallel3d.data.stream_cache_bytes",
     ),
     *(

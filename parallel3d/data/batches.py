@@ -251,24 +251,16 @@ def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> Non
             " step; add text, or lower sequence_length, micro batch, accumulation or dp"
         )
     names = [f" of data.mixture.{i}" if len(train) > 1 else "" for i in range(len(train))]
-    remedy = "add text, lower sequence_length, or put the text into another part"
-    needed: list[tuple[str, TokenStream | Mixture, str]]
-    needed = [(f"the training part{names[i]}", part, remedy) for i, part in enumerate(train)]
-    remedy = (
-        "raise data.held_out_fraction, set it to 0 (no held-out loss), add text, or lower"
-        " sequence_length"
-    )
+    needed: list[tuple[str, TokenStream | Mixture]]
+    needed = [(f"the training part{names[i]}", part) for i, part in enumerate(train)]
+    needed += [(f"the held-out part{names[i]}", p) for i, p in enumerate(held_out) if len(p)]
     needed += [
-        (f"the held-out part{names[i]}", p, remedy) for i, p in enumerate(held_out) if len(p)
+        (f"the validation set {name!r}", part.held_out) for name, part in corpus.validation.items()
     ]
-    for name, part in corpus.validation.items():
-        setting = part.found.get("found_by")
-        place = f"{setting}: {name}" if setting else f"data.validation.{name}"
-        remedy = "add text, or " + (f"set {setting} to null" if setting else "remove the set")
-        needed.append((place, part.held_out, remedy))
-    for place, stream, remedy in needed:
+    for place, stream in needed:
         if num_samples(stream, sequence_length) < 1:
             raise DataError(
                 f"{place} has {len(stream)} tokens, fewer than one sample of"
-                f" data.sequence_length={sequence_length} (+ 1); {remedy}"
+                f" data.sequence_length={sequence_length} (+ 1); add text, lower sequence_length,"
+                " or leave it out (data.held_out_fraction 0, data.validation_split null)"
             )

@@ -25,8 +25,6 @@ from parallel3d.base.atomic import rename, replaced, sync
 from parallel3d.base.lock import Lock
 
 MANIFEST = "files.json"
-# A file that changed this recently could change again without a new timestamp.
-SECONDS_UNTIL_SETTLED = 2.0
 DAYS_KEPT = 30
 MOST_BYTES = 2**63
 
@@ -155,9 +153,3 @@ def state_of(path: str) -> tuple[int, ...]:
         state = os.stat(path)
         return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
     return ()
-
-
-def is_settled(path: str) -> bool:
-    """True if the file exists and its last change is older than SECONDS_UNTIL_SETTLED."""
-    changed = state_of(path)[3:]
-    return bool(changed) and time.time() - max(changed) / 1e9 > SECONDS_UNTIL_SETTLED

@@ -29,7 +29,6 @@ from numpy.typing import ArrayLike, DTypeLike
 from parallel3d.base.errors import DataError
 from parallel3d.base.masking import mask
 from parallel3d.data.cache import is_complete
-from parallel3d.data.ids.id_file import SET_BYTES, BlockCache, RemoteFiles, is_url
 from parallel3d.data.ids.spans import IdArray, SpanFile, Spans, TokenWeights, check_sizes
 from parallel3d.data.packing import Packing
 from parallel3d.data.rows import place_of
@@ -85,10 +84,6 @@ class TokenStream:
     def num_documents(self) -> int:
         """Number of documents in the stream."""
         return len(self.bounds) - 1
-
-    def document(self, index: int) -> np.ndarray:
-        """Return the tokens of one document, without its end-of-text."""
-        return self.tokens[self.bounds[index] : self.bounds[index + 1] - 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,13 +141,10 @@ class Corpus:
     """The validation sets by name; all their documents are held out."""
 
     @classmethod
-    def open(
-        cls, directory: str | Path, remote_cache_bytes: int = 0, shards: ShardCache | None = None
-    ) -> "Corpus":
+    def open(cls, directory: str | Path, shards: ShardCache | None = None) -> "Corpus":
         """Return the corpus that `prepare` wrote to `directory`, without reading its sources.
 
-        `remote_cache_bytes` limits the cache for blocks of remote files, `shards` is the cache of
-        streams. Raises DataError if the corpus is incomplete.
+        `shards` is the cache of streams. Raises DataError if the corpus is incomplete.
         """
         directory = Path(directory)
         if not is_complete(directory):
@@ -162,8 +154,7 @@ class Corpus:
         fields |= {"key": meta.get("key", directory.name), "found": meta.get("found", {})}
         if "mixture" in meta:
             parts = tuple(
-                cls.open(directory.parent / part["corpus"], remote_cache_bytes, shards)
-                for part in meta["mixture"]
+                cls.open(directory.parent / part["corpus"], shards) for part in meta["mixture"]
             )
             weights = tuple(part["weight"] for part in meta["mixture"])
             changes = tuple((first, tuple(own)) for first, own in meta.get("changes", ()))
@@ -175,7 +166,7 @@ class Corpus:
                 labels=tuple(part["label"] for part in meta["mixture"]),
                 **fields,
             )
-        train, held_out = streams_of(directory, meta, remote_cache_bytes, shards)
+        train, held_out = streams_of(directory, meta, shards)
         return cls(directory=directory, train=train, held_out=held_out, **fields)
 
     def place(self) -> Place:
@@ -188,15 +179,13 @@ class Corpus:
         }
 
     @classmethod
-    def at(
-        cls, place: Place, remote_cache_bytes: int = 0, shards: ShardCache | None = None
-    ) -> "Corpus":
+    def at(cls, place: Place, shards: ShardCache | None = None) -> "Corpus":
         """Return the corpus that `place` describes, with its validation sets; see `open`."""
         sets = place["validation"].items()
         return replace(
-            cls.open(place["directory"], remote_cache_bytes, shards),
+            cls.open(place["directory"], shards),
             found=place["found"],
-            validation={name: cls.at(part, remote_cache_bytes) for name, part in sets},
+            validation={name: cls.at(part) for name, part in sets},
         )
 
     def stream(self, part: str) -> TokenStream:
@@ -257,10 +246,7 @@ class Corpus:
 
 
 def streams_of(
-    directory: Path,
-    meta: Mapping[str, Any],
-    remote_cache_bytes: int = 0,
-    shards: ShardCache | None = None,
+    directory: Path, meta: Mapping[str, Any], shards: ShardCache | None = None
 ) -> list[TokenStream]:
     """Return the training and the held-out stream of the corpus in `directory`."""
     bounds = np.asarray(np.memmap(directory / "bounds.bin", dtype=np.int64, mode="r"))
@@ -289,7 +275,6 @@ def streams_of(
                 bounds=bounds[first : end + 1],
                 end_of_text=between,
                 dtype=dtype,
-                remote=_remote(directory, files, remote_cache_bytes),
             )
             for first, end in ((0, num_train), (num_train, len(places)))
         ]
@@ -303,15 +288,6 @@ def streams_of(
         numbers = spans(meta["weights"], "weight_starts.bin", 1, kind)
         weights = [TokenWeights(part, are_labels) for part in numbers]
     return [TokenStream(*parts) for parts in zip(ids, own, weights, strict=True)]
-
-
-def _remote(directory: Path, files: Sequence[SpanFile], cache_bytes: int) -> RemoteFiles:
-    """Return the corpus's remote files; their blocks are cached beside all corpora."""
-    sizes = {file["path"]: file["size"] for file in files if is_url(file["path"])}
-    cache = None
-    if sizes and cache_bytes >= SET_BYTES:
-        cache = BlockCache(directory.parents[1] / "remote" / "blocks", cache_bytes)
-    return RemoteFiles(sizes, directory.name, cache)
 
 
 def entropy(frequencies: np.ndarray) -> float:

@@ -22,7 +22,6 @@ from parallel3d.data.shards import ShardPlan, cut, make_shards, num_workers, sha
 from parallel3d.data.sources import Progress
 from parallel3d.data.tokenizer import (
     directory_digest,
-    is_backend_enough,
     load_tokenizer,
     lost_share,
     num_tokens,
@@ -87,8 +86,6 @@ class Recipe:
             todo=todo,
             vocab_size=num_tokens(tokenizer),
             end_of_text=tokenizer.eos_token_id,
-            # This process has imported transformers already.
-            backend_only=num_processes > 1 and is_backend_enough(tokenizer, work / "tokenizer"),
         )
         plan.save()
         facts: dict[str, object] = {"num_bytes": int(documents.table["num_bytes"].sum())}
@@ -211,14 +208,11 @@ def _sample(documents: Documents, held_out: np.ndarray, budget: float) -> Iterat
     """
     training = np.flatnonzero(~held_out)
     sizes = documents.table["num_bytes"][training]
-    stride = ceil(sizes.sum() / budget)
-    is_long = sizes > PIECE_BYTES
-    if not is_long.any():
-        yield from documents.read(training[::stride])
-        return
-    short = np.flatnonzero(~is_long)[::stride]
+    stride = max(1, ceil(sizes.sum() / budget))
+    is_chosen = sizes > PIECE_BYTES
+    is_chosen[np.flatnonzero(~is_chosen)[::stride]] = True
     in_long = False
-    for text, last in documents.pieces(training[np.sort([*short, *np.flatnonzero(is_long)])]):
+    for text, last in documents.pieces(training[is_chosen]):
         in_long = in_long or not last
         yield _shortened(text[: len(text) // stride + 1]) if in_long else text
         in_long = in_long and not last

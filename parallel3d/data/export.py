@@ -13,17 +13,13 @@ from parallel3d.base.errors import DataError
 from parallel3d.data.corpus import Corpus, TokenStream
 from parallel3d.data.ids import megatron
 from parallel3d.data.ids.id_file import BLOCK, INTEGERS, blocks
-from parallel3d.data.sources import Progress, no_progress
 
 # Megatron-LM uses uint16 for vocabularies smaller than this, otherwise int32.
 UINT16_LIMIT = 65500
-MAX_IDS = 2**31 - 1  # in a sequence, whose length is an int32
 CODE = {name: code for code, name in megatron.CODES.items()}
 
 
-def export_megatron(
-    corpus: Corpus, prefix: str, progress: Progress = no_progress
-) -> list[dict[str, object]]:
+def export_megatron(corpus: Corpus, prefix: str) -> list[dict[str, object]]:
     """Write PREFIX.bin and PREFIX.idx, for a mixture PREFIX_0.bin and so on.
 
     Each document is a sequence that ends with end-of-text. Training documents come first; passing
@@ -37,7 +33,7 @@ def export_megatron(
             if os.path.lexists(path):
                 raise DataError(f"{path} exists; remove it, or use another prefix")
     try:
-        return [_write(*pair, progress) for pair in zip(parts, prefixes, strict=True)]
+        return [_write(*pair) for pair in zip(parts, prefixes, strict=True)]
     except OSError as error:
         raise DataError(
             f"{prefix}.bin cannot be written ({error.strerror or error}); use a prefix in an"
@@ -45,25 +41,16 @@ def export_megatron(
         ) from error
 
 
-def _write(corpus: Corpus, prefix: str, progress: Progress) -> dict[str, object]:
+def _write(corpus: Corpus, prefix: str) -> dict[str, object]:
     streams = corpus.stream("train"), corpus.stream("held_out")
     dtype = INTEGERS["uint16" if corpus.vocab_size < UINT16_LIMIT else "int32"]
     lengths = np.concatenate([np.diff(stream.bounds) for stream in streams])
-    if lengths.max() > MAX_IDS:
-        raise DataError(
-            f"document {int(lengths.argmax()) + 1} has {lengths.max():,} tokens; a sequence of"
-            f" Megatron-LM has at most {MAX_IDS:,}. Divide the document"
-        )
     partial = Path(f"{prefix}.partial.bin")
     index = Path(megatron.index_of(str(partial)))
-    phase, total = f"writing {prefix}.bin (M ids)", corpus.num_tokens // 10**6
     try:
         with open(partial, "wb") as file:
-            done = 0
             for ids in _ids(streams):
                 ids.astype(dtype).tofile(file)
-                done += len(ids)
-                progress(phase, done // 10**6, max(1, total))
         index.write_bytes(_index(lengths, dtype))
         _read_back(partial, streams, lengths)
         for path in (partial, index):

@@ -54,8 +54,7 @@ def prepare(config: DataConfig, progress: Progress = no_progress) -> Corpus:
     preparation continues from them.
 
     Validation sets are corpora with the same tokenizer whose documents are all held out. Their
-    `found` has `num_in_training`, the number of their documents that are also in the training part,
-    and `found_by`, the setting that added a set which the config does not list.
+    `found` has `num_in_training`, the number of their documents that are also in the training part.
     """
     with tokenizer_directory(config.tokenizer) as tokenizer:
         return _Preparation(config, tokenizer, progress).run()
@@ -135,13 +134,8 @@ class _Preparation:
         sets = {}
         for name, section in validation_sets(config).items():
             is_listed = name in config.validation
-            place = f"data.validation.{name}" if is_listed else f"data.validation_split: {name}"
-            remedy = "" if is_listed else "; or set data.validation_split to null"
-            with _prefix_errors(place, remedy):
+            with _prefix_errors(f"data.validation{'.' if is_listed else '_split: '}{name}"):
                 sets[name] = self._validation_set(section, training)
-            if not is_listed:
-                facts = {**sets[name].found, "found_by": "data.validation_split"}
-                sets[name] = replace(sets[name], found=facts)
         Fim.of(config.fim, corpus)  # refuses a tokenizer without the special tokens
         return pack(replace(corpus, validation=sets), config, self.progress)
 
@@ -260,12 +254,12 @@ class _Preparation:
 
 
 @contextmanager
-def _prefix_errors(place: str, remedy: str = "") -> Iterator[None]:
-    """Add the place of a part or set before a DataError's message, and a remedy after it."""
+def _prefix_errors(place: str) -> Iterator[None]:
+    """Add the place of a part or set before a DataError's message."""
     try:
         yield
     except DataError as error:
-        raise DataError(f"{place}: {error}{remedy}") from error
+        raise DataError(f"{place}: {error}") from error
 
 
 @contextmanager

@@ -1,26 +1,26 @@
 """The documents of one file of any kind, as a stream of pieces."""
 
+import codecs
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
 
 from parallel3d.data.lines import (
-    COMPRESSED,
     EMPTY,
     NO_FIELD,
     NOT_TEXT,
     PIECE_BYTES,
+    TOO_LONG,
     UNREADABLE,
     Flaw,
     Lines,
-    TextPiece,
     json_text,
     open_text,
     pieces_of,
-    slices,
     suggest_fields,
-    without_ending,
 )
 from parallel3d.data.sources import Files
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 ROWS_PER_BATCH = 512
 # Limit for the decompressed bytes of a batch.
 BATCH_BYTES = 16 * 2**20
+# Identifies a document's text.
+new_digest = partial(blake2b, digest_size=16)
 
 
 def column_texts(
@@ -42,23 +44,44 @@ def column_texts(
     """
     import pyarrow as pa
 
-    chunks = _of_parquet if is_parquet else _of_arrow
-    for first, column in chunks(path, name, field, numbers):
+    batches = _of_parquet(path, field, numbers) if is_parquet else _of_arrow(path)
+    for first, batch, file in batches:
+        table = pa.Table.from_batches([batch])
+        while field not in table.column_names and any(map(pa.types.is_struct, table.schema.types)):
+            table = table.flatten()
+        if field not in table.column_names:
+            message = f'{name} has no column "{field}"; {suggest_fields(file.names)}'
+            raise Flaw(NO_FIELD, message, file.num_rows)
+        kind = table.schema.field(field).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise Flaw(
+                NOT_TEXT,
+                f'{name}: column "{field}" holds {kind}, not strings; set text_field to the column'
+                " that holds the text",
+                file.num_rows,
+            )
         # As bytes, so that text that is not UTF-8 is reported with its row.
-        column = column.cast(pa.large_binary())
+        column = table.column(field).cast(pa.large_binary())
         for row in _between(numbers, first + 1, first + len(column) + 1):
             yield row, column[row - first - 1].as_py()
 
 
+class _Columns(NamedTuple):
+    """The columns of a file and its number of rows, as far as they are known."""
+
+    names: list[str]
+    num_rows: int
+
+
 def _of_parquet(
-    path: str, name: str, field: str, numbers: Sequence[int]
-) -> Iterator[tuple[int, "pyarrow.Array"]]:
-    """Yield pieces of the column, each with the number of rows before it."""
+    path: str, field: str, numbers: Sequence[int]
+) -> Iterator[tuple[int, "pyarrow.RecordBatch", _Columns]]:
+    """Yield batches of the column, each with the number of rows before it."""
     from pyarrow import parquet
 
     first = 0
     with parquet.ParquetFile(path, memory_map=True) as file:
-        keys = _keys(file.schema_arrow, name, field, file.metadata.num_rows)
+        columns = _Columns(file.schema_arrow.names, file.metadata.num_rows)
         for group_number in range(file.num_row_groups):
             group = file.metadata.row_group(group_number)
             # Decompress only groups that contain requested rows.
@@ -66,65 +89,21 @@ def _of_parquet(
                 before = first
                 size = max(1, group.total_byte_size // max(1, group.num_rows))
                 count = max(1, min(ROWS_PER_BATCH, BATCH_BYTES // size))
-                for batch in file.iter_batches(count, [group_number], [".".join(keys)]):
-                    yield before, _inner(batch.column(0), keys[1:])
+                for batch in file.iter_batches(count, [group_number], [field]):
+                    yield before, batch, columns
                     before += batch.num_rows
             first += group.num_rows
 
 
-def _of_arrow(
-    path: str, name: str, field: str, numbers: Sequence[int]
-) -> Iterator[tuple[int, "pyarrow.Array"]]:
-    """Yield pieces of the column, each with the number of rows before it."""
+def _of_arrow(path: str) -> Iterator[tuple[int, "pyarrow.RecordBatch", _Columns]]:
+    """Yield batches of all columns, each with the number of rows before it."""
     import pyarrow as pa
 
     first = 0
     with pa.memory_map(path) as source, pa.ipc.open_stream(source) as stream:
-        keys = _keys(stream.schema, name, field, 1)
         for batch in stream:
-            yield first, _inner(batch.column(keys[0]), keys[1:])
+            yield first, batch, _Columns(batch.schema.names, 1)
             first += batch.num_rows
-
-
-def _keys(schema: "pyarrow.Schema", name: str, field: str, num_rows: int) -> list[str]:
-    """Return the path to the text: the column's name, then names of nested fields."""
-    import pyarrow as pa
-
-    match = _find(schema, field)
-    if match is None:
-        message = f'{name} has no column "{field}"; {suggest_fields(schema.names)}'
-        raise Flaw(NO_FIELD, message, num_rows)
-    keys, kind = match
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return keys
-    raise Flaw(
-        NOT_TEXT,
-        f'{name}: column "{field}" holds {kind}, not strings; set text_field to the column that'
-        " holds the text",
-        num_rows,
-    )
-
-
-def _find(
-    fields: Iterable["pyarrow.Field"], name: str
-) -> tuple[list[str], "pyarrow.DataType"] | None:
-    """Return the path to a field, possibly nested in structs, and its type."""
-    import pyarrow as pa
-
-    for field in fields:
-        if field.name == name:
-            return [name], field.type
-        if name.startswith(f"{field.name}.") and pa.types.is_struct(field.type):
-            inner = _find(field.type, name[len(field.name) + 1 :])
-            if inner:
-                return [field.name, *inner[0]], inner[1]
-    return None
-
-
-def _inner(column: "pyarrow.Array", keys: list[str]) -> "pyarrow.Array":
-    import pyarrow.compute as pc
-
-    return pc.struct_field(column, keys) if keys else column
 
 
 def _between(numbers: Sequence[int], first: int, end: int) -> Sequence[int]:
@@ -135,7 +114,7 @@ def _between(numbers: Sequence[int], first: int, end: int) -> Sequence[int]:
 # Larger than any file's number of rows.
 ALL_ROWS = range(1, 2**62)
 # Row and first byte of a document, and its raw bytes in blocks; None for null.
-_Raw = tuple[int, int, Iterator[bytes] | None]
+_Raw = tuple[int, int, Iterable[bytes] | None]
 
 
 class FileReader:
@@ -147,22 +126,25 @@ class FileReader:
         self.rows = range(*files.rows[number]) if files.rows else ALL_ROWS
         self._lines: Lines | None = None
 
-    def scan(self) -> Iterator[TextPiece | Flaw]:
-        """Yield all documents. A flaw replaces a document or file and voids its earlier pieces."""
+    def scan(self) -> Iterator[tuple[int, int, int, bytes] | Flaw]:
+        """Yield row, first byte, bytes of text and digest of all documents, or their flaws.
+
+        A flaw of the whole file is the last one, and voids the documents before it.
+        """
         try:
             for row, offset, blocks in self._documents():
-                is_empty = True
+                num_bytes, digest = 0, new_digest()
                 try:
-                    for text, last in self._pieces(row, blocks):
-                        is_empty = False
-                        yield TextPiece(row, offset, text, last)
-                    if is_empty:
+                    for text, _ in self._pieces(row, blocks):
+                        data = text.encode()
+                        digest.update(data)
+                        num_bytes += len(data)
+                    if not num_bytes:
                         raise Flaw(EMPTY, f"{self.place(row)} has no text")
+                    yield row, offset, num_bytes, digest.digest()
                 except Flaw as flaw:
                     flaw.row = 0 if self.kind == "whole" else row
                     yield flaw
-                    for _ in blocks or ():
-                        pass  # skip to the next document
         except Flaw as flaw:
             yield flaw
         except _failures() as error:
@@ -186,38 +168,36 @@ class FileReader:
     def _documents(self, places: Iterable[tuple[int, int]] | None = None) -> Iterator[_Raw]:
         """Yield the documents at `places`, or all."""
         if self.kind == "whole":
-            file = open_text(self.path, self.path.endswith(COMPRESSED))
+            file = open_text(self.path)
             yield 1, 0, iter(lambda: file.read(PIECE_BYTES), b"")
         elif self.kind in ("parquet", "arrow"):
             rows = self.rows if places is None else [row for row, _ in places]
             is_parquet = self.kind == "parquet"
             for row, data in column_texts(self.path, self.name, self.field, is_parquet, rows):
-                yield row, 0, None if data is None else slices(data)
+                yield row, 0, None if data is None else [data]
         elif places is None:
             lines = self._open()
-            row, offset = 1, 0
-            while first := lines.read():
+            offset = 0
+            while line := lines.read():
+                row = lines.row
                 # Otherwise a blank line separates documents and is not an empty one.
-                if self.kind == "line" or first.strip():
-                    yield row, offset, self._blocks(lines, first)
-                row, offset = lines.row + 1, lines.position
+                if self.kind == "line" or line.strip():
+                    yield row, offset, [lines.block(line) if self.kind == "blank_line" else line]
+                offset = lines.position
         else:
             lines = self._lines or self._open()
             for row, offset in places:
                 lines.seek(offset)
-                yield row, offset, self._blocks(lines, lines.read())
+                line = lines.read()
+                yield row, offset, [lines.block(line) if self.kind == "blank_line" else line]
 
     def _open(self) -> Lines:
-        # A line of JSON is read at once or rejected; 2 bytes more show that it is too long.
-        limit = self.max_line_bytes + 2 if self.kind == "jsonl" else PIECE_BYTES
-        self._lines = Lines(self.path, limit)
+        # The line ending, and one byte more, which shows that the line is too long.
+        self._lines = Lines(self.path, self.max_line_bytes + 3)
         return self._lines
 
-    def _blocks(self, lines: Lines, first: bytes) -> Iterator[bytes]:
-        return lines.block(first) if self.kind == "blank_line" else lines.line(first)
-
-    def _pieces(self, row: int, blocks: Iterator[bytes] | None) -> Iterator[tuple[str, bool]]:
-        place, remedy = self.place(row), ""
+    def _pieces(self, row: int, blocks: Iterable[bytes] | None) -> Iterator[tuple[str, bool]]:
+        place = self.place(row)
         if blocks is None:
             raise Flaw(
                 "null",
@@ -225,15 +205,18 @@ class FileReader:
                 " text_field to the column that holds the text",
             )
         if self.kind == "whole":
-            remedy = ", or leave it out of data.paths"
-        elif self.kind in ("line", "blank_line"):
-            blocks = without_ending(blocks)
-        elif self.kind == "jsonl":
-            line = next(blocks, b"")
-            if row == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            blocks = iter([json_text(line, place, self.field, self.max_line_bytes)])
-        return pieces_of((block for block in blocks if block), place, remedy)
+            return pieces_of(blocks, place, ", or leave it out of data.paths")
+        [data] = blocks
+        if self.kind not in ("parquet", "arrow"):
+            data = data.removesuffix(b"\r\n" if data.endswith(b"\r\n") else b"\n")
+            if len(data) > self.max_line_bytes:
+                rule = f"has more than {self.max_line_bytes:,} bytes"
+                raise Flaw(TOO_LONG, f"{place} {rule}; raise data.max_line_bytes, or split it")
+        if self.kind == "jsonl":
+            line = data.removeprefix(codecs.BOM_UTF8) if row == 1 else data
+            data = json_text(line, place, self.field)
+        slices = (data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES))
+        return pieces_of(slices, place)
 
     def _unreadable(self, error: BaseException) -> Flaw:
         reason = (getattr(error, "strerror", None) or str(error)).strip().rstrip(".")

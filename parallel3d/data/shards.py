@@ -34,7 +34,7 @@ from parallel3d.base.errors import DataError
 from parallel3d.data.cache import is_complete, locked, staged
 from parallel3d.data.documents import Documents
 from parallel3d.data.sources import Files
-from parallel3d.data.tokenizer import Backend, cut_long, encode, load_tokenizer
+from parallel3d.data.tokenizer import cut_long, encode, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,14 +63,12 @@ class ShardPlan:
     """Numbers of the missing shards."""
     vocab_size: int
     end_of_text: int
-    backend_only: bool = False
-    """True if the tokenizer does not need transformers, whose import takes seconds."""
 
     def save(self) -> None:
         """Write the plan to its folder, for the workers."""
         np.save(self.work / "table.npy", self.documents.table, allow_pickle=False)
         np.save(self.work / "held_out.npy", self.held_out, allow_pickle=False)
-        names = ("bounds", "todo", "vocab_size", "end_of_text", "backend_only")
+        names = ("bounds", "todo", "vocab_size", "end_of_text")
         settings = {name: getattr(self, name) for name in names}
         settings["files"] = asdict(self.documents.files)
         (self.work / "plan.json").write_text(json.dumps(settings))
@@ -89,10 +87,9 @@ class ShardPlan:
         """The type of the ids on disk."""
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
-    def tokenizer(self) -> "PreTrainedTokenizerBase | Backend":
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Load the tokenizer for `encode`."""
-        directory = self.work / "tokenizer"
-        return Backend.load(directory) if self.backend_only else load_tokenizer(directory)
+        return load_tokenizer(self.work / "tokenizer")
 
 
 def shard_folders(work: Path, bounds: list[int]) -> list[Path]:
@@ -117,7 +114,7 @@ def cut(num_bytes: np.ndarray) -> list[int]:
 def make_shard(
     plan: ShardPlan,
     number: int,
-    tokenizer: "PreTrainedTokenizerBase | Backend",
+    tokenizer: "PreTrainedTokenizerBase",
     on_documents: Callable[[int], None],
 ) -> None:
     """Tokenise and publish one shard; call `on_documents` with the number of documents of a batch.
@@ -136,7 +133,7 @@ def fill_shard(
     folder: Path,
     plan: ShardPlan,
     number: int,
-    tokenizer: "PreTrainedTokenizerBase | Backend",
+    tokenizer: "PreTrainedTokenizerBase",
     on_documents: Callable[[int], None],
 ) -> None:
     """Write the files of a shard to `folder`; see make_shard."""
@@ -175,7 +172,7 @@ def fill_shard(
 
 
 def _encoded(
-    pieces: Iterable[tuple[str, bool]], tokenizer: "PreTrainedTokenizerBase | Backend"
+    pieces: Iterable[tuple[str, bool]], tokenizer: "PreTrainedTokenizerBase"
 ) -> Iterator[tuple[list[list[int]], tuple[bool, ...]]]:
     """Yield the ids of batches of pieces, and which pieces are the last of a document.
 

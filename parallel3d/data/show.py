@@ -1,7 +1,7 @@
 """Descriptions of a corpus: its summary, samples as the model sees them, document statistics."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,36 +23,18 @@ _ROWS = {
 LENGTHS = {"shortest": 0, "5%": 5, "median": 50, "95%": 95, "longest": 100}
 
 
-class Fragment(TypedDict):
-    """A document in a sample, as `--json` prints it."""
+def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list[dict[str, Any]]:
+    """Return the first `count` samples of a run, in the format of `--json`.
 
-    document: str
-    num_tokens: int
-    begins: bool
-    """True if the document begins within the sample."""
-    ends: bool
-    text: str | None
-    """None without a tokenizer."""
-    ids: list[int]
-    """With the end-of-text."""
-
-
-class Sample(TypedDict):
-    """A sample of the mixture part `part`, starting at its token `start`."""
-
-    index: int
-    part: str
-    start: int
-    fragments: list[Fragment]
-
-
-def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list[Sample]:
-    """Return the first `count` samples of a run, in the format of `--json`."""
+    A sample is from the mixture part `part`, and starts at its token `start`. Of each of its
+    `fragments`, which are documents or parts of them: `begins` and `ends` are true if the document
+    does so within the sample, `ids` has the end-of-text, and `text` is None without a tokenizer.
+    """
     parts = corpus.parts or (corpus,)
     batches = Batches(corpus.train, sequence_length, seed)
     directory = corpus.tokenizer_directory
     tokenizer = load_tokenizer(directory) if any(directory.iterdir()) else None
-    rows: list[Sample] = []
+    rows = []
     for index, (part, places, _) in enumerate(zip(*batches.places(0, count), strict=True)):
         stream, fragments = batches.streams[part], []
         numbers = np.searchsorted(stream.bounds, places, side="right") - 1
@@ -66,14 +48,14 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
             ids = np.asarray(stream.tokens[start:stop]).tolist()
             plain = ids[:-1] if stop == end else ids
             fragments.append(
-                Fragment(
-                    document=parts[part].name(number),
-                    num_tokens=stop - start,
-                    begins=start == begin,
-                    ends=stop == end,
-                    text=str(tokenizer.decode(plain)) if tokenizer else None,
-                    ids=ids,
-                )
+                {
+                    "document": parts[part].name(number),
+                    "num_tokens": stop - start,
+                    "begins": start == begin,
+                    "ends": stop == end,
+                    "text": str(tokenizer.decode(plain)) if tokenizer else None,
+                    "ids": ids,
+                }
             )
         label = corpus.labels[part] if corpus.labels else ""
         rows.append(
@@ -103,7 +85,7 @@ def document_statistics(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def show_samples(corpus: Corpus, shown: list[Sample], isolated: bool, out: "Console") -> None:
+def show_samples(corpus: Corpus, shown: list[dict[str, Any]], out: "Console") -> None:
     """Print samples and document statistics."""
     from rich.padding import Padding
     from rich.rule import Rule
@@ -115,12 +97,9 @@ def show_samples(corpus: Corpus, shown: list[Sample], isolated: bool, out: "Cons
         title = f"sample {sample['index']}{where}: {tokens:,} tokens from {sample['start']:,} on"
         out.print()
         out.print(Rule(Text(title, style="bold"), align="left", style="dim"))
-        for number, part in enumerate(sample["fragments"]):
-            if number and isolated:
-                out.print(Text("positions restart; earlier documents are masked", "dim"))
+        for part in sample["fragments"]:
             how = "" if part["begins"] else " (continued)"
-            count = f"{part['num_tokens']:,} token{'s' * (part['num_tokens'] != 1)}"
-            out.print(Text(f"┌ {part['document']}{how}: {count}", "cyan"))
+            out.print(Text(f"┌ {part['document']}{how}: {part['num_tokens']:,} tokens", "cyan"))
             text = " ".join(map(str, part["ids"])) if part["text"] is None else part["text"]
             out.print(Padding(Text(_printable(text)), (0, 0, 0, 2)))
             out.print(Text("└ end of text" if part["ends"] else "… continues", "cyan"))
@@ -158,39 +137,25 @@ def summarise(corpus: Corpus, tokens: float | None) -> dict[str, Any]:
 
 
 def as_text(summary: Mapping[str, Any]) -> str:
-    """Return the summary as text: one value per line, a mixture as a table."""
-    mixture = summary.get("mixture", ())
-    lines = [f"{name:<24}{_format(x)}" for name, x in summary.items() if name not in _NESTED]
-    if mixture:
-        columns = ["weight", "num_documents", "num_tokens", "epochs"]
-        width = max(len("mixture"), *(len(part["label"]) for part in mixture))
-        lines += ["", f"{'mixture':<{width}}" + "".join(f"{name:>16}" for name in columns)]
-        for part in mixture:
-            cells = "".join(f"{_format(part[name]):>16}" for name in columns)
-            lines.append(f"{part['label']:<{width}}{cells}")
-        for part in mixture:
-            if "check_ids" in part:
-                read = f"{part['num_checked_ids']:,} ids checked"
-                lines += ["", f"{part['label']}: check_ids {part['check_ids']}, {read}"]
-    for name, part in summary.get("validation", {}).items():
-        numbers = f"{part['num_documents']:,} documents, {part['num_tokens']:,} tokens"
-        lines += ["", f"validation {name}: {numbers}"]
-        if common := part["num_in_training"]:
-            lines[-1] += f"; WARNING: {common:,} of the documents are also in the training part"
-    sources = [(f" of {part['label']}", part) for part in mixture] or [("", summary)]
-    sources += [(f" of validation {x}", y) for x, y in summary.get("validation", {}).items()]
-    for where, part in sources:
-        if part.get("unknown_share"):
-            lines += [
-                "",
-                f"WARNING: the tokenizer does not cover {part['unknown_share']:.0%} of the text"
-                f"{where}; use one that was trained on similar text",
-            ]
-        if part.get("skipped"):
-            lines += ["", f"left out{where}: {describe_skips(part['skipped'])}"]
-            lines += [f"  {skipped['message']}" for skipped in part["skipped_first"]]
-    for pair in summary.get("written", ()):
-        lines += ["", *(f"{name:<24}{_format(x)}" for name, x in pair.items())]
+    """Return the summary as text, one value per line, and so for each part and validation set."""
+    sections = [("", summary)]
+    sections += [(f"part: {part['label']}", part) for part in summary.get("mixture", ())]
+    sections += [(f"validation: {x}", part) for x, part in summary.get("validation", {}).items()]
+    sections += [("written", pair) for pair in summary.get("written", ())]
+    lines = []
+    for title, section in sections:
+        lines += ["", title] if title else []
+        lines += [f"{name:<24}{_format(x)}" for name, x in section.items() if name not in _NESTED]
+        if common := section.get("num_in_training"):
+            lines.append(f"WARNING: {common:,} of the documents are also in the training part")
+        if share := section.get("unknown_share"):
+            lines.append(
+                f"WARNING: the tokenizer does not cover {share:.0%} of the text; use one that was"
+                " trained on similar text"
+            )
+        if section.get("skipped"):
+            lines.append(f"left out: {describe_skips(section['skipped'])}")
+            lines += [f"  {skipped['message']}" for skipped in section["skipped_first"]]
     if summary["epochs"] is None:
         lines += ["", "epochs: unknown until parallel3d.mesh.dp or train_batch_size is a number"]
     return "\n".join(lines)

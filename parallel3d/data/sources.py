@@ -4,7 +4,6 @@ Data sets of the hub, or of a folder, are loaded and cached by `datasets`.
 """
 
 import glob
-import json
 import os
 import shutil
 import subprocess
@@ -80,8 +79,6 @@ def find_files(config: "DataConfig | PartConfig", max_line_bytes: int = MAX_LINE
     if source == "hub":
         paths, names, rows = arrow_files(config.name, config.subset, config.split)
         return Files("arrow", paths, names, config.text_field, rows)
-    if source not in SUFFIX:
-        raise DataError(f"data.source = {source!r} is unknown; use one of: {', '.join(SUFFIX)}")
     paths = tuple(matching_files(config.paths, SUFFIX[source]))
     kind = KINDS[config.documents] if source == "text" else source
     return Files(kind, paths, paths, config.text_field, max_line_bytes=max_line_bytes)
@@ -116,52 +113,36 @@ def matching_files(paths: Iterable[str], suffix: str = "txt") -> list[str]:
         matches = [expanded]
         if not os.path.lexists(expanded):
             matches = list(_expand(expanded))
-        files = {match for match in matches if os.path.isfile(match) or _is_dangling(match)}
+        # What matches and does not exist is a dangling link.
+        files = {match for match in matches if os.path.isfile(match) or not os.path.exists(match)}
         if not files:
             raise DataError(
                 f"{place} matches no file (working directory {os.getcwd()});"
                 f" use the path of a file, or a glob such as corpus/**/*.{suffix}"
             )
         matched |= files
-    if not matched:
-        raise DataError("data.paths is empty; this source needs paths or globs of files")
     return sorted({os.path.realpath(file): file for file in sorted(matched)}.values())
 
 
 def _expand(pattern: str) -> Iterator[str]:
-    """Yield the files that a glob matches, without following links from a folder into itself.
+    """Yield the files that a glob matches; a folder is entered once, since links may form loops.
 
-    Two such links are enough for `glob` never to end.
+    Two links from a folder into itself are enough for `glob` never to end.
     """
     before, stars, after = pattern.partition("**" + os.sep)
     if not stars or (before and not before.endswith(os.sep)):
         yield from glob.glob(pattern, recursive=True)
         return
-    for start in glob.glob(before) if before else [""]:
-        for folder in _folders(start or os.curdir, ()):
+    entered: set[str] = set()
+    for start in glob.glob(before) if before else [os.curdir]:
+        for folder, below, _ in os.walk(start, followlinks=True):
+            below[:] = sorted(name for name in below if not name.startswith("."))
+            if (real := os.path.realpath(folder)) in entered:
+                below.clear()
+                continue
+            entered.add(real)
             # The folder replaces `**`, which also matches no folder; a second `**` recurses.
-            inner = os.path.join(glob.escape(folder if start else folder[2:]), after)
-            yield from _expand(inner) if after else [inner]
-
-
-def _folders(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """Yield a folder and its visible subfolders, skipping those that are also among `above`."""
-    try:
-        state = os.stat(folder)
-        here = (state.st_dev, state.st_ino)
-        below = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-    except OSError:
-        return
-    if here in above:
-        return
-    yield folder
-    for name in below:
-        if not name.startswith("."):
-            yield from _folders(os.path.join(folder, name), (*above, here))
-
-
-def _is_dangling(path: str) -> bool:
-    return os.path.islink(path) and not os.path.exists(path)
+            yield from _expand(os.path.normpath(os.path.join(glob.escape(folder), after)))
 
 
 def arrow_files(
@@ -224,41 +205,29 @@ def _files(table: "Dataset", name: str, split: str, place: str) -> list[tuple[st
 def has_split(name: str, subset: str | None, split: str) -> bool:
     """True if the data set has a split of this name.
 
-    If this cannot be determined, print a warning on standard error and return False.
+    If the hub cannot be reached, print a warning on standard error and return False.
     """
-    import datasets
-
-    folder = Path(name).expanduser()
-    if any((folder / file).is_file() for file in SAVED):
-        index = folder / "dataset_dict.json"
-        return index.is_file() and split in json.loads(index.read_text())["splits"]
+    if (Path(name).expanduser() / SAVED[0]).is_file():
+        return False  # it is one table
     try:
-        if not folder.is_dir() and (why := why_unreachable()):
-            if any(_cached(name).rglob(f"*-{split}*.arrow")):
-                return True
-            raise ConnectionError(f"the hub is unreachable: {why}")
-        splits = datasets.get_dataset_split_names(str(folder) if folder.is_dir() else name, subset)
-        return split in splits
-    # Broad, as in _load. Training can continue without this validation set.
-    except Exception as error:
-        print(
-            f"WARNING: data.name = {name!r}: cannot determine whether there is a split {split!r} "
-            f"({_reason(error)}); training continues without this validation set. To silence this"
-            " warning, set data.validation_split to null",
-            file=sys.stderr,
-        )
-        return False
+        _load(name, subset, split, f"data.name = {name!r}")
+    except DataError as error:
+        if isinstance(error.__cause__, ConnectionError):
+            print(
+                f"WARNING: {error}. Training continues without this validation set; to silence this"
+                " warning, set data.validation_split to null",
+                file=sys.stderr,
+            )
+        return not isinstance(error.__cause__, (ConnectionError, ValueError))
+    return True
 
 
-def arrow_files_of_parquet(paths: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def arrow_files_of_parquet(paths: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return paths and names of the Arrow files in which `datasets` caches parquet files."""
-    place = f"data.paths: {paths[0]!r}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
-    table = _load("parquet", None, "train", place, list(paths))
-    files = tuple(file["filename"] for file in table.cache_files)
-    if not files:
-        raise DataError(f"{place} has no rows; leave it out")
-    name = paths[0] if not paths[1:] else "parquet"
-    return files, tuple(f"{name} ({Path(path).name})" for path in files)
+    name = paths[0] + (f" and {len(paths) - 1} more" if paths[1:] else "")
+    table = _load("parquet", None, "train", f"data.paths: {name}", paths)
+    files, names, _ = zip(*_files(table, name, "train", f"data.paths: {name}"), strict=True)
+    return files, names
 
 
 def _load(
@@ -271,9 +240,7 @@ def _load(
         raise DataError(
             f"{place} is not a folder; use the path of a folder, or a name such as owner/dataset"
         )
-    shown = datasets.are_progress_bars_disabled()
-    # The progress bars of `datasets` would disturb ours.
-    datasets.disable_progress_bars()
+    datasets.disable_progress_bars()  # they would disturb ours
     try:
         if any((folder / file).is_file() for file in SAVED):
             saved = datasets.load_from_disk(str(folder))
@@ -282,32 +249,18 @@ def _load(
             return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
         if files:
             return datasets.load_dataset(name, data_files=files, split=split)
-        if not folder.is_dir() and (why := why_unreachable()) and not _cached(name).is_dir():
+        cached = Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___"))
+        if not (folder.is_dir() or cached.is_dir()) and (why := why_unreachable()):
             raise ConnectionError(f"not a local folder, and the hub is unreachable: {why}")
         return datasets.load_dataset(str(folder) if folder.is_dir() else name, subset, split=split)
     # Broad: `datasets` passes on any error of the network, of file formats, of unknown names.
     except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise DataError(
-            f"{place}: split {split!r} cannot be loaded ({_reason(error)}); check name, subset"
+            f"{place}: split {split!r} cannot be loaded ({reason}); check name, subset"
             " and split. Without network access, download the data set elsewhere and set data.name"
             " to its folder"
         ) from error
-    finally:
-        if not shown:
-            datasets.enable_progress_bars()
-
-
-def _cached(name: str) -> Path:
-    """Return the folder in which `datasets` caches a data set of the hub."""
-    import datasets
-
-    return Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___"))
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of an error."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def _num_rows(path: str) -> int:
@@ -320,7 +273,7 @@ def _num_rows(path: str) -> int:
 def write_stories(folder: Path = Path("stories")) -> str:
     """Write one file for each book to `folder`, and return a pattern of their paths.
 
-    Raises ConfigError if the package's program is missing or prints nothing.
+    Raises ConfigError if the package's program is missing.
     """
     program = shutil.which("bible")
     if program is None:
@@ -333,10 +286,6 @@ def write_stories(folder: Path = Path("stories")) -> str:
     books = defaultdict[str, list[str]](list)
     for place, _, verse in (line.partition(" ") for line in printed.splitlines()):
         books[place.partition(":")[0].rstrip("0123456789")].append(verse)
-    if not books:
-        raise ConfigError(
-            f"--data = stories: {program} printed no verse; use the one of the package bible-kjv"
-        )
     folder.mkdir(parents=True, exist_ok=True)
     for book, verses in books.items():
         replace_text(folder / f"{book}.txt", "\n".join([*verses, ""]))

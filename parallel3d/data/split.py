@@ -46,7 +46,8 @@ def split_documents(
     - "auto" is 5 %, or the share of 64 documents if that is more. The limit is 10 %, or 20 % where
       that is less than 256 KiB, and 128 MiB in any case. 0 holds out nothing.
 
-    Raises DataError if a part has fewer than two distinct contents, or nothing left to train on.
+    Raises DataError if a part has fewer than two distinct contents. A part of a mixture may have
+    nothing left to train on, if all its documents are held out in others.
     """
     if fraction == 0:
         return [np.zeros(len(table), dtype=bool) for table in tables]
@@ -75,14 +76,7 @@ def split_documents(
         everywhere = eligible & ~large[contents]
         candidates = np.flatnonzero(everywhere if everywhere.any() else eligible)
         apart[contents[_choose(sizes, copies, target, candidates)]] = True
-    held_out = [apart[part] for part in parts]
-    for number, part in enumerate(held_out):
-        if part.all():
-            raise DataError(
-                f"{_part_name(number, parts)} has only documents that are held out in other parts"
-                " of the mixture; add other text to it, or remove it"
-            )
-    return held_out
+    return [apart[part] for part in parts]
 
 
 def num_common(digests: np.ndarray, others: np.ndarray) -> int:

@@ -15,9 +15,9 @@ estimated from their bytes, and heads.bin is empty (`sharded`).
 import json
 import shutil
 import time
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -27,10 +27,11 @@ from parallel3d.data.cache import cache_root, digest_of, file_digest, is_complet
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.corpus_folder import FORMAT, Recipe, write_facts
 from parallel3d.data.documents import Documents, Skips, find_documents
-from parallel3d.data.ids import flat_arrays, megatron
-from parallel3d.data.ids.id_file import BLOCK, RemoteFiles, is_file, is_url, system_of
+from parallel3d.data.ids import megatron
+from parallel3d.data.ids.id_file import BLOCK
 from parallel3d.data.ids.spans import Spans
 from parallel3d.data.ids.validate import Vocabulary
+from parallel3d.data.remote import is_file, is_url, system_of
 from parallel3d.data.sharded import HEADS, IDS, SHARDS, LostShard, Shard, ShardCache, ShardedTokens
 from parallel3d.data.shards import ShardPlan, fill_shard
 from parallel3d.data.sources import KINDS, Files, Progress, find_files, no_progress
@@ -43,9 +44,7 @@ from parallel3d.data.tokenised import (
     vocabulary_of,
 )
 from parallel3d.data.tokenizer import (
-    Backend,
     directory_digest,
-    is_backend_enough,
     load_tokenizer,
     save_tokenizer,
 )
@@ -59,12 +58,8 @@ FIRST_PAUSE_SECONDS = 0.5
 _SETTINGS = ("source", "documents", "text_field", "token_field", "token_dtype", "count")
 
 
-class _File(TypedDict):
-    """A file of a shard, as shards.json has it: URL, bytes, BLAKE2 hash."""
-
-    path: str
-    size: int
-    hash: str
+# A file of a shard, as shards.json has it: `path` (its URL), `size`, and `hash` (BLAKE2).
+_File = dict[str, Any]
 
 
 class _Converted(NamedTuple):
@@ -81,6 +76,11 @@ def open_shard_cache(config: DataConfig) -> ShardCache | None:
     """Return the node's cache for the streams of a config; None if it has none."""
     if not config.streams:
         return None
+    for part in config.streams:
+        folder = _folder(part)
+        if not yields_token_ids(part) and (folder / SHARDS).is_file():
+            # Here, since transformers must not be imported by two threads at once.
+            _tokenizer(folder)
     return ShardCache(
         cache_root(config.cache) / "streams",
         config.stream_cache_bytes,
@@ -98,7 +98,7 @@ def open_stream(
     cache: ShardCache | None,
 ) -> Corpus:
     """Return the corpus of a manifest; raise DataError if the config differs from it."""
-    folder = Path(section.manifest).expanduser().absolute()
+    folder = _folder(section)
     remedy = "run `parallel3d prepare --config ... --manifest`"
     if not is_complete(folder) or not (folder / SHARDS).is_file():
         raise DataError(
@@ -141,7 +141,7 @@ def make_manifest(
 
     Raises DataError for unusable shards, and if another folder has the manifest's name.
     """
-    target = Path(section.manifest).expanduser().absolute()
+    target = _folder(section)
     phase = f"waiting for another process to write {section.manifest}"
     with locked(target, lambda: progress(phase, 0, 1)):
         if target.is_file() or (any(target.glob("*")) and not (target / SHARDS).is_file()):
@@ -165,7 +165,6 @@ def _fill(
     vocabulary = vocabulary_of(config, tokenizer)
     keys = {key: getattr(section, key) for key in SourceConfig.model_fields}
     part = PartConfig(**keys | {"source": section.source})
-    loaded = load_tokenizer(folder / "tokenizer") if tokenizer else None
     as_read, per_byte = section.count == "as-read", 0.0
     head_length = 0 if as_read else config.sequence_length
     meta: dict[str, Any] = {
@@ -178,7 +177,6 @@ def _fill(
             "vocabulary": list(vars(vocabulary).values()),
             "rule": [config.on_error, config.max_skipped],
             "max_line_bytes": config.max_line_bytes,
-            "backend_only": bool(loaded) and is_backend_enough(loaded, folder / "tokenizer"),
         },
     }
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -214,7 +212,7 @@ def _fill(
     for one in converted:
         skips.add_all(one.skips)
         facts |= {name: facts.get(name, 0) + value for name, value in one.facts.items()}
-    skips.check_share(len(table), config.max_skipped)
+    skips.check_share(skips.num_flawed, len(table), config.max_skipped)
     names = [urls[0] for urls in shards]
     if yields_token_ids(section):
         facts["check_ids"] = section.check_ids
@@ -348,8 +346,7 @@ def _convert(manifest: Path, folder: Path, urls: list[str], per_byte: float = 0.
             vocab_size=vocabulary.size,
             end_of_text=vocabulary.end_of_text,
         )
-        made_with = stream["identity"]["tokenizer"], stream["backend_only"]
-        fill_shard(folder, plan, 0, _tokenizer(manifest / "tokenizer", *made_with), lambda _: None)
+        fill_shard(folder, plan, 0, _tokenizer(manifest), lambda _: None)
         (folder / "train.bin").rename(folder / IDS)
         lengths, counts = (np.load(folder / f"{name}.npy") for name in ("lengths", "counts"))
         return _Converted(documents.table.copy(), lengths, counts, {}, documents.skips)
@@ -372,7 +369,6 @@ def _convert_ids(
         bounds=np.concatenate([[0], np.cumsum(lengths)]),
         end_of_text=vocabulary.end_of_text,
         dtype=dtype,
-        remote=RemoteFiles({}, "", None),
     )
     with open(folder / IDS, "wb") as file:
         for first in range(0, len(spans), BLOCK):
@@ -389,9 +385,7 @@ def _to_arrow(path: str, column: str) -> str:
 
     try:
         with parquet.ParquetFile(path) as file:
-            if column not in file.schema_arrow.names:
-                raise DataError(f'{path} has no column "{column}"; set token_field to its name')
-            schema = pa.schema([file.schema_arrow.field(column)])
+            schema = pa.schema([field for field in file.schema_arrow if field.name == column])
             with pa.ipc.new_stream(f"{path}.arrow", schema) as stream:
                 for batch in file.iter_batches(columns=[column]):
                     stream.write_batch(batch)
@@ -405,8 +399,9 @@ def _shard_paths(section: PartConfig) -> list[list[str]]:
     paths = paths_of(section)
     if section.source == "megatron":
         return [[path, megatron.index_of(path)] for path in paths]
-    beside = flat_arrays.COMPANIONS[:2] if section.source == "datatrove" else ()
-    return [[x, *(f"{x}{end}" for end in beside if is_file(f"{x}{end}"))] for x in paths]
+    if section.source == "datatrove":
+        return [[x, *([f"{x}.index"] if is_file(f"{x}.index") else [])] for x in paths]
+    return [[path] for path in paths]
 
 
 def _entry(files: list[_File], one: _Converted, meta: dict[str, Any]) -> dict[str, object]:
@@ -445,9 +440,17 @@ def _meta(manifest: Path) -> dict[str, Any]:
     return meta
 
 
-@lru_cache(4)
-def _tokenizer(
-    directory: Path, digest: str, backend_only: bool
-) -> "PreTrainedTokenizerBase | Backend":
-    """Load the tokenizer of a manifest; `digest` tells it from an earlier one in its place."""
-    return (Backend.load if backend_only else load_tokenizer)(directory)
+def _folder(section: SourceConfig) -> Path:
+    """Return the folder of a stream's manifest."""
+    return Path(section.manifest).expanduser().absolute()
+
+
+def _tokenizer(manifest: Path) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of a manifest."""
+    # Its digest tells it from an earlier one in its place.
+    return _load(manifest / "tokenizer", _meta(manifest)["stream"]["identity"]["tokenizer"])
+
+
+@cache
+def _load(directory: Path, digest: str) -> "PreTrainedTokenizerBase":
+    return load_tokenizer(directory)

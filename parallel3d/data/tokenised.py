@@ -3,7 +3,7 @@
 The ids are not copied. In the cache, such a corpus has instead of tokens.bin:
 
     starts.bin    int64 [documents]: each document's first id, counted in ids of its file
-    weight_starts.bin    the same for the files of token weights, if there are any
+    weight_starts.bin    the same for the columns of token weights, if there are any
 
 places.npy has the file of each document, and its number there as the row. meta.json lists the
 files: name, path, dtype, offset, size. The bounds include an end-of-text after each document,
@@ -21,13 +21,14 @@ import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.config.data import DataConfig, PartConfig
-from parallel3d.data.cache import digest_of, is_settled, load_index, save_index, state_of
+from parallel3d.data.cache import digest_of, load_index, save_index, state_of
 from parallel3d.data.corpus_folder import FORMAT, contents_of, write_facts
 from parallel3d.data.documents import ENTRY
 from parallel3d.data.ids import arrow, flat_arrays, megatron
-from parallel3d.data.ids.id_file import INTEGERS, TokenFile, is_file, is_url, matching, version_of
+from parallel3d.data.ids.id_file import INTEGERS, TokenFile
 from parallel3d.data.ids.spans import SpanFile, beside_ids
 from parallel3d.data.ids.validate import Checked, OnIds, Vocabulary, check
+from parallel3d.data.remote import is_url, matching_urls
 from parallel3d.data.sources import (
     SUFFIX,
     Progress,
@@ -82,7 +83,9 @@ class TokenRecipe:
 
     def key(self) -> str:
         """Return the corpus's name in the cache, which depends on its contents and its files."""
-        files = [(_place(x), x.size, x.offset, x.dtype.str) for x in self.tokens.files]
+        files = [
+            (os.path.abspath(x.path), x.size, x.offset, x.dtype.str) for x in self.tokens.files
+        ]
         return digest_of(self.content(), self.tokens.facts["check_ids"], *files)
 
     def fill(self, folder: Path, *_: object) -> None:
@@ -120,7 +123,7 @@ def in_json(files: Sequence[TokenFile]) -> list[SpanFile]:
     return [
         {
             "name": x.name,
-            "path": _place(x),
+            "path": os.path.abspath(x.path),
             "dtype": x.dtype.name,
             "offset": x.offset,
             "size": x.size,
@@ -175,8 +178,8 @@ def find_tokens(
         tables.append(table)
         if weights:
             starts = weights[number].starts
-            # Without an index, document ends are found among the ids, and each id has one byte.
-            weight_starts.append(checked.starts if starts is None else starts[checked.rows - 1])
+            assert starts is not None, "a column has rows"
+            weight_starts.append(starts[checked.rows - 1])
         counts += checked.counts
         num_checked += int(checked.num_checked)
         num_empty += int(checked.num_empty)
@@ -213,21 +216,16 @@ def _check_cached(
     index = indexes / f"{before}.npz"
     if saved := load_index(index):
         return Checked(**saved)
-    settled = is_url(file.path) or is_settled(file.path)
     checked = check(file, vocabulary, sample=section.check_ids == "sample", on_ids=on_ids)
     if _signature(file, settings) != before:
         raise DataError(f"{file.name} changed while it was read; run the preparation again")
-    if settled:
-        save_index(index, vars(checked))
+    save_index(index, vars(checked))
     return checked
 
 
 def _signature(file: TokenFile, settings: tuple[object, ...]) -> str:
     """Return a digest of the current state of a file and its index files."""
     paths = file.path, megatron.index_of(file.path), f"{file.path}.index"
-    if is_url(file.path):
-        versions = [version_of(path) if is_file(path) else None for path in paths]
-        return digest_of(INDEX_FORMAT, file.path, *settings, *versions)
     states = [part for path in paths for part in state_of(path)]
     return digest_of(INDEX_FORMAT, os.path.realpath(file.path), *settings, *states)
 
@@ -238,7 +236,7 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
         if section.stream:
             paths = names = section.paths  # of Arrow, made from a shard
         elif section.source == "parquet":
-            paths, names = arrow_files_of_parquet(tuple(matching_files(section.paths, "parquet")))
+            paths, names = arrow_files_of_parquet(matching_files(section.paths, "parquet"))
         else:
             paths, names, rows = arrow_files(section.name, section.subset, section.split)
             if rows:
@@ -263,17 +261,14 @@ def paths_of(section: DataConfig | PartConfig) -> list[str]:
     paths = _matching(section.paths, suffix)
     if section.source != "datatrove":
         return paths
-    if shards := [path for path in paths if not path.endswith(flat_arrays.COMPANIONS)]:
-        return shards
+    # Files that datatrove writes beside NAME.ds.
+    if ids := [path for path in paths if not path.endswith((".index", ".metadata", ".loss"))]:
+        return ids
     raise DataError("data.paths matches no .ds file; use their paths, or corpus/**/*.ds")
 
 
 def _matching(paths: Sequence[str], suffix: str) -> list[str]:
     """Return the files that match the paths, URLs and globs."""
     local = [path for path in paths if not is_url(path)]
-    urls = {url for path in paths if is_url(path) for url in matching(path)}
+    urls = {url for path in paths if is_url(path) for url in matching_urls(path)}
     return [*(matching_files(local, suffix) if local else ()), *sorted(urls)]
-
-
-def _place(file: TokenFile) -> str:
-    return file.path if is_url(file.path) else os.path.abspath(file.path)

@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,11 +13,9 @@ from parallel3d.base.errors import DataError
 from parallel3d.base.hub_access import why_unreachable
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
-NUM_BYTES = 256
 # Longest text that is encoded at once, in characters; each takes up to 250 bytes of memory.
 LONGEST = 2**17
 # Files that AutoTokenizer reads; a model's directory also holds gigabytes of weights.
@@ -28,17 +25,11 @@ TOKENIZER_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
     """Train a byte-level BPE of at most `vocab_size` tokens, including END_OF_TEXT.
 
-    Deterministic. Small corpora may have too few pairs for a full vocabulary. Raises DataError if
-    `vocab_size` is too small for the 256 bytes and END_OF_TEXT.
+    Deterministic. Small corpora may have too few pairs for a full vocabulary.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size <= NUM_BYTES:
-        raise DataError(
-            f"data.vocab_size = {vocab_size} is too small: a byte-level tokenizer needs"
-            f" {NUM_BYTES} bytes and one end-of-text token; use at least {NUM_BYTES + 1}"
-        )
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -80,32 +71,6 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
             " set eos_token in its tokenizer_config.json"
         )
     return tokenizer
-
-
-@dataclass(frozen=True)
-class Backend:
-    """A tokenizer for `encode` that does not need transformers."""
-
-    backend_tokenizer: "Tokenizer"
-
-    @classmethod
-    def load(cls, directory: Path) -> "Backend":
-        """Load the tokenizer saved in `directory`, in 0.05 s instead of 2 s."""
-        from tokenizers import Tokenizer
-
-        return cls(Tokenizer.from_file(str(directory / "tokenizer.json")))
-
-
-def is_backend_enough(tokenizer: object, directory: Path) -> bool:
-    """True if `Backend.load(directory)` encodes exactly as `tokenizer` does.
-
-    Some classes of transformers modify the backend that they load, and some have none.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not (directory / "tokenizer.json").is_file():
-        return False
-    # Compares the complete definition; numbers are written in full precision.
-    return bool(Backend.load(directory).backend_tokenizer.to_str() == backend.to_str())
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> None:

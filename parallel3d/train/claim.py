@@ -29,12 +29,21 @@ SUFFIX = ".lock"  # of a run's lock, beside its folder
 
 @dataclass
 class Claim:
-    """A run's folder, locked against other launches until the lock is released."""
+    """A run's folder, locked against other launches until `release`."""
 
     folder: Path
     config: str
     """The digest of what is trained, by which the same config finds its unfinished run."""
     lock: Lock
+    created_directory: Path | None
+    """The directory of all runs, if it was created for this one."""
+
+    def release(self) -> None:
+        """Unlock the folder for other launches, and remove an empty directory created for it."""
+        self.lock.release()
+        if self.created_directory:
+            with suppress(OSError):  # it contains a run
+                self.created_directory.rmdir()
 
 
 def resolve_config(config: RunConfig, launch: Launch) -> RunConfig:
@@ -91,6 +100,7 @@ def claim(
     Raises ConfigError if another process writes to the folder, or if it is not writable.
     """
     directory, same = Path(config.parallel3d.run.directory), digest_of(requested)
+    created_directory = None if directory.exists() else directory.absolute()
     try:
         folder, lock = _find(config, launch, directory, same, say)
     except OSError as error:
@@ -98,14 +108,15 @@ def claim(
             f'parallel3d.run.directory = "{directory}": cannot be written '
             f"({error.strerror}); use a writable folder"
         ) from None
+    claimed = Claim(folder, same, lock, created_directory)
     try:
         with written_to(folder):
             if folder.exists():
                 TemporaryFile(dir=folder).close()
     except ConfigError:
-        lock.release()
+        claimed.release()
         raise
-    return Claim(folder, same, lock)
+    return claimed
 
 
 @contextmanager

@@ -273,7 +273,7 @@ def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -
             "a parallel3d.data.cache that all nodes share"
         ) from None
     refuse_different(places, nodes)
-    corpus = Corpus.at(places[first], data.remote_cache_bytes, open_shard_cache(data))
+    corpus = Corpus.at(places[first], open_shard_cache(data))
     corpus = pack(corpus, data)
     console.print(*corpus_lines(corpus), sep="\n")
     return corpus

@@ -65,6 +65,12 @@ def test_a_single_path_is_a_list_of_one():
     assert part.paths == ("b.txt",)
 
 
+def test_a_setting_of_earlier_runs_is_left_out_with_a_note():
+    config = config_of(remote_cache_bytes=10 * 2**30)
+    assert "remote_cache_bytes" not in config.to_dict()["parallel3d"]["data"]
+    assert "parallel3d.data.remote_cache_bytes: removed" in " ".join(config.notes)
+
+
 def test_without_a_tokenizer_the_vocabulary_is_known():
     config = config_of(**IDS, **NO_TOKENIZER)
     assert config.model.vocab_size == "auto"
@@ -111,6 +117,12 @@ BAD = [
         "less than voc",
         "smaller",
     ),
+    (
+        {"source": "tokens", "paths": ["s3://b/a.npy"], **NO_TOKENIZER},
+        "paths",
+        "which only streams read",
+        "copy the files",
+    ),
     (NO_TOKENIZER, 'tokenizer = "none"', "cannot be used with sources of text", 'use "train"'),
     ({"end_of_text_id": 0}, "end_of_text_id", "for sources of token ids", "remove it"),
     ({"token_dtype": "uint16"}, "token_dtype", "not read", 'use source "datatrove" or "tokens"'),
@@ -140,14 +152,14 @@ def test_a_bad_value_is_named_with_rule_and_remedy(data, path, rule, remedy):
 def test_a_password_in_a_url_is_written_nowhere_and_changes_no_run():
     def read(password):
         url = f"https://user:{password}@host/a.bin"
-        ids = {"source": "tokens", "paths": [url]}
+        ids = {"source": "tokens", "paths": [url], "stream": True, "manifest": "m"}
         mixture = {"source": "mixture", "mixture": [{**ids, "weight": 1}, {**ids, "weight": 2}]}
-        return config_of(**mixture, **NO_TOKENIZER, validation={"web": ids})
+        return config_of(**mixture, **NO_TOKENIZER)
 
     config = read("secret")
-    assert json.dumps(config.to_dict()).count("user:secret@") == 3
+    assert json.dumps(config.to_dict()).count("user:secret@") == 2
     public = json.dumps(config.to_public_dict())
-    assert "secret" not in public and public.count("user:***@") == 3
+    assert "secret" not in public and public.count("user:***@") == 2
     assert RunConfig.from_dict(config.to_dict()) == config
     masked = RunConfig.from_dict(config.to_public_dict())
     assert digest_of(config) == digest_of(read("another")) == digest_of(masked)

@@ -61,15 +61,25 @@ def contents(root: Path) -> dict[str, bytes | None]:
     }
 
 
-def found(source: str, paths=(), cache="/nonexistent", **settings) -> Documents:
+def found(source: str, paths=(), cache="/dev/null", **settings) -> Documents:
     """The documents of a source; its index is kept nowhere unless a cache is given."""
     section = Settings(source=source, paths=tuple(map(str, paths)), **settings)
     rule = (section.on_error, section.max_skipped)
     return find_documents(find_files(section, section.max_line_bytes), Path(cache), rule=rule)
 
 
+def texts_at(documents: Documents, indices) -> list[str]:
+    """The texts of some documents, whose pieces are joined."""
+    texts = [""]
+    for piece, last in documents.pieces(indices):
+        texts[-1] += piece
+        if last:
+            texts.append("")
+    return texts[:-1]
+
+
 def texts_of(documents: Documents) -> list[str]:
-    return list(documents.read(np.arange(len(documents))))
+    return texts_at(documents, np.arange(len(documents)))
 
 
 def names_of(documents: Documents) -> list[str]:
@@ -79,3 +89,8 @@ def names_of(documents: Documents) -> list[str]:
 def table_of(*texts: str) -> np.ndarray:
     rows = [(0, 0, 0, len(text.encode()), new_digest(text.encode()).digest()) for text in texts]
     return np.array(rows, ENTRY)
+
+
+def document_of(stream, index):
+    """The tokens of one document of a stream, without its end-of-text."""
+    return stream.tokens[stream.bounds[index] : stream.bounds[index + 1] - 1]

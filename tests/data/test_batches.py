@@ -72,7 +72,7 @@ def test_a_corpus_shorter_than_a_batch_or_a_window():
     corpus.validation = {"web": SimpleNamespace(held_out=stream(9), found={})}
     check_length(corpus, 8, 3)
     with pytest.raises(
-        DataError, match=r"data\.validation\.web has 9 tokens, fewer than one sample"
+        DataError, match=r"validation set .web. has 9 tokens, fewer than one sample"
     ):
         check_length(corpus, 9, 3)
     corpus.held_out = stream(9)

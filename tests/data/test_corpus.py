@@ -22,7 +22,7 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.prepare import prepare
 from parallel3d.mesh.device import settle_accelerator
 from parallel3d.verify import local_ranks
-from tests.data.documents import READ, TEXTS, contents
+from tests.data.documents import READ, TEXTS, contents, document_of
 
 pytestmark = pytest.mark.gloo
 
@@ -35,7 +35,7 @@ def test_documents_decode_to_the_bytes_of_their_files(settings):
     corpus = prepare(settings)
     tokenizer = AutoTokenizer.from_pretrained(corpus.tokenizer_directory)
     decoded = [
-        tokenizer.decode(part.document(index))
+        tokenizer.decode(document_of(part, index))
         for part in (corpus.train, corpus.held_out)
         for index in range(part.num_documents)
     ]
@@ -149,11 +149,9 @@ def errors_before_the_cache(folder, settings):
         text = path.read_text().replace('"eos_token": "<|endoftext|>",', "")
         (no_end / path.name).write_text(text)
     return [
-        (replace(settings, source="csv"), "is unknown"),
         (replace(settings, source="jsonl"), "a.txt, line 1 is not JSON"),
         (replace(settings, paths=("nothing.txt",)), "matches no file"),
         (replace(settings, paths=(f"{folder}/a.txt",)), "one document, but"),
-        (replace(settings, vocab_size=100), "too small"),
         (replace(settings, tokenizer="/no/such/place"), "is not a directory"),
         (
             replace(settings, tokenizer=str(folder)),
@@ -165,11 +163,12 @@ def errors_before_the_cache(folder, settings):
 
 def test_no_error_leaves_a_trace_in_the_cache(settings, folder):
     cases = errors_before_the_cache(folder, settings)
-    before = contents(Path(settings.cache))
+    before = contents(Path(settings.cache) / "corpora")
     for refused, message in cases:
         with pytest.raises(DataError, match=message):
             prepare(refused)
-        assert contents(Path(settings.cache)) == before, message
+        assert contents(Path(settings.cache) / "corpora") == before, message
+        assert {path.name for path in Path(settings.cache).iterdir()} <= {"corpora", "indexes"}
 
 
 def test_a_token_beyond_the_vocabulary_names_document_and_id(settings, monkeypatch):

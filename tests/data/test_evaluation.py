@@ -18,7 +18,7 @@ from parallel3d.data.evaluation_samples import (
     train_frequencies,
 )
 from parallel3d.data.prepare import prepare
-from tests.data.documents import Settings
+from tests.data.documents import Settings, document_of
 
 pytestmark = pytest.mark.gloo
 
@@ -114,7 +114,7 @@ def test_the_bytes_are_those_of_the_text(corpora):
     corpus, _ = corpora
     tokenizer = AutoTokenizer.from_pretrained(corpus.tokenizer_directory)
     stream = corpus.stream("held_out")
-    decoded = [tokenizer.decode(stream.document(i)) for i in range(stream.num_documents)]
+    decoded = [tokenizer.decode(document_of(stream, i)) for i in range(stream.num_documents)]
     assert held_out_bytes(corpus)[0].tolist() == [len(text.encode()) for text in decoded]
 
 

@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from parallel3d.base.errors import DataError
-from tests.data.documents import READ, found, names_of, texts_of
+from tests.data.documents import READ, found, names_of, texts_at, texts_of
 
 pytestmark = pytest.mark.gloo
 
@@ -45,7 +45,7 @@ def test_a_folder(tmp_path, write):
     documents = found("hub", name=str(tmp_path / "set"))
     assert texts_of(documents) == ROWS
     assert names_of(documents)[1].startswith(f"{tmp_path}/set train")
-    assert list(documents.read([1, 7])) == [ROWS[1], ROWS[7]]
+    assert texts_at(documents, [1, 7]) == [ROWS[1], ROWS[7]]
 
 
 def test_a_split_and_a_column(tmp_path):
@@ -69,7 +69,7 @@ def test_a_part_of_a_split(tmp_path, write, split):
     expected = [text for part in rows for text in ROWS[part.from_ : part.to]]
     documents = found("hub", name=f"{tmp_path}/set", split=split)
     assert texts_of(documents) == expected
-    assert list(documents.read([len(expected) - 1])) == expected[-1:]
+    assert texts_at(documents, [len(expected) - 1]) == expected[-1:]
 
 
 def test_a_part_that_is_none(tmp_path):

@@ -33,7 +33,7 @@ corpus = Corpus.open(sys.argv[1])
 training = Batches(corpus.train, {SEQUENCE}, 0)
 held_out = Batches(corpus.held_out, {SEQUENCE}, 0)
 seconds = time.perf_counter() - began
-document = corpus.held_out.document(0)
+document = corpus.held_out.tokens[: corpus.held_out.bounds[1] - 1]
 ends = [
     (batches.microbatch(*which)[1] == {END}).sum(axis=1).tolist()
     for batches, which in ((training, ({FIRST}, {COUNT})), (held_out, (0, 2)))

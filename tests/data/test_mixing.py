@@ -16,7 +16,7 @@ from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.data.order import MAX_PATTERN, Mixing, sample_index, whole_shares
 from parallel3d.data.prepare import prepare
 from parallel3d.data.show import summarise
-from tests.data.documents import Settings, contents
+from tests.data.documents import Settings, contents, document_of
 
 pytestmark = pytest.mark.gloo
 
@@ -279,7 +279,7 @@ def test_no_copy_is_on_both_sides(mixture):
         corpus = prepare(replace(mixture, held_out_fraction=fraction))
 
         def texts(streams):
-            return {s.document(i).tobytes() for s in streams for i in range(s.num_documents)}
+            return {document_of(s, i).tobytes() for s in streams for i in range(s.num_documents)}
 
         assert not texts(corpus.train.parts) & texts(corpus.held_out.parts)
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from parallel3d.base.errors import DataError
-from parallel3d.data import cache as module
 from parallel3d.data.rows import FileReader
-from tests.data.documents import READ, found, names_of, texts_of
+from tests.data.documents import READ, found, names_of, texts_at, texts_of
 
 pytestmark = pytest.mark.gloo
 
@@ -55,9 +54,9 @@ def test_lines_of_json(tmp_path, name):
     documents = found("jsonl", [tmp_path / name])
     assert texts_of(documents) == AWKWARD
     assert names_of(documents)[:2] == [f"{tmp_path / name}, line {i}" for i in (1, 2)]
-    assert list(documents.read([0, 3, 4, 8])) == [AWKWARD[i] for i in (0, 3, 4, 8)]
+    assert texts_at(documents, [0, 3, 4, 8]) == [AWKWARD[i] for i in (0, 3, 4, 8)]
     # Back again, by the reader that has read on.
-    assert list(documents.read([1])) == [AWKWARD[1]]
+    assert texts_at(documents, [1]) == [AWKWARD[1]]
 
 
 @pytest.mark.parametrize("group", [1, 3, 1000])
@@ -68,7 +67,7 @@ def test_rows_of_parquet(tmp_path, group):
     documents = found("parquet", [path])
     assert texts_of(documents) == AWKWARD
     assert documents.name(4) == f"{path}, row 5"
-    assert list(documents.read([0, 3, 8])) == [AWKWARD[i] for i in (0, 3, 8)]
+    assert texts_at(documents, [0, 3, 8]) == [AWKWARD[i] for i in (0, 3, 8)]
 
 
 def test_rows_without_text_are_no_documents(tmp_path):
@@ -88,7 +87,7 @@ def test_files_come_in_the_order_of_their_names(tmp_path):
         (tmp_path / name).write_bytes(json_lines([f"{name} {i}" for i in range(3)]))
     documents = found("jsonl", [tmp_path / "*.jsonl"])
     assert texts_of(documents) == [f"{x}.jsonl {i}" for x in "ab" for i in range(3)]
-    assert list(documents.read([1, 4])) == ["a.jsonl 1", "b.jsonl 1"]
+    assert texts_at(documents, [1, 4]) == ["a.jsonl 1", "b.jsonl 1"]
 
 
 @given(texts=st.lists(st.text(min_size=1), min_size=1), data=st.data())
@@ -101,17 +100,17 @@ def test_any_text_comes_back_from_any_place(tmp_path_factory, texts, data):
     documents = found("jsonl", [path])
     chosen = sorted(data.draw(st.sets(st.integers(0, len(texts) - 1))))
     assert texts_of(documents) == texts
-    assert list(documents.read(chosen)) == [texts[i] for i in chosen] or not chosen
+    assert texts_at(documents, chosen) == [texts[i] for i in chosen] or not chosen
 
 
 GOOD = '{"text": "good"}\n'
 BAD_LINES = [
-    ('{"text": "a"', r"rows\.jsonl, line 2 is not JSON: .* at column 13; write one object"),
-    ("plain words", r"line 2 is not JSON: Expecting value at column 1"),
-    ("[" * 100_000, r"line 2 is not JSON: nested too deeply"),
+    ('{"text": "a"', r"rows\.jsonl, line 2 is not JSON: .* column 13 .*; write one object"),
+    ("plain words", r"line 2 is not JSON: Expecting value: .*column 1"),
+    ("[" * 100_000, r"line 2 is not JSON: maximum recursion depth"),
     ('["a"]', r"line 2 is a list, not an object; .*\{\"text\": \"\.\.\.\"\}"),
     ('{"body": "a", "id": 1}', r'line 2 has no field "text"; it has "body", "id"; set text_field'),
-    ("{}", r'line 2 has no field "text"; it has no fields'),
+    ("{}", r'line 2 has no field "text"; it has none'),
     ('{"text": 3}', r'line 2: field "text" is a number, not a string; fix or remove'),
     (b'{"text": "caf\xe9"}', r"line 2 is not UTF-8: byte 0xe9 at offset 13 .*iconv"),
 ]
@@ -151,7 +150,6 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path, change):
 
 
 def test_rows_that_were_found_before_are_not_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SECONDS_UNTIL_SETTLED", -1.0)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD.encode() * 3)
     scans = []
@@ -171,10 +169,3 @@ def test_rows_that_were_found_before_are_not_read_again(tmp_path, monkeypatch):
     index.write_bytes(index.read_bytes()[:-1])
     found("jsonl", [path], cache=tmp_path / "cache")
     assert len(list((tmp_path / "cache/indexes").iterdir())) == 2
-
-
-def test_a_file_that_has_just_changed_is_read_again(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(GOOD.encode() * 3)
-    found("jsonl", [path], cache=tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()

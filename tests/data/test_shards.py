@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from parallel3d.data import shards
 from parallel3d.data.documents import Documents
 from parallel3d.data.prepare import prepare
 from parallel3d.data.shards import cut
-from parallel3d.data.tokenizer import is_backend_enough, load_tokenizer
 from tests.data.documents import Settings, contents
 
 pytestmark = pytest.mark.gloo
@@ -89,25 +87,6 @@ def test_a_batch_is_read_while_the_one_before_is_encoded(rows, monkeypatch):
     monkeypatch.setattr(Documents, "pieces", pieces)
     prepare(rows)
     assert len(begun) > 5
-
-
-def test_a_worker_needs_no_transformers_where_they_change_nothing(rows, tmp_path, monkeypatch):
-    """They take seconds to import. Where they would change a tokenizer, workers have them."""
-    tokenizer = prepare(rows).tokenizer_directory
-    assert is_backend_enough(load_tokenizer(tokenizer), tokenizer)
-    changed = tmp_path / "changed"
-    shutil.copytree(tokenizer, changed)
-    path = changed / "tokenizer.json"
-    settings = json.loads(path.read_text())
-    settings["pre_tokenizer"]["add_prefix_space"] = True
-    path.write_text(json.dumps(settings))
-    assert not is_backend_enough(load_tokenizer(tokenizer), changed)
-    path.unlink()
-    assert not is_backend_enough(load_tokenizer(tokenizer), changed)
-    imported = "import sys, parallel3d.data.shards; from parallel3d.data.tokenizer import Backend\n"
-    imported += f"Backend.load(__import__('pathlib').Path({str(tokenizer)!r}))\n"
-    imported += "print({'torch', 'transformers', 'pydantic'} & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", imported], text=True) == "set()\n"
 
 
 PREPARE = """

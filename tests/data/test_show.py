@@ -66,10 +66,10 @@ def test_a_terminal_shows_bounds_and_obeys_no_document(mixture):
     out = io.StringIO()
     shown = samples(corpus, 40, 0, 6)
     console = Console(file=out, width=60, force_terminal=True, color_system=None)
-    show_samples(corpus, shown, True, console)
+    show_samples(corpus, shown, console)
     text = out.getvalue()
     assert "\x1b[31m" not in text and "\\x1b[31m of some" in text
-    assert "end of text" in text and "positions restart" in text and "continues" in text
+    assert "end of text" in text and "(continued)" in text and "continues" in text
     assert "rows.jsonl, line " in text and "repeated documents" in text
 
 
@@ -84,7 +84,7 @@ def test_json_and_a_corpus_of_ids_without_a_tokenizer(tmp_path):
     assert first["fragments"][0]["text"] is None and first["fragments"][0]["ids"]
     assert document_statistics(corpus)["bytes_per_token"] is None
     out = io.StringIO()
-    show_samples(corpus, shown, False, Console(file=out, width=80))
+    show_samples(corpus, shown, Console(file=out, width=80))
     assert "5 6 7" in out.getvalue()
 
 

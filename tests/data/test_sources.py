@@ -41,7 +41,6 @@ def test_the_standard_library_comes_without_tests_idlelib_and_packages():
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        ((), "data.paths is empty"),
         (("nothing/*.md",), r"'nothing/\*.md' matches no file .*working directory"),
         (("a.txt", "gone.txt"), "'gone.txt' matches no file"),
         (("sub",), r"'sub' is a directory; use a glob such as sub/\*\*/\*.txt"),

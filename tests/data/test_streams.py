@@ -378,6 +378,17 @@ def test_the_share_of_skipped_documents_is_that_of_all_shards(tmp_path):
         prepare_manifests(settings.model_copy(update={"max_skipped": 0.09}))
 
 
+def test_the_tokenizer_is_loaded_before_threads_need_it(tmp_path, monkeypatch):
+    """Two threads must not import transformers at once."""
+    settings = rows_of_text(tmp_path, ["w1 w2 " * 20] * 4)
+    prepare_manifests(settings)
+    corpus = prepare(settings)
+    monkeypatch.setattr(streams, "load_tokenizer", None)
+    batches = Batches(corpus.train, LENGTH, SEED)
+    assert batches.microbatch(0, 4)[0].any()
+    batches.close()
+
+
 def test_two_processes_that_write_a_manifest_wait_for_one_another(shards, tmp_path):
     settings = config(shards / "*.npy", tmp_path)
     phases = []

@@ -93,13 +93,6 @@ def test_a_large_corpus_is_sampled_evenly(documents):
     assert list(corpus_folder._sample(documents, nothing, 10**9)) == texts[1:]
 
 
-def test_a_vocabulary_too_small_for_bytes(documents):
-    texts = texts_of(documents)
-    assert num_tokens(train_tokenizer(texts, 257)) == 257
-    with pytest.raises(DataError, match=r"data\.vocab_size = 256 is too small.* at least 257"):
-        train_tokenizer(texts, 256)
-
-
 def test_code_that_comes_with_a_tokenizer_does_not_run(trained, tmp_path):
     settings = json.loads((trained / "tokenizer_config.json").read_text())
     settings["tokenizer_class"] = "Mine"

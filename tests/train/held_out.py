@@ -34,7 +34,7 @@ def held_out_loss(directory, corpus, samples, length):
         weights |= load_file(path)
     config = RunConfig.from_json(str(directory / "config.json"))
     weights = in_our_names(config.model, weights)
-    text = np.asarray(corpus.held_out.tokens, dtype=np.int64)
+    text = corpus.held_out.tokens[:].astype(np.int64)
     order = sample_index(ORDER_SEED, np.arange(samples), (len(text) - 1) // length)
     windows = np.stack([text[i * length : i * length + length + 1] for i in order])
     before = np.concatenate([[0], np.cumsum(text == corpus.end_of_text)])

@@ -83,7 +83,7 @@ SAME = [
     ("--parallel3d.checkpoint.every", 7), ("--parallel3d.data.cache", "/scratch"),
     ("--steps_per_print", 3), ("--parallel3d.train.timeout_seconds", 9),
     ("--parallel3d.data.workers", 2), ("--parallel3d.data.read_ahead", 0),
-    ("--parallel3d.data.remote_cache_bytes", 0), ("--parallel3d.pipeline.weights", "per_step"),
+    ("--parallel3d.pipeline.weights", "per_step"),
 ]  # fmt: skip
 OTHER = [
     ("--optimizer.params.lr", 1e-4), ("--parallel3d.train.seed", 1), ("--parallel3d.mesh.pp", 2),

@@ -14,7 +14,6 @@ from parallel3d.config.data import DataConfig
 from parallel3d.data.batches import Batches
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.data.evaluation_samples import EvaluationSamples
-from parallel3d.data.ids.id_file import SET_BYTES
 from parallel3d.data.packing import Packing
 from parallel3d.data.prepare import prepare
 from parallel3d.mesh.mesh import Peers
@@ -22,7 +21,6 @@ from parallel3d.schedule.schedules import make_schedule
 from parallel3d.tensor.segments import Segments
 from parallel3d.train.feed import Feed
 from tests.data.ids import writers
-from tests.data.ids.slow import SlowFiles
 
 pytestmark = pytest.mark.gloo
 
@@ -224,7 +222,7 @@ def test_a_step_is_one_copy_that_nobody_waits_for(corpus, closed, monkeypatch):
 
 
 def mixture_of(folder):
-    """A stream of ours, one of Megatron-LM, and remote ones of datatrove.
+    """A stream of ours, one of Megatron-LM, and one of datatrove.
 
     No two windows are the same.
     """
@@ -237,11 +235,9 @@ def mixture_of(folder):
             first += count
         path = write(folder / source / "a.bin", documents)
         settings = {"tokenizer": "none", "vocab_size": SIZE, "end_of_text_id": END}
-        url = f"slow://{path}" if source == "datatrove" else str(path)
-        settings |= {"paths": (url,), "cache": str(folder / "cache")}
+        settings |= {"paths": (str(path),), "cache": str(folder / "cache")}
         corpus = prepare(DataConfig(source=source, sequence_length=8, **settings))
-        parts.append(Corpus.open(corpus.directory, SET_BYTES).train)
-    assert SlowFiles.reads
+        parts.append(Corpus.open(corpus.directory).train)
     return Mixture(tuple(parts), (0.5, 0.2, 0.3))
 
 
@@ -250,10 +246,7 @@ def test_every_sample_once_over_changing_meshes_batches_and_depths(tmp_path, clo
     mixture = mixture_of(tmp_path)
     corpus = SimpleNamespace(train=mixture, held_out=stream(0, 100), end_of_text=END)
     windows = [
-        {
-            tuple(np.asarray(part.tokens)[i : i + LENGTH + 1])
-            for i in range(0, len(part) - LENGTH, LENGTH)
-        }
+        {tuple(part.tokens[i : i + LENGTH + 1]) for i in range(0, len(part) - LENGTH, LENGTH)}
         for part in mixture.parts
     ]
     assert [len(w) for w in windows] == [(len(part) - 1) // LENGTH for part in mixture.parts]

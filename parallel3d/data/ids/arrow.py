@@ -34,10 +34,12 @@ def read(path: str, name: str, field: str, kinds: Mapping[str, np.dtype] = INTEG
                 dtype = _dtype(stream.schema, name, field, kinds)
                 for batch in stream:
                     column = batch.column(field)
-                    _check_null(column, name, field, row)
+                    if column.null_count or column.values.null_count:
+                        rows = f"rows {row + 1} to {row + batch.num_rows}"
+                        raise DataError(
+                            f'{name}: column "{field}" has null in {rows}; fix or remove the row'
+                        )
                     first = _first_byte(column, buffer, name)
-                    if first % dtype.itemsize:
-                        raise _compressed(name)
                     offsets = column.offsets.to_numpy().astype(np.int64)
                     starts.append(first // dtype.itemsize + offsets[:-1])
                     lengths.append(np.diff(offsets))
@@ -79,16 +81,6 @@ def _dtype(
     return kinds[str(kind.value_type)]
 
 
-def _check_null(column: "pyarrow.Array", name: str, field: str, row: int) -> None:
-    if column.null_count:
-        row += int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0]) + 1
-        raise DataError(f'{name}, row {row}: column "{field}" is null; fix or remove the row')
-    if column.values.null_count:
-        bad = int(np.flatnonzero(column.values.is_null().to_numpy(zero_copy_only=False))[0])
-        row += int(np.searchsorted(column.offsets.to_numpy(), bad, side="right"))
-        raise DataError(f'{name}, row {row}: column "{field}" contains null; fix or remove the row')
-
-
 def _first_byte(column: "pyarrow.Array", file: "pyarrow.Buffer", name: str) -> int:
     """Return the byte of the file at which the values that the column's offsets index begin."""
     values = column.values
@@ -97,12 +89,8 @@ def _first_byte(column: "pyarrow.Array", file: "pyarrow.Buffer", name: str) -> i
         return 0
     first: int = buffer.address - file.address + values.offset * values.type.bit_width // 8
     if not 0 <= first < file.size:
-        raise _compressed(name)
+        raise DataError(
+            f"{name} is compressed and cannot be read in place; write it again without compression,"
+            " as datasets' save_to_disk does"
+        )
     return first
-
-
-def _compressed(name: str) -> DataError:
-    return DataError(
-        f"{name} is compressed and cannot be read in place; write it again without compression, as"
-        " datasets' save_to_disk does"
-    )

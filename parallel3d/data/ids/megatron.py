@@ -7,28 +7,20 @@ The current index (MMapIndexedDataset, later IndexedDataset), all little-endian:
 
 The older index (fairseq's IndexedDataset with documents added):
 
-    b"TNTIDX\\0\\0", uint64: version 1, dtype, bytes per id, sequences S, sizes N, D
-    int64 [S + 1] first sizes, int64 [S + 1] first ids, int64 [N] sizes, int64 [D] documents
+    b"TNTIDX\\0\\0", uint64: version 1, dtype, bytes per id, sequences S, sizes S, D
+    int64 [S + 1] first sizes, int64 [S + 1] first ids, int64 [S] sizes, int64 [D] documents
 
 A sequence is a document or a sentence of one.
 """
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.id_file import (
-    INTEGERS,
-    TokenFile,
-    column,
-    flat,
-    is_file,
-    num_bytes,
-    open_head,
-    wrong_size,
-)
+from parallel3d.data.ids.id_file import INTEGERS, TokenFile, column, flat, num_bytes, wrong_size
 
 MAGIC, OLD_MAGIC = b"MMIDIDX\0\0", b"TNTIDX\0\0"
 CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -46,105 +38,69 @@ def read(path: str) -> TokenFile:
     Raises DataError if one of the two is missing or damaged, or if they do not match.
     """
     index, size = index_of(path), num_bytes(path)
-    if not is_file(index):
+    if not Path(index).is_file():
         raise DataError(
             f"{path}: its index {index} does not exist; copy it there, or write both again"
         )
-    total = num_bytes(index)
-    with open_head(index) as file:
-        head = file.read(64)
-    if head.startswith(MAGIC):
-        parsed = _read(index, head, total)
-    elif head.startswith(OLD_MAGIC):
-        parsed = _read_old(index, head, total)
+    dtype, lengths, first_bytes, documents = _read(index)
+    _check(index, lengths, first_bytes, documents, dtype.itemsize)
+    ends = first_bytes + lengths.astype(np.int64) * dtype.itemsize
+    if (last := int(ends.max())) != size:
+        raise DataError(
+            f"{index}: sequence {int(ends.argmax()):,} ends at byte {last:,}, but {path} has"
+            f" {size:,} bytes; one of them is truncated, or they do not belong together. Copy both"
+            " again"
+        )
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    return replace(
+        flat(path, dtype),
+        # An empty document at the end has no first sequence.
+        starts=np.append(first_bytes, 0)[documents[:-1]] // dtype.itemsize,
+        lengths=ends[documents[1:]] - ends[documents[:-1]],
+    )
+
+
+def _read(index: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the type of the ids, each sequence's length in ids and first byte, and `documents`."""
+    size = num_bytes(index)
+    with open(index, "rb") as file:
+        head = file.read(56).ljust(56, b"\0")
+    is_old = head.startswith(OLD_MAGIC)
+    if is_old:
+        _, version, code, _, num_sequences, _, num_documents = struct.unpack("<8s6Q", head)
+        firsts = 56 + 8 * (num_sequences + 1)
+        lengths = firsts + 8 * (num_sequences + 1)
+        documents = lengths + 8 * num_sequences
+    elif head.startswith(MAGIC):
+        _, version, code, num_sequences, num_documents = struct.unpack_from("<9sQBQQ", head)
+        lengths = 34
+        firsts = lengths + 4 * num_sequences
+        documents = firsts + 8 * num_sequences
     else:
         raise DataError(
             f"{index} is not an index of Megatron-LM: it begins with {head[:9]!r}, neither"
             f' {MAGIC!r} nor {OLD_MAGIC!r}; use the data.source of its format, such as "tokens"'
         )
-    _check(index, parsed, path, size)
-    documents = parsed.documents
-    ends = np.concatenate([[0], np.cumsum(parsed.lengths, dtype=np.int64)])
-    return replace(
-        flat(path, parsed.dtype),
-        # An empty document at the end has no first sequence.
-        starts=np.append(parsed.first_bytes, 0)[documents[:-1]] // parsed.dtype.itemsize,
-        lengths=ends[documents[1:]] - ends[documents[:-1]],
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class _Index:
-    """Lengths in ids and first bytes of sequences [S]; first sequences of documents, and S [D]."""
-
-    dtype: np.dtype
-    lengths: np.ndarray
-    first_bytes: np.ndarray
-    documents: np.ndarray
-
-
-def _read(index: str, head: bytes, total: int) -> _Index:
-    layout = struct.Struct("<9sQBQQ")
-    if total < layout.size:
-        raise wrong_size(index, total, layout.size)
-    _, version, code, num_sequences, num_documents = layout.unpack_from(head)
-    dtype = _dtype(index, version, code)
-    expected = layout.size + 12 * num_sequences + 8 * num_documents
-    if total == expected + num_sequences and num_sequences:
+    if version != 1 or code not in CODES:
+        kinds = ", ".join(f"{number} ({name})" for number, name in CODES.items())
         raise DataError(
-            f"{index} is multimodal (it has a mode for each sequence), which is not supported;"
-            " preprocess only the text"
+            f"{index} has version {version} and the dtype code {code}; preprocess the text again"
+            f" with a Megatron-LM that writes version 1 and one of {kinds}"
         )
-    if total != expected:
-        raise wrong_size(index, total, expected)
-    lengths = column(index, np.dtype("<i4"), layout.size, num_sequences)
-    firsts = column(index, INT64, layout.size + 4 * num_sequences, num_sequences)
-    documents = column(index, INT64, layout.size + 12 * num_sequences, num_documents)
-    return _Index(dtype=dtype, lengths=lengths, first_bytes=firsts, documents=documents)
+    if size != documents + 8 * num_documents:
+        raise wrong_size(index, size, documents + 8 * num_documents)
+    dtype = INTEGERS[CODES[code]]
+    # The older index has its offsets in ids.
+    begins = column(index, INT64, firsts, num_sequences) * (dtype.itemsize if is_old else 1)
+    sizes = column(index, INT64 if is_old else np.dtype("<i4"), lengths, num_sequences)
+    return dtype, sizes, begins, column(index, INT64, documents, num_documents)
 
 
-def _read_old(index: str, head: bytes, total: int) -> _Index:
-    layout = struct.Struct("<8s6Q")
-    if total < layout.size:
-        raise wrong_size(index, total, layout.size)
-    _, version, code, size, num_sequences, num_sizes, num_documents = layout.unpack_from(head)
-    dtype = _dtype(index, version, code)
-    expected = layout.size + 8 * (2 * (num_sequences + 1) + num_sizes + num_documents)
-    if total != expected:
-        raise wrong_size(index, total, expected)
-    if num_sizes != num_sequences or size != dtype.itemsize:
-        raise DataError(
-            f"{index} has {num_sizes:,} sizes for {num_sequences:,} sequences, and {size} bytes per"
-            f" id of {dtype.name}; its items are not lists of ids. Preprocess the text again"
-        )
-    at = layout.size + 8 * (num_sequences + 1)
-    firsts = column(index, INT64, at, num_sequences + 1)
-    lengths = column(index, INT64, at + 8 * (num_sequences + 1), num_sizes)
-    if not np.array_equal(np.diff(firsts), lengths):
-        raise _damaged(index, "sizes differ from the distances of the offsets")
-    documents = column(index, INT64, expected - 8 * num_documents, num_documents)
-    return _Index(dtype=dtype, lengths=lengths, first_bytes=firsts[:-1] * size, documents=documents)
-
-
-def _dtype(index: str, version: int, code: int) -> np.dtype:
-    if version != 1:
-        raise DataError(
-            f"{index} has version {version}; only version 1 is supported. Preprocess the text with"
-            " a Megatron-LM that writes it"
-        )
-    if code not in CODES:
-        kinds = ", ".join(f"{code} ({name})" for code, name in CODES.items())
-        raise DataError(
-            f"{index} has the dtype code {code}, which is not an integer type; preprocess the text"
-            f" again with one of {kinds}"
-        )
-    return INTEGERS[CODES[code]]
-
-
-def _check(index: str, parsed: _Index, path: str, size: int) -> None:
-    """Raise DataError unless the index matches `path`, and each document is contiguous."""
-    lengths, first_bytes, documents = parsed.lengths, parsed.first_bytes, parsed.documents
-    count, width = len(lengths), parsed.dtype.itemsize
+def _check(
+    index: str, lengths: np.ndarray, first_bytes: np.ndarray, documents: np.ndarray, width: int
+) -> None:
+    """Raise DataError unless the sequences of each document are contiguous."""
+    count = len(lengths)
     if not count:
         raise DataError(f"{index} has no sequences; preprocess the text again, or remove the file")
     if documents[:1].tolist() != [0] or documents[-1] != count or (np.diff(documents) < 0).any():
@@ -158,12 +114,6 @@ def _check(index: str, parsed: _Index, path: str, size: int) -> None:
         where = f"begins at byte {first_bytes[bad]} and has {lengths[bad]} ids"
         rule = f"it must have whole ids of {width} bytes and follow the one before in its document"
         raise _damaged(index, f"sequence {bad:,} {where}, but {rule}")
-    if (last := int(ends.max())) != size:
-        raise DataError(
-            f"{index}: sequence {int(ends.argmax()):,} ends at byte {last:,}, but {path} has"
-            f" {size:,} bytes; one of them is truncated, or they do not belong together. Copy both"
-            " again"
-        )
 
 
 def _damaged(index: str, what: str) -> DataError:

@@ -87,7 +87,7 @@ def check(file: TokenFile, vocabulary: Vocabulary, *, sample: bool, on_ids: OnId
 
 def _ends(file: TokenFile, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
     """Return starts and lengths of a flat array's documents; the last may have no end-of-text."""
-    ends, first = [], 0
+    ends, first = [np.empty(0, np.int64)], 0
     alternate = file.dtype.itemsize == 2
     for ids in blocks(file):
         if not first and alternate and len(ids) >= 16 and ids[::2].any() and not ids[1::2].any():

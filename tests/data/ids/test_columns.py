@@ -57,8 +57,8 @@ def test_other_columns_are_refused(tmp_path):
         "text": r'name: column "text" holds string, not lists of integers; set token_field',
         "floats": r"holds list<item: double>, not lists",
         "nested": r"holds list<item: list<item: int64>>, not lists",
-        "null": r'name, row 2: column "null" is null',
-        "hole": r'name, row 2: column "hole" contains null',
+        "null": r'name: column "null" has null in rows 1 to 2',
+        "hole": r'name: column "hole" has null in rows 1 to 2',
         "ids": r'name has no column "ids"; it has "text", "floats"',
     }.items():
         with pytest.raises(DataError, match=message):

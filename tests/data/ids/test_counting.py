@@ -1,7 +1,5 @@
 """How much tokens count, read beside other programs' ids: labels, loss masks, weights."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -38,28 +36,22 @@ def expected(tokens):
 
 
 def corpus_of(tmp_path, documents, kind, **changes):
-    """The corpus of these documents, told how much their tokens count by one kind of file."""
+    """The corpus of these documents, told how much their tokens count by one kind of column."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    if kind == "datatrove":
-        path = writers.datatrove(tmp_path / "a.ds", documents)
-        masks = np.concatenate([np.array(m, np.uint8) for m in masks_of(documents)])
-        Path(f"{path}.loss").write_bytes(masks.tobytes())
-        config = {"source": "datatrove", "paths": [str(path)], "weight_field": "loss"}
-    else:
-        columns = {"input_ids": pa.array(documents, pa.list_(pa.int32()))}
-        columns["loss_mask"] = pa.array(masks_of(documents), pa.list_(pa.float32()))
-        labels = [[i if i % 3 else -100 for i in ids] for ids in documents]
-        columns["labels"] = pa.array(changes.pop("labels", labels), pa.list_(pa.int64()))
-        parquet.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=7)
-        field = {"labels": {"label_field": "labels"}, "weights": {"weight_field": "loss_mask"}}
-        config = {"source": "parquet", "paths": [str(tmp_path / "a.parquet")]}
-        config |= {"token_field": "input_ids", **field[kind]}
+    columns = {"input_ids": pa.array(documents, pa.list_(pa.int32()))}
+    columns["loss_mask"] = pa.array(masks_of(documents), pa.list_(pa.float32()))
+    labels = [[i if i % 3 else -100 for i in ids] for ids in documents]
+    columns["labels"] = pa.array(changes.pop("labels", labels), pa.list_(pa.int64()))
+    parquet.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=7)
+    field = {"labels": {"label_field": "labels"}, "weights": {"weight_field": "loss_mask"}}
+    config = {"source": "parquet", "paths": [str(tmp_path / "a.parquet")]}
+    config |= {"token_field": "input_ids", **field[kind]}
     return prepare(config_of(tmp_path, **config | changes))
 
 
-@pytest.mark.parametrize("kind", ["datatrove", "weights", "labels"])
+@pytest.mark.parametrize("kind", ["weights", "labels"])
 def test_each_label_has_its_own_weight(tmp_path, kind):
     corpus = corpus_of(tmp_path, writers.some_documents(), kind)
     for stream in (corpus.train, corpus.held_out):
@@ -74,7 +66,7 @@ def test_each_label_has_its_own_weight(tmp_path, kind):
 
 
 def test_without_such_a_field_all_count_alike(tmp_path):
-    corpus = corpus_of(tmp_path, writers.some_documents(), "datatrove", weight_field=None)
+    corpus = corpus_of(tmp_path, writers.some_documents(), "weights", weight_field=None)
     assert not Batches(corpus.train, 16, seed=0).weighs
 
 
@@ -97,18 +89,12 @@ def test_a_mask_of_another_length_is_refused(tmp_path):
     labels[4].append(9)
     with pytest.raises(DataError, match=r"row 5.*has .* numbers for"):
         corpus_of(tmp_path, documents, "labels", labels=labels)
-    path = writers.datatrove(tmp_path / "b.ds", documents)
-    ids = {"source": "datatrove", "paths": [str(path)], "weight_field": "loss"}
-    with pytest.raises(DataError, match=r"b\.ds\.loss does not exist"):
-        prepare(config_of(tmp_path, **ids))
-    Path(f"{path}.loss").write_bytes(b"\1" * 3)
-    with pytest.raises(DataError, match="one byte for each"):
-        prepare(config_of(tmp_path, **ids))
 
 
 def test_a_field_that_is_not_read_is_refused():
     for data, problem in (
         ({"source": "text", "paths": ["a.txt"], "label_field": "labels"}, "is not read by source"),
+        ({"source": "datatrove", "paths": ["a.ds"], "weight_field": "loss"}, "is not read by"),
         ({"source": "hub", "name": "a", "weight_field": "loss_mask"}, "requires token_field"),
     ):
         block = {"model": {"family": "gpt"}, "data": data | {"sequence_length": 16}}

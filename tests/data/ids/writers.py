@@ -56,15 +56,14 @@ def old_megatron(path: Path, documents, dtype="int32"):
     return path
 
 
-def datatrove(path: Path, documents, dtype="uint16", index=True, metadata=True):
+def datatrove(path: Path, documents, dtype="uint16", index=True):
     """The .ds with its .index and .metadata."""
     ends = np.cumsum([len(ids) for ids in documents])
     path.write_bytes(b"".join(np.array(ids, dtype).tobytes() for ids in documents))
     if index:
         Path(f"{path}.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
-    if metadata:
-        text = f"gpt2|{np.dtype(dtype).itemsize}\n{ends[-1]}\n{ends[-1] / 1000:.3g} kT"
-        Path(f"{path}.metadata").write_text(text)
+    text = f"gpt2|{np.dtype(dtype).itemsize}\n{ends[-1]}\n{ends[-1] / 1000:.3g} kT"
+    Path(f"{path}.metadata").write_text(text)
     return path
 
 
