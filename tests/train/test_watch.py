@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from parallel3d import models
 from parallel3d.config import RunConfig
 from parallel3d.data.prepare import prepare
 from parallel3d.schedule.action import Action, Span
