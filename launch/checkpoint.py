@@ -99,10 +99,9 @@ def parse_args() -> argparse.Namespace:
         command.add_argument("path", type=Path, help="folder of a checkpoint (step-N) or of a run")
         command.add_json()
         if name == "inspect":
-            shown = command.add_argument(
+            command.add_argument(
                 "--show-config", action="store_true", help="print the config of the run"
             )
-            command.add_alias(shown, "--config")  # not documented: elsewhere it names a file
     return parser.parse_args()
 
 

@@ -58,17 +58,6 @@ class Parser(argparse.ArgumentParser):
         print(f"{' '.join([name.removesuffix('.py'), *command])}: {mask(message)}", file=sys.stderr)
         sys.exit(BAD_INPUT)
 
-    def add_alias(self, action: argparse.Action, *flags: str) -> None:
-        """Add other spellings of a flag; the help does not list them."""
-        added = self.add_argument(
-            *flags,
-            action="store_true" if action.nargs == 0 else "store",
-            dest=action.dest,
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
-        added.type = action.type
-
     def add_config(self, required: bool = True) -> None:
         """Add `--config FILE`, the training config."""
         self.add_argument(
@@ -141,24 +130,15 @@ def amount(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """Return the path of a file to write; raise ArgumentTypeError if it cannot be written.
+    """Return the path of a file to write; raise ArgumentTypeError if its folder does not exist.
 
     The check comes before any work is done.
     """
-    path, folder = Path(text), Path(text).parent
-    try:
-        if not text or path.is_dir():
-            rule, remedy = "is a folder", "name a file in it"
-        elif not folder.is_dir():
-            rule, remedy = f"the folder {str(folder)!r} does not exist", "create it"
-        elif not os.access(path if path.exists() else folder, os.W_OK):
-            rule, remedy = "is not writable", "name another file"
-        elif "\0" in text:
-            rule, remedy = "contains a NUL character", "name another file"
-        else:
-            return path
-    except (OSError, ValueError) as error:
-        rule = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        remedy = "name another file"
-    shown = text if len(text) <= 80 else f"{text[:76]} ..."
-    raise argparse.ArgumentTypeError(f' = "{shown}": {rule}; {remedy}')
+    path = Path(text)
+    if not text or os.path.isdir(text):  # False for invalid names; Path.is_dir would raise
+        rule, remedy = "is a folder", "name a file in it"
+    elif not os.path.isdir(path.parent):
+        rule, remedy = f"the folder {str(path.parent)!r} does not exist", "create it"
+    else:
+        return path
+    raise argparse.ArgumentTypeError(f' = "{text}": {rule}; {remedy}')

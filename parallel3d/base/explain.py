@@ -34,10 +34,7 @@ _WORDING = {
     "dict_type": ("must be a block of settings", "write {{...}}"),
     "model_type": ("must be a block of settings", "write {{...}}"),
 }
-# difflib ratios: a misspelt key in this block, and a four-letter block name with two letters
-# swapped. Between them, a key with exactly this name elsewhere is the better suggestion.
-_TYPO = 0.8
-_SWAPPED = 0.75
+_TYPO = 0.75  # difflib's ratio of a misspelt key, such as a name of four letters with two swapped
 _OURS = "parallel3d."
 
 
@@ -159,11 +156,7 @@ def _problems_of(
     elif cause is not None:
         yield Problem(path, value, *_split(str(cause)))
     elif value == "auto":
-        auto_paths = [s.path for s in known() if '"auto"' in s.type + s.doc]
-        allowed = ", ".join(dict.fromkeys([*root.autos, *auto_paths]))
-        yield Problem(
-            path, value, 'cannot be "auto"', f'write a value; "auto" is allowed for: {allowed}'
-        )
+        yield Problem(path, value, 'cannot be "auto"', "write a value")
     else:
         rule, remedy = _WORDING.get(detail["type"], (detail["msg"], "see --help"))
         shown = {name: _json_word(word) for name, word in words.items()}
@@ -189,40 +182,33 @@ def _unknown(
     section, _, key = path.rpartition(".")
     refused, inside = root.refused.get(section, {}), root.refused.get(path, {})
     if key in refused:
-        if inside and isinstance(value, dict):
-            named = [name for name in value if name in inside]
-            yield from (Problem(f"{path}.{n}", value[n], *_split(inside[n])) for n in named)
-            value = {name: item for name, item in value.items() if name not in inside}
-        if value != {} or not inside:
+        named = value if inside and isinstance(value, dict) else {}
+        for name, item in named.items():
+            yield Problem(f"{path}.{name}", item, *_split(inside.get(name, refused[key])))
+        if not named:
             yield Problem(path, value, *_split(refused[key]))
         return
     known = list(model.model_fields) if model else []
     listed = {setting.path: setting.only for setting in settings()}
     here = f"this block has: {', '.join(known)}" if known else "remove it"
-    names, key = [*known, *refused], key.lower()
+    places = _places_by_name(listed)
     if only := listed.get(path):
         yield Problem(path, value, f"is only a setting of {only}", f"remove it; {here}")
-    elif near := get_close_matches(key, names, n=1, cutoff=_TYPO):
+    elif near := get_close_matches(key.lower(), [*known, *refused], 1, _TYPO):
         yield Problem(path, value, "is not a setting", f'the nearest one is "{near[0]}"')
-    elif intended := _elsewhere(path, key, listed):
-        yield Problem(path, value, "is not a setting here", f"did you mean {intended}?")
-    elif near := get_close_matches(key, names, n=1):
-        yield Problem(path, value, "is not a setting", f'the nearest one is "{near[0]}"')
+    elif near := get_close_matches(key.lower(), places, 1, _TYPO):
+        yield Problem(path, value, "is not a setting here", f"did you mean {places[near[0]]}?")
     else:
         yield Problem(path, value, "is not a setting", here)
 
 
-def _elsewhere(path: str, key: str, settings: Iterable[str]) -> str:
-    """Return the setting or block that a misplaced key probably means; "" if none."""
+def _places_by_name(settings: Iterable[str]) -> dict[str, str]:
+    """Return the path of each setting and block by its name; of equal names ours, then the least
+    nested."""
     parts = [setting.split(".") for setting in settings]
-    places = {".".join(names[:n]) for names in parts for n in range(1, len(names) + 1)}
-    same = [p for p in places if p.rpartition(".")[2] == key and p != path]
-    if not same:
-        blocks = sorted(names[1] for names in parts if names[0] == "parallel3d")
-        return "".join(_OURS + n for n in get_close_matches(path.lower(), blocks, 1, _SWAPPED))
-    nearest = min(same, key=lambda p: (not p.startswith(_OURS), p.count("."), p))
-    outside = path.startswith(_OURS) and not nearest.startswith(_OURS)
-    return f'{nearest}, outside the block "parallel3d"' if outside else nearest
+    paths = {".".join(names[:n]) for names in parts for n in range(1, len(names) + 1)}
+    last_first = sorted(paths, key=lambda p: (p.startswith(_OURS), -p.count("."), p))
+    return {path.rpartition(".")[2]: path for path in last_first}
 
 
 def _located(

@@ -134,11 +134,9 @@ def _load(text: str, source: str) -> object:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         for key, count in Counter(key for key, _ in pairs).items():
             if count > 1:
-                places = re.finditer(re.escape(json.dumps(key)) + r"\s*:", clean)
-                lines = ", ".join(str(clean.count("\n", 0, m.start()) + 1) for m in places)
                 raise ConfigError(
-                    f"{source}: the key {key!r} appears {count} times in one block (on lines "
-                    f"{lines}); keep one of them"
+                    f"{source}: the key {key!r} appears {count} times in one block; keep one of "
+                    "them"
                 )
         return dict(pairs)
 

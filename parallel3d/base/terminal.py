@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 PIPED = 132  # width without a terminal and without COLUMNS
-_INDENT = 4  # largest indent of a row's further lines
+_GAP = "  "  # between two columns
+_INDENT = 4  # of a row's further lines
 _LEAST = 20  # smallest width that a text is wrapped to
 
 Cell = str | Text
@@ -23,15 +24,13 @@ class Column:
     """One column of a table.
 
     `right` aligns its cells right. `line` is the line of a row on which it stands in a narrow
-    table. `wraps` wraps long cells (last column only). `rule` marks a line between columns, which
-    is left out at the ends.
+    table. `wraps` wraps long cells (last column only).
     """
 
     head: str
     right: bool = True
     line: int = 0
     wraps: bool = False
-    rule: bool = False
 
 
 def console(as_json: bool) -> Console:
@@ -66,65 +65,44 @@ def table(
     cells = [[Text.assemble(cell) for cell in row] for row in rows]
     heads = [Text(column.head, "bold underline") for column in columns]
     widths = [max(text.cell_len for text in column) for column in zip(heads, *cells, strict=True)]
-    lines, gap = _lines(columns, widths, width)
     texts = []
     for place, row in enumerate([heads, *cells]):
-        if place or any(column.head for column in columns if not column.rule):
-            for number, line in enumerate(lines):
-                indent = min(_INDENT, widths[0] + gap) if number else 0
-                texts += _row(columns, row, line, widths, width, gap, indent)
+        if place or any(column.head for column in columns):
+            for number, line in enumerate(_lines(columns, widths, width)):
+                texts += _row(columns, row, line, widths, width, _INDENT if number else 0)
                 if place == 1 and first:
-                    for text in texts[-1:]:
-                        text.stylize_before(first)
+                    texts[-1].stylize_before(first)
     return texts
 
 
-def _lines(columns: Sequence[Column], widths: list[int], width: int) -> tuple[list[list[int]], int]:
-    """Return the columns on each line of a row, and the gap between two columns."""
-    everything = list(range(len(columns)))
+def _lines(columns: Sequence[Column], widths: list[int], width: int) -> list[list[int]]:
+    """Return the columns on each line of a row: all on one if they fit, else by their `line`."""
     least = [_LEAST if c.wraps and w > _LEAST else w for c, w in zip(columns, widths, strict=True)]
-    for gap in (2, 1):
-        if _width(everything, least, gap) <= width:
-            return [everything], gap
-    lines: list[list[int]] = [[]]
+    everything = list(range(len(columns)))
 
-    def fits(line: list[int]) -> bool:
-        room = width - (_INDENT if len(lines) > 1 else 0)
-        return _width(_trimmed(columns, line), least, 2) <= room
+    def fits(line: list[int], room: int) -> bool:
+        return sum(least[i] for i in line) + len(_GAP) * (len(line) - 1) <= room
 
-    for number in sorted({column.line for column in columns}):
-        group = [i for i in everything if columns[i].line == number]
-        if not fits(lines[-1] + group):
+    if fits(everything, width):
+        return [everything]
+    lines: list[list[int]] = []
+    for i in sorted(everything, key=lambda i: columns[i].line):
+        new = not lines or columns[i].line != columns[lines[-1][-1]].line
+        if new or not fits([*lines[-1], i], width - _INDENT * (len(lines) > 1)):
             lines.append([])
-        for i in group:
-            if not fits([*lines[-1], i]):
-                lines.append([])
-            lines[-1].append(i)
-    return [trimmed for line in lines if (trimmed := _trimmed(columns, line))], 2
-
-
-def _trimmed(columns: Sequence[Column], line: list[int]) -> list[int]:
-    """Return the columns of a line without the rules at its ends."""
-    while line and columns[line[0]].rule:
-        line = line[1:]
-    while line and columns[line[-1]].rule:
-        line = line[:-1]
-    return line
-
-
-def _width(line: list[int], widths: list[int], gap: int) -> int:
-    return sum(widths[i] for i in line) + gap * (len(line) - 1)
+        lines[-1].append(i)
+    return lines
 
 
 def _row(
     columns: Sequence[Column], row: list[Text], line: list[int], widths: list[int],
-    width: int, gap: int, indent: int,
+    width: int, indent: int,
 ) -> list[Text]:  # fmt: skip
     """Return the text of one line of a row, several if its last cell wraps."""
     line_text = Text(" " * indent)
     for place, i in enumerate(line):
         if place:
-            line_text.append(" " * gap)
+            line_text.append(_GAP)
         if columns[i].wraps and len(line_text) + row[i].cell_len > width:
             at = len(line_text)
             first, *rest = _wrapped(row[i].plain, width - at, breaks=True)

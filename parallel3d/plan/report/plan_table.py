@@ -382,12 +382,12 @@ def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None
     for part in memory:
         sizes = [plan.memory.parts.get(part, 0) for plan in plans]
         columns.append((Column(_SHORT.get(part, part)), [gib(n) if n else "–" for n in sizes]))
-    columns.append((Column("│", rule=True, line=1), rule))
+    columns.append((Column("│", line=1), rule))
     for part in times:
         columns.append(
             (Column(_SHORT.get(part, part), line=1), [_shown(plan, part) for plan in plans])
         )
-    columns.append((Column("│", rule=True, line=2), rule))
+    columns.append((Column("│", line=2), rule))
     rates = [plan.per_device(flops.full + plan.recomputed_flops) for plan in plans]
     columns.append((Column("TF/s hw", line=2), [three(rate / 1e12) for rate in rates]))
     if request.hardware.peak(request.base.precision) is not None:
