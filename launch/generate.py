@@ -78,15 +78,9 @@ def parse_args() -> argparse.Namespace:
     add("--top-p", type=number(1), metavar="P",
         help="sample from the likeliest tokens whose probabilities sum to P (default: all)")
     add("--seed", type=whole_number(0), default=0, metavar="S", help="random seed (default: 0)")
-    add("--greedy", action="store_true", help="always choose the likeliest token")
+    add("--greedy", action="store_true", help="always choose the likeliest token; no sampling")
     # fmt: on
-    args = parser.parse_args()
-    if args.greedy:
-        for name in SAMPLING:
-            if getattr(args, name) is not None:
-                flag = f"--{name.replace('_', '-')}"
-                parser.error(f"{flag}: has no effect with --greedy; remove one of them")
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.filesize import decimal
 
 from parallel3d.base import terminal
 from parallel3d.base.errors import CheckpointError
@@ -35,12 +34,6 @@ _STATE_KEYS = (
     *("random", "corpus", "split", "tokenizer", "versions", "mesh", "config"),
 )
 _MODEL_KEYS = "family", "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"
-_PARTS = {
-    "master": "weights (master)",
-    "other": "headers, state and manifest",
-    "total": "total",
-}
-_MOST_FILES = 12  # rows in the table of files
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -110,57 +103,22 @@ def show(description: Mapping[str, Any], out: Console) -> None:
     out.print(f"{description['path']}\n")
     columns = [Column("", right=False), Column("", right=False, wraps=True)]
     terminal.show(out, columns, _facts(description))
-    out.print()
-    parts: dict[str, list[int]] = {}
-    for name, shape in description["parameters"].items():
-        parts.setdefault(name.partition(".")[0], []).append(prod(shape))
-    rows = [(name, f"{len(own):,} tensors", f"{sum(own):,}") for name, own in parts.items()]
-    total = (
-        "total",
-        f"{description['num_parameters']:,} tensors",
-        f"{description['num_elements']:,}",
-    )
-    _print_table(out, [("parameters", "", "elements"), *rows, total])
-    states = optimizers.load(name).STATE if (name := optimizer_of(description)) else ()
-    words = _PARTS | {state.name: f"{state.words} ({state.name})" for state in states}
-    rows = [
-        (words.get(part, part), decimal(size), f"{size:,}")
-        for part, size in description["bytes"].items()
-    ]
-    _print_table(out, [("on disk", "", "bytes"), *rows])
-    files = [
-        (f["file"], f"{f['chunks']:,} chunks" if f["chunks"] else "", f"{f['bytes']:,}")
-        for f in description["files"]
-    ]
-    if len(files) > _MOST_FILES:
-        left = len(files) - _MOST_FILES
-        files[_MOST_FILES // 2 : -_MOST_FILES // 2] = [(f"... {left:,} more", "", "")]
-    _print_table(out, [("files", "", "bytes"), *files])
 
 
 def _facts(description: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of a checkpoint's facts: progress, versions, mesh and model."""
+    """Yield name and text of a checkpoint's facts: progress, versions, mesh, model and sizes."""
     for key in _STATE_KEYS:
-        if (
-            key == "learning_rate"
-            and isinstance(description[key], dict)
-            and not description[key].get("next")
-        ):
-            yield _words(key), f"the schedule of {description[key].get('of_steps')} steps is over"
-        elif key not in ("config", "random", "split"):
+        if key not in ("config", "random", "split"):
             yield _words(key), _text(description[key])
     with suppress(KeyError, TypeError):
         model = description["config"]["parallel3d"]["model"]
         yield "model", _text({key: model[key] for key in _MODEL_KEYS if key in model})
+    num_tensors, num_elements = description["num_parameters"], description["num_elements"]
+    yield "parameters", f"{num_tensors:,} tensors, {num_elements:,} elements"
+    for kind, size in description["bytes"].items():
+        yield f"bytes of {kind}" if kind != "total" else "bytes", f"{size:,}"
+    yield "files", f"{len(description['files']):,}, listed by --json"
     yield "config", "--show-config prints it"
-
-
-def _print_table(out: Console, rows: Sequence[tuple[str, ...]]) -> None:
-    """Print a table whose first row has the column heads."""
-    heads, *rest = rows
-    columns = [Column(head, right=bool(place)) for place, head in enumerate(heads)]
-    terminal.show(out, columns, rest)
-    out.print()
 
 
 def _text(value: object) -> str:

@@ -10,7 +10,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import file_digest
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from parallel3d.base.errors import CheckpointError
 from parallel3d.base.reader import value_at
-from parallel3d.checkpoint.chunks import Box, Chunk, ChunkFile, inside, overlapping
+from parallel3d.checkpoint.chunks import Box, ChunkFile, tile
 from parallel3d.checkpoint.safe_files import (
     is_count,
     open_file,
@@ -247,23 +246,23 @@ def _check_contents(folder: Path, manifest: Manifest) -> list[Fault]:
     tokenizer = folder / TOKENIZER
     if tokenizer.is_dir() and tokenizer_digest(tokenizer) != state.get("tokenizer"):
         faults.append(Fault(TOKENIZER, "its hash is not the one in state.json"))
-    boxes: dict[tuple[str, str], dict[Box, str]] = defaultdict(dict)
-    for file in manifest.files:
-        if file == STATE:
-            continue
+    boxes: dict[tuple[str, str], list[Box]] = defaultdict(list)
+    for file in tensor_files(manifest.files):
         try:
             with ChunkFile(folder / file) as opened:
                 for chunk in opened.chunks:
+                    if chunk.name not in shapes:
+                        raise ValueError(f"{STATE} has no parameter {chunk.name[:80]!r}")
                     if kinds and chunk.kind not in kinds:
                         raise ValueError(f"{chunk.key[:80]!r} is none of {', '.join(kinds)}")
-                    _add_box(chunk, shapes, file, boxes[chunk.name, chunk.kind])
+                    boxes[chunk.name, chunk.kind].append(chunk.box)
         except ValueError as error:
             faults.append(Fault(file, _reason(error, folder / file)))
     return faults or [
-        fault
+        Fault(STATE, f"the files do not hold each element of {kind} of {name[:80]!r} once")
         for name, shape in shapes.items()
         for kind in _kinds_of(name, optimizer, boxes)
-        if (fault := _check_tiling(f"{kind} of {name[:80]!r}", shape, boxes[name, kind]))
+        if not tile(boxes[name, kind], shape)
     ]
 
 
@@ -277,33 +276,6 @@ def _kinds_of(
     of_others = optimizers.kinds(optimizer, None)
     own = set(of_matrices) - set(of_others)
     return of_matrices if any((name, kind) in boxes for kind in own) else of_others
-
-
-def _add_box(
-    chunk: Chunk, shapes: Mapping[str, tuple[int, ...]], file: str, boxes: dict[Box, str]
-) -> None:
-    """Add a chunk's box to those of its parameter and kind; raises ValueError if it is invalid."""
-    shape = shapes.get(chunk.name)
-    if shape is None:
-        raise ValueError(f"{STATE} has no parameter {chunk.name[:80]!r}")
-    if len(shape) != len(chunk.box.shape) or not inside(chunk.box, Box((0,) * len(shape), shape)):
-        raise ValueError(
-            f"{chunk.key[:80]!r} of shape {chunk.box.shape} is not inside its parameter, {shape}"
-        )
-    if chunk.box in boxes:
-        raise ValueError(f"{chunk.key[:80]!r} is also in {boxes[chunk.box]}")
-    boxes[chunk.box] = file
-
-
-def _check_tiling(tensor: str, shape: tuple[int, ...], boxes: dict[Box, str]) -> Fault | None:
-    """Return a fault if boxes inside a shape do not tile it, else None."""
-    if pair := overlapping(boxes):
-        a, b = pair
-        return Fault(boxes[b], f"its chunk at {b.offsets} of {tensor} overlaps that at {a.offsets}")
-    total = sum(box.numel for box in boxes)
-    if total != prod(shape):
-        return Fault(STATE, f"the files hold {total:,} of the {prod(shape):,} elements of {tensor}")
-    return None
 
 
 def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:

@@ -63,7 +63,6 @@ THRESHOLDS: tuple[tuple[object, str, int], ...] = (
     (updating, "PART", 2**8),
     (chunk_runs, "SMALLEST", 2**6),
     (chunks, "STAGING_BYTES", 2**12),
-    (chunks, "TRANSPOSED_ROWS", 8),
     (disk, "BLOCK", 2**12),
 )
 SAVED_STEPS = STEPS - 1  # the run is saved after these; the resumed run makes the last step

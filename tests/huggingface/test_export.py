@@ -117,12 +117,12 @@ def extra(folder):
 
 def transposed(folder):
     edit(folder, O_PROJ, lambda t: t.update({O_PROJ: t[O_PROJ].t().contiguous()}))
-    return "self_attn.o_proj.weight has other values"
+    return "self_attn.o_proj.weight is torch.float32 [32, 32] "
 
 
 def another_type(folder):
     edit(folder, NORM, lambda tensors: tensors.update({NORM: tensors[NORM].half()}))
-    return "model.norm.weight is of type torch.float16"
+    return "model.norm.weight is torch.float16 [32] "
 
 
 def truncated(folder):
@@ -241,6 +241,6 @@ def test_other_values_than_were_written_are_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(conversion.Writer, "write", wrong)
     proof = exported(MODELS["GPT2LMHeadModel"], tmp_path)
-    difference = "transformer.h.1.ln_1.weight has other values"
+    difference = "transformer.h.1.ln_1.weight is torch.float32 [32] "
     assert any(difference in what for what in proof.differs), proof.differs
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
