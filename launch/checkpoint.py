@@ -1,7 +1,8 @@
 """Inspect or verify checkpoints: `parallel3d checkpoint inspect PATH`, or `verify PATH`.
 
 PATH is a checkpoint (a folder step-N) or a run's folder. If there are several checkpoints, inspect
-shows the newest, and verify reads all of them. Nothing is changed.
+shows the newest, and verify reads all of them. Nothing is changed. Without --json, inspect leaves
+out the config and the lists of parameters and files.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from rich.filesize import decimal
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
 
+LONG = ("config", "parameters", "files")  # parts of a description that only --json has
 SHOWN_FROM = 2**28  # bytes of a checkpoint from which verifying it shows progress
 
 
@@ -27,10 +29,10 @@ def main() -> int:
     console = terminal.console(args.json)
     if args.command == "verify":
         return verify_all(args.path, args.json, console)
-    return inspect(args, console)
+    return inspect(args)
 
 
-def inspect(args: argparse.Namespace, console: Console) -> int:
+def inspect(args: argparse.Namespace) -> int:
     """Print the contents of a checkpoint, or of the newest of a run; return the exit code."""
     from parallel3d.checkpoint import describe
 
@@ -40,7 +42,8 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
     elif args.json:
         print(json.dumps(description))
     else:
-        describe.show(description, console)
+        short = {key: value for key, value in description.items() if key not in LONG}
+        print(json.dumps(short, indent=2))
     return DONE
 
 

@@ -26,7 +26,7 @@ def main() -> int:
     with model_folder(args.path, say) as folder:
         generate(
             folder, args.prompt, tokens=args.max_new_tokens, seed=args.seed,
-            options=options_of(args), say=say,
+            options=options_of(args),
         )  # fmt: skip
     return DONE
 

@@ -155,8 +155,6 @@ def _problems_of(
         yield from (problem.under(path) for problem in cause.problems)
     elif cause is not None:
         yield Problem(path, value, *_split(str(cause)))
-    elif value == "auto":
-        yield Problem(path, value, 'cannot be "auto"', "write a value")
     else:
         rule, remedy = _WORDING.get(detail["type"], (detail["msg"], "see --help"))
         shown = {name: _json_word(word) for name, word in words.items()}

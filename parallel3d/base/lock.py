@@ -161,15 +161,10 @@ class Lock:
     def _create(self, path: Path) -> bool:
         """Create a file that names this process; return False if the file exists."""
         try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            with open(path, "x") as file:
+                file.write(text_of(self._mine))
         except FileExistsError:
             return False
-        try:
-            with open(file, "w") as out:
-                out.write(text_of(self._mine))
-        except OSError:  # a full disk
-            path.unlink()
-            raise
         return True
 
     def _replace(self, dead: Holder) -> bool:
@@ -179,8 +174,7 @@ class Lock:
         claim = self.path.with_name(f"{self.path.name}.{dead.token}")
         deadline = time.monotonic() + BEAT * MISSED
         while not self._create(claim):
-            other = read(claim)
-            if other and (other.is_alive() is False or time.monotonic() > deadline):
+            if time.monotonic() > deadline:
                 claim.unlink(missing_ok=True)
             time.sleep(0.01)
         now = read(self.path)
@@ -230,9 +224,6 @@ def read(path: Path) -> Holder | None:
     """
     try:
         text = path.read_text(errors="replace")
-        if not text:  # its holder is about to write it
-            time.sleep(0.05)
-            text = path.read_text(errors="replace")
     except FileNotFoundError:
         return None
     try:

@@ -1,18 +1,11 @@
-"""Descriptions of checkpoints, for people and for scripts."""
+"""Descriptions of checkpoints, and of what is beside them."""
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-
-from parallel3d.base import terminal
 from parallel3d.base.errors import CheckpointError
-from parallel3d.base.terminal import Column
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.manifest import (
     MANIFEST,
@@ -33,7 +26,6 @@ _STATE_KEYS = (
     *("format", "step", "tokens", "next_sample", "optimizer_steps", "learning_rate", "loss_scale"),
     *("random", "corpus", "split", "tokenizer", "versions", "mesh", "config"),
 )
-_MODEL_KEYS = "family", "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -96,39 +88,3 @@ def describe(folder: Path) -> dict[str, object]:
         "bytes": {**sizes, "other": total - sizes.total(), "total": total},
         "files": files,
     }
-
-
-def show(description: Mapping[str, Any], out: Console) -> None:
-    """Print the description of a checkpoint for people."""
-    out.print(f"{description['path']}\n")
-    columns = [Column("", right=False), Column("", right=False, wraps=True)]
-    terminal.show(out, columns, _facts(description))
-
-
-def _facts(description: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of a checkpoint's facts: progress, versions, mesh, model and sizes."""
-    for key in _STATE_KEYS:
-        if key not in ("config", "random", "split"):
-            yield _words(key), _text(description[key])
-    with suppress(KeyError, TypeError):
-        model = description["config"]["parallel3d"]["model"]
-        yield "model", _text({key: model[key] for key in _MODEL_KEYS if key in model})
-    num_tensors, num_elements = description["num_parameters"], description["num_elements"]
-    yield "parameters", f"{num_tensors:,} tensors, {num_elements:,} elements"
-    for kind, size in description["bytes"].items():
-        yield f"bytes of {kind}" if kind != "total" else "bytes", f"{size:,}"
-    yield "files", f"{len(description['files']):,}, listed by --json"
-    yield "config", "--show-config prints it"
-
-
-def _text(value: object) -> str:
-    """Return a value of state.json in one line."""
-    if isinstance(value, dict):
-        return ", ".join(f"{_words(str(key))} {_text(own)}" for key, own in value.items())
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "none" if value is None else str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
-
-
-def _words(key: str) -> str:
-    return key.replace("_", " ")

@@ -120,12 +120,8 @@ def verify_on_all_ranks(path: Path, mesh: Mesh) -> FoundCheckpoint:
 def _rejecting(rank: int) -> Iterator[None]:
     try:
         yield
-        return
-    except CheckpointError as error:
-        problem = str(error)
-    except OSError as error:
-        problem = f"{error.strerror} ({error.filename})"
-    raise CheckpointError(f"is rejected: {problem} (seen by rank {rank})")
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"is rejected: {error} (seen by rank {rank})") from None
 
 
 def _read_state_and_files(path: Path) -> tuple[Mapping[str, Entry], dict[str, object]]:

@@ -249,14 +249,8 @@ def boxes_to_fill(
             ]
 
 
-class Read(NamedTuple):
-    """A stored chunk, and the memory for the part to read."""
-
-    stored: StoredChunk
-    out: Tensor  # [*stored.common.shape]
-
-
-Reads = dict[int, list[Read]]  # by index of the file
+# By index of the file: stored chunks, and the memory for the common part of each.
+Reads = dict[int, list[tuple[StoredChunk, Tensor]]]
 
 
 def add_reads(
@@ -277,14 +271,14 @@ def add_reads(
         part = out
         for dim, (first, size) in enumerate(zip(*stored.common, strict=True)):
             part = part.narrow(dim, first - box.offsets[dim], size)
-        reads[stored.file].append(Read(stored, part))
+        reads[stored.file].append((stored, part))
 
 
 def read_all(checkpoint: FoundCheckpoint, reads: Reads) -> None:
     """Do the reads file by file, in the order of the chunks."""
     for number in sorted(reads):
-        in_order = sorted(reads[number], key=lambda read: read.stored.at)
-        starts = {read.stored.chunk: read.stored.at for read in in_order}
+        in_order = sorted(reads[number], key=lambda read: read[0].at)
+        starts = {stored.chunk: stored.at for stored, _ in in_order}
         with ChunkFile(checkpoint.folder / checkpoint.files[number], starts) as file:
             for stored, out in in_order:
                 file.read(stored.chunk, stored.common, out)

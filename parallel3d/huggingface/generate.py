@@ -49,7 +49,7 @@ def model_folder(path: Path, say: Say) -> Iterator[Path]:
 
 
 def generate(
-    folder: Path, prompt: str, *, tokens: int, seed: int, options: Mapping[str, Any], say: Say
+    folder: Path, prompt: str, *, tokens: int, seed: int, options: Mapping[str, Any]
 ) -> None:
     """Print a prompt and up to `tokens` generated tokens, streaming them as they are decoded.
 
@@ -83,9 +83,6 @@ def generate(
         raise ConfigError(
             f"--prompt: has {len(ids)} tokens, but the model's context is {limit}; shorten it"
         )
-    if len(ids) + tokens > limit:
-        say(f"generating at most {limit - len(ids)} tokens: the model's context is {limit}")
-        tokens = limit - len(ids)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     model = model.to(device or "cpu").eval()
     torch.manual_seed(seed)
@@ -93,7 +90,7 @@ def generate(
     model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
-        max_new_tokens=tokens,
+        max_new_tokens=min(tokens, limit - len(ids)),
         streamer=TextStreamer(tokenizer, skip_special_tokens=True),
         **options,
     )

@@ -165,16 +165,14 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
             entries, begin = read_header(file)
             for name, entry in entries.items():
                 shape, (first, end) = entry["shape"], entry["data_offsets"]
-                counts = all(map(is_count, [first, end, *shape]))
-                if not counts or not first <= end <= file.size - begin:
-                    raise ValueError(f"{name[:80]!r} is not within the file of {file.size:,} bytes")
-                dtype = DTYPES.get(entry["dtype"])
-                if dtype and end - first != dtype.itemsize * prod(shape):
-                    raise ValueError(
-                        f"{name[:80]!r} has {end - first:,} bytes for the shape {shape}"
-                    )
-                kind = str(entry["dtype"])
-                tensors.append(StoredTensor(name, path, begin + first, tuple(shape), kind))
+                dtype, size = DTYPES.get(entry["dtype"]), end - first
+                counts = all(map(is_count, [first, size, *shape]))
+                fits = dtype is None or size == dtype.itemsize * prod(shape)
+                if not counts or not fits or end > file.size - begin:
+                    raise ValueError(f"{name[:80]!r} of shape {shape} has bytes {first} to {end}")
+                tensors.append(
+                    StoredTensor(name, path, begin + first, tuple(shape), entry["dtype"])
+                )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path}: is not a valid safetensors file ({error}); download it again"

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -283,6 +283,7 @@ def publish(folder: Path, name: Path) -> None:
 
 
 CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
+_LIBRARIES = "parallel3d", "torch", "deepspeed", "transformers"
 # JSON files of a model, which may be in the same folder as a tokenizer.
 _NOT_OF_A_TOKENIZER = {CONFIG, GENERATION}
 
@@ -355,8 +356,24 @@ def line_after(run: Path, step: int) -> dict[str, Any]:
 
 
 def _card(about: About, layout: WeightFiles, settings: Any) -> str:
-    rows = "\n".join(f"| {name} | {value} |" for name, value in _facts(about, layout))
-    name, remark = about.config.model.family, ""
+    config, losses = about.config, (about.line.get(key) for key in ("loss", "held_out_loss"))
+    parts = config.data.mixture or (config.data,)
+    sources = ([p.source, *(p.paths or [p.name, p.subset or ""])] for p in parts)
+    loss, held_out = (f"{x:.4f} nats" if isinstance(x, int | float) else "unknown" for x in losses)
+    facts = {
+        "parameters": f"{layout.num_elements:,}",
+        "type": str(layout.dtype).removeprefix("torch."),
+        "steps": f"{about.step:,}",
+        "tokens": f"{about.tokens:,}",
+        "sequence length": f"{config.data.sequence_length:,}",
+        "training loss of the last step": loss,
+        "held-out loss": held_out,
+        "data": "; ".join(" ".join(filter(None, names)) for names in sources),
+        "tokenizer": config.data.tokenizer if about.tokenizer is not None else "none",
+        "versions": ", ".join(f"{name} {version(name)}" for name in _LIBRARIES),
+    }
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    name, remark = config.model.family, ""
     if settings is not None:
         name = settings.architectures[0]
     else:
@@ -377,32 +394,6 @@ pipeline_tag: text-generation
 {remark}The config of the run:
 
 ```json
-{json.dumps(about.config.to_public_dict(), indent=1)}
+{json.dumps(config.to_public_dict(), indent=1)}
 ```
 """
-
-
-def _facts(about: About, layout: WeightFiles) -> Iterator[tuple[str, str]]:
-    config, line = about.config, about.line
-    yield "parameters", f"{layout.num_elements:,}"
-    yield "type", str(layout.dtype).removeprefix("torch.")
-    yield "steps", f"{about.step:,}"
-    yield "tokens", f"{about.tokens:,}"
-    yield "sequence length", f"{config.data.sequence_length:,}"
-    losses = {"loss": "training loss of the last step", "held_out_loss": "held-out loss"}
-    for key, label in losses.items():
-        if isinstance(line.get(key), int | float):
-            yield label, f"{line[key]:.4f} nats per token"
-    yield "data", _data(config)
-    yield "tokenizer", config.data.tokenizer if about.tokenizer is not None else "none"
-    names = ("parallel3d", "torch", "deepspeed", "transformers")
-    yield "versions", ", ".join(f"{name} {version(name)}" for name in names)
-
-
-def _data(config: RunConfig) -> str:
-    """Return the sources of the training data as text."""
-    sources = []
-    for part in config.data.mixture or (config.data,):
-        names = [*part.paths] or [part.name, part.subset or ""]
-        sources.append(" ".join(filter(None, [part.source, *names])))
-    return "; ".join(sources)

@@ -109,14 +109,14 @@ def test_a_sparse_file_makes_no_long_header(tmp_path):
         ChunkFile(path)
 
 
-def test_a_pickle_is_named_and_never_read(tmp_path, monkeypatch):
+def test_a_pickle_is_never_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "a.safetensors"
     path.write_bytes(pickle.dumps(Exploit()))
-    with pytest.raises(CheckpointError, match="looks like a pickle"):
+    with pytest.raises(CheckpointError, match="its header claims"):
         ChunkFile(path)
     torch.save({"w": torch.ones(3)}, path)
-    with pytest.raises(CheckpointError, match="looks like a pickle"):
+    with pytest.raises(CheckpointError, match="its header claims"):
         ChunkFile(path)
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
 

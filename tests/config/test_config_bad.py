@@ -83,7 +83,7 @@ BAD = [
     (f"{ZERO}.stage", 4, "must be 0, 1, 2 or 3", "write 0, 1, 2 or 3"),
     (f"{ZERO}.stage", True, "must be 0, 1, 2 or 3", "write a whole number"),
     (f"{ZERO}.stage", "auto", "must be 0, 1, 2 or 3", "write a whole number"),
-    ("steps_per_print", "auto", 'cannot be "auto"', "write a value"),
+    ("steps_per_print", "auto", "must be an integer", "write a whole number"),
     ("optimizer.type", "Lion", "not yet supported", '"AdamW"'),
     ("optimizer.type", "zerooneadam", "to one bit", 'use "AdamW"'),
     ("optimizer.type", "SGD", 'must be "AdamW" or "Adam"', 'write "AdamW"'),
