@@ -10,16 +10,13 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.filesize import decimal
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
 
 LONG = ("config", "parameters", "files")  # parts of a description that only --json has
-SHOWN_FROM = 2**28  # bytes of a checkpoint from which verifying it shows progress
 
 
 @prints_errors_as("checkpoint")
@@ -50,10 +47,13 @@ def inspect(args: argparse.Namespace) -> int:
 def verify_all(path: Path, as_json: bool, console: Console) -> int:
     """Read every checkpoint at `path` and print whether it is intact; return the exit code."""
     from parallel3d.checkpoint.describe import find_checkpoints, find_leftovers
+    from parallel3d.checkpoint.manifest import verify
 
     bad: list[dict[str, str]] = []
     for folder in find_checkpoints(path):
-        wrong, summary = verify_one(folder)
+        start = time.perf_counter()
+        wrong = verify(folder)
+        summary = f"read in {time.perf_counter() - start:.1f} s"
         bad += [{"file": f"{folder.absolute().name}/{f}", "reason": reason} for f, reason in wrong]
         console.print(_row(folder.absolute().name, f"{'DAMAGED' if wrong else 'ok':<10}{summary}"))
         for file, reason in wrong:
@@ -69,25 +69,6 @@ def verify_all(path: Path, as_json: bool, console: Console) -> int:
 
 def _row(name: str, text: str) -> str:
     return f"{name:<22}{text}"
-
-
-def verify_one(folder: Path) -> tuple[list[Any], str]:
-    """Return a checkpoint's damaged files with reasons, and a text: bytes read, seconds."""
-    from parallel3d.checkpoint.manifest import verify
-    from parallel3d.data.prepare_progress import shown_progress
-
-    total = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    done, start = 0, time.perf_counter()
-    with shown_progress() as show:
-
-        def progress(count: int) -> None:
-            nonlocal done
-            done += count
-            if total >= SHOWN_FROM:
-                show(f"{folder.absolute().name}, MiB", done >> 20, total >> 20)
-
-        wrong = verify(folder, progress)
-    return wrong, f"{decimal(done)} read in {time.perf_counter() - start:.1f} s"
 
 
 def parse_args() -> argparse.Namespace:

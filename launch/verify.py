@@ -31,7 +31,8 @@ def main() -> int:
     if args.config is None:
         raise ConfigError("--config: is missing; add it")
     config = RunConfig.from_json(args.config, overrides)
-    refuse_impossible(config, ranks_of(config))
+    # "auto" counts as one rank on its axis.
+    refuse_impossible(config, 1 if config.is_planned else config.mesh.sizes.ranks)
     with TemporaryDirectory(prefix="parallel3d-verify-") as folder:
         # Imported late, because these load torch and DeepSpeed; an invalid config ends before.
         from parallel3d.verify.shrink import MESHES, parse_meshes
@@ -42,11 +43,6 @@ def main() -> int:
     if args.json:
         print(json.dumps(report))
     return DONE if report["passed"] else FAILED
-
-
-def ranks_of(config: RunConfig) -> int:
-    """Return the number of ranks of the config's mesh; "auto" counts as one on its axis."""
-    return 1 if config.is_planned else config.mesh.sizes.ranks
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:

@@ -32,20 +32,16 @@ _OF_ARGPARSE = (
 class Parser(argparse.ArgumentParser):
     """An argument parser without abbreviations that prints its help texts unwrapped.
 
-    Errors are one line: command, flag, rule and remedy. A function as `epilog` is only called if
-    the help is printed.
+    Errors are one line: command, flag, rule and remedy.
     """
 
-    def __init__(self, description: str | None = None, epilog: Any = None, **options: Any) -> None:
+    def __init__(
+        self, description: str | None = None, epilog: str | None = None, **options: Any
+    ) -> None:
         super().__init__(
             description=description, epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options,
         )  # fmt: skip
-
-    def format_help(self) -> str:
-        """Return the text of `--help`."""
-        self.epilog = self.epilog() if callable(self.epilog) else self.epilog
-        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Print flag, rule and remedy without the usage, and exit with code 2."""

@@ -60,13 +60,11 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
         return _in_row(first, _boxes(row, begin, end))
     boxes: list[Box] = []
     if begin:
-        boxes += _in_row(first, _boxes(row, begin, size))
+        boxes = _in_row(first, _boxes(row, begin, size))
         first += 1
     if first < last:
         boxes.append(Box((first, *[0] * len(row)), (last - first, *row)))
-    if end:
-        boxes += _in_row(last, _boxes(row, 0, end))
-    return boxes
+    return boxes + _in_row(last, _boxes(row, 0, end))
 
 
 def _in_row(row: int, boxes: list[Box]) -> list[Box]:

@@ -69,14 +69,13 @@ def describe(folder: Path) -> dict[str, object]:
     sizes = Counter[str](dict.fromkeys(kinds, 0))
     files = []
     for name, entry in entries.items():
-        num_chunks = 0
+        row = {"file": name, "bytes": entry.size, "chunks": 0, "digest": entry.digest}
+        files.append(row)
         if name != STATE:
             with ChunkFile(folder / name) as file:
-                num_chunks = len(file.chunks)
+                row["chunks"] = len(file.chunks)
                 for chunk in file.chunks:
                     sizes[chunk.kind] += 4 * chunk.box.numel
-        row = {"file": name, "bytes": entry.size, "chunks": num_chunks, "digest": entry.digest}
-        files.append(row)
     total = sum(entry.size for entry in entries.values())
     total += (folder / MANIFEST).stat().st_size
     return {

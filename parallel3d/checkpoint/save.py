@@ -337,9 +337,14 @@ def keep_newest(
         always: steps that are kept and not counted.
     """
 
+    @disk.reporting(newest, "cannot be read back: ")
     def read_back() -> None:
-        if reason := _find_damage(newest, own_files, with_manifest=mesh.rank == 0):
-            raise TrainingError(f"{newest} cannot be read back: {reason}")
+        entries = dict(own_files)
+        if mesh.rank == 0:
+            entries[STATE] = read_manifest(newest).files[STATE]
+        for name, entry in entries.items():
+            if reason := check_file(newest, name, entry):
+                raise CheckpointError(f"{name}: {reason}")
 
     def remove() -> None:
         with suppress(OSError):
@@ -353,17 +358,3 @@ def keep_newest(
     if old:
         agree(mesh, read_back)
         on_first(mesh, remove)
-
-
-def _find_damage(newest: Path, own_files: Mapping[str, Entry], with_manifest: bool) -> str:
-    """Return a fault of these files or, `with_manifest`, of manifest and state; "" if none."""
-    entries = dict(own_files)
-    try:
-        if with_manifest:
-            entries[STATE] = read_manifest(newest).files[STATE]
-    except CheckpointError as error:
-        return str(error)
-    for name, entry in entries.items():
-        if reason := check_file(newest, name, entry):
-            return f"{name}: {reason}"
-    return ""

@@ -33,11 +33,11 @@ from parallel3d.huggingface.weight_files import (
     SHARD_BYTES,
     About,
     WeightFiles,
-    Writer,
     create,
     publish,
     tokenizer_files,
     write_rest,
+    write_tensor,
 )
 from parallel3d.model.spec import LayerSpec, tied_names
 from parallel3d.models import pretrained
@@ -404,10 +404,9 @@ def write_tensors(
     Returns name in the files -> stamp of the written tensor.
     """
     stamps: dict[str, str] = {}
-    with Writer(folder, layout) as writer:
-        for done, name in enumerate(layout.names):
-            progress("writing (tensors)", done, len(layout.names))
-            for stored_name, tensor in layout.converted(name, read(name)).items():
-                stamps[stored_name] = stamp(tensor)
-                writer.write(stored_name, tensor)
+    for done, name in enumerate(layout.names):
+        progress("writing (tensors)", done, len(layout.names))
+        for stored_name, tensor in layout.converted(name, read(name)).items():
+            stamps[stored_name] = stamp(tensor)
+            write_tensor(folder, layout, stored_name, tensor)
     return stamps

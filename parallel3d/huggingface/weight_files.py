@@ -5,7 +5,6 @@ one file, and equal weights produce equal bytes on every mesh.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -148,14 +147,14 @@ class WeightFiles:
         }
 
     @property
-    def total_size(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
-    @property
     def num_elements(self) -> int:
         """Number of elements of all tensors."""
         return sum(tensor.numel() for tensor in self._tensors.values())
+
+    @property
+    def total_size(self) -> int:
+        """Bytes of all tensors."""
+        return self.num_elements * self.dtype.itemsize
 
     def file_size(self, file: str) -> int:
         """Return the size of a file in bytes, including its header."""
@@ -214,44 +213,21 @@ def bytes_of(text: str) -> int:
     return size
 
 
-class Writer:
-    """Writes tensors into the files that `create` has made. Raises OSError.
+def write_tensor(folder: Path, layout: WeightFiles, name: str, value: Tensor) -> None:
+    """Write a tensor into the files that `create` has made. Raises OSError.
 
-    Several processes may write different tensors into the same folder.
+    Several processes may write different tensors into the same folder; the caller syncs the files.
+
+    value: contiguous, on the host, of the layout's type and shape.
     """
-
-    def __init__(self, folder: Path, layout: WeightFiles) -> None:
-        self._folder, self._layout = folder, layout
-        self._open: dict[str, int] = {}
-
-    def write(self, name: str, value: Tensor) -> None:
-        """Write a tensor: contiguous, on the host, of the layout's type and shape."""
-        place = self._layout.places[name]
-        assert tuple(value.shape) == place.shape and value.dtype == self._layout.dtype, name
-        if place.file not in self._open:
-            path = self._folder / place.file
-            if not wait_until(path.is_file):
-                raise OSError(f"{place.file} was created on another node, and is not visible here")
-            self._open[place.file] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        data, done = memory_of(value), 0
-        while done < len(data):  # a call writes at most 2 GiB
-            done += os.pwrite(self._open[place.file], data[done:], place.start + done)
-
-    def close(self, synced: bool = True) -> None:
-        """Close the files; with `synced`, wait until they are on disk."""
-        try:
-            for descriptor in self._open.values() if synced else ():
-                os.fsync(descriptor)
-        finally:
-            for descriptor in self._open.values():
-                os.close(descriptor)
-            self._open = {}
-
-    def __enter__(self) -> "Writer":
-        return self
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        self.close(synced=kind is None)
+    place = layout.places[name]
+    assert tuple(value.shape) == place.shape and value.dtype == layout.dtype, name
+    path = folder / place.file
+    if not wait_until(path.is_file):
+        raise OSError(f"{place.file} was created on another node, and is not visible here")
+    with open(path, "r+b") as file:
+        file.seek(place.start)
+        file.write(memory_of(value))
 
 
 def create(folder: Path, layout: WeightFiles) -> None:

@@ -177,12 +177,6 @@ def test_where_there_is_no_checkpoint(run, run_folder, tmp_path):
             assert code == 2 and out == "" and word in err and str(path) in err
 
 
-def test_progress_of_big_ones(run, run_folder, monkeypatch):
-    monkeypatch.setattr(command, "SHOWN_FROM", 0)
-    code, _, err = run("verify", run_folder / "checkpoints" / "step-9")
-    assert code == 0 and "step-9, MiB" in err
-
-
 def test_from_a_shell(run_folder):
     """Imports, exit code and a working directory within the checkpoint."""
     folder = run_folder / "checkpoints" / "step-9"

@@ -40,9 +40,6 @@ def test_a_sound_checkpoint(folder):
     for name, found in manifest.files.items():
         assert found.size == (folder / name).stat().st_size
         assert check_file(folder, name, found) == ""
-    counted = []
-    verify(folder, counted.append)
-    assert sum(counted) == sum(found.size for found in manifest.files.values())
 
 
 def test_the_state_of_another_step_is_seen(folder):
@@ -168,7 +165,7 @@ def test_a_state_without_shapes_is_refused(folder, parameters):
 # Checkpoints with right hashes whose tensors are not those of the state: the chunks of the second
 # file, and a word of what is wrong. The first file holds rows [0, 2) of (4, 6).
 ROWS = np.ones((2, 6), "<f4")
-NOT_ONCE = "the files do not hold each element of master of 'w' once"
+NOT_ONCE = "the files do not hold each element of 'w' once, but for exp_avg, exp_avg_sq"
 WRONG = [
     ({}, NOT_ONCE),
     ({"w|master|2,0": ROWS[:1]}, NOT_ONCE),
@@ -179,7 +176,7 @@ WRONG = [
     ({"w|master|2": ROWS[0]}, NOT_ONCE),
     ({"w|master|2,0,0": ROWS[None]}, NOT_ONCE),
     ({"v|master|2,0": ROWS}, "no parameter 'v'"),
-    ({"w|weights|2,0": ROWS}, "is none of master, exp_avg"),
+    ({"w|weights|2,0": ROWS}, NOT_ONCE),
     ({"w|master|0,0": ROWS}, NOT_ONCE),
     ({"w|master|1,0": ROWS}, NOT_ONCE),
     ({"w|master|2,0": ROWS, "w|master|3,5": ROWS[:1, :1]}, NOT_ONCE),
@@ -205,7 +202,7 @@ def test_parameters_that_no_file_holds_are_missed(folder):
     (folder / "state.json").write_text(json.dumps(state_of(10) | {"parameters": parameters}))
     seal(folder, 10)
     assert [bad.reason for bad in verify(folder)] == [
-        f"the files do not hold each element of {kind} of 'more' once" for kind in KINDS
+        "the files do not hold each element of 'more' once, but for no kind"
     ]
 
 
