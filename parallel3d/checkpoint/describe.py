@@ -33,8 +33,6 @@ def find_checkpoints(path: Path) -> list[Path]:
 
     Raises CheckpointError if there is none.
     """
-    if path.suffix in LEFT_OVER:
-        raise CheckpointError(f"{path} is {LEFT_OVER[path.suffix]}; name another checkpoint")
     if (path / MANIFEST).exists():
         return [path]
     for folder in (path / "checkpoints", path):

@@ -121,16 +121,13 @@ class CheckpointSource:
 
     def _tokenizer(self, named: Path | None) -> Path:
         """Return the folder of the checkpoint's tokenizer; `named` is the user's, if any."""
-        data, digest = self.config.data, self.state["tokenizer"]
-        own = [self.folder / TOKENIZER, Path(data.tokenizer).expanduser()]
-        for folder in own if named is None else [named]:
-            if tokenizer_files(folder) and tokenizer_digest(folder) == digest:
-                return folder
-        problem = f"not the one in {named}" if named is not None else "and was not found"
-        raise CheckpointError(
-            f"{self.folder}: needs the tokenizer that it was trained with, {problem}; name its "
-            "folder with --tokenizer"
-        )
+        folder = named or self.folder / TOKENIZER
+        if not tokenizer_files(folder) or tokenizer_digest(folder) != self.state["tokenizer"]:
+            raise CheckpointError(
+                f"{self.folder}: needs the tokenizer that it was trained with, which is not in "
+                f"{folder}; name its folder with --tokenizer"
+            )
+        return folder
 
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

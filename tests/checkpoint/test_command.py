@@ -170,7 +170,7 @@ def test_where_there_is_no_checkpoint(run, run_folder, tmp_path):
         (tmp_path / "nowhere", "no checkpoint there"),
         (file, "no checkpoint there"),
         (bare, "step-5.tmp is unfinished"),
-        (bare / "checkpoints" / "step-5.tmp", "is unfinished"),
+        (bare / "checkpoints" / "step-5.tmp", "no checkpoint there"),
     ]:
         for what in ("inspect", "verify"):
             code, out, err = run(what, path, "--json")

@@ -193,15 +193,17 @@ def test_the_tokenizer_is_the_one_of_the_run_and_no_other(tmp_path):
         source, source.about(), WeightFiles(source.config.model), tmp_path / "out", no_progress
     )
     assert proof.ok and "tokenizer" in proof.checked and proof.left_out == ()
-    copy, original = (tmp_path / where / "tokenizer.json" for where in ("out", "own"))
+    copy, original = (
+        path / "tokenizer.json" for path in (tmp_path / "out", source.folder / "tokenizer")
+    )
     assert copy.read_bytes() == original.read_bytes()
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 0
 
     original.write_text(original.read_text().replace('"main"', '"niam"').replace("words", "swords"))
-    with pytest.raises(CheckpointError, match="and was not found; name its folder with --tok"):
+    with pytest.raises(CheckpointError, match=r"not in .*step-10/tokenizer; name its folder"):
         source.about()
-    with pytest.raises(CheckpointError, match=r"not the one in .*own; name its folder"):
-        source.about(tmp_path / "own")
+    with pytest.raises(CheckpointError, match=r"not in .*none; name its folder"):
+        source.about(tmp_path / "none")
     assert source.about(tmp_path / "out").tokenizer == tmp_path / "out"
 
 
