@@ -53,7 +53,10 @@ class SettingDoc:
 
 
 def settings(section: type[Section], prefix: str = "") -> list[SettingDoc]:
-    """Return every setting of a section and of the sections in it, in the order of the file."""
+    """Return every setting of a section and of the sections in it, in the order of the file.
+
+    Entries of a list or table have only the settings that the section itself has not.
+    """
     return list(_settings_of_section(section, prefix))
 
 
@@ -74,10 +77,8 @@ def _settings_of_section(section: type[Section], prefix: str) -> Iterator[Settin
             each = "[]" if origin is tuple else ".NAME" if origin is Mapping else ""
             for setting in settings(inner, path + each):
                 same = section.model_fields.get(setting.path.rpartition(".")[2])
-                if each and same and _doc(same) == setting.doc:  # inherited from a common base
-                    doc = f"As {prefix.removeprefix(_OURS)}.{setting.path.rpartition('.')[2]}."
-                    setting = replace(setting, doc=doc)
-                yield setting
+                if not (each and same and _doc(same) == setting.doc):  # of a common base
+                    yield setting
 
 
 def _settings_of_choice(choice: Choice, path: str) -> Iterator[SettingDoc]:
@@ -242,10 +243,9 @@ def _located(
 
 def _either(problems: list[Problem]) -> Problem:
     """Return one problem for a value that matches no member of a union."""
-    rules = dict.fromkeys(p.rule for p in problems)
-    remedies = dict.fromkeys(p.remedy for p in problems)
-    first = problems[0]
-    return Problem(first.path, first.value, ", or ".join(rules), ", or ".join(remedies))
+    rule = ", or ".join(dict.fromkeys(p.rule for p in problems))
+    remedy = ", or ".join(dict.fromkeys(p.remedy for p in problems))
+    return replace(problems[0], rule=rule, remedy=remedy)
 
 
 def _split(text: str) -> tuple[str, str]:

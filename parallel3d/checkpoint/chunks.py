@@ -307,8 +307,7 @@ def _parse(file: ArrayFile) -> dict[Chunk, int]:
     chunks: dict[Chunk, int] = {}
     for chunk, (first, end) in sorted(_tensors(tensors), key=lambda pair: pair[1]):
         if first != at:
-            fault = "overlaps the one before it" if first < at else "leaves a gap before it"
-            raise ValueError(f"{_short(chunk.key)} at bytes [{first}, {end}) {fault}")
+            raise ValueError(f"{_short(chunk.key)} begins at byte {first}, not {at}")
         chunks[chunk] = begin + first
         at = end
     if begin + at != file.size:
