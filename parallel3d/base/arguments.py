@@ -105,7 +105,6 @@ def whole_number(least: int = 1, most: int = _MOST) -> Callable[[str], int]:
         if not re.fullmatch(r"[+-]?\d+", text, re.ASCII):
             rule, remedy = "must be a whole number", f"use {least} or more"
         elif len(text) > 30 or int(text) > most:
-            text = text if len(text) <= 30 else f"{text[:26]} ..."
             rule, remedy = "is too large", f"use {most:,} or less"
         elif int(text) < least:
             rule, remedy = "is too small", f"use {least} or more"

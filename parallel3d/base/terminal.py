@@ -24,13 +24,12 @@ class Column:
     """One column of a table.
 
     `right` aligns its cells right. `line` is the line of a row on which it stands in a narrow
-    table. `wraps` wraps long cells (last column only).
+    table.
     """
 
     head: str
     right: bool = True
     line: int = 0
-    wraps: bool = False
 
 
 def console(as_json: bool) -> Console:
@@ -54,34 +53,44 @@ def say(out: Console, text: Cell, indent: str = "") -> None:
     plain = text.plain if isinstance(text, Text) else text
     style = text.style if isinstance(text, Text) else ""
     for part in plain.split("\n"):
-        for line in _wrapped(part, out.width, indent):
+        lines = textwrap.wrap(
+            part, max(out.width, _LEAST), subsequent_indent=indent, break_on_hyphens=False,
+            break_long_words=False, replace_whitespace=False,
+        )  # fmt: skip
+        for line in lines or [""]:
             out.print(Text(line, style))
 
 
 def table(
     columns: Sequence[Column], rows: Iterable[Sequence[Cell]], width: int, *, first: str = ""
 ) -> list[Text]:
-    """Return the lines of a table, at most `width` wide; without heads if all are empty."""
+    """Return the lines of a table, at most `width` wide unless a cell is wider."""
     cells = [[Text.assemble(cell) for cell in row] for row in rows]
     heads = [Text(column.head, "bold underline") for column in columns]
     widths = [max(text.cell_len for text in column) for column in zip(heads, *cells, strict=True)]
     texts = []
     for place, row in enumerate([heads, *cells]):
-        if place or any(column.head for column in columns):
-            for number, line in enumerate(_lines(columns, widths, width)):
-                texts += _row(columns, row, line, widths, width, _INDENT if number else 0)
-                if place == 1 and first:
-                    texts[-1].stylize_before(first)
+        for number, line in enumerate(_lines(columns, widths, width)):
+            padded = [_padded(row[i], widths[i], columns[i].right) for i in line]
+            text = Text(" " * _INDENT if number else "") + Text(_GAP).join(padded)
+            text.rstrip()
+            if place == 1 and first:
+                text.stylize_before(first)
+            texts.append(text)
     return texts
+
+
+def _padded(cell: Text, width: int, right: bool) -> Text:
+    pad = Text(" " * (width - cell.cell_len))
+    return pad + cell if right else cell + pad
 
 
 def _lines(columns: Sequence[Column], widths: list[int], width: int) -> list[list[int]]:
     """Return the columns on each line of a row: all on one if they fit, else by their `line`."""
-    least = [_LEAST if c.wraps and w > _LEAST else w for c, w in zip(columns, widths, strict=True)]
     everything = list(range(len(columns)))
 
     def fits(line: list[int], room: int) -> bool:
-        return sum(least[i] for i in line) + len(_GAP) * (len(line) - 1) <= room
+        return sum(widths[i] for i in line) + len(_GAP) * (len(line) - 1) <= room
 
     if fits(everything, width):
         return [everything]
@@ -92,31 +101,3 @@ def _lines(columns: Sequence[Column], widths: list[int], width: int) -> list[lis
             lines.append([])
         lines[-1].append(i)
     return lines
-
-
-def _row(
-    columns: Sequence[Column], row: list[Text], line: list[int], widths: list[int],
-    width: int, indent: int,
-) -> list[Text]:  # fmt: skip
-    """Return the text of one line of a row, several if its last cell wraps."""
-    line_text = Text(" " * indent)
-    for place, i in enumerate(line):
-        if place:
-            line_text.append(_GAP)
-        if columns[i].wraps and len(line_text) + row[i].cell_len > width:
-            at = len(line_text)
-            first, *rest = _wrapped(row[i].plain, width - at, breaks=True)
-            return [line_text.append(first), *(Text(" " * at + text) for text in rest)]
-        pad = " " * (widths[i] - row[i].cell_len)
-        last = place == len(line) - 1
-        line_text += Text(pad) + row[i] if columns[i].right else row[i] + Text("" if last else pad)
-    return [line_text]
-
-
-def _wrapped(text: str, width: int, indent: str = "", breaks: bool = False) -> list[str]:
-    """Return `text` wrapped at spaces; with `breaks` also within words longer than a line."""
-    width = max(width, _LEAST)
-    return textwrap.wrap(
-        text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=breaks,
-        drop_whitespace=True, replace_whitespace=False,
-    ) or [""]  # fmt: skip

@@ -83,7 +83,9 @@ def tile(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
     up to the tensor's own corners, and only theirs.
     """
     corners = Counter[tuple[int, ...]]()
-    for box, sign in chain(((box, 1) for box in boxes), [(Box((0,) * len(shape), shape), -1)]):
+    for box, sign in chain(
+        ((box, 1) for box in boxes), [(Box((0,) * len(shape), tuple(shape)), -1)]
+    ):
         if len(box.shape) != len(shape):
             return False
         for ends in product((0, 1), repeat=len(shape)):
