@@ -110,8 +110,6 @@ def setting_pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
         if not re.match(r"--\w", word):
             raise ConfigError(f"{word!r}: unexpected argument; write --dotted.path value")
         path, equals, text = word[2:].partition("=")
-        if not all(path.split(".")):
-            raise ConfigError(f"--{path}: a name in the path is empty; write --dotted.path value")
         if not equals:
             following = next(words, None)
             if following is None or following.startswith("--"):

@@ -1,16 +1,12 @@
 """Checks of free space for a checkpoint: on the disk, and in host memory for a copy."""
 
-import os
 import shutil
-import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 _SPARE = 0.05  # fraction of the host's memory that a copy leaves free
-_PROBE = 32 * 2**20  # bytes
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -43,19 +39,3 @@ def _limit() -> int:
     with suppress(OSError, ValueError):
         return int((_CGROUP / "memory.max").read_text())
     return 2**63
-
-
-def seconds_to_write(folder: Path, num_bytes: int) -> float:
-    """Estimate the seconds to write `num_bytes` durably to the disk of `folder`.
-
-    Writes and removes a file of 32 MiB; returns 0 for fewer bytes than that.
-    """
-    if num_bytes < _PROBE:
-        return 0.0
-    folder.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(bytes(_PROBE))
-        file.flush()
-        os.fsync(file.fileno())
-    return (time.perf_counter() - start) * num_bytes / _PROBE

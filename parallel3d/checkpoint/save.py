@@ -40,6 +40,7 @@ from parallel3d.model.spec import LayerSpec, named_params
 
 _log = logging.getLogger(__name__)
 _Write = Callable[[dict[str, Any], Iterable[np.ndarray]], None]
+BYTES_PER_SECOND = 2e8  # that a rank writes durably, as an estimate
 MOST_FAILURES = 3  # failed saves in a row after which training stops
 
 
@@ -105,12 +106,8 @@ class Saver:
         return self._failures >= MOST_FAILURES
 
     def expected_seconds(self) -> float:
-        """Estimate the seconds of a save, from a small trial write. Collective."""
-        try:
-            seconds = free_space.seconds_to_write(self._folder, 4 * self._numel)
-        except OSError:
-            seconds = 0.0  # the first save will report the error
-        return max(row[0] for row in self._mesh.gather_floats([seconds]))
+        """Estimate the seconds of a save, at BYTES_PER_SECOND."""
+        return max(self._bytes_by_rank) / BYTES_PER_SECOND
 
     def save(self, state: dict[str, object], wait: bool = False) -> float:
         """Save the training state and return the seconds that training waited. Collective.

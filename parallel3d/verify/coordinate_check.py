@@ -66,9 +66,6 @@ def check_coordinates(
         check = fit_slopes(sizes)
         if not check.undecided:
             break
-        if turn + 1 < ROUNDS:
-            names = ", ".join(layer.name for layer in check.layers if not layer.flat)
-            say(f"{names}: beyond the tolerance by less than two standard errors; adding seeds")
     return check
 
 

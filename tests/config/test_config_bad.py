@@ -211,7 +211,7 @@ WORDS = [
     ("--mesh.ppp 2", "parallel3d.mesh.ppp = 2", "not a setting", 'nearest one is "pp"'),
     ("--MESH.pp 2", 'MESH = {"pp": 2}', "not a setting here", "did you mean parallel3d.mesh?"),
     ("--mesh.pp.x 2", "--parallel3d.mesh.pp.x: 'pp' is 1", "which has no settings", ""),
-    ("--mesh..pp 2", "--mesh..pp", "a name in the path is empty", "--dotted.path value"),
+    ("--mesh..pp 2", 'parallel3d.mesh. = {"pp": 2}', "not a setting", "this block has: pp"),
     ("--mesh.pp", "--mesh.pp", "has no value", "write --mesh.pp value"),
     ("--mesh.pp --mesh.tp 2", "--mesh.pp", "has no value", "write --mesh.pp value"),
     ("mesh.pp 2", "'mesh.pp'", "unexpected argument", "--dotted.path value"),

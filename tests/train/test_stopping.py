@@ -11,7 +11,6 @@ import pytest
 import torch.distributed as dist
 
 from parallel3d.base.errors import TrainingError
-from parallel3d.checkpoint import free_space
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.train import stopping
 from parallel3d.train.ending import STOPPED, Ending
@@ -240,13 +239,3 @@ def test_a_step_and_a_save_that_take_long_are_said(step, save, warned):
     assert len(said) == warned
     if warned:
         assert f"a step took {step} s" in said[0] and "STOP" in said[0]
-
-
-def test_a_trial_tells_how_long_a_save_takes(tmp_path, monkeypatch):
-    # A disk that takes half a second for each trial file.
-    sync, clock = free_space.os.fsync, [0.0]
-    monkeypatch.setattr(free_space.os, "fsync", lambda file: (sync(file), clock.append(0.5)))
-    monkeypatch.setattr(free_space.time, "perf_counter", lambda: sum(clock))
-    assert free_space.seconds_to_write(tmp_path, 2**20) == 0  # too little to be worth a trial
-    assert free_space.seconds_to_write(tmp_path, 10 * free_space._PROBE) == 5
-    assert list(tmp_path.iterdir()) == []
