@@ -1,7 +1,7 @@
 """The list of settings (for `--help`), and pydantic's errors as problems with remedies."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -52,6 +52,7 @@ class SettingDoc:
     only: str = ""
 
 
+@cache
 def settings(section: type[Section], prefix: str = "") -> list[SettingDoc]:
     """Return every setting of a section and of the sections in it, in the order of the file.
 
@@ -100,9 +101,8 @@ def _settings_of_choice(choice: Choice, path: str) -> Iterator[SettingDoc]:
 def problems_in(error: ValidationError, raw: object, root: type[Section]) -> list[Problem]:
     """Return pydantic's errors in `raw`, a config of model `root`, as one problem per path."""
     problems_by_path: dict[str, list[Problem]] = {}
-    known = cache(lambda: settings(root))
     for detail in error.errors():
-        for problem in _problems_of(detail, raw, root, known):
+        for problem in _problems_of(detail, raw, root):
             problems_by_path.setdefault(problem.path, []).append(problem)
     return [_either(problems) for problems in problems_by_path.values()]
 
@@ -138,15 +138,13 @@ def _reader(model: type[Section], name: str) -> TypeAdapter[object]:
     return TypeAdapter[object](annotation)
 
 
-def _problems_of(
-    detail: ErrorDetails, raw: object, root: type[Section], known: Callable[[], list[SettingDoc]]
-) -> Iterator[Problem]:
+def _problems_of(detail: ErrorDetails, raw: object, root: type[Section]) -> Iterator[Problem]:
     path, value, model = _located(detail, raw, root)
     field = model.model_fields.get(path.rpartition(".")[2]) if model else None
     words = detail.get("ctx", {})
     cause = words.get("error")
     if detail["type"] == "extra_forbidden":
-        yield from _unknown(path, value, model, root, known)
+        yield from _unknown(path, value, model, root)
     elif detail["type"] == "missing":
         doc = (field.description or "").split("\n")[0] if field else "the list is too short"
         if field and field.examples:  # a block that can be pasted
@@ -174,9 +172,8 @@ def _pasted(path: str, field: FieldInfo) -> str:
 
 
 def _unknown(
-    path: str, value: object, model: type[Section] | None, root: type[Section],
-    settings: Callable[[], list[SettingDoc]],
-) -> Iterator[Problem]:  # fmt: skip
+    path: str, value: object, model: type[Section] | None, root: type[Section]
+) -> Iterator[Problem]:
     """Yield the problem of an unknown key: why it is refused, else the setting it may mean."""
     section, _, key = path.rpartition(".")
     refused, inside = root.refused.get(section, {}), root.refused.get(path, {})
@@ -188,7 +185,7 @@ def _unknown(
             yield Problem(path, value, *_split(refused[key]))
         return
     known = list(model.model_fields) if model else []
-    listed = {setting.path: setting.only for setting in settings()}
+    listed = {setting.path: setting.only for setting in settings(root)}
     here = f"this block has: {', '.join(known)}" if known else "remove it"
     places = _places_by_name(listed)
     if only := listed.get(path):

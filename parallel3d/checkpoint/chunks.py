@@ -198,7 +198,8 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 _ITEM = 4  # bytes of an fp32 number
 _MAX_DIMS = 16
-_KEY = re.compile(r"(.+)\|(\w+)\|((?:\d{1,18}(?:,\d{1,18})*)?)", re.ASCII | re.DOTALL)
+_OFFSET = r"(?:0|[1-9]\d{0,17})"
+_KEY = re.compile(rf"(.+)\|(\w+)\|((?:{_OFFSET}(?:,{_OFFSET})*)?)", re.ASCII | re.DOTALL)
 
 
 class Chunk(NamedTuple):
@@ -222,9 +223,7 @@ class Chunk(NamedTuple):
         match = _KEY.fullmatch(key)
         offsets = tuple(int(x) for x in match[3].split(",") if x) if match else ()
         if match and len(offsets) == len(shape):
-            chunk = cls(match[1], match[2], Box(offsets, tuple(shape)))
-            if chunk.key == key:  # no leading zeros
-                return chunk
+            return cls(match[1], match[2], Box(offsets, tuple(shape)))
         raise ValueError(f"key {_short(key)} is not name|kind|offsets with {len(shape)} offsets")
 
 

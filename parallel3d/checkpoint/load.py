@@ -54,8 +54,8 @@ class Index:
         """
         self._rows, self._kinds = rows, kinds
 
-    def find_untiled(self, shapes: Shapes) -> tuple[str, str] | None:
-        """Return a parameter and a kind whose chunks do not hold each element once, or None."""
+    def check_tiling(self, folder: Path, shapes: Shapes) -> None:
+        """Raise CheckpointError unless the chunks of each parameter hold each element once."""
         for name, rows in self._rows.items():
             boxes, checked = _boxes(rows[:, : -len(self._kinds)]), set[bytes]()
             for column, kind in enumerate(self._kinds):
@@ -63,8 +63,10 @@ class Index:
                 if stored.any() and stored.tobytes() not in checked:
                     checked.add(stored.tobytes())  # most kinds have the same chunks
                     if not tile(compress(boxes, stored), shapes[name]):
-                        return name, kind
-        return None
+                        raise CheckpointError(
+                            f"{folder} does not have each element of {name}'s {kind} once; use "
+                            "another checkpoint"
+                        )
 
     def find(self, name: str, kind: str, box: Box) -> Iterator[StoredChunk]:
         """Yield the chunks that overlap a box of a parameter's kind, each with the shared box."""
@@ -160,7 +162,7 @@ def load(
         checkpoint.copies.fetch({checkpoint.files[n] for n in _needed(engine, index, originals)})
 
     def read() -> None:
-        check_tiling(checkpoint, index)
+        index.check_tiling(checkpoint.folder, shapes_of(checkpoint.state))
         for boxes in boxes_to_fill(engine, originals):
             reads: Reads = defaultdict(list)
             for name, box, outs in boxes:
@@ -213,16 +215,6 @@ def check_parameters(folder: Path, state: Mapping[str, Any], layers: Sequence[La
                 f"{folder} is of another model: {name} has {old} there and {new} in "
                 "parallel3d.model; set the model back, or start a new run with another run.name"
             )
-
-
-def check_tiling(checkpoint: FoundCheckpoint, index: Index) -> None:
-    """Raise CheckpointError unless the chunks of each parameter hold each element once."""
-    if untiled := index.find_untiled(shapes_of(checkpoint.state)):
-        name, kind = untiled
-        raise CheckpointError(
-            f"{checkpoint.folder} does not have each element of {name}'s {kind} once; use another "
-            "checkpoint"
-        )
 
 
 def boxes_to_fill(
@@ -304,7 +296,7 @@ def load_weights(
     index = _index_of(checkpoint, layers, set(names.values()), mesh, ("master",))
 
     def read() -> None:
-        check_tiling(checkpoint, index)
+        index.check_tiling(checkpoint.folder, shapes_of(checkpoint.state))
         for h in held:
             reads: Reads = defaultdict(list)
             with writing(h.parameter) as (flat, start), torch.no_grad():

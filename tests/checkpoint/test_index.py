@@ -51,13 +51,14 @@ def test_it_finds_what_every_header_says(folder, box):
                         common = overlap(chunk.box, box)
                         expected |= {(number, at, chunk, common)} if common else set()
         assert expected and set(index.find("embedding.weight", kind, box)) == expected
-    assert index.find_untiled(SHAPES) is None
+    index.check_tiling(folder, SHAPES)
 
 
 def test_elements_that_are_there_twice_are_named(folder):
     shutil.copy(folder / FIRST, folder / "again.safetensors")
     index = make_index(folder, [*FILES, "again.safetensors"], SHAPES, list(SHAPES), ALONE, KINDS)
-    assert index.find_untiled(SHAPES) == ("embedding.weight", "master")
+    with pytest.raises(CheckpointError, match=r"each element of embedding\.weight's master once"):
+        index.check_tiling(folder, SHAPES)
 
 
 @pytest.mark.parametrize("key", ["other|master|0", "embedding.weight|master|0"])
