@@ -62,14 +62,14 @@ ROOMS = [
 BUDGET = {
     "launch": 920,
     "models": 1430,
-    "parallel3d/base": 970,
+    "parallel3d/base": 885,
     "parallel3d/calibrate": 685,
-    "parallel3d/checkpoint": 1530,
+    "parallel3d/checkpoint": 1350,
     "parallel3d/config": 1840,
     "parallel3d/data": 3880,
     "parallel3d/doctor": 205,
     "parallel3d/engine": 1950,
-    "parallel3d/huggingface": 905,
+    "parallel3d/huggingface": 760,
     "parallel3d/mesh": 1255,
     "parallel3d/model": 620,
     "parallel3d/pipeline": 390,
@@ -79,7 +79,7 @@ BUDGET = {
     "parallel3d/schedule": 865,
     "parallel3d/tensor": 1485,
     "parallel3d/train": 3035,
-    "parallel3d/verify": 1335,
+    "parallel3d/verify": 1315,
 }
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}
 FLOOR = {room: floor for floor, room in ROOMS}

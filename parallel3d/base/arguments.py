@@ -45,7 +45,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print flag, rule and remedy without the usage, and exit with code 2."""
-        message = re.sub(r"^argument (--[\w-]+)(/--[\w-]+)+", r"argument \1", message)
         for pattern, wording in _OF_ARGPARSE:
             if re.fullmatch(pattern, message, re.DOTALL):
                 message = re.sub(pattern, wording, message, flags=re.DOTALL)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.filesize import decimal
 from safetensors import safe_open
 from torch import Tensor, nn
 from xxhash import xxh3_128_hexdigest
@@ -21,7 +20,6 @@ from parallel3d import models
 from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.checkpoint.chunks import memory_of
 from parallel3d.checkpoint.disk import remove_folder
-from parallel3d.checkpoint.free_space import missing_disk_bytes
 from parallel3d.config.pretrained import derive_model_block, read_config
 from parallel3d.data.sources import Progress, no_progress
 from parallel3d.huggingface.source import CheckpointSource, PublishedWeights
@@ -381,8 +379,6 @@ def _publish_if_proved(to: Path, layout: WeightFiles, write: Callable[[Path], Pr
     check_new(to)
     unfinished = to.with_name(f"{to.name}.partial")
     try:
-        if lacks := missing_disk_bytes(to.parent, layout.total_size):
-            raise OSError(f"the disk needs {decimal(lacks)} more free space")
         create(unfinished, layout)
         proof = write(unfinished)
         if proof.ok:
