@@ -218,12 +218,10 @@ class Saver:
         self._memory_fails = bool(problem)
 
     def _own_state(self) -> dict[str, object]:
-        counters = self._engine.states.counters()
         return {
             "format": FORMAT,
             "parameters": {name: {"shape": list(s)} for name, s in self._shapes.items()},
-            "optimizer_steps": counters["optimizer_steps"],
-            "loss_scale": counters["loss_scale"],
+            **self._engine.states.counters(),
         }
 
     def _write(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:

@@ -28,14 +28,14 @@ def entry(start=0, end=8, shape=(2,), dtype="F32"):
 KEY = "w|master|0"
 # What a header says, the bytes after it, and a word of the refusal.
 BAD_HEADERS = [
-    (b"not JSON", b"", "not valid JSON"),
+    (b"not JSON", b"", "not a safetensors file of chunks"),
     (b"[]", b"", "not a JSON object"),
     (b'{"w|master|0": 1, "w|master|0": 2}', b"", "occurs twice"),
     (b"[" * 100_000, b"", "nested too deeply"),
-    (b"\xff\xfe{}", b"", "not valid JSON"),
+    (b"\xff\xfe{}", b"", "not a safetensors file of chunks"),
     (b'{"w|master|0": NaN}', b"", "NaN"),
     (b'{"w|master|' + b"9" * 5000 + b'": 1}', b"", "must have dtype"),
-    (b'{"w": ' + b"9" * 5000 + b"}", b"", "not valid JSON"),
+    (b'{"w": ' + b"9" * 5000 + b"}", b"", "not a safetensors file of chunks"),
     ({KEY: entry()}, b"1234567", "describes"),
     ({KEY: entry()}, b"123456789", "describes"),
     ({KEY: entry(0, 2**62, (2**60,))}, b"", "describes"),
