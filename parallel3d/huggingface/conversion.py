@@ -155,31 +155,25 @@ def tensors_differ(
     folder: Path, layout: WeightFiles, stamps: Mapping[str, str], progress: Progress
 ) -> Iterator[str]:
     """Yield the differences of a folder's shards and tensors from the layout and the stamps."""
-    files = {path.name for path in folder.glob("*.safetensors")}
-    for file in sorted(files ^ layout.files.keys()):
-        yield f"{file}: {'is not one of the shards' if file in files else 'is missing'}"
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in layout.files:
+            yield f"{path.name}: is not one of the shards"
     index = (folder / INDEX).read_text(encoding="utf-8") if (folder / INDEX).exists() else None
     if index != (layout.index and f"{layout.index}\n"):
         yield f"{INDEX}: does not match the shards"
-    names_in: dict[str, set[str]] = {}
-    for file in sorted(files & layout.files.keys()):
+    for done, (file, names) in enumerate(layout.files.items()):
+        progress("reading back (shards)", done, len(layout.files))
         try:
             with safe_open(folder / file, "pt") as opened:
-                names_in[file] = set(opened.keys())
+                there = set(opened.keys())
         except Exception as error:  # SafetensorError or OSError
             yield f"{file}: {error}"
             continue
-        for name in sorted(names_in[file] - set(layout.files[file])):
-            yield f"{file}: has the unexpected tensor {name}"
-    for done, (name, place) in enumerate(layout.places.items()):
-        progress("reading back (tensors)", done, len(layout.places))
-        file = place.file
-        if file not in names_in:
-            continue
-        if name not in names_in[file]:
-            yield f"{file}: {name} is missing"
-        elif (read := stamp(tensor_in(folder / file, name))) != stamps[name]:
-            yield f"{file}: {name} is {read}, not {stamps[name]}"
+        for name in sorted(there.symmetric_difference(names)):
+            yield f"{file}: {name} is {'unexpected' if name in there else 'missing'}"
+        for name in sorted(there.intersection(names)):
+            if (read := stamp(tensor_in(folder / file, name))) != stamps[name]:
+                yield f"{file}: {name} is {read}, not {stamps[name]}"
 
 
 def tensor_in(path: Path, name: str) -> Tensor:

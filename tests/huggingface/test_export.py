@@ -112,7 +112,7 @@ def missing(folder):
 
 def extra(folder):
     edit(folder, NORM, lambda tensors: tensors.update(more=torch.zeros(1)))
-    return "has the unexpected tensor more"
+    return ": more is unexpected"
 
 
 def transposed(folder):
@@ -133,7 +133,7 @@ def truncated(folder):
 
 def missing_shard(folder):
     shard_with(folder, O_PROJ).unlink()
-    return f"{shard_with(folder, O_PROJ).name}: is missing"
+    return f"{shard_with(folder, O_PROJ).name}: No such file"
 
 
 def wrong_rope_base(folder):
