@@ -53,22 +53,20 @@ def verify_all(path: Path, as_json: bool, console: Console) -> int:
     for folder in find_checkpoints(path):
         start = time.perf_counter()
         wrong = verify(folder)
-        summary = f"read in {time.perf_counter() - start:.1f} s"
         bad += [{"file": f"{folder.absolute().name}/{f}", "reason": reason} for f, reason in wrong]
-        console.print(_row(folder.absolute().name, f"{'DAMAGED' if wrong else 'ok':<10}{summary}"))
+        verdict = "DAMAGED" if wrong else "ok"
+        console.print(
+            f"{folder.absolute().name:<22}{verdict:<10}read in {time.perf_counter() - start:.1f} s"
+        )
         for file, reason in wrong:
-            console.print(_row("", f"{file}: {reason}"))
+            console.print(f"{'':<22}{file}: {reason}")
     rest = find_leftovers(path)
     for folder, why in rest:
-        console.print(_row(folder.name, why))
+        console.print(f"{folder.name:<22}{why}")
     if as_json:
         left_over = [{"folder": folder.name, "reason": why} for folder, why in rest]
         print(json.dumps({"ok": not bad, "bad": bad, "left_over": left_over}))
     return FAILED if bad else DONE
-
-
-def _row(name: str, text: str) -> str:
-    return f"{name:<22}{text}"
 
 
 def parse_args() -> argparse.Namespace:

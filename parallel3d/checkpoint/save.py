@@ -200,8 +200,8 @@ class Saver:
         rows = self._mesh.gather_floats([memory_lacks if asynchronous else 0, disk_lacks])
         memory_lacks, disk_lacks = (max(int(row[i]) for row in rows) for i in range(2))
         if disk_lacks:
-            size, lacking = decimal(self.num_bytes), decimal(disk_lacks)
-            return False, f"{self._folder}: {lacking} of disk space missing for {size}"
+            lacks = f"{decimal(disk_lacks)} of disk space missing for {decimal(self.num_bytes)}"
+            return False, f"{self._folder}: {lacks}"
         if memory_lacks:
             self._say(
                 f"host memory lacks {decimal(memory_lacks)} per rank to copy the training state; "
