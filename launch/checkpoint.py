@@ -1,7 +1,8 @@
 """Inspect or verify checkpoints: `parallel3d checkpoint inspect PATH`, or `verify PATH`.
 
 PATH is a checkpoint (a folder step-N) or a run's folder. If there are several checkpoints, inspect
-shows the newest, and verify reads all of them. Nothing is changed.
+shows the newest, and verify reads all of them. Nothing is changed. Without --json, inspect leaves
+out the config and the lists of parameters and files.
 """
 
 import argparse
@@ -9,15 +10,13 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.filesize import decimal
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
 
-SHOWN_FROM = 2**28  # bytes of a checkpoint from which verifying it shows progress
+LONG = ("config", "parameters", "files")  # parts of a description that only --json has
 
 
 @prints_errors_as("checkpoint")
@@ -27,10 +26,10 @@ def main() -> int:
     console = terminal.console(args.json)
     if args.command == "verify":
         return verify_all(args.path, args.json, console)
-    return inspect(args, console)
+    return inspect(args)
 
 
-def inspect(args: argparse.Namespace, console: Console) -> int:
+def inspect(args: argparse.Namespace) -> int:
     """Print the contents of a checkpoint, or of the newest of a run; return the exit code."""
     from parallel3d.checkpoint import describe
 
@@ -40,51 +39,34 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
     elif args.json:
         print(json.dumps(description))
     else:
-        describe.show(description, console)
+        short = {key: value for key, value in description.items() if key not in LONG}
+        print(json.dumps(short, indent=2))
     return DONE
 
 
 def verify_all(path: Path, as_json: bool, console: Console) -> int:
     """Read every checkpoint at `path` and print whether it is intact; return the exit code."""
     from parallel3d.checkpoint.describe import find_checkpoints, find_leftovers
+    from parallel3d.checkpoint.manifest import verify
 
     bad: list[dict[str, str]] = []
     for folder in find_checkpoints(path):
-        wrong, summary = verify_one(folder)
+        start = time.perf_counter()
+        wrong = verify(folder)
         bad += [{"file": f"{folder.absolute().name}/{f}", "reason": reason} for f, reason in wrong]
-        console.print(_row(folder.absolute().name, f"{'DAMAGED' if wrong else 'ok':<10}{summary}"))
+        verdict = "DAMAGED" if wrong else "ok"
+        console.print(
+            f"{folder.absolute().name:<22}{verdict:<10}read in {time.perf_counter() - start:.1f} s"
+        )
         for file, reason in wrong:
-            console.print(_row("", f"{file}: {reason}"))
+            console.print(f"{'':<22}{file}: {reason}")
     rest = find_leftovers(path)
     for folder, why in rest:
-        console.print(_row(folder.name, why))
+        console.print(f"{folder.name:<22}{why}")
     if as_json:
         left_over = [{"folder": folder.name, "reason": why} for folder, why in rest]
         print(json.dumps({"ok": not bad, "bad": bad, "left_over": left_over}))
     return FAILED if bad else DONE
-
-
-def _row(name: str, text: str) -> str:
-    return f"{name:<22}{text}"
-
-
-def verify_one(folder: Path) -> tuple[list[Any], str]:
-    """Return a checkpoint's damaged files with reasons, and a text: bytes read, seconds."""
-    from parallel3d.checkpoint.manifest import verify
-    from parallel3d.data.prepare_progress import shown_progress
-
-    total = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    done, start = 0, time.perf_counter()
-    with shown_progress() as show:
-
-        def progress(count: int) -> None:
-            nonlocal done
-            done += count
-            if total >= SHOWN_FROM:
-                show(f"{folder.absolute().name}, MiB", done >> 20, total >> 20)
-
-        wrong = verify(folder, progress)
-    return wrong, f"{decimal(done)} read in {time.perf_counter() - start:.1f} s"
 
 
 def parse_args() -> argparse.Namespace:
@@ -99,10 +81,9 @@ def parse_args() -> argparse.Namespace:
         command.add_argument("path", type=Path, help="folder of a checkpoint (step-N) or of a run")
         command.add_json()
         if name == "inspect":
-            shown = command.add_argument(
+            command.add_argument(
                 "--show-config", action="store_true", help="print the config of the run"
             )
-            command.add_alias(shown, "--config")  # not documented: elsewhere it names a file
     return parser.parse_args()
 
 

@@ -9,7 +9,6 @@ what became of each setting.
 
 import argparse
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,9 +36,6 @@ def main() -> int:
     proof, description = convert(args)
     console = terminal.console(args.json)
     say(proof, description, args, console)
-    if proof.ok and args.command == "import":
-        flag = f"--parallel3d.model.from_pretrained {shlex.quote(str(args.to))}"
-        console.print(f"train from it with {flag}")
     return DONE if proof.ok else FAILED
 
 

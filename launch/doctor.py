@@ -45,12 +45,10 @@ def doctor(args: argparse.Namespace, overrides: list[str], launch: Launch) -> in
     if mesh.rank == 0:
         console = terminal.console(args.json)
         console.print(f"mesh {config.mesh.sizes.label}")
-        columns = [
-            terminal.Column(head, right=False, wraps=head == "measured")
-            for head in ("check", "", "measured")
-        ]
-        marked = [(row.name, "FAILS" if row.remedy else "ok", row.value) for row in checks]
-        terminal.show(console, columns, marked)
+        width = max(len(row.name) for row in checks)
+        for row in checks:
+            line = f"{row.name:<{width}}  {'FAILS' if row.remedy else 'ok':<5}  {row.value}"
+            terminal.say(console, line, indent=" " * (width + 9))
         for row in checks:
             if row.remedy:
                 terminal.say(console, f"{row.name}: {row.remedy}", indent="    ")

@@ -116,15 +116,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--pp", type=whole_number(most=MOST), default=4, metavar="N", help="pipeline ranks"
     )
-    microbatches = parser.add_argument(
+    parser.add_argument(
         "--microbatches", type=whole_number(most=MOST), default=8, metavar="N",
         help="microbatches per step",
     )  # fmt: skip
-    parser.add_alias(microbatches, "--num-microbatches", "--num_microbatches")
-    stages = parser.add_argument(
+    parser.add_argument(
         "--stages-per-rank", type=whole_number(most=MOST), default=1, metavar="N",
         help="stages on each rank: 2 or more for interleaved, 2 for v_shape")  # fmt: skip
-    parser.add_alias(stages, "--stages_per_rank")
     parser.add_argument(
         "--weights", choices=get_args(Weights), help="show what ZeRO-3 gathers, holds and reduces"
     )

@@ -26,7 +26,7 @@ def main() -> int:
     with model_folder(args.path, say) as folder:
         generate(
             folder, args.prompt, tokens=args.max_new_tokens, seed=args.seed,
-            options=options_of(args), say=say,
+            options=options_of(args),
         )  # fmt: skip
     return DONE
 
@@ -35,8 +35,7 @@ def options_of(args: argparse.Namespace) -> dict[str, object]:
     """Return the arguments for transformers' `generate`."""
     if args.greedy:
         return {"do_sample": False, **dict.fromkeys(SAMPLING)}
-    flags = {name: getattr(args, name) for name in SAMPLING}
-    return {"do_sample": True, **SAMPLING, **{k: v for k, v in flags.items() if v is not None}}
+    return {"do_sample": True, **{name: getattr(args, name) for name in SAMPLING}}
 
 
 def number(most: float) -> Callable[[str], float]:
@@ -71,22 +70,16 @@ def parse_args() -> argparse.Namespace:
     add("--prompt", type=utf8, required=True, metavar="TEXT", help="the text to continue")
     add("--max-new-tokens", type=whole_number(), default=100, metavar="N",
         help="largest number of new tokens (default: 100)")
-    add("--temperature", type=number(100), metavar="T",
+    add("--temperature", type=number(100), default=SAMPLING["temperature"], metavar="T",
         help="values below 1 favour likely tokens (default: 0.8)")
-    add("--top-k", type=whole_number(), metavar="K",
+    add("--top-k", type=whole_number(), default=SAMPLING["top_k"], metavar="K",
         help="sample from the K likeliest tokens only (default: all)")
-    add("--top-p", type=number(1), metavar="P",
+    add("--top-p", type=number(1), default=SAMPLING["top_p"], metavar="P",
         help="sample from the likeliest tokens whose probabilities sum to P (default: all)")
     add("--seed", type=whole_number(0), default=0, metavar="S", help="random seed (default: 0)")
-    add("--greedy", action="store_true", help="always choose the likeliest token")
+    add("--greedy", action="store_true", help="always choose the likeliest token; no sampling")
     # fmt: on
-    args = parser.parse_args()
-    if args.greedy:
-        for name in SAMPLING:
-            if getattr(args, name) is not None:
-                flag = f"--{name.replace('_', '-')}"
-                parser.error(f"{flag}: has no effect with --greedy; remove one of them")
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def samples_of(run: Path, prompt: str, tokens: int) -> dict[str, str]:
         out = io.StringIO()
         with model_folder(checkpoint, say) as folder, redirect_stdout(out):
             options = {"do_sample": True, **SAMPLING}
-            generate(folder, prompt, tokens=tokens, seed=0, options=options, say=say)
+            generate(folder, prompt, tokens=tokens, seed=0, options=options)
         texts[f"after step {step:,}"] = out.getvalue()
     return texts
 

@@ -134,7 +134,7 @@ def start_chosen(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `train`, and the rest of the command line: settings by their path."""
-    parser = Parser(__doc__, help_text)
+    parser = Parser(__doc__, help_text())
     parser.add_config(required=False)
     for flag, text in _WISHES.items():
         parser.add_argument(flag, type=amount, metavar="N", help=text)

@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 
 from parallel3d.base import terminal
 from parallel3d.base.arguments import DONE, FAILED, Parser, prints_errors_as
-from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.plan.impossible import refuse_impossible
 
@@ -26,12 +25,9 @@ def main() -> int:
     # Always on the CPU, because a mesh of eight ranks would need eight GPUs.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     console = terminal.console(args.json)
-    if args.museum:
-        raise ConfigError("--museum: was removed; run `python -m tests.museum` in a checkout")
-    if args.config is None:
-        raise ConfigError("--config: is missing; add it")
     config = RunConfig.from_json(args.config, overrides)
-    refuse_impossible(config, ranks_of(config))
+    # "auto" counts as one rank on its axis.
+    refuse_impossible(config, 1 if config.is_planned else config.mesh.sizes.ranks)
     with TemporaryDirectory(prefix="parallel3d-verify-") as folder:
         # Imported late, because these load torch and DeepSpeed; an invalid config ends before.
         from parallel3d.verify.shrink import MESHES, parse_meshes
@@ -44,22 +40,16 @@ def main() -> int:
     return DONE if report["passed"] else FAILED
 
 
-def ranks_of(config: RunConfig) -> int:
-    """Return the number of ranks of the config's mesh; "auto" counts as one on its axis."""
-    return 1 if config.is_planned else config.mesh.sizes.ranks
-
-
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `verify`, and the rest of the command line: settings by their path."""
     parser = Parser(
         __doc__, "Every setting of the config is also an option: --zero_optimization.stage 1"
     )
-    parser.add_config(required=False)
+    parser.add_config()
     parser.add_argument(
         "--meshes", metavar="MESHES",
         help="meshes as PPxDPxTP or PPxDPxCPxTP, such as 1x1x1,2x2x2 (default: eight meshes)",
     )  # fmt: skip
-    parser.add_argument("--museum", action="store_true", help=argparse.SUPPRESS)  # was removed
     parser.add_json()
     return parser.parse_known_args()
 

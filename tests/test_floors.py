@@ -62,14 +62,14 @@ ROOMS = [
 BUDGET = {
     "launch": 900,
     "models": 1290,
-    "parallel3d/base": 970,
+    "parallel3d/base": 880,
     "parallel3d/calibrate": 595,
-    "parallel3d/checkpoint": 1530,
+    "parallel3d/checkpoint": 1345,
     "parallel3d/config": 1645,
     "parallel3d/data": 3430,
     "parallel3d/doctor": 185,
     "parallel3d/engine": 1865,
-    "parallel3d/huggingface": 905,
+    "parallel3d/huggingface": 755,
     "parallel3d/mesh": 1145,
     "parallel3d/model": 620,
     "parallel3d/pipeline": 380,
@@ -79,7 +79,7 @@ BUDGET = {
     "parallel3d/schedule": 705,
     "parallel3d/tensor": 1415,
     "parallel3d/train": 2715,
-    "parallel3d/verify": 1335,
+    "parallel3d/verify": 1315,
 }
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}
 FLOOR = {room: floor for floor, room in ROOMS}

@@ -32,24 +32,19 @@ _OF_ARGPARSE = (
 class Parser(argparse.ArgumentParser):
     """An argument parser without abbreviations that prints its help texts unwrapped.
 
-    Errors are one line: command, flag, rule and remedy. A function as `epilog` is only called if
-    the help is printed.
+    Errors are one line: command, flag, rule and remedy.
     """
 
-    def __init__(self, description: str | None = None, epilog: Any = None, **options: Any) -> None:
+    def __init__(
+        self, description: str | None = None, epilog: str | None = None, **options: Any
+    ) -> None:
         super().__init__(
             description=description, epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options,
         )  # fmt: skip
 
-    def format_help(self) -> str:
-        """Return the text of `--help`."""
-        self.epilog = self.epilog() if callable(self.epilog) else self.epilog
-        return super().format_help()
-
     def error(self, message: str) -> NoReturn:
         """Print flag, rule and remedy without the usage, and exit with code 2."""
-        message = re.sub(r"^argument (--[\w-]+)(/--[\w-]+)+", r"argument \1", message)
         for pattern, wording in _OF_ARGPARSE:
             if re.fullmatch(pattern, message, re.DOTALL):
                 message = re.sub(pattern, wording, message, flags=re.DOTALL)
@@ -57,17 +52,6 @@ class Parser(argparse.ArgumentParser):
         name, *command = self.prog.split()
         print(f"{' '.join([name.removesuffix('.py'), *command])}: {mask(message)}", file=sys.stderr)
         sys.exit(BAD_INPUT)
-
-    def add_alias(self, action: argparse.Action, *flags: str) -> None:
-        """Add other spellings of a flag; the help does not list them."""
-        added = self.add_argument(
-            *flags,
-            action="store_true" if action.nargs == 0 else "store",
-            dest=action.dest,
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
-        added.type = action.type
 
     def add_config(self, required: bool = True) -> None:
         """Add `--config FILE`, the training config."""
@@ -120,7 +104,6 @@ def whole_number(least: int = 1, most: int = _MOST) -> Callable[[str], int]:
         if not re.fullmatch(r"[+-]?\d+", text, re.ASCII):
             rule, remedy = "must be a whole number", f"use {least} or more"
         elif len(text) > 30 or int(text) > most:
-            text = text if len(text) <= 30 else f"{text[:26]} ..."
             rule, remedy = "is too large", f"use {most:,} or less"
         elif int(text) < least:
             rule, remedy = "is too small", f"use {least} or more"
@@ -141,24 +124,15 @@ def amount(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """Return the path of a file to write; raise ArgumentTypeError if it cannot be written.
+    """Return the path of a file to write; raise ArgumentTypeError if its folder does not exist.
 
     The check comes before any work is done.
     """
-    path, folder = Path(text), Path(text).parent
-    try:
-        if not text or path.is_dir():
-            rule, remedy = "is a folder", "name a file in it"
-        elif not folder.is_dir():
-            rule, remedy = f"the folder {str(folder)!r} does not exist", "create it"
-        elif not os.access(path if path.exists() else folder, os.W_OK):
-            rule, remedy = "is not writable", "name another file"
-        elif "\0" in text:
-            rule, remedy = "contains a NUL character", "name another file"
-        else:
-            return path
-    except (OSError, ValueError) as error:
-        rule = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        remedy = "name another file"
-    shown = text if len(text) <= 80 else f"{text[:76]} ..."
-    raise argparse.ArgumentTypeError(f' = "{shown}": {rule}; {remedy}')
+    path = Path(text)
+    if not text or os.path.isdir(text):  # False for invalid names; Path.is_dir would raise
+        rule, remedy = "is a folder", "name a file in it"
+    elif not os.path.isdir(path.parent):
+        rule, remedy = f"the folder {str(path.parent)!r} does not exist", "create it"
+    else:
+        return path
+    raise argparse.ArgumentTypeError(f' = "{text}": {rule}; {remedy}')

@@ -1,7 +1,7 @@
 """The list of settings (for `--help`), and pydantic's errors as problems with remedies."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -34,10 +34,7 @@ _WORDING = {
     "dict_type": ("must be a block of settings", "write {{...}}"),
     "model_type": ("must be a block of settings", "write {{...}}"),
 }
-# difflib ratios: a misspelt key in this block, and a four-letter block name with two letters
-# swapped. Between them, a key with exactly this name elsewhere is the better suggestion.
-_TYPO = 0.8
-_SWAPPED = 0.75
+_TYPO = 0.75  # difflib's ratio of a misspelt key, such as a name of four letters with two swapped
 _OURS = "parallel3d."
 
 
@@ -55,8 +52,12 @@ class SettingDoc:
     only: str = ""
 
 
+@cache
 def settings(section: type[Section], prefix: str = "") -> list[SettingDoc]:
-    """Return every setting of a section and of the sections in it, in the order of the file."""
+    """Return every setting of a section and of the sections in it, in the order of the file.
+
+    Entries of a list or table have only the settings that the section itself has not.
+    """
     return list(_settings_of_section(section, prefix))
 
 
@@ -77,10 +78,8 @@ def _settings_of_section(section: type[Section], prefix: str) -> Iterator[Settin
             each = "[]" if origin is tuple else ".NAME" if origin is Mapping else ""
             for setting in settings(inner, path + each):
                 same = section.model_fields.get(setting.path.rpartition(".")[2])
-                if each and same and _doc(same) == setting.doc:  # inherited from a common base
-                    doc = f"As {prefix.removeprefix(_OURS)}.{setting.path.rpartition('.')[2]}."
-                    setting = replace(setting, doc=doc)
-                yield setting
+                if not (each and same and _doc(same) == setting.doc):  # of a common base
+                    yield setting
 
 
 def _settings_of_choice(choice: Choice, path: str) -> Iterator[SettingDoc]:
@@ -102,9 +101,8 @@ def _settings_of_choice(choice: Choice, path: str) -> Iterator[SettingDoc]:
 def problems_in(error: ValidationError, raw: object, root: type[Section]) -> list[Problem]:
     """Return pydantic's errors in `raw`, a config of model `root`, as one problem per path."""
     problems_by_path: dict[str, list[Problem]] = {}
-    known = cache(lambda: settings(root))
     for detail in error.errors():
-        for problem in _problems_of(detail, raw, root, known):
+        for problem in _problems_of(detail, raw, root):
             problems_by_path.setdefault(problem.path, []).append(problem)
     return [_either(problems) for problems in problems_by_path.values()]
 
@@ -140,15 +138,13 @@ def _reader(model: type[Section], name: str) -> TypeAdapter[object]:
     return TypeAdapter[object](annotation)
 
 
-def _problems_of(
-    detail: ErrorDetails, raw: object, root: type[Section], known: Callable[[], list[SettingDoc]]
-) -> Iterator[Problem]:
+def _problems_of(detail: ErrorDetails, raw: object, root: type[Section]) -> Iterator[Problem]:
     path, value, model = _located(detail, raw, root)
     field = model.model_fields.get(path.rpartition(".")[2]) if model else None
     words = detail.get("ctx", {})
     cause = words.get("error")
     if detail["type"] == "extra_forbidden":
-        yield from _unknown(path, value, model, root, known)
+        yield from _unknown(path, value, model, root)
     elif detail["type"] == "missing":
         doc = (field.description or "").split("\n")[0] if field else "the list is too short"
         if field and field.examples:  # a block that can be pasted
@@ -158,12 +154,6 @@ def _problems_of(
         yield from (problem.under(path) for problem in cause.problems)
     elif cause is not None:
         yield Problem(path, value, *_split(str(cause)))
-    elif value == "auto":
-        auto_paths = [s.path for s in known() if '"auto"' in s.type + s.doc]
-        allowed = ", ".join(dict.fromkeys([*root.autos, *auto_paths]))
-        yield Problem(
-            path, value, 'cannot be "auto"', f'write a value; "auto" is allowed for: {allowed}'
-        )
     else:
         rule, remedy = _WORDING.get(detail["type"], (detail["msg"], "see --help"))
         shown = {name: _json_word(word) for name, word in words.items()}
@@ -182,47 +172,39 @@ def _pasted(path: str, field: FieldInfo) -> str:
 
 
 def _unknown(
-    path: str, value: object, model: type[Section] | None, root: type[Section],
-    settings: Callable[[], list[SettingDoc]],
-) -> Iterator[Problem]:  # fmt: skip
+    path: str, value: object, model: type[Section] | None, root: type[Section]
+) -> Iterator[Problem]:
     """Yield the problem of an unknown key: why it is refused, else the setting it may mean."""
     section, _, key = path.rpartition(".")
     refused, inside = root.refused.get(section, {}), root.refused.get(path, {})
     if key in refused:
-        if inside and isinstance(value, dict):
-            named = [name for name in value if name in inside]
-            yield from (Problem(f"{path}.{n}", value[n], *_split(inside[n])) for n in named)
-            value = {name: item for name, item in value.items() if name not in inside}
-        if value != {} or not inside:
+        named = value if inside and isinstance(value, dict) else {}
+        for name, item in named.items():
+            yield Problem(f"{path}.{name}", item, *_split(inside.get(name, refused[key])))
+        if not named:
             yield Problem(path, value, *_split(refused[key]))
         return
     known = list(model.model_fields) if model else []
-    listed = {setting.path: setting.only for setting in settings()}
+    listed = {setting.path: setting.only for setting in settings(root)}
     here = f"this block has: {', '.join(known)}" if known else "remove it"
-    names, key = [*known, *refused], key.lower()
+    places = _places_by_name(listed)
     if only := listed.get(path):
         yield Problem(path, value, f"is only a setting of {only}", f"remove it; {here}")
-    elif near := get_close_matches(key, names, n=1, cutoff=_TYPO):
+    elif near := get_close_matches(key.lower(), [*known, *refused], 1, _TYPO):
         yield Problem(path, value, "is not a setting", f'the nearest one is "{near[0]}"')
-    elif intended := _elsewhere(path, key, listed):
-        yield Problem(path, value, "is not a setting here", f"did you mean {intended}?")
-    elif near := get_close_matches(key, names, n=1):
-        yield Problem(path, value, "is not a setting", f'the nearest one is "{near[0]}"')
+    elif near := get_close_matches(key.lower(), places, 1, _TYPO):
+        yield Problem(path, value, "is not a setting here", f"did you mean {places[near[0]]}?")
     else:
         yield Problem(path, value, "is not a setting", here)
 
 
-def _elsewhere(path: str, key: str, settings: Iterable[str]) -> str:
-    """Return the setting or block that a misplaced key probably means; "" if none."""
+def _places_by_name(settings: Iterable[str]) -> dict[str, str]:
+    """Return the path of each setting and block by its name; of equal names ours, then the least
+    nested."""
     parts = [setting.split(".") for setting in settings]
-    places = {".".join(names[:n]) for names in parts for n in range(1, len(names) + 1)}
-    same = [p for p in places if p.rpartition(".")[2] == key and p != path]
-    if not same:
-        blocks = sorted(names[1] for names in parts if names[0] == "parallel3d")
-        return "".join(_OURS + n for n in get_close_matches(path.lower(), blocks, 1, _SWAPPED))
-    nearest = min(same, key=lambda p: (not p.startswith(_OURS), p.count("."), p))
-    outside = path.startswith(_OURS) and not nearest.startswith(_OURS)
-    return f'{nearest}, outside the block "parallel3d"' if outside else nearest
+    paths = {".".join(names[:n]) for names in parts for n in range(1, len(names) + 1)}
+    last_first = sorted(paths, key=lambda p: (p.startswith(_OURS), -p.count("."), p))
+    return {path.rpartition(".")[2]: path for path in last_first}
 
 
 def _located(
@@ -258,10 +240,9 @@ def _located(
 
 def _either(problems: list[Problem]) -> Problem:
     """Return one problem for a value that matches no member of a union."""
-    rules = dict.fromkeys(p.rule for p in problems)
-    remedies = dict.fromkeys(p.remedy for p in problems)
-    first = problems[0]
-    return Problem(first.path, first.value, ", or ".join(rules), ", or ".join(remedies))
+    rule = ", or ".join(dict.fromkeys(p.rule for p in problems))
+    remedy = ", or ".join(dict.fromkeys(p.remedy for p in problems))
+    return replace(problems[0], rule=rule, remedy=remedy)
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -5,7 +5,7 @@ import socket
 from functools import cache
 from threading import Thread
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.request import getproxies
 
 SECONDS = 0.8  # time limit of the check
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -17,13 +17,10 @@ def why_unreachable() -> str:
     for name in OFFLINE:
         if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
             return f"{name} is set"
+    if getproxies():
+        return ""  # the proxy knows
     hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    proxies = getproxies()
-    proxy = proxies.get(hub.scheme) or proxies.get("all") or ""
-    server = hub
-    if proxy and not proxy_bypass(hub.netloc):
-        server = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    place = (server.hostname or "", server.port or (80 if server.scheme == "http" else 443))
+    place = (hub.hostname or "", hub.port or (80 if hub.scheme == "http" else 443))
     answer = [f"no answer from {place[0]} within {SECONDS} s"]
 
     def connect() -> None:

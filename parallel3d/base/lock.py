@@ -10,7 +10,6 @@ host name, and of a stopped process on its own machine. It waits for a zombie, a
 empty file. It cannot store the holder's job.
 """
 
-import json
 import os
 import socket
 import sys
@@ -18,11 +17,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from uuid import uuid4
+
+from pydantic import BaseModel, ValidationError
 
 BEAT = 2.0  # seconds between two heartbeats
 MISSED = 15  # missed heartbeats after which a holder on another machine counts as dead
@@ -32,8 +32,7 @@ Job = tuple[str, str, int]
 """A job that a launcher may restart: its kind, its identity, how often it was restarted."""
 
 
-@dataclass(frozen=True)
-class Holder:
+class Holder(BaseModel, frozen=True):
     """The holder of a lock, as written in its file."""
 
     token: str
@@ -81,8 +80,7 @@ class LockHeld(Exception):
 
 def end_this_process(text: str) -> None:
     """End this process at once after it lost a lock: it may not write anything any more."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    print(text, file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -161,15 +159,10 @@ class Lock:
     def _create(self, path: Path) -> bool:
         """Create a file that names this process; return False if the file exists."""
         try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            with open(path, "x") as file:
+                file.write(self._mine.model_dump_json())
         except FileExistsError:
             return False
-        try:
-            with open(file, "w") as out:
-                out.write(text_of(self._mine))
-        except OSError:  # a full disk
-            path.unlink()
-            raise
         return True
 
     def _replace(self, dead: Holder) -> bool:
@@ -179,8 +172,7 @@ class Lock:
         claim = self.path.with_name(f"{self.path.name}.{dead.token}")
         deadline = time.monotonic() + BEAT * MISSED
         while not self._create(claim):
-            other = read(claim)
-            if other and (other.is_alive() is False or time.monotonic() > deadline):
+            if time.monotonic() > deadline:
                 claim.unlink(missing_ok=True)
             time.sleep(0.01)
         now = read(self.path)
@@ -219,8 +211,8 @@ class Lock:
                         f"{self.path} was taken over by {holder or 'another process'} because "
                         "this process sent no heartbeat for too long; it ends without writing more"
                     )
-                with open(self.path, "r+") as file:
-                    file.write(text_of(replace(own, beat=number)))
+                with open(self.path, "r+") as file:  # the text never becomes shorter
+                    file.write(own.model_copy(update={"beat": number}).model_dump_json())
 
 
 def read(path: Path) -> Holder | None:
@@ -230,25 +222,13 @@ def read(path: Path) -> Holder | None:
     """
     try:
         text = path.read_text(errors="replace")
-        if not text:  # its holder is about to write it
-            time.sleep(0.05)
-            text = path.read_text(errors="replace")
     except FileNotFoundError:
         return None
     try:
-        fields = json.loads(text)
-        jobs = tuple((str(k), str(n), int(c)) for k, n, c in fields.pop("jobs"))
-        return Holder(**{**fields, "jobs": jobs})
-    except (ValueError, TypeError, KeyError, AttributeError):
+        return Holder.model_validate_json(text)
+    except ValidationError:
         token = f"damaged-{blake2b(text.encode(), digest_size=16).hexdigest()}"
-        return Holder(token, host="?", place="?", pid=0, started="")
-
-
-def text_of(holder: Holder) -> str:
-    """Return the text of a lock file; its length is constant, so a heartbeat overwrites it."""
-    fields = asdict(holder)
-    beat = fields.pop("beat")
-    return f'{json.dumps(fields)[:-1]}, "beat": {beat:12}}}\n'
+        return Holder(token=token, host="?", place="?", pid=0, started="")
 
 
 def place_of_this_process() -> str:

@@ -28,8 +28,6 @@ class Section(BaseModel):
     # Only those of the outermost section are used.
     refused: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """Known keys that are refused, by the path of their block; the texts are "rule; remedy"."""
-    autos: ClassVar[Sequence[str]] = ()
-    """Paths that accept "auto", besides those whose type or text says so."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 METRICS = "metrics.jsonl"
-_TAIL = 2**20  # bytes read from the end of a file, far more than a line
 
 
 def finite(value: Any) -> Any:
@@ -49,9 +48,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def newest(path: Path) -> dict[str, Any]:
-    """Return the object of a file's last complete line, with its end; {} if there is none."""
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-        ended = file.read().decode(errors="replace").split("\n")[:-1]
-        return next((values for values, _ in parsed(reversed(ended))), {})
+    """Return the object of a file's last complete line; {} if there is none."""
+    with suppress(OSError):
+        return [{}, *read_lines(path)][-1]
     return {}

@@ -1,19 +1,11 @@
-"""Descriptions of checkpoints, for people and for scripts."""
+"""Descriptions of checkpoints, and of what is beside them."""
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.filesize import decimal
-
-from parallel3d.base import terminal
 from parallel3d.base.errors import CheckpointError
-from parallel3d.base.terminal import Column
 from parallel3d.checkpoint.chunks import ChunkFile
 from parallel3d.checkpoint.manifest import (
     MANIFEST,
@@ -34,13 +26,6 @@ _STATE_KEYS = (
     *("format", "step", "tokens", "next_sample", "optimizer_steps", "learning_rate", "loss_scale"),
     *("random", "corpus", "split", "tokenizer", "versions", "mesh", "config"),
 )
-_MODEL_KEYS = "family", "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"
-_PARTS = {
-    "master": "weights (master)",
-    "other": "headers, state and manifest",
-    "total": "total",
-}
-_MOST_FILES = 12  # rows in the table of files
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -48,8 +33,6 @@ def find_checkpoints(path: Path) -> list[Path]:
 
     Raises CheckpointError if there is none.
     """
-    if path.suffix in LEFT_OVER:
-        raise CheckpointError(f"{path} is {LEFT_OVER[path.suffix]}; name another checkpoint")
     if (path / MANIFEST).exists():
         return [path]
     for folder in (path / "checkpoints", path):
@@ -84,14 +67,13 @@ def describe(folder: Path) -> dict[str, object]:
     sizes = Counter[str](dict.fromkeys(kinds, 0))
     files = []
     for name, entry in entries.items():
-        num_chunks = 0
+        row = {"file": name, "bytes": entry.size, "chunks": 0, "digest": entry.digest}
+        files.append(row)
         if name != STATE:
             with ChunkFile(folder / name) as file:
-                num_chunks = len(file.chunks)
+                row["chunks"] = len(file.chunks)
                 for chunk in file.chunks:
                     sizes[chunk.kind] += 4 * chunk.box.numel
-        row = {"file": name, "bytes": entry.size, "chunks": num_chunks, "digest": entry.digest}
-        files.append(row)
     total = sum(entry.size for entry in entries.values())
     total += (folder / MANIFEST).stat().st_size
     return {
@@ -103,74 +85,3 @@ def describe(folder: Path) -> dict[str, object]:
         "bytes": {**sizes, "other": total - sizes.total(), "total": total},
         "files": files,
     }
-
-
-def show(description: Mapping[str, Any], out: Console) -> None:
-    """Print the description of a checkpoint for people."""
-    out.print(f"{description['path']}\n")
-    columns = [Column("", right=False), Column("", right=False, wraps=True)]
-    terminal.show(out, columns, _facts(description))
-    out.print()
-    parts: dict[str, list[int]] = {}
-    for name, shape in description["parameters"].items():
-        parts.setdefault(name.partition(".")[0], []).append(prod(shape))
-    rows = [(name, f"{len(own):,} tensors", f"{sum(own):,}") for name, own in parts.items()]
-    total = (
-        "total",
-        f"{description['num_parameters']:,} tensors",
-        f"{description['num_elements']:,}",
-    )
-    _print_table(out, [("parameters", "", "elements"), *rows, total])
-    states = optimizers.load(name).STATE if (name := optimizer_of(description)) else ()
-    words = _PARTS | {state.name: f"{state.words} ({state.name})" for state in states}
-    rows = [
-        (words.get(part, part), decimal(size), f"{size:,}")
-        for part, size in description["bytes"].items()
-    ]
-    _print_table(out, [("on disk", "", "bytes"), *rows])
-    files = [
-        (f["file"], f"{f['chunks']:,} chunks" if f["chunks"] else "", f"{f['bytes']:,}")
-        for f in description["files"]
-    ]
-    if len(files) > _MOST_FILES:
-        left = len(files) - _MOST_FILES
-        files[_MOST_FILES // 2 : -_MOST_FILES // 2] = [(f"... {left:,} more", "", "")]
-    _print_table(out, [("files", "", "bytes"), *files])
-
-
-def _facts(description: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of a checkpoint's facts: progress, versions, mesh and model."""
-    for key in _STATE_KEYS:
-        if (
-            key == "learning_rate"
-            and isinstance(description[key], dict)
-            and not description[key].get("next")
-        ):
-            yield _words(key), f"the schedule of {description[key].get('of_steps')} steps is over"
-        elif key not in ("config", "random", "split"):
-            yield _words(key), _text(description[key])
-    with suppress(KeyError, TypeError):
-        model = description["config"]["parallel3d"]["model"]
-        yield "model", _text({key: model[key] for key in _MODEL_KEYS if key in model})
-    yield "config", "--show-config prints it"
-
-
-def _print_table(out: Console, rows: Sequence[tuple[str, ...]]) -> None:
-    """Print a table whose first row has the column heads."""
-    heads, *rest = rows
-    columns = [Column(head, right=bool(place)) for place, head in enumerate(heads)]
-    terminal.show(out, columns, rest)
-    out.print()
-
-
-def _text(value: object) -> str:
-    """Return a value of state.json in one line."""
-    if isinstance(value, dict):
-        return ", ".join(f"{_words(str(key))} {_text(own)}" for key, own in value.items())
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "none" if value is None else str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
-
-
-def _words(key: str) -> str:
-    return key.replace("_", " ")

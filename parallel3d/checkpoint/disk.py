@@ -125,14 +125,12 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy a small folder, synced to disk; removes an old folder at the target. Raises OSError."""
+    """Copy a folder's small files, synced to disk; removes an old target. Raises OSError."""
     remove_folder(target)
     fault_point("checkpoint.before_folder")
     target.mkdir()
     for path in sorted(source.iterdir()):
-        if path.is_dir():
-            copy_folder(path, target / path.name)
-        else:
+        if path.is_file():
             write_file(target / path.name, [path.read_bytes()])
     sync_folder(target)
 

@@ -9,6 +9,7 @@ import zlib
 from base64 import b64decode, b64encode
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from parallel3d.base.errors import CheckpointError
 from parallel3d.checkpoint.chunk_runs import global_boxes
-from parallel3d.checkpoint.chunks import Box, Chunk, ChunkFile, overlapping
+from parallel3d.checkpoint.chunks import Box, Chunk, ChunkFile, tile
 from parallel3d.checkpoint.find import FoundCheckpoint
 from parallel3d.checkpoint.manifest import shapes_of
 from parallel3d.engine import Engine, HeldParameter, writing
@@ -53,23 +54,23 @@ class Index:
         """
         self._rows, self._kinds = rows, kinds
 
-    def find_overlap(self) -> tuple[str, str, Box] | None:
-        """Return a parameter, a kind and a chunk that overlaps another one, or None."""
+    def check_tiling(self, folder: Path, shapes: Shapes) -> None:
+        """Raise CheckpointError unless the chunks of each parameter hold each element once."""
         for name, rows in self._rows.items():
-            checked: set[bytes] = set()  # most kinds have the same chunks
+            boxes, checked = _boxes(rows[:, : -len(self._kinds)]), set[bytes]()
             for column, kind in enumerate(self._kinds):
                 stored = rows[:, column - len(self._kinds)] > 0
-                if stored.tobytes() not in checked:
-                    checked.add(stored.tobytes())
-                    if pair := overlapping(_boxes(rows[stored, : -len(self._kinds)])):
-                        return name, kind, pair[0]
-        return None
+                if stored.any() and stored.tobytes() not in checked:
+                    checked.add(stored.tobytes())  # most kinds have the same chunks
+                    if not tile(compress(boxes, stored), shapes[name]):
+                        raise CheckpointError(
+                            f"{folder} does not have each element of {name}'s {kind} once; use "
+                            "another checkpoint"
+                        )
 
     def find(self, name: str, kind: str, box: Box) -> Iterator[StoredChunk]:
         """Yield the chunks that overlap a box of a parameter's kind, each with the shared box."""
-        rows, dims = self._rows.get(name), len(box.shape)
-        if rows is None or rows.shape[1] != 1 + 2 * dims + len(self._kinds):
-            return
+        rows, dims = self._rows[name], len(box.shape)
         at = rows[:, self._kinds.index(kind) - len(self._kinds)]
         first, shape = rows[:, 1 : 1 + dims], rows[:, 1 + dims : 1 + 2 * dims]
         starts = np.maximum(first, box.offsets)
@@ -161,7 +162,7 @@ def load(
         checkpoint.copies.fetch({checkpoint.files[n] for n in _needed(engine, index, originals)})
 
     def read() -> None:
-        refuse_overlaps(checkpoint.folder, index)
+        index.check_tiling(checkpoint.folder, shapes_of(checkpoint.state))
         for boxes in boxes_to_fill(engine, originals):
             reads: Reads = defaultdict(list)
             for name, box, outs in boxes:
@@ -216,16 +217,6 @@ def check_parameters(folder: Path, state: Mapping[str, Any], layers: Sequence[La
             )
 
 
-def refuse_overlaps(folder: Path, index: Index) -> None:
-    """Raise CheckpointError if two chunks overlap: counting elements would miss a gap elsewhere."""
-    if overlap := index.find_overlap():
-        name, kind, box = overlap
-        raise CheckpointError(
-            f"{folder} has elements of {name}'s {kind} twice, in the chunk at "
-            f"{list(box.offsets)}; use another checkpoint"
-        )
-
-
 def boxes_to_fill(
     engine: Engine, originals: Mapping[str, str]
 ) -> Iterator[list[tuple[str, Box, dict[str, Tensor]]]]:
@@ -250,14 +241,8 @@ def boxes_to_fill(
             ]
 
 
-class Read(NamedTuple):
-    """A stored chunk, and the memory for the part to read."""
-
-    stored: StoredChunk
-    out: Tensor  # [*stored.common.shape]
-
-
-Reads = dict[int, list[Read]]  # by index of the file
+# By index of the file: stored chunks, and the memory for the common part of each.
+Reads = dict[int, list[tuple[StoredChunk, Tensor]]]
 
 
 def add_reads(
@@ -278,14 +263,14 @@ def add_reads(
         part = out
         for dim, (first, size) in enumerate(zip(*stored.common, strict=True)):
             part = part.narrow(dim, first - box.offsets[dim], size)
-        reads[stored.file].append(Read(stored, part))
+        reads[stored.file].append((stored, part))
 
 
 def read_all(checkpoint: FoundCheckpoint, reads: Reads) -> None:
     """Do the reads file by file, in the order of the chunks."""
     for number in sorted(reads):
-        in_order = sorted(reads[number], key=lambda read: read.stored.at)
-        starts = {read.stored.chunk: read.stored.at for read in in_order}
+        in_order = sorted(reads[number], key=lambda read: read[0].at)
+        starts = {stored.chunk: stored.at for stored, _ in in_order}
         with ChunkFile(checkpoint.folder / checkpoint.files[number], starts) as file:
             for stored, out in in_order:
                 file.read(stored.chunk, stored.common, out)
@@ -311,7 +296,7 @@ def load_weights(
     index = _index_of(checkpoint, layers, set(names.values()), mesh, ("master",))
 
     def read() -> None:
-        refuse_overlaps(checkpoint.folder, index)
+        index.check_tiling(checkpoint.folder, shapes_of(checkpoint.state))
         for h in held:
             reads: Reads = defaultdict(list)
             with writing(h.parameter) as (flat, start), torch.no_grad():

@@ -40,6 +40,7 @@ from parallel3d.model.spec import LayerSpec, named_params
 
 _log = logging.getLogger(__name__)
 _Write = Callable[[dict[str, Any], Iterable[np.ndarray]], None]
+BYTES_PER_SECOND = 2e8  # that a rank writes durably, as an estimate
 MOST_FAILURES = 3  # failed saves in a row after which training stops
 
 
@@ -195,8 +196,8 @@ class Saver:
         rows = self._mesh.gather_floats([memory_lacks if asynchronous else 0, disk_lacks])
         memory_lacks, disk_lacks = (max(int(row[i]) for row in rows) for i in range(2))
         if disk_lacks:
-            size, lacking = decimal(self.num_bytes), decimal(disk_lacks)
-            return False, f"{self._folder}: {lacking} of disk space missing for {size}"
+            lacks = f"{decimal(disk_lacks)} of disk space missing for {decimal(self.num_bytes)}"
+            return False, f"{self._folder}: {lacks}"
         if memory_lacks:
             self._say(
                 f"host memory lacks {decimal(memory_lacks)} per rank to copy the training state; "
@@ -213,12 +214,10 @@ class Saver:
         self._memory_fails = bool(problem)
 
     def _own_state(self) -> dict[str, object]:
-        counters = self._engine.states.counters()
         return {
             "format": FORMAT,
             "parameters": {name: {"shape": list(s)} for name, s in self._shapes.items()},
-            "optimizer_steps": counters["optimizer_steps"],
-            "loss_scale": counters["loss_scale"],
+            **self._engine.states.counters(),
         }
 
     def _write(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
@@ -329,9 +328,14 @@ def keep_newest(
         always: steps that are kept and not counted.
     """
 
+    @disk.reporting(newest, "cannot be read back: ")
     def read_back() -> None:
-        if reason := _find_damage(newest, own_files, with_manifest=mesh.rank == 0):
-            raise TrainingError(f"{newest} cannot be read back: {reason}")
+        entries = dict(own_files)
+        if mesh.rank == 0:
+            entries[STATE] = read_manifest(newest).files[STATE]
+        for name, entry in entries.items():
+            if reason := check_file(newest, name, entry):
+                raise CheckpointError(f"{name}: {reason}")
 
     def remove() -> None:
         with suppress(OSError):
@@ -345,17 +349,3 @@ def keep_newest(
     if old:
         agree(mesh, read_back)
         on_first(mesh, remove)
-
-
-def _find_damage(newest: Path, own_files: Mapping[str, Entry], with_manifest: bool) -> str:
-    """Return a fault of these files or, `with_manifest`, of manifest and state; "" if none."""
-    entries = dict(own_files)
-    try:
-        if with_manifest:
-            entries[STATE] = read_manifest(newest).files[STATE]
-    except CheckpointError as error:
-        return str(error)
-    for name, entry in entries.items():
-        if reason := check_file(newest, name, entry):
-            return f"{name}: {reason}"
-    return ""

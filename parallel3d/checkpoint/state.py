@@ -9,6 +9,8 @@ from typing import Any
 
 from parallel3d.base.errors import CheckpointError
 from parallel3d.base.masking import mask
+from parallel3d.base.reader import value_at
+from parallel3d.base.section import ABSENT
 from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import file_of
@@ -16,7 +18,24 @@ from parallel3d.config.learning_rate import rate
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.split import SPLIT_FORMAT
 
-_LENGTH = "parallel3d.data.sequence_length"
+_LOSES_ITS_PLACE = "so the run would lose its place in the data"
+# Settings, the meaning of their value (ABSENT in configs of earlier versions), and why a run cannot
+# resume with another.
+_MUST_NOT_CHANGE: tuple[tuple[str, Callable[[Any], object], str], ...] = (
+    ("parallel3d.train.seed", int, _LOSES_ITS_PLACE),
+    ("parallel3d.data.sequence_length", int, _LOSES_ITS_PLACE),
+    (
+        "parallel3d.data.packing",
+        lambda packing: "none" if packing is ABSENT else packing,
+        _LOSES_ITS_PLACE,
+    ),
+    ("optimizer.type", file_of, "which cannot continue from the other's state"),
+    (
+        "parallel3d.model.parametrization",
+        lambda own: own if isinstance(own, dict) and own["type"] != "standard" else "standard",
+        "with which the weights are another model",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -84,36 +103,14 @@ class RunState:
         Raises CheckpointError if samples would be lost or repeated, or tokens would have another
         meaning.
         """
-        saved, config = state["config"]["parallel3d"], self._config
-        packing = saved["data"].get("packing", "none")
-        for setting, old, new in (
-            ("parallel3d.train.seed", saved["train"]["seed"], config.train.seed),
-            (_LENGTH, saved["data"]["sequence_length"], config.data.sequence_length),
-            ("parallel3d.data.packing", packing, config.data.packing),
-        ):
+        was, now = state["config"], self._fixed["config"]
+        for setting, meaning, why in _MUST_NOT_CHANGE:
+            old, new = (meaning(value_at(config, setting)) for config in (was, now))
             if old != new:
                 raise CheckpointError(
-                    f"{path}: {setting} was {old} and is now {new}, so the run would lose its "
-                    f"place in the data; set it back to {old}, or start a new run with another "
-                    "run.name"
+                    f"{path}: {setting} was {json.dumps(old)} and is now {json.dumps(new)}, {why}; "
+                    "set it back, or start a new run with another run.name"
                 )
-        types = [c["optimizer"]["type"] for c in (state["config"], self._fixed["config"])]
-        if len({file_of(name) for name in types}) > 1:
-            raise CheckpointError(
-                f"{path}: optimizer.type was {json.dumps(types[0])} and is now "
-                f"{json.dumps(types[1])}, which cannot continue from the other's state; set it "
-                "back, or start a new run with another run.name"
-            )
-        was, now = (
-            (config["parallel3d"]["model"].get("parametrization") or {"type": "standard"})
-            for config in (state["config"], self._fixed["config"])
-        )
-        if was != now and {was["type"], now["type"]} != {"standard"}:
-            raise CheckpointError(
-                f"{path}: parallel3d.model.parametrization was {json.dumps(was)} and is now "
-                f"{json.dumps(now)}, with which the weights are another model; set it back, or "
-                "start a new run with another run.name"
-            )
         # Checked before the tokenizer, which differs if it was trained on another part. The name of
         # a corpus depends on what is held out, so under the same name both rules agree.
         same_corpus = state["corpus"] == self._fixed["corpus"]
@@ -135,7 +132,7 @@ class RunState:
                 f"{state['next_sample']:,} is now at another place, so some text may be repeated "
                 "or skipped, and held-out text may include text that was trained on"
             )
-        if different := list(changes(state["config"], self._fixed["config"])):
+        if different := list(changes(was, now)):
             say("changed since the checkpoint: " + ", ".join(different))
         return Position.of(state)
 

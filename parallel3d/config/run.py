@@ -11,7 +11,7 @@ from parallel3d.base import explain, reader
 from parallel3d.base.masking import mask_values
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.section import Problem, Problems, Section, Size
-from parallel3d.config import arithmetic, auto, checks, deepspeed, deepspeed_keys, parallel3d_block
+from parallel3d.config import arithmetic, checks, deepspeed, deepspeed_keys, parallel3d_block
 from parallel3d.config.data import DataConfig
 from parallel3d.config.deepspeed import (
     AioConfig,
@@ -75,7 +75,6 @@ class RunConfig(Section):
     """One ds.json: DeepSpeed's keys with DeepSpeed's meaning, and the "parallel3d" block."""
 
     refused: ClassVar[Mapping[str, Mapping[str, str]]] = deepspeed_keys.REASONS
-    autos: ClassVar[Sequence[str]] = [rule.path for rule in auto.RULES]
 
     train_batch_size: Positive | None = None
     """Samples per step: micro batch x accumulation x dp. As in DeepSpeed, a size that is not set is

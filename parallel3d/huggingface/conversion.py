@@ -5,24 +5,21 @@ Each folder is read back and compared with its source before it gets its final n
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.filesize import decimal
 from safetensors import safe_open
 from torch import Tensor, nn
 from xxhash import xxh3_128_hexdigest
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError, TrainingError
-from parallel3d.checkpoint.chunks import memory_of, recycled
+from parallel3d.checkpoint.chunks import memory_of
 from parallel3d.checkpoint.disk import remove_folder
-from parallel3d.checkpoint.free_space import missing_disk_bytes
 from parallel3d.config.pretrained import derive_model_block, read_config
 from parallel3d.data.sources import Progress, no_progress
 from parallel3d.huggingface.source import CheckpointSource, PublishedWeights
@@ -34,11 +31,11 @@ from parallel3d.huggingface.weight_files import (
     SHARD_BYTES,
     About,
     WeightFiles,
-    Writer,
     create,
     publish,
     tokenizer_files,
     write_rest,
+    write_tensor,
 )
 from parallel3d.model.spec import LayerSpec, tied_names
 from parallel3d.models import pretrained
@@ -50,30 +47,13 @@ MOST_BYTES = 800 * 2**20  # largest model in fp32 to compare logits of; memory h
 MOST_TOKENS = 256  # length of the sample for logits, long enough to show wrong rotary embeddings
 SAMPLE = "def main():\n    print('1234', \"naïve\")\n\n<|endoftext|> The quick fox, in 1999.  "
 Read = Callable[[str], Tensor]  # parameter name in parallel3d -> full parameter in fp32
-_READERS = 2  # threads that read tensors back
 # They change with the folder's name and with the version of transformers.
 _NOT_COMPARED = ("_name_or_path", "transformers_version")
 
 
-class Stamp(NamedTuple):
-    """Type, shape and hash of a tensor: two tensors are bitwise equal if their stamps are equal."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    digest: str
-
-    def difference(self, expected: "Stamp") -> str:
-        """Return how the tensor differs from the expected one, as text."""
-        if self.dtype != expected.dtype:
-            return f"is of type {self.dtype}, not {expected.dtype}"
-        if self.shape != expected.shape:
-            return f"has the shape {list(self.shape)}, not {list(expected.shape)}"
-        return "has other values"
-
-
-def stamp(value: Tensor) -> Stamp:
-    """Return the stamp of a contiguous tensor on the host."""
-    return Stamp(value.dtype, tuple(value.shape), xxh3_128_hexdigest(memory_of(value)))
+def stamp(value: Tensor) -> str:
+    """Return type, shape and hash of a contiguous tensor on the host, the same for equal bits."""
+    return f"{value.dtype} {list(value.shape)} {xxh3_128_hexdigest(memory_of(value))}"
 
 
 @dataclass(frozen=True)
@@ -101,7 +81,7 @@ def read_back(
     source: CheckpointSource,
     about: About,
     layout: WeightFiles,
-    stamps: Mapping[str, Stamp],
+    stamps: Mapping[str, str],
     progress: Progress,
 ) -> Proof:
     """Compare an exported folder with its checkpoint.
@@ -172,42 +152,28 @@ def prove(
 
 
 def tensors_differ(
-    folder: Path, layout: WeightFiles, stamps: Mapping[str, Stamp], progress: Progress
+    folder: Path, layout: WeightFiles, stamps: Mapping[str, str], progress: Progress
 ) -> Iterator[str]:
     """Yield the differences of a folder's shards and tensors from the layout and the stamps."""
-    files = {path.name for path in folder.glob("*.safetensors")}
-    for file in sorted(files ^ layout.files.keys()):
-        yield f"{file}: {'is not one of the shards' if file in files else 'is missing'}"
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in layout.files:
+            yield f"{path.name}: is not one of the shards"
     index = (folder / INDEX).read_text(encoding="utf-8") if (folder / INDEX).exists() else None
     if index != (layout.index and f"{layout.index}\n"):
         yield f"{INDEX}: does not match the shards"
-    names_in: dict[str, set[str]] = {}
-    for file in sorted(files & layout.files.keys()):
+    for done, (file, names) in enumerate(layout.files.items()):
+        progress("reading back (shards)", done, len(layout.files))
         try:
             with safe_open(folder / file, "pt") as opened:
-                names_in[file] = set(opened.keys())
+                there = set(opened.keys())
         except Exception as error:  # SafetensorError or OSError
             yield f"{file}: {error}"
             continue
-        for name in sorted(names_in[file] - set(layout.files[file])):
-            yield f"{file}: has the unexpected tensor {name}"
-    for name in sorted(stamps.keys() ^ layout.places.keys()):
-        yield f"{name}: is not in the {'model' if name in stamps else 'source'}"
-
-    def look(name: str) -> Stamp | None:
-        file = layout.places[name].file
-        return stamp(tensor_in(folder / file, name)) if name in names_in.get(file, ()) else None
-
-    names = list(layout.places)
-    with ThreadPoolExecutor(_READERS) as readers:
-        for done, (name, read) in enumerate(zip(names, readers.map(look, names), strict=True)):
-            progress("reading back (tensors)", done, len(names))
-            file = layout.places[name].file
-            if read is None:
-                if file in names_in:
-                    yield f"{file}: {name} is missing"
-            elif name in stamps and read != stamps[name]:
-                yield f"{file}: {name} {read.difference(stamps[name])}"
+        for name in sorted(there.symmetric_difference(names)):
+            yield f"{file}: {name} is {'unexpected' if name in there else 'missing'}"
+        for name in sorted(there.intersection(names)):
+            if (read := stamp(tensor_in(folder / file, name))) != stamps[name]:
+                yield f"{file}: {name} is {read}, not {stamps[name]}"
 
 
 def tensor_in(path: Path, name: str) -> Tensor:
@@ -258,8 +224,6 @@ def _tokenizer(folder: Path, original: Path) -> Iterator[str]:
     )
     if run_tokenizer(SAMPLE).input_ids != saved_tokenizer(SAMPLE).input_ids:
         yield "tokenizer: encodes a sample text to other ids"
-    if len(tokenizer_files(folder)) < len(tokenizer_files(original)):
-        yield "tokenizer: a file is missing"
 
 
 @torch.no_grad()
@@ -331,8 +295,7 @@ def export(
 ) -> Proof:
     """Export a checkpoint to a folder that transformers loads, and check it by reading it back.
 
-    Memory holds at most two parameters, one of them twice. If a check fails, nothing is left at
-    `to`.
+    Memory holds at most a parameter, three times. If a check fails, nothing is left at `to`.
 
     Raises:
         ConfigError: `to` is not empty, or transformers has no class for the model.
@@ -372,7 +335,7 @@ def import_folder(
     weights = PublishedWeights(folder, config)
     weights.check_tied()
     layout = WeightFiles(config, weights.dtype, shard_bytes)
-    stamps: dict[str, Stamp] = {}
+    stamps: dict[str, str] = {}
 
     def read(name: str) -> Tensor:
         value = weights.read_whole(name)
@@ -383,37 +346,20 @@ def import_folder(
 
     def write(out: Path) -> Proof:
         write_tensors(read, layout, out, progress)
-        for path in _other_files(folder):
+        others = (folder / name for name in (CONFIG, GENERATION, CARD, "LICENSE", "LICENSE.txt"))
+        for path in [*filter(Path.is_file, others), *tokenizer_files(folder)]:
             shutil.copyfile(path, out / path.name)
-        tensors = f"{len(layout.places)} tensors against {folder}"
+        tensors = f"names, shapes, type and values of {len(layout.places)} tensors against {folder}"
         return prove(
             pretrained.class_of(settings),
             out,
             layout,
-            {
-                f"names, shapes, type and values of {tensors}": tensors_differ(
-                    out, layout, stamps, progress
-                ),
-                "config.json, tokenizer and other files": _other_files_differ(folder, out),
-            },
+            {tensors: tensors_differ(out, layout, stamps, progress)},
             read=weights.read_whole,
             has_tokenizer=bool(tokenizer_files(folder)),
         )
 
     return _publish_if_proved(to, layout, write)
-
-
-def _other_files(folder: Path) -> list[Path]:
-    """Return the files to copy along with the weights."""
-    others = (folder / name for name in (CONFIG, GENERATION, CARD, "LICENSE", "LICENSE.txt"))
-    return [*(path for path in others if path.is_file()), *tokenizer_files(folder)]
-
-
-def _other_files_differ(folder: Path, out: Path) -> Iterator[str]:
-    for path in _other_files(folder):
-        copy = out / path.name
-        if not copy.is_file() or copy.read_bytes() != path.read_bytes():
-            yield f"{path.name}: differs from the file in {folder}"
 
 
 def _publish_if_proved(to: Path, layout: WeightFiles, write: Callable[[Path], Proof]) -> Proof:
@@ -425,8 +371,6 @@ def _publish_if_proved(to: Path, layout: WeightFiles, write: Callable[[Path], Pr
     check_new(to)
     unfinished = to.with_name(f"{to.name}.partial")
     try:
-        if lacks := missing_disk_bytes(to.parent, layout.total_size):
-            raise OSError(f"the disk needs {decimal(lacks)} more free space")
         create(unfinished, layout)
         proof = write(unfinished)
         if proof.ok:
@@ -442,28 +386,15 @@ def _publish_if_proved(to: Path, layout: WeightFiles, write: Callable[[Path], Pr
 
 def write_tensors(
     read: Read, layout: WeightFiles, folder: Path, progress: Progress
-) -> dict[str, Stamp]:
+) -> dict[str, str]:
     """Write every weight into the files that `create` has made. Raises OSError.
 
-    While `read` reads one parameter, a thread converts and writes the one before. Returns name in
-    the files -> stamp of the written tensor.
+    Returns name in the files -> stamp of the written tensor.
     """
-    stamps: dict[str, Stamp] = {}
-    with Writer(folder, layout) as writer, ThreadPoolExecutor(1) as behind, recycled():
-
-        def write(name: str, value: Tensor) -> None:
-            for stored_name, tensor in layout.converted(name, value).items():
-                stamps[stored_name] = stamp(tensor)
-                writer.write(stored_name, tensor)
-
-        written: Future[None] | None = None
-        for done, name in enumerate(layout.names):
-            progress("writing (tensors)", done, len(layout.names))
-            value = read(name)
-            if written is not None:
-                written.result()
-            written = behind.submit(write, name, value)
-            del value  # the writing thread frees it
-        if written is not None:
-            written.result()
+    stamps: dict[str, str] = {}
+    for done, name in enumerate(layout.names):
+        progress("writing (tensors)", done, len(layout.names))
+        for stored_name, tensor in layout.converted(name, read(name)).items():
+            stamps[stored_name] = stamp(tensor)
+            write_tensor(folder, layout, stored_name, tensor)
     return stamps

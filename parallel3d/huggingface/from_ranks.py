@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from parallel3d.base.atomic import sync
 from parallel3d.base.errors import TrainingError
 from parallel3d.config import RunConfig
 from parallel3d.data.corpus import Corpus
@@ -14,11 +15,11 @@ from parallel3d.huggingface.weight_files import (
     SHARD_BYTES,
     About,
     WeightFiles,
-    Writer,
     create,
     line_after,
     publish,
     write_rest,
+    write_tensor,
 )
 from parallel3d.mesh.agree import agree, gather_json, on_first
 from parallel3d.mesh.mesh import Mesh
@@ -59,13 +60,12 @@ def save_weights(
         publish(unfinished, directory)
 
     on_first(mesh, _ending_the_run(directory)(lambda: create(unfinished, layout)))
-    written = gather_json(mesh, _write(engine, mesh, directory, Writer(unfinished, layout), layout))
+    write = _ending_the_run(directory)(lambda: _write(engine, mesh, unfinished, layout))
+    written = gather_json(mesh, agree(mesh, write))
     on_first(mesh, end)
 
 
-def _write(
-    engine: Engine, mesh: Mesh, directory: Path, writer: Writer, layout: WeightFiles
-) -> list[str]:
+def _write(engine: Engine, mesh: Mesh, folder: Path, layout: WeightFiles) -> list[str]:
     """Gather the weights of this pipeline coordinate; return the names that this rank wrote."""
     writes = mesh.replicas.coord == mesh.tensor.coord == 0
     written: list[str] = []
@@ -77,18 +77,14 @@ def _write(
         if writes and problem is None:
             try:
                 for stored_name, tensor in layout.converted(held.name, value.cpu()).items():
-                    writer.write(stored_name, tensor)
+                    write_tensor(folder, layout, stored_name, tensor)
                     written.append(stored_name)
             except OSError as error:
                 problem = error  # continue: the other ranks need this one to gather
-
-    @_ending_the_run(directory)
-    def close() -> None:
-        with writer:
-            if problem is not None:
-                raise problem
-
-    agree(mesh, close)
+    if problem is not None:
+        raise problem
+    for file in {layout.places[stored_name].file for stored_name in written}:
+        sync(folder / file)
     return written
 
 

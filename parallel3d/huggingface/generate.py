@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from parallel3d.base.errors import ConfigError, TrainingError
-from parallel3d.checkpoint.manifest import step_folders
 from parallel3d.data.sources import no_progress
 from parallel3d.huggingface.conversion import export, loaded, quiet
 from parallel3d.huggingface.source import CheckpointSource
-from parallel3d.huggingface.weight_files import WeightFiles, steps_of
+from parallel3d.huggingface.weight_files import WeightFiles
 
 Say = Callable[[str], None]
 
@@ -30,7 +29,7 @@ def model_folder(path: Path, say: Say) -> Iterator[Path]:
     quiet()
     for folder in (path, path / "weights"):
         if _is_model(folder):
-            say(f"using the weights of {folder}{_newer_checkpoint(path, folder)}")
+            say(f"using the weights of {folder}")
             yield folder
             return
     if not path.is_dir():
@@ -50,7 +49,7 @@ def model_folder(path: Path, say: Say) -> Iterator[Path]:
 
 
 def generate(
-    folder: Path, prompt: str, *, tokens: int, seed: int, options: Mapping[str, Any], say: Say
+    folder: Path, prompt: str, *, tokens: int, seed: int, options: Mapping[str, Any]
 ) -> None:
     """Print a prompt and up to `tokens` generated tokens, streaming them as they are decoded.
 
@@ -84,9 +83,6 @@ def generate(
         raise ConfigError(
             f"--prompt: has {len(ids)} tokens, but the model's context is {limit}; shorten it"
         )
-    if len(ids) + tokens > limit:
-        say(f"generating at most {limit - len(ids)} tokens: the model's context is {limit}")
-        tokens = limit - len(ids)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     model = model.to(device or "cpu").eval()
     torch.manual_seed(seed)
@@ -94,18 +90,10 @@ def generate(
     model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
-        max_new_tokens=tokens,
+        max_new_tokens=min(tokens, limit - len(ids)),
         streamer=TextStreamer(tokenizer, skip_special_tokens=True),
         **options,
     )
-
-
-def _newer_checkpoint(run: Path, weights: Path) -> str:
-    """Return a note if the run has a checkpoint with more steps than its weights; else ""."""
-    steps, checkpoints = steps_of(weights), step_folders(run / "checkpoints")
-    if weights == run or steps is None or not checkpoints or checkpoints[0][0] <= steps:
-        return ""
-    return f", after {steps:,} steps; {checkpoints[0][1]} is newer: name it to use it instead"
 
 
 def _is_model(folder: Path) -> bool:

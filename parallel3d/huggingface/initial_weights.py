@@ -72,7 +72,6 @@ def load_weights(
 
 
 _SAMPLE = "def main():\n    print('1234', \"naïve\")\n\n The quick fox, in 1999.  \U0001f98a 東京"
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def tokenizer_warning(model: Path, tokenizer: Path, shown: str) -> str:
@@ -83,9 +82,6 @@ def tokenizer_warning(model: Path, tokenizer: Path, shown: str) -> str:
     model: folder of the model. tokenizer: folder of the corpus' tokenizer. shown: name of the
     model for the warning.
     """
-    use = f"set parallel3d.data.tokenizer to {shown}"
-    if not any((model / name).is_file() for name in _FILES):
-        return f"WARNING: {shown} has no tokenizer, so data.tokenizer cannot be compared with it"
     if not any(tokenizer.iterdir()):
         return ""  # a corpus of token ids, whose tokenizer is not known
     try:
@@ -97,6 +93,7 @@ def tokenizer_warning(model: Path, tokenizer: Path, shown: str) -> str:
     ):
         return (
             f"WARNING: data.tokenizer differs from the tokenizer of {shown}, so the model will "
-            f"read ids as the wrong tokens; {use}, unless this is intended"
+            f"read ids as the wrong tokens; set parallel3d.data.tokenizer to {shown}, unless this "
+            "is intended"
         )
     return ""

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_128
 
 from parallel3d import models
 from parallel3d.base.errors import CheckpointError, ConfigError
@@ -24,22 +23,21 @@ from parallel3d.checkpoint.chunks import (
     ChunkFile,
     boxes_of,
     empty,
-    memory_of,
-    overlapping,
     read_header,
+    tile,
 )
 from parallel3d.checkpoint.describe import find_checkpoints
 from parallel3d.checkpoint.manifest import (
     STATE,
     TOKENIZER,
-    Entry,
+    check_file,
     read_sound_state,
     shapes_of,
+    tensor_files,
 )
-from parallel3d.checkpoint.safe_files import is_count, open_file, tokenizer_digest
+from parallel3d.checkpoint.safe_files import is_count, tokenizer_digest
 from parallel3d.config import RunConfig
 from parallel3d.config.pretrained import weight_files
-from parallel3d.data.cache import cache_root
 from parallel3d.data.sources import Progress, no_progress
 from parallel3d.data.tokenizer import load_tokenizer
 from parallel3d.huggingface.weight_files import About, line_after, tokenizer_files
@@ -47,79 +45,19 @@ from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import named_params, tied_names
 from parallel3d.models.pretrained import Part
 
-_READ_BYTES = 2**20
-
-
-class HashedChunks:
-    """A file of chunks whose bytes are hashed, in order, as chunks are read.
-
-    Chunks read in the order of the file are hashed in memory, so their bytes are read from disk
-    only once; chunks that were skipped are read again for the hash. No file stays open.
-    """
-
-    def __init__(self, path: Path, entry: Entry) -> None:
-        """Read the header; raises CheckpointError if it is not a safetensors file of chunks.
-
-        Args:
-            entry: the file's size and digest in the manifest.
-        """
-        self.path = path
-        with ChunkFile(path) as file:
-            self.chunks = file.chunks
-        self._entry = entry
-        self._digest, self._done = xxh3_128(), 0
-
-    def read(self, chunk: Chunk, out: Tensor) -> None:
-        """Read a complete chunk into `out`, as `ChunkFile.read` does."""
-        at = self.chunks[chunk]
-        hashed = out.is_contiguous() and out.device.type == "cpu" and at >= self._done
-        if hashed:
-            self._hash_to(at)
-        with ChunkFile(self.path, {chunk: at}) as file:
-            file.read(chunk, chunk.box, out)
-        if hashed:
-            self._digest.update(memory_of(out))
-            self._done += out.nbytes
-
-    def check(self) -> str:
-        """Hash the rest of the file and return how it differs from its entry; "" if it does not.
-
-        Raises CheckpointError if it cannot be read.
-        """
-        self._hash_to(self._entry.size + 1)
-        if self._done != self._entry.size or self._digest.hexdigest() != self._entry.digest:
-            return "its contents do not match the manifest (a damaged disk or copy)"
-        return ""
-
-    def _hash_to(self, stop: int) -> None:
-        """Hash up to byte `stop`, or to the end of the file."""
-        if self._done >= stop:
-            return
-        buffer = memoryview(bytearray(min(_READ_BYTES, stop - self._done)))
-        try:
-            descriptor, _ = open_file(self.path)
-            with open(descriptor, "rb", buffering=0) as file:
-                file.seek(self._done)
-                while count := file.readinto(buffer[: stop - self._done]):
-                    self._digest.update(buffer[:count])
-                    self._done += count
-        except OSError as error:
-            reason = error.strerror or error
-            raise CheckpointError(f"{self.path}: cannot be read: {reason}") from None
-
 
 class CheckpointSource:
     """The fp32 master weights in a checkpoint of any mesh, with its config and state.
 
     path: a checkpoint or a run's folder, whose newest checkpoint is taken (see `find_checkpoints`).
 
-    Files are hashed as they are read. After reading, call `check` to verify the hashes. Raises
-    CheckpointError if the checkpoint is missing, damaged or incomplete.
+    Call `check` to verify the hashes. Raises CheckpointError if the checkpoint is missing, damaged
+    or incomplete.
     """
 
     def __init__(self, path: Path) -> None:
         self.folder = folder = find_checkpoints(path)[0]
-        files, self.state = read_sound_state(folder)
+        self._files, self.state = read_sound_state(folder)
         self.config = RunConfig.from_dict(self.state["config"], str(folder / STATE))
         specs = named_params(models.layers(self.config.model))
         self._shapes = {name: spec.shape for name, spec in specs.items()}
@@ -127,36 +65,35 @@ class CheckpointSource:
             raise CheckpointError(
                 f"{folder / STATE}: the parameters do not match the config; use another checkpoint"
             )
-        self._files = [
-            HashedChunks(folder / name, entry) for name, entry in files.items() if name != STATE
-        ]
-        self._chunks: dict[str, list[tuple[HashedChunks, Chunk]]] = defaultdict(list)
-        for file in self._files:
-            for chunk in file.chunks:
-                if chunk.kind == "master":
-                    self._chunks[chunk.name].append((file, chunk))
-        for name in self._shapes:
-            self._check(name)
+        self._chunks: dict[str, list[tuple[Path, Chunk, int]]] = defaultdict(list)
+        for path in (folder / name for name in tensor_files(self._files)):
+            with ChunkFile(path) as file:
+                for chunk, at in file.chunks.items():
+                    if chunk.kind == "master":
+                        self._chunks[chunk.name].append((path, chunk, at))
+        for name, shape in self._shapes.items():
+            if not tile((chunk.box for _, chunk, _ in self._chunks[name]), shape):
+                raise CheckpointError(
+                    f"{folder}: does not have each element of {name} once; use another checkpoint"
+                )
 
     def read(self, name: str) -> Tensor:
         """Return a full parameter in fp32, by its name in parallel3d."""
         value = empty(self._shapes[name], torch.float32)
-        for file, chunk in self._chunks[name]:
+        for path, chunk, at in self._chunks[name]:
             out = value
             for dim, (first, size) in enumerate(zip(*chunk.box, strict=True)):
                 out = out.narrow(dim, first, size)
-            file.read(chunk, out)
+            with ChunkFile(path, {chunk: at}) as file:
+                file.read(chunk, chunk.box, out)
         return value
 
     def check(self, progress: Progress = no_progress) -> None:
-        """Verify the hash of each file; raise CheckpointError if one is damaged.
-
-        Bytes that `read` has read in order are not read again.
-        """
-        for done, file in enumerate(self._files):
+        """Verify the hash of each file; raise CheckpointError if one is damaged."""
+        for done, (name, entry) in enumerate(self._files.items()):
             progress("comparing hashes (files)", done, len(self._files))
-            if reason := file.check():
-                raise CheckpointError(f"{file.path}: {reason}; use another checkpoint")
+            if reason := check_file(self.folder, name, entry):
+                raise CheckpointError(f"{self.folder / name}: {reason}; use another checkpoint")
 
     def about(self, tokenizer: Path | None = None, architecture: str | None = None) -> About:
         """Return the facts that an export writes next to the weights.
@@ -184,35 +121,16 @@ class CheckpointSource:
 
     def _tokenizer(self, named: Path | None) -> Path:
         """Return the folder of the checkpoint's tokenizer; `named` is the user's, if any."""
-        data, digest = self.config.data, self.state["tokenizer"]
-        run = self.folder.absolute().parent.parent
-        cached = cache_root(data.cache) / "corpora"
-        candidates = [named] if named is not None else [
-            self.folder / TOKENIZER, run / "weights", Path(data.tokenizer).expanduser(),
-            *sorted(cached.glob("*/tokenizer")),
-        ]  # fmt: skip
-        for folder in candidates:
-            if tokenizer_files(folder) and tokenizer_digest(folder) == digest:
-                return folder
-        problem = f"not the one in {named}" if named is not None else "and was not found"
-        raise CheckpointError(
-            f"{self.folder}: needs the tokenizer that it was trained with, {problem}; name its "
-            "folder with --tokenizer"
-        )
-
-    def _check(self, name: str) -> None:
-        """Raise CheckpointError unless the chunks of a parameter have each element exactly once."""
-        boxes = [chunk.box for _, chunk in self._chunks[name]]
-        stored, expected = sum(box.numel for box in boxes), torch.Size(self._shapes[name]).numel()
-        if stored != expected or overlapping(boxes):
+        folder = named or self.folder / TOKENIZER
+        if not tokenizer_files(folder) or tokenizer_digest(folder) != self.state["tokenizer"]:
             raise CheckpointError(
-                f"{self.folder}: has {stored:,} elements of {name}, which has {expected:,}, or "
-                "overlapping chunks; use another checkpoint"
+                f"{self.folder}: needs the tokenizer that it was trained with, which is not in "
+                f"{folder}; name its folder with --tokenizer"
             )
+        return folder
 
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_COMPARED = 2**20  # elements to compare at once of a tied weight's two copies
 
 
 class StoredTensor(NamedTuple):
@@ -229,6 +147,12 @@ class StoredTensor(NamedTuple):
         with ArrayFile(self.path) as file:
             file.read_box(self.at, shape, offsets, out, DTYPES[self.type])
 
+    def read_whole(self) -> Tensor:
+        """Return the tensor in fp32."""
+        out = empty(self.shape, torch.float32)
+        self.read(self.shape, (0,) * len(self.shape), out)
+        return out
+
 
 def stored_tensors(path: Path) -> list[StoredTensor]:
     """Return the tensors in a safetensors file; raise CheckpointError for any other file."""
@@ -238,16 +162,14 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
             entries, begin = read_header(file)
             for name, entry in entries.items():
                 shape, (first, end) = entry["shape"], entry["data_offsets"]
-                counts = all(map(is_count, [first, end, *shape]))
-                if not counts or not first <= end <= file.size - begin:
-                    raise ValueError(f"{name[:80]!r} is not within the file of {file.size:,} bytes")
-                dtype = DTYPES.get(entry["dtype"])
-                if dtype and end - first != dtype.itemsize * prod(shape):
-                    raise ValueError(
-                        f"{name[:80]!r} has {end - first:,} bytes for the shape {shape}"
-                    )
-                kind = str(entry["dtype"])
-                tensors.append(StoredTensor(name, path, begin + first, tuple(shape), kind))
+                dtype, size = DTYPES.get(entry["dtype"]), end - first
+                counts = all(map(is_count, [first, size, *shape]))
+                fits = dtype is None or size == dtype.itemsize * prod(shape)
+                if not counts or not fits or end > file.size - begin:
+                    raise ValueError(f"{name[:80]!r} of shape {shape} has bytes {first} to {end}")
+                tensors.append(
+                    StoredTensor(name, path, begin + first, tuple(shape), entry["dtype"])
+                )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path}: is not a valid safetensors file ({error}); download it again"
@@ -322,19 +244,13 @@ class PublishedWeights:
         for original, copy in self._tied.items():
             if copy not in self._tensors:
                 continue
-            both = self._tensors[original], self._tensors[copy]
-            height, *rest = both[0].shape
-            rows = max(1, _COMPARED // prod(rest))
-            for first in range(0, height, rows):
-                parts = torch.empty(2, min(rows, height - first), *rest)
-                for stored, part in zip(both, parts, strict=True):
-                    stored.read(stored.shape, (first, *[0] * len(rest)), part)
-                if not torch.equal(*parts):
-                    raise ConfigError(
-                        f"{self.folder}: {both[1].name} differs from {original}, although "
-                        "config.json says tie_word_embeddings = true; set it to false in a copy of "
-                        "the folder"
-                    )
+            both = [self._tensors[name].read_whole() for name in (original, copy)]
+            if not torch.equal(*both):
+                raise ConfigError(
+                    f"{self.folder}: {self._tensors[copy].name} differs from {original}, although "
+                    "config.json says tie_word_embeddings = true; set it to false in a copy of the "
+                    "folder"
+                )
 
     def _read(self, part: Part, shape: Sequence[int], box: Box, out: Tensor) -> None:
         """Read a box of a part from its tensor in the file.
@@ -383,13 +299,11 @@ class PublishedWeights:
                         f"{self.folder}: has the tensor {own}, which the model of config.json does "
                         "not have; use another model"
                     )
-                if (first := stored_by_name.get(name)) and first.name != own:
+                if first := stored_by_name.get(name):
                     raise ConfigError(
-                        f"{self.folder}: has {first.name} and {own}, two names of the same tensor; "
-                        "remove one in a copy of the folder"
+                        f"{path}: {own} is also in {first.path.name}, as {first.name}; remove one "
+                        "in a copy of the folder"
                     )
-                if first:
-                    raise ConfigError(f"{path}: {own} is also in {first.path.name}; download both")
                 stored_by_name[name] = stored
         return stored_by_name
 

@@ -5,10 +5,9 @@ one file, and equal weights produce equal bytes on every mesh.
 """
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +26,7 @@ from parallel3d.base.atomic import rename, sync, sync_folder
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.masking import mask
 from parallel3d.base.step_lines import METRICS, parsed
-from parallel3d.checkpoint.chunks import empty, header_bytes, memory_of
+from parallel3d.checkpoint.chunks import header_bytes, memory_of
 from parallel3d.checkpoint.disk import remove_folder
 from parallel3d.config import RunConfig
 from parallel3d.data.tokenizer import TOKENIZER_SUFFIXES
@@ -98,7 +97,7 @@ class WeightFiles:
             family = models.huggingface(self.config.family)
             assert family is not None
             tensors = family.to_huggingface(self.config, tensors)
-        return {n: _contiguous(tensor.to(self.dtype)) for n, tensor in tensors.items()}
+        return {n: tensor.to(self.dtype).contiguous() for n, tensor in tensors.items()}
 
     @cached_property
     def names(self) -> dict[str, tuple[str, ...]]:
@@ -148,14 +147,14 @@ class WeightFiles:
         }
 
     @property
-    def total_size(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
-    @property
     def num_elements(self) -> int:
         """Number of elements of all tensors."""
         return sum(tensor.numel() for tensor in self._tensors.values())
+
+    @property
+    def total_size(self) -> int:
+        """Bytes of all tensors."""
+        return self.num_elements * self.dtype.itemsize
 
     def file_size(self, file: str) -> int:
         """Return the size of a file in bytes, including its header."""
@@ -196,12 +195,6 @@ class WeightFiles:
         return {n: t for tensors in self._meta.values() for n, t in tensors.items()}
 
 
-def _contiguous(value: Tensor) -> Tensor:
-    if value.device.type != "cpu" or value.is_contiguous():
-        return value.contiguous()
-    return empty(value.shape, value.dtype).copy_(value)  # `empty` reuses memory
-
-
 def fold(value: Tensor, factors: tuple[float, ...]) -> Tensor:
     """Multiply a parameter by its `ParamSpec.folded`: one factor, or one per index of dim 0."""
     if not factors:
@@ -220,44 +213,21 @@ def bytes_of(text: str) -> int:
     return size
 
 
-class Writer:
-    """Writes tensors into the files that `create` has made. Raises OSError.
+def write_tensor(folder: Path, layout: WeightFiles, name: str, value: Tensor) -> None:
+    """Write a tensor into the files that `create` has made. Raises OSError.
 
-    Several processes may write different tensors into the same folder.
+    Several processes may write different tensors into the same folder; the caller syncs the files.
+
+    value: contiguous, on the host, of the layout's type and shape.
     """
-
-    def __init__(self, folder: Path, layout: WeightFiles) -> None:
-        self._folder, self._layout = folder, layout
-        self._open: dict[str, int] = {}
-
-    def write(self, name: str, value: Tensor) -> None:
-        """Write a tensor: contiguous, on the host, of the layout's type and shape."""
-        place = self._layout.places[name]
-        assert tuple(value.shape) == place.shape and value.dtype == self._layout.dtype, name
-        if place.file not in self._open:
-            path = self._folder / place.file
-            if not wait_until(path.is_file):
-                raise OSError(f"{place.file} was created on another node, and is not visible here")
-            self._open[place.file] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        data, done = memory_of(value), 0
-        while done < len(data):  # a call writes at most 2 GiB
-            done += os.pwrite(self._open[place.file], data[done:], place.start + done)
-
-    def close(self, synced: bool = True) -> None:
-        """Close the files; with `synced`, wait until they are on disk."""
-        try:
-            for descriptor in self._open.values() if synced else ():
-                os.fsync(descriptor)
-        finally:
-            for descriptor in self._open.values():
-                os.close(descriptor)
-            self._open = {}
-
-    def __enter__(self) -> "Writer":
-        return self
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        self.close(synced=kind is None)
+    place = layout.places[name]
+    assert tuple(value.shape) == place.shape and value.dtype == layout.dtype, name
+    path = folder / place.file
+    if not wait_until(path.is_file):
+        raise OSError(f"{place.file} was created on another node, and is not visible here")
+    with open(path, "r+b") as file:
+        file.seek(place.start)
+        file.write(memory_of(value))
 
 
 def create(folder: Path, layout: WeightFiles) -> None:
@@ -289,6 +259,7 @@ def publish(folder: Path, name: Path) -> None:
 
 
 CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
+_LIBRARIES = "parallel3d", "torch", "deepspeed", "transformers"
 # JSON files of a model, which may be in the same folder as a tokenizer.
 _NOT_OF_A_TOKENIZER = {CONFIG, GENERATION}
 
@@ -360,18 +331,25 @@ def line_after(run: Path, step: int) -> dict[str, Any]:
     return {}
 
 
-def steps_of(folder: Path) -> int | None:
-    """Return the number of training steps in a folder's model card; None if it has none."""
-    with suppress(OSError):
-        text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
-        if match := re.search(r"^\| steps \| ([\d,]{1,30}) \|$", text, re.ASCII | re.MULTILINE):
-            return int(match[1].replace(",", "") or 0)
-    return None
-
-
 def _card(about: About, layout: WeightFiles, settings: Any) -> str:
-    rows = "\n".join(f"| {name} | {value} |" for name, value in _facts(about, layout))
-    name, remark = about.config.model.family, ""
+    config, losses = about.config, (about.line.get(key) for key in ("loss", "held_out_loss"))
+    parts = config.data.mixture or (config.data,)
+    sources = ([p.source, *(p.paths or [p.name, p.subset or ""])] for p in parts)
+    loss, held_out = (f"{x:.4f} nats" if isinstance(x, int | float) else "unknown" for x in losses)
+    facts = {
+        "parameters": f"{layout.num_elements:,}",
+        "type": str(layout.dtype).removeprefix("torch."),
+        "steps": f"{about.step:,}",
+        "tokens": f"{about.tokens:,}",
+        "sequence length": f"{config.data.sequence_length:,}",
+        "training loss of the last step": loss,
+        "held-out loss": held_out,
+        "data": "; ".join(" ".join(filter(None, names)) for names in sources),
+        "tokenizer": config.data.tokenizer if about.tokenizer is not None else "none",
+        "versions": ", ".join(f"{name} {version(name)}" for name in _LIBRARIES),
+    }
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    name, remark = config.model.family, ""
     if settings is not None:
         name = settings.architectures[0]
     else:
@@ -392,32 +370,6 @@ pipeline_tag: text-generation
 {remark}The config of the run:
 
 ```json
-{json.dumps(about.config.to_public_dict(), indent=1)}
+{json.dumps(config.to_public_dict(), indent=1)}
 ```
 """
-
-
-def _facts(about: About, layout: WeightFiles) -> Iterator[tuple[str, str]]:
-    config, line = about.config, about.line
-    yield "parameters", f"{layout.num_elements:,}"
-    yield "type", str(layout.dtype).removeprefix("torch.")
-    yield "steps", f"{about.step:,}"
-    yield "tokens", f"{about.tokens:,}"
-    yield "sequence length", f"{config.data.sequence_length:,}"
-    losses = {"loss": "training loss of the last step", "held_out_loss": "held-out loss"}
-    for key, label in losses.items():
-        if isinstance(line.get(key), int | float):
-            yield label, f"{line[key]:.4f} nats per token"
-    yield "data", _data(config)
-    yield "tokenizer", config.data.tokenizer if about.tokenizer is not None else "none"
-    names = ("parallel3d", "torch", "deepspeed", "transformers")
-    yield "versions", ", ".join(f"{name} {version(name)}" for name in names)
-
-
-def _data(config: RunConfig) -> str:
-    """Return the sources of the training data as text."""
-    sources = []
-    for part in config.data.mixture or (config.data,):
-        names = [*part.paths] or [part.name, part.subset or ""]
-        sources.append(" ".join(filter(None, [part.source, *names])))
-    return "; ".join(sources)

@@ -32,7 +32,6 @@ class State(NamedTuple):
 
     name: str  # its key in `optimizer.state` and in checkpoints
     num_bytes: int  # of an element
-    words: str = ""  # what it is, for people
     matrices: bool | None = None  # True: kept for hidden matrices only, False: for all others only
 
 

@@ -168,11 +168,7 @@ def show_fit(fit: Fit, out: Console) -> None:
 
 def _show(part: Part, out: Console) -> None:
     terminal.say(out, f"\n{part.title}")
-    last = len(part.heads) - 1
-    columns = [
-        Column(head, right=part.numeric and place > 0, wraps=not part.numeric and place == last)
-        for place, head in enumerate(part.heads)
-    ]
+    columns = [Column(head, right=part.numeric and n > 0) for n, head in enumerate(part.heads)]
     terminal.show(out, columns, part.rows)
 
 

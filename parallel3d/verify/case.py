@@ -63,7 +63,6 @@ THRESHOLDS: tuple[tuple[object, str, int], ...] = (
     (updating, "PART", 2**8),
     (chunk_runs, "SMALLEST", 2**6),
     (chunks, "STAGING_BYTES", 2**12),
-    (chunks, "TRANSPOSED_ROWS", 8),
     (disk, "BLOCK", 2**12),
 )
 SAVED_STEPS = STEPS - 1  # the run is saved after these; the resumed run makes the last step
@@ -103,7 +102,7 @@ def watched(module: nn.Module, coords: tuple[int, int], split: bool, p: float) -
     inner = {m.dropout.place for m in module.modules() if isinstance(m, CausalAttention)}
     places = [layer.place for layer in layers]
     masks = Masks(coords, places, [place for place in places if split or place in inner])
-    seed, before = Dropout.seed, [layer.p for layer in layers]
+    seed = Dropout.seed
 
     def seed_and_record(layer: Dropout, device: torch.device) -> None:
         seed(layer, device)
@@ -113,14 +112,11 @@ def watched(module: nn.Module, coords: tuple[int, int], split: bool, p: float) -
             if masks.drawn.setdefault(key, state) != state:
                 masks.redrawn.append(key)
 
-    for layer in layers:
-        layer.p = p
-    try:
-        with patch.object(Dropout, "seed", seed_and_record):
-            yield masks
-    finally:
-        for layer, old in zip(layers, before, strict=True):
-            layer.p = old
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(patch.object(layer, "p", p))
+        stack.enter_context(patch.object(Dropout, "seed", seed_and_record))
+        yield masks
 
 
 def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
@@ -129,20 +125,17 @@ def share_of_wrong(ranks: Iterable[Masks], num_microbatches: int) -> float:
     Each place, microbatch and dp coordinate has its own mask, and so has each tp coordinate where
     activations are split. Recomputation must draw the same mask again.
     """
-    owners: dict[str, set[tuple[object, ...]]] = {}
+    pairs = set[tuple[tuple[object, ...], str]]()  # owners and states
     wrong = total = 0
-    states: dict[tuple[object, ...], set[str]] = {}
     for masks in ranks:
         wrong += len(masks.redrawn)
         total += len(masks.places) * num_microbatches
         wrong += len(masks.places) * num_microbatches - len(masks.drawn)
         for (place, microbatch), state in masks.drawn.items():
             dp, tp = masks.coords
-            owner = place, microbatch, dp, tp if place in masks.split else 0
-            owners.setdefault(state, set()).add(owner)
-            states.setdefault(owner, set()).add(state)
-    wrong += sum(len(by) - 1 for by in owners.values())
-    wrong += sum(len(of) - 1 for of in states.values())
+            pairs.add(((place, microbatch, dp, tp if place in masks.split else 0), state))
+    # Each owner has one state, and each state one owner.
+    wrong += 2 * len(pairs) - len({owner for owner, _ in pairs}) - len({s for _, s in pairs})
     return wrong / max(1, total)
 
 
@@ -254,9 +247,11 @@ class CaseRun:
         self.stepped = Event()  # set after the last step
         self.eps, self.wrong, self.masters, self.unlike = [0.0], [0.0], [0.0], [0.0]
         # Gradients are averaged in fp32; those of activations, which tp and cp add up, are not.
-        in_fp32 = config.communication_data_type in (None, "fp32")
-        in_fp32 = in_fp32 and config.mesh.tp == config.mesh.cp == 1
-        self.averages_in_fp32 = in_fp32 and config.precision in HALF
+        self.averages_in_fp32 = (
+            config.communication_data_type in (None, "fp32")
+            and config.mesh.tp == config.mesh.cp == 1
+            and config.precision in HALF
+        )
         self.reduced = Reduced()  # type: ignore[no-untyped-call]
         for held in parts.engine.held:
             held.parameter.register_post_accumulate_grad_hook(self._note_type)
@@ -430,10 +425,8 @@ class CaseRun:
                 norm.bias.zero_()
             x = torch.randn(NORM_SIZE, NORM_SIZE, generator=torch.Generator().manual_seed(SEED))
             x = x.to(dtype)  # [tokens, features]
-            exact = x.double()
-            if isinstance(norm, LayerNorm):
-                exact -= exact.mean(-1, keepdim=True)
-            exact /= (exact.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+            normalise = F.layer_norm if isinstance(norm, LayerNorm) else F.rms_norm
+            exact = normalise(x.double(), (NORM_SIZE,), eps=norm.eps)
             off, rounding = (
                 float(((y.double() - exact) * exact).mean(-1).square().mean().sqrt())
                 for y in (norm(x), exact.to(dtype))

@@ -79,9 +79,6 @@ class ReferenceErrors:
         errors = asdict(self)
         return {name: size for name, size in errors.items() if not size <= bounds.get(name, 0.0)}
 
-    def __str__(self) -> str:
-        return f"loss {self.loss:.1e}  norm {self.grad_norm:.1e}  weights {self.weight:.1e}"
-
 
 def compile_operators(config: RunConfig) -> None:
     """Compile the DeepSpeed operators that the config needs, before any rank's timeout runs.

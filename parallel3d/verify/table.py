@@ -186,7 +186,14 @@ def verify(
     if not runnable:
         raise ConfigError("none of the meshes can run this config; choose others with --meshes")
     first = shrink(config, tuple(runnable), str(folder))[runnable[0]]
-    _print_head(config, first, console)
+    model = first.model
+    console.print(
+        f"small {model.family} model: {models.num_params(model):,} parameters, "
+        f"{model.num_hidden_layers} blocks, {model.num_attention_heads} heads; "
+        f"{first.global_batch_size} samples a step, {first.train.steps} steps\n"
+        "Largest differences from plain transformers in one process:\n"
+    )
+    console.print(_row(*_COLUMNS))
     try:
         compile_operators(first)
     except TrainingError as error:
@@ -232,27 +239,6 @@ def verify(
     console.print(summary(config))
     listed = [feature._asdict() for feature in features(config)]
     return {"passed": passed, "tolerance": tolerance, "cases": cases, "features": listed}
-
-
-def _print_head(config: RunConfig, small: RunConfig, console: Console) -> None:
-    """Print the small model and the settings that the cases run with."""
-    model, zero, pipeline = small.model, config.zero_optimization, config.pipeline
-    total = models.num_params(model)
-    console.print(
-        f"small {model.family} model: {total:,} parameters, {model.num_hidden_layers} blocks, "
-        f"{model.num_attention_heads} heads; {small.global_batch_size} samples a step, "
-        f"{small.train.steps} steps"
-    )
-    console.print(
-        f"schedule {pipeline.schedule}, {pipeline.stages_per_rank} stages per rank; "
-        f"activation checkpointing {pipeline.activation_checkpointing}"
-        f"{'; sequence parallel' if config.mesh.sequence_parallel else ''}"
-        f"{'; documents isolated' if config.data.isolate_documents else ''}\n"
-        f"ZeRO-{zero.stage}; offload {_offload(config)}; {config.precision}; "
-        f"reduction {pipeline.gradient_reduction}"
-    )
-    console.print("Largest differences from plain transformers in one process:\n")
-    console.print(_row(*_COLUMNS))
 
 
 def _row(*cells: str) -> str:

@@ -13,10 +13,7 @@ def parser() -> Parser:
     made.add_config()
     made.add_json()
     made.add_pictures("a timeline")
-    rows = made.add_argument("--rows", type=whole_number(), metavar="N")
-    made.add_alias(rows, "--num-rows")
-    flag = made.add_argument("--show-config", action="store_true")
-    made.add_alias(flag, "--print-config")
+    made.add_argument("--rows", type=whole_number(), metavar="N")
     return made
 
 
@@ -24,12 +21,12 @@ BAD = [
     ([], "thing: --config: is missing; add it"),
     (["--config"], "thing: --config: has no value; write --config VALUE"),
     (["--config", "a", "--rows", "x"], "thing: --rows = x: must be a whole number; use 1 or more"),
-    (["--config", "a", "--num-rows", "0"], "thing: --num-rows = 0: is too small; use 1 or more"),
+    (["--config", "a", "--rows", "0"], "thing: --rows = 0: is too small; use 1 or more"),
     (["--config", "a", "--rows", "9" * 40], "is too large; use 1,000,000,000 or less"),
     (["--config", "a", "--json=1"], "thing: --json = '1': takes no value; write --json"),
     (["--config", "a", "--jso"], "thing: --jso: unknown argument; see --help"),
     (["--config", "a", "--svg", "/"], 'thing: --svg = "/": is a folder; name a file in it'),
-    (["--config", "a", "--trace", "x" * 5000], "name another file"),
+    (["--config", "a", "--trace", "nowhere/a"], "'nowhere' does not exist; create it"),
 ]
 
 
@@ -40,14 +37,6 @@ def test_what_is_wrong_is_one_line(parser: Parser, capsys, words, said) -> None:
     out, err = capsys.readouterr()
     assert (end.value.code, out) == (2, "") and err.count("\n") == 1
     assert said in err
-
-
-def test_an_old_spelling_is_taken_and_not_shown(parser: Parser) -> None:
-    args = parser.parse_args(["--config", "a", "--num-rows", "3", "--print-config"])
-    assert (args.rows, args.show_config, args.json) == (3, True, False)
-    args = parser.parse_args(["--config", "a"])
-    assert (args.rows, args.show_config) == (None, False)
-    assert "--num-rows" not in parser.format_help() and "--rows N" in parser.format_help()
 
 
 def test_a_file_that_can_be_written(tmp_path) -> None:

@@ -6,13 +6,12 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from parallel3d.base import lock
-from parallel3d.base.lock import Holder, Lock, LockHeld, read, start_of, text_of
+from parallel3d.base.lock import Holder, Lock, LockHeld, read, start_of
 
 pytestmark = pytest.mark.gloo
 
@@ -32,6 +31,10 @@ else:
     sys.stdin.read()
     held.release()
 """
+
+
+def replace(holder, **changes):
+    return holder.model_copy(update=changes)
 
 
 @contextmanager
@@ -192,8 +195,10 @@ def test_a_process_that_ended_and_was_not_waited_for_is_dead():
 
 def test_who_was_killed_as_it_took_over_is_not_in_the_way(tmp_path, quick):
     path, dead = tmp_path / "run.lock", replace(ME, pid=2**22 + 1)
-    path.write_text(text_of(dead))
-    (tmp_path / f"run.lock.{dead.token}").write_text(text_of(replace(dead, token="another")))
+    path.write_text(dead.model_dump_json())
+    (tmp_path / f"run.lock.{dead.token}").write_text(
+        replace(dead, token="another").model_dump_json()
+    )
     mine = Lock(path)
     mine.take()
     assert [p.name for p in tmp_path.iterdir()] == ["run.lock"]

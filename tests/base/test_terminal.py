@@ -44,22 +44,6 @@ def test_a_table_that_does_not_folds_its_rows_by_the_lines_of_its_columns() -> N
     ]
 
 
-def test_a_rule_is_between_columns_only() -> None:
-    columns = [Column("a"), Column("│", line=1, rule=True), Column("b", line=1)]
-    assert lines_at(9, columns, [["111", "│", "222"]]) == ["  a │   b", "111 │ 222"]
-    assert lines_at(8, columns, [["111", "│", "222"]]) == ["  a", "      b", "111", "    222"]
-
-
-def test_a_text_goes_on_below_itself() -> None:
-    columns = [Column("", right=False), Column("", right=False, wraps=True)]
-    text = "one of the longest texts that there are"
-    assert lines_at(30, columns, [["key", text], ["other", "short"]]) == [
-        "key    one of the longest",
-        "       texts that there are",
-        "other  short",
-    ]
-
-
 cells = st.text(alphabet="0123456789", min_size=1, max_size=9)
 tables = st.integers(2, 9).flatmap(
     lambda n: st.tuples(

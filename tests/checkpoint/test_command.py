@@ -83,44 +83,16 @@ def test_inspect_json_says_what_is_in_the_newest(run, run_folder):
     assert older["step"] == 9
 
 
-@pytest.mark.parametrize("width", [80, 100, 140])
-def test_inspect_for_people(run, run_folder, width, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_inspect_for_people_leaves_the_long_parts_out(run, run_folder):
     code, out, err = run("inspect", run_folder)
-    assert code == 0 and err == ""
-    words = " ".join(out.split())
-    for text in (
-        "step 10 tokens 40,960 next sample 80",
-        "learning rate next 0.001, of steps 1,000 loss scale none",
-        "mesh pp 1, dp 2, tp 1, schedule gpipe, stages per rank 1, zero stage 3, offload optimizer "
-        "cpu, offload param none",
-        "model family gpt",
-        "versions parallel3d 0.1.0, torch 2.13.0",
-        "embedding 1 tensors 10 blocks 1 tensors 4 total 2 tensors 14",
-        "weights (master) 56 bytes 56",
-    ):
-        assert text in words, text
-    assert all(len(line) <= width for line in out.splitlines()[1:]), "the first is the path"
+    assert code == 0 and err == "" and out.count("\n") > 20
+    everything = json.loads(run("inspect", run_folder, "--json")[1])
+    left_out = everything.keys() - json.loads(out).keys()
+    assert left_out == {"config", "parameters", "files"}
 
 
-def test_blocks_are_one_line_and_many_files_a_few(run, tmp_path):
-    shapes = {f"blocks.{i}.{name}": (4, 2) for i in range(12) for name in ("a", "b")}
-    folder = make_checkpoint(tmp_path, shapes=shapes | {"embedding": (7, 1)})
-    empty = b"\2\0\0\0\0\0\0\0{}"
-    for i in range(30):
-        (folder / f"shard-{i:05d}-of-00030.safetensors").write_bytes(empty)
-    seal(folder, 10)
-    out = run("inspect", folder)[1]
-    lines = [line.split() for line in out.splitlines()]
-    assert ["blocks", "24", "tensors", "192"] in lines
-    assert ["embedding", "1", "tensors", "7"] in lines
-    assert out.count(".safetensors") + out.count("state.json") == 12
-    assert "... 21 more" in out
-
-
-@pytest.mark.parametrize("flag", ["--show-config", "--config"])  # the second is its old name
-def test_the_config_comes_as_a_file_to_train_with(run, run_folder, flag):
-    code, out, _ = run("inspect", run_folder, flag)
+def test_the_config_comes_as_a_file_to_train_with(run, run_folder):
+    code, out, _ = run("inspect", run_folder, "--show-config")
     assert code == 0 and json.loads(out) == state_of(10)["config"]
 
 
@@ -130,7 +102,7 @@ def test_a_state_with_odd_values_is_shown_all_the_same(run, tmp_path):
     (folder / "state.json").write_text(json.dumps(state))
     seal(folder, 10)
     code, out, _ = run("inspect", folder)
-    assert code == 0 and "tokens none" in " ".join(out.split())
+    assert code == 0 and json.loads(out)["tokens"] is None
 
 
 def test_verify_says_that_all_is_well(run, run_folder):
@@ -198,17 +170,11 @@ def test_where_there_is_no_checkpoint(run, run_folder, tmp_path):
         (tmp_path / "nowhere", "no checkpoint there"),
         (file, "no checkpoint there"),
         (bare, "step-5.tmp is unfinished"),
-        (bare / "checkpoints" / "step-5.tmp", "is unfinished"),
+        (bare / "checkpoints" / "step-5.tmp", "no checkpoint there"),
     ]:
         for what in ("inspect", "verify"):
             code, out, err = run(what, path, "--json")
             assert code == 2 and out == "" and word in err and str(path) in err
-
-
-def test_progress_of_big_ones(run, run_folder, monkeypatch):
-    monkeypatch.setattr(command, "SHOWN_FROM", 0)
-    code, _, err = run("verify", run_folder / "checkpoints" / "step-9")
-    assert code == 0 and "step-9, MiB" in err
 
 
 def test_from_a_shell(run_folder):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from parallel3d.base.errors import CheckpointError
-from parallel3d.checkpoint.chunks import Box, ChunkFile, overlap
+from parallel3d.checkpoint.chunks import Box, ChunkFile
 from parallel3d.checkpoint.load import make_index
 from parallel3d.mesh.mesh import Peers
 from tests.checkpoint.folders import FIRST, KINDS, SECOND, SHAPES, write_tensors
@@ -30,6 +30,14 @@ class Rank:
 ALONE = Rank(0, 1)
 
 
+def overlap(a, b):
+    """The box that two boxes share; None if there is none."""
+    starts = tuple(map(max, a.offsets, b.offsets))
+    ends = [min(i + m, j + n) for i, m, j, n in zip(*a, *b, strict=True)]
+    shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return Box(starts, shape) if min(shape) > 0 else None
+
+
 @pytest.mark.parametrize("box", [((0, 0), (5, 2)), ((1, 1), (1, 1)), ((1, 0), (3, 1))])
 def test_it_finds_what_every_header_says(folder, box):
     box = Box(*box)
@@ -43,14 +51,14 @@ def test_it_finds_what_every_header_says(folder, box):
                         common = overlap(chunk.box, box)
                         expected |= {(number, at, chunk, common)} if common else set()
         assert expected and set(index.find("embedding.weight", kind, box)) == expected
-    assert index.find_overlap() is None
-    assert not list(index.find("blocks.0.norm.weight", "master", Box((0,), (4,))))  # not asked for
+    index.check_tiling(folder, SHAPES)
 
 
 def test_elements_that_are_there_twice_are_named(folder):
     shutil.copy(folder / FIRST, folder / "again.safetensors")
     index = make_index(folder, [*FILES, "again.safetensors"], SHAPES, list(SHAPES), ALONE, KINDS)
-    assert index.find_overlap() == ("embedding.weight", "master", Box((0, 0), (2, 2)))
+    with pytest.raises(CheckpointError, match=r"each element of embedding\.weight's master once"):
+        index.check_tiling(folder, SHAPES)
 
 
 @pytest.mark.parametrize("key", ["other|master|0", "embedding.weight|master|0"])

@@ -40,9 +40,6 @@ def test_a_sound_checkpoint(folder):
     for name, found in manifest.files.items():
         assert found.size == (folder / name).stat().st_size
         assert check_file(folder, name, found) == ""
-    counted = []
-    verify(folder, counted.append)
-    assert sum(counted) == sum(found.size for found in manifest.files.values())
 
 
 def test_the_state_of_another_step_is_seen(folder):
@@ -168,20 +165,21 @@ def test_a_state_without_shapes_is_refused(folder, parameters):
 # Checkpoints with right hashes whose tensors are not those of the state: the chunks of the second
 # file, and a word of what is wrong. The first file holds rows [0, 2) of (4, 6).
 ROWS = np.ones((2, 6), "<f4")
+NOT_ONCE = "the files do not hold each element of 'w' once, but for exp_avg, exp_avg_sq"
 WRONG = [
-    ({}, "the files hold 12 of the 24 elements of master of 'w'"),
-    ({"w|master|2,0": ROWS[:1]}, "hold 18 of the 24"),
-    ({"w|master|2,0": ROWS[:, :5]}, "hold 22 of the 24"),
-    ({"w|master|3,0": ROWS}, "is not inside its parameter"),
-    ({"w|master|2,1": ROWS}, "is not inside its parameter"),
-    ({"w|master|2,999999999999999999": ROWS}, "is not inside its parameter"),
-    ({"w|master|2": ROWS[0]}, "is not inside its parameter"),
-    ({"w|master|2,0,0": ROWS[None]}, "is not inside its parameter"),
+    ({}, NOT_ONCE),
+    ({"w|master|2,0": ROWS[:1]}, NOT_ONCE),
+    ({"w|master|2,0": ROWS[:, :5]}, NOT_ONCE),
+    ({"w|master|3,0": ROWS}, NOT_ONCE),
+    ({"w|master|2,1": ROWS}, NOT_ONCE),
+    ({"w|master|2,999999999999999999": ROWS}, NOT_ONCE),
+    ({"w|master|2": ROWS[0]}, NOT_ONCE),
+    ({"w|master|2,0,0": ROWS[None]}, NOT_ONCE),
     ({"v|master|2,0": ROWS}, "no parameter 'v'"),
-    ({"w|weights|2,0": ROWS}, "is none of master, exp_avg"),
-    ({"w|master|0,0": ROWS}, "is also in"),
-    ({"w|master|1,0": ROWS}, "overlaps that at"),
-    ({"w|master|2,0": ROWS, "w|master|3,5": ROWS[:1, :1]}, "overlaps that at"),
+    ({"w|weights|2,0": ROWS}, NOT_ONCE),
+    ({"w|master|0,0": ROWS}, NOT_ONCE),
+    ({"w|master|1,0": ROWS}, NOT_ONCE),
+    ({"w|master|2,0": ROWS, "w|master|3,5": ROWS[:1, :1]}, NOT_ONCE),
 ]
 
 
@@ -196,8 +194,7 @@ def test_chunks_that_do_not_tile_the_parameters(tmp_path, tensors, word):
     write_tensors(folder / SECOND, tensors | rest)
     seal(folder, 10)
     (bad,) = verify(folder)
-    assert word in bad.reason
-    assert bad.file in (FIRST, SECOND) or "elements of" in bad.reason
+    assert word in bad.reason and bad.file == ("state.json" if word == NOT_ONCE else SECOND)
 
 
 def test_parameters_that_no_file_holds_are_missed(folder):
@@ -205,7 +202,7 @@ def test_parameters_that_no_file_holds_are_missed(folder):
     (folder / "state.json").write_text(json.dumps(state_of(10) | {"parameters": parameters}))
     seal(folder, 10)
     assert [bad.reason for bad in verify(folder)] == [
-        f"the files hold 0 of the 2 elements of {kind} of 'more'" for kind in KINDS
+        "the files do not hold each element of 'more' once, but for no kind"
     ]
 
 

@@ -112,7 +112,8 @@ def test_the_work_of_a_rank_does_not_grow_with_their_number(count, tmp_path, mon
     opened.clear()
     find._check_share(folder, files, 3, count + 1)
     index = make_index(folder, shards, SHAPES, list(SHAPES), Rank(3, count, headers), KINDS)
-    assert opened == {shards[3]: 3} and index.find_overlap() is None
+    assert opened == {shards[3]: 3}
+    index.check_tiling(folder, SHAPES)
     chunks = sum(boxes_in(count)) * len(KINDS)
     assert sum(map(len, headers)) < 100 * count + 40 * chunks  # what the others send
 

@@ -68,7 +68,9 @@ def test_another_packing_is_refused(run):
     config, corpus = run
     saved = RunState(config, corpus).at(Position(2, 16, 2))
     packed = config._with("data", packing="best_fit")
-    with pytest.raises(CheckpointError, match=r"data\.packing was none and is now best_fit, so"):
+    with pytest.raises(
+        CheckpointError, match=r'data\.packing was "none" and is now "best_fit", so'
+    ):
         RunState(packed, corpus).position_in(saved, Path("step-2"), print)
     older = deepcopy(saved)
     del older["config"]["parallel3d"]["data"]["packing"]  # by a version without packing

@@ -27,7 +27,7 @@ def test_comments_and_trailing_commas():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"a": 1,\n "b": 2,\n "a": 3}', ["'a' appears 2 times", "lines 1, 3"]),
+        ('{"a": 1,\n "b": 2,\n "a": 3}', ["'a' appears 2 times"]),
         ('{"a": {"b": 1, "b": 1}}', ["'b' appears 2 times"]),
         ('{"a": NaN}', ["NaN is not JSON"]),
         ('{"a": -Infinity}', ["-Infinity is not JSON"]),

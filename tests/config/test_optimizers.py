@@ -21,7 +21,7 @@ from tests.plan.settings import A100
 pytestmark = pytest.mark.pure
 
 NAME, FOLDERS, OFFLOAD = "optimizer.type", "parallel3d.run.optimizer_folders", "zero_optimization"
-STATE = 'STATE = (State("momentum_buffer", 4, "momentum"),)'
+STATE = 'STATE = (State("momentum_buffer", 4),)'
 THREE = "STATE = tuple(State(name, 4) for name in 'abc')"
 NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}
 CPU = {"stage": 3, "offload_optimizer": {"device": "cpu"}}

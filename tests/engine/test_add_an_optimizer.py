@@ -99,7 +99,7 @@ def test_the_commands_know_it(tmp_path, offload):
     adam = json.dumps({"type": "AdamW", "params": {"lr": 0.05}})
     outcome = place.run(torchrun(2), *pairs, "--parallel3d.run.name", "adam", "--optimizer", adam)
     assert outcome.returncode != 0
-    assert outcome.stderr.count('optimizer.type was "sgd" and is now "AdamW"') == 1, outcome.stderr
+    assert outcome.stderr.count('optimizer.type was "sgd" and is now "adamw"') == 1, outcome.stderr
 
 
 def tensors(folder):

@@ -1,6 +1,7 @@
 """Checkpoints of small models with known weights, written by hand, and their exports."""
 
 import json
+import shutil
 
 from parallel3d.checkpoint.state import tokenizer_digest
 from parallel3d.config import RunConfig
@@ -52,6 +53,7 @@ def checkpoint_of(config, root, tokenizer=None):
     state = state_of(STEP, shapes) | {"config": run_config(config, tokenizer)}
     if tokenizer is not None:
         state["tokenizer"] = tokenizer_digest(tokenizer)
+        shutil.copytree(tokenizer, folder / "tokenizer")
     (folder / "state.json").write_text(json.dumps(state))
     seal(folder, STEP)
     line = {"step": STEP, "loss": 2.5, "held_out_loss": 2.75}

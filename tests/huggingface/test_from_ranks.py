@@ -1,6 +1,5 @@
 """The saved weights, as anybody reads them: every name once, whole, in fp32, and right."""
 
-import os
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -11,14 +10,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from parallel3d.config import RunConfig
+from parallel3d.huggingface import from_ranks
 from parallel3d.huggingface.from_ranks import save_weights
 from parallel3d.huggingface.weight_files import (
     INDEX,
     About,
     WeightFiles,
-    Writer,
     create,
     write_rest,
+    write_tensor,
 )
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
@@ -103,10 +103,10 @@ def save_with_a_full_disk(rank, directory):
     trainer = Trainer(Case(mesh=(2, 1, 1), steps=1, batch=16))
     if rank == 1:
 
-        def full(descriptor, data, at):
+        def full(*tensor):
             raise OSError(28, "No space left on device")
 
-        os.pwrite = full
+        from_ranks.write_tensor = full
     try:
         save_weights(trainer.engine, trainer.mesh, directory, config=trainer.config)
     except Exception as error:
@@ -189,10 +189,9 @@ def test_the_same_weights_are_the_same_bytes_from_every_mesh(config, tmp_path):
     whole = first_weights(config)
     if config.precision == "bf16":  # masters start as what the forward reads
         whole = {name: value.bfloat16().float() for name, value in whole.items()}
-    with Writer(tmp_path / "alone", layout) as writer:
-        for name, value in whole.items():
-            for theirs, tensor in layout.converted(name, value).items():
-                writer.write(theirs, tensor)
+    for name, value in whole.items():
+        for theirs, tensor in layout.converted(name, value).items():
+            write_tensor(tmp_path / "alone", layout, theirs, tensor)
     write_rest(tmp_path / "alone", About(config, 0, 0), layout)
     assert len(layout.files) > 2
 

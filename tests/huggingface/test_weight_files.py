@@ -11,7 +11,14 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
-from parallel3d.huggingface.weight_files import DTYPES, INDEX, WeightFiles, Writer, bytes_of, create
+from parallel3d.huggingface.weight_files import (
+    DTYPES,
+    INDEX,
+    WeightFiles,
+    bytes_of,
+    create,
+    write_tensor,
+)
 from tests.models.families import EVERY_FAMILY, small, weights_of
 
 pytestmark = pytest.mark.gloo
@@ -20,11 +27,9 @@ pytestmark = pytest.mark.gloo
 def write(folder, layout):
     """Write a folder, the last of our parameters first."""
     create(folder, layout)
-    writer = Writer(folder, layout)
     for name, value in reversed(weights_of(layout.config).items()):
         for stored_name, tensor in layout.converted(name, value).items():
-            writer.write(stored_name, tensor)
-    writer.close()
+            write_tensor(folder, layout, stored_name, tensor)
 
 
 def read(folder):

@@ -96,9 +96,7 @@ def test_a_published_model_becomes_a_start(run, command, tmp_path):
     assert command(run, "--to", tmp_path / "model", "--dtype", "bf16")[0] == DONE
     code, printed, _ = command(tmp_path / "model", "--to", tmp_path / "start", does="import")
     assert code == DONE and printed.startswith("GPT2LMHeadModel, 28 tensors, ")
-    assert printed.count("proved  ") == 4
-    named = f"--parallel3d.model.from_pretrained {tmp_path / 'start'}"
-    assert named in printed.replace("\n", "")
+    assert printed.count("proved  ") == 3
     code, printed, _ = command(
         tmp_path / "start", "--to", tmp_path / "again", "--json", does="import"
     )
@@ -122,7 +120,7 @@ def test_an_import_that_fails_is_1_and_a_wrong_folder_2(run, command, tmp_path, 
     words = tmp_path / "model", "--to", tmp_path / "start"
     code, printed, _ = command(*words, "--json", does="import")
     found = json.loads(printed)
-    assert code == FAILED and not found["ok"] and "has other values" in found["differs"][0]
+    assert code == FAILED and not found["ok"] and "is torch.float32" in found["differs"][0]
     (tmp_path / "model/model.safetensors").rename(tmp_path / "model/pytorch_model.bin")
     code, printed, errors = command(*words, does="import")
     assert (code, printed) == (

@@ -51,7 +51,6 @@ COMMANDS = [
     (("--explain", "1", "--svg", "/nowhere/a.svg"), "'/nowhere' does not exist; create it"),
     (("--explain", "1", "--trace", "/nowhere/a.json"), "--trace = \"/nowhere/a.json\": the folder"),
     (("--explain", "1", "--svg", ""), "--svg = \"\": is a folder"),
-    (("--explain", "1", "--svg", "a\0b"), "name another file"),
     (("--fix", "pp"), "--fix pp: has no value; write NAME=VALUE"),
     (("--fix", "pp=x"), '--fix pp = "x": must be a whole number'),
     (("--fix", "pp=2", "--fix", "pp=4"), "--fix pp: is set twice; set it once"),

@@ -170,12 +170,6 @@ def test_what_cannot_run_is_refused(meshes, message, monkeypatch, capsys):
     assert printed.out == "" and message in printed.err
 
 
-def test_the_museum_has_moved(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["verify", "--museum"])
-    assert launch_verify.main() == 2
-    assert "python -m tests.museum" in capsys.readouterr().err
-
-
 def test_a_difference_ends_with_exit_code_1(monkeypatch, capsys):
     """As if the one process had found a gradient norm that is larger by a ten-thousandth."""
 

@@ -29,8 +29,8 @@ class Params(Section):
 
 
 STATE = (
-    State("exp_avg", 4, "Adam's first moments"),
-    State("exp_avg_sq", 4, "second moments"),
+    State("exp_avg", 4),
+    State("exp_avg_sq", 4),
 )
 WHOLE_MATRICES = False
 PARAMETRIZATIONS = ("standard", "mup")

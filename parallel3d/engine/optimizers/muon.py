@@ -153,9 +153,9 @@ def _converges(polynomials: tuple[Triple, ...]) -> bool:
 
 
 STATE = (
-    State("momentum_buffer", 4, "Muon's momentum", matrices=True),
-    State("exp_avg", 4, "Adam's first moments", matrices=False),
-    State("exp_avg_sq", 4, "second moments", matrices=False),
+    State("momentum_buffer", 4, matrices=True),
+    State("exp_avg", 4, matrices=False),
+    State("exp_avg_sq", 4, matrices=False),
 )
 WHOLE_MATRICES = True
 PARAMETRIZATIONS = ("standard", "mup")

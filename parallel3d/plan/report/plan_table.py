@@ -329,12 +329,12 @@ def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None
     rule, flops = ["│"] * len(plans), request.flops
     columns: list[FilledColumn] = [(Column("#"), [str(n) for n, _ in enumerate(plans, 1)])]
     columns += _memory_columns([plan.memory for plan in plans])
-    columns.append((Column("│", rule=True, line=1), rule))
+    columns.append((Column("│", line=1), rule))
     for part in times:
         columns.append(
             (Column(_SHORT.get(part, part), line=1), [_shown(plan, part) for plan in plans])
         )
-    columns.append((Column("│", rule=True, line=2), rule))
+    columns.append((Column("│", line=2), rule))
     rates = [plan.per_device(flops.full + plan.recomputed_flops) for plan in plans]
     columns.append((Column("TF/s hw", line=2), [three(rate / 1e12) for rate in rates]))
     if request.hardware.peak(request.base.precision) is not None:
