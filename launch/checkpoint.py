@@ -26,10 +26,10 @@ def main() -> int:
     console = terminal.console(args.json)
     if args.command == "verify":
         return verify_all(args.path, args.json, console)
-    return inspect(args)
+    return inspect(args, console)
 
 
-def inspect(args: argparse.Namespace) -> int:
+def inspect(args: argparse.Namespace, console: Console) -> int:
     """Print the contents of a checkpoint, or of the newest of a run; return the exit code."""
     from parallel3d.checkpoint import describe
 
@@ -39,9 +39,20 @@ def inspect(args: argparse.Namespace) -> int:
     elif args.json:
         print(json.dumps(description))
     else:
-        short = {key: value for key, value in description.items() if key not in LONG}
-        print(json.dumps(short, indent=2))
+        for name, value in description.items():
+            if name not in LONG:
+                terminal.say(console, f"{name.replace('_', ' '):<16} {_words(value)}", " " * 17)
     return DONE
+
+
+def _words(value: object) -> str:
+    """Return a value of a description as text for people."""
+    if isinstance(value, dict):
+        parts = (f"{name.replace('_', ' ')} {_words(inner)}" for name, inner in value.items())
+        return ", ".join(parts)
+    if value is None:
+        return "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def verify_all(path: Path, as_json: bool, console: Console) -> int:

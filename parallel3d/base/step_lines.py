@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 METRICS = "metrics.jsonl"
+_TAIL = 2**16  # bytes of a file in which its last line is looked for
 
 
 def finite(value: Any) -> Any:
@@ -49,6 +50,8 @@ def append_line(path: Path, line: str) -> None:
 
 def newest(path: Path) -> dict[str, Any]:
     """Return the object of a file's last complete line; {} if there is none."""
-    with suppress(OSError):
-        return [{}, *read_lines(path)][-1]
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+        lines = file.read().decode(errors="replace").split("\n")[:-1]
+        return next((values for values, _ in parsed(reversed(lines))), {})
     return {}

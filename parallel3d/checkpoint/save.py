@@ -40,7 +40,6 @@ from parallel3d.model.spec import LayerSpec, named_params
 
 _log = logging.getLogger(__name__)
 _Write = Callable[[dict[str, Any], Iterable[np.ndarray]], None]
-BYTES_PER_SECOND = 2e8  # that a rank writes durably, as an estimate
 MOST_FAILURES = 3  # failed saves in a row after which training stops
 
 

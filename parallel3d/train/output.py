@@ -1,6 +1,7 @@
 """The output of a run: its folder, which only rank 0 writes, and what is printed of it."""
 
 import json
+import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -248,7 +249,9 @@ class Output:
             return
         with written_to(self.directory):
             partial = own.with_name(f"{TOKENIZER}.partial")
-            disk.copy_folder(tokenizer, partial)
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(tokenizer, partial, copy_function=shutil.copyfile)
+            partial.chmod(self.directory.stat().st_mode)
             partial.rename(own)
 
     def finish(self, result: Result, engine: Engine) -> None:

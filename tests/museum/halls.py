@@ -24,9 +24,10 @@ _WINDOWS = {
 }
 
 _WEIGHTED = {
-    "source": "datatrove",
-    "paths": ["ids.ds"],
-    "weight_field": "loss",
+    "source": "parquet",
+    "paths": ["ids.parquet"],
+    "token_field": "input_ids",
+    "weight_field": "loss_weight",
     "tokenizer": "none",
     "vocab_size": 512,
     "end_of_text_id": 511,
