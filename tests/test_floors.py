@@ -60,25 +60,25 @@ ROOMS = [
 # The most statements of each room: what stood when the house was made small, and 5 %. Whoever needs
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
-    "launch": 900,
+    "launch": 810,
     "models": 1290,
-    "parallel3d/base": 880,
+    "parallel3d/base": 885,
     "parallel3d/calibrate": 595,
     "parallel3d/checkpoint": 1345,
     "parallel3d/config": 1645,
     "parallel3d/data": 3430,
     "parallel3d/doctor": 185,
     "parallel3d/engine": 1865,
-    "parallel3d/huggingface": 755,
-    "parallel3d/mesh": 1145,
-    "parallel3d/model": 620,
+    "parallel3d/huggingface": 750,
+    "parallel3d/mesh": 1215,
+    "parallel3d/model": 630,
     "parallel3d/pipeline": 380,
-    "parallel3d/plan": 2630,
+    "parallel3d/plan": 2650,
     "parallel3d/report": 285,
     "parallel3d/scaling": 2595,
     "parallel3d/schedule": 705,
     "parallel3d/tensor": 1415,
-    "parallel3d/train": 2715,
+    "parallel3d/train": 2760,
     "parallel3d/verify": 1315,
 }
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}
