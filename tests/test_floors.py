@@ -60,7 +60,7 @@ ROOMS = [
 # The most statements of each room: what stood when the house was made small, and 5 %. Whoever needs
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
-    "launch": 810,
+    "launch": 860,
     "models": 1290,
     "parallel3d/base": 885,
     "parallel3d/calibrate": 595,
