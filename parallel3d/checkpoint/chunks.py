@@ -95,6 +95,8 @@ def tile(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
 
 
 STAGING_BYTES = 8 * 2**20
+# Up to about this size, reading a gap is cheaper than one more system call.
+GAP_BYTES = 64 * 2**10
 
 Dims = tuple[int, ...]
 
@@ -155,8 +157,9 @@ class ArrayFile:
             self._fill(staging[:1], at)
             out.copy_(staging[0])
             return
+        gap = row_bytes - item * prod(out.shape[1:])
         rows_at_once = item * len(staging) // row_bytes
-        if not whole_rows or rows_at_once == 0:
+        if len(shape) > 1 and (len(out) == 1 or gap > GAP_BYTES or rows_at_once == 0):
             for row, part in enumerate(out):
                 self._read(at + row * row_bytes, shape[1:], offsets[1:], part, staging)
             return
@@ -164,6 +167,8 @@ class ArrayFile:
             part = out[first : first + rows_at_once]
             rows = staging[: len(part) * row_bytes // item].view(len(part), *shape[1:])
             self._fill(rows, at + first * row_bytes)
+            for dim, offset in enumerate(offsets[1:], start=1):
+                rows = rows.narrow(dim, offset, part.shape[dim])
             part.copy_(rows)
 
     def _fill(self, out: Tensor, at: int) -> None:

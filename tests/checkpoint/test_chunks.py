@@ -46,9 +46,9 @@ ALONE = (1,), Box((0,), (1,)), [0], True  # one element, whose stride says nothi
 
 
 @settings(deadline=None)
-@example(ALONE, 8 * 2**20)
-@given(parts(), st.sampled_from([8, 40, 8 * 2**20]))
-def test_a_part_is_read_as_numpy_slices_it(tmp_path_factory, part, staging):
+@example(ALONE, 8 * 2**20, 64 * 2**10)
+@given(parts(), st.sampled_from([8, 40, 8 * 2**20]), st.sampled_from([0, 16, 64 * 2**10]))
+def test_a_part_is_read_as_numpy_slices_it(tmp_path_factory, part, staging, gap):
     shape, box, order, spread = part
     value = np.random.default_rng(0).normal(size=shape).astype("<f4")
     offsets = tuple(range(3, 3 + len(shape)))
@@ -58,6 +58,7 @@ def test_a_part_is_read_as_numpy_slices_it(tmp_path_factory, part, staging):
     whole, out = memory(box.shape, order, spread)
     with pytest.MonkeyPatch.context() as patch, ChunkFile(path) as file:
         patch.setattr(module, "STAGING_BYTES", staging)
+        patch.setattr(module, "GAP_BYTES", gap)
         moved = Box(tuple(a + b for a, b in zip(box.offsets, offsets, strict=True)), box.shape)
         file.read(chunk, moved, out)
     ends = [a + b for a, b in zip(*box, strict=True)]
@@ -82,6 +83,26 @@ def test_what_is_contiguous_is_read_without_a_copy(tmp_path):
     tracemalloc.stop()
     assert np.array_equal(rows.numpy(), value[7 : 7 + 2**11])
     assert np.array_equal(columns.numpy(), value[:, 5 : 5 + 2**11])
+
+
+@pytest.mark.parametrize(("width", "num_reads"), [(2**10, 1), (2**16, 16)])
+def test_small_gaps_are_read_over_and_large_ones_are_not(tmp_path, monkeypatch, width, num_reads):
+    value = np.arange(16 * width, dtype="<f4").reshape(16, width)
+    chunk = chunk_of(value)
+    write_tensors(tmp_path / "a.safetensors", {chunk.key: value})
+    reads = []
+
+    def counted(descriptor, buffers, at):
+        reads.append(len(buffers[0]))
+        return preadv(descriptor, buffers, at)
+
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", counted)
+    out = torch.empty(16, 8)
+    with ChunkFile(tmp_path / "a.safetensors") as file:
+        file.read(chunk, Box((0, 40), (16, 8)), out)
+    assert np.array_equal(out.numpy(), value[:, 40:48])
+    assert len(reads) == num_reads and sum(reads) == (4 * 16 * 8 if num_reads > 1 else value.nbytes)
 
 
 VALUES = {
