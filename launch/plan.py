@@ -48,6 +48,9 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(
         __doc__, "Every config value can be overridden by its path: --train_batch_size 512."
     )
+    if "--validate" in sys.argv:
+        remedy = "run `python -m benchmarks.published FILE` in a checkout"
+        parser.error(f"--validate: was removed; {remedy}")
     parser.add_config(required=False)
     parser.add_argument(
         "--hardware", metavar="NAME",

@@ -45,6 +45,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(
         __doc__, "Every setting of the config is also an option: --zero_optimization.stage 1"
     )
+    if "--museum" in sys.argv:
+        parser.error("--museum: was removed; run `python -m tests.museum` in a checkout")
     parser.add_config()
     parser.add_argument(
         "--meshes", metavar="MESHES",

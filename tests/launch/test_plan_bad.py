@@ -76,6 +76,7 @@ COMMANDS = [
     (("--gradient_accumulation_steps", "1" + 30 * "0"), "gradient_accumulation_steps = 1000"),
     (("--parallel3d.mesh.pp", "1000000000"), "parallel3d.mesh.pp"),
     (("--nonsense", "3"), "nonsense = 3: is not a setting"),
+    (("--validate", "nowhere.csv"), "python -m benchmarks.published"),
     (("gpt2",), "'gpt2': unexpected argument; write --dotted.path value"),
     (("--train_batch_size", "1000"), "is not train_micro_batch_size_per_gpu=4 x"),
     (("--parallel3d.model.hidden_size", "1601"), "num_attention_heads"),

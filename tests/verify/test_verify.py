@@ -170,6 +170,13 @@ def test_what_cannot_run_is_refused(meshes, message, monkeypatch, capsys):
     assert printed.out == "" and message in printed.err
 
 
+def test_the_museum_has_moved(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verify", "--museum"])
+    with pytest.raises(SystemExit, match="2"):
+        launch_verify.main()
+    assert "python -m tests.museum" in capsys.readouterr().err
+
+
 def test_a_difference_ends_with_exit_code_1(monkeypatch, capsys):
     """As if the one process had found a gradient norm that is larger by a ten-thousandth."""
 
