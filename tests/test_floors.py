@@ -60,16 +60,16 @@ ROOMS = [
 # The most statements of each room: what stood when the house was made small, and 5 %. Whoever needs
 # more raises a number here, where a reader of the change sees it.
 BUDGET = {
-    "launch": 860,
+    "launch": 865,
     "models": 1290,
     "parallel3d/base": 885,
     "parallel3d/calibrate": 595,
-    "parallel3d/checkpoint": 1345,
+    "parallel3d/checkpoint": 1380,
     "parallel3d/config": 1645,
     "parallel3d/data": 3430,
     "parallel3d/doctor": 185,
     "parallel3d/engine": 1865,
-    "parallel3d/huggingface": 750,
+    "parallel3d/huggingface": 800,
     "parallel3d/mesh": 1215,
     "parallel3d/model": 630,
     "parallel3d/pipeline": 380,

@@ -8,11 +8,14 @@ the shape of the stored tensor.
 import json
 import os
 import re
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, chain, product
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -97,6 +100,9 @@ def tile(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
 STAGING_BYTES = 8 * 2**20
 # Up to about this size, reading a gap is cheaper than one more system call.
 GAP_BYTES = 64 * 2**10
+# Rows transposed at once, so that their pages and lines fit the TLB and the data cache.
+TRANSPOSED_ROWS = 512
+PAGE_BYTES = 4096
 
 Dims = tuple[int, ...]
 
@@ -112,8 +118,47 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return an uninitialized host tensor."""
     # Not torch.empty: in deterministic mode torch fills it, and numpy requests huge pages, which
     # halves the cost of new memory.
-    memory = np.empty(dtype.itemsize * prod(shape), "u1")
+    size = dtype.itemsize * prod(shape)
+    memory = np.empty(size, "u1") if _recycled is None else _recycled.take(size)
     return torch.from_numpy(memory).view(dtype).view(tuple(shape))
+
+
+class _Blocks:
+    """Unused blocks of memory, never more than were in use at once."""
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+        self._lock = Lock()
+
+    def take(self, size: int) -> np.ndarray:
+        """Return an array of `size` bytes, whose block is freed when nothing refers to it."""
+        with self._lock:
+            fitting = [block for block in self._free if len(block) >= size]
+            if self._free:  # if none fits, the smallest block is replaced by a larger one
+                used = min(fitting or self._free, key=len)
+                del self._free[next(n for n, block in enumerate(self._free) if block is used)]
+        block = min(fitting, key=len) if fitting else np.empty(size, "u1")
+        array = block[:size]
+        # No lock: the finalizer can run at any time in any thread, and append is atomic.
+        weakref.finalize(array, self._free.append, block).atexit = False
+        return array
+
+
+_recycled: _Blocks | None = None
+
+
+@contextmanager
+def recycled() -> Iterator[None]:
+    """Let `empty` reuse the memory of its freed tensors, in all threads.
+
+    The system clears new memory, which takes as long as reading the same bytes from a file.
+    """
+    global _recycled
+    before, _recycled = _recycled, _recycled or _Blocks()
+    try:
+        yield
+    finally:
+        _recycled = before
 
 
 class ArrayFile:
@@ -163,12 +208,19 @@ class ArrayFile:
             for row, part in enumerate(out):
                 self._read(at + row * row_bytes, shape[1:], offsets[1:], part, staging)
             return
+        transposed = out.dim() > 1 and out.stride(0) == 1 < out.stride(-1)
+        if transposed:
+            rows_at_once = min(rows_at_once, TRANSPOSED_ROWS)
         for first in range(0, len(out), rows_at_once):
             part = out[first : first + rows_at_once]
             rows = staging[: len(part) * row_bytes // item].view(len(part), *shape[1:])
             self._fill(rows, at + first * row_bytes)
             for dim, offset in enumerate(offsets[1:], start=1):
                 rows = rows.narrow(dim, offset, part.shape[dim])
+            if transposed and row_bytes % PAGE_BYTES == 0 and part.device.type == "cpu":
+                # Elements of a column share few cache lines; torch transposes in blocks.
+                columns = rows.contiguous().flatten(1).t().contiguous()
+                rows = columns.t().unflatten(1, part.shape[1:])
             part.copy_(rows)
 
     def _fill(self, out: Tensor, at: int) -> None:

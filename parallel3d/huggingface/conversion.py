@@ -5,6 +5,7 @@ Each folder is read back and compared with its source before it gets its final n
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +19,7 @@ from xxhash import xxh3_128_hexdigest
 
 from parallel3d import models
 from parallel3d.base.errors import ConfigError, TrainingError
-from parallel3d.checkpoint.chunks import memory_of
+from parallel3d.checkpoint.chunks import memory_of, recycled
 from parallel3d.checkpoint.disk import remove_folder
 from parallel3d.config.pretrained import derive_model_block, read_config
 from parallel3d.data.sources import Progress, no_progress
@@ -295,7 +296,8 @@ def export(
 ) -> Proof:
     """Export a checkpoint to a folder that transformers loads, and check it by reading it back.
 
-    Memory holds at most a parameter, three times. If a check fails, nothing is left at `to`.
+    Memory holds at most two parameters, one of them twice. If a check fails, nothing is left at
+    `to`.
 
     Raises:
         ConfigError: `to` is not empty, or transformers has no class for the model.
@@ -389,12 +391,25 @@ def write_tensors(
 ) -> dict[str, str]:
     """Write every weight into the files that `create` has made. Raises OSError.
 
-    Returns name in the files -> stamp of the written tensor.
+    While `read` reads one parameter, a thread converts and writes the one before. Returns name in
+    the files -> stamp of the written tensor.
     """
     stamps: dict[str, str] = {}
-    for done, name in enumerate(layout.names):
-        progress("writing (tensors)", done, len(layout.names))
-        for stored_name, tensor in layout.converted(name, read(name)).items():
+
+    def write(name: str, value: Tensor) -> None:
+        for stored_name, tensor in layout.converted(name, value).items():
             stamps[stored_name] = stamp(tensor)
             write_tensor(folder, layout, stored_name, tensor)
+
+    with ThreadPoolExecutor(1) as behind, recycled():
+        written: Future[None] | None = None
+        for done, name in enumerate(layout.names):
+            progress("writing (tensors)", done, len(layout.names))
+            value = read(name)
+            if written is not None:
+                written.result()
+            written = behind.submit(write, name, value)
+            del value  # the writing thread frees it
+        if written is not None:
+            written.result()
     return stamps

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128
 
 from parallel3d import models
 from parallel3d.base.errors import CheckpointError, ConfigError
@@ -23,6 +24,7 @@ from parallel3d.checkpoint.chunks import (
     ChunkFile,
     boxes_of,
     empty,
+    memory_of,
     read_header,
     tile,
 )
@@ -30,12 +32,11 @@ from parallel3d.checkpoint.describe import find_checkpoints
 from parallel3d.checkpoint.manifest import (
     STATE,
     TOKENIZER,
-    check_file,
+    Entry,
     read_sound_state,
     shapes_of,
-    tensor_files,
 )
-from parallel3d.checkpoint.safe_files import is_count, tokenizer_digest
+from parallel3d.checkpoint.safe_files import is_count, open_file, tokenizer_digest
 from parallel3d.config import RunConfig
 from parallel3d.config.pretrained import weight_files
 from parallel3d.data.sources import Progress, no_progress
@@ -45,19 +46,79 @@ from parallel3d.model.config import ModelConfig
 from parallel3d.model.spec import named_params, tied_names
 from parallel3d.models.pretrained import Part
 
+_READ_BYTES = 2**20
+
+
+class HashedChunks:
+    """A file of chunks whose bytes are hashed, in order, as chunks are read.
+
+    Chunks read in the order of the file are hashed in memory, so their bytes are read from disk
+    only once; chunks that were skipped are read again for the hash. No file stays open.
+    """
+
+    def __init__(self, path: Path, entry: Entry) -> None:
+        """Read the header; raises CheckpointError if it is not a safetensors file of chunks.
+
+        Args:
+            entry: the file's size and digest in the manifest.
+        """
+        self.path = path
+        with ChunkFile(path) as file:
+            self.chunks = file.chunks
+        self._entry = entry
+        self._digest, self._done = xxh3_128(), 0
+
+    def read(self, chunk: Chunk, out: Tensor) -> None:
+        """Read a complete chunk into `out`, as `ChunkFile.read` does."""
+        at = self.chunks[chunk]
+        hashed = out.is_contiguous() and out.device.type == "cpu" and at >= self._done
+        if hashed:
+            self._hash_to(at)
+        with ChunkFile(self.path, {chunk: at}) as file:
+            file.read(chunk, chunk.box, out)
+        if hashed:
+            self._digest.update(memory_of(out))
+            self._done += out.nbytes
+
+    def check(self) -> str:
+        """Hash the rest of the file and return how it differs from its entry; "" if it does not.
+
+        Raises CheckpointError if it cannot be read.
+        """
+        self._hash_to(self._entry.size + 1)
+        if self._done != self._entry.size or self._digest.hexdigest() != self._entry.digest:
+            return "its contents do not match the manifest (a damaged disk or copy)"
+        return ""
+
+    def _hash_to(self, stop: int) -> None:
+        """Hash up to byte `stop`, or to the end of the file."""
+        if self._done >= stop:
+            return
+        buffer = memoryview(bytearray(min(_READ_BYTES, stop - self._done)))
+        try:
+            descriptor, _ = open_file(self.path)
+            with open(descriptor, "rb", buffering=0) as file:
+                file.seek(self._done)
+                while count := file.readinto(buffer[: stop - self._done]):
+                    self._digest.update(buffer[:count])
+                    self._done += count
+        except OSError as error:
+            reason = error.strerror or error
+            raise CheckpointError(f"{self.path}: cannot be read: {reason}") from None
+
 
 class CheckpointSource:
     """The fp32 master weights in a checkpoint of any mesh, with its config and state.
 
     path: a checkpoint or a run's folder, whose newest checkpoint is taken (see `find_checkpoints`).
 
-    Call `check` to verify the hashes. Raises CheckpointError if the checkpoint is missing, damaged
-    or incomplete.
+    Files are hashed as they are read. After reading, call `check` to verify the hashes. Raises
+    CheckpointError if the checkpoint is missing, damaged or incomplete.
     """
 
     def __init__(self, path: Path) -> None:
         self.folder = folder = find_checkpoints(path)[0]
-        self._files, self.state = read_sound_state(folder)
+        files, self.state = read_sound_state(folder)
         self.config = RunConfig.from_dict(self.state["config"], str(folder / STATE))
         specs = named_params(models.layers(self.config.model))
         self._shapes = {name: spec.shape for name, spec in specs.items()}
@@ -65,14 +126,16 @@ class CheckpointSource:
             raise CheckpointError(
                 f"{folder / STATE}: the parameters do not match the config; use another checkpoint"
             )
-        self._chunks: dict[str, list[tuple[Path, Chunk, int]]] = defaultdict(list)
-        for path in (folder / name for name in tensor_files(self._files)):
-            with ChunkFile(path) as file:
-                for chunk, at in file.chunks.items():
-                    if chunk.kind == "master":
-                        self._chunks[chunk.name].append((path, chunk, at))
+        self._files = [
+            HashedChunks(folder / name, entry) for name, entry in files.items() if name != STATE
+        ]
+        self._chunks: dict[str, list[tuple[HashedChunks, Chunk]]] = defaultdict(list)
+        for file in self._files:
+            for chunk in file.chunks:
+                if chunk.kind == "master":
+                    self._chunks[chunk.name].append((file, chunk))
         for name, shape in self._shapes.items():
-            if not tile((chunk.box for _, chunk, _ in self._chunks[name]), shape):
+            if not tile((chunk.box for _, chunk in self._chunks[name]), shape):
                 raise CheckpointError(
                     f"{folder}: does not have each element of {name} once; use another checkpoint"
                 )
@@ -80,20 +143,22 @@ class CheckpointSource:
     def read(self, name: str) -> Tensor:
         """Return a full parameter in fp32, by its name in parallel3d."""
         value = empty(self._shapes[name], torch.float32)
-        for path, chunk, at in self._chunks[name]:
+        for file, chunk in self._chunks[name]:
             out = value
             for dim, (first, size) in enumerate(zip(*chunk.box, strict=True)):
                 out = out.narrow(dim, first, size)
-            with ChunkFile(path, {chunk: at}) as file:
-                file.read(chunk, chunk.box, out)
+            file.read(chunk, out)
         return value
 
     def check(self, progress: Progress = no_progress) -> None:
-        """Verify the hash of each file; raise CheckpointError if one is damaged."""
-        for done, (name, entry) in enumerate(self._files.items()):
+        """Verify the hash of each file; raise CheckpointError if one is damaged.
+
+        Bytes that `read` has read in order are not read again.
+        """
+        for done, file in enumerate(self._files):
             progress("comparing hashes (files)", done, len(self._files))
-            if reason := check_file(self.folder, name, entry):
-                raise CheckpointError(f"{self.folder / name}: {reason}; use another checkpoint")
+            if reason := file.check():
+                raise CheckpointError(f"{file.path}: {reason}; use another checkpoint")
 
     def about(self, tokenizer: Path | None = None, architecture: str | None = None) -> About:
         """Return the facts that an export writes next to the weights.

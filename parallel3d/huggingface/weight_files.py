@@ -26,7 +26,7 @@ from parallel3d.base.atomic import rename, sync, sync_folder
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.masking import mask
 from parallel3d.base.step_lines import METRICS, parsed
-from parallel3d.checkpoint.chunks import header_bytes, memory_of
+from parallel3d.checkpoint.chunks import empty, header_bytes, memory_of
 from parallel3d.checkpoint.disk import remove_folder
 from parallel3d.config import RunConfig
 from parallel3d.data.tokenizer import TOKENIZER_SUFFIXES
@@ -97,7 +97,7 @@ class WeightFiles:
             family = models.huggingface(self.config.family)
             assert family is not None
             tensors = family.to_huggingface(self.config, tensors)
-        return {n: tensor.to(self.dtype).contiguous() for n, tensor in tensors.items()}
+        return {n: _contiguous(tensor.to(self.dtype)) for n, tensor in tensors.items()}
 
     @cached_property
     def names(self) -> dict[str, tuple[str, ...]]:
@@ -193,6 +193,12 @@ class WeightFiles:
     def _tensors(self) -> dict[str, Tensor]:
         """All tensors of the files on the meta device, by name."""
         return {n: t for tensors in self._meta.values() for n, t in tensors.items()}
+
+
+def _contiguous(value: Tensor) -> Tensor:
+    if value.device.type != "cpu" or value.is_contiguous():
+        return value.contiguous()
+    return empty(value.shape, value.dtype).copy_(value)  # `empty` reuses memory
 
 
 def fold(value: Tensor, factors: tuple[float, ...]) -> Tensor:

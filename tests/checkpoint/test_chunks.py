@@ -85,6 +85,27 @@ def test_what_is_contiguous_is_read_without_a_copy(tmp_path):
     assert np.array_equal(columns.numpy(), value[:, 5 : 5 + 2**11])
 
 
+@pytest.mark.parametrize("width", [1024, 1000])
+@pytest.mark.parametrize("three", [False, True])
+def test_what_lies_turned_in_memory_is_read_band_by_band(tmp_path, monkeypatch, width, three):
+    """Rows of whole pages, and others; the last band is smaller than those before it."""
+    shape = (37, 2, width // 2) if three else (37, width)
+    value = np.arange(37 * width, dtype="<f4").reshape(shape)
+    chunk = chunk_of(value)
+    write_tensors(tmp_path / "a.safetensors", {chunk.key: value})
+    monkeypatch.setattr(module, "TRANSPOSED_ROWS", 16)
+    whole = torch.full((*shape[1:], 41), -1.0)
+    for box in (chunk.box, Box((3, 1, *(0,) * three), (34, 1 if three else 1000 - 1, *shape[2:]))):
+        out = whole[..., 2 : 2 + box.shape[0]].movedim(-1, 0)
+        out = out[:, : box.shape[1]]
+        with ChunkFile(tmp_path / "a.safetensors") as file:
+            file.read(chunk, box, out)
+        ends = [a + b for a, b in zip(*box, strict=True)]
+        expected = value[tuple(slice(a, b) for a, b in zip(box.offsets, ends, strict=True))]
+        assert np.array_equal(out.numpy(), expected)
+    assert (whole[..., :2] == -1).all() and (whole[..., 39:] == -1).all()
+
+
 @pytest.mark.parametrize(("width", "num_reads"), [(2**10, 1), (2**16, 16)])
 def test_small_gaps_are_read_over_and_large_ones_are_not(tmp_path, monkeypatch, width, num_reads):
     value = np.arange(16 * width, dtype="<f4").reshape(16, width)

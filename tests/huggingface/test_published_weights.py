@@ -84,6 +84,7 @@ def test_what_old_versions_saved_of_neox_beside_its_weights_is_passed_over(folde
 def test_a_rank_reads_its_own_bytes_and_no_others(folders, monkeypatch):
     reads = []
     preadv = os.preadv
+    monkeypatch.setattr("parallel3d.checkpoint.chunks.GAP_BYTES", 0)
     gpt, llama = opened(folders["gpt2"]), opened(folders["llama3"])
     monkeypatch.setattr(
         os, "preadv", lambda d, buffers, at: reads.append(len(buffers[0])) or
