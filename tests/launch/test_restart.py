@@ -121,5 +121,5 @@ def test_a_run_that_dies_at_one_step_is_given_up(place, monkeypatch):
     process, log = begin(place, launcher, *arguments, steps=20)
     assert finish(process, log, seconds=180) == FAILED
     said = log.read_text()
-    assert said.count("the last 3 attempts at this run all died after step 4, in step 5") == 1
+    assert said.count("the last 3 attempts at this run all failed after step 4, in step 5") == 1
     assert steps_of(place, "doomed") == [1, 2, 3, 4]
