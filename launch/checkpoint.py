@@ -48,8 +48,7 @@ def inspect(args: argparse.Namespace, console: Console) -> int:
 def _words(value: object) -> str:
     """Return a value of a description as text for people."""
     if isinstance(value, dict):
-        parts = (f"{name.replace('_', ' ')} {_words(inner)}" for name, inner in value.items())
-        return ", ".join(parts)
+        return ", ".join(f"{name} {_words(inner)}" for name, inner in value.items())
     if value is None:
         return "none"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -91,9 +91,9 @@ def test_inspect_for_people(run, run_folder, width, monkeypatch):
     words = " ".join(out.split())
     for text in (
         "step 10 tokens 40,960 next sample 80",
-        "learning rate next 0.001, of steps 1,000 loss scale none",
-        "mesh pp 1, dp 2, tp 1, schedule gpipe, stages per rank 1, zero stage 3, offload optimizer "
-        "cpu, offload param none",
+        "learning rate next 0.001, of_steps 1,000 loss scale none",
+        "mesh pp 1, dp 2, tp 1, schedule gpipe, stages_per_rank 1, zero_stage 3, offload_optimizer "
+        "cpu, offload_param none",
         "versions parallel3d 0.1.0, torch 2.13.0",
         "num parameters 2 num elements 14 bytes master 56",
     ):
