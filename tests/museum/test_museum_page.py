@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from tests.museum import command, exhibits
 from tests.museum.curve import OTHER_RUNS, Leg, curve_config, curve_of
 from tests.museum.exhibit import KINDS
@@ -88,7 +89,11 @@ def test_the_table_has_eighty_columns_and_a_miss_fails(monkeypatch, tmp_path):
 def test_a_curve_that_goes_on_on_another_mesh_is_the_unbroken_one(tmp_path):
     """So what an exhibit of a resume shows is the exhibit's."""
     config, saved = hall("gpt"), tmp_path / "saved"
-    whole = curve_of(curve_config(config, (1, 1, 2), 0, tmp_path), Leg(saves=saved), tmp_path)
-    rest = curve_of(curve_config(config, (2, 2, 1), 0, tmp_path), Leg(resumes=saved), tmp_path)
+    whole = curve_of(
+        curve_config(config, MeshSizes(1, 1, 2), 0, tmp_path), Leg(saves=saved), tmp_path
+    )
+    rest = curve_of(
+        curve_config(config, MeshSizes(2, 2, 1), 0, tmp_path), Leg(resumes=saved), tmp_path
+    )
     assert rest == pytest.approx(whole[PARTS // 2 :], abs=2e-3)
     assert whole[-1] < whole[0] - 1
