@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 
 from parallel3d.data.sources import Progress
 
@@ -32,13 +33,13 @@ def shown_progress() -> Iterator[Progress]:
 
 
 def _lines() -> Progress:
-    last: dict[str, float] = {}
+    last: dict[str, tuple[float, int]] = {}  # when a phase was printed, and how much was done
 
     def show(phase: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        due = phase not in last or (total > 1 and now - last[phase] >= SECONDS_BETWEEN_LINES)
-        if due or done == total > 1:
-            last[phase] = now
+        now, (then, before) = time.monotonic(), last.get(phase, (-inf, -1))
+        due = now - then >= SECONDS_BETWEEN_LINES or done == total
+        if before < 0 or (total > 1 and done != before and due):
+            last[phase] = now, done
             print(f"{phase}: {done:,} of {total:,}" if total > 1 else phase, file=sys.stderr)
 
     return show
