@@ -4,7 +4,7 @@ import pytest
 
 from parallel3d.data.prepare_progress import shown_progress
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.gloo
 
 
 def test_the_end_of_a_phase_is_one_line(capsys):
