@@ -11,13 +11,7 @@ from pydantic import Field
 from parallel3d.base.section import PathText, Problem, Section, problems_where
 from parallel3d.model.config import ModelConfig, TransformerConfig
 from parallel3d.model.module_cost import AttentionCost
-from parallel3d.model.parametrization import (
-    Parametrization,
-    Rate,
-    Role,
-    Scales,
-    parametrization_of,
-)
+from parallel3d.model.parametrization import Parametrization, Rate, Role, Scales, parametrization_of
 from parallel3d.model.spec import CostOf, CutOver, Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import EmbeddingCost
 

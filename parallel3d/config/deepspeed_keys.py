@@ -218,10 +218,7 @@ BY_SECTION: dict[str, dict[str, Key]] = {
     "flops_profiler": dict.fromkeys(
         ("module_depth", "top_modules", "recompute_fwd_factor"), _NO_EFFECT
     ),
-    "fp16": {
-        "auto_cast": _EITHER,
-        "fp16_master_weights_and_grads": Key(_MASTERS, (False,)),
-    },
+    "fp16": {"auto_cast": _EITHER, "fp16_master_weights_and_grads": Key(_MASTERS, (False,))},
     "optimizer": {"legacy_fusion": Key("is for LAMB, which is not supported; remove it", (False,))},
     "optimizer.params": {
         "adam_w_mode": Key(
@@ -249,7 +246,7 @@ BY_SECTION: dict[str, dict[str, Key]] = {
     "scheduler.params": {
         "last_batch_iteration": Key(
             "is not used: a resumed run continues its schedule by itself; remove it", (-1,)
-        ),
+        )
     },
     "zero_optimization": {
         "allgather_partitions": Key(
@@ -343,7 +340,7 @@ REMOVED: dict[str, dict[str, Key]] = {
     "parallel3d.model": {
         "mlp_only_layers": Key(
             "was removed; set first_k_dense_replace or decoder_sparse_step", ([],)
-        ),
+        )
     },
     "parallel3d.model.rope_scaling": {
         "truncate": Key("was removed: ranges begin at whole pairs of features; remove it", (True,)),

@@ -43,11 +43,7 @@ from parallel3d.data.tokenised import (
     paths_of,
     vocabulary_of,
 )
-from parallel3d.data.tokenizer import (
-    directory_digest,
-    load_tokenizer,
-    save_tokenizer,
-)
+from parallel3d.data.tokenizer import directory_digest, load_tokenizer, save_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

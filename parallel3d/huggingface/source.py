@@ -29,13 +29,7 @@ from parallel3d.checkpoint.chunks import (
     tile,
 )
 from parallel3d.checkpoint.describe import find_checkpoints
-from parallel3d.checkpoint.manifest import (
-    STATE,
-    TOKENIZER,
-    Entry,
-    read_sound_state,
-    shapes_of,
-)
+from parallel3d.checkpoint.manifest import STATE, TOKENIZER, Entry, read_sound_state, shapes_of
 from parallel3d.checkpoint.safe_files import is_count, open_file, tokenizer_digest
 from parallel3d.config import RunConfig
 from parallel3d.config.pretrained import weight_files

@@ -25,13 +25,7 @@ from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.host_activations import HostActivations
 from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.segments import Segments
-from parallel3d.tensor.side_loss import (
-    LayerOutput,
-    SideLoss,
-    StageOutput,
-    alias,
-    sum_side_losses,
-)
+from parallel3d.tensor.side_loss import LayerOutput, SideLoss, StageOutput, alias, sum_side_losses
 
 
 class Stages(nn.Module):

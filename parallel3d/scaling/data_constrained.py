@@ -15,14 +15,7 @@ import numpy as np
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.estimator import PARAMETRIC, Estimator
-from parallel3d.scaling.fit import (
-    bounds_hit,
-    condition_of,
-    fit_law,
-    misfit,
-    noise_floor,
-    residuals,
-)
+from parallel3d.scaling.fit import bounds_hit, condition_of, fit_law, misfit, noise_floor, residuals
 from parallel3d.scaling.points import Array, Fit, Points
 
 NAME = "data-constrained"

@@ -176,10 +176,7 @@ def _gather(rows: Tensor, place: Tensor, k: int) -> Tensor:
 def _dispatch(x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
     """Return each token k times, in order; the gradient adds in a fixed order, unlike torch's."""
     return Conjugate.apply(
-        x,
-        lambda x: _scatter(x, order, k),
-        lambda grad, place: _gather(grad, place, k),
-        place,
+        x, lambda x: _scatter(x, order, k), lambda grad, place: _gather(grad, place, k), place
     )
 
 

@@ -88,10 +88,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        documents: Tensor,
-        places: Tensor | None = None,
-        group: dist.ProcessGroup | None = None,
+        cls, documents: Tensor, places: Tensor | None = None, group: dist.ProcessGroup | None = None
     ) -> "Segments":
         """Return the segments on the host; `documents` [batch, seq] has each token's document.
 

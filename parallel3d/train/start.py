@@ -397,11 +397,7 @@ class MemoryRecord(Section):
 
 
 def open_memory(
-    settings: CheckpointConfig,
-    mesh: Mesh,
-    nodes: Nodes,
-    folder: Path,
-    say: Callable[[str], None],
+    settings: CheckpointConfig, mesh: Mesh, nodes: Nodes, folder: Path, say: Callable[[str], None]
 ) -> HostMemory | None:
     """Return the memory of the hosts of a run in `folder`; None if it is off. Collective."""
     if not settings.in_memory_every:

@@ -329,10 +329,7 @@ class CaseRun:
             with watched(self.parts.stages.module, (0, 0), False, DROPOUT if drops else 0.0):
                 return evaluate(batch)
 
-        with (
-            patch.object(executor, "run", trained),
-            patch.object(evaluator, "run", evaluated),
-        ):
+        with patch.object(executor, "run", trained), patch.object(evaluator, "run", evaluated):
             yield
 
     def _trained(self, position: Position, saves: Path | None) -> list[dict[str, Any]]:

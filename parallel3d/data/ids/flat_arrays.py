@@ -17,14 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from parallel3d.base.errors import DataError
-from parallel3d.data.ids.id_file import (
-    INTEGERS,
-    TokenFile,
-    column,
-    flat,
-    num_bytes,
-    wrong_size,
-)
+from parallel3d.data.ids.id_file import INTEGERS, TokenFile, column, flat, num_bytes, wrong_size
 
 NUMPY = b"\x93NUMPY"
 # llm.c's magic number and version, and the type of the ids.

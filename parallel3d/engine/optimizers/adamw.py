@@ -28,10 +28,7 @@ class Params(Section):
     0.01)."""
 
 
-STATE = (
-    State("exp_avg", 4),
-    State("exp_avg_sq", 4),
-)
+STATE = (State("exp_avg", 4), State("exp_avg_sq", 4))
 WHOLE_MATRICES = False
 PARAMETRIZATIONS = ("standard", "mup")
 OFFLOADS = ("cpu", "nvme")

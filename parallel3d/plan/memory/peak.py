@@ -215,12 +215,7 @@ class CoordinateRank:
         return self._always + saved + self._passing(counts), logits
 
     def _moment(
-        self,
-        counts: MicrobatchCounts,
-        m: BackwardMoment,
-        gathered: int,
-        grads: int,
-        buffers: int,
+        self, counts: MicrobatchCounts, m: BackwardMoment, gathered: int, grads: int, buffers: int
     ) -> Moment:
         """Return the moment of a pass beside `counts` microbatches in flight."""
         body, logits = self._activations(counts)

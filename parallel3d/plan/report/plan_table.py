@@ -18,13 +18,7 @@ from parallel3d.plan.search.best_first import Ranking
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import gib
 from parallel3d.plan.setting import BYTES, Setting
-from parallel3d.plan.time.operators import (
-    OFF_TILES,
-    TILE_BYTES,
-    curves_for,
-    fits_tiles,
-    machine_of,
-)
+from parallel3d.plan.time.operators import OFF_TILES, TILE_BYTES, curves_for, fits_tiles, machine_of
 from parallel3d.plan.time.sharding import slowest_matrix_work
 from parallel3d.plan.time.step import TIMES
 

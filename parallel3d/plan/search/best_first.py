@@ -22,14 +22,7 @@ from parallel3d.model.recompute import strength
 from parallel3d.plan.layers.placement import blocks_in_stages
 from parallel3d.plan.memory.peak import least_in_flight, least_on_first, peak_of
 from parallel3d.plan.search import candidates
-from parallel3d.plan.search.candidates import (
-    PLAIN,
-    Choices,
-    Flow,
-    Order,
-    ZeroState,
-    setting_of,
-)
+from parallel3d.plan.search.candidates import PLAIN, Choices, Flow, Order, ZeroState, setting_of
 from parallel3d.plan.search.plans import Plan, Request
 from parallel3d.plan.search.remedy import all_fit, evaluate, room_of, with_fewest_in_full, worst
 from parallel3d.plan.setting import Setting
@@ -59,11 +52,7 @@ class Ranking:
         return self.plans + self.too_large
 
 
-def search(
-    request: Request,
-    rows: int = 20,
-    per_mesh: int | None = None,
-) -> Ranking:
+def search(request: Request, rows: int = 20, per_mesh: int | None = None) -> Ranking:
     """Return the `rows` fastest plans that fit, at most `per_mesh` of one mesh.
 
     The default of `per_mesh` leaves room for all meshes. A plan that fits without an offload is not
@@ -185,11 +174,7 @@ class _Search:
         return own if setting.cp == 1 else own * (1 + CP_GAIN)
 
     def _untested(
-        self,
-        flow: Flow,
-        order: Order,
-        activations: int,
-        groups: Sequence[Sequence[ZeroState]],
+        self, flow: Flow, order: Order, activations: int, groups: Sequence[Sequence[ZeroState]]
     ) -> Iterator[tuple[float, Untested]]:
         """Yield the node of these groups with its lower bound, if any of their states may fit.
 

@@ -14,12 +14,7 @@ from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import LayerSpec, Shape
 from parallel3d.model.spec import flops_of as products_flops
 from parallel3d.plan.impossible import refuse_impossible
-from parallel3d.plan.layers.placement import (
-    cost_of,
-    layers_by_stage,
-    model_of,
-    recompute_of,
-)
+from parallel3d.plan.layers.placement import cost_of, layers_by_stage, model_of, recompute_of
 from parallel3d.plan.memory.peak import Memory
 from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.step import StepTime

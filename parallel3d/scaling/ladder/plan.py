@@ -296,9 +296,7 @@ def _to_json(rung: Rung) -> dict[str, object]:
     }  # fmt: skip
 
 
-def best_factors(
-    tried: Iterable[tuple[float, tuple[float, float], float]],
-) -> tuple[float, float]:
+def best_factors(tried: Iterable[tuple[float, tuple[float, float], float]]) -> tuple[float, float]:
     """Return the factors of learning rate and batch with the lowest loss, as means over budgets.
 
     tried: budget, both factors and loss of each run; a batch is tried with the rate times its
