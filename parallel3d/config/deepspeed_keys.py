@@ -214,9 +214,11 @@ BY_SECTION: dict[str, dict[str, Key]] = {
         ),
         "immediate_grad_update": Key(_OWN_LOOP, (False,)),
     },
+    "comet": {"samples_log_interval": _NO_EFFECT},
     "comms_logger": dict.fromkeys(("verbose", "debug"), _NO_EFFECT),
     "flops_profiler": dict.fromkeys(
-        ("module_depth", "top_modules", "recompute_fwd_factor"), _NO_EFFECT
+        ("module_depth", "top_modules", "recompute_fwd_factor", "detailed", "output_file"),
+        _NO_EFFECT,
     ),
     "fp16": {"auto_cast": _EITHER, "fp16_master_weights_and_grads": Key(_MASTERS, (False,))},
     "optimizer": {"legacy_fusion": Key("is for LAMB, which is not supported; remove it", (False,))},

@@ -56,8 +56,6 @@ class WandbConfig(Switched):
 class CometConfig(Switched):
     """Comet; null leaves a setting to Comet's own configuration and environment."""
 
-    samples_log_interval: int = Field(default=100, ge=0)
-    """Samples between two values of a metric."""
     project: str | None = None
     """Project of the experiment."""
     workspace: str | None = None
@@ -79,10 +77,6 @@ class FlopsProfilerConfig(Switched):
 
     profile_step: int = Field(default=1, gt=0)
     """Step after which the line is printed, counted from 1."""
-    detailed: bool = True
-    """No effect: `parallel3d plan` shows the parts of a step."""
-    output_file: PathText | None = None
-    """No effect: the line is printed."""
 
 
 class CommsLoggerConfig(Switched):

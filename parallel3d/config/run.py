@@ -47,16 +47,11 @@ _NOT_TRAINED = (
     *("steps_per_print", "wall_clock_breakdown", "flops_profiler", "comms_logger", "aio"),
     *("tensorboard", "csv_monitor", "wandb", "comet"),
     *(f"zero_optimization.offload_{state}.nvme_path" for state in ("optimizer", "param")),
+    *("parallel3d.run", "parallel3d.checkpoint"),
+    *("parallel3d.mesh.fallbacks", "parallel3d.pipeline.weights"),
     *(
-        "parallel3d.run",
-        "parallel3d.checkpoint",
-        "parallel3d.mesh.fallbacks",
-        "parallel3d.pipeline.weights",
-        "parallel3d.data.cache",
-        "parallel3d.data.max_line_bytes",
-        "parallel3d.data.workers",
-        "parallel3d.data.read_ahead",
-        "parallel3d.data.stream_cache_bytes",
+        f"parallel3d.data.{name}"
+        for name in ("cache", "max_line_bytes", "workers", "read_ahead", "stream_cache_bytes")
     ),
     *(
         f"parallel3d.train.{name}"

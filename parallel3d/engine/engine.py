@@ -105,15 +105,9 @@ class Engine:
         offload = settings.offload_optimizer != "none"
         if offload:
             op_builds.use_host_threads(mesh.device, mesh.local_size, say)
+        decay, eps, rates = settings.weight_decay, settings.eps, settings.rates
         optimizer = file.make(
-            core.param_groups(
-                self.held,
-                placeholders,
-                settings.weight_decay,
-                settings.eps,
-                settings.rates,
-                self._kinds,
-            ),
+            core.param_groups(self.held, placeholders, decay, eps, rates, self._kinds),
             settings.params,
             device=mesh.device,
             cpu_adam=offload and file.CPU_ADAM and op_builds.load_cpu_adam(mesh, say),

@@ -94,16 +94,12 @@ def read_back(
     if about.tokenizer is not None:
         other_checks["tokenizer"] = _tokenizer(folder, about.tokenizer)
     tensors = f"{len(layout.places)} tensors against the checkpoint"
+    of_tensors = f"names, shapes, type and values of {tensors}"
     return prove(
         settings.architectures[0],
         folder,
         layout,
-        {
-            f"names, shapes, type and values of {tensors}": tensors_differ(
-                folder, layout, stamps, progress
-            ),
-            **other_checks,
-        },
+        {of_tensors: tensors_differ(folder, layout, stamps, progress), **other_checks},
         read=source.read,
         has_tokenizer=about.tokenizer is not None,
     )

@@ -5,6 +5,7 @@ count the operations of parallel3d/tensor/ and the tensors that autograd keeps; 
 if its probability is above 0.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
@@ -21,7 +22,7 @@ from parallel3d.model.spec import (
     Work,
     fullest,
     in_order,
-)
+)  # fmt: skip
 
 _FP32, _INT64 = 4, 8  # bytes: of a logsumexp; of a row number
 
@@ -41,11 +42,32 @@ class ModuleCost(Protocol):
 
 
 @dataclass(frozen=True)
-class BlockCost:
-    """The cost of a block: the sum over its modules, each with norm and residual sum."""
+class _CostOfLayer:
+    """A layer's cost, as a function of the stream through it."""
 
     hidden: int
     """Width of the residual stream."""
+
+    def __call__(
+        self,
+        shape: Shape,
+        tp: int = 1,
+        sequence_parallel: bool = False,
+        recompute: Recompute = "none",
+    ) -> LayerCost:
+        """Return the cost of one microbatch; `recompute` has an effect on blocks only."""
+        split = sequence_parallel and tp > 1
+        return self.of(Stream(shape.batch, shape.seq, self.hidden, tp, split), recompute)
+
+    @abstractmethod
+    def of(self, stream: Stream, recompute: Recompute) -> LayerCost:
+        """Return the cost of one microbatch on its stream."""
+
+
+@dataclass(frozen=True)
+class BlockCost(_CostOfLayer):
+    """The cost of a block: the sum over its modules, each with norm and residual sum."""
+
     norm: NormCost
     """The norm before each module."""
     modules: tuple[ModuleCost, ...]
@@ -57,42 +79,21 @@ class BlockCost:
     parallel: bool = False
     """All modules read the block's input, side by side (GPT-NeoX, arXiv:2204.06745)."""
 
-    def __call__(
-        self,
-        shape: Shape,
-        tp: int = 1,
-        sequence_parallel: bool = False,
-        recompute: Recompute = "none",
-    ) -> LayerCost:
-        """Return the cost of one microbatch."""
-        stream = Stream(
-            shape.batch, shape.seq, self.hidden, tp, sequence_parallel and tp > 1, self.dropout
-        )
-        return _block(self, stream, recompute)
+    def of(self, stream: Stream, recompute: Recompute) -> LayerCost:
+        return _block(self, stream._replace(dropout=self.dropout), recompute)
 
 
 @dataclass(frozen=True)
-class EmbeddingCost:
+class EmbeddingCost(_CostOfLayer):
     """The cost of a look-up in a vocabulary-parallel table."""
 
-    hidden: int
-    """Width of the residual stream."""
     positions: bool = False
     """There is a table of learned positions."""
     dropout: bool = False
     """Dropout on the sum of the vectors."""
 
-    def __call__(
-        self,
-        shape: Shape,
-        tp: int = 1,
-        sequence_parallel: bool = False,
-        recompute: Recompute = "none",
-    ) -> LayerCost:
-        """Return the cost of one microbatch; `recompute` has no effect on the embedding."""
-        return _embedding(
-            self, Stream(shape.batch, shape.seq, self.hidden, tp, sequence_parallel and tp > 1)
-        )
+    def of(self, stream: Stream, recompute: Recompute) -> LayerCost:
+        return _embedding(self, stream)
 
 
 @lru_cache(maxsize=4096)
@@ -198,11 +199,9 @@ def chunk_tokens(tokens: int, vocab: int) -> int:
 
 
 @dataclass(frozen=True)
-class HeadCost:
+class HeadCost(_CostOfLayer):
     """The cost of the final norm, the logits and vocabulary-parallel cross-entropy in fp32."""
 
-    hidden: int
-    """Width of the residual stream."""
     vocab: int
     """Rows of the output projection, of all tp ranks."""
     norm: NormCost = LAYER_NORM
@@ -210,17 +209,8 @@ class HeadCost:
     in_parts: bool = True
     """Large logits are computed for some tokens at a time."""
 
-    def __call__(
-        self,
-        shape: Shape,
-        tp: int = 1,
-        sequence_parallel: bool = False,
-        recompute: Recompute = "none",
-    ) -> LayerCost:
-        """Return the cost of one microbatch; `recompute` has no effect on the head."""
-        return _head(
-            self, Stream(shape.batch, shape.seq, self.hidden, tp, sequence_parallel and tp > 1)
-        )
+    def of(self, stream: Stream, recompute: Recompute) -> LayerCost:
+        return _head(self, stream)
 
 
 @lru_cache(maxsize=4096)

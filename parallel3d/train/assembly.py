@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from parallel3d import models
 from parallel3d.config import RunConfig
@@ -79,21 +80,12 @@ def assemble(
 
     training, sizes = make(schedule.num_microbatches), config.mesh
     between = hidden_shape(sizes, shape, own.model.hidden_size)
-    executor, evaluator = (
-        Executor(
-            s,
-            mesh,
-            engine,
-            key=stages.key,
-            hidden_shape=between,
-            scatter=own.pipeline.scatter_activations and not sizes.sequence_parallel,
-            make_schedule=make_another,
-        )
-        for s, make_another in (
-            (training, make),
-            (add_sharding(make_evaluation(schedule), weights, False), None),
-        )
+    scatter = own.pipeline.scatter_activations and not sizes.sequence_parallel
+    make_executor = partial(
+        Executor, mesh=mesh, engine=engine, key=stages.key, hidden_shape=between, scatter=scatter
     )
+    executor = make_executor(training, make_schedule=make)
+    evaluator = make_executor(add_sharding(make_evaluation(schedule), weights, False))
     return Assembly(layers, shape, training, stages, engine, executor, evaluator)
 
 

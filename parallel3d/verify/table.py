@@ -35,17 +35,16 @@ class Feature(NamedTuple):
 
 def features(config: RunConfig) -> tuple[Feature, ...]:
     """Return the features of a config, in the order of their settings."""
-    pipeline, zero, data, model = (
-        config.pipeline,
-        config.zero_optimization,
-        config.data,
-        config.model,
-    )
+    pipeline, data, model = config.pipeline, config.data, config.model
+    zero, train, bits = config.zero_optimization, config.train, config.train.check_bits
     mup = parametrization_of(model).type != "standard"
     parts = data.mixture if data.source == "mixture" else (data,)
     changes = any(len(weight_changes(part)) > 1 for part in parts)
     weighs = any(part.label_field or part.weight_field for part in parts)
     devices = (zero.offload_optimizer.device, zero.offload_param.device)
+    balancing = ("router_aux_loss_coef", "router_z_loss_coef", "score_bias_rate")
+    balances = any(getattr(model, name, 0) for name in balancing)
+    skips = train.on_nonfinite != "stop" or train.on_spike != "ignore"
     # Whether the config has it, its name, and the test that has it if it is not proved here.
     rows: tuple[tuple[object, str, str], ...] = (
         (True, f"pipeline.schedule = {pipeline.schedule}", ""),
@@ -56,13 +55,10 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (devices != ("none", "none"), f"offload to {', '.join(devices)}", ""),
         (True, f"precision {config.precision}", ""),
         (getattr(config.optimizer.params, "weight_decay", 0), "which parameters decay", ""),
-        (
-            config.optimizer.file == "muon",
-            "optimizer.params.coefficients",
-            "tests/config/test_muon.py",
-        ),
+        (config.optimizer.file == "muon", "optimizer.params.coefficients",
+         "tests/config/test_muon.py"),
         (config.gradient_clipping, "gradient_clipping", ""),
-        (not config.scheduler, f"train.lr_schedule.type = {config.train.lr_schedule.type}", ""),
+        (not config.scheduler, f"train.lr_schedule.type = {train.lr_schedule.type}", ""),
         (config.scheduler, "scheduler", "tests/config/test_learning_rates.py"),
         (config.precision == "fp16", "a growing loss scale", ""),
         (config.precision == "fp16", "a step that overflows", "tests/engine/test_fp16.py"),
@@ -72,42 +68,19 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (drops_out(config), "where dropout's masks agree and differ", ""),
         (drops_out(config), "dropout's scale", "tests/tensor/test_dropout.py"),
         (drops_out(config), "dropout's probabilities", "tests/models/test_model.py"),
-        (
-            any(
-                getattr(model, name, 0)
-                for name in ("router_aux_loss_coef", "router_z_loss_coef", "score_bias_rate")
-            ),
-            "losses and biases that balance experts",
-            "tests/pipeline/test_experts.py",
-        ),
-        (
-            pretrained_of(model),
-            "import of model.from_pretrained",
-            "tests/huggingface/test_import.py",
-        ),
+        (balances, "losses and biases that balance experts", "tests/pipeline/test_experts.py"),
+        (pretrained_of(model), "import of model.from_pretrained",
+         "tests/huggingface/test_import.py"),
         (config.mesh.sequence_parallel, "mesh.sequence_parallel", ""),
         (config.mesh.ep > 1, f"mesh.ep = {config.mesh.ep}", ""),
-        (
-            config.mesh.cp > 1,
-            f"mesh.cp = {config.mesh.cp} (or name such a mesh by --meshes)",
-            "tests/verify/test_parity.py",
-        ),
-        (config.train.batch_schedule, "train.batch_schedule", "tests/train/test_batch_phases.py"),
-        (
-            config.train.batch_schedule,
-            "losses and gradients of steps of other sizes",
-            "tests/pipeline/test_changing_microbatches.py",
-        ),
-        (
-            config.train.batch_lr != "none",
-            f"train.batch_lr = {config.train.batch_lr}",
-            "tests/config/test_batch_schedule.py",
-        ),
-        (
-            config.train.on_nonfinite != "stop" or config.train.on_spike != "ignore",
-            "batches that are left out",
-            "tests/train/test_bad_steps.py",
-        ),
+        (config.mesh.cp > 1, f"mesh.cp = {config.mesh.cp} (or name such a mesh by --meshes)",
+         "tests/verify/test_parity.py"),
+        (train.batch_schedule, "train.batch_schedule", "tests/train/test_batch_phases.py"),
+        (train.batch_schedule, "losses and gradients of steps of other sizes",
+         "tests/pipeline/test_changing_microbatches.py"),
+        (train.batch_lr != "none", f"train.batch_lr = {train.batch_lr}",
+         "tests/config/test_batch_schedule.py"),
+        (skips, "batches that are left out", "tests/train/test_bad_steps.py"),
         (True, "loss, norm, rate, step and tokens in metrics.jsonl", ""),
         (True, "order of samples, labels", ""),
         (data.fim, "data.fim", "tests/data/test_fim.py"),
@@ -119,34 +92,20 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (weighs, "labels that count unequally", ""),
         (True, f"reading data.source = {data.source}", "tests/data/test_sources.py"),
         (True, "held-out losses", ""),
-        (
-            True,
-            "losses of validation sets and of a mixture's parts, standard errors",
-            "tests/train/test_evaluation.py",
-        ),
+        (True, "losses of validation sets and of a mixture's parts, standard errors",
+         "tests/train/test_evaluation.py"),
         (True, "bits per byte", "tests/data/test_evaluation.py"),
         (True, "a resume, on another mesh if several are run", ""),
         (config.checkpoint.asynchronous, "saves while training goes on", ""),
-        (
-            config.checkpoint.in_memory_every,
-            "checkpoint.in_memory_every",
-            "tests/checkpoint/test_in_memory.py",
-        ),
-        (
-            config.train.check_bits.every or config.train.check_bits.recompute_every,
-            "train.check_bits",
-            "tests/train/test_check_bits.py",
-        ),
-        (
-            config.train.noise_scale_every,
-            "train.noise_scale_every",
-            "tests/train/test_gradient_noise.py",
-        ),
-        (config.train.compile != "none", f"train.compile = {config.train.compile}", ""),
+        (config.checkpoint.in_memory_every, "checkpoint.in_memory_every",
+         "tests/checkpoint/test_in_memory.py"),
+        (bits.every or bits.recompute_every, "train.check_bits", "tests/train/test_check_bits.py"),
+        (train.noise_scale_every, "train.noise_scale_every", "tests/train/test_gradient_noise.py"),
+        (train.compile != "none", f"train.compile = {train.compile}", ""),
         (True, "weights saved at the end", "tests/huggingface/test_from_ranks.py"),
         (True, "export", "tests/huggingface/test_export.py"),
         (True, "kernels of a GPU", "tests/gpu/test_numbers.py"),
-    )
+    )  # fmt: skip
     listed = [Feature(n, ELSEWHERE if test else PROVED, test) for has, n, test in rows if has]
     size = f"the model's own width, and samples of more than {LONG.sequence_length} tokens"
     return *listed, Feature(size, NOT_PROVED)

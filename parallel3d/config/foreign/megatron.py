@@ -12,7 +12,7 @@ from parallel3d.config.foreign.rules import Rule, dropped, missing
 from parallel3d.model.recompute import text_of
 
 _P = "parallel3d"
-_RATE = f"{_P}.train.lr_schedule"
+_RATE, _RECOMPUTE = f"{_P}.train.lr_schedule", f"{_P}.pipeline.activation_checkpointing"
 
 # Its name, and its values up to the next argument, a variable with more of them, or a sign
 _ARGUMENT = re.compile(
@@ -40,16 +40,12 @@ TABLE: dict[str, Rule] = {
     ),
     "zero-stage": Rule("zero_optimization.stage"),
     "optimizer-cpu-offload": Rule("zero_optimization.offload_optimizer.device", {True: "cpu"}),
-    "recompute-granularity": Rule(
-        f"{_P}.pipeline.activation_checkpointing", {"full": "full", "selective": "selective"}
-    ),
-    "recompute-activations": Rule(
-        f"{_P}.pipeline.activation_checkpointing", {True: "selective"}
-    ),
+    "recompute-granularity": Rule(_RECOMPUTE, {"full": "full", "selective": "selective"}),
+    "recompute-activations": Rule(_RECOMPUTE, {True: "selective"}),
     **dict.fromkeys(
         ("checkpoint-activations", "deepspeed-activation-checkpointing",
          "activations-checkpoint-method"),
-        Rule(f"{_P}.pipeline.activation_checkpointing", lambda _: "full"),
+        Rule(_RECOMPUTE, lambda _: "full"),
     ),
     "recompute-modules": Rule(f"{_P}.pipeline@recompute_modules", _sublayers),
     "recompute-method": Rule(f"{_P}.pipeline@recompute_method", plain=("uniform",)),
@@ -80,17 +76,14 @@ TABLE: dict[str, Rule] = {
     **missing("rotary-interleaved", "pairs are i and i + half"),
     "normalization": Rule(
         f"{_P}.model.family@norm",
-        {"LayerNorm": "layernorm", "layernorm": "layernorm", "RMSNorm": "rmsnorm",
-         "rmsnorm": "rmsnorm"}, verdict="REFUSED",
+        {n: n.lower() for n in ("LayerNorm", "layernorm", "RMSNorm", "rmsnorm")}, verdict="REFUSED",
     ),
     "norm-epsilon": Rule(f"{_P}.model@norm_eps"),
     "layernorm-epsilon": Rule(f"{_P}.model@norm_eps"),
     **dropped("apply-layernorm-1p", "another way to store the same norm"),
     "swiglu": Rule(f"{_P}.model.family@mlp", {True: "swiglu", False: "gelu"}),
     **missing("squared-relu openai-gelu", "no family has it", verdict="REFUSED"),
-    "no-bias-gelu-fusion": Rule(
-        f"{_P}.model.activation@gelu", {True: "gelu", False: "gelu_fast"}
-    ),
+    "no-bias-gelu-fusion": Rule(f"{_P}.model.activation@gelu", {True: "gelu", False: "gelu_fast"}),
     "disable-bias-linear": Rule(f"{_P}.model.family@bias", {True: False, False: True}),
     "add-qkv-bias": Rule(f"{_P}.model.attention_bias"),
     "qk-layernorm": Rule(f"{_P}.model.qk_norm"),
@@ -224,11 +217,10 @@ DEFAULTS: dict[str, Any] = {
 
 def complete(values: dict[str, Any]) -> None:
     """Combine what several arguments say: betas, recomputation, the data, the width of a SwiGLU."""
-    recompute = f"{_P}.pipeline.activation_checkpointing"
-    if values.get(recompute) == "selective":
-        values[recompute] = values.get("@recompute_modules", "selective")
+    if values.get(_RECOMPUTE) == "selective":
+        values[_RECOMPUTE] = values.get("@recompute_modules", "selective")
     elif values.get("@recompute_method") == "block":
-        values[recompute] = {"full": values.get("@recompute_num_layers", 1)}
+        values[_RECOMPUTE] = {"full": values.get("@recompute_num_layers", 1)}
     values["optimizer.params.betas"] = [values.get("@beta1", 0.9), values.get("@beta2", 0.999)]
     words = values.get("@files", [""])
     if not isinstance(words[0], str):

@@ -1,6 +1,6 @@
 """nanotron's YAML (github.com/huggingface/nanotron, `nanotron.config.Config`)."""
 
-from parallel3d.config.foreign.rules import Rule, dropped, missing
+from parallel3d.config.foreign.rules import Rule, dropped, missing, same
 
 _P = "parallel3d"
 _MODEL, _RATE = "model.model_config", "optimizer.learning_rate_scheduler"
@@ -11,18 +11,11 @@ TABLE: dict[str, Rule] = {
     f"{_MODEL}.is_llama_config": Rule(f"{_P}.model.family@family", {True: "llama"}),
     f"{_MODEL}.is_qwen2_config": Rule(f"{_P}.model.family@family", {True: "llama"}),
     **missing(f"{_MODEL}.is_starcoder2_config", "no such family", False, verdict="REFUSED"),
-    f"{_MODEL}.hidden_size": Rule(f"{_P}.model.hidden_size"),
-    f"{_MODEL}.num_hidden_layers": Rule(f"{_P}.model.num_hidden_layers"),
-    f"{_MODEL}.num_attention_heads": Rule(f"{_P}.model.num_attention_heads"),
-    f"{_MODEL}.num_key_value_heads": Rule(f"{_P}.model.num_key_value_heads"),
-    f"{_MODEL}.intermediate_size": Rule(f"{_P}.model.intermediate_size"),
-    f"{_MODEL}.max_position_embeddings": Rule(f"{_P}.model.max_position_embeddings"),
-    f"{_MODEL}.vocab_size": Rule(f"{_P}.model.vocab_size"),
-    f"{_MODEL}.rms_norm_eps": Rule(f"{_P}.model.rms_norm_eps"),
-    f"{_MODEL}.rope_theta": Rule(f"{_P}.model.rope_theta"),
-    f"{_MODEL}.rope_scaling": Rule(f"{_P}.model.rope_scaling"),
-    f"{_MODEL}.tie_word_embeddings": Rule(f"{_P}.model.tie_word_embeddings"),
-    f"{_MODEL}.attention_bias": Rule(f"{_P}.model.attention_bias"),
+    **same(
+        "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size "
+        "max_position_embeddings vocab_size rms_norm_eps rope_theta rope_scaling "
+        "tie_word_embeddings attention_bias", f"{_P}.model", f"{_MODEL}.",
+    ),
     "model.init_method.std": Rule(f"{_P}.model.initializer_range"),
     "model.dtype": Rule(
         "bf16.enabled", {"bfloat16": True, "float32": False},
@@ -64,30 +57,19 @@ TABLE: dict[str, Rule] = {
     f"{_RATE}.lr_decay_style": Rule(f"{_P}.train.lr_schedule.type@style"),
     f"{_RATE}.lr_decay_steps": Rule(f"{_P}.train.lr_schedule.decay_steps@decay_steps"),
     f"{_RATE}.lr_decay_starting_step": Rule(f"{_P}.train.lr_schedule.decay_steps@start"),
-    **dict.fromkeys(
-        ("optimizer.optimizer_factory.adam_beta1", "optimizer.adam_beta1"),
-        Rule("optimizer.params.betas@beta1"),
-    ),
-    **dict.fromkeys(
-        ("optimizer.optimizer_factory.adam_beta2", "optimizer.adam_beta2"),
-        Rule("optimizer.params.betas@beta2"),
-    ),
-    **dict.fromkeys(
-        ("optimizer.optimizer_factory.adam_eps", "optimizer.adam_eps"),
-        Rule("optimizer.params.eps"),
-    ),
+    **{
+        f"{block}.adam_{name}": Rule(f"optimizer.params.{ours}")
+        for block in ("optimizer.optimizer_factory", "optimizer")
+        for name, ours in (("beta1", "betas@beta1"), ("beta2", "betas@beta2"), ("eps", "eps"))
+    },
     **missing("optimizer.optimizer_factory.name", "AdamW is the only one", "adamW", "adam"),
     "optimizer.weight_decay": Rule("optimizer.params.weight_decay"),
-    **missing(
-        "optimizer.weight_decay_exclude_named_params", "matrices decay, vectors do not", []
-    ),
+    **missing("optimizer.weight_decay_exclude_named_params", "matrices decay, vectors do not", []),
     "optimizer.clip_grad": Rule("gradient_clipping"),
     "optimizer.zero_stage": Rule("zero_optimization.stage"),
     **missing("optimizer.accumulate_grad_in_fp32", "gradients are added in fp32", True),
     # The mesh
-    "parallelism.dp": Rule(f"{_P}.mesh.dp"),
-    "parallelism.pp": Rule(f"{_P}.mesh.pp"),
-    "parallelism.tp": Rule(f"{_P}.mesh.tp"),
+    **same("dp pp tp", f"{_P}.mesh", "parallelism."),
     "parallelism.tp_mode": Rule(
         f"{_P}.mesh.sequence_parallel", {"REDUCE_SCATTER": True, "ALL_REDUCE": False}
     ),
@@ -104,9 +86,7 @@ TABLE: dict[str, Rule] = {
     "tokens.micro_batch_size": Rule("train_micro_batch_size_per_gpu"),
     "tokens.batch_accumulation_per_replica": Rule("gradient_accumulation_steps"),
     "tokens.train_steps": Rule(f"{_P}.train.steps@steps"),
-    "tokens.val_check_interval": Rule(
-        f"{_P}.train.evaluate_every", lambda steps: max(0, steps)
-    ),
+    "tokens.val_check_interval": Rule(f"{_P}.train.evaluate_every", lambda steps: max(0, steps)),
     "tokenizer.tokenizer_name_or_path": Rule(f"{_P}.data.tokenizer@tokenizer"),
     **missing("tokenizer.tokenizer_revision", "name a folder with that revision"),
     **missing("tokenizer.tokenizer_max_length", "documents of any length are packed"),
@@ -123,9 +103,7 @@ TABLE: dict[str, Rule] = {
     **missing(f"{_DATA}.pad_samples_to_global_batch_size", "samples are not padded", False),
     **missing(f"{_DATA}.dataset_max_tokens", "all tokens are used"),
     **missing("data_stages.start_training_step", "the first stage starts at once", 0, 1),
-    **missing(
-        "data_stages[1:]", "a run has one mixture; start another from a checkpoint of it"
-    ),
+    **missing("data_stages[1:]", "a run has one mixture; start another from a checkpoint of it"),
     **dropped(
         f"{_DATA}.token_size_in_bytes",
         "2, or 4 for vocabularies above 65,536 (parallel3d.data.token_dtype)",

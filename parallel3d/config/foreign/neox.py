@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from parallel3d.config.foreign.rules import Rule, dropped, missing
+from parallel3d.config.foreign.rules import Rule, dropped, missing, same
 
 _P = "parallel3d"
-_FULL = ("global", "flash")
+_FULL, _NORMS = ("global", "flash"), ("layernorm", "rmsnorm")
 
 TABLE: dict[str, Rule] = {
     # The mesh
@@ -16,17 +16,14 @@ TABLE: dict[str, Rule] = {
     **dropped("pipe_partition_method", "layers are placed on stages by their cost"),
     # The model
     "num_layers": Rule(f"{_P}.model.num_hidden_layers"),
-    "hidden_size": Rule(f"{_P}.model.hidden_size"),
-    "num_attention_heads": Rule(f"{_P}.model.num_attention_heads"),
+    **same("hidden_size num_attention_heads max_position_embeddings", f"{_P}.model"),
     "num_kv_heads": Rule(f"{_P}.model.num_key_value_heads"),
-    "max_position_embeddings": Rule(f"{_P}.model.max_position_embeddings"),
     "intermediate_size": Rule(f"{_P}.model.intermediate_size@inner"),
     "expansion_factor": Rule(f"{_P}.model.intermediate_size@expansion"),
     "mlp_multiple_of": Rule(f"{_P}.model.intermediate_size@multiple"),
     "norm": Rule(
-        f"{_P}.model.family@norm",
-        {"layernorm": "layernorm", "te_layernorm": "layernorm", "rmsnorm": "rmsnorm",
-         "te_rmsnorm": "rmsnorm"}, verdict="REFUSED",
+        f"{_P}.model.family@norm", {f"{te}{n}": n for te in ("", "te_") for n in _NORMS},
+        verdict="REFUSED",
     ),
     "layernorm_epsilon": Rule(f"{_P}.model@layer_norm_eps"),
     "rms_norm_epsilon": Rule(f"{_P}.model@rms_norm_eps"),
@@ -44,9 +41,7 @@ TABLE: dict[str, Rule] = {
         verdict="REFUSED",
     ),
     "mlp_type": Rule(f"{_P}.model.family@mlp_type", {"llama": "llama"}, plain=("regular",)),
-    "bias_gelu_fusion": Rule(
-        f"{_P}.model.activation@gelu", {True: "gelu_fast", False: "gelu"}
-    ),
+    "bias_gelu_fusion": Rule(f"{_P}.model.activation@gelu", {True: "gelu_fast", False: "gelu"}),
     **dict.fromkeys(
         ("use_bias_in_attn_linear", "use_bias_in_mlp", "use_bias_in_norms"),
         Rule(f"{_P}.model.family@bias", plain=(True,)),

@@ -70,6 +70,11 @@ class Rule(NamedTuple):
         return Row(self.verdict, setting, value, why=self.why)
 
 
+def same(names: str, block: str, prefix: str = "") -> dict[str, Rule]:
+    """Return rules of settings, separated by spaces, that a block of ours has by these names."""
+    return {f"{prefix}{name}": Rule(f"{block}.{name}") for name in names.split()}
+
+
 def dropped(names: str, why: str) -> dict[str, Rule]:
     """Return rules of settings, separated by spaces, that do not change what is trained."""
     return dict.fromkeys(names.split(), Rule(why=why, verdict="dropped"))
