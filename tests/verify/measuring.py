@@ -103,6 +103,15 @@ def train_and_compare(rank: int, config: RunConfig, reference: Reference) -> Dif
     return found
 
 
+def train_each(rank: int, jobs: Iterable[tuple[RunConfig, Reference]]) -> list[Differences]:
+    """Train one after another on one rank, and compare each with its reference."""
+    found = []
+    for config, reference in jobs:
+        number_anew()
+        found.append(train_and_compare(rank, config, reference))
+    return found
+
+
 def differences(
     parts: Assembly, config: RunConfig, curves: Curves, reference: Reference
 ) -> Differences:

@@ -23,9 +23,8 @@ from tests.verify.configs import MODELS, config_of
 from tests.verify.measuring import (
     errors_of,
     measure,
-    number_anew,
     reference_on_batches,
-    train_and_compare,
+    train_each,
 )
 from tests.verify.pairwise import pairs, pairwise, possible_pairs
 from tests.verify.parity_table import by_hand, markdown
@@ -189,14 +188,6 @@ def together(request, reference_of, tmp_path_factory):
         return next(e for r, e in trained(prod(row["mesh"]), row["offload"]) if r == row)
 
     return errors
-
-
-def train_each(rank, jobs):
-    found = []
-    for config, reference in jobs:
-        number_anew()
-        found.append(train_and_compare(rank, config, reference))
-    return found
 
 
 def test_every_setting_appears():
