@@ -94,6 +94,7 @@ PRELOAD = [
     "launch.train", "parallel3d.train.trainer", "parallel3d.huggingface.from_ranks",
     "parallel3d.engine.selftest", "safetensors.torch", "pytest", "hypothesis", "tests.cases",
     "parallel3d.train.output", "parallel3d.model.optimizers.adamw",
+    "parallel3d.model.optimizers.muon",
     # Tokenizers and exports load it; it takes longer than most tests' training.
     *(f"transformers.models.{x}.modeling_{x}" for x in ("gpt2", "llama", "gpt_neox")),
     # Half of what DeepSpeed would import in each rank, as it builds an engine.

@@ -24,11 +24,7 @@ _LOSES_ITS_PLACE = "so the run would lose its place in the data"
 _MUST_NOT_CHANGE: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("parallel3d.train.seed", int, _LOSES_ITS_PLACE),
     ("parallel3d.data.sequence_length", int, _LOSES_ITS_PLACE),
-    (
-        "parallel3d.data.packing",
-        lambda packing: "none" if packing is ABSENT else packing,
-        _LOSES_ITS_PLACE,
-    ),
+    ("parallel3d.data.packing", lambda p: "none" if p is ABSENT else p, _LOSES_ITS_PLACE),
     ("optimizer.type", file_of, "which cannot continue from the other's state"),
     (
         "parallel3d.model.parametrization",

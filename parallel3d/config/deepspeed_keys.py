@@ -214,7 +214,6 @@ BY_SECTION: dict[str, dict[str, Key]] = {
         ),
         "immediate_grad_update": Key(_OWN_LOOP, (False,)),
     },
-    "comet": {"samples_log_interval": _NO_EFFECT},
     "comms_logger": dict.fromkeys(("verbose", "debug"), _NO_EFFECT),
     "flops_profiler": dict.fromkeys(
         ("module_depth", "top_modules", "recompute_fwd_factor", "detailed", "output_file"),

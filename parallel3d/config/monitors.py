@@ -56,6 +56,8 @@ class WandbConfig(Switched):
 class CometConfig(Switched):
     """Comet; null leaves a setting to Comet's own configuration and environment."""
 
+    samples_log_interval: int = Field(default=100, ge=0)
+    """Samples between two values of a metric."""
     project: str | None = None
     """Project of the experiment."""
     workspace: str | None = None

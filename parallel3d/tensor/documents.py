@@ -93,8 +93,10 @@ def _at_once(
         bounds, longest = segments.bounds, max(segments.lengths)
     # Earlier and later positions that a token sees besides itself; -1: all.
     around, grouped = (-1 if window is None else window - 1, 0), k.shape[1] != q.shape[1]
-    both = bounds, bounds, longest, longest  # of queries and of keys
-    return _kernel()(q, k, v, *both, scale=scale, window_size=around, enable_gqa=grouped)
+    return _kernel()(
+        q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=around,
+        enable_gqa=grouped,
+    )  # fmt: skip
 
 
 def _attend(

@@ -79,11 +79,11 @@ def assemble(
         return add_sharding(schedule, weights, settings.reduces_once)
 
     training, sizes = make(schedule.num_microbatches), config.mesh
-    between = hidden_shape(sizes, shape, own.model.hidden_size)
-    scatter = own.pipeline.scatter_activations and not sizes.sequence_parallel
     make_executor = partial(
-        Executor, mesh=mesh, engine=engine, key=stages.key, hidden_shape=between, scatter=scatter
-    )
+        Executor, mesh=mesh, engine=engine, key=stages.key,
+        hidden_shape=hidden_shape(sizes, shape, own.model.hidden_size),
+        scatter=own.pipeline.scatter_activations and not sizes.sequence_parallel,
+    )  # fmt: skip
     executor = make_executor(training, make_schedule=make)
     evaluator = make_executor(add_sharding(make_evaluation(schedule), weights, False))
     return Assembly(layers, shape, training, stages, engine, executor, evaluator)
@@ -103,18 +103,12 @@ def build(
     shape = Shape(settings.micro_batch_size, own.data.sequence_length)
     schedule = _schedule(own.pipeline, mesh, config.num_microbatches)
     stages = build_stages(
-        layers,
-        schedule,
-        settings,
-        mesh=mesh,
-        shape=shape,
-        seed=seed,
+        layers, schedule, settings, mesh=mesh, shape=shape, seed=seed,
         activation_checkpointing=own.pipeline.activation_checkpointing,
         offload_activations=own.pipeline.offload_activations == "cpu",
-        sequence_parallel=sizes.sequence_parallel,
-        overlap=own.train.overlap,
+        sequence_parallel=sizes.sequence_parallel, overlap=own.train.overlap,
         cp_ring=sizes.cp_ring,
-    )
+    )  # fmt: skip
     return layers, shape, schedule, stages
 
 

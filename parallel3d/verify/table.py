@@ -37,13 +37,11 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
     """Return the features of a config, in the order of their settings."""
     pipeline, data, model = config.pipeline, config.data, config.model
     zero, train, bits = config.zero_optimization, config.train, config.train.check_bits
-    mup = parametrization_of(model).type != "standard"
     parts = data.mixture if data.source == "mixture" else (data,)
     changes = any(len(weight_changes(part)) > 1 for part in parts)
     weighs = any(part.label_field or part.weight_field for part in parts)
     devices = (zero.offload_optimizer.device, zero.offload_param.device)
     balancing = ("router_aux_loss_coef", "router_z_loss_coef", "score_bias_rate")
-    balances = any(getattr(model, name, 0) for name in balancing)
     skips = train.on_nonfinite != "stop" or train.on_spike != "ignore"
     # Whether the config has it, its name, and the test that has it if it is not proved here.
     rows: tuple[tuple[object, str, str], ...] = (
@@ -64,11 +62,12 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (config.precision == "fp16", "a step that overflows", "tests/engine/test_fp16.py"),
         (True, f"model.family = {model.family}", ""),
         (True, "mean and standard deviation of first weights", ""),
-        (mup, "model.parametrization", ""),
+        (parametrization_of(model).type != "standard", "model.parametrization", ""),
         (drops_out(config), "where dropout's masks agree and differ", ""),
         (drops_out(config), "dropout's scale", "tests/tensor/test_dropout.py"),
         (drops_out(config), "dropout's probabilities", "tests/models/test_model.py"),
-        (balances, "losses and biases that balance experts", "tests/pipeline/test_experts.py"),
+        (any(getattr(model, name, 0) for name in balancing),
+         "losses and biases that balance experts", "tests/pipeline/test_experts.py"),
         (pretrained_of(model), "import of model.from_pretrained",
          "tests/huggingface/test_import.py"),
         (config.mesh.sequence_parallel, "mesh.sequence_parallel", ""),

@@ -47,7 +47,8 @@ def corpora(cache):
     return contents(Path(cache) / "corpora")
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # by default the test after kill -9
+@pytest.mark.parametrize("workers", [1, 2])
 def test_workers_and_shards_do_not_show(rows, workers, tmp_path, monkeypatch):
     prepare(replace(rows, workers=workers))
     monkeypatch.setattr(shards, "SHARD_BYTES", 10**9)
@@ -112,7 +113,8 @@ def start(settings):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_after_kill_9_only_what_is_missing_is_tokenised(rows, tmp_path):
+def test_after_kill_9_only_what_is_missing_is_tokenised(rows, tmp_path, monkeypatch):
+    """And the corpus is that of one process and one shard."""
     with start(replace(rows, workers=2)) as process:
         children = process.stdout.readline().split()
     assert len(children) == 2 and process.returncode == -signal.SIGKILL
@@ -128,6 +130,7 @@ def test_after_kill_9_only_what_is_missing_is_tokenised(rows, tmp_path):
     prepare(rows, lambda phase, done, _: phase.startswith("tokenising") and seen.append(done))
     # The first that is heard of is what was kept; then each document once.
     assert seen[0] == kept and seen == sorted(seen) and seen[-1] == 400
+    monkeypatch.setattr(shards, "SHARD_BYTES", 10**9)
     prepare(replace(rows, cache=str(tmp_path / "at once")))
     assert corpora(rows.cache) == corpora(tmp_path / "at once")
 

@@ -142,7 +142,6 @@ def test_on_two_ranks(reference):
             case_of(
                 (2, 1, 1), "zero_bubble", microbatches=4, checkpointing="full", weights="per_pass"
             ),
-            case_of((2, 1, 1), "v_shape", microbatches=4, stages_per_rank=2, zero_stage=1),
             case_of(
                 (1, 1, 2), "gpipe", microbatches=2, sequence_parallel=True, checkpointing="full"
             ),

@@ -113,23 +113,19 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
     settings, flops = [plan.setting for plan in plans], request.flops.full
     room = request.hardware.memory_bytes.value
     axes = AXES if any(s.cp > 1 for s in settings) else WITHOUT_CP
+    meshes = [
+        "×".join(str(getattr(s, axis)) for axis in axes)
+        + (f" ep {s.ep}" if s.ep > 1 else "")
+        + (" sp" if s.sequence_parallel else "")
+        for s in settings
+    ]
+    reduces = ["" if s.reduces_once or s.zero_stage == 2 else " each" for s in settings]
     columns: list[FilledColumn] = [
         (Column("#"), [str(number) for number, _ in enumerate(plans, first)]),
-        (
-            Column("×".join(axes), right=False),
-            [
-                "×".join(str(getattr(s, axis)) for axis in axes)
-                + (f" ep {s.ep}" if s.ep > 1 else "")
-                + (" sp" if s.sequence_parallel else "")
-                for s in settings
-            ],
-        ),
+        (Column("×".join(axes), right=False), meshes),
         (
             Column("ZeRO", right=False, line=1),
-            [
-                f"{s.zero_stage}" + ("" if s.reduces_once or s.zero_stage == 2 else " each")
-                for s in settings
-            ],
+            [f"{s.zero_stage}{each}" for s, each in zip(settings, reduces, strict=True)],
         ),
     ]
     if any(s.zero_stage == 3 for s in settings):

@@ -43,7 +43,6 @@ CASES = {
     ],
     (2, 1, 1): [
         deep(M=6, schedule="interleaved", v=2),
-        deep(zero=1, M=6, recompute="full:1", **ONE),
     ],
 }
 MOE = {"family": "moe", "num_experts": 8, "moe_intermediate_size": 128}
@@ -69,7 +68,7 @@ SLOW = {
         {**STEP, **OFTEN, "offload": "cpu", **FLAT}, {**PASS, **BREADTH, "precision": "fp32"},
         {**BREADTH, **FULL},
     ],
-    (2, 1, 1): [deep(), deep(M=8, **ONE, **FULL)],
+    (2, 1, 1): [deep(), deep(M=8, **ONE, **FULL), deep(zero=1, M=6, recompute="full:1", **ONE)],
     (1, 1, 2): [
         deep(sp=True, recompute="selective"), deep(sp=True, recompute="layernorm+mlp_act"),
         deep(sp=True, recompute="mlp", model=DEEP | LLAMA),
