@@ -69,8 +69,8 @@ def is_saved(place, name, step):
     return (place.root / "runs" / name / f"checkpoints/step-{step}/manifest.json").exists()
 
 
-# One rank by default: how others end beside one that died is in test_kill and test_hangs.
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # by default tests/checkpoint/test_kill.py starts processes without a launcher
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_torchrun_restarts_what_was_killed(place, ranks):
     """Without a name: the restarted ranks find the folder of their own launch again."""
     name, steps = f"gpt-h32-l2-1x{ranks}x1", 20

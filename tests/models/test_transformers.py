@@ -231,6 +231,7 @@ def moved_in_all():
     return dict(zip(models.families(), on_ranks(moved, jobs), strict=True))
 
 
+@pytest.mark.slow  # by default documents are isolated as by transformers, which is compared above
 @pytest.mark.parametrize("family", models.families())
 def test_a_document_moves_no_other(family):
     for per_rank in moved_in_all()[family]:

@@ -138,14 +138,12 @@ def test_on_two_ranks(reference):
     """Each pair of a schedule's kind and what recomputes, holds or sums in another way."""
     check(
         [
-            case_of((2, 1, 1), "one_f_one_b", microbatches=4, checkpointing="full"),
             case_of(
                 (2, 1, 1), "zero_bubble", microbatches=4, checkpointing="full", weights="per_pass"
             ),
             case_of(
                 (1, 1, 2), "gpipe", microbatches=2, sequence_parallel=True, checkpointing="full"
             ),
-            case_of((1, 2, 1), "gpipe", microbatches=2, zero_stage=2),
         ],
         reference,
     )
