@@ -87,12 +87,12 @@ class GeluMLP(nn.Module):
             size, inner, group, sequence_parallel=split, overlap=context.overlap
         )
         self.down = RowParallelLinear(inner, size, group, sequence_parallel=split)
-        self.approximate, self.recompute = approximate, context.recompute
+        self.recompute = context.recompute
+        self.gelu = partial(gelu.compiled_if(context.pointwise), approximate=approximate)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        function = partial(gelu, approximate=self.approximate)
-        return self.down(activated(self.up, function, x, self.recompute))
+        return self.down(activated(self.up, self.gelu, x, self.recompute))
 
 
 class NormedHead(nn.Module):

@@ -63,10 +63,10 @@ class Block(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.layer_norm_epsilon
         key, split = context.key, context.sequence_group
-        self.norm1 = LayerNorm(size, eps)
+        self.norm1 = LayerNorm(size, eps, context.pointwise)
         self.attention = FusedAttention(config, name, context, dropout=config.attn_pdrop)
         self.dropout1 = Dropout(config.resid_pdrop, f"{name}.dropout1", key, split)
-        self.norm2 = LayerNorm(size, eps)
+        self.norm2 = LayerNorm(size, eps, context.pointwise)
         self.mlp = GeluMLP(config, context, "tanh")
         self.dropout2 = Dropout(config.resid_pdrop, f"{name}.dropout2", key, split)
         self.scale, self.recompute = scales_of(config).branch, context.recompute
@@ -84,5 +84,5 @@ class Head(NormedHead):
     """Final LayerNorm, logits and loss."""
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
+        norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon, context.pointwise)
         super().__init__(config, norm, context)

@@ -33,7 +33,7 @@ class Attention(nn.Module):
         )
         self.q_norm, self.k_norm = (_head_norm(config, heads[name], context) for name in "qk")
         number = int(name.rpartition(".")[2])
-        self.rotary = _rotary(config) if config.rotates(number) else None
+        self.rotary = _rotary(config, context.pointwise) if config.rotates(number) else None
         self.core = CausalAttention(
             config.attn_pdrop,
             f"{name}.attention",
@@ -75,11 +75,11 @@ class MLP(nn.Module):
             overlap=context.overlap,
         )
         self.down = RowParallelLinear(inner, size, group, config.mlp_bias, split)
-        self.recompute = context.recompute
+        self.recompute, self.swiglu = context.recompute, swiglu.compiled_if(context.pointwise)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        return self.down(activated(self.gate_up, swiglu, x, self.recompute))  # [batch, seq, hidden]
+        return self.down(activated(self.gate_up, self.swiglu, x, self.recompute))
 
 
 class Block(nn.Module):
@@ -90,9 +90,9 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.norm1 = RMSNorm(size, eps)
+        self.norm1 = RMSNorm(size, eps, context.pointwise)
         self.attention = Attention(config, name, context)
-        self.norm2 = RMSNorm(size, eps)
+        self.norm2 = RMSNorm(size, eps, context.pointwise)
         self.mlp = mlp or MLP(config, context)
         self.scale, self.recompute = scales_of(config).branch, context.recompute
         self.post_norm = config.post_norm
@@ -113,7 +113,7 @@ class Head(NormedHead):
     """Final RMSNorm, logits and loss."""
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context.pointwise)
         super().__init__(config, norm, context)
 
 
@@ -121,21 +121,22 @@ def _head_norm(config: Config, heads: int, context: LayerContext) -> nn.Module:
     size, eps = config.head_size, config.rms_norm_eps
     if config.qk_norm and config.qk_norm_over == "width":
         return WidthNorm(heads, size, eps, context.group)
-    return RMSNorm(size, eps) if config.qk_norm else nn.Identity()
+    return RMSNorm(size, eps, context.pointwise) if config.qk_norm else nn.Identity()
 
 
-def _rotary(config: Config) -> Rotary:
-    size, theta, scaling = config.rotary_size, config.rope_theta, config.rope_scaling
+def _rotary(config: Config, compiled: bool) -> Rotary:
+    scaling = config.rope_scaling
+    rotary = partial(Rotary, config.rotary_size, config.rope_theta, compiled=compiled)
     # "dynamic" changes sequences beyond max_position_embeddings only, which are not trained on.
     if scaling is None or scaling.rope_type == "dynamic":
-        return Rotary(size, theta)
+        return rotary()
     factor, length = scaling.factor, scaling.original_max_position_embeddings
     if scaling.rope_type == "linear":  # position interpolation (arXiv:2306.15595)
-        return Rotary(size, theta, lambda frequencies: frequencies / factor)
+        return rotary(lambda frequencies: frequencies / factor)
     if scaling.rope_type == "llama3":
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         llama3 = partial(llama3_scaling, factor=factor, low=low, high=high, length=length)
-        return Rotary(size, theta, llama3)
-    slow, fast = scaling.beta_slow, scaling.beta_fast
+        return rotary(llama3)
+    theta, slow, fast = config.rope_theta, scaling.beta_slow, scaling.beta_fast
     yarn = partial(yarn_scaling, theta=theta, factor=factor, slow=slow, fast=fast, length=length)
-    return Rotary(size, theta, yarn, scaling.rotation_factor)
+    return rotary(yarn, scaling.rotation_factor)

@@ -97,9 +97,11 @@ class MoE(nn.Module):
         self.context = context.context
         self.router = Router(config, self.group.size())
         self.experts = Experts(
-            config.num_experts, size, inner, self.group, context.experts, config.capacity_factor
-        )
-        self.shared = PartialSwiGLU(size, shared * inner, self.group) if shared else None
+            config.num_experts, size, inner, self.group, context.experts, config.capacity_factor,
+            context.pointwise,
+        )  # fmt: skip
+        width = shared * inner
+        self.shared = PartialSwiGLU(size, width, self.group, context.pointwise) if shared else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, SideLoss]]:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape, side losses."""

@@ -21,9 +21,9 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.layer_norm_eps
-        self.norm1, self.norm2 = LayerNorm(size, eps), LayerNorm(size, eps)
-        rotary = Rotary(config.rotary_size, config.rotary_emb_base)
+        size, eps, compiled = config.hidden_size, config.layer_norm_eps, context.pointwise
+        self.norm1, self.norm2 = LayerNorm(size, eps, compiled), LayerNorm(size, eps, compiled)
+        rotary = Rotary(config.rotary_size, config.rotary_emb_base, compiled=compiled)
         self.attention = FusedAttention(config, name, context, rotary=rotary)
         approximate = "none" if config.activation == "gelu" else "tanh"
         self.mlp = GeluMLP(config, context, approximate)
@@ -45,5 +45,5 @@ class Head(NormedHead):
     """Final LayerNorm, logits and loss."""
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        norm = LayerNorm(config.hidden_size, config.layer_norm_eps)
+        norm = LayerNorm(config.hidden_size, config.layer_norm_eps, context.pointwise)
         super().__init__(config, norm, context)

@@ -18,7 +18,7 @@ from parallel3d.model.spec import LayerSpec, Shape, tied_names
 from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import Schedule
 from parallel3d.tensor.attention import CausalAttention
-from parallel3d.tensor.compiled import compile_block
+from parallel3d.tensor.compiled import Mode, compile_block
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import held_parameters
 from parallel3d.tensor.dropout import RandomKey
@@ -134,6 +134,7 @@ def build_stages(
     sequence_parallel: bool = False,
     overlap: bool = True,
     cp_ring: bool = False,
+    compiles: Mode = "none",
 ) -> BuiltStages:
     """Build this rank's stages and initialise their weights.
 
@@ -146,7 +147,7 @@ def build_stages(
     parts = parts_of(activation_checkpointing)
     context = LayerContext(
         mesh.tensor.group, key, sequence_parallel, parts, overlap, mesh.experts.group,
-        mesh.context.group, cp_ring,
+        mesh.context.group, cp_ring, compiles == "pointwise",
     )  # fmt: skip
     costs = [layer.cost(shape).forward_flops for layer in layers]
     placement = partition(costs, schedule.num_stages)
@@ -180,7 +181,7 @@ def build_stages(
             fill(shard, start, h.spec, originals.get(h.name, h.name), h.cut, key.seed)
     by_stage = {s: [modules[layers[i].name] for i in placement[s]] for s in own_stages}
     inner = {layer.name for layer in layers[1:-1]}
-    for name in inner & modules.keys():
+    for name in inner & modules.keys() if compiles == "block" else ():
         compile_block(modules[name])
     recompute: set[nn.Module] = set()
     for s in own_stages:

@@ -1,14 +1,15 @@
-"""Apply torch.compile to pointwise functions or to whole blocks, by a mode of the process.
+"""Apply torch.compile to pointwise functions or to whole blocks.
 
 Shapes do not change during a run (`dynamic=False`), so nothing is compiled after the first step and
 the first evaluation.
 """
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import cache, wraps
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from functools import cached_property, wraps
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -17,46 +18,37 @@ Mode = Literal["none", "pointwise", "block"]
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 
-_mode: Mode = "none"
-_backend = "inductor"
+BACKEND: Any = "inductor"  # as torch.compile takes it; tests have another
 _excluded: list[list[object]] = []  # functions left out of blocks, each with its reason
 
 
-def set_mode(mode: Mode, backend: str = "inductor") -> None:
-    """Set what torch.compile compiles from now on, and its backend."""
-    global _mode, _backend
-    _mode, _backend = mode, backend
-    if mode == "none":
-        return
-    from torch._inductor import config  # it takes a second
-
-    # Draw dropout masks by torch's operators, so that they depend on their place, compiled or not.
-    config.fallback_random = True
-    for function in _excluded if mode == "block" else ():
-        function[0] = torch.compiler.disable(function[0], reason=function[1])
-    _excluded.clear()
-
-
-def compiles_pointwise() -> bool:
-    """Return True if functions marked `pointwise` are compiled one by one."""
-    return _mode == "pointwise" and not torch.compiler.is_compiling()
-
-
-def pointwise(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-    """Compile a function of tensors by itself in mode "pointwise"; compiled blocks inline it.
+class Pointwise(Generic[Arguments, Returned]):
+    """A function of tensors that can be compiled by itself; compiled blocks inline it.
 
     It must get parameters as arguments: ZeRO-3 gathers weights only while their module runs.
     """
 
-    @cache  # on first use: importing torch's compiler takes a second
-    def compiled() -> Callable[Arguments, Returned]:
-        return torch.compile(function, fullgraph=True, dynamic=False, backend=_backend)
+    def __init__(self, function: Callable[Arguments, Returned]) -> None:
+        self.function = function
 
-    @wraps(function)
-    def run(*args: Arguments.args, **options: Arguments.kwargs) -> Returned:
-        return (compiled() if compiles_pointwise() else function)(*args, **options)
+    def __call__(self, *args: Arguments.args, **options: Arguments.kwargs) -> Returned:
+        """Call the function as it is."""
+        return self.function(*args, **options)
 
-    return run
+    def compiled_if(self, chosen: bool) -> Callable[Arguments, Returned]:
+        """Return the function that compiles itself on its first call, or the function as it is.
+
+        Not before: while a model is built, DeepSpeed replaces functions that a graph may have.
+        """
+        return self.compiled if chosen else self.function
+
+    def compiled(self, *args: Arguments.args, **options: Arguments.kwargs) -> Returned:
+        """Call the compiled function."""
+        return self._graph(*args, **options)
+
+    @cached_property
+    def _graph(self) -> Callable[Arguments, Returned]:
+        return torch.compile(self.function, fullgraph=True, dynamic=False, backend=BACKEND)
 
 
 def graph_break(
@@ -66,9 +58,9 @@ def graph_break(
 
     def decorate(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
         entry: list[Any] = [function, reason]
-        if _mode == "block":  # its file is imported after `set_mode`
+        if "torch._dynamo" in sys.modules:  # blocks may have been compiled
             entry[0] = torch.compiler.disable(function, reason=reason)
-        else:
+        else:  # to import torch's compiler takes a second
             _excluded.append(entry)
 
         @wraps(function)
@@ -81,9 +73,15 @@ def graph_break(
 
 
 def compile_block(block: nn.Module) -> None:
-    """Compile a block's calls in mode "block"; graph breaks are counted."""
-    if _mode == "block":
-        block.compile(dynamic=False, backend=_backend)
+    """Compile a block's calls; graph breaks are counted."""
+    from torch._inductor import config  # it takes a second
+
+    # Draw dropout masks by torch's operators, so that they depend on their place, compiled or not.
+    config.fallback_random = True
+    for function in _excluded:
+        function[0] = torch.compiler.disable(function[0], reason=function[1])
+    _excluded.clear()
+    block.compile(dynamic=False, backend=BACKEND)
 
 
 class CompiledCounts(NamedTuple):
@@ -108,10 +106,10 @@ def _reason(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "unknown")
 
 
-def describe() -> str:
+def describe(mode: Mode) -> str:
     """Return the log lines about compilation after the first step; "" in mode "none"."""
-    if _mode == "none":
+    if mode == "none":
         return ""
     graphs, breaks = counts()
-    lines = [f"compile {_mode}: {graphs} graphs, {sum(breaks.values())} graph breaks"]
+    lines = [f"compile {mode}: {graphs} graphs, {sum(breaks.values())} graph breaks"]
     return "\n".join([*lines, *(f"  {times} x {reason}" for reason, times in breaks.items())])

@@ -17,6 +17,7 @@ class LayerContext:
     - `experts`: the group whose ranks divide the experts of a layer; None: one rank has them all.
     - `context`: the group whose ranks share the tokens of each sample; None: one rank has them all.
     - `ring`: pass keys and values around that group instead of gathering them.
+    - `pointwise`: compile the functions between products, each by itself (`compiled.Pointwise`).
     - `overlap`: overlap a backward's collectives with its products. Without it, less memory is
       needed: the full input and its full gradient are not held at the same time.
     """
@@ -29,6 +30,7 @@ class LayerContext:
     experts: dist.ProcessGroup | None = None
     context: dist.ProcessGroup | None = None
     ring: bool = False
+    pointwise: bool = False
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:

@@ -7,15 +7,17 @@ tensor of the logits' size.
 import torch
 from torch import Tensor
 
-from parallel3d.tensor.compiled import compiles_pointwise, pointwise
+from parallel3d.tensor.compiled import Pointwise
 
 
-def prepare_logits(logits: Tensor) -> Tensor:
+def prepare_logits(logits: Tensor, compiled: bool) -> Tensor:
     """Return the logits for the functions below: in fp32, or unchanged if those are compiled."""
-    return logits if compiles_pointwise() else logits.float()
+    return logits if compiled else logits.float()
 
 
-def sum_rows(logits: Tensor, here: Tensor, top: Tensor, picked: Tensor, total: Tensor) -> None:
+def sum_rows(
+    logits: Tensor, here: Tensor, top: Tensor, picked: Tensor, total: Tensor, compiled: bool
+) -> None:
     """Write statistics of each row of the logits, [tokens] each.
 
     - `top`: the maximum.
@@ -25,8 +27,8 @@ def sum_rows(logits: Tensor, here: Tensor, top: Tensor, picked: Tensor, total: T
     `here` [tokens] is the label's column, any valid one if this rank does not have it. The logits
     are overwritten: afterwards only `gradient_of` may use them.
     """
-    if compiles_pointwise():
-        for out, values in zip((top, picked, total), _rows(logits, here), strict=True):
+    if compiled:
+        for out, values in zip((top, picked, total), _rows.compiled(logits, here), strict=True):
             out.copy_(values)
         return
     torch.amax(logits, -1, out=top)
@@ -37,7 +39,7 @@ def sum_rows(logits: Tensor, here: Tensor, top: Tensor, picked: Tensor, total: T
 
 def gradient_of(
     logits: Tensor, top: Tensor, factor: Tensor | None, here: Tensor, outside: Tensor,
-    dtype: torch.dtype,
+    dtype: torch.dtype, compiled: bool,
 ) -> Tensor:  # fmt: skip
     """Return the gradient by the logits, p - 1 at the label and p elsewhere, in their memory.
 
@@ -47,8 +49,8 @@ def gradient_of(
 
     1 is subtracted before rounding to `dtype`: in bf16 any p above 0.998 rounds to 1.
     """
-    if compiles_pointwise():
-        _put_gradient(logits, top, factor, here, outside)
+    if compiled:
+        _put_gradient.compiled(logits, top, factor, here, outside)
         return logits
     if factor is None:
         probabilities = logits.sub_(top.unsqueeze(-1)).exp_()
@@ -58,7 +60,7 @@ def gradient_of(
     return probabilities.scatter_add_(-1, here.unsqueeze(-1), -hit).to(dtype)
 
 
-@pointwise
+@Pointwise
 def _rows(logits: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.float()
     top = logits.amax(-1)
@@ -67,7 +69,7 @@ def _rows(logits: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return top, picked, lower.exp().sum(-1)
 
 
-@pointwise
+@Pointwise
 def _put_gradient(
     logits: Tensor, top: Tensor, factor: Tensor | None, here: Tensor, outside: Tensor
 ) -> None:

@@ -40,14 +40,17 @@ class PartialLinear(CutModule):
 class PartialSwiGLU(nn.Module):
     """An MLP whose sum over the inner width is left to the caller."""
 
-    def __init__(self, size: int, inner: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, size: int, inner: int, group: dist.ProcessGroup, compiled: bool = False
+    ) -> None:
         super().__init__()
+        self.swiglu = swiglu.compiled_if(compiled)
         self.gate_up = PartialLinear((2, inner, size), 1, group)
         self.down = PartialLinear((size, inner), 1, group)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> this rank's part of the sum [..., size]."""
-        return self.down(swiglu(self.gate_up(x)))
+        return self.down(self.swiglu(self.gate_up(x)))
 
 
 class Experts(CutModule):
@@ -62,12 +65,13 @@ class Experts(CutModule):
     def __init__(
         self, experts: int, size: int, inner: int, group: dist.ProcessGroup,
         owners: dist.ProcessGroup | None = None, capacity: float | None = None,
+        compiled: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         over = None if owners is None else (0, owners)
         self.gate_up = cut_parameter((experts, 2, inner, size), tensor=(2, group), experts=over)
         self.down = cut_parameter((experts, size, inner), tensor=(2, group), experts=over)
-        self.capacity = capacity
+        self.capacity, self.swiglu = capacity, swiglu.compiled_if(compiled)
         self.owners = owners if owners is not None and owners.size() > 1 else None
 
     def forward(
@@ -93,7 +97,8 @@ class Experts(CutModule):
         rows = _dispatch(x, order, place, k)  # [tokens * k, size]
         weights = weights.flatten().index_select(0, order).unsqueeze(-1).to(rows.dtype)
         if self.owners is None:
-            inner = swiglu(_grouped_linear(rows, self.gate_up, ends))  # [tokens * k, inner / tp]
+            # [tokens * k, inner / tp]
+            inner = self.swiglu(_grouped_linear(rows, self.gate_up, ends))
             rows = _grouped_linear(inner * weights, self.down, ends)
             meanwhile()
         else:
@@ -119,6 +124,7 @@ class Experts(CutModule):
         order = experts.sort(stable=True).indices  # by expert, and each one's rows by their rank
         place = _inverse(order)
         ends = received.sum(0).cumsum(0).to(torch.int32)
+        # Not compiled: the number of rows changes.
         inner = swiglu(_grouped_linear(_dispatch(rows, order, place, 1), self.gate_up, ends))
         rows = _combine(_grouped_linear(inner, self.down, ends), order, place, 1)
         rows, exchange = _start_exchange(rows, sent_rows, received_rows, owners)

@@ -44,7 +44,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, x: Tensor, weight: Tensor, labels: Tensor, start: int, most_rows: int,
-        group: dist.ProcessGroup, sequence_parallel: bool,
+        group: dist.ProcessGroup, sequence_parallel: bool, compiled: bool,
     ) -> Tensor:  # fmt: skip
         """Return the loss of each label, [...] like `labels`.
 
@@ -56,8 +56,8 @@ class _Loss(torch.autograd.Function):
         parts = list(_parts(len(rows), most_rows))
         top, picked, total = torch.empty(3, len(rows), dtype=torch.float32, device=x.device)
         for part in parts:
-            logits = _logits(rows[part], weight)
-            sum_rows(logits, here[part], top[part], picked[part], total[part])
+            logits = _logits(rows[part], weight, compiled)
+            sum_rows(logits, here[part], top[part], picked[part], total[part], compiled)
             if len(parts) > 1:
                 del logits  # before the next chunk's are computed
         highest = all_reduce(top, group, dist.ReduceOp.MAX)
@@ -66,11 +66,11 @@ class _Loss(torch.autograd.Function):
         scale = lower.exp_()
         total, picked = all_reduce(torch.stack((total * scale, picked)), group)
         ctx.weight, ctx.group, ctx.sequence_parallel = weight, group, sequence_parallel
-        ctx.in_parts, ctx.most_rows = len(parts) > 1, most_rows
+        ctx.in_parts, ctx.most_rows, ctx.compiled = len(parts) > 1, most_rows, compiled
         if ctx.in_parts:
             ctx.save_for_backward(x, weight, here, outside, highest + total.log())
         elif any(ctx.needs_input_grad):
-            gradient = gradient_of(logits, top, scale / total, here, outside, x.dtype)
+            gradient = gradient_of(logits, top, scale / total, here, outside, x.dtype, compiled)
             ctx.save_for_backward(x, weight, gradient)
         return (total.log() - picked).view(labels.shape)
 
@@ -82,7 +82,7 @@ class _Loss(torch.autograd.Function):
             reduce = reduce_scatter_sequence if ctx.sequence_parallel else all_reduce
             shape = (*grad.shape, grad_x.shape[-1])
             grad_x = reduce(grad_x.view(shape), ctx.group)
-        return grad_x, grad_weight, None, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None, None
 
 
 def _at_once(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -119,8 +119,10 @@ def _in_parts(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]
     elif needs_weight:
         grad_weight = torch.empty_like(weight, dtype=sums)
     for part in _parts(len(rows), ctx.most_rows):
-        logits = _logits(rows[part], weight)
-        gradient = gradient_of(logits, normaliser[part], None, here[part], outside[part], x.dtype)
+        logits = _logits(rows[part], weight, ctx.compiled)
+        gradient = gradient_of(
+            logits, normaliser[part], None, here[part], outside[part], x.dtype, ctx.compiled
+        )
         del logits  # in fp32 it is the same memory, in bf16 twice as much
         if grad_x is not None:
             torch.mul(gradient @ weight, grad[part], out=grad_x[part])
@@ -145,9 +147,9 @@ def _full_input(ctx: Context, x: Tensor) -> Tensor:
     return (all_gather_sequence(x, ctx.group) if ctx.sequence_parallel else x).flatten(0, -2)
 
 
-def _logits(rows: Tensor, weight: Tensor) -> Tensor:
+def _logits(rows: Tensor, weight: Tensor, compiled: bool) -> Tensor:
     """Return this rank's logits in their own memory: [tokens, size] -> [tokens, vocab / tp]."""
-    return prepare_logits(rows @ weight.t())
+    return prepare_logits(rows @ weight.t(), compiled)
 
 
 def _times(rows: Tensor, grad: Tensor) -> Tensor:
@@ -172,16 +174,17 @@ def _add_product(total: Tensor, gradient: Tensor, x: Tensor, first: bool) -> Non
 
 def vocab_parallel_loss(
     x: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, group: dist.ProcessGroup,
-    sequence_parallel: bool = False,
+    sequence_parallel: bool = False, compiled: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return each token's cross-entropy in nats, in fp32, of the logits x @ weight.T.
 
     - `x`: [..., size], replicated over the group, or this rank's part of the sequence.
     - `weight`: [vocab / tp, size], this rank's slice of a vocabulary of `vocab_size`.
     - `labels`: [...], global token ids. The loss of an id outside the vocabulary is meaningless.
+    - `compiled`: compile the passes over the logits.
 
     The result is [...], the same on each rank of the group.
     """
     start, _ = even_split(vocab_size, group.size(), group.rank())
     most_rows = -(-vocab_size // group.size())
-    return _Loss.apply(x, weight, labels, start, most_rows, group, sequence_parallel)
+    return _Loss.apply(x, weight, labels, start, most_rows, group, sequence_parallel, compiled)

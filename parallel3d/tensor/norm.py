@@ -11,28 +11,28 @@ from parallel3d.tensor.pointwise import layer_norm, rms_norm
 class LayerNorm(CutModule):
     """LayerNorm over the last dim, with parameters that are not cut."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, compiled: bool = False) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.function = eps, layer_norm.compiled_if(compiled)
         self.weight = cut_parameter((size,))
         self.bias = cut_parameter((size,))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]."""
-        return layer_norm(x, self.weight, self.bias, self.eps)
+        return self.function(x, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(CutModule):
     """x / sqrt(mean(x^2) + eps) times a weight (arXiv:1910.07467), which is not cut."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, compiled: bool = False) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.function = eps, rms_norm.compiled_if(compiled)
         self.weight = cut_parameter((size,))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]."""
-        return rms_norm(x, self.weight, self.eps)
+        return self.function(x, self.weight, self.eps)
 
 
 class WidthNorm(CutModule):

@@ -1,38 +1,41 @@
-"""Pointwise functions between products; each is one pass over memory if it is compiled."""
+"""Pointwise functions between products; each is one pass over memory if it is compiled.
+
+A module takes `layer_norm.compiled_if(context.pointwise)` and so on when it is built.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.tensor.compiled import pointwise
+from parallel3d.tensor.compiled import Pointwise
 
 
-@pointwise
+@Pointwise
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """LayerNorm of x [..., size] by weight and bias [size] -> [..., size]."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-@pointwise
+@Pointwise
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of x [..., size] by weight [size] -> [..., size] (arXiv:1910.07467)."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-@pointwise
+@Pointwise
 def swiglu(gate_up: Tensor) -> Tensor:
     """SwiGLU: SiLU of one half times the other, [..., 2 * size] -> [..., size] (2002.05202)."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
-@pointwise
+@Pointwise
 def gelu(x: Tensor, approximate: str) -> Tensor:
     """GELU of any shape -> the same; `approximate` is torch's: "none" or "tanh"."""
     return F.gelu(x, approximate=approximate)
 
 
-@pointwise
+@Pointwise
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate q, k [batch, heads, seq, head size] by angles with this cos, sin [..., seq, size]."""
     return _rotate(q, cos, sin), _rotate(k, cos, sin)

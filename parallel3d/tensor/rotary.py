@@ -57,9 +57,10 @@ class Rotary(nn.Module):
 
     def __init__(
         self, size: int, theta: float, scaling: Callable[[Tensor], Tensor] | None = None,
-        factor: float = 1.0,
+        factor: float = 1.0, compiled: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.rotate = rotate.compiled_if(compiled)
         self.size, self.theta, self.scaling, self.factor = size, theta, scaling, factor
         self._tables: tuple[Tensor, Tensor] | None = None
 
@@ -74,7 +75,7 @@ class Rotary(nn.Module):
             positions = segments.positions
             # [batch, 1, seq, size]
             cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
-        return rotate(q, k, cos, sin)
+        return self.rotate(q, k, cos, sin)
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Return the radians per token of each pair of features: [size / 2], fp32."""

@@ -44,7 +44,7 @@ class VocabParallelOutput(CutModule):
     def __init__(self, vocab_size: int, size: int, context: LayerContext) -> None:
         super().__init__()
         self.vocab_size, self.group = vocab_size, context.group
-        self.sequence_parallel = context.sequence_parallel
+        self.sequence_parallel, self.compiled = context.sequence_parallel, context.pointwise
         self.weight = cut_parameter((vocab_size, size), tensor=(0, context.group))
 
     def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -61,6 +61,7 @@ class VocabParallelOutput(CutModule):
             vocab_size=self.vocab_size,
             group=self.group,
             sequence_parallel=self.sequence_parallel,
+            compiled=self.compiled,
         ).masked_fill(labels == IGNORED, 0.0)
         if not self.training:
             return losses

@@ -16,7 +16,6 @@ from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.stages import BuiltStages, build_stages
 from parallel3d.schedule.schedule import Schedule, add_sharding
 from parallel3d.schedule.schedules import make_evaluation, make_schedule
-from parallel3d.tensor import compiled
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +97,6 @@ def build(
     settings cannot be combined.
     """
     own, sizes = config.parallel3d, config.mesh
-    compiled.set_mode(own.train.compile)
     layers = models.layers(own.model)
     shape = Shape(settings.micro_batch_size, own.data.sequence_length)
     schedule = _schedule(own.pipeline, mesh, config.num_microbatches)
@@ -107,7 +105,7 @@ def build(
         activation_checkpointing=own.pipeline.activation_checkpointing,
         offload_activations=own.pipeline.offload_activations == "cpu",
         sequence_parallel=sizes.sequence_parallel, overlap=own.train.overlap,
-        cp_ring=sizes.cp_ring,
+        cp_ring=sizes.cp_ring, compiles=own.train.compile,
     )  # fmt: skip
     return layers, shape, schedule, stages
 

@@ -443,6 +443,7 @@ class Recomputation:
             context = LayerContext(
                 mesh.tensor.group, key, config.mesh.sequence_parallel,
                 parts_of(config.pipeline.activation_checkpointing), config.train.overlap,
+                pointwise=config.train.compile == "pointwise",
             )  # fmt: skip
             with plain_building(engine.settings.dtype, mesh.device):
                 layer = build_layer(parts.layers[numbers[place]], context)

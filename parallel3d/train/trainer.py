@@ -152,7 +152,7 @@ class Trainer:
                 self.mesh.set_timeouts(self.config.train.timeout_seconds)
                 began_at = psutil.Process().create_time()
                 self._record("first_step", step=step + 1, seconds=round(time.time() - began_at, 3))
-                if graphs := compiled.describe():
+                if graphs := compiled.describe(self.config.train.compile):
                     self._say(graphs)
             if verdict.action == "rewind":
                 result.steps = self._rewind(verdict, step)
@@ -437,14 +437,9 @@ class Trainer:
         tokens_per_second, tflops, mfu = self._speed(tokens, seconds)
         stall, self._stall = self._stall, None
         metrics = StepMetrics(
-            step=result.steps,
-            loss=result.loss,
-            grad_norm=done.grad_norm,
-            lr=lr,
-            tokens=self.position.tokens,
-            tokens_per_second=tokens_per_second,
-            tflops_per_device=tflops,
-            mfu=mfu,
+            step=result.steps, loss=result.loss, grad_norm=done.grad_norm, lr=lr,
+            tokens=self.position.tokens, tokens_per_second=tokens_per_second,
+            tflops_per_device=tflops, mfu=mfu,
             peak_memory_bytes=int(max(row.memory for row in rows)),
             step_seconds=seconds,
             role_lr={role: lr * factor for role, factor in self._role_lrs.items()},
@@ -455,7 +450,7 @@ class Trainer:
             validation=validation,
             loss_scale=done.loss_scale if self.config.fp16.enabled else None,
             checkpoint_stall_seconds=stall,
-        )
+        )  # fmt: skip
         if self.writer:
             self.writer.write(metrics)
         if self.progress:

@@ -1,7 +1,6 @@
 """torch.compile of what lies between products, and of blocks: the same losses, compiled once."""
 
 from contextlib import contextmanager
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -27,7 +26,7 @@ SMALL = {"steps": 3, "batch": 8, "microbatches": 2}
 def by(backend):
     """`inductor` needs a compiler; `aot_eager` runs the graphs that it would be given."""
     torch._inductor.config.compile_threads = 1
-    with patch.object(compiled, "set_mode", partial(compiled.set_mode, backend=backend)):
+    with patch.object(compiled, "BACKEND", backend):
         yield
 
 
@@ -48,7 +47,9 @@ def train_on_rank(rank, case, backend, reference):
             counted.append(compiled.counts())
         trainer.close()
     graphs = counted[-1].graphs
-    assert compiled.describe().startswith(f"compile {mode_of(case)}: {graphs} graphs, ")
+    assert compiled.describe(mode_of(case)).startswith(
+        f"compile {mode_of(case)}: {graphs} graphs, "
+    )
     return found, counted
 
 
@@ -77,6 +78,26 @@ def case(mode, **settings):
 def test_what_lies_between_products_is_compiled_once():
     """Under ZeRO-3, whose hooks stay outside, and with blocks that are computed again."""
     check(case("pointwise", checkpointing="full"), "aot_eager")
+
+
+MOE = {"family": "moe", "num_experts": 4, "num_hidden_layers": 1}
+
+
+def losses_on_rank(rank, cases):
+    with by("aot_eager"):
+        trainers = map(Trainer, cases)
+        return [(trainer.run()[0], compiled.counts().graphs) for trainer in trainers]
+
+
+def test_rows_that_are_sent_to_experts_are_not_compiled():
+    """Their number changes: torch gives up after eight."""
+    settings = {"model": MOE, "mesh": (1, 2, 1), "steps": 2, "batch": 24, "microbatches": 12}
+    cases = []
+    for mode in ("none", "pointwise"):
+        changes = {"parallel3d.train.compile": mode, "parallel3d.mesh.ep": 2}
+        cases.append(Case(changes=changes, **settings))
+    for (plain, none), (losses, graphs) in run_locally(losses_on_rank, 2, cases, timeout=60):
+        assert losses == pytest.approx(plain, rel=1e-5) and graphs > none == 0
 
 
 MASKED = {"num_hidden_layers": 2, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
@@ -141,8 +162,8 @@ def test_no_layer_is_compiled_that_is_as_one_before():
 
 
 def break_that_comes_late(rank):
-    """Graph breaks in a block that calls a function whose file is imported after `set_mode`."""
-    compiled.set_mode("block", backend="aot_eager")
+    """Graph breaks in a block that calls a function whose file is imported after another's."""
+    compiled.compile_block(torch.nn.Linear(2, 2))
     late = compiled.graph_break("imported late")(lambda x: x + 1)
     return torch._dynamo.explain(lambda x: late(x * 2) * 2)(torch.ones(2)).graph_break_count
 

@@ -3,6 +3,7 @@
 Shapes are drawn by hypothesis; one launch of four ranks tries them all on tp 1, 2 and 4.
 """
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -116,7 +117,9 @@ def test_losses_in_lower_precision(dtype):
 
 def compiled_on_rank(rank, dtype):
     """The same checks with the passes over logits compiled, as graphs without kernels."""
-    compiled.set_mode("pointwise", "aot_eager")
+    global vocab_parallel_loss
+    compiled.BACKEND = "aot_eager"
+    vocab_parallel_loss = partial(vocab_parallel_loss, compiled=True)
     check_on_rank(rank, [EXAMPLE], dtype, [(1, 1, 2)])
     return compiled.counts().graphs, compiled.counts().breaks
 

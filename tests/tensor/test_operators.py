@@ -80,27 +80,32 @@ def count_on_rank(rank, inductor):
     torch._inductor.config.compile_threads = 1
     mesh = Mesh()
     layer = models.layers(models.config_class("llama")(**SMALL))[1]
-    context = LayerContext(mesh.tensor.group, RandomKey(0))
-    block = resolve_name(layer.build)(layer.config, layer.name, context)
-    for parameter in block.parameters():
+    kernels = Kernels(by_inductor if inductor else as_it_is)
+    compiled.BACKEND = inductor_of(kernels) if inductor else traced_for(kernels)
+    plain, pointwise = (
+        resolve_name(layer.build)(
+            layer.config, layer.name,
+            LayerContext(mesh.tensor.group, RandomKey(0), pointwise=pointwise),
+        )
+        for pointwise in (False, True)
+    )  # fmt: skip
+    for parameter in (*plain.parameters(), *pointwise.parameters()):
         torch.nn.init.normal_(parameter, std=0.02)
     x = torch.randn(2, 16, SMALL["hidden_size"], requires_grad=True)
     gradient = torch.randn_like(x)
 
-    def operators():
+    def operators(block):
         x.grad = None
         block.zero_grad()
         with Operators() as found:
             block(x).backward(gradient)
         return found.count
 
-    operators()  # which makes the rotary tables
-    before = operators()
-    kernels = Kernels(by_inductor if inductor else as_it_is)
-    compiled.set_mode("pointwise", inductor_of(kernels) if inductor else traced_for(kernels))
-    operators()  # which compiles
+    operators(plain)  # which makes the rotary tables
+    before = operators(plain)
+    operators(pointwise)  # which compiles
     kernels.count = kernels.calls = 0
-    found = before, operators(), kernels.calls, kernels.count
+    found = before, operators(pointwise), kernels.calls, kernels.count
     mesh.close()
     return found
 

@@ -175,21 +175,17 @@ def _document(
         "directory": f"runs/{args.out.stem}", "base": base,
         "head_size": model["hidden_size"] // model["num_attention_heads"],
         "mlp_ratio": _mlp_ratio(model),
-        "sizes": [
-            {"model": sizes(n)[1], "budgets": own} for n, own in sorted(budgets_of.items())
-        ],
+        "sizes": [{"model": sizes(n)[1], "budgets": b} for n, b in sorted(budgets_of.items())],
         "budgets": {"flops": budgets},
         "hyperparameters": {
             "learning_rate": rate or "step-law", "batch_tokens": "step-law",
             "tune": TuneConfig().model_dump(mode="json"),
         },
         # It runs alone, on all devices if the base leaves dp open.
-        "held_out": [
-            {
-                "size": {"model": sizes(_nearest(sizes, target))[1], "devices": args.parallel},
-                "flops": float(f"{flops:.4g}"),
-            }
-        ],
+        "held_out": [{
+            "size": {"model": sizes(_nearest(sizes, target))[1], "devices": args.parallel},
+            "flops": float(f"{flops:.4g}"),
+        }],
     }  # fmt: skip
     return {key: value for key, value in document.items() if value is not None}
 

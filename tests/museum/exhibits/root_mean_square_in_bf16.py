@@ -10,7 +10,7 @@ from tests.museum.exhibit import Exhibit, in_place_of
 EXHIBIT = Exhibit(__doc__, needs=("bf16", "rotary"), kind="half")
 
 
-@in_place_of(norm, "rms_norm")
-def plant(original: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+@in_place_of(norm.RMSNorm, "forward")
+def plant(original: Any, self: norm.RMSNorm, x: Tensor) -> Tensor:
     """Mean and root have the type of the activations."""
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+    return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
