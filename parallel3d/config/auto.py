@@ -41,6 +41,7 @@ def _hidden(path: str, words: str, of_hidden_size: Callable[[int], int]) -> Rule
     return Rule(f"zero_optimization.{path}", words, value)
 
 
+_LR = "optimizer.params.lr"
 # The order matters: a rule may read values that earlier rules have resolved.
 RULES = (
     _constant("train_micro_batch_size_per_gpu", 8),
@@ -54,7 +55,7 @@ RULES = (
         lambda raw: value_at(raw, "fp16.enabled") is not True,
     ),
     replace(
-        _constant("optimizer.params.lr", 5e-5),
+        _constant(_LR, 5e-5),
         warning="WARNING: optimizer.params.lr = 5e-05 is Hugging Face's default for fine-tuning, "
         "but this model trains from scratch; set a rate (1e-4 to 1e-3 for most sizes): "
         "--optimizer.params.lr 3e-4",
@@ -66,11 +67,7 @@ RULES = (
     _hidden("stage3_prefetch_bucket_size", "0.9 x hidden_size squared", lambda h: int(0.9 * h * h)),
     _hidden("stage3_param_persistence_threshold", "10 x hidden_size", lambda h: 10 * h),
     Rule("scheduler.params.warmup_min_lr", "0", lambda raw: 0.0),
-    Rule(
-        "scheduler.params.warmup_max_lr",
-        "optimizer.params.lr",
-        lambda raw: value_at(raw, "optimizer.params.lr"),
-    ),
+    Rule("scheduler.params.warmup_max_lr", _LR, lambda raw: value_at(raw, _LR)),
     Rule("scheduler.params.warmup_num_steps", "1: TrainingArguments has no warm-up", lambda raw: 1),
 )
 
