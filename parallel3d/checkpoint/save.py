@@ -94,8 +94,9 @@ class Saver:
         self._memory_problem = ""  # of the newest save in memory
         self._memory_fails = False  # and it was reported
         self._to_disk = True  # where the thread writes to; else to memory
-        own_bytes = len(self._header) + 4 * self._numel
-        self._bytes_by_rank = [row[0] for row in mesh.gather_floats([own_bytes])]
+        self._bytes_by_rank = [
+            row[0] for row in mesh.gather_floats([len(self._header) + 4 * self._numel])
+        ]
         self.num_bytes = int(sum(self._bytes_by_rank))
         """Bytes of a checkpoint's tensors, over all ranks."""
 
@@ -107,12 +108,16 @@ class Saver:
     def save(self, state: dict[str, object], wait: bool = False) -> float:
         """Save the training state and return the seconds that training waited. Collective.
 
+        Once the saver is `broken` this waits for the save in progress, and begins no other.
+
         Args:
             state: contents of state.json, except for the keys that the saver adds.
             wait: return only when the checkpoint is on disk, or the save has failed.
         """
         start = time.perf_counter()
         self.finish()
+        if self.broken:
+            return time.perf_counter() - start
         self._problem, self._to_disk = "", True
         in_background, problem = self._plan(wait)
         if problem:
