@@ -92,8 +92,9 @@ def traffic(case, cost, did):
     if case.place == "last":  # a loss takes its gradient in its forward
         said, forward = 3 * said, forward + backward
     yield said, pytest.approx(forward, rel=TRAFFIC[case.place])
-    for moved in again:  # torch stops once all that was kept is there again
-        yield cost.recomputed.traffic, pytest.approx(moved, abs=0.2 * forward)
+    # Torch stops once all that was kept is there again; a CPU repeats shared key/value heads.
+    for moved in again:
+        yield cost.recomputed.traffic, pytest.approx(moved, abs=0.22 * forward)
 
 
 def flops_of(work):
