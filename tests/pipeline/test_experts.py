@@ -166,6 +166,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory
 
 
+@pytest.mark.slow  # by default each routing is on two ranks
 def test_on_one_rank(folder, operators):
     """Each routing, with DeepSpeed's hooks and without."""
     check(

@@ -134,6 +134,7 @@ def test_layers_of_whole_samples_are_refused_with_cp():
         _refuse_whole_samples([layer for layer in layers if layer.side_losses], {}, 2)
 
 
+@pytest.mark.slow  # by default those of routers, in test_experts
 def test_on_two_ranks(reference):
     """Each pair of a schedule's kind and what recomputes, holds or sums in another way."""
     check(

@@ -19,6 +19,7 @@ def check(soak, with_one_mesh=True):
     assert differences.get("one mesh", 0) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_sample(tmp_path):
     """Two that nothing else would notice: a rank with other settings, and a wrong token."""
     kinds = ["config drift", "corpus shard flipped"]

@@ -89,6 +89,7 @@ def losses_on_rank(rank, cases):
         return [(trainer.run()[0], compiled.counts().graphs) for trainer in trainers]
 
 
+@pytest.mark.slow
 def test_rows_that_are_sent_to_experts_are_not_compiled():
     """Their number changes: torch gives up after eight."""
     settings = {"model": MOE, "mesh": (1, 2, 1), "steps": 2, "batch": 24, "microbatches": 12}
