@@ -97,8 +97,7 @@ class Experts(CutModule):
         rows = _dispatch(x, order, place, k)  # [tokens * k, size]
         weights = weights.flatten().index_select(0, order).unsqueeze(-1).to(rows.dtype)
         if self.owners is None:
-            # [tokens * k, inner / tp]
-            inner = self.swiglu(_grouped_linear(rows, self.gate_up, ends))
+            inner = self.swiglu(_grouped_linear(rows, self.gate_up, ends))  # [rows, inner / tp]
             rows = _grouped_linear(inner * weights, self.down, ends)
             meanwhile()
         else:

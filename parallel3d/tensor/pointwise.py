@@ -1,7 +1,4 @@
-"""Pointwise functions between products; each is one pass over memory if it is compiled.
-
-A module takes `layer_norm.compiled_if(context.pointwise)` and so on when it is built.
-"""
+"""Pointwise functions between products; each is one pass over memory if it is compiled."""
 
 import torch
 import torch.nn.functional as F
