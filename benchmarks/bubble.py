@@ -34,7 +34,8 @@ class Sleeper:
 
     def __init__(self, seconds: float, split: bool) -> None:
         self.settings = SimpleNamespace(dtype=torch.float32, reduces_once=True)
-        self._seconds, self._backward = seconds, seconds if split else 2 * seconds
+        self._seconds = seconds
+        self._backward = seconds if split else 2 * seconds
         self._weight = torch.ones((), requires_grad=True)
 
     def forward(self, stage: int, x: Tensor, labels: Tensor | None, documents: None) -> Tensor:
@@ -65,7 +66,8 @@ class Sleeper:
 def spans_of(rank: int, name: str, sizes: tuple[int, int, int], seconds: float) -> list[Any]:
     """This rank's spans of the second of two steps, on the clock of all."""
     pp, count, _ = sizes
-    mesh, schedule = Mesh(pp, 1, 1), make_schedule(name, *sizes)
+    mesh = Mesh(pp, 1, 1)
+    schedule = make_schedule(name, *sizes)
     split = any(action.op is Op.W for action in schedule.actions)
     engine: Any = Sleeper(seconds, split)
     key: Any = SimpleNamespace(step=0, microbatch=0)

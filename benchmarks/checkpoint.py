@@ -43,7 +43,9 @@ from parallel3d.verify.local_ranks import free_port
 
 TIMES = ("save", "stall", "memcpy", "load", "load verified")
 _SECONDS = "{:.2f} s".format
-OURS, UNHASHED, BEHIND = "ours", "ours, not hashed", "ours, asynchronous"
+OURS = "ours"
+UNHASHED = "ours, not hashed"
+BEHIND = "ours, asynchronous"
 COLUMNS = {
     "bytes": decimal,
     "save": _SECONDS,
@@ -64,7 +66,8 @@ class Bench:
     """Measures one contender after the other; `numbers` is what was found."""
 
     def __init__(self, mesh: Mesh, engine: Engine) -> None:
-        self.mesh, self.engine = mesh, engine
+        self.mesh = mesh
+        self.engine = engine
         self.numbers: Numbers = defaultdict(lambda: defaultdict(list))
         self._digest = digest_of(engine)
         shard = sum(piece.numel for block in engine.states.blocks for piece in block)
@@ -80,7 +83,8 @@ class Bench:
             self._turn(name, rivals[name], sampled)
 
     def _turn(self, name: str, rival: Contender, sampled: bool) -> None:
-        step, measure = self._step, self._sampled if sampled else self._timed
+        step = self._step
+        measure = self._sampled if sampled else self._timed
         if sampled:
             measure(name, "save", partial(_save_and_wait, rival, step))
         elif rival.stalls:
@@ -104,14 +108,16 @@ class Bench:
 
     def _timed(self, name: str, what: str, work: Work) -> None:
         self._tidy()
-        start, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        cpu = time.process_time()
         work()
         self._note(name, what, time.perf_counter() - start)
         self._note(name, f"{what} cpu", time.process_time() - cpu)
 
     def _sampled(self, name: str, what: str, work: Work) -> None:
         self._tidy()
-        done, before = threading.Event(), _anonymous_bytes()
+        done = threading.Event()
+        before = _anonymous_bytes()
         most = [before]
 
         def watch() -> None:
@@ -168,9 +174,17 @@ def on_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
         mesh = Mesh(dp=args.ranks, launch=Launch(rank, args.ranks, rank, args.ranks))
         torch.serialization.set_crc32_options(args.crc32)
         run = SmallRun(
-            MeshSizes(dp=args.ranks), args.zero, args.hidden, args.layers, micro=1, microbatches=1,
-            seq=16, vocab=args.vocab, offload=args.offload, precision=args.precision,
-        )  # fmt: skip
+            MeshSizes(dp=args.ranks),
+            args.zero,
+            args.hidden,
+            args.layers,
+            micro=1,
+            microbatches=1,
+            seq=16,
+            vocab=args.vocab,
+            offload=args.offload,
+            precision=args.precision,
+        )
         engine, layers = trained(mesh, run)
         rivals: dict[str, Contender] = {
             OURS: Ours(engine, mesh, folder / "ours", layers),
@@ -213,7 +227,9 @@ def ratios(found: dict[str, dict[str, float]]) -> dict[str, float]:
     others = [name for name in found if name not in (OURS, UNHASHED, BEHIND)]
     save = min(found[name]["save"] for name in others)
     load = min(found[name]["load"] for name in others)
-    ours, unhashed, behind = found[OURS], found[UNHASHED], found[BEHIND]
+    ours = found[OURS]
+    unhashed = found[UNHASHED]
+    behind = found[BEHIND]
     return {
         "save hashed": ours["save"] / save,
         "save not hashed": unhashed["save"] / save,
@@ -225,7 +241,8 @@ def ratios(found: dict[str, dict[str, float]]) -> dict[str, float]:
 
 def table(report: dict[str, Any]) -> str:
     """The report as people read it."""
-    found, rows = report["contenders"], []
+    found = report["contenders"]
+    rows = []
     for name, numbers in found.items():
         cells = [show(numbers[what]) if what in numbers else "" for what, show in COLUMNS.items()]
         rows.append([name, *cells])
@@ -249,8 +266,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, default in [("ranks", 2), ("hidden", 768), ("layers", 8), ("vocab", 32768),
-                          ("rounds", 7), ("threads", 1)]:  # fmt: skip
+    for name, default in [
+        ("ranks", 2),
+        ("hidden", 768),
+        ("layers", 8),
+        ("vocab", 32768),
+        ("rounds", 7),
+        ("threads", 1),
+    ]:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--zero", type=int, default=3, choices=(1, 2, 3))
     parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"))

@@ -45,7 +45,9 @@ class Contender:
     stalls = False  # whether a save goes on behind the training
 
     def __init__(self, engine: Engine, mesh: Mesh, folder: Path) -> None:
-        self.engine, self.mesh, self.folder = engine, mesh, folder
+        self.engine = engine
+        self.mesh = mesh
+        self.folder = folder
         if mesh.rank == 0:
             folder.mkdir()
         mesh.barrier()
@@ -88,7 +90,8 @@ class Ours(Contender):
     ) -> None:
         super().__init__(engine, mesh, folder)
         self.stalls = asynchronous
-        self._layers, self._hashed = layers, hashed
+        self._layers = layers
+        self._hashed = hashed
         self._saver = Saver(
             engine, mesh, layers, folder=folder, asynchronous=asynchronous, say=print, hashed=hashed
         )
@@ -133,7 +136,8 @@ class Torch(Contender):
 
     def __init__(self, engine: Engine, mesh: Mesh, folder: Path, whole: bool, threads: int) -> None:
         super().__init__(engine, mesh, folder)
-        self._whole, self._threads = whole, threads
+        self._whole = whole
+        self._threads = threads
         # The class names the plan that is kept from save to save.
         self._planner = type(f"Planner{whole}", (DefaultSavePlanner,), {})
 
@@ -161,7 +165,8 @@ class Torch(Contender):
 
     @contextmanager
     def _state(self) -> Iterator[dict[str, Tensor]]:
-        states, rank = self.engine.states, self.mesh.rank
+        states = self.engine.states
+        rank = self.mesh.rank
         found = {}
         with ExitStack() as stack:
             for number, block in enumerate(states.blocks):

@@ -32,7 +32,8 @@ DOCUMENTS = ((1024, 1.0), (4096, 1.0), (16384, 1.0), (4096, 2.0))  # mean tokens
 
 def packed(seq: int, mean: int, sigma: float, samples: int) -> np.ndarray:
     """The document of each token, [samples, seq]: one after the other until the sample is full."""
-    rng, rows = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    rows = []
     for _ in range(samples):
         lengths = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, seq)
         ends = np.maximum(1, lengths).astype(np.int64).cumsum()
@@ -64,15 +65,23 @@ def ptrr(documents: np.ndarray, cp: int) -> np.ndarray:
 
 
 DEALS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
-    "head-tail": head_tail, "torch's PTRR": ptrr, "longest first": deal,
-}  # fmt: skip
+    "head-tail": head_tail,
+    "torch's PTRR": ptrr,
+    "longest first": deal,
+}
 
 
 def compare_microbatches() -> None:
     """Print the table of microbatches and dp ranks: 16 steps of 16 microbatches on 4 dp ranks."""
-    print("| sample | documents | a microbatch's samples | microbatches | balanced | dp ranks |"
-          " balanced |", "|---|---|---|---|---|---|---|", sep="\n")  # fmt: skip
-    steps, microbatches, dp = 16, 16, 4
+    print(
+        "| sample | documents | a microbatch's samples | microbatches | balanced | dp ranks |"
+        " balanced |",
+        "|---|---|---|---|---|---|---|",
+        sep="\n",
+    )
+    steps = 16
+    microbatches = 16
+    dp = 4
     for seq in (8192, 32768):
         for mean, sigma in DOCUMENTS:
             for size in (1, 4):
@@ -83,9 +92,11 @@ def compare_microbatches() -> None:
                     dealt, numbers = balance(step, size, dp)
                     even = step[dealt].sum(-1)
                     sums = (
-                        step.reshape(-1, size).sum(-1), even, step.reshape(dp, -1).sum(-1),
+                        step.reshape(-1, size).sum(-1),
+                        even,
+                        step.reshape(dp, -1).sum(-1),
                         even[numbers].sum(-1),
-                    )  # fmt: skip
+                    )
                     for column, own in zip(columns, sums, strict=True):
                         column.append(own.max() / own.mean())
                 cells = [f"{np.mean(column):.3f} ({max(column):.3f})" for column in columns]
@@ -103,7 +114,8 @@ def main() -> None:
         compare_microbatches()
         return
     for seq, cp in RANKS.items():
-        deals, most_keys = DEALS, [seq]
+        deals = DEALS
+        most_keys = [seq]
         if args.window:
             most_keys = [seq, args.window]
             by_all = partial(deal, most_keys=most_keys)

@@ -59,17 +59,24 @@ def make_checkpoint(size: str, folder: Path) -> Path:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "parallel3d": {
             "model": {
-                "family": "gpt", "hidden_size": hidden, "num_hidden_layers": layers,
-                "num_attention_heads": heads, "vocab_size": vocabulary,
+                "family": "gpt",
+                "hidden_size": hidden,
+                "num_hidden_layers": layers,
+                "num_attention_heads": heads,
+                "vocab_size": vocabulary,
                 "max_position_embeddings": 1024,
             },
             "data": {
-                "source": "tokens", "paths": ["ids.npy"], "tokenizer": "none",
-                "vocab_size": vocabulary, "end_of_text_id": 0, "sequence_length": 1024,
+                "source": "tokens",
+                "paths": ["ids.npy"],
+                "tokenizer": "none",
+                "vocab_size": vocabulary,
+                "end_of_text_id": 0,
+                "sequence_length": 1024,
             },
             "train": {"steps": 1},
         },
-    }  # fmt: skip
+    }
     config = RunConfig.from_dict(raw).resolve(1)
     shapes = {n: s.shape for n, s in named_params(models.layers(config.model)).items()}
     most = max(map(prod, shapes.values()))
@@ -88,9 +95,13 @@ def make_checkpoint(size: str, folder: Path) -> Path:
     name = "shard-00000-of-00001.safetensors"
     files = {name: disk.write_file(step / name, chain([header(chunks)], arrays))}
     state = {
-        "format": 1, "step": 1, "tokens": 1024, "config": config.to_dict(), "tokenizer": "",
+        "format": 1,
+        "step": 1,
+        "tokens": 1024,
+        "config": config.to_dict(),
+        "tokenizer": "",
         "parameters": {name: {"shape": list(shape)} for name, shape in shapes.items()},
-    }  # fmt: skip
+    }
     files["state.json"] = disk.write_file(step / "state.json", [json.dumps(state).encode()])
     disk.write_file(step / "manifest.json", [manifest_bytes(1, files)])
     return step
@@ -142,7 +153,8 @@ def measured(work: Callable[[Path], Any], source: Path, to: Path, times: Times) 
         os.close(descriptor)
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    start, processor = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    processor = time.process_time()
     proof = work(to)
     times["seconds"].append(time.perf_counter() - start)
     times["processor"].append(time.process_time() - processor)

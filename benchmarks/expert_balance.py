@@ -20,15 +20,24 @@ from tempfile import mkdtemp
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-WIDTH, LAYERS, EXPERTS, CHOSEN, INNER = 96, 3, 8, 2, 96
+WIDTH = 96
+LAYERS = 3
+EXPERTS = 8
+CHOSEN = 2
+INNER = 96
 _MODEL = {
-    "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
     "max_position_embeddings": 128,
-}  # fmt: skip
+}
 _SPARSE = _MODEL | {
-    "family": "moe", "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN,
-    "moe_intermediate_size": INNER, "router": "sigmoid",
-}  # fmt: skip
+    "family": "moe",
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": CHOSEN,
+    "moe_intermediate_size": INNER,
+    "router": "sigmoid",
+}
 
 
 def configs(steps: int, rate: float) -> dict[str, dict[str, Any]]:
@@ -50,7 +59,8 @@ def configs(steps: int, rate: float) -> dict[str, dict[str, Any]]:
                 "model": model,
                 "data": {"source": "python-stdlib", "vocab_size": 2048, "sequence_length": 128},
                 "train": {
-                    "steps": steps, "evaluate_every": 0,
+                    "steps": steps,
+                    "evaluate_every": 0,
                     "lr_schedule": {"type": "cosine", "warmup_steps": 20},
                 },
                 "checkpoint": {"every": 0},
@@ -58,7 +68,7 @@ def configs(steps: int, rate: float) -> dict[str, dict[str, Any]]:
             },
         }
         for name, model in models.items()
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -102,7 +102,9 @@ class Fit:
         names: Sequence[str],
         defaults: Curves | None = None,
     ) -> None:
-        self.rows, self.start, self.names = rows, start, names
+        self.rows = rows
+        self.start = start
+        self.names = names
         self.defaults = defaults or Curves()
         counts: dict[str, int] = defaultdict(int)
         for row in rows:
@@ -143,9 +145,13 @@ class Fit:
             )
             start = np.clip(x, low + 1e-6, high - 1e-6)
             found = least_squares(
-                self.residuals, start, bounds=(low, high),
-                max_nfev=evaluations, diff_step=1e-3, x_scale=0.3,
-            )  # fmt: skip
+                self.residuals,
+                start,
+                bounds=(low, high),
+                max_nfev=evaluations,
+                diff_step=1e-3,
+                x_scale=0.3,
+            )
             x = found.x
         return self.curves(x)
 

@@ -34,22 +34,41 @@ Step = Callable[[], object]
 
 MODELS: dict[str, tuple[Settings, Settings]] = {  # the model, and what it needs to fit
     "gpt-1.3b": (
-        {"family": "gpt", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
-         "vocab_size": 50304},
+        {
+            "family": "gpt",
+            "hidden_size": 2048,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "vocab_size": 50304,
+        },
         {},
     ),
     "llama-7b": (
-        {"family": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000},
-        {"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "cpu",
-         "parallel3d.pipeline.activation_checkpointing": "full"},
+        {
+            "family": "llama",
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "intermediate_size": 11008,
+            "vocab_size": 32000,
+        },
+        {
+            "zero_optimization.stage": 3,
+            "zero_optimization.offload_optimizer.device": "cpu",
+            "parallel3d.pipeline.activation_checkpointing": "full",
+        },
     ),
     "toy": (
-        {"family": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "vocab_size": 256},
+        {
+            "family": "llama",
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "vocab_size": 256,
+        },
         {},
     ),
-}  # fmt: skip
+}
 BLOCK = {"parallel3d.train.compile": "block", "zero_optimization.stage": 1}
 # Beside the model's own settings, at ZeRO-1: each switch alone. Some need more than one device.
 SWITCHES: dict[str, Settings] = {
@@ -69,9 +88,10 @@ ACROSS: dict[str, Settings] = {
     "overlap off": {"parallel3d.train.overlap": False},
     "sequence parallel": {"parallel3d.mesh.sequence_parallel": True},
     "sequence parallel, overlap off": {
-        "parallel3d.mesh.sequence_parallel": True, "parallel3d.train.overlap": False,
+        "parallel3d.mesh.sequence_parallel": True,
+        "parallel3d.train.overlap": False,
     },
-}  # fmt: skip
+}
 
 
 def config_of(model: str, seq: int, tokens: int, tp: int, settings: Settings) -> RunConfig:
@@ -148,7 +168,8 @@ def transformers(config: RunConfig, mesh: Mesh) -> Iterator[Step]:
 
 def seconds_of(step: Step, steps: int, device: torch.device) -> float:
     """The median of `steps` steps, after two that compile, allocate and warm up."""
-    backend, taken = torch.get_device_module(device), []
+    backend = torch.get_device_module(device)
+    taken = []
     for _ in range(steps + 2):
         backend.synchronize()
         start = time.perf_counter()

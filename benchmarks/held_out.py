@@ -41,7 +41,8 @@ def main() -> None:
 def losses_of_run(run: Path, most: int) -> SetLoss:
     """Print what the weights of a run come to; give its held-out loss."""
     config = RunConfig.from_json(str(run / "config.json"))
-    corpus, length = prepare(config.data), config.data.sequence_length
+    corpus = prepare(config.data)
+    length = config.data.sequence_length
     weights = {}
     for path in sorted((run / "weights").glob("*.safetensors")):
         weights |= load_file(path)
@@ -60,7 +61,8 @@ def losses_of_run(run: Path, most: int) -> SetLoss:
 
 def no_larger(corpus: Corpus) -> TokenStream:
     """The training documents that are no larger than the largest one that is held out."""
-    stream, held_out = corpus.stream("train"), corpus.stream("held_out")
+    stream = corpus.stream("train")
+    held_out = corpus.stream("held_out")
     most = np.diff(held_out.bounds).max()
     lengths = np.diff(stream.bounds)
     chosen = np.repeat(lengths <= most, lengths)

@@ -15,7 +15,10 @@ import time
 from unittest.mock import patch
 
 SIZES = (8, 64, 128, 512)
-LAYERS, WEIGHTS, ELEMENTS, ROUNDS = 2, 9, 2048, 20
+LAYERS = 2
+WEIGHTS = 9
+ELEMENTS = 2048
+ROUNDS = 20
 
 
 def measure(dp: int) -> tuple[float, float]:
@@ -56,7 +59,8 @@ def measure(dp: int) -> tuple[float, float]:
     ]
     held = list(held_parameters(stages, specs, mesh))
     engine = Engine(stages, held, settings, mesh=mesh, layers={0: layers})
-    gathers, reductions = [], []
+    gathers = []
+    reductions = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
         engine.gather(0)

@@ -37,10 +37,13 @@ def config_of(run: Run, base: int, args: argparse.Namespace) -> dict[str, Any]:
     kind, width, rate, seed = run
     steps = args.steps
     model = {
-        "family": args.family, "hidden_size": width, "num_hidden_layers": 2,
-        "num_attention_heads": width // 16, "max_position_embeddings": 64,
+        "family": args.family,
+        "hidden_size": width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": width // 16,
+        "max_position_embeddings": 64,
         "intermediate_size": 11 * width // 4 if args.family == "llama" else 4 * width,
-    }  # fmt: skip
+    }
     if kind == "mup":
         model["parametrization"] = {"type": "mup", "base_width": base}
     params = {"lr": rate, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
@@ -56,12 +59,13 @@ def config_of(run: Run, base: int, args: argparse.Namespace) -> dict[str, Any]:
             "model": model,
             "data": {"source": "python-stdlib", "vocab_size": 512, "sequence_length": 64},
             "train": {
-                "steps": steps, "seed": seed,
+                "steps": steps,
+                "seed": seed,
                 "lr_schedule": {"type": "cosine", "warmup_steps": steps // 10},
                 "evaluate_samples": 128,
             },
         },
-    }  # fmt: skip
+    }
 
 
 def train(rank: int, raw: dict[str, Any]) -> float:
@@ -103,12 +107,16 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     # Runs side by side: two threads of each would wait for one another's cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    base, rates = min(args.widths), [2.0**power for power in args.powers]
+    base = min(args.widths)
+    rates = [2.0**power for power in args.powers]
     wanted = [
         (kind, width, rate, seed)
-        for seed in range(args.seeds) for width in args.widths for kind in args.kinds
-        for rate in rates if kind == args.kinds[0] or width != base
-    ]  # fmt: skip
+        for seed in range(args.seeds)
+        for width in args.widths
+        for kind in args.kinds
+        for rate in rates
+        if kind == args.kinds[0] or width != base
+    ]
     file = args.out / "results.jsonl"
     found = read(file)
     missing = [key for key in wanted if key not in found]
@@ -119,9 +127,14 @@ def main() -> None:
         began = time.monotonic()
         (loss,) = run_locally(train, 1, config_of(key, base, args), timeout=3000)
         line = {
-            "kind": key[0], "width": key[1], "rate": key[2], "seed": key[3], "steps": args.steps,
-            "loss": loss if math.isfinite(loss) else None, "seconds": time.monotonic() - began,
-        }  # fmt: skip
+            "kind": key[0],
+            "width": key[1],
+            "rate": key[2],
+            "seed": key[3],
+            "steps": args.steps,
+            "loss": loss if math.isfinite(loss) else None,
+            "seconds": time.monotonic() - began,
+        }
         with open(file, "a", encoding="utf-8") as out:
             out.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
@@ -176,9 +189,13 @@ def draw(found: dict[Key, float]) -> bytes:
     kinds, widths, rates = grid(found)
     with style() as plt:
         figure, ((*panels,),) = plt.subplots(
-            1, len(kinds), figsize=(4 * len(kinds), 3.4), sharey=True, constrained_layout=True,
+            1,
+            len(kinds),
+            figsize=(4 * len(kinds), 3.4),
+            sharey=True,
+            constrained_layout=True,
             squeeze=False,
-        )  # fmt: skip
+        )
         colours = matplotlib.colormaps["viridis"]([0.9 * i / len(widths) for i in range(4)])
         for axes, kind in zip(panels, kinds, strict=True):
             for width, colour in zip(widths, colours, strict=False):

@@ -53,10 +53,16 @@ def config_of(args: argparse.Namespace, precision: str) -> RunConfig:
     pp, dp, tp = map(int, args.mesh.split("x"))
     length = args.length
     values = {
-        "mesh.pp": pp, "mesh.dp": dp, "mesh.tp": tp, "pipeline.schedule": "one_f_one_b",
-        "pipeline.weights": "per_step", "train.steps": args.steps, "data.sequence_length": length,
-        "model.max_position_embeddings": length, "train_micro_batch_size_per_gpu": args.micro,
-    }  # fmt: skip
+        "mesh.pp": pp,
+        "mesh.dp": dp,
+        "mesh.tp": tp,
+        "pipeline.schedule": "one_f_one_b",
+        "pipeline.weights": "per_step",
+        "train.steps": args.steps,
+        "data.sequence_length": length,
+        "model.max_position_embeddings": length,
+        "train_micro_batch_size_per_gpu": args.micro,
+    }
     if precision == "bf16":
         values["bf16.enabled"] = True
     words = [word for key, value in values.items() for word in (f"--{key}", str(value).lower())]
@@ -89,7 +95,8 @@ def on_the_mesh(rank: int, config: RunConfig) -> Curve:
 
 def plainly(rank: int, config: RunConfig, micro: int) -> Curve:
     """The same run by transformers and torch, in one process, `micro` sequences at a time."""
-    family, adam = models.huggingface(config.model.family), config.optimizer.params
+    family = models.huggingface(config.model.family)
+    adam = config.optimizer.params
     assert family is not None
     model = family.reference(config.model)
     model.set_attn_implementation("sdpa")
@@ -115,7 +122,8 @@ def plainly(rank: int, config: RunConfig, micro: int) -> Curve:
                 loss += _backward(model, x, y, micro / size)
                 for name, p in named.items():
                     assert p.grad is not None
-                    grad, p.grad = p.grad.float(), None
+                    grad = p.grad.float()
+                    p.grad = None
                     held = masters[name].grad
                     masters[name].grad = grad if held is None else held.add_(grad)
             limit = config.gradient_clipping or float("inf")
@@ -189,9 +197,15 @@ def picture(curves: Mapping[str, Curve], mesh: str) -> bytes:
     pairs = [pair for pair in pairs if {*pair[1:]} <= curves.keys()]
     with style() as plt:
         figure, axes = plt.subplots(
-            2, len(pairs), figsize=(4.6 * len(pairs), 5), sharex=True, sharey="row", squeeze=False,
-            constrained_layout=True, gridspec_kw={"height_ratios": [3, 2]},
-        )  # fmt: skip
+            2,
+            len(pairs),
+            figsize=(4.6 * len(pairs), 5),
+            sharex=True,
+            sharey="row",
+            squeeze=False,
+            constrained_layout=True,
+            gridspec_kw={"height_ratios": [3, 2]},
+        )
         for (above, below), (precision, ours, theirs) in zip(axes.T, pairs, strict=True):
             steps = np.arange(1, 1 + len(curves[ours]["loss"]))
             above.plot(steps, curves[theirs]["loss"], color="#999999", lw=3, label="plain")

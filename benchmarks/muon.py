@@ -41,20 +41,25 @@ def config_of(optimizer: str, mesh: MeshSizes, microbatches: int) -> RunConfig:
             "mesh": {"pp": pp, "dp": dp, "tp": tp},
             "pipeline": {"schedule": "one_f_one_b"},
             "model": {
-                "family": "gpt", "hidden_size": common.HIDDEN, "vocab_size": common.VOCAB,
-                "num_hidden_layers": common.LAYERS, "num_attention_heads": common.HEADS,
-                "max_position_embeddings": common.SEQ, "tie_word_embeddings": False,
+                "family": "gpt",
+                "hidden_size": common.HIDDEN,
+                "vocab_size": common.VOCAB,
+                "num_hidden_layers": common.LAYERS,
+                "num_attention_heads": common.HEADS,
+                "max_position_embeddings": common.SEQ,
+                "tie_word_embeddings": False,
             },
             "data": {"sequence_length": common.SEQ, "tokenizer": "theirs"},
             "train": {"steps": 1000},
         },
-    }  # fmt: skip
+    }
     return RunConfig.from_dict(raw).resolve(pp * dp * tp)
 
 
 def measure(rank: int, mesh: MeshSizes, microbatches: int, steps: int) -> dict[str, list[float]]:
     """Return the seconds of each step of each optimizer on this rank."""
-    grid, parts = Mesh(*mesh), dict[str, Assembly]()
+    grid = Mesh(*mesh)
+    parts = dict[str, Assembly]()
     for name in OPTIMIZERS:
         parts[name] = assemble(config_of(name, mesh, microbatches), grid, seed=0)
     text = torch.randint(common.VOCAB, (microbatches, common.MICRO, common.SEQ + 1))

@@ -55,10 +55,12 @@ def main() -> None:
     args = parser.parse_args()
     points, losses = paired(args.ladders)
     scale = [np.exp(np.log(x).mean()) for x in (points.params, points.tokens)]
-    params, tokens = points.params / scale[0], points.tokens / scale[1]
+    params = points.params / scale[0]
+    tokens = points.tokens / scale[1]
     for name, one, other in zip(points.names, *losses, strict=True):
         print(f"{name:16} {one:.4f} {other:.4f} {other - one:+.4f}")
-    best, random = fit(params, tokens, losses), np.random.default_rng(0)
+    best = fit(params, tokens, losses)
+    random = np.random.default_rng(0)
     drawn = []
     for _ in range(DRAWS):
         rows = random.integers(len(params), size=len(params))

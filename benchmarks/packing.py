@@ -26,7 +26,8 @@ def measure(name: str, bounds: np.ndarray, length: int) -> None:
     """Print a row of the table in docs/data.md."""
     began = time.process_time()
     packing = Packing.make(bounds, length)
-    seconds, facts = time.process_time() - began, packing.facts(bounds)
+    seconds = time.process_time() - began
+    facts = packing.facts(bounds)
     cut = cut_by_windows(bounds, length)
     print(
         f"| {name} | {length:,} | {cut.mean():.1%} | {facts['packed_cut_share']:.1%} |"

@@ -75,9 +75,13 @@ def once(command: str, ranks: int, seconds: float) -> dict[str, Any]:
     if ranks > 1:
         environment["OMP_NUM_THREADS"] = "1"
     process = subprocess.Popen(
-        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        words,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         said, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -114,7 +118,8 @@ def row(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """One line a contestant; ratios to the first."""
     head = "| contestant | CPU s | ratio | step s | ratio | MiB above imports | MiB moved | loss |"
-    lines, first = [head, "|---|---|---|---|---|---|---|---|"], rows[0]
+    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    first = rows[0]
     for r in rows:
         moved = ", ".join(f"{k} {v:,.0f}" for k, v in sorted(r["moved_mib"].items())) or "–"
         cpu, wall = (r[k] / first[k] for k in ("cpu_seconds", "step_seconds"))

@@ -140,7 +140,9 @@ def main() -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["HF_DATASETS_CACHE"] = str(folder / "datasets")
-        path, tokenizer, cache = folder / "rows.jsonl", folder / "tokenizer", folder / "cache"
+        path = folder / "rows.jsonl"
+        tokenizer = folder / "tokenizer"
+        cache = folder / "cache"
         alone(write_all, path, tokenizer, args.megabytes, args.documents)
         for workers in args.workers:
             taken: dict[str, list[float]] = {}

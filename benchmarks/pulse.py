@@ -34,7 +34,8 @@ def on_rank(rank: int, args: argparse.Namespace) -> dict[str, Any]:
         time.sleep(0.05)
     [sentry] = psutil.Process().children()
     step = step_of(args, mesh)
-    page, writes = pulse._page, 0
+    page = pulse._page
+    writes = 0
     assert page is not None
     write = page.do
 
@@ -51,7 +52,9 @@ def on_rank(rank: int, args: argparse.Namespace) -> dict[str, Any]:
         pulse._page = page if watched else None
         (sentry.resume if watched else sentry.suspend)()
         mesh.barrier()
-        before, start, cpu = sum(sentry.cpu_times()[:2]), time.perf_counter(), time.process_time()
+        before = sum(sentry.cpu_times()[:2])
+        start = time.perf_counter()
+        cpu = time.process_time()
         for _ in range(args.steps):
             step()
         seconds[watched].append((time.perf_counter() - start) / args.steps)
@@ -75,9 +78,16 @@ def on_rank(rank: int, args: argparse.Namespace) -> dict[str, Any]:
 def step_of(args: argparse.Namespace, mesh: Mesh) -> Any:
     """A step of a GPT of the sizes asked for, under 1F1B with four microbatches a rank."""
     run = SmallRun(
-        MeshSizes(pp=args.ranks), 1, args.hidden, args.layers * args.ranks, micro=args.batch,
-        microbatches=4 * args.ranks, seq=args.seq, vocab=4096, schedule="one_f_one_b",
-    )  # fmt: skip
+        MeshSizes(pp=args.ranks),
+        1,
+        args.hidden,
+        args.layers * args.ranks,
+        micro=args.batch,
+        microbatches=4 * args.ranks,
+        seq=args.seq,
+        vocab=4096,
+        schedule="one_f_one_b",
+    )
     parts = assemble(run.config(), mesh)
     text = torch.randint(run.vocab, (run.microbatches, args.batch, args.seq + 1))
     batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
@@ -93,8 +103,15 @@ def step_of(args: argparse.Namespace, mesh: Mesh) -> Any:
 def main() -> None:
     """Print the ratio of a watched step to one that is not, and the shares that explain it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in [("ranks", 2), ("hidden", 128), ("layers", 2), ("seq", 128),
-                          ("batch", 4), ("rounds", 20), ("steps", 3)]:  # fmt: skip
+    for name, default in [
+        ("ranks", 2),
+        ("hidden", 128),
+        ("layers", 2),
+        ("seq", 128),
+        ("batch", 4),
+        ("rounds", 20),
+        ("steps", 3),
+    ]:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     found = run_locally(on_rank, args.ranks, args, timeout=1800)

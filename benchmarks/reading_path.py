@@ -28,10 +28,15 @@ CONFIG = {
     if path.stem != "hardware"
 }
 SETTINGS = {
-    "train.steps": 1, "train.evaluate_every": 0, "run.save_weights": False, "run.name": "path",
-    "data.source": "text", "data.documents": "line", "data.vocab_size": 300,
+    "train.steps": 1,
+    "train.evaluate_every": 0,
+    "run.save_weights": False,
+    "run.name": "path",
+    "data.source": "text",
+    "data.documents": "line",
+    "data.vocab_size": 300,
     "data.sequence_length": 32,
-}  # fmt: skip
+}
 
 
 class _FirstStep(BaseException):
@@ -42,8 +47,10 @@ class Trail:
     """Counts of the calls seen so far."""
 
     def __init__(self) -> None:
-        self.files, self.changes = set[str](), 0
-        self.config_files, self.config_stays = set[str](), 0
+        self.files = set[str]()
+        self.changes = 0
+        self.config_files = set[str]()
+        self.config_stays = 0
         self._last = self._last_of_config = ""
         self._trains = False
         self.before_self_test: tuple[int, int] | None = None
@@ -64,7 +71,8 @@ class Trail:
             return
         file = code.co_filename
         if file != self._last:
-            self._last, self.changes = file, self.changes + 1
+            self._last = file
+            self.changes = self.changes + 1
             self.files.add(file)
         if event == "call" and (file, code.co_name) == (str(ROOT / "launch/train.py"), "train"):
             self._trains = True
@@ -72,7 +80,8 @@ class Trail:
         values = (frame.f_locals.get(name) for name in given)
         is_handed = any(type(v).__module__ in CONFIG for v in values)
         if self._trains and is_handed and file != self._last_of_config:
-            self._last_of_config, self.config_stays = file, self.config_stays + 1
+            self._last_of_config = file
+            self.config_stays = self.config_stays + 1
             self.config_files.add(file)
         if event == "call" and code.co_qualname == "Engine.step":
             if self.before_self_test is None:

@@ -26,11 +26,18 @@ def on_rank(rank: int, args: argparse.Namespace) -> tuple[list[float], list[floa
     """CPU seconds of plain and of checked steps, in turns, on one rank."""
     sizes = MeshSizes.parse(args.mesh)
     run = SmallRun(
-        sizes, args.zero, args.hidden, args.layers, micro=args.batch,
-        microbatches=args.microbatches, seq=args.seq, vocab=4096,
+        sizes,
+        args.zero,
+        args.hidden,
+        args.layers,
+        micro=args.batch,
+        microbatches=args.microbatches,
+        seq=args.seq,
+        vocab=4096,
         schedule="one_f_one_b" if sizes.pp > 1 else "gpipe",
-    )  # fmt: skip
-    config, mesh = run.config(), Mesh(*sizes)
+    )
+    config = run.config()
+    mesh = Mesh(*sizes)
     parts = assemble(config, mesh)
     recomputation = Recomputation(config, mesh, parts)
     text = torch.randint(run.vocab, (run.microbatches, args.batch, args.seq + 1))
@@ -64,8 +71,15 @@ def main() -> None:
     """Print the seconds of both kinds of steps, and the share of a run for several N."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mesh", default="2x1x1")
-    for name, default in [("zero", 1), ("hidden", 256), ("layers", 4), ("seq", 256), ("batch", 4),
-                          ("microbatches", 8), ("rounds", 7)]:  # fmt: skip
+    for name, default in [
+        ("zero", 1),
+        ("hidden", 256),
+        ("layers", 4),
+        ("seq", 256),
+        ("batch", 4),
+        ("microbatches", 8),
+        ("rounds", 7),
+    ]:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     ranks = MeshSizes.parse(args.mesh).ranks
@@ -76,7 +90,8 @@ def main() -> None:
     )
     ratios = [b / a - 1 for a, b in zip(plain, checked, strict=True)]
     extra = statistics.median(ratios)
-    plain_seconds, checked_seconds = statistics.median(plain), statistics.median(checked)
+    plain_seconds = statistics.median(plain)
+    checked_seconds = statistics.median(checked)
     print(f"CPU seconds of a step: {plain_seconds:.3f}, with a check {checked_seconds:.3f}")
     print(f"extra steps per check: {extra:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     for every in (1, 10, 100, 1000):

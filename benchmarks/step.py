@@ -75,8 +75,15 @@ def ours(config: Any, batch: list[Microbatch], mesh: Mesh, **settings: object) -
 def main() -> None:
     """Print a row for each contender: median step time, and its ratio to plain transformers."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in [("hidden", 256), ("layers", 4), ("seq", 128), ("batch", 4),
-                          ("microbatches", 4), ("vocab", 4096), ("steps", 15)]:  # fmt: skip
+    for name, default in [
+        ("hidden", 256),
+        ("layers", 4),
+        ("seq", 128),
+        ("batch", 4),
+        ("microbatches", 4),
+        ("vocab", 4096),
+        ("steps", 15),
+    ]:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--family", default="gpt", choices=models.families())
     args = parser.parse_args()

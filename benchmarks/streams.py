@@ -33,8 +33,14 @@ from parallel3d.data.prepare import prepare, prepare_manifests
 from parallel3d.data.sharded import Shard, ShardCache
 from tests.data.stores import http_store
 
-END, SIZE, LENGTH, BATCH, SPEED = 7, 50_000, 1024, 32, 5_000_000
-STEP_SECONDS, THROTTLED_STEPS, LATE_SECONDS = 0.05, 3000, 0.025
+END = 7
+SIZE = 50_000
+LENGTH = 1024
+BATCH = 32
+SPEED = 5_000_000
+STEP_SECONDS = 0.05
+THROTTLED_STEPS = 3000
+LATE_SECONDS = 0.025
 
 
 def write_shards(folder: Path, num_shards: int, tokens: int) -> None:
@@ -66,7 +72,8 @@ def orders(folder: Path) -> None:
     paths = str(folder / "shards/*.npy")
 
     def digest(settings: DataConfig, step: int, dp: int) -> str:
-        batches, hashed = Batches(prepare(settings).train, LENGTH, seed=3), sha256()
+        batches = Batches(prepare(settings).train, LENGTH, seed=3)
+        hashed = sha256()
         for start in range(0, 3 * batches.num_samples, step):
             end = min(start + step, 3 * batches.num_samples)
             for part in np.array_split(np.arange(start, end), dp):
@@ -131,7 +138,9 @@ def throttled(folder: Path, load: int) -> None:
         total = 300 * 4_000_000
         limit = total // 50
         settings = settings.model_copy(update={"stream_cache_bytes": limit})
-        server.speed, most, is_over = SPEED, 0, threading.Event()
+        server.speed = SPEED
+        most = 0
+        is_over = threading.Event()
         streams.ShardCache = TimedCache  # type: ignore[misc]
         naps: list[tuple[float, float]] = []
 

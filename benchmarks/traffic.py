@@ -46,7 +46,8 @@ Choice = tuple[int, str, int, str]
 
 def config_of(args: argparse.Namespace, choice: Choice) -> RunConfig:
     """The resolved config of one row."""
-    (pp, dp, tp), (zero, schedule, per_rank, weights) = map(int, args.mesh.split("x")), choice
+    (pp, dp, tp) = map(int, args.mesh.split("x"))
+    (zero, schedule, per_rank, weights) = choice
     raw: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.micro,
         "gradient_accumulation_steps": args.microbatches,
@@ -56,18 +57,24 @@ def config_of(args: argparse.Namespace, choice: Choice) -> RunConfig:
         "parallel3d": {
             "mesh": {"pp": pp, "dp": dp, "tp": tp},
             "pipeline": {
-                "schedule": schedule, "stages_per_rank": per_rank, "weights": weights,
+                "schedule": schedule,
+                "stages_per_rank": per_rank,
+                "weights": weights,
                 "gradient_reduction": "per_step",
             },
             "model": {
-                "family": "gpt", "hidden_size": args.hidden, "num_hidden_layers": args.layers,
-                "num_attention_heads": max(tp, args.hidden // 64), "vocab_size": args.vocab,
-                "max_position_embeddings": args.length, "tie_word_embeddings": False,
+                "family": "gpt",
+                "hidden_size": args.hidden,
+                "num_hidden_layers": args.layers,
+                "num_attention_heads": max(tp, args.hidden // 64),
+                "vocab_size": args.vocab,
+                "max_position_embeddings": args.length,
+                "tie_word_embeddings": False,
             },
             "data": {"sequence_length": args.length, "tokenizer": "theirs"},
             "train": {"steps": 2},
         },
-    }  # fmt: skip
+    }
     if args.precision != "fp32":
         raw[args.precision] = {"enabled": True}
     return RunConfig.from_dict(raw).resolve(pp * dp * tp)
@@ -111,13 +118,18 @@ def kind_of(group: str, operation: str) -> str:
 
 def least(config: RunConfig, layers: list[LayerSpec], params: int) -> Counter[str]:
     """The fewest bytes of each kind, over all ranks; `params`: the sum of what each has."""
-    (pp, dp, tp), m = (config.mesh.pp, config.mesh.dp, config.mesh.tp), config.num_microbatches
+    pp = config.mesh.pp
+    dp = config.mesh.dp
+    tp = config.mesh.tp
+    m = config.num_microbatches
     assert isinstance(dp, int)
     shape = Shape(config.micro_batch_size, config.data.sequence_length)
-    size, hidden = BYTES[config.precision], int(config.model.hidden_size)
+    size = BYTES[config.precision]
+    hidden = int(config.model.hidden_size)
     found: Counter[str] = Counter()
     if dp > 1:
-        found["weights"], found["gradients"] = params * size, params * 4
+        found["weights"] = params * size
+        found["gradients"] = params * 4
     message = shape.tokens * hidden * size
     found["activations"] = 2 * m * (pp - 1) * dp * tp * message
     if tp > 1:
@@ -153,7 +165,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     for r in rows:
         cells = []
         for kind in KINDS:
-            moved, low = r["bytes"][kind], r["least"].get(kind, 0)
+            moved = r["bytes"][kind]
+            low = r["least"].get(kind, 0)
             times = f" ({moved / low:.2f}×)" if low else ""
             cells.append(f"{moved / 2**20:,.1f}{times}" if moved else "–")
         several = f" ×{r['stages_per_rank']}" if r["stages_per_rank"] > 1 else ""

@@ -46,17 +46,19 @@ def config_document() -> str:
     """Return the text of docs/config.md."""
     own = [s for s in settings() if s.path.startswith("parallel3d.") and s.doc[:3] != "As "]
     deepspeed = [s for s in settings() if not s.path.startswith("parallel3d.")]
-    return "\n".join([
-        _INTRODUCTION,
-        "## DeepSpeed's settings\n",
-        _table(("setting", "type", "default", ""), map(_setting, deepspeed)),
-        '## The block "parallel3d"\n',
-        _table(("setting", "type", "default", ""), map(_setting, own)),
-        _AUTO,
-        _table(("setting", "value of auto"), ((f"`{r.path}`", r.words) for r in auto.RULES)),
-        _KEYS,
-        _table(("accepted values", "why other values are refused"), _keys()),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            _INTRODUCTION,
+            "## DeepSpeed's settings\n",
+            _table(("setting", "type", "default", ""), map(_setting, deepspeed)),
+            '## The block "parallel3d"\n',
+            _table(("setting", "type", "default", ""), map(_setting, own)),
+            _AUTO,
+            _table(("setting", "value of auto"), ((f"`{r.path}`", r.words) for r in auto.RULES)),
+            _KEYS,
+            _table(("accepted values", "why other values are refused"), _keys()),
+        ]
+    )
 
 
 def _setting(setting: SettingDoc) -> tuple[str, ...]:

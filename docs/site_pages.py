@@ -38,7 +38,8 @@ def home_page(readme: str) -> str:
     """README.md as the home page: links into docs/ become the site's, others become plain text."""
 
     def turned(match: re.Match[str]) -> str:
-        target, anchor = match[1], match[2] or ""
+        target = match[1]
+        anchor = match[2] or ""
         if "://" in target:
             return match[0]
         return f"]({target.removeprefix('docs/')}{anchor})"

@@ -117,17 +117,22 @@ def parse_args() -> argparse.Namespace:
         help="a checkpoint (step-N) or a run's folder",
     )
     export.add_argument(
-        "--dtype", choices=DTYPES, default="fp32",
+        "--dtype",
+        choices=DTYPES,
+        default="fp32",
         help="type of the weights (default: fp32, which does not round)",
-    )  # fmt: skip
+    )
     export.add_argument(
-        "--architecture", metavar="CLASS",
+        "--architecture",
+        metavar="CLASS",
         help="transformers class, such as MistralForCausalLM for a plain llama",
-    )  # fmt: skip
+    )
     export.add_argument(
-        "--tokenizer", type=Path, metavar="FOLDER",
+        "--tokenizer",
+        type=Path,
+        metavar="FOLDER",
         help="folder of the run's tokenizer, if it has moved",
-    )  # fmt: skip
+    )
     text = "convert a transformers folder to one for model.from_pretrained, and check it"
     import_ = commands.add_parser("import", help=text, description=text)
     import_.add_argument(
@@ -138,16 +143,20 @@ def parse_args() -> argparse.Namespace:
             "--to", type=Path, required=True, metavar="OUT", help="a new or empty folder"
         )
         command.add_argument(
-            "--shard-size", default="5GB", metavar="SIZE",
+            "--shard-size",
+            default="5GB",
+            metavar="SIZE",
             help="largest size of a file (default: 5GB)",
-        )  # fmt: skip
+        )
         command.add_json()
     text = "write a config for one of nanotron, GPT-NeoX or Megatron-LM"
     config = commands.add_parser("config", help=text, description=text)
     config.add_argument(
-        "files", nargs="+", metavar="FILE",
+        "files",
+        nargs="+",
+        metavar="FILE",
         help="nanotron's YAML, GPT-NeoX's YAML files, or Megatron-LM's script or arguments file",
-    )  # fmt: skip
+    )
     config.add_argument(
         "--out", type=output_file, metavar="FILE", help="the new config (default: print it)"
     )

@@ -24,9 +24,11 @@ def main() -> NoReturn:
         __doc__, "Every setting of the config is also an option: --mesh.tp 8, --run.directory runs"
     )
     parser.add_argument(
-        "--config", default="ds.json", metavar="FILE",
+        "--config",
+        default="ds.json",
+        metavar="FILE",
         help="the run's config: its mesh and its folders (default: ds.json)",
-    )  # fmt: skip
+    )
     parser.add_json()
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     args, overrides = parser.parse_known_args()

@@ -117,19 +117,28 @@ def parse_args() -> argparse.Namespace:
         "--pp", type=whole_number(most=MOST), default=4, metavar="N", help="pipeline ranks"
     )
     parser.add_argument(
-        "--microbatches", type=whole_number(most=MOST), default=8, metavar="N",
+        "--microbatches",
+        type=whole_number(most=MOST),
+        default=8,
+        metavar="N",
         help="microbatches per step",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--stages-per-rank", type=whole_number(most=MOST), default=1, metavar="N",
-        help="stages on each rank: 2 or more for interleaved, 2 for v_shape")  # fmt: skip
+        "--stages-per-rank",
+        type=whole_number(most=MOST),
+        default=1,
+        metavar="N",
+        help="stages on each rank: 2 or more for interleaved, 2 for v_shape",
+    )
     parser.add_argument(
         "--weights", choices=get_args(Weights), help="show what ZeRO-3 gathers, holds and reduces"
     )
     parser.add_argument(
-        "--measured", type=Path, metavar="FILE",
+        "--measured",
+        type=Path,
+        metavar="FILE",
         help="draw the spans.json of a profiled run (see train.profile)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--communication", action="store_true", help="print the programs with sends and receives"
     )

@@ -75,9 +75,11 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("path", type=Path, metavar="PATH", help="folder of a run or a checkpoint")
     parser.add_config(required=False)
     parser.add_argument(
-        "--samples", type=number_of_samples, metavar="N",
+        "--samples",
+        type=number_of_samples,
+        metavar="N",
         help='samples of each set, or "all" (default: train.evaluate_samples of the config)',
-    )  # fmt: skip
+    )
     parser.add_json()
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     return parser.parse_known_args()

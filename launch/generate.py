@@ -25,9 +25,12 @@ def main() -> int:
 
     with model_folder(args.path, say) as folder:
         generate(
-            folder, args.prompt, tokens=args.max_new_tokens, seed=args.seed,
+            folder,
+            args.prompt,
+            tokens=args.max_new_tokens,
+            seed=args.seed,
             options=options_of(args),
-        )  # fmt: skip
+        )
     return DONE
 
 
@@ -65,20 +68,38 @@ def parse_args() -> argparse.Namespace:
     """Read the command line of `generate`."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    # fmt: off
     add("path", type=Path, metavar="PATH", help="a run, a checkpoint or a transformers folder")
     add("--prompt", type=utf8, required=True, metavar="TEXT", help="the text to continue")
-    add("--max-new-tokens", type=whole_number(), default=100, metavar="N",
-        help="largest number of new tokens (default: 100)")
-    add("--temperature", type=number(100), default=SAMPLING["temperature"], metavar="T",
-        help="values below 1 favour likely tokens (default: 0.8)")
-    add("--top-k", type=whole_number(), default=SAMPLING["top_k"], metavar="K",
-        help="sample from the K likeliest tokens only (default: all)")
-    add("--top-p", type=number(1), default=SAMPLING["top_p"], metavar="P",
-        help="sample from the likeliest tokens whose probabilities sum to P (default: all)")
+    add(
+        "--max-new-tokens",
+        type=whole_number(),
+        default=100,
+        metavar="N",
+        help="largest number of new tokens (default: 100)",
+    )
+    add(
+        "--temperature",
+        type=number(100),
+        default=SAMPLING["temperature"],
+        metavar="T",
+        help="values below 1 favour likely tokens (default: 0.8)",
+    )
+    add(
+        "--top-k",
+        type=whole_number(),
+        default=SAMPLING["top_k"],
+        metavar="K",
+        help="sample from the K likeliest tokens only (default: all)",
+    )
+    add(
+        "--top-p",
+        type=number(1),
+        default=SAMPLING["top_p"],
+        metavar="P",
+        help="sample from the likeliest tokens whose probabilities sum to P (default: all)",
+    )
     add("--seed", type=whole_number(0), default=0, metavar="S", help="random seed (default: 0)")
     add("--greedy", action="store_true", help="always choose the likeliest token; no sampling")
-    # fmt: on
     return parser.parse_args()
 
 

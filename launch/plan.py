@@ -53,17 +53,22 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"--validate: was removed; {remedy}")
     parser.add_config(required=False)
     parser.add_argument(
-        "--hardware", metavar="NAME",
+        "--hardware",
+        metavar="NAME",
         help=f"{hardware.THIS_MACHINE}, {', '.join(hardware.names())}, or a hardware file's path",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--devices", type=whole_number(most=plan_rows.MOST_DEVICES), metavar="N",
+        "--devices",
+        type=whole_number(most=plan_rows.MOST_DEVICES),
+        metavar="N",
         help="number of devices (default: those of the config's mesh, else of one node)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--rows", type=whole_number(), metavar="N",
+        "--rows",
+        type=whole_number(),
+        metavar="N",
         help=f"rows to show (default: {plan_rows.ROWS} that fit, and faster ones that do not)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--fix", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=plan_rows.FIX
     )

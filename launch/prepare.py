@@ -28,17 +28,23 @@ def main() -> int:
     parser.add_config()
     parser.add_json()
     parser.add_argument(
-        "--to", nargs=2, metavar=("megatron", "PREFIX"),
+        "--to",
+        nargs=2,
+        metavar=("megatron", "PREFIX"),
         help="also write the corpus to PREFIX.bin and PREFIX.idx, in Megatron-LM's format",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--show", type=int, metavar="N", default=0,
+        "--show",
+        type=int,
+        metavar="N",
+        default=0,
         help="show the first N samples of the run, and statistics of the documents",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--manifest", action="store_true",
+        "--manifest",
+        action="store_true",
         help="read the shards of streams once, and write data.manifest",
-    )  # fmt: skip
+    )
     args, overrides = parser.parse_known_args()
     if args.to and args.to[0] != "megatron":
         parser.error(f"--to = {args.to[0]}: unknown format; the only one is megatron")
@@ -73,12 +79,21 @@ def check_options(config: RunConfig, manifest: bool, option: str | None) -> None
     """Raise ConfigError if no source is a stream, or `option` needs counts that are not known."""
     each = "mixture.N." if config.data.mixture else ""
     refuse_where(
-        (manifest and not config.data.streams, f"parallel3d.data.{each}stream", False,
-         "is required by --manifest", 'add "stream": true, or drop --manifest'),
-        (option and config.data.counts_as_read, "parallel3d.data.count", "as-read",
-         f"cannot be combined with {option}, which needs each document's tokens",
-         'use "manifest", or the same files without stream'),
-    )  # fmt: skip
+        (
+            manifest and not config.data.streams,
+            f"parallel3d.data.{each}stream",
+            False,
+            "is required by --manifest",
+            'add "stream": true, or drop --manifest',
+        ),
+        (
+            option and config.data.counts_as_read,
+            "parallel3d.data.count",
+            "as-read",
+            f"cannot be combined with {option}, which needs each document's tokens",
+            'use "manifest", or the same files without stream',
+        ),
+    )
 
 
 def tokens_of_run(config: RunConfig, corpus: Corpus) -> float | None:

@@ -45,7 +45,8 @@ def samples_of(run: Path, prompt: str, tokens: int) -> dict[str, str]:
     from parallel3d.huggingface.generate import generate, model_folder
     from parallel3d.launch.generate import SAMPLING
 
-    texts, say = {}, partial(print, file=sys.stderr)
+    texts = {}
+    say = partial(print, file=sys.stderr)
     for step, checkpoint in reversed(step_folders(run / "checkpoints")):
         out = io.StringIO()
         with model_folder(checkpoint, say) as folder, redirect_stdout(out):
@@ -59,17 +60,28 @@ def parse_args() -> argparse.Namespace:
     """Read the command line of `report`."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    # fmt: off
     add("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run")
-    add("--to", type=Path, metavar="FILE",
-        help="the page to write (default: report.html in the first run's folder)")
-    add("--hardware", metavar="NAME",
-        help="hardware for the plan (default: the run's, or this machine if measured)")
-    add("--prompt", metavar="TEXT",
-        help="add the text that each kept checkpoint generates after it")
-    add("--max-new-tokens", type=whole_number(), default=60, metavar="N",
-        help="largest number of new tokens after the prompt (default: 60)")
-    # fmt: on
+    add(
+        "--to",
+        type=Path,
+        metavar="FILE",
+        help="the page to write (default: report.html in the first run's folder)",
+    )
+    add(
+        "--hardware",
+        metavar="NAME",
+        help="hardware for the plan (default: the run's, or this machine if measured)",
+    )
+    add(
+        "--prompt", metavar="TEXT", help="add the text that each kept checkpoint generates after it"
+    )
+    add(
+        "--max-new-tokens",
+        type=whole_number(),
+        default=60,
+        metavar="N",
+        help="largest number of new tokens after the prompt (default: 60)",
+    )
     parser.add_json()
     return parser.parse_args()
 

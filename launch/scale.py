@@ -51,7 +51,8 @@ def plan(args: argparse.Namespace, out: Console) -> Outcome:
 def run(args: argparse.Namespace, out: Console) -> Outcome:
     """Train the unfinished runs of a ladder; return 1 if one failed and 3 if they were stopped."""
     if args.emit:
-        code, ladder = DONE, ladder_of(args.ladder)
+        code = DONE
+        ladder = ladder_of(args.ladder)
         files = slurm.write(ladder)
         out.print(f"wrote {', '.join(map(str, files))}; submit with {files[-1]}")
     else:
@@ -105,11 +106,19 @@ def parse_args() -> argparse.Namespace:
         ("run", run, flags.add_run, "train the unfinished runs of a ladder"),
         ("fit", fit, flags.add_fit, "fit a law to runs"),
         ("predict", predict, flags.add_predict, "forecast a run from a fit"),
-        ("critical-batch", measure_critical_batch, flags.add_critical_batch,
-         "find the largest useful batch of a run"),
-        ("coordcheck", coordcheck, coordinates.add,
-         "check that activations do not depend on the width"),
-    ):  # fmt: skip
+        (
+            "critical-batch",
+            measure_critical_batch,
+            flags.add_critical_batch,
+            "find the largest useful batch of a run",
+        ),
+        (
+            "coordcheck",
+            coordcheck,
+            coordinates.add,
+            "check that activations do not depend on the width",
+        ),
+    ):
         subparser = commands.add_parser(name, help=words, description=words)
         add(subparser)
         subparser.add_json()

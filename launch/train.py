@@ -49,7 +49,8 @@ def train(
         stderr=True, quiet=mesh.rank != 0, highlight=False, markup=False, soft_wrap=True
     )
     start = find_start(config, mesh, claimed, console)
-    config, checkpoint = start.config, start.config.parallel3d.checkpoint
+    config = start.config
+    checkpoint = start.config.parallel3d.checkpoint
     settings = EngineSettings.from_config(config)
     self_test(settings, mesh, console.print)
     parts = assemble(config, mesh, say=console.print, settings=settings)
@@ -57,19 +58,32 @@ def train(
     restore(start, mesh, parts)
     with closing(Output(start, mesh, console)) as output:
         saver = Saver(
-            parts.engine, mesh, parts.layers, folder=output.checkpoints,
-            keep=checkpoint.keep, asynchronous=checkpoint.asynchronous,
-            say=console.print, tokenizer=start.tokenizer, always=checkpoint.at,
+            parts.engine,
+            mesh,
+            parts.layers,
+            folder=output.checkpoints,
+            keep=checkpoint.keep,
+            asynchronous=checkpoint.asynchronous,
+            say=console.print,
+            tokenizer=start.tokenizer,
+            always=checkpoint.at,
             memory=start.memory,
-        )  # fmt: skip
+        )
         peak_name, peak_flops = peak(config, mesh)
         chosen = config.parallel3d.train.profile
         profiler = Profiler(chosen, mesh, parts.executor, run=start.folder) if chosen else None
         stop.hold(start.folder if mesh.rank == 0 else None, output.close)
         result = Trainer(
-            start, mesh, parts, peak_flops=peak_flops, writer=output.writer,
-            progress=output.progress, profiler=profiler, saver=saver, stop=stop,
-        ).run()  # fmt: skip
+            start,
+            mesh,
+            parts,
+            peak_flops=peak_flops,
+            writer=output.writer,
+            progress=output.progress,
+            profiler=profiler,
+            saver=saver,
+            stop=stop,
+        ).run()
         output.finish(result, parts.engine)
     parts.engine.close()
     summary = summarise(start, result, peak_name, is_said=mesh.rank == 0)
@@ -139,14 +153,19 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     for flag, text in _WISHES.items():
         parser.add_argument(flag, type=amount, metavar="N", help=text)
     parser.add_argument(
-        "--data", choices=("stories",),
+        "--data",
+        choices=("stories",),
         help="without --config: train on prose, the King James Bible of Debian's bible-kjv",
-    )  # fmt: skip
+    )
     parser.add_json()
     parser.add_argument(
-        "--dry-run", type=whole_number(0), nargs="?", const=0, metavar="DEVICES",
+        "--dry-run",
+        type=whole_number(0),
+        nargs="?",
+        const=0,
+        metavar="DEVICES",
         help="print mesh, memory, time and checkpoint size without training",
-    )  # fmt: skip
+    )
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     args, overrides = parser.parse_known_args()
     wishes = [flag for flag in _WISHES if getattr(args, flag.removeprefix("--")) is not None]

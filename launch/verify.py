@@ -49,9 +49,10 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
         parser.error("--museum: was removed; run `python -m tests.museum` in a checkout")
     parser.add_config()
     parser.add_argument(
-        "--meshes", metavar="MESHES",
+        "--meshes",
+        metavar="MESHES",
         help="meshes as PPxDPxTP or PPxDPxCPxTP, such as 1x1x1,2x2x2 (default: eight meshes)",
-    )  # fmt: skip
+    )
     parser.add_json()
     return parser.parse_known_args()
 

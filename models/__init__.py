@@ -47,12 +47,18 @@ def layers(config: ModelConfig) -> list[LayerSpec]:
     specs: list[LayerSpec] = _spec(config.family).layers(config)
     kind = parametrization_of(config).type
     scaled = {} if kind == "standard" else named_params(specs)
-    refuse_where(*(
-        (p.role is None, "parallel3d.model.parametrization.type", kind,
-         f"needs the role of every parameter; the family declares none for {name}",
-         'declare it in its ParamSpec (docs/add-a-model.md), or use "standard"')
-        for name, p in scaled.items()
-    ))  # fmt: skip
+    refuse_where(
+        *(
+            (
+                p.role is None,
+                "parallel3d.model.parametrization.type",
+                kind,
+                f"needs the role of every parameter; the family declares none for {name}",
+                'declare it in its ParamSpec (docs/add-a-model.md), or use "standard"',
+            )
+            for name, p in scaled.items()
+        )
+    )
     return specs
 
 

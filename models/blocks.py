@@ -47,8 +47,10 @@ class FusedAttention(nn.Module):
         rotary: Rotary | None = None,
     ) -> None:
         super().__init__()
-        size, heads = config.hidden_size, config.num_attention_heads
-        group, split = context.group, context.sequence_parallel
+        size = config.hidden_size
+        heads = config.num_attention_heads
+        group = context.group
+        split = context.sequence_parallel
         self.head_size = size // heads
         self.qkv = ColumnParallelLinear(
             size, size, group, fused=3, sequence_parallel=split, overlap=context.overlap
@@ -81,8 +83,10 @@ class GeluMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, context: LayerContext, approximate: str) -> None:
         super().__init__()
-        size, inner = config.hidden_size, config.inner_size
-        group, split = context.group, context.sequence_parallel
+        size = config.hidden_size
+        inner = config.inner_size
+        group = context.group
+        split = context.sequence_parallel
         self.up = ColumnParallelLinear(
             size, inner, group, sequence_parallel=split, overlap=context.overlap
         )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from parallel3d.base.section import PathText, Problem, Section, problems_where
+from parallel3d.base.section import PathText, Problem, Section
 from parallel3d.model.config import ModelConfig, TransformerConfig
 from parallel3d.model.module_cost import AttentionCost
 from parallel3d.model.parametrization import Parametrization, Rate, Role, Scales, parametrization_of
@@ -18,7 +18,8 @@ from parallel3d.model.transformer_cost import EmbeddingCost
 Positive = Annotated[int, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 _ZEROS = Init()
-TP_0, TP_1 = ("tensor",), (None, "tensor")
+TP_0 = ("tensor",)
+TP_1 = (None, "tensor")
 """`ParamSpec.cut_over` of a parameter whose dim 0 or dim 1 tensor parallelism cuts."""
 
 
@@ -83,10 +84,14 @@ class BiasedConfig(ModelSection):
 
 def uneven_heads(heads: int, hidden: int) -> Iterator[Problem]:
     """Yield a problem unless num_attention_heads divides hidden_size."""
-    return problems_where((
-        hidden % heads, "num_attention_heads", heads, f"does not divide hidden_size={hidden}",
-        f"use {divisor_below(hidden, heads)} heads, or a hidden_size that is a multiple of {heads}",
-    ))  # fmt: skip
+    if hidden % heads:
+        yield Problem(
+            "num_attention_heads",
+            heads,
+            f"does not divide hidden_size={hidden}",
+            f"use {divisor_below(hidden, heads)} heads, or a hidden_size that is a multiple of "
+            f"{heads}",
+        )
 
 
 def vocab_size(config: ModelConfig) -> int:
@@ -152,7 +157,8 @@ def folded(
       first part.
     - branches: prefixes of the parameters whose results are added to the residual stream.
     """
-    scales, specs = scales_of(config), []
+    scales = scales_of(config)
+    specs = []
     for p in params:
         factors = _unless_one(scales.branch) if p.name.startswith(branches) else ()
         if p.name.startswith(query) and scales.query != 1:
@@ -169,7 +175,8 @@ def layer_norm(name: str, size: int) -> Iterable[ParamSpec]:
 
 def fused_attention(config: ModelConfig) -> AttentionCost:
     """Return the cost of models/blocks.py's `FusedAttention`, without rotation and dropout."""
-    heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    heads = config.num_attention_heads
+    size = config.hidden_size // config.num_attention_heads
     return AttentionCost(heads, heads, size, fused_qkv=True, bias=True)
 
 
@@ -182,9 +189,11 @@ def biased_block(config: TransformerConfig, number: int, cost: CostOf) -> LayerS
 @lru_cache(maxsize=64)
 def _biased_params(config: TransformerConfig) -> tuple[ParamSpec, ...]:
     """Return the parameters of each `biased_block`."""
-    hidden, inner = config.hidden_size, config.inner_size
+    hidden = config.hidden_size
+    inner = config.inner_size
     normal, residual = weight_inits(config)
-    fused, heads = (3, hidden, hidden), config.num_attention_heads
+    fused = (3, hidden, hidden)
+    heads = config.num_attention_heads
     params = (
         *layer_norm("norm1", hidden),
         ParamSpec("attention.qkv.weight", fused, TP_1, normal, True, units=heads, role="hidden"),
@@ -203,7 +212,8 @@ def _biased_params(config: TransformerConfig) -> tuple[ParamSpec, ...]:
 
 def table(config: TransformerConfig, name: str, rows: int, cut_over: CutOver) -> ParamSpec:
     """Return a table of the embedding: one vector of the model's width per row."""
-    init, shape = Init(std=config.initializer_range), (rows, config.hidden_size)
+    init = Init(std=config.initializer_range)
+    shape = (rows, config.hidden_size)
     factors = _unless_one(scales_of(config).input)
     return ParamSpec(name, shape, cut_over, init, True, role="input", folded=factors)
 
@@ -224,7 +234,8 @@ def head(config: TransformerConfig, norm: Iterable[ParamSpec], cost: CostOf) -> 
 
     The multiplier of the logits is folded into the norm, because a tied weight is also the input's.
     """
-    shape, normal = (vocab_size(config), config.hidden_size), Init(std=config.initializer_range)
+    shape = (vocab_size(config), config.hidden_size)
+    normal = Init(std=config.initializer_range)
     scales = scales_of(config)
     factor = scales.output / (scales.input if config.tie_word_embeddings else 1)
     params = (

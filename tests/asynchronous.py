@@ -97,7 +97,9 @@ class Uses(TorchDispatchMode):
 
     def __init__(self, frees, stream):
         super().__init__()
-        self._frees, self._stream, self._made = frees, stream, {}
+        self._frees = frees
+        self._stream = stream
+        self._made = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -169,11 +171,15 @@ def make_stream(waits, is_default):
 @contextmanager
 def asynchronous():
     """Make the device asynchronous; yields the Waits, whose `frees` are the Frees."""
-    waits, now = Waits(), Stack()
+    waits = Waits()
+    now = Stack()
     waits.frees = Frees()
     stream_class, event_class = make_stream(waits, lambda stream: stream is default)
-    default, cpu = stream_class(), type(get_accelerator())
-    streams, gradient, data = [default], torch.Tensor.grad, torch.Tensor.data
+    default = stream_class()
+    cpu = type(get_accelerator())
+    streams = [default]
+    gradient = torch.Tensor.grad
+    data = torch.Tensor.data
 
     @contextmanager
     def on_stream(self, stream):

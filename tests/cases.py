@@ -24,9 +24,13 @@ from parallel3d.verify.shrink import BLOCK, NO_THRESHOLDS
 from tests.verify.measuring import batches, differences, errors_of, reference_on_batches, train
 
 GPT = {
-    "family": "gpt", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "vocab_size": 61, "max_position_embeddings": 16,
-}  # fmt: skip
+    "family": "gpt",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 61,
+    "max_position_embeddings": 16,
+}
 # DeepSpeed is pinned: what it does without a remedy changes with the pin alone. Run these with
 # `-m slow` before the pin moves.
 unpatched = pytest.mark.slow
@@ -141,14 +145,17 @@ class Trainer:
     """The parts of a run, put together for one case on this rank."""
 
     def __init__(self, case):
-        self.case, self.config = case, case.config
+        self.case = case
+        self.config = case.config
         self.mesh = Mesh(*case.mesh, ep=self.config.mesh.ep)
         if "nvme" in case.offload:  # DeepSpeed keeps tensors below 1 MiB in memory
             for module in (optimizer_utils, partitioned_param_swapper):
                 module.MIN_AIO_BYTES = 2 * BLOCK
         self.parts = assemble(self.config, self.mesh, seed=SEED)
-        self.engine, self.stages = self.parts.engine, self.parts.stages
-        self.executor, self.evaluator = self.parts.executor, self.parts.evaluator
+        self.engine = self.parts.engine
+        self.stages = self.parts.stages
+        self.executor = self.parts.executor
+        self.evaluator = self.parts.evaluator
         self.lr = self.config.optimizer.params.lr
 
     def batches(self):

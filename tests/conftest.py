@@ -91,18 +91,27 @@ def pytest_addoption(parser):
 
 
 PRELOAD = [
-    "launch.train", "parallel3d.train.trainer", "parallel3d.huggingface.from_ranks",
-    "parallel3d.engine.selftest", "safetensors.torch", "pytest", "hypothesis", "tests.cases",
-    "parallel3d.train.output", "parallel3d.model.optimizers.adamw",
+    "launch.train",
+    "parallel3d.train.trainer",
+    "parallel3d.huggingface.from_ranks",
+    "parallel3d.engine.selftest",
+    "safetensors.torch",
+    "pytest",
+    "hypothesis",
+    "tests.cases",
+    "parallel3d.train.output",
+    "parallel3d.model.optimizers.adamw",
     "parallel3d.model.optimizers.muon",
     # Tokenizers and exports load it; it takes longer than most tests' training.
     *(f"transformers.models.{x}.modeling_{x}" for x in ("gpt2", "llama", "gpt_neox")),
     # Half of what DeepSpeed would import in each rank, as it builds an engine.
     "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.comm.mori",
-    "deepspeed.utils.pin_memory", "torch._subclasses.schema_check_mode",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.comm.mori",
+    "deepspeed.utils.pin_memory",
+    "torch._subclasses.schema_check_mode",
     "torch.profiler._cupti_monitor",
-]  # fmt: skip
+]
 OPERATORS = pytest.StashKey()
 LAUNCHERS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 

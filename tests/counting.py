@@ -36,7 +36,8 @@ class Counting(TorchDispatchMode):
             self._count(out.untyped_storage())
 
     def _count(self, storage):
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         known = self._alive.get(key)
         if known is not None and known[1]() is storage:
             self.bytes += size - known[0]

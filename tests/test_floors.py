@@ -57,29 +57,31 @@ ROOMS = [
     (5, "parallel3d/doctor"),
     (6, "launch"),
 ]
-# The most statements of each room: what stood when the house was made small, and 5 %. Whoever needs
-# more raises a number here, where a reader of the change sees it.
+# The most AST nodes of each room, and of the tests: what stood when the packed code was written out,
+# and 10 % of air. A change that needs more raises the number here and says what it removed. Nobody
+# packs code to stay below a number, or lowers one to what stands.
 BUDGET = {
-    "launch": 865,
-    "models": 1290,
-    "parallel3d/base": 885,
-    "parallel3d/calibrate": 595,
-    "parallel3d/checkpoint": 1380,
-    "parallel3d/config": 1645,
-    "parallel3d/data": 3430,
-    "parallel3d/doctor": 185,
-    "parallel3d/engine": 1865,
-    "parallel3d/huggingface": 800,
-    "parallel3d/mesh": 1215,
-    "parallel3d/model": 630,
-    "parallel3d/pipeline": 380,
-    "parallel3d/plan": 2650,
-    "parallel3d/report": 285,
-    "parallel3d/scaling": 2595,
-    "parallel3d/schedule": 705,
-    "parallel3d/tensor": 1415,
-    "parallel3d/train": 2760,
-    "parallel3d/verify": 1315,
+    "launch": 5_900,
+    "models": 11_900,
+    "parallel3d/base": 6_700,
+    "parallel3d/calibrate": 5_900,
+    "parallel3d/checkpoint": 11_500,
+    "parallel3d/config": 18_200,
+    "parallel3d/data": 30_100,
+    "parallel3d/doctor": 1_900,
+    "parallel3d/engine": 13_900,
+    "parallel3d/huggingface": 6_100,
+    "parallel3d/mesh": 9_100,
+    "parallel3d/model": 5_000,
+    "parallel3d/pipeline": 3_300,
+    "parallel3d/plan": 23_900,
+    "parallel3d/report": 2_800,
+    "parallel3d/scaling": 27_600,
+    "parallel3d/schedule": 6_700,
+    "parallel3d/tensor": 12_500,
+    "parallel3d/train": 23_100,
+    "parallel3d/verify": 12_300,
+    "tests": 290_000,
 }
 ORDER = {room: place for place, (_, room) in enumerate(ROOMS)}
 FLOOR = {room: floor for floor, room in ROOMS}
@@ -228,7 +230,8 @@ def test_what_is_pure_imports_no_torch():
     files = {module_of(path): path for path in TESTS}
     for path in TESTS:
         if path.name.startswith("test_") and "mark.pure" in text_of(path):
-            names, seen = imports_of(path), set[str]()
+            names = imports_of(path)
+            seen = set[str]()
             while helpers := names & files.keys() - seen:
                 seen |= helpers
                 names = names.union(*(imports_of(files[name]) for name in helpers))
@@ -244,22 +247,38 @@ def test_no_file_over_500_lines():
         assert path.name != "utils.py"
 
 
-def num_statements(path: Path) -> int:
-    """Statements of a file; docstrings and other bare strings are none."""
-    return sum(
-        isinstance(node, ast.stmt)
-        and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-        for node in nodes_of(path)
+def num_nodes(path: Path) -> int:
+    """Return the statements and expressions of a file, without docstrings and other bare strings."""
+    num = 0
+    for node in nodes_of(path):
+        if isinstance(node, (ast.stmt, ast.expr)):
+            num += 1
+        if is_bare_string(node):
+            num -= 2  # the statement and its constant
+    return num
+
+
+def is_bare_string(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
     )
 
 
+def budget_of(path: Path) -> str:
+    """Return the name in BUDGET of a file's room."""
+    if path.parts[0] != "parallel3d":
+        return path.parts[0]
+    is_entry = len(path.parts) == 2
+    return "launch" if is_entry else "/".join(path.parts[:2])
+
+
 def test_rooms_keep_to_their_budget():
-    found: Counter[str] = Counter()
-    for path in FILES:
-        is_entry = path.parent == Path("parallel3d")
-        parts = 2 if path.parts[0] == "parallel3d" else 1
-        found["launch" if is_entry else "/".join(path.parts[:parts])] += num_statements(path)
-    print(dict(found))
-    assert found.keys() == BUDGET.keys()
+    nodes: Counter[str] = Counter()
+    for path in [*FILES, *TESTS]:
+        nodes[budget_of(path)] += num_nodes(path)
+    print(dict(nodes))
+    assert nodes.keys() == BUDGET.keys()
     for room, most in BUDGET.items():
-        assert found[room] <= most, f"{room} has {found[room]} statements, {most} at most"
+        assert nodes[room] <= most, f"{room} has {nodes[room]} nodes, {most} at most: raise BUDGET"

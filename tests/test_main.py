@@ -37,9 +37,10 @@ def test_help_names_the_commands(monkeypatch, capsys):
 def test_the_version_names_torch_deepspeed_and_cuda(monkeypatch, capsys, cuda):
     """Of a stand-in for torch, which the pure tier does not load."""
     devices = SimpleNamespace(
-        is_available=lambda: cuda is not None, device_count=lambda: 3,
+        is_available=lambda: cuda is not None,
+        device_count=lambda: 3,
         get_device_name=["NVIDIA H100", "NVIDIA A100", "NVIDIA H100"].__getitem__,
-    )  # fmt: skip
+    )
     torch = SimpleNamespace(__version__="2.13.0", cuda=devices, version=SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "torch", torch)
     assert call(monkeypatch, "--version") == 0

@@ -36,9 +36,11 @@ def test_ci_refuses_an_interpreter_that_is_too_old(tmp_path):
     old.write_text("#!/bin/sh\nexit 1\n")  # what the question for its version comes to
     old.chmod(0o755)
     done = subprocess.run(
-        [ROOT / ".ci/run"], env={"PATH": "/usr/bin:/bin", "PYTHON": str(old)},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [ROOT / ".ci/run"],
+        env={"PATH": "/usr/bin:/bin", "PYTHON": str(old)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and "name one, as in PYTHON=python3.12" in done.stderr, done
 
 

@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[1]
 BUNDLE = ROOT / "build/plan_page/files.js"
-A100, H100 = "A100-SXM4-80GB", "H100-SXM5-80GB"
+A100 = "A100-SXM4-80GB"
+H100 = "H100-SXM5-80GB"
 REQUESTS = [
     ("gpt2-124m", A100, 8, ""),
     ("gpt2-124m", "V100-SXM2-16GB", 4, "--bf16.enabled false --fp16.enabled true"),
@@ -68,8 +69,10 @@ def rows_of_the_command(name, hardware, devices, words):
     command = [sys.executable, "-m", "parallel3d", "plan", "--json", "--config", f"{name}.json"]
     done = subprocess.run(
         [*command, "--hardware", hardware, "--devices", str(devices), *words.split()],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     return json.loads(done.stdout) if done.stdout else {"error": done.stderr}
 
 
@@ -96,8 +99,11 @@ class Site(BaseHTTPRequestHandler):
     """Serves the page and its two scripts, and takes its answers."""
 
     def do_GET(self):
-        files = {"/": lambda: page().encode(), "/files.js": BUNDLE.read_bytes,
-                 "/page.js": (ROOT / "docs/plan_page/page.js").read_bytes}  # fmt: skip
+        files = {
+            "/": lambda: page().encode(),
+            "/files.js": BUNDLE.read_bytes,
+            "/page.js": (ROOT / "docs/plan_page/page.js").read_bytes,
+        }
         self.send_response(200 if self.path in files else 404)
         self.send_header("Content-Type", "text/javascript" if "js" in self.path else "text/html")
         self.end_headers()
@@ -128,13 +134,22 @@ def test_ten_requests_have_the_commands_rows(bundle, tmp_path):
     Thread(target=server.serve_forever, daemon=True).start()
     browser = subprocess.Popen(
         [
-            chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
-            "--no-first-run", "--disable-background-networking", "--disable-component-update",
-            "--disable-sync", "--remote-debugging-port=0", f"--user-data-dir={tmp_path}",
+            chromium,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--remote-debugging-port=0",
+            f"--user-data-dir={tmp_path}",
             f"http://127.0.0.1:{server.server_port}/",
         ],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         answers = server.answers.get(timeout=800)
     finally:

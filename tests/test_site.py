@@ -46,7 +46,8 @@ class Page(HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.links, self.anchors = [], set()
+        self.links = []
+        self.anchors = set()
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attributes):
@@ -61,8 +62,10 @@ def test_the_site_builds_and_its_links_lead_somewhere(tmp_path):
     pytest.importorskip("mkdocs", reason="pip install -e '.[docs]'")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     pages = {path: Page(path) for path in (tmp_path / "site").rglob("*.html")}
     assert len(pages) > 40

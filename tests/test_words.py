@@ -57,7 +57,8 @@ def test_no_text_opens_with_a_banned_word(texts, paths):
 
 
 def test_the_check_sees_a_banned_opening(tmp_path):
-    module, page = tmp_path / "module.py", tmp_path / "page.md"
+    module = tmp_path / "module.py"
+    page = tmp_path / "page.md"
     module.write_text('"""What a rank holds."""\n\nTEXT = "Of many ranks one."\n')
     page.write_text("# What is this\n\nThe rank ends. What it holds is lost.\n")
     assert [bool(BANNED.match(text)) for _, text in texts_of(module)] == [True, True]

@@ -22,9 +22,17 @@ from torch import Tensor, nn
 
 from parallel3d.mesh.traffic import Traffic
 
-HIDDEN, LAYERS, HEADS, VOCAB, SEQ = 256, 8, 8, 8192, 256
-MICRO, GLOBAL = 4, int(os.environ.get("PEERS_BATCH", "64"))  # sequences
-LR, WEIGHT_DECAY, CLIP = 3e-4, 0.1, 1.0
+HIDDEN = 256
+LAYERS = 8
+HEADS = 8
+VOCAB = 8192
+SEQ = 256
+# sequences
+MICRO = 4
+GLOBAL = int(os.environ.get("PEERS_BATCH", "64"))
+LR = 3e-4
+WEIGHT_DECAY = 0.1
+CLIP = 1.0
 _ZIPF = 1.0 / torch.arange(1, VOCAB + 1, dtype=torch.float)
 _MIB = 2**20
 
@@ -34,7 +42,8 @@ class Embed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(SEQ, HIDDEN)
+        self.token = nn.Embedding(VOCAB, HIDDEN)
+        self.position = nn.Embedding(SEQ, HIDDEN)
         self.register_buffer("places", torch.arange(SEQ), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,9 +57,12 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.qkv, self.proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        self.norm1 = nn.LayerNorm(HIDDEN)
+        self.norm2 = nn.LayerNorm(HIDDEN)
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.proj = nn.Linear(HIDDEN, HIDDEN)
+        self.up = nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.down = nn.Linear(4 * HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, hidden] -> the same."""
@@ -78,7 +90,9 @@ def layers() -> list[nn.Module]:
 
 def stage_bounds(stages: int) -> list[tuple[int, int]]:
     """The layers of each stage, in equal numbers, the first ones with one more."""
-    count, at, bounds = LAYERS + 3, 0, []
+    count = LAYERS + 3
+    at = 0
+    bounds = []
     for index in range(stages):
         size = count // stages + (index < count % stages)
         bounds.append((at, at + size))
@@ -151,12 +165,15 @@ def compete(
     one more step by operation. `above`: the most memory, above that after imports.
     """
     many = dist.is_initialized() and dist.get_world_size() > 1
-    walls, cpus, losses = [], [], []
+    walls = []
+    cpus = []
+    losses = []
     for number in range(options.warm + options.steps):
         tokens, labels = batch(number, dp_coord, dp)
         if many:
             dist.barrier()
-        cpu, wall = time.process_time(), time.perf_counter()
+        cpu = time.process_time()
+        wall = time.perf_counter()
         loss = step(tokens, labels)
         if many:
             dist.barrier()

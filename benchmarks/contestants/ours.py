@@ -16,7 +16,8 @@ from parallel3d.train.assembly import assemble
 after_imports = common.resident_bytes()
 options = common.arguments(pp=1, tp=1, zero=3, schedule="one_f_one_b", weights="per_step", set="")
 world = int(os.environ.get("WORLD_SIZE", "1"))
-pp, tp = options.pp, options.tp
+pp = options.pp
+tp = options.tp
 dp = world // pp // tp
 adam = {"lr": common.LR, "weight_decay": common.WEIGHT_DECAY, "betas": [0.9, 0.999], "eps": 1e-8}
 raw = {

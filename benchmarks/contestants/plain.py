@@ -14,7 +14,8 @@ optimizer = torch.optim.AdamW(
 
 
 def step(tokens: Tensor, labels: Tensor) -> Tensor | None:
-    count, total = common.GLOBAL // common.MICRO, torch.zeros(())
+    count = common.GLOBAL // common.MICRO
+    total = torch.zeros(())
     for x, y in common.microbatches(tokens, labels):
         loss = common.loss_fn(model(x), y) / count
         loss.backward()

@@ -21,14 +21,17 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 after_imports = common.resident_bytes()
 options = common.arguments(pp=2, tp=1, schedule="1F1B", keep=False)  # keep: do not reshard
 dist.init_process_group("gloo")
-pp, tp = options.pp, options.tp
+pp = options.pp
+tp = options.tp
 dp = dist.get_world_size() // pp // tp
 mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-here, coord = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+here = mesh.get_local_rank("pp")
+coord = mesh.get_local_rank("dp")
 first, last = common.stage_bounds(pp)[here]
 stage = torch.nn.Sequential(*common.layers()[first:last])
 if tp > 1:
-    columns, rows = ("qkv", "up"), ("proj", "down")
+    columns = ("qkv", "up")
+    rows = ("proj", "down")
     plan = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(rows, RowwiseParallel())
     for layer in stage:
         if isinstance(layer, common.Block):

@@ -14,17 +14,27 @@ dp = dist.get_world_size()
 count = common.GLOBAL // common.MICRO // dp
 model = GPT2LMHeadModel(
     GPT2Config(
-        vocab_size=common.VOCAB, n_positions=common.SEQ, n_embd=common.HIDDEN,
-        n_layer=common.LAYERS, n_head=common.HEADS,
-        activation_function="gelu_pytorch_tanh", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        tie_word_embeddings=False, use_cache=False, bos_token_id=0, eos_token_id=0,
+        vocab_size=common.VOCAB,
+        n_positions=common.SEQ,
+        n_embd=common.HIDDEN,
+        n_layer=common.LAYERS,
+        n_head=common.HEADS,
+        activation_function="gelu_pytorch_tanh",
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        tie_word_embeddings=False,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
         attn_implementation="sdpa",
     )
-)  # fmt: skip
+)
 
 embed, *blocks, _, head = common.layers()
 with torch.no_grad():
-    body, width = model.transformer, common.HIDDEN
+    body = model.transformer
+    width = common.HIDDEN
     body.wte.weight.copy_(embed.token.weight)
     body.wpe.weight.copy_(embed.position.weight)
     for theirs, mine in zip(body.h, blocks, strict=True):

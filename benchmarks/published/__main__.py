@@ -14,7 +14,8 @@ from parallel3d.base import terminal
 from parallel3d.base.arguments import Parser
 from parallel3d.base.errors import Parallel3DError
 
-DONE, BAD_INPUT = 0, 2
+DONE = 0
+BAD_INPUT = 2
 
 
 def main() -> int:

@@ -183,11 +183,17 @@ _MORE: dict[str, Architecture] = _EXPERTS | {
     # vocabularies alone: the same tokenizer for all sizes
     "llama2": Architecture(vocab=32000, family="llama"),
     "llama3": Architecture(vocab=128256, family="llama"),
-    "mistral": LLAMA, "qwen": LLAMA, "codellama": LLAMA, "olmo": LLAMA, "smollm": LLAMA,
+    "mistral": LLAMA,
+    "qwen": LLAMA,
+    "codellama": LLAMA,
+    "olmo": LLAMA,
+    "smollm": LLAMA,
     "bloom": Architecture(vocab=250880),  # bigscience/bloom config.json
     "neox": Architecture(vocab=50432),  # EleutherAI/gpt-neox-20b config.json
-    "pythia": MPT, "mtnlg": MPT, "nemotron": MPT,
-}  # fmt: skip
+    "pythia": MPT,
+    "mtnlg": MPT,
+    "nemotron": MPT,
+}
 _MORE |= dict.fromkeys(
     ("opt125m", "opt350m", "opt13b", "opt27b", "opt67b", "opt30b", "opt66b", "opt175b"),
     Architecture(vocab=50272),  # facebook/opt-* config.json
@@ -220,7 +226,8 @@ def found(name: str) -> Architecture | None:
 
 def unmodelled(name: str) -> str | None:
     """The kind of the model called `name`, if it is a kind that the planner has no model of."""
-    lower, known_sizes = name.lower(), found(name)
+    lower = name.lower()
+    known_sizes = found(name)
     if known_sizes and known_sizes.family == "moe":
         return None
     return next((kind for words, kind in _UNMODELLED.items() if re.search(words, lower)), None)

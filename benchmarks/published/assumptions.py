@@ -28,8 +28,15 @@ class PublishedSource(NamedTuple):
 
 # arXiv:2104.04473, run_table_1.sh: microbatch of each size (also for the README of 2021-01).
 MICROBATCHES_2021 = (
-    (1.7, 16), (3.6, 16), (7.5, 16), (18.4, 8), (39.1, 4), (76.1, 2), (145.6, 2), (1e9, 1)
-)  # fmt: skip
+    (1.7, 16),
+    (3.6, 16),
+    (7.5, 16),
+    (18.4, 8),
+    (39.1, 4),
+    (76.1, 2),
+    (145.6, 2),
+    (1e9, 1),
+)
 
 # megatron/arguments.py: --hidden-dropout and --attention-dropout are 0.1 unless given
 DROPOUT = {"dropout": 0.1}
@@ -149,7 +156,9 @@ def source_of(name: str) -> PublishedSource:
 
 def program_of(source: str, cells: Cells) -> Software:
     """The program that a row of a described source ran, as its notes say it."""
-    notes, zero, pp = cells["notes"], cells["zero_stage"], cells["pp"]
+    notes = cells["notes"]
+    zero = cells["zero_stage"]
+    pp = cells["pp"]
     program = source_of(source).program
     if source == "megatron_sc21_t2" and zero == "3":
         return programs.ZERO3_2021

@@ -12,32 +12,80 @@ from typing import Any, NamedTuple
 from parallel3d.base.errors import ConfigError
 
 COLUMNS = (
-    "source_id", "model_name", "params_b", "n_layers", "hidden", "heads", "kv_heads", "ffn_hidden",
-    "vocab", "seq_len", "gpu", "n_gpus", "tp", "pp", "cp", "dp", "zero_stage", "virtual_pp",
-    "micro_batch", "global_batch_seqs", "recompute", "precision", "measured_tflops_per_gpu",
-    "tflops_convention", "measured_mfu", "measured_iter_time_s", "measured_memory_gb", "notes",
-    "measured_tokens_per_s_per_gpu", "offload", "attn_flops_convention",
-)  # fmt: skip
+    "source_id",
+    "model_name",
+    "params_b",
+    "n_layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "ffn_hidden",
+    "vocab",
+    "seq_len",
+    "gpu",
+    "n_gpus",
+    "tp",
+    "pp",
+    "cp",
+    "dp",
+    "zero_stage",
+    "virtual_pp",
+    "micro_batch",
+    "global_batch_seqs",
+    "recompute",
+    "precision",
+    "measured_tflops_per_gpu",
+    "tflops_convention",
+    "measured_mfu",
+    "measured_iter_time_s",
+    "measured_memory_gb",
+    "notes",
+    "measured_tokens_per_s_per_gpu",
+    "offload",
+    "attn_flops_convention",
+)
 OPTIONAL = (
-    "program", "network_gbps", "devices_per_node", "attention_kernel", "kernels",
-    "virtual_stages", "ep",
-)  # fmt: skip
+    "program",
+    "network_gbps",
+    "devices_per_node",
+    "attention_kernel",
+    "kernels",
+    "virtual_stages",
+    "ep",
+)
 ABOUT = ("source_title", "source_ref", "verified_how")  # say where a row is from, not how it ran
 
 # The most that a cell may hold: several times what anybody has published, so that what lies above
 # is a slip of the pen, and the planner need not build it to find that out.
 WHOLE = {
-    "n_layers": 2_000, "hidden": 1_000_000, "heads": 10_000, "kv_heads": 10_000,
-    "ffn_hidden": 10_000_000, "vocab": 100_000_000, "seq_len": 100_000_000, "n_gpus": 10_000_000,
-    "tp": 10_000, "pp": 10_000, "cp": 10_000, "dp": 10_000_000, "ep": 10_000, "virtual_pp": 10_000,
-    "virtual_stages": 10_000, "devices_per_node": 10_000, "micro_batch": 1_000_000,
+    "n_layers": 2_000,
+    "hidden": 1_000_000,
+    "heads": 10_000,
+    "kv_heads": 10_000,
+    "ffn_hidden": 10_000_000,
+    "vocab": 100_000_000,
+    "seq_len": 100_000_000,
+    "n_gpus": 10_000_000,
+    "tp": 10_000,
+    "pp": 10_000,
+    "cp": 10_000,
+    "dp": 10_000_000,
+    "ep": 10_000,
+    "virtual_pp": 10_000,
+    "virtual_stages": 10_000,
+    "devices_per_node": 10_000,
+    "micro_batch": 1_000_000,
     "global_batch_seqs": 10_000_000,
-}  # fmt: skip
+}
 REAL = {
-    "params_b": 1e6, "measured_tflops_per_gpu": 1e5, "measured_mfu": 100.0,
-    "measured_iter_time_s": 1e7, "measured_memory_gb": 1e4, "measured_tokens_per_s_per_gpu": 1e9,
+    "params_b": 1e6,
+    "measured_tflops_per_gpu": 1e5,
+    "measured_mfu": 100.0,
+    "measured_iter_time_s": 1e7,
+    "measured_memory_gb": 1e4,
+    "measured_tokens_per_s_per_gpu": 1e9,
     "network_gbps": 1600.0,
-}  # fmt: skip
+}
 UNITS = {
     "measured_mfu": " per cent",
     "network_gbps": " Gb/s for one device (a node's by its devices)",
@@ -52,16 +100,20 @@ QUESTIONS = {
     "program": "the training program, by a name in benchmarks/published/programs.py",
     "gpu": "the chip, by the name of a file in configs/hardware",
     "n_gpus": "the number of devices",
-    "tp": "tensor-parallel ranks", "pp": "pipeline stages", "dp": "data-parallel ranks",
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline stages",
+    "dp": "data-parallel ranks",
     "zero_stage": "0, 1, 2 or 3, or FSDP",
     "micro_batch": "sequences of a microbatch on one data-parallel rank",
     "global_batch_seqs": "sequences of a step on all devices",
     "model_name": "a known model, or gpt or llama for one that is built alike",
-    "n_layers": "transformer blocks", "hidden": "width of the residual stream",
-    "heads": "attention heads", "vocab": "number of entries of the vocabulary",
+    "n_layers": "transformer blocks",
+    "hidden": "width of the residual stream",
+    "heads": "attention heads",
+    "vocab": "number of entries of the vocabulary",
     "seq_len": "tokens of a sequence",
     "tflops_convention": '"hardware" if the FLOP/s count recomputation, else "model"',
-}  # fmt: skip
+}
 
 
 class UnusableRow(Exception):
@@ -73,7 +125,8 @@ class UnusableRow(Exception):
 
     def __init__(self, reason: str, rule: str = "", asks: Sequence[str] = ()) -> None:
         super().__init__(reason)
-        self.rule, self.asks = rule or reason, tuple(asks)
+        self.rule = rule or reason
+        self.asks = tuple(asks)
 
 
 class CsvLine(NamedTuple):
@@ -134,7 +187,8 @@ def _delimiter(text: str) -> str:
 
 def _columns(path: Path, header: Sequence[str]) -> list[str]:
     """The names of the first line, checked."""
-    names, place = [name.strip() for name in header], f"{path}, line 1"
+    names = [name.strip() for name in header]
+    place = f"{path}, line 1"
     known = (*COLUMNS, *OPTIONAL)
     if not set(names) & set(known):
         raise ConfigError(

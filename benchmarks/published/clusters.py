@@ -25,7 +25,8 @@ def _capped_h100(memory_gb: float) -> dict[str, Any]:
     """Meta's H100 with HBM2e and a cap of 500 W, for which no document states a peak."""
     peak = "pytorch/torchtitan: 'between SXM and NVL'; the middle of 989 and 835 TFLOP/s (bf16)"
     most = "794.5 of the H100's 989 TFLOP/s (configs/hardware), in proportion to the peak"
-    bf16, fp8 = Figure(value=9.12e14, source=peak), Figure(value=1.824e15, source=peak)
+    bf16 = Figure(value=9.12e14, source=peak)
+    fp8 = Figure(value=1.824e15, source=peak)
     return {
         "peak_flops": {"bf16": bf16, "fp8": fp8},
         "matmul_flops": {"bf16": Figure(value=7.945e14 * 912 / 989, source=most)},
@@ -128,8 +129,17 @@ def _words() -> tuple[tuple[re.Pattern[str], tuple[str, dict[str, Any]]], ...]:
 def chip(gpu: str) -> str:
     """The chip's short name, under which the constant-efficiency baseline pools its rows."""
     names = (
-        "500W", "H100 94GB", "GB200", "GB300", "B200", "B300", "H200", "H100", "A100", "V100",
+        "500W",
+        "H100 94GB",
+        "GB200",
+        "GB300",
+        "B200",
+        "B300",
+        "H200",
+        "H100",
+        "A100",
+        "V100",
         "MI300X",
-    )  # fmt: skip
+    )
     found = next((name for name in names if name.lower() in gpu.lower()), gpu)
     return "H100 500 W" if found in ("500W", "H100 94GB") else found

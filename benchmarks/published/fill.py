@@ -14,9 +14,14 @@ from parallel3d.models.llama import spec as llama
 from parallel3d.plan.setting import Setting, Software
 
 _COLUMNS = {
-    "layers": "n_layers", "hidden": "hidden", "heads": "heads", "kv_heads": "kv_heads",
-    "ffn": "ffn_hidden", "vocab": "vocab", "seq": "seq_len",
-}  # fmt: skip
+    "layers": "n_layers",
+    "hidden": "hidden",
+    "heads": "heads",
+    "kv_heads": "kv_heads",
+    "ffn": "ffn_hidden",
+    "vocab": "vocab",
+    "seq": "seq_len",
+}
 ALIKE = 0.1  # how near the parameters of a family must come to those that a row states, to be it
 WRONG = 0.4  # how far they may be: rounded, and with or without embeddings
 
@@ -119,7 +124,8 @@ class Filled:
         """The named model's sizes; of a model of another width only its family's vocabulary."""
         model = found(name) or self._family(given, name)
         for size in ("hidden", "heads", "kv_heads", "ffn"):
-            stated, published = getattr(given, size), getattr(model, size)
+            stated = getattr(given, size)
+            published = getattr(model, size)
             if None not in (stated, published) and stated != published:
                 if model.family == "moe":
                     rule = f"{size} is not that of the mixture of experts that it names"
@@ -185,7 +191,8 @@ class Filled:
 
     def network(self, setting: Setting, hardware: Hardware) -> None:
         """Note the network that a row of several nodes is assumed to have."""
-        node, network = hardware.devices_per_node, hardware.network
+        node = hardware.devices_per_node
+        network = hardware.network
         if node and network and setting.devices > node.value:
             self.or_else("network_gbps", None, round(network.bandwidth.value * 8 / 1e9, 3))
             self.or_else("devices_per_node", None, int(node.value))

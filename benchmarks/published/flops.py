@@ -65,7 +65,8 @@ def peak_of(hardware: Hardware, precision: Precision) -> float:
 
 def _forward_flops(setting: Setting) -> tuple[float, float]:
     """(blocks, embedding and head) of a step, over all devices."""
-    model, shape = model_of(setting.layers), Shape(1, setting.shape.seq)
+    model = model_of(setting.layers)
+    shape = Shape(1, setting.shape.seq)
     each = [float(cost_of(model, k, shape).forward_flops) for k in range(len(model.kinds))]
     head = each[model.kind_of[-1]] * setting.global_batch_size
     return sum(each[k] for k in model.kind_of) * setting.global_batch_size - head, head

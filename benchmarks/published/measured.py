@@ -53,10 +53,12 @@ def _stated(
         return "seconds of a step", seconds
     if rate := numbers.get("measured_tokens_per_s_per_gpu"):
         return "tokens/s of a device", per_device / rate
-    tflops, mfu = numbers.get("measured_tflops_per_gpu"), numbers.get("measured_mfu")
+    tflops = numbers.get("measured_tflops_per_gpu")
+    mfu = numbers.get("measured_mfu")
     if tflops is None and mfu is None:
         return "no speed was measured", None
-    convention, attention = cells["tflops_convention"], cells["attn_flops_convention"]
+    convention = cells["tflops_convention"]
+    attention = cells["attn_flops_convention"]
     if not convention:
         rule = "whether its TFLOP/s count recomputation is not stated"
         raise UnusableRow(f"{rule}; {_STATE} in tflops_convention", rule, ["tflops_convention"])

@@ -96,9 +96,17 @@ class RunFigures:
         A size that doubles counts as much as a ZeRO stage more.
         """
         sizes = (
-            self.params, self.hidden, self.devices, self.tp, self.pp, self.cp, self.seq,
-            self.micro_batch, self.num_microbatches, self.peak_flops,
-        )  # fmt: skip
+            self.params,
+            self.hidden,
+            self.devices,
+            self.tp,
+            self.pp,
+            self.cp,
+            self.seq,
+            self.micro_batch,
+            self.num_microbatches,
+            self.peak_flops,
+        )
         kinds = (self.precision == "fp8", self.zero_stage, self.recomputed, self.offload)
         return (*map(log2, sizes), *map(float, kinds))
 

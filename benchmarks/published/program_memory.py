@@ -83,7 +83,8 @@ class _Pass(NamedTuple):
 
 def _pass(setting: Setting, model: LayerKinds, layers: range) -> _Pass:
     shape = Shape(setting.shape.batch, -(-setting.shape.seq // setting.cp))
-    element, classic = setting.bytes_per_element, setting.software.attention == "classic"
+    element = setting.bytes_per_element
+    classic = setting.software.attention == "classic"
     saved = working = logits = 0
     for i in layers:
         kind = model.kind_of[i]
@@ -111,16 +112,20 @@ def _kept_products(setting: Setting, cost: LayerCost) -> KeptMemory:
 
 def _states(setting: Setting, holds: Holds, model: LayerKinds, layers: tuple[int, ...]) -> Parts:
     sizes = [_elements(model, kind, setting.tp) for kind in layers]
-    elements, shards = sum(sizes), setting.shards
-    first, last = model.kind_of[0], model.kind_of[-1]
+    elements = sum(sizes)
+    shards = setting.shards
+    first = model.kind_of[0]
+    last = model.kind_of[-1]
     if first in layers and last in layers:
         elements -= _tied(model, last, setting.tp)
     sharded = -(-elements // shards)
     owned = sharded if setting.zero_stage else elements
     gradient = setting.software.gradient_bytes
-    states, fixed = holds.states, 0
+    states = holds.states
+    fixed = 0
     if setting.zero_stage:
-        states, fixed = states + holds.partition, holds.fixed
+        states = states + holds.partition
+        fixed = holds.fixed
     parts = {
         "weights": holds.weight * (sharded if setting.zero_stage == 3 else elements),
         "gathered": 0,
@@ -162,7 +167,9 @@ def stages_of(model: LayerKinds, num_stages: int, placement: str, seq: int) -> t
         ends[-1] = count
     else:
         costs = [cost_of(model, k, Shape(1, seq)).forward_flops for k in model.kind_of]
-        share, total, ends = sum(costs) / num_stages, 0, []
+        share = sum(costs) / num_stages
+        total = 0
+        ends = []
         for i, cost in enumerate(costs):
             total += cost
             if total > share * (len(ends) + 1) and len(ends) < num_stages - 1:

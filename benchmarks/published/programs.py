@@ -187,11 +187,25 @@ _ALIASES: Mapping[str, Software] = {
 _BY_NAME: Mapping[str, Software] = {
     program.name: program
     for program in (
-        Software(), MEGATRON_2021, MEGATRON_2021_TORCH_DDP, MEGATRON_CORE, NEMO,
-        MEGATRON_DEEPSPEED, ZERO3_2021, ZERO3_2021_BLOCKING, HF_ZERO3_2021, ZERO3_2022, FSDP2,
-        FSDP2_2025, FSDP2_ASYNC_TP, FSDP_DEFAULT, FSDP_PURE, NANOTRON, JAX,
+        Software(),
+        MEGATRON_2021,
+        MEGATRON_2021_TORCH_DDP,
+        MEGATRON_CORE,
+        NEMO,
+        MEGATRON_DEEPSPEED,
+        ZERO3_2021,
+        ZERO3_2021_BLOCKING,
+        HF_ZERO3_2021,
+        ZERO3_2022,
+        FSDP2,
+        FSDP2_2025,
+        FSDP2_ASYNC_TP,
+        FSDP_DEFAULT,
+        FSDP_PURE,
+        NANOTRON,
+        JAX,
     )
-}  # fmt: skip
+}
 
 
 def named(text: str) -> Software | None:

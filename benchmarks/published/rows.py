@@ -86,7 +86,8 @@ def read(path: Path | str, program: str | None = None) -> tuple[list[PublishedRu
     file cannot be read or lacks columns, or the program is not described.
     """
     default = None if program is None else _named(program)
-    rows, left_out = [], []
+    rows = []
+    left_out = []
     for line, cells, wrong in cells_of(Path(path)):
         try:
             if wrong is not None:

@@ -39,9 +39,12 @@ class PublishedSetting(Setting):
 
 
 def setting_of(
-    cells: Mapping[str, str], filled: Filled, model: Architecture, program: Software,
+    cells: Mapping[str, str],
+    filled: Filled,
+    model: Architecture,
+    program: Software,
     machine: Hardware,
-) -> PublishedSetting:  # fmt: skip
+) -> PublishedSetting:
     """The setting of a row; raises UnusableRow or ConfigError where it cannot have run so.
 
     A row that states no number format, or only 16 bits, ran in the chip's own.

@@ -30,7 +30,8 @@ def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float | N
     """
     if len(left) < 3:
         return None
-    a, b = _ranks(left), _ranks(right)
+    a = _ranks(left)
+    b = _ranks(right)
     mean = (len(a) + 1) / 2
     shared = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
     spread = sqrt(sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b))

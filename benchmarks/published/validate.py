@@ -203,7 +203,8 @@ def overall(groups: Mapping[str, Mapping[str, Any]], by_row: Mapping[str, Any]) 
 
 def _choice(outcome: Outcome) -> Choice:
     """Devices, model, batch and number format are the task; the rest is how it was done."""
-    row, setting = outcome.row, outcome.row.setting
+    row = outcome.row
+    setting = outcome.row.setting
     task = (
         row.source,
         row.gpu,
@@ -248,7 +249,8 @@ def _rows(found: Sequence[Outcome]) -> list[dict[str, Any]]:
     ways: dict[Hashable, int] = {}
     lines = []
     for outcome in found:
-        choice, setting = _choice(outcome), outcome.row.setting
+        choice = _choice(outcome)
+        setting = outcome.row.setting
         mesh = (f"pp{setting.pp}", f"dp{setting.dp}", f"tp{setting.tp}", f"cp{setting.cp}")
         lines.append(
             {

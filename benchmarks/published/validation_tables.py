@@ -20,7 +20,8 @@ _ORDER = (
     ("flops_rank_correlation", "of FLOP/s", "of FLOP/s"),
     ("mesh_regret", "regret", "regret"),
 )
-_SIGNED, _PLAIN = ("bias",), ("rank_correlation", "flops_rank_correlation")
+_SIGNED = ("bias",)
+_PLAIN = ("rank_correlation", "flops_rank_correlation")
 _WIDE = 118  # columns from which one table has room for all
 _EXAMPLES = 6  # line numbers, and values, that are named
 
@@ -97,9 +98,17 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 _DOCS = (
-    "rows", "mean_error", "worst_error", "bias", "constant_mean_error", "neighbour_mean_error",
-    "rank_correlation", "flops_rank_correlation", "mesh_regret", "mesh_sets",
-)  # fmt: skip
+    "rows",
+    "mean_error",
+    "worst_error",
+    "bias",
+    "constant_mean_error",
+    "neighbour_mean_error",
+    "rank_correlation",
+    "flops_rank_correlation",
+    "mesh_regret",
+    "mesh_sets",
+)
 
 
 def _in_docs(key: str, value: Any) -> str:
@@ -108,7 +117,8 @@ def _in_docs(key: str, value: Any) -> str:
 
 
 def _memory(memory: Mapping[str, Any]) -> str:
-    lost, ran = memory["out_of_memory_rows"], memory["ran_rows"]
+    lost = memory["out_of_memory_rows"]
+    ran = memory["ran_rows"]
     wrong = len(memory["said_to_fit"]), len(memory["ran_but_said_not_to_fit"])
     return (
         f"memory: {memory['rows']} rows, mean error {memory['mean_error']:.1%}, worst "

@@ -25,9 +25,11 @@ _FEW_BITS = re.compile(
 )
 _SAYS = ("notes", "program", "model_name")  # where such words would be of the weights
 _PRECISIONS: Mapping[Precision, str] = {
-    "fp8": "fp8|float8", "fp16": "fp16|(?<!b)float16", "bf16": "bf16|bfloat16",
+    "fp8": "fp8|float8",
+    "fp16": "fp16|(?<!b)float16",
+    "bf16": "bf16|bfloat16",
     "fp32": "fp32|float32",
-}  # fmt: skip
+}
 
 
 def _unknown(column: str, text: str, known: str) -> NoReturn:

@@ -31,7 +31,8 @@ def main() -> None:
     group = dist.group.WORLD
     shards, wholes = ([torch.ones(16) for _ in range(2)] for _ in range(2))
     given, reduced = ([torch.ones(4) for _ in range(16)] for _ in range(2))
-    rounds, end = 0, time.monotonic() + args.seconds
+    rounds = 0
+    end = time.monotonic() + args.seconds
     while time.monotonic() < end:
         works = []
         for _ in range(8):

@@ -22,8 +22,16 @@ from parallel3d.plan.search.plans import Plan, Request
 CONFIGS = Path(command.__file__).parents[1] / "configs"
 # Colours that can be read on white and on dark.
 _GREY = (120, 130, 140)
-_ANSI = [_GREY, (224, 62, 62), (47, 158, 68), (210, 140, 10), (59, 110, 230), (174, 62, 201),
-         (16, 152, 173), _GREY]  # fmt: skip
+_ANSI = [
+    _GREY,
+    (224, 62, 62),
+    (47, 158, 68),
+    (210, 140, 10),
+    (59, 110, 230),
+    (174, 62, 201),
+    (16, 152, 173),
+    _GREY,
+]
 _THEME = TerminalTheme(_GREY, _GREY, _ANSI, _ANSI)
 Post = Callable[[str, str], None]  # a part of the page, and its HTML or text
 
@@ -110,7 +118,15 @@ def why_not(mesh: str, best: Plan, request: Request, fix: list[str], out: Consol
 
 
 def _html(width: int, show: Callable[[Console], object]) -> str:
-    out = Console(file=io.StringIO(), record=True, width=width, highlight=False, markup=False,
-                  soft_wrap=True, force_terminal=True, color_system="standard")  # fmt: skip
+    out = Console(
+        file=io.StringIO(),
+        record=True,
+        width=width,
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+        force_terminal=True,
+        color_system="standard",
+    )
     show(out)
     return out.export_html(theme=_THEME, code_format="{code}", inline_styles=True)

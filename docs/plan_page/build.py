@@ -18,10 +18,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "build" / "plan_page"
 PYODIDE = "314.0.7"
-PYTHON, PLATFORM = "3.14", "pyemscripten_2026_0_wasm32"  # of that Pyodide
+# of that Pyodide
+PYTHON = "3.14"
+PLATFORM = "pyemscripten_2026_0_wasm32"
 _RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
-_WHEELS = ("pydantic", "pydantic_core", "rich", "typing_extensions", "typing_inspection",
-           "annotated_types")  # fmt: skip
+_WHEELS = (
+    "pydantic",
+    "pydantic_core",
+    "rich",
+    "typing_extensions",
+    "typing_inspection",
+    "annotated_types",
+)
 _ROOMS = ("base", "config", "model", "models", "plan", "schedule", "configs", "engine/optimizers")
 _OTHERS = ("__init__.py", "launch/__init__.py", "launch/plan.py")
 _NOT = ("blocks.py", "huggingface.py", "this-machine.json")
@@ -49,7 +57,8 @@ def fetch(folder: Path) -> dict[str, bytes]:
 
 def own_files() -> bytes:
     """Return a zip of floor 0, the command and the page's Python."""
-    package, data = ROOT / "parallel3d", io.BytesIO()
+    package = ROOT / "parallel3d"
+    data = io.BytesIO()
     paths = [p for room in _ROOMS for p in (package / room).rglob("*") if p.name not in _NOT]
     with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in [*paths, *(package / name for name in _OTHERS)]:

@@ -38,13 +38,15 @@ class Embedding(nn.Module):
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         super().__init__()
-        size, split = config.hidden_size, context.sequence_group
+        size = config.hidden_size
+        split = context.sequence_group
         self.token = VocabParallelEmbedding(
             int(config.vocab_size), size, context.group, context.sequence_parallel
         )
         self.position = Table(config.max_position_embeddings, size)
         self.dropout = Dropout(config.embd_pdrop, f"{name}.dropout", context.key, split)
-        self.split, self.scale = split, scales_of(config).input
+        self.split = split
+        self.scale = scales_of(config).input
 
     def forward(self, tokens: Tensor, segments: Segments | None = None) -> Tensor:
         """tokens [batch, seq] -> [batch, seq, hidden], or this rank's part of the sequence."""
@@ -61,15 +63,18 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.layer_norm_epsilon
-        key, split = context.key, context.sequence_group
+        size = config.hidden_size
+        eps = config.layer_norm_epsilon
+        key = context.key
+        split = context.sequence_group
         self.norm1 = LayerNorm(size, eps, context.pointwise)
         self.attention = FusedAttention(config, name, context, dropout=config.attn_pdrop)
         self.dropout1 = Dropout(config.resid_pdrop, f"{name}.dropout1", key, split)
         self.norm2 = LayerNorm(size, eps, context.pointwise)
         self.mlp = GeluMLP(config, context, "tanh")
         self.dropout2 = Dropout(config.resid_pdrop, f"{name}.dropout2", key, split)
-        self.scale, self.recompute = scales_of(config).branch, context.recompute
+        self.scale = scales_of(config).branch
+        self.recompute = context.recompute
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""

@@ -25,7 +25,9 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         super().__init__()
-        size, group, split = config.head_size, context.group, context.sequence_parallel
+        size = config.head_size
+        group = context.group
+        split = context.sequence_parallel
         hidden = config.hidden_size
         heads = {"q": config.num_attention_heads, "k": config.kv_heads, "v": config.kv_heads}
         self.qkv = GroupedColumnLinear(
@@ -51,7 +53,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
         q, k, v = self.qkv(x)  # each [batch, seq, heads here, size]
-        q, k = self.q_norm(q), self.k_norm(k)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # each [batch, heads here, seq, size]
         if self.rotary is not None:
             q, k = self.rotary(q, k, segments)
@@ -63,8 +66,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: Config, context: LayerContext) -> None:
         super().__init__()
-        size, inner = config.hidden_size, config.inner_size
-        group, split = context.group, context.sequence_parallel
+        size = config.hidden_size
+        inner = config.inner_size
+        group = context.group
+        split = context.sequence_parallel
         self.gate_up = ColumnParallelLinear(
             size,
             inner,
@@ -75,7 +80,8 @@ class MLP(nn.Module):
             overlap=context.overlap,
         )
         self.down = RowParallelLinear(inner, size, group, config.mlp_bias, split)
-        self.recompute, self.swiglu = context.recompute, swiglu.compiled_if(context.pointwise)
+        self.recompute = context.recompute
+        self.swiglu = swiglu.compiled_if(context.pointwise)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
@@ -89,12 +95,14 @@ class Block(nn.Module):
         self, config: Config, name: str, context: LayerContext, mlp: nn.Module | None = None
     ) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
+        eps = config.rms_norm_eps
         self.norm1 = RMSNorm(size, eps, context.pointwise)
         self.attention = Attention(config, name, context)
         self.norm2 = RMSNorm(size, eps, context.pointwise)
         self.mlp = mlp or MLP(config, context)
-        self.scale, self.recompute = scales_of(config).branch, context.recompute
+        self.scale = scales_of(config).branch
+        self.recompute = context.recompute
         self.post_norm = config.post_norm
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
@@ -118,7 +126,8 @@ class Head(NormedHead):
 
 
 def _head_norm(config: Config, heads: int, context: LayerContext) -> nn.Module:
-    size, eps = config.head_size, config.rms_norm_eps
+    size = config.head_size
+    eps = config.rms_norm_eps
     if config.qk_norm and config.qk_norm_over == "width":
         return WidthNorm(heads, size, eps, context.group)
     return RMSNorm(size, eps, context.pointwise) if config.qk_norm else nn.Identity()
@@ -130,13 +139,17 @@ def _rotary(config: Config, compiled: bool) -> Rotary:
     # "dynamic" changes sequences beyond max_position_embeddings only, which are not trained on.
     if scaling is None or scaling.rope_type == "dynamic":
         return rotary()
-    factor, length = scaling.factor, scaling.original_max_position_embeddings
+    factor = scaling.factor
+    length = scaling.original_max_position_embeddings
     if scaling.rope_type == "linear":  # position interpolation (arXiv:2306.15595)
         return rotary(lambda frequencies: frequencies / factor)
     if scaling.rope_type == "llama3":
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        low = scaling.low_freq_factor
+        high = scaling.high_freq_factor
         llama3 = partial(llama3_scaling, factor=factor, low=low, high=high, length=length)
         return rotary(llama3)
-    theta, slow, fast = config.rope_theta, scaling.beta_slow, scaling.beta_fast
+    theta = config.rope_theta
+    slow = scaling.beta_slow
+    fast = scaling.beta_fast
     yarn = partial(yarn_scaling, theta=theta, factor=factor, slow=slow, fast=fast, length=length)
     return rotary(yarn, scaling.rotation_factor)

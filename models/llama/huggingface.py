@@ -198,7 +198,8 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
 def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Return the tensors of transformers that hold one of our parameters, of this shape."""
     names = _NAMES | (_POST_NORMS if config.post_norm else {})
-    target, order = renamed(name, names), tuple(range(len(shape)))
+    target = renamed(name, names)
+    order = tuple(range(len(shape)))
     if "gate_up" in name:
         both = (target.replace("gate_up", part) for part in ("gate_proj", "up_proj"))
         return tuple(Part(t, shape[1:], order[:-1], (index,)) for index, t in enumerate(both))

@@ -25,7 +25,7 @@ FREE = {"initializer_range": "initializer_range", "attn_pdrop": "attention_dropo
 _DEFAULT_WINDOWS = {
     **dict.fromkeys(("mistral", "ministral", "qwen2", "qwen3", "qwen3_moe", "dots1"), 4096),
     "granite_swa": 128,
-}  # fmt: skip
+}
 _SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")
 _UNIFORM = ("mistral", "mixtral", "qwen3_moe")
 _SLIDING = "sliding_attention"
@@ -66,7 +66,8 @@ def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
     if kind == "smollm3":
         interval = _interval(fields, "no_rope_layers", fields.take("no_rope_layer_interval", 4))
     elif kind == "granite_swa":
-        interval, base = _interval(fields, "layer_rope_theta", None), _base(fields, base)
+        interval = _interval(fields, "layer_rope_theta", None)
+        base = _base(fields, base)
         _refuse_multipliers(fields)
     window, types = _windows(fields, interval)
     return {
@@ -103,7 +104,8 @@ def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
 
 def _windows(fields: Fields, interval: int | None) -> tuple[object, object]:
     """Return the window and the type of each layer, as transformers' class understands them."""
-    kind, count = fields.model_type, fields.take("num_hidden_layers", 0)
+    kind = fields.model_type
+    count = fields.take("num_hidden_layers", 0)
     first = fields.take("max_window_layers", 62 if kind == "dots1" else 28)
     types = fields.take("layer_types", None)
     # A missing field means the default of the class; null means no window.
@@ -141,7 +143,8 @@ def _interval(fields: Fields, where: str, default: int | None) -> int | None:
 
     `where`: the field that lists the blocks, 0 for those without; `default` if it is missing.
     """
-    count, listed = fields.take("num_hidden_layers", 0), fields.take(where, None)
+    count = fields.take("num_hidden_layers", 0)
+    listed = fields.take(where, None)
     if listed is None:
         return default
     without = [number for number, rotates in enumerate(listed[:count], 1) if not rotates]
@@ -161,11 +164,10 @@ def _base(fields: Fields, default: object) -> object:
 def _refuse_multipliers(fields: Fields) -> None:
     for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
         fields.only(name, 1, 1.0, rule="multiplies activations, which is not supported")
-    hidden, heads = fields.take("hidden_size"), fields.take("num_attention_heads")
-    factor, size = (
-        fields.take("attention_multiplier", 1.0),
-        fields.take("head_dim", hidden // heads),
-    )
+    hidden = fields.take("hidden_size")
+    heads = fields.take("num_attention_heads")
+    factor = fields.take("attention_multiplier", 1.0)
+    size = fields.take("head_dim", hidden // heads)
     if not isclose(factor, size**-0.5, rel_tol=1e-6):
         fields.refuse("attention_multiplier", "is not 1 / sqrt(head_dim)", value=factor)
 

@@ -30,7 +30,8 @@ from parallel3d.models.common import (
 )
 
 LayerTypes = Annotated[tuple[Literal["full_attention", "sliding_attention"], ...], Strict(False)]
-ZEROS, ONES = Init(), Init(value=1.0)
+ZEROS = Init()
+ONES = Init(value=1.0)
 BRANCHES = "attention.output.", "mlp.down.", "mlp.experts.down", "mlp.shared.down."
 
 
@@ -79,17 +80,32 @@ class RopeScaling(Section):
         return {name: getattr(self, name) for name in names}
 
     def _problems(self) -> Iterator[Problem]:
-        low, high, slow = self.low_freq_factor, self.high_freq_factor, self.beta_slow
+        low = self.low_freq_factor
+        high = self.high_freq_factor
+        slow = self.beta_slow
         others = type(self).model_fields.keys() - self._of_type().keys()
         kind = f'is not a setting of rope_type "{self.rope_type}"'
         yield from problems_where(
-            *((value != type(self).model_fields[name].default, name, value, kind, "remove it")
-              for name in others for value in [getattr(self, name)]),
-            (high <= low, "high_freq_factor", high,
-             f"is not above low_freq_factor={low}", f"use more than {low}"),
-            (self.beta_fast < slow, "beta_fast", self.beta_fast,
-             f"is below beta_slow={slow}", f"use {slow} or more"),
-        )  # fmt: skip
+            *(
+                (value != type(self).model_fields[name].default, name, value, kind, "remove it")
+                for name in others
+                for value in [getattr(self, name)]
+            ),
+            (
+                high <= low,
+                "high_freq_factor",
+                high,
+                f"is not above low_freq_factor={low}",
+                f"use more than {low}",
+            ),
+            (
+                self.beta_fast < slow,
+                "beta_fast",
+                self.beta_fast,
+                f"is below beta_slow={slow}",
+                f"use {slow} or more",
+            ),
+        )
 
 
 class Config(ModelSection):
@@ -177,28 +193,55 @@ class Config(ModelSection):
         return None if types and types[number] == "full_attention" else self.sliding_window
 
     def _problems(self) -> Iterator[Problem]:
-        heads, hidden, kv_heads = self.num_attention_heads, self.hidden_size, self.kv_heads
-        size, turning, types = self.head_size, self.rotary_size, self.layer_types or ()
+        heads = self.num_attention_heads
+        hidden = self.hidden_size
+        kv_heads = self.kv_heads
+        size = self.head_size
+        turning = self.rotary_size
+        types = self.layer_types or ()
         is_even = self.head_dim is not None or hidden % heads == 0
-        yield from problems_where(
-            (not is_even, "num_attention_heads", heads, f"does not divide hidden_size={hidden}",
-             f"use {divisor_below(hidden, heads)} heads, or set head_dim"),
-            (is_even and size % 2, "head_dim", self.head_dim,
-             f"makes heads of {size} features; the number must be even",
-             f"use an even number, such as {size + 1}"),
-            (is_even and size % 2 == 0 and (turning % 2 or not turning),
-             "partial_rotary_factor", self.partial_rotary_factor,
-             f"rotates {turning} of {size} features; use an even number",
-             f"use {max(2, turning // 2 * 2) / max(1, size):g}"),
-            (types and len(types) != self.num_hidden_layers, "layer_types", types,
-             f"has {len(types)} entries for num_hidden_layers={self.num_hidden_layers}",
-             f"list {self.num_hidden_layers}"),
-            ("sliding_attention" in types and self.sliding_window is None, "sliding_window", None,
-             "is needed for sliding_attention in layer_types", "set it, in tokens"),
-            (heads % kv_heads, "num_key_value_heads", kv_heads,
-             f"does not divide num_attention_heads={heads}",
-             f"use {divisor_below(heads, kv_heads)}"),
-        )  # fmt: skip
+        if not is_even:
+            yield Problem(
+                "num_attention_heads",
+                heads,
+                f"does not divide hidden_size={hidden}",
+                f"use {divisor_below(hidden, heads)} heads, or set head_dim",
+            )
+        if is_even and size % 2:
+            yield Problem(
+                "head_dim",
+                self.head_dim,
+                f"makes heads of {size} features; the number must be even",
+                f"use an even number, such as {size + 1}",
+            )
+        if is_even and size % 2 == 0 and (turning % 2 or not turning):
+            yield Problem(
+                "partial_rotary_factor",
+                self.partial_rotary_factor,
+                f"rotates {turning} of {size} features; use an even number",
+                f"use {max(2, turning // 2 * 2) / max(1, size):g}",
+            )
+        if types and len(types) != self.num_hidden_layers:
+            yield Problem(
+                "layer_types",
+                types,
+                f"has {len(types)} entries for num_hidden_layers={self.num_hidden_layers}",
+                f"list {self.num_hidden_layers}",
+            )
+        if "sliding_attention" in types and self.sliding_window is None:
+            yield Problem(
+                "sliding_window",
+                None,
+                "is needed for sliding_attention in layer_types",
+                "set it, in tokens",
+            )
+        if heads % kv_heads:
+            yield Problem(
+                "num_key_value_heads",
+                kv_heads,
+                f"does not divide num_attention_heads={heads}",
+                f"use {divisor_below(heads, kv_heads)}",
+            )
 
 
 def layers(
@@ -221,7 +264,8 @@ def layers(
 def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
     """Return a scaling and interval of rotary positions, and windows, that act if small."""
     longest = config.max_position_embeddings
-    interval, window = config.no_rope_layer_interval, config.sliding_window
+    interval = config.no_rope_layer_interval
+    window = config.sliding_window
     scaling = config.rope_scaling and config.rope_scaling.model_dump(mode="json")
     if scaling and "original_max_position_embeddings" in scaling:
         scaling["original_max_position_embeddings"] = longest // 2
@@ -236,7 +280,8 @@ def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
 
 
 def _block(config: Config, number: int) -> LayerSpec:
-    hidden, inner = config.hidden_size, config.inner_size
+    hidden = config.hidden_size
+    inner = config.inner_size
     normal, residual = weight_inits(config)
     mlp = (
         ParamSpec("mlp.gate_up.weight", (2, inner, hidden), TP_1, normal, True, role="hidden"),
@@ -249,7 +294,8 @@ def _block(config: Config, number: int) -> LayerSpec:
 
 def block(config: Config, number: int, mlp: Iterable[ParamSpec], mlp_cost: ModuleCost) -> LayerSpec:
     """Return the block of a Llama-like family, with its own MLP."""
-    hidden, queries = config.hidden_size, config.num_attention_heads * config.head_size
+    hidden = config.hidden_size
+    queries = config.num_attention_heads * config.head_size
     normal, residual = weight_inits(config)
     params = (
         norm("norm1", hidden),
@@ -287,7 +333,8 @@ def block(config: Config, number: int, mlp: Iterable[ParamSpec], mlp_cost: Modul
 def _qkv(config: Config, normal: Init) -> Iterator[ParamSpec]:
     heads = {"q": config.num_attention_heads, "k": config.kv_heads, "v": config.kv_heads}
     for name, count in heads.items():
-        rows, path = count * config.head_size, f"attention.qkv.{name}"
+        rows = count * config.head_size
+        path = f"attention.qkv.{name}"
         shape = (rows, config.hidden_size)
         yield ParamSpec(f"{path}_weight", shape, TP_0, normal, True, units=count, role="hidden")
         if config.attention_bias:
@@ -303,7 +350,8 @@ def _bias(exists: bool, name: str, *shape: int) -> Iterator[ParamSpec]:
 
 def _qk_norms(config: Config) -> Iterator[ParamSpec]:
     for name, heads in (("q_norm", config.num_attention_heads), ("k_norm", config.kv_heads)):
-        weight, shape = f"attention.{name}.weight", (heads * config.head_size,)
+        weight = f"attention.{name}.weight"
+        shape = (heads * config.head_size,)
         if config.qk_norm and config.qk_norm_over == "width":
             yield ParamSpec(weight, shape, TP_0, ONES, False, units=heads, role="vector")
         elif config.qk_norm:

@@ -44,7 +44,8 @@ class Router(nn.Module):
 
     def __init__(self, config: Config, tp: int) -> None:
         super().__init__()
-        self.config, self.tp = config, tp
+        self.config = config
+        self.tp = tp
         self.weight = cut_parameter((config.num_experts, config.hidden_size))
         self.score_bias = cut_parameter((config.num_experts,)) if config.score_bias else None
 
@@ -91,15 +92,24 @@ class MoE(nn.Module):
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         super().__init__()
-        size, inner, shared = config.hidden_size, config.expert_size, config.n_shared_experts
-        self.config, self.loads = config, f"{name}.loads"
-        self.group, self.split = context.group, context.sequence_parallel
+        size = config.hidden_size
+        inner = config.expert_size
+        shared = config.n_shared_experts
+        self.config = config
+        self.loads = f"{name}.loads"
+        self.group = context.group
+        self.split = context.sequence_parallel
         self.context = context.context
         self.router = Router(config, self.group.size())
         self.experts = Experts(
-            config.num_experts, size, inner, self.group, context.experts, config.capacity_factor,
+            config.num_experts,
+            size,
+            inner,
+            self.group,
+            context.experts,
+            config.capacity_factor,
             context.pointwise,
-        )  # fmt: skip
+        )
         width = shared * inner
         self.shared = PartialSwiGLU(size, width, self.group, context.pointwise) if shared else None
 
@@ -121,7 +131,9 @@ class MoE(nn.Module):
         return reduce_from_group(y, self.group, self.split), side_losses
 
     def _side_losses(self, routing: Routing, batch: int) -> dict[str, SideLoss]:
-        c, counts, rows = self.config, routing.counts, routing.chosen.numel()
+        c = self.config
+        counts = routing.counts
+        rows = routing.chosen.numel()
         values: dict[str, Tensor] = {}
         if c.router_aux_loss_coef:
             shares = routing.shares.mean(0)  # [experts]

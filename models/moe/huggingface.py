@@ -18,9 +18,13 @@ from parallel3d.models.llama import huggingface as llama
 from parallel3d.models.moe.spec import Config
 from parallel3d.models.pretrained import Part
 
-PREFIX, BUFFERS = llama.PREFIX, llama.BUFFERS
-_MIXTRAL, _OLMOE, _QWEN3 = "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen3MoeForCausalLM"
-_DOTS1, _GLM = "Dots1ForCausalLM", "Glm4MoeForCausalLM"
+PREFIX = llama.PREFIX
+BUFFERS = llama.BUFFERS
+_MIXTRAL = "MixtralForCausalLM"
+_OLMOE = "OlmoeForCausalLM"
+_QWEN3 = "Qwen3MoeForCausalLM"
+_DOTS1 = "Dots1ForCausalLM"
+_GLM = "Glm4MoeForCausalLM"
 # Names in files, in the order of replacement, after those of llama.
 _NAMES = {
     "mlp.router.score_bias": "mlp.gate.e_score_correction_bias",
@@ -93,10 +97,12 @@ def named_as_in_files(model: Any) -> nn.Module:
     for layer in model.model.layers:
         if not hasattr(layer.mlp, "experts"):
             continue
-        experts, gate = layer.mlp.experts, layer.mlp.gate
+        experts = layer.mlp.experts
+        gate = layer.mlp.gate
         gate_up, down = (experts._parameters.pop(f"{name}_proj") for name in ("gate_up", "down"))
         for number in range(len(down)):
-            matrices, each = (*gate_up[number].chunk(2), down[number]), nn.Module()
+            matrices = (*gate_up[number].chunk(2), down[number])
+            each = nn.Module()
             for name, value in zip(("gate_proj", "up_proj", "down_proj"), matrices, strict=True):
                 projection = nn.Module()
                 projection.weight = nn.Parameter(value.detach().clone())
@@ -154,7 +160,8 @@ def _is_normed(config: Config) -> bool:
 
 def _unlike(config: Config, chosen: str) -> Iterator[str]:
     """Yield the settings that a class of transformers does not have."""
-    own, has_shared = config, chosen in (_DOTS1, _GLM)
+    own = config
+    has_shared = chosen in (_DOTS1, _GLM)
     is_plain = chosen in (_MIXTRAL, _OLMOE)  # experts in every layer, without switches
     needed: dict[str, object] = {
         "no_rope_layer_interval": None,

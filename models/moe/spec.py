@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from parallel3d.base.section import Problem, problems_where
+from parallel3d.base.section import Problem
 from parallel3d.model.module_cost import ExpertsCost, MlpCost
 from parallel3d.model.spec import LayerSpec, ParamSpec
 from parallel3d.models.common import TP_1, Positive, divisor_below, weight_inits
@@ -104,29 +104,60 @@ class Config(llama.Config):
 
     def _problems(self) -> Iterator[Problem]:
         yield from super()._problems()
-        experts, k, groups = self.num_experts, self.num_experts_per_tok, self.n_group
-        fits, most = experts % groups == 0, self.topk_group * experts // groups
-        yield from problems_where(
-            (k > experts, "num_experts_per_tok", k,
-             f"is more than num_experts={experts}", f"use {experts} or less"),
-            (not fits, "n_group", groups, f"does not divide num_experts={experts}",
-             f"use {divisor_below(experts, groups)}"),
-            (fits and self.topk_group > groups, "topk_group", self.topk_group,
-             f"is more than n_group={groups}", f"use {groups} or less"),
-            (fits and self.topk_group <= groups and most < k <= experts, "num_experts_per_tok", k,
-             f"is more than the {most} experts of topk_group={self.topk_group} groups",
-             f"use {most} or less, or more groups"),
-            (groups > 1 and experts == groups, "n_group", groups,
-             "leaves one expert per group; a group's rank is the sum of its two best",
-             f"use {experts // 2} or less"),
-            (not any(map(self.is_sparse, range(self.num_hidden_layers))),
-             "first_k_dense_replace", self.first_k_dense_replace,
-             "with decoder_sparse_step leaves no layer with experts",
-             'lower it, or use family = "llama"'),
-            (k <= experts < (self.capacity_factor or 0) * k, "capacity_factor",
-             self.capacity_factor, "allows an expert more tokens than there are",
-             f"use at most {experts / k:g}, or null for no limit"),
-        )  # fmt: skip
+        experts = self.num_experts
+        k = self.num_experts_per_tok
+        groups = self.n_group
+        fits = experts % groups == 0
+        most = self.topk_group * experts // groups
+        if k > experts:
+            yield Problem(
+                "num_experts_per_tok",
+                k,
+                f"is more than num_experts={experts}",
+                f"use {experts} or less",
+            )
+        if not fits:
+            yield Problem(
+                "n_group",
+                groups,
+                f"does not divide num_experts={experts}",
+                f"use {divisor_below(experts, groups)}",
+            )
+        if fits and self.topk_group > groups:
+            yield Problem(
+                "topk_group",
+                self.topk_group,
+                f"is more than n_group={groups}",
+                f"use {groups} or less",
+            )
+        if fits and self.topk_group <= groups and most < k <= experts:
+            yield Problem(
+                "num_experts_per_tok",
+                k,
+                f"is more than the {most} experts of topk_group={self.topk_group} groups",
+                f"use {most} or less, or more groups",
+            )
+        if groups > 1 and experts == groups:
+            yield Problem(
+                "n_group",
+                groups,
+                "leaves one expert per group; a group's rank is the sum of its two best",
+                f"use {experts // 2} or less",
+            )
+        if not any(map(self.is_sparse, range(self.num_hidden_layers))):
+            yield Problem(
+                "first_k_dense_replace",
+                self.first_k_dense_replace,
+                "with decoder_sparse_step leaves no layer with experts",
+                'lower it, or use family = "llama"',
+            )
+        if k <= experts < (self.capacity_factor or 0) * k:
+            yield Problem(
+                "capacity_factor",
+                self.capacity_factor,
+                "allows an expert more tokens than there are",
+                f"use at most {experts / k:g}, or null for no limit",
+            )
 
 
 def layers(config: Config) -> list[LayerSpec]:
@@ -136,7 +167,8 @@ def layers(config: Config) -> list[LayerSpec]:
 
 def small(config: Config, tp: Sequence[int]) -> dict[str, object]:
     """Return few experts, of which some tokens use each, and layers of every kind."""
-    experts, k = min(config.num_experts, 8), min(config.num_experts_per_tok, 2)
+    experts = min(config.num_experts, 8)
+    k = min(config.num_experts_per_tok, 2)
     limit = config.capacity_factor
     return llama.small(config, tp) | {
         "num_experts": experts,
@@ -158,7 +190,8 @@ def _block(config: Config, number: int) -> LayerSpec:
     if not config.is_sparse(number):
         inner = config.inner_size
         return llama.block(config, number, _mlp(config, "mlp", inner), MlpCost(inner, gated=True))
-    size, shared = config.expert_size, config.n_shared_experts * config.expert_size
+    size = config.expert_size
+    shared = config.n_shared_experts * config.expert_size
     divided = config.norm_topk_prob or config.router == "topk_softmax"
     cost = ExpertsCost(config.num_experts, config.num_experts_per_tok, size, divided, shared)
     block = llama.block(config, number, _experts(config), cost)
@@ -166,14 +199,19 @@ def _block(config: Config, number: int) -> LayerSpec:
     active = (("mlp.experts.gate_up", share), ("mlp.experts.down", share))
     side_losses = [name for name, coefficient in config.side_losses.items() if coefficient]
     return replace(
-        block, active=active, side_losses=tuple(side_losses), num_experts=config.num_experts,
+        block,
+        active=active,
+        side_losses=tuple(side_losses),
+        num_experts=config.num_experts,
         shares_samples=True,
-    )  # fmt: skip
+    )
 
 
 def _experts(config: Config) -> Iterator[ParamSpec]:
     """Yield the router, the stacked experts and the shared expert of a sparse layer."""
-    experts, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
+    experts = config.num_experts
+    hidden = config.hidden_size
+    inner = config.expert_size
     normal, residual = weight_inits(config)
     yield ParamSpec(
         "mlp.router.weight", (experts, hidden), (), normal, True, partial=True, role="router"
@@ -182,7 +220,8 @@ def _experts(config: Config) -> Iterator[ParamSpec]:
         yield ParamSpec(
             "mlp.router.score_bias", (experts,), (), ZEROS, False, partial=True, role="balance"
         )
-    gate_up, down = (experts, 2, inner, hidden), (experts, hidden, inner)
+    gate_up = (experts, 2, inner, hidden)
+    down = (experts, hidden, inner)
     yield ParamSpec("mlp.experts.gate_up", gate_up, _EXPERTS_TP_2, normal, True, role="hidden")
     yield ParamSpec("mlp.experts.down", down, _EXPERTS_TP_2, residual, True, role="hidden")
     if config.n_shared_experts:
@@ -191,7 +230,9 @@ def _experts(config: Config) -> Iterator[ParamSpec]:
 
 def _mlp(config: Config, name: str, inner: int) -> Iterator[ParamSpec]:
     """Yield the weights of a SwiGLU."""
-    hidden, (normal, residual) = config.hidden_size, weight_inits(config)
-    gate_up, down = (2, inner, hidden), (hidden, inner)
+    hidden = config.hidden_size
+    (normal, residual) = weight_inits(config)
+    gate_up = (2, inner, hidden)
+    down = (hidden, inner)
     yield ParamSpec(f"{name}.gate_up.weight", gate_up, TP_1, normal, True, role="hidden")
     yield ParamSpec(f"{name}.down.weight", down, TP_1, residual, True, role="hidden")

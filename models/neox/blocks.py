@@ -21,14 +21,18 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         super().__init__()
-        size, eps, compiled = config.hidden_size, config.layer_norm_eps, context.pointwise
-        self.norm1, self.norm2 = LayerNorm(size, eps, compiled), LayerNorm(size, eps, compiled)
+        size = config.hidden_size
+        eps = config.layer_norm_eps
+        compiled = context.pointwise
+        self.norm1 = LayerNorm(size, eps, compiled)
+        self.norm2 = LayerNorm(size, eps, compiled)
         rotary = Rotary(config.rotary_size, config.rotary_emb_base, compiled=compiled)
         self.attention = FusedAttention(config, name, context, rotary=rotary)
         approximate = "none" if config.activation == "gelu" else "tanh"
         self.mlp = GeluMLP(config, context, approximate)
         self.recompute = context.recompute
-        self.parallel, self.scale = config.use_parallel_residual, scales_of(config).branch
+        self.parallel = config.use_parallel_residual
+        self.scale = scales_of(config).branch
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""

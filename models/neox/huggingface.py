@@ -92,7 +92,8 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
 
     Tensors are independent, so they may come one at a time. Neither side names a tied projection.
     """
-    heads, renamed_weights = config.num_attention_heads, {}
+    heads = config.num_attention_heads
+    renamed_weights = {}
     for name, value in weights.items():
         if "qkv" in name:  # [3, heads x size, ...] -> [heads x 3 x size, ...]
             value = value.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 2)

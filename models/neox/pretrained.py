@@ -38,9 +38,11 @@ def model_block(fields: Fields) -> dict[str, object]:
 
 def _rope(fields: Fields) -> tuple[object, object]:
     """Return the base of the rotary frequencies, and the share of each head that rotates."""
-    base, share = fields.take("rotary_emb_base", 10_000.0), fields.take("rotary_pct", 0.25)
+    base = fields.take("rotary_emb_base", 10_000.0)
+    share = fields.take("rotary_pct", 0.25)
     where, kind, rope = fields.rope("rope_scaling", "rope_parameters")
-    base, share = rope.pop("rope_theta", base), rope.pop("partial_rotary_factor", share)
+    base = rope.pop("rope_theta", base)
+    share = rope.pop("partial_rotary_factor", share)
     if kind != "default":
         rule = f'has rope_type "{kind}", which the family does not support'
         fields.refuse(where, rule, 'use a model with "default"')

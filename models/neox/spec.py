@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from parallel3d.base.section import Problem, problems_where
+from parallel3d.base.section import Problem
 from parallel3d.model.module_cost import LAYER_NORM, MlpCost
 from parallel3d.model.spec import LayerSpec
 from parallel3d.model.transformer_cost import BlockCost, HeadCost
@@ -59,13 +59,16 @@ class Config(BiasedConfig):
 
     def _problems(self) -> Iterator[Problem]:
         yield from super()._problems()
-        size, turning = self.head_size, self.rotary_size
+        size = self.head_size
+        turning = self.rotary_size
         pairs = turning // 2 + 1 if turning < size else turning // 2
-        yield from problems_where((
-            turning % 2 or not turning, "rotary_pct", self.rotary_pct,
-            f"rotates {turning} of a head's {size} features, but features rotate in pairs",
-            f"use {ceil(2 * pairs / max(1, size) * 10**4) / 10**4:g}",
-        ))  # fmt: skip
+        if turning % 2 or not turning:
+            yield Problem(
+                "rotary_pct",
+                self.rotary_pct,
+                f"rotates {turning} of a head's {size} features, but features rotate in pairs",
+                f"use {ceil(2 * pairs / max(1, size) * 10**4) / 10**4:g}",
+            )
 
 
 def layers(config: Config) -> list[LayerSpec]:

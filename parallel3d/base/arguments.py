@@ -12,7 +12,11 @@ from typing import Any, NoReturn
 from parallel3d.base.errors import Parallel3DError, TrainingError
 from parallel3d.base.masking import mask
 
-DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 3  # exit codes; scripts rely on them
+# exit codes; scripts rely on them
+DONE = 0
+FAILED = 1
+BAD_INPUT = 2
+STOPPED = 3
 _MOST = 10**9  # the largest number that a flag accepts by default
 
 _OF_ARGPARSE = (
@@ -39,9 +43,12 @@ class Parser(argparse.ArgumentParser):
         self, description: str | None = None, epilog: str | None = None, **options: Any
     ) -> None:
         super().__init__(
-            description=description, epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options,
-        )  # fmt: skip
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **options,
+        )
 
     def error(self, message: str) -> NoReturn:
         """Print flag, rule and remedy without the usage, and exit with code 2."""
@@ -65,9 +72,10 @@ class Parser(argparse.ArgumentParser):
     def add_json(self) -> None:
         """Add `--json`, which prints the result as one JSON object."""
         self.add_argument(
-            "--json", action="store_true",
+            "--json",
+            action="store_true",
             help="print one JSON object on standard output, everything else on standard error",
-        )  # fmt: skip
+        )
 
     def add_pictures(self, of: str) -> None:
         """Add `--svg FILE` and `--trace FILE`, which draw the timeline that `of` names."""
@@ -102,11 +110,14 @@ def whole_number(least: int = 1, most: int = _MOST) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not re.fullmatch(r"[+-]?\d+", text, re.ASCII):
-            rule, remedy = "must be a whole number", f"use {least} or more"
+            rule = "must be a whole number"
+            remedy = f"use {least} or more"
         elif len(text) > 30 or int(text) > most:
-            rule, remedy = "is too large", f"use {most:,} or less"
+            rule = "is too large"
+            remedy = f"use {most:,} or less"
         elif int(text) < least:
-            rule, remedy = "is too small", f"use {least} or more"
+            rule = "is too small"
+            remedy = f"use {least} or more"
         else:
             return int(text)
         raise argparse.ArgumentTypeError(f" = {text}: {rule}; {remedy}")
@@ -118,7 +129,8 @@ def amount(text: str) -> float:
     """Read a positive number with an optional suffix, such as 20, 0.5, 5M or 1.2B."""
     number = re.fullmatch(r"(\d+(?:\.\d+)?)([kMBT]?)", text, re.ASCII)
     if number is None or not float(number[1]):
-        rule, remedy = "must be a positive number", "use one such as 20, 500k, 5M or 1.2B"
+        rule = "must be a positive number"
+        remedy = "use one such as 20, 500k, 5M or 1.2B"
         raise argparse.ArgumentTypeError(f" = {text}: {rule}; {remedy}")
     return float(number[1]) * {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[number[2]]
 
@@ -130,9 +142,11 @@ def output_file(text: str) -> Path:
     """
     path = Path(text)
     if not text or os.path.isdir(text):  # False for invalid names; Path.is_dir would raise
-        rule, remedy = "is a folder", "name a file in it"
+        rule = "is a folder"
+        remedy = "name a file in it"
     elif not os.path.isdir(path.parent):
-        rule, remedy = f"the folder {str(path.parent)!r} does not exist", "create it"
+        rule = f"the folder {str(path.parent)!r} does not exist"
+        remedy = "create it"
     else:
         return path
     raise argparse.ArgumentTypeError(f' = "{text}": {rule}; {remedy}')

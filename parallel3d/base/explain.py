@@ -66,7 +66,8 @@ def _settings_of_section(section: type[Section], prefix: str) -> Iterator[Settin
         path = f"{prefix}.{name}" if prefix else name
         default = "" if field.is_required() else json.dumps(to_jsonable_python(field.default))
         doc = _doc(field)
-        inner, origin = _section_of(field.annotation), get_origin(field.annotation)
+        inner = _section_of(field.annotation)
+        origin = get_origin(field.annotation)
         if choice := _choice_of(field):
             if field.default is None:
                 yield SettingDoc(path, "block | null", default, doc)
@@ -84,7 +85,8 @@ def _settings_of_section(section: type[Section], prefix: str) -> Iterator[Settin
 
 def _settings_of_choice(choice: Choice, path: str) -> Iterator[SettingDoc]:
     """Yield the settings of every class that may be chosen, shared ones once."""
-    key, names = f"{path}.{choice.key}", list(choice.names())
+    key = f"{path}.{choice.key}"
+    names = list(choice.names())
     words = " | ".join(map(json.dumps, names))
     if not choice.beside:
         yield SettingDoc(key, words, "", f"The {choice.key}; it decides which settings follow.")
@@ -157,7 +159,8 @@ def _problems_of(detail: ErrorDetails, raw: object, root: type[Section]) -> Iter
     else:
         rule, remedy = _WORDING.get(detail["type"], (detail["msg"], "see --help"))
         shown = {name: _json_word(word) for name, word in words.items()}
-        rule, remedy = rule.format(**shown), remedy.format(**shown)
+        rule = rule.format(**shown)
+        remedy = remedy.format(**shown)
         if detail["type"] == "model_type" and field and field.examples:
             remedy = f"write {_pasted(path, field)}"
         elif detail["type"] == "model_type" and field and (block := _section_of(field.annotation)):
@@ -176,7 +179,8 @@ def _unknown(
 ) -> Iterator[Problem]:
     """Yield the problem of an unknown key: why it is refused, else the setting it may mean."""
     section, _, key = path.rpartition(".")
-    refused, inside = root.refused.get(section, {}), root.refused.get(path, {})
+    refused = root.refused.get(section, {})
+    inside = root.refused.get(path, {})
     if key in refused:
         named = value if inside and isinstance(value, dict) else {}
         for name, item in named.items():
@@ -213,7 +217,8 @@ def _located(
     """Return an error's dotted path and value, and the section that the last name belongs to."""
     path: list[str] = []
     section: type[Section] | None = root  # the section of `raw`, or of its items
-    owner, of_items = section, False
+    owner = section
+    of_items = False
     for part in detail["loc"]:
         outer = raw
         if isinstance(raw, dict) and (part in raw or detail["type"] == "missing"):
@@ -278,7 +283,8 @@ def _json_word(word: object) -> str:
 
 
 def _type_name(annotation: object) -> str:
-    origin, args = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    args = get_args(annotation)
     if origin is Annotated:
         return _type_name(args[0])
     if origin is Literal:

@@ -92,12 +92,18 @@ class Lock:
     """
 
     def __init__(self, path: Path, *, about: str = "", jobs: tuple[Job, ...] = ()) -> None:
-        self.path, self._jobs = path.absolute(), jobs
+        self.path = path.absolute()
+        self._jobs = jobs
         self._mine = Holder(
-            token=uuid4().hex, host=socket.gethostname(), place=place_of_this_process(),
-            pid=os.getpid(), started=start_of(os.getpid()) or "", jobs=jobs, about=about,
+            token=uuid4().hex,
+            host=socket.gethostname(),
+            place=place_of_this_process(),
+            pid=os.getpid(),
+            started=start_of(os.getpid()) or "",
+            jobs=jobs,
+            about=about,
             since=time.strftime("%Y-%m-%d %H:%M:%S"),
-        )  # fmt: skip
+        )
         self._ended = threading.Event()
         self._heart: threading.Thread | None = None
 
@@ -198,7 +204,8 @@ class Lock:
         return holder.token
 
     def _beat(self) -> None:
-        own, number = self._mine, 0
+        own = self._mine
+        number = 0
         while not self._ended.wait(BEAT):
             number += 1
             # A full disk or a file server that is briefly away must not end the process.

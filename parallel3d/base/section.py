@@ -100,7 +100,8 @@ def refuse_where(*cases: Case, source: str = "the config") -> None:
 
 def _lines(problems: Iterable[Problem]) -> list[str]:
     """Return one line per problem; in a list only the first few, and the number of the others."""
-    lines, counts = [], Counter[str]()
+    lines = []
+    counts = Counter[str]()
     for problem in problems:
         name, *inside = re.split(r"\.\d+(?=\.|$)", problem.path, maxsplit=1)
         counts[name] += len(inside)

@@ -54,9 +54,13 @@ def say(out: Console, text: Cell, indent: str = "") -> None:
     style = text.style if isinstance(text, Text) else ""
     for part in plain.split("\n"):
         lines = textwrap.wrap(
-            part, max(out.width, _LEAST), subsequent_indent=indent, break_on_hyphens=False,
-            break_long_words=False, replace_whitespace=False,
-        )  # fmt: skip
+            part,
+            max(out.width, _LEAST),
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+            break_long_words=False,
+            replace_whitespace=False,
+        )
         for line in lines or [""]:
             out.print(Text(line, style))
 

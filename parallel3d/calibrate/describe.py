@@ -50,26 +50,41 @@ _MEASURED = dict.fromkeys(("datasheet", "link", "network", "latency", "host"), 1
 }
 # Starting values for cores, which have small waves of tiles and no queue of kernels.
 _ON_CPU = {
-    "wave": 100.0, "depth": 5.0, "flash": 0.5, "traffic": 0.5, "optimizer": 0.1,
-    "overhead_per_collective": 1e-5, "overhead_per_gather": 2e-4, "overhead_per_message": 2e-4,
-}  # fmt: skip
+    "wave": 100.0,
+    "depth": 5.0,
+    "flash": 0.5,
+    "traffic": 0.5,
+    "optimizer": 0.1,
+    "overhead_per_collective": 1e-5,
+    "overhead_per_gather": 2e-4,
+    "overhead_per_message": 2e-4,
+}
 # Only complete steps determine the following. One process, up to the reduction of gradients:
 # memory-bound work of the model, passes over all gradients, and the host's time.
 _ONE: dict[str, Bounds] = {
-    "traffic": (0.005, 20.0), "optimizer": (0.005, 20.0), "overhead_per_layer": (1e-6, 0.1),
-    "overhead_per_action": (1e-6, 0.1), "overhead_per_gather": (1e-7, 0.1),
-}  # fmt: skip
+    "traffic": (0.005, 20.0),
+    "optimizer": (0.005, 20.0),
+    "overhead_per_layer": (1e-6, 0.1),
+    "overhead_per_action": (1e-6, 0.1),
+    "overhead_per_gather": (1e-7, 0.1),
+}
 _UPDATE: dict[str, Bounds] = {"overhead_per_param": (1e-7, 0.1), "overhead_per_step": (1e-6, 1.0)}
 _CROWD = "crowd"  # not a curve: the factor on host time if several processes run
 # Several processes: the cost of gathers and collectives in a step.
 _SEVERAL: dict[str, Bounds] = {
-    "link": (0.02, 5.0), "latency": (0.5, 5.0), "overhead_per_collective": (1e-7, 0.1),
-    "overhead_per_message": (1e-7, 0.1), _CROWD: (1.0, 2.0),
-}  # fmt: skip
+    "link": (0.02, 5.0),
+    "latency": (0.5, 5.0),
+    "overhead_per_collective": (1e-7, 0.1),
+    "overhead_per_message": (1e-7, 0.1),
+    _CROWD: (1.0, 2.0),
+}
 _OWN = (
-    "overhead_per_layer", "overhead_per_action", "overhead_per_gather", "overhead_per_param",
+    "overhead_per_layer",
+    "overhead_per_action",
+    "overhead_per_gather",
+    "overhead_per_param",
     "overhead_per_step",
-)  # fmt: skip
+)
 
 
 def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None = None) -> Hardware:
@@ -78,7 +93,8 @@ def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None 
     `say` prints progress. Raises TrainingError if a figure cannot be measured, or there can be no
     folder for `path`; then nothing is written.
     """
-    effort, path = effort or Effort(), path or user_folder() / f"{NAME}.json"
+    effort = effort or Effort()
+    path = path or user_folder() / f"{NAME}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -86,7 +102,8 @@ def calibrate(say: Say = print, path: Path | None = None, effort: Effort | None 
         raise TrainingError(f"cannot write {path}: {why}") from None
     on_gpu, ranks = _devices()
     say(f"measuring {ranks} {'GPUs' if on_gpu else 'processes on the CPU, then one alone'}")
-    together, alone = _measure(ranks, effort), [] if on_gpu else _measure(1, effort)
+    together = _measure(ranks, effort)
+    alone = [] if on_gpu else _measure(1, effort)
     links = together[0].pop("links")
     for rank in (*together, *alone):
         _check(rank)
@@ -157,19 +174,25 @@ def _describe(together: Rows, alone: Rows, on_gpu: bool) -> Hardware:
         adam_params=_figure(mean("host_adam_params")),
     )
     return Hardware(
-        name=NAME, device_names=(first["device_name"],) if on_gpu else (),
-        peak_flops={**flops, **published}, matmul_flops=flops,
-        memory_bytes=_figure(mean("memory_bytes")), memory_bandwidth=_figure(mean("bandwidth")),
-        devices_per_node=_figure(len(together)) if on_gpu else None, host=host,
-        adam_params=_figure(mean("adam_params")), cores=_cores(together, alone),
-    )  # fmt: skip
+        name=NAME,
+        device_names=(first["device_name"],) if on_gpu else (),
+        peak_flops={**flops, **published},
+        matmul_flops=flops,
+        memory_bytes=_figure(mean("memory_bytes")),
+        memory_bandwidth=_figure(mean("bandwidth")),
+        devices_per_node=_figure(len(together)) if on_gpu else None,
+        host=host,
+        adam_params=_figure(mean("adam_params")),
+        cores=_cores(together, alone),
+    )
 
 
 def _cores(together: Rows, alone: Rows) -> Cores | None:
     """Return the time of a process alone over that of all at once, by kind of operator."""
     if not alone:
         return None
-    one, among = alone[0], together[0]
+    one = alone[0]
+    among = together[0]
     pairs = {
         kind: [*zip(one[kind], among[kind], strict=False)] for kind in ("attention", "traffic")
     }
@@ -231,7 +254,8 @@ def fit(
         predicted = np.asarray(predict({**start, **values}), dtype=float)
         return np.concatenate([np.log(predicted) - log_measured, _PRIOR * (x - origin)])
 
-    x, damping = origin, 1e-2
+    x = origin
+    damping = 1e-2
     now = residuals(x)
     for _ in range(40):
         moved = [residuals(x + _STEP * row) for row in np.eye(len(names))]
@@ -242,7 +266,9 @@ def fit(
         there = residuals(candidate)
         gained = float(now @ now) - float(there @ there)
         if gained > 0:
-            x, now, damping = candidate, there, damping / 3
+            x = candidate
+            now = there
+            damping = damping / 3
         else:
             damping *= 5
         if 0 < gained < 1e-9 or damping > 1e8:
@@ -266,10 +292,11 @@ def fit_link(links: Mapping[str, Sequence[tuple[int, float]]], ranks: int) -> tu
         link = Link(bandwidth=rate, latency=wait)
         tried = Hardware(name="", device_names=(), peak_flops={}, memory_bytes=one, link=link)
         return [
-            send_seconds(size, False, tried, curves) if kind == "send"
+            send_seconds(size, False, tried, curves)
+            if kind == "send"
             else collective_seconds(kind, size, ranks, ranks, tried, curves)
             for kind, size, _ in rows
-        ]  # fmt: skip
+        ]
 
     fitted_link = fit(
         {"bandwidth": size / seconds, "latency": min(seconds for *_, seconds in rows)},
@@ -362,9 +389,11 @@ def fit_program(
         values |= {name: values[name] + after[name] for name in _UPDATE}
     if several:
         values = fit(
-            values, _SEVERAL, lambda v: steps(v, hardware, list(several)),
+            values,
+            _SEVERAL,
+            lambda v: steps(v, hardware, list(several)),
             [t.seconds for t in several.values()],
-        )  # fmt: skip
+        )
     return _applied(values, hardware)
 
 

@@ -38,7 +38,9 @@ from parallel3d.verify.local_ranks import run_locally
 TOKENS_PER_PARAMETER = 20
 """Training tokens for each parameter in a compute-optimal run (arXiv:2203.15556, table A9)."""
 _RATE_FACTOR = 0.4  # of OLMo's law at a thousandth of its size (configs/ladders/cpu.json)
-_HEAD, _LAYER = 32, 32  # width of an attention head, and of the model for each of its layers
+# width of an attention head, and of the model for each of its layers
+_HEAD = 32
+_LAYER = 32
 _FEWEST_STEPS = 50
 _EVALUATIONS = 5
 _QUICK = Effort(0.01, 0.02, 1024, 1_000_000, 2**24, 2, 8)  # below 20 s on two idle cores
@@ -67,7 +69,9 @@ class Chooser:
     """Chooses a run by a base config, wishes and machine."""
 
     def __init__(self, base: RunConfig, wishes: Wishes, machine: Hardware) -> None:
-        self.base, self.wishes, self.machine = base, wishes, machine
+        self.base = base
+        self.wishes = wishes
+        self.machine = machine
         on_cpu = machine.cores is not None
         self.devices = devices_of(base, machine) if on_cpu else torch.accelerator.device_count()
         self.candidate = cache(self._plan)
@@ -75,7 +79,8 @@ class Chooser:
     def _plan(self, heads: int) -> Candidate:
         """Return the run of a model with this number of heads. Raises ConfigError if none fits."""
         raw = self.base.to_dict()
-        block, seq = raw["parallel3d"], self.base.data.sequence_length
+        block = raw["parallel3d"]
+        seq = self.base.data.sequence_length
         model = {name: value for name, value in block["model"].items() if name not in SHAPE}
         width = heads * _HEAD
         layers = max(2, round(width / _LAYER))
@@ -104,7 +109,9 @@ class Chooser:
 
         `slowness`: measured over planned seconds of a step.
         """
-        minutes, params, tokens = self.wishes.minutes, self.wishes.params, self.wishes.tokens
+        minutes = self.wishes.minutes
+        params = self.wishes.params
+        tokens = self.wishes.tokens
         if params is None and minutes is not None:
             return self._largest(
                 lambda one: slowness * one.tokens > 60 * minutes * one.plan.tokens_per_second
@@ -151,7 +158,9 @@ def dial(base: RunConfig, wishes: Wishes, say: Say) -> tuple[Path, int]:
             )
         steps = min(possible, steps) if wishes.tokens else possible
     path, config = write(chosen.config, wishes, steps, chosen.counts.with_head)
-    model, tokens, params = config.model, steps * config.tokens_per_step, chosen.counts.with_head
+    model = config.model
+    tokens = steps * config.tokens_per_step
+    params = chosen.counts.with_head
     repeats = tokens / len(corpus.train)
     more = "; use more text, after 4 it tells little new (arXiv:2305.16264)" * (repeats > 4)
     lines = {
@@ -170,7 +179,7 @@ def dial(base: RunConfig, wishes: Wishes, say: Say) -> tuple[Path, int]:
         "pace": f"{step_seconds:.3g} s a step, measured ({chosen.plan.time.seconds:.3g} planned); "
         f"{steps:,} steps take {in_words(steps * step_seconds)}",
         "config": str(path),
-    }  # fmt: skip
+    }
     for name, text in lines.items():
         say(f"{name:<9}{text}")
     return path, config.mesh.sizes.ranks
@@ -199,7 +208,8 @@ def machine_of(config: RunConfig, say: Say) -> Hardware:
 
 def pace(config: RunConfig) -> tuple[float, float]:
     """Return the seconds of a training step of a resolved config, and those of the ranks' start."""
-    began, ranks = time.time(), config.mesh.sizes.ranks
+    began = time.time()
+    ranks = config.mesh.sizes.ranks
     timed = run_locally(time_steps, ranks, [config.to_dict()], 4, timeout=600)
     seconds = [step.seconds for step in timed[0][0]]
     return median(seconds), time.time() - began - sum(seconds)
@@ -208,8 +218,10 @@ def pace(config: RunConfig) -> tuple[float, float]:
 def write(config: RunConfig, wishes: Wishes, steps: int, params: int) -> tuple[Path, RunConfig]:
     """Write the config of a new run beside the run's folder; return its path, and the config."""
     raw: dict[str, Any] = config.to_public_dict()
-    run, train = raw["parallel3d"]["run"], raw["parallel3d"]["train"]
-    directory, name = Path(config.run.directory), config.run.name
+    run = raw["parallel3d"]["run"]
+    train = raw["parallel3d"]["train"]
+    directory = Path(config.run.directory)
+    name = config.run.name
     if name == "auto":
         name = f"{wishes.minutes:g}-minutes" if wishes.minutes else f"{in_short(params)}-parameters"
     names = (name, *(f"{name}-{number}" for number in range(2, 10_000)))
@@ -219,9 +231,10 @@ def write(config: RunConfig, wishes: Wishes, steps: int, params: int) -> tuple[P
     every = max(1, steps // _EVALUATIONS)
     run["name"] = own
     train |= {
-        "steps": steps, "evaluate_every": every,
+        "steps": steps,
+        "evaluate_every": every,
         "lr_schedule": {"type": "cosine", "warmup_steps": min(warmup, steps // 4 or 1)},
-    }  # fmt: skip
+    }
     raw["parallel3d"]["checkpoint"]["every"] = every
     path = directory / f"{own}.json"
     directory.mkdir(parents=True, exist_ok=True)

@@ -21,9 +21,13 @@ from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
 from parallel3d.model import optimizers
 
 _ATTENTIONS = (  # batch, heads, seq, head size
-    (2, 4, 64, 64), (2, 4, 128, 64), (2, 8, 256, 64), (1, 8, 512, 64), (2, 8, 1024, 64),
+    (2, 4, 64, 64),
+    (2, 4, 128, 64),
+    (2, 8, 256, 64),
+    (1, 8, 512, 64),
+    (2, 8, 1024, 64),
     (2, 16, 2048, 128),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ class Timer:
     """Times operators on a device, on all ranks of the mesh at once."""
 
     def __init__(self, mesh: Mesh, effort: Effort) -> None:
-        self.mesh, self.device, self.effort = mesh, mesh.device, effort
+        self.mesh = mesh
+        self.device = mesh.device
+        self.effort = effort
         self.clock = clock_of(mesh)
 
     def seconds(self, run: Callable[[], object]) -> float:
@@ -96,18 +102,25 @@ def measure_device(mesh: Mesh, effort: Effort) -> dict[str, Any]:
     """
     from parallel3d.engine.op_builds import load_cpu_adam  # it loads DeepSpeed
 
-    timer, products = Timer(mesh, effort), {}
+    timer = Timer(mesh, effort)
+    products = {}
     name, memory_bytes = describe(mesh)
     for dtype, kind in (
-        ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16),
-    ):  # fmt: skip
+        ("fp32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+    ):
         with suppress(RuntimeError):  # the device has no products of this type
             products[dtype] = list(_matmuls(timer, kind))
     figures = {
-        "device_name": name, "memory_bytes": memory_bytes, "matmul": products,
-        "attention": list(_attention(timer)), "traffic": list(_traffic(timer)),
-        "bandwidth": _bandwidth(timer), "adam_params": _adam(timer, mesh.device, cpu_adam=False),
-    }  # fmt: skip
+        "device_name": name,
+        "memory_bytes": memory_bytes,
+        "matmul": products,
+        "attention": list(_attention(timer)),
+        "traffic": list(_traffic(timer)),
+        "bandwidth": _bandwidth(timer),
+        "adam_params": _adam(timer, mesh.device, cpu_adam=False),
+    }
     built = load_cpu_adam(mesh, partial(print, file=sys.stderr))
     host_adam_params = _adam(timer, torch.device("cpu"), cpu_adam=built)
     return figures | {"host_adam_params": host_adam_params, "host_copy": _host_copy(timer)}
@@ -123,7 +136,8 @@ def describe(mesh: Mesh) -> tuple[str, float]:
 
 
 def _matmuls(timer: Timer, dtype: torch.dtype) -> Iterator[tuple[int, int, int, float]]:
-    size, seconds = 64, 0.0
+    size = 64
+    seconds = 0.0
     while size <= timer.effort.largest and 8 * seconds <= timer.effort.longest:
         for shape in ((size, size, size), (size, 4 * size, size), (2 * size, size // 2, 4 * size)):
             seconds = timer.seconds(_product(*shape, dtype, timer.device))
@@ -169,8 +183,10 @@ def _traffic(timer: Timer) -> Iterator[tuple[str, int, float]]:
         if 2 * tokens > timer.effort.largest:
             return
         x, y = (torch.randn(tokens, 512, device=timer.device) for _ in range(2))
-        weight, size = torch.ones(512, device=timer.device), x.numel() * 4
-        add, gelu = partial(torch.add, x, y), partial(F.gelu, x, approximate="tanh")
+        weight = torch.ones(512, device=timer.device)
+        size = x.numel() * 4
+        add = partial(torch.add, x, y)
+        gelu = partial(F.gelu, x, approximate="tanh")
         norm = partial(F.layer_norm, x, (512,), weight, weight)
         yield "add", 3 * size, timer.seconds(add)
         yield "norm", 2 * size, timer.seconds(norm)
@@ -196,7 +212,8 @@ def _adam(timer: Timer, device: torch.device, cpu_adam: bool) -> float:
 
 def _host_copy(timer: Timer) -> float:
     """Return the bytes per second of the slower direction."""
-    size, on_gpu = timer.effort.copied_bytes, timer.device.type != "cpu"
+    size = timer.effort.copied_bytes
+    on_gpu = timer.device.type != "cpu"
     host = torch.ones(size // 4, pin_memory=on_gpu)
     device = torch.empty(size // 4, device=timer.device)
     pairs = ((device, host), (host, device))

@@ -36,14 +36,19 @@ class SmallRun(NamedTuple):
     def config(self) -> RunConfig:
         """Return the resolved config of the run."""
         model = {
-            "family": self.family, "hidden_size": self.hidden, "num_hidden_layers": self.layers,
+            "family": self.family,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
             "num_attention_heads": max(1, self.hidden // HEAD_SIZE),
-            "max_position_embeddings": self.seq, "vocab_size": self.vocab,
-        }  # fmt: skip
+            "max_position_embeddings": self.seq,
+            "vocab_size": self.vocab,
+        }
         # Tokens are random; no text is read.
         data = {
-            "source": "python-stdlib", "sequence_length": self.seq, "vocab_size": self.vocab,
-        }  # fmt: skip
+            "source": "python-stdlib",
+            "sequence_length": self.seq,
+            "vocab_size": self.vocab,
+        }
         raw = {
             "train_micro_batch_size_per_gpu": self.micro,
             "gradient_accumulation_steps": self.microbatches,
@@ -51,18 +56,22 @@ class SmallRun(NamedTuple):
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             "bf16": {"enabled": self.precision == "bf16"},
             "zero_optimization": {
-                "stage": self.zero, "offload_optimizer": {"device": self.offload},
+                "stage": self.zero,
+                "offload_optimizer": {"device": self.offload},
                 # Shard small parameters too, as the parameters of a large model would be.
                 "stage3_param_persistence_threshold": 0,
             },
             "parallel3d": {
-                "mesh": self.mesh._asdict(), "model": model, "data": data,
+                "mesh": self.mesh._asdict(),
+                "model": model,
+                "data": data,
                 "pipeline": {
-                    "schedule": self.schedule, "activation_checkpointing": self.recompute,
+                    "schedule": self.schedule,
+                    "activation_checkpointing": self.recompute,
                 },
                 "train": {"steps": 1},
             },
-        }  # fmt: skip
+        }
         return RunConfig.from_dict(raw, f"the run {self}").resolve(self.mesh.ranks)
 
 

@@ -55,7 +55,8 @@ def runs_to_write(engine: Engine) -> list[ChunkRun]:
         for index, piece in enumerate(block):
             if not piece.held.counts:
                 continue
-            start, stop = 0, piece.numel
+            start = 0
+            stop = piece.numel
             if engine.settings.zero_stage == 0:  # the replicas hold equal pieces
                 replicas = piece.held.replicas
                 start, stop = even_split(piece.numel, replicas.size, replicas.coord)
@@ -106,7 +107,8 @@ class HostCopy:
 
     def __init__(self, numel: int, pinned: bool) -> None:
         self._pieces = [torch.empty(size, pin_memory=pinned) for size in piece_sizes(numel)]
-        self._numel, self._pinned = numel, pinned
+        self._numel = numel
+        self._pinned = pinned
 
     def fill(self, tensors: Iterable[Tensor]) -> None:
         """Copy flat fp32 tensors, `numel` elements in all, and wait for the copies."""
@@ -117,7 +119,8 @@ class HostCopy:
                 space = space if len(space) else next(pieces)
                 count = min(len(space), len(tensor))
                 space[:count].copy_(tensor[:count], non_blocking=True)
-                space, tensor = space[count:], tensor[count:]
+                space = space[count:]
+                tensor = tensor[count:]
         if self._pinned:
             torch.accelerator.synchronize()
 
@@ -174,12 +177,14 @@ def state_checksums(
     `shapes` are the shapes of all parameters. The host waits for the device once, beside states
     on NVMe, which are read. Call it between steps.
     """
-    rows, kinds = {name: row for row, name in enumerate(sorted(shapes))}, engine.states.kinds
+    rows = {name: row for row, name in enumerate(sorted(shapes))}
+    kinds = engine.states.kinds
     sums = torch.zeros(len(rows), len(kinds), dtype=torch.int64, device=mesh.device)
     runs = runs_to_write(engine)
     for run, tensor in zip(runs, live_tensors(engine, runs), strict=True):
         for chunk in run.chunks:
-            box, tensor = tensor[: chunk.box.numel].view(chunk.box.shape), tensor[chunk.box.numel :]
+            box = tensor[: chunk.box.numel].view(chunk.box.shape)
+            tensor = tensor[chunk.box.numel :]
             total = bit_sum(box, chunk.box.offsets, shapes[chunk.name])
             sums[rows[chunk.name], kinds.index(run.kind)] += total.to(mesh.device)
     flat = [int(number) for number in mesh.sum_floats(sums.flatten())]

@@ -154,7 +154,8 @@ def recycled() -> Iterator[None]:
     The system clears new memory, which takes as long as reading the same bytes from a file.
     """
     global _recycled
-    before, _recycled = _recycled, _recycled or _Blocks()
+    before = _recycled
+    _recycled = _recycled or _Blocks()
     try:
         yield
     finally:
@@ -225,7 +226,8 @@ class ArrayFile:
 
     def _fill(self, out: Tensor, at: int) -> None:
         """Fill a contiguous host tensor from byte `at` on."""
-        memory, done = memory_of(out), 0
+        memory = memory_of(out)
+        done = 0
         while done < len(memory):  # one call reads at most 2 GiB
             try:
                 count = os.preadv(self.descriptor, [memory[done:]], at + done)
@@ -378,7 +380,8 @@ def _tensors(tensors: dict[str, object]) -> list[tuple[Chunk, tuple[int, int]]]:
     for key, entry in tensors.items():
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise ValueError(f"{_short(key)} must have dtype, shape and data_offsets only")
-        shape, offsets = entry["shape"], entry["data_offsets"]
+        shape = entry["shape"]
+        offsets = entry["data_offsets"]
         if entry["dtype"] != "F32":
             raise ValueError(f"{_short(key)} is {_short(entry['dtype'])}, not F32")
         if not _counts(shape) or len(shape) > _MAX_DIMS or 0 in shape:

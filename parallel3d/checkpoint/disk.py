@@ -33,7 +33,9 @@ def write_file(
         hashed: False skips the digest.
         synced: False leaves the sync to the caller.
     """
-    digest, size, begun = xxh3_128(), 0, 0
+    digest = xxh3_128()
+    size = 0
+    begun = 0
     fault_point("checkpoint.before_create")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:

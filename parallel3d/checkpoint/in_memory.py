@@ -64,7 +64,9 @@ class HostMemory:
             name: the run's unique name, the same on all ranks; ends in "-" and an id.
             refused: steps up to this one are not restored again.
         """
-        self._mesh, self._beside, self._refused = mesh, mesh.beside(), refused
+        self._mesh = mesh
+        self._beside = mesh.beside()
+        self._refused = refused
         machines = list(dict.fromkeys(nodes.machines))
         self._host_of = [machines.index(machine) for machine in nodes.machines]
         ranks = range(len(self._host_of))
@@ -85,7 +87,8 @@ class HostMemory:
         if self._is_private() and len(step_folders(self.folder)) > 1:
             return 0  # the older one is removed first
         ranks = [*self._here, *(r for r, peer in self.peers.items() if peer in self._here)]
-        num_bytes, num_ranks = int(sum(bytes_by_rank[r] for r in ranks)), len(self._here)
+        num_bytes = int(sum(bytes_by_rank[r] for r in ranks))
+        num_ranks = len(self._here)
         memory = free_space.missing_memory_bytes(num_bytes // num_ranks, num_ranks) * num_ranks
         return max(memory, free_space.missing_disk_bytes(self.folder.parents[1], num_bytes))
 
@@ -98,7 +101,8 @@ class HostMemory:
             state: contents of state.json; rank 0's are used.
             write: writes this rank's files to a folder and returns {name: [size, digest]}.
         """
-        mesh, folder = self._beside, self.folder / f"step-{state['step']}"
+        mesh = self._beside
+        folder = self.folder / f"step-{state['step']}"
         unfinished = folder.with_name(f"{folder.name}.tmp")
         try:
             text = on_first(mesh, lambda: state_bytes(state).decode())
@@ -156,7 +160,8 @@ class HostMemory:
         """
         if step <= self._refused:
             raise CheckpointError("in memory is not used again: the run failed twice after it")
-        folder, manifest = self.folder / f"step-{step}", self._manifest(step, digest)
+        folder = self.folder / f"step-{step}"
+        manifest = self._manifest(step, digest)
         share = sorted(manifest.files)[self._place :: len(self._here)]
         share = [name for name in share if (folder / name).exists()]
         reasons = {name: check_file(folder, name, manifest.files[name]) for name in share}
@@ -196,9 +201,12 @@ class HostMemory:
         return Manifest(step, {})
 
     def _fetch(
-        self, holders: Mapping[str, Sequence[int]], intact: Collection[str], manifest: Manifest,
+        self,
+        holders: Mapping[str, Sequence[int]],
+        intact: Collection[str],
+        manifest: Manifest,
         names: Collection[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Copy the files that each rank needs to its host, once per host."""
         wanted = gather_json(self._mesh, sorted({*names, STATE} - {*intact}), aside=True)
         plan: dict[tuple[int, str], tuple[str, int, int]] = {}
@@ -290,7 +298,8 @@ def _receive(mesh: Mesh, path: Path, entry: Entry, source: int) -> str:
             mesh.receive_aside(block, source)
             yield block.numpy()
 
-    blocks, problem = received(), ""
+    blocks = received()
+    problem = ""
     try:
         if disk.write_file(path, blocks) != entry:
             problem = f"{path} was damaged on its way from rank {source}"

@@ -52,12 +52,14 @@ class Index:
                 the kind has no such chunk).
             kinds: those that are indexed, in the order of the columns.
         """
-        self._rows, self._kinds = rows, kinds
+        self._rows = rows
+        self._kinds = kinds
 
     def check_tiling(self, folder: Path, shapes: Shapes) -> None:
         """Raise CheckpointError unless the chunks of each parameter hold each element once."""
         for name, rows in self._rows.items():
-            boxes, checked = _boxes(rows[:, : -len(self._kinds)]), set[bytes]()
+            boxes = _boxes(rows[:, : -len(self._kinds)])
+            checked = set[bytes]()
             for column, kind in enumerate(self._kinds):
                 stored = rows[:, column - len(self._kinds)] > 0
                 if stored.any() and stored.tobytes() not in checked:
@@ -70,9 +72,11 @@ class Index:
 
     def find(self, name: str, kind: str, box: Box) -> Iterator[StoredChunk]:
         """Yield the chunks that overlap a box of a parameter's kind, each with the shared box."""
-        rows, dims = self._rows[name], len(box.shape)
+        rows = self._rows[name]
+        dims = len(box.shape)
         at = rows[:, self._kinds.index(kind) - len(self._kinds)]
-        first, shape = rows[:, 1 : 1 + dims], rows[:, 1 + dims : 1 + 2 * dims]
+        first = rows[:, 1 : 1 + dims]
+        shape = rows[:, 1 + dims : 1 + 2 * dims]
         starts = np.maximum(first, box.offsets)
         sizes = np.minimum(first + shape, np.add(box.offsets, box.shape)) - starts
         for row in np.flatnonzero((at > 0) & (sizes > 0).all(axis=1)):
@@ -88,9 +92,14 @@ def _boxes(rows: np.ndarray) -> list[Box]:
 
 
 def make_index(
-    folder: Path, files: Sequence[str], shapes: Shapes, names: Iterable[str], mesh: Mesh,
-    kinds: Sequence[str], share: Sequence[int] | None = None,
-) -> Index:  # fmt: skip
+    folder: Path,
+    files: Sequence[str],
+    shapes: Shapes,
+    names: Iterable[str],
+    mesh: Mesh,
+    kinds: Sequence[str],
+    share: Sequence[int] | None = None,
+) -> Index:
     """Return the index of the parameters `names`. Collective.
 
     Args:
@@ -117,9 +126,13 @@ def make_index(
 
 
 def _packed_rows(
-    folder: Path, files: Sequence[str], shapes: Shapes, mesh: Mesh, kinds: Sequence[str],
+    folder: Path,
+    files: Sequence[str],
+    shapes: Shapes,
+    mesh: Mesh,
+    kinds: Sequence[str],
     share: Sequence[int] | None = None,
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """Return the index rows of this rank's share of the files, by parameter, as text."""
     rows: dict[str, list[list[int]]] = defaultdict(list)
     for number in range(mesh.rank, len(files), mesh.world.size) if share is None else share:
@@ -188,12 +201,16 @@ def _needed(engine: Engine, index: Index, originals: Mapping[str, str]) -> set[i
 
 
 def _index_of(
-    checkpoint: FoundCheckpoint, layers: Sequence[LayerSpec], names: Iterable[str], mesh: Mesh,
+    checkpoint: FoundCheckpoint,
+    layers: Sequence[LayerSpec],
+    names: Iterable[str],
+    mesh: Mesh,
     kinds: Sequence[str],
-) -> Index:  # fmt: skip
+) -> Index:
     """Check that a checkpoint is of this model and return the index of some parameters."""
     check_parameters(checkpoint.folder, checkpoint.state, layers)
-    files, share = checkpoint.files, None
+    files = checkpoint.files
+    share = None
     if copies := checkpoint.copies:
         share = [n for n, name in enumerate(files) if copies.holders[name][0] == mesh.rank]
     return make_index(

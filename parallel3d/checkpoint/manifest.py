@@ -30,7 +30,8 @@ from parallel3d.config.deepspeed import file_of
 from parallel3d.model import optimizers
 
 FORMAT = 1
-MANIFEST, STATE = "manifest.json", "state.json"
+MANIFEST = "manifest.json"
+STATE = "state.json"
 TOKENIZER = "tokenizer"  # folder beside them, whose digest is in state.json
 
 _REQUIRED_KEYS = {
@@ -128,7 +129,8 @@ def _parse(content: dict[str, Any]) -> Manifest:
             )
         if not isinstance(entry, dict) or set(entry) != {"size", "digest"}:
             raise ValueError(f"it does not have size and digest of {name}")
-        size, digest = entry["size"], entry["digest"]
+        size = entry["size"]
+        digest = entry["digest"]
         if not (is_count(size) and isinstance(digest, str) and _DIGEST.fullmatch(digest)):
             raise ValueError(f"it has no valid size and digest of {name}")
         files[name] = Entry(size, digest)
@@ -175,7 +177,8 @@ def read_sound_state(folder: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
 
 def shapes_of(state: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters in a state, by name; raises CheckpointError."""
-    parameters, shapes = state.get("parameters"), {}
+    parameters = state.get("parameters")
+    shapes = {}
     if not isinstance(parameters, dict):
         raise CheckpointError(f"{STATE}: it lists no parameters; use another checkpoint")
     for name, entry in parameters.items():

@@ -77,10 +77,16 @@ class Saver:
             tokenizer: a folder to copy into each checkpoint.
             memory: the hosts' memory, for `save_in_memory`.
         """
-        self._tokenizer, self._memory = tokenizer, memory
-        self._engine, self._mesh, self._folder = engine, mesh, folder
-        self._keep, self._always, self._hashed = keep, always, hashed
-        self._asynchronous, self._say = asynchronous, say
+        self._tokenizer = tokenizer
+        self._memory = memory
+        self._engine = engine
+        self._mesh = mesh
+        self._folder = folder
+        self._keep = keep
+        self._always = always
+        self._hashed = hashed
+        self._asynchronous = asynchronous
+        self._say = say
         self._shapes = {name: spec.shape for name, spec in named_params(layers).items()}
         self._runs = chunk_runs.runs_to_write(engine)
         chunks = [chunk for run in self._runs for chunk in run.chunks]
@@ -118,7 +124,8 @@ class Saver:
         self.finish()
         if self.broken:
             return time.perf_counter() - start
-        self._problem, self._to_disk = "", True
+        self._problem = ""
+        self._to_disk = True
         in_background, problem = self._plan(wait)
         if problem:
             self._fail(problem)
@@ -248,16 +255,20 @@ class Saver:
 
     def _write_all(self, state: dict[str, Any], arrays: Iterable[np.ndarray]) -> None:
         """Write the checkpoint; on failure, remove it and raise TrainingError on all ranks."""
-        step, mesh = state["step"], self._mesh
-        folder, partial = self._folder / f"step-{step}", self._folder / f"step-{step}.tmp"
-        remove, written = disk.remove_folder, partial
+        step = state["step"]
+        mesh = self._mesh
+        folder = self._folder / f"step-{step}"
+        partial = self._folder / f"step-{step}.tmp"
+        remove = disk.remove_folder
+        written = partial
         try:
             self._on_first(lambda: disk.make_folder(partial))
             entries = agree(mesh, lambda: self._write_own(partial, arrays))
             all_entries = gather_json(mesh, entries, aside=True)
             files = {name: Entry(*entry) for own in all_entries for name, entry in own.items()}
             self._on_first(lambda: self._publish(state, files, partial, folder))
-            remove, written = disk.remove_checkpoint, folder
+            remove = disk.remove_checkpoint
+            written = folder
             own_files = {name: Entry(*entry) for name, entry in entries.items() if self._hashed}
             keep_newest(
                 self._folder,
@@ -319,9 +330,14 @@ class Saver:
 
 
 def keep_newest(
-    folder: Path, keep: int, *, newest: Path, own_files: Mapping[str, Entry], mesh: Mesh,
+    folder: Path,
+    keep: int,
+    *,
+    newest: Path,
+    own_files: Mapping[str, Entry],
+    mesh: Mesh,
     always: Collection[int] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Remove all but the newest `keep` checkpoints, after reading the newest back.
 
     Collective, on the background group. Rank 0 also reads the manifest and the state. Raises

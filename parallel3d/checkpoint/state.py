@@ -99,7 +99,8 @@ class RunState:
         Raises CheckpointError if samples would be lost or repeated, or tokens would have another
         meaning.
         """
-        was, now = state["config"], self._fixed["config"]
+        was = state["config"]
+        now = self._fixed["config"]
         for setting, meaning, why in _MUST_NOT_CHANGE:
             old, new = (meaning(value_at(config, setting)) for config in (was, now))
             if old != new:
@@ -148,7 +149,8 @@ def changes(
     """Yield each setting that differs as "path old -> new"; settings in only one are ignored."""
     for name in (name for name in now if name in was):
         path = f"{prefix}{name}"
-        old, new = was[name], now[name]
+        old = was[name]
+        new = now[name]
         if path in _NOT_REPORTED or name == "nvme_path" or old == new:
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -159,7 +161,8 @@ def changes(
 
 
 def _mesh(config: RunConfig) -> dict[str, object]:
-    zero, pipeline = config.zero_optimization, config.parallel3d.pipeline
+    zero = config.zero_optimization
+    pipeline = config.parallel3d.pipeline
     return {
         **config.mesh.sizes._asdict(),
         "schedule": pipeline.schedule,

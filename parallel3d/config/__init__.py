@@ -6,6 +6,11 @@ from parallel3d.config.parallel3d_block import LrScheduleConfig, MeshConfig, Par
 from parallel3d.config.run import RunConfig
 
 __all__ = [
-    "LrScheduleConfig", "MeshConfig", "Parallel3DConfig", "RunConfig", "ZeroConfig", "help_text",
+    "LrScheduleConfig",
+    "MeshConfig",
+    "Parallel3DConfig",
+    "RunConfig",
+    "ZeroConfig",
+    "help_text",
     "settings",
-]  # fmt: skip
+]

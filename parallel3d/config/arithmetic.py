@@ -11,7 +11,8 @@ from parallel3d.config.data import DataConfig, num_tokens
 from parallel3d.config.parallel3d_block import MeshConfig, TrainConfig
 from parallel3d.config.scheduler import TOTAL_STEPS
 
-BATCH, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+BATCH = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 LAWS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # train.batch_lr: exponent of the batch's growth
 
@@ -21,20 +22,29 @@ def data_parallel_size(mesh: MeshConfig, world_size: int) -> int:
 
     Raises ConfigError if that is not an integer, or not dp.
     """
-    others, ranks = mesh.pp * mesh.cp * mesh.tp, mesh.sizes.ranks
+    others = mesh.pp * mesh.cp * mesh.tp
+    ranks = mesh.sizes.ranks
     sizes = mesh.sizes.of_a_replica
     product = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
-    refuse_where((
-        world_size % others, "parallel3d.mesh", mesh.model_dump(),
-        f"{product} = {others} does not divide {world_size} processes",
-        f"start {max(1, world_size // others) * others} processes, or choose a "
-        f"{' x '.join(sizes)} that divides {world_size}",
-    ))  # fmt: skip
-    refuse_where((
-        mesh.dp not in ("auto", world_size // others), "parallel3d.mesh.dp", mesh.dp,
-        f"{mesh} is {ranks} ranks, but there are {world_size} processes",
-        f'start {ranks} processes, or set dp to {world_size // others} or "auto"',
-    ))  # fmt: skip
+    refuse_where(
+        (
+            world_size % others,
+            "parallel3d.mesh",
+            mesh.model_dump(),
+            f"{product} = {others} does not divide {world_size} processes",
+            f"start {max(1, world_size // others) * others} processes, or choose a "
+            f"{' x '.join(sizes)} that divides {world_size}",
+        )
+    )
+    refuse_where(
+        (
+            mesh.dp not in ("auto", world_size // others),
+            "parallel3d.mesh.dp",
+            mesh.dp,
+            f"{mesh} is {ranks} ranks, but there are {world_size} processes",
+            f'start {ranks} processes, or set dp to {world_size // others} or "auto"',
+        )
+    )
     return world_size // others
 
 
@@ -49,11 +59,16 @@ def fallback(mesh: MeshConfig, world_size: int) -> MeshSizes | None:
     if fitting := [sizes for sizes in meshes if sizes.ranks == world_size]:
         return fitting[0]
     numbers = ", ".join(map(str, sorted({sizes.ranks for sizes in (own, *meshes)})))
-    raise Problems([Problem(
-        "parallel3d.mesh.fallbacks", mesh.fallbacks,
-        f"has no mesh of {world_size} ranks, and {own} has {own.ranks}",
-        f"add a mesh for {world_size} processes, or start one of these numbers: {numbers}",
-    )])  # fmt: skip
+    raise Problems(
+        [
+            Problem(
+                "parallel3d.mesh.fallbacks",
+                mesh.fallbacks,
+                f"has no mesh of {world_size} ranks, and {own} has {own.ranks}",
+                f"add a mesh for {world_size} processes, or start one of these numbers: {numbers}",
+            )
+        ]
+    )
 
 
 def block_tokens(length: int, cp: int) -> int:
@@ -88,10 +103,15 @@ def batch_sizes(
 
 
 def _share(batch: int, parts: int, factors: str) -> int:
-    refuse_where((
-        batch % parts, BATCH, batch, f"is not a multiple of {factors} = {parts}",
-        f"use {max(1, batch // parts) * parts} or {batch // parts * parts + parts}",
-    ))  # fmt: skip
+    refuse_where(
+        (
+            batch % parts,
+            BATCH,
+            batch,
+            f"is not a multiple of {factors} = {parts}",
+            f"use {max(1, batch // parts) * parts} or {batch // parts * parts + parts}",
+        )
+    )
     return batch // parts
 
 
@@ -110,7 +130,8 @@ def samples_of_steps(phases: Sequence[tuple[int, int]], steps: int) -> int:
     for (_, size), (until, _) in pairwise(phases):
         # The step that reaches the next phase still has this phase's size.
         count = min(steps, max(0, -(-(until - sample) // size)))
-        sample, steps = sample + count * size, steps - count
+        sample = sample + count * size
+        steps = steps - count
     return sample + steps * phases[-1][1]
 
 
@@ -141,11 +162,15 @@ def describe_batches(train: TrainConfig, data: DataConfig) -> str:
 
 def check_tokens(max_tokens: int, tokens_per_step: int) -> None:
     """Raise ConfigError if `max_tokens` tokens are less than one step."""
-    refuse_where((
-        max_tokens < tokens_per_step, "parallel3d.train.max_tokens", max_tokens,
-        f"is less than one step of {tokens_per_step} tokens",
-        f"use {tokens_per_step} or more, or a smaller batch",
-    ))  # fmt: skip
+    refuse_where(
+        (
+            max_tokens < tokens_per_step,
+            "parallel3d.train.max_tokens",
+            max_tokens,
+            f"is less than one step of {tokens_per_step} tokens",
+            f"use {tokens_per_step} or more, or a smaller batch",
+        )
+    )
 
 
 def samples_of_epochs(epochs: float, samples: int, batch: int) -> int:
@@ -155,11 +180,15 @@ def samples_of_epochs(epochs: float, samples: int, batch: int) -> int:
     """
     # Exact fractions, because 0.29 x 100 is 28.999999999999996 in floats.
     num_samples = int(Fraction(str(epochs)) * samples)
-    refuse_where((
-        num_samples < batch, "parallel3d.train.epochs", epochs,
-        f"is {num_samples} samples of the corpus's {samples}, less than one step of {batch}",
-        "use more epochs or a smaller batch",
-    ))  # fmt: skip
+    refuse_where(
+        (
+            num_samples < batch,
+            "parallel3d.train.epochs",
+            epochs,
+            f"is {num_samples} samples of the corpus's {samples}, less than one step of {batch}",
+            "use more epochs or a smaller batch",
+        )
+    )
     return num_samples
 
 
@@ -171,7 +200,8 @@ def fit(
     A warm-up longer than the run is cut to the run, or to the start of the decay. total_num_steps
     = "auto" becomes the run's steps. Without steps, both are returned as they are.
     """
-    steps, notes = lr_steps(train, data), []
+    steps = lr_steps(train, data)
+    notes = []
     if steps is None:
         return train, scheduler, []
     schedule = train.lr_schedule

@@ -74,7 +74,8 @@ RULES = (
 
 def resolve(raw: dict[str, object]) -> list[str]:
     """Replace each "auto" that has a rule, in place; return a note on each, then warnings."""
-    notes, warnings = [], []
+    notes = []
+    warnings = []
     blocks = blocks_at(raw, {rule.path.rpartition(".")[0] for rule in RULES})
     for rule in RULES:
         section, _, key = rule.path.rpartition(".")

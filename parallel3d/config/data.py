@@ -262,64 +262,109 @@ def _check_tokenizer(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of a tokenizer that does not fit the sources' text or token ids."""
     sources = data.mixture if data.source == "mixture" else (data,)
     kinds = {yields_token_ids(source) for source in (*sources, *data.validation.values())}
-    end, remedy = data.end_of_text_id, 'write the "vocab_size" and "end_of_text_id" of the ids'
+    end = data.end_of_text_id
+    remedy = 'write the "vocab_size" and "end_of_text_id" of the ids'
     has_none = data.tokenizer == "none"
     needs_sizes = has_none and False not in kinds
-    yield from problems_where(
-        (data.tokenizer == "train" and True in kinds, "tokenizer", "train",
-         "cannot be trained on token ids",
-         'name the tokenizer that made them, or "none" with vocab_size and end_of_text_id'),
-        (has_none and False in kinds, "tokenizer", "none", "cannot be used with sources of text",
-         'name a tokenizer, or use "train"'),
-        (needs_sizes and end is None, "end_of_text_id", None, 'is required by tokenizer "none"',
-         remedy),
-        (needs_sizes and "vocab_size" not in data.model_fields_set, "vocab_size", ABSENT,
-         'is required by tokenizer "none"', remedy),
-        (needs_sizes and (end or 0) >= data.vocab_size, "end_of_text_id", end,
-         f"must be less than vocab_size={data.vocab_size}",
-         "use a smaller id, or raise vocab_size"),
-        (end is not None and True not in kinds, "end_of_text_id", end,
-         "is for sources of token ids", "remove it: the tokenizer defines its own"),
-    )  # fmt: skip
+    if data.tokenizer == "train" and True in kinds:
+        yield Problem(
+            "tokenizer",
+            "train",
+            "cannot be trained on token ids",
+            'name the tokenizer that made them, or "none" with vocab_size and end_of_text_id',
+        )
+    if has_none and False in kinds:
+        yield Problem(
+            "tokenizer",
+            "none",
+            "cannot be used with sources of text",
+            'name a tokenizer, or use "train"',
+        )
+    if needs_sizes and end is None:
+        yield Problem("end_of_text_id", None, 'is required by tokenizer "none"', remedy)
+    if needs_sizes and "vocab_size" not in data.model_fields_set:
+        yield Problem("vocab_size", ABSENT, 'is required by tokenizer "none"', remedy)
+    if needs_sizes and (end or 0) >= data.vocab_size:
+        yield Problem(
+            "end_of_text_id",
+            end,
+            f"must be less than vocab_size={data.vocab_size}",
+            "use a smaller id, or raise vocab_size",
+        )
+    if end is not None and True not in kinds:
+        yield Problem(
+            "end_of_text_id",
+            end,
+            "is for sources of token ids",
+            "remove it: the tokenizer defines its own",
+        )
 
 
 def _check_names(data: DataConfig) -> Iterator[Problem]:
     """Yield a problem for each validation set whose name is not plain or is reserved."""
     yield from problems_where(
-        *((not _NAME.fullmatch(name), "validation", name, "must be a plain name",
-           "use letters, digits, _, - and .") for name in data.validation),
-        *((_BUILT_IN.fullmatch(name), "validation", name, "is reserved for held-out text",
-           "use another name") for name in data.validation),
-    )  # fmt: skip
+        *(
+            (
+                not _NAME.fullmatch(name),
+                "validation",
+                name,
+                "must be a plain name",
+                "use letters, digits, _, - and .",
+            )
+            for name in data.validation
+        ),
+        *(
+            (
+                _BUILT_IN.fullmatch(name),
+                "validation",
+                name,
+                "is reserved for held-out text",
+                "use another name",
+            )
+            for name in data.validation
+        ),
+    )
 
 
 def _check_fim(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of settings that fill-in-the-middle cannot be combined with."""
-    fim, sources = data.fim is not None, data.mixture or (data,)
+    fim = data.fim is not None
+    sources = data.mixture or (data,)
     weighs = any(part.label_field or part.weight_field for part in sources)
-    yield from problems_where(
-        (fim and weighs, "fim", "set", "cannot be combined with label_field or weight_field",
-         "remove one"),
-        (fim and data.tokenizer == "none", "tokenizer", "none", "has no tokens for fim",
-         "name another"),
-        (fim and data.sequence_length < 8, "sequence_length", data.sequence_length,
-         "is too short for fim", "use 8 or more"),
-        (fim and data.counts_as_read, "fim", "set", 'cannot be combined with count "as-read"',
-         'use count "manifest"'),
-    )  # fmt: skip
+    if fim and weighs:
+        yield Problem(
+            "fim", "set", "cannot be combined with label_field or weight_field", "remove one"
+        )
+    if fim and data.tokenizer == "none":
+        yield Problem("tokenizer", "none", "has no tokens for fim", "name another")
+    if fim and data.sequence_length < 8:
+        yield Problem(
+            "sequence_length", data.sequence_length, "is too short for fim", "use 8 or more"
+        )
+    if fim and data.counts_as_read:
+        yield Problem(
+            "fim", "set", 'cannot be combined with count "as-read"', 'use count "manifest"'
+        )
 
 
 def _check_balance(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of settings with which microbatches cannot be balanced."""
-    path, balances = "balance_microbatches", data.balance_microbatches
-    yield from problems_where(
-        (balances and not data.isolate_documents, path, True,
-         "needs isolate_documents: else all samples are equal work",
-         "set isolate_documents = true, or remove it"),
-        (balances and data.streams, path, True,
-         "cannot be combined with stream: each node would fetch every shard",
-         "remove one of the two"),
-    )  # fmt: skip
+    path = "balance_microbatches"
+    balances = data.balance_microbatches
+    if balances and not data.isolate_documents:
+        yield Problem(
+            path,
+            True,
+            "needs isolate_documents: else all samples are equal work",
+            "set isolate_documents = true, or remove it",
+        )
+    if balances and data.streams:
+        yield Problem(
+            path,
+            True,
+            "cannot be combined with stream: each node would fetch every shard",
+            "remove one of the two",
+        )
 
 
 def _check_keys(section: SourceConfig) -> Iterator[Problem]:
@@ -331,9 +376,11 @@ def _check_keys(section: SourceConfig) -> Iterator[Problem]:
         if field and getattr(section, key) != field.default and source not in sources:
             allowed = " or ".join(f'"{name}"' for name in sources)
             yield Problem(
-                key, value, f'is not read by source "{source}"',
+                key,
+                value,
+                f'is not read by source "{source}"',
                 f"remove it, or use source {allowed}",
-            )  # fmt: skip
+            )
     key, example = _REQUIRED_KEYS.get(source, ("source", ""))
     if not (value := to_jsonable_python(getattr(section, key))):
         yield Problem(key, value, f'is required by source "{source}"', f"add {example}")
@@ -341,50 +388,90 @@ def _check_keys(section: SourceConfig) -> Iterator[Problem]:
 
 def _check_loss_columns(section: SourceConfig) -> Iterator[Problem]:
     """Yield the problems of label_field and weight_field."""
-    labels, weights = section.label_field, section.weight_field
+    labels = section.label_field
+    weights = section.weight_field
     is_text = section.source in _READ_BY["token_field"] and section.token_field is None
     remedy = 'add "token_field": "input_ids"'
-    yield from problems_where(
-        (labels and weights, "weight_field", weights, "cannot be combined with label_field",
-         "remove one of the two"),
-        (labels and is_text, "label_field", labels, "requires token_field", remedy),
-        (weights and is_text, "weight_field", weights, "requires token_field", remedy),
-    )  # fmt: skip
+    if labels and weights:
+        yield Problem(
+            "weight_field", weights, "cannot be combined with label_field", "remove one of the two"
+        )
+    if labels and is_text:
+        yield Problem("label_field", labels, "requires token_field", remedy)
+    if weights and is_text:
+        yield Problem("weight_field", weights, "requires token_field", remedy)
 
 
 def _check_stream(section: SourceConfig) -> Iterator[Problem]:
     """Yield the problems of a source's stream and manifest."""
-    stream, manifest = section.stream, section.manifest
-    labels, weights = section.label_field, section.weight_field
+    stream = section.stream
+    manifest = section.manifest
+    labels = section.label_field
+    weights = section.weight_field
     is_text = stream and not yields_token_ids(section)
     urls = [path for path in section.paths if "://" in path]
-    yield from problems_where(
-        (urls and not stream, "paths", urls[:1], "are URLs, which only streams read",
-         'add "stream": true and "manifest", or copy the files to a disk'),
-        (stream and not manifest, "manifest", manifest, "is required by stream",
-         'add "manifest": "FOLDER", and run `prepare.py --manifest` once'),
-        (manifest and not stream, "manifest", manifest, "is for streams",
-         'remove it, or add "stream": true'),
-        (section.count == "as-read" and not is_text, "count", "as-read", "is for streams of text",
-         "remove it" if stream else 'remove it, or add "stream": true and "manifest"'),
-        (stream and labels, "label_field", labels, "cannot be streamed",
-         "remove it, or remove stream"),
-        (stream and weights, "weight_field", weights, "cannot be streamed",
-         "remove it, or remove stream"),
-    )  # fmt: skip
+    if urls and not stream:
+        yield Problem(
+            "paths",
+            urls[:1],
+            "are URLs, which only streams read",
+            'add "stream": true and "manifest", or copy the files to a disk',
+        )
+    if stream and not manifest:
+        yield Problem(
+            "manifest",
+            manifest,
+            "is required by stream",
+            'add "manifest": "FOLDER", and run `prepare.py --manifest` once',
+        )
+    if manifest and not stream:
+        yield Problem("manifest", manifest, "is for streams", 'remove it, or add "stream": true')
+    if section.count == "as-read" and not is_text:
+        yield Problem(
+            "count",
+            "as-read",
+            "is for streams of text",
+            "remove it" if stream else 'remove it, or add "stream": true and "manifest"',
+        )
+    if stream and labels:
+        yield Problem("label_field", labels, "cannot be streamed", "remove it, or remove stream")
+    if stream and weights:
+        yield Problem("weight_field", weights, "cannot be streamed", "remove it, or remove stream")
 
 
 def _check_streams(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of settings that a stream cannot be combined with."""
     held_out = data.held_out_fraction
     yield from problems_where(
-        *((section.stream, f"validation.{name}.stream", True,
-           "cannot be streamed: validation sets are read as a whole", "remove it")
-          for name, section in data.validation.items()),
-        (data.streams and held_out not in (0, "auto"), "held_out_fraction", held_out,
-         "cannot be held out of streams", "remove it, and use data.validation"),
-        (data.streams and data.packing != "none", "packing", data.packing,
-         "cannot be combined with stream", 'use "none", or remove stream'),
-        (data.streams and data.tokenizer == "train", "tokenizer", "train",
-         "cannot be trained on streams", "name a folder, or a tokenizer of the hub"),
-    )  # fmt: skip
+        *(
+            (
+                section.stream,
+                f"validation.{name}.stream",
+                True,
+                "cannot be streamed: validation sets are read as a whole",
+                "remove it",
+            )
+            for name, section in data.validation.items()
+        ),
+        (
+            data.streams and held_out not in (0, "auto"),
+            "held_out_fraction",
+            held_out,
+            "cannot be held out of streams",
+            "remove it, and use data.validation",
+        ),
+        (
+            data.streams and data.packing != "none",
+            "packing",
+            data.packing,
+            "cannot be combined with stream",
+            'use "none", or remove stream',
+        ),
+        (
+            data.streams and data.tokenizer == "train",
+            "tokenizer",
+            "train",
+            "cannot be trained on streams",
+            "name a folder, or a tokenizer of the hub",
+        ),
+    )

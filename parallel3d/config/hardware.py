@@ -25,7 +25,8 @@ Kernels = Literal["eager", "compiled", "tuned"]
 """Classes of a program's kernels, as in parallel3d.plan.setting.Software."""
 KINDS = ("matmul", "attention", "traffic", "overhead")  # kinds of work that shared cores slow down
 # Bounds of plausible bandwidths, rates, sizes and latencies in SI units; beyond them sums overflow.
-_LEAST, _MOST = 1e-15, 1e21
+_LEAST = 1e-15
+_MOST = 1e21
 
 
 def _plausible(value: float, info: ValidationInfo) -> float:
@@ -67,7 +68,8 @@ def _known(names: tuple[str, ...]) -> AfterValidator:
     """Return a validator that refuses tables with other keys than `names`."""
 
     def check(table: Mapping[str, Figure]) -> Mapping[str, Figure]:
-        rule, remedy = "is not a key of this table", f"use {', '.join(names)}"
+        rule = "is not a key of this table"
+        remedy = f"use {', '.join(names)}"
         refuse_where(*((name not in names, name, ABSENT, rule, remedy) for name in table))
         return table
 
@@ -165,7 +167,8 @@ class Hardware(Section):
         """
         if self.cores is None:
             return 1.0
-        count, alone = self.cores.count.value, self.cores.alone.get(kind)
+        count = self.cores.count.value
+        alone = self.cores.alone.get(kind)
         if devices >= count or alone is None:
             return max(1.0, devices / count)
         return alone.value + (1 - alone.value) * (devices - 1) / (count - 1)
@@ -200,7 +203,8 @@ def load(name: str, place: str = "parallel3d.run.hardware") -> Hardware:
     if name.endswith(".json") and name.removesuffix(".json") not in names():
         return _at(Path(name))
     name = name.removesuffix(".json")
-    lower, known = name.lower(), names()
+    lower = name.lower()
+    known = names()
     matches = [n for n in known if n.lower() == lower]
     for match in matches or [n for n in known if lower in _at(_files()[n]).aliases]:
         return _at(_files()[match])

@@ -12,14 +12,17 @@ def rate(config: RunConfig, step: int, sample: int = 0) -> float:
     With train.batch_schedule it is a function of `sample`, the step's first sample: a step counts
     by its samples, and train.batch_lr adds its factor.
     """
-    lr, train = config.optimizer.params.lr, config.parallel3d.train
+    lr = config.optimizer.params.lr
+    train = config.parallel3d.train
     if config.scheduler is not None:
         return float(config.scheduler.params.rate(lr, step))
     assert train.steps, "resolve and with_corpus come first"
     if not (phases := train.batch_schedule):
         return float(lr * fraction(train.lr_schedule, step, train.steps))
-    first, size = phases[0][1], config.batch_size_at(sample)
-    ended, total = (sample + size) / first, config.samples_of_steps(train.steps) / first
+    first = phases[0][1]
+    size = config.batch_size_at(sample)
+    ended = (sample + size) / first
+    total = config.samples_of_steps(train.steps) / first
     return float(lr * lr_factor(train, size) * fraction(train.lr_schedule, ended - 1, total))
 
 

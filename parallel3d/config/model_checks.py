@@ -19,85 +19,119 @@ from parallel3d.models.common import pretrained_of
 
 def _check_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     heads = model.num_attention_heads
-    yield from problems_where((
-        heads % mesh.tp, "parallel3d.mesh.tp", mesh.tp,
-        f"does not divide num_attention_heads={heads}",
-        f"use tp = {join_with_or(divisors_of(heads))}",
-    ))  # fmt: skip
+    if heads % mesh.tp:
+        yield Problem(
+            "parallel3d.mesh.tp",
+            mesh.tp,
+            f"does not divide num_attention_heads={heads}",
+            f"use tp = {join_with_or(divisors_of(heads))}",
+        )
 
 
 def _check_inner_size(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     sizes = getattr(model, "inner_sizes", {"intermediate_size": model.inner_size})
     # A tp that does not divide the heads is reported by another check.
     divides_heads = model.num_attention_heads % mesh.tp == 0
-    yield from problems_where(*(
-        (divides_heads and size % mesh.tp, f"parallel3d.model.{name}", size,
-         f"is not a multiple of tp={mesh.tp}",
-         f"use {size // mesh.tp * mesh.tp + mesh.tp}, or another mesh.tp")
-        for name, size in sizes.items()
-    ))  # fmt: skip
+    yield from problems_where(
+        *(
+            (
+                divides_heads and size % mesh.tp,
+                f"parallel3d.model.{name}",
+                size,
+                f"is not a multiple of tp={mesh.tp}",
+                f"use {size // mesh.tp * mesh.tp + mesh.tp}, or another mesh.tp",
+            )
+            for name, size in sizes.items()
+        )
+    )
 
 
 def _check_key_value_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     heads = getattr(model, "num_key_value_heads", None) or mesh.tp
     usable = [n for n in divisors_of(model.num_attention_heads) if not (heads % n and n % heads)]
-    yield from problems_where((
-        heads % mesh.tp and mesh.tp % heads, "parallel3d.mesh.tp", mesh.tp,
-        f"neither divides num_key_value_heads={heads} nor is a multiple of it",
-        f"use tp = {join_with_or(usable)}",
-    ))  # fmt: skip
+    if heads % mesh.tp and mesh.tp % heads:
+        yield Problem(
+            "parallel3d.mesh.tp",
+            mesh.tp,
+            f"neither divides num_key_value_heads={heads} nor is a multiple of it",
+            f"use tp = {join_with_or(usable)}",
+        )
 
 
 def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
     """Check that a model's activations can leave the device, or be computed again."""
-    again, moves = pipeline.activation_checkpointing, pipeline.offload_activations
-    yield from problems_where(
-        (moves != "none" and hasattr(model, "num_experts"),
-         "parallel3d.pipeline.offload_activations", moves,
-         "does not move what experts save", 'use "none", or recomputation'),
-        (getattr(model, "post_norm", False) and "layernorm" in parts_of(again),
-         "parallel3d.pipeline.activation_checkpointing", again,
-         "cannot recompute the layernorm behind a branch, where model.post_norm has it",
-         "remove layernorm"),
-    )  # fmt: skip
+    again = pipeline.activation_checkpointing
+    moves = pipeline.offload_activations
+    if moves != "none" and hasattr(model, "num_experts"):
+        yield Problem(
+            "parallel3d.pipeline.offload_activations",
+            moves,
+            "does not move what experts save",
+            'use "none", or recomputation',
+        )
+    if getattr(model, "post_norm", False) and "layernorm" in parts_of(again):
+        yield Problem(
+            "parallel3d.pipeline.activation_checkpointing",
+            again,
+            "cannot recompute the layernorm behind a branch, where model.post_norm has it",
+            "remove layernorm",
+        )
 
 
 def _check_sequence_parallel(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
     length = data.sequence_length
-    yield from problems_where((
-        mesh.sequence_parallel and length % mesh.tp, "parallel3d.data.sequence_length", length,
-        f"is not a multiple of tp={mesh.tp}, over which sequence_parallel splits it",
-        f"use {length // mesh.tp * mesh.tp + mesh.tp}, or sequence_parallel = false",
-    ))  # fmt: skip
+    if mesh.sequence_parallel and length % mesh.tp:
+        yield Problem(
+            "parallel3d.data.sequence_length",
+            length,
+            f"is not a multiple of tp={mesh.tp}, over which sequence_parallel splits it",
+            f"use {length // mesh.tp * mesh.tp + mesh.tp}, or sequence_parallel = false",
+        )
 
 
 def _check_context(mesh: MeshConfig, data: DataConfig) -> Iterator[Problem]:
     """Check that each cp rank gets as many blocks of tokens, and each of its tp ranks a part."""
-    length, parts = data.sequence_length, mesh.tp if mesh.sequence_parallel else 1
+    length = data.sequence_length
+    parts = mesh.tp if mesh.sequence_parallel else 1
     block = arithmetic.block_tokens(length, mesh.cp)
-    share, own = mesh.cp * block, length // mesh.cp
+    share = mesh.cp * block
+    own = length // mesh.cp
     is_dealt = length % share == 0
-    yield from problems_where(
-        (mesh.cp > 1 and not is_dealt, "parallel3d.data.sequence_length", length,
-         f"cannot be dealt to cp={mesh.cp} ranks in blocks of {block} tokens",
-         f"use {length // share * share + share}, or another mesh.cp"),
-        (mesh.cp > 1 and is_dealt and own % parts and length % parts == 0,
-         "parallel3d.mesh.cp", mesh.cp,
-         f"leaves {own} tokens a rank, not a multiple of tp={mesh.tp}",
-         "use sequence_parallel = false"),
-    )  # fmt: skip
+    if mesh.cp > 1 and not is_dealt:
+        yield Problem(
+            "parallel3d.data.sequence_length",
+            length,
+            f"cannot be dealt to cp={mesh.cp} ranks in blocks of {block} tokens",
+            f"use {length // share * share + share}, or another mesh.cp",
+        )
+    if mesh.cp > 1 and is_dealt and own % parts and length % parts == 0:
+        yield Problem(
+            "parallel3d.mesh.cp",
+            mesh.cp,
+            f"leaves {own} tokens a rank, not a multiple of tp={mesh.tp}",
+            "use sequence_parallel = false",
+        )
 
 
 def _check_experts(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     """Check that the ranks of an ep group get as many experts each."""
-    experts, dp = getattr(model, "num_experts", 0), 0 if mesh.dp == "auto" else mesh.dp
+    experts = getattr(model, "num_experts", 0)
+    dp = 0 if mesh.dp == "auto" else mesh.dp
     both = f"num_experts={experts}" + (f" and mesh.dp={dp}" if dp else "")
-    yield from problems_where(
-        (mesh.ep > 1 and not experts, "parallel3d.mesh.ep", mesh.ep,
-         f"divides experts, and model.family={json.dumps(model.family)} has none", "use 1"),
-        (experts and (experts % mesh.ep or dp % mesh.ep), "parallel3d.mesh.ep", mesh.ep,
-         f"does not divide {both}", f"use {join_with_or(divisors_of(gcd(experts, dp) or 1))}"),
-    )  # fmt: skip
+    if mesh.ep > 1 and not experts:
+        yield Problem(
+            "parallel3d.mesh.ep",
+            mesh.ep,
+            f"divides experts, and model.family={json.dumps(model.family)} has none",
+            "use 1",
+        )
+    if experts and (experts % mesh.ep or dp % mesh.ep):
+        yield Problem(
+            "parallel3d.mesh.ep",
+            mesh.ep,
+            f"does not divide {both}",
+            f"use {join_with_or(divisors_of(gcd(experts, dp) or 1))}",
+        )
 
 
 def _check_pooled_loss(
@@ -106,53 +140,76 @@ def _check_pooled_loss(
     """Check that all layers whose loads a balance loss pools are in one stage."""
     is_pooled = getattr(model, "router_aux_loss", None) == "pooled"
     stages = mesh.pp * pipeline.stages_per_rank
-    yield from problems_where((
-        is_pooled and getattr(model, "router_aux_loss_coef", 0) and stages > 1,
-        "parallel3d.model.router_aux_loss", "pooled",
-        f"multiplies loads of all layers, which are in {stages} stages",
-        'use "microbatch" or "sequence", or one stage (mesh.pp = 1)',
-    ))  # fmt: skip
+    if is_pooled and getattr(model, "router_aux_loss_coef", 0) and stages > 1:
+        yield Problem(
+            "parallel3d.model.router_aux_loss",
+            "pooled",
+            f"multiplies loads of all layers, which are in {stages} stages",
+            'use "microbatch" or "sequence", or one stage (mesh.pp = 1)',
+        )
 
 
 def _check_shared_samples(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     """Check that nothing depends on an order of tokens that cp ranks do not see."""
-    yield from problems_where(*(
-        (mesh.cp > 1 and value, f"parallel3d.model.{name}", value,
-         f"{of}, which cp={mesh.cp} ranks share", f"use {off}, or mesh.cp = 1")
-        for name, value, off, of in (
-            ("attn_pdrop", getattr(model, "attn_pdrop", 0), "0",
-             "draws its masks inside a kernel that needs whole samples"),
-            ("capacity_factor", getattr(model, "capacity_factor", None), "null",
-             "drops the last tokens of whole samples"),
+    yield from problems_where(
+        *(
+            (
+                mesh.cp > 1 and value,
+                f"parallel3d.model.{name}",
+                value,
+                f"{of}, which cp={mesh.cp} ranks share",
+                f"use {off}, or mesh.cp = 1",
+            )
+            for name, value, off, of in (
+                (
+                    "attn_pdrop",
+                    getattr(model, "attn_pdrop", 0),
+                    "0",
+                    "draws its masks inside a kernel that needs whole samples",
+                ),
+                (
+                    "capacity_factor",
+                    getattr(model, "capacity_factor", None),
+                    "null",
+                    "drops the last tokens of whole samples",
+                ),
+            )
         )
-    ))  # fmt: skip
+    )
 
 
 def _check_sequence(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
-    length, limit = data.sequence_length, model.max_position_embeddings
-    yield from problems_where((
-        length > limit, "parallel3d.data.sequence_length", length,
-        f"is longer than the model's max_position_embeddings={limit}",
-        f"use at most {limit}, or raise max_position_embeddings",
-    ))  # fmt: skip
+    length = data.sequence_length
+    limit = model.max_position_embeddings
+    if length > limit:
+        yield Problem(
+            "parallel3d.data.sequence_length",
+            length,
+            f"is longer than the model's max_position_embeddings={limit}",
+            f"use at most {limit}, or raise max_position_embeddings",
+        )
 
 
 def _check_parametrization(model: ModelConfig) -> Iterator[Problem]:
     kind = parametrization_of(model).type
-    yield from problems_where((
-        kind != "standard" and pretrained_of(model) is not None,
-        "parallel3d.model.parametrization.type", kind,
-        "applies multipliers that the weights of from_pretrained were not trained with",
-        'use "standard"',
-    ))  # fmt: skip
+    if kind != "standard" and pretrained_of(model) is not None:
+        yield Problem(
+            "parallel3d.model.parametrization.type",
+            kind,
+            "applies multipliers that the weights of from_pretrained were not trained with",
+            'use "standard"',
+        )
 
 
 def _check_tp_of_vocabulary(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     size = model.vocab_size
-    yield from problems_where((
-        size != "auto" and size < mesh.tp, "parallel3d.model.vocab_size", size,
-        f"is less than tp={mesh.tp}, so some ranks would have no token", f"use {mesh.tp} or more",
-    ))  # fmt: skip
+    if size != "auto" and size < mesh.tp:
+        yield Problem(
+            "parallel3d.model.vocab_size",
+            size,
+            f"is less than tp={mesh.tp}, so some ranks would have no token",
+            f"use {mesh.tp} or more",
+        )
 
 
 def _check_trained_vocabulary(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -162,12 +219,17 @@ def _check_trained_vocabulary(data: DataConfig, model: ModelConfig) -> Iterator[
 
 def _check_vocabulary(tokenizer_size: int, model: ModelConfig) -> Iterator[Problem]:
     size = model.vocab_size
-    yield from problems_where((
-        size != "auto" and size < tokenizer_size, "parallel3d.model.vocab_size", size,
-        f"is smaller than the tokenizer's {tokenizer_size} tokens",
-        "set data.tokenizer to the tokenizer that the model was trained with"
-        if pretrained_of(model) else f'use {tokenizer_size} or more, or "auto"',
-    ))  # fmt: skip
+    if size != "auto" and size < tokenizer_size:
+        yield Problem(
+            "parallel3d.model.vocab_size",
+            size,
+            f"is smaller than the tokenizer's {tokenizer_size} tokens",
+            (
+                "set data.tokenizer to the tokenizer that the model was trained with"
+                if pretrained_of(model)
+                else f'use {tokenizer_size} or more, or "auto"'
+            ),
+        )
 
 
 def divisors_of(number: int) -> list[int]:
@@ -182,8 +244,18 @@ def join_with_or(numbers: list[int]) -> str:
 
 
 MODEL_CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (
-    _check_heads, _check_key_value_heads, _check_inner_size, _check_activations, _check_sequence,
-    _check_sequence_parallel, _check_context, _check_experts, _check_shared_samples,
-    _check_pooled_loss, _check_parametrization, _check_tp_of_vocabulary, _check_trained_vocabulary,
+    _check_heads,
+    _check_key_value_heads,
+    _check_inner_size,
+    _check_activations,
+    _check_sequence,
+    _check_sequence_parallel,
+    _check_context,
+    _check_experts,
+    _check_shared_samples,
+    _check_pooled_loss,
+    _check_parametrization,
+    _check_tp_of_vocabulary,
+    _check_trained_vocabulary,
     _check_vocabulary,
-)  # fmt: skip
+)

@@ -13,9 +13,17 @@ from parallel3d.base.section import PathText, Section, Strings
 # Blocks that have no effect unless `enabled` is true.
 SWITCHED = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger")
 Tracker = Literal[
-    "tensorboard", "csv", "wandb", "comet", "mlflow", "aim", "clearml", "dvclive", "swanlab",
+    "tensorboard",
+    "csv",
+    "wandb",
+    "comet",
+    "mlflow",
+    "aim",
+    "clearml",
+    "dvclive",
+    "swanlab",
     "trackio",
-]  # fmt: skip
+]
 Trackers = Annotated[tuple[Tracker, ...], Strict(False)]
 
 

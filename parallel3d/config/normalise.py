@@ -28,7 +28,8 @@ _NULLABLE = (
 
 def normalise(raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
     """Return a copy of a ds.json's object with settings only, and notes on what was resolved."""
-    raw, notes = _without_comments(raw), []
+    raw = _without_comments(raw)
+    notes = []
     if "optimizer" not in raw:  # many training scripts create it
         raw["optimizer"] = {"params": {"lr": DEFAULT_LR}}
         notes.append(
@@ -85,7 +86,8 @@ def apply_overrides(raw: dict[str, object], overrides: Sequence[str]) -> list[st
     command_line: dict[str, object] = {}
     values = [(full_path(path), text) for path, text in reader.setting_pairs(overrides)]
     reader.set_values(command_line, values)
-    name, replaced = value_at(command_line, pretrained.PATH), value_at(raw, "parallel3d.model")
+    name = value_at(command_line, pretrained.PATH)
+    replaced = value_at(raw, "parallel3d.model")
     if not isinstance(name, str) or not isinstance(replaced, dict):
         reader.set_values(raw, values)
         return []

@@ -42,7 +42,8 @@ def fill(raw: dict[str, object], replaced: Mapping[str, object] | None = None) -
     Raises ConfigError if the folder does not exist, no family fits its model, or settings
     contradict its config.json.
     """
-    name, model = reader.value_at(raw, PATH), reader.block_at(raw, "parallel3d.model")
+    name = reader.value_at(raw, PATH)
+    model = reader.block_at(raw, "parallel3d.model")
     if not isinstance(name, str):
         return []
     folder, record = _locate(name)
@@ -86,7 +87,8 @@ def derive_model_block(folder: Path, config: Mapping[str, object]) -> dict[str, 
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the shards that a folder's index names, or its single file; raises ConfigError."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
     try:
         if index.is_file():
             shards = _shards(index)
@@ -198,7 +200,8 @@ def _contradictions(
     for key, value in chosen.items():
         if key in fixed and value not in ("auto", None, fixed[key]):
             yield Problem(
-                f"parallel3d.model.{key}", value,
+                f"parallel3d.model.{key}",
+                value,
                 f"contradicts {folder / 'config.json'}, which says {json.dumps(fixed[key])}",
                 "remove it",
-            )  # fmt: skip
+            )

@@ -183,10 +183,16 @@ class RunConfig(Section):
         """Ranks per axis; raises ConfigError if the planner has not chosen them yet."""
         if isinstance(self.parallel3d.mesh, MeshConfig):
             return self.parallel3d.mesh
-        raise Problems([Problem(
-            "parallel3d.mesh", PLAN, "the mesh is not planned yet",
-            "use the first that `parallel3d plan` prints",
-        )])  # fmt: skip
+        raise Problems(
+            [
+                Problem(
+                    "parallel3d.mesh",
+                    PLAN,
+                    "the mesh is not planned yet",
+                    "use the first that `parallel3d plan` prints",
+                )
+            ]
+        )
 
     @property
     def pipeline(self) -> PipelineConfig:
@@ -402,7 +408,8 @@ class RunConfig(Section):
 
     def _with_valid_fallbacks(self, source: str) -> "RunConfig":
         """Return this config; raises ConfigError if it cannot run on a mesh of mesh.fallbacks."""
-        mesh, path = self.parallel3d.mesh, "parallel3d.mesh.fallbacks"
+        mesh = self.parallel3d.mesh
+        path = "parallel3d.mesh.fallbacks"
         if mesh == PLAN or not mesh.fallbacks:
             return self
         self.resolve(mesh.sizes.ranks)  # its problems are not those of a fallback
@@ -456,7 +463,8 @@ def digest_of(config: RunConfig, also: Iterable[str] = ()) -> str:
     Args:
         also: dotted paths of settings to ignore, besides those of output, stopping and speed.
     """
-    values, ignored = config.to_public_dict(), [p.rpartition(".") for p in (*_NOT_TRAINED, *also)]
+    values = config.to_public_dict()
+    ignored = [p.rpartition(".") for p in (*_NOT_TRAINED, *also)]
     blocks = reader.blocks_at(values, {section for section, _, _ in ignored})
     for section, _, name in ignored:
         blocks[section].pop(name, None)

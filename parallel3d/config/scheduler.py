@@ -54,7 +54,8 @@ class WarmupLRParams(Warmup):
 
     def rate(self, lr: float, step: int) -> float:
         """Return the learning rate of DeepSpeed's WarmupLR or WarmupDecayLR at `step`."""
-        low, high = self.warmup_min_lr, self.warmup_max_lr
+        low = self.warmup_min_lr
+        high = self.warmup_max_lr
         share = self.rise(step)
         share = self._after(step) if share is None else share
         return low + ((lr if high is None else high) - low) * share
@@ -91,11 +92,13 @@ class WarmupCosineLRParams(Warmup):
         """Return the learning rate of DeepSpeed's WarmupCosineLR at `step`."""
         if step == 0:
             return 0.0  # DeepSpeed ignores warmup_min_ratio here
-        share, least = self.rise(step), self.warmup_min_ratio
+        share = self.rise(step)
+        least = self.warmup_min_ratio
         if share is None:
             total = int(self.total_num_steps)  # "auto" is resolved by now
             done = min(1.0, (step - self.num_steps) / max(1, total - self.num_steps))
-            share, least = (1 + cos(pi * done)) / 2, self.cos_min_ratio
+            share = (1 + cos(pi * done)) / 2
+            least = self.cos_min_ratio
         return lr * (least + (1 - least) * share)
 
 

@@ -92,7 +92,8 @@ class Batches:
     ) -> None:
         self.streams = stream.parts
         self.sequence_length = sequence_length
-        self.seed, self.fim = seed, fim
+        self.seed = seed
+        self.fim = fim
         self._mixing = mixing_of(stream, sequence_length)
         self._sizes = [num_samples(part, sequence_length) for part in self.streams]
         self.is_packed = is_packed(stream)
@@ -142,7 +143,8 @@ class Batches:
         if not self.is_packed:
             pieces = documents_of(tokens, fim.end_of_text)
         for row, part in enumerate(parts):
-            sample, bounds = (tokens[row], labels[row], weights[row]), self.streams[part].bounds
+            sample = (tokens[row], labels[row], weights[row])
+            bounds = self.streams[part].bounds
             fim.rearrange(first_sample + row, bounds, places[row], pieces[row], sample)
         return tokens, labels, weights
 
@@ -159,7 +161,8 @@ class Batches:
         is_token = places >= 0
         weights = is_token.astype(np.float32)
         for part in np.unique(parts):
-            here, stream_weights = (parts == part)[:, None] & is_token, self.streams[part].weights
+            here = (parts == part)[:, None] & is_token
+            stream_weights = self.streams[part].weights
             if stream_weights is not None:
                 weights[here] = stream_weights[places[here] + 1]
         return weights
@@ -181,7 +184,8 @@ class Batches:
         parts, starts = self.windows(first_sample, count)
         work = np.empty(count, dtype=np.int64)
         for row, (part, start) in enumerate(zip(parts.tolist(), starts.tolist(), strict=True)):
-            packing, bounds = self.streams[part].packing, self.streams[part].bounds
+            packing = self.streams[part].packing
+            bounds = self.streams[part].bounds
             if packing:
                 lengths = packing.lengths_in(start)
             else:
@@ -201,7 +205,8 @@ class Batches:
         places = starts[:, None] + np.arange(self.sequence_length)
         pieces = np.zeros_like(places)
         for part in np.unique(parts):
-            packing, here = self.streams[part].packing, parts == part
+            packing = self.streams[part].packing
+            here = parts == part
             if packing:
                 places[here], pieces[here] = packing.positions(starts[here])
         return parts, places, pieces
@@ -242,7 +247,8 @@ def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> Non
     Every stream of a mixture needs one training sample, and one held-out sample if anything is held
     out. Every validation set needs one sample.
     """
-    train, held_out = corpus.train.parts, corpus.held_out.parts
+    train = corpus.train.parts
+    held_out = corpus.held_out.parts
     count = num_samples(corpus.train, sequence_length)
     if count < global_batch:
         raise DataError(

@@ -35,7 +35,8 @@ from parallel3d.data.rows import place_of
 from parallel3d.data.sharded import ShardCache, ShardedTokens, TokensAsRead
 
 PLACE = np.dtype([("file", "<i4"), ("row", "<i8")])
-HELD_OUT_COUNTS, HELD_OUT_BYTES = "held_out_counts.npy", "held_out_bytes.npy"
+HELD_OUT_COUNTS = "held_out_counts.npy"
+HELD_OUT_BYTES = "held_out_bytes.npy"
 
 
 class DocumentBounds:
@@ -45,7 +46,8 @@ class DocumentBounds:
     """
 
     def __init__(self, bounds: np.ndarray) -> None:
-        self._bounds, self._first = bounds, bounds[0]
+        self._bounds = bounds
+        self._first = bounds[0]
 
     def __len__(self) -> int:
         return len(self._bounds)
@@ -250,7 +252,8 @@ def streams_of(
 ) -> list[TokenStream]:
     """Return the training and the held-out stream of the corpus in `directory`."""
     bounds = np.asarray(np.memmap(directory / "bounds.bin", dtype=np.int64, mode="r"))
-    num_train, dtype = meta["num_train_documents"], np.dtype(meta["dtype"])
+    num_train = meta["num_train_documents"]
+    dtype = np.dtype(meta["dtype"])
     own: list[DocumentBounds | np.ndarray]
     own = [bounds[: num_train + 1], DocumentBounds(bounds[num_train:])]
     if "stream" in meta:

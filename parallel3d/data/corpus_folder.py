@@ -39,7 +39,9 @@ TRAINING_BYTES = 64 * 2**20
 # Longer runs of letters are cut, since training time grows with the square of a word's length.
 LONG_WORD = 64
 # Warn if this share of the first EXCERPT characters of EXCERPTS documents is lost by encoding.
-LOST, EXCERPTS, EXCERPT = 0.05, 64, 2000
+LOST = 0.05
+EXCERPTS = 64
+EXCERPT = 2000
 IDS_AT_ONCE = 2**20
 KINDS = (r"[^\W\d_]", r"\d", r"[^\w\s]", r"\s")
 LONG_RUN = re.compile("|".join(f"{kind}{{{LONG_WORD + 1},}}" for kind in KINDS))
@@ -179,7 +181,8 @@ def write_facts(
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
     if meta["found"].get("check_ids") != "sample":
-        held_out_counts, tokens = np.zeros_like(counts), streams_of(folder, meta)[1].tokens
+        held_out_counts = np.zeros_like(counts)
+        tokens = streams_of(folder, meta)[1].tokens
         for first in range(0, len(tokens), IDS_AT_ONCE):
             held_out_counts += np.bincount(
                 tokens[first : first + IDS_AT_ONCE], minlength=len(counts)
@@ -228,7 +231,8 @@ def _shortened(text: str) -> str:
 def _excerpts(documents: Documents) -> list[str]:
     """Return the first EXCERPT characters of EXCERPTS documents."""
     indices = np.unique(np.linspace(0, len(documents) - 1, EXCERPTS).astype(int))
-    excerpts, is_start = [], True
+    excerpts = []
+    is_start = True
     for text, last in documents.pieces(indices):
         if is_start:
             excerpts.append(text[:EXCERPT])

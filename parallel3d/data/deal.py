@@ -70,7 +70,8 @@ def balance(work: np.ndarray, micro_batch: int, dp: int) -> tuple[np.ndarray, np
 
 def _deal(work: np.ndarray, ranks: int) -> list[list[int]]:
     """Return the items of each of `ranks`, in order; `work` [items]."""
-    most, items = len(work) // ranks, [list[int]() for _ in range(ranks)]
+    most = len(work) // ranks
+    items = [list[int]() for _ in range(ranks)]
     least = [(0, rank) for rank in range(ranks)]  # a heap
     for item in np.argsort(-work, kind="stable").tolist():
         total, rank = heappop(least)

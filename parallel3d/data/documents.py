@@ -38,7 +38,8 @@ class Skips:
         """Count a flaw, or the number of documents of its file that are `dropped` for it."""
         self.counts[flaw.reason] += max(flaw.num_rows, dropped)
         if flaw.reason != EMPTY and len(self.listed) < LISTED:
-            line, message = flaw.row or None, str(flaw)
+            line = flaw.row or None
+            message = str(flaw)
             self.listed.append(
                 {"file": name, "line": line, "reason": flaw.reason, "message": message}
             )
@@ -81,7 +82,9 @@ class Documents:
     """The documents of a source: `table` [n] of ENTRY has their places; `skips` were left out."""
 
     def __init__(self, files: Files, table: np.ndarray, skips: Skips | None = None) -> None:
-        self.files, self.table, self.skips = files, table, skips or Skips()
+        self.files = files
+        self.table = table
+        self.skips = skips or Skips()
         # Keep the last reader, which can continue from its position.
         self._reader = lru_cache(1)(partial(FileReader, files))
 
@@ -102,13 +105,16 @@ class Documents:
         for file, numbers in groupby(range(len(entries)), lambda i: int(entries["file"][i])):
             chosen = entries[list(numbers)]
             places = zip(chosen["row"].tolist(), chosen["offset"].tolist(), strict=True)
-            reader, num_read, digest = self._reader(file), 0, new_digest()
+            reader = self._reader(file)
+            num_read = 0
+            digest = new_digest()
             for text, last in reader.read(places):
                 digest.update(text.encode())
                 if last:
                     if digest.digest() != chosen[num_read]["digest"].tobytes():
                         break
-                    num_read, digest = num_read + 1, new_digest()
+                    num_read = num_read + 1
+                    digest = new_digest()
                 yield text, last
             if num_read < len(chosen):
                 place = reader.place(int(chosen[num_read]["row"]))
@@ -134,9 +140,12 @@ def find_documents(
     document is left.
     """
     on_error, max_skipped = rule
-    tables, skips, num_lost = [], Skips(), 0
+    tables = []
+    skips = Skips()
+    num_lost = 0
     sizes = [os.path.getsize(path) if os.path.exists(path) else 0 for path in files.paths]
-    total, done = max(1, sum(sizes) // MEGABYTE), 0
+    total = max(1, sum(sizes) // MEGABYTE)
+    done = 0
     for file, size in enumerate(sizes):
 
         def on_bytes(count: int, before: int = done, size: int = size) -> None:
@@ -169,7 +178,9 @@ def _scan(
     reader: FileReader, on_bytes: Callable[[int], None], on_error: str
 ) -> tuple[np.ndarray, Skips]:
     """Return the table of a file's documents; call `on_bytes` with the bytes read so far."""
-    table, skips, num_bytes = bytearray(), Skips(), 0
+    table = bytearray()
+    skips = Skips()
+    num_bytes = 0
     for number, item in enumerate(reader.scan()):
         if isinstance(item, Flaw):
             # No document of a damaged file is used, not even those before the damage.

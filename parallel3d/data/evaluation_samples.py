@@ -131,7 +131,8 @@ class EvaluationSamples:
 
         This is the loss of a model that has learnt the frequencies but ignores context.
         """
-        frequencies, total = np.log(train_frequencies(corpus)), 0.0
+        frequencies = np.log(train_frequencies(corpus))
+        total = 0.0
         for first, count in self._batches():
             total -= float(frequencies[self.batches.microbatch(first, count)[1]].sum())
         return total / int(self.tokens.sum())
@@ -174,7 +175,8 @@ def losses_per_document(sums: np.ndarray, tokens: np.ndarray) -> tuple[float, fl
     estimator with the variance n / (n - 1) sum (y_i - r x_i)^2 / (sum x_i)^2 (Cochran 1977,
     Sampling Techniques, chapter 6; Miller 2024, arXiv:2411.00640, section 2.2).
     """
-    mean, n = float(sums.sum() / tokens.sum()), len(sums)
+    mean = float(sums.sum() / tokens.sum())
+    n = len(sums)
     if n < 2:
         return mean, None
     squares = float(((sums - mean * tokens) ** 2).sum())
@@ -201,7 +203,8 @@ def train_frequencies(corpus: Corpus) -> np.ndarray:
     if isinstance(corpus.train, Mixture):
         parts = zip(corpus.train.weights, corpus.parts, strict=True)
         return np.asarray(sum(weight * train_frequencies(part) for weight, part in parts))
-    counts, held_out = corpus.counts() + 1.0, corpus.directory / HELD_OUT_COUNTS
+    counts = corpus.counts() + 1.0
+    held_out = corpus.directory / HELD_OUT_COUNTS
     if held_out.exists():
         counts -= np.load(held_out, allow_pickle=False)
     return np.asarray(counts / counts.sum())

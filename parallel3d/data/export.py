@@ -90,7 +90,8 @@ def _read_back(path: Path, streams: Sequence[TokenStream], lengths: np.ndarray) 
     """Raise DataError unless the written pair contains exactly these documents."""
     file = megatron.read(str(path))
     assert file.lengths is not None, "an index has documents"
-    first, same = 0, np.array_equal(file.lengths, lengths)
+    first = 0
+    same = np.array_equal(file.lengths, lengths)
     for ids in _ids(streams):
         # At most BLOCK ids, which are read as one block.
         same = same and all(np.array_equal(block, ids) for block in blocks(file, first, len(ids)))

@@ -63,9 +63,13 @@ class Fim:
         )
 
     def rearrange(
-        self, index: int, bounds: np.ndarray, places: np.ndarray, pieces: np.ndarray,
+        self,
+        index: int,
+        bounds: np.ndarray,
+        places: np.ndarray,
+        pieces: np.ndarray,
         sample: tuple[np.ndarray, np.ndarray, np.ndarray],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Rearrange documents of the sample with this global index, in place.
 
         - `bounds`: those of the stream's documents
@@ -84,8 +88,9 @@ class Fim:
                 continue
             document = int(np.searchsorted(bounds, places[begin], side="right")) - 1
             is_whole = bounds[document : document + 2].tolist() == [
-                places[begin], places[begin] + size,
-            ]  # fmt: skip
+                places[begin],
+                places[begin] + size,
+            ]
             last = [int(labels[begin + size - 1])]
             has_end = int(tokens[begin + size - 1]) == self.end_of_text
             length = min(size - has_end, end - begin - ROOM - has_end)
@@ -93,7 +98,9 @@ class Fim:
                 continue
             first, second = sorted(int(draw * (length + 1)) for draw in draws[2:])
             text = tokens[begin : begin + length].tolist()
-            prefix, middle, suffix = text[:first], text[first:second], text[second:]
+            prefix = text[:first]
+            middle = text[first:second]
+            suffix = text[second:]
             before, after, between = self.special
             if draws[1] < self.config.spm_rate:
                 ids = [before, after, *suffix, between, *prefix, *middle]
@@ -101,7 +108,9 @@ class Fim:
                 ids = [before, *prefix, after, *suffix, between, *middle]
             ids += [self.end_of_text, *last] if has_end else [self.end_of_text]
             own = slice(begin, begin + len(ids) - 1)
-            tokens[own], labels[own], weights[own] = ids[:-1], ids[1:], 1
+            tokens[own] = ids[:-1]
+            labels[own] = ids[1:]
+            weights[own] = 1
 
     def _draw(self, index: int, number: int) -> list[float]:
         """Return four uniform numbers from 0 to 1: the choices, and the two cuts."""

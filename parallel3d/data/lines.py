@@ -12,9 +12,13 @@ from parallel3d.base.errors import DataError
 
 PIECE_BYTES = 2**20
 # Reasons for leaving out a document. Empty documents are not reported as flaws.
-EMPTY, NOT_UTF8, NUL = "empty", "not UTF-8", "only NUL bytes"
-UNREADABLE, TOO_LONG = "unreadable file", "too long a line"
-NO_FIELD, NOT_TEXT = "no such field", "not a string"
+EMPTY = "empty"
+NOT_UTF8 = "not UTF-8"
+NUL = "only NUL bytes"
+UNREADABLE = "unreadable file"
+TOO_LONG = "too long a line"
+NO_FIELD = "no such field"
+NOT_TEXT = "not a string"
 COMPRESSED = (".gz", ".bz2", ".zst")
 
 
@@ -23,7 +27,9 @@ class Flaw(DataError):
 
     def __init__(self, reason: str, message: str, num_rows: int = 1) -> None:
         super().__init__(message)
-        self.reason, self.num_rows, self.row = reason, num_rows, 0
+        self.reason = reason
+        self.num_rows = num_rows
+        self.row = 0
 
 
 def pieces_of(blocks: Iterable[bytes], place: str, remedy: str = "") -> Iterator[tuple[str, bool]]:
@@ -32,7 +38,8 @@ def pieces_of(blocks: Iterable[bytes], place: str, remedy: str = "") -> Iterator
     A leading byte order mark is dropped; an empty text has no pieces. Raises Flaw if the text is
     not UTF-8, or consists of NUL bytes.
     """
-    ready, is_nul = "", True
+    ready = ""
+    is_nul = True
     for text in _decoded(blocks, place, remedy):
         is_nul = is_nul and not text.strip("\0")
         if ready:
@@ -50,7 +57,8 @@ def _decoded(blocks: Iterable[bytes], place: str, remedy: str) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     num_read = 0
     for block in chain(blocks, [b""]):
-        first, num_read = num_read - len(decoder.getstate()[0]), num_read + len(block)
+        first = num_read - len(decoder.getstate()[0])
+        num_read = num_read + len(block)
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
@@ -61,7 +69,8 @@ def _decoded(blocks: Iterable[bytes], place: str, remedy: str) -> Iterator[str]:
 
 def not_utf8(error: UnicodeDecodeError, place: str, before: int = 0, remedy: str = "") -> Flaw:
     """Return the flaw for a decoding error in a block that begins at byte `before`."""
-    byte, offset = error.object[error.start], before + error.start
+    byte = error.object[error.start]
+    offset = before + error.start
     what = f"byte 0x{byte:02x} at offset {offset} ({error.reason})"
     return Flaw(NOT_UTF8, f"{place} is not UTF-8: {what}; convert the file with iconv{remedy}")
 
@@ -81,7 +90,8 @@ class Lines:
     """
 
     def __init__(self, path: str, limit: int) -> None:
-        self._path, self._limit = path, limit
+        self._path = path
+        self._limit = limit
         self._open()
 
     def _open(self) -> None:

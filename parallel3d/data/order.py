@@ -58,7 +58,8 @@ def _feistel(value: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray:
     """Permute 0 .. 4**half_bits - 1, each value with its own key."""
     shift = np.uint64(half_bits)
     mask = np.uint64((1 << half_bits) - 1)
-    left, right = value >> shift, value & mask
+    left = value >> shift
+    right = value & mask
     for number in range(ROUNDS):
         round_keys = keys + np.uint64(number * GOLDEN & MASK64)
         left, right = right, left ^ (mix(right ^ round_keys) & mask)
@@ -122,7 +123,8 @@ class Mixing:
         parts, places = np.empty((2, len(index)), dtype=np.int64)
         numbers = np.searchsorted(self._firsts, index, side="right") - 1
         for number in np.unique(numbers).tolist():
-            here, mixing = numbers == number, self._mixings[number]
+            here = numbers == number
+            mixing = self._mixings[number]
             block, place = np.divmod(index[here] - self._firsts[number], mixing.period)
             parts[here] = part = mixing._part[place]
             own = block * mixing.shares[part] + mixing._before[place]
@@ -132,7 +134,8 @@ class Mixing:
     def index_of(self, part: int, place: int) -> int:
         """Return the global index of a place in a part's order."""
         number = int(np.searchsorted(self._done[:, part], place, side="right")) - 1
-        mixing, place = self._mixings[number], place - int(self._done[number, part])
+        mixing = self._mixings[number]
+        place = place - int(self._done[number, part])
         block, before = divmod(place, int(mixing.shares[part]))
         within = int(np.flatnonzero(mixing._part == part)[before])
         return int(self._firsts[number]) + block * mixing.period + within
@@ -174,7 +177,8 @@ class ShardOrder:
     """
 
     def __init__(self, counts: np.ndarray, window: int) -> None:
-        self.num_shards, self.window = len(counts), window
+        self.num_shards = len(counts)
+        self.window = window
         self.firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_samples = int(self.firsts[-1])
         self.num_groups = groups = -(-self.num_shards // window)
@@ -211,7 +215,8 @@ class ShardOrder:
     def group(self, seed: int, number: int) -> tuple[np.ndarray, range]:
         """Return the shards of a group and the global indices of its samples, over all epochs."""
         epoch, group = divmod(number, self.num_groups)
-        ends, begin = self._epoch(seed, epoch)[1], epoch * self.num_samples
+        ends = self._epoch(seed, epoch)[1]
+        begin = epoch * self.num_samples
         first = int(ends[group - 1]) if group else 0
         return self._members(seed, epoch, group)[0], range(begin + first, begin + int(ends[group]))
 

@@ -78,7 +78,8 @@ class Packing:
         Both int64 [n, sequence_length]. Padding has the place -1, and is one piece.
         """
         shape = len(samples), self.sequence_length
-        places, pieces = np.full(shape, -1), np.empty(shape, dtype=np.int64)
+        places = np.full(shape, -1)
+        pieces = np.empty(shape, dtype=np.int64)
         for row, sample in enumerate(samples.tolist()):
             own = slice(*self.firsts[sample : sample + 2].tolist())
             lengths = self.lengths[own].astype(np.int64)
@@ -122,7 +123,8 @@ def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     So the work is a sort, and a step for each pair of a size and a room that meet. Of bins with
     the same room, the one that got there last is used first.
     """
-    bins, num_bins = np.empty(len(sizes), dtype=np.int64), 0
+    bins = np.empty(len(sizes), dtype=np.int64)
+    num_bins = 0
     order = np.argsort(-sizes, kind="stable")
     open_bins: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # by room
     has_bins = np.zeros(capacity + 1, dtype=bool)
@@ -140,7 +142,8 @@ def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
                 candidates = open_bins[room].pop()
                 has_bins[room] = bool(open_bins[room])
             else:
-                room, count = capacity, -(-len(items) // (capacity // size))
+                room = capacity
+                count = -(-len(items) // (capacity // size))
                 candidates = np.arange(num_bins + count - 1, num_bins - 1, -1)
                 num_bins += count
             each = room // size

@@ -80,7 +80,8 @@ def pack(corpus: Corpus, config: DataConfig, progress: Progress = no_progress) -
         parts = tuple(pack(part, config, progress) for part in corpus.parts)
         streams = tuple(part.stream("train") for part in parts)
         return replace(corpus, parts=parts, train=replace(corpus.train, parts=streams))
-    stream, length = corpus.stream("train"), config.sequence_length
+    stream = corpus.stream("train")
+    length = config.sequence_length
     room = ROOM if config.fim else 0
     key = digest_of(packing.FORMAT, corpus.key, length, room)
     directory = cache_root(config.cache) / "packings" / key
@@ -97,8 +98,11 @@ class _Preparation:
     """One call of `prepare`; `tokenizer` is the directory of an existing tokenizer, if any."""
 
     def __init__(self, config: DataConfig, tokenizer: Path | None, progress: Progress) -> None:
-        self.config, self.tokenizer, self.progress = config, tokenizer, progress
-        self.cache, self.shards = cache_root(config.cache), open_shard_cache(config)
+        self.config = config
+        self.tokenizer = tokenizer
+        self.progress = progress
+        self.cache = cache_root(config.cache)
+        self.shards = open_shard_cache(config)
 
     def run(self) -> Corpus:
         """Return the corpus, with its validation sets."""
@@ -117,7 +121,8 @@ class _Preparation:
         shares = whole_shares(weights_at(config, 0)) if config.mixture else []
         if config.mixture and config.tokenizer == "train":
             self.tokenizer = self._train_tokenizer(local, held_out, shares)
-        masks, corpora = iter(held_out), []
+        masks = iter(held_out)
+        corpora = []
         for part, source, shown in zip(parts, sources, progress_of, strict=True):
             corpora.append(
                 open_stream(config, part, self.tokenizer, self.shards)

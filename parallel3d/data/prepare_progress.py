@@ -36,7 +36,8 @@ def _lines() -> Progress:
     last: dict[str, tuple[float, int]] = {}  # when a phase was printed, and how much was done
 
     def show(phase: str, done: int, total: int) -> None:
-        now, (then, before) = time.monotonic(), last.get(phase, (-inf, -1))
+        now = time.monotonic()
+        (then, before) = last.get(phase, (-inf, -1))
         due = now - then >= SECONDS_BETWEEN_LINES or done == total
         if before < 0 or (total > 1 and done != before and due):
             last[phase] = now, done

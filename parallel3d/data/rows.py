@@ -121,8 +121,11 @@ class FileReader:
     """Reads the documents of one file, either all in order or selected ones."""
 
     def __init__(self, files: Files, number: int) -> None:
-        self.kind, self.field, self.max_line_bytes = files.kind, files.field, files.max_line_bytes
-        self.path, self.name = files.paths[number], files.names[number]
+        self.kind = files.kind
+        self.field = files.field
+        self.max_line_bytes = files.max_line_bytes
+        self.path = files.paths[number]
+        self.name = files.names[number]
         self.rows = range(*files.rows[number]) if files.rows else ALL_ROWS
         self._lines: Lines | None = None
 
@@ -133,7 +136,8 @@ class FileReader:
         """
         try:
             for row, offset, blocks in self._documents():
-                num_bytes, digest = 0, new_digest()
+                num_bytes = 0
+                digest = new_digest()
                 try:
                     for text, _ in self._pieces(row, blocks):
                         data = text.encode()

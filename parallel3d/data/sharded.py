@@ -43,7 +43,8 @@ from parallel3d.data.ids.spans import IdArray
 from parallel3d.data.order import ShardOrder, sample_index, windows_per_shard
 
 IDS = "ids.bin"
-SHARDS, HEADS = "shards.json", "heads.bin"
+SHARDS = "shards.json"
+HEADS = "heads.bin"
 # The first token of a sample is GROUP × its group + its place in the group.
 GROUP = 2**40
 # The order of the samples must not resemble that of the documents.
@@ -92,11 +93,15 @@ class ShardCache:
         window: int | None = None,
         skips: bool = False,
     ) -> None:
-        self.folder, self.limit, self.window, self.skips = folder, limit, window, skips
+        self.folder = folder
+        self.limit = limit
+        self.window = window
+        self.skips = skips
         self.waiting_for = ""
         self._fetch = fetch
         self._wanted: dict[object, list[Shard]] = {}
-        self._changed, self._closed = threading.Event(), False
+        self._changed = threading.Event()
+        self._closed = False
         self._thread: threading.Thread | None = None
 
     def want(self, owner: object, shards: Sequence[Shard]) -> None:
@@ -200,7 +205,8 @@ class ShardCache:
         if self._ids(shard).exists():
             return True
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock, need = Lock(self._beside(shard, "lock")), self._beside(shard, "need")
+        lock = Lock(self._beside(shard, "lock"))
+        need = self._beside(shard, "need")
         if lock.try_to_take() is not None:
             return False
         try:
@@ -272,7 +278,8 @@ class ShardedTokens(IdArray):
     """
 
     def __init__(self, manifest: Path, meta: dict[str, Any], cache: ShardCache | None) -> None:
-        self.dtype, self.cache = np.dtype(meta["dtype"]), cache
+        self.dtype = np.dtype(meta["dtype"])
+        self.cache = cache
         entries = json.loads((manifest / SHARDS).read_text())
         self.num_tokens = np.array([entry["tokens"] for entry in entries], np.int64)
         self.firsts = np.concatenate([[0], np.cumsum(self.num_tokens)])
@@ -306,7 +313,8 @@ class ShardedTokens(IdArray):
 
     def sample_starts(self, seed: int, index: np.ndarray, sequence_length: int) -> np.ndarray:
         """Return the first token of the sample at each global index; fetch its shards ahead."""
-        order, cache = self._order(sequence_length), self._open_cache()
+        order = self._order(sequence_length)
+        cache = self._open_cache()
         cache.want(self, [self.shards[number] for number in order.wanted(seed, index)])
         starts = order.sample_index(seed, index) * sequence_length
         if cache.skips:
@@ -344,7 +352,8 @@ class ShardedTokens(IdArray):
 
     def _pieces(self, first: int, last: int) -> Iterator[np.ndarray]:
         """Yield the ids first .. last - 1, from shard to shard."""
-        begin, number = first, int(self._shard_of(np.array(first)))
+        begin = first
+        number = int(self._shard_of(np.array(first)))
         while first < last:
             start, end = self.firsts[number : number + 2].tolist()
             if first > begin and last - first <= self.head_length:
@@ -354,7 +363,8 @@ class ShardedTokens(IdArray):
             if end > first:
                 shard = self.shards[number]
                 yield self._open_cache().read(shard, self.dtype, first - start, end - first)
-            first, number = end, number + 1
+            first = end
+            number = number + 1
 
 
 class TokensAsRead(ShardedTokens):
@@ -369,7 +379,9 @@ class TokensAsRead(ShardedTokens):
         noted = (path.name.partition("-") for path in self._folder.glob("*-*"))
         self._counts = {int(number): int(count) for number, _, count in noted}
         self._use = 0, 0  # seed and sequence length
-        self._begins, self._lock = [0], threading.Lock()  # the first sample of each group
+        # the first sample of each group
+        self._begins = [0]
+        self._lock = threading.Lock()
         self._group = lru_cache(2)(self._make_group)
 
     def sample_starts(self, seed: int, index: np.ndarray, sequence_length: int) -> np.ndarray:
@@ -384,7 +396,8 @@ class TokensAsRead(ShardedTokens):
         self._want(int(numbers.min()))
         starts = numbers * GROUP
         for number in np.unique(numbers).tolist():
-            here, count = numbers == number, int(begins[number + 1] - begins[number])
+            here = numbers == number
+            count = int(begins[number + 1] - begins[number])
             places = number * count + index[here] - begins[number]
             starts[here] += sample_index(seed ^ _SAMPLES, places, count) * sequence_length
         return starts
@@ -416,7 +429,8 @@ class TokensAsRead(ShardedTokens):
 
     def _lengths(self, number: int) -> np.ndarray:
         """Return the tokens of each document of a shard, and note their sum."""
-        documents, shard = int(self.num_documents[number]), self.shards[number]
+        documents = int(self.num_documents[number])
+        shard = self.shards[number]
         lengths = self._open_cache().read(shard, np.dtype(np.int64), -documents, documents)
         count = int(lengths.sum())
         if self._counts.setdefault(number, count) != count:
@@ -431,9 +445,11 @@ class TokensAsRead(ShardedTokens):
 
     def _make_group(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return each document's shard and first token there, and the documents' bounds."""
-        order, seed = self._order(0), self._use[0]
+        order = self._order(0)
+        seed = self._use[0]
         members, index = order.group(seed, number)
-        documents, firsts = order.sample_index(seed, np.array(index)), order.firsts[members]
+        documents = order.sample_index(seed, np.array(index))
+        firsts = order.firsts[members]
         lengths = [self._lengths(shard) for shard in members.tolist()]
         places = np.searchsorted(firsts, documents, side="right") - 1
         rows = np.cumsum([0, *map(len, lengths)])[places] + documents - firsts[places]
@@ -445,11 +461,14 @@ class TokensAsRead(ShardedTokens):
         """Return consecutive ids of a group's documents."""
         number, first = divmod(start, GROUP)
         shards, begins, bounds = self._group(number)
-        a, b = bounds.searchsorted(first, "right") - 1, bounds.searchsorted(first + count)
+        a = bounds.searchsorted(first, "right") - 1
+        b = bounds.searchsorted(first + count)
         cuts = np.clip(bounds[a : b + 1], first, first + count)
         places = begins[a:b] + cuts[:-1] - bounds[a:b]
         pieces = zip(shards[a:b].tolist(), places.tolist(), np.diff(cuts).tolist(), strict=True)
-        return np.concatenate([
-            self._open_cache().read(self.shards[shard], self.dtype, place, size)
-            for shard, place, size in pieces
-        ])  # fmt: skip
+        return np.concatenate(
+            [
+                self._open_cache().read(self.shards[shard], self.dtype, place, size)
+                for shard, place, size in pieces
+            ]
+        )

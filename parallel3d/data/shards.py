@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 # A killed preparation loses a few seconds of one core's work at most. A small corpus is divided
 # into PARTS shards, so that workers can share it, but not into smaller ones than SMALL_SHARD_BYTES.
-SHARD_BYTES, SMALL_SHARD_BYTES = 16 * 2**20, 3 * 2**20
+SHARD_BYTES = 16 * 2**20
+SMALL_SHARD_BYTES = 3 * 2**20
 PARTS = 8
 BATCH_BYTES = 2**19
 # On two cores, one process with two threads is as fast (7.4 MB/s) and starts two seconds sooner.
@@ -148,7 +149,8 @@ def fill_shard(
                 np.array([*ids, plan.end_of_text] if is_last else ids, dtype=np.int64)
                 for ids, is_last in zip(encoded, are_last, strict=True)
             ]
-            together, sizes = np.concatenate(tokens), [len(ids) for ids in tokens]
+            together = np.concatenate(tokens)
+            sizes = [len(ids) for ids in tokens]
             documents = document + np.cumsum([0, *are_last[:-1]])
             if together.max(initial=0) >= plan.vocab_size:
                 wrong = next(
@@ -181,7 +183,8 @@ def _encoded(
     with ThreadPoolExecutor(1) as thread:
         ahead = None
         for batch in chain(_batches(pieces), [None]):
-            before, ahead = ahead, None
+            before = ahead
+            ahead = None
             if batch:
                 texts, are_last = zip(*batch, strict=True)
                 ahead = thread.submit(encode, tokenizer, list(texts)), are_last
@@ -198,7 +201,8 @@ def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, boo
         size += len(piece[0])
         if size >= BATCH_BYTES:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 

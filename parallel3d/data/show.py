@@ -36,11 +36,13 @@ def samples(corpus: Corpus, sequence_length: int, seed: int, count: int) -> list
     tokenizer = load_tokenizer(directory) if any(directory.iterdir()) else None
     rows = []
     for index, (part, places, _) in enumerate(zip(*batches.places(0, count), strict=True)):
-        stream, fragments = batches.streams[part], []
+        stream = batches.streams[part]
+        fragments = []
         numbers = np.searchsorted(stream.bounds, places, side="right") - 1
         cuts = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(places) != 1)) + 1
         for own in np.split(places, cuts):
-            start, stop = int(own[0]), int(own[-1]) + 1
+            start = int(own[0])
+            stop = int(own[-1]) + 1
             if start < 0:
                 continue
             number = int(np.searchsorted(stream.bounds, start, side="right")) - 1
@@ -71,7 +73,8 @@ def document_statistics(corpus: Corpus) -> dict[str, Any]:
         return {"parts": [{"part": label, **document_statistics(part)} for label, part in parts]}
     streams = [corpus.stream("train"), corpus.stream("held_out")]
     lengths = np.concatenate([np.diff(stream.bounds) - 1 for stream in streams])
-    tokens, size = int(lengths.sum()), corpus.found.get("num_bytes")
+    tokens = int(lengths.sum())
+    size = corpus.found.get("num_bytes")
     return {
         "num_documents": len(lengths),
         "num_tokens": corpus.num_tokens,

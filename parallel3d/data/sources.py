@@ -177,7 +177,8 @@ def arrow_files(
     for part in instructions:
         before = 0
         for path, label, count in files_of[part.splitname]:
-            first, end = max(part.from_, before), min(part.to, before + count)
+            first = max(part.from_, before)
+            end = min(part.to, before + count)
             if first < end:
                 cut.append((path, label, (first - before + 1, end - before + 1)))
             before += count

@@ -18,10 +18,12 @@ SPLIT_FORMAT = 3
 Fraction = float | Literal["auto"]
 # Fraction "auto": a share of the text; more for few documents, less for very large corpora.
 AUTO_SHARE = 0.05
-AUTO_DOCUMENTS, AUTO_MOST = 64, 0.1
+AUTO_DOCUMENTS = 64
+AUTO_MOST = 0.1
 # Up to twice as much of a small corpus: 64 samples of 1,024 tokens of 4 bytes. A fixed length, not
 # the run's own, so that runs hold out the same documents and their losses can be compared.
-AUTO_SAMPLES, AUTO_MOST_OF_LITTLE = 64 * 1024 * 4, 0.2
+AUTO_SAMPLES = 64 * 1024 * 4
+AUTO_MOST_OF_LITTLE = 0.2
 AUTO_BYTES = 2**27
 # A document with a larger share of the held-out bytes would dominate the loss.
 LARGEST_PART = 1 / 8

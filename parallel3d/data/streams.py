@@ -161,7 +161,8 @@ def _fill(
     vocabulary = vocabulary_of(config, tokenizer)
     keys = {key: getattr(section, key) for key in SourceConfig.model_fields}
     part = PartConfig(**keys | {"source": section.source})
-    as_read, per_byte = section.count == "as-read", 0.0
+    as_read = section.count == "as-read"
+    per_byte = 0.0
     head_length = 0 if as_read else config.sequence_length
     meta: dict[str, Any] = {
         "dtype": "uint16" if vocabulary.size <= 2**16 else "uint32",
@@ -177,7 +178,8 @@ def _fill(
     }
     (folder / "meta.json").write_text(json.dumps(meta))
     shards = _shard_paths(part)
-    entries, heads = [], []
+    entries = []
+    heads = []
     converted = []
     for number, urls in enumerate(shards):
         progress("reading shards", number, len(shards))
@@ -202,7 +204,8 @@ def _fill(
     table, lengths = (
         np.concatenate([getattr(one, name) for one in converted]) for name in ("table", "lengths")
     )
-    held_out, skips = np.zeros(len(table), dtype=bool), Skips()
+    held_out = np.zeros(len(table), dtype=bool)
+    skips = Skips()
     counts = np.sum([one.counts for one in converted], axis=0)
     facts: dict[str, Any] = {}
     for one in converted:
@@ -213,7 +216,8 @@ def _fill(
     if yields_token_ids(section):
         facts["check_ids"] = section.check_ids
         tokens = Tokenised((), table, counts, vocabulary, facts)
-        meta["key"], kind = TokenRecipe(tokens, held_out, tokenizer).content(), "ids"
+        meta["key"] = TokenRecipe(tokens, held_out, tokenizer).content()
+        kind = "ids"
     else:
         facts |= {
             "count": section.count,
@@ -245,9 +249,11 @@ def fetch_shard(shard: Shard, folder: Path) -> None:
     for file in entry["files"]:
         _download(file["path"], folder / "raw", file)
     one = _convert(shard.manifest, folder, [file["path"] for file in entry["files"]])
-    what, count = "tokens", int(one.lengths.sum())
+    what = "tokens"
+    count = int(one.lengths.sum())
     if entry.get("beside_ids"):  # counted as read
-        what, count = "documents", len(one.lengths)
+        what = "documents"
+        count = len(one.lengths)
         with open(folder / IDS, "ab") as ids:
             one.lengths.tofile(ids)
     if count != entry[what]:
@@ -279,7 +285,8 @@ def _download(url: str, folder: Path, expected: _File | None = None) -> _File:
             if isinstance(failed.__cause__, FileNotFoundError):
                 error = _lost(url, "does not exist", expected) if expected else failed
             continue
-        size, digest = target.stat().st_size, file_digest(target)
+        size = target.stat().st_size
+        digest = file_digest(target)
         actual: _File = {"path": url, "size": size, "hash": digest}
         if expected in (None, actual):
             return actual
@@ -313,7 +320,8 @@ def _convert(manifest: Path, folder: Path, urls: list[str], per_byte: float = 0.
     With `per_byte`, tokens per byte, the lengths are estimates and no ids are written.
     """
     meta = _meta(manifest)
-    stream, dtype = meta["stream"], np.dtype(meta["dtype"])
+    stream = meta["stream"]
+    dtype = np.dtype(meta["dtype"])
     section = PartConfig.model_validate(stream["section"])
     vocabulary = Vocabulary(*stream["vocabulary"])
     local = str(folder / "raw" / _file_name(urls[0]))
@@ -401,7 +409,8 @@ def _shard_paths(section: PartConfig) -> list[list[str]]:
 
 
 def _entry(files: list[_File], one: _Converted, meta: dict[str, Any]) -> dict[str, object]:
-    tokens, stream = int(one.lengths.sum()), meta["stream"]
+    tokens = int(one.lengths.sum())
+    stream = meta["stream"]
     hashes = [file["hash"] for file in files]
     key = digest_of(FORMAT, *hashes, *stream["identity"].values(), *stream["rule"])
     beside = 64 * len(one.table) + 16 * len(one.counts)

@@ -75,7 +75,8 @@ class TokenRecipe:
 
     def content(self) -> str:
         """Return a digest of the ids of both parts, independent of files and formats."""
-        vocabulary, contents = self.tokens.vocabulary, contents_of(self.tokens.table, self.held_out)
+        vocabulary = self.tokens.vocabulary
+        contents = contents_of(self.tokens.table, self.held_out)
         own = [vocabulary.size, vocabulary.end_of_text, *contents]
         if weights := self.tokens.facts.get("weights"):
             own += ["weights", weights, *(file.size for file in self.tokens.weights)]
@@ -160,7 +161,9 @@ def find_tokens(
     field = section.label_field or section.weight_field
     are_labels = section.label_field is not None
     weights = tuple(beside_ids(file, field, are_labels) for file in files) if field else ()
-    tables, weight_starts, done = [], [], 0
+    tables = []
+    weight_starts = []
+    done = 0
     counts = np.zeros(vocabulary.size, dtype=np.int64)
     num_checked = num_empty = 0
     for number, file in enumerate(files):
@@ -172,8 +175,10 @@ def find_tokens(
         on_ids(file.num_tokens)
         done += file.num_tokens
         table = np.zeros(len(checked.rows), dtype=ENTRY)
-        table["file"], table["row"] = number, checked.rows
-        table["offset"], table["num_bytes"] = checked.starts, 4 * checked.lengths
+        table["file"] = number
+        table["row"] = checked.rows
+        table["offset"] = checked.starts
+        table["num_bytes"] = 4 * checked.lengths
         table["digest"] = checked.digests
         tables.append(table)
         if weights:

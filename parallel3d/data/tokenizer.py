@@ -191,7 +191,8 @@ def cut_long(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
     if there is none; there, ids may differ from those of the uncut text. A text that comes in one
     piece is not cut.
     """
-    text, is_start = "", True
+    text = ""
+    is_start = True
     for piece, is_last in pieces:
         text += piece
         while len(text) > 2 * LONGEST and not (is_start and is_last):

@@ -68,7 +68,8 @@ def check(config: RunConfig, mesh: Mesh, effort: Effort | None = None) -> list[C
     `effort` has the seconds and the bytes of each measurement of a link.
     """
     num_bytes = 2**24 if mesh.device.type == "cpu" else 2**26
-    nodes, hardware = find_nodes(mesh), described_hardware(config, mesh.device)
+    nodes = find_nodes(mesh)
+    hardware = described_hardware(config, mesh.device)
     pulse.doing("comparing hosts")
     rows = gather_json(mesh, measure_host(config, mesh), aside=True)
     pulse.doing("measuring links")
@@ -84,7 +85,8 @@ def measure_host(config: RunConfig, mesh: Mesh) -> dict[str, object]:
     The limits are the hard ones, which the library raises its soft limits to. The free memory is
     one rank's share, within the container's limit.
     """
-    runs, has_gpu = Path(config.run.directory), torch.cuda.is_available()
+    runs = Path(config.run.directory)
+    has_gpu = torch.cuda.is_available()
     return {
         "Python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -108,8 +110,10 @@ def check_hosts(
     config: RunConfig, rows: Sequence[Mapping[str, Any]], nodes: Nodes
 ) -> Iterator[Check]:
     """Yield the checks of all ranks' values, `rows` by rank."""
-    on_gpu, files = rows[0]["device"] != "CPU", 1024 + 8 * len(rows)
-    zero, cache = config.zero_optimization, cache_root(config.data.cache)
+    on_gpu = rows[0]["device"] != "CPU"
+    files = 1024 + 8 * len(rows)
+    zero = config.zero_optimization
+    cache = cache_root(config.data.cache)
     on_nvme = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
     locked = _GIB if on_nvme or (on_gpu and len(set(nodes.machines)) > 1) else 0
     memory = max(_GIB / 4, median(row["free memory per rank"] for row in rows) / 2)
@@ -125,7 +129,8 @@ def check_hosts(
             "synchronise the host's clock (chronyc makestep; timedatectl set-ntp true)",
         ),
         "run directory": (
-            bool, lambda sees: "shared" if sees else "is not the folder that rank 0 writes to",
+            bool,
+            lambda sees: "shared" if sees else "is not the folder that rank 0 writes to",
             "set parallel3d.run.directory to a folder that rank 0 can write to and all hosts "
             f"share, or mount {Path(config.run.directory).absolute()} there",
         ),
@@ -136,27 +141,32 @@ def check_hosts(
             f"set parallel3d.data.cache to a folder that can be written, unlike {cache}",
         ),
         "open files": (
-            partial(_at_least, files), _count,
+            partial(_at_least, files),
+            _count,
             f"raise the limit to {files:,} or more (ulimit -n; Docker: --ulimit nofile={files})",
         ),
         "locked memory": (
-            partial(_at_least, locked), _size,
+            partial(_at_least, locked),
+            _size,
             "raise the limit, for NVMe offload and InfiniBand (ulimit -l unlimited; Docker: "
             "--ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK)",
         ),
         "shared memory": (
-            partial(_at_least, _GIB if on_gpu and len(rows) > 1 else 0), _size,
+            partial(_at_least, _GIB if on_gpu and len(rows) > 1 else 0),
+            _size,
             "enlarge /dev/shm, through which NCCL connects a host's ranks (Docker: --shm-size 1g)",
         ),
         "free memory per rank": (
-            partial(_at_least, memory), _size,
+            partial(_at_least, memory),
+            _size,
             "end the other processes on the host, or leave it out",
         ),
         "free disk for runs": (
-            partial(_at_least, _GIB), _size,
+            partial(_at_least, _GIB),
+            _size,
             "free some space, or set parallel3d.run.directory to another disk",
         ),
-    }  # fmt: skip
+    }
     ranks_of_host = Counter(nodes.hosts).items()
     yield Check("hosts", ", ".join(f"{host} (ranks: {count})" for host, count in ranks_of_host))
     for name, (is_right, show, remedy) in rules.items():
@@ -254,21 +264,26 @@ def measure_links(
         size = min(2**18, effort.copied_bytes)
         rows = timings(run_of(size), mesh, effort)
         if effort.copied_bytes / size * min(map(max, rows)) < 0.5:
-            size, rows = effort.copied_bytes, timings(run_of(effort.copied_bytes), mesh, effort)
+            size = effort.copied_bytes
+            rows = timings(run_of(effort.copied_bytes), mesh, effort)
         for ranks in members:
             num_machines = len({nodes.machines[rank] for rank in ranks})
             sent = size if kind == NEIGHBOURS else size * (len(ranks) - 1) / len(ranks)
             seconds = min(max(row[rank] for rank in ranks) for row in rows)
             planned = _planned_seconds(kind, size, len(ranks), num_machines, hardware)
             yield Timed(
-                kind, tuple(ranks), num_machines, sent / seconds,
+                kind,
+                tuple(ranks),
+                num_machines,
+                sent / seconds,
                 sent / planned if planned else None,
-            )  # fmt: skip
+            )
 
 
 def _message(size: int, pairs: Sequence[tuple[int, int]], mesh: Mesh) -> Callable[[], object]:
     """Return this rank's part of the messages from the first to the second rank of each pair."""
-    tensor, group = torch.ones(size // 4, device=mesh.device), mesh.world.group
+    tensor = torch.ones(size // 4, device=mesh.device)
+    group = mesh.world.group
     for here, there in pairs:
         if mesh.rank == here:
             return partial(dist.send, tensor, group=group, group_dst=there)
@@ -285,9 +300,13 @@ def _planned_seconds(
             return send_seconds(size, num_machines > 1, hardware, curves_for(hardware))
         if hardware:
             return collective_seconds(
-                "all_gather", size, num_ranks, -(-num_ranks // num_machines), hardware,
+                "all_gather",
+                size,
+                num_ranks,
+                -(-num_ranks // num_machines),
+                hardware,
                 curves_for(hardware),
-            )  # fmt: skip
+            )
     return None
 
 

@@ -17,6 +17,16 @@ from parallel3d.engine.reduction import moments
 from parallel3d.tensor.cut import HeldParameter
 
 __all__ = [
-    "Engine", "EngineSettings", "ForwardEngine", "HeldParameter", "ParameterPiece",
-    "StepResult", "Update", "building", "forward_settings", "moments", "plain_building", "writing",
-]  # fmt: skip
+    "Engine",
+    "EngineSettings",
+    "ForwardEngine",
+    "HeldParameter",
+    "ParameterPiece",
+    "StepResult",
+    "Update",
+    "building",
+    "forward_settings",
+    "moments",
+    "plain_building",
+    "writing",
+]

@@ -41,9 +41,12 @@ def model_parallel_unit(model: Peers, shards: Peers) -> SimpleNamespace:
 
 
 def building(
-    settings: EngineSettings, mesh: Mesh, *, say: Callable[[str], None] = _log.info,
+    settings: EngineSettings,
+    mesh: Mesh,
+    *,
+    say: Callable[[str], None] = _log.info,
     beside: nn.Parameter | None = None,
-) -> AbstractContextManager[None]:  # fmt: skip
+) -> AbstractContextManager[None]:
     """Return the context in which a stage's modules are constructed.
 
     Under ZeRO-3 each module is sharded over dp before it is initialised, so no rank ever holds a

@@ -60,7 +60,8 @@ class _Module(nn.Module):
 
     def __init__(self, stages: nn.Module, placeholders: core.Placeholders) -> None:
         super().__init__()
-        self.stages, self.placeholders = stages, placeholders
+        self.stages = stages
+        self.placeholders = placeholders
 
     def forward(self, *inputs: Tensor | int, **options: object) -> Tensor:
         result: Tensor = self.stages(*inputs, **options)
@@ -81,11 +82,19 @@ class Engine:
     """
 
     def __init__(
-        self, stages: nn.Module, held: Sequence[HeldParameter], settings: EngineSettings, *,
-        mesh: Mesh, say: Callable[[str], None] = _log.info, owners: tuple[int, int] = (0, -1),
+        self,
+        stages: nn.Module,
+        held: Sequence[HeldParameter],
+        settings: EngineSettings,
+        *,
+        mesh: Mesh,
+        say: Callable[[str], None] = _log.info,
+        owners: tuple[int, int] = (0, -1),
         layers: Layers | None = None,
-    ) -> None:  # fmt: skip
-        self.held, self.settings, self.mesh = tuple(held), settings, mesh
+    ) -> None:
+        self.held = tuple(held)
+        self.settings = settings
+        self.mesh = mesh
         file = optimizers.load(settings.optimizer)
         self._kinds = core.group_kinds(
             settings.rates, file.WHOLE_MATRICES, divides_experts=mesh.experts.size > 1
@@ -105,7 +114,9 @@ class Engine:
         offload = settings.offload_optimizer != "none"
         if offload:
             op_builds.use_host_threads(mesh.device, mesh.local_size, say)
-        decay, eps, rates = settings.weight_decay, settings.eps, settings.rates
+        decay = settings.weight_decay
+        eps = settings.eps
+        rates = settings.rates
         optimizer = file.make(
             core.param_groups(self.held, placeholders, decay, eps, rates, self._kinds),
             settings.params,
@@ -141,7 +152,9 @@ class Engine:
             updating.copy_weights_in_parts(self._deepspeed.optimizer, mesh.device)
         self._finish_scale = fp16.grow_scale_after_step(self._deepspeed.optimizer)
         self._counters = core.ReleaseCounters()
-        self.timed, self.step_seconds = False, 0.0  # seconds of the last step, if `timed`
+        # seconds of the last step, if `timed`
+        self.timed = False
+        self.step_seconds = 0.0
         layers = {0: [stages]} if layers is None else layers
         self._weights = GatheredWeights(self._deepspeed, layers) if settings.holds_weights else None
         hooks_gather = settings.shards_parameters and not settings.holds_weights
@@ -184,7 +197,8 @@ class Engine:
         `segments` has by parameter the first elements and lengths of parts of the flat gradient.
         Yield what `moments` returns for each, [segments, 2].
         """
-        self._reduction.segments, self._reduction.moments = segments, {}
+        self._reduction.segments = segments
+        self._reduction.moments = {}
         try:
             yield self._reduction.moments
         finally:
@@ -220,9 +234,14 @@ class Engine:
         return output
 
     def backward(
-        self, output: Tensor, grad: Tensor | None = None, *, side_loss: Tensor | None = None,
-        stage: int = 0, last: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        output: Tensor,
+        grad: Tensor | None = None,
+        *,
+        side_loss: Tensor | None = None,
+        stage: int = 0,
+        last: bool = False,
+    ) -> None:
         """Run a stage's backward from an output gradient, or from a loss if `grad` is None.
 
         - `side_loss` []: a loss of the stage beside an output with a gradient.
@@ -267,7 +286,8 @@ class Engine:
             scheduled = 1.0 if kind.rate.is_step else lr * group.get("factor", 1.0)
             group["lr"] = scheduled * kind.rate.lr
         began = self._now()
-        squares, self._reduction.own_squares = self._reduction.own_squares, None
+        squares = self._reduction.own_squares
+        self._reduction.own_squares = None
         scale = self.loss_scale
         asking: AbstractContextManager[list[Tensor]] = nullcontext([])
         if is_kept:
@@ -315,12 +335,16 @@ class Engine:
 
     def _find_matrices(self, optimizer: Any) -> None:
         """Give an optimizer of whole matrices those of each of its groups."""
-        zero, stage = self._deepspeed.optimizer, self.mesh.join_stage()
+        zero = self._deepspeed.optimizer
+        stage = self.mesh.join_stage()
         matrices = find_matrices(
-            self.held, places_of(zero, self.held), mesh=self.mesh, stage=stage,
+            self.held,
+            places_of(zero, self.held),
+            mesh=self.mesh,
+            stage=stage,
             sharded=self.settings.zero_stage > 0,
             per_head=getattr(self.settings.params, "per_head", False),
-        )  # fmt: skip
+        )
         for index, master in enumerate(masters_of(zero)):
             if self._kinds[updating.group_of(zero, index)].matrices:
                 own = [matrix for matrix in matrices if matrix.group == index]
@@ -385,6 +409,10 @@ def forward_settings(settings: EngineSettings) -> EngineSettings:
     stage = 3 if settings.shards_parameters else 0
     offload = settings.offload_param if stage == 3 else "none"
     return replace(
-        settings, zero_stage=stage, offload_optimizer="none", optimizer_options={},
-        offload_param=offload, weights="per_microbatch",
-    )  # fmt: skip
+        settings,
+        zero_stage=stage,
+        offload_optimizer="none",
+        optimizer_options={},
+        offload_param=offload,
+        weights="per_microbatch",
+    )

@@ -58,24 +58,33 @@ class EngineSettings:
     @classmethod
     def from_config(cls, config: RunConfig) -> "EngineSettings":
         """Return the engine's settings from a run's config."""
-        zero, params, own = config.zero_optimization, config.optimizer.params, config.parallel3d
+        zero = config.zero_optimization
+        params = config.optimizer.params
+        own = config.parallel3d
         own_fields = {"stage", "offload_optimizer", "offload_param"}
         return cls(
-            micro_batch_size=config.micro_batch_size, zero_stage=zero.stage,
+            micro_batch_size=config.micro_batch_size,
+            zero_stage=zero.stage,
             offload_optimizer=zero.offload_optimizer.device,
-            offload_param=zero.offload_param.device, precision=config.precision,
+            offload_param=zero.offload_param.device,
+            precision=config.precision,
             reduced_in=config.communication_data_type or "fp32",
             gradient_reduction=own.pipeline.gradient_reduction,
             weights=gathered_for(own.pipeline.weights),
             gradient_clipping=config.gradient_clipping,
-            overlap_update=own.train.overlap_update and zero.stage == 3, lr=params.lr,
-            eps=getattr(params, "eps", 0.0), weight_decay=getattr(params, "weight_decay", 0.0),
-            optimizer=config.optimizer.file, params=params, rates=rates_of(own.model, params),
+            overlap_update=own.train.overlap_update and zero.stage == 3,
+            lr=params.lr,
+            eps=getattr(params, "eps", 0.0),
+            weight_decay=getattr(params, "weight_decay", 0.0),
+            optimizer=config.optimizer.file,
+            params=params,
+            rates=rates_of(own.model, params),
             zero_options=zero.model_dump(exclude=own_fields, exclude_none=True),
             optimizer_options=_options(zero.offload_optimizer, "device"),
-            param_options=_options(zero.offload_param, "device"), aio=_options(config.aio),
+            param_options=_options(zero.offload_param, "device"),
+            aio=_options(config.aio),
             fp16=_options(config.fp16, "enabled"),
-        )  # fmt: skip
+        )
 
     @property
     def dtype(self) -> torch.dtype:

@@ -59,7 +59,8 @@ class Muon(torch.optim.Optimizer):
             self._adam.step()
 
     def _update(self, master: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, momentum = self.state[master], self.params.momentum
+        state = self.state[master]
+        momentum = self.params.momentum
         if not state:
             state.update(self.new_state(master))
         state["step"] += 1
@@ -75,7 +76,8 @@ class Muon(torch.optim.Optimizer):
             by_shape[matrix.shape].append(index)
         updates = list(matrices)
         for shape, indices in by_shape.items():
-            size, factor = max(1, _BATCH // shape.numel()), self.params.factor(*shape)
+            size = max(1, _BATCH // shape.numel())
+            factor = self.params.factor(*shape)
             for first in range(0, len(indices), size):
                 batch = indices[first : first + size]
                 stack = orthogonalise(torch.stack([matrices[i] for i in batch]), self.params)
@@ -130,10 +132,12 @@ class PlainMuon(torch.optim.Optimizer):
         self._adam.step()
         for group in self.param_groups:
             for weight in group["params"] if "views" in group else ():
-                gradient, average = weight.grad, self.state[weight]
+                gradient = weight.grad
+                average = self.state[weight]
                 if not average:
                     average["momentum"] = torch.zeros_like(weight)
-                beta, mean = self.params.momentum, average["momentum"]
+                beta = self.params.momentum
+                mean = average["momentum"]
                 mean.copy_(beta * mean + (1 - beta) * gradient)
                 moved = beta * mean + (1 - beta) * gradient if self.params.nesterov else mean
                 weight.mul_(1 - group["lr"] * group["weight_decay"])

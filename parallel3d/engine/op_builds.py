@@ -31,7 +31,8 @@ class _BuildLock(FileBaton):
     """torch's build lock, with a timeout longer than any build."""
 
     def wait(self) -> None:
-        lock, start = Path(self.lock_file_path), time.monotonic()
+        lock = Path(self.lock_file_path)
+        start = time.monotonic()
         while lock.exists():
             if time.monotonic() - start > _BUILD_SECONDS:
                 raise ConfigError(

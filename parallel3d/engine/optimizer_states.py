@@ -61,7 +61,8 @@ class OptimizerStates:
         self, engine: DeepSpeedEngine, held: Iterable[HeldParameter], optimizer: str
     ) -> None:
         self._zero: ZeROOptimizer = engine.optimizer
-        self._name, self._file = optimizer, optimizers.load(optimizer)
+        self._name = optimizer
+        self._file = optimizers.load(optimizer)
         self.kinds = optimizers.kinds(optimizer)
         self._zero3 = hasattr(self._zero, "fp16_groups")
         places = places_of(self._zero, held)
@@ -172,7 +173,8 @@ class OptimizerStates:
     @contextmanager
     def _in_memory(self, group: int, write: bool) -> Iterator[dict[str, Tensor]]:
         """Yield an optimizer group's flat tensors by kind."""
-        master, states = self._masters[group], self._zero.optimizer.state
+        master = self._masters[group]
+        states = self._zero.optimizer.state
         swapped = self._is_swapped(group)
         if swapped:
             # DeepSpeed's own swap-in of a group would also start to read the next one.

@@ -30,11 +30,20 @@ class Reduction:
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, held: Sequence[HeldParameter], layers: Layers, *,
-        settings: EngineSettings, mesh: Mesh, owners: dist.ProcessGroup | None,
-    ) -> None:  # fmt: skip
-        self._deepspeed, self._held, self._settings = engine, tuple(held), settings
-        self._mesh, self._owners = mesh, owners
+        self,
+        engine: DeepSpeedEngine,
+        held: Sequence[HeldParameter],
+        layers: Layers,
+        *,
+        settings: EngineSettings,
+        mesh: Mesh,
+        owners: dist.ProcessGroup | None,
+    ) -> None:
+        self._deepspeed = engine
+        self._held = tuple(held)
+        self._settings = settings
+        self._mesh = mesh
+        self._owners = owners
         self._of_stage = _complete_with(layers, self._held)
         self._index: dict[nn.Parameter, int] = {}  # a shared weight has its first layer's
         for of_stage in layers.values():

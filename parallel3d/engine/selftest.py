@@ -27,7 +27,9 @@ from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 KNOWN_GOOD = "==0.19.8"  # as in pyproject.toml; a test compares the two
-_HIDDEN, _BATCH, _MICROBATCHES = 32, 4, 2
+_HIDDEN = 32
+_BATCH = 4
+_MICROBATCHES = 2
 # Relative; the faults that the test looks for cause errors above 0.1.
 _TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 _BLOCK = 1024  # bytes of one read from NVMe
@@ -104,7 +106,9 @@ def _scaled_down(settings: EngineSettings) -> EngineSettings:
     if settings.offload_param == "nvme":
         zero["stage3_param_persistence_threshold"] = 0
         param = param | {"buffer_size": 2**12, "max_in_cpu": 0}
-    fixed, params, rates = settings.fp16.get("loss_scale"), settings.params, settings.rates
+    fixed = settings.fp16.get("loss_scale")
+    params = settings.params
+    rates = settings.rates
     if settings.optimizer == "muon":
         # One rate for all. More steps of Newton-Schulz multiply half precision's rounding by
         # several hundred.
@@ -147,7 +151,8 @@ def _run(
 
 
 def _step(engine: Engine, by_loss: bool) -> float:
-    mesh, dtype = engine.mesh, engine.settings.dtype
+    mesh = engine.mesh
+    dtype = engine.settings.dtype
     samples = _samples(mesh.samples.size)[mesh.samples.coord].to(mesh.device, dtype)
     outputs = []
     with engine.accumulation():

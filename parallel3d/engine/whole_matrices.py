@@ -59,7 +59,9 @@ class WholeMatrices:
     """The matrices of one flat tensor (an optimizer group), and their exchange in the stage."""
 
     def __init__(self, matrices: Iterable[Matrix], stage: Peers, device: torch.device) -> None:
-        self._matrices, self._stage, self._device = list(matrices), stage, device
+        self._matrices = list(matrices)
+        self._stage = stage
+        self._device = device
         self._own = [m for m in self._matrices if m.home == stage.coord]
         ranks = range(stage.size)
         # Ranges of the own flat tensor by home, and all pieces of the own matrices by rank.
@@ -139,9 +141,14 @@ def _part(matrix: Tensor, piece: _Piece) -> Tensor:
 
 
 def find_matrices(
-    held: Sequence[HeldParameter], places: Iterable[Place], *, mesh: Mesh, stage: Peers,
-    sharded: bool, per_head: bool,
-) -> list[Matrix]:  # fmt: skip
+    held: Sequence[HeldParameter],
+    places: Iterable[Place],
+    *,
+    mesh: Mesh,
+    stage: Peers,
+    sharded: bool,
+    per_head: bool,
+) -> list[Matrix]:
     """Return the hidden matrices of this rank's stages, with their homes; collective over `stage`.
 
     - `places`: where the optimizer groups hold this rank's pieces
@@ -155,7 +162,9 @@ def find_matrices(
     width = _FIXED + 2 * max((len(h.spec.shape) for h in hidden), default=0)
     own: list[list[int]] = []
     for place in places:
-        h, start, numel = place.piece.held, place.piece.start, place.piece.numel
+        h = place.piece.held
+        start = place.piece.start
+        numel = place.piece.numel
         if h.name in index:
             row = [stage.coord, index[h.name], place.group, place.offset, start, numel]
             row += [end for bounds in h.cut.bounds for end in bounds]
@@ -169,7 +178,8 @@ def find_matrices(
         for view, count in zip(views, counts, strict=True)
         for _ in range(count)
     ]
-    homes, matrices = iter(deal(costs, stage.size)), list[Matrix]()
+    homes = iter(deal(costs, stage.size))
+    matrices = list[Matrix]()
     tp = mesh.tensor.size  # ranks of the stage are in the order dp, tp
     sizes = {role: mesh.peers(role).size for role in ROLES}
     for number, (h, view, count) in enumerate(zip(hidden, views, counts, strict=True)):
@@ -220,7 +230,8 @@ def _pieces_in(
         matrix = 0
         for (first, _), at, length in zip(stack, place, view, strict=False):
             matrix = matrix * length + first + int(at)
-        first, stop = max(start, number * each), min(start + numel, (number + 1) * each)
+        first = max(start, number * each)
+        stop = min(start + numel, (number + 1) * each)
         yield (
             matrix,
             _Piece(

@@ -130,7 +130,8 @@ def prove(
     else:
         logits = f"logits against parallel3d's own modules, within {TOLERANCE:g}"
         checks[logits] = _logits_differ(folder, read, layout)
-    checked, differs = [], []
+    checked = []
+    differs = []
     for what, differences in checks.items():
         try:
             problems = list(differences)
@@ -143,9 +144,13 @@ def prove(
         else:
             checked.append(what)
     return Proof(
-        name, len(layout.places), layout.total_size,
-        checked=tuple(checked), differs=tuple(differs), left_out=tuple(left_out),
-    )  # fmt: skip
+        name,
+        len(layout.places),
+        layout.total_size,
+        checked=tuple(checked),
+        differs=tuple(differs),
+        left_out=tuple(left_out),
+    )
 
 
 def tensors_differ(
@@ -237,7 +242,8 @@ def _logits_differ(folder: Path, read: Read, layout: WeightFiles) -> Iterator[st
     expected = _logits(read, layout, tokens)
     model = loaded(folder, dtype=torch.float32, attn_implementation="eager")
     logits = model.eval()(tokens, use_cache=False).logits
-    error, largest = float((expected - logits).abs().max()), float(expected.abs().max())
+    error = float((expected - logits).abs().max())
+    largest = float(expected.abs().max())
     if not error <= TOLERANCE * max(1.0, largest):  # also true for a NaN
         yield f"logits: differ by up to {error:.2g}; the largest is {largest:.2g}"
 

@@ -85,7 +85,8 @@ def tokenizer_warning(model: Path, tokenizer: Path, shown: str) -> str:
     if not any(tokenizer.iterdir()):
         return ""  # a corpus of token ids, whose tokenizer is not known
     try:
-        model_tokenizer, corpus_tokenizer = load_tokenizer(model), load_tokenizer(tokenizer)
+        model_tokenizer = load_tokenizer(model)
+        corpus_tokenizer = load_tokenizer(tokenizer)
     except DataError as error:
         return f"WARNING: the tokenizer of {shown} cannot be compared ({error})"
     if model_tokenizer.get_vocab() != corpus_tokenizer.get_vocab() or (

@@ -60,7 +60,8 @@ class HashedChunks:
         with ChunkFile(path) as file:
             self.chunks = file.chunks
         self._entry = entry
-        self._digest, self._done = xxh3_128(), 0
+        self._digest = xxh3_128()
+        self._done = 0
 
     def read(self, chunk: Chunk, out: Tensor) -> None:
         """Read a complete chunk into `out`, as `ChunkFile.read` does."""
@@ -220,8 +221,10 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
         try:
             entries, begin = read_header(file)
             for name, entry in entries.items():
-                shape, (first, end) = entry["shape"], entry["data_offsets"]
-                dtype, size = DTYPES.get(entry["dtype"]), end - first
+                shape = entry["shape"]
+                (first, end) = entry["data_offsets"]
+                dtype = DTYPES.get(entry["dtype"])
+                size = end - first
                 counts = all(map(is_count, [first, size, *shape]))
                 fits = dtype is None or size == dtype.itemsize * prod(shape)
                 if not counts or not fits or end > file.size - begin:
@@ -252,7 +255,8 @@ class PublishedWeights:
     """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
-        self.folder, self._config = folder, config
+        self.folder = folder
+        self._config = config
         family = models.huggingface(config.family)
         assert family is not None, "a family that can be imported has a huggingface.py"
         self._family: ModuleType = family
@@ -338,7 +342,8 @@ class PublishedWeights:
     def _headers(self, known: set[str]) -> dict[str, StoredTensor]:
         """Return full name -> tensor for all files; raise ConfigError for names not in `known`."""
         stored_by_name: dict[str, StoredTensor] = {}
-        others, prefix = getattr(self._family, "OTHER_NAMES", {}), self._family.PREFIX
+        others = getattr(self._family, "OTHER_NAMES", {})
+        prefix = self._family.PREFIX
         by_path = {path: stored_tensors(path) for path in weight_files(self.folder)}
         # A layer behind the last one that predicts further tokens: transformers leaves it out, too.
         further = f"{prefix}layers.{self._config.num_hidden_layers}."

@@ -264,7 +264,9 @@ def publish(folder: Path, name: Path) -> None:
     remove_folder(aside)
 
 
-CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+CARD = "README.md"
 _LIBRARIES = "parallel3d", "torch", "deepspeed", "transformers"
 # JSON files of a model, which may be in the same folder as a tokenizer.
 _NOT_OF_A_TOKENIZER = {CONFIG, GENERATION}
@@ -338,7 +340,8 @@ def line_after(run: Path, step: int) -> dict[str, Any]:
 
 
 def _card(about: About, layout: WeightFiles, settings: Any) -> str:
-    config, losses = about.config, (about.line.get(key) for key in ("loss", "held_out_loss"))
+    config = about.config
+    losses = (about.line.get(key) for key in ("loss", "held_out_loss"))
     parts = config.data.mixture or (config.data,)
     sources = ([p.source, *(p.paths or [p.name, p.subset or ""])] for p in parts)
     loss, held_out = (f"{x:.4f} nats" if isinstance(x, int | float) else "unknown" for x in losses)
@@ -355,7 +358,8 @@ def _card(about: About, layout: WeightFiles, settings: Any) -> str:
         "versions": ", ".join(f"{name} {version(name)}" for name in _LIBRARIES),
     }
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
-    name, remark = config.model.family, ""
+    name = config.model.family
+    remark = ""
     if settings is not None:
         name = settings.architectures[0]
     else:

@@ -25,10 +25,9 @@ _SPOKEN = "rank 0 has spoken"  # key in the store
 _PATIENCE = timedelta(seconds=30)  # for ranks that may not have reached the store yet
 STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
 
-_ADDRESS, _ARRIVED = (
-    "an address between nodes",
-    "ranks that know their interface",
-)  # keys in the store
+# keys in the store
+_ADDRESS = "an address between nodes"
+_ARRIVED = "ranks that know their interface"
 _MOST_FILES = 2**20  # some containers allow 2^30, and subprocesses close each of them
 
 _store: dist.Store | None = None  # of the first rendezvous; rank 0 serves it until it ends
@@ -84,7 +83,8 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
         # when they first communicate, not all pairs at the start.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if watched and not pulse.is_watched():
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        host = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
         # Other ranks may reach this host by the store's address, by its own address, or by name.
         names = list(filter(None, [host, address_towards(host), socket.gethostname()]))
         arbiter = partial(store.set, "arbiter"), lambda: store.get("arbiter").decode()

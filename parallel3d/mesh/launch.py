@@ -57,7 +57,8 @@ class Launch:
                 is_elastic or (most_restarts > 0 and local_world_size < world_size),
             )
         if "SLURM_PROCID" in os.environ and _number("SLURM_NTASKS", default=1) > 1:
-            world_size, local_rank = _number("SLURM_NTASKS"), _number("SLURM_LOCALID")
+            world_size = _number("SLURM_NTASKS")
+            local_rank = _number("SLURM_LOCALID")
             if "MASTER_ADDR" not in os.environ:
                 raise ConfigError(
                     "under srun, MASTER_ADDR is not set: set it to the first node's host name, "

@@ -44,9 +44,19 @@ class Peers(NamedTuple):
 
 
 ROLES = (
-    "pipeline", "samples", "context", "replicas", "shards", "tensor", "experts", "expert_replicas",
-    "model", "whole_model", "world", "alone",
-)  # fmt: skip
+    "pipeline",
+    "samples",
+    "context",
+    "replicas",
+    "shards",
+    "tensor",
+    "experts",
+    "expert_replicas",
+    "model",
+    "whole_model",
+    "world",
+    "alone",
+)
 
 
 class Mesh:
@@ -88,8 +98,10 @@ class Mesh:
             )
         self.rank = launch.rank
         fault.set_rank(launch.rank)
-        self.local_rank, self.local_size = launch.local_rank, launch.local_world_size
-        self.restart_count, self.is_elastic = launch.restart_count, launch.is_elastic
+        self.local_rank = launch.local_rank
+        self.local_size = launch.local_world_size
+        self.restart_count = launch.restart_count
+        self.is_elastic = launch.is_elastic
         self.device = pick_device(launch)
         # DeepSpeed takes its device index from this variable.
         index = self.device.index
@@ -422,7 +434,8 @@ def draw_mesh(grid: Sequence[Sequence[Sequence[Sequence[int]]]]) -> str:
     A cell holds the tp groups of its cp coordinates.
     """
     sizes = MeshSizes(len(grid), len(grid[0]), len(grid[0][0]), len(grid[0][0][0]))
-    columns, rows = _shown(sizes.pp), _shown(sizes.dp)
+    columns = _shown(sizes.pp)
+    rows = _shown(sizes.dp)
     table = [["", *("" if p is None else f"pp {p}" for p in columns)]]
     for d in rows:
         cells = ["·" if p is None or d is None else _cell(grid[p][d]) for p in columns]

@@ -49,7 +49,8 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self, mesh: Mesh, operations: Sequence[str] = ()) -> None:
         super().__init__()
-        self._mesh, self._operations = mesh, operations
+        self._mesh = mesh
+        self._operations = operations
         self._calls: dict[tuple[str, str], Calls] = {}
 
     @property

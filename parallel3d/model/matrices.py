@@ -32,7 +32,8 @@ def matrix_view(spec: ParamSpec, per_head: bool = False) -> tuple[int, ...]:
     """
     *stack, rows, columns = spec.shape
     if per_head and spec.units is not None:
-        stack, rows = [*stack, spec.units], rows // spec.units
+        stack = [*stack, spec.units]
+        rows = rows // spec.units
     return *stack, rows, columns
 
 
@@ -46,7 +47,8 @@ def deal(costs: Sequence[int], homes: int) -> list[int]:
 
     The most expensive matrix that is left goes to the home with the least work.
     """
-    loads, dealt = [(0, home) for home in range(homes)], [0] * len(costs)
+    loads = [(0, home) for home in range(homes)]
+    dealt = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
         load, home = heapq.heappop(loads)
         dealt[index] = home

@@ -18,7 +18,9 @@ from parallel3d.model.spec import (
 
 BLOCK = 128  # queries that share the mask of a window, without a kernel that has windows
 SINK_SIZE = 8  # features that a sink adds to a head; fewer would misalign fused kernels
-_FP32, _INT64 = 4, 8  # bytes of a statistic, a logsumexp or a score; of a row number
+# bytes of a statistic, a logsumexp or a score; of a row number
+_FP32 = 4
+_INT64 = 8
 
 
 class Stream(NamedTuple):
@@ -99,7 +101,8 @@ class NormCost:
         backward, the output for the module's. An input that it shares with another norm is counted
         there. "layernorm" recomputes the output, when less is left of what later parts saved.
         """
-        kept, again = KeptMemory(0 if shares_input else stream.part), Work()
+        kept = KeptMemory(0 if shares_input else stream.part)
+        again = Work()
         work = Work(traffic=2 * stream.part)
         if "layernorm" in parts_of(recompute):
             again = work
@@ -150,7 +153,8 @@ class MlpCost:
         traffic = activation = (5 if self.gated else 2) * inner
         if self.bias:
             traffic += 2 * self._factors * inner + 2 * stream.part
-        recomputed, left = Work(), kept
+        recomputed = Work()
+        left = kept
         if "mlp" in parts:
             left = inner if WAITS in parts else 0
             recomputed = Work(self._matmuls(stream)[:1], None, traffic, stream.gather)
@@ -168,7 +172,9 @@ class MlpCost:
 
     def _peak(self, stream: Stream, inner: int, kept: int, recompute: frozenset[str]) -> int:
         """Return the elements of the backward's fullest moment beyond the kept ones."""
-        full, part, gradients = stream.full, stream.part, stream.gradients
+        full = stream.full
+        part = stream.part
+        gradients = stream.gradients
         at_last_product = gradients + inner  # the gradients of its output and of its input
         at_activation = 0
         if self.gated or self.relu:
@@ -187,7 +193,9 @@ class MlpCost:
         return max(at_last_product, at_activation, at_gather, after_first_product)
 
     def _matmuls(self, stream: Stream) -> tuple[MatMul, ...]:
-        m, hidden, inner = stream.tokens, stream.hidden, stream.share(self.inner)
+        m = stream.tokens
+        hidden = stream.hidden
+        inner = stream.share(self.inner)
         return MatMul(m, hidden, self._factors * inner), MatMul(m, inner, hidden)
 
 
@@ -271,7 +279,8 @@ class AttentionCost:
         return kept
 
     def _traffic(self, stream: Stream, query: int, key: int) -> int:
-        traffic, rotated = 0, query + key
+        traffic = 0
+        rotated = query + key
         if self.bias or self.qkv_bias:
             traffic += 2 * (query + key + key)
         if self.qk_norm is not None:
@@ -285,16 +294,21 @@ class AttentionCost:
         return traffic
 
     def _matmuls(self, stream: Stream) -> tuple[MatMul, ...]:
-        m, hidden = stream.tokens, stream.hidden
+        m = stream.tokens
+        hidden = stream.hidden
         query = stream.share(self.heads) * self.head_size
         key = stream.share(self.kv_heads) * self.head_size
         widths = (query + key + key,) if self.fused_qkv else (query, key, key)
         return *(MatMul(m, hidden, width) for width in widths), MatMul(m, query, hidden)
 
     def _attention(self, stream: Stream) -> Attention:
-        heads, kv_heads = stream.share(self.heads), stream.share(self.kv_heads)
-        batch, sink = stream.batch, int(self.sinks)  # one token more, of a wider head
-        seq, size = stream.seq + sink, self.head_size + SINK_SIZE * sink
+        heads = stream.share(self.heads)
+        kv_heads = stream.share(self.kv_heads)
+        # one token more, of a wider head
+        batch = stream.batch
+        sink = int(self.sinks)
+        seq = stream.seq + sink
+        size = self.head_size + SINK_SIZE * sink
         return Attention(batch, heads, kv_heads, seq, size, self.window and self.window + sink)
 
 
@@ -315,8 +329,10 @@ class ExpertsCost:
 
     def __call__(self, stream: Stream, recompute: Recompute) -> LayerCost:
         """Return the cost of one microbatch; "selective" recomputes nothing."""
-        tokens, full = stream.tokens, stream.full
-        rows, scores = tokens * self.chosen, tokens * self.experts
+        tokens = stream.tokens
+        full = stream.full
+        rows = tokens * self.chosen
+        scores = tokens * self.experts
         sent = rows * stream.hidden  # elements of the tokens, sorted by expert
         inner, shared = (w * n for w, n in zip(self._widths(stream), (rows, tokens), strict=True))
         # Under sequence parallelism all tokens, not this rank's.
@@ -345,7 +361,9 @@ class ExpertsCost:
         return stream.share(self.inner), stream.share(self.shared)
 
     def _matmuls(self, stream: Stream) -> tuple[MatMul, ...]:
-        tokens, hidden, (inner, shared) = stream.tokens, stream.hidden, self._widths(stream)
+        tokens = stream.tokens
+        hidden = stream.hidden
+        (inner, shared) = self._widths(stream)
         rows = tokens * self.chosen
         groups = gcd(rows, self.experts)  # all experts, if their loads can be equal
         products = [

@@ -50,7 +50,8 @@ class Parametrization(Section):
             yield Problem("base_width", None, rule, remedy)
         for name, field in type(self).model_fields.items() if self.type == "standard" else ():
             if (value := getattr(self, name)) != field.default:
-                rule, remedy = 'has no effect with type = "standard"', 'use "mup", or remove it'
+                rule = 'has no effect with type = "standard"'
+                remedy = 'use "mup", or remove it'
                 yield Problem(name, value, rule, remedy)
 
 
@@ -88,7 +89,8 @@ class Scales:
     @classmethod
     def of(cls, model: ModelConfig, head_size: int) -> "Scales":
         """Return the factors of a model of any family."""
-        settings, depth = parametrization_of(model), model.num_hidden_layers
+        settings = parametrization_of(model)
+        depth = model.num_hidden_layers
         balance: float | None = getattr(model, "balance_step", None)
         if settings.base_width is None:
             return cls(balance_step=balance)

@@ -22,9 +22,11 @@ from parallel3d.model.spec import (
     Work,
     fullest,
     in_order,
-)  # fmt: skip
+)
 
-_FP32, _INT64 = 4, 8  # bytes: of a logsumexp; of a row number
+# bytes: of a logsumexp; of a row number
+_FP32 = 4
+_INT64 = 8
 
 LOGITS_AT_ONCE = 2**27
 """Elements; limits a rank to 0.5 GB of fp32 logits at a time, however long the batch."""
@@ -114,7 +116,8 @@ def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
         else:
             norm = c.norm(stream, beside, "none" if keeps else recompute)
             parts += [norm, module(stream, recompute)]
-        again, activated = parts_of(recompute), 0
+        again = parts_of(recompute)
+        activated = 0
         if isinstance(module, MlpCost) and "mlp_act" in again:
             activated = stream.tokens * stream.share(module.inner)
         waiting = beside + ("layernorm" in again and not (keeps or c.post_norm))
@@ -129,13 +132,16 @@ def _residual_sum(stream: Stream, waiting: int, activated: int) -> LayerCost:
       modules before it, and an input that is recomputed.
     - activated: elements of an activation that is recomputed, alive until the last product is done.
     """
-    part, dropout = stream.part, stream.dropout
+    part = stream.part
+    dropout = stream.dropout
     traffic = 3 * part + (2 * part if dropout else 0)
     working = waiting and waiting * part + max(stream.gradients, part + activated)
     return LayerCost(
-        0, Work(traffic=traffic), saved=KeptMemory(other=part if dropout else 0),
+        0,
+        Work(traffic=traffic),
+        saved=KeptMemory(other=part if dropout else 0),
         working=KeptMemory(working),
-    )  # fmt: skip
+    )
 
 
 def _run_again(c: BlockCost, stream: Stream, cost: LayerCost) -> LayerCost:
@@ -144,7 +150,8 @@ def _run_again(c: BlockCost, stream: Stream, cost: LayerCost) -> LayerCost:
     torch stops once all saved tensors exist again: before the last collective, unless a dropout
     follows it.
     """
-    full, part = stream.full, stream.part
+    full = stream.full
+    part = stream.part
     # The recomputation's end: its last sum, the gradient of the output, and a sum that waits.
     end = 2 * part + (part if c.parallel else 0)
     collectives = cost.forward.collectives
@@ -168,7 +175,8 @@ def _run_again(c: BlockCost, stream: Stream, cost: LayerCost) -> LayerCost:
 
 @lru_cache(maxsize=4096)
 def _embedding(c: EmbeddingCost, stream: Stream) -> LayerCost:
-    full, part = stream.full, stream.part
+    full = stream.full
+    part = stream.part
     traffic = 4 * full
     traffic += (3 * part if c.positions else 0) + (2 * part if c.dropout else 0)
     # Per token its row and whether another rank holds it; per position its row.
@@ -219,8 +227,11 @@ def _head(c: HeadCost, stream: Stream) -> LayerCost:
 
 
 def _loss(c: HeadCost, stream: Stream) -> LayerCost:
-    tokens, full, vocab = stream.tokens, stream.full, stream.share(c.vocab)
-    split, logits = int(stream.sequence_parallel), tokens * vocab
+    tokens = stream.tokens
+    full = stream.full
+    vocab = stream.share(c.vocab)
+    split = int(stream.sequence_parallel)
+    logits = tokens * vocab
     product = MatMul(tokens, c.hidden, vocab)
     loss = (Collective("all_reduce", tokens), Collective("all_reduce", 2 * tokens))
     if c.in_parts and num_chunks(tokens, vocab) > 1:
@@ -237,7 +248,8 @@ def _loss(c: HeadCost, stream: Stream) -> LayerCost:
         # The larger of: the logits in fp32; the input's gradient and the input times the loss's
         # gradient.
         behind = (2 + split) * full
-        working, recomputed = KeptMemory(behind, copies=max(0, logits - behind // 2)), Work()
+        working = KeptMemory(behind, copies=max(0, logits - behind // 2))
+        recomputed = Work()
     return LayerCost(
         tokens * 2 * c.hidden * c.vocab,
         # Traffic of the logits, in elements of the training type: forward and backward together

@@ -106,8 +106,11 @@ class Executor:
         scatter: bool = False,
         make_schedule: Callable[[int], Schedule] | None = None,
     ) -> None:
-        self.mesh, self.engine, self._make_schedule = mesh, engine, make_schedule
-        self._key, self._hidden_shape = key, hidden_shape
+        self.mesh = mesh
+        self.engine = engine
+        self._make_schedule = make_schedule
+        self._key = key
+        self._hidden_shape = hidden_shape
         tp = mesh.tensor.size
         self._scatter = scatter and tp > 1 and prod(hidden_shape) % tp == 0
         self._last_stage = schedule.num_stages - 1
@@ -149,10 +152,12 @@ class Executor:
         """
         if len(batch) != self.schedule.num_microbatches:
             self._use(self.schedule_for(len(batch)))
-        self.batch, self._key.step = batch, step
+        self.batch = batch
+        self._key.step = step
         self.flow = flow = Flow(self._losses_divisor(batch))
         clock = DeviceClock(self.mesh.device) if self.timed else None
-        marks, self.spans = [], []
+        marks = []
+        self.spans = []
         name = f"step {step + 1}" if self._trains else "an evaluation"
         with self.engine.accumulation() if self._trains else nullcontext():
             for action in self._program:
@@ -192,7 +197,8 @@ class Executor:
 
     def _use(self, schedule: Schedule) -> None:
         """Run this schedule from now on."""
-        self.schedule, self._program = schedule, schedule.programs[self.mesh.pipeline.coord]
+        self.schedule = schedule
+        self._program = schedule.programs[self.mesh.pipeline.coord]
         backwards = {a.stage: a for a in self._program if a.op in (Op.B, Op.W)}
         self._completing = {a[1:] for a in backwards.values() if a.op is Op.B}
 
@@ -214,7 +220,8 @@ class Executor:
             if not self._trains:
                 assert labels is not None, "the last stage needs labels"
                 assert output.shape == labels.shape, "a head returns token losses in evaluation"
-                self.flow.token_losses[microbatch], output = output, output.mean()
+                self.flow.token_losses[microbatch] = output
+                output = output.mean()
             # Only here and for side losses does the number of microbatches scale anything.
             output = output / self.flow.divisor
             self.flow.losses.append(output.detach())

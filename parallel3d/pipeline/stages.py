@@ -46,9 +46,11 @@ class Stages(nn.Module):
         on_host: HostActivations | None = None,
     ) -> None:
         super().__init__()
-        self._side_losses, self._on_host = side_losses or {}, on_host
+        self._side_losses = side_losses or {}
+        self._on_host = on_host
         self.stages = nn.ModuleDict({str(s): nn.ModuleList(ls) for s, ls in layers.items()})
-        self.layers, self._recompute = layers, recompute
+        self.layers = layers
+        self._recompute = recompute
 
     def forward(
         self,
@@ -146,9 +148,16 @@ def build_stages(
     key = RandomKey(seed or 0, mesh.samples.coord)
     parts = parts_of(activation_checkpointing)
     context = LayerContext(
-        mesh.tensor.group, key, sequence_parallel, parts, overlap, mesh.experts.group,
-        mesh.context.group, cp_ring, compiles == "pointwise",
-    )  # fmt: skip
+        mesh.tensor.group,
+        key,
+        sequence_parallel,
+        parts,
+        overlap,
+        mesh.experts.group,
+        mesh.context.group,
+        cp_ring,
+        compiles == "pointwise",
+    )
     costs = [layer.cost(shape).forward_flops for layer in layers]
     placement = partition(costs, schedule.num_stages)
     own_stages = [

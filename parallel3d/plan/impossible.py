@@ -30,9 +30,11 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
     states, activations = _least_bytes(config, model, ranks)
     if (total := states + activations) <= room:
         return
-    path, what = "parallel3d.model", f"its {_num_params(model, config.data):,} parameters"
+    path = "parallel3d.model"
+    what = f"its {_num_params(model, config.data):,} parameters"
     if activations > states:
-        path, what = "parallel3d.data.sequence_length", f"{config.data.sequence_length:,} tokens"
+        path = "parallel3d.data.sequence_length"
+        what = f"{config.data.sequence_length:,} tokens"
     each = f"for each of {ranks:,} ranks" if ranks > 1 else "for one rank"
     have = f"but a rank has at most {room / 2**30:,.1f} GiB"
     rule = f"{what} need at least {total / 2**30:,.1f} GiB {each}, {have}"
@@ -53,11 +55,18 @@ def _refuse_counts(config: RunConfig, model: ModelConfig) -> None:
             for _, size in config.parallel3d.train.batch_schedule
         ),
     )
-    refuse_where(*(
-        (isinstance(value, int) and value > most, path, value,
-         f"is above the limit of {most:,} {unit}", f"use {most:,} or less")
-        for path, value, most, unit in limits
-    ))  # fmt: skip
+    refuse_where(
+        *(
+            (
+                isinstance(value, int) and value > most,
+                path,
+                value,
+                f"is above the limit of {most:,} {unit}",
+                f"use {most:,} or less",
+            )
+            for path, value, most, unit in limits
+        )
+    )
 
 
 def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> tuple[int, int]:
@@ -65,21 +74,31 @@ def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> tuple[int
 
     Those of device and host are added up.
     """
-    zero, element = config.zero_optimization, BYTES[config.precision]
-    own, file = config.parallel3d, config.optimizer.file
-    mesh, data = own.mesh, own.data
-    split, parts, weights, optimizer = ranks, ranks, 1, 1
+    zero = config.zero_optimization
+    element = BYTES[config.precision]
+    own = config.parallel3d
+    file = config.optimizer.file
+    mesh = own.mesh
+    data = own.data
+    split = ranks
+    parts = ranks
+    weights = 1
+    optimizer = 1
     if isinstance(mesh, MeshConfig):
-        parts, split = mesh.cp * mesh.tp, mesh.pp * mesh.tp
+        parts = mesh.cp * mesh.tp
+        split = mesh.pp * mesh.tp
         shards = mesh.dp * mesh.cp if isinstance(mesh.dp, int) else max(1, ranks // split)
-        weights, optimizer = (shards if zero.stage == 3 else 1), (shards if zero.stage else 1)
-    params, states = _num_params(model, data), 0
+        weights = shards if zero.stage == 3 else 1
+        optimizer = shards if zero.stage else 1
+    params = _num_params(model, data)
+    states = 0
     if zero.offload_param.device != "nvme":
         states += params * element // (split * weights)
     if zero.offload_optimizer.device != "nvme":
         each = min(state_bytes(file, role) for role in (None, MATRIX))
         states += params * each // (split * optimizer)
-    seq, samples = data.sequence_length, config.train_micro_batch_size_per_gpu or 1
+    seq = data.sequence_length
+    samples = config.train_micro_batch_size_per_gpu or 1
     tokens = samples * seq * TOKEN_BYTES
     stream = samples * seq * model.hidden_size * element // parts  # the input of a layer
     return states, tokens + stream

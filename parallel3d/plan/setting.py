@@ -192,11 +192,15 @@ class Setting:
     @classmethod
     def of_run(cls, config: RunConfig, batch: int) -> "Setting":
         """Return what all meshes of a run share, on one device with a microbatch of `batch`."""
-        own, zero = config.parallel3d, config.zero_optimization
+        own = config.parallel3d
+        zero = config.zero_optimization
         return cls(
-            layers=layers_of(own.model), hidden_size=own.model.hidden_size,
-            shape=Shape(batch, own.data.sequence_length), num_microbatches=1,
-            ep_imbalance=own.plan.ep_imbalance, precision=config.precision,
+            layers=layers_of(own.model),
+            hidden_size=own.model.hidden_size,
+            shape=Shape(batch, own.data.sequence_length),
+            num_microbatches=1,
+            ep_imbalance=own.plan.ep_imbalance,
+            precision=config.precision,
             offload_activations=own.pipeline.offload_activations == "cpu",
             optimizer=config.optimizer.file,
             newton_schulz=getattr(config.optimizer.params, "newton_schulz", None),
@@ -206,7 +210,7 @@ class Setting:
                 scatters_sends=own.pipeline.scatter_activations,
             ),
             buffers=Buffers(**{name: getattr(zero, name) for name in Buffers.__annotations__}),
-        )  # fmt: skip
+        )
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "Setting":
@@ -214,20 +218,28 @@ class Setting:
 
         With train.batch_schedule its step is that of the largest batch.
         """
-        zero, pipeline, mesh = config.zero_optimization, config.pipeline, config.mesh
+        zero = config.zero_optimization
+        pipeline = config.pipeline
+        mesh = config.mesh
         assert isinstance(mesh.dp, int), "resolve(world_size) comes first"
         micro = config.micro_batch_size
         return cls.of_run(config, micro).but(
             num_microbatches=config.largest_batch // (micro * mesh.dp),
-            pp=mesh.pp, dp=mesh.dp, cp=mesh.cp, tp=mesh.tp, ep=mesh.ep,
-            sequence_parallel=mesh.sequence_parallel, schedule=pipeline.schedule,
-            stages_per_rank=pipeline.stages_per_rank, recompute=pipeline.activation_checkpointing,
+            pp=mesh.pp,
+            dp=mesh.dp,
+            cp=mesh.cp,
+            tp=mesh.tp,
+            ep=mesh.ep,
+            sequence_parallel=mesh.sequence_parallel,
+            schedule=pipeline.schedule,
+            stages_per_rank=pipeline.stages_per_rank,
+            recompute=pipeline.activation_checkpointing,
             zero_stage=zero.stage,
             reduces_once=reduces_once(zero.stage, pipeline.gradient_reduction),
             weights=gathered_for(pipeline.weights),
             offload_optimizer=zero.offload_optimizer.device,
             offload_param=zero.offload_param.device,
-        )  # fmt: skip
+        )
 
     def but(self, **changes: Any) -> Self:
         """Return a copy of this setting with some fields changed."""

@@ -36,12 +36,22 @@ figcaption { font-size: .88em; color: #444 } .warn { border-left: 3px solid #c03
   background: #f6f6f6; padding: .6rem .8rem } summary { cursor: pointer }
 """
 _STYLE: Any = {
-    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "grid.color": "#e6e6e6", "grid.linewidth": 0.6, "axes.axisbelow": True, "legend.frameon": False,
-    "legend.fontsize": 8, "lines.linewidth": 1.2, "axes.titlesize": 9.5, "figure.dpi": 160,
-    "axes.edgecolor": "#555555", "figure.figsize": (6.4, 3.7),
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.2,
+    "axes.titlesize": 9.5,
+    "figure.dpi": 160,
+    "axes.edgecolor": "#555555",
+    "figure.figsize": (6.4, 3.7),
     "figure.constrained_layout.use": True,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

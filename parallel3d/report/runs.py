@@ -115,7 +115,8 @@ def planned(run: Run, name: str | None) -> Plan | str:
     `name`: the hardware of the plan; None takes the config's, then the one that the run
     recognised, then this machine. Raises ConfigError for a name that is not known.
     """
-    config, launch = run.config, run.newest_launch
+    config = run.config
+    launch = run.newest_launch
     if name is not None:
         hardware.load(name, "--hardware")
     own = config.run.hardware
@@ -208,9 +209,11 @@ def _losses(plt: ModuleType, runs: Sequence[Run]) -> Any:
 
 
 def _stacked(
-    plt: ModuleType, runs: Sequence[Run], metrics: Mapping[str, str],
+    plt: ModuleType,
+    runs: Sequence[Run],
+    metrics: Mapping[str, str],
     plans: Sequence[Plan | str] = (),
-) -> Any:  # fmt: skip
+) -> Any:
     """Draw metrics over tokens, one below the other; `plans` of the runs as dashed lines."""
     figure, rows = plt.subplots(len(metrics), 1, sharex=True)
     for axes, (metric, label) in zip(rows, metrics.items(), strict=True):
@@ -288,7 +291,9 @@ def _mark_restarts(axes: "Axes", run: Run, color: str, named: bool = True) -> No
 def _results(runs: Sequence[Run]) -> Part:
     rows: dict[str, list[str]] = {}
     for place, run in enumerate(runs):
-        last, launches, mfu = run.steps[-1], run.launches, run.measured("mfu")
+        last = run.steps[-1]
+        launches = run.launches
+        mfu = run.measured("mfu")
         sets = {name: points[-1][1] for name, points in run.validation().items()}
         known = launches or [{"mesh": run.config.mesh.sizes}]  # older runs have no journal
         meshes = [mesh for mesh, _ in groupby(map(_mesh, known))]  # without repetitions
@@ -303,7 +308,7 @@ def _results(runs: Sequence[Run]) -> Part:
             "MFU": "-" if mfu != mfu else f"{100 * mfu:.1f} %",
             f"mesh, {'×'.join(WITHOUT_CP)}": " → ".join(meshes),
             "launches": str(len(launches) or "-"),
-        }  # fmt: skip
+        }
         for name, text in cells.items():
             rows.setdefault(name, ["-"] * len(runs))[place] = text
     heads = ("", *(run.name for run in runs))

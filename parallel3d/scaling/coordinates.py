@@ -22,7 +22,9 @@ from parallel3d.report.page import png, require, style
 
 WIDTHS = (64, 128, 256, 512)
 MOST = 0.1  # largest |slope| that still counts as flat
-START, TRAINED, CHANGE = "start", "trained", "change"
+START = "start"
+TRAINED = "trained"
+CHANGE = "change"
 Sizes = Mapping[str, Mapping[str, float]]
 """Layer -> measure -> mean |activation|; the measures are START, TRAINED and CHANGE."""
 
@@ -61,9 +63,13 @@ class Layer:
     def to_json(self) -> dict[str, object]:
         """Return the layer's object in the output of --json."""
         return {
-            "name": self.name, "slope": self.slope, "flat": self.flat, "slopes": dict(self.slopes),
-            "standard_errors": dict(self.errors), "sizes": dict(self.sizes),
-        }  # fmt: skip
+            "name": self.name,
+            "slope": self.slope,
+            "flat": self.flat,
+            "slopes": dict(self.slopes),
+            "standard_errors": dict(self.errors),
+            "sizes": dict(self.sizes),
+        }
 
 
 @dataclass(frozen=True)
@@ -82,9 +88,11 @@ class CoordinateCheck:
     def to_json(self) -> dict[str, object]:
         """Return the object that --json prints, where NaN becomes null."""
         return {
-            "passed": self.passed, "widths": list(self.widths), "seeds": self.seeds,
+            "passed": self.passed,
+            "widths": list(self.widths),
+            "seeds": self.seeds,
             "layers": [layer.to_json() for layer in self.layers],
-        }  # fmt: skip
+        }
 
 
 def fit_slopes(sizes_by_width: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck:
@@ -98,7 +106,9 @@ def fit_slopes(sizes_by_width: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck
     x -= x.mean()
     layers = []
     for name, measures in sizes_by_width[widths[0]][0].items():
-        means, errors, typical = dict[str, float](), dict[str, float](), {}
+        means = dict[str, float]()
+        errors = dict[str, float]()
+        typical = {}
         for measure in measures:
             sizes = np.array(
                 [[seed[name][measure] for seed in sizes_by_width[width]] for width in widths]
@@ -136,9 +146,13 @@ def add(parser: Parser) -> None:
     """Add the flags of `coordcheck`; other arguments override settings by path."""
     parser.add_config()
     parser.add_argument(
-        "--widths", type=whole_number(), nargs="+", default=list(WIDTHS), metavar="N",
+        "--widths",
+        type=whole_number(),
+        nargs="+",
+        default=list(WIDTHS),
+        metavar="N",
         help=f"widths to train (default: {' '.join(map(str, WIDTHS))})",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--steps", type=whole_number(), default=5, metavar="N", help="training steps (default: 5)"
     )

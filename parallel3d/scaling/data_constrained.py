@@ -38,8 +38,10 @@ class DecayModel:
                 "--unique-column: is missing; the data-constrained law needs the number of unique "
                 "tokens of each run"
             )
-        self.base, self.target = dict(base), np.log(points.loss)
-        self.lower, self.upper = np.full(2, _LOGS[0]), np.full(2, _LOGS[1])
+        self.base = dict(base)
+        self.target = np.log(points.loss)
+        self.lower = np.full(2, _LOGS[0])
+        self.upper = np.full(2, _LOGS[1])
         self._unique = np.minimum(points.unique, points.tokens)
         self._repeats = points.tokens / self._unique - 1
         self._fitting = np.minimum(best_params(base, self._unique), points.params)
@@ -47,7 +49,8 @@ class DecayModel:
 
     def __call__(self, theta: Array) -> tuple[Array, Array]:
         """Return log(loss) [points] and its gradient [points, 2]."""
-        base, decays = self.base, np.exp(theta)
+        base = self.base
+        decays = np.exp(theta)
         by_tokens, slope_d = _term(base["B"], base["beta"], self._unique, self._repeats, decays[0])
         by_params, slope_n = _term(base["A"], base["alpha"], self._fitting, self._excess, decays[1])
         total = base["E"] + by_tokens + by_params
@@ -56,7 +59,8 @@ class DecayModel:
 
 def best_params(base: Mapping[str, float], unique: Array) -> Array:
     """Return the model size for which training once on `unique` tokens is compute-optimal."""
-    alpha, beta = base["alpha"], base["beta"]
+    alpha = base["alpha"]
+    beta = base["beta"]
     scale = (alpha * base["A"] / (beta * base["B"])) ** (1 / (alpha + beta))
     num_params: Array = (unique * scale) ** (beta / alpha) * scale
     return num_params
@@ -89,9 +93,13 @@ def loss(values: Mapping[str, Any], params: Array, tokens: Array, unique: Array)
 
 
 def fit_decays(
-    points: Points, estimator: Estimator, base: Mapping[str, float] | None = None, *,
-    draws: int = 2000, seed: int = 0,
-) -> Fit:  # fmt: skip
+    points: Points,
+    estimator: Estimator,
+    base: Mapping[str, float] | None = None,
+    *,
+    draws: int = 2000,
+    seed: int = 0,
+) -> Fit:
     """Fit R_D* and R_N* with bootstrap intervals; the other parameters are those of `base`.
 
     Without `base`, the parametric law is first fitted to the runs that repeat no tokens. Raises
@@ -116,27 +124,34 @@ def fit_decays(
     drawn = np.exp(estimator.draw(model, best.theta, times * weights))
     hit = bounds_hit(model, best.theta, DECAYS)
     fitted = model(best.theta)[0]
-    raw, spread = points.loss - np.exp(fitted), points.loss - points.loss.mean()
+    raw = points.loss - np.exp(fitted)
+    spread = points.loss - points.loss.mean()
     points_off = residuals(points, model.target - fitted)
     diagnostics: dict[str, Any] = {
-        "base": dict(chosen), "base_given": base is not None,
+        "base": dict(chosen),
+        "base_given": base is not None,
         "starts": {"number": len(grid), "reached": reached},
-        "bounds_hit": hit, "condition": condition_of(model, best.theta, weights),
+        "bounds_hit": hit,
+        "condition": condition_of(model, best.theta, weights),
         "converged": best.converged,
         "bootstrap": {"draws": draws, "seed": seed, "redrawn": 0},
         "r_squared": float(1 - (raw @ raw) / (spread @ spread)),
-        "residuals": points_off, "noise_floor": noise_floor(points),
+        "residuals": points_off,
+        "noise_floor": noise_floor(points),
         "warnings": [f"{name} ended at a bound: the points do not determine it" for name in hit]
-            + misfit(points_off),
-    }  # fmt: skip
+        + misfit(points_off),
+    }
     return Fit(
-        law=NAME, estimator=str(estimator), points=points, objective=best.objective,
+        law=NAME,
+        estimator=str(estimator),
+        points=points,
+        objective=best.objective,
         parameters=dict(zip(DECAYS, map(float, np.exp(best.theta)), strict=True)) | dict(chosen),
         samples=dict(zip(DECAYS, drawn.T, strict=True)) if draws else {},
         scatter=model.target - fitted,
         optimal=dict(zip("ND", map(float, PARAMETRIC.optimal(chosen)), strict=True)),
         diagnostics=diagnostics,
-    )  # fmt: skip
+    )
 
 
 def _base(points: Points, estimator: Estimator) -> dict[str, float]:

@@ -82,7 +82,8 @@ def _parametric_optimal(v: Values) -> tuple[Array | float, Array | float]:
 
 
 def _over_training(params: Array, tokens: Array) -> Array:
-    ratio, flops = np.log(tokens / params), np.log(FLOPS_PER_ND * params * tokens)
+    ratio = np.log(tokens / params)
+    flops = np.log(FLOPS_PER_ND * params * tokens)
     return features_of((ratio - flops,), (-ratio - flops,))
 
 
@@ -93,18 +94,27 @@ def _over_training_best(v: Values, flops: Array | float) -> tuple[Array, Array]:
 
 
 PARAMETRIC = Law(
-    "parametric", "L = E + A / N^alpha + B / D^beta", "arXiv:2203.15556, approach 3",
-    ("E", "A", "B"), ("alpha", "beta"),
+    "parametric",
+    "L = E + A / N^alpha + B / D^beta",
+    "arXiv:2203.15556, approach 3",
+    ("E", "A", "B"),
+    ("alpha", "beta"),
     lambda params, tokens: features_of((-np.log(params), 0.0), (0.0, -np.log(tokens))),
-    _parametric_best, _parametric_optimal,
+    _parametric_best,
+    _parametric_optimal,
     {"model sizes": 3, "numbers of tokens": 3, "FLOP budgets": 2},
-)  # fmt: skip
+)
 OVER_TRAINING = Law(
-    "over-training", "L = E + (a M^eta + b M^-eta) C^-eta, M = D / N, C = 6 N D",
-    "arXiv:2403.08540, equation 4", ("E", "a", "b"), ("eta",), _over_training, _over_training_best,
+    "over-training",
+    "L = E + (a M^eta + b M^-eta) C^-eta, M = D / N, C = 6 N D",
+    "arXiv:2403.08540, equation 4",
+    ("E", "a", "b"),
+    ("eta",),
+    _over_training,
+    _over_training_best,
     lambda v: (0.5 + 0 * v["eta"], 0.5 + 0 * v["eta"]),
     {"FLOP budgets": 3, "ratios of tokens to parameters": 2},
-)  # fmt: skip
+)
 LAWS = {law.name: law for law in (PARAMETRIC, OVER_TRAINING)}
 
 
@@ -184,7 +194,8 @@ class Estimator:
         residual = (model.target - fitted) / np.exp(log_scale)
         clipped = np.clip(residual, -limit, limit)
         pull = weights * clipped
-        value, gradient = pull @ (residual - clipped / 2), -(pull @ slope) / np.exp(log_scale)
+        value = pull @ (residual - clipped / 2)
+        gradient = -(pull @ slope) / np.exp(log_scale)
         if is_likelihood:
             # The density's integral: the middle part of a normal plus two exponential tails.
             area = math.sqrt(2 * math.pi) * math.erf(limit / math.sqrt(2))
@@ -203,19 +214,27 @@ class Estimator:
         """
         from scipy.optimize import minimize  # of the extra `scaling`
 
-        x, low, high = np.clip(start, model.lower, model.upper), model.lower, model.upper
-        thresholds, scale = np.array([self.delta]), self.delta**-2
+        x = np.clip(start, model.lower, model.upper)
+        low = model.lower
+        high = model.upper
+        thresholds = np.array([self.delta])
+        scale = self.delta**-2
         if self.kind == "likelihood":
             # A small threshold has sharp kinks: approach it in stages, each from the last minimum.
             residual = float(np.mean(np.abs(model.target - model(x)[0])))
-            x, scale = np.append(x, math.log(max(residual, 1e-13))), 1.0
-            low, high = np.append(low, -60.0), np.append(high, 20.0)
+            x = np.append(x, math.log(max(residual, 1e-13)))
+            scale = 1.0
+            low = np.append(low, -60.0)
+            high = np.append(high, 20.0)
             last = max(self.delta, 0.03) if is_draw else self.delta
             thresholds = np.geomspace(1, last, 3 if is_draw else 6)
         options = {
-            "maxcor": 30, "ftol": 1e-12 if is_draw else 1e-15, "gtol": 1e-10, "maxfun": 20_000,
+            "maxcor": 30,
+            "ftol": 1e-12 if is_draw else 1e-15,
+            "gtol": 1e-10,
+            "maxfun": 20_000,
             "maxiter": 5_000,
-        }  # fmt: skip
+        }
         for threshold in thresholds:
 
             def scaled(x: Array, threshold: float = threshold) -> tuple[float, Array]:
@@ -223,9 +242,13 @@ class Estimator:
                 return value * scale, gradient * scale  # L-BFGS-B's tolerances assume about 1
 
             minimum = minimize(
-                scaled, x, jac=True, method="L-BFGS-B", bounds=np.column_stack([low, high]),
+                scaled,
+                x,
+                jac=True,
+                method="L-BFGS-B",
+                bounds=np.column_stack([low, high]),
                 options=options,
-            )  # fmt: skip
+            )
             x = minimum.x
         return Solution(x[: len(start)], float(minimum.fun) / scale, minimum.status != 1)
 
@@ -256,7 +279,9 @@ class SumModel:
     """
 
     def __init__(self, law: Law, points: Points, log: bool) -> None:
-        self.law, self._log, self.loss = law, log, points.loss
+        self.law = law
+        self._log = log
+        self.loss = points.loss
         self.target: Array = np.log(points.loss) if log else points.loss
         features = law.features(points.params, points.tokens)  # [points, terms, exponents]
         self.middle = features.mean(axis=0)
@@ -265,7 +290,8 @@ class SumModel:
         self.spread = np.maximum(spread, 1e-12)
         self._scaled = self._centred / self.spread
         terms = len(law.coefficients)
-        low, high = np.log(points.loss.min()), np.log(points.loss.max())
+        low = np.log(points.loss.min())
+        high = np.log(points.loss.max())
         exponents = np.array(EXPONENTS)[:, None] * self.spread
         # Terms below e^-20 of the loss count as zero.
         self.lower = np.concatenate([np.full(terms, low - 20.0), exponents[0]])

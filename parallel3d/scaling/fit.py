@@ -11,9 +11,14 @@ from parallel3d.scaling.points import SAME, SAME_BUDGET, Array, Fit, Points, gro
 
 
 def fit_law(
-    points: Points, law: Law, estimator: Estimator, *,
-    draws: int = 2000, seed: int = 0, brief: bool = False,
-) -> Fit:  # fmt: skip
+    points: Points,
+    law: Law,
+    estimator: Estimator,
+    *,
+    draws: int = 2000,
+    seed: int = 0,
+    brief: bool = False,
+) -> Fit:
     """Fit a law's parameters, with bootstrap intervals and diagnostics.
 
     draws: number of bootstrap resamples of the runs.
@@ -22,7 +27,8 @@ def fit_law(
     Raises ConfigError if the points do not determine the parameters.
     """
     check(points, law)
-    model, weights = SumModel(law, points, estimator.kind != "squares"), estimator.weights(points)
+    model = SumModel(law, points, estimator.kind != "squares")
+    weights = estimator.weights(points)
     starts = model.starts(weights)
     best, reached = estimator.search(model, starts, weights)
     values = _natural(model, best.theta)
@@ -53,22 +59,30 @@ def fit_law(
         "held_out": None if brief else held_out(points, law, estimator),
         "noise_floor": noise_floor(points),
         "data": {
-            "sha256": points.digest, "columns": dict(points.columns),
+            "sha256": points.digest,
+            "columns": dict(points.columns),
             "flops": [float(points.flops.min()), float(points.flops.max())],
         },
-    }  # fmt: skip
+    }
     diagnostics["warnings"] = _warnings(points, law, diagnostics, draws, brief)
     return Fit(
-        law=law.name, estimator=str(estimator), parameters=values, points=points,
-        objective=best.objective, samples=samples, scatter=scatter,
+        law=law.name,
+        estimator=str(estimator),
+        parameters=values,
+        points=points,
+        objective=best.objective,
+        samples=samples,
+        scatter=scatter,
         optimal=dict(zip("ND", map(float, law.optimal(values)), strict=True)),
-        optimal_samples=drawn, diagnostics=diagnostics,
-    )  # fmt: skip
+        optimal_samples=drawn,
+        diagnostics=diagnostics,
+    )
 
 
 def check(points: Points, law: Law) -> None:
     """Raise ConfigError if there are too few runs, sizes, token counts or budgets for a law."""
-    place, dropped = f"{len(points)} points", ""
+    place = f"{len(points)} points"
+    dropped = ""
     if points.dropped:  # the likely reason why there are too few
         dropped = ", ".join(f"{row.row} ({row.reason})" for row in points.dropped[:4])
         dropped = f"; dropped rows: {dropped}"
@@ -78,10 +92,11 @@ def check(points: Points, law: Law) -> None:
             f"runs{dropped}"
         )
     values = {
-        "model sizes": points.params, "numbers of tokens": points.tokens,
+        "model sizes": points.params,
+        "numbers of tokens": points.tokens,
         "FLOP budgets": points.flops,
         "ratios of tokens to parameters": points.tokens / points.params,
-    }  # fmt: skip
+    }
     for what, least in law.needs.items():
         distinct = groups(values[what], SAME_BUDGET if what == "FLOP budgets" else SAME)
         if len(distinct) < least:
@@ -114,15 +129,21 @@ def condition_of(model: Model, theta: Array, weights: Array) -> float:
 
 
 def _bootstrap(
-    points: Points, model: SumModel, estimator: Estimator, theta: Array, weights: Array,
-    draws: int, seed: int,
-) -> tuple[dict[str, Array], int]:  # fmt: skip
+    points: Points,
+    model: SumModel,
+    estimator: Estimator,
+    theta: Array,
+    weights: Array,
+    draws: int,
+    seed: int,
+) -> tuple[dict[str, Array], int]:
     """Return the parameters of each resample [draws], and the number of resamples drawn again.
 
     A resample that does not determine the parameters is drawn again. If most of them do not,
     return no parameters.
     """
-    count, size = len(points), len(theta)
+    count = len(points)
+    size = len(theta)
     random = np.random.default_rng(seed)
     draw_counts: list[Array] = []
     redrawn = 0
@@ -162,19 +183,22 @@ def held_out(points: Points, law: Law, estimator: Estimator) -> dict[str, object
     if not tells(rest, law):
         return None
     largest = points.take(np.array(sorted(out)))
-    model, weights = SumModel(law, rest, estimator.kind != "squares"), estimator.weights(rest)
+    model = SumModel(law, rest, estimator.kind != "squares")
+    weights = estimator.weights(rest)
     best, _ = estimator.search(model, model.starts(weights, each=3), weights)
     predicted = law.loss(_natural(model, best.theta), largest.params, largest.tokens)
     rows = zip(largest.names, predicted.tolist(), largest.loss.tolist(), strict=True)
     errors = predicted / largest.loss - 1
     return {
-        "points": len(largest), "fitted_on": len(rest),
+        "points": len(largest),
+        "fitted_on": len(rest),
         "flops": [float(largest.flops.min()), float(largest.flops.max())],
         "fitted_flops": [float(rest.flops.min()), float(rest.flops.max())],
-        "mean_error": float(np.mean(np.abs(errors))), "bias": float(np.mean(errors)),
+        "mean_error": float(np.mean(np.abs(errors))),
+        "bias": float(np.mean(errors)),
         "worst_error": float(np.max(np.abs(errors))),
         "rows": [dict(zip(("row", "predicted", "loss"), row, strict=True)) for row in rows],
-    }  # fmt: skip
+    }
 
 
 def noise_floor(points: Points) -> dict[str, object] | None:
@@ -187,13 +211,15 @@ def noise_floor(points: Points) -> dict[str, object] | None:
     _, group, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
     if (repeated := counts > 1).sum() == 0:
         return None
-    logs, group = np.log(points.loss), np.ravel(group)
+    logs = np.log(points.loss)
+    group = np.ravel(group)
     rest = logs - (np.bincount(group, logs) / counts)[group]
     deviation = np.sqrt((rest @ rest) / (counts - 1).sum())
     return {
-        "groups": int(repeated.sum()), "runs": int(counts[repeated].sum()),
+        "groups": int(repeated.sum()),
+        "runs": int(counts[repeated].sum()),
         "standard_deviation": float(deviation),
-    }  # fmt: skip
+    }
 
 
 def residuals(points: Points, scatter: Array) -> dict[str, object]:
@@ -201,8 +227,9 @@ def residuals(points: Points, scatter: Array) -> dict[str, object]:
     worst = int(np.argmax(np.abs(scatter)))
     return {
         "rms": float(np.sqrt(np.mean(scatter**2))),
-        "worst": float(scatter[worst]), "worst_row": points.names[worst],
-    }  # fmt: skip
+        "worst": float(scatter[worst]),
+        "worst_row": points.names[worst],
+    }
 
 
 def misfit(summary: dict[str, Any]) -> list[str]:
@@ -218,7 +245,9 @@ def misfit(summary: dict[str, Any]) -> list[str]:
 def _warnings(
     points: Points, law: Law, diagnostics: dict[str, Any], draws: int, brief: bool
 ) -> list[str]:
-    starts, condition, (low, high) = diagnostics["starts"], diagnostics["condition"], EXPONENTS
+    starts = diagnostics["starts"]
+    condition = diagnostics["condition"]
+    (low, high) = EXPONENTS
     bounds = {
         name: "0" if name in law.coefficients else f"a bound ({low:g} or {high:g})"
         for name in diagnostics["bounds_hit"]
@@ -231,12 +260,17 @@ def _warnings(
         "intervals, not the values": condition > 1e3,
         f"no intervals: {len(points)} points are too few to resample for {len(law.parameters)} "
         "parameters": draws and not diagnostics["bootstrap"]["draws"],
-        "no held-out check on the largest budgets: the other runs are too few to fit":
-            diagnostics["held_out"] is None and not brief,
-    }  # fmt: skip
+        "no held-out check on the largest budgets: the other runs are too few to fit": diagnostics[
+            "held_out"
+        ]
+        is None
+        and not brief,
+    }
     return [
-        *(f"{name} ended at {bound}: the points do not determine it"
-          for name, bound in bounds.items()),
+        *(
+            f"{name} ended at {bound}: the points do not determine it"
+            for name, bound in bounds.items()
+        ),
         *misfit(diagnostics["residuals"]),
         *(text for text, is_true in conditions.items() if is_true),
-    ]  # fmt: skip
+    ]

@@ -49,36 +49,71 @@ def add_fit(parser: Parser) -> None:
     add = parser.add_argument
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     laws = "; ".join(f"{name}: {words}" for name, words in LAWS_IN_WORDS.items())
-    # fmt: off
     add("source", type=Path, metavar="TABLE", help="a CSV, JSON or JSONL file, or a folder of runs")
     add("--law", choices=list(LAWS_IN_WORDS), default="parametric", help=laws)
     for use, (flag, words, names) in USES.items():
-        add(flag, dest=use, metavar="COLUMN",
-            help=f"column of the {words} (default: {names[0]})")
-    add("--method", choices=list(frontier.METHODS), default="akima",
-        help="how to find the best size of an IsoFLOP profile; the report shows both")
-    add("--base", type=Path, metavar="FIT",
-        help="fit.json of the parametric law that the data-constrained law builds on")
-    add("--setting-column", metavar="COLUMN",
-        help="column of the swept setting for --law best-value, such as lr")
+        add(flag, dest=use, metavar="COLUMN", help=f"column of the {words} (default: {names[0]})")
+    add(
+        "--method",
+        choices=list(frontier.METHODS),
+        default="akima",
+        help="how to find the best size of an IsoFLOP profile; the report shows both",
+    )
+    add(
+        "--base",
+        type=Path,
+        metavar="FIT",
+        help="fit.json of the parametric law that the data-constrained law builds on",
+    )
+    add(
+        "--setting-column",
+        metavar="COLUMN",
+        help="column of the swept setting for --law best-value, such as lr",
+    )
     add("--where", metavar="COLUMN=VALUE", **several, help="use only the rows with this value")
-    add("--drop-largest-losses", type=whole_number(least=0), default=0, metavar="K",
-        help="leave out the rows with the K largest losses")
-    add("--estimator", choices=("huber", "likelihood", "squares"), default="huber",
-        help="Huber loss of log(loss); its likelihood with a free scale; squares of the loss")
+    add(
+        "--drop-largest-losses",
+        type=whole_number(least=0),
+        default=0,
+        metavar="K",
+        help="leave out the rows with the K largest losses",
+    )
+    add(
+        "--estimator",
+        choices=("huber", "likelihood", "squares"),
+        default="huber",
+        help="Huber loss of log(loss); its likelihood with a free scale; squares of the loss",
+    )
     add("--delta", type=above_0, default=1e-3, help="threshold of the Huber loss (default: 1e-3)")
-    add("--weighted", action="store_true",
-        help="weight each point by 1 / standard error^2 of its loss")
-    add("--bootstraps", type=whole_number(least=0, most=10**6), default=DRAWS, metavar="N",
-        help=f"draws for the intervals of the parameters (default: {DRAWS:,})")
+    add(
+        "--weighted",
+        action="store_true",
+        help="weight each point by 1 / standard error^2 of its loss",
+    )
+    add(
+        "--bootstraps",
+        type=whole_number(least=0, most=10**6),
+        default=DRAWS,
+        metavar="N",
+        help=f"draws for the intervals of the parameters (default: {DRAWS:,})",
+    )
     add("--seed", type=whole_number(least=0), default=0, help="seed of the draws (default: 0)")
-    add("--forecasts", type=Path, metavar="FILE", **several,
+    add(
+        "--forecasts",
+        type=Path,
+        metavar="FILE",
+        **several,
         help="compare these registered forecasts with their runs, and leave the runs out of the "
-        "fit")
-    add("--out", type=Path, default=Path(), metavar="FOLDER",
-        help=f"write {FIT} and report.html to this folder (default: the working directory)")
+        "fit",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path(),
+        metavar="FOLDER",
+        help=f"write {FIT} and report.html to this folder (default: the working directory)",
+    )
     add("--no-report", action="store_true", help="do not write report.html and its plots")
-    # fmt: on
 
 
 def add_predict(parser: Parser) -> None:
@@ -92,30 +127,52 @@ def add_predict(parser: Parser) -> None:
     ):
         parser.add_argument(flag, type=above_0, metavar="X", help=words)
     parser.add_argument(
-        "--register", type=Path, nargs="?", const=Path(), metavar="FILE",
+        "--register",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="FILE",
         help="register the forecast in a new file (default: one beside the fit)",
-    )  # fmt: skip
+    )
 
 
 def add_plan(parser: Parser) -> None:
     """Add the flags of `plan` to a parser."""
     add = parser.add_argument
-    # fmt: off
     add("--ladder", metavar="FILE", help="a ladder file, as in configs/ladders")
     add("--design", action="store_true", help="write a ladder file, by --base and the flags below")
     add("--base", metavar="FILE", help="config whose model's proportions and settings to keep")
     add("--out", type=Path, metavar="FILE", help="the new ladder file")
     add("--hours", type=above_0, metavar="H", help="hours of all runs on this machine")
     add("--flops", type=above_0, metavar="C", help="FLOPs of the forecast run, in place of --hours")
-    add("--factor", type=above_0, default=10.0, metavar="X",
-        help="FLOPs of the forecast run over the largest budget (default: 10)")
-    add("--budgets", type=whole_number(least=LEAST_BUDGETS, most=30), default=LEAST_BUDGETS,
-        metavar="N", help=f"budgets, each 2.08 times the one below (default: {LEAST_BUDGETS})")
-    add("--tokens-per-param", type=above_0, default=20.0, metavar="R",
-        help="tokens per parameter of the best size, as far as known (default: 20)")
-    add("--parallel", type=whole_number(), default=1, metavar="N",
-        help="runs at once, for --hours (default: 1)")
-    # fmt: on
+    add(
+        "--factor",
+        type=above_0,
+        default=10.0,
+        metavar="X",
+        help="FLOPs of the forecast run over the largest budget (default: 10)",
+    )
+    add(
+        "--budgets",
+        type=whole_number(least=LEAST_BUDGETS, most=30),
+        default=LEAST_BUDGETS,
+        metavar="N",
+        help=f"budgets, each 2.08 times the one below (default: {LEAST_BUDGETS})",
+    )
+    add(
+        "--tokens-per-param",
+        type=above_0,
+        default=20.0,
+        metavar="R",
+        help="tokens per parameter of the best size, as far as known (default: 20)",
+    )
+    add(
+        "--parallel",
+        type=whole_number(),
+        default=1,
+        metavar="N",
+        help="runs at once, for --hours (default: 1)",
+    )
 
 
 def add_run(parser: Parser) -> None:
@@ -124,9 +181,12 @@ def add_run(parser: Parser) -> None:
         "--ladder", required=True, metavar="FILE", help="a ladder file, as in configs/ladders"
     )
     parser.add_argument(
-        "--parallel", type=whole_number(), default=1, metavar="N",
+        "--parallel",
+        type=whole_number(),
+        default=1,
+        metavar="N",
         help="train up to N runs at once, if there are devices for them (default: 1)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--emit", choices=("slurm",), help="write Slurm job arrays instead of training"
     )
@@ -135,21 +195,42 @@ def add_run(parser: Parser) -> None:
 def add_critical_batch(parser: Parser) -> None:
     """Add the flags of `critical-batch`."""
     add = parser.add_argument
-    # fmt: off
     add("--run", type=Path, required=True, metavar="RUN", help="folder of a run with checkpoints")
     add("--step", type=whole_number(), metavar="N", help="its checkpoint (default: the newest)")
-    add("--batches", type=whole_number(), nargs="+", metavar="N",
-        help="samples per step of the forks (default: the run's batch times 1 to 32)")
-    add("--tokens", type=whole_number(), metavar="N",
+    add(
+        "--batches",
+        type=whole_number(),
+        nargs="+",
+        metavar="N",
+        help="samples per step of the forks (default: the run's batch times 1 to 32)",
+    )
+    add(
+        "--tokens",
+        type=whole_number(),
+        metavar="N",
         help="tokens of each fork (default: a tenth of the run's, at least 8 steps "
-        "of the largest batch)")
-    add("--batch-lr", choices=("none", "sqrt", "linear"), default="sqrt",
-        help="law of the learning rate, as train.batch_lr (default: sqrt)")
-    add("--tolerance", type=above_0, default=0.01, metavar="NATS",
-        help="loss above that of small batches that still counts as none (default: 0.01)")
-    add("--parallel", type=whole_number(), default=1, metavar="N",
-        help="train up to N forks at once (default: 1)")
-    # fmt: on
+        "of the largest batch)",
+    )
+    add(
+        "--batch-lr",
+        choices=("none", "sqrt", "linear"),
+        default="sqrt",
+        help="law of the learning rate, as train.batch_lr (default: sqrt)",
+    )
+    add(
+        "--tolerance",
+        type=above_0,
+        default=0.01,
+        metavar="NATS",
+        help="loss above that of small batches that still counts as none (default: 0.01)",
+    )
+    add(
+        "--parallel",
+        type=whole_number(),
+        default=1,
+        metavar="N",
+        help="train up to N forks at once (default: 1)",
+    )
 
 
 def predict(args: argparse.Namespace) -> tuple[Forecast, Fit, Path | None]:
@@ -190,20 +271,26 @@ def fit(args: argparse.Namespace) -> Fit:
         fits[name] = _fit(args, replace(points, params=points.others[name]), brief=True)
     summaries = {
         name: {
-            "parameters": dict(fitted.parameters), "objective": fitted.objective,
+            "parameters": dict(fitted.parameters),
+            "objective": fitted.objective,
             "optimal_exponents": dict(fitted.optimal),
         }
         for name, fitted in fits.items()
-    }  # fmt: skip
+    }
     choices = {
-        "n_counts": next(iter(fits)), "n_compared": summaries, "table": str(args.source),
-        "where": args.where, "forecasts": outcomes,
-    }  # fmt: skip
+        "n_counts": next(iter(fits)),
+        "n_compared": summaries,
+        "table": str(args.source),
+        "where": args.where,
+        "forecasts": outcomes,
+    }
     return replace(main_fit, diagnostics={**main_fit.diagnostics, **choices})
 
 
 def _fit(args: argparse.Namespace, points: Points, brief: bool = False) -> Fit:
-    law, seed, draws = args.law, args.seed, 0 if brief else args.bootstraps
+    law = args.law
+    seed = args.seed
+    draws = 0 if brief else args.bootstraps
     estimator = Estimator(args.estimator, args.delta, args.weighted)
     if law in LAWS:
         return fit_law(points, LAWS[law], estimator, draws=draws, seed=seed, brief=brief)
@@ -241,7 +328,9 @@ def write(fitted: Fit, args: argparse.Namespace) -> list[Path]:
     if args.no_report:
         return [path]
     page = report_page.write(
-        fitted, args.out, title=f"Scaling law of {args.source.resolve().name}",
+        fitted,
+        args.out,
+        title=f"Scaling law of {args.source.resolve().name}",
         settings=runs.settings(args.source) if args.source.is_dir() else None,
-    )  # fmt: skip
+    )
     return [path, page]

@@ -53,9 +53,13 @@ class Registered(Forecast, frozen=True):
 
 
 def forecast(
-    fit: Fit, *, flops: float | None = None, params: float | None = None,
-    tokens: float | None = None, unique: float | None = None,
-) -> Forecast:  # fmt: skip
+    fit: Fit,
+    *,
+    flops: float | None = None,
+    params: float | None = None,
+    tokens: float | None = None,
+    unique: float | None = None,
+) -> Forecast:
     """Forecast the loss of a run; with `flops` alone, of the run with the best N and D.
 
     The loss is that of the frontier, times the surface's loss of the run over that of the best run
@@ -84,27 +88,34 @@ def forecast(
     assert params is not None and tokens is not None
     flops = flops or FLOPS_PER_ND * params * tokens
     losses, _ = frontier.losses_of(fit.points, fit.law)
-    law, surface = posterior(losses), fit.diagnostics.get("surface", fit.parameters)
+    law = posterior(losses)
+    surface = fit.diagnostics.get("surface", fit.parameters)
     is_off = law is not None and not is_best and "beta" in (surface or ())
     texts = {
         "fewer than 4 budgets have their best size between others, so the surface makes the "
-        "forecast; on published ladders it was off by 9 % at 10 times the FLOPs":
-            len(losses) < LEAST and fit.law == PARAMETRIC.name,
+        "forecast; on published ladders it was off by 9 % at 10 times the FLOPs": len(losses)
+        < LEAST
+        and fit.law == PARAMETRIC.name,
         "the best losses fall ever faster with FLOPs, so no law E + A C^-gamma, E > 0, describes "
-        "them and the surface makes the forecast; add larger budgets or leave out the smallest":
-            law is None and len(losses) >= LEAST,
-        "no loss: the fit has too few budgets for a law of it":
-            law is None and fit.law in frontier.NAMES,
-        "no parametric law fits these runs; the loss is that of the best run of the budget":
-            law is not None and not is_best and not is_off,
-    }  # fmt: skip
-    by, loss = fit.law, None
+        "them and the surface makes the forecast; add larger budgets or leave out the smallest": law
+        is None
+        and len(losses) >= LEAST,
+        "no loss: the fit has too few budgets for a law of it": law is None
+        and fit.law in frontier.NAMES,
+        "no parametric law fits these runs; the loss is that of the best run of the budget": law
+        is not None
+        and not is_best
+        and not is_off,
+    }
+    by = fit.law
+    loss = None
     if law is not None:
         ratio = ratios = np.ones(1)
         if is_off:
             ratio = _ratio(surface, params, tokens)
             ratios = _ratio(drawn, params, tokens) if "beta" in fit.samples else ratio
-        draws, by = law.loss(flops), "frontier x surface" if is_off else "frontier"
+        draws = law.loss(flops)
+        by = "frontier x surface" if is_off else "frontier"
         loss = ratio * np.median(draws)
         draws = draws * np.random.default_rng(2).choice(ratios, size=len(draws))
         spread |= {"loss": interval(draws), ONE_RUN: interval(law.run(draws))}
@@ -115,11 +126,16 @@ def forecast(
             spread |= {"loss": interval(draws), ONE_RUN: interval(_with_scatter(fit, draws))}
     warnings = [text for text, is_true in texts.items() if is_true]
     return Forecast(
-        flops=flops, params=params, tokens=tokens, intervals=spread, by=by,
-        loss=None if loss is None else float(np.ravel(loss)[0]), back_test=back_test(losses),
+        flops=flops,
+        params=params,
+        tokens=tokens,
+        intervals=spread,
+        by=by,
+        loss=None if loss is None else float(np.ravel(loss)[0]),
+        back_test=back_test(losses),
         warnings=[*fit.diagnostics.get("forecast_warnings", ()), *warnings],
         beyond=flops / float(fit.points.flops.max()),
-    )  # fmt: skip
+    )
 
 
 def _ratio(surface: Mapping[str, Any], params: float, tokens: float) -> Array:
@@ -147,7 +163,8 @@ def _loss(
     fit: Fit, values: Mapping[str, Any], params: float, tokens: float, unique: float | None
 ) -> Any:
     """Return the law's loss [draws, 1] or [1]."""
-    one, other = np.array([params]), np.array([tokens])
+    one = np.array([params])
+    other = np.array([tokens])
     if fit.law in LAWS:
         return LAWS[fit.law].loss(values, one, other)
     if unique is None:
@@ -171,8 +188,11 @@ def register(path: Path, forecast: Forecast, fit: Fit) -> None:
 
     Raises ConfigError if the file or the run exists already, or if there is no loss to forecast.
     """
-    runs = [(run["params"], run["tokens"]) for run in fit.diagnostics.get("forecasts", ())
-            if run["loss"] is not None]  # fmt: skip
+    runs = [
+        (run["params"], run["tokens"])
+        for run in fit.diagnostics.get("forecasts", ())
+        if run["loss"] is not None
+    ]
     known = np.array([*zip(fit.points.params, fit.points.tokens, strict=True), *runs])
     if np.any(_same_run(known[:, 0], known[:, 1], forecast)):
         raise ConfigError(
@@ -183,11 +203,16 @@ def register(path: Path, forecast: Forecast, fit: Fit) -> None:
         raise ConfigError(f"--register {path}: {fit.path} has no law of the loss; fit more budgets")
     fitted = fit.points.flops
     document = forecast.model_dump() | {
-        "law": fit.law, "estimator": fit.estimator, "parameters": dict(fit.parameters),
-        "data_sha256": fit.points.digest, "fit": str(fit.path), "points": len(fitted),
-        "fitted_flops": [float(fitted.min()), float(fitted.max())], "beyond": forecast.beyond,
+        "law": fit.law,
+        "estimator": fit.estimator,
+        "parameters": dict(fit.parameters),
+        "data_sha256": fit.points.digest,
+        "fit": str(fit.path),
+        "points": len(fitted),
+        "fitted_flops": [float(fitted.min()), float(fitted.max())],
+        "beyond": forecast.beyond,
         "registered_at": datetime.now(UTC).isoformat(timespec="seconds"),
-    }  # fmt: skip
+    }
     text = json.dumps(document, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,9 +240,15 @@ def compare(files: Sequence[Path], points: Points) -> list[dict[str, object]]:
         bounds = registered.intervals.get(ONE_RUN)
         names = {"registered_at", "law", "data_sha256", "flops", "params", "tokens"}
         line = registered.model_dump(include=names) | {
-            "beyond": registered.beyond, "file": str(file), "predicted": registered.loss,
-            "interval": bounds, "row": None, "loss": None, "error": None, "held": None,
-        }  # fmt: skip
+            "beyond": registered.beyond,
+            "file": str(file),
+            "predicted": registered.loss,
+            "interval": bounds,
+            "row": None,
+            "loss": None,
+            "error": None,
+            "held": None,
+        }
         runs = np.flatnonzero(_same_run(points.params, points.tokens, registered))
         for run in runs:
             truth = float(points.loss[run])

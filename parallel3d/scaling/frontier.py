@@ -35,7 +35,8 @@ WITH_FRONTIER = (PARAMETRIC.name, *NAMES)
 Method = Literal["akima", "parabola"]
 METHODS: dict[Method, int] = {"akima": 4, "parabola": 3}
 """Method to find the minimum of a profile -> smallest number of sizes that it needs."""
-LEAST_BUDGETS, LEAST_SPAN = 6, 30
+LEAST_BUDGETS = 6
+LEAST_SPAN = 30
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,12 @@ def law_draws(x: Sequence[Array], y: Array, draws: int, seed: int) -> Array:
     They are from the Student-t posterior of `power_law` with equal errors and flat priors. There
     are no rows if no degree of freedom is left.
     """
-    law, free = power_law(x, y), len(y) - len(x) - 1
+    law = power_law(x, y)
+    free = len(y) - len(x) - 1
     if free < 1 or not draws:
         return np.zeros((0, draws))
-    design, residual = np.column_stack([np.ones(len(y)), *np.log(x)]), np.log(y / law(*x))
+    design = np.column_stack([np.ones(len(y)), *np.log(x)])
+    residual = np.log(y / law(*x))
     random = np.random.default_rng(seed)
     scale = np.sqrt(residual @ residual / random.chisquare(free, draws))
     drawn = np.linalg.pinv(design) @ random.standard_normal((len(y), draws)) * scale
@@ -99,7 +102,8 @@ def best_values(points: Points, setting: Array) -> tuple[list[dict[str, object]]
     It is the vertex of a parabola through the best value and its two neighbours. The second list
     has a text for each sweep that was left out.
     """
-    best_rows, left_out = [], []
+    best_rows = []
+    left_out = []
     for params, tokens in np.unique(
         np.column_stack([points.params, points.tokens]), axis=0
     ).tolist():
@@ -114,10 +118,15 @@ def best_values(points: Points, setting: Array) -> tuple[list[dict[str, object]]
             left_out.append(f"{place}: the best value, {values[least]:g}, is at the sweep's edge")
         else:
             curve = list(zip(np.log(values), losses, strict=True))
-            best_rows.append({
-                "params": params, "tokens": tokens, "best": float(np.exp(lowest(curve))),
-                "values": len(values), "loss": float(losses[least]),
-            })  # fmt: skip
+            best_rows.append(
+                {
+                    "params": params,
+                    "tokens": tokens,
+                    "best": float(np.exp(lowest(curve))),
+                    "values": len(values),
+                    "loss": float(losses[least]),
+                }
+            )
     return best_rows, left_out
 
 
@@ -130,7 +139,9 @@ def lowest(curve: Sequence[tuple[float, float]]) -> float:
     if place in (0, len(curve) - 1):
         return curve[place][0]
     (x0, y0), (x1, y1), (x2, y2) = curve[place - 1 : place + 2]
-    left, right = (y0 - y1) / (x1 - x0), (y2 - y1) / (x2 - x1)  # slopes away from the lowest
+    # slopes away from the lowest
+    left = (y0 - y1) / (x1 - x0)
+    right = (y2 - y1) / (x2 - x1)
     if not 0 < left + right < inf:  # a neighbour diverged
         return x1
     return (left * (x1 + x2) + right * (x0 + x1)) / (2 * (left + right))
@@ -154,24 +165,30 @@ def fit_best(points: Points, setting: Array, column: str, *, draws: int, seed: i
             f"--setting-column = {column}: the best value is known for {len(best)} pairs of N and "
             f"D, but {max(3, len(names) + 2)} different ones are needed{why}; widen the sweep"
         )
-    x, y = [arrays[name] for name in names], np.array([row["best"] for row in best])
+    x = [arrays[name] for name in names]
+    y = np.array([row["best"] for row in best])
     law = power_law(x, y)
     labels = ["coefficient", *(f"{name}_exponent" for name in names)]
     scatter = np.log(y / law(*x))
     diagnostics = {
-        "setting": column, "best": best, "left_out": left_out,
+        "setting": column,
+        "best": best,
+        "left_out": left_out,
         "warnings": [f"left out: {text}" for text in left_out],
-    }  # fmt: skip
+    }
     formula = " ".join(f"{name}^{e:.4f}" for name, e in zip(names, law.exponents, strict=True))
     return Fit(
         law=BEST_VALUE,
         estimator=f"least squares of log(best {column}): {law.coefficient:.4g} {formula}; "
         "Student-t intervals",
         parameters=dict(zip(labels, (law.coefficient, *law.exponents), strict=True)),
-        objective=float(scatter @ scatter), points=points, optimal={},
+        objective=float(scatter @ scatter),
+        points=points,
+        optimal={},
         samples=dict(zip(labels, law_draws(x, y, draws, seed), strict=False)),
-        scatter=scatter, diagnostics=diagnostics,
-    )  # fmt: skip
+        scatter=scatter,
+        diagnostics=diagnostics,
+    )
 
 
 class Best(NamedTuple):
@@ -301,17 +318,20 @@ def fit_frontier(
             f"{len(points)} points: {len(bests)} budgets have sizes on both sides of the best one; "
             f"the {kind} law needs 2 or more{why}; add runs"
         )
-    values, losses = exponents(bests), losses_of(points, kind)[0]
+    values = exponents(bests)
+    losses = losses_of(points, kind)[0]
     flops, params, tokens = np.array(bests).T[:3]
     drawn = (row for y in (params, tokens) for row in law_draws([flops], y, draws, seed))
     samples = dict(zip(values, drawn, strict=False))
     exponent_draws = {name: samples[f"{name}_exponent"] for name in "ND"} if samples else {}
     diagnostics: dict[str, Any] = {
-        "best": [best._asdict() for best in bests], "left_out": left_out,
-        "noise_floor": noise_floor(points), "held_out": next(iter(back_test(losses)), None),
+        "best": [best._asdict() for best in bests],
+        "left_out": left_out,
+        "noise_floor": noise_floor(points),
+        "held_out": next(iter(back_test(losses)), None),
         "surface": surface(points, estimator),
         "warnings": [f"left out: {text}" for text in left_out],
-    }  # fmt: skip
+    }
     if kind == "isoflop":
         bests_by_method = {name: _bests(points, kind, name, all_profiles)[0] for name in METHODS}
         diagnostics["methods"] = {
@@ -324,19 +344,26 @@ def fit_frontier(
         f"{method_name} of log(loss) over log(N)" if kind == "isoflop" else "the best runs"
     )
     residual = np.log(params / (values["N_coefficient"] * flops ** values["N_exponent"]))
-    scatter, objective = np.zeros(0), float(np.sum(residual**2))
+    scatter = np.zeros(0)
+    objective = float(np.sum(residual**2))
     if law := posterior(losses):
         draws_of = law.parameters()
         values |= {name: float(np.median(draws)) for name, draws in draws_of.items()}
         samples |= draws_of if samples else {}
         scatter = np.log([best.loss / np.median(law.loss(best.flops)) for best in losses])
     return Fit(
-        law=kind, estimator=f"{description}, least squares of logarithms, Student-t intervals; "
+        law=kind,
+        estimator=f"{description}, least squares of logarithms, Student-t intervals; "
         "loss by its posterior",
-        parameters=values, objective=objective, points=points,
+        parameters=values,
+        objective=objective,
+        points=points,
         optimal={"N": values["N_exponent"], "D": values["D_exponent"]},
-        samples=samples, optimal_samples=exponent_draws, scatter=scatter, diagnostics=diagnostics,
-    )  # fmt: skip
+        samples=samples,
+        optimal_samples=exponent_draws,
+        scatter=scatter,
+        diagnostics=diagnostics,
+    )
 
 
 def _bests(
@@ -349,8 +376,9 @@ def _bests(
     left_out = [
         f"budget of {profile.flops:.3g} FLOPs: its {int(profile.size.max()) + 1} sizes do not "
         "bracket a minimum of the loss"
-        for profile, best in found if not best
-    ]  # fmt: skip
+        for profile, best in found
+        if not best
+    ]
     return [best for _, best in found if best], left_out
 
 
@@ -390,22 +418,25 @@ def with_checks(fit: Fit, table: Table) -> Fit:
     losses, at_edge = losses_of(fit.points, fit.law)
     warnings = _units(fit.points) + _design(fit, len(losses), at_edge, table)
     checks: dict[str, object] = {
-        "warnings": [*fit.diagnostics["warnings"], *warnings], "forecast_warnings": warnings,
+        "warnings": [*fit.diagnostics["warnings"], *warnings],
+        "forecast_warnings": warnings,
         "frontier": None,
-    }  # fmt: skip
+    }
     if law := posterior(losses):
         draws = law.parameters()
         checks["frontier"] = {
-            "budgets": len(losses), "distant_runs": sum(best.distant for best in losses),
+            "budgets": len(losses),
+            "distant_runs": sum(best.distant for best in losses),
             "parameters": {name: float(np.median(values)) for name, values in draws.items()},
             "intervals": {name: interval(values) for name, values in draws.items()},
             "back_test": back_test(losses),
-        }  # fmt: skip
+        }
     return replace(fit, diagnostics={**fit.diagnostics, **checks})
 
 
 def _design(fit: Fit, budgets: int, at_edge: Sequence[float], table: Table) -> list[str]:
-    flops, sizes = fit.points.flops, len(groups(fit.points.params))
+    flops = fit.points.flops
+    sizes = len(groups(fit.points.params))
     rates = [
         {number(row.get(name)) for row in table.rows}
         for name in ("lr", "learning_rate", "peak_lr", "max_lr")
@@ -415,27 +446,30 @@ def _design(fit: Fit, budgets: int, at_edge: Sequence[float], table: Table) -> l
     edges = ", ".join(f"{edge:.3g}" for edge in at_edge)
     texts = {
         f"only {budgets} budgets have their best size between others; forecasts need "
-        f"{LEAST_BUDGETS} or more: add budgets":
-            fit.law in WITH_FRONTIER and budgets < LEAST_BUDGETS,
+        f"{LEAST_BUDGETS} or more: add budgets": fit.law in WITH_FRONTIER
+        and budgets < LEAST_BUDGETS,
         f"the budgets span a factor of {flops.max() / flops.min():.3g} in FLOPs; forecasts need "
         f"{LEAST_SPAN} or more: add smaller budgets": flops.max() < LEAST_SPAN * flops.min(),
         f"the best size of {edges} FLOPs is the smallest or the largest; these budgets do not "
         "count for forecasts: add sizes beyond it": bool(at_edge),
         f"all {sizes} sizes have the same learning rate, which is not the best for each: tune it "
         "by size, or train with muP": is_one,
-    }  # fmt: skip
+    }
     return [text for text, is_true in texts.items() if is_true and fit.law in (*LAWS, *NAMES)]
 
 
 def _units(points: Points) -> list[str]:
     """Return signs that losses are not in nats, and that a column is in another unit."""
-    loss, flops = points.loss.min(), points.flops.max()
+    loss = points.loss.min()
+    flops = points.flops.max()
     remedy = "write single parameters, tokens and FLOPs in every row"
     perplexity = (
         f"the lowest loss is {loss:.3g}: these look like perplexities; use their logarithms"
     )
-    texts = {f"the largest run has {flops:.3g} FLOPs: these look like units of 1e18; {remedy}":
-             flops < 1e9}  # fmt: skip
+    texts = {
+        f"the largest run has {flops:.3g} FLOPs: these look like units of 1e18; {remedy}": flops
+        < 1e9
+    }
     counted = points.flops / (FLOPS_PER_ND * points.params * points.tokens)
     for name, values, low, high, most in (
         ("tokens per parameter", points.tokens / points.params, 1e-3, 1e6, 1e3),
@@ -449,7 +483,7 @@ def _units(points: Points) -> list[str]:
             f"{name}: {rows}, nothing between: a column mixes units; {remedy}": steps.max() > most,
             f"{name}: {np.median(values):.2g} in the median run: a column has another unit; "
             f"{remedy}": not low < np.median(values) < high,
-        }  # fmt: skip
+        }
     first = [text for text, is_true in texts.items() if is_true][:1]  # one mistake causes several
     # The best run of a ladder is below 6 nats per token, and most perplexities are above.
     return [perplexity] * int(loss > 6.0) + first

@@ -103,9 +103,12 @@ def groups(values: Array, same: float = SAME) -> list[np.ndarray]:
 
 
 def points_of(
-    table: Table, named: Mapping[str, str | None], *, others: Sequence[str] = (),
+    table: Table,
+    named: Mapping[str, str | None],
+    *,
+    others: Sequence[str] = (),
     drop_largest: int = 0,
-) -> Points:  # fmt: skip
+) -> Points:
     """Return the points of a table; rows that cannot be used are listed as dropped.
 
     named: use -> name of the column, or None for the usual names. Two of params, tokens and flops
@@ -117,7 +120,9 @@ def points_of(
     """
     columns = _columns(table, named)
     read = columns | {f"other {name}": table.column(name, "--setting-column") for name in others}
-    dropped, rows, names = [Dropped(*gone) for gone in table.left_out], [], []
+    dropped = [Dropped(*gone) for gone in table.left_out]
+    rows = []
+    names = []
     for name, cells in zip(table.names, table.rows, strict=True):
         row, reason = _numbers(read, cells)
         if reason:
@@ -130,10 +135,14 @@ def points_of(
         raise ConfigError(f"{table.path}: no row can be used{why}; correct the table")
     arrays = {use: np.array([row[use] for row in rows]) for use in rows[0]}
     points = Points(
-        **{use: arrays[use] for use in _COLUMNS}, names=tuple(names), columns=columns,
-        dropped=tuple(dropped), standard_error=arrays.get("standard_error"),
-        unique=arrays.get("unique"), others={name: arrays[f"other {name}"] for name in others},
-    )  # fmt: skip
+        **{use: arrays[use] for use in _COLUMNS},
+        names=tuple(names),
+        columns=columns,
+        dropped=tuple(dropped),
+        standard_error=arrays.get("standard_error"),
+        unique=arrays.get("unique"),
+        others={name: arrays[f"other {name}"] for name in others},
+    )
     points = points.without(_repeats(np.column_stack(list(arrays.values())), names))
     points = points.without(_diverged(points))
     largest = sorted(np.argsort(-points.loss, kind="stable")[:drop_largest].tolist())
@@ -249,25 +258,30 @@ class Fit:
         """Return the object that `--json` prints; its keys are published and do not change."""
         exponents = {name: interval(draws) for name, draws in self.optimal_samples.items()}
         return {
-            "law": self.law, "estimator": self.estimator, "parameters": dict(self.parameters),
-            "standard_errors": self.standard_errors, "intervals": self.intervals,
-            "objective": self.objective, "points": len(self.points),
+            "law": self.law,
+            "estimator": self.estimator,
+            "parameters": dict(self.parameters),
+            "standard_errors": self.standard_errors,
+            "intervals": self.intervals,
+            "objective": self.objective,
+            "points": len(self.points),
             "dropped": [gone._asdict() for gone in self.points.dropped],
             "diagnostics": dict(self.diagnostics) | {"optimal_exponents_intervals": exponents},
             "optimal_exponents": dict(self.optimal),
-        }  # fmt: skip
+        }
 
     def document(self) -> dict[str, object]:
         """Return the contents of fit.json: `to_json` with the data that forecasts need."""
         points = self.points
         return self.to_json() | {
             "data": {
-                "sha256": points.digest, "names": list(points.names),
+                "sha256": points.digest,
+                "names": list(points.names),
                 **{name: getattr(points, name).tolist() for name in _COLUMNS},
             },
             "scatter": self.scatter.tolist(),
             "samples": {name: draws.tolist() for name, draws in self.samples.items()},
-        }  # fmt: skip
+        }
 
     @classmethod
     def read(cls, path: Path) -> "Fit":
@@ -278,14 +292,17 @@ class Fit:
             data = raw["data"]
             columns: dict[str, Any] = {name: np.array(data[name], dtype=float) for name in _COLUMNS}
             return cls(
-                law=str(raw["law"]), estimator=str(raw["estimator"]),
+                law=str(raw["law"]),
+                estimator=str(raw["estimator"]),
                 parameters={str(k): float(v) for k, v in raw["parameters"].items()},
-                objective=raw["objective"], optimal=dict(raw["optimal_exponents"]),
+                objective=raw["objective"],
+                optimal=dict(raw["optimal_exponents"]),
                 points=Points(**columns, names=tuple(data["names"]), columns={}),
                 samples={str(k): np.array(v, dtype=float) for k, v in raw["samples"].items()},
                 scatter=np.array(raw["scatter"], dtype=float),
-                diagnostics=dict(raw["diagnostics"]), path=path,
-            )  # fmt: skip
+                diagnostics=dict(raw["diagnostics"]),
+                path=path,
+            )
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
                 f"--fit {path}: is not a fit; name a fit.json of `scale fit`"

@@ -96,10 +96,13 @@ def best_loss(flops: float, logs: Array, losses: Array) -> BestLoss | None:
     at = np.vander(grid[[lowest]], degree + 1)[0]
     residual = losses - powers @ curve
     return BestLoss(
-        flops, float(np.exp(values[lowest])), float(at @ inverse @ twice @ inverse @ at),
-        float(weight @ residual**2), float(weight.sum() - np.trace(inverse @ twice)),
+        flops,
+        float(np.exp(values[lowest])),
+        float(at @ inverse @ twice @ inverse @ at),
+        float(weight @ residual**2),
+        float(weight.sum() - np.trace(inverse @ twice)),
         int(np.sum(np.abs(logs - centre) > _FAR)),
-    )  # fmt: skip
+    )
 
 
 def posterior(bests: Sequence[BestLoss], draws: int = DRAWS, seed: int = 0) -> Posterior | None:
@@ -113,12 +116,15 @@ def posterior(bests: Sequence[BestLoss], draws: int = DRAWS, seed: int = 0) -> P
     logs = np.log(flops) - (middle := float(np.log(flops).mean()))
     weight = 1 / (variance * loss**2)
     own = 0.3 if freedom.sum() > 0.5 else 0.0  # degrees of freedom of the scatter within budgets
-    noise, degrees = squares.sum() / max(freedom.sum(), 0.5), len(bests) - 2 + own
-    low, high = 0.01, 0.6
+    noise = squares.sum() / max(freedom.sum(), 0.5)
+    degrees = len(bests) - 2 + own
+    low = 0.01
+    high = 0.6
     for _ in range(3):  # each grid covers the gammas that the one before found likely
         gammas = np.linspace(low, high, 240)
         basis = np.exp(-gammas[:, None] * logs)  # [gammas, budgets]
-        mean_basis, mean_loss = (basis @ weight) / weight.sum(), weight @ loss / weight.sum()
+        mean_basis = (basis @ weight) / weight.sum()
+        mean_loss = weight @ loss / weight.sum()
         rest = basis - mean_basis[:, None]
         spread = rest**2 @ weight
         drop = rest @ (weight * loss) / spread
@@ -128,7 +134,8 @@ def posterior(bests: Sequence[BestLoss], draws: int = DRAWS, seed: int = 0) -> P
         likelihood = -np.log(spread) / 2 - degrees / 2 * np.log(total) - prior
         share = np.exp(likelihood - likelihood.max())
         likely = np.flatnonzero(share > 1e-6)
-        low, high = gammas[max(0, likely[0] - 1)], gammas[min(239, likely[-1] + 1)]
+        low = gammas[max(0, likely[0] - 1)]
+        high = gammas[min(239, likely[-1] + 1)]
     random = np.random.default_rng(seed)
     chosen = random.choice(len(gammas), size=draws, p=share / share.sum())
     deviation = np.sqrt(total[chosen] / random.chisquare(degrees, draws))
@@ -149,25 +156,35 @@ def back_test(bests: Sequence[BestLoss]) -> list[dict[str, object]]:
     Each has the keys of `fit.held_out`, and "beyond", the largest FLOPs over the largest fitted
     ones, and "held", the number of forecasts whose 95 % interval contains the truth.
     """
-    order, tests = sorted(bests), []
+    order = sorted(bests)
+    tests = []
     for count in (1, 2, 3):
         if not (law := posterior(order[:-count])):
             continue
         rows: list[dict[str, Any]] = []
         for best in order[-count:]:
             losses = law.loss(best.flops)
-            rows.append({
-                "row": f"best run of {best.flops:.3g} FLOPs", "predicted": float(np.median(losses)),
-                "loss": best.loss, "interval": interval(law.run(losses, best.variance)),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "row": f"best run of {best.flops:.3g} FLOPs",
+                    "predicted": float(np.median(losses)),
+                    "loss": best.loss,
+                    "interval": interval(law.run(losses, best.variance)),
+                }
+            )
         errors = np.array([row["predicted"] / row["loss"] - 1 for row in rows])
-        tests.append({
-            "points": count, "fitted_on": len(order) - count,
-            "flops": [order[-count].flops, order[-1].flops],
-            "fitted_flops": [order[0].flops, order[-count - 1].flops],
-            "beyond": order[-1].flops / order[-count - 1].flops, "rows": rows,
-            "mean_error": float(np.abs(errors).mean()), "bias": float(errors.mean()),
-            "worst_error": float(np.abs(errors).max()),
-            "held": sum(r["interval"][0] <= r["loss"] <= r["interval"][1] for r in rows),
-        })  # fmt: skip
+        tests.append(
+            {
+                "points": count,
+                "fitted_on": len(order) - count,
+                "flops": [order[-count].flops, order[-1].flops],
+                "fitted_flops": [order[0].flops, order[-count - 1].flops],
+                "beyond": order[-1].flops / order[-count - 1].flops,
+                "rows": rows,
+                "mean_error": float(np.abs(errors).mean()),
+                "bias": float(errors.mean()),
+                "worst_error": float(np.abs(errors).max()),
+                "held": sum(r["interval"][0] <= r["loss"] <= r["interval"][1] for r in rows),
+            }
+        )
     return tests

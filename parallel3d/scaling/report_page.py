@@ -42,69 +42,93 @@ def parts(fit: Fit, settings: Mapping[str, str] | None = None) -> list[Part]:
     diagnostics = fit.diagnostics
     forecasts = [
         (
-            row["registered_at"][:16].replace("T", " "), f"{row['flops']:.3g}",
-            f"{row['beyond']:.3g}", f"{row['predicted']:.4f}", _range(row["interval"]),
+            row["registered_at"][:16].replace("T", " "),
+            f"{row['flops']:.3g}",
+            f"{row['beyond']:.3g}",
+            f"{row['predicted']:.4f}",
+            _range(row["interval"]),
             "no run yet" if row["loss"] is None else f"{row['loss']:.4f}",
             "" if row["error"] is None else f"{row['error']:+.2%}",
             {True: "yes", False: "NO", None: ""}[row["held"]],
         )
         for row in diagnostics.get("forecasts", ())
-    ]  # fmt: skip
+    ]
     tables = [
         Part("Parameters", ("", "estimate", "std. error", "95 %"), _parameters(fit)),
         Part(
             "Registered forecasts",
-            ("registered, UTC", "FLOPs", "x fitted", "forecast", "95 %", "truth", "error",
-             "held"),
+            ("registered, UTC", "FLOPs", "x fitted", "forecast", "95 %", "truth", "error", "held"),
             forecasts,
         ),
         back_tests((diagnostics.get("frontier") or {}).get("back_test", ())),
         Part("Choices", ("", ""), [*_choices(fit), *(settings or {}).items()], numeric=False),
         Part("Dropped rows", ("row", "reason"), fit.points.dropped, numeric=False),
-    ]  # fmt: skip
+    ]
     return [part for part in tables if part.rows]
 
 
 def back_tests(tests: Sequence[Mapping[str, Any]]) -> Part:
     """Return the table of the forecasts of the largest budgets from the smaller ones."""
     rows = [
-        (f"last {test['points']} from {test['fitted_on']} before", f"{test['beyond']:.3g}",
-         f"{test['mean_error']:.2%}", f"{test['held']} of {test['points']}")
+        (
+            f"last {test['points']} from {test['fitted_on']} before",
+            f"{test['beyond']:.3g}",
+            f"{test['mean_error']:.2%}",
+            f"{test['held']} of {test['points']}",
+        )
         for test in tests
-    ]  # fmt: skip
+    ]
     return Part("Back-test of the forecasts", ("budgets", "x FLOPs", "error", "held"), rows)
 
 
 def summary(fit: Fit) -> str:
     """Return a sentence with the law and the range of the fitted runs."""
-    points, law = fit.points, LAWS.get(fit.law)
+    points = fit.points
+    law = LAWS.get(fit.law)
     formula = f", {law.formula} ({law.source})" if law else ""
     spans = (
         f"{values.min():.3g} to {values.max():.3g} {unit}"
         for values, unit in (
-            (points.flops, "FLOPs"), (points.params, "parameters"), (points.tokens, "tokens"),
+            (points.flops, "FLOPs"),
+            (points.params, "parameters"),
+            (points.tokens, "tokens"),
         )
-    )  # fmt: skip
+    )
     return f"{fit.law} law{formula}, fitted to {len(points)} runs of {', '.join(spans)}."
 
 
 def _parameters(fit: Fit) -> list[tuple[str, ...]]:
-    diagnostics, errors, intervals = fit.diagnostics, fit.standard_errors, fit.intervals
+    diagnostics = fit.diagnostics
+    errors = fit.standard_errors
+    intervals = fit.intervals
     rows: list[tuple[str, ...]] = [
-        (name, f"{value:.6g}", "" if errors[name] is None else f"{errors[name]:.3g}",
-         _range(intervals[name]))
+        (
+            name,
+            f"{value:.6g}",
+            "" if errors[name] is None else f"{errors[name]:.3g}",
+            _range(intervals[name]),
+        )
         for name, value in fit.parameters.items()
-    ]  # fmt: skip
-    compared, main = diagnostics.get("n_compared", {}), diagnostics.get("n_counts")
+    ]
+    compared = diagnostics.get("n_compared", {})
+    main = diagnostics.get("n_counts")
     exponents = [
-        *((f"best {name} grows as C^", value, interval(fit.optimal_samples.get(name)))
-          for name, value in fit.optimal.items() if f"{name}_exponent" not in fit.parameters),
-        *((f"best N (counted as {name}) grows as C^", other["optimal_exponents"]["N"], None)
-          for name, other in compared.items()
-          if name != main and "N" in other["optimal_exponents"]),
-        *((f"best N by {method} grows as C^", value, None)
-          for method, value in diagnostics.get("methods", {}).items() if value is not None),
-    ]  # fmt: skip
+        *(
+            (f"best {name} grows as C^", value, interval(fit.optimal_samples.get(name)))
+            for name, value in fit.optimal.items()
+            if f"{name}_exponent" not in fit.parameters
+        ),
+        *(
+            (f"best N (counted as {name}) grows as C^", other["optimal_exponents"]["N"], None)
+            for name, other in compared.items()
+            if name != main and "N" in other["optimal_exponents"]
+        ),
+        *(
+            (f"best N by {method} grows as C^", value, None)
+            for method, value in diagnostics.get("methods", {}).items()
+            if value is not None
+        ),
+    ]
     rows += [(label, f"{value:.4f}", "", _range(spread)) for label, value, spread in exponents]
     if bias := diagnostics.get("parabola_bias"):
         rows.append(("bias of the parabola's exponent", f"{bias['N_exponent']:+.4f}", "", ""))
@@ -112,7 +136,9 @@ def _parameters(fit: Fit) -> list[tuple[str, ...]]:
 
 
 def _choices(fit: Fit) -> list[tuple[str, str]]:
-    diagnostics, columns, points = fit.diagnostics, fit.points.columns, fit.points
+    diagnostics = fit.diagnostics
+    columns = fit.points.columns
+    points = fit.points
     others = [name for name in diagnostics.get("n_compared", {}) if name != diagnostics["n_counts"]]
     compared = f"; compared with {', '.join(others)}" if others else ""
     repeats = "unique tokens unknown"
@@ -129,31 +155,40 @@ def _choices(fit: Fit) -> list[tuple[str, str]]:
         "D": f"{columns.get('tokens', 'C / 6N')}; {repeats}",
         "C": columns.get("flops", "6 N D"),
         "loss": f"{columns.get('loss', 'loss')}, nats per token; standard error: "
-            f"{columns.get('standard_error', 'not known')}",
+        f"{columns.get('standard_error', 'not known')}",
         "objective": fit.estimator,
-        "search": starts and f"L-BFGS-B with exact gradients; {starts['reached']} of "
-            f"{starts['number']} starts reached the optimum; converged: {diagnostics['converged']}",
-        "bounds": starts and f"coefficients above 0, exponents from {low:g} to {high:g}; hit: "
-            f"{', '.join(diagnostics['bounds_hit']) or 'none'}",
+        "search": starts
+        and f"L-BFGS-B with exact gradients; {starts['reached']} of "
+        f"{starts['number']} starts reached the optimum; converged: {diagnostics['converged']}",
+        "bounds": starts
+        and f"coefficients above 0, exponents from {low:g} to {high:g}; hit: "
+        f"{', '.join(diagnostics['bounds_hit']) or 'none'}",
         "condition number": starts and f"{diagnostics['condition']:.3g} (normalised gradients)",
-        "intervals": strap and f"bootstrap percentiles; {strap['draws']} resamples of the runs "
-            f"(seed {strap['seed']}, {strap['redrawn']} drawn again)",
-        "residuals": rest and f"of log(loss): rms {rest['rms']:.2%}, worst {rest['worst']:+.2%} "
-            f"({rest['worst_row']})",
-        "noise": floor and f"{floor['standard_deviation']:.2%} between {floor['runs']} runs in "
-            f"{floor['groups']} groups of equal size and tokens",
-        "forecasts": curve and "E + A C^-gamma through the best losses of "
-            f"{curve['budgets']} budgets, Student-t posterior: " + ", ".join(
-                f"{name} {value:.4g} ({_range(curve['intervals'][name])})"
-                for name, value in curve["parameters"].items()
-            ) + f"; {curve['distant_runs']} runs further than x4 from the best size of their "
-            "budget count for less",
-        "held-out check": held and f"{held['points']} of the largest budgets, from "
-            f"{held['flops'][0]:.3g} FLOPs; a fit to the other {held['fitted_on']} is off by "
-            f"{held['mean_error']:.2%} (mean), {held['worst_error']:.2%} (worst)",
+        "intervals": strap
+        and f"bootstrap percentiles; {strap['draws']} resamples of the runs "
+        f"(seed {strap['seed']}, {strap['redrawn']} drawn again)",
+        "residuals": rest
+        and f"of log(loss): rms {rest['rms']:.2%}, worst {rest['worst']:+.2%} "
+        f"({rest['worst_row']})",
+        "noise": floor
+        and f"{floor['standard_deviation']:.2%} between {floor['runs']} runs in "
+        f"{floor['groups']} groups of equal size and tokens",
+        "forecasts": curve
+        and "E + A C^-gamma through the best losses of "
+        f"{curve['budgets']} budgets, Student-t posterior: "
+        + ", ".join(
+            f"{name} {value:.4g} ({_range(curve['intervals'][name])})"
+            for name, value in curve["parameters"].items()
+        )
+        + f"; {curve['distant_runs']} runs further than x4 from the best size of their "
+        "budget count for less",
+        "held-out check": held
+        and f"{held['points']} of the largest budgets, from "
+        f"{held['flops'][0]:.3g} FLOPs; a fit to the other {held['fitted_on']} is off by "
+        f"{held['mean_error']:.2%} (mean), {held['worst_error']:.2%} (worst)",
         "data": f"{diagnostics.get('table', '')}, SHA-256 of the fitted points {points.digest}",
         "rows used": ", ".join(diagnostics.get("where", ())),
-    }  # fmt: skip
+    }
     return [(name, text) for name, text in choices.items() if text]
 
 
@@ -197,15 +232,18 @@ def show_forecast(forecast: Forecast, fit: Fit, out: Console) -> None:
 
 def write(fit: Fit, folder: Path, *, title: str, settings: Mapping[str, str] | None = None) -> Path:
     """Write report.html, and its plots as PNGs to report/ beside it; return the page's path."""
-    drawn, path = pictures(fit), folder / "report.html"
+    drawn = pictures(fit)
+    path = folder / "report.html"
     write_page(path, page(fit, title, drawn, settings), drawn)
     return path
 
 
 def page(
-    fit: Fit, title: str, drawn: Mapping[str, tuple[bytes, str]],
+    fit: Fit,
+    title: str,
+    drawn: Mapping[str, tuple[bytes, str]],
     settings: Mapping[str, str] | None,
-) -> str:  # fmt: skip
+) -> str:
     """Return the report as HTML.
 
     drawn: name -> (PNG, caption) of each plot.
@@ -216,8 +254,9 @@ def page(
         f"<h1>{escape(title)}</h1><p>{escape(summary(fit))}</p>",
         *(f"<p class=warn>{escape(text)}.</p>" for text in fit.diagnostics["warnings"]),
         *map(table, parts(fit, settings or unknown_settings)),
-        "<h2>Plots</h2>", *figures(drawn),
-    ]  # fmt: skip
+        "<h2>Plots</h2>",
+        *figures(drawn),
+    ]
     return html(title, body)
 
 
@@ -229,9 +268,12 @@ def pictures(fit: Fit) -> dict[str, tuple[bytes, str]]:
     """Draw every plot that the fit has data for; return name -> (PNG, caption)."""
     with style() as plt:
         drawn = {
-            "loss": loss(plt, fit), "isoflop": isoflop(plt, fit), "optima": optima(plt, fit),
-            "residuals": residuals(plt, fit), "held_out": held_out(plt, fit),
-        }  # fmt: skip
+            "loss": loss(plt, fit),
+            "isoflop": isoflop(plt, fit),
+            "optima": optima(plt, fit),
+            "residuals": residuals(plt, fit),
+            "held_out": held_out(plt, fit),
+        }
         return {name: (png(plt, plot[0]), plot[1]) for name, plot in drawn.items() if plot}
 
 
@@ -281,9 +323,13 @@ def isoflop(plt: ModuleType, fit: Fit) -> Picture | None:
     for method, mark in zip(frontier.METHODS, "Dx", strict=True):
         bests = [best for profile in shown if (best := profile.least(method))]
         axes.plot(
-            [best.params for best in bests], [best.loss for best in bests], mark, color=MARK,
-            mfc="none", label=f"best size by {method}",
-        )  # fmt: skip
+            [best.params for best in bests],
+            [best.loss for best in bests],
+            mark,
+            color=MARK,
+            mfc="none",
+            label=f"best size by {method}",
+        )
     axes.legend()
     axes.set(xscale="log", xlabel="parameters", ylabel=_LOSS)
     figure.colorbar(colours, ax=axes, label="training FLOPs")
@@ -320,7 +366,8 @@ def residuals(plt: ModuleType, fit: Fit) -> Picture | None:
     if len(fit.scatter) != len(fit.points):
         return None
     figure, axes = plt.subplots()
-    flops, params = fit.points.flops, fit.points.params
+    flops = fit.points.flops
+    params = fit.points.params
     dots = axes.scatter(flops, 100 * fit.scatter, c=params, norm="log", s=13, zorder=3)
     caption = "Residuals log(loss) - log(law) of every run, in per cent"
     if floor := fit.diagnostics.get("noise_floor"):
@@ -340,10 +387,9 @@ def held_out(plt: ModuleType, fit: Fit) -> Picture | None:
     forecasts = [row for row in diagnostics.get("forecasts", ()) if row["loss"] is not None]
     sets = {
         "largest budgets, by the fitted law": ("o", "#888888", held),
-        "their best losses, by the frontier, 95 %":
-            ("s", LINE, tests[-1]["rows"] if tests else ()),
+        "their best losses, by the frontier, 95 %": ("s", LINE, tests[-1]["rows"] if tests else ()),
         "registered forecasts, 95 %": ("D", MARK, forecasts),
-    }  # fmt: skip
+    }
     if len(held) + len(tests) + 2 * len(forecasts) < 2:
         return None  # a single held-out run needs no plot
     figure, axes = plt.subplots(figsize=(4.4, 3.9))
@@ -352,9 +398,15 @@ def held_out(plt: ModuleType, fit: Fit) -> Picture | None:
             truth, predicted = np.array([[row["loss"], row["predicted"]] for row in rows]).T
             bounds = [row.get("interval") or [np.nan] * 2 for row in rows]
             axes.errorbar(
-                truth, predicted, np.abs(np.transpose(bounds) - predicted), fmt=mark, ms=4,
-                color=colour, capsize=3, label=label,
-            )  # fmt: skip
+                truth,
+                predicted,
+                np.abs(np.transpose(bounds) - predicted),
+                fmt=mark,
+                ms=4,
+                color=colour,
+                capsize=3,
+                label=label,
+            )
     axes.axline(truth[:1].repeat(2), slope=1, color="#777777", lw=0.8)
     axes.set(xlabel="true loss", ylabel="predicted loss")
     axes.legend()

@@ -55,7 +55,8 @@ class Table:
 
     def take(self, rows: Sequence[int]) -> "Table":
         """Return the table with only the rows at these indices."""
-        selected, names = tuple(self.rows[i] for i in rows), tuple(self.names[i] for i in rows)
+        selected = tuple(self.rows[i] for i in rows)
+        names = tuple(self.names[i] for i in rows)
         return replace(self, rows=selected, names=names)
 
     def where(self, conditions: Sequence[str]) -> "Table":
@@ -173,10 +174,12 @@ def count(model: ModelConfig) -> PartCounts:
     """Count the parameters of a model of any family; its vocabulary size must be known."""
     embedding, *blocks, head = models.layers(model)
     return PartCounts(
-        embedding.num_params, sum(param.numel for param in head.params),
-        sum(layer.num_params for layer in blocks), models.num_params(model),
+        embedding.num_params,
+        sum(param.numel for param in head.params),
+        sum(layer.num_params for layer in blocks),
+        models.num_params(model),
         sum(layer.num_params - layer.num_active_params for layer in blocks),
-    )  # fmt: skip
+    )
 
 
 def read_runs(folder: Path) -> Table:
@@ -220,22 +223,31 @@ def settings(folder: Path) -> dict[str, str]:
             config = config_of(path)
         except NoEnd:
             continue
-        train, schedule, data = config.train, config.train.lr_schedule, config.data
-        adam, samples = config.optimizer.params, train.evaluate_samples
-        final = f" to {schedule.min_ratio:g} of the peak at the end"
+        train = config.train
+        schedule = config.train.lr_schedule
+        data = config.data
+        adam = config.optimizer.params
+        samples = train.evaluate_samples
+        shape: str = schedule.type
+        if shape != "constant":
+            shape += f" to {schedule.min_ratio:g} of the peak at the end"
+        betas = list(getattr(adam, "betas", ()))
         for name, value in {
-            "architecture": config.model.family, "vocabulary": config.model.vocab_size,
-            "sequence length": data.sequence_length, "training data": data.source,
-            "tokenizer": data.tokenizer, "steps": train.steps,
-            "batch, tokens": config.tokens_per_step, "learning rate": adam.lr,
-            "learning-rate schedule":
-                f"{schedule.type}{final if schedule.type != 'constant' else ''}",
+            "architecture": config.model.family,
+            "vocabulary": config.model.vocab_size,
+            "sequence length": data.sequence_length,
+            "training data": data.source,
+            "tokenizer": data.tokenizer,
+            "steps": train.steps,
+            "batch, tokens": config.tokens_per_step,
+            "learning rate": adam.lr,
+            "learning-rate schedule": shape,
             "warm-up, steps": schedule.warmup_steps,
-            "betas, weight decay":
-                f"{list(getattr(adam, 'betas', ()))}, {getattr(adam, 'weight_decay', 0.0)}",
-            "precision": config.precision, "seeds": train.seed,
+            "betas, weight decay": f"{betas}, {getattr(adam, 'weight_decay', 0.0)}",
+            "precision": config.precision,
+            "seeds": train.seed,
             "held-out samples": "all" if samples >= ALL else samples,
-        }.items():  # fmt: skip
+        }.items():
             values_by_name.setdefault(name, set()).add(str(value))
     return {name: _few(values) for name, values in values_by_name.items()}
 
@@ -266,14 +278,16 @@ def _folders(folder: Path) -> list[Path]:
 
 def _row(path: Path) -> dict[str, object]:
     config = config_of(path)
-    steps, counted = config.train.steps, count(config.model)
+    steps = config.train.steps
+    counted = count(config.model)
     per_token = models.train_flops_per_token(config.model, config.data.sequence_length)
     last = newest(path / METRICS)
     if steps is None or last.get("step", 0) < steps:
         raise NoEnd(f"not finished: step {last.get('step', 0)} of {steps or 'an unknown number'}")
     if "held_out_loss" not in last:
         raise NoEnd("its last step has no held_out_loss; hold out more of its data")
-    unique, lr = unique_tokens(path), config.optimizer.params.lr
+    unique = unique_tokens(path)
+    lr = config.optimizer.params.lr
     error = ((last.get("validation") or {}).get("held_out") or {}).get("standard_error")
     maybe = {"lr": lr, UNIQUE: unique, ERROR: error}
     return {

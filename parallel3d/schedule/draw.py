@@ -18,9 +18,13 @@ from parallel3d.schedule.schedule import Schedule, bubble, validate
 from parallel3d.schedule.sharding import SHARDING
 
 _NAMES = {
-    Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient",
-    Op.GATHER: "gather", Op.REDUCE: "reduce",
-}  # fmt: skip
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input gradient",
+    Op.W: "weight gradient",
+    Op.GATHER: "gather",
+    Op.REDUCE: "reduce",
+}
 WIDTH = 1000  # of a drawing
 _COLUMNS = 100  # of a grid
 _HEAD = 8  # columns of "rank 0  "
@@ -29,7 +33,11 @@ _LANE = 7  # height of a lane, with the gap above it
 _LANE_COLOURS = {Op.GATHER: "#0c8599", Op.REDUCE: "#9c36b5"}
 _HELD_COLOUR = "#66b8c4"
 _MOST = 1_000  # computes of a planned drawing
-_LEFT, _TOP, _ROW, _PITCH = 72, 74, 30, 36  # of a panel: margins, height of a row, row to row
+# of a panel: margins, height of a row, row to row
+_LEFT = 72
+_TOP = 74
+_ROW = 30
+_PITCH = 36
 
 
 def microbatches_drawn(pp_size: int, num_microbatches: int, stages_per_rank: int) -> int:
@@ -48,19 +56,22 @@ def text_grid(spans: Spans) -> str:
     Whole times get an equal number of columns per unit, in panels if they are too many; other times
     are scaled to 100 columns.
     """
-    length, room = seconds(spans), _COLUMNS - _HEAD
+    length = seconds(spans)
+    room = _COLUMNS - _HEAD
     spans = tuple(tuple(s for s in r if s.action.is_compute) for r in spans_from_zero(spans))
     columns = room / length  # per unit of time
     if all(time.is_integer() for rank in spans for _, *times in rank for time in times):
         columns = 1.0 + max(len(str(span.action)) for rank in spans for span in rank)
-    total, rows = round(length * columns), {}
+    total = round(length * columns)
+    rows = {}
     for coord, rank in enumerate(spans):
         row = ""
         for action, start, end in rank:
             row = row.ljust(round(start * columns), "·")
             row += _cell(action, round(end * columns) - len(row))
         rows[f"rank {coord}"] = row.ljust(total, "·")
-    step, ruler = tick_step(8 / columns), ""
+    step = tick_step(8 / columns)
+    ruler = ""
     for time in _ticks(step, length):
         if len(ruler) < round(time * columns) or not ruler:
             ruler = ruler.ljust(round(time * columns)) + f"{time:g}"
@@ -159,7 +170,8 @@ def _pitch(spans: Spans) -> int:
 
 def _rows(spans: Spans, length: float, scale: float, top: int) -> Iterator[str]:
     """Yield a row of boxes for each rank, with ZeRO's actions in lanes below it."""
-    pitch, num_stages = _pitch(spans), 1 + max(s.action.stage for rank in spans for s in rank)
+    pitch = _pitch(spans)
+    num_stages = 1 + max(s.action.stage for rank in spans for s in rank)
     for coord, rank in enumerate(spans):
         y = top + pitch * coord
         yield from _lane_boxes(rank, scale, y + _ROW)
@@ -169,7 +181,8 @@ def _rows(spans: Spans, length: float, scale: float, top: int) -> Iterator[str]:
             'fill="#f1f3f5"/>'
         )
         for action, start, end in (span for span in rank if span.action.is_compute):
-            x0, w = _LEFT + start * scale, (end - start) * scale
+            x0 = _LEFT + start * scale
+            w = (end - start) * scale
             shade = _shade(action.op, action.stage / max(1, num_stages - 1))
             yield (
                 f'<rect x="{x0 + 0.75:.2f}" y="{y}" width="{max(0.5, w - 1.5):.2f}" '
@@ -215,11 +228,10 @@ def _lane_boxes(rank: Sequence[Span], scale: float, top: float) -> Iterator[str]
     lanes = _lanes_of(rank)
 
     def box(stage: int, start: float, end: float, down: int, style: str, title: str) -> str:
-        x, width = _LEFT + start * scale, max((end - start) * scale, 2.0)
-        y, title = (
-            top + _LANE * lanes[stage] + down,
-            f"<title>{title}: {start:g} to {end:g}</title>",
-        )
+        x = _LEFT + start * scale
+        width = max((end - start) * scale, 2.0)
+        y = top + _LANE * lanes[stage] + down
+        title = f"<title>{title}: {start:g} to {end:g}</title>"
         return f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" {style}>{title}</rect>'
 
     for stage, start, end in _held(rank):
@@ -239,9 +251,13 @@ def chrome_trace(spans: Spans) -> dict[str, object]:
         events.append({"name": "process_name", "ph": "M", "pid": coord, "args": name})
         for number, (action, start, end) in enumerate(rank):
             event = {
-                "name": str(action), "cat": action.op.value, "pid": coord, "tid": 0,
-                "ts": start * 1e6, "args": {"stage": action.stage, "microbatch": action.microbatch},
-            }  # fmt: skip
+                "name": str(action),
+                "cat": action.op.value,
+                "pid": coord,
+                "tid": 0,
+                "ts": start * 1e6,
+                "args": {"stage": action.stage, "microbatch": action.microbatch},
+            }
             if not action.is_compute:
                 # Transfers overlap with computes and each other, which only async events can show.
                 event["id"] = f"{coord}.{number}"

@@ -48,13 +48,16 @@ def _least_maximum(before: list[int], num_stages: int) -> int:
     """Return the least possible cost of the costliest stage, by bisection."""
 
     def fits(limit: int) -> bool:
-        start, stages = 0, 1
+        start = 0
+        stages = 1
         for i in range(1, len(before)):
             if before[i] - before[start] > limit:
-                start, stages = i - 1, stages + 1
+                start = i - 1
+                stages = stages + 1
         return stages <= num_stages
 
-    low, high = max(b - a for a, b in pairwise(before)), before[-1]
+    low = max(b - a for a, b in pairwise(before))
+    high = before[-1]
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)

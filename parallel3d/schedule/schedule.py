@@ -15,9 +15,22 @@ from parallel3d.schedule.action import Action, Cost, Op, Span, Spans, unit_cost
 from parallel3d.schedule.sharding import SHARDING, Weights, gathers, with_sharding
 
 __all__ = [
-    "Action", "Op", "Schedule", "Span", "Spans", "add_communication", "add_sharding", "bubble",
-    "idle_fraction", "needs", "peak_in_flight", "sequence", "simulate", "unit_cost", "validate",
-]  # fmt: skip
+    "Action",
+    "Op",
+    "Schedule",
+    "Span",
+    "Spans",
+    "add_communication",
+    "add_sharding",
+    "bubble",
+    "idle_fraction",
+    "needs",
+    "peak_in_flight",
+    "sequence",
+    "simulate",
+    "unit_cost",
+    "validate",
+]
 
 
 @dataclass(frozen=True)
@@ -179,7 +192,8 @@ def sequence(schedule: Schedule) -> Iterator[Action]:
     def turn(span: Span) -> tuple[float, int, int]:
         # If computes end at the same time, the sender's comes first, so that the RECV precedes the
         # peer's compute.
-        is_forward, stage = span.action.op == Op.F, span.action.stage
+        is_forward = span.action.op == Op.F
+        stage = span.action.stage
         return (span.end, 0, stage) if is_forward else (span.end, 1, -stage)
 
     assert not schedule.has_communication

@@ -32,15 +32,26 @@ class CausalAttention(nn.Module):
     """
 
     def __init__(
-        self, dropout: float, place: str, context: LayerContext, *, heads: tuple[int, int],
-        head_size: int, scale: float | None = None, window: int | None = None, sinks: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        dropout: float,
+        place: str,
+        context: LayerContext,
+        *,
+        heads: tuple[int, int],
+        head_size: int,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: bool = False,
+    ) -> None:
         super().__init__()
         self.dropout = Dropout(dropout, place, context.key, context.group)
         tp = context.group.size()
-        self.heads_here, self.head_size = (heads[0] // tp, max(1, heads[1] // tp)), head_size
-        self.recompute, self.scale = "core_attn" in context.recompute, scale
-        self.window, self.ring = window, context.ring
+        self.heads_here = (heads[0] // tp, max(1, heads[1] // tp))
+        self.head_size = head_size
+        self.recompute = "core_attn" in context.recompute
+        self.scale = scale
+        self.window = window
+        self.ring = context.ring
         self.cp = 1 if context.context is None else context.context.size()
         self.sinks = cut_parameter((heads[0],), tensor=(0, context.group)) if sinks else None
 
@@ -102,9 +113,15 @@ def describe_kernel(kernel: SDPBackend) -> str:
 
 
 def log_kernel(
-    stages: nn.Module, say: Callable[[str], None], *, batch: int, seq: int, dtype: torch.dtype,
-    device: torch.device, isolated: bool,
-) -> None:  # fmt: skip
+    stages: nn.Module,
+    say: Callable[[str], None],
+    *,
+    batch: int,
+    seq: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    isolated: bool,
+) -> None:
     """Log which kernel computes attention, if these `stages` have any: in the layer that sees most.
 
     torch decides by sizes, strides and dtypes, so it is asked with tensors like a step's.

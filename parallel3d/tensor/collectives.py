@@ -43,7 +43,8 @@ def hearing(hears: Callable[[Tensor, dist.ProcessGroup], None]) -> Iterator[None
     Not thread-local: autograd runs a device's backwards in another thread.
     """
     global _hears
-    before, _hears = _hears, hears
+    before = _hears
+    _hears = hears
     try:
         yield
     finally:
@@ -93,9 +94,12 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, async_op: bool = T
 
 
 def _each_sample(
-    collective: Callable[..., Any], out: Tensor, x: Tensor, group: dist.ProcessGroup,
+    collective: Callable[..., Any],
+    out: Tensor,
+    x: Tensor,
+    group: dist.ProcessGroup,
     async_op: bool,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Run one collective per sample; return the works to wait for (None if already finished).
 
     `out` and `x` are contiguous, [..., seq or its part, size]. One collective for all samples would
@@ -146,9 +150,12 @@ class Conjugate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, function: Callable[[Tensor], Tensor],
-        of_gradient: Callable[..., Tensor], *kept: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: Context,
+        x: Tensor,
+        function: Callable[[Tensor], Tensor],
+        of_gradient: Callable[..., Tensor],
+        *kept: Tensor,
+    ) -> Tensor:
         ctx.of_gradient = of_gradient
         ctx.save_for_backward(*kept)
         y = function(x)

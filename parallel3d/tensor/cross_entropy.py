@@ -38,9 +38,14 @@ def sum_rows(
 
 
 def gradient_of(
-    logits: Tensor, top: Tensor, factor: Tensor | None, here: Tensor, outside: Tensor,
-    dtype: torch.dtype, compiled: bool,
-) -> Tensor:  # fmt: skip
+    logits: Tensor,
+    top: Tensor,
+    factor: Tensor | None,
+    here: Tensor,
+    outside: Tensor,
+    dtype: torch.dtype,
+    compiled: bool,
+) -> Tensor:
     """Return the gradient by the logits, p - 1 at the label and p elsewhere, in their memory.
 
     - `factor` [tokens]: `sum_rows` has overwritten the logits, and has returned `top`; exponentials

@@ -140,7 +140,8 @@ def held_parameters(
 
     `prefix` comes before their names.
     """
-    declared, built = {p.name: p for p in specs}, dict(module.named_parameters())
+    declared = {p.name: p for p in specs}
+    built = dict(module.named_parameters())
     assert declared.keys() == built.keys(), declared.keys() ^ built.keys()
     sizes = {role: mesh.peers(role).size for role in ROLES}
     for name, spec in declared.items():

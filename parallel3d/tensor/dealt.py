@@ -28,9 +28,15 @@ _KEYS = 4096  # keys whose scores with the queries of a block are in memory at o
 
 @graph_break("the attention of dealt tokens")
 def attend_dealt(
-    q: Tensor, k: Tensor, v: Tensor, dealt: Dealt, scale: float | None, window: int | None = None,
-    sinks: Tensor | None = None, ring: bool = False,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dealt: Dealt,
+    scale: float | None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    ring: bool = False,
+) -> Tensor:
     """Attend within documents: q, k, v [tokens here, heads, size] -> the same shape as q.
 
     Tokens are those of the flattened batch; the heads of k and v divide those of q. `window` and
@@ -67,9 +73,14 @@ def at_once(
     samples = q.unflatten(0, dealt.places.shape).transpose(1, 2)  # [batch, heads, here, size]
     keys, values = gathered.unflatten(0, (-1, dealt.seq)).permute(2, 0, 3, 1, 4)
     y, besides = _flex(q.device)(
-        samples, keys, values, block_mask=block_mask(dealt, window), scale=scale,
-        enable_gqa=keys.shape[1] != q.shape[1], return_aux=AuxRequest(lse=True),
-    )  # fmt: skip
+        samples,
+        keys,
+        values,
+        block_mask=block_mask(dealt, window),
+        scale=scale,
+        enable_gqa=keys.shape[1] != q.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
     return y.transpose(1, 2).flatten(0, 1), besides.lse.transpose(1, 2).flatten(0, 1)
 
 
@@ -82,7 +93,8 @@ def _flex(device: torch.device) -> Any:
 @lru_cache(maxsize=16)
 def block_mask(dealt: Dealt, window: int | None) -> BlockMask:
     """Return which blocks of keys each block of tokens here attends to, wholly or in part."""
-    block, earliest = dealt.block, dealt.first
+    block = dealt.block
+    earliest = dealt.first
     if window is not None:
         earliest = torch.maximum(earliest, dealt.places - (window - 1))
     first, places = (t.unflatten(-1, (-1, block)) for t in (earliest, dealt.places))
@@ -117,13 +129,17 @@ def _spans(dealt: Dealt, window: int | None, rank: int | None) -> tuple[Tensor, 
     """Return where in the flattened batch the keys of a rank (None: of all) are, and the spans."""
     flat = dealt.flat
     there = torch.arange(flat.numel(), device=flat.device) if rank is None else flat[rank]
-    lows, ends, stop, spans = [], [], 0, []
+    lows = []
+    ends = []
+    stop = 0
+    spans = []
     for tokens, first, end in dealt.pieces:
         lows.append(first if window is None else max(first, end - tokens + 1 - window))
         ends.append(end)
     bounds = torch.searchsorted(there, torch.tensor([lows, ends], device=flat.device)).tolist()
     for piece, low, end in zip(dealt.pieces, *bounds, strict=True):
-        start, stop = stop, stop + piece.tokens
+        start = stop
+        stop = stop + piece.tokens
         for begin in range(low, end, _KEYS):
             spans.append(Span(slice(start, stop), slice(begin, min(end, begin + _KEYS))))
     return there, spans
@@ -161,15 +177,24 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, dealt: Dealt, scale: float,
-        window: int | None, ring: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Context,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dealt: Dealt,
+        scale: float,
+        window: int | None,
+        ring: bool,
+    ) -> tuple[Tensor, Tensor]:
         """Return outputs [tokens here, heads, size] and logsumexp; k, v [tokens here, kv, size]."""
-        own, dtype = torch.stack((k, v), 1), torch.promote_types(q.dtype, torch.float32)
+        own = torch.stack((k, v), 1)
+        dtype = torch.promote_types(q.dtype, torch.float32)
         queries = _by_group(q, k.shape[1], dtype) * scale
-        y, total = torch.zeros_like(queries), queries.new_zeros(queries.shape[:3])
+        y = torch.zeros_like(queries)
+        total = queries.new_zeros(queries.shape[:3])
         high = torch.full_like(total, torch.finfo(dtype).min)
-        kept, here = list[Tensor](), dealt.flat[dealt.group.rank()]
+        kept = list[Tensor]()
+        here = dealt.flat[dealt.group.rank()]
         for rank, part in _parts(own, dealt, ring):
             keys, values = part.permute(1, 2, 0, 3).to(dtype)  # each [heads of k, keys, size]
             there, spans = _spans(dealt, window, rank)
@@ -177,8 +202,10 @@ class _Attend(torch.autograd.Function):
                 scores = _scores(
                     queries[:, :, at], keys[:, seen], here[at], there[seen], window
                 )  # [heads of k, group, n, keys]
-                before, now = high[:, :, at], torch.maximum(high[:, :, at], scores.amax(-1))
-                weights, fade = (scores - now.unsqueeze(-1)).exp_(), (before - now).exp()
+                before = high[:, :, at]
+                now = torch.maximum(high[:, :, at], scores.amax(-1))
+                weights = (scores - now.unsqueeze(-1)).exp_()
+                fade = (before - now).exp()
                 total[:, :, at] = total[:, :, at] * fade + weights.sum(-1)
                 added = (weights.flatten(1, 2) @ values[:, seen]).view_as(y[:, :, at])
                 y[:, :, at] = y[:, :, at] * fade.unsqueeze(-1) + added
@@ -196,13 +223,16 @@ class _Attend(torch.autograd.Function):
         """Return the gradients of q, k and v; keys and values come once more, in the same parts."""
         q, k, v, y, logsumexp, *kept = ctx.saved_tensors
         dealt, scale, window, ring = ctx.how
-        dtype, kv_heads, here = logsumexp.dtype, k.shape[1], dealt.flat[dealt.group.rank()]
+        dtype = logsumexp.dtype
+        kv_heads = k.shape[1]
+        here = dealt.flat[dealt.group.rank()]
         queries, grads = (_by_group(x, kv_heads, dtype) for x in (q, grad))
         queries, to_queries = queries * scale, torch.zeros_like(queries)
         # What a row of the scores' gradients has in common: [heads of k, group, tokens, 1].
         common = (grad.to(dtype) * y.to(dtype)).sum(-1, keepdim=True) - grad_logsumexp.unsqueeze(-1)
         common, tops = (_by_group(x, kv_heads, dtype) for x in (common, logsumexp.unsqueeze(-1)))
-        own, away = torch.stack((k, v), 1), None
+        own = torch.stack((k, v), 1)
+        away = None
         home: Tensor = own
         for rank, part in _parts(own, dealt, ring, *kept):
             keys, values = part.permute(1, 2, 0, 3).to(dtype)
@@ -240,7 +270,8 @@ def _parts(
     if not ring:
         yield None, _gather(own, dealt) if gathered is None else gathered
         return
-    size, rank = dealt.group.size(), dealt.group.rank()
+    size = dealt.group.size()
+    rank = dealt.group.rank()
     for step in range(size):
         following = _pass_on(own, dealt) if step + 1 < size else Pending(own)
         yield (rank - step) % size, own
@@ -250,7 +281,8 @@ def _parts(
 def _pass_on(x: Tensor, dealt: Dealt) -> Pending:
     """Start to send `x` to the next rank, and to receive as much from the one before."""
     group = dealt.group
-    sent, received = [0] * group.size(), [0] * group.size()
+    sent = [0] * group.size()
+    received = [0] * group.size()
     sent[(group.rank() + 1) % group.size()] = received[group.rank() - 1] = len(x)
     arriving = torch.empty_like(x)
     work = dist.all_to_all_single(arriving, x, received, sent, group=group, async_op=True)
@@ -286,14 +318,18 @@ def _gather_again(gathered: Tensor, k: Tensor, v: Tensor, dealt: Dealt) -> Any:
     """
     if _is_recomputed():
         return nullcontext()
-    storage, k, v = gathered.untyped_storage().data_ptr(), k.detach(), v.detach()
+    storage = gathered.untyped_storage().data_ptr()
+    k = k.detach()
+    v = v.detach()
     again: list[Tensor] = []
     views = [0]
 
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         if tensor.untyped_storage().data_ptr() != storage:
             return tensor.detach()
-        shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        shape = tensor.shape
+        stride = tensor.stride()
+        offset = tensor.storage_offset()
         views[0] += 1
 
         def view() -> Tensor:

@@ -20,10 +20,16 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments | None, dropout: float,
-    scale: float | None = None, window: int | None = None, sinks: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments | None,
+    dropout: float,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
     ring: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attend within documents: q, k, v [batch, heads, seq, size] -> [batch, seq, heads, size].
 
     - The heads of k and v divide those of q.
@@ -83,28 +89,50 @@ def _kernel() -> Any:
 
 
 def _at_once(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments | None, seq: int, scale: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments | None,
+    seq: int,
+    scale: float | None,
     window: int | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     if segments is None:
         bounds = torch.arange(0, len(q) + 1, seq, dtype=torch.int32, device=q.device)
         longest = seq
     else:
-        bounds, longest = segments.bounds, max(segments.lengths)
+        bounds = segments.bounds
+        longest = max(segments.lengths)
     # Earlier and later positions that a token sees besides itself; -1: all.
-    around, grouped = (-1 if window is None else window - 1, 0), k.shape[1] != q.shape[1]
+    around = (-1 if window is None else window - 1, 0)
+    grouped = k.shape[1] != q.shape[1]
     return _kernel()(
-        q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=around,
+        q,
+        k,
+        v,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scale,
+        window_size=around,
         enable_gqa=grouped,
-    )  # fmt: skip
+    )
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, *, dropout: float, scale: float | None, window: int | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout: float,
+    scale: float | None,
+    window: int | None,
     sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attend within samples of one document each: [batch, heads, seq, size] -> the same shape."""
-    size, seq = q.shape[-1], q.shape[2]
+    size = q.shape[-1]
+    seq = q.shape[2]
     first = 0 if sinks is None else 1  # tokens that are none: the sink
     if sinks is not None:
         scale = size**-0.5 if scale is None else scale
@@ -121,7 +149,8 @@ def _attend(
     outputs = []
     for number, queries in enumerate(q[:, :, first:].split(BLOCK, 2)):
         start = BLOCK * number
-        stop, earliest = start + queries.shape[2], max(0, start + 1 - window)
+        stop = start + queries.shape[2]
+        earliest = max(0, start + 1 - window)
         seen = mask[: stop - start, earliest - start + window - 1 :][:, : stop - earliest]
         keys, values = (t[:, :, first + earliest : first + stop] for t in (k, v))
         if sinks is not None:

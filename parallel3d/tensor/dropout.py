@@ -50,7 +50,10 @@ class Dropout(nn.Module):
         self, p: float, place: str, key: RandomKey, split_over: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__()
-        self.p, self.place, self.key, self.split_over = p, place, key, split_over
+        self.p = p
+        self.place = place
+        self.key = key
+        self.split_over = split_over
 
     @property
     def active_p(self) -> float:
@@ -80,7 +83,8 @@ class Dropout(nn.Module):
     @graph_break("the dropout mask of dealt tokens")
     def _dealt_factor(self, x: Tensor, dealt: Dealt) -> Tensor:
         """Return the part for the tokens here of what whole samples are multiplied by."""
-        over, places = self.split_over, dealt.places
+        over = self.split_over
+        places = dealt.places
         parts = 1 if over is None else over.size()
         like = x.new_ones((len(x), dealt.seq // parts, x.shape[-1]))
         factors = []

@@ -63,21 +63,31 @@ class Experts(CutModule):
     """
 
     def __init__(
-        self, experts: int, size: int, inner: int, group: dist.ProcessGroup,
-        owners: dist.ProcessGroup | None = None, capacity: float | None = None,
+        self,
+        experts: int,
+        size: int,
+        inner: int,
+        group: dist.ProcessGroup,
+        owners: dist.ProcessGroup | None = None,
+        capacity: float | None = None,
         compiled: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         over = None if owners is None else (0, owners)
         self.gate_up = cut_parameter((experts, 2, inner, size), tensor=(2, group), experts=over)
         self.down = cut_parameter((experts, size, inner), tensor=(2, group), experts=over)
-        self.capacity, self.swiglu = capacity, swiglu.compiled_if(compiled)
+        self.capacity = capacity
+        self.swiglu = swiglu.compiled_if(compiled)
         self.owners = owners if owners is not None and owners.size() > 1 else None
 
     def forward(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor,
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        counts: Tensor,
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the weighted sum of each token's experts, this rank's part of it.
 
         - `x` [tokens, size].

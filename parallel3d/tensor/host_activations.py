@@ -21,7 +21,10 @@ class _OnHost:
     def __init__(
         self, storage: torch.UntypedStorage, stream: torch.Stream | None, before: "_OnHost | None"
     ) -> None:
-        self.stream, self.before, self.uses, self.device = stream, before, 0, storage.device
+        self.stream = stream
+        self.before = before
+        self.uses = 0
+        self.device = storage.device
         self.there: Tensor | None = None
         data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         if stream:
@@ -45,7 +48,8 @@ class _OnHost:
             if following:
                 following.fetch()
                 following = following.before
-        there, self.uses = self.there, self.uses - 1
+        there = self.there
+        self.uses = self.uses - 1
         assert there is not None
         if self.arrived:
             current = torch.accelerator.current_stream()
@@ -75,7 +79,8 @@ class HostActivations:
             nonlocal newest
             if x.dim() < 3 or (x.is_leaf and x.requires_grad):
                 return x
-            storage, like = x.untyped_storage(), x.detach().new_empty(0)
+            storage = x.untyped_storage()
+            like = x.detach().new_empty(0)
             place = x.storage_offset(), x.shape, x.stride()
             key = storage.data_ptr(), x._version
             if key not in known or known[key][0].expired():

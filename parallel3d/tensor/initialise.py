@@ -46,26 +46,39 @@ def fill(out: Tensor, start: int, spec: ParamSpec, name: str, cut: Cut, seed: in
             end = min(r0 + last, (row // _tile(rows) + 1) * _tile(rows))
             values = _band(name, seed, number, row, end, c0, c1, rows, columns, spec.init.std)
             offset = slab * slab_numel + (row - r0) * width - start
-            lo, hi = max(0, offset), min(stop - start, offset + values.numel())
+            lo = max(0, offset)
+            hi = min(stop - start, offset + values.numel())
             out[lo:hi].copy_(values.flatten()[lo - offset : hi - offset])
             row = end
 
 
 def _band(
-    name: str, seed: int, slab: int, r0: int, r1: int, c0: int, c1: int,
-    rows: int, columns: int, std: float,
-) -> Tensor:  # fmt: skip
+    name: str,
+    seed: int,
+    slab: int,
+    r0: int,
+    r1: int,
+    c0: int,
+    c1: int,
+    rows: int,
+    columns: int,
+    std: float,
+) -> Tensor:
     """Return rows [r0, r1) and columns [c0, c1) of one band of tiles: [r1 - r0, c1 - c0]."""
-    tall, wide = _tile(rows), _tile(columns)
+    tall = _tile(rows)
+    wide = _tile(columns)
     i = r0 // tall
-    top, bottom = i * tall, min(rows, (i + 1) * tall)
+    top = i * tall
+    bottom = min(rows, (i + 1) * tall)
     band = torch.empty(r1 - r0, c1 - c0)
     for j in range(c0 // wide, -(-c1 // wide)):
-        left, right = j * wide, min(columns, (j + 1) * wide)
+        left = j * wide
+        right = min(columns, (j + 1) * wide)
         text = f"{seed}/{name}/{slab}/{i}/{j}"
         digest = blake2b(text.encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
         tile = torch.empty(bottom - top, right - left).normal_(0.0, std, generator=generator)
-        lo, hi = max(left, c0), min(right, c1)
+        lo = max(left, c0)
+        hi = min(right, c1)
         band[:, lo - c0 : hi - c0] = tile[r0 - top : r1 - top, lo - left : hi - left]
     return band

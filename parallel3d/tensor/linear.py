@@ -25,11 +25,19 @@ class ColumnParallelLinear(CutModule):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, group: dist.ProcessGroup, bias: bool = True,
-        fused: int = 0, sequence_parallel: bool = False, overlap: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        group: dist.ProcessGroup,
+        bias: bool = True,
+        fused: int = 0,
+        sequence_parallel: bool = False,
+        overlap: bool = True,
+    ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel, self.overlap = group, sequence_parallel, overlap
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.overlap = overlap
         layers = (fused,) if fused else ()
         cut = len(layers), group
         self.weight = cut_parameter((*layers, out_features, in_features), tensor=cut)
@@ -52,12 +60,21 @@ class GroupedColumnLinear(CutModule):
     """
 
     def __init__(
-        self, in_features: int, heads: Mapping[str, int], head_size: int, group: dist.ProcessGroup,
-        bias: bool = False, sequence_parallel: bool = False, overlap: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        heads: Mapping[str, int],
+        head_size: int,
+        group: dist.ProcessGroup,
+        bias: bool = False,
+        sequence_parallel: bool = False,
+        overlap: bool = True,
+    ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel, self.overlap = group, sequence_parallel, overlap
-        self.heads, self.head_size = dict(heads), head_size
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.overlap = overlap
+        self.heads = dict(heads)
+        self.head_size = head_size
         for name, count in heads.items():
             cut = (0, group) if count >= group.size() else None
             weight = cut_parameter((count * head_size, in_features), tensor=cut)
@@ -97,11 +114,16 @@ class RowParallelLinear(CutModule):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, group: dist.ProcessGroup, bias: bool = True,
+        self,
+        in_features: int,
+        out_features: int,
+        group: dist.ProcessGroup,
+        bias: bool = True,
         sequence_parallel: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = group, sequence_parallel
+        self.group = group
+        self.sequence_parallel = sequence_parallel
         self.weight = cut_parameter((out_features, in_features), tensor=(1, group))
         self.bias = cut_parameter((out_features,)) if bias else None
 

@@ -43,9 +43,16 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, weight: Tensor, labels: Tensor, start: int, most_rows: int,
-        group: dist.ProcessGroup, sequence_parallel: bool, compiled: bool,
-    ) -> Tensor:  # fmt: skip
+        ctx: Context,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        start: int,
+        most_rows: int,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+        compiled: bool,
+    ) -> Tensor:
         """Return the loss of each label, [...] like `labels`.
 
         `start` is the token id of the weight's first row. `most_rows` is the size of the group's
@@ -65,8 +72,12 @@ class _Loss(torch.autograd.Function):
         picked = (picked + lower).masked_fill_(outside, 0.0)
         scale = lower.exp_()
         total, picked = all_reduce(torch.stack((total * scale, picked)), group)
-        ctx.weight, ctx.group, ctx.sequence_parallel = weight, group, sequence_parallel
-        ctx.in_parts, ctx.most_rows, ctx.compiled = len(parts) > 1, most_rows, compiled
+        ctx.weight = weight
+        ctx.group = group
+        ctx.sequence_parallel = sequence_parallel
+        ctx.in_parts = len(parts) > 1
+        ctx.most_rows = most_rows
+        ctx.compiled = compiled
         if ctx.in_parts:
             ctx.save_for_backward(x, weight, here, outside, highest + total.log())
         elif any(ctx.needs_input_grad):
@@ -113,7 +124,8 @@ def _in_parts(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]
     grad_x = torch.empty_like(rows) if needs_x else None
     grad_dtype = ctx.weight.grad_dtype or weight.dtype
     sums = torch.float32 if grad_dtype.itemsize < 4 else grad_dtype
-    grad_weight, so_far = None, in_place_sum(ctx.weight) if needs_weight else None
+    grad_weight = None
+    so_far = in_place_sum(ctx.weight) if needs_weight else None
     if so_far is not None and so_far.dtype == sums:
         grad_weight = so_far
     elif needs_weight:
@@ -173,9 +185,15 @@ def _add_product(total: Tensor, gradient: Tensor, x: Tensor, first: bool) -> Non
 
 
 def vocab_parallel_loss(
-    x: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, group: dist.ProcessGroup,
-    sequence_parallel: bool = False, compiled: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool = False,
+    compiled: bool = False,
+) -> Tensor:
     """Return each token's cross-entropy in nats, in fp32, of the logits x @ weight.T.
 
     - `x`: [..., size], replicated over the group, or this rank's part of the sequence.

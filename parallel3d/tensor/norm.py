@@ -13,7 +13,8 @@ class LayerNorm(CutModule):
 
     def __init__(self, size: int, eps: float, compiled: bool = False) -> None:
         super().__init__()
-        self.eps, self.function = eps, layer_norm.compiled_if(compiled)
+        self.eps = eps
+        self.function = layer_norm.compiled_if(compiled)
         self.weight = cut_parameter((size,))
         self.bias = cut_parameter((size,))
 
@@ -27,7 +28,8 @@ class RMSNorm(CutModule):
 
     def __init__(self, size: int, eps: float, compiled: bool = False) -> None:
         super().__init__()
-        self.eps, self.function = eps, rms_norm.compiled_if(compiled)
+        self.eps = eps
+        self.function = rms_norm.compiled_if(compiled)
         self.weight = cut_parameter((size,))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +45,9 @@ class WidthNorm(CutModule):
 
     def __init__(self, heads: int, size: int, eps: float, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.eps, self.group, self.cut = eps, group, heads >= group.size()
+        self.eps = eps
+        self.group = group
+        self.cut = heads >= group.size()
         self.weight = cut_parameter((heads * size,), tensor=(0, group) if self.cut else None)
         self.first = group.rank() * heads // group.size() * size
 

@@ -39,18 +39,24 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, weight: Tensor, product: Bilinear, to_input: Bilinear,
+        ctx: Context,
+        x: Tensor,
+        weight: Tensor,
+        product: Bilinear,
+        to_input: Bilinear,
         to_weight: Bilinear,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         save(ctx, x, weight)
         ctx.weight = weight  # recomputation would save another tensor in its place
-        ctx.to_input, ctx.to_weight = to_input, to_weight
+        ctx.to_input = to_input
+        ctx.to_weight = to_weight
         return product(x, weight)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = saved(ctx)
-        to_weight, shape = ctx.to_weight, weight.shape
+        to_weight = ctx.to_weight
+        shape = weight.shape
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = ctx.to_input(grad, weight).to(x.dtype)
@@ -91,12 +97,20 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool,
-        overlap: bool, rows: Sequence[Rows], *weights: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx: Context,
+        x: Tensor,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+        overlap: bool,
+        rows: Sequence[Rows],
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
         save(ctx, x, *weights)
-        ctx.group, ctx.sequence_parallel, ctx.rows = group, sequence_parallel, rows
-        ctx.weights, ctx.overlap = weights, overlap
+        ctx.group = group
+        ctx.sequence_parallel = sequence_parallel
+        ctx.rows = rows
+        ctx.weights = weights
+        ctx.overlap = overlap
         full_x = all_gather_sequence(x, group) if sequence_parallel else x
         return tuple(full_x @ _used(w, r).t() for w, r in zip(weights, rows, strict=True))
 
@@ -104,7 +118,9 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients by the input and each weight from those by the outputs."""
         x, *weights = saved(ctx)
-        group, split, async_op = ctx.group, ctx.sequence_parallel, ctx.overlap
+        group = ctx.group
+        split = ctx.sequence_parallel
+        async_op = ctx.overlap
         needs_x, _, _, _, _, *needs_weights = ctx.needs_input_grad
         full_x = cache(lambda: all_gather_sequence(x, group) if split else x)
         if split and async_op and any(needs_weights) and not is_deferring():
@@ -161,9 +177,13 @@ def _gradient_of_rows(
 
 
 def column_linear(
-    x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, sequence_parallel: bool = False,
-    rows: Sequence[Rows] | None = None, overlap: bool = True,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Tensor,
+    weights: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    sequence_parallel: bool = False,
+    rows: Sequence[Rows] | None = None,
+    overlap: bool = True,
+) -> tuple[Tensor, ...]:
     """Multiply `x` by `weights` whose output features are cut over the group.
 
     - `x`: [..., in], replicated, or [..., seq / tp, in] under sequence parallelism.
@@ -179,7 +199,11 @@ def column_linear(
 
 @graph_break("a collective of tensor parallelism")
 def _across(
-    x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, overlap: bool,
-    rows: Sequence[Rows], *weights: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Tensor,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+    overlap: bool,
+    rows: Sequence[Rows],
+    *weights: Tensor,
+) -> tuple[Tensor, ...]:
     return _ColumnLinear.apply(x, group, sequence_parallel, overlap, rows, *weights)

@@ -51,9 +51,11 @@ def normed(norm: nn.Module, x: Tensor, recompute: frozenset[str], before: str = 
 
 
 def activated(
-    up: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tensor], x: Tensor,
+    up: Callable[[Tensor], Tensor],
+    activation: Callable[[Tensor], Tensor],
+    x: Tensor,
     recompute: frozenset[str],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the activation function of the product `up(x)`, recomputed as `recompute` says."""
     if "mlp" in recompute:
         return recomputed(lambda x: activation(up(x)), x)

@@ -38,7 +38,8 @@ def yarn_scaling(
     """
     pairs = len(frequencies)
     first, last = (pairs * log(length / (turns * tau)) / log(theta) for turns in (fast, slow))
-    first, last = max(floor(first), 0), min(ceil(last), 2 * pairs - 1)
+    first = max(floor(first), 0)
+    last = min(ceil(last), 2 * pairs - 1)
     numbers = torch.arange(pairs, dtype=torch.float32, device=frequencies.device)
     scaled = ((numbers - first) / (last - first or 0.001)).clamp(0, 1)
     return frequencies * (1 - scaled + scaled / factor)
@@ -56,12 +57,19 @@ class Rotary(nn.Module):
     """
 
     def __init__(
-        self, size: int, theta: float, scaling: Callable[[Tensor], Tensor] | None = None,
-        factor: float = 1.0, compiled: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        size: int,
+        theta: float,
+        scaling: Callable[[Tensor], Tensor] | None = None,
+        factor: float = 1.0,
+        compiled: bool = False,
+    ) -> None:
         super().__init__()
         self.rotate = rotate.compiled_if(compiled)
-        self.size, self.theta, self.scaling, self.factor = size, theta, scaling, factor
+        self.size = size
+        self.theta = theta
+        self.scaling = scaling
+        self.factor = factor
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def forward(self, q: Tensor, k: Tensor, segments: Segments | None = None) -> tuple[Tensor, ...]:
@@ -74,7 +82,8 @@ class Rotary(nn.Module):
         if segments is not None:
             positions = segments.positions
             # [batch, 1, seq, size]
-            cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+            cos = cos[positions].unsqueeze(1)
+            sin = sin[positions].unsqueeze(1)
         return self.rotate(q, k, cos, sin)
 
     def frequencies(self, device: torch.device) -> Tensor:
@@ -98,5 +107,6 @@ class Rotary(nn.Module):
     def _tables_of(self, x: Tensor, seq: int) -> tuple[Tensor, Tensor]:
         here = torch.arange(seq, dtype=torch.float32, device=x.device)
         angles = torch.outer(here, self.frequencies(x.device)).repeat(1, 2)  # [seq, size]
-        cos, sin = scale(angles.cos(), self.factor), scale(angles.sin(), self.factor)
+        cos = scale(angles.cos(), self.factor)
+        sin = scale(angles.sin(), self.factor)
         return cos.to(x.dtype), sin.to(x.dtype)

@@ -102,7 +102,8 @@ class Segments(NamedTuple):
         first = torch.where(starts, here, 0).cummax(-1).values  # where each document starts
         end = torch.tensor([documents.numel()])
         bounds = torch.cat([starts.flatten().nonzero().squeeze(-1), end]).to(torch.int32)
-        positions, dealt = here - first, None
+        positions = here - first
+        dealt = None
         if places is not None and group is not None:
             dealt = Dealt.of(places, first, group)
             positions = dealt.places - dealt.first

@@ -25,7 +25,8 @@ class VocabParallelEmbedding(CutModule):
         self, vocab_size: int, size: int, group: dist.ProcessGroup, sequence_parallel: bool = False
     ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = group, sequence_parallel
+        self.group = group
+        self.sequence_parallel = sequence_parallel
         self.weight = cut_parameter((vocab_size, size), tensor=(0, group))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -43,8 +44,10 @@ class VocabParallelOutput(CutModule):
 
     def __init__(self, vocab_size: int, size: int, context: LayerContext) -> None:
         super().__init__()
-        self.vocab_size, self.group = vocab_size, context.group
-        self.sequence_parallel, self.compiled = context.sequence_parallel, context.pointwise
+        self.vocab_size = vocab_size
+        self.group = context.group
+        self.sequence_parallel = context.sequence_parallel
+        self.compiled = context.pointwise
         self.weight = cut_parameter((vocab_size, size), tensor=(0, context.group))
 
     def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -60,7 +60,8 @@ _in_place = False
 def accumulate_in_place() -> Iterator[None]:
     """Add linear layers' weight gradients to `.grad` in place; autograd's hooks do not run."""
     global _in_place
-    before, _in_place = _in_place, True
+    before = _in_place
+    _in_place = True
     try:
         yield
     finally:

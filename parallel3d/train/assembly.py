@@ -77,12 +77,16 @@ def assemble(
         schedule = _schedule(own.pipeline, mesh, num_microbatches)
         return add_sharding(schedule, weights, settings.reduces_once)
 
-    training, sizes = make(schedule.num_microbatches), config.mesh
+    training = make(schedule.num_microbatches)
+    sizes = config.mesh
     make_executor = partial(
-        Executor, mesh=mesh, engine=engine, key=stages.key,
+        Executor,
+        mesh=mesh,
+        engine=engine,
+        key=stages.key,
         hidden_shape=hidden_shape(sizes, shape, own.model.hidden_size),
         scatter=own.pipeline.scatter_activations and not sizes.sequence_parallel,
-    )  # fmt: skip
+    )
     executor = make_executor(training, make_schedule=make)
     evaluator = make_executor(add_sharding(make_evaluation(schedule), weights, False))
     return Assembly(layers, shape, training, stages, engine, executor, evaluator)
@@ -96,17 +100,25 @@ def build(
     Without a seed the weights are not initialised. Raises ConfigError or ScheduleError if the
     settings cannot be combined.
     """
-    own, sizes = config.parallel3d, config.mesh
+    own = config.parallel3d
+    sizes = config.mesh
     layers = models.layers(own.model)
     shape = Shape(settings.micro_batch_size, own.data.sequence_length)
     schedule = _schedule(own.pipeline, mesh, config.num_microbatches)
     stages = build_stages(
-        layers, schedule, settings, mesh=mesh, shape=shape, seed=seed,
+        layers,
+        schedule,
+        settings,
+        mesh=mesh,
+        shape=shape,
+        seed=seed,
         activation_checkpointing=own.pipeline.activation_checkpointing,
         offload_activations=own.pipeline.offload_activations == "cpu",
-        sequence_parallel=sizes.sequence_parallel, overlap=own.train.overlap,
-        cp_ring=sizes.cp_ring, compiles=own.train.compile,
-    )  # fmt: skip
+        sequence_parallel=sizes.sequence_parallel,
+        overlap=own.train.overlap,
+        cp_ring=sizes.cp_ring,
+        compiles=own.train.compile,
+    )
     return layers, shape, schedule, stages
 
 

@@ -24,10 +24,11 @@ from parallel3d.schedule.schedule import Action
 from parallel3d.tensor.cut import is_of_experts
 
 _MASK = 2**52 - 1  # checksums travel as floats of 53 bits
-_REPLICAS, _EXPERTS, _TP, _TIED, _NORM = (
-    "data-parallel replicas", "replicas of experts", "tensor-parallel copies", "tied weights",
-    "gradient norms",
-)  # fmt: skip
+_REPLICAS = "data-parallel replicas"
+_EXPERTS = "replicas of experts"
+_TP = "tensor-parallel copies"
+_TIED = "tied weights"
+_NORM = "gradient norms"
 
 REMEDY = (
     "Leave out this host, whose memory or device may be faulty, and start again from the last "
@@ -159,7 +160,8 @@ def _checksums(engine: Engine, device: torch.device) -> dict[str, dict[str, Tens
         sums[what][name] = sums[what].get(name, 0) + total.to(device)
 
     for h in engine.held if stage < 3 else ():
-        shape, what = h.parameter.shape, _EXPERTS if is_of_experts(h.parameter) else _REPLICAS
+        shape = h.parameter.shape
+        what = _EXPERTS if is_of_experts(h.parameter) else _REPLICAS
         add(what, h.name, bit_sum(h.parameter.detach(), [0] * len(shape), shape))
     for number, block in enumerate(engine.states.blocks):
         kinds_of_copy = [
@@ -195,7 +197,8 @@ def _copies(
     `grid` [pp, dp, tp] has the global ranks. If the state is sharded over dp, those of a copy are
     all ranks of its dp group, because unlike stages have unlike shards.
     """
-    (pp, dp, tp), (cp, ep) = grid.shape, owner
+    (pp, dp, tp) = grid.shape
+    (cp, ep) = owner
     shards = [range(dp)] if is_sharded else [range(d, d + 1) for d in range(dp)]
     for p, t in product(range(pp), range(tp)):
         yield _REPLICAS, [[int(rank)] for rank in grid[p, :, t]]

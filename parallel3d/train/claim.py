@@ -99,7 +99,8 @@ def claim(
     `requested` is the config as it was read, `config` the one resolved for the launched ranks.
     Raises ConfigError if another process writes to the folder, or if it is not writable.
     """
-    directory, same = Path(config.parallel3d.run.directory), digest_of(requested)
+    directory = Path(config.parallel3d.run.directory)
+    same = digest_of(requested)
     created_directory = None if directory.exists() else directory.absolute()
     try:
         folder, lock = _find(config, launch, directory, same, say)
@@ -134,7 +135,8 @@ def written_to(folder: Path) -> Iterator[None]:
 def _find(
     config: RunConfig, launch: Launch, directory: Path, same: str, say: Callable[[str], None]
 ) -> tuple[Path, Lock]:
-    chosen, resume = config.parallel3d.run.name, config.parallel3d.checkpoint.resume
+    chosen = config.parallel3d.run.name
+    resume = config.parallel3d.checkpoint.resume
     existing = None
     if chosen != "auto":
         existing = directory / chosen
@@ -229,7 +231,8 @@ class Attempts:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], config: str = "") -> None:
-        self._path, self._config = folder / FILE, config
+        self._path = folder / FILE
+        self._config = config
         text = json.dumps(settings, sort_keys=True)
         self._settings = blake2b(text.encode(), digest_size=16).hexdigest()
 

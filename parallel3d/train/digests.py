@@ -96,7 +96,8 @@ def is_close(one: float | None, other: float | None, bound: float) -> bool:
 def in_words(difference: Mapping[str, Any], rule: str = "in every bit") -> Iterator[str]:
     """Yield lines about the result of `compare_runs`; `rule` says how values must agree."""
     if difference["same"]:
-        steps, digests = difference["steps"], difference["digests"]
+        steps = difference["steps"]
+        digests = difference["digests"]
         yield f"same: {steps:,} steps and {digests:,} digests agree {rule}"
     for key, (one, other) in difference["values"].items():
         yield f"step {difference['first_step']} is the first that differs: {key} {one} and {other}"

@@ -72,7 +72,8 @@ def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, objec
             "--calibrate`, or name its hardware with --parallel3d.run.hardware",
         )
         row = choices_json(setting, memory)
-    size, folder = checkpoint_bytes(setting), Path(config.run.directory)
+    size = checkpoint_bytes(setting)
+    folder = Path(config.run.directory)
     lacks = free_space.missing_disk_bytes(folder, size)
     missing = f"; {folder.absolute()} lacks {decimal(lacks)} for one" if lacks else ""
     terminal.say(out, f"a checkpoint is about {decimal(size)}{missing}")

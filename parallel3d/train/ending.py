@@ -44,7 +44,9 @@ _IN_WORDS = {
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE = 4.0  # seconds that a process has to end by itself before training
 _LOOK = 0.25  # seconds between two checks of the other ranks and the launcher
-_BY_SIGNAL, _BY_FILE = 1.0, 2.0  # how a rank was asked to stop, as ranks gather it
+# how a rank was asked to stop, as ranks gather it
+_BY_SIGNAL = 1.0
+_BY_FILE = 2.0
 
 
 def say(text: str) -> None:
@@ -193,7 +195,8 @@ def command_of_this_launch() -> str:
 
 def command_to_go_on(config: RunConfig, folder: Path) -> str:
     """Return the command of this launch, with the settings that make it resume in `folder`."""
-    command, own = command_of_this_launch(), config.parallel3d
+    command = command_of_this_launch()
+    own = config.parallel3d
     if own.run.name == "auto" and own.checkpoint.resume != "auto":
         command += f" --parallel3d.run.name {shlex.quote(folder.name)}"
     if own.checkpoint.resume != "auto":
@@ -269,7 +272,8 @@ class StopRequest:
         `folder` is the run's folder on the rank that checks it for the files STOP and SAVE, None on
         others. `flush` closes the run's open files.
         """
-        self._folder, self._flush = folder, flush
+        self._folder = folder
+        self._flush = flush
         self._held = True
         if self.requested:  # the exception was swallowed, for example in a destructor
             self._held = False
@@ -304,7 +308,8 @@ class StopRequest:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.requested:
-            self.requested, self._since = True, now
+            self.requested = True
+            self._since = now
             if not self._held:
                 raise Stopped
         # torchrun forwards a Ctrl-C to ranks that already got it from the terminal.
@@ -315,7 +320,8 @@ class StopRequest:
 
     def _watch(self, read_end: int) -> None:
         """Watch for signals, outcomes and a dead launcher; signal or end the process."""
-        deadline, is_launcher_gone = None, _watch_launcher()
+        deadline = None
+        is_launcher_gone = _watch_launcher()
         while True:
             if select.select([read_end], [], [], _LOOK)[0]:
                 numbers = os.read(read_end, 64)

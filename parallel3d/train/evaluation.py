@@ -39,8 +39,12 @@ class Evaluation:
         evaluator: Executor,
         stop: StopRequest,
     ) -> None:
-        self._mesh, self._feed, self._evaluator, self._stop = mesh, feed, evaluator, stop
-        self._batch, own = config.global_batch_size, config.parallel3d
+        self._mesh = mesh
+        self._feed = feed
+        self._evaluator = evaluator
+        self._stop = stop
+        self._batch = config.global_batch_size
+        own = config.parallel3d
         self._sets = {
             name: held_out_samples(part, own.data.sequence_length, own.train.evaluate_samples)
             for name, part in evaluation_corpora(corpus).items()
@@ -69,7 +73,8 @@ class Evaluation:
             self._evaluator.run(batch)
             losses = self._evaluator.token_losses
             if losses is not None and documents is not None:
-                losses, places = losses.flatten().to(torch.float64), documents.flatten()
+                losses = losses.flatten().to(torch.float64)
+                places = documents.flatten()
                 if samples.batches.weighs:
                     own = torch.stack([m.weights for m in batch if m.weights is not None])
                     own = own.flatten().to(torch.float64)

@@ -50,12 +50,18 @@ class Feed:
 
     def __init__(self, config: RunConfig, mesh: Mesh, corpus: Corpus, schedule: Schedule) -> None:
         own = config.parallel3d
-        data, length, seed = own.data, own.data.sequence_length, own.train.seed
-        self._config, self._mesh, self._end_of_text = config, mesh, corpus.end_of_text
-        owners, coord = schedule.pp_coord_of_stage, mesh.pipeline.coord
+        data = own.data
+        length = own.data.sequence_length
+        seed = own.train.seed
+        self._config = config
+        self._mesh = mesh
+        self._end_of_text = corpus.end_of_text
+        owners = schedule.pp_coord_of_stage
+        coord = mesh.pipeline.coord
         used = {"tokens": owners[0] == coord, "labels": owners[-1] == coord}
         self._kinds = [name for name, is_used in used.items() if is_used]
-        self._isolates, self._context = data.isolate_documents, mesh.context
+        self._isolates = data.isolate_documents
+        self._context = mesh.context
         self._segments = self._isolates or mesh.context.size > 1
         self._most_keys = models.most_keys(own.model, length)
         fim = Fim.of(data.fim, corpus, seed)
@@ -108,7 +114,8 @@ class Feed:
         samples: EvaluationSamples | None = None,
     ) -> _Step:
         """Build a step; with `samples` the labels' documents too."""
-        config, size = self._config, self._config.micro_batch_size
+        config = self._config
+        size = self._config.micro_batch_size
         shape = num_microbatches, size, config.data.sequence_length
         nothing = np.empty((shape[0], 0, *shape[1:]), dtype=np.int64)
         numbers, runs = self._share(start, num_microbatches)
@@ -159,7 +166,8 @@ class Feed:
 
     def _share(self, start: int, num_microbatches: int) -> tuple[Sequence[int], list[_Run]]:
         """Return the numbers of this dp coordinate's microbatches, and their samples: one run."""
-        dp, size = self._mesh.samples, self._config.micro_batch_size
+        dp = self._mesh.samples
+        size = self._config.micro_batch_size
         first = first_sample(
             start, 0, dp.coord, micro_batch=size, num_microbatches=num_microbatches, dp=dp.size
         )
@@ -170,7 +178,8 @@ class Feed:
         self, batches: Batches, start: int, num_microbatches: int
     ) -> tuple[Sequence[int], list[_Run]]:
         """Return what `_share` does, of microbatches with as much work: runs of one sample."""
-        dp, size = self._mesh.samples, self._config.micro_batch_size
+        dp = self._mesh.samples
+        size = self._config.micro_batch_size
         count = size * num_microbatches * dp.size
         work = batches.attention_work(start, count, self._most_keys)
         samples, numbers = balance(work, size, dp.size)
@@ -194,7 +203,8 @@ class Feed:
 
     def _readable(self, array: np.ndarray) -> torch.Tensor:
         """Return an array as a tensor in pinned memory, from any thread."""
-        tensor, device = torch.from_numpy(array), self._mesh.device
+        tensor = torch.from_numpy(array)
+        device = self._mesh.device
         if device.type == "cpu":
             return tensor
         with torch.accelerator.device_index(device.index):  # a new thread uses device 0

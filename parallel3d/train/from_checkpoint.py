@@ -87,15 +87,17 @@ def evaluation_config(
 
 def _place(raw: dict[str, Any], world_size: int, is_own_config: bool) -> None:
     """Set the mesh of `raw` for `world_size` ranks."""
-    mesh, block = reader.block_at(raw, _MESH), reader.block_at(raw, "parallel3d")
+    mesh = reader.block_at(raw, _MESH)
+    block = reader.block_at(raw, "parallel3d")
     if not mesh:  # "plan", or invalid, which is reported later
         return
     if world_size == 1:
         block["mesh"] = mesh | {"pp": 1, "dp": "auto", "cp": 1, "tp": 1, "ep": 1}
         # On one rank the schedule and the stages do not change the numbers.
         block["pipeline"] = reader.block_at(raw, "parallel3d.pipeline") | {
-            "schedule": "gpipe", "stages_per_rank": 1
-        }  # fmt: skip
+            "schedule": "gpipe",
+            "stages_per_rank": 1,
+        }
     elif is_own_config:
         block["mesh"] = mesh | {"dp": "auto"}
     if isinstance(train := block.get("train"), dict):  # an evaluation has one batch size
@@ -178,7 +180,8 @@ def refuse_other_text(
 
     Warns by `say` if the corpus is another one.
     """
-    folder, state = source.folder, source.state
+    folder = source.folder
+    state = source.state
     if state["tokenizer"] != tokenizer_digest(corpus.tokenizer_directory):
         own = folder / TOKENIZER
         remedy = f"add --data.tokenizer {own}" if own.is_dir() else "use its data.tokenizer"
@@ -261,7 +264,8 @@ def replay(
     norms = trace.gather(config.mesh.sequence_parallel)
 
     def compare() -> dict[str, object]:
-        names, stages = [layer.name for layer in parts.layers], parts.stages.layers_of_stage
+        names = [layer.name for layer in parts.layers]
+        stages = parts.stages.layers_of_stage
         first = None
         for path in sorted(run.glob(f"replays/*/step-{step}.json")):
             other_bound = 0.0 if path.parent == folder and is_exact else BOUNDS[config.precision]
@@ -270,10 +274,13 @@ def replay(
                 kind, microbatch, layer = place.split()
                 stage = next(s for s, layers in enumerate(stages) if int(layer) in layers)
                 first = {
-                    "stage": stage, "layer": names[int(layer)], "microbatch": int(microbatch),
-                    "tensor": kind, "norms": [norms.get(place), other.get(place)],
+                    "stage": stage,
+                    "layer": names[int(layer)],
+                    "microbatch": int(microbatch),
+                    "tensor": kind,
+                    "norms": [norms.get(place), other.get(place)],
                     "replay": path.parent.name,
-                }  # fmt: skip
+                }
         replace_text(folder / f"step-{step}.json", json.dumps(norms))
         difference = compare_runs(run, folder, bound)
         same = difference["same"] and first is None
@@ -288,7 +295,9 @@ class _Trace:
     """Notes the norms of layers' outputs and their gradients in one step of training."""
 
     def __init__(self, parts: Assembly, mesh: Mesh, step: int) -> None:
-        self._key, self._mesh, self._step = parts.stages.key, mesh, step
+        self._key = parts.stages.key
+        self._mesh = mesh
+        self._step = step
         self._executor = parts.executor
         self._squares: dict[str, Tensor] = {}
         for stage, layers in parts.stages.module.layers.items():

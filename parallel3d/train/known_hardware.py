@@ -39,7 +39,8 @@ def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
 
     It is the peak in configs/hardware, else the fastest matmul measured on all ranks at once.
     """
-    precision, tf32 = config.precision, config.parallel3d.train.tf32
+    precision = config.precision
+    tf32 = config.parallel3d.train.tf32
     dtype = "tf32" if tf32 and precision == "fp32" and mesh.device.type != "cpu" else precision
     known = known_hardware(config, mesh.device)
     if known and (published := known.peak(dtype)):

@@ -123,9 +123,13 @@ def _balance(row: list[float]) -> dict[str, float]:
 
 
 _SOMETIMES = (
-    "role_lr", "side_losses", "part_epochs", "gradient_noise", "loss_scale",
+    "role_lr",
+    "side_losses",
+    "part_epochs",
+    "gradient_noise",
+    "loss_scale",
     "checkpoint_stall_seconds",
-)  # fmt: skip
+)
 _ALWAYS = tuple(
     f.name for f in fields(StepMetrics) if f.name not in ("validation", "experts", *_SOMETIMES)
 )
@@ -141,7 +145,9 @@ class MetricsWriter:
     def __init__(
         self, directory: Path, trackers: Trackers | None = None, say: Callable[[str], None] = print
     ) -> None:
-        self.path, self._trackers, self._say = directory / METRICS, trackers, say
+        self.path = directory / METRICS
+        self._trackers = trackers
+        self._say = say
         directory.mkdir(parents=True, exist_ok=True)
         self.path.touch()
         self._unwritten = b""  # starts where the last write was cut off

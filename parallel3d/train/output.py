@@ -56,10 +56,12 @@ class Summary:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values of the closing results as text."""
-        result, mean = self.result, finite(self.result.mean_loss)
+        result = self.result
+        mean = finite(self.result.mean_loss)
         memory = ", ".join(f"{size / 2**20:,.0f}" for size in result.peak_memory_bytes)
         of_peak = f" of {self.peak_name}" if result.mfu is not None else ""
-        steps, spread = f"{result.steps:,}", ""
+        steps = f"{result.steps:,}"
+        spread = ""
         if result.trained < result.steps:
             steps += f", {result.trained:,} of them in this launch"
         if result.mean_loss_of > 1:
@@ -106,11 +108,14 @@ class Summary:
 
 def print_placement(console: Console, config: RunConfig, parts: Assembly) -> None:
     """Print the size of the model and the layers of each stage."""
-    layers, schedule, stages = parts.layers, parts.schedule, parts.stages
+    layers = parts.layers
+    schedule = parts.schedule
+    stages = parts.stages
     total = count_params(layers)
-    zero, own, mesh, settings = (
-        config.zero_optimization, config.parallel3d, config.mesh, parts.engine.settings,
-    )  # fmt: skip
+    zero = config.zero_optimization
+    own = config.parallel3d
+    mesh = config.mesh
+    settings = parts.engine.settings
     offload = describe_offload(zero.offload_optimizer.device, zero.offload_param.device)
     marks = [
         f"ZeRO-{zero.stage}",
@@ -149,7 +154,9 @@ def print_placement(console: Console, config: RunConfig, parts: Assembly) -> Non
 
 def summarise(start: Start, result: Result, peak_name: str, is_said: bool) -> Summary:
     """Return the closing summary of a run; `is_said` is True on the rank that prints it."""
-    config, corpus, directory = start.config, start.corpus, start.folder
+    config = start.config
+    corpus = start.corpus
+    directory = start.folder
     files = {
         "run": directory,
         "checkpoints": directory / "checkpoints",
@@ -160,7 +167,8 @@ def summarise(start: Start, result: Result, peak_name: str, is_said: bool) -> Su
     if config.run.save_weights and not result.stopped:
         files["weights"] = directory / "weights"
     seconds = time.time() - psutil.Process().create_time()
-    length, most = config.data.sequence_length, config.train.evaluate_samples
+    length = config.data.sequence_length
+    most = config.train.evaluate_samples
     unigrams = None
     if is_said and HELD_OUT in result.validation:
         with suppress(DataError):  # the run has ended well; only this row is missing
@@ -173,7 +181,8 @@ def print_summary(summary: Summary, console: Console, go_on: str) -> None:
 
     `go_on` is the command that resumes a stopped run.
     """
-    result, run = summary.result, summary.files["run"]
+    result = summary.result
+    run = summary.files["run"]
     if result.stopped:
         console.print(f"stopped on request after step {result.steps}, everything saved; to resume:")
         console.print(f"        {go_on}")
@@ -200,8 +209,11 @@ class Output:
     """
 
     def __init__(self, start: Start, mesh: Mesh, console: Console) -> None:
-        config, step = start.config, start.position.step
-        self._console, self._start, self._mesh = console, start, mesh
+        config = start.config
+        step = start.position.step
+        self._console = console
+        self._start = start
+        self._mesh = mesh
         self.directory = start.folder
         self.checkpoints = self.directory / "checkpoints"
         self.writer: MetricsWriter | None = None
@@ -220,7 +232,8 @@ class Output:
             self.writer = MetricsWriter(self.directory, trackers, self.progress.say)
 
     def _begin(self, start: Start) -> None:
-        config, step = start.config, start.position.step
+        config = start.config
+        step = start.position.step
         with written_to(self.directory):
             self.directory.mkdir(exist_ok=True)
             reached = step_reached(self.directory)
@@ -234,13 +247,18 @@ class Output:
             replace_text(self.directory / "corpus.json", f"{json.dumps(counted)}\n")
             known = known_hardware(config, self._mesh.device)
             record(
-                "launch", step=step, restart=self._mesh.restart_count > 0,
+                "launch",
+                step=step,
+                restart=self._mesh.restart_count > 0,
                 mesh=str(config.mesh.sizes),
                 chosen=next((n for n in config.notes if n.startswith("parallel3d.mesh: ")), None),
-                unended=not_ended(self.directory), lost_steps=max(reached - step, 0),
-                rejected=start.rejected, tier=start.tier,
-                device=self._mesh.device.type, hardware=known.name if known else None,
-            )  # fmt: skip
+                unended=not_ended(self.directory),
+                lost_steps=max(reached - step, 0),
+                rejected=start.rejected,
+                tier=start.tier,
+                device=self._mesh.device.type,
+                hardware=known.name if known else None,
+            )
 
     def _copy_tokenizer(self, tokenizer: Path) -> None:
         """Copy the tokenizer into the run's folder, because a cache may be emptied."""
@@ -271,9 +289,11 @@ class Output:
             try:
                 self._attempts.end(result.stopped)
                 record(
-                    "end", step=result.steps, stopped=result.stopped,
+                    "end",
+                    step=result.steps,
+                    stopped=result.stopped,
                     peak_memory_bytes=result.peak_memory_bytes,
-                )  # fmt: skip
+                )
             except OSError as error:
                 self._console.print(f"{self.directory} cannot be written ({error.strerror})")
 

@@ -78,9 +78,13 @@ class Lane(NamedTuple):
         for step in self.steps:
             for name, start, end in ((f"step {step.number}", step.start, step.end), *step.spans):
                 yield {
-                    "name": name, "ph": "X", "pid": self.rank, "tid": 0,
-                    "ts": (start - self.ahead - origin) * 1e6, "dur": (end - start) * 1e6,
-                }  # fmt: skip
+                    "name": name,
+                    "ph": "X",
+                    "pid": self.rank,
+                    "tid": 0,
+                    "ts": (start - self.ahead - origin) * 1e6,
+                    "dur": (end - start) * 1e6,
+                }
 
 
 class Profiler:
@@ -91,7 +95,9 @@ class Profiler:
 
     def __init__(self, chosen: ProfileConfig, mesh: Mesh, executor: Executor, *, run: Path) -> None:
         self._chosen = range(chosen.start, chosen.start + chosen.steps)
-        self._mesh, self._executor, self._directory = mesh, executor, run / "profile"
+        self._mesh = mesh
+        self._executor = executor
+        self._directory = run / "profile"
         if isinstance(chosen.ranks, str):
             self._is_profiled = chosen.ranks == "all" or mesh.replicas.coord == 0
         else:
@@ -174,8 +180,12 @@ class Profiler:
 
 PARTS = ("forward", "backward", "waiting", "reduction", "optimizer", "rest")
 _PART_OF = {
-    Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.W: "backward", Op.REDUCE: "reduction"
-}  # fmt: skip
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "backward",
+    Op.W: "backward",
+    Op.REDUCE: "reduction",
+}
 
 
 class StepWatch:
@@ -190,8 +200,12 @@ class StepWatch:
     def __init__(
         self, config: RunConfig, mesh: Mesh, parts: Assembly, *, say: Callable[[str], None]
     ) -> None:
-        self._config, self._mesh, self._parts, self._say = config, mesh, parts, say
-        self._sums, self._steps = dict.fromkeys(PARTS, 0.0), 0
+        self._config = config
+        self._mesh = mesh
+        self._parts = parts
+        self._say = say
+        self._sums = dict.fromkeys(PARTS, 0.0)
+        self._steps = 0
         self._first: int | None = None
         self._counted = self._profiled = False
 
@@ -200,7 +214,8 @@ class StepWatch:
         """Observe the step in the block, counted from 0; collective if it prints."""
         if self._first is None:
             self._first = number
-        logger, last = self._config.comms_logger, number + 1 == self._config.num_steps
+        logger = self._config.comms_logger
+        last = number + 1 == self._config.num_steps
         # Skip the first step, in which DeepSpeed also records the order of the modules.
         count = logger.enabled and not self._counted and (number > self._first or last)
         chosen = () if logger.prof_all else logger.prof_ops
@@ -224,7 +239,8 @@ class StepWatch:
             self._show_flops(number + 1, step_seconds)
 
     def _add(self, step_seconds: float) -> None:
-        executor, seconds = self._parts.executor, dict.fromkeys(PARTS, 0.0)
+        executor = self._parts.executor
+        seconds = dict.fromkeys(PARTS, 0.0)
         for span in executor.spans:
             if name := _PART_OF.get(span.action.op):
                 seconds[name] += span.end - span.start
@@ -249,7 +265,8 @@ class StepWatch:
             place = f"pp {pp}, " if self._mesh.pipeline.size > 1 else ""
             over = f"mean of {self._steps}"
             self._say(f"time    step {step}, {place}{over}: {sum(means):.1f} ms = {words}")
-        self._sums, self._steps = dict.fromkeys(PARTS, 0.0), 0
+        self._sums = dict.fromkeys(PARTS, 0.0)
+        self._steps = 0
 
     def _show_traffic(self, step: int, traffic: Traffic) -> None:
         """Print the traffic of the first rank of each stage; its other ranks do the same."""

@@ -14,7 +14,9 @@ from rich.console import Console, ConsoleOptions, RenderableType
 
 from parallel3d.train.metrics import StepMetrics
 
-_ROWS, _COLUMNS, _LABEL = 6, 64, 8
+_ROWS = 6
+_COLUMNS = 64
+_LABEL = 8
 _DOTS = ((0x1, 0x2, 0x4, 0x40), (0x8, 0x10, 0x20, 0x80))  # of a braille character, by its columns
 
 
@@ -49,7 +51,8 @@ class LossCurve:
 
 def draw(values: Sequence[float]) -> list[str]:
     """Return `_ROWS` lines with a curve, 2 values per character; its extremes stand on the left."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     cells = [[0] * -(-len(values) // 2) for _ in range(_ROWS)]
     last = 4 * _ROWS - 1
     for column, value in enumerate(values):
@@ -83,7 +86,8 @@ class Progress:
         self, num_steps: int, every: int = 10, console: Console | None = None, first: int = 0
     ) -> None:
         self.console = console or Console(stderr=True)
-        self._num_steps, self._every = num_steps, every
+        self._num_steps = num_steps
+        self._every = every
         self._bar = _Bar(
             progress.TextColumn("step"),
             progress.MofNCompleteColumn(),
@@ -100,7 +104,9 @@ class Progress:
 
     def show(self, metrics: StepMetrics) -> None:
         """Show a finished step."""
-        step, last, has_bar = metrics.step, self._num_steps, not self._bar.disable
+        step = metrics.step
+        last = self._num_steps
+        has_bar = not self._bar.disable
         self._bar.curve.add(metrics.loss)
         self._bar.update(self._task, completed=step)
         numbers = f"{_numbers(metrics, brief=True)}  {self._times(brief=True)}"

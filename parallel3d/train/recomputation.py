@@ -53,7 +53,9 @@ class Recorder:
     """
 
     def __init__(self, key: RandomKey, microbatch: int, group: dist.ProcessGroup) -> None:
-        self._key, self._microbatch, self._group = key, microbatch, group
+        self._key = key
+        self._microbatch = microbatch
+        self._group = group
         self._places: list[str] = []
         self._digests: list[Tensor] = []
         self._counts: Counter[str] = Counter()  # in the forward of a layer
@@ -126,7 +128,9 @@ class Recomputation:
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, parts: Assembly) -> None:
-        self._config, self._mesh, self._parts = config, mesh, parts
+        self._config = config
+        self._mesh = mesh
+        self._parts = parts
         names = gather_json(mesh, name_of_device(mesh.device))
         is_exact = mesh.device.type == "cpu" or config.train.deterministic
         self._bound = 0.0 if is_exact and len(set(names)) == 1 else BOUNDS[config.precision]
@@ -145,9 +149,11 @@ class Recomputation:
 
     def _find_segments(self) -> dict[str, list[tuple[int, int]]]:
         """Return the pieces of each parameter's gradient that ranks hold after the reduction."""
-        engine, mesh = self._parts.engine, self._mesh
+        engine = self._parts.engine
+        mesh = self._mesh
         own = [(p.held.name, p.start, p.numel) for block in engine.states.blocks for p in block]
-        rows, segments = gather_json(mesh, own), dict[str, set[tuple[int, int]]]()
+        rows = gather_json(mesh, own)
+        segments = dict[str, set[tuple[int, int]]]()
         for rank in mesh.shards.ranks if self._settings.zero_stage else [mesh.rank]:
             for name, start, numel in rows[rank]:
                 segments.setdefault(name, set()).add((start, numel))
@@ -159,9 +165,12 @@ class Recomputation:
 
         Its gradients are its own: those of later ones are added to them.
         """
-        parts, mesh = self._parts, self._mesh
-        module, key = parts.stages.module, parts.stages.key
-        self._step, self._stage = step, list(module.layers)[step % len(module.layers)]
+        parts = self._parts
+        mesh = self._mesh
+        module = parts.stages.module
+        key = parts.stages.key
+        self._step = step
+        self._stage = list(module.layers)[step % len(module.layers)]
         program = parts.executor.schedule_for(len(batch)).programs[mesh.pipeline.coord]
         self._microbatch = next(
             a.microbatch for a in program if a.stage == self._stage and a.op in (Op.B, Op.I)
@@ -244,7 +253,8 @@ class Recomputation:
         """Return which ranks may be wrong: this one, or the one that computed `others`."""
         place, _, norm = row
         first, third = self._distances()
-        places, rank = self._mesh.places, self._mesh.rank
+        places = self._mesh.places
+        rank = self._mesh.rank
         checker = places[(places.index(rank) + first) % len(places)]
         wrong = sorted({rank, checker})
         if self._is_same((place, *others[place]), again):
@@ -258,7 +268,8 @@ class Recomputation:
 
         Its sum must be theirs, within 8 roundings of the gradients' norm. Collective.
         """
-        replicas, names = self._mesh.replicas, sorted(self._moments)
+        replicas = self._mesh.replicas
+        names = sorted(self._moments)
         if not names:
             return None
         flat = all_reduce(torch.cat([self._moments[name] for name in names]), replicas.group)
@@ -322,7 +333,8 @@ class Recomputation:
 
     def _update_elsewhere(self, update: Update, by: int) -> _Known:
         """Return the digests of an update that the rank `by` places on computes."""
-        mesh, kinds = self._mesh, self._kinds
+        mesh = self._mesh
+        kinds = self._kinds
         gradient = update.master.grad
         assert gradient is not None
         spans = [(p.piece.held.name, p.offset, p.piece.numel) for p in update.places]
@@ -341,7 +353,8 @@ class Recomputation:
         if "step" in state:
             state["step"] += count
         state.update(zip(kinds, received[2:], strict=True))
-        optimizer.state[master], master.grad = state, received[1]
+        optimizer.state[master] = state
+        master.grad = received[1]
         optimizer.step()
         rows = self._digest_pieces([master, *(state[kind] for kind in kinds)], spans)
         return self._returned(rows, by)
@@ -403,8 +416,10 @@ class Recomputation:
         """
         recorder = Recorder(key, key.microbatch, self._mesh.tensor.group)
         of_stage = self._parts.stages.layers_of_stage
-        numbers, most = of_stage[stage], max(map(len, of_stage))
-        xs, gradient = [inputs["x"]], inputs.get("gradient")
+        numbers = of_stage[stage]
+        most = max(map(len, of_stage))
+        xs = [inputs["x"]]
+        gradient = inputs.get("gradient")
         for place in range(most):
             layer = self._layer(numbers, place, key, by)
             if layer is not None and place + 1 < len(numbers):
@@ -419,9 +434,11 @@ class Recomputation:
                 until.enter_context(hearing(recorder.note_part))
                 recorder.watch(numbers[place], layer, until, set())
                 output, side = _forward(layer, x, inputs, place + 1 == len(numbers))
-                roots, gradients = [output], [gradient]
+                roots = [output]
+                gradients = [gradient]
                 if side is not None and "side_gradient" in inputs:
-                    roots, gradients = [output, side], [gradient, inputs["side_gradient"]]
+                    roots = [output, side]
+                    gradients = [gradient, inputs["side_gradient"]]
                 torch.autograd.backward(roots, gradients)
             gradient = x.grad
         return recorder.read()
@@ -430,8 +447,11 @@ class Recomputation:
         self, numbers: Sequence[int], place: int, key: RandomKey, by: int
     ) -> nn.Module | None:
         """Return a layer of another rank's stage, and send the weights of this rank's own one."""
-        parts, mesh, config = self._parts, self._mesh, self._config
-        own, engine = parts.stages.module.layers[self._stage], parts.engine
+        parts = self._parts
+        mesh = self._mesh
+        config = self._config
+        own = parts.stages.module.layers[self._stage]
+        engine = parts.engine
         weights = [
             engine.full_parameter(self._held[id(parameter)]).to(engine.settings.dtype)
             for layer in own[place : place + 1]
@@ -441,10 +461,13 @@ class Recomputation:
         into: list[Tensor] = []
         if place < len(numbers):
             context = LayerContext(
-                mesh.tensor.group, key, config.mesh.sequence_parallel,
-                parts_of(config.pipeline.activation_checkpointing), config.train.overlap,
+                mesh.tensor.group,
+                key,
+                config.mesh.sequence_parallel,
+                parts_of(config.pipeline.activation_checkpointing),
+                config.train.overlap,
                 pointwise=config.train.compile == "pointwise",
-            )  # fmt: skip
+            )
             with plain_building(engine.settings.dtype, mesh.device):
                 layer = build_layer(parts.layers[numbers[place]], context)
             if engine.settings.shards_parameters and not engine.settings.holds_weights:

@@ -105,8 +105,10 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     corpus and checkpoint do not match, and the errors of `Attempts.check`.
     """
     begin(config, mesh, console)
-    num_shown, block = len(config.notes), config.parallel3d
-    nodes, settings = find_nodes(mesh), config.to_dict()
+    num_shown = len(config.notes)
+    block = config.parallel3d
+    nodes = find_nodes(mesh)
+    settings = config.to_dict()
     folder, digest, exists = _find_folder(settings, mesh, claim)
     open_journal(folder)
     refuse_drift(settings, mesh, nodes)
@@ -120,10 +122,13 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
     config = _with_weights(config.with_corpus(corpus.vocab_size, num_tokens), mesh)
     for note in config.notes[num_shown:]:
         console.print(note)
-    own, say = folder if exists else None, console.print
+    own = folder if exists else None
+    say = console.print
     memory = open_memory(block.checkpoint, mesh, nodes, folder, say)
     checkpoint, rejected = _find_checkpoint(config, mesh, own, say, memory)
-    position, num_left_out, pretrained = Position(), 0, None
+    position = Position()
+    num_left_out = 0
+    pretrained = None
     if checkpoint:
         position = RunState(config, corpus).position_in(checkpoint.state, checkpoint.folder, say)
         num_left_out = left_out(checkpoint.state)
@@ -165,7 +170,8 @@ def _with_weights(config: RunConfig, mesh: Mesh) -> RunConfig:
     """
     if not leaves_weights_open(config):
         return config
-    known, host_bytes = described_hardware(config, mesh.device), None
+    known = described_hardware(config, mesh.device)
+    host_bytes = None
     if mesh.device.type == "cpu":
         rows = mesh.gather_floats([free_space.free_memory(mesh.local_size)])
         host_bytes = int(min(row[0] for row in rows))
@@ -251,7 +257,8 @@ def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -
     Raises Parallel3DError on all ranks if one of them cannot use it.
     """
     pulse.doing("opening the corpus, or waiting for it to be prepared")
-    first, data = nodes.first(mesh.rank), config.parallel3d.data
+    first = nodes.first(mesh.rank)
+    data = config.parallel3d.data
 
     def prepared() -> Place | None:
         if mesh.rank != first:
@@ -281,7 +288,8 @@ def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -
 
 def corpus_lines(corpus: Corpus) -> Iterator[str]:
     """Yield the lines about a run's corpus, and about what was left out of it."""
-    train, held_out = len(corpus.train), len(corpus.held_out)
+    train = len(corpus.train)
+    held_out = len(corpus.held_out)
     yield (
         f"corpus  {corpus.num_documents:,} documents, {train:,} tokens + {held_out:,} held out (of "
         f"{corpus.held_out.num_documents:,} documents)"
@@ -349,7 +357,8 @@ def _find_checkpoint(
     """
     resume = config.parallel3d.checkpoint.resume
     own = folder / "checkpoints" if folder else None
-    checkpoint, rejected = None, list[str]()
+    checkpoint = None
+    rejected = list[str]()
     # Each host's torchrun counts its own restarts, and none for hosts that come.
     counts = mesh.gather_floats([mesh.restart_count])
     is_restart = mesh.is_elastic or any(count for (count,) in counts)
@@ -412,7 +421,8 @@ def open_memory(
             )
 
     def read() -> tuple[str, int]:
-        record, reached = _read_record(folder), step_reached(folder)
+        record = _read_record(folder)
+        reached = step_reached(folder)
         steps = [step for step, _ in record.restarts]
         refused = [
             step for step, before in record.restarts if before == reached or steps.count(step) > 1

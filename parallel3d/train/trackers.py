@@ -51,7 +51,8 @@ class Trackers:
     def __init__(
         self, config: RunConfig, directory: Path, *, step: int, say: Callable[[str], None]
     ) -> None:
-        self._say, self._settings = say, requested_trackers(config)
+        self._say = say
+        self._settings = requested_trackers(config)
         self._running: dict[str, Any] = {}
         for name in self._settings:
             with self._dropped_on_error(name, "cannot be started and is left out"):
@@ -116,7 +117,8 @@ def make(name: str, config: RunConfig, directory: Path, step: int) -> Any:
 
 def _arguments(name: str, config: RunConfig, directory: Path, step: int) -> dict[str, object]:
     """Return the arguments of accelerate's class; `run_name` is the project of most trackers."""
-    run, environ = directory.name, os.environ
+    run = directory.name
+    environ = os.environ
     arguments: dict[str, dict[str, object]] = {
         "tensorboard": {"run_name": name, "logging_dir": str(directory), "purge_step": step + 1},
         "wandb": {
@@ -132,7 +134,9 @@ def _arguments(name: str, config: RunConfig, directory: Path, step: int) -> dict
         "swanlab": {"run_name": PROJECT, "experiment_name": run, "logdir": str(directory / name)},
         "trackio": {"run_name": PROJECT, "name": run},
     }
-    board, wandb, comet = config.tensorboard, config.wandb, config.comet
+    board = config.tensorboard
+    wandb = config.wandb
+    comet = config.comet
     keys = ("workspace", "api_key", "experiment_key", "online", "mode")
     of_comet = {key: getattr(comet, key) for key in keys}
     blocks: dict[str, dict[str, object]] = {
@@ -149,7 +153,8 @@ class CsvTracker:
     """Writes one csv file per metric in DeepSpeed's format: a header, then `step,value`."""
 
     def __init__(self, folder: Path, step: int = 0) -> None:
-        self._folder, self._step = folder, step
+        self._folder = folder
+        self._step = step
 
     def start(self) -> None:
         """Create the folder, and remove rows of steps after `step`, which will be repeated."""

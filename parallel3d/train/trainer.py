@@ -85,18 +85,28 @@ class Trainer:
         saver: Saver | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        config, corpus, own = start.config, start.corpus, start.config.parallel3d
-        self._start, self._layers = start, parts.layers
+        config = start.config
+        corpus = start.corpus
+        own = start.config.parallel3d
+        self._start = start
+        self._layers = parts.layers
         stages = parts.schedule.pp_coord_of_stage
         self._ends = stages[0], stages[-1]
         self._shapes = {name: spec.shape for name, spec in named_params(parts.layers).items()}
-        self.config, self.mesh, self.engine = config, mesh, parts.engine
+        self.config = config
+        self.mesh = mesh
+        self.engine = parts.engine
         self.executor = parts.executor
-        self.flops_per_token, self.peak_flops = parts.flops_per_token, peak_flops
-        self.writer, self.progress, self.profiler = writer, progress, profiler
+        self.flops_per_token = parts.flops_per_token
+        self.peak_flops = peak_flops
+        self.writer = writer
+        self.progress = progress
+        self.profiler = profiler
         self._say = progress.say if progress else (lambda text: None)
         self.watch = StepWatch(config, mesh, parts, say=self._say)
-        self.saver, self.stop, self.position = saver, stop or StopRequest(), start.position
+        self.saver = saver
+        self.stop = stop or StopRequest()
+        self.position = start.position
         self._state = RunState(config, corpus) if saver else None
         self._bad = BadSteps(own.train, start.checkpoint.state if start.checkpoint else None)
         recomputes = own.train.check_bits.recompute_every
@@ -127,9 +137,13 @@ class Trainer:
             return self._run()
 
     def _run(self) -> Result:
-        result, first = Result(steps=self.position.step), self.position.step
+        result = Result(steps=self.position.step)
+        first = self.position.step
         # Of all steps except the first, which also warms up, and of the last one.
-        seconds, tokens, step_seconds, step_tokens = 0.0, 0, 0.0, 0
+        seconds = 0.0
+        tokens = 0
+        step_seconds = 0.0
+        step_tokens = 0
         # The closing loss is the mean of a tenth of the steps, within limits.
         window = min(max(self.config.num_steps // 10, 10), 50)
         losses: deque[float] = deque(maxlen=window)
@@ -158,16 +172,19 @@ class Trainer:
                 result.steps = self._rewind(verdict, step)
                 continue
             padding = self._feed.padding(self.position.next_sample)
-            before, self.position = self.position, self.position.after(self.config, padding)
+            before = self.position
+            self.position = self.position.after(self.config, padding)
             step_tokens = self.position.tokens - before.tokens
             if step > first:
-                seconds, tokens = seconds + step_seconds, tokens + step_tokens
+                seconds = seconds + step_seconds
+                tokens = tokens + step_tokens
             result.steps = step + 1
             result.loss = self._mean_loss(row.loss for row in rows)
             if verdict.action == "train":
                 losses.append(result.loss)
             result.peak_memory_bytes = [int(row.memory) for row in rows]
-            is_last, after = result.steps == self.config.num_steps, self.config.train.stop_after
+            is_last = result.steps == self.config.num_steps
+            after = self.config.train.stop_after
             result.stopped = self.stop.stopping or (result.steps == after and not is_last)
             validation = {} if result.stopped else self._evaluated(result)
             self._report(result, lr, step_seconds, step_tokens, rows, done, validation)
@@ -225,7 +242,8 @@ class Trainer:
             raise TrainingError(f"{reason}. All ranks stop")
         self.position = self._load_newest(step, f"{reason}. ")
         to = self.position.step
-        self._clean, self._wrong_at = dict.fromkeys(self._clean, to), step
+        self._clean = dict.fromkeys(self._clean, to)
+        self._wrong_at = step
         self._say(f"{reason}. Rewound to step {to}")
         self._record("rewind", step=step + 1, to=to, reason="wrong bits")
         return to
@@ -243,7 +261,8 @@ class Trainer:
         if self.saver is None or self._state is None:
             return
         self.saver.poll()
-        step, settings = result.steps, self.config.checkpoint
+        step = result.steps
+        settings = self.config.checkpoint
         ends = result.stopped or step == self.config.num_steps
         asked = ends or self.stop.saving
         on_disk = asked or step in settings.at or _is_due(settings.every, step)
@@ -296,7 +315,8 @@ class Trainer:
             done = self.engine.step(lr, is_kept if self._bad.may_skip else None)
         if check:
             self._clean["recompute_every"] = step + 1
-        memory, broken = peak_memory_bytes(self.mesh.device), bool(self.saver and self.saver.broken)
+        memory = peak_memory_bytes(self.mesh.device)
+        broken = bool(self.saver and self.saver.broken)
         stop, save = self.stop.flags()
         own = loss, done.norm, memory, stop, save, broken, done.own_squares, *side_losses
         rows = [_Row._make((*row[:7], tuple(row[7:]))) for row in self.mesh.gather_floats(own)]
@@ -354,9 +374,13 @@ class Trainer:
             f"{self.config.train.max_skips} times)"
         )
         self._record(
-            verdict.action, step=step + 1, **place, samples=samples, count=self._bad.count,
+            verdict.action,
+            step=step + 1,
+            **place,
+            samples=samples,
+            count=self._bad.count,
             reason=verdict.reason,
-        )  # fmt: skip
+        )
 
     def _record(self, event: str, **values: object) -> None:
         """Write an event to the run's journal, on rank 0."""
@@ -379,7 +403,8 @@ class Trainer:
         """
         pulse.doing(f"rewinding from step {step + 1}")
         self.mesh.set_timeouts(1800.0)  # for ranks that wait for one that reads a checkpoint
-        checkpoint, folder = self._start.on_disk, self._start.folder / "checkpoints"
+        checkpoint = self._start.on_disk
+        folder = self._start.folder / "checkpoints"
         if self.saver:
             self.saver.finish()
             begin_memory(self._start.memory, self.mesh, self._start.folder)
@@ -416,7 +441,8 @@ class Trainer:
         """Return the loads of each layer's experts over the batch (`LayerSpec`); collective."""
         if not self._sparse:
             return {}
-        device, found = self.mesh.device, self.executor.side_losses
+        device = self.mesh.device
+        found = self.executor.side_losses
         own = [
             found.get(o.loads, torch.zeros(o.num_experts + 1, device=device)) for o in self._sparse
         ]
@@ -435,11 +461,17 @@ class Trainer:
     ) -> None:
         """Write and show a step's metrics, on the rank that reports."""
         tokens_per_second, tflops, mfu = self._speed(tokens, seconds)
-        stall, self._stall = self._stall, None
+        stall = self._stall
+        self._stall = None
         metrics = StepMetrics(
-            step=result.steps, loss=result.loss, grad_norm=done.grad_norm, lr=lr,
-            tokens=self.position.tokens, tokens_per_second=tokens_per_second,
-            tflops_per_device=tflops, mfu=mfu,
+            step=result.steps,
+            loss=result.loss,
+            grad_norm=done.grad_norm,
+            lr=lr,
+            tokens=self.position.tokens,
+            tokens_per_second=tokens_per_second,
+            tflops_per_device=tflops,
+            mfu=mfu,
             peak_memory_bytes=int(max(row.memory for row in rows)),
             step_seconds=seconds,
             role_lr={role: lr * factor for role, factor in self._role_lrs.items()},
@@ -450,7 +482,7 @@ class Trainer:
             validation=validation,
             loss_scale=done.loss_scale if self.config.fp16.enabled else None,
             checkpoint_stall_seconds=stall,
-        )  # fmt: skip
+        )
         if self.writer:
             self.writer.write(metrics)
         if self.progress:

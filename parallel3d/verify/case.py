@@ -241,11 +241,17 @@ class CaseRun:
     def __init__(
         self, parts: Assembly, config: RunConfig, mesh: Mesh, reference: Reference
     ) -> None:
-        self.parts, self.config, self.mesh, self.reference = parts, config, mesh, reference
+        self.parts = parts
+        self.config = config
+        self.mesh = mesh
+        self.reference = reference
         self.corpus = corpus_of(config, Path(reference.weights).parent)
         self.batch: list[Microbatch] = []  # of the last step
         self.stepped = Event()  # set after the last step
-        self.eps, self.wrong, self.masters, self.unlike = [0.0], [0.0], [0.0], [0.0]
+        self.eps = [0.0]
+        self.wrong = [0.0]
+        self.masters = [0.0]
+        self.unlike = [0.0]
         # Gradients are averaged in fp32; those of activations, which tp and cp add up, are not.
         self.averages_in_fp32 = (
             config.communication_data_type in (None, "fp32")
@@ -273,8 +279,10 @@ class CaseRun:
         counters = self.parts.engine.states.counters()
         weights = weight_errors(self.parts, self.config, self.reference)
         masks = self._dropped(self.batch, self.config.num_steps) if task.drops else None
-        first, right = position.step, self.reference
-        steps, per_step = range(first + 1, self.config.num_steps + 1), right.course.steps[0].tokens
+        first = position.step
+        right = self.reference
+        steps = range(first + 1, self.config.num_steps + 1)
+        per_step = right.course.steps[0].tokens
         counted = [(step, step * per_step.numel()) for step in steps]
         by_step = {line["step"]: line for line in lines}
 
@@ -313,8 +321,10 @@ class CaseRun:
     @contextmanager
     def _watching(self, drops: bool) -> Iterator[None]:
         """Look at each batch that is trained on; turn dropout on where it must have no effect."""
-        executor, evaluator = self.parts.executor, self.parts.evaluator
-        train, evaluate = executor.run, evaluator.run
+        executor = self.parts.executor
+        evaluator = self.parts.evaluator
+        train = executor.run
+        evaluate = evaluator.run
 
         def trained(batch: list[Microbatch], step: int) -> torch.Tensor:
             self.batch = batch
@@ -338,7 +348,8 @@ class CaseRun:
         A save in the background is written when the step after it is done, whose state it must not
         have.
         """
-        parts, behind = self.parts, self.config.checkpoint.asynchronous
+        parts = self.parts
+        behind = self.config.checkpoint.asynchronous
         write = disk.write_file
 
         def write_late(*args: Any, **options: Any) -> Any:
@@ -364,7 +375,8 @@ class CaseRun:
 
         All microbatches add to each of its elements, so that a sum in fp32 needs more bits.
         """
-        engine, dtype = self.parts.engine, HALF.get(self.config.precision)
+        engine = self.parts.engine
+        dtype = HALF.get(self.config.precision)
         offloads = engine.settings.offload_optimizer != "none"
         if dtype is None or offloads or self.config.num_microbatches == 1:
             return
@@ -379,7 +391,8 @@ class CaseRun:
         precision holds: all, if they were rounded. Record how many weights are not their masters,
         rounded to the nearest.
         """
-        states, dtype = self.parts.engine.states, HALF.get(self.config.precision, torch.bfloat16)
+        states = self.parts.engine.states
+        dtype = HALF.get(self.config.precision, torch.bfloat16)
         values: dict[str, list[torch.Tensor]] = {}
         for number in range(len(states.blocks)):
             with states.opened(number) as pieces:
@@ -395,7 +408,8 @@ class CaseRun:
 
     def _compare_turns(self) -> float:
         """Return the largest difference of rotary positions that one rounding does not explain."""
-        right, dtype = self.reference.turns, self.parts.engine.settings.dtype
+        right = self.reference.turns
+        dtype = self.parts.engine.settings.dtype
         layers = [m for m in self.parts.stages.module.modules() if isinstance(m, Rotary)]
         if right is None or not layers:
             return 0.0
@@ -413,7 +427,8 @@ class CaseRun:
         A mean in half precision scales whole tokens by less than the rounding of a feature, which
         hides it in the loss; over many features the rounding averages out.
         """
-        dtype, worst_off = self.parts.engine.settings.dtype, 0.0
+        dtype = self.parts.engine.settings.dtype
+        worst_off = 0.0
         modules = self.parts.stages.module.modules()
         for kind in {type(m) for m in modules if isinstance(m, (LayerNorm, RMSNorm))}:
             norm = kind(NORM_SIZE, eps=1e-6).to(dtype).requires_grad_(False)
@@ -433,9 +448,11 @@ class CaseRun:
 
     def _compare_token_losses(self) -> float:
         """Return the mean error of tokens' losses, by rounded logits, in nats."""
-        dtype, generator = self.parts.engine.settings.dtype, torch.Generator().manual_seed(SEED)
+        dtype = self.parts.engine.settings.dtype
+        generator = torch.Generator().manual_seed(SEED)
         x, weight = torch.randn(2, NORM_SIZE, NORM_SIZE, generator=generator).to(dtype)
-        labels, group = torch.arange(NORM_SIZE), self.mesh.alone.group
+        labels = torch.arange(NORM_SIZE)
+        group = self.mesh.alone.group
         x = x / NORM_SIZE**0.5  # [tokens, features], for logits of about 1
         found = vocab_parallel_loss(x, weight, labels, vocab_size=NORM_SIZE, group=group)
         exact = F.cross_entropy((x @ weight.t()).double(), labels, reduction="none")
@@ -445,7 +462,8 @@ class CaseRun:
         """Return the largest relative difference of the learning rates of the user's schedule."""
         if self.reference.schedule is None:
             return 0.0
-        schedule, expected = self.reference.schedule, self.reference.rates
+        schedule = self.reference.schedule
+        expected = self.reference.rates
         off = max(abs(rate(schedule, step) - lr) for step, lr in enumerate(expected))
         return off / float(schedule.optimizer.params.lr)
 

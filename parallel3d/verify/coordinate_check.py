@@ -34,7 +34,10 @@ from parallel3d.verify.measure import compile_operators, microbatches
 from parallel3d.verify.reference import Batch
 from parallel3d.verify.shrink import num_microbatches, shrink
 
-HEAD_SIZE, BLOCKS, BATCH, LENGTH = 16, 2, 8, 32
+HEAD_SIZE = 16
+BLOCKS = 2
+BATCH = 8
+LENGTH = 32
 ZIPF = 1.5  # the power by which a token's frequency falls with its rank
 _SEEN = (
     *(ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear),
@@ -72,7 +75,8 @@ def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
     sizes = config.mesh.sizes
     share = sizes.dp * num_microbatches(config)
     small = shrink(config, (sizes,), batch=lcm(BATCH, share))[sizes]
-    model, raw = config.model, small.to_dict()
+    model = config.model
+    raw = small.to_dict()
     settings = parametrization_of(model)
     heads = max(1, width // HEAD_SIZE)
     if settings.base_head_size is not None and settings.base_width is not None:
@@ -144,7 +148,8 @@ def _batch(config: RunConfig) -> Batch:
     step would have little in common, and the change would be noise that grows by the width's root.
     """
     generator = torch.Generator().manual_seed(7)
-    size, length = config.global_batch_size, config.data.sequence_length + 1
+    size = config.global_batch_size
+    length = config.data.sequence_length + 1
     frequency = torch.arange(1.0, int(config.model.vocab_size) + 1) ** -ZIPF
     text = torch.multinomial(frequency, size * length, replacement=True, generator=generator)
     text = text.view(size, length)
@@ -176,7 +181,8 @@ def _activations(parts: Assembly) -> Iterator[dict[str, list[Tensor]]]:
 
 def _modules(parts: Assembly) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers of this rank's stages, except the head's loss, and their products."""
-    placement, last = parts.stages.layers_of_stage, parts.layers[-1].name
+    placement = parts.stages.layers_of_stage
+    last = parts.layers[-1].name
     for stage, modules in parts.stages.module.layers.items():
         for index, module in zip(placement[stage], modules, strict=True):
             layer = parts.layers[index].name

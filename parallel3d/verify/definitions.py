@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from parallel3d.config import RunConfig
     from parallel3d.model.config import ModelConfig
 
-_MODULUS, _GOLDEN = 2**64, 0x9E3779B97F4A7C15
+_MODULUS = 2**64
+_GOLDEN = 0x9E3779B97F4A7C15
 # Projections that add to the residual stream, by the last part of their names in transformers.
 _RESIDUAL = ("c_proj", "o_proj", "out_proj", "down_proj", "dense", "dense_4h_to_h", "fc2", "w2")
 # Settings that some class of transformers has by the same name in another sense or form.
@@ -32,7 +33,9 @@ Stream = tuple[np.ndarray, np.ndarray | None]  # ids, and how much each counts a
 
 def learning_rate(config: Any, step: int) -> float:
     """Return the learning rate of a step, counted from 0 (docs/config.md, train.lr_schedule)."""
-    peak, schedule, total = config.optimizer.params.lr, config.train.lr_schedule, config.train.steps
+    peak = config.optimizer.params.lr
+    schedule = config.train.lr_schedule
+    total = config.train.steps
     start = schedule.warmup_steps
     if step < start:
         return float(peak * (step + 1) / start)
@@ -68,7 +71,8 @@ def sample_at(seed: int, index: int, count: int) -> int:
     samples; a number beyond them is permuted again.
     """
     epoch, sample = divmod(index, count)
-    key, half = _mixed((_mixed(seed % _MODULUS) + epoch) % _MODULUS), 8
+    key = _mixed((_mixed(seed % _MODULUS) + epoch) % _MODULUS)
+    half = 8
     while half * half < count:
         half *= 2
     while True:
@@ -94,7 +98,9 @@ def parts_of(shares: Sequence[int], count: int) -> list[tuple[int, int]]:
     Sample j of a part with `a` shares in a sum of D is due from floor(j D / a) on and before
     ceil((j + 1) D / a). Among the parts that are due, the one with the earliest end is next.
     """
-    total, used, order = sum(shares), [0] * len(shares), []
+    total = sum(shares)
+    used = [0] * len(shares)
+    order = []
     for index in range(count):
         due = [p for p, share in enumerate(shares) if used[p] * total // share <= index]
         part = min(due, key=lambda p: ceil(Fraction((used[p] + 1) * total, shares[p])))
@@ -116,7 +122,9 @@ def samples(
     streams: Sequence[Stream], shares: Sequence[int], length: int, seed: int, indices: Iterable[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, labels and weights [n, length] of samples: a label is the token after."""
-    tokens, labels, weights = [], [], []
+    tokens = []
+    labels = []
+    weights = []
     for index in indices:
         part, start = start_of(streams, shares, length, seed, index)
         ids, counts = streams[part]
@@ -205,7 +213,8 @@ def optimizer_groups(
     """
     wider, deeper = widths(config.model)
     transfers = getattr(getattr(config.model, "parametrization", None), "base_depth", None)
-    params, groups = config.optimizer.params, []
+    params = config.optimizer.params
+    groups = []
     is_muon = config.optimizer.type.lower() == "muon"
     views = matrices_of(reference, config) if is_muon else {}
     for name, kind in kinds(reference).items():
@@ -245,10 +254,12 @@ def matrices_of(
     keeps weights as [in, out] and q, k, v side by side. NeoX keeps q, k, v of one head together, so
     the rows of its matrices have two dims.
     """
-    heads, functions = config.model.num_attention_heads, {}
+    heads = config.model.num_attention_heads
+    functions = {}
     for name, kind in kinds(reference).items():
         path = name.removesuffix(".weight")
-        count, layer = 1, path.split(".")[-1]
+        count = 1
+        layer = path.split(".")[-1]
         if kind not in ("matrix", "residual") or layer == "gate":  # a router is AdamW's
             continue
         if layer in ("c_attn", "query_key_value"):
@@ -276,7 +287,8 @@ def _views(is_turned: bool, heads: int, count: int, tensor: Tensor) -> list[Tens
 
 def settings_unlike(reference: "PreTrainedModel", model: "ModelConfig") -> list[str]:
     """Return the settings that a model of transformers has by the same name with another value."""
-    own, theirs = model.model_dump(mode="json"), reference.config
+    own = model.model_dump(mode="json")
+    theirs = reference.config
     same = ((name, value, getattr(theirs, name, value)) for name, value in own.items())
     return [
         name for name, value, other in same if value not in (None, other) and name not in _UNLIKE
@@ -329,7 +341,8 @@ def start_error(reference: "PreTrainedModel", model: "ModelConfig") -> float:
     matrix = model.initializer_range / sqrt(widths(model)[0])
     residual = matrix / sqrt(2 * (depth or model.num_hidden_layers))
     stds = {"table": model.initializer_range, "matrix": matrix, "residual": residual}
-    named, rows = dict(reference.named_parameters()), []
+    named = dict(reference.named_parameters())
+    rows = []
     values: dict[str, list[Tensor]] = {}  # by name without numbers, in standard deviations
     for name, kind in kinds(reference).items():
         if name not in named:  # a tied copy
@@ -346,7 +359,8 @@ def start_error(reference: "PreTrainedModel", model: "ModelConfig") -> float:
     every = torch.cat([piece for pieces in values.values() for piece in pieces])
     worst = abs(float(every.pow(4).mean()) - 3) * sqrt(len(every) / 96)
     for pieces in values.values():
-        own, scale = torch.cat(pieces), sqrt(sum(map(len, pieces)))
+        own = torch.cat(pieces)
+        scale = sqrt(sum(map(len, pieces)))
         worst = max(worst, abs(float(own.mean())) * scale)
         worst = max(worst, abs(float(own.square().mean().sqrt()) - 1) * scale * sqrt(2))
     return worst

@@ -64,7 +64,8 @@ def run_locally(
     settle_accelerator()  # before the server starts, which inherits it
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    port, ranks = free_port(), []
+    port = free_port()
+    ranks = []
     for rank in range(world_size):
         parent_end, child_end = context.Pipe()
         launch = Launch(rank, world_size, rank, world_size)
@@ -115,7 +116,8 @@ def _collect(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float)
                 failed = RankFailed(f"rank {number} of {len(ranks)}: {value}")
                 if not re.search(r"connection (closed|reset) by peer", value, re.IGNORECASE):
                     raise failed
-                lost, deadline = lost or failed, min(deadline, time.monotonic() + 1)
+                lost = lost or failed
+                deadline = min(deadline, time.monotonic() + 1)
             results[number] = value
     if lost is not None:
         raise lost

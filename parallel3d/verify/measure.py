@@ -92,8 +92,10 @@ def compile_operators(config: RunConfig) -> None:
 
 
 def _compile_operators(rank: int, config: RunConfig) -> None:
-    mesh, say = Mesh(), partial(print, file=sys.stderr, flush=True)
-    zero, uses_adam = config.zero_optimization, optimizers.load(config.optimizer.file).CPU_ADAM
+    mesh = Mesh()
+    say = partial(print, file=sys.stderr, flush=True)
+    zero = config.zero_optimization
+    uses_adam = optimizers.load(config.optimizer.file).CPU_ADAM
     if uses_adam and zero.offload_optimizer.device != "none":
         load_cpu_adam(mesh, say)
     if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
@@ -162,11 +164,15 @@ def microbatches(batch: Sequence[Tensor | None], config: RunConfig, mesh: Mesh) 
 
 def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> dict[str, float]:
     """Compare this rank's weights with the reference's: differences, and how far those moved."""
-    largest, squared_distance, squared_way = 0.0, 0.0, 0.0
-    originals, folder = tied_names(parts.layers), Path(reference.weights).parent
+    largest = 0.0
+    squared_distance = 0.0
+    squared_way = 0.0
+    originals = tied_names(parts.layers)
+    folder = Path(reference.weights).parent
     with safe_open(reference.weights, "pt") as file, safe_open(folder / FIRST, "pt") as first:
         for held in parts.engine.held:
-            name, cut = originals.get(held.name, held.name), held.cut
+            name = originals.get(held.name, held.name)
+            cut = held.cut
             expected, start = (cut.part_of(each.get_tensor(name)) for each in (file, first))
             difference = parts.engine.full_parameter(held).cpu() - expected
             largest = worst([largest, float(difference.abs().max())])

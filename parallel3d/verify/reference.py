@@ -41,7 +41,8 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # least this share of the type's eps.
 MARGIN = 4.0
 FLOORS = {"loss": 1 / 64, "grad_norm": 1 / 8, "weight": 1 / 8, "evaluation": 1 / 64}
-TEXT_SEED, HELD_OUT_SEED = 7, 8
+TEXT_SEED = 7
+HELD_OUT_SEED = 8
 ORDER_SEED = 20  # of held-out samples, in every run
 _SCALE = 2.0**8  # of the loss in fp16
 FIRST = "first.safetensors"  # weights before the first step, beside those after the last
@@ -74,11 +75,15 @@ def text_of(config: RunConfig, seed: int = TEXT_SEED) -> tuple[list[definitions.
     With one stream an epoch of training is two and a half steps. Ids are the highest of the
     vocabulary; labels count unequally if the config weighs them.
     """
-    length, vocab = config.data.sequence_length, int(config.model.vocab_size)
-    size, end, data = config.global_batch_size, vocab - 1, config.data
+    length = config.data.sequence_length
+    vocab = int(config.model.vocab_size)
+    size = config.global_batch_size
+    end = vocab - 1
+    data = config.data
     parts = data.mixture if data.source == "mixture" else (data,)
     shares = definitions.shares_of([weight_changes(part)[0][1] for part in parts])
-    generator, streams = np.random.default_rng(seed), list[definitions.Stream]()
+    generator = np.random.default_rng(seed)
+    streams = list[definitions.Stream]()
     more = int(seed != TEXT_SEED)  # no sample is evaluated twice
     for part, share in zip(parts, shares, strict=True):
         count = max(1, (5 * size * share) // (2 * sum(shares)) + more)
@@ -129,8 +134,11 @@ def _bounds_of(tokens: np.ndarray, config: RunConfig) -> np.ndarray:
 
 def course_of(config: RunConfig) -> Course:
     """Return the course of a small config by its definition."""
-    size, count, train = config.global_batch_size, config.num_steps, config.train
-    text, held_out = text_of(config), text_of(config, HELD_OUT_SEED)
+    size = config.global_batch_size
+    count = config.num_steps
+    train = config.train
+    text = text_of(config)
+    held_out = text_of(config, HELD_OUT_SEED)
 
     def batch(own: tuple[list[definitions.Stream], list[int]], seed: int, indices: range) -> Batch:
         streams, shares = own
@@ -267,7 +275,8 @@ def relative(values: Sequence[float], expected: Sequence[float]) -> list[float]:
 
 def schedule_of(config: RunConfig, small: RunConfig) -> RunConfig:
     """Return the small config with the user's own schedule and number of steps, up to 1000."""
-    raw, train = small.to_dict(), config.train
+    raw = small.to_dict()
+    train = config.train
     steps = min(1000, train.steps or 1000)
     warmup = min(train.lr_schedule.warmup_steps, steps // 2)
     decay = train.lr_schedule.decay_steps
@@ -286,7 +295,8 @@ def in_our_names(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str
     Inverts the family's `to_huggingface` by mapping the index of each element. Raises KeyError if a
     tensor is missing.
     """
-    family, renamed = models.huggingface(config.family), {}
+    family = models.huggingface(config.family)
+    renamed = {}
     assert family is not None, config.family
     for name, spec in named_params(models.layers(config)).items():
         numbers = torch.arange(spec.numel).view(spec.shape)
@@ -347,7 +357,8 @@ def train_model(
     optimizer = optimizers.load(config.optimizer.file).reference(groups, config.optimizer.params)
     clipped = [weight for g in groups if g.get("clipped", True) for weight in g["params"]]
     save_weights(config, masters, folder / FIRST)
-    losses, norms = [], []
+    losses = []
+    norms = []
     limit = config.gradient_clipping or float("inf")
     for batch, lr in zip(course.steps, course.rates, strict=True):
         for group in optimizer.param_groups:
@@ -398,7 +409,8 @@ def _add_to_masters(
 ) -> None:
     """Add gradients of half precision to the masters' in fp32; in fp64 both are one."""
     for name, parameter in named.items():
-        master, gradient = masters[name], parameter.grad
+        master = masters[name]
+        gradient = parameter.grad
         if master is not parameter and gradient is not None:
             master.grad = gradient.float() / scale + (0 if master.grad is None else master.grad)
             parameter.grad = None
@@ -408,7 +420,8 @@ def _parts_of_loss(model: "PreTrainedModel", batch: Batch, rows: int | None) -> 
     """Yield losses of some samples at a time that add up to the weighted mean over a batch."""
     tokens, labels, documents, weights = Batch(*batch)
     weights = torch.ones(labels.shape) if weights is None else weights
-    total, options = weights.double().sum(), isolation(model, documents)
+    total = weights.double().sum()
+    options = isolation(model, documents)
     most = _LOGITS_AT_ONCE * (1 if model.dtype == torch.float64 else len(tokens))
     rows = rows or max(1, most // (tokens.shape[1] * model.config.vocab_size))
     for first in range(0, len(tokens), rows):

@@ -14,9 +14,14 @@ from parallel3d.model.config import HasKeyValueHeads, ModelConfig
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.schedule import schedules
 
-SEQUENCE_LENGTH, VOCAB_SIZE, HEAD_SIZE = 16, 261, 8  # no vocabulary size that 2 or 4 divides
+# no vocabulary size that 2 or 4 divides
+SEQUENCE_LENGTH = 16
+VOCAB_SIZE = 261
+HEAD_SIZE = 8
 ALWAYS_CLIPPED = 0.02
-STEPS, MICROBATCHES, WARMUP_STEPS = 3, 4, 2
+STEPS = 3
+MICROBATCHES = 4
+WARMUP_STEPS = 2
 # Learning rate x decay, if the config decays; a mistake in less would move nothing in three steps.
 DECAY_PER_STEP = 5 * 3e-4
 DECAY = {"warmup_steps": 1, "min_ratio": 0.5}  # so that the last step still trains
@@ -102,7 +107,8 @@ def shrink(
     raw = config.to_dict()
     block = raw["parallel3d"]
     sizes = {mesh: MeshSizes(*mesh) for mesh in meshes}
-    microbatches, is_long = num_microbatches(config), extent.sequence_length > SEQUENCE_LENGTH
+    microbatches = num_microbatches(config)
+    is_long = extent.sequence_length > SEQUENCE_LENGTH
     samples = (1 if is_long else 2) * microbatches
     batch = batch or samples * lcm(*(mesh.dp for mesh in sizes.values()))
     stages = max(mesh.pp for mesh in sizes.values()) * config.pipeline.stages_per_rank
@@ -211,7 +217,8 @@ def _small_model(
     """
     settings = model.model_dump()
     widest = lcm(*tp_sizes)
-    heads, queries = widest, 1
+    heads = widest
+    queries = 1
     kv_heads = model.num_key_value_heads if isinstance(model, HasKeyValueHeads) else None
     if kv_heads is not None:
         queries = model.num_attention_heads // kv_heads

@@ -19,7 +19,9 @@ from parallel3d.verify.measure import TOLERANCE, ReferenceErrors, compile_operat
 from parallel3d.verify.reference import prepare, prepare_long
 from parallel3d.verify.shrink import LONG, drops_out, resuming_pair, shrink, why_not
 
-PROVED, ELSEWHERE, NOT_PROVED = "proved", "tested elsewhere", "not proved"
+PROVED = "proved"
+ELSEWHERE = "tested elsewhere"
+NOT_PROVED = "not proved"
 
 
 class Feature(NamedTuple):
@@ -35,8 +37,12 @@ class Feature(NamedTuple):
 
 def features(config: RunConfig) -> tuple[Feature, ...]:
     """Return the features of a config, in the order of their settings."""
-    pipeline, data, model = config.pipeline, config.data, config.model
-    zero, train, bits = config.zero_optimization, config.train, config.train.check_bits
+    pipeline = config.pipeline
+    data = config.data
+    model = config.model
+    zero = config.zero_optimization
+    train = config.train
+    bits = config.train.check_bits
     parts = data.mixture if data.source == "mixture" else (data,)
     changes = any(len(weight_changes(part)) > 1 for part in parts)
     weighs = any(part.label_field or part.weight_field for part in parts)
@@ -53,8 +59,11 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (devices != ("none", "none"), f"offload to {', '.join(devices)}", ""),
         (True, f"precision {config.precision}", ""),
         (getattr(config.optimizer.params, "weight_decay", 0), "which parameters decay", ""),
-        (config.optimizer.file == "muon", "optimizer.params.coefficients",
-         "tests/config/test_muon.py"),
+        (
+            config.optimizer.file == "muon",
+            "optimizer.params.coefficients",
+            "tests/config/test_muon.py",
+        ),
         (config.gradient_clipping, "gradient_clipping", ""),
         (not config.scheduler, f"train.lr_schedule.type = {train.lr_schedule.type}", ""),
         (config.scheduler, "scheduler", "tests/config/test_learning_rates.py"),
@@ -66,19 +75,34 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (drops_out(config), "where dropout's masks agree and differ", ""),
         (drops_out(config), "dropout's scale", "tests/tensor/test_dropout.py"),
         (drops_out(config), "dropout's probabilities", "tests/models/test_model.py"),
-        (any(getattr(model, name, 0) for name in balancing),
-         "losses and biases that balance experts", "tests/pipeline/test_experts.py"),
-        (pretrained_of(model), "import of model.from_pretrained",
-         "tests/huggingface/test_import.py"),
+        (
+            any(getattr(model, name, 0) for name in balancing),
+            "losses and biases that balance experts",
+            "tests/pipeline/test_experts.py",
+        ),
+        (
+            pretrained_of(model),
+            "import of model.from_pretrained",
+            "tests/huggingface/test_import.py",
+        ),
         (config.mesh.sequence_parallel, "mesh.sequence_parallel", ""),
         (config.mesh.ep > 1, f"mesh.ep = {config.mesh.ep}", ""),
-        (config.mesh.cp > 1, f"mesh.cp = {config.mesh.cp} (or name such a mesh by --meshes)",
-         "tests/verify/test_parity.py"),
+        (
+            config.mesh.cp > 1,
+            f"mesh.cp = {config.mesh.cp} (or name such a mesh by --meshes)",
+            "tests/verify/test_parity.py",
+        ),
         (train.batch_schedule, "train.batch_schedule", "tests/train/test_batch_phases.py"),
-        (train.batch_schedule, "losses and gradients of steps of other sizes",
-         "tests/pipeline/test_changing_microbatches.py"),
-        (train.batch_lr != "none", f"train.batch_lr = {train.batch_lr}",
-         "tests/config/test_batch_schedule.py"),
+        (
+            train.batch_schedule,
+            "losses and gradients of steps of other sizes",
+            "tests/pipeline/test_changing_microbatches.py",
+        ),
+        (
+            train.batch_lr != "none",
+            f"train.batch_lr = {train.batch_lr}",
+            "tests/config/test_batch_schedule.py",
+        ),
         (skips, "batches that are left out", "tests/train/test_bad_steps.py"),
         (True, "loss, norm, rate, step and tokens in metrics.jsonl", ""),
         (True, "order of samples, labels", ""),
@@ -91,20 +115,26 @@ def features(config: RunConfig) -> tuple[Feature, ...]:
         (weighs, "labels that count unequally", ""),
         (True, f"reading data.source = {data.source}", "tests/data/test_sources.py"),
         (True, "held-out losses", ""),
-        (True, "losses of validation sets and of a mixture's parts, standard errors",
-         "tests/train/test_evaluation.py"),
+        (
+            True,
+            "losses of validation sets and of a mixture's parts, standard errors",
+            "tests/train/test_evaluation.py",
+        ),
         (True, "bits per byte", "tests/data/test_evaluation.py"),
         (True, "a resume, on another mesh if several are run", ""),
         (config.checkpoint.asynchronous, "saves while training goes on", ""),
-        (config.checkpoint.in_memory_every, "checkpoint.in_memory_every",
-         "tests/checkpoint/test_in_memory.py"),
+        (
+            config.checkpoint.in_memory_every,
+            "checkpoint.in_memory_every",
+            "tests/checkpoint/test_in_memory.py",
+        ),
         (bits.every or bits.recompute_every, "train.check_bits", "tests/train/test_check_bits.py"),
         (train.noise_scale_every, "train.noise_scale_every", "tests/train/test_gradient_noise.py"),
         (train.compile != "none", f"train.compile = {train.compile}", ""),
         (True, "weights saved at the end", "tests/huggingface/test_from_ranks.py"),
         (True, "export", "tests/huggingface/test_export.py"),
         (True, "kernels of a GPU", "tests/gpu/test_numbers.py"),
-    )  # fmt: skip
+    )
     listed = [Feature(n, ELSEWHERE if test else PROVED, test) for has, n, test in rows if has]
     size = f"the model's own width, and samples of more than {LONG.sequence_length} tokens"
     return *listed, Feature(size, NOT_PROVED)
@@ -166,7 +196,9 @@ def verify(
     cases: list[dict[str, object]] = []
     counters: dict[str, object] | None = None
     for mesh, task in tasks:
-        raised, run, right = "", small[mesh], reference
+        raised = ""
+        run = small[mesh]
+        right = reference
         if task is LONG_TASK:
             run, right = prepare_long(config, mesh, folder)
         try:
@@ -174,7 +206,8 @@ def verify(
             errors, ended = checked(run, right, task, counters=known)
             counters = ended if task.saves else counters
         except TrainingError as failure:
-            errors, raised = ReferenceErrors(*[float("inf")] * 3), str(failure)
+            errors = ReferenceErrors(*[float("inf")] * 3)
+            raised = str(failure)
         bounds = right.tolerances or tolerance
         cases.append(_case(config, mesh, errors, bounds))
         cases[-1]["resumed_from"] = str(saved) if task.resumes else None

@@ -40,7 +40,9 @@ def test_what_a_killed_process_left_is_no_obstacle(tmp_path):
 
 
 def test_contents_are_on_disk_before_the_name_and_the_name_thereafter(tmp_path, monkeypatch):
-    seen, sync, rename = [], atomic.sync, os.rename
+    seen = []
+    sync = atomic.sync
+    rename = os.rename
     monkeypatch.setattr(atomic, "fault_point", seen.append)
     monkeypatch.setattr(atomic, "sync", lambda path: (seen.append(path.name), sync(path)))
     monkeypatch.setattr(os, "rename", lambda *paths: (seen.append("rename"), rename(*paths)))

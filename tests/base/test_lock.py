@@ -99,7 +99,8 @@ def test_a_heartbeat_of_another_machine_keeps_the_lock(elsewhere):
 def test_without_a_heartbeat_it_is_taken_after_so_many(elsewhere, monkeypatch):
     elsewhere._ended.set()  # as after a power cut: the file stays
     elsewhere._heart.join()
-    mine, began = Lock(elsewhere.path), time.monotonic()
+    mine = Lock(elsewhere.path)
+    began = time.monotonic()
     assert mine.try_to_take().host == "node7"  # who does not wait does not get it
     mine.take()
     assert time.monotonic() - began >= lock.BEAT * lock.MISSED
@@ -110,7 +111,8 @@ def test_without_a_heartbeat_it_is_taken_after_so_many(elsewhere, monkeypatch):
 def test_who_waits_for_a_silent_holder_says_so_too(elsewhere):
     elsewhere._ended.set()
     elsewhere._heart.join()
-    said, mine = [], Lock(elsewhere.path)
+    said = []
+    mine = Lock(elsewhere.path)
     mine.wait(lambda: said.append("waiting"))
     mine.release()
     assert said == ["waiting"]
@@ -178,9 +180,12 @@ UNKNOWN = [
 
 @pytest.mark.parametrize(
     ("alive", "holder", "jobs"),
-    [(alive, *case) for alive, cases in ((False, DEAD), (True, ALIVE), (None, UNKNOWN))
-     for case in cases],
-)  # fmt: skip
+    [
+        (alive, *case)
+        for alive, cases in ((False, DEAD), (True, ALIVE), (None, UNKNOWN))
+        for case in cases
+    ],
+)
 def test_who_lives(alive, holder: Holder, jobs):
     assert holder.is_alive(jobs) is alive
 
@@ -194,7 +199,8 @@ def test_a_process_that_ended_and_was_not_waited_for_is_dead():
 
 
 def test_who_was_killed_as_it_took_over_is_not_in_the_way(tmp_path, quick):
-    path, dead = tmp_path / "run.lock", replace(ME, pid=2**22 + 1)
+    path = tmp_path / "run.lock"
+    dead = replace(ME, pid=2**22 + 1)
     path.write_text(dead.model_dump_json())
     (tmp_path / f"run.lock.{dead.token}").write_text(
         replace(dead, token="another").model_dump_json()

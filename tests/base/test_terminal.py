@@ -78,7 +78,8 @@ TABLE = ("--fix", "pp=2")  # enough for rows that do not fit, and for most parts
 @pytest.fixture(scope="module")
 def planned_once() -> Iterator[None]:
     """All screens are of the same plans."""
-    plans, find = [], plan_rows.rank_plans
+    plans = []
+    find = plan_rows.rank_plans
 
     def once(*asked):
         if not plans:

@@ -23,7 +23,8 @@ ARGUMENTS = [word for name, size in SIZES.items() for word in (f"--{name}", str(
 
 @pytest.mark.slow
 def test_a_small_one(tmp_path, capsys):
-    file, A100 = tmp_path / "scaling.png", Path(__file__).parents[2] / "configs" / "hardware"
+    file = tmp_path / "scaling.png"
+    A100 = Path(__file__).parents[2] / "configs" / "hardware"
     said = ["--hardware", str(A100 / "A100-SXM4-80GB.json"), "--picture", str(file), "--json"]
     assert (
         scaling.main(

@@ -20,7 +20,8 @@ def rows(capsys, *arguments):
 @pytest.mark.slow
 def test_bytes_by_kind_against_the_least(capsys):
     for row in rows(capsys, "--only", "gpipe"):
-        moved, least = row["bytes"], row["least"]
+        moved = row["bytes"]
+        least = row["least"]
         assert set(least) == {"weights", "gradients", "activations"}
         assert all(moved[kind] >= least[kind] * (1 - 1e-9) for kind in least)
         times = {"per_step": 1, "per_microbatch": 2 * 4}[row["weights"]]
@@ -39,10 +40,13 @@ def test_tensor_parallel_collectives_are_those_of_the_layers(capsys):
 
 def test_what_an_operation_is_for():
     found = {
-        ("dp=world", "all_gather"): "weights", ("dp", "reduce_scatter"): "gradients",
-        ("pp", "send"): "activations", ("pp=world", "send"): "activations",
-        ("tp", "all_gather"): "tensor", ("ends", "all_reduce"): "rest",
+        ("dp=world", "all_gather"): "weights",
+        ("dp", "reduce_scatter"): "gradients",
+        ("pp", "send"): "activations",
+        ("pp=world", "send"): "activations",
+        ("tp", "all_gather"): "tensor",
+        ("ends", "all_reduce"): "rest",
         ("world", "all_reduce"): "rest",
-    }  # fmt: skip
+    }
     for place, kind in found.items():
         assert traffic.kind_of(*place) == kind

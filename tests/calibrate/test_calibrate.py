@@ -19,7 +19,8 @@ from parallel3d.plan.time.step import step_time
 
 pytestmark = pytest.mark.gloo
 
-LATENCY, BANDWIDTH = 2e-4, 1.5e9
+LATENCY = 2e-4
+BANDWIDTH = 1.5e9
 QUICK = Effort(0.002, 0.005, 128, 50_000, 2**20, 1, 2)  # enough to see that everything works
 SIZES = [4096 * 4**i for i in range(8)]
 
@@ -36,9 +37,13 @@ def figures_of(value, place=""):
 def planted(ranks, speed=1e11):
     """Return what `ranks` measure on a machine of planted figures."""
     measured = {
-        "device_name": "", "memory_bytes": 8e9, "bandwidth": 2e10, "adam_params": 2e8,
-        "host_adam_params": 5e8, "host_copy": 1e10,
-    }  # fmt: skip
+        "device_name": "",
+        "memory_bytes": 8e9,
+        "bandwidth": 2e10,
+        "adam_params": 2e8,
+        "host_adam_params": 5e8,
+        "host_copy": 1e10,
+    }
     shapes = [(s, s, s) for s in (64, 128, 256, 512, 1024)] + [(128, 1024, 64), (512, 64, 2048)]
     measured["matmul"] = {"fp32": [(m, k, n, 1e-5 + 2 * m * k * n / speed) for m, k, n in shapes]}
     flops = [4 * 2 * 4 * s * s * 64 for s in (64, 128, 256, 512)]
@@ -71,7 +76,8 @@ def plant(monkeypatch):
 @pytest.fixture(scope="module")
 def described(tmp_path_factory):
     """The hardware of such a machine, the folder of its file, and what was said."""
-    folder, said = tmp_path_factory.mktemp("planted"), []
+    folder = tmp_path_factory.mktemp("planted")
+    said = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         plant(monkeypatch)
         hardware = calibration.calibrate(said.append, folder / "this-machine.json")

@@ -17,14 +17,18 @@ from tests.calibrate.test_calibrate import planted
 
 pytestmark = pytest.mark.gloo
 
-AGE, START, STEP = 10.0, 5.0, 0.5  # seconds
+# seconds
+AGE = 10.0
+START = 5.0
+STEP = 0.5
 BAD_INPUT = 2
 
 
 @pytest.fixture(scope="module")
 def machine():
     """A machine of two processes."""
-    together, alone = planted(2), planted(1)
+    together = planted(2)
+    alone = planted(1)
     for row in together:
         row.pop("links", None)
     figure = describe._figure
@@ -63,11 +67,20 @@ def test_the_run_takes_the_time_that_its_measured_steps_take(place):
     assert ranks == 2 and config.mesh.sizes.ranks == 2
     # Whatever the config sets is in its file, and a second run has a name of its own.
     assert config.train.evaluate_every == config.num_steps // 5 and "auto" not in (
-        config.run.name, config.model.vocab_size,
-    )  # fmt: skip
+        config.run.name,
+        config.model.vocab_size,
+    )
     assert list(said) == [
-        "machine", "model", "tokens", "data", "batch", "rate", "mesh", "pace", "config",
-    ]  # fmt: skip
+        "machine",
+        "model",
+        "tokens",
+        "data",
+        "batch",
+        "rate",
+        "mesh",
+        "pace",
+        "config",
+    ]
     assert "0.5 s a step, measured" in said["pace"]
     assert said["config"].startswith("runs/20-minutes.json")
     assert chosen(minutes=20)[0].run.name == "20-minutes-2"
@@ -179,9 +192,15 @@ def test_the_ranks_are_started_with_the_config(place, monkeypatch, capsys):
     (words,) = seen
     assert words[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     assert words[5:] == [
-        "-m", "parallel3d", "train", "--config", "runs/5-minutes.json", "--json",
-        "--train.seed", "7",
-    ]  # fmt: skip
+        "-m",
+        "parallel3d",
+        "train",
+        "--config",
+        "runs/5-minutes.json",
+        "--json",
+        "--train.seed",
+        "7",
+    ]
     said = capsys.readouterr().err
     assert f"to resume the run: python {' '.join(words[1:])}" in said, "with all of its ranks"
     written = json.loads((place / "runs/5-minutes.json").read_text())

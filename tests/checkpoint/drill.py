@@ -96,7 +96,8 @@ class Run:
 
     def __init__(self, config, name, mesh, **changes):
         pp, dp, tp = mesh
-        self.num_ranks, self.name = pp * dp * tp, name
+        self.num_ranks = pp * dp * tp
+        self.name = name
         changes = {key.replace("__", "."): value for key, value in changes.items()}
         own = {"parallel3d.run.name": name, "parallel3d.mesh.pp": pp, "parallel3d.mesh.tp": tp}
         self.config = changed(config, own | changes)
@@ -178,7 +179,8 @@ def check_resumed(ended, step):
 
 
 def _differences(ours, theirs):
-    one, other = load_file(ours), load_file(theirs)
+    one = load_file(ours)
+    other = load_file(theirs)
     return [key for key in one if one[key].tobytes() != other[key].tobytes()][:5]
 
 

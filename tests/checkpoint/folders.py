@@ -8,7 +8,8 @@ import numpy as np
 import xxhash
 
 SHAPES = {"embedding.weight": (5, 2), "blocks.0.norm.weight": (4,)}
-FIRST, SECOND = "shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"
+FIRST = "shard-00000-of-00002.safetensors"
+SECOND = "shard-00001-of-00002.safetensors"
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
@@ -67,7 +68,8 @@ def state_of(step, shapes=SHAPES):
 
 def write_tensors(path, tensors):
     """A safetensors file of these arrays, in their order."""
-    entries, at = {}, 0
+    entries = {}
+    at = 0
     for key, value in tensors.items():
         end = at + value.nbytes
         entries[key] = {"dtype": "F32", "shape": list(value.shape), "data_offsets": [at, end]}

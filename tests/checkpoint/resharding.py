@@ -43,7 +43,8 @@ MODELS = {
     "llama": _sizes("llama", num_key_value_heads=2, num_hidden_layers=3),
     "moe": _sizes("moe", num_experts=4, router="sigmoid", score_bias=True),
 }
-MICROBATCHES, BATCH = 2, 8
+MICROBATCHES = 2
+BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,23 @@ class Trained(Trainer):
         number_anew()
         super().__init__(
             Case(
-                mesh=side.mesh, zero_stage=side.zero, offload=side.offload, folder=str(folder),
-                tied=side.tied, schedule=side.schedule, stages_per_rank=side.stages_per_rank,
-                reduction="auto", sequence_parallel=side.sequence_parallel,
-                precision=side.precision, microbatches=MICROBATCHES, batch=BATCH,
-                thresholds=side.thresholds, model=MODELS[side.model],
+                mesh=side.mesh,
+                zero_stage=side.zero,
+                offload=side.offload,
+                folder=str(folder),
+                tied=side.tied,
+                schedule=side.schedule,
+                stages_per_rank=side.stages_per_rank,
+                reduction="auto",
+                sequence_parallel=side.sequence_parallel,
+                precision=side.precision,
+                microbatches=MICROBATCHES,
+                batch=BATCH,
+                thresholds=side.thresholds,
+                model=MODELS[side.model],
                 changes={"parallel3d.mesh.ep": side.ep} | (MUON if side.muon else {}),
             )
-        )  # fmt: skip
+        )
 
     def train(self, steps=STEPS):
         """Train on data of this side's own, so that no two sides come to the same numbers."""
@@ -159,9 +169,12 @@ def save_on_rank(rank, sides, root):
         parts = list(trained.gathered())
         everything.append(parts if trained.mesh.expert_replicas.coord == 0 else [])
         saver = Saver(
-            trained.engine, trained.mesh, layers(trained.config.model), folder=root / str(side),
+            trained.engine,
+            trained.mesh,
+            layers(trained.config.model),
+            folder=root / str(side),
             asynchronous=number % 2 == 0,
-        )  # fmt: skip
+        )
         saver.save(state(STEPS) | ({"config": MUON} if side.muon else {}))
         saver.require_saved()
         trained.mesh.barrier()
@@ -207,7 +220,8 @@ def load_on_rank(rank, cases, root):
     """
     everything = []
     for target, sources in cases:
-        trained, results = Trained(target, root), []
+        trained = Trained(target, root)
+        results = []
         if target.thresholds:
             trained.train(1)  # so that some parameters are gathered, of the old shards
         for source in sources:
@@ -241,7 +255,8 @@ def load_all(cases, root, timeout=200):
 
 def differences(trained, reference):
     """What is not bit-equal to the reference, in words; the elements that were compared."""
-    wrong, compared = [], 0
+    wrong = []
+    compared = 0
     dtype = trained.engine.settings.dtype
     masters = {}
     for name, copy, cut, values in trained.gathered():

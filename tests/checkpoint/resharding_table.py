@@ -3,7 +3,8 @@
 import platform
 from importlib.metadata import version
 
-BEGIN, END = "<!-- resharding: begin -->", "<!-- resharding: end -->"
+BEGIN = "<!-- resharding: begin -->"
+END = "<!-- resharding: end -->"
 HEAD = """Each of these meshes (pp×dp×tp) loads the checkpoints of all of them, with ZeRO 1 and 3,
 with and without CPU offload on both sides, and tied and untied embeddings. A case passes if all
 bits of all master weights and moments are those that DeepSpeed's own getters return, and the

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.gloo
 @pytest.fixture
 def asked_for(monkeypatch):
     """The sizes of blocks that the system was asked for, in order."""
-    asked, np_empty = [], chunks.np.empty
+    asked = []
+    np_empty = chunks.np.empty
 
     def counted(size, dtype):
         asked.append(size)

@@ -86,7 +86,9 @@ def test_boxes_of_consecutive_ranges_tile_a_tensor(case, data):
 
 def test_many_ranks_parts_are_compared_in_a_moment():
     """Cut 16-fold across a row, and each part's elements over 256 ranks: 10 000 boxes."""
-    rows, columns, parts = 512, 4096, 16
+    rows = 512
+    columns = 4096
+    parts = 16
     width = columns // parts
     share = rows * width // 256 + 7
     several = [

@@ -119,9 +119,14 @@ def test_two_runs_are_compared(tmp_path):
     same = write_run(tmp_path / "same", losses[:3], {2: (1, 2)})
     other = write_run(tmp_path / "other", [5.0, 4.0, 3.6, 3.1], {2: (1, 2), 4: (5, 7)})
     assert compare_runs(one, same) == {
-        "same": True, "steps": 3, "first_step": None, "values": {},
-        "digests": 1, "first_digest": None, "parameters": [],
-    }  # fmt: skip
+        "same": True,
+        "steps": 3,
+        "first_step": None,
+        "values": {},
+        "digests": 1,
+        "first_digest": None,
+        "parameters": [],
+    }
     chains = [
         [json.loads(line)["chain"] for line in (run / DIGESTS).read_text().splitlines()]
         for run in (one, same, other)
@@ -130,9 +135,14 @@ def test_two_runs_are_compared(tmp_path):
     ended = diff(one, other, "--json")
     assert ended.returncode == 1
     assert json.loads(ended.stdout) == {
-        "same": False, "steps": 4, "first_step": 3, "values": {"loss": [3.5, 3.6]},
-        "digests": 2, "first_digest": 4, "parameters": ["b"],
-    }  # fmt: skip
+        "same": False,
+        "steps": 4,
+        "first_step": 3,
+        "values": {"loss": [3.5, 3.6]},
+        "digests": 2,
+        "first_digest": 4,
+        "parameters": ["b"],
+    }
     ended = diff(one, other)
     assert "step 3 is the first that differs: loss 3.5 and 3.6" in ended.stdout + ended.stderr
     ended = diff(one, tmp_path)

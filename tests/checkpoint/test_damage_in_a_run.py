@@ -24,7 +24,9 @@ pytestmark = pytest.mark.drill
 RANKS = 2
 SHARDS = [f"shard-{rank:05d}-of-{RANKS:05d}.safetensors" for rank in range(RANKS)]
 FILES = [*SHARDS, "state.json", "manifest.json"]
-NEWEST, OLDER, OLDEST = "step-4", "step-3", "step-2"
+NEWEST = "step-4"
+OLDER = "step-3"
+OLDEST = "step-2"
 KEEP = {"parallel3d__checkpoint__keep": 3}
 
 
@@ -65,7 +67,8 @@ class Copies:
     """Copies of a run's checkpoints, each damaged in its own way."""
 
     def __init__(self, checkpoints, root):
-        self.checkpoints, self.root = checkpoints, root
+        self.checkpoints = checkpoints
+        self.root = root
         self.exploited = root / "exploited"
         self.damages = []
 
@@ -188,7 +191,8 @@ def forge(copies):
 
 def find_in_all(rank, folders):
     """What each folder of checkpoints is resumed from: the step, and what was rejected."""
-    mesh, answers = Mesh(1, RANKS, 1), []
+    mesh = Mesh(1, RANKS, 1)
+    answers = []
     for folder in folders:
         found, rejected = find(folder, "auto", mesh)
         step = found and found.step
@@ -236,7 +240,8 @@ def test_damage_is_seen_and_named_and_the_older_step_used(unbroken, tmp_path, wo
 
 def test_sound_checkpoints_are_not_rejected(unbroken, tmp_path):
     copies = Copies(unbroken.checkpoints, tmp_path)
-    plain, hint = copies.copy(), copies.root / "hint"
+    plain = copies.copy()
+    hint = copies.root / "hint"
     shutil.copytree(plain, hint)
     (hint / "latest").write_text("../../step-99\0\n")  # a hint, which nothing depends on
     (hint / "step-5.tmp").mkdir()

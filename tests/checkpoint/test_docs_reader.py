@@ -62,7 +62,8 @@ def test_the_reader_gives_what_was_written(tmp_path, read, ranks):
     for name, (shape, dim) in CUT.items():
         parts = tp if dim is not None else 1
         for part in range(parts):
-            local, first = list(shape), [0] * len(shape)
+            local = list(shape)
+            first = [0] * len(shape)
             if dim is not None:
                 local[dim] //= parts
                 first[dim] = part * local[dim]

@@ -54,7 +54,8 @@ def events_of(path):
 
 def changes_without_a_point(events):
     """The changes that follow another one with no fault point in between; how many of each kind."""
-    bare, number = [], Counter()
+    bare = []
+    number = Counter()
     for events_of_thread in events:
         before = "start"
         for what, place in events_of_thread:
@@ -68,7 +69,8 @@ def changes_without_a_point(events):
 
 def test_a_point_lies_before_every_change(tmp_path):
     """In saves, in deletes, and as what a kill left is tidied up."""
-    run, events = Run(prepared_config(tmp_path), "one", (1, 1, 1)), tmp_path / "events"
+    run = Run(prepared_config(tmp_path), "one", (1, 1, 1))
+    events = tmp_path / "events"
     ended = run.start(disturb=partial(listen, events))
     assert ended[0].code == 0, ended[0].log
     bare, number = changes_without_a_point(events_of(events))

@@ -32,7 +32,9 @@ def test_page_locked_memory_is_what_is_counted(gib):
 @pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 1000, 4096, 5001])
 def test_it_holds_what_it_was_filled_with(numel, monkeypatch):
     monkeypatch.setattr(chunk_runs, "SMALLEST", 64)
-    draw, value, parts = random.Random(numel), torch.randn(numel), []
+    draw = random.Random(numel)
+    value = torch.randn(numel)
+    parts = []
     while sum(map(len, parts)) < numel:
         start = sum(map(len, parts))
         parts.append(value[start : start + draw.randint(1, 700)])
@@ -46,7 +48,9 @@ def test_it_holds_what_it_was_filled_with(numel, monkeypatch):
 
 def test_copies_from_a_device_are_waited_for(monkeypatch):
     """Else the thread that writes them would read what is not there yet."""
-    empty, value, waited = torch.empty, torch.randn(5001), []
+    empty = torch.empty
+    value = torch.randn(5001)
+    waited = []
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False: empty(*sizes))
     copy = HostCopy(len(value), pinned=True)
 

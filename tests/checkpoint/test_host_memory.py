@@ -39,10 +39,13 @@ def steps(root, host):
 def save_on_rank(rank, root):
     """Two steps in memory, and attempts at a third that fail: what was gathered, and said."""
     journal.open_journal(root)
-    trained, said, gathered = Trained(SOURCE, root), [], {}
+    trained = Trained(SOURCE, root)
+    said = []
+    gathered = {}
     memory = memory_of(trained.mesh, root / "hosts", "aabb")
     saver = saver_of(trained, root / "disk", memory=memory, say=said.append)
-    write, missing = disk.write_file, free_space.missing_disk_bytes
+    write = disk.write_file
+    missing = free_space.missing_disk_bytes
     free_space.missing_disk_bytes = lambda *_: 10**6 * (rank == 3)
     for _ in range(2):
         assert saver.save_in_memory(state(0)) < 10
@@ -103,12 +106,14 @@ def two_steps(saved):
 
 def load_on_rank(rank, side, root, cases):
     """For each folder of hosts: the step that is found and why others are not, and what differs."""
-    trained, results = Trained(side, root), []
+    trained = Trained(side, root)
+    results = []
     for case, hosts, *options in cases:
         journal.open_journal(root / case)
         memory = memory_of(trained.mesh, root / case, hosts, *options)
         found, rejected = find.find(root / "none", "auto", trained.mesh, memory)
-        step, wrong = 0, []
+        step = 0
+        wrong = []
         if found:
             step = found.step
             model = layers(trained.config.model)
@@ -162,9 +167,15 @@ def damage(root, case):
 
 
 CASES = {
-    "whole": 2, "host": 2, "own": 2, "manifest": 2, "state": 2, "own-and-peer": 1, "all": 0,
+    "whole": 2,
+    "host": 2,
+    "own": 2,
+    "manifest": 2,
+    "state": 2,
+    "own-and-peer": 1,
+    "all": 0,
     "both-hosts": 0,
-}  # fmt: skip
+}
 
 
 def test_each_loss_leaves_the_newest_step_that_is_whole_somewhere(two_steps):
@@ -212,8 +223,12 @@ def test_another_mesh_and_other_hosts_read_the_copies(two_steps, side, hosts):
     cases = [(name, hosts, *option) for name, option in zip(names, options, strict=True)]
     for results in run_locally(load_on_rank, side.world_size, side, two_steps, cases):
         assert [(step, wrong) for step, wrong, _ in results] == [
-            (2, []), (2, []), (0, []), (0, []), (2, [])
-        ], results  # fmt: skip
+            (2, []),
+            (2, []),
+            (0, []),
+            (0, []),
+            (2, []),
+        ], results
         assert len(results[2][2]) == 2 and results[3][2] == []
 
 

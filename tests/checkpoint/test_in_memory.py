@@ -22,7 +22,8 @@ def two_hosts(memory, rank):
     from parallel3d.mesh.nodes import Nodes
     from parallel3d.train import start
 
-    found, opened = start.find_nodes, start.HostMemory
+    found = start.find_nodes
+    opened = start.HostMemory
 
     def find(mesh):
         names = tuple("ab"[2 * r // mesh.world.size] for r in range(mesh.world.size))
@@ -34,7 +35,8 @@ def two_hosts(memory, rank):
         own.mkdir(parents=True, exist_ok=True)
         return opened(mesh, nodes, own, *args)
 
-    start.find_nodes, start.HostMemory = find, open_own
+    start.find_nodes = find
+    start.HostMemory = open_own
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +45,10 @@ def config(tmp_path_factory):
     config = drill.prepared_config(root)
     config["parallel3d"]["train"]["steps"] = STEPS
     config["parallel3d"]["checkpoint"] |= {
-        "every": 4, "in_memory_every": 1, "in_memory_folder": str(root)
-    }  # fmt: skip
+        "every": 4,
+        "in_memory_every": 1,
+        "in_memory_folder": str(root),
+    }
     return config
 
 
@@ -166,8 +170,13 @@ def test_a_host_is_lost_for_good(config, tmp_path):
 
     plain = without_dropout(config)
     run = MemoryRun(plain, "halved", tmp_path, parallel3d__checkpoint__asynchronous=False)
-    alone = drill.Run(plain, "alone", (1, 1, 1), parallel3d__checkpoint__in_memory_every=0,
-                      train_micro_batch_size_per_gpu=4)  # fmt: skip
+    alone = drill.Run(
+        plain,
+        "alone",
+        (1, 1, 1),
+        parallel3d__checkpoint__in_memory_every=0,
+        train_micro_batch_size_per_gpu=4,
+    )
     assert [end.code for end in alone.start()] == [0]
     run.killed(7, 3)
     shutil.rmtree(run.memory / "b")

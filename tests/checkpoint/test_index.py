@@ -20,7 +20,8 @@ class Rank:
     """A rank of so many that meets no other, but hears what they would say."""
 
     def __init__(self, rank, count, heard=None):
-        self.rank, self.heard = rank, heard
+        self.rank = rank
+        self.heard = heard
         self.world = Peers(None, count, rank)
 
     def gather_texts(self, text, aside=False):

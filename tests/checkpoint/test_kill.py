@@ -38,7 +38,9 @@ class Drill:
 
     def __init__(self, config, root, mode, asynchronous):
         settings = {"parallel3d__checkpoint__asynchronous": asynchronous}
-        self.config, self.mode, self.settings = config, mode, settings
+        self.config = config
+        self.mode = mode
+        self.settings = settings
         self.unbroken = Run(config, f"unbroken-{mode}", MESH, **settings)
         ended = self.unbroken.start(f"record {root}/{mode}")
         assert [end.code for end in ended] == [0] * RANKS, ended[0].log

@@ -100,7 +100,8 @@ def test_the_work_of_a_rank_does_not_grow_with_their_number(count, tmp_path, mon
         json.dumps(loading._packed_rows(folder, shards, SHAPES, Rank(rank, count), KINDS))
         for rank in range(count)
     ]
-    opened, really_open = Counter(), os.open
+    opened = Counter()
+    really_open = os.open
 
     def noted(path, *args, **options):
         opened[os.path.basename(path)] += 1

@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
 MESHES = [(1, 1, 1), (1, 4, 1), (4, 1, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
 FEW = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 1, 2)]
-STAGES, OFFLOADS = [1, 3], ["none", "cpu"]
+STAGES = [1, 3]
+OFFLOADS = ["none", "cpu"]
 KINDS = [*product(STAGES, OFFLOADS)]
 SOURCES, TARGETS = (
     [Side(mesh, *KINDS[(place + shift) % len(KINDS)]) for place, mesh in enumerate(FEW)]
@@ -85,9 +86,13 @@ def test_muon(tmp_path):
 @pytest.mark.slow
 def test_to_and_from_cp_beside_every_axis(tmp_path):
     eight = [
-        Side((1, 2, 2, 2), 3), Side((2, 1, 2, 2), 1), Side((2, 2, 2, 1), 2), Side((1, 1, 4, 1), 0),
-        Side((2, 2, 2), 3, "cpu"), Side((1, 1, 1), 1),
-    ]  # fmt: skip
+        Side((1, 2, 2, 2), 3),
+        Side((2, 1, 2, 2), 1),
+        Side((2, 2, 2, 1), 2),
+        Side((1, 1, 4, 1), 0),
+        Side((2, 2, 2), 3, "cpu"),
+        Side((1, 1, 1), 1),
+    ]
     save(eight, tmp_path)
     cases = [(target, eight) for target in eight]
     check(load_all(cases, tmp_path), cases)
@@ -161,7 +166,8 @@ def saved(tmp_path_factory):
 @pytest.fixture(scope="module")
 def measured(request):
     """Collects {(source, target): wrong}, and writes the table if the command line names a file."""
-    start, found = time.monotonic(), {}
+    start = time.monotonic()
+    found = {}
     yield found
     if (file := request.config.getoption("--resharding-table")) and found:
         insert(Path(file), markdown(found, time.monotonic() - start))

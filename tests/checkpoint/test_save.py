@@ -40,7 +40,8 @@ SIDES = [
 
 def save_both_ways(rank, sides, root):
     """A synchronous save, an asynchronous one, and while it is written another step, in memory."""
-    write, moved = disk.write_file, []
+    write = disk.write_file
+    moved = []
     chunk_runs.SMALLEST = 64  # so that the copy has several pieces
     for side in sides:
         trained = Trained(side, root)
@@ -114,7 +115,10 @@ def num_elements(side, shapes):
 
 def save_twice(rank, trained, folder):
     """Two saves at once, the first of which is slow on rank 1; the most that wrote together."""
-    saver, write, writing, most = saver_of(trained, folder), disk.write_file, [], []
+    saver = saver_of(trained, folder)
+    write = disk.write_file
+    writing = []
+    most = []
 
     def slow(path, *args, **options):
         writing.append(path)
@@ -147,7 +151,8 @@ def flip_a_bit(path):
 
 def damage_the_newest(rank, trained, folder, name):
     """Saves 1 to 3, the files of 3 damaged before they are read again; then 4."""
-    said, keep_newest = [], saving.keep_newest
+    said = []
+    keep_newest = saving.keep_newest
     saver = saver_of(trained, folder, say=said.append)
     for step in (1, 2):
         saver.save(state(step))

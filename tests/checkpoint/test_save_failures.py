@@ -32,7 +32,8 @@ def let_the_disk_be_full(full=True):
 
 def fill_the_disk(rank, trained, folder, behind):
     """What is said and left on a disk that is full once, then not, then for good."""
-    said, seen = [], []
+    said = []
+    seen = []
     saver = saver_of(trained, folder, asynchronous=behind, say=said.append)
     saver.save(state(1))
     saver.require_saved()
@@ -56,11 +57,16 @@ def fill_the_disk(rank, trained, folder, behind):
 )
 def test_a_full_disk_costs_only_the_checkpoint(behind, tmp_path):
     """Only rank 0's is full; all ranks say the same, and count the same."""
-    one, two = ["latest", "step-1"], ["latest", "step-1", "step-3"]
+    one = ["latest", "step-1"]
+    two = ["latest", "step-1", "step-3"]
     for said, seen, left in on_two_ranks(fill_the_disk, tmp_path, behind):
         assert seen == [
-            (False, 1, one), (False, 1, two), (False, 2, two), (False, 3, two), (True, 4, two),
-        ]  # fmt: skip
+            (False, 1, one),
+            (False, 1, two),
+            (False, 2, two),
+            (False, 3, two),
+            (True, 4, two),
+        ]
         assert left == two
         for text, step, number in zip(said, (2, 4, 5, 6), (1, 1, 2, 3), strict=True):
             assert text.startswith(f"CHECKPOINT NOT SAVED ({number} of {MOST_FAILURES} in a row)")
@@ -90,7 +96,8 @@ def test_a_rank_that_cannot_ask_for_the_room_saves(tmp_path):
 
 def have_no_room(rank, trained, folder):
     """Rank 1 sees a disk on which the checkpoint does not fit."""
-    said, usage = [], shutil.disk_usage
+    said = []
+    usage = shutil.disk_usage
     saver = saver_of(trained, folder, say=said.append)
     if rank == 1:
         shutil.disk_usage = lambda path: usage(path)._replace(free=2**20 + saver.num_bytes - 1)
@@ -114,7 +121,9 @@ def test_free_space_is_looked_at_first(tmp_path):
 
 def have_little_memory(rank, trained, folder):
     """Rank 1 has no memory for a copy."""
-    said, memory, started = [], psutil.virtual_memory, []
+    said = []
+    memory = psutil.virtual_memory
+    started = []
     start = threading.Thread.start
     threading.Thread.start = lambda thread: (started.append(thread.name), start(thread))[1]
     saver = saver_of(trained, folder, say=said.append)
@@ -140,7 +149,8 @@ def test_without_memory_for_a_copy_training_waits(tmp_path):
 
 def break_the_thread(rank, trained, folder):
     """Rank 1's writing ends in an error that nobody has thought of."""
-    said, write = [], disk.write_file
+    said = []
+    write = disk.write_file
     saver = saver_of(trained, folder, say=said.append)
 
     def broken(*args, **options):

@@ -20,7 +20,11 @@ from tests.checkpoint.resharding import state
 
 pytestmark = pytest.mark.gloo
 
-EXPERTS, HIDDEN, INNER, BATCH, LR = 6, 8, 9, 4, 0.1
+EXPERTS = 6
+HIDDEN = 8
+INNER = 9
+BATCH = 4
+LR = 0.1
 SHAPES = {
     "up": ((EXPERTS, INNER, HIDDEN), ("pipeline", "tensor")),
     "up_bias": ((EXPERTS, INNER), ("pipeline", "tensor")),
@@ -92,7 +96,8 @@ class Run:
 def save_on_rank(rank, root):
     """Weights before and after two steps, the steps' norms, and the states that are saved."""
     run = Run(2, 2, 3, seed=0)
-    first, norms = run.wholes(), [run.step(0), run.step(1)]
+    first = run.wholes()
+    norms = [run.step(0), run.step(1)]
     saver = Saver(run.engine, run.mesh, LAYERS, folder=root, asynchronous=False)
     saver.save(state(2))
     saver.require_saved()

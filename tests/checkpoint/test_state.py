@@ -43,7 +43,8 @@ def run(tmp_path_factory):
 def test_another_rule_of_holding_out_matters_where_it_gave_another_corpus(run, split):
     """The corpus's name stands for what is held out of it, too."""
     config, corpus = run
-    now, said = RunState(config, corpus), []
+    now = RunState(config, corpus)
+    said = []
     saved = now.at(Position(2, 16, 2)) | {"split": split}
     if split is None:
         del saved["split"]

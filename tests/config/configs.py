@@ -25,9 +25,13 @@ MINIMAL = {
     },
 }
 LLAMA = {
-    "family": "llama", "hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 12,
-    "num_key_value_heads": 6, "intermediate_size": 288,
-}  # fmt: skip
+    "family": "llama",
+    "hidden_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+    "intermediate_size": 288,
+}
 REMOVED = object()
 
 

@@ -16,9 +16,12 @@ def corpus_in(root):
         lines = [" ".join(WORDS[(i + j * k) % len(WORDS)] for k in range(12)) for j in range(12)]
         (root / f"{i}.txt").write_text("\n".join(lines))
     return {
-        "source": "text", "paths": [f"{root}/*.txt"], "vocab_size": 280, "held_out_fraction": 0.1,
+        "source": "text",
+        "paths": [f"{root}/*.txt"],
+        "vocab_size": 280,
+        "held_out_fraction": 0.1,
         "cache": str(root / "cache"),
-    }  # fmt: skip
+    }
 
 
 def filled(theirs, data, steps=2, name="run", pp=1):

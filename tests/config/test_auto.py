@@ -12,7 +12,8 @@ from tests.config.configs import raw
 
 pytestmark = pytest.mark.gloo
 
-HIDDEN, STEPS = 72, 500
+HIDDEN = 72
+STEPS = 500
 SCHEDULERS = {
     "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"),
     "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"),

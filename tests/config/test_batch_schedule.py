@@ -26,7 +26,8 @@ def test_phases_do_not_depend_on_the_mesh(world_size):
     config = config_of(world_size=world_size, **{f"{TRAIN}.steps": 9})
     dp = world_size // 4
     assert config.batch_phases == ((0, 8), (24, 16), (64, 32))
-    sample, sizes = 0, []
+    sample = 0
+    sizes = []
     for _ in range(9):
         sizes.append(config.batch_size_at(sample))
         assert config.num_microbatches_at(sample) * 2 * dp == sizes[-1]
@@ -49,14 +50,23 @@ def test_max_tokens_end_the_run_after_whole_steps_of_their_sizes():
     assert config.resumed(3, 40, 16).num_steps == 7
 
 
-@pytest.mark.parametrize(("law", "factors"), [
-    ("none", (1, 1, 1)), ("sqrt", (1, 2**0.5, 2)), ("linear", (1, 2, 4)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("law", "factors"),
+    [
+        ("none", (1, 1, 1)),
+        ("sqrt", (1, 2**0.5, 2)),
+        ("linear", (1, 2, 4)),
+    ],
+)
 def test_the_learning_rate_counts_samples(law, factors):
     """200 samples are 25 steps of the first batch: the rate at a step's last sample."""
     curve = {"type": "linear", "min_ratio": 0.2, "warmup_steps": 4}
-    config = config_of(**{f"{TRAIN}.{k}": v for k, v in {
-        "steps": 10, "lr_schedule": curve, "batch_lr": law}.items()})  # fmt: skip
+    config = config_of(
+        **{
+            f"{TRAIN}.{k}": v
+            for k, v in {"steps": 10, "lr_schedule": curve, "batch_lr": law}.items()
+        }
+    )
     sizes = [8] * 3 + [16] * 3 + [32] * 4
     sample = 0
     for step, size in enumerate(sizes):
@@ -93,14 +103,17 @@ def test_warmup_and_decay_are_fitted_in_steps_of_the_first_batch():
     assert config.train.lr_schedule.warmup_steps == 21
 
 
-@pytest.mark.parametrize(("schedule", "rule"), [
-    ([[1, 8]], "must begin with position 0"),
-    ([[0, 8], [64, 16], [64, 8]], "go on with later samples, not [0, 64, 64]"),
-    ([[0, 8], [64, 16], [32, 8]], "go on with later samples"),
-    ([[0, 8], ["2M", 16]], 'write 10000000000 or "10B tokens"'),
-    ([[0, 8], [64]], "batch_schedule.1"),
-    ([[0, 0]], "batch_schedule.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "rule"),
+    [
+        ([[1, 8]], "must begin with position 0"),
+        ([[0, 8], [64, 16], [64, 8]], "go on with later samples, not [0, 64, 64]"),
+        ([[0, 8], [64, 16], [32, 8]], "go on with later samples"),
+        ([[0, 8], ["2M", 16]], 'write 10000000000 or "10B tokens"'),
+        ([[0, 8], [64]], "batch_schedule.1"),
+        ([[0, 0]], "batch_schedule.0"),
+    ],
+)
 def test_a_wrong_schedule_is_refused(schedule, rule):
     message = error_of(**{"gradient_accumulation_steps": REMOVED, SCHEDULE: schedule})
     assert rule in message and "1 problem" in message, message

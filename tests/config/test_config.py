@@ -117,7 +117,9 @@ def test_dict_round_trip():
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda p: p.stem)
 def test_shipped_config_loads(path):
     config = RunConfig.from_json(path.name)
-    pp, dp, tp = config.mesh.pp, config.mesh.dp, config.mesh.tp
+    pp = config.mesh.pp
+    dp = config.mesh.dp
+    tp = config.mesh.tp
     resolved = config.resolve(pp * tp * (1 if dp == "auto" else dp))
     assert resolved.global_batch_size > 0
     assert resolved.num_steps > 0

@@ -15,17 +15,32 @@ from tests.config.configs import LLAMA, REMOVED, error_of, raw
 
 pytestmark = pytest.mark.pure
 
-ZERO, ADAM, P3D = "zero_optimization", "optimizer.params", "parallel3d"
+ZERO = "zero_optimization"
+ADAM = "optimizer.params"
+P3D = "parallel3d"
 RECOMPUTE = f"{P3D}.pipeline.activation_checkpointing"
-NAME, STEPS, TRACKERS = f"{P3D}.run.name", f"{P3D}.train.steps", f"{P3D}.run.trackers"
-LR, AC = f"{P3D}.train.lr_schedule", "activation_checkpointing"
+NAME = f"{P3D}.run.name"
+STEPS = f"{P3D}.train.steps"
+TRACKERS = f"{P3D}.run.trackers"
+LR = f"{P3D}.train.lr_schedule"
+AC = "activation_checkpointing"
 ON = {"enabled": True}
 BALANCED = {"sequence_length": 128, "isolate_documents": True, "balance_microbatches": True}
 PASTE = '"params": {"lr": 0.0003, "betas": [0.9, 0.95], "weight_decay": 0.1}'
 
 NO_NAMES = [
-    "a\\b", "a/b", "", "  ", "..", "-rf", "a.lock", "a\u202eb", "a\ud800b", "x" * 101, "模" * 100,
-]  # fmt: skip
+    "a\\b",
+    "a/b",
+    "",
+    "  ",
+    "..",
+    "-rf",
+    "a.lock",
+    "a\u202eb",
+    "a\ud800b",
+    "x" * 101,
+    "模" * 100,
+]
 # path, value, and what the message must say beside path and value: the rule and the remedy
 BAD = [
     # types
@@ -225,7 +240,8 @@ def place_of(path, value, message):
         inner = next(reversed(value)) if isinstance(value, dict) else 0
         if f"{path}.{inner}" not in message:
             break
-        path, value = f"{path}.{inner}", value[inner]
+        path = f"{path}.{inner}"
+        value = value[inner]
     shown = json.dumps(value)
     return f"{path} = {shown if len(shown) <= 80 else f'{shown[:76]} ...'}: "
 
@@ -261,10 +277,14 @@ def test_bad_words_on_the_command_line_have_one_message(words, place, rule, reme
 @pytest.mark.parametrize(
     "path",
     [
-        "train_micro_batch_size_per_gpu", "optimizer.params", "optimizer.params.lr",
-        f"{ZERO}.stage", P3D, f"{P3D}.model.hidden_size",
+        "train_micro_batch_size_per_gpu",
+        "optimizer.params",
+        "optimizer.params.lr",
+        f"{ZERO}.stage",
+        P3D,
+        f"{P3D}.model.hidden_size",
     ],
-)  # fmt: skip
+)
 def test_missing_setting(path):
     assert f"{path}: is required; add it: " in error_of(**{path: REMOVED})
 

@@ -164,10 +164,20 @@ def test_a_missing_block_is_shown_so_that_it_can_be_pasted():
 def test_parameters_of_other_optimizers_are_refused_one_by_one():
     """Those that DeepSpeed's documentation lists, each with the optimizer that it belongs to."""
     names = (
-        "freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler",
-        "local_step_scaler", "local_step_clipper", "max_coeff", "min_coeff", "coeff_beta",
-        "factor_max", "factor_min", "factor_threshold",
-    )  # fmt: skip
+        "freeze_step",
+        "cuda_aware",
+        "comm_backend_name",
+        "var_freeze_step",
+        "var_update_scaler",
+        "local_step_scaler",
+        "local_step_clipper",
+        "max_coeff",
+        "min_coeff",
+        "coeff_beta",
+        "factor_max",
+        "factor_min",
+        "factor_threshold",
+    )
     params = {"lr": 1e-3} | dict.fromkeys(names, 1)
     message = error_of(optimizer={"type": "OneBitLamb", "params": params})
     assert message.startswith(f"{1 + len(names)} problems")
@@ -203,8 +213,10 @@ def test_old_names():
 def test_the_batch_sizes_that_are_not_given_follow(batch, micro, accumulation, expected):
     """As in DeepSpeed; here dp is 3."""
     names = (
-        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-    )  # fmt: skip
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    )
     given = dict(zip(names, (batch, micro, accumulation), strict=True))
     config = RunConfig.from_dict(raw(**given)).resolve(12)
     assert tuple(getattr(config, name) for name in names) == expected
@@ -244,10 +256,13 @@ def test_epochs_become_steps():
 
 
 @pytest.mark.parametrize(
-    "train", [{"max_tokens": 3 * 24 * 128, "lr_schedule": {"type": "wsd", "decay_steps": 4}},
-              {"epochs": 1, "lr_schedule": {"type": "wsd", "decay_steps": 4}},
-              {"epochs": 1, "profile": {"start": 3}}]
-)  # fmt: skip
+    "train",
+    [
+        {"max_tokens": 3 * 24 * 128, "lr_schedule": {"type": "wsd", "decay_steps": 4}},
+        {"epochs": 1, "lr_schedule": {"type": "wsd", "decay_steps": 4}},
+        {"epochs": 1, "profile": {"start": 3}},
+    ],
+)
 def test_steps_are_checked_once_they_are_known(train):
     config = RunConfig.from_dict(raw(**{"parallel3d.train": train}))
     with pytest.raises(ConfigError, match=r"3 steps; use"):

@@ -91,7 +91,8 @@ def test_top_level_keys():
 def test_section(theirs, ours, path):
     """Every key is a setting with DeepSpeed's default, or one of which the default is accepted."""
     removed = deepspeed_config._REMOVED_ZERO_CONFIG_KEYS if path == "zero_optimization" else ()
-    fields, others = theirs.model_fields, deepspeed_keys.BY_SECTION.get(path, {})
+    fields = theirs.model_fields
+    others = deepspeed_keys.BY_SECTION.get(path, {})
     defaults = {f.alias or n: f.get_default(call_default_factory=True) for n, f in fields.items()}
     assert set(ours.model_fields) | set(others) == set(defaults) | set(removed)
     assert not set(ours.model_fields) & set(others)
@@ -233,7 +234,8 @@ def passed_on():
 
 
 def run_each(rank, keys):
-    mesh, number = Mesh(1, 2, 1), 0
+    mesh = Mesh(1, 2, 1)
+    number = 0
     for settings, options in passed_on():
         if keys & options.keys():
             self_test(settings, mesh)
@@ -246,9 +248,10 @@ FEW = {"reduce_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size"}
 
 
 @pytest.mark.parametrize(
-    "keys", [FEW, pytest.param(set(deepspeed.ZeroConfig.model_fields), marks=pytest.mark.slow)],
+    "keys",
+    [FEW, pytest.param(set(deepspeed.ZeroConfig.model_fields), marks=pytest.mark.slow)],
     ids=["few", "all"],
-)  # fmt: skip
+)
 def test_what_is_passed_on_trains_to_the_same_numbers(keys):
     """Two steps against plain PyTorch, with each setting away from its default."""
     expected = sum(bool(keys & options.keys()) for _, options in PASSED_ON)
@@ -266,9 +269,12 @@ def test_what_is_passed_on_reaches_deepspeed():
 
 # Weights of odd sizes.
 ODD = Case(
-    mesh=(1, 2, 1), zero_stage=1, steps=2, batch=8, model={"hidden_size": 30,
-                                                           "num_attention_heads": 3},
-)  # fmt: skip
+    mesh=(1, 2, 1),
+    zero_stage=1,
+    steps=2,
+    batch=8,
+    model={"hidden_size": 30, "num_attention_heads": 3},
+)
 
 
 @contextmanager

@@ -89,9 +89,14 @@ def test_all_problems_of_all_meshes_are_said_at_once():
 
 def test_a_fault_of_the_mesh_itself_is_not_said_of_its_fallbacks():
     said = error_of(
-        **{FALLBACKS: ["1x1x1"], "parallel3d.mesh.dp": 3, "train_batch_size": 16,
-           "gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 2}
-    )  # fmt: skip
+        **{
+            FALLBACKS: ["1x1x1"],
+            "parallel3d.mesh.dp": 3,
+            "train_batch_size": 16,
+            "gradient_accumulation_steps": 1,
+            "train_micro_batch_size_per_gpu": 2,
+        }
+    )
     assert FALLBACKS not in said and "train_batch_size = 16" in said
 
 

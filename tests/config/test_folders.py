@@ -30,7 +30,8 @@ def own(tmp_path, monkeypatch):
         monkeypatch.setattr(package, "__path__", list(package.__path__))
     for variable in (user_folders.MODELS, user_folders.SCHEDULES):
         monkeypatch.setenv(variable, "")
-    families, orders = tmp_path / "my models", tmp_path / "my schedules"
+    families = tmp_path / "my models"
+    orders = tmp_path / "my schedules"
     (families / "tiny").mkdir(parents=True)
     text = GPT.replace('"gpt"', '"tiny"').replace("parallel3d.models.gpt.", "models.tiny.")
     (families / "tiny/spec.py").write_text(text)

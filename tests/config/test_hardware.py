@@ -44,7 +44,8 @@ def test_what_a_plan_needs_is_there_and_plausible(name: str) -> None:
         peak = h.peak(dtype)
         assert peak and 0.5 * peak < measured.value < peak  # MI300X reaches 51 %
     # Memory is faster than the links in a node, and these than what leaves it.
-    link, network = h.link.bandwidth.value, h.network.bandwidth.value
+    link = h.link.bandwidth.value
+    network = h.network.bandwidth.value
     assert h.memory_bandwidth.value > 2 * link > 4 * network
     assert h.link.latency.value < h.network.latency.value < 1e-4
     assert h.devices_per_node.value in (4, 8, 16, 72)

@@ -81,7 +81,8 @@ def runs(draw):
 @given(runs())
 def test_every_schedule(run):
     steps, schedule = run
-    warmup, floor = schedule["warmup_steps"], schedule["min_ratio"]
+    warmup = schedule["warmup_steps"]
+    floor = schedule["min_ratio"]
     factors = curve(steps, **schedule)
     assert all(0 <= f <= 1 + 1e-12 for f in factors)  # never negative, never above the optimizer's
     rise = factors[:warmup]

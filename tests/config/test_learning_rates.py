@@ -62,7 +62,8 @@ def test_every_scheduler_of_deepspeed_has_its_class_and_a_case():
 
 def test_cosine_and_line_are_torchs_after_the_first_step():
     """Ours reaches the floor at the last step, torch's with the step after `T_max` or `total`."""
-    n, floor = 24, 0.25
+    n = 24
+    floor = 0.25
     for kind, scheduler in (
         ("cosine", lambda o: lr_scheduler.CosineAnnealingLR(o, n, eta_min=LR * floor)),
         ("linear", lambda o: lr_scheduler.LinearLR(o, 1.0, floor, n)),

@@ -53,7 +53,7 @@ def test_factors_of_an_update(scale, tall, wide):
     ("changes", "words"),
     [
         ({f"{PARAMS}.coefficients": [9, -4, 2]}, "coefficients = [9.0, -4.0, 2.0]: makes a singul"),
-        ({f"{PARAMS}.coefficients": [0.1, 0, 0]}, "or shrink to nothing; use \"jordan\""),
+        ({f"{PARAMS}.coefficients": [0.1, 0, 0]}, 'or shrink to nothing; use "jordan"'),
         ({f"{PARAMS}.coefficients": []}, "coefficients = []: has no triple; use [3.4445"),
         ({f"{PARAMS}.coefficients": "newton"}, "coefficients"),
         ({f"{PARAMS}.momentum": 1.0}, "momentum = 1.0: must be less than 1"),
@@ -61,8 +61,11 @@ def test_factors_of_an_update(scale, tall, wide):
         ({f"{PARAMS}.ns_method": "gram"}, 'ns_method = "gram": must be "standard"'),
         ({f"{PARAMS}.momentums": 0.9}, 'is not a setting; the nearest one is "momentum"'),
         (
-            {"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "nvme",
-             "zero_optimization.offload_optimizer.nvme_path": "/nvme"},
+            {
+                "zero_optimization.stage": 3,
+                "zero_optimization.offload_optimizer.device": "nvme",
+                "zero_optimization.offload_optimizer.nvme_path": "/nvme",
+            },
             'device = "nvme": cannot hold the state of muon; use "none" or "cpu"',
         ),
         (
@@ -70,7 +73,7 @@ def test_factors_of_an_update(scale, tall, wide):
             'scale = "original": has no learning rate that transfers over the width',
         ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_in_one_message(changes, words):
     message = error_of(**{"optimizer.type": "Muon", **changes})
     assert words in message and message.startswith("1 problem "), message

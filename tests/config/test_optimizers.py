@@ -20,7 +20,9 @@ from tests.plan.settings import A100
 
 pytestmark = pytest.mark.pure
 
-NAME, FOLDERS, OFFLOAD = "optimizer.type", "parallel3d.run.optimizer_folders", "zero_optimization"
+NAME = "optimizer.type"
+FOLDERS = "parallel3d.run.optimizer_folders"
+OFFLOAD = "zero_optimization"
 STATE = 'STATE = (State("momentum_buffer", 4),)'
 THREE = "STATE = tuple(State(name, 4) for name in 'abc')"
 NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}
@@ -60,8 +62,10 @@ def test_a_file_in_the_users_folder_is_an_optimizer(mine):
     config = RunConfig.from_dict(raw(**{NAME: "SGD", FOLDERS: [mine]}))
     assert config.optimizer.type == config.optimizer.file == "sgd"
     assert config.optimizer.params.model_dump() == {
-        "lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0,
-    }  # fmt: skip
+        "lr": 1e-3,
+        "momentum": 0.9,
+        "weight_decay": 0.0,
+    }
     assert RunConfig.from_dict(config.to_dict()) == config
     message = error_of(**{NAME: "sgd", FOLDERS: [mine], "optimizer.params.momentums": 0.5})
     assert 'optimizer.params.momentums = 0.5: is not a setting; the nearest one is "mom' in message
@@ -106,9 +110,12 @@ def test_what_cannot_be_done_with_an_optimizer_is_refused_by_name(mine, changes,
 def test_what_differs_only_by_that_is_accepted(mine):
     more = {"stage": 3, "offload_optimizer": NVME["offload_optimizer"] | {"buffer_count": 5}}
     for changes in (
-        {NAME: "three"}, {NAME: "three", OFFLOAD: more}, {NAME: "pinned"},
-        {NAME: "sgd", OFFLOAD: CPU}, {NAME: "sgd", OFFLOAD: NVME},
-    ):  # fmt: skip
+        {NAME: "three"},
+        {NAME: "three", OFFLOAD: more},
+        {NAME: "pinned"},
+        {NAME: "sgd", OFFLOAD: CPU},
+        {NAME: "sgd", OFFLOAD: NVME},
+    ):
         accepted = RunConfig.from_dict(raw(**{FOLDERS: [mine], **changes}))
         assert accepted.optimizer.type == changes[NAME]
 

@@ -19,58 +19,119 @@ pytestmark = pytest.mark.pure
 
 # As transformers 5 writes them, without what says nothing of the architecture.
 GPT2 = {
-    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_head": 16,
-    "n_layer": 4, "n_positions": 128, "vocab_size": 5000, "n_inner": None, "resid_pdrop": 0.1,
-    "activation_function": "gelu_new", "scale_attn_weights": True, "summary_type": "cls_index",
-    "task_specific_params": {"text-generation": {"max_length": 50}}, "bos_token_id": 50256,
-}  # fmt: skip
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_head": 16,
+    "n_layer": 4,
+    "n_positions": 128,
+    "vocab_size": 5000,
+    "n_inner": None,
+    "resid_pdrop": 0.1,
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "summary_type": "cls_index",
+    "task_specific_params": {"text-generation": {"max_length": 50}},
+    "bos_token_id": 50256,
+}
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 96,
-    "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "vocab_size": 5000, "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5, "rope_theta": 5e5, "rope_scaling": None, "hidden_act": "silu",
-    "attention_bias": False, "mlp_bias": False, "head_dim": 6, "pretraining_tp": 1,
-    "torch_dtype": "bfloat16", "tie_word_embeddings": False, "is_llama_config": True,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 5000,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "rope_scaling": None,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "head_dim": 6,
+    "pretraining_tp": 1,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "is_llama_config": True,
+}
 LLAMA3 = {
-    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256, "rope_type": "llama3",
-}  # fmt: skip
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "rope_type": "llama3",
+}
 YARN = {"type": "yarn", "factor": 4.0, "beta_fast": 16}  # without its original length
 BIASED = {"attention_bias": True, "attention_output_bias": True}
 MISTRAL = LLAMA | {
-    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 256,
-}  # fmt: skip
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 256,
+}
 QWEN2 = LLAMA | {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64,
-    "use_sliding_window": False, "max_window_layers": 2, "is_llama_config": None,
-}  # fmt: skip
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "sliding_window": 64,
+    "use_sliding_window": False,
+    "max_window_layers": 2,
+    "is_llama_config": None,
+}
 SMOLLM3 = LLAMA | {
-    "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "use_sliding_window": False,
-    "no_rope_layers": [1, 1, 0, 1], "no_rope_layer_interval": 3, "tie_word_embeddings": None,
-    "layer_types": ["full_attention"] * 4, "sliding_window": None, "max_window_layers": 2,
-}  # fmt: skip
+    "architectures": ["SmolLM3ForCausalLM"],
+    "model_type": "smollm3",
+    "use_sliding_window": False,
+    "no_rope_layers": [1, 1, 0, 1],
+    "no_rope_layer_interval": 3,
+    "tie_word_embeddings": None,
+    "layer_types": ["full_attention"] * 4,
+    "sliding_window": None,
+    "max_window_layers": 2,
+}
 MINISTRAL = MISTRAL | {
-    "architectures": ["MinistralForCausalLM"], "model_type": "ministral",
+    "architectures": ["MinistralForCausalLM"],
+    "model_type": "ministral",
     "layer_types": ["full_attention", *["sliding_attention"] * 3],
-}  # fmt: skip
+}
 GRANITE = LLAMA | {
-    "architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa", "sliding_window": 64,
-    "attention_multiplier": 6**-0.5, "residual_multiplier": 1.0, "attention_bias": True,
-    "layer_types": None, "embedding_multiplier": 1, "logits_scaling": 1.0,
-}  # fmt: skip
-FULL, SLIDING = "full_attention", "sliding_attention"
+    "architectures": ["GraniteSWAForCausalLM"],
+    "model_type": "granite_swa",
+    "sliding_window": 64,
+    "attention_multiplier": 6**-0.5,
+    "residual_multiplier": 1.0,
+    "attention_bias": True,
+    "layer_types": None,
+    "embedding_multiplier": 1,
+    "logits_scaling": 1.0,
+}
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 SLIDES = {"sliding_window": 64, "use_sliding_window": True, "layer_types": None}
 QWEN3 = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 PYTHIA = {
-    "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "hidden_size": 64,
-    "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 5000,
-    "max_position_embeddings": 512, "layer_norm_eps": 1e-5, "rotary_emb_base": 10000,
-    "rotary_pct": 0.25, "hidden_act": "gelu", "use_parallel_residual": True, "bos_token_id": 0,
-    "eos_token_id": 0, "initializer_range": 0.02, "tie_word_embeddings": False,
-    "classifier_dropout": 0.1, "torch_dtype": "float16", "use_cache": True,
-}  # fmt: skip
+    "architectures": ["GPTNeoXForCausalLM"],
+    "model_type": "gpt_neox",
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 5000,
+    "max_position_embeddings": 512,
+    "layer_norm_eps": 1e-5,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.25,
+    "hidden_act": "gelu",
+    "use_parallel_residual": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "classifier_dropout": 0.1,
+    "torch_dtype": "float16",
+    "use_cache": True,
+}
 ROPE = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
 
 
@@ -308,7 +369,8 @@ def test_a_resolved_config_reads_nothing_of_the_folder(tmp_path):
 
 
 def test_other_weights_are_told_apart(tmp_path):
-    folder, digests = published(tmp_path / "model", LLAMA), set()
+    folder = published(tmp_path / "model", LLAMA)
+    digests = set()
     for last in (0, 1):
         save_file({"x": numpy.array([1, last])}, folder / "model.safetensors")
         digests.add(module.digest_of(folder))

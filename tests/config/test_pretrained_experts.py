@@ -16,32 +16,67 @@ from tests.config.test_pretrained import (
 pytestmark = pytest.mark.pure
 
 MIXTRAL = MISTRAL | {
-    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None,
-    "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02,
-    "output_router_logits": False, "router_jitter_noise": 0.0, "is_llama_config": None,
-}  # fmt: skip
-QWEN3_MOE = QWEN3 | {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16,
-    "num_experts_per_tok": 4, "moe_intermediate_size": 48, "norm_topk_prob": True,
-    "decoder_sparse_step": 2, "mlp_only_layers": [0], "router_aux_loss_coef": 0.001,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "sliding_window": None,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.02,
     "output_router_logits": False,
-}  # fmt: skip
+    "router_jitter_noise": 0.0,
+    "is_llama_config": None,
+}
+QWEN3_MOE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [0],
+    "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
+}
 OLMOE = LLAMA | {
-    "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 16,
-    "num_experts_per_tok": 8, "norm_topk_prob": False, "clip_qkv": None, "pad_token_id": 1,
-    "router_aux_loss_coef": 0.01, "output_router_logits": False, "is_llama_config": None,
-}  # fmt: skip
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "num_experts": 16,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "clip_qkv": None,
+    "pad_token_id": 1,
+    "router_aux_loss_coef": 0.01,
+    "output_router_logits": False,
+    "is_llama_config": None,
+}
 DOTS1 = QWEN3 | {
-    "architectures": ["Dots1ForCausalLM"], "model_type": "dots1", "n_routed_experts": 16,
-    "num_experts_per_tok": 4, "n_shared_experts": 2, "moe_intermediate_size": 48, "n_group": 4,
-    "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None,
-    "first_k_dense_replace": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-}  # fmt: skip
+    "architectures": ["Dots1ForCausalLM"],
+    "model_type": "dots1",
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+    "first_k_dense_replace": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
 GLM = DOTS1 | {
-    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "head_dim": 8,
-    "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1, "use_qk_norm": False,
-    "attention_bias": True, "layer_types": None, "first_k_dense_replace": None,
-}  # fmt: skip
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "head_dim": 8,
+    "partial_rotary_factor": 0.5,
+    "num_nextn_predict_layers": 1,
+    "use_qk_norm": False,
+    "attention_bias": True,
+    "layer_types": None,
+    "first_k_dense_replace": None,
+}
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,14 @@ def pack(ids: Sequence[int], end: int, length: int) -> list[list[int]]:
     goes into the sample with the least room that holds it, of several the one filled last. The last
     id of the stream has no label, so it is no token.
     """
-    pieces, first = list[range](), 0
+    pieces = list[range]()
+    first = 0
     for place in range(len(ids) - 1):
         if ids[place] == end or place == len(ids) - 2 or place == first + length - 1:
             pieces.append(range(first, place + 1))
             first = place + 1
-    samples, turns = list[list[range]](), list[int]()
+    samples = list[list[range]]()
+    turns = list[int]()
     for turn, piece in enumerate(sorted(pieces, key=len, reverse=True)):
         rooms = [length - sum(map(len, sample)) for sample in samples]
         fitting = [n for n, room in enumerate(rooms) if room >= len(piece)]

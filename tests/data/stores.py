@@ -9,7 +9,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 class _Handler(SimpleHTTPRequestHandler):
     def do_GET(self):
-        store, name = self.server.store, self.path.rpartition("/")[2]
+        store = self.server.store
+        name = self.path.rpartition("/")[2]
         with store.lock:
             store.requests.append(name)
             faults = store.faults.get(name, [])
@@ -23,7 +24,8 @@ class _Handler(SimpleHTTPRequestHandler):
     def copyfile(self, source, target):
         content = source.read()
         content = content[: len(content) // 2] if self.cut else content
-        speed, began = self.server.store.speed, time.monotonic()
+        speed = self.server.store.speed
+        began = time.monotonic()
         for first in range(0, len(content), 2**16):
             part = content[first : first + 2**16]
             if speed:
@@ -44,7 +46,9 @@ class HttpStore:
     """
 
     def __init__(self, folder):
-        self.faults, self.requests, self.speed = {}, [], None
+        self.faults = {}
+        self.requests = []
+        self.speed = None
         self.lock = threading.Lock()
 
         def handler(*args):

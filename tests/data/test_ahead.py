@@ -83,7 +83,9 @@ def test_an_error_is_raised_where_its_key_is_taken_and_nowhere_else():
 
 
 def test_close_waits_for_what_is_being_made_and_makes_no_more():
-    began, go_on, calls = threading.Event(), threading.Event(), []
+    began = threading.Event()
+    go_on = threading.Event()
+    calls = []
 
     def make(key):
         calls.append(key)

@@ -83,7 +83,8 @@ def test_counted_as_read_it_has_the_packed_documents_of_each_window(tmp_path):
         assert digest(read) == digest(plain)
     # It resumes in the last epoch with the counts of other runs, which fetches few shards; without
     # them, and if they cannot be written, shards are counted again.
-    start, counts = len(plain) - 60, tmp_path / "manifest/counts"
+    start = len(plain) - 60
+    counts = tmp_path / "manifest/counts"
     assert len([*counts.iterdir()]) == SHARDS
     for name in ("counted", "counts lost"):
         if name == "counts lost":

@@ -265,7 +265,8 @@ def test_a_living_writer_is_waited_for_and_keeps_its_files(settings):
             assert second.recv() == third.recv() == "waiting"
             assert len(list(corpora.glob("*.partial"))) == 1
             hanging.kill()
-            (one, *first), (other, *last) = second.recv(), third.recv()
+            (one, *first) = second.recv()
+            (other, *last) = third.recv()
     assert one == other
     built = ["tokenising documents" in phases for [phases] in (first, last)]
     assert sorted(built) == [False, True]

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.gloo
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
     """A corpus and a mixture of two kinds of text."""
-    root, rng = tmp_path_factory.mktemp("evaluation"), np.random.default_rng(0)
+    root = tmp_path_factory.mktemp("evaluation")
+    rng = np.random.default_rng(0)
     parts = []
     for name, alphabet in (("words", "abcdef "), ("numbers", "0123456789é")):
         lengths = rng.integers(20, 400, 120)
@@ -61,8 +62,11 @@ def test_labels_belong_to_documents_whose_end_is_the_end_of_text(corpora, which)
     assert sorted(seen) == list(range(samples.num_documents))
     assert samples.tokens.tolist() == [len(seen[i]) for i in range(samples.num_documents)]
     # A document's labels are tokens of one document of the corpus.
-    whole = [stream.tokens[a:b].tolist() for stream in streams
-             for a, b in zip(stream.bounds, stream.bounds[1:], strict=False)]  # fmt: skip
+    whole = [
+        stream.tokens[a:b].tolist()
+        for stream in streams
+        for a, b in zip(stream.bounds, stream.bounds[1:], strict=False)
+    ]
     places = {tuple(sorted(tokens)): i for i, tokens in enumerate(whole)}
     for labels_of_one in seen.values():
         assert any(set(labels_of_one) <= set(tokens) for tokens in places)
@@ -146,7 +150,9 @@ def test_the_error_of_equal_documents_is_that_of_their_means(n, seed):
 
 def test_the_error_is_how_far_the_means_of_many_samples_are_apart():
     """Of documents of unequal length and mean: the spread of the estimate, by simulation."""
-    rng, means, errors = np.random.default_rng(0), [], []
+    rng = np.random.default_rng(0)
+    means = []
+    errors = []
     for _ in range(400):
         tokens = rng.integers(10, 200, 60)
         of_document = rng.normal(5, 1, 60)

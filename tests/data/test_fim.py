@@ -18,7 +18,8 @@ from parallel3d.data.tokenizer import load_tokenizer, save_tokenizer
 
 pytestmark = pytest.mark.gloo
 
-END, LENGTH = 0, 48
+END = 0
+LENGTH = 48
 BEFORE, AFTER, BETWEEN = SPECIAL = (1, 2, 3)
 
 
@@ -39,7 +40,8 @@ def batches_of(text, seed=7, **settings):
 
 def original(ids):
     """A rearranged document in its first order, and whether its suffix came first."""
-    after, between = ids.index(AFTER), ids.index(BETWEEN)
+    after = ids.index(AFTER)
+    between = ids.index(BETWEEN)
     assert ids[0] == BEFORE and after < between
     if after == 1:  # SPM: the middle follows the prefix, so the suffix moves to the end
         return ids[between + 1 :] + ids[after + 1 : between], True
@@ -50,7 +52,8 @@ def documents_in(batches, plain):
     """Each document of an epoch: its plain ids, and its ids as it was read, with the labels."""
     count = batches.num_samples
     tokens, labels = batches.microbatch(0, count)
-    weights, before = batches.weights(0, count), plain.microbatch(0, count)
+    weights = batches.weights(0, count)
+    before = plain.microbatch(0, count)
     _, places, pieces = batches.places(0, count)
     if not batches.is_packed:
         ends = np.cumsum(before[0] == END, axis=1)
@@ -80,7 +83,8 @@ def test_packed_documents_keep_all_tokens_and_the_shares_are_those_asked_for(by)
         restored, is_first = original(ids[:-1] if ends else ids)
         assert restored == (old[:-1] if ends else old)
         assert labels == [*ids[1:], old_labels[-1] if ends else END]
-        changed, first = changed + 1, first + is_first
+        changed = changed + 1
+        first = first + is_first
     for count, total, rate in ((changed, eligible, 0.4), (first, changed, 0.25)):
         assert total > 100 and abs(count - rate * total) < 3 * (total * rate * (1 - rate)) ** 0.5
 
@@ -93,7 +97,8 @@ def test_without_packing_a_document_gives_its_last_tokens_for_the_special_ones()
         if not set(SPECIAL) & set(ids):
             assert (ids, labels) == (old, old_labels)
             continue
-        changed, ends = changed + 1, old[-1] == END
+        changed = changed + 1
+        ends = old[-1] == END
         restored, _ = original(ids[:-1] if ends else ids)
         assert restored == (old[:-1] if ends else old)[:-ROOM]
         assert labels == [*ids[1:], old_labels[-1] if ends else END]

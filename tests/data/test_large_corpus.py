@@ -19,10 +19,15 @@ from parallel3d.data.order import sample_index
 
 pytestmark = pytest.mark.gloo
 
-SHARDS, DOCUMENTS, LENGTH = 1000, 10**6, 500
+SHARDS = 1000
+DOCUMENTS = 10**6
+LENGTH = 500
 ALL = SHARDS * DOCUMENTS
 TRAINED = ALL * 99 // 100
-END, SEQUENCE, FIRST, COUNT = 7, 1024, 10**6, 8
+END = 7
+SEQUENCE = 1024
+FIRST = 10**6
+COUNT = 8
 OPEN = f"""
 import json, re, sys, time
 from pathlib import Path

@@ -56,7 +56,8 @@ def peak_bytes():
 def grown(tmp_path, size):
     """Bytes of memory that preparing a text of `size` bytes takes beyond what was held before."""
     words = "a line of some words, again and again \u20ac, "
-    path, count = tmp_path / f"{size}.txt", size // len(words)
+    path = tmp_path / f"{size}.txt"
+    count = size // len(words)
     (tmp_path / "a.txt").write_text("to hold out")
     with open(path, "w") as file:
         for first in range(0, count, 1000):

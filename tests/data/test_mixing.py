@@ -167,7 +167,8 @@ def documents_by_hand(tokens, end_of_text):
     """One token after the other."""
     result = []
     for sample in tokens:
-        ordinal, row = 0, []
+        ordinal = 0
+        row = []
         for token in sample:
             row.append(ordinal)
             if token == end_of_text:

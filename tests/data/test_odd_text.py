@@ -169,7 +169,8 @@ def test_a_file_that_could_not_be_read_once_is_read_the_next_time(tmp_path, monk
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text("".join(GOOD))
     settings = Settings("jsonl", (f"{tmp_path}/*.jsonl",), cache=str(tmp_path / "c"))
-    files, rule = find_files(settings), ("skip", 0.9)
+    files = find_files(settings)
+    rule = ("skip", 0.9)
     whole = lines.open_text
 
     def failing(path):

@@ -15,5 +15,7 @@ def test_the_end_of_a_phase_is_one_line(capsys):
         for done in (0, 5, 11, 11, 11):
             progress("reading files (MB)", done, 11)
     assert capsys.readouterr().err.splitlines() == [
-        "training the tokenizer", "reading files (MB): 0 of 11", "reading files (MB): 11 of 11",
-    ]  # fmt: skip
+        "training the tokenizer",
+        "reading files (MB): 0 of 11",
+        "reading files (MB): 11 of 11",
+    ]

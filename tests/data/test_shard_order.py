@@ -15,7 +15,8 @@ COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
 @settings(max_examples=30)
 @given(COUNTS, st.integers(0, 2**63), st.integers(1, 14), st.data())
 def test_each_epoch_has_every_sample_and_any_part_of_it_is_the_same(counts, seed, window, data):
-    order, size = ShardOrder(np.array(counts), window), sum(counts)
+    order = ShardOrder(np.array(counts), window)
+    size = sum(counts)
     whole = order.sample_index(seed, np.arange(3 * size))
     for epoch in whole.reshape(3, size):
         assert sorted(epoch.tolist()) == [*range(size)]
@@ -41,7 +42,8 @@ def test_at_any_place_two_groups_of_shards_are_enough(counts, seed, window):
     shard_of = np.repeat(np.arange(len(counts)), counts)
     announced = set(range(len(counts)))
     for index in np.arange(2 * sum(counts)).reshape(-1, 1):
-        wanted, shard = order.wanted(seed, index), shard_of[order.sample_index(seed, index)[0]]
+        wanted = order.wanted(seed, index)
+        shard = shard_of[order.sample_index(seed, index)[0]]
         assert shard in wanted and len(wanted) <= 2 * window
         # A group without samples is passed over.
         assert shard in announced or not all(counts)

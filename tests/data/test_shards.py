@@ -59,7 +59,8 @@ def test_workers_and_shards_do_not_show(rows, workers, tmp_path, monkeypatch):
 
 def test_shards_are_cut_by_size_and_hold_every_document():
     assert cut(np.array([SHARD_BYTES] * 3)) == [0, 3]
-    size, rest = shards.SHARD_BYTES, [shards.SHARD_BYTES] * 8
+    size = shards.SHARD_BYTES
+    rest = [shards.SHARD_BYTES] * 8
     assert cut(np.array([size, 1, size - 1, 1, *rest])) == [0, 1, 3, *range(4, 13)]
     assert cut(np.array([1, 5 * size, 1, *rest])) == [0, 1, 2, *range(3, 12)]
     assert cut(np.array([size + 1, *rest])) == [0, *range(1, 10)]
@@ -69,7 +70,10 @@ def test_shards_are_cut_by_size_and_hold_every_document():
 
 
 def test_a_batch_is_read_while_the_one_before_is_encoded(rows, monkeypatch):
-    read, begun, encode, original = Event(), [], shards.encode, Documents.pieces
+    read = Event()
+    begun = []
+    encode = shards.encode
+    original = Documents.pieces
 
     def pieces(self, indices):
         for piece in original(self, indices):

@@ -57,7 +57,8 @@ def test_what_is_held_out_has_the_sizes_of_the_corpus(seed):
     """The bytes come to the fraction, and each size to its share, however long the tail is."""
     table = table_with(SIZES)
     [held_out] = split_documents([table], 0.1, seed)
-    sizes, all_of_it = SIZES[held_out], SIZES.sum()
+    sizes = SIZES[held_out]
+    all_of_it = SIZES.sum()
     assert sizes.sum() == pytest.approx(0.1 * all_of_it, rel=0.1)
     assert sizes.max() <= all_of_it * 0.1 / 8
     eligible = all_of_it * 0.1 / 8 >= SIZES
@@ -95,7 +96,8 @@ def test_documents_of_every_size_are_trained_on(sizes, fraction):
 
     Of small ones at most twice the share is held out, and where that is all, half of the rest.
     """
-    table, small = table_with(sizes), np.asarray(sizes) == 1000
+    table = table_with(sizes)
+    small = np.asarray(sizes) == 1000
     [held_out] = split_documents([table], fraction)
     most = 0.1 if sum(sizes) > 2.6e6 else 0.2
     share = max(0.05, min(64 / len(sizes), most)) if fraction == "auto" else fraction

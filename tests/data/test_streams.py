@@ -25,7 +25,10 @@ from tests.data.stores import http_store, s3_store
 
 pytestmark = pytest.mark.gloo
 
-LENGTH, SHARDS, EPOCHS, SEED = 16, 8, 3, 3
+LENGTH = 16
+SHARDS = 8
+EPOCHS = 3
+SEED = 3
 IDS = {"tokenizer": "none", "vocab_size": writers.SIZE, "end_of_text_id": writers.END}
 
 
@@ -127,7 +130,8 @@ def test_from_every_store_it_is_the_local_order(store, shards, tmp_path):
     "name", ["megatron", "jsonl", *slow("datatrove", "raw", "parquet", "text")]
 )
 def test_every_source_has_the_samples_of_its_local_corpus(name, tmp_path):
-    folder, settings = tmp_path / "shards", {"source": name}
+    folder = tmp_path / "shards"
+    settings = {"source": name}
     folder.mkdir()
     for number in range(3):
         documents = [[*ids, writers.END] for ids in writers.some_documents(12, seed=number)]
@@ -137,18 +141,21 @@ def test_every_source_has_the_samples_of_its_local_corpus(name, tmp_path):
         elif name == "datatrove":
             pattern = writers.datatrove(folder / f"{number}.ds", documents)
         elif name == "raw":
-            settings["source"], pattern = "tokens", writers.raw(folder / f"{number}.npy", documents)
+            settings["source"] = "tokens"
+            pattern = writers.raw(folder / f"{number}.npy", documents)
         elif name == "parquet":
             import pyarrow as pa
             from pyarrow import parquet
 
-            pattern, settings["token_field"] = folder / f"{number}.parquet", "input_ids"
+            pattern = folder / f"{number}.parquet"
+            settings["token_field"] = "input_ids"
             parquet.write_table(pa.table({"input_ids": documents, "other": texts}), pattern)
         elif name == "jsonl":
             pattern = folder / f"{number}.jsonl"
             pattern.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         else:
-            settings["documents"], pattern = "line", folder / f"{number}.txt"
+            settings["documents"] = "line"
+            pattern = folder / f"{number}.txt"
             pattern.write_text("\n\n".join(texts) + "\n")
     if name in ("jsonl", "text"):
         settings |= {
@@ -180,7 +187,8 @@ def test_any_mesh_and_batch_and_a_cache_smaller_than_the_corpus(shards, tmp_path
     prepare_manifests(settings)
     limit = prepare(settings).train.tokens.num_bytes_needed
     settings = settings.model_copy(update={"stream_cache_bytes": limit})
-    cache, seen = tmp_path / "cache/streams", []
+    cache = tmp_path / "cache/streams"
+    seen = []
     batches = Batches(prepare(settings).train, LENGTH, SEED)
     whole = []
     for start in range(0, EPOCHS * batches.num_samples, 8):
@@ -258,8 +266,10 @@ def test_failures_and_truncated_shards_are_tried_again(shards, tmp_path):
         settings = prepared(server, tmp_path)
         clean = digest(streamed(settings.model_copy(update={"cache": str(tmp_path / "c")}), 40))
         server.faults = {
-            "03.npy": ["fail"] * 4, "06.npy": ["cut", "cut"], "07.npy": ["fail", "cut"]
-        }  # fmt: skip
+            "03.npy": ["fail"] * 4,
+            "06.npy": ["cut", "cut"],
+            "07.npy": ["fail", "cut"],
+        }
         assert digest(streamed(settings, 40)) == clean
         assert not any(server.faults.values())
         # Each shard once more, for the manifest and for the other cache.
@@ -300,11 +310,14 @@ def test_a_lost_shard_is_skipped_the_same_on_every_mesh(shards, tmp_path, capfd)
         lost = np.load(shards / "04.npy").astype(np.int64).tobytes()
         (shards / "04.npy").unlink()
         found = {
-            digest(streamed(
-                settings.model_copy(update={"cache": str(tmp_path / digest_of(layout))}), *layout
-            ))
+            digest(
+                streamed(
+                    settings.model_copy(update={"cache": str(tmp_path / digest_of(layout))}),
+                    *layout,
+                )
+            )
             for layout in ((40, 1), (28, 4))
-        }  # fmt: skip
+        }
         assert len(found) == 1
         read = streamed(settings, 40)
     assert capfd.readouterr().err.count("skipped shard 1 of this node") == 3

@@ -81,7 +81,8 @@ def test_training_twice_gives_the_same_bytes(folder, trained, tmp_path):
 
 
 def test_a_large_corpus_is_sampled_evenly(documents):
-    nothing, budgets = np.zeros(len(documents), bool), [200.0, 10**9]
+    nothing = np.zeros(len(documents), bool)
+    budgets = [200.0, 10**9]
     used = [
         text for budget in budgets for text in corpus_folder._sample(documents, nothing, budget)
     ]

@@ -26,10 +26,15 @@ ROOT = Path(__file__).parents[2]
 GIB = 2**30
 NODES = Nodes(("node0", "node0", "node1", "node1"), ("a", "a", "b", "b"))
 HEALTHY = dict.fromkeys(ALIKE, "1.0") | {
-    "clock": 0.0, "run directory": True, "data cache": True,
-    "open files": 2**20, "locked memory": resource.RLIM_INFINITY, "shared memory": 8 * GIB,
-    "free memory per rank": 64 * GIB, "free disk for runs": 900 * GIB,
-}  # fmt: skip
+    "clock": 0.0,
+    "run directory": True,
+    "data cache": True,
+    "open files": 2**20,
+    "locked memory": resource.RLIM_INFINITY,
+    "shared memory": 8 * GIB,
+    "free memory per rank": 64 * GIB,
+    "free disk for runs": 900 * GIB,
+}
 CONFIG = RunConfig.from_json("ds.json")
 
 
@@ -177,9 +182,14 @@ def test_a_rank_of_four_that_differs_is_named(tmp_path):
 def doctor(*words, launcher=(sys.executable,), folder, **options):
     command = [*launcher, str(ROOT / "launch" / "doctor.py"), *words]
     return subprocess.run(
-        command, cwd=folder, env=environment() | {"COLUMNS": "80"}, capture_output=True, text=True,
-        timeout=120, **options,
-    )  # fmt: skip
+        command,
+        cwd=folder,
+        env=environment() | {"COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **options,
+    )
 
 
 def test_a_low_limit_ends_the_command_with_1_and_the_remedy(tmp_path):

@@ -21,7 +21,8 @@ def held_bytes(engine: Any, parameters: Iterable[nn.Parameter]) -> dict[str, int
     on NVMe, whose size is a setting, too. Each storage counts once, in the first of
     these that names it (in fp32 the masters may be the parameters themselves).
     """
-    optimizer, parameters = engine.optimizer, list(parameters)
+    optimizer = engine.optimizer
+    parameters = list(parameters)
     weights = [getattr(p, "ds_tensor", p.data) for p in parameters]
     buckets = [b.buffer for b in optimizer.ipg_buckets.values()]
     masters = _masters(optimizer)
@@ -97,7 +98,8 @@ class Peaks:
 @contextmanager
 def watching(engine: Any, parameters: Iterable[nn.Parameter]) -> Iterator[Peaks]:
     """Measure ZeRO-3's peaks: a sample at each gathering and each releasing of a module."""
-    peaks, parameters = Peaks(), list(parameters)
+    peaks = Peaks()
+    parameters = list(parameters)
     alive: dict[int, tuple[StorageWeakRef, int]] = {}
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
 
@@ -128,7 +130,8 @@ def watching(engine: Any, parameters: Iterable[nn.Parameter]) -> Iterator[Peaks]
 
         return run
 
-    fetch, release = coordinator.fetch_sub_module, coordinator.release_sub_module
+    fetch = coordinator.fetch_sub_module
+    release = coordinator.release_sub_module
     coordinator.fetch_sub_module = sampled(fetch, before=False)
     coordinator.release_sub_module = sampled(release, before=True)
     try:

@@ -72,7 +72,8 @@ def test_verify_sees_a_slip_in_it(tmp_path, right, wrong):
 @pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
 def test_the_commands_know_it(tmp_path, offload):
     """It is planned and verified; it trains on 2x2x1, and its checkpoint goes on on 1x1x2."""
-    place, mine = Place(tmp_path / "place"), tmp_path / "mine"
+    place = Place(tmp_path / "place")
+    mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "sgd.py").write_text(SGD)
     raw = raw_config(str(mine))

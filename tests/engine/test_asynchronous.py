@@ -23,12 +23,16 @@ KEPT = "device.synchronize", f"{ZERO}partition_parameters.py:_allgather_params_c
 OVERFLOW_12 = "item", f"{ZERO}stage_1_and_2.py:has_overflow"
 OVERFLOW_3 = "item", f"{ZERO}stage3.py:has_overflow"
 # ZeRO-3 lets the host be two gathers ahead. This model's modules gather so often a microbatch:
-GATHERS, AGAIN = 82, 30  # and with their forwards run again
-ONCE, OFTEN = {"reduction": "per_step"}, {"reduction": "per_microbatch"}
+# and with their forwards run again
+GATHERS = 82
+AGAIN = 30
+ONCE = {"reduction": "per_step"}
+OFTEN = {"reduction": "per_microbatch"}
 FULL = {"checkpointing": "full"}
 
 # The norm is looked at before it is used: once, and once for each of two groups at ZeRO 0 to 2.
-NORM_12, NORM_3 = {INVALID: 3}, {INVALID: 1}
+NORM_12 = {INVALID: 3}
+NORM_3 = {INVALID: 1}
 IN_PASSES_3 = {FETCH: GATHERS * MICROBATCHES, BUCKET: 1, REDUCED: 1}
 # Weights that the program gathers need no wait of DeepSpeed's, and none is kept whole.
 GATHERED = {"weights": "per_step", "thresholds": True}
@@ -74,7 +78,8 @@ def steps_on_rank(rank, cases):
 
 
 def steps_of(case, take):
-    trainer, said = Trainer(case), []
+    trainer = Trainer(case)
+    said = []
     gc.collect()  # the engine of the case before waits for the device when it is freed
     for step, batch in enumerate(trainer.batches()):
         take()
@@ -91,9 +96,14 @@ def steps_of(case, take):
 
 def case_of(stage, kinds):
     return Case(
-        mesh=(1, 2, 1), schedule="one_f_one_b", microbatches=MICROBATCHES, batch=4, steps=4,
-        zero_stage=stage, **kinds,
-    )  # fmt: skip
+        mesh=(1, 2, 1),
+        schedule="one_f_one_b",
+        microbatches=MICROBATCHES,
+        batch=4,
+        steps=4,
+        zero_stage=stage,
+        **kinds,
+    )
 
 
 @cache

@@ -33,7 +33,8 @@ def trained_on_rank(rank, case):
     for kind in ("fp32", "bf16"):
         changes = case.changes | {"communication_data_type": kind}
         trainer = Trainer(replace(case, changes=changes))
-        first, count = trainer.executor.run, []
+        first = trainer.executor.run
+        count = []
 
         def counted(batch, step=0, run=first, trainer=trainer, count=count):
             with Traffic(trainer.mesh, REDUCES) as traffic:

@@ -31,7 +31,9 @@ def train(rank, case, plant=None, fault=nullcontext):
     """Loss, result and a weight's largest move of each step; `plant` is a step and a rank."""
     with fault():
         trainer = Trainer(case)
-        engine, mesh, found = trainer.engine, trainer.mesh, []
+        engine = trainer.engine
+        mesh = trainer.mesh
+        found = []
         weight = next(h for h in engine.held if h.spec.weight_decay)
         assert case.precision != "fp16" or weight.parameter.dtype is torch.float16
         before = engine.full_parameter(weight).clone()
@@ -120,14 +122,18 @@ def test_it_follows_fp32_in_full(mesh, stage, fixed):
         *(
             pytest.param(mesh, stage, offload, marks=pytest.mark.slow)
             for mesh, stage, offload in [
-                ((1, 2, 1), 0, "none"), ((2, 1, 1), 1, "none"),
-                ((2, 2, 1), 0, "cpu"), ((2, 2, 1), 1, "none"), ((1, 2, 2), 2, "cpu"),
-                ((2, 2, 1), 3, "none"), ((2, 1, 2), 3, "cpu"),
+                ((1, 2, 1), 0, "none"),
+                ((2, 1, 1), 1, "none"),
+                ((2, 2, 1), 0, "cpu"),
+                ((2, 2, 1), 1, "none"),
+                ((1, 2, 2), 2, "cpu"),
+                ((2, 2, 1), 3, "none"),
+                ((2, 1, 2), 3, "cpu"),
             ]
         ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh, stage, offload):
     case = small(mesh, zero_stage=stage, offload=offload, steps=9)
     last = case.world_size - 1
@@ -206,7 +212,8 @@ def test_without_waiting_a_growing_scale_halves_the_gradients():
 def test_the_weights_do_not_depend_on_the_scale():
     """Seen without clipping, and with Adam's steps proportional to the gradients."""
     plain = {"gradient_clipping": 0.0, "optimizer.params.eps": 1.0, "optimizer.params.lr": 1.0}
-    growing, fixed = {"initial_scale_power": 8, "loss_scale_window": 1}, {"loss_scale": 256.0}
+    growing = {"initial_scale_power": 8, "loss_scale_window": 1}
+    fixed = {"loss_scale": 256.0}
     cases = [
         small(scale=scale, more=plain, zero_stage=stage, steps=4)
         for stage in (1, 3)

@@ -15,9 +15,13 @@ from tests.schedule.blocking import most_gathered
 pytestmark = pytest.mark.gloo
 
 BREADTH = Case(
-    mesh=(1, 2, 1), schedule="breadth_first", stages_per_rank=4, weights="per_pass",
-    model={"num_hidden_layers": 6}, steps=2,
-)  # fmt: skip
+    mesh=(1, 2, 1),
+    schedule="breadth_first",
+    stages_per_rank=4,
+    weights="per_pass",
+    model={"num_hidden_layers": 6},
+    steps=2,
+)
 MOVES = ("all_gather", "reduce_scatter")
 GPIPE = Case(mesh=(2, 2, 1), weights="per_pass", steps=2)
 

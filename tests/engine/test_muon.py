@@ -94,13 +94,17 @@ def test_bf16_is_normalised_in_fp32():
 MODES = [
     {"zero_stage": zero, "offload_optimizer": offload, "precision": precision}
     for zero, offload, precision in [
-        (0, "none", "bf16"), (1, "cpu", "fp32"), (2, "none", "fp16"), (3, "cpu", "bf16"),
+        (0, "none", "bf16"),
+        (1, "cpu", "fp32"),
+        (2, "none", "fp16"),
+        (3, "cpu", "bf16"),
     ]
-]  # fmt: skip
+]
 
 
 def self_tests(rank, shape, modes):
-    params, mesh = MUON.Params(lr=1.0, clip="adam_only"), Mesh(*shape)
+    params = MUON.Params(lr=1.0, clip="adam_only")
+    mesh = Mesh(*shape)
     for mode in modes:
         self_test(EngineSettings(1, optimizer="muon", params=params, **mode), mesh)
     return len(modes)
@@ -144,10 +148,15 @@ def test_each_element_travels_twice(mesh, zero):
 def test_without_zero_all_copies_receive_the_update():
     """Every rank has a copy of the other matrices, dp / ep of an expert's; as it is planned."""
     model = {
-        "family": "moe", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "max_position_embeddings": 64, "num_experts": 4, "moe_intermediate_size": 16,
+        "family": "moe",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
         "vocab_size": 64,
-    }  # fmt: skip
+    }
     changes = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "parallel3d.mesh.ep": 2}
     case = Case(mesh=(1, 4, 1), zero_stage=0, changes=changes, microbatches=1, batch=4, model=model)
     ranks = run_locally(traffic_on_rank, 4, case)

@@ -22,9 +22,15 @@ on_nvme = pytest.mark.usefixtures("cpu_adam", "async_io")
 
 SMALL = {"steps": 2, "batch": 8, "microbatches": 2}
 OFFLOADS = [
-    "cpu", "nvme", "param-cpu", "param-nvme", "cpu+param-cpu", "cpu+param-nvme",
-    "nvme+param-cpu", "nvme+param-nvme",
-]  # fmt: skip
+    "cpu",
+    "nvme",
+    "param-cpu",
+    "param-nvme",
+    "cpu+param-cpu",
+    "cpu+param-nvme",
+    "nvme+param-cpu",
+    "nvme+param-nvme",
+]
 
 
 def small(offload, folder, zero=None, **settings):
@@ -170,7 +176,8 @@ def test_parameters_kept_in_host_memory_up_to_max_in_cpu(tmp_path):
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
-    dead, alive = tmp_path / "parallel3d-dead", tmp_path / "parallel3d-alive"
+    dead = tmp_path / "parallel3d-dead"
+    alive = tmp_path / "parallel3d-alive"
     others = tmp_path / "somebody-elses"
     for folder in (dead, alive, others):
         folder.mkdir()

@@ -18,7 +18,9 @@ from parallel3d.verify.shrink import NO_THRESHOLDS
 
 pytestmark = pytest.mark.gloo
 
-HIDDEN, BATCH, MICROBATCHES = 16, 2, 3
+HIDDEN = 16
+BATCH = 2
+MICROBATCHES = 3
 
 
 class Weighted(nn.Module):
@@ -43,7 +45,8 @@ SPECS = [
 
 def sum_partial(rank, dp, settings, partial):
     """The gradient norms of two steps, the weights, and the all-reduces over tp in a step."""
-    mesh, calls = Mesh(1, dp, 2), []
+    mesh = Mesh(1, dp, 2)
+    calls = []
     with building(settings, mesh):
         module = Weighted(mesh)
     held = [replace(h, partial=partial) for h in held_parameters(module, SPECS, mesh)]
@@ -107,9 +110,12 @@ def plain_training(dp):
 )
 def test_partial_gradients_are_summed_over_tp_once_a_step(stage, reduction):
     settings = EngineSettings(
-        micro_batch_size=BATCH, zero_stage=stage, gradient_reduction=reduction, eps=1.0,
+        micro_batch_size=BATCH,
+        zero_stage=stage,
+        gradient_reduction=reduction,
+        eps=1.0,
         zero_options=NO_THRESHOLDS | {"reduce_bucket_size": 2**12},
-    )  # fmt: skip
+    )
     wanted_norms, wanted = plain_training(dp=2)
     for norms, weights, calls in run_locally(sum_partial, 4, 2, settings, True):
         assert norms == pytest.approx(wanted_norms, rel=1e-5)

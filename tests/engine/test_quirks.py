@@ -54,7 +54,8 @@ def keep_the_boundary():  # row 2, ZeRO-1
 
 @contextmanager
 def tell_deepspeed_of_microbatches():  # row 4
-    told, step = EngineSettings.deepspeed_config, Engine.step
+    told = EngineSettings.deepspeed_config
+    step = Engine.step
 
     def config(settings, *sizes):
         config = told(settings, *sizes)
@@ -267,9 +268,11 @@ def rounded_by_the_reduction(rank, cases):
     """The share of the gradients' norm that is lost between their fp32 sum and the optimizer."""
     losses = [0.0] * len(cases)
     for number, case in enumerate(cases):
-        trainer, summed = Trainer(case), {}
+        trainer = Trainer(case)
+        summed = {}
         engine = trainer.engine
-        run, step = engine._reduction._sum, engine._deepspeed.optimizer.optimizer.step
+        run = engine._reduction._sum
+        step = engine._deepspeed.optimizer.optimizer.step
 
         def note(held, run=run, summed=summed):
             held = list(held)
@@ -280,7 +283,8 @@ def rounded_by_the_reduction(rank, cases):
             lost = whole = 0.0
             for block in engine.states._blocks:
                 for place in block:
-                    piece, got = place.piece, engine.states._masters[place.group].grad
+                    piece = place.piece
+                    got = engine.states._masters[place.group].grad
                     if got is None:  # another group is updated
                         continue
                     got = got.flatten()[place.offset :][: piece.numel].double()

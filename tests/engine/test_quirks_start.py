@@ -72,14 +72,16 @@ def built_whole(rank, cut_at_once):
         stages.building = lambda settings, mesh: construction.plain_building(
             settings.dtype, mesh.device
         )
-    made, seen = stages.build_layer, []
+    made = stages.build_layer
+    seen = []
 
     def make(layer, context):
         seen.append(made(layer, context))
         return seen[-1]
 
     stages.build_layer = make
-    fill, alive = stages.fill, []
+    fill = stages.fill
+    alive = []
 
     def look(*args):
         weights = [p for m in seen for p in m.parameters()]

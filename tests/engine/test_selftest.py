@@ -18,36 +18,54 @@ from tests.verify.measuring import errors_of
 pytestmark = pytest.mark.gloo
 
 MODES = [
-    {"zero_stage": stage, "offload_optimizer": offload, "offload_param": param,
-     "precision": precision, "gradient_reduction": reduction}
+    {
+        "zero_stage": stage,
+        "offload_optimizer": offload,
+        "offload_param": param,
+        "precision": precision,
+        "gradient_reduction": reduction,
+    }
     for stage, offload, param, precision, reduction in [
-        (0, "none", "none", "fp32", "per_step"), (0, "cpu", "none", "fp16", "per_microbatch"),
-        (1, "none", "none", "fp32", "per_step"), (1, "none", "none", "bf16", "per_microbatch"),
-        (1, "cpu", "none", "fp32", "per_microbatch"), (1, "none", "none", "bf16", "per_step"),
-        (2, "none", "none", "fp16", "auto"), (2, "cpu", "none", "bf16", "auto"),
-        (3, "none", "none", "fp32", "per_step"), (3, "none", "none", "fp32", "per_microbatch"),
-        (3, "none", "none", "bf16", "per_step"), (3, "cpu", "none", "fp16", "per_step"),
-        (3, "cpu", "none", "bf16", "per_microbatch"), (3, "none", "cpu", "fp32", "per_step"),
-        (3, "cpu", "cpu", "fp16", "per_microbatch"), (3, "nvme", "none", "fp32", "per_step"),
-        (3, "nvme", "nvme", "bf16", "per_microbatch"), (3, "none", "nvme", "fp16", "per_step"),
+        (0, "none", "none", "fp32", "per_step"),
+        (0, "cpu", "none", "fp16", "per_microbatch"),
+        (1, "none", "none", "fp32", "per_step"),
+        (1, "none", "none", "bf16", "per_microbatch"),
+        (1, "cpu", "none", "fp32", "per_microbatch"),
+        (1, "none", "none", "bf16", "per_step"),
+        (2, "none", "none", "fp16", "auto"),
+        (2, "cpu", "none", "bf16", "auto"),
+        (3, "none", "none", "fp32", "per_step"),
+        (3, "none", "none", "fp32", "per_microbatch"),
+        (3, "none", "none", "bf16", "per_step"),
+        (3, "cpu", "none", "fp16", "per_step"),
+        (3, "cpu", "none", "bf16", "per_microbatch"),
+        (3, "none", "cpu", "fp32", "per_step"),
+        (3, "cpu", "cpu", "fp16", "per_microbatch"),
+        (3, "nvme", "none", "fp32", "per_step"),
+        (3, "nvme", "nvme", "bf16", "per_microbatch"),
+        (3, "none", "nvme", "fp16", "per_step"),
     ]
 ] + [
     {"zero_stage": 3, "precision": "fp32", "weights": weights, "offload_param": param}
-    for weights in ("per_step", "per_pass") for param in ("none", "nvme")
-]  # fmt: skip
+    for weights in ("per_step", "per_pass")
+    for param in ("none", "nvme")
+]
 
 
 def settings_of(mode, folder=None):
     nvme = {"nvme_path": folder}
     return EngineSettings(
-        micro_batch_size=1, weight_decay=0.1, **mode,
+        micro_batch_size=1,
+        weight_decay=0.1,
+        **mode,
         optimizer_options=nvme if mode.get("offload_optimizer") == "nvme" else {},
         param_options=nvme if mode.get("offload_param") == "nvme" else {},
-    )  # fmt: skip
+    )
 
 
 def run_all(rank, shape, modes, folder):
-    mesh, seconds = Mesh(*shape), []
+    mesh = Mesh(*shape)
+    seconds = []
     for mode in modes:
         start = time.monotonic(), time.process_time()
         self_test(settings_of(mode, folder), mesh)

@@ -26,13 +26,16 @@ SMALL = {"steps": resuming.BEFORE + resuming.AFTER, "batch": 8, "microbatches": 
 SMALL |= {"model": {"num_hidden_layers": 1}}
 TWO = Case(mesh=(1, 2, 1), **SMALL)
 SCALED = {
-    "fp16.initial_scale_power": 18, "fp16.loss_scale_window": 2, "fp16.hysteresis": 2,
-}  # fmt: skip
+    "fp16.initial_scale_power": 18,
+    "fp16.loss_scale_window": 2,
+    "fp16.hysteresis": 2,
+}
 
 
 def expected(case, folder):
     """Weights and moments of an AdamW of torch's own, by name."""
-    made, family = [], huggingface("gpt")
+    made = []
+    family = huggingface("gpt")
 
     class Kept(torch.optim.AdamW):
         def __init__(self, *args, **options):
@@ -60,7 +63,8 @@ def pieces(rank, case):
     """This rank's pieces after training; its masters are what `full_parameter` gives."""
     trainer = Trainer(case)
     trainer.run()
-    engine, found = trainer.engine, []
+    engine = trainer.engine
+    found = []
     copies = copy_out(engine)
     held = sum(t.nbytes for block in copies for kinds in block for t in kinds.values())
     on_nvme = engine.settings.offload_optimizer == "nvme"
@@ -94,7 +98,8 @@ def pieces(rank, case):
 def test_pieces_tile_each_part_and_hold_what_adam_has(case, tmp_path):
     case = replace(case, folder=str(tmp_path))
     found = [piece for rank in run_locally(pieces, case.world_size, case) for piece in rank]
-    want, seen = expected(case, tmp_path), {}
+    want = expected(case, tmp_path)
+    seen = {}
     for name, cut, copy, start, kinds in found:
         name = "embedding.token.weight" if copy else name
         times = seen.setdefault((name, cut.parts, copy), torch.zeros(cut.local_shape).flatten())
@@ -174,20 +179,34 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(name, tmp_path):
         *product([(2, 2, 1), (1, 2, 2)], [0, 1, 2, 3], ["fp32", "bf16", "fp16"], ["none"]),
         *product([(2, 2, 1), (1, 2, 2)], [1, 2], ["fp32", "bf16", "fp16"], ["cpu"]),
         *product(
-            [(2, 2, 1), (1, 2, 2)], [3], ["fp32", "bf16", "fp16"],
-            ["cpu", "param-cpu", "cpu+param-cpu", "nvme", "param-nvme", "cpu+param-nvme",
-             "nvme+param-cpu", "nvme+param-nvme"],
+            [(2, 2, 1), (1, 2, 2)],
+            [3],
+            ["fp32", "bf16", "fp16"],
+            [
+                "cpu",
+                "param-cpu",
+                "cpu+param-cpu",
+                "nvme",
+                "param-nvme",
+                "cpu+param-nvme",
+                "nvme+param-cpu",
+                "nvme+param-nvme",
+            ],
         ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_resumed_run_is_bitwise_the_unbroken_one_in_full(
     mesh, zero_stage, precision, offload, request, tmp_path
 ):
     case = replace(
-        TWO, mesh=mesh, zero_stage=zero_stage, precision=precision, offload=offload,
+        TWO,
+        mesh=mesh,
+        zero_stage=zero_stage,
+        precision=precision,
+        offload=offload,
         changes=SCALED if precision == "fp16" else {},
-    )  # fmt: skip
+    )
     case = replace(case, folder=str(tmp_path))
     saved, ends = run_unbroken(case)
     assert differences(ends, run_resumed(case, saved)) == set()

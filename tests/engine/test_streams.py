@@ -15,9 +15,7 @@ pytestmark = pytest.mark.gloo
 
 # The fifth rank of five holds no part of a vector of 16 elements.
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2}
-FIVE = Case(
-    mesh=(1, 5, 1), weights="per_step", model=SMALL, batch=10, microbatches=2, steps=1
-)  # fmt: skip
+FIVE = Case(mesh=(1, 5, 1), weights="per_step", model=SMALL, batch=10, microbatches=2, steps=1)
 
 
 def freed_on_rank(rank, case, has_remedy):
@@ -176,9 +174,13 @@ def test_reductions_have_an_urgent_stream():
 @pytest.mark.usefixtures("cpu_adam", "async_io")
 def test_a_read_from_nvme_waits_for_the_copy_of_the_one_before(tmp_path):
     case = Case(
-        mesh=(1, 2, 1), weights="per_step", offload="param-nvme", folder=str(tmp_path), batch=8,
+        mesh=(1, 2, 1),
+        weights="per_step",
+        offload="param-nvme",
+        folder=str(tmp_path),
+        batch=8,
         steps=1,
-    )  # fmt: skip
+    )
     assert all(run_locally(waits_on_rank, 2, case))
 
 

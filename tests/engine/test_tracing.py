@@ -17,9 +17,14 @@ AHEAD = {
     "zero_optimization.stage3_max_live_parameters": 1_000_000,
 }
 CASE = Case(
-    mesh=(2, 2, 1), schedule="interleaved", stages_per_rank=2, microbatches=2, steps=3,
-    changes=AHEAD, model={"num_hidden_layers": 6},
-)  # fmt: skip
+    mesh=(2, 2, 1),
+    schedule="interleaved",
+    stages_per_rank=2,
+    microbatches=2,
+    steps=3,
+    changes=AHEAD,
+    model={"num_hidden_layers": 6},
+)
 
 
 def fetches(rank, cases, traced):

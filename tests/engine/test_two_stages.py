@@ -45,10 +45,20 @@ ORDERS = {
     "depth first": [("F", s, m) for m in range(3) for s in (0, 1)]
     + [("B", s, m) for m in range(3) for s in (1, 0)],
     "mixed": [
-        ("F", 0, 0), ("F", 0, 1), ("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("F", 0, 2),
-        ("B", 1, 1), ("F", 1, 2), ("B", 0, 0), ("B", 1, 2), ("B", 0, 1), ("B", 0, 2),
+        ("F", 0, 0),
+        ("F", 0, 1),
+        ("F", 1, 0),
+        ("F", 1, 1),
+        ("B", 1, 0),
+        ("F", 0, 2),
+        ("B", 1, 1),
+        ("F", 1, 2),
+        ("B", 0, 0),
+        ("B", 1, 2),
+        ("B", 0, 1),
+        ("B", 0, 2),
     ],
-}  # fmt: skip
+}
 
 
 def alternate_all(rank, reduction, orders, restore):
@@ -75,9 +85,11 @@ def alternate(mesh, reduction, order):
             fill(shard, start, h.spec, h.name, h.cut, 0)
     engine = Engine(module, held, settings, mesh=mesh)
     x, grad = inputs()
-    peaks, norms = [], []
+    peaks = []
+    norms = []
     for _ in range(2):
-        taken, made = {}, {}
+        taken = {}
+        made = {}
         watched = storage_bytes.watching(engine._deepspeed, [h.parameter for h in held])
         with watched as found, engine.accumulation():
             for kind, stage, m in order:

@@ -20,10 +20,12 @@ class Buffers:
     """Buffers that tell when they are waited for, and when a copy out of them is on its way."""
 
     def __init__(self):
-        self.events, self.made = [], 0
+        self.events = []
+        self.made = 0
 
     def make(self, size, like):
-        number, self.made = self.made, self.made + 1
+        number = self.made
+        self.made = self.made + 1
 
         def wait():
             self.events.append(f"wait {number}")
@@ -57,9 +59,16 @@ def test_two_buffers_take_turns_and_are_waited_for():
             zero._reassign_or_swap_out_partitioned_parameters(group)
     parts = [f"{what} {n % 2}" for n in range(6) for what in ("wait", "mark")]
     assert buffers.events == [
-        "adam", *parts[:6], "group 0", "adam", *parts[6:8], "group 1",
-        "adam", *parts[8:], "group 2",
-    ]  # fmt: skip
+        "adam",
+        *parts[:6],
+        "group 0",
+        "adam",
+        *parts[6:8],
+        "group 1",
+        "adam",
+        *parts[8:],
+        "group 2",
+    ]
     for new, old in zip(
         zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True
     ):
@@ -78,7 +87,8 @@ def trained_on_rank(rank, cases):
     """The weights after some steps, and in how many parts they have left the host."""
     found = []
     for case in cases:
-        parts, make = [0], updating._buffer
+        parts = [0]
+        make = updating._buffer
 
         def counted(size, like, parts=parts, make=make):
             memory, copied = make(size, like)
@@ -100,9 +110,13 @@ def trained_on_rank(rank, cases):
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_the_same_weights(precision, operators, cpu_adam):
     case = Case(
-        mesh=(1, 2, 1), offload="cpu", weights="per_step", steps=2, precision=precision,
+        mesh=(1, 2, 1),
+        offload="cpu",
+        weights="per_step",
+        steps=2,
+        precision=precision,
         changes={"zero_optimization.sub_group_size": 20000},
-    )  # fmt: skip
+    )
     on = replace(case, changes=case.changes | {"parallel3d.train.overlap_update": True})
     for (own, none), (weights, parts) in run_locally(trained_on_rank, 2, [case, on], timeout=100):
         assert none == 0 and parts > 2 * 10  # of two steps

@@ -16,9 +16,13 @@ FP32 = 4
 BUCKET = 2**12  # elements; DeepSpeed's own would hold every gradient of a toy model
 MODEL = {"num_hidden_layers": 6}  # three transformer layers on each of two stages
 CASE = Case(
-    mesh=(2, 2, 1), steps=1, batch=6, microbatches=3, model=MODEL,
+    mesh=(2, 2, 1),
+    steps=1,
+    batch=6,
+    microbatches=3,
+    model=MODEL,
     changes={"zero_optimization.reduce_bucket_size": BUCKET},
-)  # fmt: skip
+)
 MODES = ("per_step", "per_microbatch")
 BY_DEFAULT = [
     *(replace(CASE, reduction=mode) for mode in MODES),
@@ -48,7 +52,8 @@ def measure_each(rank, cases):
 def measure(case):
     """What this rank holds after a batch, the peaks meanwhile, and the stage's sizes."""
     trainer = Trainer(case)
-    engine, parameters = trainer.engine, [h.parameter for h in trainer.engine.held]
+    engine = trainer.engine
+    parameters = [h.parameter for h in trainer.engine.held]
     trainer.run()  # the first step records the order of the layers and makes Adam's moments
     [batch] = trainer.batches()
     sizes = {
@@ -96,7 +101,8 @@ def assert_share(held, sizes, bytes_each, dp=2):
 def test_two_layers_at_most_are_gathered(schedule, checkpointing):
     case = replace(CASE, schedule=schedule, checkpointing=checkpointing)
     for rank, (sizes, _, peaks) in enumerate(measured(case)):
-        layer, stage = sizes["layer"], sizes["stage"]
+        layer = sizes["layer"]
+        stage = sizes["stage"]
         print(
             f"rank {rank}: gathered at most {peaks.gathered_elements} elements, alive "
             f"{peaks.gathered_bytes / FP32:.0f}; a layer has {layer}, the stage {stage}"
@@ -124,7 +130,8 @@ def test_bytes_of_zero3_and_both_reductions():
                 assert peaks.gradient_bytes < 0.7 * whole
     # Over the data-parallel ranks of a stage the shards make up the stage.
     for first, second in ((0, 1), (2, 3)):
-        (sizes, a, _), (_, b, _) = found["per_step"][first], found["per_step"][second]
+        (sizes, a, _) = found["per_step"][first]
+        (_, b, _) = found["per_step"][second]
         excess = a["parameters"] + b["parameters"] - sizes["stage"] * FP32
         assert 0 <= excess <= 2 * sizes["parameters"] * FP32
 
@@ -138,7 +145,8 @@ def test_bytes_of_zero1(mode):
         assert sizes["stage"] * FP32 <= held["parameters"] <= (sizes["stage"] + 16) * FP32
         assert_share(held["optimizer"], sizes, 2 * FP32)
         # A parameter that lies across the cut keeps its whole gradient, one in each group.
-        share, most = sizes["stage"] * FP32 / 2, sizes["largest"] * FP32
+        share = sizes["stage"] * FP32 / 2
+        most = sizes["largest"] * FP32
         assert share <= held["gradients"] <= share + 2 * most
 
 

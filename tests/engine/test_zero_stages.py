@@ -40,10 +40,12 @@ def test_replicas_stay_bit_for_bit_the_same():
 def bytes_held(rank, case):
     """What a rank holds at the end of a pass, the most gradients meanwhile, and its parameters."""
     trainer = Trainer(case)
-    engine, parameters = trainer.engine, [h.parameter for h in trainer.engine.held]
+    engine = trainer.engine
+    parameters = [h.parameter for h in trainer.engine.held]
     trainer.run()
     [batch] = trainer.batches()
-    most, backward = [0], engine.backward
+    most = [0]
+    backward = engine.backward
 
     def watched(*args, **stage):
         backward(*args, **stage)
@@ -58,9 +60,14 @@ def bytes_held(rank, case):
 @cache
 def held_at(stage, reduction="auto"):
     case = Case(
-        (1, 4, 1), zero_stage=stage, reduction=reduction, steps=1, batch=16,
-        model={"num_hidden_layers": 6}, changes={"zero_optimization.reduce_bucket_size": 2**12},
-    )  # fmt: skip
+        (1, 4, 1),
+        zero_stage=stage,
+        reduction=reduction,
+        steps=1,
+        batch=16,
+        model={"num_hidden_layers": 6},
+        changes={"zero_optimization.reduce_bucket_size": 2**12},
+    )
     return run_locally(bytes_held, 4, case)[0]
 
 

@@ -31,7 +31,8 @@ class Meeting:
     """Where the processes wait for each other, through the launcher's store."""
 
     def __init__(self, launch: Launch) -> None:
-        self.rank, self.size = launch.rank, launch.world_size
+        self.rank = launch.rank
+        self.size = launch.world_size
         store, *_ = next(dist.rendezvous("env://"))
         self._store = dist.PrefixStore("crossing", store)
         self._store.set_timeout(timedelta(seconds=_PATIENCE))
@@ -56,7 +57,8 @@ class Crossing:
     """
 
     def __init__(self, launch: Launch, folder: Path) -> None:
-        self.launch, self.meeting = launch, Meeting(launch)
+        self.launch = launch
+        self.meeting = Meeting(launch)
         if launch.rank == 0:
             Place(folder)
         self.meeting.all("place")
@@ -77,7 +79,8 @@ class Crossing:
             start = time.monotonic()
             with suppress(subprocess.TimeoutExpired):
                 child.wait(WITHIN[number] + 60)
-            seconds, code = time.monotonic() - start, child.poll()
+            seconds = time.monotonic() - start
+            code = child.poll()
         finally:
             child.kill()
             child.wait()
@@ -127,17 +130,23 @@ class Crossing:
         port = self.meeting.all(f"{name} to {steps}", free_port())[0]
         own = self.launch
         world = {
-            "RANK": own.rank, "LOCAL_RANK": own.local_rank, "WORLD_SIZE": own.world_size,
-            "LOCAL_WORLD_SIZE": own.local_world_size, "MASTER_PORT": port,
+            "RANK": own.rank,
+            "LOCAL_RANK": own.local_rank,
+            "WORLD_SIZE": own.world_size,
+            "LOCAL_WORLD_SIZE": own.local_world_size,
+            "MASTER_PORT": port,
             "MASTER_ADDR": os.environ["MASTER_ADDR"],
-        }  # fmt: skip
+        }
         env = {k: v for k, v in environment().items() if not k.startswith("TORCHELASTIC_")}
         log = self.place.root / f"{name}-{steps}-{own.rank}.txt"
         with log.open("w") as file:
             child = subprocess.Popen(
-                command, cwd=self.place.root, stdout=file, stderr=file,
+                command,
+                cwd=self.place.root,
+                stdout=file,
+                stderr=file,
                 env=env | {key: str(value) for key, value in world.items()},
-            )  # fmt: skip
+            )
         return child, log
 
     def _wait(self, child: subprocess.Popen, condition, log: Path) -> None:

@@ -44,7 +44,8 @@ def meshes_of(launch: Launch) -> dict[str, tuple[int, int, int]]:
     dp first: DeepSpeed numbers modules as they are made, and compares those of dp ranks; after
     a pipeline, whose stages differ, those of another mesh would not be the same.
     """
-    world, here = launch.world_size, launch.local_world_size
+    world = launch.world_size
+    here = launch.local_world_size
     two = 2 if here % 2 == 0 else 1
     nodes = world // here
     return {"dp": (1, world // two, two), "pp": (nodes, here // two, two)}
@@ -99,7 +100,8 @@ def steps(sizes: tuple[int, int, int], launch: Launch) -> tuple[str, list[str]]:
 
 def faults(launch: Launch, folder: Path) -> bool:
     """Whether all others end in time and say whom they lost, and the run goes on."""
-    crossing, right = Crossing(launch, folder / "faults"), True
+    crossing = Crossing(launch, folder / "faults")
+    right = True
     for number in WITHIN:
         right &= say(launch, *crossing.blow(number))
         right &= say(launch, *crossing.resume(number))
@@ -119,7 +121,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True, help="that all nodes see")
     parser.add_argument("--only", choices=("faults", "meshes"), help="a part of it")
     arguments = parser.parse_args()
-    folder, launch = arguments.folder.absolute(), Launch.from_environment()
+    folder = arguments.folder.absolute()
+    launch = Launch.from_environment()
     folder.mkdir(parents=True, exist_ok=True)
     if launch.rank % launch.local_world_size == 0:
         print(f"{socket.gethostname()}: ranks {launch.rank} on, torch {torch.__version__}")

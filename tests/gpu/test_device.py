@@ -27,9 +27,12 @@ pytestmark = pytest.mark.gpu
 
 # Large enough on a GPU that what torch rounds up is little of it.
 MEDIUM = {
-    "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "vocab_size": 32768,
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "vocab_size": 32768,
     "max_position_embeddings": 1024,
-}  # fmt: skip
+}
 SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512}
 SIZES = {"model": MEDIUM, "seq": 1024, "micro": 2} if here.COUNT else {"model": SMALL, "seq": 32}
 
@@ -135,7 +138,9 @@ def test_no_shipped_config_computes_attention_without_a_fused_kernel():
         config = RunConfig.from_json(str(path))
         if config.is_planned:
             continue
-        model, seq, tp = config.model, config.data.sequence_length, config.mesh.tp
+        model = config.model
+        seq = config.data.sequence_length
+        tp = config.mesh.tp
         heads = model.num_attention_heads
         kv_heads = getattr(model, "kv_heads", heads)
         size = getattr(model, "head_size", model.hidden_size // heads)
@@ -144,7 +149,8 @@ def test_no_shipped_config_computes_attention_without_a_fused_kernel():
             torch.empty(1, n // tp, seq, size, dtype=dtype, device="cuda")
             for n in (heads, kv_heads, kv_heads)
         )
-        dropout, isolated = getattr(model, "attn_pdrop", 0.0), config.data.isolate_documents
+        dropout = getattr(model, "attn_pdrop", 0.0)
+        isolated = config.data.isolate_documents
         if isolated and in_one_kernel(q, dropout):
             kernel = "VARLEN"
         else:
@@ -163,7 +169,8 @@ def trained_twice(rank, config):
         mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
         torch.manual_seed(0)
         parts = assemble(config, mesh, seed=0)
-        batch, losses = batch_of(config, mesh), []
+        batch = batch_of(config, mesh)
+        losses = []
         for step in range(4):
             losses.append(parts.executor.run(batch, step))
             parts.engine.step(1e-3)

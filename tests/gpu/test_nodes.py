@@ -18,9 +18,16 @@ SCRIPT = Path(__file__).with_name("nodes.py")
 def run(folder, nodes, ranks, *options):
     """The lines that are printed by the script, on nodes that are all this machine."""
     command = [
-        "torchrun", f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{free_port()}", str(SCRIPT), "--folder", str(folder), *options,
-    ]  # fmt: skip
+        "torchrun",
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={ranks}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        str(SCRIPT),
+        "--folder",
+        str(folder),
+        *options,
+    ]
     started = [
         subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=sys.stderr)
         for _ in range(nodes)

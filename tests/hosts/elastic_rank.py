@@ -12,7 +12,8 @@ from parallel3d.train import known_hardware
 from parallel3d.train.feed import Feed
 
 built = set()
-microbatch, training = Batches.microbatch, Feed.training
+microbatch = Batches.microbatch
+training = Feed.training
 
 
 def noted(self, first_sample, count):
@@ -35,6 +36,7 @@ def taken(self, start):
 
 
 if __name__ == "__main__":
-    Batches.microbatch, Feed.training = noted, taken
+    Batches.microbatch = noted
+    Feed.training = taken
     known_hardware.peak = lambda config, mesh: ("nothing", None)  # it takes a second to measure
     main()

@@ -52,7 +52,8 @@ class Host:
 
     def processes(self):
         """The command lines of what runs in the host, but its process 1."""
-        own, found = os.readlink(f"/proc/{self.pid}/ns/pid"), []
+        own = os.readlink(f"/proc/{self.pid}/ns/pid")
+        found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()

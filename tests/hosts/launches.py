@@ -69,7 +69,8 @@ class Run:
     """A run of `drill.prepared_config` on several hosts, in a folder that they share."""
 
     def __init__(self, config, name, root, **changes):
-        self.root, self.name = Path(root), name
+        self.root = Path(root)
+        self.name = name
         changes = {key.replace("__", "."): value for key, value in changes.items()}
         self.config = changed(config, {"parallel3d.run.name": name} | changes)
         self.folder = Path(self.config["parallel3d"]["run"]["directory"], name)
@@ -114,7 +115,7 @@ def start(host, words, log, folder, **variables):
     with open(log, "w") as file:
         return subprocess.Popen(
             host.words(*words, folder=folder), env=env, stdout=file, stderr=file
-        )  # fmt: skip
+        )
 
 
 def torchrun(hosts, words, log, folder, ranks=1, limits=(), store=None, variables=(), **options):
@@ -168,9 +169,7 @@ def deepspeed(hosts, words, log, folder, ranks=1, limits=()):
     env["PATH"] = f"{programs}:{env['PATH']}"
     out = log("deepspeed")
     with open(out, "w") as file:
-        process = subprocess.Popen(
-            command, cwd=folder, env=env, stdout=file, stderr=file
-        )  # fmt: skip
+        process = subprocess.Popen(command, cwd=folder, env=env, stdout=file, stderr=file)
     return Launched([process], [out])
 
 
@@ -178,17 +177,24 @@ def slurm(hosts, ranks=1):
     """What srun tells each task of a step, host by host."""
     for node in range(len(hosts)):
         for local in range(ranks):
-            yield node, {
-                "SLURM_JOB_ID": "7", "SLURM_PROCID": str(node * ranks + local),
-                "SLURM_NTASKS": str(len(hosts) * ranks), "SLURM_LOCALID": str(local),
-                "SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": f"{ranks}(x{len(hosts)})",
-                "MASTER_ADDR": hosts[0].name,
-            }  # fmt: skip
+            yield (
+                node,
+                {
+                    "SLURM_JOB_ID": "7",
+                    "SLURM_PROCID": str(node * ranks + local),
+                    "SLURM_NTASKS": str(len(hosts) * ranks),
+                    "SLURM_LOCALID": str(local),
+                    "SLURM_NODEID": str(node),
+                    "SLURM_STEP_TASKS_PER_NODE": f"{ranks}(x{len(hosts)})",
+                    "MASTER_ADDR": hosts[0].name,
+                },
+            )
 
 
 def srun(hosts, words, log, folder, ranks=1, limits=()):
     """`python` for each task, with srun's variables."""
-    tasks, logs = [], []
+    tasks = []
+    logs = []
     for node, variables in slurm(hosts, ranks):
         logs.append(log(f"task{variables['SLURM_PROCID']}"))
         command = [*limits, sys.executable, *words]
@@ -204,7 +210,8 @@ def forked(hosts, words, log, folder, ranks=1, disturb=None):
     settle_accelerator()
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(local_ranks.PRELOAD)
-    tasks, logs = [], []
+    tasks = []
+    logs = []
     for rank, (node, variables) in enumerate(slurm(hosts, ranks)):
         logs.append(log(f"rank{rank}"))
         logs[-1].touch()

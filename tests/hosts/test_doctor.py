@@ -10,7 +10,8 @@ from tests.hosts.launches import DOCTOR, deepspeed, forked, srun, torchrun
 
 pytestmark = [pytest.mark.drill, pytest.mark.slow]
 
-FAILED, WITHIN = 1, 60.0
+FAILED = 1
+WITHIN = 60.0
 FEW_FILES = ("sh", "-c", 'test $(hostname) != node1 || ulimit -n 512; exec "$@"', "sh")
 
 
@@ -29,7 +30,7 @@ def test_the_odd_host_is_named(given_hosts, tmp_path, launch):
     began = time.monotonic()
     launched = launch(
         hosts, words, lambda name: tmp_path / f"{name}.log", tmp_path, ranks=2, limits=FEW_FILES
-    )  # fmt: skip
+    )
     assert FAILED in launched.codes(), launched.said
     seconds = time.monotonic() - began
     print(f"{launch.__name__}: {seconds:.1f} s\n{launched.said}")
@@ -50,9 +51,12 @@ def test_a_slow_cable_is_named(given_hosts, tmp_path, rate):
     hosts[2].slow_down(rate)
     began = time.monotonic()
     launched = forked(
-        hosts, [DOCTOR, "--json", "--parallel3d.run.directory", str(tmp_path)],
-        lambda name: tmp_path / f"{name}.log", tmp_path, ranks=2,
-    )  # fmt: skip
+        hosts,
+        [DOCTOR, "--json", "--parallel3d.run.directory", str(tmp_path)],
+        lambda name: tmp_path / f"{name}.log",
+        tmp_path,
+        ranks=2,
+    )
     codes = launched.codes()
     seconds = time.monotonic() - began
     print(f"{rate}: {seconds:.1f} s\n{launched.texts[0]}")

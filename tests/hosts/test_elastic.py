@@ -15,7 +15,8 @@ from tests.hosts.test_lost import faults
 
 pytestmark = [pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-STEPS, BATCH = 100, 4
+STEPS = 100
+BATCH = 4
 RANK = str(Path(__file__).with_name("elastic_rank.py"))
 # As docs/several-nodes.md starts it: on a host that does not train.
 STORE = (
@@ -23,7 +24,8 @@ STORE = (
     "wait_for_workers=False); time.sleep(1e9)"
 )
 RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
-PAIR, ONE = "1x2x1", "1x1x1"
+PAIR = "1x2x1"
+ONE = "1x1x1"
 DONE = 0
 
 
@@ -46,11 +48,14 @@ class Elastic:
     """A run on hosts that come and go; a further host, the first, holds their rendezvous."""
 
     def __init__(self, hosts, run, mesh=(1, 2, 1), ranks=1):
-        self.run, (self.store, *self.hosts), self.ranks = run, hosts, ranks
+        self.run = run
+        (self.store, *self.hosts) = hosts
+        self.ranks = ranks
         self.notes = run.root / "notes"
         self.notes.mkdir()
         self.words = [RANK, *run.words(mesh)[1:]]
-        self.agents, self._count = {}, 0
+        self.agents = {}
+        self._count = 0
         words = [sys.executable, "-c", STORE % PORT]
         self._holder = start(self.store, words, run.root / "store.log", run.root)
         self.slow(0.05)
@@ -68,9 +73,15 @@ class Elastic:
         variables = {"ELASTIC_TEST": str(self.notes), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         log = lambda name: self.run.log(f"{name}-{self._count}")  # noqa: E731
         agent = torchrun(
-            [host], self.words, log, self.run.root, ranks=self.ranks, store=self.store,
-            variables=variables, **options,
-        )  # fmt: skip
+            [host],
+            self.words,
+            log,
+            self.run.root,
+            ranks=self.ranks,
+            store=self.store,
+            variables=variables,
+            **options,
+        )
         self.agents[host.name] = agent
         return agent
 
@@ -136,7 +147,8 @@ def test_a_host_is_lost_and_comes_back(given_hosts, config, alone, tmp_path, vic
     changes = {"parallel3d__mesh__dp": 2, "parallel3d__mesh__fallbacks": [rest]}
     run = Run(config, f"elastic-{victim}", tmp_path, **changes)
     elastic = Elastic(given_hosts(3), run, (mesh.pp, mesh.dp, mesh.tp), mesh.ranks // 2)
-    lost, left = elastic.hosts[victim], elastic.hosts[1 - victim]
+    lost = elastic.hosts[victim]
+    left = elastic.hosts[1 - victim]
     for host in (lost, left):
         elastic.begin(host)
     number = elastic.wait_for_step_on(whole)

@@ -7,7 +7,8 @@ from tests.hosts.launches import Run, forked, without_dropout
 
 pytestmark = [pytest.mark.drill, pytest.mark.slow]
 
-DONE, BAD_INPUT = 0, 2
+DONE = 0
+BAD_INPUT = 2
 
 
 @pytest.fixture
@@ -23,7 +24,8 @@ def mount_own(host, folder):
 @pytest.mark.parametrize("odd", [0, 1])
 def test_runs_that_are_not_shared_are_refused(given_hosts, config, tmp_path, odd):
     """In one message, from rank 0; nothing is left in the folders of either."""
-    hosts, run = given_hosts(loopback=[0, 1]), Run(config, "own", tmp_path)
+    hosts = given_hosts(loopback=[0, 1])
+    run = Run(config, "own", tmp_path)
     run.folder.parent.mkdir()
     mount_own(hosts[odd], run.folder.parent)
     launched = forked(hosts, run.words((1, 2, 1)), run.log, tmp_path)
@@ -38,7 +40,8 @@ def test_runs_that_are_not_shared_are_refused(given_hosts, config, tmp_path, odd
 
 
 def test_caches_that_are_not_shared_are_prepared_on_each_host(given_hosts, config, tmp_path):
-    hosts, run = given_hosts(), Run(config, "caches", tmp_path)
+    hosts = given_hosts()
+    run = Run(config, "caches", tmp_path)
     cache = tmp_path / "caches"
     cache.mkdir()
     mount_own(hosts[1], cache)
@@ -50,7 +53,8 @@ def test_caches_that_are_not_shared_are_prepared_on_each_host(given_hosts, confi
 
 
 def test_a_tensor_parallel_group_of_two_hosts_is_named(given_hosts, config, tmp_path):
-    hosts, run = given_hosts(), Run(config, "torn", tmp_path)
+    hosts = given_hosts()
+    run = Run(config, "torn", tmp_path)
     launched = forked(hosts, run.words((1, 1, 2)), run.log, tmp_path)
     assert launched.codes() == [DONE] * 2, launched.said
     assert "tp = 2 SPANS HOSTS: ranks 0 on node0 and 1 on node1" in launched.texts[0]

@@ -10,7 +10,8 @@ from tests.hosts.launches import Run, deepspeed, forked, srun, torchrun, without
 pytestmark = pytest.mark.drill
 
 BAD_INPUT = 2
-DP, PP = (1, 2, 1), (2, 1, 1)
+DP = (1, 2, 1)
+PP = (2, 1, 1)
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,14 @@ from tests.hosts.launches import Run, forked, torchrun, without_dropout
 pytestmark = [pytest.mark.drill, pytest.mark.slow]
 
 STEPS = 60
-KILLED_WITHIN, SILENT_WITHIN = 10.0, 30.0  # seconds until a rank ends; tests/launch/test_hangs.py
+# seconds until a rank ends; tests/launch/test_hangs.py
+KILLED_WITHIN = 10.0
+SILENT_WITHIN = 30.0
 LAUNCHER_WITHIN = 60.0  # torchrun, on the host of its rendezvous
-FAILED, BAD_INPUT = 1, 2
-DP, PP = (1, 2, 1), (2, 1, 1)
+FAILED = 1
+BAD_INPUT = 2
+DP = (1, 2, 1)
+PP = (2, 1, 1)
 
 
 @pytest.fixture(scope="module")

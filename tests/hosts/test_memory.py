@@ -9,7 +9,8 @@ from tests.hosts.launches import Run, forked, torchrun, without_dropout
 
 pytestmark = [pytest.mark.drill, pytest.mark.slow]
 
-STEPS, EVERY = 60, 3
+STEPS = 60
+EVERY = 3
 
 
 @pytest.fixture(scope="module")

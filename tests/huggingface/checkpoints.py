@@ -15,7 +15,8 @@ from tests.checkpoint.folders import write_tensors as write_file
 from tests.models import families
 from tests.models.families import weights_of
 
-STEP, VOCAB = 10, 300
+STEP = 10
+VOCAB = 300
 SHARD_BYTES = 20_000
 
 
@@ -40,7 +41,8 @@ def checkpoint_of(config, root, tokenizer=None):
     run = root / "run"
     folder = run / "checkpoints" / f"step-{STEP}"
     folder.mkdir(parents=True)
-    weights, files = weights_of(config), ({}, {})
+    weights = weights_of(config)
+    files = ({}, {})
     for name, value in weights.items():
         value, cut, rest = value.numpy(), len(value) // 2, ",0" * (value.ndim - 1)
         for kind, array in (("master", value), ("exp_avg", 0 * value), ("exp_avg_sq", 0 * value)):
@@ -63,21 +65,29 @@ def checkpoint_of(config, root, tokenizer=None):
 
 def run_config(config, tokenizer=None):
     data = {
-        "source": "tokens", "paths": ["ids.npy"], "tokenizer": "none", "vocab_size": VOCAB,
-        "end_of_text_id": 1, "sequence_length": 16,
-    }  # fmt: skip
+        "source": "tokens",
+        "paths": ["ids.npy"],
+        "tokenizer": "none",
+        "vocab_size": VOCAB,
+        "end_of_text_id": 1,
+        "sequence_length": 16,
+    }
     if tokenizer is not None:
         data = {
-            "source": "text", "paths": ["a.txt"], "tokenizer": str(tokenizer),
+            "source": "text",
+            "paths": ["a.txt"],
+            "tokenizer": str(tokenizer),
             "sequence_length": 16,
-        }  # fmt: skip
+        }
     raw = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "parallel3d": {
-            "model": config.model_dump(mode="json"), "data": data, "train": {"steps": STEP},
+            "model": config.model_dump(mode="json"),
+            "data": data,
+            "train": {"steps": STEP},
         },
-    }  # fmt: skip
+    }
     return RunConfig.from_dict(raw).resolve(1).to_dict()
 
 

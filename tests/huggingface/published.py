@@ -6,41 +6,65 @@ import transformers
 from tests.cases import ADAM
 
 SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 61,
-    "intermediate_size": 56, "max_position_embeddings": 64,
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 61,
+    "intermediate_size": 56,
+    "max_position_embeddings": 64,
+}
 GROUPED = SIZES | {"num_key_value_heads": 2}
 GPT2 = {
-    "n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 61, "n_positions": 64,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "vocab_size": 61,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 50_000.0, "factor": 4.0, "low_freq_factor": 0.1,
-    "high_freq_factor": 1.0, "original_max_position_embeddings": 16,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "rope_theta": 50_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 0.1,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 16,
+}
 EPSILON = {"layer_norm_epsilon": 1e-3}  # no default: who does not read it has other logits
 NO_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic"}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 YARN = {
-    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 2.0,
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "beta_fast": 2.0,
     "original_max_position_embeddings": 16,
-}  # fmt: skip
+}
 WINDOWS = {"sliding_window": 9, "use_sliding_window": True}
 ALTERNATING = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 GRANITE = {
-    "attention_multiplier": 8**-0.5, "layer_types": ["full_attention"] * 3, **NO_IDS,
-}  # fmt: skip
+    "attention_multiplier": 8**-0.5,
+    "layer_types": ["full_attention"] * 3,
+    **NO_IDS,
+}
 ROPE = {"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5}
 GLM = {
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "head_dim": 16,
-    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "head_dim": 16,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
     "num_mtp_layers": 0,
-}  # fmt: skip
+}
 # Each class of config with the settings of one model.
 MODELS = {
     "gpt2": ("GPT2Config", GPT2),

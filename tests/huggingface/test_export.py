@@ -55,12 +55,16 @@ def exported(config, root, dtype="fp32", architecture=None):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture_is_proved(name, tmp_path):
-    config, architecture_name = MODELS[name], name.partition(",")[0]
+    config = MODELS[name]
+    architecture_name = name.partition(",")[0]
     proof = exported(config, tmp_path, architecture=architecture_name)
     assert proof.ok and proof.architecture == architecture_name, proof
     assert [what.partition(" ")[0] for what in proof.checked] == [
-        "names,", "config.json", architecture_name, "logits",
-    ]  # fmt: skip
+        "names,",
+        "config.json",
+        architecture_name,
+        "logits",
+    ]
     assert proof.left_out == ("tokenizer: there is none",)
     # And by what the test knows of the weights.
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -102,7 +106,8 @@ def edit(folder, name, change):
     save_file(tensors, path, {"format": "pt"})
 
 
-O_PROJ, NORM = "model.layers.0.self_attn.o_proj.weight", "model.norm.weight"
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+NORM = "model.norm.weight"
 
 
 def missing(folder):
@@ -151,9 +156,15 @@ def another_end_of_text(folder):
 
 
 DAMAGES = [
-    missing, extra, transposed, another_type, truncated, missing_shard, wrong_rope_base,
+    missing,
+    extra,
+    transposed,
+    another_type,
+    truncated,
+    missing_shard,
+    wrong_rope_base,
     another_end_of_text,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)

@@ -46,8 +46,10 @@ def test_the_hash_is_that_of_all_bytes_in_their_order(made, order, turned):
 
 def test_what_is_read_in_order_is_read_once(made, monkeypatch):
     path, entry, _ = made
-    file, first = HashedChunks(path, entry), 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    read, preadv = [], os.preadv
+    file = HashedChunks(path, entry)
+    first = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    read = []
+    preadv = os.preadv
 
     def counted(descriptor, buffers, at):
         read.append((at, preadv(descriptor, buffers, at)))

@@ -17,21 +17,33 @@ from tests.huggingface.published import MODELS, save
 pytestmark = pytest.mark.gloo
 
 CLASSES = {
-    "gpt2": "GPT2LMHeadModel", "llama2": "LlamaForCausalLM", "llama3": "LlamaForCausalLM",
-    "llama": "LlamaForCausalLM", "smollm3": "SmolLM3ForCausalLM",
-    "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM",
-    "granite": "GraniteSWAForCausalLM", "olmo2": "Olmo2ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "olmoe": "OlmoeForCausalLM", "dots1": "Dots1ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
-    "smollm2": "LlamaForCausalLM", "pythia": "GPTNeoXForCausalLM", "neox": "GPTNeoXForCausalLM",
-}  # fmt: skip
+    "gpt2": "GPT2LMHeadModel",
+    "llama2": "LlamaForCausalLM",
+    "llama3": "LlamaForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "granite": "GraniteSWAForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "dots1": "Dots1ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "smollm2": "LlamaForCausalLM",
+    "pythia": "GPTNeoXForCausalLM",
+    "neox": "GPTNeoXForCausalLM",
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture_is_proved(name, tmp_path):
     """The logits, too: the config that was derived, and how positions rotate."""
-    folder, out = save(name, tmp_path / "model"), tmp_path / "out"
+    folder = save(name, tmp_path / "model")
+    out = tmp_path / "out"
     proof = import_folder(folder, out, shard_bytes=20_000)
     assert proof.ok and proof.architecture == CLASSES[name.partition(",")[0].split()[0]], proof
     assert len(proof.checked) == 3 and proof.left_out == ("tokenizer: there is none",)
@@ -76,7 +88,8 @@ def test_types_stay_and_what_is_superfluous_goes(tmp_path):
 @pytest.mark.parametrize("name", ["pythia", "neox one after the other"])
 def test_an_output_projection_of_either_name_is_the_same(name, tmp_path):
     """transformers reads GPT-NeoX's as embed_out and as lm_head; tied, as a copy or not at all."""
-    folder, other = save(name, tmp_path / "model"), tmp_path / "other"
+    folder = save(name, tmp_path / "model")
+    other = tmp_path / "other"
     tensors = load_file(folder / "model.safetensors")
     tied = "embed_out.weight" not in tensors
     head = tensors["gpt_neox.embed_in.weight"] + 0 if tied else tensors.pop("embed_out.weight")
@@ -84,10 +97,8 @@ def test_an_output_projection_of_either_name_is_the_same(name, tmp_path):
     save_file(tensors | {"lm_head.weight": head}, other / "model.safetensors", {"format": "pt"})
     proof = import_folder(other, tmp_path / "out")
     assert proof.ok and len(proof.checked) == 3, proof
-    imported, expected = (
-        load_file(tmp_path / "out/model.safetensors"),
-        load_file(folder / "model.safetensors"),
-    )
+    imported = load_file(tmp_path / "out/model.safetensors")
+    expected = load_file(folder / "model.safetensors")
     assert imported.keys() == expected.keys() and proof.tensors == len(expected)
     assert all(torch.equal(imported[n], value) for n, value in expected.items())
     if tied:

@@ -16,9 +16,13 @@ from tests.huggingface.test_export import exported
 pytestmark = pytest.mark.gloo
 
 MUP = {
-    "type": "mup", "base_width": 24, "base_head_size": 3, "base_depth": 1,
-    "input_multiplier": 1.5, "output_multiplier": 0.7,
-}  # fmt: skip
+    "type": "mup",
+    "base_width": 24,
+    "base_head_size": 3,
+    "base_depth": 1,
+    "input_multiplier": 1.5,
+    "output_multiplier": 0.7,
+}
 EXACT = {"type": "mup", "base_width": 8, "base_head_size": 2, "base_depth": 1}  # powers of two
 GROUPED = {"tie_word_embeddings": True, "num_key_value_heads": 2}
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}

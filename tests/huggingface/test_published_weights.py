@@ -52,7 +52,8 @@ def test_shards_half_precision_and_bare_names_are_one_model(folders, tmp_path):
     tensors = load_file(folders["gpt2"] / "model.safetensors")
     half = save("gpt2", tmp_path / "half", torch.bfloat16, max_shard_size="20KB")
     assert len(list(half.glob("model-*.safetensors"))) > 2
-    exact, weights = opened(folders["gpt2"]), opened(half)
+    exact = opened(folders["gpt2"])
+    weights = opened(half)
     assert weights.dtype == torch.bfloat16 and exact.dtype == torch.float32
     for name in weights.shapes:
         assert torch.equal(weights.read_whole(name), exact.read_whole(name).bfloat16().float())
@@ -85,11 +86,13 @@ def test_a_rank_reads_its_own_bytes_and_no_others(folders, monkeypatch):
     reads = []
     preadv = os.preadv
     monkeypatch.setattr("parallel3d.checkpoint.chunks.GAP_BYTES", 0)
-    gpt, llama = opened(folders["gpt2"]), opened(folders["llama3"])
+    gpt = opened(folders["gpt2"])
+    llama = opened(folders["llama3"])
     monkeypatch.setattr(
-        os, "preadv", lambda d, buffers, at: reads.append(len(buffers[0])) or
-        preadv(d, buffers, at),
-    )  # fmt: skip
+        os,
+        "preadv",
+        lambda d, buffers, at: reads.append(len(buffers[0])) or preadv(d, buffers, at),
+    )
     for weights, name, box in [
         (llama, "embedding.token.weight", Box((20, 0), (20, 32))),
         (llama, "blocks.0.attention.output.weight", Box((0, 8), (32, 8))),

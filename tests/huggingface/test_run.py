@@ -26,9 +26,13 @@ def raw(tmp_path):
     AutoModelForCausalLM.from_config(GPT2Config(**settings)).save_pretrained(folder)
     (tmp_path / "a.txt").write_text("a" * 3000)
     data = {
-        "source": "text", "paths": [str(tmp_path / "a.txt")], "tokenizer": str(tokenizer),
-        "sequence_length": 16, "cache": str(tmp_path / "cache"), "held_out_fraction": 0,
-    }  # fmt: skip
+        "source": "text",
+        "paths": [str(tmp_path / "a.txt")],
+        "tokenizer": str(tokenizer),
+        "sequence_length": 16,
+        "cache": str(tmp_path / "cache"),
+        "held_out_fraction": 0,
+    }
     place = {"directory": str(tmp_path / "runs"), "name": "a", "save_weights": False}
     raw = run_config(folder, **{"parallel3d.data": data, "parallel3d.run": place})
     return raw | {"zero_optimization": {"stage": 1}}
@@ -39,7 +43,8 @@ def remove(rank, folder):
 
 
 def test_a_run_starts_from_the_model_and_goes_on_without_it(raw, tmp_path):
-    folder, run = tmp_path / "model", tmp_path / "runs/a"
+    folder = tmp_path / "model"
+    run = tmp_path / "runs/a"
     model = AutoModelForCausalLM.from_pretrained(folder)
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     tokens = torch.full((1, 16), vocabulary["a"])
@@ -61,7 +66,8 @@ def test_a_run_starts_from_the_model_and_goes_on_without_it(raw, tmp_path):
 
 def test_another_tokenizer_than_the_models_is_remarked_on(tmp_path):
     model = tokenizer_in(tmp_path / "model")
-    same, other = tokenizer_in(tmp_path / "same"), tokenizer_in(tmp_path / "other", ["in to it"])
+    same = tokenizer_in(tmp_path / "same")
+    other = tokenizer_in(tmp_path / "other", ["in to it"])
     (tmp_path / "none").mkdir()
     assert tokenizer_warning(model, model, "m") == tokenizer_warning(model, same, "m") == ""
     (same / "tokenizer.json").write_text((same / "tokenizer.json").read_text() + "\n")

@@ -103,8 +103,12 @@ def save_on_rank(rank, folders, mesh_sizes):
 
 FEW = ("llama, biases, yarn", "smollm3, no rotation")
 EXPERTS = (
-    "mixtral", "qwen3_moe, dense layers", "olmoe", "dots1, groups", "glm4_moe, part of a head",
-)  # fmt: skip
+    "mixtral",
+    "qwen3_moe, dense layers",
+    "olmoe",
+    "dots1, groups",
+    "glm4_moe, part of a head",
+)
 OTHERS = tuple(name for name in MODELS if "," in name and name not in FEW + EXPERTS)
 
 

@@ -72,9 +72,13 @@ class Place:
         """Start it and wait for its end."""
         command = self.command(launcher, *arguments, **settings)
         return subprocess.run(
-            command, cwd=self.root, env=environment(), capture_output=True, text=True,
+            command,
+            cwd=self.root,
+            env=environment(),
+            capture_output=True,
+            text=True,
             timeout=timeout,
-        )  # fmt: skip
+        )
 
     def call(self, name, *arguments):
         """Run another command to its good end; returns what it prints."""
@@ -130,9 +134,13 @@ class Place:
         log = self.root / "log.txt"
         with log.open("w") as file:
             process = subprocess.Popen(
-                command, cwd=self.root, env=environment(), stdout=file, stderr=file,
+                command,
+                cwd=self.root,
+                env=environment(),
+                stdout=file,
+                stderr=file,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         try:
             yield process, log
         finally:

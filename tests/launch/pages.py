@@ -6,8 +6,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    "README.md", "docs/from-zero.md", "docs/own-data-and-model.md", "docs/several-nodes.md",
-)  # fmt: skip
+    "README.md",
+    "docs/from-zero.md",
+    "docs/own-data-and-model.md",
+    "docs/several-nodes.md",
+)
 NOT_RUN = {
     "pip install -e .": "it is how the tests are installed",
     "pip install -e '.[test]'": "it is how the tests are installed",

@@ -10,7 +10,9 @@ from tests.huggingface.checkpoints import checkpoint_of, small
 
 pytestmark = pytest.mark.gloo
 
-DONE, FAILED, BAD_INPUT = 0, 1, 2
+DONE = 0
+FAILED = 1
+BAD_INPUT = 2
 
 
 @pytest.fixture

@@ -76,9 +76,16 @@ def test_tables_lead_to_settings_that_exist(framework):
     assert framework.DEFAULTS.keys() <= framework.TABLE.keys() | known
 
 
-LLAMA = {"num-layers": 32, "hidden-size": 4096, "num-attention-heads": 32, "norm": "rmsnorm",
-         "pos-emb": "rotary", "no-weight-tying": True, "use_bias_in_norms": False,
-         "use_bias_in_attn_linear": False}  # fmt: skip
+LLAMA = {
+    "num-layers": 32,
+    "hidden-size": 4096,
+    "num-attention-heads": 32,
+    "norm": "rmsnorm",
+    "pos-emb": "rotary",
+    "no-weight-tying": True,
+    "use_bias_in_norms": False,
+    "use_bias_in_attn_linear": False,
+}
 
 
 def of_neox(**changes):
@@ -89,18 +96,43 @@ def of_neox(**changes):
 @pytest.mark.parametrize(
     ("name", "text", "vocabulary", "published"),
     [
-        ("pythia-70m.yml", of_neox(**{"num-layers": 6, "hidden-size": 512, "pos-emb": "rotary",
-         "num-attention-heads": 8, "no-weight-tying": True, "gpt-j-residual": True,
-         "rotary-pct": 0.25}), 50304, 70_426_624),
-        ("llama-7b.yml", of_neox(**LLAMA, mlp_type="llama", activation="silu"), 32000,
-         6_738_415_616),
-        ("llama-3-8b.yml", of_neox(**LLAMA, activation="swiglu", num_kv_heads=8,
-         intermediate_size=43008), 128256, 8_030_261_248),
-        ("gpt2.sh", "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 "
-         "--max-position-embeddings 1024 --micro-batch-size 1 --train-iters 10 --lr 1e-4",
-         50257, 124_439_808),
+        (
+            "pythia-70m.yml",
+            of_neox(
+                **{
+                    "num-layers": 6,
+                    "hidden-size": 512,
+                    "pos-emb": "rotary",
+                    "num-attention-heads": 8,
+                    "no-weight-tying": True,
+                    "gpt-j-residual": True,
+                    "rotary-pct": 0.25,
+                }
+            ),
+            50304,
+            70_426_624,
+        ),
+        (
+            "llama-7b.yml",
+            of_neox(**LLAMA, mlp_type="llama", activation="silu"),
+            32000,
+            6_738_415_616,
+        ),
+        (
+            "llama-3-8b.yml",
+            of_neox(**LLAMA, activation="swiglu", num_kv_heads=8, intermediate_size=43008),
+            128256,
+            8_030_261_248,
+        ),
+        (
+            "gpt2.sh",
+            "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 "
+            "--max-position-embeddings 1024 --micro-batch-size 1 --train-iters 10 --lr 1e-4",
+            50257,
+            124_439_808,
+        ),
     ],
-)  # fmt: skip
+)
 def test_models_have_the_published_number_of_parameters(
     name, text, vocabulary, published, converted
 ):
@@ -142,8 +174,9 @@ def test_the_rate_is_that_of_nanotron(start, decay, style, shape, converted):
 def test_a_decay_that_cannot_be_kept_is_reported(converted):
     _, rows = converted("run.yaml", of_nanotron(800, 100, "linear"))
     assert (rows["last step of the decay"].value, rows["shape of the decay"].value) == (
-        900, "linear"
-    )  # fmt: skip
+        900,
+        "linear",
+    )
 
 
 def test_samples_become_steps(converted):
@@ -163,15 +196,19 @@ def test_samples_need_a_batch(converted):
     ("name", "old", "new", "setting"),
     [
         ("small.yaml", "hidden_act: silu", "hidden_act: gelu", "model.model_config.hidden_act"),
-        ("small.yaml", "    hidden_act", "    moe_config: {num_experts: 8}\n    hidden_act",
-         "model.model_config.moe_config"),
+        (
+            "small.yaml",
+            "    hidden_act",
+            "    moe_config: {num_experts: 8}\n    hidden_act",
+            "model.model_config.moe_config",
+        ),
         ("small.yml", '"rotary",', '"alibi",', "pos_emb"),
         ("small.yml", '"rotary",', '"rotary", "num_experts": 4,', "num_experts"),
         ("small.yml", '"rotary",', '"rotary", "norm": "rmsnorm",', "the architecture"),
         ("train.sh", "--swiglu", "--swiglu --num-experts 8", "num-experts"),
         ("train.sh", "--normalization RMSNorm", "", "the architecture"),
     ],
-)  # fmt: skip
+)
 def test_another_model_is_refused_and_nothing_written(
     name, old, new, setting, tmp_path, called, converted
 ):
@@ -232,9 +269,13 @@ def test_a_script_is_read_as_the_shell_reads_it():
     torchrun pretrain_gpt.py ${OPTIONS[@]} --lr-warmup-fraction .01 --data-path 0.5 a 0.5 b | tee
     """
     assert megatron.arguments(script) == {
-        "num-layers": 12, "hidden-size": 768, "fp16": True, "split": "99,1,0",
-        "lr-warmup-fraction": 0.01, "data-path": [0.5, "a", 0.5, "b"],
-    }  # fmt: skip
+        "num-layers": 12,
+        "hidden-size": 768,
+        "fp16": True,
+        "split": "99,1,0",
+        "lr-warmup-fraction": 0.01,
+        "data-path": [0.5, "a", 0.5, "b"],
+    }
 
 
 def test_the_files_of_gpt_neox_belong_together(tmp_path):

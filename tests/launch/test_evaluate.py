@@ -12,7 +12,8 @@ from tests.launch.launching import PYTHON, Place, deepspeed, environment, torchr
 pytestmark = [pytest.mark.drill, pytest.mark.slow]
 
 EVALUATE = str(Path(__file__).parents[2] / "launch/evaluate.py")
-DONE, BAD_INPUT = 0, 2
+DONE = 0
+BAD_INPUT = 2
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +28,13 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("launcher", [PYTHON, torchrun(2), deepspeed(2)], ids=lambda x: x[0][-9:])
 def test_its_numbers_are_the_only_line_on_standard_output(place, launcher):
     done = subprocess.run(
-        [*launcher, EVALUATE, "runs/a", "--json"], cwd=place.root, env=environment(),
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        [*launcher, EVALUATE, "runs/a", "--json"],
+        cwd=place.root,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == DONE, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     (found,) = map(json.loads, lines)
@@ -41,8 +46,12 @@ def test_its_numbers_are_the_only_line_on_standard_output(place, launcher):
 
 def test_a_wrong_input_is_2(place):
     done = subprocess.run(
-        [*PYTHON, EVALUATE, "runs/none"], cwd=place.root, env=environment(), capture_output=True,
-        text=True, timeout=200,
-    )  # fmt: skip
+        [*PYTHON, EVALUATE, "runs/none"],
+        cwd=place.root,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == BAD_INPUT and done.stdout == ""
     assert done.stderr.strip().startswith("runs/none: no checkpoint there; name a folder step-N")

@@ -19,11 +19,16 @@ pytestmark = pytest.mark.gloo
 
 TRAIN = Path(__file__).parents[2] / "launch/train.py"
 BAD_INPUT = 2
-P, DATA, MODEL = "--parallel3d.", "--parallel3d.data.", "--parallel3d.model."
-NAME, DIRECTORY, CACHE = f"{P}run.name", f"{P}run.directory", f"{DATA}cache"
+P = "--parallel3d."
+DATA = "--parallel3d.data."
+MODEL = "--parallel3d.model."
+NAME = f"{P}run.name"
+DIRECTORY = f"{P}run.directory"
+CACHE = f"{DATA}cache"
 OPTIMIZER = "--zero_optimization.offload_optimizer."
 NO_NAMES = ["..", ".", "-rf", "a/b", "   ", "a\tb", "a\u200bb", "mine.lock", "x" * 300, "é" * 101]
-BIG, HUGE = str(10**12), str(10**30)
+BIG = str(10**12)
+HUGE = str(10**30)
 
 # By kind: the words on the command line (and, for a launch, the environment), and what is said.
 CASES = {
@@ -164,9 +169,11 @@ def test_one_of_each_kind_through_the_command(folder):
         environment, words, _ = case
         first = [] if "--config" in words else ["--config", "ds.json"]
         return subprocess.run(
-            [sys.executable, TRAIN, *first, *words], capture_output=True, text=True,
+            [sys.executable, TRAIN, *first, *words],
+            capture_output=True,
+            text=True,
             env=os.environ | environment,
-        )  # fmt: skip
+        )
 
     with ThreadPoolExecutor(2) as pool:
         for case, done in zip(THROUGH_THE_COMMAND, pool.map(run, THROUGH_THE_COMMAND), strict=True):

@@ -13,7 +13,8 @@ from tests.huggingface.checkpoints import checkpoint_of, small, tokenizer_in
 
 pytestmark = pytest.mark.gloo
 
-DONE, BAD_INPUT = 0, 2
+DONE = 0
+BAD_INPUT = 2
 PROMPT = "def main("
 
 

@@ -21,7 +21,9 @@ from tests.strict.running import STRICT
 pytestmark = pytest.mark.drill
 
 FAILED = 1
-KILLED_WITHIN, STOPPED_WITHIN = 10.0, 30.0  # seconds that are promised
+# seconds that are promised
+KILLED_WITHIN = 10.0
+STOPPED_WITHIN = 30.0
 SHORT = Limits(stopped=1.0)
 
 
@@ -39,7 +41,8 @@ def strike(rank, at, number, limits, ask=False, backend=""):
 
     With a `backend` these wait in its own collectives.
     """
-    pulse.LIMITS, doing = limits, pulse.doing
+    pulse.LIMITS = limits
+    doing = pulse.doing
     if backend == "strict":
         os.environ["PARALLEL3D_BACKEND"] = STRICT
 

@@ -56,9 +56,13 @@ def run(installed, place):
         variables["PATH"] = f"{installed}{os.pathsep}{variables['PATH']}"
         variables["XDG_CONFIG_HOME"] = str(place.root / "config")
         done = subprocess.run(
-            [installed / command[0], *command[1:]], cwd=place.root, env=variables,
-            capture_output=True, text=True, timeout=800,
-        )  # fmt: skip
+            [installed / command[0], *command[1:]],
+            cwd=place.root,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=800,
+        )
         assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
         return done
 

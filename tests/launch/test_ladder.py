@@ -25,15 +25,22 @@ def test_the_micro_ladder_comes_through_a_kill(tmp_path):
     """Two sizes x two budgets: kill -9 while two runs train, and a second start finishes all."""
     place = Place(tmp_path)
     data = {
-        "source": "text", "paths": [f"{tmp_path}/texts/*.txt"], "vocab_size": 270,
-        "sequence_length": 16, "cache": str(place.cache),
-    }  # fmt: skip
+        "source": "text",
+        "paths": [f"{tmp_path}/texts/*.txt"],
+        "vocab_size": 270,
+        "sequence_length": 16,
+        "cache": str(place.cache),
+    }
     file = write(tmp_path, data=data, budgets={"tokens": [64 * 40, 64 * 80]})
     runs = tmp_path / "runs"
     first = subprocess.Popen(
-        command(file, "--parallel", "2"), cwd=tmp_path, env=environment(),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        command(file, "--parallel", "2"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         deadline = time.monotonic() + 200
         while not list(runs.glob("*/metrics.jsonl")):
@@ -45,9 +52,14 @@ def test_the_micro_ladder_comes_through_a_kill(tmp_path):
         first.wait()
     # At once: what its runs are still writing is waited for.
     done = subprocess.run(
-        command(file, "--parallel", "2"), cwd=tmp_path, env=environment(), capture_output=True,
-        text=True, timeout=200, check=False,
-    )  # fmt: skip
+        command(file, "--parallel", "2"),
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["runs"]
     assert [row["state"] for row in rows] == ["finished"] * 4, done.stderr
@@ -64,7 +76,12 @@ def test_the_micro_ladder_comes_through_a_kill(tmp_path):
         assert own == pytest.approx(whole, rel=1e-3)
     assert not session(first.pid)
     fit = subprocess.run(
-        [sys.executable, SCALE, "fit", str(runs)], cwd=tmp_path, env=environment(),
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+        [sys.executable, SCALE, "fit", str(runs)],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert fit.returncode == 2 and "4 points: fewer than the 5 parameters" in fit.stderr

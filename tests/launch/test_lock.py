@@ -12,7 +12,8 @@ from tests.launch.test_restart import SMALL
 
 pytestmark = pytest.mark.drill
 
-BAD_INPUT, STOPPED = 2, 3
+BAD_INPUT = 2
+STOPPED = 3
 
 
 @pytest.fixture

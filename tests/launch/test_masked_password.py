@@ -33,9 +33,13 @@ def test_the_password_is_masked_and_the_run_resumes(tmp_path):
 
     def run(command, file, *arguments):
         return subprocess.run(
-            [sys.executable, command, "--config", file, *arguments], cwd=tmp_path, text=True,
-            env=environment() | {"PYTHONPATH": path}, capture_output=True, timeout=200,
-        )  # fmt: skip
+            [sys.executable, command, "--config", file, *arguments],
+            cwd=tmp_path,
+            text=True,
+            env=environment() | {"PYTHONPATH": path},
+            capture_output=True,
+            timeout=200,
+        )
 
     def check(done, code):
         assert done.returncode == code, done.stderr

@@ -18,10 +18,13 @@ def test_it_trains_is_planned_verified_and_goes_on_on_another_mesh(tmp_path):
     outcome = place.run(torchrun(4), "--parallel3d.run.name", "whole", steps=4)
     assert outcome.returncode == 0, outcome.stderr
     changes = {
-        "parallel3d.run.name": "moved", "parallel3d.mesh.pp": 1, "parallel3d.mesh.tp": 2,
-        "zero_optimization.stage": 1, "zero_optimization.offload_optimizer.device": "none",
+        "parallel3d.run.name": "moved",
+        "parallel3d.mesh.pp": 1,
+        "parallel3d.mesh.tp": 2,
+        "zero_optimization.stage": 1,
+        "zero_optimization.offload_optimizer.device": "none",
         "parallel3d.checkpoint.resume": "runs/whole/checkpoints/step-2",
-    }  # fmt: skip
+    }
     pairs = [str(x) for name, value in changes.items() for x in (f"--{name}", value)]
     outcome = place.run(torchrun(4), *pairs, steps=4)
     assert outcome.returncode == 0, outcome.stderr

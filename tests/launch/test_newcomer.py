@@ -13,7 +13,8 @@ from tests.launch.launching import environment
 pytestmark = [pytest.mark.drill, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-MINUTES, STOPPED = 2, 3
+MINUTES = 2
+STOPPED = 3
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +26,13 @@ def clone(tmp_path_factory):
 
 def parallel3d(clone, *words, code=0):
     done = subprocess.run(
-        [sys.executable, "-m", "parallel3d", *words], cwd=clone, capture_output=True, text=True,
-        env=environment() | {"PYTHONPATH": str(clone), "COLUMNS": "80"}, timeout=900,
-    )  # fmt: skip
+        [sys.executable, "-m", "parallel3d", *words],
+        cwd=clone,
+        capture_output=True,
+        text=True,
+        env=environment() | {"PYTHONPATH": str(clone), "COLUMNS": "80"},
+        timeout=900,
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -55,11 +60,24 @@ def test_from_a_clone_to_a_resumed_run(clone):
         (texts / f"{number}.txt").write_text(path.read_text())
     config = next((clone / "runs").glob("*.json"))
     own = [
-        "train", "--config", str(config), "--mesh.dp", "1", "--train_batch_size", "auto",
-        "--data.source", "text", "--data.paths",
-        json.dumps([f"{texts}/*.txt"]), "--run.name", "own", "--train.steps", "8",
-        "--train.lr_schedule.warmup_steps", "1",
-    ]  # fmt: skip
+        "train",
+        "--config",
+        str(config),
+        "--mesh.dp",
+        "1",
+        "--train_batch_size",
+        "auto",
+        "--data.source",
+        "text",
+        "--data.paths",
+        json.dumps([f"{texts}/*.txt"]),
+        "--run.name",
+        "own",
+        "--train.steps",
+        "8",
+        "--train.lr_schedule.warmup_steps",
+        "1",
+    ]
     parallel3d(clone, *own, "--train.stop_after", "5", code=STOPPED)
     assert steps_of(clone / "runs/own") == [*range(1, 6)]
     parallel3d(clone, *own)

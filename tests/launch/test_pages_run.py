@@ -17,12 +17,18 @@ from tests.launch.pages import NOT_RUN, ROOT, every_command, script_of, words_of
 pytestmark = [pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MODEL = {
-    "family": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128,
-}  # fmt: skip
+    "family": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 SMALL = {
-    "--data.source": "text", "--data.paths": "my-texts/**/*.txt", "--data.vocab_size": "270",
-}  # fmt: skip
+    "--data.source": "text",
+    "--data.paths": "my-texts/**/*.txt",
+    "--data.vocab_size": "270",
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +42,11 @@ def place(tmp_path_factory):
     block = config["parallel3d"]
     block["model"] = MODEL
     block["data"] = {
-        "source": "text", "paths": ["my-texts/**/*.txt"], "vocab_size": 270, "sequence_length": 128,
-    }  # fmt: skip
+        "source": "text",
+        "paths": ["my-texts/**/*.txt"],
+        "vocab_size": 270,
+        "sequence_length": 128,
+    }
     (root / "mine.json").write_text(json.dumps(config))
     return root
 
@@ -61,9 +70,13 @@ def typed(command):
 def run(command, place):
     """Run it; gives its standard output."""
     done = subprocess.run(
-        typed(command), cwd=place, capture_output=True, text=True, timeout=1000,
+        typed(command),
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=1000,
         env=environment() | {"XDG_CACHE_HOME": str(place / "cache"), "COLUMNS": "130"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-4000:])
     return done.stdout
 

@@ -15,21 +15,42 @@ from tests.launch.launching import PYTHON, Place, environment, torchrun
 pytestmark = pytest.mark.drill
 
 PLAN = str(Path(__file__).parents[2] / "launch/plan.py")
-DONE, FAILED = 0, 1
+DONE = 0
+FAILED = 1
 KEYS = {
-    "pp", "dp", "tp", "zero_stage", "offload", "micro_batch", "num_microbatches", "schedule",
-    "recompute", "fits", "reason", "memory_bytes", "step_seconds", "time", "tokens_per_second",
-    "model_tflops_per_device", "hardware_tflops_per_device", "mfu_full", "mfu_causal",
-}  # fmt: skip
+    "pp",
+    "dp",
+    "tp",
+    "zero_stage",
+    "offload",
+    "micro_batch",
+    "num_microbatches",
+    "schedule",
+    "recompute",
+    "fits",
+    "reason",
+    "memory_bytes",
+    "step_seconds",
+    "time",
+    "tokens_per_second",
+    "model_tflops_per_device",
+    "hardware_tflops_per_device",
+    "mfu_full",
+    "mfu_causal",
+}
 ON_A_NODE = ("--config", "gpt2-1.5b.json", "--hardware", "a100-80gb", "--devices", 8)
 
 
 def plan(*arguments, cwd=None):
     command = [sys.executable, PLAN, *map(str, arguments)]
     return subprocess.run(
-        command, cwd=cwd, env=environment() | {"COLUMNS": "160"}, capture_output=True, text=True,
+        command,
+        cwd=cwd,
+        env=environment() | {"COLUMNS": "160"},
+        capture_output=True,
+        text=True,
         timeout=120,
-    )  # fmt: skip
+    )
 
 
 def test_the_table_and_its_json_are_the_same():
@@ -82,7 +103,8 @@ def planned(called, monkeypatch):
 
 
 def test_a_row_in_detail(tmp_path, planned):
-    svg, trace = tmp_path / "row.svg", tmp_path / "row.json"
+    svg = tmp_path / "row.svg"
+    trace = tmp_path / "row.json"
     drawn = ("--svg", svg, "--trace", trace)
     code, out, err = planned(*ON_A_NODE, "--rows", 2, "--fix", "pp=4", "--explain", 2, *drawn)
     assert code == DONE, err
@@ -99,9 +121,18 @@ def test_a_row_in_detail(tmp_path, planned):
 def test_where_nothing_fits_it_exits_with_1(planned):
     fixed = ("--fix", "zero_stage=0", "offload_optimizer=none", "pp=1", "tp=1")
     code, out, err = planned(
-        "--config", "gpt3-13b.json", "--hardware", "a100-40gb", "--devices", 8, *fixed,
-        "--parallel3d.mesh", "plan", "--train_batch_size", 1024,
-    )  # fmt: skip
+        "--config",
+        "gpt3-13b.json",
+        "--hardware",
+        "a100-40gb",
+        "--devices",
+        8,
+        *fixed,
+        "--parallel3d.mesh",
+        "plan",
+        "--train_batch_size",
+        1024,
+    )
     assert code == FAILED, err
     assert "NOTHING FITS on 8 x A100-SXM4-40GB: the smallest plan needs" in out
     assert "use fewer fixed choices (now zero_stage" in out
@@ -122,10 +153,19 @@ def test_it_starts_in_a_second():
 
 
 PLANNED = (
-    "--parallel3d.mesh", "plan", "--parallel3d.run.hardware", "A100-SXM4-80GB", "--bf16.enabled",
-    "true", "--train_batch_size", 16, "--gradient_accumulation_steps", 1,
-    "--parallel3d.plan.fix", '["offload"]',
-)  # fmt: skip
+    "--parallel3d.mesh",
+    "plan",
+    "--parallel3d.run.hardware",
+    "A100-SXM4-80GB",
+    "--bf16.enabled",
+    "true",
+    "--train_batch_size",
+    16,
+    "--gradient_accumulation_steps",
+    1,
+    "--parallel3d.plan.fix",
+    '["offload"]',
+)
 
 
 @pytest.mark.slow  # tests/train/test_claim.py plans the mesh of a start
@@ -146,7 +186,8 @@ def test_a_planned_mesh_trains(tmp_path):
     assert done.stderr.count('parallel3d.mesh: "plan" for 2 x A100-SXM4-80GB') == 1
     assert [line["step"] for line in place.lines("planned")] == [1, 2]
     config = json.loads((tmp_path / "runs/planned/config.json").read_text())
-    row, mesh = said["plan"], config["parallel3d"]["mesh"]
+    row = said["plan"]
+    mesh = config["parallel3d"]["mesh"]
     assert {axis: mesh[axis] for axis in ("pp", "dp", "tp")} == {
         axis: row[axis] for axis in ("pp", "dp", "tp")
     }
@@ -174,8 +215,12 @@ def test_a_dry_run_where_the_machine_is_not_described(tmp_path):
     train = str(Path(PLAN).parent / "train.py")
     done = subprocess.run(
         [*PYTHON, train, "--config", "ds.json", "--dry-run", "--json"],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == DONE, done.stderr
     said = json.loads(done.stdout)
     assert said["plan"]["memory_bytes"]["total"] > 12 * 1_000_000 / 2

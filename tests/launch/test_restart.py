@@ -13,14 +13,26 @@ from tests.launch.launching import Place, deepspeed, environment, session, torch
 
 pytestmark = pytest.mark.drill
 
-DONE, FAILED, STOPPED = 0, 1, 3
+DONE = 0
+FAILED = 1
+STOPPED = 3
 # Steps of a few hundredths of a second.
 SMALL = (
-    "--parallel3d.model.hidden_size", 32, "--parallel3d.model.num_hidden_layers", 2,
-    "--parallel3d.data.sequence_length", 32, "--parallel3d.train.evaluate_samples", 4,
-    "--zero_optimization.stage", 1, "--zero_optimization.offload_optimizer.device", "none",
-    "--parallel3d.run.save_weights", "false",
-)  # fmt: skip
+    "--parallel3d.model.hidden_size",
+    32,
+    "--parallel3d.model.num_hidden_layers",
+    2,
+    "--parallel3d.data.sequence_length",
+    32,
+    "--parallel3d.train.evaluate_samples",
+    4,
+    "--zero_optimization.stage",
+    1,
+    "--zero_optimization.offload_optimizer.device",
+    "none",
+    "--parallel3d.run.save_weights",
+    "false",
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +47,13 @@ def begin(place, launcher, *arguments, steps):
     log = place.root / "log.txt"
     with log.open("w") as file:
         process = subprocess.Popen(
-            place.command(launcher, *SMALL, *arguments, steps=steps), cwd=place.root,
-            env=environment(), stdout=file, stderr=file, start_new_session=True,
-        )  # fmt: skip
+            place.command(launcher, *SMALL, *arguments, steps=steps),
+            cwd=place.root,
+            env=environment(),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
     return process, log
 
 
@@ -73,7 +89,8 @@ def is_saved(place, name, step):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_torchrun_restarts_what_was_killed(place, ranks):
     """Without a name: the restarted ranks find the folder of their own launch again."""
-    name, steps = f"gpt-h32-l2-1x{ranks}x1", 20
+    name = f"gpt-h32-l2-1x{ranks}x1"
+    steps = 20
     (place.root / "runs" / name).mkdir(parents=True)  # another run has had the name
     launcher = [*torchrun(ranks), "--max-restarts=3"]
     process, log = begin(place, launcher, "--parallel3d.checkpoint.every", 4, steps=steps)

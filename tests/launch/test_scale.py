@@ -11,9 +11,17 @@ from tests.scaling.test_runs import write_run
 pytestmark = pytest.mark.pure
 
 KEYS = [
-    "law", "estimator", "parameters", "standard_errors", "intervals", "objective", "points",
-    "dropped", "diagnostics", "optimal_exponents",
-]  # fmt: skip
+    "law",
+    "estimator",
+    "parameters",
+    "standard_errors",
+    "intervals",
+    "objective",
+    "points",
+    "dropped",
+    "diagnostics",
+    "optimal_exponents",
+]
 QUIET = ("--no-report", "--json")
 ISOFLOP = ("fit", "runs.csv", "--law", "isoflop", "--bootstraps", "0", *QUIET)
 
@@ -32,9 +40,21 @@ def table(tmp_path):
 
 def test_a_table_with_flops_alone_gives_the_law(scaled, table, tmp_path):
     code, out, said = scaled(
-        "fit", table, "--n-column", "size", "--flops-column", "compute", "--loss-column", "final",
-        "--drop-largest-losses", "2", "--bootstraps", "20", "--no-report", "--json",
-    )  # fmt: skip
+        "fit",
+        table,
+        "--n-column",
+        "size",
+        "--flops-column",
+        "compute",
+        "--loss-column",
+        "final",
+        "--drop-largest-losses",
+        "2",
+        "--bootstraps",
+        "20",
+        "--no-report",
+        "--json",
+    )
     assert code == 0, said
     found = json.loads(out)
     assert list(found) == KEYS
@@ -63,9 +83,13 @@ def test_every_other_law_is_printed_and_stored(scaled, tmp_path):
     params, tokens, loss = (np.repeat(a, 3) for a in (runs.params, runs.tokens, runs.loss))
     best = 3e-4 * (params / 1e9) ** -0.1
     write_csv(
-        tmp_path / "runs.csv", params=params, tokens=tokens, unique=tokens / 4, lr=rates,
+        tmp_path / "runs.csv",
+        params=params,
+        tokens=tokens,
+        unique=tokens / 4,
+        lr=rates,
         loss=loss * np.exp(0.01 * np.log(rates / best) ** 2),
-    )  # fmt: skip
+    )
     (tmp_path / "base.json").write_text(json.dumps(CHINCHILLA))
     for law, flags in {
         "isoflop": ("--method", "parabola"),

@@ -77,8 +77,9 @@ def test_a_forecast_is_registered_once_and_held_against_its_run(scaled, fitted, 
         fit = json.loads(out)  # of the others alone
         assert fit["points"] == len(runs) and fit["parameters"] == report["parameters"]
         assert fit["dropped"][-1] == {
-            "row": "line 32", "reason": "held out: sworn.json is its forecast"
-        }  # fmt: skip
+            "row": "line 32",
+            "reason": "held out: sworn.json is its forecast",
+        }
         table = said[said.index("Registered forecasts") : said.index("Back-test")]
         assert table.split()[-1] == ("yes" if held else "NO")
     code, out, said = scaled(*RUN, "--register", "late.json")

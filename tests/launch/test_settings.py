@@ -18,8 +18,11 @@ from tests.launch.launching import PYTHON, Place, torchrun
 
 pytestmark = pytest.mark.drill
 
-ZERO, PIPE, MESH = "zero_optimization", "parallel3d.pipeline", "parallel3d.mesh"
-OPTIMIZER, PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
+ZERO = "zero_optimization"
+PIPE = "parallel3d.pipeline"
+MESH = "parallel3d.mesh"
+OPTIMIZER = f"{ZERO}.offload_optimizer"
+PARAM = f"{ZERO}.offload_param"
 NVME = "NVME"  # stands for a folder of the test's own
 RUNS = {
     "zero0": {
@@ -121,16 +124,15 @@ def batch_of(dp):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_with_the_settings_trains_as_one_process_does(place, alone, name):
     settings = RUNS[name]
-    pp, tp = settings.get(f"{MESH}.pp", 1), settings.get(f"{MESH}.tp", 1)
+    pp = settings.get(f"{MESH}.pp", 1)
+    tp = settings.get(f"{MESH}.tp", 1)
     dp = 2 if pp == tp == 1 else 1
     folder = place.root / "nvme"
     folder.mkdir(exist_ok=True)
     values = {k: str(folder) if v == NVME else v for k, v in settings.items()}
     words = [word for k, v in values.items() for word in (f"--{k}", json.dumps(v))]
     run = name.replace(" ", "-")
-    done = place.run(
-        torchrun(pp * tp * dp), *words, *batch_of(dp), "--parallel3d.run.name", run
-    )  # fmt: skip
+    done = place.run(torchrun(pp * tp * dp), *words, *batch_of(dp), "--parallel3d.run.name", run)
     assert done.returncode == 0, done.stderr[-3000:]
     for one, other in zip(alone, place.lines(run), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)

@@ -40,9 +40,13 @@ class Ranks:
         self.processes = []
         for rank, log in enumerate(self.logs):
             variables = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
-            }  # fmt: skip
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+            }
             self.processes.append(place.forked(log, variables=variables))
 
     @property

@@ -27,10 +27,14 @@ def write_config(name, data, steps):
         "train_batch_size": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "parallel3d": {
-            "model": model, "data": data, "train": {"steps": steps}, "run": run,
-            "mesh": {"dp": "auto"}, "checkpoint": {"every": 2},
+            "model": model,
+            "data": data,
+            "train": {"steps": steps},
+            "run": run,
+            "mesh": {"dp": "auto"},
+            "checkpoint": {"every": 2},
         },
-    }  # fmt: skip
+    }
     Path(name).write_text(json.dumps(config))
 
 
@@ -43,7 +47,8 @@ class Runs:
     """Launches in a folder that stream the same shards from `urls`, or read them from the disk."""
 
     def __init__(self, folder, urls, paths):
-        self.folder, self.output = folder, ""
+        self.folder = folder
+        self.output = ""
         self.data = {"source": "tokens", "tokenizer": "none", "vocab_size": writers.SIZE}
         self.data |= {"sequence_length": 8, "end_of_text_id": writers.END, "cache": "cache"}
         self.data |= {"paths": paths, "held_out_fraction": 0}
@@ -52,9 +57,13 @@ class Runs:
     def run(self, name, *arguments, launcher=PYTHON, script=TRAIN, steps=4, **settings):
         write_config(self.folder / f"{name}.json", self.data | settings, steps)
         done = subprocess.run(
-            [*launcher, script, "--config", f"{name}.json", *arguments], cwd=self.folder,
-            text=True, env=environment(), capture_output=True, timeout=200,
-        )  # fmt: skip
+            [*launcher, script, "--config", f"{name}.json", *arguments],
+            cwd=self.folder,
+            text=True,
+            env=environment(),
+            capture_output=True,
+            timeout=200,
+        )
         is_stopped = done.returncode == 3 or "exitcode  : 3" in done.stderr
         assert done.returncode == 0 or is_stopped, done.stderr
         self.output += done.stdout + done.stderr

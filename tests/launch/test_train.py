@@ -21,7 +21,10 @@ from tests.launch.launching import PYTHON, Place, deepspeed, interrupt, wait_unt
 
 pytestmark = pytest.mark.drill
 
-DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 3
+DONE = 0
+FAILED = 1
+BAD_INPUT = 2
+STOPPED = 3
 CAP_IPC_LOCK = 14
 OUR_TRACEBACK = re.compile(r'File ".*/(launch/train|parallel3d/.*)\.py", line')
 
@@ -130,7 +133,8 @@ def test_a_bad_corpus_is_refused_once_and_leaves_nothing(tmp_path, ranks):
         code, said = place.ended()
     else:
         done = place.run(deepspeed(ranks))
-        code, said = done.returncode, done.stdout + done.stderr
+        code = done.returncode
+        said = done.stdout + done.stderr
     assert code == BAD_INPUT, said[-4000:]
     assert said.count("7.txt is not UTF-8: byte 0xff at offset 11") == 1
     assert "Traceback" not in said
@@ -144,9 +148,15 @@ def test_three_failed_saves_end_a_mesh_with_one_message(place, alone):
     """No file may be larger than 1 MB; the corpus was prepared before. No rank has a traceback."""
     limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *deepspeed(2)]
     done = place.run(
-        limited, "--parallel3d.checkpoint.every", 1, "--parallel3d.run.name", "limited",
-        "--parallel3d.run.trackers", '["csv", "tensorboard"]', steps=20,
-    )  # fmt: skip
+        limited,
+        "--parallel3d.checkpoint.every",
+        1,
+        "--parallel3d.run.name",
+        "limited",
+        "--parallel3d.run.trackers",
+        '["csv", "tensorboard"]',
+        steps=20,
+    )
     printed = done.stdout + done.stderr
     assert done.returncode == FAILED, printed
     assert printed.count("3 checkpoints in a row could not be saved; all ranks stop") == 1
@@ -175,9 +185,13 @@ def test_a_terminal_shows_a_bar_and_takes_ctrl_c(place):
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
 
     process = place.forked(
-        place.root / "log.txt", "--parallel3d.run.name", "terminal", steps=400,
-        variables={"TERM": "xterm"}, disturb=partial(take_terminal, os.ttyname(screen)),
-    )  # fmt: skip
+        place.root / "log.txt",
+        "--parallel3d.run.name",
+        "terminal",
+        steps=400,
+        variables={"TERM": "xterm"},
+        disturb=partial(take_terminal, os.ttyname(screen)),
+    )
     seen = read_until(keyboard, r" 2/400.* loss \d")
     os.close(screen)
     os.write(keyboard, b"\x03")
@@ -219,7 +233,8 @@ def read_until(terminal, pattern):
 def limit_locked_memory():
     """As for an ordinary user; root may lock without limit."""
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, 2**16))
-    libc, header = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint32 * 2)(0x20080522, 0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; the upper halves follow
     assert libc.capget(header, sets) == 0
     for place in range(3):
@@ -232,10 +247,14 @@ def test_nvme_offload_names_the_limit_on_locked_memory(place):
     """Where a buffer cannot be locked DeepSpeed itself would abort."""
     (place.root / "nvme").mkdir()
     code, said = place.ended(
-        "--zero_optimization.offload_optimizer.device", "nvme",
-        "--zero_optimization.offload_optimizer.nvme_path", place.root / "nvme",
-        "--parallel3d.run.name", "locked", disturb=limit_locked_memory,
-    )  # fmt: skip
+        "--zero_optimization.offload_optimizer.device",
+        "nvme",
+        "--zero_optimization.offload_optimizer.nvme_path",
+        place.root / "nvme",
+        "--parallel3d.run.name",
+        "locked",
+        disturb=limit_locked_memory,
+    )
     assert code == BAD_INPUT, said
     assert "the limit is 0.1 MiB" in said and "ulimit -l" in said
     assert "Traceback" not in said

@@ -19,7 +19,8 @@ from parallel3d.mesh.mesh import ROLES, Mesh
 
 pytestmark = pytest.mark.gloo
 
-WORLD, SIZES = 1024, (8, 16, 8)
+WORLD = 1024
+SIZES = (8, 16, 8)
 PP, DP, TP = SIZES
 START = timedelta(minutes=30)
 

@@ -20,9 +20,17 @@ from parallel3d.verify.local_ranks import run_locally
 pytestmark = pytest.mark.gloo
 
 VARIABLES = [
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR",
-    "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID",
-]  # fmt: skip
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_LOCALID",
+]
 
 
 def places_on_rank(rank, sizes):
@@ -124,8 +132,10 @@ def test_places(sizes):
 def transfers_on_rank(rank):
     """Each pp coordinate sends to both its neighbours; the tensors say who sent them, and when."""
     mesh = Mesh(3, 1, 2)
-    me, pp = mesh.pipeline.coord, mesh.pipeline.size
-    sends, receives = [], []
+    me = mesh.pipeline.coord
+    pp = mesh.pipeline.size
+    sends = []
+    receives = []
     for peer in {(me - 1) % pp, (me + 1) % pp}:
         for number in range(4):
             # Two channels: tags 0 and 2, whose messages overtake each other on the way in.
@@ -219,7 +229,8 @@ def without_launcher(rank, log):
     mesh = Mesh()
     mesh.set_timeouts(5)
     mesh.barrier()
-    sizes, rows = {getattr(mesh, role).size for role in ROLES}, mesh.gather_floats([3])
+    sizes = {getattr(mesh, role).size for role in ROLES}
+    rows = mesh.gather_floats([3])
     mesh.close()
     threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
     return sizes, rows, [name for name in threads if "gloo" in name]

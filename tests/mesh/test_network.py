@@ -30,7 +30,8 @@ class CountingStore(dist.Store):
 
     def __init__(self, store):
         super().__init__()
-        self.store, self.counts = store, Counter()
+        self.store = store
+        self.counts = Counter()
 
     def _noted(name):
         def operation(self, *args):
@@ -64,7 +65,8 @@ def hosts(monkeypatch):
     return chosen
 
 
-AWAY, AT_HOME = {"node0": "10.0.0.2"}, {"node0": "127.0.1.1", "10.0.0.2": "10.0.0.1"}
+AWAY = {"node0": "10.0.0.2"}
+AT_HOME = {"node0": "127.0.1.1", "10.0.0.2": "10.0.0.1"}
 
 
 def test_where_the_hosts_own_name_leads_nowhere(hosts):
@@ -80,7 +82,8 @@ def test_where_the_hosts_own_name_leads_nowhere(hosts):
 
 
 def test_the_masters_node_waits_for_another(hosts):
-    store, later = dist.HashStore(), []
+    store = dist.HashStore()
+    later = []
 
     def start():
         later.append(hosts(Launch(0, 2, 0, 1), store, own_name="127.0.1.1", towards=AT_HOME))
@@ -97,7 +100,8 @@ def test_the_masters_node_waits_for_another(hosts):
 
 def test_what_is_left_alone(hosts, monkeypatch):
     """A name that others reach, one node, "nodes" of one host, and what the user has set."""
-    good, launch = "10.0.0.2", Launch(1, 2, 0, 1)
+    good = "10.0.0.2"
+    launch = Launch(1, 2, 0, 1)
     assert hosts(launch, dist.HashStore(), own_name=good, towards=AWAY) == [None, None]
     one_node = Launch(1, 2, 1, 2)
     assert hosts(one_node, dist.HashStore(), own_name="127.0.1.1", towards=AWAY) == [None, None]
@@ -122,9 +126,11 @@ def test_the_addresses_of_this_machine():
 
 def aside_on_demand(rank, on_demand):
     """Sockets and store operations of a mesh of six, after its group aside was used in each way."""
-    soft, hard = 128, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    soft = 128
+    hard = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    meet, stores = join._meet, []
+    meet = join._meet
+    stores = []
     join._meet = lambda *args: stores.append(CountingStore(meet(*args))) or stores[0]
     if on_demand:
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
@@ -155,7 +161,8 @@ def test_ranks_that_talk_are_connected_and_others_are_not():
 @pytest.fixture
 def two_hosts(tmp_path):
     """Two network namespaces and a cable; gives a command's beginning for each."""
-    names, run = ("parallel3d-0", "parallel3d-1"), subprocess.run
+    names = ("parallel3d-0", "parallel3d-1")
+    run = subprocess.run
     try:
         for name in names:
             run(["ip", "netns", "add", name], check=True, capture_output=True)
@@ -193,11 +200,13 @@ def test_two_hosts_whose_names_are_127_0_1_1(two_hosts, as_before):
     ranks = [
         subprocess.Popen(
             [*command, *words, str(node), str(local), str(as_before)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for node, command in enumerate(two_hosts)
         for local in range(2)
-    ]  # fmt: skip
+    ]
     try:
         deadline = time.monotonic() + 100
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:

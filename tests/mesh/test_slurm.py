@@ -10,7 +10,8 @@ from parallel3d.mesh.launch import Launch
 pytestmark = pytest.mark.gloo
 
 SRUN = {"SLURM_PROCID": 5, "SLURM_NTASKS": 40, "SLURM_LOCALID": 1, "MASTER_ADDR": "node0"}
-STEP, JOB = "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"
+STEP = "SLURM_STEP_TASKS_PER_NODE"
+JOB = "SLURM_TASKS_PER_NODE"
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def launch_on(monkeypatch):
         ({STEP: "800(x5)"}, [2]),  # more than were started
         ({}, [2]),
     ],
-)  # fmt: skip
+)
 def test_the_processes_of_a_node(launch_on, variables, sizes):
     """Each rank's share of its node's memory and cores is by their number."""
     for node, size in enumerate(sizes):

@@ -23,7 +23,8 @@ class Counted(dist.Store):
 
     def __init__(self, held):
         super().__init__()
-        self.held, self.asked = dict(held), Counter()
+        self.held = dict(held)
+        self.asked = Counter()
 
     def set(self, key, value):
         self.asked["set"] += 1

@@ -13,9 +13,13 @@ def main():
     """Join the other three ranks; print what all of them say, and through which interface."""
     node, local, as_before = map(int, sys.argv[1:])
     os.environ |= {
-        "RANK": str(2 * node + local), "WORLD_SIZE": "4", "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29517",
-    }  # fmt: skip
+        "RANK": str(2 * node + local),
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29517",
+    }
     assert socket.gethostbyname(socket.gethostname()) == "127.0.1.1"
     if as_before:
         join.interface_of = lambda address: ""

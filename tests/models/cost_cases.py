@@ -10,7 +10,9 @@ from tests.verify.pairwise import pairwise
 
 SHAPE = Shape(2, 64)
 SIZES = {"hidden_size": 64, "num_attention_heads": 8, "vocab_size": 1021}
-MOST, STRIDE = 1000, 61  # of more combinations each 61st, and no setting has 61 values
+# of more combinations each 61st, and no setting has 61 values
+MOST = 1000
+STRIDE = 61
 PARTS = ("mlp", "layernorm+mlp_act")  # all with each setting of a family are slow
 MESHES = ((1, False), (2, False), (2, True), (4, False), (4, True))  # tp, sequence parallelism
 

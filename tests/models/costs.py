@@ -38,8 +38,16 @@ KINDS = {
 }
 # Products, the attention, collectives, and what moves nothing.
 NO_TRAFFIC = (
-    "mm", "bmm", "addmm", "_grouped_mm", "_scaled_dot", "empty", "new_empty", "detach", *KINDS,
-)  # fmt: skip
+    "mm",
+    "bmm",
+    "addmm",
+    "_grouped_mm",
+    "_scaled_dot",
+    "empty",
+    "new_empty",
+    "detach",
+    *KINDS,
+)
 
 
 def flops_of_groups(a, b, *_, **__):
@@ -105,9 +113,10 @@ def kernels(fused):
     with pytest.MonkeyPatch.context() as patch:
         if fused:
             patch.setattr(
-                F, "scaled_dot_product_attention",
+                F,
+                "scaled_dot_product_attention",
                 lambda *args, **options: attention(*args, **options | {"dropout_p": 0.0}),
-            )  # fmt: skip
+            )
             yield
         else:
             with sdpa_kernel(SDPBackend.MATH):
@@ -118,7 +127,8 @@ class Layer:
     """One layer on a tp group, ready to run."""
 
     def __init__(self, case, group, dtype=torch.float32):
-        spec, split = case.layer, case.sequence_parallel
+        spec = case.layer
+        split = case.sequence_parallel
         context = LayerContext(group, RandomKey(0), split, parts_of(case.recompute))
         torch.manual_seed(0)
         self.module = resolve_name(spec.build)(spec.config, spec.name, context).to(dtype)
@@ -172,7 +182,8 @@ class Layer:
         with Alive(self.known) as alive:
             with Operators(self.known) as forward:
                 y = self.run()
-            result, middle = StorageWeakRef(y.untyped_storage()).cdata, alive.time + 1
+            result = StorageWeakRef(y.untyped_storage()).cdata
+            middle = alive.time + 1
             with Operators(self.known) as backward:
                 self.backward(y)
             alive.tick()
@@ -213,11 +224,16 @@ class Operators(TorchDispatchMode):
 
     def __init__(self, known):
         super().__init__()
-        self.known, self.collectives, self.products, self.traffic = known, [], [], 0
+        self.known = known
+        self.collectives = []
+        self.products = []
+        self.traffic = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out, name = func(*args, **(kwargs or {})), func.__name__.split(".")[0]
-        read, written = tensors_in((args, kwargs)), tensors_in(out)
+        out = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        read = tensors_in((args, kwargs))
+        written = tensors_in(out)
         if name in KINDS:
             elements = max(sum(t.numel() for t in tensors_in(arg)) for arg in args)
             self.collectives.append(Collective(KINDS[name], elements))
@@ -246,7 +262,10 @@ class Alive(TorchDispatchMode):
 
     def __init__(self, known):
         super().__init__()
-        self.known, self.time, self.lives, self.living = known, 0, [], {}
+        self.known = known
+        self.time = 0
+        self.lives = []
+        self.living = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.tick()

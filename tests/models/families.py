@@ -41,7 +41,8 @@ EVERY_FAMILY = {n: c for family in models.families() for n, c in switched(family
 
 def weights_of(config):
     """Whole weights by global name, far from their start: scores spread, biases and norms act."""
-    generator, found = torch.Generator().manual_seed(3), {}
+    generator = torch.Generator().manual_seed(3)
+    found = {}
     for name, p in named_params(models.layers(config)).items():
         found[name] = torch.randn(p.shape, generator=generator) * 0.2 + p.init.value
     return found
@@ -69,11 +70,17 @@ def mesh_of(tp):
 
 def build(config, tp, seq=16, sequence_parallel=False, **settings):
     """The whole model on WORLD / tp replicas, with the weights of `weights_of`, and the mesh."""
-    mesh, schedule = mesh_of(tp), make_schedule("gpipe", 1, 1)
+    mesh = mesh_of(tp)
+    schedule = make_schedule("gpipe", 1, 1)
     built = build_stages(
-        models.layers(config), schedule, EngineSettings(2, zero_stage=1),
-        mesh=mesh, shape=Shape(2, seq), sequence_parallel=sequence_parallel, **settings,
-    )  # fmt: skip
+        models.layers(config),
+        schedule,
+        EngineSettings(2, zero_stage=1),
+        mesh=mesh,
+        shape=Shape(2, seq),
+        sequence_parallel=sequence_parallel,
+        **settings,
+    )
     weights = weights_of(config)
     with torch.no_grad():
         for h in built.held:

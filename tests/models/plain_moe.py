@@ -23,7 +23,8 @@ def rotated(x, theta):
 
 
 def swiglu(x, gate_up, down):
-    gate, up = x @ gate_up[0].T, x @ gate_up[1].T
+    gate = x @ gate_up[0].T
+    up = x @ gate_up[1].T
     return (F.silu(gate) * up) @ down.T
 
 
@@ -36,8 +37,12 @@ class Plain:
     """
 
     def __init__(self, config, weights):
-        self.config, self.weights = config, weights
-        self.counts, self.side, self.values, self.dropped = {}, 0.0, {}, {}
+        self.config = config
+        self.weights = weights
+        self.counts = {}
+        self.side = 0.0
+        self.values = {}
+        self.dropped = {}
         self.chosen = {}
 
     def loss(self, tokens, labels):
@@ -46,8 +51,11 @@ class Plain:
 
     def logits(self, tokens):
         """[batch, seq, vocab]."""
-        c, w = self.config, self.weights
-        self.side, self.values, self.pool = 0.0, {}, []
+        c = self.config
+        w = self.weights
+        self.side = 0.0
+        self.values = {}
+        self.pool = []
         x = w["embedding.token.weight"][tokens]
         for number in range(c.num_hidden_layers):
             own = {
@@ -69,7 +77,8 @@ class Plain:
         return norm(x, w["head.norm.weight"], c.rms_norm_eps) @ output.T
 
     def attention(self, w, x):
-        c, size = self.config, self.config.head_size
+        c = self.config
+        size = self.config.head_size
         found = []
         for part, heads in (("q", c.num_attention_heads), ("k", c.kv_heads), ("v", c.kv_heads)):
             y = x @ w[f"attention.qkv.{part}_weight"].T
@@ -94,7 +103,8 @@ class Plain:
 
     def experts(self, layer, w, x):
         c = self.config
-        experts, k = c.num_experts, c.num_experts_per_tok
+        experts = c.num_experts
+        k = c.num_experts_per_tok
         tokens = x.flatten(0, -2)
         logits = tokens @ w["mlp.router.weight"].T
         if c.router == "sigmoid":
@@ -120,7 +130,8 @@ class Plain:
         if c.router == "topk_softmax" or c.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights * c.routed_scaling_factor
-        y, counts = torch.zeros_like(tokens), torch.zeros(experts)
+        y = torch.zeros_like(tokens)
+        counts = torch.zeros(experts)
         limit = len(tokens) * k
         if c.capacity_factor is not None:
             limit = -(-int(c.capacity_factor * limit * 10**6) // (experts * 10**6))
@@ -129,7 +140,8 @@ class Plain:
             rows, column = (chosen == e).nonzero(as_tuple=True)
             counts[e] = len(rows)
             dropped += len(rows[limit:])
-            rows, column = rows[:limit], column[:limit]
+            rows = rows[:limit]
+            column = column[:limit]
             out = swiglu(tokens[rows], w["mlp.experts.gate_up"][e], w["mlp.experts.down"][e])
             y = y.index_add(0, rows, out * weights[rows, column].unsqueeze(-1))
         self.counts[layer] = self.counts.get(layer, 0) + counts
@@ -141,7 +153,8 @@ class Plain:
 
     def balance(self, layer, logits, shares, chosen, batch):
         c = self.config
-        experts, k = c.num_experts, c.num_experts_per_tok
+        experts = c.num_experts
+        k = c.num_experts_per_tok
         is_pooled = c.router_aux_loss == "pooled"
         parts = batch if c.router_aux_loss == "sequence" else 1
         value = 0.0

@@ -14,9 +14,15 @@ pytestmark = pytest.mark.gloo
 
 ROOT = Path(__file__).parents[2]
 QUANTITIES = (
-    "saved", "peak", "resident", "forward_collectives", "backward_collectives", "products",
-    "flops", "traffic",
-)  # fmt: skip
+    "saved",
+    "peak",
+    "resident",
+    "forward_collectives",
+    "backward_collectives",
+    "products",
+    "flops",
+    "traffic",
+)
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 4,
@@ -25,12 +31,15 @@ CONFIG = {
     "parallel3d": {
         "mesh": {"sequence_parallel": True},
         "model": {
-            "family": "opt", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "family": "opt",
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
         },
         "data": {"sequence_length": 32},
         "train": {"steps": 10},
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,10 @@ from tests.models.test_layer_cost_of_torch import products, traffic, wrong
 
 pytestmark = pytest.mark.gloo
 
-TOKENS, HIDDEN, VOCAB = 8192, 4096, 128256  # Llama-3 8B's
+# Llama-3 8B's
+TOKENS = 8192
+HIDDEN = 4096
+VOCAB = 128256
 
 
 def alone():
@@ -35,7 +38,8 @@ def run_head(dtype, weight, counting):
     """
     x = torch.empty(1, TOKENS, HIDDEN, dtype=dtype, device="meta", requires_grad=True)
     labels = torch.empty(1, TOKENS, dtype=torch.int64, device="meta")
-    before, is_first = counting.bytes, weight.grad is None
+    before = counting.bytes
+    is_first = weight.grad is None
     counting.start()
     loss = vocab_parallel_loss(x, weight, labels, vocab_size=VOCAB, group=alone())
     kept = counting.bytes - before

@@ -15,15 +15,28 @@ from parallel3d.models.llama.spec import Config as Llama
 
 pytestmark = pytest.mark.pure
 
-SEQ, HIDDEN, HEADS = 2048, 4096, 32
+SEQ = 2048
+HIDDEN = 4096
+HEADS = 32
 GPT = Gpt(
-    family="gpt", hidden_size=HIDDEN, num_hidden_layers=1, num_attention_heads=HEADS,
-    vocab_size=50257, max_position_embeddings=SEQ, resid_pdrop=0.1, attn_pdrop=0.1,
-)  # fmt: skip
+    family="gpt",
+    hidden_size=HIDDEN,
+    num_hidden_layers=1,
+    num_attention_heads=HEADS,
+    vocab_size=50257,
+    max_position_embeddings=SEQ,
+    resid_pdrop=0.1,
+    attn_pdrop=0.1,
+)
 LLAMA = Llama(
-    family="llama", hidden_size=HIDDEN, num_hidden_layers=1, num_attention_heads=HEADS,
-    num_key_value_heads=8, vocab_size=128256, intermediate_size=14336,
-)  # fmt: skip
+    family="llama",
+    hidden_size=HIDDEN,
+    num_hidden_layers=1,
+    num_attention_heads=HEADS,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    intermediate_size=14336,
+)
 MODES = [(1, False), (2, False), (8, False), (2, True), (8, True)]
 
 
@@ -31,7 +44,8 @@ MODES = [(1, False), (2, False), (8, False), (2, True), (8, True)]
 @pytest.mark.parametrize(("tp", "sequence_parallel"), MODES)
 def test_a_gpt_block_keeps_what_table_2_says(tp, sequence_parallel, batch):
     """Bytes, in 2-byte elements; the paper leaves out statistics, four numbers a token here."""
-    sbh, scores = batch * SEQ * HIDDEN, 5 * batch * HEADS * SEQ**2 / tp
+    sbh = batch * SEQ * HIDDEN
+    scores = 5 * batch * HEADS * SEQ**2 / tp
     whole, split = (34 / tp, 0) if sequence_parallel else (10, 24 / tp)
     block = layers(GPT)[1]
     for recompute, expected in {
@@ -72,7 +86,8 @@ def test_every_cost_is_linear_in_the_batch(config, tp, sequence_parallel, recomp
 def test_recomputation_keeps_less_and_holds_no_less_at_once(tp, split, batch, element_bytes):
     """What full recomputation drops comes back while its layer runs backward, and no more."""
     for config in (GPT, LLAMA):
-        block, shape = layers(config)[1], Shape(batch, SEQ)
+        block = layers(config)[1]
+        shape = Shape(batch, SEQ)
         modes = ("none", "selective", "full")
         none, selective, full = (block.cost(shape, tp, split, mode) for mode in modes)
         saved = [cost.saved.bytes(element_bytes, True) for cost in (none, selective, full)]
@@ -90,7 +105,8 @@ def test_a_window_costs_its_keys(window):
     pairs = sum(min(position + 1, window or SEQ) for position in range(SEQ))
     assert attention.flops * (1 - attention.hidden) == pytest.approx(4 * HEADS * 128 * pairs)
     block = layers(LLAMA.model_copy(update={"sliding_window": window}))[1]
-    cost, whole = block.cost(Shape(1, SEQ)), layers(LLAMA)[1].cost(Shape(1, SEQ))
+    cost = block.cost(Shape(1, SEQ))
+    whole = layers(LLAMA)[1].cost(Shape(1, SEQ))
     seen = min(window or SEQ, SEQ)
     assert cost.saved.scores == HEADS * SEQ * min(seen + BLOCK, SEQ)
     assert replace(cost.saved, scores=0) == replace(whole.saved, scores=0)
@@ -116,7 +132,8 @@ def test_bytes_of_what_is_kept():
 
 def test_a_cost_is_cheap_to_ask_for():
     """The planner's search asks tens of thousands of times."""
-    block, shape = layers(LLAMA)[1], Shape(1, SEQ)
+    block = layers(LLAMA)[1]
+    shape = Shape(1, SEQ)
     assert isinstance(block.cost(shape, 8, True, "full"), LayerCost)
     start = perf_counter()
     for _ in range(1000):

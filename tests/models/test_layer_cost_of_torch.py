@@ -88,9 +88,11 @@ def products(case, cost, did):
 
 def traffic(case, cost, did):
     """Elements that memory-bound operators move forward, and what they move again."""
-    said, (forward, backward, *again) = cost.forward.traffic, did.traffic
+    said = cost.forward.traffic
+    (forward, backward, *again) = did.traffic
     if case.place == "last":  # a loss takes its gradient in its forward
-        said, forward = 3 * said, forward + backward
+        said = 3 * said
+        forward = forward + backward
     yield said, pytest.approx(forward, rel=TRAFFIC[case.place])
     # Torch stops once all that was kept is there again; a CPU repeats shared key/value heads.
     for moved in again:
@@ -103,8 +105,15 @@ def flops_of(work):
 
 
 QUANTITIES = (
-    saved, peak, resident, forward_collectives, backward_collectives, products, flops, traffic,
-)  # fmt: skip
+    saved,
+    peak,
+    resident,
+    forward_collectives,
+    backward_collectives,
+    products,
+    flops,
+    traffic,
+)
 
 
 def wrong(case, cost, did):
@@ -181,7 +190,8 @@ def test_a_planted_fault_is_found(ran, fault):
 def wrong_settings(cost):
     """The cost with one setting wrong, by its path: a switch turned, or a size twice what it is."""
     for field in fields(cost):
-        name, value = field.name, getattr(cost, field.name)
+        name = field.name
+        value = getattr(cost, field.name)
         several = value if isinstance(value, tuple) else ()
         for i, part in enumerate(several):
             for path, other in wrong_settings(part):
@@ -200,7 +210,8 @@ def wrong_settings(cost):
 def test_a_wrong_setting_of_a_cost_is_found(ran):
     """As a new family may give it, of the layer's cost or of a part of it."""
     for name in {case.layer.build for case, _ in ran}:
-        changed, seen = set(), set()
+        changed = set()
+        seen = set()
         for case, did in ran:
             if case.layer.build != name or not is_dataclass(case.layer.cost):
                 continue

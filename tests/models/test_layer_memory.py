@@ -21,9 +21,13 @@ pytestmark = pytest.mark.gloo
 
 VOCAB = 97  # the length of no other dim
 CONFIG = Config(
-    family="gpt", hidden_size=8, num_hidden_layers=1, num_attention_heads=4, vocab_size=VOCAB,
+    family="gpt",
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    vocab_size=VOCAB,
     max_position_embeddings=16,
-)  # fmt: skip
+)
 
 
 def release(module):
@@ -69,7 +73,8 @@ def test_no_layer_keeps_a_released_weight_alive(monkeypatch, mesh):
 
     def alive():
         torch.manual_seed(0)
-        held, x = [], tokens
+        held = []
+        x = tokens
         layers = make_layers(mesh)
         for layer in layers:
             x = layer(x, tokens) if isinstance(layer, Head) else layer(x)

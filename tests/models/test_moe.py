@@ -39,7 +39,8 @@ ITS_MESHES = {n: MESHES[i % 3 :][:1] for i, n in enumerate(CONFIGS)}
 
 
 def counted_by_each(original, self, routing, batch):
-    found, tp = original(self, routing, batch), self.group.size()
+    found = original(self, routing, batch)
+    tp = self.group.size()
     return {
         name: s._replace(value=s.value.detach() + tp * (s.value - s.value.detach()))
         for name, s in found.items()
@@ -59,10 +60,11 @@ FAULTS = {
         experts, "_gather", lambda original, rows, place, k: original(rows, place.flip(0), k)
     ),
     "counts summed over tp": lambda: wrapped(
-        blocks, "with_gradient",
+        blocks,
+        "with_gradient",
         lambda original, weights, bias, excess: original(weights, bias, 2 * excess),
     ),
-}  # fmt: skip
+}
 
 
 def computed(config, fault, meshes):
@@ -87,7 +89,8 @@ def computed(config, fault, meshes):
 def errors(config, ranks):
     """The largest relative error of each mesh, of losses and gradients."""
     weights = {n: w.double().requires_grad_() for n, w in weights_of(config).items()}
-    model, (tokens, labels) = Plain(config, weights), batch_of(config, 16)
+    model = Plain(config, weights)
+    (tokens, labels) = batch_of(config, 16)
     loss = model.loss(tokens, labels)
     (loss + model.side).backward()
     for name, weight in weights.items():

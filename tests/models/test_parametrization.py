@@ -45,16 +45,21 @@ def test_every_parameter_has_the_role_of_its_shape(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_starts_and_rates_go_by_the_width(family):
-    plain, wide = params(model(family)), params(model(family, MUP))
+    plain = params(model(family))
+    wide = params(model(family, MUP))
     for name, p in wide.items():
         factor = 1 / sqrt(4) if p.role in ("hidden", "router") else 1.0  # variance by 1 / width
         assert p.init.std == pytest.approx(plain[name].init.std * factor), name
         assert p.init.value == plain[name].init.value
     scales = scales_of(model(family, MUP))
     assert {role: scales.rate(role) for role in ROLES} == {
-        "input": Rate(), "hidden": Rate(lr=1 / 4, weight_decay=4), "output": Rate(),
-        "vector": Rate(), "router": scales.rate("hidden"), "balance": Rate(0.0, is_step=True),
-    }  # fmt: skip
+        "input": Rate(),
+        "hidden": Rate(lr=1 / 4, weight_decay=4),
+        "output": Rate(),
+        "vector": Rate(),
+        "router": scales.rate("hidden"),
+        "balance": Rate(0.0, is_step=True),
+    }
     assert (scales.input, scales.output, scales.branch, scales.query) == (1, 1 / 4, 1, 1)
     adam = optimizers.load("adamw").Params(lr=1)
     expected = {"input": 1, "hidden": 1 / 4, "output": 1, "vector": 1}
@@ -73,15 +78,14 @@ def test_muons_rates_go_by_the_norm_of_its_updates(scale, rate):
     assert rates["hidden"] == rate and rates["input"] == rates["output"] == Rate()
     original = optimizers.load("muon").Params(lr=0.5)
     assert set(rates_of(model("llama"), original).values()) == {Rate()}
-    assert role_lrs(wide, params) == {
-        "input": 0.5, "hidden": rate.lr, "output": 0.5, "vector": 0.5
-    }  # fmt: skip
+    assert role_lrs(wide, params) == {"input": 0.5, "hidden": rate.lr, "output": 0.5, "vector": 0.5}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_at_the_base_nothing_differs(family):
     base = MUP | {"base_width": 128, "base_head_size": 32, "base_depth": 4}
-    config, plain = model(family, base), model(family)
+    config = model(family, base)
+    plain = model(family)
     assert params(config) == params(plain)
     scales = scales_of(config)
     assert set(scales.rates().values()) == {Rate()}
@@ -100,7 +104,8 @@ def test_scores_go_by_the_size_of_a_head_once_its_base_is_known(family):
 def test_depth_transfers_by_complete_p(family):
     """arXiv:2505.01618, table 1, alpha = 1, of a model four times as wide and twice as deep."""
     config = model(family, MUP | {"base_depth": 2})
-    scales, base = scales_of(config), params(model(family, num_hidden_layers=2))
+    scales = scales_of(config)
+    base = params(model(family, num_hidden_layers=2))
     assert scales.branch == 1 / 2
     assert scales.rate("hidden") == Rate(lr=1 / 4, weight_decay=4, eps=1 / 8)
     assert scales.rate("vector") == Rate(eps=1 / 8) and scales.rate("output") == Rate(eps=1 / 4)

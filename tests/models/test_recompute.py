@@ -23,7 +23,8 @@ from tests.models.families import small
 
 pytestmark = pytest.mark.gloo
 
-SHAPE, BLOCKS = Shape(2, 16), 2
+SHAPE = Shape(2, 16)
+BLOCKS = 2
 WAYS = ("none", "full", "full:1", "mlp", "mlp_act", "layernorm+mlp", "core_attn+layernorm+mlp_act")
 
 
@@ -57,7 +58,8 @@ def train(stages, deferred=False):
 def compare(rank):
     """For each family and way: bits, and the bytes that left the device with those predicted."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    start, found = _OnHost.__init__, []
+    start = _OnHost.__init__
+    found = []
     for family in sorted({*models.families()} - {"moe"}):  # experts stay (config/model_checks)
         plain = train(blocks_of(family, "none")[0])
         for text in WAYS:

@@ -47,7 +47,8 @@ MODELS = {
 
 def of_transformers(config, weights, tokens, labels):
     """Logits, loss, gradients by our names, and the chosen experts of each sparse layer."""
-    model, chosen = huggingface.reference(config), []
+    model = huggingface.reference(config)
+    chosen = []
     model.load_state_dict(huggingface.to_huggingface(config, weights))
     for layer in model.model.layers:
         if hasattr(layer.mlp, "gate"):
@@ -66,9 +67,12 @@ class Ours:
     """Our modules in one process; with `replayed` choices each router takes those."""
 
     def __init__(self, config, weights, replayed=None):
-        self.gaps, self.rows, self.logits = [], 0, None
+        self.gaps = []
+        self.rows = 0
+        self.logits = None
         context = LayerContext(dist.ProcessGroup(0, 1), RandomKey(0, 0))
-        self.layers, self.named = [], {}
+        self.layers = []
+        self.named = {}
         choices = iter(replayed or [])
         for spec in models.layers(config):
             path, _, name = spec.build.partition(":")
@@ -91,9 +95,11 @@ class Ours:
         """A choice that notes how far apart the scores are where ours is another."""
 
         def replaying(scores):
-            own, seen = choose(scores).sort(-1).values, theirs.sort(-1).values
+            own = choose(scores).sort(-1).values
+            seen = theirs.sort(-1).values
             for token in (own != seen).any(-1).nonzero().flatten().tolist():
-                a, b = set(own[token].tolist()), set(seen[token].tolist())
+                a = set(own[token].tolist())
+                b = set(seen[token].tolist())
                 pair = [scores[token, [*only]].sort().values for only in (a - b, b - a)]
                 self.gaps.append(float((pair[0] - pair[1]).abs().max()))
             self.rows += len(own)
@@ -123,7 +129,8 @@ def errors(ours, loss, expected):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_choices_and_then_numbers_are_those_of_transformers(name):
-    config, (tokens, labels) = MODELS[name], batch_of(MODELS[name], SEQ)
+    config = MODELS[name]
+    (tokens, labels) = batch_of(MODELS[name], SEQ)
     weights = weights_of(config)
     expected = of_transformers(config, weights, tokens, labels)
     ours = Ours(config, weights, expected[3])
@@ -139,7 +146,8 @@ def test_choices_and_then_numbers_are_those_of_transformers(name):
 @pytest.mark.parametrize("name", ["Mixtral", "OLMoE"])
 def test_near_ties_are_counted_and_replayed(name):
     """Two experts whose scores differ by rounding, the other way round on our side."""
-    config, (tokens, labels) = MODELS[name], batch_of(MODELS[name], SEQ)
+    config = MODELS[name]
+    (tokens, labels) = batch_of(MODELS[name], SEQ)
     theirs = weights_of(config)
     router = theirs["blocks.0.mlp.router.weight"]
     generator = torch.Generator().manual_seed(1)

@@ -99,9 +99,13 @@ def test_parameters_of_published_experts(config, counts):
 
 def test_experts_stand_where_the_settings_say():
     config = small(
-        "moe", num_hidden_layers=8, first_k_dense_replace=2, decoder_sparse_step=4,
-        n_shared_experts=2, moe_intermediate_size=32,
-    )  # fmt: skip
+        "moe",
+        num_hidden_layers=8,
+        first_k_dense_replace=2,
+        decoder_sparse_step=4,
+        n_shared_experts=2,
+        moe_intermediate_size=32,
+    )
     _, *blocks, _ = layers(config)
     assert [block.num_experts for block in blocks] == [0, 0, 0, 8, 0, 0, 0, 8]
     sparse = {p.name: p.shape for p in blocks[3].params}
@@ -116,7 +120,8 @@ def test_active_parameters_stand_beside_totals(monkeypatch):
     mixtral = model(
         "llama", 4096, 32, 32, 32000, num_key_value_heads=8, intermediate_size=8 * 14336
     )
-    dense, routers = layers(mixtral), 32 * 8 * 4096
+    dense = layers(mixtral)
+    routers = 32 * 8 * 4096
     assert num_params(mixtral, active=True) == num_params(mixtral) == 46_702_792_704 - routers
     assert count(mixtral).with_head == num_params(mixtral) - 32000 * 4096
     shares = ("mlp.gate_up.weight", 2 / 8), ("mlp.down.weight", 2 / 8)
@@ -165,7 +170,11 @@ def test_shipped_configs_are_the_published_models(name, count):
     assert (config.num_steps, config.train.lr_schedule.warmup_steps) == (143_000, 1430)
 
 
-HIDDEN, BLOCKS, VOCAB, SEQ, INNER = 64, 3, 1000, 32, 96
+HIDDEN = 64
+BLOCKS = 3
+VOCAB = 1000
+SEQ = 32
+INNER = 96
 ATTENTION = 4 * HIDDEN * HIDDEN  # elements of its matrices
 
 
@@ -175,15 +184,21 @@ ATTENTION = 4 * HIDDEN * HIDDEN  # elements of its matrices
         ("gpt", 4, {}, ATTENTION + 8 * HIDDEN * HIDDEN, HIDDEN),
         ("neox", 4, {"intermediate_size": INNER}, ATTENTION + 2 * HIDDEN * INNER, HIDDEN),
         (  # a token enters the router, two experts and a shared one
-            "moe", 4, {"moe_intermediate_size": INNER, "n_shared_experts": 1},
-            ATTENTION + 8 * HIDDEN + 3 * 3 * HIDDEN * INNER, HIDDEN,
+            "moe",
+            4,
+            {"moe_intermediate_size": INNER, "n_shared_experts": 1},
+            ATTENTION + 8 * HIDDEN + 3 * 3 * HIDDEN * INNER,
+            HIDDEN,
         ),
         (
-            "llama", 8, {"num_key_value_heads": 2, "intermediate_size": INNER, "head_dim": 16},
-            HIDDEN * (2 * 8 * 16 + 2 * 2 * 16 + 3 * INNER), 8 * 16,
+            "llama",
+            8,
+            {"num_key_value_heads": 2, "intermediate_size": INNER, "head_dim": 16},
+            HIDDEN * (2 * 8 * 16 + 2 * 2 * 16 + 3 * INNER),
+            8 * 16,
         ),
     ],
-)  # fmt: skip
+)
 def test_flops_closed_form(family, heads, settings, matrices, width):
     """6 per matrix parameter, 12 x blocks x seq x the heads' width (arXiv:2204.02311, B)."""
     config = model(family, HIDDEN, BLOCKS, heads, VOCAB, **settings)
@@ -228,39 +243,83 @@ def test_features_that_turn(share, turning):
     ("family", "settings", "message"),
     [
         ("gpt", {"width": 3}, "width"),
-        ("llama", {"num_attention_heads": 5}, "num_attention_heads = 5: does not divide "
-         "hidden_size=64; use 4 heads, or set head_dim"),
-        ("llama", {"num_attention_heads": 64}, "head_dim = null: makes heads of 1 features; the "
-         "number must be even; use an even number, such as 2"),
-        ("llama", {"head_dim": 7}, "head_dim = 7: makes heads of 7 features; the number must "
-         "be even; use an even number, such as 8"),
-        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads = 3: does not divide "
-         "num_attention_heads=4; use 2"),
-        ("llama", {"num_key_value_heads": 8}, "num_key_value_heads = 8: does not divide "
-         "num_attention_heads=4; use 4"),
-        ("neox", {"num_attention_heads": 5}, "num_attention_heads = 5: does not divide "
-         "hidden_size=64; use 4 heads, or a hidden_size that is a multiple of 5"),
-        ("neox", {"rotary_pct": 0.2}, "rotary_pct = 0.2: rotates 3 of a head's 16 features, "
-         "but features rotate in pairs; use 0.25"),
-        ("neox", {"rotary_pct": 0.05}, "rotary_pct = 0.05: rotates 0 of a head's 16 features, "
-         "but features rotate in pairs; use 0.125"),
-        ("neox", {"hidden_size": 60, "rotary_pct": 1.0}, "rotary_pct = 1.0: rotates 15 of a head's "
-         "15 features, but features rotate in pairs; use 0.9334"),
+        (
+            "llama",
+            {"num_attention_heads": 5},
+            "num_attention_heads = 5: does not divide hidden_size=64; use 4 heads, or set head_dim",
+        ),
+        (
+            "llama",
+            {"num_attention_heads": 64},
+            "head_dim = null: makes heads of 1 features; the "
+            "number must be even; use an even number, such as 2",
+        ),
+        (
+            "llama",
+            {"head_dim": 7},
+            "head_dim = 7: makes heads of 7 features; the number must "
+            "be even; use an even number, such as 8",
+        ),
+        (
+            "llama",
+            {"num_key_value_heads": 3},
+            "num_key_value_heads = 3: does not divide num_attention_heads=4; use 2",
+        ),
+        (
+            "llama",
+            {"num_key_value_heads": 8},
+            "num_key_value_heads = 8: does not divide num_attention_heads=4; use 4",
+        ),
+        (
+            "neox",
+            {"num_attention_heads": 5},
+            "num_attention_heads = 5: does not divide "
+            "hidden_size=64; use 4 heads, or a hidden_size that is a multiple of 5",
+        ),
+        (
+            "neox",
+            {"rotary_pct": 0.2},
+            "rotary_pct = 0.2: rotates 3 of a head's 16 features, "
+            "but features rotate in pairs; use 0.25",
+        ),
+        (
+            "neox",
+            {"rotary_pct": 0.05},
+            "rotary_pct = 0.05: rotates 0 of a head's 16 features, "
+            "but features rotate in pairs; use 0.125",
+        ),
+        (
+            "neox",
+            {"hidden_size": 60, "rotary_pct": 1.0},
+            "rotary_pct = 1.0: rotates 15 of a head's "
+            "15 features, but features rotate in pairs; use 0.9334",
+        ),
         ("neox", {"rotary_pct": 0.0}, "greater than 0"),
         ("neox", {"rotary_pct": 1.5}, "less than or equal to 1"),
-        ("moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: is more than num_experts=8; "
-         "use 8 or less"),
+        (
+            "moe",
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok = 9: is more than num_experts=8; use 8 or less",
+        ),
         ("moe", {"n_group": 3}, "n_group = 3: does not divide num_experts=8; use 2"),
         ("moe", {"n_group": 8, "topk_group": 2}, "n_group = 8: leaves one expert per group"),
         ("moe", {"n_group": 2, "topk_group": 3}, "topk_group = 3: is more than n_group=2; use 2"),
-        ("moe", {"n_group": 4, "num_experts_per_tok": 3}, "num_experts_per_tok = 3: is more than "
-         "the 2 experts of topk_group=1 groups; use 2 or less, or more groups"),
+        (
+            "moe",
+            {"n_group": 4, "num_experts_per_tok": 3},
+            "num_experts_per_tok = 3: is more than "
+            "the 2 experts of topk_group=1 groups; use 2 or less, or more groups",
+        ),
         ("moe", {"first_k_dense_replace": 2}, "leaves no layer with experts"),
-        ("moe", {"capacity_factor": 4.5}, "capacity_factor = 4.5: allows an expert more tokens "
-         "than there are; use at most 4, or null for no limit"),
+        (
+            "moe",
+            {"capacity_factor": 4.5},
+            "capacity_factor = 4.5: allows an expert more tokens "
+            "than there are; use at most 4, or null for no limit",
+        ),
         ("neox", {"activation": "relu"}, "'gelu', 'gelu_fast' or 'gelu_new'"),
     ],
-)  # fmt: skip
+)
 def test_refused_sizes(family, settings, message):
     with pytest.raises(ValidationError) as error:
         small(family, **settings)

@@ -37,9 +37,13 @@ SCALING = RopeScaling(
 )
 # Of a head of 16 features' eight frequencies two stay, and two are blended.
 YARN = RopeScaling(
-    rope_type="yarn", factor=4.0, beta_fast=2.0, beta_slow=0.1, attention_factor=0.9,
+    rope_type="yarn",
+    factor=4.0,
+    beta_fast=2.0,
+    beta_slow=0.1,
+    attention_factor=0.9,
     original_max_position_embeddings=64,
-)  # fmt: skip
+)
 OUTPUT = {"attention_bias": True, "attention_output_bias": True}
 BIASES = OUTPUT | {"mlp_bias": True}
 OLMO2 = {"qk_norm": True, "qk_norm_over": "width", "post_norm": True}
@@ -135,8 +139,12 @@ def errors(config, tp, isolated, ranks):
 # family has both of the first, and by default its variants take turns at them.
 FEW = ((4, True, DOCUMENTS), (2, True, None))
 OTHERS = (
-    (1, False, None), (4, False, None), (2, False, None), (4, True, None), (1, False, DOCUMENTS),
-)  # fmt: skip
+    (1, False, None),
+    (4, False, None),
+    (2, False, None),
+    (4, True, None),
+    (1, False, DOCUMENTS),
+)
 
 
 def few(name):
@@ -214,7 +222,8 @@ def moved(config, tp, sequence_parallel):
     found = []
     for document in (0, 1):
         built, _ = build(config, tp, SEQ, sequence_parallel)
-        logits, (tokens, labels) = Logits(built.module), batch_of(config, SEQ)
+        logits = Logits(built.module)
+        (tokens, labels) = batch_of(config, SEQ)
         built.module(0, tokens, labels, Segments.of(DOCUMENTS))
         before = logits.value
         first = DOCUMENTS.eq(document).int().argmax(-1, keepdim=True)

@@ -17,7 +17,9 @@ from parallel3d.base.errors import ConfigError, Parallel3DError
 from parallel3d.config import RunConfig
 from tests.museum.command import show
 
-DONE, FAILED, BAD_INPUT = 0, 1, 2
+DONE = 0
+FAILED = 1
+BAD_INPUT = 2
 
 
 def main() -> int:

@@ -24,7 +24,8 @@ def show(config: RunConfig | None, folder: Path, console: Console) -> dict[str, 
     Without a config each in the first of the museum's own that can hold it. Raises ConfigError.
     """
     console.print(_row("exhibit", "seen by", "size", "s", "curve"))
-    visits, curves = [], stored()
+    visits = []
+    curves = stored()
     for _, visit in tour(halls_of(config, folder), exhibits.names()):
         if visit.not_held:
             console.print(f"{visit.name:<34}needs {visit.not_held}")

@@ -33,8 +33,13 @@ from tests.museum.exhibit import Exhibit
 from tests.museum.halls import hall
 from tests.museum.shown import PARTS, STEPS, Curve
 
-HALFWAY, EPOCH_STEPS, WARMUP_STEPS = STEPS // 2, 40, 10
-LEARNING_RATE, CLIPPING, MICROBATCHES, BATCH = 3e-3, 1.0, 2, 16
+HALFWAY = STEPS // 2
+EPOCH_STEPS = 40
+WARMUP_STEPS = 10
+LEARNING_RATE = 3e-3
+CLIPPING = 1.0
+MICROBATCHES = 2
+BATCH = 16
 OTHER_RUNS = 5
 SAVED_MESH = MeshSizes(1, 1, 2)  # of a run that a resume goes on from: each goes on on another
 _SCALE_WINDOW = 20  # steps; in the three of verify it has to grow sooner
@@ -61,8 +66,10 @@ def curve_config(config: RunConfig, mesh: MeshSizes, seed: int, folder: Path) ->
 
     ZeRO-1 at most: no exhibit needs more, and on ranks of one machine it is a third of the time.
     """
-    raw, own = config.to_dict(), config.to_dict()["parallel3d"]["model"]
-    raw["train_batch_size"], raw["gradient_accumulation_steps"] = "auto", MICROBATCHES
+    raw = config.to_dict()
+    own = config.to_dict()["parallel3d"]["model"]
+    raw["train_batch_size"] = "auto"
+    raw["gradient_accumulation_steps"] = MICROBATCHES
     raw["zero_optimization"]["stage"] = min(1, config.zero_optimization.stage)
     few = RunConfig.from_dict(raw, "a loss curve's config")
     meshes = tuple({mesh, *MESHES})  # with the same model on each
@@ -86,14 +93,16 @@ def right_curves(title: str, folder: Path) -> list[Curve]:
 
     On one rank: any mesh gives the same.
     """
-    config, seeds = hall(title), range(OTHER_RUNS + 1)
+    config = hall(title)
+    seeds = range(OTHER_RUNS + 1)
     configs = (curve_config(config, MeshSizes(), seed, folder) for seed in seeds)
     return [curve_of(config, Leg(), folder) for config in configs]
 
 
 def planted_curves(title: str, names: Sequence[str], folder: Path) -> Iterator[tuple[str, Curve]]:
     """The curve of each exhibit in a hall."""
-    config, saved = hall(title), folder / title.replace(" ", "-")
+    config = hall(title)
+    saved = folder / title.replace(" ", "-")
     for name in names:
         exhibit = exhibits.load(name).EXHIBIT
         leg = Leg(name)
@@ -127,7 +136,8 @@ def _train(rank: int, config: RunConfig, leg: Leg, folder: Path) -> list[float]:
     mesh = Mesh(*config.mesh.sizes)
     torch.set_num_threads(1)
     with exhibits.load(leg.exhibit).plant() if leg.exhibit else nullcontext():
-        parts, corpus = assemble(config, mesh), _text(config, folder)
+        parts = assemble(config, mesh)
+        corpus = _text(config, folder)
         losses = _losses(parts, config, mesh, corpus, leg)
     mesh.barrier()
     parts.engine.close()
@@ -137,7 +147,8 @@ def _train(rank: int, config: RunConfig, leg: Leg, folder: Path) -> list[float]:
 def _losses(
     parts: Assembly, config: RunConfig, mesh: Mesh, corpus: Corpus, leg: Leg
 ) -> list[float]:
-    feed, state = Feed(config, mesh, corpus, parts.schedule), RunState(config, corpus)
+    feed = Feed(config, mesh, corpus, parts.schedule)
+    state = RunState(config, corpus)
     position = go_on(parts, mesh, state, leg.resumes) if leg.resumes else Position()
     losses = []
     while position.step < STEPS:

@@ -69,7 +69,8 @@ def hall(name: str) -> RunConfig:
     """Make the config of a hall."""
     settings: dict[str, Any] = {"zero": 1, "reduction": "auto", "weights": "auto"} | HALLS[name]
     model = settings.pop("model", _GPT)
-    data, overlap = settings.pop("data", {}), settings.pop("overlap", None)
+    data = settings.pop("data", {})
+    overlap = settings.pop("overlap", None)
     ep = settings.pop("ep", 1)
     raw = config_of(**settings)
     raw["parallel3d"].setdefault("mesh", {})["ep"] = ep

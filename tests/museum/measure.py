@@ -32,7 +32,8 @@ def main() -> None:
         return
     records = known.get("exhibits", {})
     with TemporaryDirectory(prefix="parallel3d-museum-") as folder:
-        names, place = args.names or exhibits.names(), Path(folder)
+        names = args.names or exhibits.names()
+        place = Path(folder)
         if args.what == "measure":
             measure(names, records, args.file, place)
         else:

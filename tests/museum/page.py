@@ -136,6 +136,7 @@ def _line(record: Record, mark: Mark | None) -> str:
 def _verdict(mark: Mark | None) -> str:
     if mark is None or not mark.shows:
         return "-" if mark is None else "nothing"
-    loss, length = "no number" if mark.loss is None else f"{mark.loss:.2f}", STEPS // PARTS
+    loss = "no number" if mark.loss is None else f"{mark.loss:.2f}"
+    length = STEPS // PARTS
     steps = f"steps {mark.tenth * length + 1} to {(mark.tenth + 1) * length}"
     return f"**shown**: {loss} in {steps}, right {mark.low:.2f} to {mark.high:.2f}"

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("curves.json")
-STEPS, PARTS = 100, 10
+STEPS = 100
+PARTS = 10
 Curve = tuple[float | None, ...]  # mean losses of tenths, in nats; None where one has no number
 StoredCurves = Mapping[str, Any]
 
@@ -42,11 +43,13 @@ class Mark:
 
 def mark_of(curve: Curve, right: Sequence[Curve]) -> Mark:
     """What a curve shows beside those of right runs; it may be the last tenths of a run alone."""
-    marks, first = [], PARTS - len(curve)
+    marks = []
+    first = PARTS - len(curve)
     for tenth, loss in enumerate(curve, first):
         others = [other[tenth] for other in right if other[tenth] is not None]
         numbers = [x for x in others if x is not None]
-        low, high = min(numbers), max(numbers)
+        low = min(numbers)
+        high = max(numbers)
         beyond = inf if loss is None else max(low - loss, loss - high) / (high - low)
         marks.append(Mark(tenth, loss, low, high, beyond))
     return max(marks, key=lambda mark: mark.beyond)

@@ -170,7 +170,8 @@ def drawn(number):
             "isolate": lot.choice([False, True]),
         }
         mesh = lot.choice(MESHES)
-        schedule, stages = settings["schedule"], settings["stages_per_rank"]
+        schedule = settings["schedule"]
+        stages = settings["stages_per_rank"]
         split = schedules.splits_backward(schedule) and settings["reduction"] == "per_microbatch"
         if not schedules.why_not(schedule, mesh.pp, 4, stages) and not split:
             return config_of(**settings), mesh

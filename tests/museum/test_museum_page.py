@@ -88,7 +88,8 @@ def test_the_table_has_eighty_columns_and_a_miss_fails(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_curve_that_goes_on_on_another_mesh_is_the_unbroken_one(tmp_path):
     """So what an exhibit of a resume shows is the exhibit's."""
-    config, saved = hall("gpt"), tmp_path / "saved"
+    config = hall("gpt")
+    saved = tmp_path / "saved"
     whole = curve_of(
         curve_config(config, MeshSizes(1, 1, 2), 0, tmp_path), Leg(saves=saved), tmp_path
     )

@@ -80,7 +80,8 @@ class Hall:
         self, config: RunConfig, folder: Path, meshes: Sequence[MeshSizes] = MESHES
     ) -> None:
         torch.set_num_threads(1)  # tiny products on many threads spend their time waiting
-        self._config, self._folder = config, folder
+        self._config = config
+        self._folder = folder
         self._meshes = [mesh for mesh in meshes if not why_not(config, mesh)]
         self._small = shrink(config, tuple(self._meshes), str(folder))
         self._drops = drops_out(config)
@@ -198,7 +199,8 @@ def tour(
     """Each exhibit in the first hall that can hold it: the hall's name, and what came of it."""
     made: dict[str, Hall] = {}
     for name in names:
-        exhibit, lacks = exhibits.load(name).EXHIBIT, ""
+        exhibit = exhibits.load(name).EXHIBIT
+        lacks = ""
         for title, make in halls.items():
             if title not in made:
                 made[title] = make()

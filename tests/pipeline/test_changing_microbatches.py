@@ -41,9 +41,12 @@ def train_on_rank(rank, cases, reference):
     found = []
     for case in cases:
         trainer = Trainer(case)
-        executor, mesh, made = trainer.executor, trainer.mesh, []
+        executor = trainer.executor
+        mesh = trainer.mesh
+        made = []
         executor._make_schedule = partial(noting, executor._make_schedule, made)
-        losses, norms = [], []
+        losses = []
+        norms = []
         for step, (batch, count) in enumerate(zip(reference.course.steps, COUNTS, strict=True)):
             local = executor.run(microbatches(batch, config_of(case, count), mesh), step)
             losses.append(sum(row[0] for row in mesh.gather_floats([local])))

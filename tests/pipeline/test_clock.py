@@ -12,12 +12,14 @@ from tests.cases import Case, Trainer
 
 pytestmark = pytest.mark.gloo
 
-FORWARD, BACKWARD = Action(Op.F, 0, 0), Action(Op.B, 0, 0)
+FORWARD = Action(Op.F, 0, 0)
+BACKWARD = Action(Op.B, 0, 0)
 
 
 def test_a_device_tells_its_own_times(monkeypatch):
     """Work is queued at once, and done 10 s later; the host asks when all of it is queued."""
-    said, done = [], iter([10.0, 10.5, 10.5, 11.5, 12.0])
+    said = []
+    done = iter([10.0, 10.5, 10.5, 11.5, 12.0])
 
     class Event:
         def __init__(self, device, enable_timing):
@@ -46,7 +48,9 @@ def test_a_device_tells_its_own_times(monkeypatch):
 def timed_steps(rank):
     """The actions timed while somebody asks, and those timed once nobody does."""
     trainer = Trainer(Case(microbatches=1, batch=2, steps=1))
-    executor, engine, (batch,) = trainer.executor, trainer.engine, trainer.batches()
+    executor = trainer.executor
+    engine = trainer.engine
+    (batch,) = trainer.batches()
     with clock.timing(executor), clock.timing(executor, engine):
         executor.run(batch)
         actions = [span.action for span in executor.spans]

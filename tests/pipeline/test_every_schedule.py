@@ -71,7 +71,8 @@ def behave_like_nccl(mesh):
 
         return transfer
 
-    mesh.isend, mesh.irecv = blocking(mesh.isend), blocking(mesh.irecv)
+    mesh.isend = blocking(mesh.isend)
+    mesh.irecv = blocking(mesh.irecv)
 
 
 def counting(executor):

@@ -28,14 +28,18 @@ class Saved:
     """Something that autograd keeps for the backward of one stage and microbatch."""
 
     def __init__(self, tensor, place):
-        self.tensor, self.place = tensor, place
+        self.tensor = tensor
+        self.place = place
 
 
 def watched_step(rank, case):
     """What a step did, and for which forwards activations were alive after each action."""
     trainer = Trainer(case)
-    executor, mesh = trainer.executor, trainer.mesh
-    transfers, alive, saved = [], [], weakref.WeakSet()
+    executor = trainer.executor
+    mesh = trainer.mesh
+    transfers = []
+    alive = []
+    saved = weakref.WeakSet()
 
     def recording(name):
         start = getattr(mesh, name)
@@ -129,14 +133,17 @@ def test_what_ran_is_the_program(case):
 def evaluate_on_rank(rank, case):
     """Losses of a forward-only pass at the start and after training, and what it left behind."""
     trainer = Trainer(case)
-    evaluator, batch = trainer.evaluator, trainer.batches()[0]
+    evaluator = trainer.evaluator
+    batch = trainer.batches()[0]
     replicas = trainer.mesh.replicas.size * trainer.mesh.tensor.size
 
     def mean_loss(executor):
         rows = trainer.mesh.gather_floats([executor.run(batch)])
         return sum(row[0] for row in rows) / replicas
 
-    before, first, after = trainer.weights(), mean_loss(evaluator), trainer.weights()
+    before = trainer.weights()
+    first = mean_loss(evaluator)
+    after = trainer.weights()
     same = all(torch.equal(a[-1], b[-1]) for a, b in zip(before, after, strict=True))
     grads = [h.name for h in trainer.engine.held if h.parameter.grad is not None]
     left = len(evaluator.flow.inputs) + len(evaluator.flow.outputs) + len(evaluator.flow.sending)
@@ -179,7 +186,8 @@ def train_twice(rank, case):
 def train_and_evaluate(case, evaluations):
     trainer = Trainer(case)
     evaluator = trainer.evaluator
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step, batch in enumerate(trainer.batches()):
         for _ in range(evaluations):
             evaluator.run(batch)
@@ -196,14 +204,19 @@ def train_and_evaluate(case, evaluations):
     "case",
     [
         Case(mesh=(2, 1, 1), batch=16, checkpointing="full", model=DROPOUT),
-        slow(Case(
-            mesh=(1, 2, 1), batch=16, thresholds=True, schedule="one_f_one_b",
-            model=DROPOUT,
-        )),
+        slow(
+            Case(
+                mesh=(1, 2, 1),
+                batch=16,
+                thresholds=True,
+                schedule="one_f_one_b",
+                model=DROPOUT,
+            )
+        ),
         slow(Case(mesh=(2, 2, 1), batch=16, zero_stage=1, reduction="per_microbatch")),
     ],
     ids=lambda c: f"{c}{' thresholds' if c.thresholds else ''}{' dropout' if c.model else ''}",
-)  # fmt: skip
+)
 def test_evaluation_does_not_change_training(case):
     for without, among in run_locally(train_twice, case.world_size, case):
         assert without[:2] == among[:2]
@@ -281,7 +294,8 @@ def test_dropout_draws_the_same_masks_on_every_pipeline(pipeline):
 
 
 def test_replicated_dropouts_agree_over_tensor_parallel_ranks():
-    (split, one, _), (split_over_two, two, _) = curves(), curves(mesh=(1, 1, 2))
+    (split, one, _) = curves()
+    (split_over_two, two, _) = curves(mesh=(1, 1, 2))
     for single, double in zip(one, two, strict=True):
         assert double == pytest.approx(single, rel=1e-5)
     # Where activations are split the masks are each rank's own: not those of one process.

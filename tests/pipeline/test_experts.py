@@ -22,32 +22,58 @@ from tests.verify.measuring import batches, errors_of, plain_course
 
 pytestmark = pytest.mark.gloo
 
-BATCH, MICRO = 8, 2  # 12 for three replicas, or more microbatches
+# 12 for three replicas, or more microbatches
+BATCH = 8
+MICRO = 2
 MOE = {
-    "family": "moe", "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24, "intermediate_size": 40, "initializer_range": 0.15,
-    "vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16,
-}  # fmt: skip
+    "family": "moe",
+    "num_hidden_layers": 3,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "intermediate_size": 40,
+    "initializer_range": 0.15,
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
 # Each router with what goes with it; every side loss, norm and MLP in one of them.
 SOFTMAX = {
     "norm_topk_prob": False,
-    "router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01, "qk_norm": True,
-    "qk_norm_over": "width", "num_key_value_heads": 2,
-}  # fmt: skip
+    "router_aux_loss_coef": 0.1,
+    "router_z_loss_coef": 0.01,
+    "qk_norm": True,
+    "qk_norm_over": "width",
+    "num_key_value_heads": 2,
+}
 SIGMOID = {
-    "router": "sigmoid", "norm_topk_prob": True, "score_bias": True, "score_bias_rate": 0.01,
-    "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.5, "router_aux_loss_coef": 0.1, "router_aux_loss": "sequence",
-}  # fmt: skip
+    "router": "sigmoid",
+    "norm_topk_prob": True,
+    "score_bias": True,
+    "score_bias_rate": 0.01,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "router_aux_loss_coef": 0.1,
+    "router_aux_loss": "sequence",
+}
 POOLED = SOFTMAX | {"router_aux_loss": "pooled"}
 TOP_FIRST = {
-    "router": "topk_softmax", "score_bias": True, "capacity_factor": 1.25, "qk_norm": True,
-    "moe_intermediate_size": 20, "decoder_sparse_step": 2,
-}  # fmt: skip
+    "router": "topk_softmax",
+    "score_bias": True,
+    "capacity_factor": 1.25,
+    "qk_norm": True,
+    "moe_intermediate_size": 20,
+    "decoder_sparse_step": 2,
+}
 
 
 def case_of(mesh, schedule="gpipe", model=SOFTMAX, **settings):
-    once, dp = splits_backward(schedule), MeshSizes(*mesh).dp
+    once = splits_backward(schedule)
+    dp = MeshSizes(*mesh).dp
     batch = settings.pop("batch", 12 if dp == 3 else BATCH)
     settings = {"reduction": "per_step" if once else "per_microbatch"} | settings
     changes = settings.pop("changes", {})
@@ -56,9 +82,15 @@ def case_of(mesh, schedule="gpipe", model=SOFTMAX, **settings):
     changes["optimizer.params.eps"] = 1e-6
     changes["parallel3d.mesh.ep"] = settings.pop("ep", 1)
     return Case(
-        mesh=mesh, schedule=schedule, batch=batch, steps=2, microbatches=batch // (MICRO * dp),
-        changes=changes, model=MOE | model, **settings,
-    )  # fmt: skip
+        mesh=mesh,
+        schedule=schedule,
+        batch=batch,
+        steps=2,
+        microbatches=batch // (MICRO * dp),
+        changes=changes,
+        model=MOE | model,
+        **settings,
+    )
 
 
 _REFERENCES = {}
@@ -85,7 +117,8 @@ def train_plainly(config, file):
     specs = named_params(models.layers(config.model))
     weights = {n: w.double().requires_grad_() for n, w in first_weights(config).items()}
     biases = {n for n in weights if n.endswith("score_bias")}
-    params, of = config.optimizer.params, config.optimizer.file
+    params = config.optimizer.params
+    of = config.optimizer.file
     groups = [
         {"params": [w], "weight_decay": params.weight_decay * specs[n].weight_decay}
         | ({"views": _matrices} if of == "muon" and specs[n].role == MATRIX else {})
@@ -97,12 +130,16 @@ def train_plainly(config, file):
         optimizer = optimizers.load(of).reference(groups, params)
     else:
         optimizer = torch.optim.AdamW(groups, lr=params.lr, betas=params.betas, eps=params.eps)
-    course, model = plain_course(config), Plain(config.model, weights)
-    losses, norms, loads = [], [], []
+    course = plain_course(config)
+    model = Plain(config.model, weights)
+    losses = []
+    norms = []
+    loads = []
     save_file(first_weights(config), file.parent / FIRST)
     for tokens, labels, *_ in course.steps:
         optimizer.zero_grad()
-        model.counts, total = {}, 0.0
+        model.counts = {}
+        total = 0.0
         parts = [*zip(tokens.split(MICRO), labels.split(MICRO), strict=True)]
         for x, y in parts:
             loss = model.loss(x, y) / len(parts)
@@ -125,7 +162,9 @@ def train_on_rank(rank, cases, references):
     results = []
     for case, reference in zip(cases, references, strict=True):
         trainer = Trainer(case)
-        executor, found, run = trainer.executor, [], trainer.executor.run
+        executor = trainer.executor
+        found = []
+        run = trainer.executor.run
 
         def noted(batch, step, run=run, executor=executor, found=found):
             loss = run(batch, step)
@@ -201,13 +240,18 @@ def test_divided_over_ranks(folder):
             case_of((1, 4, 1), model=SIGMOID, ep=2, zero_stage=3, reduction="per_step"),
             case_of((1, 4, 1), model=SIGMOID, ep=4, zero_stage=2),
             case_of(
-                (1, 2, 2), model=TOP_FIRST, ep=2, weights="per_pass", reduction="per_step",
-                sequence_parallel=True, checkpointing="full",
+                (1, 2, 2),
+                model=TOP_FIRST,
+                ep=2,
+                weights="per_pass",
+                reduction="per_step",
+                sequence_parallel=True,
+                checkpointing="full",
             ),
             case_of((2, 2, 1), "one_f_one_b", ep=2, zero_stage=0),
         ],
         folder,
-    )  # fmt: skip
+    )
 
 
 def test_where_ranks_share_samples(folder):
@@ -238,9 +282,12 @@ def test_where_ranks_share_samples_on_every_mesh(mesh, ep, folder, cpu_adam):
     cases = [
         case_of(mesh, schedule, model, ep=ep, zero_stage=stage, changes=dict(changes))
         for stage, model, changes in (
-            (0, SIGMOID, {}), (1, SOFTMAX, ring), (2, softmax, {}), (3, SIGMOID, ring),
+            (0, SIGMOID, {}),
+            (1, SOFTMAX, ring),
+            (2, softmax, {}),
+            (3, SIGMOID, ring),
         )
-    ]  # fmt: skip
+    ]
     cases.append(case_of(mesh, schedule, SIGMOID, ep=ep, zero_stage=2, offload="cpu"))
     check(cases, folder)
 
@@ -250,22 +297,27 @@ def test_muon(folder):
     check(
         [
             case_of((2, 2, 1), "one_f_one_b", ep=2, zero_stage=0, muon=True),
-            case_of((1, 2, 2), model=SIGMOID, ep=2, weights="per_pass", reduction="per_step",
-                    muon=True),
+            case_of(
+                (1, 2, 2), model=SIGMOID, ep=2, weights="per_pass", reduction="per_step", muon=True
+            ),
         ],
         folder,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "ep"),
     [
-        ((1, 1, 1), 1), ((2, 1, 2), 1), ((2, 2, 1), 2), ((1, 4, 1), 2), ((1, 4, 1), 4),
+        ((1, 1, 1), 1),
+        ((2, 1, 2), 1),
+        ((2, 2, 1), 2),
+        ((1, 4, 1), 2),
+        ((1, 4, 1), 4),
         ((2, 2, 2), 2),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_muon_on_every_mesh(mesh, ep, folder, cpu_adam):
     """Each ZeRO stage and offload that Muon has."""
     schedule = "one_f_one_b" if mesh[0] > 1 else "gpipe"
@@ -281,7 +333,8 @@ def test_muon_on_every_mesh(mesh, ep, folder, cpu_adam):
 @pytest.mark.parametrize("pp", [1, 2])
 def test_divided_on_every_mesh(pp, tp, ep, folder, cpu_adam):
     """Each mesh with each ZeRO stage, offload and way of holding weights."""
-    mesh, schedule = (pp, ep, tp), "one_f_one_b" if pp > 1 else "gpipe"
+    mesh = (pp, ep, tp)
+    schedule = "one_f_one_b" if pp > 1 else "gpipe"
     if pp * ep * tp > 8:
         mesh = (pp, 2, tp)  # 16 ranks would be too many here
     cases = [case_of(mesh, schedule, SIGMOID, ep=min(ep, mesh[1]), zero_stage=s) for s in range(4)]

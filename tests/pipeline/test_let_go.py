@@ -12,17 +12,20 @@ pytestmark = pytest.mark.gloo
 
 @pytest.mark.parametrize("needs_its_result", [False, True])
 def test_the_graph_stays_and_the_data_goes(needs_its_result):
-    layer, x = nn.Linear(8, 4), torch.randn(3, 8, requires_grad=True)
+    layer = nn.Linear(8, 4)
+    x = torch.randn(3, 8, requires_grad=True)
 
     def stage():
         y = layer(x) + 1
         return y.tanh() if needs_its_result else y
 
     stage().backward(torch.ones(3, 4))
-    expected, x.grad = x.grad, None
+    expected = x.grad
+    x.grad = None
     output = stage()
     sent = output.detach()
-    held, value = StorageWeakRef(sent.untyped_storage()), sent.clone()
+    held = StorageWeakRef(sent.untyped_storage())
+    value = sent.clone()
     free_data(output)
     assert torch.equal(sent, value)  # a message on its way
     del sent

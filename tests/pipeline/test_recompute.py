@@ -35,14 +35,15 @@ ON_FOUR = [
         ["full:1", "mlp"],
     )
     for zero, weights in ((2, "per_microbatch"), (3, "per_step"), (3, "per_pass"))
-]  # fmt: skip
+]
 
 
 def train_on_rank(rank, cases):
     """Losses, gradient norms and weights of each case."""
     found = []
     for case in cases:
-        trainer, numbers = Trainer(case), []
+        trainer = Trainer(case)
+        numbers = []
         for step, batch in enumerate(trainer.batches()):
             numbers.append(float(trainer.executor.run(batch, step)))
             numbers.append(trainer.engine.step(trainer.lr).grad_norm)
@@ -54,7 +55,8 @@ def train_on_rank(rank, cases):
 def check(groups):
     """Compare each way, and the last one also with activations on the host, with none."""
     for ranks in (2, 4):
-        cases, plain_of = [], []
+        cases = []
+        plain_of = []
         for plain, ways in (g for g in groups if g[0].world_size == ranks):
             first = len(cases)
             cases += [plain, *(replace(plain, checkpointing=way) for way in ways)]

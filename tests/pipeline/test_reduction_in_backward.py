@@ -38,8 +38,10 @@ def trained_on_rank(rank, case):
     """Losses, norms and weights; with what was reduced during and after which backward."""
     trainer = Trainer(case)
     names = {id(h.parameter): h.name for h in trainer.engine.held}
-    events, reduce_now = [], reducing.reduce_now
-    backward, start = trainer.engine.backward, reduction_file.start_all_reduce
+    events = []
+    reduce_now = reducing.reduce_now
+    backward = trainer.engine.backward
+    start = reduction_file.start_all_reduce
 
     def told(engine, parameters):
         parameters = list(parameters)
@@ -68,10 +70,13 @@ def trained_on_rank(rank, case):
 
 def inside(events, kind):
     """The index of the backward (0, 1, ...) within which each event of a kind came; else None."""
-    found, number, is_open = [], -1, False
+    found = []
+    number = -1
+    is_open = False
     for name, what in events:
         if name == "backward":
-            number, is_open = number + 1, True
+            number = number + 1
+            is_open = True
         elif name == "done":
             is_open = False
         elif name == kind:

@@ -12,9 +12,14 @@ from tests.strict.running import run_strictly
 pytestmark = pytest.mark.gloo
 
 CASE = Case(
-    mesh=(2, 1, 2), schedule="one_f_one_b", zero_stage=1, steps=2, batch=8, microbatches=2,
+    mesh=(2, 1, 2),
+    schedule="one_f_one_b",
+    zero_stage=1,
+    steps=2,
+    batch=8,
+    microbatches=2,
     model={"num_hidden_layers": 2},
-)  # fmt: skip
+)
 ON = "parallel3d.pipeline.scatter_activations"
 
 

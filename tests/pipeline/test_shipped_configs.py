@@ -102,7 +102,8 @@ def test_sizes_batch_and_length(name):
     assert config.tokens_per_step == pytest.approx(tokens, rel=0.06)
     assert config.data.sequence_length <= config.model.max_position_embeddings
     # The peak follows the warm-up, and the last step has the floor.
-    schedule, lr = config.train.lr_schedule, config.optimizer.params.lr
+    schedule = config.train.lr_schedule
+    lr = config.optimizer.params.lr
     assert rate(config, schedule.warmup_steps - 1) == lr
     assert rate(config, config.num_steps - 1) == pytest.approx(lr * schedule.min_ratio, abs=1e-12)
     # The tokenizer that the config names is no larger than the vocabulary.
@@ -118,7 +119,8 @@ MET = {"gpt3-175b", "llama-8b", "pythia-70m", "qwen3-0.6b"}
 )
 def test_layers_of_the_first_middle_and_last_rank_on_the_meta_device(name, join):
     config = resolved(name)
-    sizes, pipeline = config.mesh, config.pipeline
+    sizes = config.mesh
+    pipeline = config.pipeline
     layers = models.layers(config.model)
     shape = Shape(config.micro_batch_size, config.data.sequence_length)
     schedule = make_schedule(

@@ -30,7 +30,9 @@ from tests.verify.measuring import batches, errors_of, plain_course
 pytestmark = pytest.mark.gloo
 
 COEFFICIENTS = {"balance": 0.3, "z": 0.02, "largest": 0.0, "size": 0.05}
-BATCH, BLOCKS = 12, 7  # with embedding and head a layer or more for each of 8 stages
+# with embedding and head a layer or more for each of 8 stages
+BATCH = 12
+BLOCKS = 7
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,7 +65,9 @@ def reference(family, tmp_path_factory):
     masters = dict(model.named_parameters())
     groups = definitions.optimizer_groups(model, config, masters)
     optimizer = optimizers.load(config.optimizer.file).reference(groups, config.optimizer.params)
-    losses, norms, means = [], [], []
+    losses = []
+    norms = []
+    means = []
     folder = tmp_path_factory.mktemp("reference")
     save_weights(config, masters, folder / FIRST)
     course = plain_course(config)
@@ -91,7 +95,9 @@ def train_on_rank(rank, cases, reference):
     results = []
     for case in cases:
         trainer = Trainer(case)
-        mesh, executor, side = trainer.mesh, trainer.executor, []
+        mesh = trainer.mesh
+        executor = trainer.executor
+        side = []
         run = executor.run
 
         def noted(batch, step, run=run, executor=executor, side=side):

@@ -34,15 +34,17 @@ CASES = [
     ),
 ]  # fmt: skip
 MESH_8 = [
+    Case(mesh=(2, 2, 2), schedule="interleaved", stages_per_rank=2, zero_stage=2, **SMALL),
     Case(
-        mesh=(2, 2, 2), schedule="interleaved", stages_per_rank=2, zero_stage=2, **SMALL
-    ),
-    Case(
-        mesh=(2, 2, 2), schedule="zb_v", stages_per_rank=2, weights="per_step",
-        sequence_parallel=True, **SMALL,
+        mesh=(2, 2, 2),
+        schedule="zb_v",
+        stages_per_rank=2,
+        weights="per_step",
+        sequence_parallel=True,
+        **SMALL,
     ),
     Case(mesh=(2, 2, 2), schedule="one_f_one_b", weights="per_step", changes=SCATTER, **SMALL),
-]  # fmt: skip
+]
 
 
 class Issued(TorchDispatchMode):
@@ -50,7 +52,8 @@ class Issued(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.operations, self._counts = [], Counter()
+        self.operations = []
+        self._counts = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
@@ -64,7 +67,8 @@ class Issued(TorchDispatchMode):
         ranks = dist.get_process_group_ranks(group)
         name = f"{group.group_name} {ranks}"
         if operation in ("send", "recv_"):
-            peer, me = ranks[args[2]], dist.get_rank()
+            peer = ranks[args[2]]
+            me = dist.get_rank()
             name += f" {me}->{peer}" if operation == "send" else f" {peer}->{me}"
         self.operations.append((name, self._counts[name]))
         self._counts[name] += 1
@@ -118,6 +122,7 @@ def test_all_operations_of_all_groups_have_one_order(cases):
 
 
 def test_opposite_orders_of_two_groups_are_a_cycle():
-    first, second = ("a", 0), ("b", 0)
+    first = ("a", 0)
+    second = ("b", 0)
     assert cycle_in([[first, second], [second, first]])
     assert not cycle_in([[first, second], [first, second]])

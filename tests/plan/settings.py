@@ -17,14 +17,22 @@ from parallel3d.schedule.sharding import Weights
 
 A100 = hardware.load("a100-80gb")
 GPT = Config(
-    family="gpt", hidden_size=1024, num_hidden_layers=14, num_attention_heads=16, vocab_size=50304,
+    family="gpt",
+    hidden_size=1024,
+    num_hidden_layers=14,
+    num_attention_heads=16,
+    vocab_size=50304,
     max_position_embeddings=1024,
-)  # fmt: skip
+)
 # Nothing costs anything but the FLOPs of products.
 IDEAL = replace(
-    Curves(), **{f.name: 0.0 for f in fields(Curves) if f.name.startswith("overhead")}, matmul=1.0,
-    wave=0.0, depth=0.0, latency=0.0,
-)  # fmt: skip
+    Curves(),
+    **{f.name: 0.0 for f in fields(Curves) if f.name.startswith("overhead")},
+    matmul=1.0,
+    wave=0.0,
+    depth=0.0,
+    latency=0.0,
+)
 
 
 def figure(value: float) -> Figure:
@@ -70,14 +78,23 @@ def any_setting(draw: st.DrawFn) -> Setting:
         overlaps_offload=draw(st.booleans()),
     )
     return PublishedSetting(
-        layers=layers_of(GPT), hidden_size=GPT.hidden_size,
+        layers=layers_of(GPT),
+        hidden_size=GPT.hidden_size,
         shape=Shape(draw(st.integers(1, 4)), draw(st.sampled_from((128, 1024)))),
-        num_microbatches=count, pp=pp, dp=draw(st.sampled_from((1, 2, 5, 8, 64))),
-        tp=draw(st.sampled_from((1, 2, 8, 16))), cp=draw(st.sampled_from((1, 1, 2))),
-        sequence_parallel=draw(st.booleans()), schedule=schedule, stages_per_rank=per_rank,
+        num_microbatches=count,
+        pp=pp,
+        dp=draw(st.sampled_from((1, 2, 5, 8, 64))),
+        tp=draw(st.sampled_from((1, 2, 8, 16))),
+        cp=draw(st.sampled_from((1, 1, 2))),
+        sequence_parallel=draw(st.booleans()),
+        schedule=schedule,
+        stages_per_rank=per_rank,
         recompute=draw(st.sampled_from(("none", "selective", "full"))),
-        precision=draw(st.sampled_from(("bf16", "fp16"))), zero_stage=zero,
+        precision=draw(st.sampled_from(("bf16", "fp16"))),
+        zero_stage=zero,
         reduces_once=draw(st.booleans()) or zero == 0,
-        weights=draw(st.sampled_from(get_args(Weights))), offload_optimizer=draw(offload),
-        offload_param=draw(offload) if zero == 3 else "none", software=software,
-    )  # fmt: skip
+        weights=draw(st.sampled_from(get_args(Weights))),
+        offload_optimizer=draw(offload),
+        offload_param=draw(offload) if zero == 3 else "none",
+        software=software,
+    )

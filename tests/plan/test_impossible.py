@@ -74,7 +74,8 @@ def test_the_bound_is_what_the_ranks_must_hold():
     """ZeRO-1 on one pipeline rank: fp32 weights whole, Adam's 12 bytes over dp."""
     cut = config("--zero_optimization.stage", "1", "--parallel3d.mesh.dp", "4")
     params = models.num_params(cut.model.model_copy(update={"vocab_size": cut.data.vocab_size}))
-    seq, hidden = cut.data.sequence_length, cut.model.hidden_size
+    seq = cut.data.sequence_length
+    hidden = cut.model.hidden_size
     samples = cut.train_micro_batch_size_per_gpu or 1
     needed = 4 * params + 12 * params // 4 + samples * seq * (16 + 4 * hidden)
     assert is_possible(cut, 4, room=needed)

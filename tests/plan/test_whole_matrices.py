@@ -86,7 +86,8 @@ def test_homes_are_dealt_by_longest_processing_time():
 
 def test_fused_matrices_and_heads_are_apart():
     block = next(layer for layer in setting().layers if layer.name == "blocks.0")
-    hidden, heads = 64, 4
+    hidden = 64
+    heads = 4
     sizes = {s.name: s.shape for s in block.params}
     hidden = sizes["attention.output.weight"][0]
     shapes = matrices_of(block.params, False)

@@ -15,13 +15,17 @@ def config(batch=16, layers=6, hidden=2048, heads=4, seq=512, **changes):
         "parallel3d": {
             "mesh": "plan",
             "model": {
-                "family": "gpt", "hidden_size": hidden, "num_hidden_layers": layers,
-                "num_attention_heads": heads, "vocab_size": 8192, "max_position_embeddings": seq,
+                "family": "gpt",
+                "hidden_size": hidden,
+                "num_hidden_layers": layers,
+                "num_attention_heads": heads,
+                "vocab_size": 8192,
+                "max_position_embeddings": seq,
             },
             "data": {"sequence_length": seq},
             "train": {"steps": 100},
         },
-    }  # fmt: skip
+    }
     return RunConfig.from_dict(raw | changes)
 
 

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.pure
 SAMPLE = Path(__file__).with_name("published_sample.csv")
 CASES = list(csv.DictReader(Path(__file__).with_name("bad_cells.csv").open(encoding="utf-8")))
 NAMES = (*COLUMNS, *OPTIONAL, "lora_rank")
-DONE, BAD_INPUT = 0, 2
+DONE = 0
+BAD_INPUT = 2
 
 
 def good() -> dict[str, str]:
@@ -32,11 +33,13 @@ def good() -> dict[str, str]:
 
 def changed(cells: str) -> dict[str, str]:
     """The good row with "name=text name=text": a text ends where the next name begins."""
-    row, name = good(), ""
+    row = good()
+    name = ""
     for word in cells.replace(r"\0", "\0").split(" "):
         before, equals, text = word.partition("=")
         if equals and before in NAMES:
-            name, row[before] = before, text
+            name = before
+            row[before] = text
         else:
             row[name] += f" {word}"
     return row
@@ -94,17 +97,23 @@ def test_what_is_missing_is_asked_for_once_per_column(
 ) -> None:
     path = tmp_path / "table.csv"
     rows = [
-        good(), changed("micro_batch="), changed("micro_batch= global_batch_seqs="), good(),
-        changed("source_id=mine"), changed("source_id=mine micro_batch="),
-    ]  # fmt: skip
+        good(),
+        changed("micro_batch="),
+        changed("micro_batch= global_batch_seqs="),
+        good(),
+        changed("source_id=mine"),
+        changed("source_id=mine micro_batch="),
+    ]
     path.write_text(text_of(rows), "utf-8")
     monkeypatch.setenv("COLUMNS", "160")
     code, out, err = validate(path, monkeypatch, capsys)
     assert code == DONE
     asked = json.loads(out)["asked"]
     assert {name: column["lines"] for name, column in asked.items()} == {
-        "program": [6, 7], "micro_batch": [3, 4], "global_batch_seqs": [4],
-    }  # fmt: skip
+        "program": [6, 7],
+        "micro_batch": [3, 4],
+        "global_batch_seqs": [4],
+    }
     assert err.count("sequences of a microbatch on one data-parallel rank") == 1
 
 
@@ -127,7 +136,8 @@ def test_what_a_row_says_in_words_is_understood(tmp_path: Path) -> None:
     assert (kept.zero_stage, kept.weights, mixed.weights) == (3, "per_step", "per_microbatch")
     assert (hybrid.shards, mixed.shards) == (4, 8)
     assert (eager.software.kernels, mixed.software.kernels) == ("eager", "compiled")
-    network, node = read_rows[3].hardware.network, read_rows[3].hardware.devices_per_node
+    network = read_rows[3].hardware.network
+    node = read_rows[3].hardware.devices_per_node
     assert network and node and (network.bandwidth.value, node.value) == (12.5e9, 4)
     assert "devices_per_node" not in read_rows[3].assumed
 

@@ -32,9 +32,10 @@ def test_the_sizes_are_those_that_are_published() -> None:
         assert setting.ep_imbalance == 1  # the tokens of these runs were dealt evenly
     reasons = [out.rule for out in left_out]
     assert sorted(reasons) == [
-        "ep does not divide dp and the experts", "ep does not divide dp and the experts",
+        "ep does not divide dp and the experts",
+        "ep does not divide dp and the experts",
         "flagged ANOMALY in the table",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,8 @@ def test_flops_count_what_a_token_uses(
 
 def test_they_change_no_figure_of_the_other_runs(tmp_path: Path) -> None:
     """Two sources in one table: the lines above are those of the table without experts."""
-    dense, both = tmp_path / "dense.csv", tmp_path / "both.csv"
+    dense = tmp_path / "dense.csv"
+    both = tmp_path / "both.csv"
     with SAMPLE.open(newline="", encoding="utf-8") as file:
         others = [row for row in csv.DictReader(file) if row["source_id"] == "nvidia_dgxc"]
     with EXPERTS.open(newline="", encoding="utf-8") as file:
@@ -65,7 +67,8 @@ def test_they_change_no_figure_of_the_other_runs(tmp_path: Path) -> None:
         writer.writeheader()
         writer.writerows(rows)
         path.write_text(text.getvalue(), encoding="utf-8")
-    alone, mixed = validate(dense), validate(both)
+    alone = validate(dense)
+    mixed = validate(both)
     assert alone["experts"] == {} and mixed["experts"]["all, by row"]["rows"] == 2
     for name in ("groups", "memory", "overall", "assumed"):
         assert mixed[name] == alone[name], name
@@ -73,7 +76,8 @@ def test_they_change_no_figure_of_the_other_runs(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_errors_of_today() -> None:
-    lines, page = validate(EXPERTS)["experts"], PAGE.read_text(encoding="utf-8")
+    lines = validate(EXPERTS)["experts"]
+    page = PAGE.read_text(encoding="utf-8")
     names = ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "all")
     for name, line in zip(names, lines.values(), strict=True):
         errors = " | ".join(f"{100 * line[key]:.1f} %" for key in SHOWN)

@@ -34,7 +34,11 @@ def sample() -> dict[tuple[str, str], PublishedRun]:
 
 def test_hardware_flops_are_undone_by_equation_3_of_megatron() -> None:
     row = sample()["megatron_sc21_t1", "GPT-18.4B"]
-    batch, seq, layers, hidden, vocab = 1024, 2048, 40, 6144, 51200
+    batch = 1024
+    seq = 2048
+    layers = 40
+    hidden = 6144
+    vocab = 51200
     # arXiv:2104.04473, equation 3
     flops = 96 * batch * seq * layers * hidden**2
     flops *= 1 + seq / (6 * hidden) + vocab / (16 * layers * hidden)
@@ -44,7 +48,11 @@ def test_hardware_flops_are_undone_by_equation_3_of_megatron() -> None:
 
 def test_model_flops_do_not_count_recomputation() -> None:
     row = sample()["megatron_core_h100_weak", "16B"]
-    batch, seq, layers, hidden, vocab = 192, 4096, 32, 6144, 131072
+    batch = 192
+    seq = 4096
+    layers = 32
+    hidden = 6144
+    vocab = 131072
     forward = 24 * layers * hidden**2 + 4 * layers * seq * hidden + 2 * hidden * vocab
     assert model_flops(row.setting) == 3 * batch * seq * forward
     assert row.seconds == pytest.approx(3 * batch * seq * forward / (192 * 489.1e12))
@@ -60,7 +68,10 @@ def test_tokens_a_second_and_seconds_are_taken_before_flops() -> None:
 
 def test_nanotron_counts_attention_in_full_against_989_teraflops() -> None:
     row = sample()["nanotron_playbook_best", "Llama-like 3.57B"]
-    hidden, layers, inner, seq = 3072, 28, 8192, 4096
+    hidden = 3072
+    layers = 28
+    inner = 8192
+    seq = 4096
     forward = 2 * layers * (4 * hidden**2 + 3 * hidden * inner) + 4 * layers * seq * hidden
     forward += 2 * hidden * 131072
     assert row.seconds == pytest.approx(3 * forward * 256 * 4096 / (8 * 0.4668 * 989e12))
@@ -171,9 +182,16 @@ def test_the_parameters_tell_the_family_of_an_unknown_name(
     tmp_path: Path, billions: str, family: str
 ) -> None:
     sizes = {
-        "source_id": "mine", "model_name": "Foo 7B", "params_b": billions, "n_layers": "32",
-        "hidden": "4096", "heads": "32", "kv_heads": "32", "ffn_hidden": "11008", "vocab": "32000",
-    }  # fmt: skip
+        "source_id": "mine",
+        "model_name": "Foo 7B",
+        "params_b": billions,
+        "n_layers": "32",
+        "hidden": "4096",
+        "heads": "32",
+        "kv_heads": "32",
+        "ffn_hidden": "11008",
+        "vocab": "32000",
+    }
     row = next(
         r for r in read(edited(tmp_path, lambda c: c.update(sizes)), "NeMo")[0] if r.line == 2
     )

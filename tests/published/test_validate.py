@@ -46,12 +46,15 @@ def test_regret_is_what_the_favourite_costs_over_the_fastest() -> None:
 
     found = regrets(
         [
-            choice("right", 1, 1, 5, 10), choice("right", 2, 2, 6, 12),
+            choice("right", 1, 1, 5, 10),
+            choice("right", 2, 2, 6, 12),
             choice("wrong", 1, 1, 6, 10),
-            choice("wrong", 2, 2, 5, 12), choice("wrong", 2, 2, 5, 13),
-            choice("one mesh", 1, 1, 6, 10), choice("one mesh", 1, 2, 5, 20),
+            choice("wrong", 2, 2, 5, 12),
+            choice("wrong", 2, 2, 5, 13),
+            choice("one mesh", 1, 1, 6, 10),
+            choice("one mesh", 1, 2, 5, 20),
         ]
-    )  # fmt: skip
+    )
     assert found == pytest.approx([0.0, 0.25])  # (12 + 13) / 2 over 10
 
 
@@ -121,8 +124,16 @@ def report_of(table: Path) -> dict[str, Any]:
 def test_the_report_has_the_keys_that_scripts_rely_on(table: Path) -> None:
     report = report_of(table)
     assert set(report) == {
-        "sources", "groups", "overall", "experts", "memory", "assumed", "rows", "left_out", "asked",
-    }  # fmt: skip
+        "sources",
+        "groups",
+        "overall",
+        "experts",
+        "memory",
+        "assumed",
+        "rows",
+        "left_out",
+        "asked",
+    }
     assert all(set(line) >= KEYS for line in report["sources"].values())
     assert set(report["overall"]) >= KEYS
     counted = sum(line["rows"] + line["left_out"] for line in report["sources"].values())
@@ -212,7 +223,8 @@ def test_one_row_that_the_planner_refuses_aborts_nothing() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_no_figure_is_cut_at_any_width(table: Path, width: int) -> None:
-    report, out = report_of(table), io.StringIO()
+    report = report_of(table)
+    out = io.StringIO()
     show(report, Console(file=out, width=width))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width and "…" not in out.getvalue()
@@ -225,7 +237,8 @@ def test_no_figure_is_cut_at_any_width(table: Path, width: int) -> None:
 
 
 def test_the_marks_hold_on_transcribed_rows(table: Path) -> None:
-    sources, groups = report_of(table)["sources"], report_of(table)["groups"]
+    sources = report_of(table)["sources"]
+    groups = report_of(table)["groups"]
     t1, t2, core = (10, 12, 9) if table == SAMPLE else (7, 9, 8)
     # arXiv:2104.04473, tables 1 and 2 whole: ZeRO-3's collapse is the first half of table 2.
     tables = [sources["megatron_sc21_t1"], sources["megatron_sc21_t2"]]
@@ -256,16 +269,19 @@ def test_the_docs_show_what_the_command_prints() -> None:
     """docs/planner/validation.md: python -m benchmarks.published TABLE.csv --markdown."""
     if not SHARED.exists():
         pytest.skip(f"{SHARED} is not there")
-    report, docs = validate(SHARED), Path(__file__).parents[2] / "docs"
+    report = validate(SHARED)
+    docs = Path(__file__).parents[2] / "docs"
     page = (docs / "planner/validation.md").read_text(encoding="utf-8")
     assert markdown(report) in page
-    total, memory = report["overall"], report["memory"]
+    total = report["overall"]
+    memory = report["memory"]
     by_group, by_row = (f"{line['mean_error'] * 100:.1f} %" for line in (total, total["by_row"]))
     assert f"is {by_group} by group and {by_row} by row" in " ".join(page.split())
     overview = (docs / "planner.md").read_text(encoding="utf-8")
     worst = f"{total['worst_error'] * 100:.0f} %"
     assert f"| {by_group} by group, {by_row} by row | {worst} |" in overview
-    off, most = f"{memory['mean_error'] * 100:.1f} %", f"{memory['worst_error'] * 100:.0f} %"
+    off = f"{memory['mean_error'] * 100:.1f} %"
+    most = f"{memory['worst_error'] * 100:.0f} %"
     assert f"| {memory['rows']} published figures | {off} | {most} |" in overview
     assert f"{total['rows']:,} published runs of 22 sources in 11 groups" in overview
 

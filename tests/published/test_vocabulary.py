@@ -35,10 +35,14 @@ def test_sixteen_bits_in_words_are_the_format_of_the_chip() -> None:
 @pytest.mark.parametrize(
     ("text", "precision"),
     [
-        ("bf16/fp8", "fp8"), ("fp16 weights, fp32 Adam state", "fp16"), ("BFloat16", "bf16"),
-        ("bf16, fp32 reductions", "bf16"), ("float8 rowwise", "fp8"), ("bf16-mixed", "bf16"),
+        ("bf16/fp8", "fp8"),
+        ("fp16 weights, fp32 Adam state", "fp16"),
+        ("BFloat16", "bf16"),
+        ("bf16, fp32 reductions", "bf16"),
+        ("float8 rowwise", "fp8"),
+        ("bf16-mixed", "bf16"),
     ],
-)  # fmt: skip
+)
 def test_of_several_number_formats_the_narrowest_is_the_products(text: str, precision: str) -> None:
     assert vocabulary.precision_of(text) == precision
 
@@ -52,10 +56,16 @@ def test_zero_stages_in_words(text: str, stage: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "attention", "hopper"),
-    [("FlashAttention-2", "flash", False), ("flash_attn v3", "flash", True),
-     ("cuDNN (TE 1.9)", "flash", True), ("Flash", "flash", True), ("eager", "classic", True),
-     ("FlashAttention-2 via SDPA", "flash", False), ("fused kernel", "flash", True)],
-)  # fmt: skip
+    [
+        ("FlashAttention-2", "flash", False),
+        ("flash_attn v3", "flash", True),
+        ("cuDNN (TE 1.9)", "flash", True),
+        ("Flash", "flash", True),
+        ("eager", "classic", True),
+        ("FlashAttention-2 via SDPA", "flash", False),
+        ("fused kernel", "flash", True),
+    ],
+)
 def test_attention_kernels_in_words(text: str, attention: str, hopper: bool) -> None:
     cells = {"program": "NeMo", "kernels": "", "attention_kernel": text}
     program = vocabulary.with_kernels(programs.NEMO, cells)
@@ -65,12 +75,17 @@ def test_attention_kernels_in_words(text: str, attention: str, hopper: bool) -> 
 @pytest.mark.parametrize(
     ("program", "kernels", "expected"),
     [
-        ("", "eager PyTorch", "eager"), ("", "torch.compile", "compiled"),
-        ("", "not compiled", "eager"), ("", "fused (Apex)", "tuned"), ("", "XLA", "compiled"),
-        ("torchtitan (torch.compile)", "", "compiled"), ("torchtitan, no compile", "", "eager"),
-        ("nanotron", "", "eager"), ("torchtitan (torch.compile)", "eager", "eager"),
+        ("", "eager PyTorch", "eager"),
+        ("", "torch.compile", "compiled"),
+        ("", "not compiled", "eager"),
+        ("", "fused (Apex)", "tuned"),
+        ("", "XLA", "compiled"),
+        ("torchtitan (torch.compile)", "", "compiled"),
+        ("torchtitan, no compile", "", "eager"),
+        ("nanotron", "", "eager"),
+        ("torchtitan (torch.compile)", "eager", "eager"),
     ],
-)  # fmt: skip
+)
 def test_the_class_of_a_program_is_what_the_row_says(
     program: str, kernels: str, expected: str
 ) -> None:
@@ -87,31 +102,47 @@ def test_an_unknown_class_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "weights"),
     [
-        ("FSDP, parameters not resharded", "per_step"), ("FSDP", "per_microbatch"),
-        ("FSDP2 (reshard_after_forward=False)", "per_step"), ("3 (FSDP2)", "per_microbatch"),
+        ("FSDP, parameters not resharded", "per_step"),
+        ("FSDP", "per_microbatch"),
+        ("FSDP2 (reshard_after_forward=False)", "per_step"),
+        ("3 (FSDP2)", "per_microbatch"),
         ("FSDP2, reshard_after_forward: always", "per_microbatch"),
         ("3, no resharding", "per_step"),
     ],
-)  # fmt: skip
+)
 def test_weights_that_are_not_resharded_are_gathered_once(text: str, weights: str) -> None:
     assert vocabulary.weights_of(text) == weights
 
 
 @pytest.mark.parametrize(
     ("text", "shards"),
-    [("3 (HSDP)", 8), ("FSDP, hybrid, 16 shards", 16), ("3", 0), ("3 (FSDP2)", 0), ("ZeRO-3", 0),
-     ("FSDP, shards of 4", 4), ("3, inside a node", 8)],
-)  # fmt: skip
+    [
+        ("3 (HSDP)", 8),
+        ("FSDP, hybrid, 16 shards", 16),
+        ("3", 0),
+        ("3 (FSDP2)", 0),
+        ("ZeRO-3", 0),
+        ("FSDP, shards of 4", 4),
+        ("3, inside a node", 8),
+    ],
+)
 def test_hierarchical_sharding_in_words(text: str, shards: int) -> None:
     assert vocabulary.shards_of(text, 8) == shards
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("a 250k vocabulary", 250_000), ("BLOOM's 250,880", 250_880), ("50257 tokens", 50_257),
-     ("32.1K", 32_100), ("250k, padded to 250,880", 250_880), ("Llama 3's", None),
-     ("GPT-2's", None), ("cl100k_base", None)],
-)  # fmt: skip
+    [
+        ("a 250k vocabulary", 250_000),
+        ("BLOOM's 250,880", 250_880),
+        ("50257 tokens", 50_257),
+        ("32.1K", 32_100),
+        ("250k, padded to 250,880", 250_880),
+        ("Llama 3's", None),
+        ("GPT-2's", None),
+        ("cl100k_base", None),
+    ],
+)
 def test_vocabularies_in_words(text: str, size: int | None) -> None:
     assert number_in(text) == size
 

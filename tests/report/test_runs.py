@@ -15,7 +15,8 @@ from tests.config.configs import raw
 
 pytestmark = pytest.mark.pure
 
-DONE, BAD_INPUT = 0, 2
+DONE = 0
+BAD_INPUT = 2
 PEAKS = [500 * 2**20, 400 * 2**20, 300 * 2**20, 200 * 2**20]
 
 
@@ -27,12 +28,18 @@ def run_in(folder, *, meshes=("2x1x2",), steps=10, speed=1000.0, device="cpu", *
     (folder / "config.json").write_text(json.dumps(config.to_public_dict()))
     lines = [
         {
-            "step": step, "loss": 8.0 / step, "grad_norm": 1.0, "lr": 1e-3 * step, "mfu": None,
-            "tokens": 1024 * step, "tokens_per_second": speed, "step_seconds": 1024 / speed,
+            "step": step,
+            "loss": 8.0 / step,
+            "grad_norm": 1.0,
+            "lr": 1e-3 * step,
+            "mfu": None,
+            "tokens": 1024 * step,
+            "tokens_per_second": speed,
+            "step_seconds": 1024 / speed,
             "validation": {"held_out": {"loss": 9 / step}, "web": {"loss": 10 / step}},
         }
         for step in range(1, steps + 1)
-    ]  # fmt: skip
+    ]
     del lines[0]["validation"]
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
     (folder / "metrics.jsonl").write_text(f'{text}{{"step": 11, "lo')  # a killed writer's
@@ -70,8 +77,9 @@ def test_the_page_of_two_runs_is_whole_in_one_file(tmp_path, command):
     code, said = command(first, second, "--json")
     plots = {path.stem: path.read_bytes() for path in (first / "report").iterdir()}
     assert code == DONE and json.loads(said.out) == {
-        "page": str(first / "report.html"), "plots": ["loss", "memory", "rates", "speed"],
-    }  # fmt: skip
+        "page": str(first / "report.html"),
+        "plots": ["loss", "memory", "rates", "speed"],
+    }
     assert set(plots) == {"loss", "memory", "rates", "speed"}
     assert all(image.startswith(b"\x89PNG") and len(image) > 5000 for image in plots.values())
 

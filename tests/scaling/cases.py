@@ -35,7 +35,8 @@ def ladder(law=CHINCHILLA, seed=0, noise=0.003) -> Points:
     random = np.random.default_rng(seed)
     flops = np.repeat(np.geomspace(1e18, 1e20, 6), 7)
     around = np.tile(np.geomspace(1 / 4, 4, 7), 6) * np.exp(random.uniform(-0.2, 0.2, 42))
-    a, b = law["alpha"], law["beta"]
+    a = law["alpha"]
+    b = law["beta"]
     best = (a * law["A"] / (b * law["B"])) ** (1 / (a + b)) * (flops / 6) ** (b / (a + b))
     params = around * best
     tokens = flops / 6 / params

@@ -27,7 +27,7 @@ def measured(**powers):
             for seed in (1, 3)
         ]
         for width in WIDTHS
-    }  # fmt: skip
+    }
 
 
 def test_the_slope_is_the_power():

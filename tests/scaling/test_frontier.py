@@ -52,8 +52,9 @@ def test_akima_finds_the_best_size_that_a_wide_parabola_misses():
         assert profile.least("akima").params == pytest.approx(true, rel=0.02)
         assert abs(np.log(profile.least("parabola").params / true)) > 0.1
     bias = isoflop(runs).diagnostics["parabola_bias"]
-    ratios = [p.least("parabola").params / float(PARAMETRIC.best(law, p.flops)[0])
-              for p in profiles(runs)]  # fmt: skip
+    ratios = [
+        p.least("parabola").params / float(PARAMETRIC.best(law, p.flops)[0]) for p in profiles(runs)
+    ]
     assert bias["params_ratio"] == pytest.approx(np.exp(np.mean(np.log(ratios))), rel=1e-6)
     assert isoflop(runs, "parabola").optimal["N"] - 0.25 == pytest.approx(bias["N_exponent"])
 
@@ -113,7 +114,8 @@ def test_the_best_learning_rate_as_a_power_of_size_and_length():
     rate = rate * np.tile(steps, 9)
     loss = 3 + 0.1 * np.log(rate / np.repeat(best, 4)) ** 2
     edge = np.arange(36) >= 34  # the last pair has two values of the rate left
-    runs, rate = points(params, tokens, loss).take(~edge), rate[~edge]
+    runs = points(params, tokens, loss).take(~edge)
+    rate = rate[~edge]
     fitted = fit_best(runs, rate, "lr", draws=50, seed=0)
     assert fitted.parameters["N_exponent"] == pytest.approx(-0.7)
     assert fitted.parameters["D_exponent"] == pytest.approx(0.3)
@@ -128,21 +130,25 @@ def test_repeats_decay_as_the_law_says():
     params, unique, epochs = (
         a.ravel() for a in np.meshgrid([1e8, 1e9, 4e9], [1e9, 1e10], [1.0, 3, 10, 40])
     )
-    decay_d, decay_n = 15.0, 5.0
+    decay_d = 15.0
+    decay_n = 5.0
     fit_n = np.minimum(best_params(CHINCHILLA, unique), params)
     worth_d = unique + unique * decay_d * (1 - np.exp(-(epochs - 1) / decay_d))
     worth_n = fit_n + fit_n * decay_n * (1 - np.exp(-(params / fit_n - 1) / decay_n))
-    runs = points(params, epochs * unique, PARAMETRIC.loss(CHINCHILLA, worth_n, worth_d),
-                  unique=unique)  # fmt: skip
+    runs = points(
+        params, epochs * unique, PARAMETRIC.loss(CHINCHILLA, worth_n, worth_d), unique=unique
+    )
     fitted = fit_decays(runs, Estimator(), CHINCHILLA, draws=0)
     assert [fitted.parameters[name] for name in DECAYS] == pytest.approx([15, 5], rel=1e-6)
     # N best for U tokens seen once: D = U is the best number of tokens of its budget.
     size = best_params(CHINCHILLA, unique)
     assert PARAMETRIC.best(CHINCHILLA, 6 * size * unique)[0] == pytest.approx(size)
-    model, theta = DecayModel(runs, CHINCHILLA), np.log([12.0, 3.0])
+    model = DecayModel(runs, CHINCHILLA)
+    theta = np.log([12.0, 3.0])
     _, slope = model(theta)
     for i, step in enumerate(1e-5 * np.eye(2)):
-        up, down = model(theta + step)[0], model(theta - step)[0]
+        up = model(theta + step)[0]
+        down = model(theta - step)[0]
         assert (up - down) / 2e-5 == pytest.approx(slope[:, i], rel=1e-5, abs=1e-9)
     with pytest.raises(ConfigError, match="cannot fit the base of the law"):
         fit_decays(runs, Estimator(), draws=0)

@@ -38,9 +38,11 @@ def test_the_posterior_is_that_of_a_sum_over_a_grid_of_laws():
     bests = [BestLoss(c, y, 0.4, 2e-4, 20.0) for c, y in zip(flops, losses, strict=True)]
     law = posterior(bests, draws=100_000)
     gamma, last, first = np.meshgrid(
-        np.linspace(0.01, 0.6, 100), losses[-1] * np.linspace(0.98, 1.02, 81),
-        losses[0] * np.linspace(0.98, 1.02, 81), indexing="ij",
-    )  # fmt: skip
+        np.linspace(0.01, 0.6, 100),
+        losses[-1] * np.linspace(0.98, 1.02, 81),
+        losses[0] * np.linspace(0.98, 1.02, 81),
+        indexing="ij",
+    )
     # The law through two losses; E and the term at the middle are linear in both.
     ratio = (flops[-1] / flops[0]) ** -gamma
     term = (first - last) / (1 - ratio)  # at the first budget
@@ -89,7 +91,8 @@ def test_a_run_off_the_frontier_has_the_surface_s_ratio():
         run = forecast(fit, params=params, tokens=tokens)
         truth = float(PARAMETRIC.loss(CHINCHILLA, np.array([params]), np.array([tokens]))[0])
         assert run.by == "frontier x surface" and run.loss == pytest.approx(truth, rel=5e-3)
-        (low, high), (run_low, run_high) = run.intervals["loss"], run.intervals[ONE_RUN]
+        (low, high) = run.intervals["loss"]
+        (run_low, run_high) = run.intervals[ONE_RUN]
         assert run_low < low < truth < high < run_high
     best = forecast(fit, flops=6e20)
     again = forecast(fit, params=best.params, tokens=best.tokens)
@@ -154,7 +157,8 @@ def test_porian_s_best_runs_at_10_times_the_largest_fitted_budget():
     """arXiv:2406.19146, 15 ladders: each start of six or more budgets forecasts the later ones."""
     fits = json.loads(published("porian/published_fits.json").read_text())
     table = read(published("porian/isoflop_points.csv"))
-    errors, held = [], []
+    errors = []
+    held = []
     for fit in (fit for fit in fits if fit["fit"] == "weighted"):
         runs = points_of(table.where([f"{key}={fit[key]}" for key in KEYS]), {"params": "n"})
         bests, _ = losses_of(runs, "isoflop")

@@ -48,8 +48,9 @@ def test_gadre_to_the_printed_digits(dataset):
     for name, value in fit.parameters.items():
         assert float(f"{value:.6g}") == target[name], name
     for model, length, key in (
-        ("open_lm_1b", 32, "rel_err_1B_M640_pct"), ("open_lm_7b", 1, "rel_err_7B_M20_pct"),
-    ):  # fmt: skip
+        ("open_lm_1b", 32, "rel_err_1B_M640_pct"),
+        ("open_lm_7b", 1, "rel_err_7B_M20_pct"),
+    ):
         if key in target:
             rows = table.where([f"model={model}", f"chinchilla_multiplier={length}"])
             run = points_of(rows, named)
@@ -111,7 +112,8 @@ def test_datablations_at_the_published_parameters(repeated):
     value, _ = Estimator().objective(model, theta, np.ones(len(points)))
     assert value == pytest.approx(target["objective_at_published"], rel=1e-6)
     fitted = np.exp(model(theta)[0])
-    rest, spread = points.loss - fitted, points.loss - points.loss.mean()
+    rest = points.loss - fitted
+    spread = points.loss - points.loss.mean()
     assert 1 - (rest @ rest) / (spread @ spread) == pytest.approx(target["R2"], abs=1e-6)
 
 

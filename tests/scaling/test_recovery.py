@@ -118,7 +118,8 @@ def test_the_optimum_is_one_by_another_method(kind):
 @pytest.mark.parametrize("kind", ["huber", "likelihood", "squares"])
 def test_gradients_are_those_of_the_values(kind):
     runs = chinchilla(noise=0.05)
-    estimator, model = Estimator(kind), SumModel(PARAMETRIC, runs, log=kind != "squares")
+    estimator = Estimator(kind)
+    model = SumModel(PARAMETRIC, runs, log=kind != "squares")
     x = theta_of(model, CHINCHILLA)
     x = np.append(x, -5.0) if kind == "likelihood" else x
     weights = np.random.default_rng(0).uniform(0, 2, len(runs))
@@ -135,7 +136,9 @@ def test_the_likelihood_is_the_logarithm_of_a_density():
     runs = points([1.0] * 3, [1.0] * 3, [1.0, 1.5, 2.5])
 
     class Flat:
-        target, lower, upper = np.log(runs.loss), np.array([0.3]), np.array([0.3])
+        target = np.log(runs.loss)
+        lower = np.array([0.3])
+        upper = np.array([0.3])
 
         def __call__(self, theta):
             return np.repeat(theta, len(runs)), np.ones((len(runs), 1))

@@ -35,8 +35,10 @@ SIZE = np.arange(42) % 7
 FAULTS = [
     (columns(np.arange(42) >= 7), ["only 5 budgets have their best size between others"]),
     (columns(np.arange(42) < 28), ["only 4 budgets", "span a factor of 15.8 in FLOPs"]),
-    (columns((SIZE > 3) | (np.arange(42) > 6)),
-     ["only 5 budgets", "best size of 1e+18 FLOPs is the smallest or the largest"]),
+    (
+        columns((SIZE > 3) | (np.arange(42) > 6)),
+        ["only 5 budgets", "best size of 1e+18 FLOPs is the smallest or the largest"],
+    ),
     (columns() | RATE, ["all 42 sizes have the same learning rate"]),
     (columns() | RATE | {"parametrization": ["mup"] * 42}, []),
     (columns() | {"lr": 3e-4 * np.geomspace(1, 2, 42)}, []),
@@ -45,9 +47,11 @@ FAULTS = [
     (columns(flops=1e-9), ["FLOPs / 6ND: 1e-09 in the median run"]),
     (columns(params=1e-6, flops=1e-6), ["tokens per parameter: "]),
     (columns(every=3, flops=1e-18), ["FLOPs / 6ND: 1e-18 in line", "a column mixes units"]),
-    ({k: v for k, v in columns(every=3, params=1e-6).items() if k != "flops"},
-     ["tokens per parameter: ", "a column mixes units"]),
-]  # fmt: skip
+    (
+        {k: v for k, v in columns(every=3, params=1e-6).items() if k != "flops"},
+        ["tokens per parameter: ", "a column mixes units"],
+    ),
+]
 
 
 def test_a_sound_ladder_has_no_warnings():

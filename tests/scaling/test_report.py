@@ -18,9 +18,16 @@ from tests.scaling.cases import chinchilla
 pytestmark = pytest.mark.pure
 
 FORECAST = {
-    "registered_at": "2026-01-02T03:04:05+00:00", "flops": 1e22, "beyond": 10.0, "predicted": 2.25,
-    "interval": [2.2, 2.3], "loss": 2.31, "error": -0.026, "held": False, "row": "big",
-}  # fmt: skip
+    "registered_at": "2026-01-02T03:04:05+00:00",
+    "flops": 1e22,
+    "beyond": 10.0,
+    "predicted": 2.25,
+    "interval": [2.2, 2.3],
+    "loss": 2.31,
+    "error": -0.026,
+    "held": False,
+    "row": "big",
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +35,14 @@ def fit():
     runs = chinchilla(noise=0.01, budgets=4, sizes=5)
     seeds = runs.take(np.arange(20)).loss * 1.004
     runs = replace(
-        runs, params=np.tile(runs.params, 2), tokens=np.tile(runs.tokens, 2),
-        flops=np.tile(runs.flops, 2), loss=np.append(runs.loss, seeds),
+        runs,
+        params=np.tile(runs.params, 2),
+        tokens=np.tile(runs.tokens, 2),
+        flops=np.tile(runs.flops, 2),
+        loss=np.append(runs.loss, seeds),
         names=tuple(f"<{i}>" for i in range(40)),
         dropped=(Dropped("line 9", "loss = nan: the run diverged, or was not measured"),),
-    )  # fmt: skip
+    )
     fitted = fit_law(runs, PARAMETRIC, Estimator("squares"), draws=30)
     diagnostics = {
         "n_counts": "params",
@@ -66,11 +76,18 @@ def assert_whole(page, fit, count):
     text = unescape(re.sub(r"<(style|[^>]*)>", " ", page))
     assert "Law of <mine>" in text and "Law of &lt;mine&gt;" in page
     for words in (
-        "fitted to 40 runs", "least squares of the loss", "2026-01-02 03:04", "2.2 to 2.3",
-        "loss = nan: the run diverged", "30 resamples of the runs", "between 40 runs in 20 groups",
-        "runs.csv, SHA-256", fit.points.digest, "learning-rate schedule and final rate",
+        "fitted to 40 runs",
+        "least squares of the loss",
+        "2026-01-02 03:04",
+        "2.2 to 2.3",
+        "loss = nan: the run diverged",
+        "30 resamples of the runs",
+        "between 40 runs in 20 groups",
+        "runs.csv, SHA-256",
+        fit.points.digest,
+        "learning-rate schedule and final rate",
         f"{fit.parameters['alpha']:.6g}",
-    ):  # fmt: skip
+    ):
         assert words in text, words
     row = re.search(r"<tr>(?:(?!</tr>).)*2026-01-02.*?</tr>", page).group()
     assert row.endswith("<td>NO</td></tr>")

@@ -13,23 +13,36 @@ from parallel3d.scaling.runs import read_runs, settings
 
 pytestmark = pytest.mark.pure
 
-WIDTH, LAYERS, VOCAB, POSITIONS, SEQ = 32, 2, 4096, 64, 16
+WIDTH = 32
+LAYERS = 2
+VOCAB = 4096
+POSITIONS = 64
+SEQ = 16
 
 
 def write_run(folder, name, *, steps=10, reached=10, width=WIDTH, **last):
     """A finished run, but for what is said otherwise."""
     model = {
-        "family": "gpt", "hidden_size": width, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": POSITIONS,
-    }  # fmt: skip
+        "family": "gpt",
+        "hidden_size": width,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": POSITIONS,
+    }
     block = {
-        "mesh": {"dp": 1}, "pipeline": {"schedule": "gpipe"}, "model": model,
-        "data": {"source": "python-stdlib", "sequence_length": SEQ}, "train": {"steps": steps},
-    }  # fmt: skip
+        "mesh": {"dp": 1},
+        "pipeline": {"schedule": "gpipe"},
+        "model": model,
+        "data": {"source": "python-stdlib", "sequence_length": SEQ},
+        "train": {"steps": steps},
+    }
     raw = {
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "parallel3d": block,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "parallel3d": block,
+    }
     config = RunConfig.from_dict(raw).resolve(1)
     run = folder / name
     run.mkdir(parents=True)
@@ -123,7 +136,8 @@ def test_a_folder_without_runs_is_refused(tmp_path):
 def test_a_ladders_own_count_of_its_corpus_tells_what_is_repeated(tmp_path):
     for width in (16, 32, 48):
         for steps in (10, 20, 40, 80, 160):
-            name, tokens = f"{width}-{steps}", 64 * steps
+            name = f"{width}-{steps}"
+            tokens = 64 * steps
             run = write_run(tmp_path, name, steps=steps, reached=steps, width=width)
             # What is repeated is worth nothing here: D counts up to the unique tokens.
             loss = 2 + 40 / width**0.5 + 30 / min(tokens, 2560) ** 0.3

@@ -17,14 +17,18 @@ def runs_when_blocking(schedule: Schedule) -> bool:
     Tensors are tokens in the memory of a rank. Each is used up once, sends and receives meet, and
     in the end no rank may hold anything.
     """
-    home, last = schedule.pp_coord_of_stage, len(schedule.pp_coord_of_stage) - 1
+    home = schedule.pp_coord_of_stage
+    last = len(schedule.pp_coord_of_stage) - 1
     trains = any(action.op in "BIW" for program in schedule.programs for action in program)
     memory: list[set[tuple[str, int, int]]] = [set() for _ in schedule.programs]
     memory[home[0]] = {("x", 0, i) for i in range(schedule.num_microbatches)}
     heads = [0] * len(schedule.programs)
 
     def compute(op: str, s: int, i: int) -> tuple[set, set]:
-        x, saved, dy, dw = ("x", s, i), ("saved", s, i), ("dy", s, i), ("dw", s, i)
+        x = ("x", s, i)
+        saved = ("saved", s, i)
+        dy = ("dy", s, i)
+        dw = ("dw", s, i)
         if op == "F":
             gives = {("x", s + 1, i)} if s < last else {dy} if trains else set()
             return {x}, gives | ({saved} if trains else set())
@@ -35,7 +39,8 @@ def runs_when_blocking(schedule: Schedule) -> bool:
 
     def message(action: Action) -> tuple[str, tuple[str, int, int], int, int]:
         op, s, i = action
-        kind, end = op[-1], op[:4]
+        kind = op[-1]
+        end = op[:4]
         token = ("x", s + (end == "SEND"), i) if kind == "F" else ("dy", s - (end == "SEND"), i)
         far = s + {"SENDF": 1, "RECVF": -1, "SENDB": -1, "RECVB": 1}[end + kind]
         return end, token, home[s], home[far] if 0 <= far <= last else -1

@@ -54,7 +54,10 @@ def test_no_other_file_is_edited(tmp_path) -> None:
         ["-k", "test_every_setting_appears", "tests/verify/test_parity.py"],
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-n0", *arguments], cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "pytest", "-q", "-n0", *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stdout

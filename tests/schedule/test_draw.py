@@ -65,7 +65,8 @@ def test_the_svg_has_a_box_for_each_compute() -> None:
 
 
 def test_a_figure_has_its_panels_on_one_scale_of_time() -> None:
-    short, long = planned("gpipe", 2, 2), planned("gpipe", 2, 4)
+    short = planned("gpipe", 2, 2)
+    long = planned("gpipe", 2, 4)
     root = ElementTree.fromstring(draw.figure([("short", short), ("long", long)]))
     texts = [element.text for element in root.iter(f"{SVG}text")]
     assert texts.index("short") < texts.index("long") and texts.count("rank 1") == 2
@@ -198,9 +199,12 @@ def test_json_gives_the_schedule_as_it_runs(monkeypatch, capsys) -> None:
     programs = tuple(tuple(map(Action.parse, program)) for program in report.pop("programs"))
     assert programs == schedule.programs
     assert report == {
-        "name": "interleaved", "num_microbatches": 2, "pp_coord_of_stage": [0, 1, 0, 1],
-        "bubble": pytest.approx(1 / 5), "peak_in_flight": [4, 3],
-    }  # fmt: skip
+        "name": "interleaved",
+        "num_microbatches": 2,
+        "pp_coord_of_stage": [0, 1, 0, 1],
+        "bubble": pytest.approx(1 / 5),
+        "peak_in_flight": [4, 3],
+    }
 
 
 def test_json_gives_what_zero_gathers(monkeypatch, capsys) -> None:
@@ -213,7 +217,8 @@ def test_json_gives_what_zero_gathers(monkeypatch, capsys) -> None:
 
 
 def test_files_and_the_programs(monkeypatch, capsys, tmp_path) -> None:
-    svg, trace = tmp_path / "a.svg", tmp_path / "a.json"
+    svg = tmp_path / "a.svg"
+    trace = tmp_path / "a.json"
     sizes = ("--pp", "2", "--microbatches", "2", "--communication")
     assert run_script(monkeypatch, *sizes, "--svg", str(svg), "--trace", str(trace)) == 0
     said = capsys.readouterr()
@@ -225,7 +230,9 @@ def test_files_and_the_programs(monkeypatch, capsys, tmp_path) -> None:
 
 
 def test_a_measured_run_is_drawn_below_its_simulation(monkeypatch, capsys, tmp_path) -> None:
-    schedule, file, svg = make_schedule("gpipe", 2, 2), tmp_path / "spans.json", tmp_path / "a.svg"
+    schedule = make_schedule("gpipe", 2, 2)
+    file = tmp_path / "spans.json"
+    svg = tmp_path / "a.svg"
     file.write_text(json.dumps(draw.spans_to_json(schedule, planned("gpipe", 2, 2))))
     assert run_script(monkeypatch, "--measured", str(file), "--svg", str(svg)) == 0
     out = capsys.readouterr().out

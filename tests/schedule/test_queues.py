@@ -39,7 +39,8 @@ def stuck(schedule: Schedule, mode: str, synchronise: bool = False) -> list[Acti
         for action in program:
             transfer = action.other_end if action.is_receive else action
             if action.is_compute:
-                queue, takes = "compute", action._replace(op=TAKES[action.op])
+                queue = "compute"
+                takes = action._replace(op=TAKES[action.op])
                 own = [takes.other_end] if takes in received else []
             else:
                 ends = home[transfer.stage], home[transfer.other_end.stage]
@@ -51,7 +52,8 @@ def stuck(schedule: Schedule, mode: str, synchronise: bool = False) -> list[Acti
             received |= {action} if action.is_receive else set()
             since.append(transfer)
             if mode == "block" or (synchronise and action.op is Op.B):
-                waited, since = since, []
+                waited = since
+                since = []
     try:
         TopologicalSorter(waits).prepare()
     except CycleError as error:

@@ -55,6 +55,7 @@ def test_the_planner_has_every_schedule_and_splits_only_what_is_reduced_once() -
 
 
 def test_a_second_reading_of_the_paper_is_the_shipped_schedule() -> None:
-    second, shipped = schedules.load("zb_h1"), schedules.load("zero_bubble")
+    second = schedules.load("zb_h1")
+    shipped = schedules.load("zero_bubble")
     for pp, count in ((1, 1), (2, 2), (3, 7), (4, 4), (8, 11)):
         assert second.schedule(pp, count, 1).programs == shipped.schedule(pp, count, 1).programs

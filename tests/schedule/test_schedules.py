@@ -16,10 +16,12 @@ from tests.schedule.blocking import runs_when_blocking
 
 pytestmark = pytest.mark.pure
 
-RANKS, STAGES_PER_RANK = range(1, 9), range(1, 4)
+RANKS = range(1, 9)
+STAGES_PER_RANK = range(1, 4)
 MICROBATCHES = (1, 2, 3, 4, 5, 7, 8, 9, 16)
 # By default fewer: a pipeline that does not fill, that just does, whole rounds and what is left.
-FEW_RANKS, FEW_MICROBATCHES = (1, 2, 3, 4), (1, 3, 4, 7, 8)
+FEW_RANKS = (1, 2, 3, 4)
+FEW_MICROBATCHES = (1, 3, 4, 7, 8)
 every_schedule = pytest.mark.parametrize(
     ("name", "full"),
     [

@@ -48,7 +48,9 @@ def test_a_stage_is_gathered_wherever_it_is_used_and_reduced_once_complete(name,
             add_sharding(make_evaluation(plain), weights, False),
         ):
             for program in whole.programs:
-                held, gathers, reduced = set(), {}, []
+                held = set()
+                gathers = {}
+                reduced = []
                 for index, (op, stage, _) in enumerate(program):
                     if op is Op.GATHER:
                         assert stage not in held

@@ -47,7 +47,9 @@ from tests.soak.plant import (
 LAYOUTS = [((2, 1, 1), 1), ((1, 2, 1), 3), ((1, 1, 2), 3), ((1, 3, 1), 1), ((2, 2, 1), 3)]
 REPLICAS = [((1, 3, 1), 1)]
 PIPELINES = [((2, 1, 1), 1), ((2, 2, 1), 3)]
-DAMAGED, DIES, GOES_ON = "damaged", "dies", "goes on"
+DAMAGED = "damaged"
+DIES = "dies"
+GOES_ON = "goes on"
 
 
 @dataclass(frozen=True)

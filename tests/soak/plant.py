@@ -22,13 +22,20 @@ from tests.strict.running import STRICT
 
 SHORT = Limits(stopped=1.0)
 SILENT = 6.0  # seconds
-BATCH, UPDATE, SAVE = "the batch of step", "the optimizer's step", "saving step"
-_PIDFD_GETFD, _SO_ATTACH_FILTER, _BPF_RET = 438, 26, 0x06  # Linux on x86-64 and arm64
+BATCH = "the batch of step"
+UPDATE = "the optimizer's step"
+SAVE = "saving step"
+# Linux on x86-64 and arm64
+_PIDFD_GETFD = 438
+_SO_ATTACH_FILTER = 26
+_BPF_RET = 0x06
 
 
 def when(at, step, act):
     """Call `act` once where this rank says that it does `at` of the step."""
-    pulse.LIMITS, doing, done = SHORT, pulse.doing, []
+    pulse.LIMITS = SHORT
+    doing = pulse.doing
+    done = []
 
     def do(text, waits=False):
         doing(text, waits)
@@ -197,7 +204,8 @@ def full_metrics(rank, victim, step, at):
 
     def full(self):
         MetricsWriter._flush = flush
-        file, self._file = self._file, os.open("/dev/full", os.O_WRONLY)
+        file = self._file
+        self._file = os.open("/dev/full", os.O_WRONLY)
         try:
             flush(self)
         finally:
@@ -256,7 +264,8 @@ def message_dropped(rank, victim, step, at):
         return
     from parallel3d.pipeline.executor import Executor
 
-    send, due = Executor._send, []
+    send = Executor._send
+    due = []
 
     def dropped(executor, tensor, action):
         if due and due.pop():

@@ -56,7 +56,8 @@ def drawn(number, seed, kinds=KINDS):
     each of the others twice.
     """
     named, own = ([k for k in kinds if (k in OWN_KINDS) == is_own] for is_own in (False, True))
-    draw, order = random.Random(seed), []
+    draw = random.Random(seed)
+    order = []
     by_kind = {kind: [f for f in FAULTS if f.kind == kind] for kind in kinds}
     for queue in by_kind.values():
         draw.shuffle(queue)
@@ -65,7 +66,8 @@ def drawn(number, seed, kinds=KINDS):
         for kind in (kind for of in rounds for kind in draw.sample(of, len(of))):
             by_kind[kind].append(by_kind[kind].pop(0))
             order.append(by_kind[kind][-1])
-    plan, layout = [], LAYOUTS[1]
+    plan = []
+    layout = LAYOUTS[1]
     for i, fault in enumerate(order[:number]):
         if layout not in fault.layouts or draw.random() < 0.4:
             layout = draw.choice(fault.layouts)
@@ -104,7 +106,8 @@ class Soak:
     """A soak in a folder, with a journal of its own; it goes on where it was ended."""
 
     def __init__(self, root, number, seed, kinds=KINDS):
-        self.root, self.config = root, soak_config(root)
+        self.root = root
+        self.config = soak_config(root)
         self.plan = drawn(number, seed, kinds)
         self.journal = root / "soak.jsonl"
         os.environ["SOAK_CACHE"] = str(root / "cache")
@@ -129,14 +132,17 @@ class Soak:
         fault, layout, step, at, victim = self.plan[i]
         ends = step if fault.effect == DAMAGED else (i + 1) * BLOCK
         run = self.run_on(layout, parallel3d__train__stop_after=ends)
-        before, began, slowness = len(self.events()), time.time(), slowness_now()
+        before = len(self.events())
+        began = time.time()
+        slowness = slowness_now()
         plant = partial(fault.plant, victim=victim, step=step, at=at) if fault.plant else None
         if fault.launcher:
             codes, log = self.under_torchrun(run, step)
         else:
             changes = {key.replace(".", "__"): value * slowness for key, value in fault.changes}
             ended = run.start("", plant, timeout=90 * slowness, **changes)
-            codes, log = [end.code for end in ended], "\n".join(end.log for end in ended)
+            codes = [end.code for end in ended]
+            log = "\n".join(end.log for end in ended)
         seconds = time.time() - began
         (self.root / f"launch-{i}.log").write_text(log)
         file = ""
@@ -145,12 +151,22 @@ class Soak:
             file = fault.damage(newest, random.Random(step))
         reached = max((json.loads(x)["step"] for x in self.lines(run)), default=0)
         row = {
-            "number": i, "kind": fault.kind, "name": fault.name, "layout": layout, "step": step,
-            "at": at, "victim": victim, "codes": codes, "file": file, "reached": reached,
-            "began": began, "seconds": round(seconds, 2), "slowness": slowness,
+            "number": i,
+            "kind": fault.kind,
+            "name": fault.name,
+            "layout": layout,
+            "step": step,
+            "at": at,
+            "victim": victim,
+            "codes": codes,
+            "file": file,
+            "reached": reached,
+            "began": began,
+            "seconds": round(seconds, 2),
+            "slowness": slowness,
             "events_before": before,
             "events_after": len(self.events()),
-        }  # fmt: skip
+        }
         with self.journal.open("a") as journal:
             journal.write(json.dumps(row) + "\n")
         return row
@@ -172,10 +188,13 @@ class Soak:
                 *torchrun_command(run.num_ranks)[1:],
             ]
             process = subprocess.Popen(
-                [*command, TRAIN, "--config", str(path)], cwd=self.root,
-                env=environment() | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=file,
+                [*command, TRAIN, "--config", str(path)],
+                cwd=self.root,
+                env=environment() | {"OMP_NUM_THREADS": "1"},
+                stdout=file,
+                stderr=file,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         deadline = time.monotonic() + 120 * slowness_now()
         while time.monotonic() < deadline and process.poll() is None:
             if any(json.loads(x)["step"] >= step for x in self.lines(run)):
@@ -214,7 +233,8 @@ class Soak:
 
     def compare(self, with_one_mesh=True):
         """Train the same steps without faults; return {comparison: largest difference}."""
-        segments, result = self.finish(), {}
+        segments = self.finish()
+        result = {}
         ours = self.run_on(segments[-1][0])
         for layout, end in segments:
             peaceful = self.run_on(layout, "peaceful")
@@ -237,15 +257,14 @@ class Soak:
 
     def judged(self):
         """Each row with what the journal says: located, lost steps, and seconds to a new step."""
-        rows, events = self.done(), self.events()
+        rows = self.done()
+        events = self.events()
         for i, row in enumerate(rows):
             fault = self.plan[row["number"]][0]
             row["as_expected"] = as_expected(fault.effect, {*row["codes"]})
             later = rows[i + 2]["events_after"] if i + 2 < len(rows) else len(events)
-            own, after = (
-                events[row["events_before"] : row["events_after"]],
-                events[row["events_after"] : later],
-            )
+            own = events[row["events_before"] : row["events_after"]]
+            after = events[row["events_after"] : later]
             pattern = fault.located
             for name in ("victim", "step", "file"):
                 pattern = pattern.replace(f"{{{name}}}", re.escape(str(row[name])))
@@ -261,7 +280,8 @@ class Soak:
 
     def table(self):
         """The table by type, in Markdown, and the number that was not survived and located."""
-        rows, missed = self.judged(), 0
+        rows = self.judged()
+        missed = 0
         by_kind = defaultdict(list)
         for row in rows:
             by_kind[row["kind"]].append(row)
@@ -291,7 +311,8 @@ class Soak:
 
 def merged(num_steps, launches, layouts):
     """The layouts on which the steps that count were trained, each with its last step."""
-    segments, end = [], num_steps
+    segments = []
+    end = num_steps
     for launch in reversed(launches):
         if launch["step"] < end:
             layout = layouts[launch["mesh"]]
@@ -319,7 +340,8 @@ def tensors(folder):
 
 def difference(one, other):
     """The largest difference of two checkpoints' weights; 0 only if all bits of all states are."""
-    ours, theirs = tensors(one), tensors(other)
+    ours = tensors(one)
+    theirs = tensors(other)
     assert ours.keys() == theirs.keys()
     if all(ours[key].tobytes() == theirs[key].tobytes() for key in ours):
         return 0.0

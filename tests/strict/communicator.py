@@ -18,7 +18,9 @@ from parallel3d.base.errors import ConfigError
 from tests.strict.operation import Handle, Operation
 
 NAME = "strict"
-HEADER, DATA = 1, 2  # gloo's tags
+# gloo's tags
+HEADER = 1
+DATA = 2
 _WIDTH = 160  # bytes of a header
 _NEVER = timedelta(days=10)  # the watch keeps the time
 _SWEEP = 0.05  # seconds between two looks at the store and the queues
@@ -55,7 +57,8 @@ class StrictOptions:
                 f'PARALLEL3D_BACKEND: the strict backend has no settings "{text}"; write them as '
                 'in "tests.strict:strict,delay=0.001,seed=7,send@1=0.5" (seconds)'
             ) from None
-        delay, seed = given.pop("delay", cls.delay), given.pop("seed", 0)
+        delay = given.pop("delay", cls.delay)
+        seed = given.pop("seed", 0)
         return cls(delay, int(seed), given)
 
     def seconds(self, kind: str, rank: int, dice: random.Random) -> float:
@@ -71,10 +74,14 @@ class QueueWatch:
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self.rank, self._store, self._size = rank, store, world_size
+        self.rank = rank
+        self._store = store
+        self._size = world_size
         self.groups: list[Communicator] = []
         self.failure: StrictError | None = None
-        self._said, self._closed, self._lock = "", threading.Event(), threading.RLock()
+        self._said = ""
+        self._closed = threading.Event()
+        self._lock = threading.RLock()
         threading.Thread(target=self._run, name="strict watch", daemon=True).start()
 
     def blame(self, problem: str) -> StrictError:
@@ -138,7 +145,8 @@ class QueueWatch:
         """What each rank waits in."""
         places = []
         for rank in range(self._size):
-            key, said = f"strict at {rank}", ""
+            key = f"strict at {rank}"
+            said = ""
             with self._lock, suppress(RuntimeError):
                 said = self._store.get(key).decode() if self._store.check([key]) else ""
             places.append(f"rank {rank} was in {said or 'no communication'}")
@@ -163,9 +171,12 @@ class Communicator:
         options: StrictOptions,
     ) -> None:
         self.gloo: Any = dist.ProcessGroupGloo(store, rank, len(ranks), _NEVER)
-        self.rank, self.ranks, self.seconds = rank, tuple(ranks), seconds
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self.seconds = seconds
         self.name = ""
-        self._watch, self._options = watch, options
+        self._watch = watch
+        self._options = options
         self._dice = random.Random(f"{options.seed} {self.ranks} {watch.rank}")
         self._queue = queue.SimpleQueue[Operation | None]()
         self._kept: list[Operation] = []  # those not over, or not waited for
@@ -224,7 +235,8 @@ class Communicator:
 
     def _meet(self, op: Operation) -> str:
         """Wait for the ranks that `op` needs; what is wrong where they come with something else."""
-        sends, receives = [], []
+        sends = []
+        receives = []
         for peer, expected in op.expects.items():
             theirs = torch.zeros(_WIDTH, dtype=torch.uint8)
             receives.append((peer, expected, theirs, self.gloo.recv([theirs], peer, HEADER)))

@@ -21,7 +21,9 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
 
     def __init__(self, queue: Communicator) -> None:
         super().__init__(queue.rank, len(queue.ranks))
-        self.queue, self._calls, self._name = queue, 0, ""
+        self.queue = queue
+        self._calls = 0
+        self._name = ""
 
     # What torch asks of a group; it knows no backend of one that is written in Python.
 
@@ -107,7 +109,8 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Handle:
         """Gather several tensors as one operation."""
-        results, own = [on_host(out) for out in outputs], [on_host(tensor) for tensor in inputs]
+        results = [on_host(out) for out in outputs]
+        own = [on_host(tensor) for tensor in inputs]
 
         def run() -> None:
             for result, tensor in zip(results, own, strict=True):
@@ -135,7 +138,8 @@ class StrictGroup(_Base):  # type: ignore[misc]  # Any, as it is said above
         self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int], opts: Any = None
     ) -> Handle:
         """Give each rank its part of every rank's tensor; sizes may differ."""
-        result, own = on_host(output), on_host(tensor)
+        result = on_host(output)
+        own = on_host(tensor)
         opts = opts or dist.AllToAllOptions()
 
         def run() -> None:

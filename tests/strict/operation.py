@@ -18,7 +18,8 @@ class Buffer:
     def __init__(self, tensor: Tensor) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
-        self._dtype, self._device = tensor.dtype, tensor.device
+        self._dtype = tensor.dtype
+        self._device = tensor.device
 
     def tensor(self) -> Tensor | None:
         """Return the tensor, or None if the caller has freed its memory."""
@@ -51,8 +52,12 @@ class Operation:
         outputs: Sequence[tuple[Tensor, Tensor]] = (),
         copies: Sequence[Tensor] = (),
     ) -> None:
-        self.says, self.kind, self.expects, self._run = says, kind, expects, run
-        self.posted, self.seconds = time.monotonic(), 0.0
+        self.says = says
+        self.kind = kind
+        self.expects = expects
+        self._run = run
+        self.posted = time.monotonic()
+        self.seconds = 0.0
         self.error: Exception | None = None
         self.end: Any = torch.futures.Future()
         self._settling = threading.Lock()
@@ -100,12 +105,14 @@ class Operation:
         """Mark the operation as over or failed; only the first call counts."""
         with self._settling:
             if not self.is_over:
-                self.error, self._read = error, []
+                self.error = error
+                self._read = []
                 self.end.set_result(None)
 
     def deliver(self) -> str:
         """Fill the caller's tensors; return a problem if one was written meanwhile."""
-        outputs, self._outputs = self._outputs, []
+        outputs = self._outputs
+        self._outputs = []
         is_freed = self.is_freed
         with torch.no_grad():
             for buffer, result in outputs:
@@ -122,7 +129,8 @@ class Handle(dist.Work):
 
     def __init__(self, operation: Operation, blame: Callable[[Operation, str], Exception]) -> None:
         super().__init__()
-        self._operation, self._blame = operation, blame
+        self._operation = operation
+        self._blame = blame
         self.tensors: Sequence[Tensor] = ()  # kept until `wait`
 
     def __del__(self) -> None:

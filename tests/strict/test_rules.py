@@ -234,8 +234,11 @@ def test_a_killed_peer_is_not_noticed_before_the_time_is_over(victim):
 def freed_on_rank(rank, is_freed):
     """Count NaNs if rank 0 frees what it gathers, sends or sums before the operation is over."""
     mesh = Mesh(1, 2, 1)
-    frees, tensor, other = is_freed and rank == 0, torch.ones(4), torch.ones(4)
-    gathered, received = torch.empty(8), torch.empty(4)
+    frees = is_freed and rank == 0
+    tensor = torch.ones(4)
+    other = torch.ones(4)
+    gathered = torch.empty(8)
+    received = torch.empty(4)
     group = mesh.replicas.group
     works = [all_gather_single(gathered, tensor, group=group, async_op=True)]
     if frees:

@@ -25,14 +25,21 @@ TWO = SMALL | {"stages_per_rank": 2}
 OVERLAP = {"zero_optimization.overlap_comm": True}
 RING = {"parallel3d.mesh.cp_ring": True}
 SINKS = {
-    "family": "llama", "num_key_value_heads": 2, "intermediate_size": 48, "num_hidden_layers": 4,
-    "attention_sinks": True, "sliding_window": 5,
-    "layer_types": ["full_attention", "sliding_attention"] * 2,
-}  # fmt: skip
-MOE = {
-    "family": "moe", "num_hidden_layers": 4, "num_experts": 4, "moe_intermediate_size": 24,
+    "family": "llama",
+    "num_key_value_heads": 2,
     "intermediate_size": 48,
-}  # fmt: skip
+    "num_hidden_layers": 4,
+    "attention_sinks": True,
+    "sliding_window": 5,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+}
+MOE = {
+    "family": "moe",
+    "num_hidden_layers": 4,
+    "num_experts": 4,
+    "moe_intermediate_size": 24,
+    "intermediate_size": 48,
+}
 # Each schedule and ZeRO stage once, and each axis.
 CASES = [
     Case(mesh=(2, 2, 1), schedule="gpipe", zero_stage=0, reduction="per_microbatch", **SMALL),
@@ -74,19 +81,25 @@ def test_parity_under_the_rules_of_nccl():
 def test_samples_that_cp_ranks_share():
     """cp beside each other axis, with schedules that split backwards, a ring and experts."""
     llama = {
-        "family": "llama", "num_key_value_heads": 2, "intermediate_size": 48,
+        "family": "llama",
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
         "num_hidden_layers": 4,
-    }  # fmt: skip
+    }
     own = SMALL | {"model": llama}
-    check([
-        Case(mesh=(1, 2, 2, 1), zero_stage=3, changes=OVERLAP, weights="per_step", **own),
-        Case(mesh=(1, 1, 2, 2), zero_stage=1, sequence_parallel=True, **own),
-        Case(mesh=(2, 1, 2, 1), schedule="zero_bubble", zero_stage=2, **own),
-        Case(mesh=(1, 1, 4, 1), zero_stage=0, reduction="per_microbatch", **SMALL),
-        Case(mesh=(1, 1, 4, 1), changes=RING, checkpointing="full", **SMALL | {"model": SINKS}),
-        Case(mesh=(1, 1, 2, 2), changes=RING, sequence_parallel=True, **SMALL | {"model": SINKS}),
-        Case(mesh=(1, 2, 2, 1), changes={"parallel3d.mesh.ep": 2}, **SMALL | {"model": MOE}),
-    ])  # fmt: skip
+    check(
+        [
+            Case(mesh=(1, 2, 2, 1), zero_stage=3, changes=OVERLAP, weights="per_step", **own),
+            Case(mesh=(1, 1, 2, 2), zero_stage=1, sequence_parallel=True, **own),
+            Case(mesh=(2, 1, 2, 1), schedule="zero_bubble", zero_stage=2, **own),
+            Case(mesh=(1, 1, 4, 1), zero_stage=0, reduction="per_microbatch", **SMALL),
+            Case(mesh=(1, 1, 4, 1), changes=RING, checkpointing="full", **SMALL | {"model": SINKS}),
+            Case(
+                mesh=(1, 1, 2, 2), changes=RING, sequence_parallel=True, **SMALL | {"model": SINKS}
+            ),
+            Case(mesh=(1, 2, 2, 1), changes={"parallel3d.mesh.ep": 2}, **SMALL | {"model": MOE}),
+        ]
+    )
 
 
 @pytest.mark.slow

@@ -15,9 +15,11 @@ from tests.verify.measuring import errors_of
 pytestmark = pytest.mark.gloo
 
 LLAMA = {
-    "family": "llama", "num_key_value_heads": 2, "tie_word_embeddings": False,
+    "family": "llama",
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
     "num_hidden_layers": 2,
-}  # fmt: skip
+}
 NEOX = {"family": "neox", "num_hidden_layers": 2, "tie_word_embeddings": False}
 SMALL = {"steps": 3, "batch": 8, "microbatches": 2}
 
@@ -34,7 +36,8 @@ def train_on_rank(rank, case, backend, reference):
     """Differences from the reference, and what was compiled by each step and each evaluation."""
     with by(backend):
         trainer = Trainer(case)
-        counted, step = [], trainer.engine.step
+        counted = []
+        step = trainer.engine.step
 
         def counts_after(lr):
             counted.append(compiled.counts())
@@ -102,7 +105,8 @@ def test_rows_that_are_sent_to_experts_are_not_compiled():
 
 
 MASKED = {"num_hidden_layers": 2, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
-SEED, ACROSS = "the seed of a dropout mask", "a collective of tensor parallelism"
+SEED = "the seed of a dropout mask"
+ACROSS = "a collective of tensor parallelism"
 
 IN_FULL = {
     "llama": case("pointwise", zero_stage=3, mesh=(2, 1, 2), sequence_parallel=True),

@@ -19,7 +19,11 @@ from tests.counting import Counting
 
 pytestmark = pytest.mark.gloo
 
-BATCH, SEQ, HEADS, KV_HEADS, SIZE = 2, 96, 4, 2, 8
+BATCH = 2
+SEQ = 96
+HEADS = 4
+KV_HEADS = 2
+SIZE = 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 1 + [2] * 50 + [3] * 40, [0] * SEQ])
 
 
@@ -82,7 +86,8 @@ def attention_on_rank(rank, window, with_sinks, ring):
         if with_sinks:  # each rank has the gradient of its own queries
             total = got.pop()
             dist.all_reduce(total, group=cp.group)
-            got, want = [*got, total], [*wanted, of_sinks]
+            got = [*got, total]
+            want = [*wanted, of_sinks]
         else:
             want = wanted
         errors = [float((a - b).detach().abs().max()) for a, b in zip(got, want, strict=True)]
@@ -119,8 +124,10 @@ def test_a_ring_computes_the_same():
 def kept_on_rank(rank, cp, ring):
     """Bytes that an attention keeps for its backward besides its inputs, and its output's."""
     mesh = Mesh(1, 1, cp, 1)
-    seq, documents = 1024, torch.zeros(1, 1024, dtype=torch.int64)
-    places, group = torch.from_numpy(deal(documents.numpy(), cp)), mesh.context.group
+    seq = 1024
+    documents = torch.zeros(1, 1024, dtype=torch.int64)
+    places = torch.from_numpy(deal(documents.numpy(), cp))
+    group = mesh.context.group
     segments = Segments.of(documents, places, group)
     like = {"requires_grad": True}
     with Counting() as counting:
@@ -143,7 +150,8 @@ def test_a_rank_keeps_its_share(cp, ring):
 def dropped_on_rank(rank, split):
     """The largest difference of dropout's output and gradient from those of whole samples."""
     mesh = Mesh(1, 1, 2, 2)
-    cp, over = mesh.context, mesh.tensor if split else mesh.alone
+    cp = mesh.context
+    over = mesh.tensor if split else mesh.alone
     key = RandomKey(3)
     layer = Dropout(0.5, "here", key, over.group if split else None)
     whole = torch.arange(1.0, 1 + BATCH * SEQ * 3).view(BATCH, SEQ, 3)
@@ -179,13 +187,15 @@ class Group:
     """The size and rank of a group, whose ranks this process plays in turn."""
 
     def __init__(self, size, rank):
-        self.size, self.rank = lambda: size, lambda: rank
+        self.size = lambda: size
+        self.rank = lambda: rank
 
 
 @pytest.mark.parametrize("window", [None, 400])
 def test_one_kernel_computes_the_same(window):
     """FlexAttention with the blocks that a GPU's kernel is told of, as torch runs it on a CPU."""
-    seq, cp = 1024, 2
+    seq = 1024
+    cp = 2
     documents = torch.stack([torch.arange(seq) // 300, (torch.arange(seq) > 7).long()])
     places = torch.from_numpy(deal(documents.numpy(), cp))
     q, k, v = (torch.randn(2, heads, seq, 16) for heads in (4, 2, 2))
@@ -202,7 +212,8 @@ def test_one_kernel_computes_the_same(window):
         same = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril()
         same = same.triu(1 - (window or seq))
         blocks = own_part(same, dealt.places, 1).unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
-        whole, mask = blocks.all(4).all(2), block_mask(dealt, window)
+        whole = blocks.all(4).all(2)
+        mask = block_mask(dealt, window)
         assert torch.equal(mask.full_kv_num_blocks[:, 0], whole.sum(-1).int())
         partly = blocks.any(4).any(2) & ~whole
         assert torch.equal(mask.kv_num_blocks[:, 0], partly.sum(-1).int()) and whole.any()

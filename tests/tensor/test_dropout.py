@@ -18,9 +18,15 @@ from parallel3d.verify.local_ranks import run_locally
 pytestmark = pytest.mark.gloo
 
 CONFIG = Config(
-    family="gpt", hidden_size=8, num_hidden_layers=1, num_attention_heads=4, vocab_size=61,
-    max_position_embeddings=16, attn_pdrop=0.1, resid_pdrop=0.1,
-)  # fmt: skip
+    family="gpt",
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    vocab_size=61,
+    max_position_embeddings=16,
+    attn_pdrop=0.1,
+    resid_pdrop=0.1,
+)
 
 
 def mask(dropout, numel=256):
@@ -41,11 +47,14 @@ def masks_on_rank(rank):
         "split": mask(split),
         "elsewhere": mask(elsewhere),
     }
-    key.step, key.microbatch = 1, 0
+    key.step = 1
+    key.microbatch = 0
     found["step"] = mask(replicated)
-    key.step, key.microbatch = 0, 1
+    key.step = 0
+    key.microbatch = 1
     found["microbatch"] = mask(replicated)
-    key.microbatch, key.seed = 0, 4
+    key.microbatch = 0
+    key.seed = 4
     found["seed"] = mask(replicated)
     mesh.barrier()
     return (mesh.samples.coord, mesh.tensor.coord), found
@@ -54,7 +63,8 @@ def masks_on_rank(rank):
 def test_masks_agree_and_differ():
     found = dict(run_locally(masks_on_rank, 4, timeout=60))
     for dp in (0, 1):
-        one, two = found[dp, 0], found[dp, 1]
+        one = found[dp, 0]
+        two = found[dp, 1]
         for name in ("replicated", "elsewhere", "step", "microbatch", "seed"):
             assert one[name] == two[name], name
         assert one["split"] != two["split"]
@@ -69,7 +79,8 @@ def test_masks_agree_and_differ():
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_keep_rate(p):
-    numel, key = 2**20, RandomKey(0)
+    numel = 2**20
+    key = RandomKey(0)
     dropout = Dropout(p, "here", key)
     first = dropout(torch.ones(numel))
     assert set(first.unique().tolist()) == {0.0, float(torch.tensor(1 / (1 - p)))}
@@ -95,7 +106,8 @@ def test_none_in_evaluation():
 
 def test_one_generator_is_seeded(monkeypatch):
     """The device's own, as torch.manual_seed seeds it; those of its peers are other ranks'."""
-    dropout, seeds = Dropout(0.5, "here", RandomKey(0)), []
+    dropout = Dropout(0.5, "here", RandomKey(0))
+    seeds = []
     torch.manual_seed(1)
     before = torch.get_rng_state()
     monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
@@ -122,7 +134,8 @@ def gradients(block, key, recompute):
     """F0 F1 B0 B1, as a pipeline interleaves them; the key tells each recomputation its place."""
     stages = Stages({0: [block]}, {block} if recompute else set())
     generator = torch.Generator().manual_seed(9)
-    outputs, inputs = [], []
+    outputs = []
+    inputs = []
     for microbatch in (0, 1):
         key.microbatch = microbatch
         inputs.append(torch.randn(2, 5, 8, generator=generator).requires_grad_())

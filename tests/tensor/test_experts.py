@@ -75,7 +75,8 @@ def test_tokens_come_back_to_their_places(group, capacity):
     chosen = torch.tensor([[0, 1], [0, 2], [1, 0], [0, 2], [2, 0], [0, 1]])
     weights = torch.rand(6, 2, dtype=torch.float64, requires_grad=True)
     y = run(experts, x, chosen, weights)
-    expected, seen = torch.zeros_like(y), [0] * 4
+    expected = torch.zeros_like(y)
+    seen = [0] * 4
     for token, row in enumerate(chosen.tolist()):
         for place, number in enumerate(row):
             seen[number] += 1
@@ -87,11 +88,17 @@ def test_tokens_come_back_to_their_places(group, capacity):
     assert torch.autograd.gradcheck(lambda x, w: run(experts, x, chosen, w), (x, weights))
 
 
-OWNERS, EXPERTS, SIZE, INNER = 4, 8, 8, 12
+OWNERS = 4
+EXPERTS = 8
+SIZE = 8
+INNER = 12
 # Each rank's tokens and their two experts: one rank has no token, and nobody asks the last owner.
 CHOSEN = [
-    [[0, 5], [1, 2], [5, 0]], [[2, 3]], torch.zeros(0, 2).tolist(), [[4, 1], [4, 5]],
-]  # fmt: skip
+    [[0, 5], [1, 2], [5, 0]],
+    [[2, 3]],
+    torch.zeros(0, 2).tolist(),
+    [[4, 1], [4, 5]],
+]
 
 
 def divided(rank, weights, tokens, gradients):
@@ -142,7 +149,8 @@ def test_no_released_weight_is_kept_alive(group):
     experts = Experts(4, 4, 8, group)
     for p in experts.parameters():
         nn.init.normal_(p)
-    x, chosen = torch.randn(6, 4, requires_grad=True), torch.randint(4, (6, 2))
+    x = torch.randn(6, 4, requires_grad=True)
+    chosen = torch.randint(4, (6, 2))
     y = run(experts, x, chosen, torch.rand(6, 2))
     values, alive = release(experts)
     assert alive == 0

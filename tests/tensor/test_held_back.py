@@ -53,7 +53,9 @@ def gradients(rank, size, sequence_parallel, recompute, dtype):
     found = []
     for deferred in (False, True):
         block.zero_grad(set_to_none=True)
-        inputs, waiting, early = [], [], []
+        inputs = []
+        waiting = []
+        early = []
         for x in xs:
             x = x.clone().requires_grad_()
             y = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
@@ -99,7 +101,8 @@ def test_added_in_place_to_the_bit(dtype):
     found = []
     for in_place in (False, True):
         for parameter in (weight, head):
-            parameter.grad, parameter.grad_dtype = None, torch.float32
+            parameter.grad = None
+            parameter.grad_dtype = torch.float32
         for x in xs:
             hidden = linear(x, weight)
             loss = vocab_parallel_loss(hidden, head, labels, vocab_size=50, group=alone).mean()
@@ -116,9 +119,11 @@ def test_added_in_place_to_the_bit(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_head_in_parts_is_added_in_place(dtype, monkeypatch):
     monkeypatch.setattr(transformer_cost, "LOGITS_AT_ONCE", 100)
-    head, x = nn.Parameter(torch.randn(50, SIZE).to(dtype)), torch.randn(4, SIZE).to(dtype)
+    head = nn.Parameter(torch.randn(50, SIZE).to(dtype))
+    x = torch.randn(4, SIZE).to(dtype)
     head.grad_dtype = torch.float32
-    labels, alone = torch.randint(50, (4,)), torch.distributed.ProcessGroup(0, 1)
+    labels = torch.randint(50, (4,))
+    alone = torch.distributed.ProcessGroup(0, 1)
     for _ in range(2):
         once = head.grad.clone() if head.grad is not None else None
         with accumulate_in_place():

@@ -127,7 +127,8 @@ class Memory(Counting):
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_shard_draws_no_more_than_its_tiles(dim):
-    spec, dp = spec_of((4096, 1024)), 4
+    spec = spec_of((4096, 1024))
+    dp = 4
     for rank in range(4):
         cut = cut_of(spec.shape, (dim, 4, rank))
         height, width = cut.local_shape

@@ -40,7 +40,8 @@ def test_it_is_the_one_that_runs_and_is_said_once(context):
         q = torch.randn(2, 4, 16, 8, dtype=dtype, requires_grad=True)
         k, v = torch.randn(2, 2, kv_heads, 16, 8, dtype=dtype, requires_grad=True)
         segments = Segments.of(torch.arange(16).div(5).long().expand(2, 16)) if isolated else None
-        attention, said = attend(dropout, context, heads=(4, kv_heads)), []
+        attention = attend(dropout, context, heads=(4, kv_heads))
+        said = []
         sizes = {"batch": 2, "seq": 16, "dtype": dtype, "device": CPU, "isolated": isolated}
         with Calls() as asked:
             log_kernel(nn.Sequential(attention), said.append, **sizes)
@@ -62,7 +63,8 @@ def test_a_warning_says_what_to_change():
 
 def test_a_window_is_said_of_the_layer_that_sees_most(context):
     """A mask has a fused kernel here, too; the operators that run are those of blocks."""
-    windows, said = (3, 7), []
+    windows = (3, 7)
+    said = []
     layers = [
         CausalAttention(0.0, "a", context, heads=(4, 2), head_size=8, window=w) for w in windows
     ]
@@ -87,7 +89,8 @@ def test_dealt_tokens_have_a_kernel_of_their_own(context):
     said = []
     for ring, device, seq in cases:
         layer = attend(0.0, context, heads=(4, 2))
-        layer.cp, layer.ring = 4, ring
+        layer.cp = 4
+        layer.ring = ring
         log_kernel(nn.Sequential(layer), said.append, seq=seq, device=torch.device(device), **sizes)
     assert ["flex" in line for line in said] == [True, False, False, False]
 

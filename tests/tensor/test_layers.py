@@ -113,7 +113,8 @@ def compare(layer, twin, inputs, outputs, s, tolerance):
     it would hand it over. What a rank has of the gradient of a parameter that it holds whole is
     summed by the engine where the activations are split, or the parameter is shared (`partial`).
     """
-    (x, whole_x, x_of), (y, whole_y, y_of) = inputs, outputs
+    (x, whole_x, x_of) = inputs
+    (y, whole_y, y_of) = outputs
     close(y, y_of(whole_y), "output", tolerance)
     grad = torch.randn(whole_y.shape, generator=torch.Generator().manual_seed(1)).to(whole_y)
     y.backward(y_of(grad))

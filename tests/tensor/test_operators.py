@@ -16,14 +16,30 @@ from parallel3d.verify.local_ranks import run_locally
 pytestmark = pytest.mark.gloo
 
 SMALL = {
-    "family": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 16,
-}  # fmt: skip
+    "family": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 16,
+}
 
 VIEWS = {
-    "_unsafe_view", "alias", "detach", "expand", "select", "slice", "split", "split_with_sizes",
-    "t", "transpose", "unsqueeze", "view", "unbind",
-}  # fmt: skip
+    "_unsafe_view",
+    "alias",
+    "detach",
+    "expand",
+    "select",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "t",
+    "transpose",
+    "unsqueeze",
+    "view",
+    "unbind",
+}
 
 
 class Operators(TorchDispatchMode):
@@ -46,7 +62,9 @@ class Kernels:
     """Compiles graphs, each of as many kernels as `compile_graph` says; counts those that run."""
 
     def __init__(self, compile_graph):
-        self._compile_graph, self.count, self.calls = compile_graph, 0, 0
+        self._compile_graph = compile_graph
+        self.count = 0
+        self.calls = 0
 
     def __call__(self, graph, inputs, **options):
         run, kernels = self._compile_graph(graph, inputs, **options)
@@ -84,11 +102,12 @@ def count_on_rank(rank, inductor):
     compiled.BACKEND = inductor_of(kernels) if inductor else traced_for(kernels)
     plain, pointwise = (
         resolve_name(layer.build)(
-            layer.config, layer.name,
+            layer.config,
+            layer.name,
             LayerContext(mesh.tensor.group, RandomKey(0), pointwise=pointwise),
         )
         for pointwise in (False, True)
-    )  # fmt: skip
+    )
     for parameter in (*plain.parameters(), *pointwise.parameters()):
         torch.nn.init.normal_(parameter, std=0.02)
     x = torch.randn(2, 16, SMALL["hidden_size"], requires_grad=True)

@@ -25,7 +25,10 @@ from tests.strict.running import run_strictly
 
 pytestmark = pytest.mark.gloo
 
-BATCH, SEQ, SIZE, HEAD = 2, 8, 6, 4
+BATCH = 2
+SEQ = 8
+SIZE = 6
+HEAD = 4
 SECONDS = 0.15  # of each product and each collective
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 DELAYS = ",".join(f"{kind}={SECONDS}" for kind in KINDS)
@@ -109,7 +112,8 @@ def test_to_the_bit():
 
 def order_and_time(rank):
     """Of the backward of one layer, without and with: what was issued, and the seconds."""
-    mesh, found = Mesh(1, 1, 2), []
+    mesh = Mesh(1, 1, 2)
+    found = []
     for split in (False, True):
         layer, _ = layers(mesh.tensor.group, split)
         for on in (False, True):

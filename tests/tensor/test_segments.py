@@ -19,7 +19,8 @@ pytestmark = pytest.mark.gloo
 def test_segments_by_a_slow_loop(ends):
     documents = []
     for row in ends:
-        ordinals, current = [], 0
+        ordinals = []
+        current = 0
         for end in row:
             ordinals.append(current)
             current += end
@@ -74,7 +75,9 @@ def test_a_document_more_is_seen():
 
 def test_documents_take_no_square_of_the_sequence():
     """Forward and backward of 16 documents of 128 tokens: fewer bytes than one mask of booleans."""
-    seq, heads, size = 2048, 2, 16
+    seq = 2048
+    heads = 2
+    size = 16
     documents = torch.arange(seq).div(128).long().unsqueeze(0)
     q, k, v = (torch.randn(1, heads, seq, size, requires_grad=True) for _ in range(3))
     with Counting() as counting:

@@ -17,7 +17,8 @@ from tests.counting import Counting
 
 pytestmark = pytest.mark.gloo
 
-SEQ, SCALE = BLOCK + 30, 0.3
+SEQ = BLOCK + 30
+SCALE = 0.3
 DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * (SEQ - 6), [0] * SEQ])
 WINDOWS = (None, 1, 7, BLOCK + 1, SEQ - 1, SEQ, 10 * SEQ)
 
@@ -68,7 +69,10 @@ def test_a_window_wider_by_one_is_seen():
 
 def test_a_window_takes_no_square_of_the_sequence():
     """Forward and backward: fewer bytes than one mask of booleans, and FLOPs by the window."""
-    seq, window, heads, size = 4096, 100, 2, 16
+    seq = 4096
+    window = 100
+    heads = 2
+    size = 16
     q, k, v = (torch.randn(1, heads, seq, size, requires_grad=True) for _ in range(3))
     with Counting() as counting:
         attend_documents(q, k, v, None, 0.0, window=window).sum().backward()
@@ -81,7 +85,8 @@ def test_a_window_takes_no_square_of_the_sequence():
 
 def test_torchs_kernel_is_given_its_own_window(monkeypatch):
     """By its stand-in for tensors without memory: a token sees itself and window - 1 before."""
-    asked, kernel = [], documents_module._kernel()
+    asked = []
+    kernel = documents_module._kernel()
 
     def noted(*args, **options):
         asked.append((args[3].shape, options["window_size"]))

@@ -10,7 +10,9 @@ import torch
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Trainer
 
-BEFORE, AFTER = 5, 3  # CPU Adam's running products are first off in the step after the fifth
+# CPU Adam's running products are first off in the step after the fifth
+BEFORE = 5
+AFTER = 3
 
 
 def train(trainer, first, last):

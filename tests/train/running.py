@@ -46,8 +46,11 @@ def claim_on_first(asked, mesh, say=print):
 
 def train_on_rank(rank, raw, disturb=None, *details):
     """Everything between a config and the exit code, after `disturb` has changed something."""
-    ended, claimed, built = Ended(), None, set()
-    microbatch, training = Batches.microbatch, Feed.training
+    ended = Ended()
+    claimed = None
+    built = set()
+    microbatch = Batches.microbatch
+    training = Feed.training
 
     class Heard(Console):
         def print(self, *objects, **options):

@@ -68,10 +68,20 @@ def test_a_clean_end_forgets_deaths(tmp_path, stopped):
 
 
 DAMAGED = [
-    b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"deaths": [1, 1, 1], "unknown": 1}',
-    b'{"running": true, "deaths": ["7", "7"]}', b'{"running": true, "deaths": 7}',
-    b'{"running": 1}', b'{"launch": 5}', b'{"settings": 5}', b'{"stopped": "yes"}',
-]  # fmt: skip
+    b"",
+    b"{",
+    b"[]",
+    b"3",
+    b"null",
+    b"\xff\xfe",
+    b'{"deaths": [1, 1, 1], "unknown": 1}',
+    b'{"running": true, "deaths": ["7", "7"]}',
+    b'{"running": true, "deaths": 7}',
+    b'{"running": 1}',
+    b'{"launch": 5}',
+    b'{"settings": 5}',
+    b'{"stopped": "yes"}',
+]
 
 
 @pytest.mark.parametrize("contents", DAMAGED)

@@ -24,7 +24,8 @@ from tests.verify.measuring import batches
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
-BATCH, LEFT_OUT = 8, 1
+BATCH = 8
+LEFT_OUT = 1
 
 
 # The engine: a refused step changes nothing, whatever holds the state.
@@ -32,7 +33,8 @@ BATCH, LEFT_OUT = 8, 1
 
 def refuse_one(rank, case, reference):
     """Losses of the steps that are kept, and the errors of the weights after all of them."""
-    trainer, losses = Trainer(case), []
+    trainer = Trainer(case)
+    losses = []
     for step, batch in enumerate(trainer.batches()):
         rows = trainer.mesh.gather_floats([trainer.executor.run(batch, step)])
         norms = []
@@ -101,7 +103,8 @@ def spoil(rank, batches, factor):
     """Multiply the loss of some batches by a factor, on the ranks that have it."""
     is_new = SPOILED["at"] is None
     SPOILED.update(batches=batches, factor=factor, at=0)
-    step_of, run = trainer_module.Trainer._step, Executor.run
+    step_of = trainer_module.Trainer._step
+    run = Executor.run
 
     def placed(self, *args):
         SPOILED["at"] = self.position.next_sample // BATCH
@@ -113,7 +116,8 @@ def spoil(rank, batches, factor):
         return loss * SPOILED["factor"] if is_bad else loss
 
     if is_new:
-        trainer_module.Trainer._step, Executor.run = placed, spoiled
+        trainer_module.Trainer._step = placed
+        Executor.run = spoiled
 
 
 def leave_out(rank, batches, first_sample=feed_module.first_sample):
@@ -159,18 +163,22 @@ ZERO = [
     *(
         pytest.param(zero, marks=pytest.mark.slow)
         for zero in (
-            {"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 1, "offload_optimizer": CPU},
+            {"stage": 0},
+            {"stage": 1},
+            {"stage": 2},
+            {"stage": 1, "offload_optimizer": CPU},
             {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
         )
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("zero", ZERO, ids=str)
 def test_batches_are_left_out_as_one_process_would(config, zero):
     """Skip batch 3; rewind from batch 5 to step 4: one process trains on the other batches."""
     options = {"train__steps": 6, "checkpoint__every": 2}
-    config, kind = changed(config, {"zero_optimization": zero}), f"{zero['stage']}-{len(zero)}"
+    config = changed(config, {"zero_optimization": zero})
+    kind = f"{zero['stage']}-{len(zero)}"
     skip = named(config, f"skip-{kind}", train__on_nonfinite="skip", **options)
     rewind = named(config, f"rewind-{kind}", train__on_nonfinite="rewind", **options)
     runs = [(skip, spoil, [3], float("nan")), (rewind, spoil, [5], float("inf"))]
@@ -185,7 +193,8 @@ def test_batches_are_left_out_as_one_process_would(config, zero):
         assert len(ours) == len(theirs) >= 5
         for key in ("loss", "grad_norm"):
             assert [x[key] for x in ours] == pytest.approx([x[key] for x in theirs], rel=1e-5)
-    (first,), (second,) = events(skip), events(rewind)
+    (first,) = events(skip)
+    (second,) = events(rewind)
     assert (first["step"], first["samples"], first["count"]) == (4, [24, 31], 1)
     assert (second["step"], second["to"], second["samples"]) == (6, 4, [32, 47])
     assert first["reason"].startswith("the loss on rank ") and second["reason"].endswith(" is nan")
@@ -202,7 +211,8 @@ def test_a_resumed_run_decides_alike(config, dp):
     runs = start_all([(whole, spoil, [bad], 3.0), (first,), (half,)], (1, dp, 1))
     codes = [[e.code for e in ended] for ended in runs]
     assert codes == [[DONE] * dp, [STOPPED] * dp, [DONE] * dp]
-    ours, theirs = lines(half), lines(whole)
+    ours = lines(half)
+    theirs = lines(whole)
     assert len(ours) == bad + 2
     for key in ("step", "loss", "grad_norm", "lr", "tokens"):
         assert [line[key] for line in ours] == [line[key] for line in theirs]

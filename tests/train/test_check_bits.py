@@ -40,7 +40,8 @@ def _mask(bit):
 
 def check_on_rank(rank, case, faults):
     """What the check says about clean steps, and about each fault (rank, kind, name, bit)."""
-    trainer, said = Trainer(case), []
+    trainer = Trainer(case)
+    said = []
     stages = trainer.parts.schedule.pp_coord_of_stage
     ends = stages[0], stages[-1]
     for step, batch in zip(range(CLEAN), trainer.batches(), strict=True):
@@ -72,11 +73,14 @@ def check(case, faults, expected):
         assert ("one of" in text) == (len(named) > 1)
 
 
-REPLICAS, TP, TIED, NORMS = (
-    "data-parallel replicas", "tensor-parallel copies", "tied weights", "gradient norms"
-)  # fmt: skip
-CUT, UNCUT = "blocks.1.mlp.up.weight", "blocks.0.norm1.weight"
-TOKENS, LAST = "embedding.token.weight", "head.norm.bias"
+REPLICAS = "data-parallel replicas"
+TP = "tensor-parallel copies"
+TIED = "tied weights"
+NORMS = "gradient norms"
+CUT = "blocks.1.mlp.up.weight"
+UNCUT = "blocks.0.norm1.weight"
+TOKENS = "embedding.token.weight"
+LAST = "head.norm.bias"
 BITS = [0, 12, 22, 23, 30, 31]
 
 
@@ -129,7 +133,9 @@ def flip_on_the_way(send, tensor, pp_coord, tag):
 
 def messages_on_rank(rank, case, culprit, plant):
     """What the check says of a clean step, and of a step whose messages `plant` changes."""
-    trainer, batch, said = Trainer(case), None, []
+    trainer = Trainer(case)
+    batch = None
+    said = []
     for fault in (None, plant):
         send = trainer.mesh.isend
         if fault and rank == culprit:
@@ -150,14 +156,22 @@ def messages_on_rank(rank, case, culprit, plant):
 @pytest.mark.parametrize(
     ("case", "culprit", "plant", "expected"),
     [
-        (Case((2, 1, 1), zero_stage=1, **settings()), 0, swap_two_messages,
-         r"rank 1 on \S+ received other bits in 1RECV_F0 than rank 0 on \S+ sent: those of "
-         r"1RECV_F1; rank 1 on \S+ received other bits in 1RECV_F1 .*: those of 1RECV_F0\. "),
-        (Case((2, 2, 1), zero_stage=3, **settings()), 3, flip_on_the_way,
-         r"rank 1 on \S+ received other bits in 0RECV_B0 than rank 3 on \S+ sent\. "),
+        (
+            Case((2, 1, 1), zero_stage=1, **settings()),
+            0,
+            swap_two_messages,
+            r"rank 1 on \S+ received other bits in 1RECV_F0 than rank 0 on \S+ sent: those of "
+            r"1RECV_F1; rank 1 on \S+ received other bits in 1RECV_F1 .*: those of 1RECV_F0\. ",
+        ),
+        (
+            Case((2, 2, 1), zero_stage=3, **settings()),
+            3,
+            flip_on_the_way,
+            r"rank 1 on \S+ received other bits in 0RECV_B0 than rank 3 on \S+ sent\. ",
+        ),
     ],
     ids=["swapped", "flipped"],
-)  # fmt: skip
+)
 def test_a_message_that_arrives_otherwise(case, culprit, plant, expected):
     """No copy differs, and no layer computes wrong bits: the ends of the channel differ."""
     ranks = run_locally(messages_on_rank, case.world_size, case, culprit, plant)

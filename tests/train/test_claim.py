@@ -197,10 +197,19 @@ def test_a_step_of_a_run_that_is_not_there(place):
 def test_a_mesh_that_is_to_be_planned():
     """Every rank comes to the planner's first row; the config is the same for any number."""
     words = (
-        "--parallel3d.mesh", '"plan"', "--parallel3d.run.hardware", "A100-SXM4-80GB",
-        "--train_batch_size", 32, "--train_micro_batch_size_per_gpu", "null",
-        "--gradient_accumulation_steps", "null", "--bf16.enabled", "true",
-    )  # fmt: skip
+        "--parallel3d.mesh",
+        '"plan"',
+        "--parallel3d.run.hardware",
+        "A100-SXM4-80GB",
+        "--train_batch_size",
+        32,
+        "--train_micro_batch_size_per_gpu",
+        "null",
+        "--gradient_accumulation_steps",
+        "null",
+        "--bf16.enabled",
+        "true",
+    )
     asked = read(*words)
     for ranks in (1, 2, 4):
         config = claims.resolve_config(asked, Launch(0, ranks, 0, ranks))

@@ -19,10 +19,14 @@ from parallel3d.train.ending import StopRequest
 pytestmark = pytest.mark.gloo
 
 TORCHRUN = {
-    "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
-    "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3",
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
     "TORCHELASTIC_RESTART_COUNT": "1",
-}  # fmt: skip
+}
 DEEPSPEED = {
     "RANK": "0",
     "WORLD_SIZE": "2",
@@ -31,9 +35,13 @@ DEEPSPEED = {
     "CROSS_RANK": "0",
 }
 SLURM = {
-    "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "MASTER_ADDR": "node1",
-    "SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2",
-}  # fmt: skip
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_LOCALID": "1",
+    "MASTER_ADDR": "node1",
+    "SLURM_JOB_ID": "77",
+    "SLURM_RESTART_COUNT": "2",
+}
 ALL = {name for variables in (TORCHRUN, DEEPSPEED, SLURM) for name in variables}
 
 
@@ -127,17 +135,26 @@ SHELL_LINES = "set -e\n" * 100
     [
         ([], f"python {PROGRAM} a.json"),
         ([["/venv/bin/python", "/venv/bin/torchrun"]], f"torchrun {PROGRAM} a.json"),
-        ([["/venv/bin/python3", "-m", "torch.distributed.run"]],
-         f"python -m torch.distributed.run {PROGRAM} a.json"),
-        ([["python", "-u", "-m", "deepspeed.launcher.launch"], ["python", "/venv/bin/deepspeed"]],
-         f"deepspeed {PROGRAM} a.json"),
-        ([["python", "/venv/bin/accelerate", "launch"], ["bash", "-c", SHELL_LINES]],
-         f"accelerate launch {PROGRAM} a.json"),
+        (
+            [["/venv/bin/python3", "-m", "torch.distributed.run"]],
+            f"python -m torch.distributed.run {PROGRAM} a.json",
+        ),
+        (
+            [
+                ["python", "-u", "-m", "deepspeed.launcher.launch"],
+                ["python", "/venv/bin/deepspeed"],
+            ],
+            f"deepspeed {PROGRAM} a.json",
+        ),
+        (
+            [["python", "/venv/bin/accelerate", "launch"], ["bash", "-c", SHELL_LINES]],
+            f"accelerate launch {PROGRAM} a.json",
+        ),
         ([["timeout", "100", "python3"]], f"timeout 100 python3 {PROGRAM} a.json"),
         ([["srun", "--ntasks", "2", "python"]], f"srun --ntasks 2 python {PROGRAM} a.json"),
         ([["bash", "-c", f'{SHELL_LINES}"$@"', "torchrun", "python"]], f"python {PROGRAM} a.json"),
     ],
-)  # fmt: skip
+)
 def test_the_command_is_the_outermost_launchers_or_this_process_own(monkeypatch, parents, command):
     arguments = [*PROGRAM.split(), "a.json"]
     lines = [SimpleNamespace(cmdline=lambda words=words: [*words, *arguments]) for words in parents]

@@ -34,7 +34,8 @@ def evaluate_on_rank(rank, calls, stops=False):
     """
     found = []
     for words in calls:
-        printed, stop = io.StringIO(), StopRequest()
+        printed = io.StringIO()
+        stop = StopRequest()
         if stops and rank == 1:
             stop.flags = lambda: [1.0, 0.0]
         try:
@@ -73,7 +74,8 @@ def sets_of(line):
 
 def sets_in(said):
     """The same of what the command printed."""
-    (code, text), found = said, json.loads(said[1])
+    (code, text) = said
+    found = json.loads(said[1])
     assert code == DONE and list(found) == ["sets"], text
     for numbers in found["sets"].values():
         assert list(numbers) == list(SHOWN)

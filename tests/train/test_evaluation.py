@@ -51,7 +51,8 @@ def test_nothing_to_evaluate(raw):  # noqa: F811
 @pytest.fixture(scope="module")
 def mixed(raw, tmp_path_factory):  # noqa: F811
     """A mixture of the texts, 1 : 3, with rows of quite other words."""
-    root, rng = tmp_path_factory.mktemp("mixed"), np.random.default_rng(1)
+    root = tmp_path_factory.mktemp("mixed")
+    rng = np.random.default_rng(1)
     lines = [json.dumps({"text": " ".join(rng.choice([*"xyz0123"], 90))}) for _ in range(60)]
     (root / "rows.jsonl").write_text("\n".join(lines))
     rows = {"source": "jsonl", "paths": [f"{root}/rows.jsonl"], "weight": 3}

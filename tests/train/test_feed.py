@@ -24,12 +24,15 @@ from tests.data.ids import writers
 
 pytestmark = pytest.mark.gloo
 
-LENGTH, SIZE, END = 8, 10_000, 7
+LENGTH = 8
+SIZE = 10_000
+END = 7
 
 
 def feed_of(corpus, place=(0, 0), *, mesh=(1, 1), schedule="gpipe", stages=1, **settings):
     """The feed of one rank of a mesh (pp, dp), and its config."""
-    micro_batch, read_ahead = settings.pop("micro_batch", 2), settings.pop("read_ahead", 2)
+    micro_batch = settings.pop("micro_batch", 2)
+    read_ahead = settings.pop("read_ahead", 2)
     microbatches = settings.pop("microbatches", 4)
     pp, dp = mesh
     sizes = {"hidden_size": 8, "num_hidden_layers": 8, "num_attention_heads": 1, "vocab_size": 4096}
@@ -70,7 +73,8 @@ def corpus():
 @pytest.fixture
 def closed():
     """Feeds that are closed at the end; no thread may be left."""
-    before, feeds = threading.active_count(), []
+    before = threading.active_count()
+    feeds = []
     yield feeds
     for feed in feeds:
         feed.close()
@@ -198,7 +202,9 @@ def test_a_step_is_one_copy_that_nobody_waits_for(corpus, closed, monkeypatch):
     """For a device: out of pinned memory, into which the thread has put what it built ahead."""
     feed, _ = feed_of(corpus)
     closed.append(feed)
-    device, pinned, copies = torch.device("cuda", 1), [], []
+    device = torch.device("cuda", 1)
+    pinned = []
+    copies = []
     feed._mesh.device = device
 
     def pin(tensor):
@@ -226,7 +232,8 @@ def mixture_of(folder):
 
     No two windows are the same.
     """
-    parts, first = [stream(1000, 700)], 2000
+    parts = [stream(1000, 700)]
+    first = 2000
     for source, write in (("megatron", writers.megatron), ("datatrove", writers.datatrove)):
         (folder / source).mkdir()
         documents = []
@@ -251,7 +258,8 @@ def test_every_sample_once_over_changing_meshes_batches_and_depths(tmp_path, clo
     ]
     assert [len(w) for w in windows] == [(len(part) - 1) // LENGTH for part in mixture.parts]
     limit = Batches(mixture, LENGTH, seed=3).num_samples
-    seen, start = [], 0
+    seen = []
+    start = 0
     for dp, micro_batch, depth, num_steps in ((2, 3, 2, 3), (1, 5, 1, 2), (4, 1, 3, None)):
         feeds = [
             feed_of(corpus, (0, c), mesh=(1, dp), micro_batch=micro_batch, read_ahead=depth)

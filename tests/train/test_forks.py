@@ -9,7 +9,8 @@ from tests.train.running import folder_of, start_all
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
-WARMUP, COOLDOWN = 1, 2
+WARMUP = 1
+COOLDOWN = 2
 ENDS = (4, 6)
 SAME = ("loss", "grad_norm", "lr", "tokens", "held_out_loss")
 

@@ -55,11 +55,13 @@ CASES = [
 @pytest.mark.parametrize(("mesh", "settings"), CASES, ids=str)
 def test_it_is_that_of_each_ranks_samples(mesh, settings, config, squares):
     """Of a sample a rank, by the two formulas of arXiv:1812.06162, appendix A.1."""
-    dp, settings = mesh[1], settings | {"parallel3d.train.steps": 2, EVERY: 2}
+    dp = mesh[1]
+    settings = settings | {"parallel3d.train.steps": 2, EVERY: 2}
     name = f"{mesh} {len(settings)} {settings['zero_optimization.stage']}"
     first, second = lines(config, name.replace(" ", ""), mesh, dp, **settings)
     assert "gradient_noise" not in first
-    small, big = sum(squares[dp : 2 * dp]) / dp, second["grad_norm"] ** 2
+    small = sum(squares[dp : 2 * dp]) / dp
+    big = second["grad_norm"] ** 2
     noise = second["gradient_noise"]
     assert noise["square"] == pytest.approx((dp * big - small) / (dp - 1), rel=1e-4)
     assert noise["trace"] == pytest.approx((small - big) / (1 - 1 / dp), rel=1e-4)

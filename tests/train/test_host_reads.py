@@ -15,7 +15,9 @@ pytestmark = pytest.mark.gloo
 
 READ = "tolist parallel3d/mesh/mesh.py:gather_floats"
 SUMMED = "tolist parallel3d/mesh/mesh.py:sum_floats"
-SETS, ROUNDS = 2, 2  # that are evaluated, and rounds of each
+# that are evaluated, and rounds of each
+SETS = 2
+ROUNDS = 2
 
 
 def count_waits(rank, folder):
@@ -23,7 +25,8 @@ def count_waits(rank, folder):
     from tests.asynchronous import asynchronous
 
     device = asynchronous()
-    waits, file = device.__enter__(), Path(folder, f"{rank}.jsonl")
+    waits = device.__enter__()
+    file = Path(folder, f"{rank}.jsonl")
     go_on = trainer_module.fault_point
 
     def starts(place):

@@ -43,7 +43,9 @@ def on_two_nodes(rank, raw, root):
     deal_cyclically(rank)
     mesh = Mesh(1, 2, 2)
     config = RunConfig.from_dict(raw).resolve(4)
-    said, prepared, prepare = [], [], start.prepare
+    said = []
+    prepared = []
+    prepare = start.prepare
 
     def noted(*args):
         prepared.append(rank)

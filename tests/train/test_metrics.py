@@ -135,7 +135,8 @@ def columns_of(lines):
 
     Read back by Unicode's numbers of braille dots: 1 2 3 7 go down on the left, 4 5 6 8 right.
     """
-    dots, drawn = (1, 2, 3, 7, 4, 5, 6, 8), [line.partition("┤")[2] for line in lines]
+    dots = (1, 2, 3, 7, 4, 5, 6, 8)
+    drawn = [line.partition("┤")[2] for line in lines]
     heights = [None] * (2 * len(drawn[0]))
     for row, text in enumerate(drawn):
         for i, dot in itertools.product(range(len(text)), range(8)):
@@ -188,7 +189,9 @@ def test_what_is_left_is_told_by_the_newest_steps(monkeypatch):
 
 def test_a_full_disk_keeps_the_lines_in_memory(tmp_path, monkeypatch):
     """It takes a part of a line first, as a real one does; and there is room again later."""
-    room, said, write = [150], [], os.write
+    room = [150]
+    said = []
+    write = os.write
 
     def write_while_there_is_room(file, data):
         if not room[0]:
@@ -303,7 +306,8 @@ def test_the_kernel_of_attention_is_said_with_the_model(monkeypatch):
     """Of a device; here the CPU stands in for one, and nothing has been computed yet."""
     raw = config_of(zero=0)
     raw["parallel3d"]["model"] |= {"hidden_size": 32, "num_hidden_layers": 1}
-    config, mesh = RunConfig.from_dict(raw).resolve(1).with_vocab_size(256), Mesh()
+    config = RunConfig.from_dict(raw).resolve(1).with_vocab_size(256)
+    mesh = Mesh()
     try:
         parts = assemble(config, mesh)
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)

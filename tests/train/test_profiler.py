@@ -89,7 +89,8 @@ def test_torch_s_trace_has_each_action_with_its_work(written):
 
 def sent_before_used(events, ranks):
     """When each message among these ranks began to be sent, and when it was computed on."""
-    sent, used = {}, []
+    sent = {}
+    used = []
     for rank in ranks:
         step = ""
         for name, start, _ in own(events, rank):
@@ -140,9 +141,12 @@ def test_another_nodes_clock_is_set_by_the_barriers(monkeypatch):
         return [text, *(json.dumps([*other, *mine]) for other in others)]
 
     mesh = SimpleNamespace(
-        barrier=lambda: None, coords=(0, 0, 0), gather_texts=gather, rank=0,
+        barrier=lambda: None,
+        coords=(0, 0, 0),
+        gather_texts=gather,
+        rank=0,
         replicas=Peers(None, 1, 0),
-    )  # fmt: skip
+    )
     recorder = profiler.Profiler(ProfileConfig(start=0), mesh, None, run=Path("nowhere"))
     seen = profiler.Step(0, 100.0, 102.0, [("0F0", 100.5, 101.5)])
     recorder._steps = [seen]

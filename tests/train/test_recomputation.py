@@ -86,7 +86,8 @@ def spoil_the_checker(rank, case):
     """Rank 1's own recomputation is wrong once; and then rank 0's step, which rank 1 checks."""
     trainer = Trainer(case)
     recomputation = Recomputation(trainer.config, trainer.mesh, trainer.parts)
-    forward, done = module._forward, []
+    forward = module._forward
+    done = []
 
     def spoiled(layer, x, inputs, is_last):
         output, side = forward(layer, x, inputs, is_last)

@@ -20,7 +20,9 @@ from tests.train.running import folder_of, start
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
-STEP, MICROBATCHES = 4, 4  # of the whole batch, 2 samples each
+# of the whole batch, 2 samples each
+STEP = 4
+MICROBATCHES = 4
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,8 @@ def planted(kind, name, microbatch):
 
     def assemble(*args, **options):
         parts = build(*args, **options)
-        key, stages = parts.stages.key, parts.stages
+        key = parts.stages.key
+        stages = parts.stages
         own = {
             parts.layers[index].name: layer
             for stage, layers in stages.module.layers.items()
@@ -77,7 +80,8 @@ def replay_on_rank(rank, run, sizes, faults=(), alone=False):
     """
     config, checkpoint = replaying.replay_config(run, STEP, MeshSizes(*sizes), [])
     config = config.resolve(int(os.environ["WORLD_SIZE"]))
-    mesh, console = Mesh(*sizes), Console(quiet=True)
+    mesh = Mesh(*sizes)
+    console = Console(quiet=True)
     said = [replaying.replay(config, mesh, run, checkpoint, console)]
     for fault in faults:
         name = "x".join(map(str, sizes))

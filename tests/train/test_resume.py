@@ -18,8 +18,10 @@ from tests.train.running import folder_of, start, start_all
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
 
-HOME, BATCH = (1, 2, 1), 8
-HALF, STEPS = 4, 6
+HOME = (1, 2, 1)
+BATCH = 8
+HALF = 4
+STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +140,8 @@ def test_every_sample_once_on_other_dp_sizes_and_batches(config):
     total = 50
     settings = {"parallel3d.train.max_tokens": total * LENGTH, "parallel3d.train.steps": None}
     raw = named(changed(config, settings), "batches")
-    seen, ends = [], []
+    seen = []
+    ends = []
     for mesh, batch, micro, stop_after in (
         ((1, 2, 1), 8, 2, 3),  # 24 samples
         ((1, 1, 1), 6, 3, 5),  # 36

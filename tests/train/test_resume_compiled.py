@@ -11,7 +11,9 @@ from tests.train.running import folder_of, start
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
-MESH, HALF, STEPS = (1, 2, 1), 2, 4
+MESH = (1, 2, 1)
+HALF = 2
+STEPS = 4
 
 
 def by_graphs(rank):

@@ -11,7 +11,8 @@ from tests.train.running import folder_of, start
 pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.usefixtures("cpu_adam")]
 
 MUP = {"type": "mup", "base_width": 8}
-STEPS, HALF = 6, 3
+STEPS = 6
+HALF = 3
 OTHERS = [
     ((2, 1, 1), {"zero_optimization.stage": 1}),
     ((1, 1, 2), {"zero_optimization.offload_optimizer": {"device": "cpu"}}),
@@ -52,9 +53,13 @@ def test_each_line_says_the_rate_of_each_role(unbroken, config):
     assert wider > 1
     for line in unbroken:
         assert line["role_lr"] == pytest.approx(
-            {"input": line["lr"], "hidden": line["lr"] / wider, "output": line["lr"],
-             "vector": line["lr"]}
-        )  # fmt: skip
+            {
+                "input": line["lr"],
+                "hidden": line["lr"] / wider,
+                "output": line["lr"],
+                "vector": line["lr"],
+            }
+        )
 
 
 @pytest.mark.parametrize(("mesh", "settings"), OTHERS, ids=str)

@@ -195,7 +195,8 @@ def test_the_files_are_seen_by_one_rank_and_taken_away_when_done(tmp_path, monke
         return stat(path, **more)
 
     monkeypatch.setattr(os, "stat", look)
-    one, other = StopRequest(), StopRequest()
+    one = StopRequest()
+    other = StopRequest()
     one.hold(tmp_path)
     other.hold(None)
 

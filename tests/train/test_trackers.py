@@ -30,7 +30,9 @@ class Fake:
     __version__ = "99.0"
 
     def __init__(self, broken=(), error=RuntimeError):
-        self.calls, self._broken, self._error = [], broken, error
+        self.calls = []
+        self._broken = broken
+        self._error = error
         self.config = self
 
     def _note(self, name, /, *args, **options):
@@ -82,8 +84,10 @@ def test_who_asks_for_what():
         csv_monitor=None,
     )
     assert requested_trackers(both) == {
-        "csv": "parallel3d.run.trackers", "wandb": "wandb", "tensorboard": "tensorboard",
-    }  # fmt: skip
+        "csv": "parallel3d.run.trackers",
+        "wandb": "wandb",
+        "tensorboard": "tensorboard",
+    }
 
 
 @pytest.mark.parametrize("block", [True, False])
@@ -91,7 +95,8 @@ def test_tensorboard_reads_back(tmp_path, block):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     if block:
         place = {"enabled": True, "output_path": str(tmp_path / "boards"), "job_name": "job"}
-        asked, folder = {"tensorboard": place}, tmp_path / "boards" / "job"
+        asked = {"tensorboard": place}
+        folder = tmp_path / "boards" / "job"
     else:
         asked = {"parallel3d.run.trackers": ["tensorboard"]}
         folder = tmp_path / "mine" / "tensorboard"
@@ -129,8 +134,12 @@ def test_wandb_is_called_as_deepspeed_and_as_the_list_mean_it(tmp_path, installe
     running.finish()
     assert fake.names() == ["init", "update", "log", "finish"]
     assert fake.options("init") == {
-        "project": "p", "group": "g", "entity": "t", "name": "mine", "dir": str(tmp_path / "mine"),
-    }  # fmt: skip
+        "project": "p",
+        "group": "g",
+        "entity": "t",
+        "name": "mine",
+        "dir": str(tmp_path / "mine"),
+    }
     assert fake.calls[2][1:] == (({"loss": 1.0},), {"step": 7})
     sent = fake.calls[1][1][0]
     assert sent["parallel3d.mesh.pp"] == 2 and sent["optimizer.params.lr"] == 1e-3
@@ -154,13 +163,15 @@ def test_comet_is_called_as_deepspeed_means_it_and_its_key_is_not_written(tmp_pa
     assert "secret" not in str(fake.calls[1:])
 
 
-ONE, TWO = {"loss": 1.0}, {"loss": 2.0}
+ONE = {"loss": 1.0}
+TWO = {"loss": 2.0}
 
 
 @pytest.mark.parametrize("call", ["init", "update", "log", "finish"])
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, OSError])
 def test_a_tracker_that_fails_is_named_once_and_dropped(tmp_path, installed, call, error):
-    fake, said = installed("wandb", broken=[call], error=error), []
+    fake = installed("wandb", broken=[call], error=error)
+    said = []
     running = started(tmp_path, said, **{"parallel3d.run.trackers": ["wandb", "csv"]})
     for step in (1, 2, 3):
         running.log(ONE, step)
@@ -263,7 +274,8 @@ def test_a_full_disk_of_tensorboard_is_one_message(tmp_path):
 def log_to_a_full_disk(rank, folder):
     """What the trackers say."""
     words = ["--parallel3d.run.tensorboard", "true", "--mesh.dp", "1"]
-    config, said = RunConfig.from_json("ds.json", words).resolve(1), []
+    config = RunConfig.from_json("ds.json", words).resolve(1)
+    said = []
     own = Trackers(config, folder, step=0, say=said.append)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))

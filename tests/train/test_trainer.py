@@ -32,7 +32,12 @@ from tests.train.test_metrics import KEYS
 
 pytestmark = pytest.mark.gloo
 
-HIDDEN, LAYERS, LENGTH, VOCAB, STEPS, PEAK = 32, 3, 16, 280, 5, 2e12
+HIDDEN = 32
+LAYERS = 3
+LENGTH = 16
+VOCAB = 280
+STEPS = 5
+PEAK = 2e12
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "dog", "run", "far"]
 STOPS = [(1, signal.SIGINT), pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow)]
 
@@ -194,7 +199,8 @@ def test_side_losses_are_means_over_the_layers_and_the_batch():
 
 def poison_loss(rank, culprit, value):
     """From its third batch on, the executor of one rank reports a loss that is not finite."""
-    run, write = Executor.run, disk.write_file
+    run = Executor.run
+    write = disk.write_file
 
     def slow_write(*args, **options):
         time.sleep(0.1)  # the save of the step before is still under way
@@ -224,7 +230,8 @@ def poison_weight(rank, culprit):
 
 def poison_gradient(rank, culprit):
     """In its second step one rank gets a gradient from the next stage that is NaN."""
-    backward, step_of = Engine.backward, trainer_module.Trainer._step
+    backward = Engine.backward
+    step_of = trainer_module.Trainer._step
 
     def poisoned_step(self, step, *args):
         self.engine.poisoned = rank == culprit and step == 1
@@ -234,7 +241,8 @@ def poison_gradient(rank, culprit):
         poisoned = grad is not None and getattr(self, "poisoned", False)
         backward(self, output, grad * math.nan if poisoned else grad, **stage)
 
-    trainer_module.Trainer._step, Engine.backward = poisoned_step, poisoned
+    trainer_module.Trainer._step = poisoned_step
+    Engine.backward = poisoned
 
 
 @pytest.mark.parametrize(

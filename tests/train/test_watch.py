@@ -15,7 +15,9 @@ from tests.train.running import start
 
 pytestmark = pytest.mark.gloo
 
-STEPS, EVERY, MICROBATCHES = 4, 2, 3
+STEPS = 4
+EVERY = 2
+MICROBATCHES = 3
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +52,13 @@ def test_the_parts_of_a_step_add_up_to_it(said):
         total, _, parts = line.partition(": ")[2].partition(" ms = ")
         values = {word.split()[0]: float(word.split()[1]) for word in parts.split(" + ")}
         assert list(values) == [
-            "forward", "backward", "waiting", "reduction", "optimizer", "rest",
-        ]  # fmt: skip
+            "forward",
+            "backward",
+            "waiting",
+            "reduction",
+            "optimizer",
+            "rest",
+        ]
         assert sum(values.values()) == pytest.approx(float(total), abs=0.5)
         assert all(values[part] > 0 for part in ("forward", "backward", "optimizer"))
 
@@ -64,8 +71,13 @@ def test_a_reduction_among_the_actions_is_no_waiting():
     watch = StepWatch(None, None, parts, say=print)
     watch._add(12.0)
     assert watch._sums == {
-        "forward": 1, "backward": 2, "waiting": 4, "reduction": 3 + 1, "optimizer": 0.5, "rest": 0.5
-    }  # fmt: skip
+        "forward": 1,
+        "backward": 2,
+        "waiting": 4,
+        "reduction": 3 + 1,
+        "optimizer": 0.5,
+        "rest": 0.5,
+    }
 
 
 def test_calls_and_bytes_are_those_of_the_schedule(said):

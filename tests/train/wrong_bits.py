@@ -53,8 +53,13 @@ class Planted:
     """A fault of a kind on this rank, in the step inside the context."""
 
     def __init__(self, trainer, recomputation, kind, bit, seed):
-        self.trainer, self.checked, self.kind, self.bit = trainer, recomputation, kind, bit
-        self.draw, self.where, self.change = random.Random(seed), None, 0.0
+        self.trainer = trainer
+        self.checked = recomputation
+        self.kind = kind
+        self.bit = bit
+        self.draw = random.Random(seed)
+        self.where = None
+        self.change = 0.0
         self.until = ExitStack()
         parts = trainer.parts
         (stage,) = parts.stages.module.layers
@@ -101,7 +106,8 @@ class Planted:
                 if n.startswith("blocks")
             )
         before = collectives.start_all_reduce
-        row, inside = self.draw.choice(rows), []
+        row = self.draw.choice(rows)
+        inside = []
 
         def spoiled(x, *args, **options):
             if inside and self.is_now():
@@ -178,7 +184,8 @@ class Planted:
         """An averaged gradient; `spoil_gradient` plants it between reduction and update."""
 
     def spoil_gradient(self):
-        states, zero = self.trainer.engine.states, self.trainer.engine.states._zero
+        states = self.trainer.engine.states
+        zero = self.trainer.engine.states._zero
         place = self.draw.choice([p for block in states._blocks for p in block])
         start = place.offset + self.draw.randrange(place.piece.numel)
         for part in zero.averaged_gradients[place.group]:
@@ -265,16 +272,19 @@ def on_rank(rank, case, kinds, faults, clean, seed):
     """For each planted fault its kind, culprit, place, noise and bit; and what the check said."""
     trainer = Trainer(case)
     recomputation = Recomputation(trainer.config, trainer.mesh, trainer.parts)
-    alarms, rows = [], []
+    alarms = []
+    rows = []
     for step in range(max(clean, 2)):
         said = take_step(trainer, recomputation, step)
         alarms += [said] if said else []
-    saved, draw = snapshot(trainer.engine.states), random.Random(seed)
+    saved = snapshot(trainer.engine.states)
+    draw = random.Random(seed)
     for kind in kinds:
         for number in range(faults):
             culprit = draw.randrange(case.world_size)
             part = ("exponent", "mantissa", "sign")[number % 3]
-            bit, own_seed = draw.choice(BITS[part]), draw.random()
+            bit = draw.choice(BITS[part])
+            own_seed = draw.random()
             planted = None
             if rank == culprit:
                 planted = Planted(trainer, recomputation, kind, bit, own_seed)
@@ -327,7 +337,8 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
     args = parser.parse_args()
-    model, total = {f"{n}_pdrop": args.dropout for n in ("embd", "resid", "attn")}, Counter()
+    model = {f"{n}_pdrop": args.dropout for n in ("embd", "resid", "attn")}
+    total = Counter()
     for mesh in MESHES:
         for zero_stage in STAGES:
             results, alarms = campaign(

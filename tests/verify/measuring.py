@@ -41,7 +41,8 @@ def batches(config: RunConfig) -> Iterator[Batch]:
 
     Without isolation there are no documents. The same for every mesh of one global batch size.
     """
-    length, vocab = config.data.sequence_length, int(config.model.vocab_size)
+    length = config.data.sequence_length
+    vocab = int(config.model.vocab_size)
     generator = torch.Generator().manual_seed(7)
     for _ in range(config.num_steps):
         shape = (config.global_batch_size, length + 1)
@@ -126,7 +127,8 @@ def differences(
 
 def train(parts: Assembly, config: RunConfig, mesh: Mesh) -> Curves:
     """Train on the reference's batches: each step's mean loss and gradient norm."""
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step, batch in enumerate(batches(config)):
         local = parts.executor.run(microbatches(batch, config, mesh), step)
         everyone = mesh.gather_floats([local])

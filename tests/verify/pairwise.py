@@ -33,7 +33,8 @@ def pairwise(settings, valid, seed=0, wanted=lambda pair: True):
     rng = random.Random(seed)
     possible = possible_pairs(settings, valid)
     examples = {pair: row for pair, row in possible.items() if wanted(pair)}
-    missing, rows = dict.fromkeys(examples), []
+    missing = dict.fromkeys(examples)
+    rows = []
     while missing:
         pair = next(iter(missing))
         drawn = (draw(settings, rng) | dict(pair) for _ in range(400))

@@ -20,12 +20,16 @@ def plain_model(standard, mup):
 
     `standard` is the small config with the standard parametrisation, `mup` the other's settings.
     """
-    config, family = standard.model, models.huggingface(standard.model.family)
+    config = standard.model
+    family = models.huggingface(standard.model.family)
     model = family.reference(config).double()
     model.load_state_dict(family.to_huggingface(config, first_weights(standard)), strict=False)
     wider = config.hidden_size / mup["base_width"]
     deeper = config.num_hidden_layers / mup.get("base_depth", config.num_hidden_layers)
-    head, matrices, tables, vectors = model.get_output_embeddings(), [], [], []
+    head = model.get_output_embeddings()
+    matrices = []
+    tables = []
+    vectors = []
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if isinstance(module, nn.Embedding):
@@ -70,9 +74,12 @@ def multiply(module, factor):
 def train_plain(standard, mup, folder):
     """The reference of `measure`: losses, norms and weights of torch's AdamW on one process."""
     model, (matrices, tables, vectors) = plain_model(standard, mup)
-    adam, size = standard.optimizer.params, standard.model
+    adam = standard.optimizer.params
+    size = standard.model
     wider = size.hidden_size / mup["base_width"]
-    lr, decay, deep = adam.lr, adam.weight_decay, "base_depth" in mup
+    lr = adam.lr
+    decay = adam.weight_decay
+    deep = "base_depth" in mup
     deeper = size.num_hidden_layers / mup.get("base_depth", size.num_hidden_layers)
     inner, outer = (adam.eps / wider / deeper, adam.eps / wider) if deep else [adam.eps] * 2
     optimizer = torch.optim.AdamW(
@@ -85,7 +92,8 @@ def train_plain(standard, mup, folder):
         foreach=False,
     )
     save_weights(standard, dict(model.named_parameters()), folder / FIRST)
-    losses, norms = [], []
+    losses = []
+    norms = []
     for tokens, labels, _ in batches(standard):
         optimizer.zero_grad()
         logits = model(tokens, use_cache=False).logits

@@ -41,7 +41,8 @@ def test_standard_fails_and_names_where():
 
 def test_each_width_is_trained_with_each_seed(monkeypatch):
     """Sizes are given in place of ranks: the first seeds disagree, all together are flat."""
-    powers, looks = (0.3, -0.02, 0.02, -0.2), []
+    powers = (0.3, -0.02, 0.02, -0.2)
+    looks = []
 
     def sizes(_, ranks, small, seed, timeout):
         looks.append((small.model.hidden_size, seed))

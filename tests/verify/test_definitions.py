@@ -82,7 +82,8 @@ def test_first_weights_are_their_familys(model, mup):
     if mup:
         raw["parallel3d"]["model"]["parametrization"] = {"type": "mup", "base_width": 16}
     config = shrink(RunConfig.from_dict(raw), ((1, 1, 1), (1, 1, 4)))[1, 1, 1]
-    family, first = models.huggingface(config.model.family), first_weights(config)
+    family = models.huggingface(config.model.family)
+    first = first_weights(config)
     reference = family.reference(config.model)
 
     def error(change=lambda name, weight: weight):

@@ -64,7 +64,10 @@ def test_nor_does_it_where_there_are_eight(monkeypatch):
     names = [name for name in local_ranks.PRELOAD if name != "__main__"]
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(names)],
-        env=environment, cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == ["cuda", []]

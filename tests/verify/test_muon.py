@@ -25,10 +25,15 @@ STAGES = {
 MODELS = ["gpt", "gpt untied", "llama", "llama untied", "neox"]
 MUP = {"type": "mup", "base_width": 16, "base_depth": 2}
 OTHER = {
-    "scale": "match_rms_adamw", "coefficients": "polar_express", "per_head": True,
-    "nesterov": False, "momentum": 0.9, "adam_weight_decay": 0.05, "muon_lr": 0.02,
+    "scale": "match_rms_adamw",
+    "coefficients": "polar_express",
+    "per_head": True,
+    "nesterov": False,
+    "momentum": 0.9,
+    "adam_weight_decay": 0.05,
+    "muon_lr": 0.02,
     "clip": "adam_only",
-}  # fmt: skip
+}
 
 
 def raw_config(params=None, **settings):

@@ -30,7 +30,8 @@ pytestmark = pytest.mark.gloo
 
 MUP = {"type": "mup", "base_width": 16, "base_head_size": 4, "output_multiplier": 1.5}
 DEPTH = MUP | {"base_depth": 2, "input_multiplier": 2.0}
-STEPS, BATCH = 5, 8
+STEPS = 5
+BATCH = 8
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 FAMILIES = [f for f in families() if "parametrization" in config_class(f).model_fields]
 
@@ -75,16 +76,21 @@ FEW = {
 @pytest.mark.usefixtures("operators")
 def test_parity_with_mup_written_anew(family, plain):
     case = dict(FEW.get(family, FEW["llama"]))
-    mesh, mup = case.pop("mesh"), case.pop("mup")
+    mesh = case.pop("mesh")
+    mup = case.pop("mup")
     errors = measure(small(family, mesh, mup, **case), plain(family, mup), timeout=120)
     print(f"{family:6} {mesh} {errors}")
     assert errors.within(TOLERANCE["fp32"]), errors
 
 
-FULL = list(product(
-    FAMILIES, [(2, 2, 2), (1, 1, 4)], [(0, "none"), (1, "none"), (3, "none"), (3, "cpu")],
-    [MUP, DEPTH],
-))  # fmt: skip
+FULL = list(
+    product(
+        FAMILIES,
+        [(2, 2, 2), (1, 1, 4)],
+        [(0, "none"), (1, "none"), (3, "none"), (3, "cpu")],
+        [MUP, DEPTH],
+    )
+)
 
 
 @pytest.mark.slow
@@ -110,7 +116,8 @@ def test_half_precision_follows(precision, plain):
 @pytest.mark.parametrize("mup", [SLOW(MUP, id="mup"), pytest.param(DEPTH, id="depth")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_reference_of_verify_is_told_the_same(family, mup, plain, tmp_path):
-    told, ours = plain(family, mup), reference_on_batches(small(family, (1, 1, 1), mup), tmp_path)
+    told = plain(family, mup)
+    ours = reference_on_batches(small(family, (1, 1, 1), mup), tmp_path)
     for found, expected in ((ours.losses, told.losses), (ours.grad_norms, told.grad_norms)):
         assert max(relative(found, expected)) < 1e-6
 

@@ -23,17 +23,20 @@ from tests.verify.configs import config_of
 
 pytestmark = pytest.mark.gloo
 
-BATCH, END = 8, 1
+BATCH = 8
+END = 1
 
 
 def stream(length):
     """Documents that leave much padding, some of them longer than a sample."""
     random = np.random.default_rng(0)
-    lengths = np.concatenate([
-        random.integers(2 * length // 3, length, 30),
-        random.integers(length + 1, 2 * length, 6),
-        random.integers(1, length // 4, 12),
-    ])  # fmt: skip
+    lengths = np.concatenate(
+        [
+            random.integers(2 * length // 3, length, 30),
+            random.integers(length + 1, 2 * length, 6),
+            random.integers(1, length // 4, 12),
+        ]
+    )
     random.shuffle(lengths)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     ids = random.integers(END + 1, 50, bounds[-1])
@@ -43,9 +46,11 @@ def stream(length):
 
 def packed_course(config):
     """The batches of a run, by the definitions of the order and of the packing."""
-    course, ids = measuring.plain_course(config), stream(config.data.sequence_length).tokens
+    course = measuring.plain_course(config)
+    ids = stream(config.data.sequence_length).tokens
     samples = pack(ids.tolist(), END, config.data.sequence_length)
-    ids, steps = torch.from_numpy(ids), []
+    ids = torch.from_numpy(ids)
+    steps = []
     for step in range(len(course.steps)):
         numbers = [
             definitions.sample_at(config.train.seed, index, len(samples))
@@ -53,7 +58,8 @@ def packed_course(config):
         ]
         places = torch.tensor([samples[number] for number in numbers])
         tokens, labels = (torch.where(places < 0, 0, ids[places + n]) for n in (0, 1))
-        before, here = places[:, :-1], places[:, 1:]
+        before = places[:, :-1]
+        here = places[:, 1:]
         goes_on = (before < 0) | ((here == before + 1) & (tokens[:, :-1] != END))
         documents = torch.zeros_like(places)
         documents[:, 1:] = (~goes_on).cumsum(-1)
@@ -65,7 +71,9 @@ def packed_course(config):
 
 def train_packed(rank, config, expected):
     """Train on what the feed reads of the same documents."""
-    text, feeds, starts = stream(config.data.sequence_length), [], count(0, BATCH)
+    text = stream(config.data.sequence_length)
+    feeds = []
+    starts = count(0, BATCH)
 
     def microbatches(batch, config, mesh):
         if not feeds:

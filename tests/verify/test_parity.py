@@ -112,11 +112,18 @@ def meshes_of(pp):
 
 
 ALL_AXES = {
-    "model": "llama", "mesh": (2, 2, 2), "zero": 3, "offload": "cpu", "schedule": "v_shape",
-    "microbatches": 3, "reduction": "per_step", "weights": "per_pass",
+    "model": "llama",
+    "mesh": (2, 2, 2),
+    "zero": 3,
+    "offload": "cpu",
+    "schedule": "v_shape",
+    "microbatches": 3,
+    "reduction": "per_step",
+    "weights": "per_pass",
     "checkpointing": "selective",
-    "sequence_parallel": True, "isolate": True,
-}  # fmt: skip
+    "sequence_parallel": True,
+    "isolate": True,
+}
 # Parameters on the host and the optimizer alone on NVMe: tests/engine/test_offload.py.
 # An output projection of its own behind a block of GPT-2's kind: neox has it by default.
 DEFAULT = SETTINGS | {
@@ -238,7 +245,8 @@ def verified(row, folder):
     if row["mup"]:
         mup = {"type": "mup", "base_width": 16}
         raw["parallel3d"]["model"] = raw["parallel3d"]["model"] | {"parametrization": mup}
-    config, meshes = RunConfig.from_dict(raw), [row["mesh"], *meshes_of(row["mesh"][0])]
+    config = RunConfig.from_dict(raw)
+    meshes = [row["mesh"], *meshes_of(row["mesh"][0])]
     small, reference = prepare(config, meshes, folder)
     errors, _ = checked(small[row["mesh"]], reference, CaseTask(), timeout=300)
     return errors
@@ -247,7 +255,8 @@ def verified(row, folder):
 @pytest.fixture(scope="module")
 def measured(request):
     """Collects (row, errors), and writes the table if the command line names a file for it."""
-    start, found = time.monotonic(), []
+    start = time.monotonic()
+    found = []
     yield found
     if (file := request.config.getoption("--parity-table")) and found:
         page = Path(file)

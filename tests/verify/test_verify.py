@@ -50,7 +50,8 @@ def test_only_sizes_shrink(model):
         assert made.mesh.sequence_parallel and made.data.isolate_documents
         assert made.pipeline == config.pipeline
         assert made.bf16 == config.bf16
-        zero, before = made.zero_optimization, config.zero_optimization
+        zero = made.zero_optimization
+        before = config.zero_optimization
         assert (zero.stage, zero.offload_param) == (before.stage, before.offload_param)
         assert zero.offload_optimizer == before.offload_optimizer
         for name in ("family", "tie_word_embeddings", "attention_bias", "qk_norm", "mlp_bias"):

@@ -16,7 +16,8 @@ from parallel3d.config import document
 from parallel3d.config.foreign import megatron, nanotron, neox
 from parallel3d.config.foreign.rules import Row, Rule, Verdict
 
-_MODEL, _DATA = "parallel3d.model", "parallel3d.data"
+_MODEL = "parallel3d.model"
+_DATA = "parallel3d.data"
 _SCHEDULE = "parallel3d.train.lr_schedule"
 # norm, positions, MLP, biases
 _FAMILIES = {
@@ -65,7 +66,8 @@ def convert(paths: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
             "(docs/coming-from.md)"
         )
     table = {doc.path: Rule(doc.path) for doc in document.settings()} | framework.TABLE
-    rows, values = [], dict[str, Any]()
+    rows = []
+    values = dict[str, Any]()
     for setting, value in settings.items():
         rule = table.get(setting, _UNKNOWN)
         if type(value) is megatron.Unread and rule.verdict != "dropped":
@@ -114,7 +116,8 @@ def _flat(blocks: dict[str, object], table: dict[str, Rule], prefix: str = "") -
     for key, value in blocks.items():
         path = f"{prefix}{key}".replace("-", "_")
         if path == "data_stages" and isinstance(value, list) and value:
-            settings[f"{path}[1:]"], value = value[1:] or None, value[0]
+            settings[f"{path}[1:]"] = value[1:] or None
+            value = value[0]
         if isinstance(value, dict) and path not in table:
             settings |= _flat(value, table, f"{path}.")
         else:  # YAML 1.1 reads 1e-4 as a text
@@ -134,7 +137,8 @@ def _add_model(values: dict[str, Any], _: str) -> Iterator[Row]:
             yield Row(verdict, f"{family}'s {name[1:]}", values[name], why=f"is always {only}")
         if name in values:
             values |= {f"{_MODEL}.{field}": values[name] for field in fields.get(family, ())}
-    limit, length = f"{_MODEL}.max_position_embeddings", values.get(f"{_DATA}.sequence_length", 0)
+    limit = f"{_MODEL}.max_position_embeddings"
+    length = values.get(f"{_DATA}.sequence_length", 0)
     if family != "gpt" and length > values.get(limit, length):
         values[limit] = length
         yield Row("assumed", "positions", length, limit, "as long as the sequences")
@@ -149,14 +153,16 @@ def _add_schedule(values: dict[str, Any], _: str) -> Iterator[Row]:
             values[name] = samples // batch
         elif samples:
             yield Row("UNKNOWN", f"{name[1:]} in samples", samples, why="of an unknown batch")
-    steps, style = values.get("@steps"), values.get("@style", "constant")
+    steps = values.get("@steps")
+    style = values.get("@style", "constant")
     if steps is None:
         return  # the config's check says that the run has no length
     end = values.get("@end", steps)
     warmup = values.get("@warmup_steps", round(values.get("@warmup_fraction", 0) * end))
     start = values.get("@start", end - values["@last"] if "@last" in values else warmup)
     end = start + values["@decay_steps"] if "@decay_steps" in values else end
-    is_late, shape = start > warmup or style in ("1-sqrt", "wsd"), values.get("@shape", style)
+    is_late = start > warmup or style in ("1-sqrt", "wsd")
+    shape = values.get("@shape", style)
     values |= {"parallel3d.train.steps": steps, f"{_SCHEDULE}.warmup_steps": warmup}
     if style == "constant" or start >= steps:
         return
@@ -172,7 +178,8 @@ def _add_schedule(values: dict[str, Any], _: str) -> Iterator[Row]:
 
 
 def _add_data(values: dict[str, Any], token_format: str) -> Iterator[Row]:
-    files, source = values.get("@files", []), f"{_DATA}.source"
+    files = values.get("@files", [])
+    source = f"{_DATA}.source"
     if len(files) > 1:
         values[source], weights = "mixture", values.get("@weights") or [1] * len(files)
         values[f"{_DATA}.mixture"] = [
@@ -186,6 +193,7 @@ def _add_data(values: dict[str, Any], token_format: str) -> Iterator[Row]:
     else:
         values[source] = "python-stdlib"
         yield Row("assumed", "data", "python-stdlib", source, "stands in: the file shows no data")
-    kind, path = values.get("@tokenizer", "train"), str(values.get("@tokenizer_path", ""))
+    kind = values.get("@tokenizer", "train")
+    path = str(values.get("@tokenizer_path", ""))
     kinds = {"path": path or "train", "folder": path.rpartition("/")[0] or "."}
     values[f"{_DATA}.tokenizer"] = kinds.get(kind, kind)

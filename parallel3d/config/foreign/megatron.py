@@ -12,7 +12,8 @@ from parallel3d.config.foreign.rules import Rule, dropped, missing
 from parallel3d.model.recompute import text_of
 
 _P = "parallel3d"
-_RATE, _RECOMPUTE = f"{_P}.train.lr_schedule", f"{_P}.pipeline.activation_checkpointing"
+_RATE = f"{_P}.train.lr_schedule"
+_RECOMPUTE = f"{_P}.pipeline.activation_checkpointing"
 
 # Its name, and its values up to the next argument, a variable with more of them, or a sign
 _ARGUMENT = re.compile(
@@ -43,8 +44,11 @@ TABLE: dict[str, Rule] = {
     "recompute-granularity": Rule(_RECOMPUTE, {"full": "full", "selective": "selective"}),
     "recompute-activations": Rule(_RECOMPUTE, {True: "selective"}),
     **dict.fromkeys(
-        ("checkpoint-activations", "deepspeed-activation-checkpointing",
-         "activations-checkpoint-method"),
+        (
+            "checkpoint-activations",
+            "deepspeed-activation-checkpointing",
+            "activations-checkpoint-method",
+        ),
         Rule(_RECOMPUTE, lambda _: "full"),
     ),
     "recompute-modules": Rule(f"{_P}.pipeline@recompute_modules", _sublayers),
@@ -61,7 +65,8 @@ TABLE: dict[str, Rule] = {
     "kv-channels": Rule(f"{_P}.model.head_dim"),
     "max-position-embeddings": Rule(f"{_P}.model.max_position_embeddings"),
     "position-embedding-type": Rule(
-        f"{_P}.model.family@position", {"rope": "rotary", "learned_absolute": "learned"},
+        f"{_P}.model.family@position",
+        {"rope": "rotary", "learned_absolute": "learned"},
         verdict="REFUSED",
     ),
     "use-rotary-position-embeddings": Rule(f"{_P}.model.family@position", {True: "rotary"}),
@@ -69,14 +74,17 @@ TABLE: dict[str, Rule] = {
     "rotary-percent": Rule(f"{_P}.model.rotary_pct@rotary_pct"),
     "rotary-base": Rule(f"{_P}.model@rope_theta"),
     "no-rope-freq": Rule(
-        f"{_P}.model.no_rope_layer_interval@no_rope_layers", index, verdict="REFUSED",
+        f"{_P}.model.no_rope_layer_interval@no_rope_layers",
+        index,
+        verdict="REFUSED",
         why="must be a number: every n-th layer has no positions",
     ),
     **missing("use-rope-scaling", "set parallel3d.model.rope_scaling"),
     **missing("rotary-interleaved", "pairs are i and i + half"),
     "normalization": Rule(
         f"{_P}.model.family@norm",
-        {n: n.lower() for n in ("LayerNorm", "layernorm", "RMSNorm", "rmsnorm")}, verdict="REFUSED",
+        {n: n.lower() for n in ("LayerNorm", "layernorm", "RMSNorm", "rmsnorm")},
+        verdict="REFUSED",
     ),
     "norm-epsilon": Rule(f"{_P}.model@norm_eps"),
     "layernorm-epsilon": Rule(f"{_P}.model@norm_eps"),
@@ -99,7 +107,9 @@ TABLE: dict[str, Rule] = {
     **missing(
         "num-experts expert-model-parallel-size expert-tensor-parallel-size moe-router-topk "
         "moe-router-load-balancing-type moe-aux-loss-coeff moe-token-dispatcher-type "
-        "moe-grouped-gemm", "write family moe by hand", verdict="REFUSED",
+        "moe-grouped-gemm",
+        "write family moe by hand",
+        verdict="REFUSED",
     ),
     **missing("multi-latent-attention mtp-num-layers", "no family has it", verdict="REFUSED"),
     # Batch, length and optimizer
@@ -146,7 +156,8 @@ TABLE: dict[str, Rule] = {
     **dropped("accumulate-allreduce-grads-in-fp32", "gradients are added in fp32"),
     **missing(
         "fp8-format fp8-hybrid fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather "
-        "fp8-margin fp8-interval fp8-recipe", "products are never in fp8",
+        "fp8-margin fp8-interval fp8-recipe",
+        "products are never in fp8",
     ),
     # Data
     "data-path": Rule(
@@ -157,9 +168,14 @@ TABLE: dict[str, Rule] = {
     **missing("data-impl", "files are mapped into memory", "mmap", "infer"),
     "tokenizer-type": Rule(
         f"{_P}.data.tokenizer@tokenizer",
-        {"GPT2BPETokenizer": "gpt2", "HuggingFaceTokenizer": "path", "Llama2Tokenizer": "folder",
-         "Llama3Tokenizer": "folder", "SentencePieceTokenizer": "folder",
-         "GPTSentencePieceTokenizer": "folder"},
+        {
+            "GPT2BPETokenizer": "gpt2",
+            "HuggingFaceTokenizer": "path",
+            "Llama2Tokenizer": "folder",
+            "Llama3Tokenizer": "folder",
+            "SentencePieceTokenizer": "folder",
+            "GPTSentencePieceTokenizer": "folder",
+        },
         why="set parallel3d.data.tokenizer",
     ),
     "tokenizer-model": Rule(f"{_P}.data.tokenizer@tokenizer_path"),
@@ -176,7 +192,8 @@ TABLE: dict[str, Rule] = {
     **dropped(
         "save load no-load-optim no-load-rng no-save-optim no-save-rng ckpt-format async-save "
         "use-dist-ckpt use-checkpoint-args exit-on-missing-checkpoint exit-interval "
-        "exit-duration-in-mins", "see parallel3d.checkpoint and parallel3d.run",
+        "exit-duration-in-mins",
+        "see parallel3d.checkpoint and parallel3d.run",
     ),
     **dropped(
         "log-interval log-throughput log-timers-to-tensorboard log-batch-size-to-tensorboard "
@@ -198,21 +215,31 @@ TABLE: dict[str, Rule] = {
         "manual-gc-interval empty-unused-memory-level num-workers dataloader-type "
         "data-cache-path no-create-attention-mask-in-dataloader no-mmap-bin-files "
         "use-cpu-initialization attention-softmax-in-fp32 no-query-key-layer-scaling "
-        "apply-query-key-layer-scaling", "the device and the mesh decide",
+        "apply-query-key-layer-scaling",
+        "the device and the mesh decide",
     ),
     **dropped(
         "nproc-per-node nnodes node-rank master-addr master-port distributed-backend "
         "distributed-timeout-minutes local-rank rdzv-id rdzv-backend rdzv-endpoint deepspeed "
-        "container-image container-mounts output", "the launcher's",
+        "container-image container-mounts output",
+        "the launcher's",
     ),
-}  # fmt: skip
+}
 DEFAULTS: dict[str, Any] = {
-    "position-embedding-type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False,
-    "disable-bias-linear": False, "untie-embeddings-and-output-weights": False,
-    "hidden-dropout": 0.1, "attention-dropout": 0.1, "use-distributed-optimizer": False,
-    "weight-decay": 0.01, "lr-decay-style": "linear", "min-lr": 0.0, "seed": 1234,
+    "position-embedding-type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "disable-bias-linear": False,
+    "untie-embeddings-and-output-weights": False,
+    "hidden-dropout": 0.1,
+    "attention-dropout": 0.1,
+    "use-distributed-optimizer": False,
+    "weight-decay": 0.01,
+    "lr-decay-style": "linear",
+    "min-lr": 0.0,
+    "seed": 1234,
     "tokenizer-type": "GPT2BPETokenizer",
-}  # fmt: skip
+}
 
 
 def complete(values: dict[str, Any]) -> None:

@@ -3,8 +3,10 @@
 from parallel3d.config.foreign.rules import Rule, dropped, missing, same
 
 _P = "parallel3d"
-_MODEL, _RATE = "model.model_config", "optimizer.learning_rate_scheduler"
-_STAGE, _DATA = "data_stages.data", "data_stages.data.dataset"
+_MODEL = "model.model_config"
+_RATE = "optimizer.learning_rate_scheduler"
+_STAGE = "data_stages.data"
+_DATA = "data_stages.data.dataset"
 
 TABLE: dict[str, Rule] = {
     # The model
@@ -14,11 +16,14 @@ TABLE: dict[str, Rule] = {
     **same(
         "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size "
         "max_position_embeddings vocab_size rms_norm_eps rope_theta rope_scaling "
-        "tie_word_embeddings attention_bias", f"{_P}.model", f"{_MODEL}.",
+        "tie_word_embeddings attention_bias",
+        f"{_P}.model",
+        f"{_MODEL}.",
     ),
     "model.init_method.std": Rule(f"{_P}.model.initializer_range"),
     "model.dtype": Rule(
-        "bf16.enabled", {"bfloat16": True, "float32": False},
+        "bf16.enabled",
+        {"bfloat16": True, "float32": False},
         why="not here, where it is fp32: set bf16 or fp16",
     ),
     **missing(f"{_MODEL}.hidden_act", "silu is the only one", "silu", verdict="REFUSED"),
@@ -39,7 +44,8 @@ TABLE: dict[str, Rule] = {
         "weights come over through Hugging Face: set model.from_pretrained",
     ),
     **missing(
-        "model.init_method.scaling_method", "std / sqrt(2 x layers) before the residual",
+        "model.init_method.scaling_method",
+        "std / sqrt(2 x layers) before the residual",
         "NUM_LAYERS",
     ),
     **dropped(f"{_MODEL}.initializer_range", "nanotron starts with model.init_method.std"),
@@ -114,7 +120,8 @@ TABLE: dict[str, Rule] = {
         f"{_STAGE}.num_loading_workers {_DATA}.dataset_overwrite_cache {_DATA}.use_json_format "
         f"{_DATA}.dataset_processing_num_proc_per_process {_DATA}.return_positions "
         f"{_DATA}.use_old_brrr_dataloader {_DATA}.dataset_read_path {_DATA}.skip_in_stream "
-        f"{_DATA}.shuffle_files", "see docs/data.md: text is tokenised once and shuffled",
+        f"{_DATA}.shuffle_files",
+        "see docs/data.md: text is tokenised once and shuffled",
     ),
     **dropped("data_stages.name", "a label"),
     **dropped("tokens.limit_val_batches", "set parallel3d.train.evaluate_samples"),
@@ -125,16 +132,19 @@ TABLE: dict[str, Rule] = {
     **dropped("general.project general.run", "set parallel3d.run.name"),
     **dropped(
         "general.step general.consumed_train_samples general.benchmark_csv_path "
-        "general.ignore_sanity_checks", "for nanotron's own use",
+        "general.ignore_sanity_checks",
+        "for nanotron's own use",
     ),
     **dropped(
         "checkpoints.checkpoints_path checkpoints.checkpoints_path_is_shared_file_system "
         "checkpoints.save_initial_state checkpoints.save_final_state checkpoints.load_optimizer "
-        "checkpoints.load_lr_scheduler s3_upload", "see parallel3d.checkpoint and parallel3d.run",
+        "checkpoints.load_lr_scheduler s3_upload",
+        "see parallel3d.checkpoint and parallel3d.run",
     ),
     **dropped(
         "logging.iteration_step_info_interval logging.log_level logging.log_level_replica "
-        "logging.monitor_model_states metrics_logging", "see steps_per_print and run.trackers",
+        "logging.monitor_model_states metrics_logging",
+        "see steps_per_print and run.trackers",
     ),
     **dropped("lighteval", "see docs/huggingface.md"),
     **dropped("profiler", "set parallel3d.train.profile"),
@@ -145,7 +155,7 @@ TABLE: dict[str, Rule] = {
         "parallelism.tp_linear_async_communication parallelism.moe_layer_recompute",
         "the device and the mesh decide",
     ),
-}  # fmt: skip
+}
 # One data set for the whole run, as older files have it, instead of stages
 TABLE |= {
     setting.removeprefix("data_stages."): rule

@@ -5,7 +5,8 @@ from typing import Any
 from parallel3d.config.foreign.rules import Rule, dropped, missing, same
 
 _P = "parallel3d"
-_FULL, _NORMS = ("global", "flash"), ("layernorm", "rmsnorm")
+_FULL = ("global", "flash")
+_NORMS = ("layernorm", "rmsnorm")
 
 TABLE: dict[str, Rule] = {
     # The mesh
@@ -22,13 +23,15 @@ TABLE: dict[str, Rule] = {
     "expansion_factor": Rule(f"{_P}.model.intermediate_size@expansion"),
     "mlp_multiple_of": Rule(f"{_P}.model.intermediate_size@multiple"),
     "norm": Rule(
-        f"{_P}.model.family@norm", {f"{te}{n}": n for te in ("", "te_") for n in _NORMS},
+        f"{_P}.model.family@norm",
+        {f"{te}{n}": n for te in ("", "te_") for n in _NORMS},
         verdict="REFUSED",
     ),
     "layernorm_epsilon": Rule(f"{_P}.model@layer_norm_eps"),
     "rms_norm_epsilon": Rule(f"{_P}.model@rms_norm_eps"),
     "pos_emb": Rule(
-        f"{_P}.model.family@position", {"learned": "learned", "rotary": "rotary"},
+        f"{_P}.model.family@position",
+        {"learned": "learned", "rotary": "rotary"},
         verdict="REFUSED",
     ),
     "rotary_pct": Rule(f"{_P}.model.rotary_pct@rotary_pct"),
@@ -37,7 +40,8 @@ TABLE: dict[str, Rule] = {
     "gpt_j_residual": Rule(f"{_P}.model.use_parallel_residual@parallel_residual"),
     **missing("gpt_j_tied", "attention and MLP have a norm each", False, verdict="REFUSED"),
     "activation": Rule(
-        f"{_P}.model.family@mlp", {"gelu": "gelu", "swiglu": "swiglu", "silu": "silu"},
+        f"{_P}.model.family@mlp",
+        {"gelu": "gelu", "swiglu": "swiglu", "silu": "silu"},
         verdict="REFUSED",
     ),
     "mlp_type": Rule(f"{_P}.model.family@mlp_type", {"llama": "llama"}, plain=("regular",)),
@@ -48,14 +52,17 @@ TABLE: dict[str, Rule] = {
     ),
     **missing("use_qk_layernorm", "no LayerNorm on query and key", False, verdict="REFUSED"),
     "attention_config": Rule(
-        "@attention", lambda parts: [_FULL.index(name) for names, _ in parts for name in names],
-        why="attention is full in all layers", verdict="REFUSED",
+        "@attention",
+        lambda parts: [_FULL.index(name) for names, _ in parts for name in names],
+        why="attention is full in all layers",
+        verdict="REFUSED",
     ),
     **missing("sliding_window_width", "attention sees the whole sequence"),
     "init_method_std": Rule(f"{_P}.model.initializer_range"),
     **missing("init_method", "weights start normal, with initializer_range", "normal"),
     **missing(
-        "output_layer_init_method", "initializer_range / sqrt(2 x layers) before the residual",
+        "output_layer_init_method",
+        "initializer_range / sqrt(2 x layers) before the residual",
         "scaled_normal",
     ),
     "hidden_dropout": Rule(f"{_P}.model@dropout"),
@@ -69,7 +76,10 @@ TABLE: dict[str, Rule] = {
     ),
     **missing(
         "num_experts moe_num_experts moe_expert_parallel_size moe_top_k",
-        "write family moe by hand", 0, 1, verdict="REFUSED",
+        "write family moe by hand",
+        0,
+        1,
+        verdict="REFUSED",
     ),
     **dropped("make_vocab_size_divisible_by", "vocabularies are cut without padding"),
     # The optimizer
@@ -111,7 +121,8 @@ TABLE: dict[str, Rule] = {
         "scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion "
         "bias_dropout_fusion rope_fusion layernorm_fusion rmsnorm_fusion fused_dropout "
         "output_layer_parallelism attention_softmax_in_fp32 apply_query_key_layer_scaling "
-        "use_cpu_initialization num_workers", "the device and the mesh decide",
+        "use_cpu_initialization num_workers",
+        "the device and the mesh decide",
     ),
     # Data
     **dict.fromkeys(
@@ -152,16 +163,27 @@ TABLE: dict[str, Rule] = {
     ),
     **dropped(
         "hostfile launcher deepspeed_mpi deepspeed_slurm distributed_backend num_nodes num_gpus "
-        "master_addr master_port include exclude", "the launcher's",
+        "master_addr master_port include exclude",
+        "the launcher's",
     ),
-}  # fmt: skip
+}
 DEFAULTS: dict[str, object] = {
-    "norm": "layernorm", "pos_emb": "learned", "activation": "gelu", "bias_gelu_fusion": False,
-    "gpt_j_residual": False, "no_weight_tying": False, "rotary_pct": 1.0, "weight_decay": 0.1,
-    "min_lr": 0.0, "lr_decay_style": "linear", "warmup": 0.01, "seed": 1234,
-    "tokenizer_type": "GPT2BPETokenizer", "optimizer.params.lr": 0.001,
+    "norm": "layernorm",
+    "pos_emb": "learned",
+    "activation": "gelu",
+    "bias_gelu_fusion": False,
+    "gpt_j_residual": False,
+    "no_weight_tying": False,
+    "rotary_pct": 1.0,
+    "weight_decay": 0.1,
+    "min_lr": 0.0,
+    "lr_decay_style": "linear",
+    "warmup": 0.01,
+    "seed": 1234,
+    "tokenizer_type": "GPT2BPETokenizer",
+    "optimizer.params.lr": 0.001,
     "zero_optimization.stage": 0,
-}  # fmt: skip
+}
 
 
 def complete(values: dict[str, Any]) -> None:

@@ -25,7 +25,8 @@ class Row(NamedTuple):
     why: str = ""
 
     def __str__(self) -> str:
-        path, why = self.path and f" -> {self.path}", self.why and f": {self.why}"
+        path = self.path and f" -> {self.path}"
+        why = self.why and f": {self.why}"
         return f"{self.setting} = {json.dumps(self.value, default=str):.60}{path}{why}"
 
 

@@ -24,7 +24,8 @@ def read(path: str, name: str, field: str, kinds: Mapping[str, np.dtype] = INTEG
     import pyarrow as pa
 
     size = num_bytes(path)
-    starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    starts = [np.empty(0, np.int64)]
+    lengths = [np.empty(0, np.int64)]
     row = 0
     try:
         with pa.memory_map(path) as source:

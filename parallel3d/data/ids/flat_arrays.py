@@ -73,7 +73,8 @@ def read_datatrove(path: str, dtype: np.dtype) -> TokenFile:
 
     `dtype` is used if there is no index. Raises DataError if the files do not match.
     """
-    size, index = num_bytes(path), f"{path}.index"
+    size = num_bytes(path)
+    index = f"{path}.index"
     if not Path(index).is_file():
         return flat(path, dtype)
     count, rest = divmod(num_bytes(index), 8)

@@ -22,7 +22,8 @@ import numpy as np
 from parallel3d.base.errors import DataError
 from parallel3d.data.ids.id_file import INTEGERS, TokenFile, column, flat, num_bytes, wrong_size
 
-MAGIC, OLD_MAGIC = b"MMIDIDX\0\0", b"TNTIDX\0\0"
+MAGIC = b"MMIDIDX\0\0"
+OLD_MAGIC = b"TNTIDX\0\0"
 CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 INT64 = np.dtype("<i8")
 
@@ -37,7 +38,8 @@ def read(path: str) -> TokenFile:
 
     Raises DataError if one of the two is missing or damaged, or if they do not match.
     """
-    index, size = index_of(path), num_bytes(path)
+    index = index_of(path)
+    size = num_bytes(path)
     if not Path(index).is_file():
         raise DataError(
             f"{path}: its index {index} does not exist; copy it there, or write both again"

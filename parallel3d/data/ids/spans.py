@@ -83,15 +83,20 @@ class Spans(IdArray):
         end_of_text: int,
         dtype: np.dtype,
     ) -> None:
-        self.dtype, self.shape = np.dtype(dtype), (int(bounds[-1] - bounds[0]),)
-        self._files, self._places, self._starts, self._bounds = files, places, starts, bounds
+        self.dtype = np.dtype(dtype)
+        self.shape = (int(bounds[-1] - bounds[0]),)
+        self._files = files
+        self._places = places
+        self._starts = starts
+        self._bounds = bounds
         self._end_of_text = end_of_text
         # Closed by the garbage collector, after it has left the cache and all reads have ended.
         self._open = lru_cache(OPEN_FILES)(partial(open, mode="rb", buffering=0))
 
     def _read_file(self, number: int, start: int, count: int) -> np.ndarray:
         """Return `count` ids of a file from the `start`-th on. Thread-safe."""
-        file, dtype = self._files[number], NUMBERS[self._files[number]["dtype"]]
+        file = self._files[number]
+        dtype = NUMBERS[self._files[number]["dtype"]]
         place = file["offset"] + start * dtype.itemsize
         try:
             opened = self._open(file["path"])
@@ -145,7 +150,8 @@ class TokenWeights:
     """
 
     def __init__(self, numbers: Spans, are_labels: bool) -> None:
-        self._numbers, self._are_labels = numbers, are_labels
+        self._numbers = numbers
+        self._are_labels = are_labels
 
     def __getitem__(self, key: slice | ArrayLike) -> np.ndarray:
         numbers: np.ndarray = self._numbers[key]

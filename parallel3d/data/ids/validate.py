@@ -13,7 +13,8 @@ from parallel3d.base.errors import DataError
 from parallel3d.data.ids.id_file import BLOCK, TokenFile, blocks
 
 DIGEST = np.dtype("V16")
-SAMPLED_DOCUMENTS, SAMPLED_IDS = 256, 4096
+SAMPLED_DOCUMENTS = 256
+SAMPLED_IDS = 4096
 # If this many documents all end with the same id, it is no coincidence.
 ALIKE = 64
 OnIds = Callable[[int], None]
@@ -58,10 +59,12 @@ def check(file: TokenFile, vocabulary: Vocabulary, *, sample: bool, on_ids: OnId
     if file.starts is None or file.lengths is None:
         starts, lengths = _ends(file, vocabulary)
     else:
-        starts, lengths = file.starts, file.lengths.astype(np.int64)
+        starts = file.starts
+        lengths = file.lengths.astype(np.int64)
     num_all = len(lengths)
     rows = np.flatnonzero(lengths) + 1
-    starts, lengths = starts[rows - 1], lengths[rows - 1].copy()
+    starts = starts[rows - 1]
+    lengths = lengths[rows - 1].copy()
     scan = _Scan(file, vocabulary, rows, starts)
     if sample and file.starts is not None:
         _sample(scan, lengths, on_ids)
@@ -87,7 +90,8 @@ def check(file: TokenFile, vocabulary: Vocabulary, *, sample: bool, on_ids: OnId
 
 def _ends(file: TokenFile, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
     """Return starts and lengths of a flat array's documents; the last may have no end-of-text."""
-    ends, first = [np.empty(0, np.int64)], 0
+    ends = [np.empty(0, np.int64)]
+    first = 0
     alternate = file.dtype.itemsize == 2
     for ids in blocks(file):
         if not first and alternate and len(ids) >= 16 and ids[::2].any() and not ids[1::2].any():
@@ -116,7 +120,10 @@ class _Scan:
     def __init__(
         self, file: TokenFile, vocabulary: Vocabulary, rows: np.ndarray, starts: np.ndarray
     ) -> None:
-        self.file, self.vocabulary, self.rows, self.starts = file, vocabulary, rows, starts
+        self.file = file
+        self.vocabulary = vocabulary
+        self.rows = rows
+        self.starts = starts
         self.counts = np.zeros(vocabulary.size, dtype=np.int64)
         self.num_ids = self.num_documents = self.num_ended = 0
         self.digest = blake2b(digest_size=16)
@@ -200,7 +207,8 @@ def _sample(scan: _Scan, lengths: np.ndarray, on_ids: OnIds) -> None:
     chosen = np.unique(np.linspace(0, count - 1, min(count, SAMPLED_DOCUMENTS)).astype(np.int64))
     num_ends = 0
     for index in chosen.tolist():
-        start, length = int(scan.starts[index]), int(lengths[index])
+        start = int(scan.starts[index])
+        length = int(lengths[index])
         tail = min(length, SAMPLED_IDS)
         [ids] = blocks(scan.file, start + length - tail, tail)
         plain = scan.at(ids, start + length - tail)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Strict
 
-from parallel3d.base.section import Problem, Section, problems_where
+from parallel3d.base.section import Problem, Section
 from parallel3d.model.matrices import NewtonSchulz
 from parallel3d.model.optimizers import MATRIX, State
 from parallel3d.model.parametrization import Role
@@ -89,12 +89,15 @@ class Params(Section):
 
     def _problems(self) -> Iterator[Problem]:
         own = self.coefficients
-        yield from problems_where(
-            (not own, "coefficients", own, "has no triple", "use [3.4445, -4.775, 2.0315]"),
-            (own and not _converges(self.polynomials), "coefficients", own,
-             "makes a singular value between 0 and 1 grow beyond 2, or shrink to nothing",
-             'use "jordan", or coefficients whose polynomial maps 0..1 to about 1'),
-        )  # fmt: skip
+        if not own:
+            yield Problem("coefficients", own, "has no triple", "use [3.4445, -4.775, 2.0315]")
+        if own and not _converges(self.polynomials):
+            yield Problem(
+                "coefficients",
+                own,
+                "makes a singular value between 0 and 1 grow beyond 2, or shrink to nothing",
+                'use "jordan", or coefficients whose polynomial maps 0..1 to about 1',
+            )
 
     @property
     def polynomials(self) -> tuple[Triple, ...]:
@@ -107,7 +110,8 @@ class Params(Section):
             return ((_JORDAN,) * max(0, steps - 2) + (_EXACT,) * 2)[-steps:]
         if own == "polar_express":
             safe = [(a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR_EXPRESS]
-            listed, steps = (*safe[:-1], _POLAR_EXPRESS[-1]), self.ns_steps or 5
+            listed = (*safe[:-1], _POLAR_EXPRESS[-1])
+            steps = self.ns_steps or 5
         else:
             listed = own if isinstance(own[0], tuple) else (own,)
             steps = self.ns_steps or (len(listed) if len(listed) > 1 else 5)

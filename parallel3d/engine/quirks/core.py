@@ -45,7 +45,8 @@ def read_cpu_info_from_proc() -> None:
     if platform.system() == "Linux" and platform.machine() == "x86_64":
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         fields = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
-        vendor, flags = fields.get("vendor_id", ""), fields.get("flags", "").split()
+        vendor = fields.get("vendor_id", "")
+        flags = fields.get("flags", "").split()
         answer = {"arch": "X86_64", "vendor_id_raw": vendor, "flags": flags}
         cpuinfo.get_cpu_info = lambda: answer
 
@@ -137,9 +138,13 @@ def group_kinds(
 
 
 def param_groups(
-    held: Iterable[HeldParameter], placeholders: Placeholders, weight_decay: float, eps: float,
-    rates: Mapping[Role | None, Rate], kinds: Sequence[GroupKind],
-) -> list[dict[str, object]]:  # fmt: skip
+    held: Iterable[HeldParameter],
+    placeholders: Placeholders,
+    weight_decay: float,
+    eps: float,
+    rates: Mapping[Role | None, Rate],
+    kinds: Sequence[GroupKind],
+) -> list[dict[str, object]]:
     """Return an optimizer group of each kind with explicit weight decay: defaults differ."""
     groups = []
     whole_matrices = any(kind.matrices for kind in kinds)
@@ -221,7 +226,8 @@ class DeferredReduction:
         if id(parameter) not in self._parameters:
             self._reduce(parameter, *group)
         elif not self._zero3:  # at ZeRO-3 the gradient stays in `param.grad` anyway
-            grad, parameter.grad = parameter.grad, None
+            grad = parameter.grad
+            parameter.grad = None
             assert grad is not None
             # DeepSpeed reduces at the backward's end, even if there is nothing else to reduce.
             self._optimizer.setup_buckets()

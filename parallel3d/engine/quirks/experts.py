@@ -45,7 +45,8 @@ def sharded_by_zero12(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Iterato
         yield
         return
     for parameter in divided:
-        parameter.allreduce, parameter.group_name = False, NAME
+        parameter.allreduce = False
+        parameter.group_name = NAME
     known: dict[str, Any] = {
         "expert_parallel_group": {NAME: mesh.experts.group},
         "expert_data_parallel_group": {NAME: mesh.expert_replicas.group},

@@ -30,7 +30,8 @@ def grow_scale_after_step(optimizer: ZeROOptimizer) -> Callable[[], None]:
     gradients of those steps (and at ZeRO-3 the reported norm). An overflow, whose step is skipped,
     still lowers the scale at once.
     """
-    scaler, steps = optimizer.loss_scaler, [0]
+    scaler = optimizer.loss_scaler
+    steps = [0]
 
     def update_scale(has_overflow: bool = False) -> None:
         if has_overflow:

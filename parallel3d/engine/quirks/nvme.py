@@ -44,7 +44,9 @@ def align_gradients() -> None:
 def _cut_at_blocks(
     swapper: Any, tensors: Sequence[Tensor], offsets: Sequence[int]
 ) -> tuple[list[Tensor], list[int]]:
-    block, pieces, starts = swapper.numel_alignment, [], []
+    block = swapper.numel_alignment
+    pieces = []
+    starts = []
     for tensor, offset in zip(tensors, offsets, strict=True):
         size = tensor.numel()
         head = min(-offset % block, size)

@@ -57,7 +57,8 @@ def _reduce_scatter(
     gradients: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, divisor: int
 ) -> list[Tensor]:
     """Sum flat tensors over the group, divided by `divisor`; return this rank's part of each."""
-    ranks, rank = group.size(), group.rank()
+    ranks = group.size()
+    rank = group.rank()
     lengths = [-(-len(g) // ranks) for g in gradients]  # of a part; the last ones are shorter
     buffer = gradients[0].new_empty((ranks, sum(lengths)), dtype=dtype)
     starts = list(accumulate(lengths, initial=0))
@@ -88,10 +89,8 @@ def reduce_now(engine: DeepSpeedEngine, parameters: Iterable[nn.Parameter]) -> N
     At ZeRO-3 this also works inside `coalesce_grad_reduction`, which reduces the others on exit.
     """
     optimizer = engine.optimizer
-    coalescing, boundary = (
-        optimizer._coalesce_grad_reduction,
-        optimizer.is_gradient_accumulation_boundary(),
-    )
+    coalescing = optimizer._coalesce_grad_reduction
+    boundary = optimizer.is_gradient_accumulation_boundary()
     optimizer._coalesce_grad_reduction = False
     optimizer.set_gradient_accumulation_boundary(True)
     if hasattr(optimizer, "fp16_groups"):

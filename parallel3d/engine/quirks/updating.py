@@ -73,7 +73,8 @@ def asking_before_update(
     """
     is_zero3 = hasattr(optimizer, "fp16_groups")
     name = "_get_norm_groups" if is_zero3 else "scaled_global_norm"
-    compute, update_scale = getattr(optimizer, name), optimizer._update_scale
+    compute = getattr(optimizer, name)
+    update_scale = optimizer._update_scale
     refused: list[Tensor] = []
 
     def judged() -> object:
@@ -128,10 +129,8 @@ def share_with_weights(optimizer: ZeROOptimizer) -> None:
     if any(getattr(optimizer, name) for name in settings):
         return  # on a CPU the device would be the same nevertheless
     if is_zero3:
-        masters, weights = (
-            optimizer.fp32_partitioned_groups_flat,
-            optimizer.fp16_partitioned_groups_flat,
-        )
+        masters = optimizer.fp32_partitioned_groups_flat
+        weights = optimizer.fp16_partitioned_groups_flat
     else:
         masters = optimizer.single_partition_of_fp32_groups
         weights = [
@@ -164,7 +163,8 @@ def recompute_bias_correction(adam: torch.optim.Optimizer) -> None:
 
 
 def _jump(adam: Any, *_: object) -> None:
-    empty, group = torch.empty(0), adam.param_groups[0]
+    empty = torch.empty(0)
+    group = adam.param_groups[0]
     beta1, beta2 = group["betas"]
     options = group["lr"], beta1, beta2, group["eps"], group["weight_decay"]
     bias_correction = group["bias_correction"]

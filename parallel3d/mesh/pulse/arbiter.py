@@ -3,10 +3,17 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-RUNS, STOPPED, TRACED, GONE = "runs", "stopped", "traced", "gone"  # states of a process
+# states of a process
+RUNS = "runs"
+STOPPED = "stopped"
+TRACED = "traced"
+GONE = "gone"
 LONGEST_LOOK = 2.0  # seconds; a longer pause between two looks is not counted
 _NOTICED = 3.0  # seconds until all others have reported that they wait as well
-DONE, FAILED, ASKED = 0, 1, 3  # exit codes: completed, failed, asked to stop
+# exit codes: completed, failed, asked to stop
+DONE = 0
+FAILED = 1
+ASKED = 3
 
 
 class Limits(NamedTuple):
@@ -88,13 +95,16 @@ class Arbiter:
     def hear(self, rank: int, report: Report) -> None:
         """Record a sentry's report."""
         known = self.ranks.setdefault(rank, _Rank(report))
-        new, old = report, known.report
+        new = report
+        old = known.report
         self.news |= (new.state, new.left, new.reason) != (old.state, old.left, old.reason)
         if report.since != known.report.since:
             known.same = 0.0
         if report.state != STOPPED:
             known.stopped = 0.0
-        known.report, known.silent, known.lost = report, 0.0, False
+        known.report = report
+        known.silent = 0.0
+        known.lost = False
 
     def lose(self, rank: int) -> None:
         """Record that a rank's sentry is gone; unless the rank had ended, it is lost with it."""
@@ -108,7 +118,8 @@ class Arbiter:
     def check(self, now: float) -> Finding:
         """Return why the run is over, with an empty text if it is not; `now` is monotonic."""
         passed = min(now - self._looked, LONGEST_LOOK) if self._looked is not None else 0.0
-        self._looked, self.news = now, False
+        self._looked = now
+        self.news = False
         running = [rank for rank, r in self.ranks.items() if r.runs]
         # While a rank is in a debugger, the others wait for it, and none counts as late.
         is_held = any(r.report.state == TRACED and r.runs for r in self.ranks.values())

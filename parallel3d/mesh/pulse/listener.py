@@ -21,7 +21,8 @@ class Line:
     """One end of a connection, which never waits for the other end."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.socket, self.descriptor = connection, connection.fileno()
+        self.socket = connection
+        self.descriptor = connection.fileno()
         connection.setblocking(False)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -98,8 +99,10 @@ class Listener:
         token: str,
         selector: selectors.BaseSelector,
     ) -> None:
-        self._listener, self._arbiter = listener, arbiter
-        self._token, self._selector = token, selector
+        self._listener = listener
+        self._arbiter = arbiter
+        self._token = token
+        self._selector = selector
         self._awaited = set(range(world_size))
         self._lines: dict[Line, int | None] = {}
         self._finding = Finding()
@@ -164,9 +167,12 @@ class Listener:
         """Return the message to a rank's sentry; its "outcome" is empty while the run goes on."""
         text, blamed, code = self._finding
         return {
-            "token": self._token, "outcome": text, "speaks": speaks, "blamed": rank == blamed,
+            "token": self._token,
+            "outcome": text,
+            "speaks": speaks,
+            "blamed": rank == blamed,
             "code": code,
-        }  # fmt: skip
+        }
 
     def _accept(self) -> None:
         try:
@@ -187,7 +193,8 @@ class Listener:
         if not isinstance(token, str) or not hmac.compare_digest(token, self._token):
             line.close()  # not a sentry of this run
             return
-        rank, report = message["rank"], Report(*message["report"])
+        rank = message["rank"]
+        report = Report(*message["report"])
         self._arbiter.hear(rank, report)
         if self._lines[line] is None:  # it waits for an answer to its first message
             line.send(self._message(rank, rank in self._arbiter.speakers(blamed=0)))

@@ -48,7 +48,9 @@ class Page(ctypes.Structure):
 
     def do(self, text: str, waits: bool = False) -> None:
         """Record what the rank does from now on."""
-        self._since, self._waits, self._doing = time.monotonic(), waits, text.encode()[:255]
+        self._since = time.monotonic()
+        self._waits = waits
+        self._doing = text.encode()[:255]
 
     def has_waited(self) -> None:
         """Record that the rank has waited for others since its action began."""
@@ -76,7 +78,8 @@ class Page(ctypes.Structure):
 
     def end(self, outcome: Outcome) -> None:
         """Tell the rank that the run is over."""
-        self._outcome, self._speaks = outcome.text.encode()[:2047], outcome.speaks
+        self._outcome = outcome.text.encode()[:2047]
+        self._speaks = outcome.speaks
         self._code = outcome.code
         self._is_over = True
 

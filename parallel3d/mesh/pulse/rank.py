@@ -52,19 +52,30 @@ def begin(
     if rank == 0:
         listener = listen()
         passed.append(listener.fileno())
-        token, port = secrets.token_hex(16), listener.getsockname()[1]
+        token = secrets.token_hex(16)
+        port = listener.getsockname()[1]
         publish(json.dumps([token, names, port]))
     else:
         token, names, port = json.loads(fetch())
     task = SentryTask(
-        rank, world_size, os.getpid(), descriptor, token, list(LIMITS), names, port,
-        passed[1] if rank == 0 else -1, store,
-    )  # fmt: skip
+        rank,
+        world_size,
+        os.getpid(),
+        descriptor,
+        token,
+        list(LIMITS),
+        names,
+        port,
+        passed[1] if rank == 0 else -1,
+        store,
+    )
     # In the session of the job, so that Ctrl-Z stops its sentries as well.
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _SENTRY],
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=passed,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=passed,
+    )
     assert process.stdin
     process.stdin.write(json.dumps(task).encode())
     process.stdin.close()

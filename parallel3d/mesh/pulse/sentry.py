@@ -47,8 +47,10 @@ class Sentry:
     """The sentry of one rank, its parent process; it reports until the rank is gone."""
 
     def __init__(self, task: SentryTask) -> None:
-        self._task, self._page = task, open_page(task.page)
-        self._host, self._limits = socket.gethostname(), Limits(*task.limits)
+        self._task = task
+        self._page = open_page(task.page)
+        self._host = socket.gethostname()
+        self._limits = Limits(*task.limits)
         self._selector = selectors.DefaultSelector()
         self._start = self._looked = time.monotonic()
         self._line: Line | None = None
@@ -59,15 +61,18 @@ class Sentry:
         self._gone: float | None = None  # time at which the rank was gone
         self._deadline: float | None = None  # for a rank that was told to end
         self._speaks = self._first = False
-        self._outcome, self._rank_0_does = "", "its start"
+        self._outcome = ""
+        self._rank_0_does = "its start"
         self._watch_parent()
         self._listener: Listener | None = None
         if task.listener >= 0:
             self._listener = Listener(
                 socket.socket(fileno=task.listener),
                 Arbiter(self._limits, store="{}:{}".format(*task.store)),
-                world_size=task.world_size, token=task.token, selector=self._selector,
-            )  # fmt: skip
+                world_size=task.world_size,
+                token=task.token,
+                selector=self._selector,
+            )
             self._listener.watch_store(*task.store)
 
     def run(self) -> None:
@@ -109,7 +114,8 @@ class Sentry:
 
     def _report(self, now: float) -> None:
         """Report changes at once, and otherwise every two seconds."""
-        page, state = self._page, self._state()
+        page = self._page
+        state = self._state()
         if state == arbiter.GONE and self._gone is None:
             self._gone = now
         if self._line and not page.is_watched and now - self._called > _ANSWER:
@@ -119,7 +125,8 @@ class Sentry:
         report = Report(self._host, state, *page.doing, page.limit, page.left, page.reason)
         same = self._sent and (report.state, report.left) == (self._sent.state, self._sent.left)
         if self._line and self._line.is_open and not (same and now < self._beat):
-            self._beat, self._sent = now + BEAT, report
+            self._beat = now + BEAT
+            self._sent = report
             self._line.send({"token": self._task.token, "rank": self._task.rank, "report": report})
 
     def _call(self, now: float) -> None:
@@ -128,7 +135,9 @@ class Sentry:
         host = task.hosts[self._calls % len(task.hosts)]
         self._calls += 1
         if line := connect(host, task.port):
-            self._line, self._called, self._sent = line, now, None
+            self._line = line
+            self._called = now
+            self._sent = None
             self._selector.register(line.descriptor, selectors.EVENT_READ, self._receive)
         if now - self._start > _REACH:
             self._outcome = "there is no arbiter"
@@ -143,7 +152,8 @@ class Sentry:
         for message in self._line.receive():
             if not isinstance(message, dict) or message.get("token") != self._task.token:
                 return self._hang_up()
-            self._page.is_watched, self._silent = True, 0.0
+            self._page.is_watched = True
+            self._silent = 0.0
             if message["outcome"]:
                 outcome = Outcome(message["outcome"], message["speaks"], message["code"])
                 self._take_outcome(outcome, message["blamed"])
@@ -179,7 +189,8 @@ class Sentry:
     def _take_outcome(self, outcome: Outcome, blamed: bool) -> None:
         if self._outcome:
             return
-        self._outcome, self._speaks = outcome.text, outcome.speaks
+        self._outcome = outcome.text
+        self._speaks = outcome.speaks
         self._page.end(outcome)
         # A stopped rank cannot end itself and would keep its memory for ever.
         is_stopped = blamed and self._state() == arbiter.STOPPED

@@ -107,9 +107,13 @@ def recompute_of(part: StageLayers, recompute: Recompute) -> list[Recompute]:
 
 @lru_cache(maxsize=65536)
 def cost_of(
-    model: LayerKinds, kind: int, shape: Shape, tp: int = 1, sequence_parallel: bool = False,
+    model: LayerKinds,
+    kind: int,
+    shape: Shape,
+    tp: int = 1,
+    sequence_parallel: bool = False,
     recompute: Recompute = "none",
-) -> LayerCost:  # fmt: skip
+) -> LayerCost:
     """Return FLOPs, bytes and activations of one layer of a kind on one tensor-parallel rank."""
     return model.kinds[kind].cost(shape, tp, sequence_parallel, recompute)
 
@@ -184,7 +188,9 @@ def _counted(
     """Return the microbatches in flight before each run of backwards of a coordinate's program."""
     stages = stages_on(schedule, pp, stages_per_rank)[coord]
     place = {stage: i for i, stage in enumerate(stages)}
-    counts, seen, rising = [0] * len(stages), set(), False
+    counts = [0] * len(stages)
+    seen = set()
+    rising = False
     for op, stage, _ in programs_of(schedule, pp, num_microbatches, stages_per_rank)[coord]:
         if op == Op.F:
             counts[place[stage]] += 1
@@ -252,7 +258,8 @@ class StageClasses:
 
 def stage_classes_of(setting: Setting) -> StageClasses:
     """Return the classes of a setting's stages; the same object for equal classes."""
-    model, s = model_of(setting.layers), setting
+    model = model_of(setting.layers)
+    s = setting
     return _layout(model, s.shape.seq, s.schedule, s.pp, s.stages_per_rank)
 
 
@@ -284,9 +291,12 @@ def _placed(
     crossings = tuple((home_of[s], home_of[s + 1]) for s in range(len(cuts) - 1))
     outer = tuple(
         Outer(
-            coord, coord_class_of[coord], count(class_of[: homes[coord][0]]), homes[coord],
+            coord,
+            coord_class_of[coord],
+            count(class_of[: homes[coord][0]]),
+            homes[coord],
             tuple(count(class_of[s:]) for s in homes[coord]),
         )
         for coord in sorted({0, *last.values()})
-    )  # fmt: skip
+    )
     return StageClasses(model, stages, class_of, homes, coords, coord_class_of, crossings, outer)

@@ -59,15 +59,17 @@ def weights_of_kind(model: LayerKinds, kind: int, tp: int, threshold: int, ep: i
     every = [size for module in modules.values() for size in module]
     large = [size for size in every if size > threshold]
     return WeightSizes(
-        params=sum(every), num_params=len(every), small=sum(every) - sum(large),
-        num_small=len(every) - len(large), largest=max(every, default=0),
+        params=sum(every),
+        num_params=len(every),
+        small=sum(every) - sum(large),
+        num_small=len(every) - len(large),
+        largest=max(every, default=0),
         module=max((sum(own) * min(len(own), 2) for own in modules.values()), default=0),
-        copied=sum(large) if len(large) > 1 else 0, layer=sum(every),
+        copied=sum(large) if len(large) > 1 else 0,
+        layer=sum(every),
         matrices=sum(elements[p.name] for p in layer.params if p.role == MATRIX),
-        experts=sum(
-            elements[p.name] for p in layer.params if ep > 1 and "experts" in p.cut_over
-        ),
-    )  # fmt: skip
+        experts=sum(elements[p.name] for p in layer.params if ep > 1 and "experts" in p.cut_over),
+    )
 
 
 def weights_of(

@@ -73,9 +73,13 @@ _ONE_STAGE = Windows((1,), (_ALONE,), (_ALONE,), (Arrival(0, True, (0,), (0,)),)
 
 
 def windows_of(
-    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, weights: Weights,
+    schedule: str,
+    pp: int,
+    num_microbatches: int,
+    stages_per_rank: int,
+    weights: Weights,
     coord: int,
-) -> Windows:  # fmt: skip
+) -> Windows:
     """Return the weight gathers of one pipeline coordinate in a step."""
     if stages_per_rank == 1:
         return _ONE_STAGE
@@ -87,12 +91,17 @@ def windows_of(
 
 @lru_cache(maxsize=65536)
 def _windows(
-    schedule: str, pp: int, num_microbatches: int, stages_per_rank: int, weights: Weights,
+    schedule: str,
+    pp: int,
+    num_microbatches: int,
+    stages_per_rank: int,
+    weights: Weights,
     coord: int,
-) -> Windows:  # fmt: skip
+) -> Windows:
     program = programs_of(schedule, pp, num_microbatches, stages_per_rank)[coord]
     home = stages_on(schedule, pp, stages_per_rank)[coord]
-    times, counts = [0] * len(home), [0] * len(home)
+    times = [0] * len(home)
+    counts = [0] * len(home)
     passes: dict[bool, list[set[Held]]] = {there: [set() for _ in home] for there in (True, False)}
     held: set[int] = set()
     coming: set[int] = set()
@@ -135,7 +144,8 @@ def gradients(
     home = stages_on(schedule, pp, stages_per_rank)[coord]
     place_of = {stage: place for place, stage in enumerate(home)}
     last = {action.stage: i for i, action in enumerate(program) if action.op in (Op.B, Op.W)}
-    counts, unreduced = [0] * len(home), set[int]()
+    counts = [0] * len(home)
+    unreduced = set[int]()
     forward: list[set[Held]] = [set() for _ in home]
     arrival: dict[int, MicrobatchCounts] = {}
     begun: dict[int, tuple[MicrobatchCounts, Held]] = {}

@@ -62,17 +62,30 @@ class StageActivations(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def stage_activations(
-    part: StageLayers, batch: int, seq: int, cp: int, tp: int, sequence_parallel: bool,
-    recompute: Recompute, hidden_size: int, element: int, gradient: int, classic: bool,
-    on_cpu: bool, on_host: bool, ep: int = 1, ep_imbalance: float = 1.0,
-) -> StageActivations:  # fmt: skip
+    part: StageLayers,
+    batch: int,
+    seq: int,
+    cp: int,
+    tp: int,
+    sequence_parallel: bool,
+    recompute: Recompute,
+    hidden_size: int,
+    element: int,
+    gradient: int,
+    classic: bool,
+    on_cpu: bool,
+    on_host: bool,
+    ep: int = 1,
+    ep_imbalance: float = 1.0,
+) -> StageActivations:
     """Return the bytes of a stage's activations; `seq` is a cp rank's share of the sequence.
 
     `element` and `gradient` are the bytes of one activation and of one gradient. `classic`: the
     attention writes its scores to memory. `on_host`: what layers save waits on the host. `ep` ranks
     divide the experts; the busiest has `ep_imbalance` times the rows of a rank with all experts.
     """
-    model, shape = part.model, Shape(batch, seq)
+    model = part.model
+    shape = Shape(batch, seq)
     hidden = shape.tokens * hidden_size * element // (tp if sequence_parallel else 1)
     by_kind = {}
     moved_bytes = 0
@@ -90,7 +103,8 @@ def stage_activations(
             more = sum(m.batch * m.m * (m.k + m.n) for m in products) * element
             more = round((ep_imbalance - 1) * more)  # what goes into its experts and comes out
             saved += 0 if layer[1] == "full" else more
-            saved, working = saved + (0 if layer[1] == "full" else rows), working + 2 * rows + more
+            saved = saved + (0 if layer[1] == "full" else rows)
+            working = working + 2 * rows + more
         moved = saved if on_host and layer[0] not in model.ends else 0
         # On its way back, and of the layer before it.
         by_kind[layer] = saved - moved, working + 2 * moved, *others, bool(cost.recomputed.matmuls)
@@ -110,22 +124,32 @@ def stage_activations(
         # With recomputed logits the head's is accumulated part by part, without that copy.
         in_parts = part.ends and not backwards and computes_again
         fresh = working + (element * largest if narrow and not in_parts else 0)
-        backwards.append((
-            summed, BackwardMoment(freed, fresh, logits, gradient * summed),
-            BackwardMoment(freed, fresh + gradient * largest, logits, 0),
-            BackwardMoment(freed, working, logits, 0),
-        ))  # fmt: skip
+        backwards.append(
+            (
+                summed,
+                BackwardMoment(freed, fresh, logits, gradient * summed),
+                BackwardMoment(freed, fresh + gradient * largest, logits, 0),
+                BackwardMoment(freed, working, logits, 0),
+            )
+        )
         if part.ends and len(backwards) == 1:
             freed_logits = saved
         freed += saved
     if on_host and part.kinds[0] != model.ends[0]:  # the gradient of its input is still to come
-        freed, moved_bytes = freed + hidden, moved_bytes - hidden
+        freed = freed + hidden
+        moved_bytes = moved_bytes - hidden
     produced, firsts, laters, moments = zip(*backwards, strict=True)
     saved, working, *_ = by_kind[layers[-1]]
     ending = 0 if on_cpu or part.ends else hidden  # the output, until it is sent
     return StageActivations(
-        freed, saved if part.ends else 0, sum(by_kind[layer][2] for layer in layers), hidden,
-        max(firsts, key=attrgetter("total")), max(laters, key=attrgetter("total")),
-        BackwardMoment(0, working + ending, working if part.ends else 0, 0), produced, moments,
+        freed,
+        saved if part.ends else 0,
+        sum(by_kind[layer][2] for layer in layers),
+        hidden,
+        max(firsts, key=attrgetter("total")),
+        max(laters, key=attrgetter("total")),
+        BackwardMoment(0, working + ending, working if part.ends else 0, 0),
+        produced,
+        moments,
         moved_bytes,
-    )  # fmt: skip
+    )

@@ -84,7 +84,8 @@ class CoordinateRank:
 
     def moments(self) -> Iterator[Moment]:
         """Yield every candidate for the fullest moment of a step, as bytes by part."""
-        held, always = self.held, self._always
+        held = self.held
+        always = self._always
         reduced = held.buffers + held.bucket + held.reducing
         yield 0, held.shard, always, 0, held.buffers + held.stepping
         own: tuple[Gradients | None, ...] = (None,) * len(self.home)
@@ -110,7 +111,8 @@ class CoordinateRank:
 
         A layer's weights arrive in one buffer and are copied out of it, except with dp = 1.
         """
-        held, copies = self.held, self.setting.dp > 1
+        held = self.held
+        copies = self.setting.dp > 1
         for arrival in coming.arrivals:
             body, logits = self._activations(arrival.flight)
             gradient_bytes = self._shard if arrival.forward or held.unreduced else held.shard
@@ -135,8 +137,10 @@ class CoordinateRank:
         """
         if not self._gathers:
             return GatheredBytes(0, 0, 0)
-        setting, s = self.setting, self._sizes((place,))
-        element, buffers = setting.bytes_per_element, setting.buffers
+        setting = self.setting
+        s = self._sizes((place,))
+        element = setting.bytes_per_element
+        buffers = setting.buffers
         one = (s.module + self._all_sizes.small) * element
         stage_bytes = self._gathered((place,))
         ahead = buffers.stage3_prefetch_bucket_size
@@ -168,7 +172,9 @@ class CoordinateRank:
         `own` is the lifetime of the stage's gradients if the rank has several stages whose
         gradients are reduced once per step.
         """
-        held, s, once = self.held, self.stages[place], self.held.unreduced > 0
+        held = self.held
+        s = self.stages[place]
+        once = self.held.unreduced > 0
         buffers = held.buffers if once or held.standing else held.buffers + held.bucket
         counts = self._fullest_counts(place)
         # True if some forward runs after a backward, and so beside its gradients.
@@ -183,7 +189,8 @@ class CoordinateRank:
         yield self._moment(counts, beginning, weights.beginning, before, held.buffers)
         if once and not alternates:
             # The first backward creates gradients while it frees activations.
-            gradient_bytes, first = self._shard + s.first.gradients_bytes, counts
+            gradient_bytes = self._shard + s.first.gradients_bytes
+            first = counts
             if own:
                 gradient_bytes += self._unreduced_bytes(own.beside)
                 first = own.first
@@ -233,7 +240,8 @@ class CoordinateRank:
 
     def _passing(self, counts: MicrobatchCounts) -> int:
         """Return the bytes of messages to and from the stages of neighbouring coordinates."""
-        s, total = self.setting, 0
+        s = self.setting
+        total = 0
         last = s.pp * s.stages_per_rank - 1
         count_of = dict(zip(self.home, counts, strict=True))
         for index, stage, count in zip(self.home, self.stages, counts, strict=True):
@@ -253,8 +261,15 @@ class CoordinateRank:
 
 
 PARTS = (
-    "weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers", "margin",
-)  # fmt: skip
+    "weights",
+    "gathered",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "buffers",
+    "margin",
+)
 
 
 @dataclass(frozen=True)
@@ -295,7 +310,8 @@ def peak_of(setting: Setting, coord: int, hardware: Hardware | None = None) -> M
     rank = _rank(setting, coord, hardware)
     most = max(rank.moments(), key=sum)
     by_part = dict.fromkeys(PARTS, 0)
-    by_part["weights"], by_part["optimizer"] = rank.held.weights, rank.held.optimizer
+    by_part["weights"] = rank.held.weights
+    by_part["optimizer"] = rank.held.optimizer
     by_part |= zip(("gathered", "gradients", "activations", "logits", "buffers"), most, strict=True)
     # If the head is a stage by itself, its input belongs to the logits and was counted twice.
     by_part["logits"] += min(0, by_part["activations"])
@@ -320,7 +336,8 @@ def exceeds(setting: Setting, coord: int, hardware: Hardware, room: tuple[int, i
 
 
 def _rank(setting: Setting, coord: int, hardware: Hardware | None) -> CoordinateRank:
-    on_cpu, parts = is_cpu(hardware), _parts(setting)
+    on_cpu = is_cpu(hardware)
+    parts = _parts(setting)
     home = stages_on(setting.schedule, setting.pp, setting.stages_per_rank)[coord]
     layers = tuple([parts[s] for s in home])
     stages = tuple([_stage(setting, part, on_cpu) for part in layers])
@@ -334,7 +351,8 @@ def least_on_first(
 
     `activations`: its activations in flight; by default `least_in_flight`.
     """
-    s, parts = setting, _parts(setting)
+    s = setting
+    parts = _parts(setting)
     layers = tuple([parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]])
     held = states(s, sizes(layers, s.tp, s.persistence, s.ep), is_cpu(hardware))
     shard = held.shard if held.standing else 0
@@ -356,7 +374,9 @@ def least_in_flight(setting: Setting, hardware: Hardware | None, counted: bool =
     `counted`: a far closer one, for which the stages of the microbatches in flight are counted in
     the program. That takes milliseconds for the first setting with a schedule's numbers.
     """
-    s, on_cpu, parts = setting, is_cpu(hardware), _parts(setting)
+    s = setting
+    on_cpu = is_cpu(hardware)
+    parts = _parts(setting)
     held = [parts[i] for i in stages_on(s.schedule, s.pp, s.stages_per_rank)[0]]
     saved: dict[StageLayers, int] = {}
     for part in dict.fromkeys(held):
@@ -385,18 +405,28 @@ def _parts(setting: Setting) -> tuple[StageLayers, ...]:
 
 
 def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivations:
-    software, shape = setting.software, setting.shape
+    software = setting.software
+    shape = setting.shape
     recompute = setting.recompute
     if splits_backward(setting.schedule):  # the inputs of all linear layers stay from I to W
         recompute = while_weights_wait(recompute)
     return stage_activations(
-        part, shape.batch, shape.seq // setting.cp, setting.cp, setting.tp,
-        setting.sequence_parallel, recompute,
-        setting.hidden_size, setting.bytes_per_element, software.gradient_bytes,
-        software.attention == "classic", on_cpu, setting.offload_activations and not on_cpu,
+        part,
+        shape.batch,
+        shape.seq // setting.cp,
+        setting.cp,
+        setting.tp,
+        setting.sequence_parallel,
+        recompute,
+        setting.hidden_size,
+        setting.bytes_per_element,
+        software.gradient_bytes,
+        software.attention == "classic",
+        on_cpu,
+        setting.offload_activations and not on_cpu,
         setting.ep,
         setting.ep_imbalance,
-    )  # fmt: skip
+    )
 
 
 CONTEXT = 1113 * 2**20
@@ -427,7 +457,8 @@ and the host queues ahead of the device."""
 
 def nccl_estimate(setting: Setting, coord: int, hardware: Hardware | None) -> int:
     """Return the estimated bytes of NCCL's communicators and of kept messages; 0 on a CPU."""
-    s, mesh = setting, setting.mesh
+    s = setting
+    mesh = setting.mesh
     if is_cpu(hardware) or mesh.ranks == 1:
         return 0
     home = stages_on(s.schedule, s.pp, s.stages_per_rank)[coord]

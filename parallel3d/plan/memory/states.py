@@ -47,9 +47,12 @@ class StateBytes(NamedTuple):
 
 def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     """Return the bytes of weights, gradients and optimizer states for weights of sizes `s`."""
-    software, buffers = setting.software, setting.buffers
-    element, gradient = setting.bytes_per_element, software.gradient_bytes
-    shards, zero3 = setting.shards, setting.zero_stage == 3
+    software = setting.software
+    buffers = setting.buffers
+    element = setting.bytes_per_element
+    gradient = software.gradient_bytes
+    shards = setting.shards
+    zero3 = setting.zero_stage == 3
     share = s.shard(s.params, shards, setting.ep) if setting.zero_stage else s.params
     weight_bytes = (share if zero3 else s.params) * element
     at_home = s.shard(s.matrices, shards, setting.ep)
@@ -66,7 +69,9 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     swaps = setting.offload_optimizer == "nvme"
     # Below ZeRO-3, if no type changes, DeepSpeed keeps gradients one by one, not in one buffer.
     loose = not zero3 and element == gradient
-    host, standing, bucket = places["cpu"], 0, 0
+    host = places["cpu"]
+    standing = 0
+    bucket = 0
 
     def locked(num_bytes: int) -> int:
         """Return the bytes of page-locked host memory, which torch rounds to a power of two."""
@@ -90,7 +95,8 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
             reducing += -(-content // shards) * gradient
         if offloads:  # the reduced gradients, and a copy for the host's Adam
             again = 0 if swaps else in_groups(share, gradient)
-            host, shard = host + locked(shard) + again, 0
+            host = host + locked(shard) + again
+            shard = 0
     else:
         if loose and shards > 1:  # both ranks that share a parameter hold all of its gradient
             shard += s.largest * gradient
@@ -126,8 +132,14 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
         stepping += (2 * matrices + 6 * at_home) * MASTER_BYTES
     return StateBytes(
         weights=weight_bytes if setting.offload_param == "none" else 0,
-        optimizer=optimizer if not offloads else 0, shard=shard, standing=zero3,
+        optimizer=optimizer if not offloads else 0,
+        shard=shard,
+        standing=zero3,
         unreduced=s.params * gradient if setting.reduces_once or not setting.zero_stage else 0,
-        buffers=standing, bucket=bucket, reducing=reducing, stepping=stepping, host=host,
+        buffers=standing,
+        bucket=bucket,
+        reducing=reducing,
+        stepping=stepping,
+        host=host,
         nvme=places["nvme"],
-    )  # fmt: skip
+    )

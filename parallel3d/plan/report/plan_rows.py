@@ -94,7 +94,8 @@ def to_json(ranking: Ranking, request: Request) -> dict[str, object]:
 
     Only a model with parameters that some tokens do not use has "num_active_params".
     """
-    base, active = request.base, request.base.num_active_params
+    base = request.base
+    active = request.base.num_active_params
     return {
         "plans": [plan.to_json() for plan in ranking.rows],
         "hardware": request.hardware.name,
@@ -151,14 +152,19 @@ def weights_for(
 
 def fixed_by(config: RunConfig) -> dict[str, object]:
     """Return the choices in parallel3d.plan.fix with their values, by the planner's names."""
-    zero, pipeline = config.zero_optimization, config.pipeline
+    zero = config.zero_optimization
+    pipeline = config.pipeline
     values: dict[str, object] = {
-        "zero_stage": zero.stage, "offload_optimizer": zero.offload_optimizer.device,
-        "offload_param": zero.offload_param.device, "weights": pipeline.weights,
-        "micro_batch": config.train_micro_batch_size_per_gpu, "schedule": pipeline.schedule,
-        "stages_per_rank": pipeline.stages_per_rank, "recompute": pipeline.activation_checkpointing,
+        "zero_stage": zero.stage,
+        "offload_optimizer": zero.offload_optimizer.device,
+        "offload_param": zero.offload_param.device,
+        "weights": pipeline.weights,
+        "micro_batch": config.train_micro_batch_size_per_gpu,
+        "schedule": pipeline.schedule,
+        "stages_per_rank": pipeline.stages_per_rank,
+        "recompute": pipeline.activation_checkpointing,
         "gradient_reduction": pipeline.gradient_reduction,
-    }  # fmt: skip
+    }
     several = {
         "offload": ("offload_optimizer", "offload_param"),
         "schedule": ("schedule", "stages_per_rank"),
@@ -172,7 +178,8 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
     s = plan.setting
     mesh = {**s.mesh._asdict(), "ep": s.ep, "sequence_parallel": s.sequence_parallel}
     raw = config.to_dict()
-    block, zero = raw["parallel3d"], raw["zero_optimization"]
+    block = raw["parallel3d"]
+    zero = raw["zero_optimization"]
     block |= {"mesh": mesh, "plan": {}}
     block["pipeline"] |= {
         "schedule": s.schedule,
@@ -198,7 +205,8 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
 
 def checkpoint_bytes(setting: Setting) -> int:
     """Return the approximate bytes of a checkpoint: fp32 weights, optimizer state, file headers."""
-    s, total = setting, 0
+    s = setting
+    total = 0
     for spec in (spec for layer in s.layers for spec in layer.own_params):
         total += state_bytes(s.optimizer, spec.role) * spec.numel
         total += len(kinds(s.optimizer, spec.role)) * _HEADER_ENTRY * s.tp

@@ -42,9 +42,13 @@ def show(ranking: Ranking, request: Request, out: Console) -> None:
             terminal.say(out, f"    smallest change: {plan.remedy}", "    ")
     if ranking.plans:
         _show_parts(ranking.plans, request, out)
-        terminal.say(out, Text(
-            '\n--explain N shows row N; "mesh": "plan" in a config uses row 1', "dim",
-        ))  # fmt: skip
+        terminal.say(
+            out,
+            Text(
+                '\n--explain N shows row N; "mesh": "plan" in a config uses row 1',
+                "dim",
+            ),
+        )
     if ranking.least is not None:
         terminal.say(out, nothing_fits(ranking.least))
 
@@ -54,7 +58,8 @@ def nothing_fits(least: Plan) -> str:
 
     `least` is the plan that needs the least memory.
     """
-    request, s = least.request, least.setting
+    request = least.request
+    s = least.setting
     fixed = f"fewer fixed choices (now {', '.join(request.fixed)}), " if request.fixed else ""
     return (
         f"NOTHING FITS on {request.devices:,} x {request.hardware.name}: the smallest plan needs "
@@ -66,14 +71,17 @@ def nothing_fits(least: Plan) -> str:
 
 def parameters(layers: Sequence[LayerSpec]) -> str:
     """Return "1.5B parameters"; and how many are active, if a token does not use all."""
-    total, active = count_params(layers), count_params(layers, active=True)
+    total = count_params(layers)
+    active = count_params(layers, active=True)
     return f"{count(total)} parameters" + (f" ({count(active)} active)" if active < total else "")
 
 
 def say_heading(request: Request, out: Console) -> None:
     """Print the request: model, precision, devices, tokens of a step, and fixed choices."""
-    config, hardware = request.config, request.hardware
-    seq, batch = request.base.shape.seq, request.global_batch_size
+    config = request.config
+    hardware = request.hardware
+    seq = request.base.shape.seq
+    batch = request.global_batch_size
     tokens = "" if request.num_tokens is None else f", {count(request.num_tokens)} tokens in all"
     terminal.say(
         out,
@@ -92,7 +100,8 @@ def say_heading(request: Request, out: Console) -> None:
 
 def _say_off_tiles(request: Request, out: Console) -> None:
     """Name sizes of the model that slow its products down on this device."""
-    model, precision = request.config.model, request.base.precision
+    model = request.config.model
+    precision = request.base.precision
     sizes = {"head size": head_size_of(model), "hidden_size": model.hidden_size}
     for name in ("intermediate_size", "moe_intermediate_size", "vocab_size"):
         if isinstance(size := getattr(model, name, None), int):
@@ -110,7 +119,8 @@ def _say_off_tiles(request: Request, out: Console) -> None:
 
 def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -> None:
     # On a narrow terminal a row takes two lines: the plan's mesh, memory and speed come first.
-    settings, flops = [plan.setting for plan in plans], request.flops.full
+    settings = [plan.setting for plan in plans]
+    flops = request.flops.full
     room = request.hardware.memory_bytes.value
     axes = AXES if any(s.cp > 1 for s in settings) else WITHOUT_CP
     meshes = [
@@ -169,7 +179,9 @@ def _print_columns(columns: Sequence[FilledColumn], first: str, out: Console) ->
 
 def explain(plan: Plan, out: Console) -> None:
     """Print a plan's memory and time by parts, FLOP/s by each convention, and its duration."""
-    request, flops, total = plan.request, plan.request.flops, plan.time.seconds
+    request = plan.request
+    flops = plan.request.flops
+    total = plan.time.seconds
     say_heading(request, out)
     for line in lines_of(plan.setting):
         terminal.say(out, line, " " * 10)
@@ -189,7 +201,8 @@ def explain(plan: Plan, out: Console) -> None:
         f"{plan.per_device(flops.full) / 1e12:.4g} without recomputation, "
         f"{plan.per_device(flops.full + plan.recomputed_flops) / 1e12:.4g} with it",
     )
-    full, causal = plan.mfu(flops.full), plan.mfu(flops.causal)
+    full = plan.mfu(flops.full)
+    causal = plan.mfu(flops.causal)
     if full is not None and causal is not None:
         conventions = f"{100 * full:.1f} % counting full attention, {100 * causal:.1f} % counting"
         terminal.say(out, f"MFU {conventions} its causal half")
@@ -272,9 +285,11 @@ def count(number: float) -> str:
 LARGE = 0.05
 """The smallest share of a rank's device memory for which a buffer is mentioned."""
 _SIZES = (
-    "reduce_bucket_size", "stage3_prefetch_bucket_size",
-    "stage3_max_live_parameters", "sub_group_size",
-)  # fmt: skip
+    "reduce_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "sub_group_size",
+)
 
 
 def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> Iterator[str]:
@@ -304,9 +319,15 @@ def largest_layer(setting: Setting) -> int:
 
 
 _SHORT = {
-    "gathered": "gath.", "gradients": "grads", "optimizer": "optim", "activations": "activ.",
-    "compute": "comp.", "bubble": "waits", "pipeline": "pipe", "offload": "offl.",
-}  # fmt: skip
+    "gathered": "gath.",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ.",
+    "compute": "comp.",
+    "bubble": "waits",
+    "pipeline": "pipe",
+    "offload": "offl.",
+}
 
 
 def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None:
@@ -316,7 +337,8 @@ def _show_parts(plans: tuple[Plan, ...], request: Request, out: Console) -> None
     the attention.
     """
     times = [part for part in TIMES if any(_shown(plan, part) != "–" for plan in plans)]
-    rule, flops = ["│"] * len(plans), request.flops
+    rule = ["│"] * len(plans)
+    flops = request.flops
     columns: list[FilledColumn] = [(Column("#"), [str(n) for n, _ in enumerate(plans, 1)])]
     columns += _memory_columns([plan.memory for plan in plans])
     columns.append((Column("│", line=1), rule))

@@ -12,7 +12,11 @@ from parallel3d.schedule import draw
 from parallel3d.schedule.action import Op
 from parallel3d.schedule.schedule import Spans
 
-_LEFT, _RIGHT, _TOP, _HEIGHT = 72, 24, 50, 130  # of the panel of memory, in pixels
+# of the panel of memory, in pixels
+_LEFT = 72
+_RIGHT = 24
+_TOP = 50
+_HEIGHT = 130
 
 Points = list[tuple[float, float]]  # (seconds, bytes), in order
 
@@ -41,7 +45,8 @@ def memory_over_time(plan: Plan, setting: Setting, spans: Spans) -> tuple[float,
 
 def drawing(plan: Plan) -> tuple[str, object]:
     """Return the SVG of a plan's timeline and memory, and its trace for Perfetto."""
-    s, total = plan.setting, plan.setting.num_microbatches
+    s = plan.setting
+    total = plan.setting.num_microbatches
     drawn = draw.microbatches_drawn(s.pp, total, s.stages_per_rank)
     setting = s.but(num_microbatches=drawn)
     spans = step_spans(setting, plan.request.hardware)
@@ -56,7 +61,8 @@ def drawing(plan: Plan) -> tuple[str, object]:
 def _panel(plan: Plan, setting: Setting, spans: Spans) -> list[str]:
     base, points = memory_over_time(plan, setting, spans)
     room = plan.request.hardware.memory_bytes.value
-    begin, length = draw.start(spans), draw.seconds(spans)
+    begin = draw.start(spans)
+    length = draw.seconds(spans)
     most = 1.05 * max(room, *(size for _, size in points))
     across = (draw.WIDTH - _LEFT - _RIGHT) / length
 

@@ -99,7 +99,8 @@ class _Search:
     """A search in progress."""
 
     def __init__(self, request: Request, meshes: tuple[MeshSizes, ...]) -> None:
-        self.request, self.hardware = request, request.hardware
+        self.request = request
+        self.hardware = request.hardware
         self.curves = curves_for(request.hardware)
         self.room = room_of(request.hardware)  # of a device, and of its host
         # The time to accumulate gradients depends on the ZeRO stage; floors leave it out.
@@ -111,7 +112,8 @@ class _Search:
 
     def best_first(self, per_mesh: int) -> Iterator[Plan]:
         """Yield the plans that fit, fastest first; among equally fast plans the simplest first."""
-        serial, num_plans = count(), Counter[MeshSizes]()
+        serial = count()
+        num_plans = Counter[MeshSizes]()
         heap: list[
             tuple[float, tuple[object, ...], int, MeshSizes, Flow | Untested | Setting | Plan]
         ] = [
@@ -240,7 +242,8 @@ class _Search:
 
     def _floor_of_any(self, flow: Flow) -> float:
         """Return a flow's lower bound, with any number of layers in full recomputation."""
-        floor, blocks = self._floor(flow), len(self.request.base.layers) - 2
+        floor = self._floor(flow)
+        blocks = len(self.request.base.layers) - 2
         if flow.recompute != "full" or not candidates.opens_recompute(self.request) or blocks < 1:
             return floor
         # At least one layer of each stage, of which the first and the last may have none.
@@ -249,7 +252,8 @@ class _Search:
 
     def _floor(self, flow: Flow) -> float:
         """Return a flow's lower bound: the seconds of all layers' passes divided by the ranks."""
-        request, mesh = self.request, flow.mesh
+        request = self.request
+        mesh = flow.mesh
         alone = flow._replace(mesh=mesh._replace(pp=1, dp=mesh.dp * mesh.pp))
         setting = setting_of(request, alone, Order(1, "gpipe"), PLAIN)
         setting = setting.but(num_microbatches=1, software=self._software)
@@ -323,6 +327,13 @@ def simplicity(plan: Plan) -> tuple[object, ...]:
     s = plan.setting
     flow, order, state = candidates.choices_of(s)
     return (
-        s.pp * s.stages_per_rank, state, s.cp, s.tp, s.sequence_parallel,
-        strength(s.recompute), plan.memory.total, order, flow.micro_batch,
-    )  # fmt: skip
+        s.pp * s.stages_per_rank,
+        state,
+        s.cp,
+        s.tp,
+        s.sequence_parallel,
+        strength(s.recompute),
+        plan.memory.total,
+        order,
+        flow.micro_batch,
+    )

@@ -101,7 +101,8 @@ def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
 
 def _divisions(request: Request, mesh: MeshSizes) -> list[int]:
     """Return the numbers of ranks that may divide the experts, from 1."""
-    config, experts = request.config, getattr(request.config.model, "num_experts", 1)
+    config = request.config
+    experts = getattr(request.config.model, "num_experts", 1)
     if config.train.noise_scale_every:
         experts = 1
     return [ep for ep in divisors_of(gcd(experts, mesh.dp)) if _is_open(request, ep=ep)]
@@ -111,7 +112,9 @@ def _divisions(request: Request, mesh: MeshSizes) -> list[int]:
 def orders(request: Request, flow: Flow) -> tuple[Order, ...]:
     """Return every schedule that can run the flow, fewest stages first."""
     allowed = []
-    pp, num_layers, names = flow.mesh.pp, len(request.base.layers), schedules.names()
+    pp = flow.mesh.pp
+    num_layers = len(request.base.layers)
+    names = schedules.names()
     sizes = request.batch_sizes or (request.global_batch_size,)
     counts = {size // flow.mesh.dp // flow.micro_batch for size in sizes}
     # One rank has one stage: more stages would run the same computes in the same order.
@@ -217,15 +220,26 @@ def shorter_gathers(request: Request, order: Order, state: ZeroState) -> tuple[Z
 
 def setting_of(request: Request, flow: Flow, order: Order, state: ZeroState) -> Setting:
     """Return the Setting of a flow, an order and a state."""
-    base, mesh = request.base, flow.mesh
+    base = request.base
+    mesh = flow.mesh
     return base.but(
         shape=Shape(flow.micro_batch, base.shape.seq),
-        num_microbatches=request.global_batch_size // mesh.dp // flow.micro_batch, pp=mesh.pp,
-        dp=mesh.dp, cp=mesh.cp, tp=mesh.tp, ep=flow.ep, sequence_parallel=flow.sequence_parallel,
-        schedule=order.schedule, stages_per_rank=order.stages_per_rank, recompute=flow.recompute,
-        zero_stage=state.zero_stage, reduces_once=state.reduces_once, weights=state.weights,
-        offload_optimizer=state.offload_optimizer, offload_param=state.offload_param,
-    )  # fmt: skip
+        num_microbatches=request.global_batch_size // mesh.dp // flow.micro_batch,
+        pp=mesh.pp,
+        dp=mesh.dp,
+        cp=mesh.cp,
+        tp=mesh.tp,
+        ep=flow.ep,
+        sequence_parallel=flow.sequence_parallel,
+        schedule=order.schedule,
+        stages_per_rank=order.stages_per_rank,
+        recompute=flow.recompute,
+        zero_stage=state.zero_stage,
+        reduces_once=state.reduces_once,
+        weights=state.weights,
+        offload_optimizer=state.offload_optimizer,
+        offload_param=state.offload_param,
+    )
 
 
 def choices_of(setting: Setting) -> Choices:
@@ -258,7 +272,8 @@ def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: De
         return True
     if zero_stage != 3 and (param != "none" or optimizer == "nvme"):
         return False
-    host, config = request.hardware.host, request.config
+    host = request.hardware.host
+    config = request.config
     usable = ("none", *optimizers.load(config.optimizer.file).OFFLOADS)
     if host is None or optimizer not in usable:
         return False
@@ -300,10 +315,14 @@ def refuse_empty(request: Request) -> None:
 def check_fixed(fixed: Mapping[str, object]) -> None:
     """Raise ConfigError for a fixed choice with an unknown name or value."""
     allowed: dict[str, tuple[object, ...]] = {
-        "schedule": schedules.names(), "zero_stage": (0, 1, 2, 3),
-        "gradient_reduction": ("auto", "per_step", "per_microbatch"), "weights": ("auto", *WEIGHTS),
-        "offload_optimizer": DEVICES, "offload_param": DEVICES, "sequence_parallel": (True, False),
-    }  # fmt: skip
+        "schedule": schedules.names(),
+        "zero_stage": (0, 1, 2, 3),
+        "gradient_reduction": ("auto", "per_step", "per_microbatch"),
+        "weights": ("auto", *WEIGHTS),
+        "offload_optimizer": DEVICES,
+        "offload_param": DEVICES,
+        "sequence_parallel": (True, False),
+    }
     problems = []
     for name, value in fixed.items():
         path = f"--fix {name}"

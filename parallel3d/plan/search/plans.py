@@ -20,10 +20,19 @@ from parallel3d.plan.setting import Setting
 from parallel3d.plan.time.step import StepTime
 
 CHOICES = (
-    *AXES, "ep", "sequence_parallel", "micro_batch", "schedule", "stages_per_rank",
-    "recompute", "zero_stage", "gradient_reduction", "weights", "offload_optimizer",
+    *AXES,
+    "ep",
+    "sequence_parallel",
+    "micro_batch",
+    "schedule",
+    "stages_per_rank",
+    "recompute",
+    "zero_stage",
+    "gradient_reduction",
+    "weights",
+    "offload_optimizer",
     "offload_param",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,8 +146,10 @@ class Plan:
     @cached_property
     def recomputed_flops(self) -> float:
         """FLOPs that recomputation adds to a step."""
-        s, flops = self.setting, 0
-        model, shape = model_of(s.layers), Shape(1, s.shape.seq)
+        s = self.setting
+        flops = 0
+        model = model_of(s.layers)
+        shape = Shape(1, s.shape.seq)
         for part in layers_by_stage(model, s.pp * s.stages_per_rank, s.shape.seq):
             for kind, way in zip(part.kinds, recompute_of(part, s.recompute), strict=True):
                 again = cost_of(model, kind, shape, recompute=way).recomputed
@@ -151,30 +162,43 @@ class Plan:
         flops = self.request.flops
         again = flops.full + self.recomputed_flops
         return {
-            **choices_json(self.setting, self.memory), "fits": self.fits, "reason": self.reason,
-            "remedy": self.remedy, "step_seconds": self.time.seconds, "time": dict(self.time.parts),
-            "bubble": self.time.bubble, "tokens_per_second": self.tokens_per_second,
+            **choices_json(self.setting, self.memory),
+            "fits": self.fits,
+            "reason": self.reason,
+            "remedy": self.remedy,
+            "step_seconds": self.time.seconds,
+            "time": dict(self.time.parts),
+            "bubble": self.time.bubble,
+            "tokens_per_second": self.tokens_per_second,
             "model_tflops_per_device": self.per_device(flops.full) / 1e12,
             "hardware_tflops_per_device": self.per_device(again) / 1e12,
-            "mfu_full": self.mfu(flops.full), "mfu_causal": self.mfu(flops.causal),
-            "days": self.days, "device_hours": self.device_hours,
-        }  # fmt: skip
+            "mfu_full": self.mfu(flops.full),
+            "mfu_causal": self.mfu(flops.causal),
+            "days": self.days,
+            "device_hours": self.device_hours,
+        }
 
 
 def choices_json(setting: Setting, memory: Memory) -> dict[str, object]:
     """Return a setting's choices and the memory of its fullest rank as JSON."""
     s = setting
     return {
-        **s.mesh._asdict(), "ep": s.ep, "sequence_parallel": s.sequence_parallel,
+        **s.mesh._asdict(),
+        "ep": s.ep,
+        "sequence_parallel": s.sequence_parallel,
         "zero_stage": s.zero_stage,
         "gradient_reduction": "per_step" if s.reduces_once else "per_microbatch",
         "weights": s.weights if s.zero_stage == 3 else None,
         "offload": describe_offload(s.offload_optimizer, s.offload_param),
-        "micro_batch": s.shape.batch, "num_microbatches": s.num_microbatches,
-        "schedule": s.schedule, "stages_per_rank": s.stages_per_rank, "recompute": s.recompute,
-        "memory_bytes": {**memory.parts, "total": memory.total}, "host_bytes": memory.host,
+        "micro_batch": s.shape.batch,
+        "num_microbatches": s.num_microbatches,
+        "schedule": s.schedule,
+        "stages_per_rank": s.stages_per_rank,
+        "recompute": s.recompute,
+        "memory_bytes": {**memory.parts, "total": memory.total},
+        "host_bytes": memory.host,
         "nvme_bytes": memory.nvme,
-    }  # fmt: skip
+    }
 
 
 def request_of(
@@ -187,11 +211,15 @@ def request_of(
     hold, and for bf16 on hardware without it.
     """
     peaks = hardware.peak_flops
-    refuse_where((
-        config.bf16.enabled and "fp16" in peaks and "bf16" not in peaks, "bf16.enabled", True,
-        f"{hardware.name} supports fp16, but not bf16",
-        "use --bf16.enabled false --fp16.enabled true",
-    ))  # fmt: skip
+    refuse_where(
+        (
+            config.bf16.enabled and "fp16" in peaks and "bf16" not in peaks,
+            "bf16.enabled",
+            True,
+            f"{hardware.name} supports fp16, but not bf16",
+            "use --bf16.enabled false --fp16.enabled true",
+        )
+    )
     config = with_vocabulary(config)
     refuse_impossible(config, devices)
     if config.is_planned:
@@ -200,7 +228,8 @@ def request_of(
     else:
         own = devices if config.mesh.dp == "auto" else config.mesh.sizes.ranks
         batch = config.resolve(own).global_batch_size
-    train, seq = config.train, config.data.sequence_length
+    train = config.train
+    seq = config.data.sequence_length
     num_tokens = train.max_tokens
     if train.steps is not None:
         num_tokens = train.steps * batch * seq
@@ -217,9 +246,13 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     """Return the config with a number for its vocabulary size; ConfigError if it is unknown."""
     if config.model.vocab_size != "auto":
         return config
-    refuse_where((
-        not config.data.has_own_size, "parallel3d.model.vocab_size", "auto",
-        f'depends on tokenizer "{config.data.tokenizer}", which planning does not load',
-        "set the tokenizer's number of tokens",
-    ))  # fmt: skip
+    refuse_where(
+        (
+            not config.data.has_own_size,
+            "parallel3d.model.vocab_size",
+            "auto",
+            f'depends on tokenizer "{config.data.tokenizer}", which planning does not load',
+            "set the tokenizer's number of tokens",
+        )
+    )
     return config.with_vocab_size(config.data.vocab_size)

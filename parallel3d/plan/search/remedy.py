@@ -82,7 +82,8 @@ def evaluate(request: Request, setting: Setting) -> Plan:
     """Return the plan of one setting, with a remedy if it does not fit."""
     hardware = request.hardware
     memory = worst(setting, hardware)
-    time, remedy = step_time(setting, hardware), ""
+    time = step_time(setting, hardware)
+    remedy = ""
     if reason := reason_of(memory, hardware):
         change = smallest_change(request, candidates.choices_of(setting))
         remedy = change[0] if change else "none on this mesh fits; use another mesh or more devices"
@@ -117,7 +118,8 @@ def _leaner(request: Request, flow: Flow, order: Order, state: ZeroState) -> Ite
         keeps_more = strength(near.recompute) < strength(flow.recompute)
         if keeps_more or near.micro_batch > flow.micro_batch:
             continue
-        orders, states = candidates.orders(request, near), candidates.states(request, flow.mesh)
+        orders = candidates.orders(request, near)
+        states = candidates.states(request, flow.mesh)
         for other, zero in product(orders, states):
             is_leaner = (
                 other.stages_per_rank <= order.stages_per_rank
@@ -139,9 +141,11 @@ def _words(flow: Flow, order: Order, state: ZeroState) -> tuple[str, ...]:
     each = "" if state.reduces_once else " reduced per microbatch"
     return (
         "sequence parallel" if flow.sequence_parallel else "no sequence parallelism",
-        f"schedule {order.schedule}{several}", f"recompute {flow.recompute}",
+        f"schedule {order.schedule}{several}",
+        f"recompute {flow.recompute}",
         f"ZeRO-{state.zero_stage}{each}",
         f"weights {state.weights if state.zero_stage == 3 else candidates.WEIGHTS[0]}",
-        f"micro batch {flow.micro_batch}", f"optimizer on {state.offload_optimizer}",
+        f"micro batch {flow.micro_batch}",
+        f"optimizer on {state.offload_optimizer}",
         f"parameters on {state.offload_param}",
-    )  # fmt: skip
+    )

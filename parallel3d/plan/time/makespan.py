@@ -51,9 +51,13 @@ def last_passes(pp: int, num_microbatches: int, stages_per_rank: int) -> int:
 
 
 def ends(
-    name: str, pp: int, num_microbatches: int, stages_per_rank: int,
-    cost: Callable[[Action], float], sends: bool = True,
-) -> list[CoordinateEnd]:  # fmt: skip
+    name: str,
+    pp: int,
+    num_microbatches: int,
+    stages_per_rank: int,
+    cost: Callable[[Action], float],
+    sends: bool = True,
+) -> list[CoordinateEnd]:
     """Return the end of each coordinate's step; `cost` is the same for all microbatches."""
     fewer, more = counts(pp, num_microbatches)
     last = _ends(steps_of(name, pp, more, stages_per_rank), cost, sends)
@@ -95,7 +99,8 @@ def steps_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int) ->
     num_receives = 0
     for coord, action in in_order(schedule):
         op, stage, microbatch = action
-        is_forward, is_input = op == Op.F, op in (Op.B, Op.I)
+        is_forward = op == Op.F
+        is_input = op in (Op.B, Op.I)
         waits_for = (arrived if is_forward else returned)[stage][microbatch]
         cost = costs.setdefault((op, stage), len(costs))
         rows.append((cost, coord, -1, waits_for, inside[coord]))
@@ -124,13 +129,17 @@ def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
         [[-1.0] * schedule.num_microbatches for _ in range(last + 1)] for _ in range(2)
     )
     turns: list[tuple[float, int, Action]] = []
-    forward, both, inner = Op.F, Op.B, Op.I
-    free, places = [0.0] * schedule.pp_size, [0] * schedule.pp_size
+    forward = Op.F
+    both = Op.B
+    inner = Op.I
+    free = [0.0] * schedule.pp_size
+    places = [0] * schedule.pp_size
     moved = True
     while moved:
         moved = False
         for coord, program in enumerate(schedule.programs):
-            place, now = places[coord], free[coord]
+            place = places[coord]
+            now = free[coord]
             for action in islice(program, place, None):
                 op, stage, microbatch = action
                 ready = 0.0
@@ -150,7 +159,8 @@ def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
                 turn = now * (2 * last + 1) + (stage if op == forward else 2 * last - stage)
                 turns.append((turn, coord, action))
             moved |= place > places[coord]
-            places[coord], free[coord] = place, now
+            places[coord] = place
+            free[coord] = now
     return [(coord, action) for *_, coord, action in sorted(turns)]
 
 

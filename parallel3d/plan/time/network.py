@@ -37,7 +37,8 @@ def crosses(stride: int, here: int, there: int, devices: int, hardware: Hardware
     node = sharing(devices, hardware)
     if devices == node:
         return False
-    first, other = here * stride, there * stride
+    first = here * stride
+    other = there * stride
     return any((first + i) // node != (other + i) // node for i in range(min(stride, node)))
 
 
@@ -50,9 +51,14 @@ def sharing(devices: int, hardware: Hardware) -> int:
 
 
 def collective_seconds(
-    kind: Kind, num_bytes: float, ranks: int, ranks_per_node: int, hardware: Hardware,
-    curves: Curves, one_ring: bool = False,
-) -> float:  # fmt: skip
+    kind: Kind,
+    num_bytes: float,
+    ranks: int,
+    ranks_per_node: int,
+    hardware: Hardware,
+    curves: Curves,
+    one_ring: bool = False,
+) -> float:
     """Return the seconds of one collective.
 
     In a ring of n ranks each sends (n-1)/n of the bytes, twice in an all-reduce (arXiv:1910.02054,
@@ -67,7 +73,8 @@ def collective_seconds(
     sweeps = 2 if kind == "all_reduce" else 1
     nodes = -(-ranks // ranks_per_node)
     moved = num_bytes * (ranks - 1) / ranks
-    seconds, waiting = 0.0, 0.0
+    seconds = 0.0
+    waiting = 0.0
     if ranks_per_node > 1:
         link = _link(hardware)
         seconds = moved / (link.bandwidth.value * curves.link)
@@ -94,7 +101,8 @@ def all_to_all_seconds(
     The parts for other nodes go through each rank's own network interface.
     """
     part = num_bytes / group.ranks
-    seconds, waiting = 0.0, 0.0
+    seconds = 0.0
+    waiting = 0.0
     if group.per_node > 1:
         link = _link(hardware)
         seconds = part * (group.per_node - 1) / (link.bandwidth.value * curves.link)

@@ -106,13 +106,23 @@ def fitted() -> Curves:
 
 def curves_for(hardware: Hardware) -> Curves:
     """Return the hardware's own curves, else the fitted ones; ConfigError for invalid ones."""
-    known, own = Curves.__dataclass_fields__, hardware.curves or {}
-    rule, remedy = "must be a curve with a number above 0", "measure it again"
-    refuse_where(*(
-        (name not in known or value < 0 or (value == 0 and not name.startswith(_MAY_BE_0)),
-         f"curves.{name}", value, rule, remedy)
-        for name, value in own.items()
-    ), source=f"the hardware {hardware.name}")  # fmt: skip
+    known = Curves.__dataclass_fields__
+    own = hardware.curves or {}
+    rule = "must be a curve with a number above 0"
+    remedy = "measure it again"
+    refuse_where(
+        *(
+            (
+                name not in known or value < 0 or (value == 0 and not name.startswith(_MAY_BE_0)),
+                f"curves.{name}",
+                value,
+                rule,
+                remedy,
+            )
+            for name, value in own.items()
+        ),
+        source=f"the hardware {hardware.name}",
+    )
     return Curves(**own) if own else fitted()
 
 
@@ -206,9 +216,13 @@ def backward_products(product: MatMul) -> tuple[MatMul, MatMul]:
 
 
 def attention_seconds(
-    attention: Attention, precision: Precision, hardware: Hardware, curves: Curves,
-    software: Software, backward: bool = False,
-) -> float:  # fmt: skip
+    attention: Attention,
+    precision: Precision,
+    hardware: Hardware,
+    curves: Curves,
+    software: Software,
+    backward: bool = False,
+) -> float:
     """Return the seconds of softmax attention with the kernel of `software`.
 
     - "flash": FLOPs at a rate of their own; half of them if the kernel skips the masked half.
@@ -232,7 +246,8 @@ def attention_seconds(
     if not fits_tiles(size, half, hardware):
         rate *= OFF_TILES
     if backward:
-        flops, rate = flops * FLASH_BACKWARD_FLOPS, rate * curves.flash_backward
+        flops = flops * FLASH_BACKWARD_FLOPS
+        rate = rate * curves.flash_backward
     moved = BYTES[half] * (2 * batch * seq * size) * (heads + attention.kv_heads)
     return max(flops / rate, moved / bandwidth_of(hardware)) + curves.overhead_per_operator
 
@@ -253,9 +268,14 @@ class WorkSeconds(NamedTuple):
 
 
 def work_seconds(
-    work: Work, precision: Precision, hardware: Hardware, curves: Curves, software: Software,
-    devices: int = 1, backward: bool = False,
-) -> WorkSeconds:  # fmt: skip
+    work: Work,
+    precision: Precision,
+    hardware: Hardware,
+    curves: Curves,
+    software: Software,
+    devices: int = 1,
+    backward: bool = False,
+) -> WorkSeconds:
     """Return the seconds of a Work or of its backward; `devices` of them share the machine."""
     products: tuple[MatMul, ...] = work.matmuls
     if backward:

@@ -53,11 +53,20 @@ def stage_passes(layout: StageClasses, setting: Setting, machine: Machine) -> Pa
 
     def layers(recompute: Recompute) -> Passes:
         return _layers(
-            layout.model, setting.shape, setting.tp, setting.cp, setting.ep,
-            setting.ep_imbalance, setting.sequence_parallel, recompute, setting.recomputed_share,
-            setting.precision, setting.devices, machine,
+            layout.model,
+            setting.shape,
+            setting.tp,
+            setting.cp,
+            setting.ep,
+            setting.ep_imbalance,
+            setting.sequence_parallel,
+            recompute,
+            setting.recomputed_share,
+            setting.precision,
+            setting.devices,
+            machine,
             setting.offload_activations and machine.hardware.cores is None,
-        )  # fmt: skip
+        )
 
     if ":" not in setting.recompute:
         return _sums(layout, layers(setting.recompute))
@@ -85,10 +94,20 @@ def _sums(
 
 @lru_cache(maxsize=65536)
 def _layers(
-    model: LayerKinds, shape: Shape, tp: int, cp: int, ep: int, ep_imbalance: float,
-    sequence_parallel: bool, recompute: Recompute, recomputed_share: float, precision: Precision,
-    devices: int, machine: Machine, on_host: bool,
-) -> Passes:  # fmt: skip
+    model: LayerKinds,
+    shape: Shape,
+    tp: int,
+    cp: int,
+    ep: int,
+    ep_imbalance: float,
+    sequence_parallel: bool,
+    recompute: Recompute,
+    recomputed_share: float,
+    precision: Precision,
+    devices: int,
+    machine: Machine,
+    on_host: bool,
+) -> Passes:
     mesh = tp, cp, precision, devices, machine
     overhead = machine.curves.overhead_per_layer
     overhead *= machine.hardware.slowdown("overhead", sharing(devices, machine.hardware))
@@ -146,17 +165,27 @@ def _with_program(own: PassSeconds, program: float, machine: Machine) -> PassSec
     """Return a pass with its host time, which overlaps with a device but not with cores."""
     waits = program
     if machine.hardware.cores is None:
-        busy, power = own.compute + own.tensor, machine.curves.host_overlap
+        busy = own.compute + own.tensor
+        power = machine.curves.host_overlap
         waits = (program**power + busy**power) ** (1 / power) - busy
     return PassSeconds(own.compute + waits, own.tensor, own.free + waits)
 
 
 def _priced(
-    work: Work, collectives: tuple[Collective, ...], tp: int, cp: int, precision: Precision,
-    devices: int, machine: Machine, over_keys: tuple[Kind, ...], backward: bool = False,
-) -> PassSeconds:  # fmt: skip
+    work: Work,
+    collectives: tuple[Collective, ...],
+    tp: int,
+    cp: int,
+    precision: Precision,
+    devices: int,
+    machine: Machine,
+    over_keys: tuple[Kind, ...],
+    backward: bool = False,
+) -> PassSeconds:
     """Return the seconds of one layer's computes and collectives; `over_keys` are those of cp."""
-    hardware, curves, software = machine.hardware, machine.curves, machine.software
+    hardware = machine.hardware
+    curves = machine.curves
+    software = machine.software
     shared = sharing(devices, hardware)
     seconds = work_seconds(work, precision, hardware, curves, software, shared, backward)
     group = group_of(tp, 1, devices, hardware)
@@ -174,7 +203,8 @@ def _priced(
         near, far = (a.keys * (1 - a.hidden) for a in (work.attention, whole))
         attention *= cp if whole.window is None else far / near
         # Keys and values, and in a backward their gradients.
-        block, over = work.attention.key_elements * size, group_of(cp, tp, devices, hardware)
+        block = work.attention.key_elements * size
+        over = group_of(cp, tp, devices, hardware)
         if software.passes_keys:
             ring = send_seconds(block, over.nodes > 1, hardware, curves) * (cp - 1)
             ring *= 2 if backward else 1

@@ -56,17 +56,30 @@ class Sharding(NamedTuple):
     def of(cls, setting: Setting) -> "Sharding":
         """Return the sharding of a setting."""
         return cls(
-            setting.tp, setting.dp, setting.cp, setting.ep, setting.shards, setting.devices,
-            setting.sequence_parallel, setting.precision, setting.zero_stage, setting.reduces_once,
-            _gathers(setting) if setting.holds_weights else (), setting.offload_optimizer,
-            setting.offload_param, setting.persistence, setting.optimizer, setting.newton_schulz,
-        )  # fmt: skip
+            setting.tp,
+            setting.dp,
+            setting.cp,
+            setting.ep,
+            setting.shards,
+            setting.devices,
+            setting.sequence_parallel,
+            setting.precision,
+            setting.zero_stage,
+            setting.reduces_once,
+            _gathers(setting) if setting.holds_weights else (),
+            setting.offload_optimizer,
+            setting.offload_param,
+            setting.persistence,
+            setting.optimizer,
+            setting.newton_schulz,
+        )
 
 
 def _gathers(setting: Setting) -> tuple[int, ...]:
     if setting.weights == "per_step" or setting.stages_per_rank == 1:
         return (1,) * setting.stages_per_rank
-    order, weights = setting.action_order, setting.weights
+    order = setting.action_order
+    weights = setting.weights
     times = [windows_of(*order, weights, coord).times for coord in range(setting.pp)]
     return tuple(map(max, zip(*times, strict=True)))
 
@@ -152,7 +165,9 @@ def matrix_work(
     model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
 ) -> MatrixWork:
     """Return what an optimizer of whole matrices adds; nothing for one that works by elements."""
-    work, hardware, curves = sharding.newton_schulz, machine.hardware, machine.curves
+    work = sharding.newton_schulz
+    hardware = machine.hardware
+    curves = machine.curves
     if work is None:
         return MatrixWork()
     shapes = [
@@ -210,9 +225,11 @@ class _HeldWeights:
         small = sharding.persistence if sharding.zero_stage == 3 else 0
         self._layers = weights_of(model, held, sharding.tp, small, sharding.ep)
         self.total = together(self._layers)
-        self._sharding, self._machine = sharding, machine
+        self._sharding = sharding
+        self._machine = machine
         self._one_ring = sharding.zero_stage == 3 and machine.software.one_ring
-        shards, tp = sharding.shards, sharding.tp
+        shards = sharding.shards
+        tp = sharding.tp
         self._copies = sharding.dp * sharding.cp // shards
         self._shards, self._across = (
             group_of(ranks, stride, sharding.devices, machine.hardware)
@@ -225,7 +242,8 @@ class _HeldWeights:
         self, kind: Kind, num_bytes: float, group: RankGroup | None = None, one_ring: bool = False
     ) -> float:
         """Return the seconds of a collective, by default of the ranks that share the state."""
-        hardware, curves = self._machine.hardware, self._machine.curves
+        hardware = self._machine.hardware
+        curves = self._machine.curves
         ranks = group or self._shards
         return collective_seconds(kind, num_bytes, *ranks, hardware, curves, one_ring=one_ring)
 
@@ -264,9 +282,11 @@ class _HeldWeights:
 
 
 def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine) -> StageTransfers:
-    software, curves = machine.software, machine.curves
+    software = machine.software
+    curves = machine.curves
     weights = _HeldWeights(model, held, sharding, machine)
-    sizes, shards = weights.total, sharding.shards
+    sizes = weights.total
+    shards = sharding.shards
     size = BYTES[sharding.precision]
     gather = fetch = overhead = reduce = store = 0.0
     num_accumulated: float = sizes.params
@@ -288,15 +308,21 @@ def _stage(model: LayerKinds, held: Counts, sharding: Sharding, machine: Machine
 
 
 def _coord(
-    layout: StageClasses, classes: tuple[int, ...], moves: Sequence[StageTransfers],
-    sharding: Sharding, machine: Machine,
-) -> OncePerStep:  # fmt: skip
-    model, software, curves = layout.model, machine.software, machine.curves
+    layout: StageClasses,
+    classes: tuple[int, ...],
+    moves: Sequence[StageTransfers],
+    sharding: Sharding,
+    machine: Machine,
+) -> OncePerStep:
+    model = layout.model
+    software = machine.software
+    curves = machine.curves
     hardware = machine.hardware
     held = tuple(sum(counts) for counts in zip(*(layout.stages[c] for c in classes), strict=True))
     weights = _HeldWeights(model, held, sharding, machine)
     sizes = weights.total
-    zero, size = sharding.zero_stage, BYTES[sharding.precision]
+    zero = sharding.zero_stage
+    size = BYTES[sharding.precision]
     held_alone = sizes.params + (sharding.ep - 1) * sizes.experts  # if ep ranks had all experts
     own = held_alone / sharding.shards if zero else sizes.params
     before = fetch = program = later = least = reduce = after = tensor = tied = 0.0

@@ -97,7 +97,10 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
     layout = stage_classes_of(setting)
     slowdown = hardware.slowdown("overhead", sharing(setting.devices, hardware))
     by_stage, by_coord = transfers_of(layout, Sharding.of(setting), machine)
-    forward, backward, ahead, behind = [], [], [], []
+    forward = []
+    backward = []
+    ahead = []
+    behind = []
     for (there, back), moves in zip(stage_passes(layout, setting, machine), by_stage, strict=True):
         if setting.holds_weights:  # gathered before all passes
             moves = moves._replace(gather_seconds=0.0, fetch_seconds=0.0, overhead_seconds=0.0)
@@ -110,14 +113,20 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
     in_a_row = last_passes(setting.pp, setting.num_microbatches, setting.stages_per_rank)
     per_coord = []
     for classes, once in zip(layout.coords, by_coord, strict=True):
-        per_coord.append(_once(
-            once, in_a_row * sum([ahead[c] for c in classes]),
-            in_a_row * sum([ahead[c] for c in classes[:-1]]),
-            in_a_row * sum([behind[c] for c in classes]), machine, slowdown,
-        ))  # fmt: skip
+        per_coord.append(
+            _once(
+                once,
+                in_a_row * sum([ahead[c] for c in classes]),
+                in_a_row * sum([ahead[c] for c in classes[:-1]]),
+                in_a_row * sum([behind[c] for c in classes]),
+                machine,
+                slowdown,
+            )
+        )
     before, reduce, hideable, after = zip(*per_coord, strict=True)
     num_bytes = setting.shape.tokens // setting.cp * setting.hidden_size * setting.bytes_per_element
-    stride, split = setting.tp * setting.cp * setting.dp, setting.sequence_parallel
+    stride = setting.tp * setting.cp * setting.dp
+    split = setting.sequence_parallel
     sends = _sends(layout, num_bytes, setting.tp, stride, split, machine)
     return ActionCosts(layout, forward, backward, sends, before, reduce, hideable, after)
 
@@ -126,9 +135,12 @@ def _exposed(
     own: PassSeconds, moves: StageTransfers, backward: bool, machine: Machine, slowdown: float
 ) -> tuple[SecondsByPart, float]:
     """Return a pass with its exposed transfers, and the compute seconds that hide nothing yet."""
-    software, curves = machine.software, machine.curves
+    software = machine.software
+    curves = machine.curves
     compute = own.compute + slowdown * (curves.overhead_per_action + moves.overhead_seconds)
-    data, offload, free = moves.gather_seconds, moves.fetch_seconds, own.free
+    data = moves.gather_seconds
+    offload = moves.fetch_seconds
+    free = own.free
     hideable = data if software.overlaps_gather else 0.0
     if backward:
         compute += moves.accumulate_seconds
@@ -138,17 +150,23 @@ def _exposed(
             hideable += moves.reduce_seconds
     if hideable:
         hidden = min(free, curves.overlap * hideable)
-        data, free = data - hidden, free - hidden
+        data = data - hidden
+        free = free - hidden
     if offload and software.overlaps_offload:
         hidden = min(free, curves.overlap * offload)
-        offload, free = offload - hidden, free - hidden
+        offload = offload - hidden
+        free = free - hidden
     return SecondsByPart(compute, own.tensor, data, offload), free
 
 
 def _once(
-    once: OncePerStep, ahead: float, but_last: float, behind: float, machine: Machine,
+    once: OncePerStep,
+    ahead: float,
+    but_last: float,
+    behind: float,
+    machine: Machine,
     slowdown: float,
-) -> tuple[SecondsByPart, SecondsByPart, float, SecondsByPart]:  # fmt: skip
+) -> tuple[SecondsByPart, SecondsByPart, float, SecondsByPart]:
     """Return the `before`, `reduce`, `hideable` and `after` of ActionCosts for a coordinate.
 
     - `ahead`: free compute seconds of the first forwards; `but_last`: without the last stage's.
@@ -157,8 +175,11 @@ def _once(
     A GATHER is issued one window ahead, unless the device is the program's own cores. The search
     relies on ZeRO-3 not being faster than ZeRO-1, which gathers all weights in one message.
     """
-    software, curves = machine.software, machine.curves
-    reduce, first, last = once.reduce_seconds, once.gather_before_seconds, once.gather_after_seconds
+    software = machine.software
+    curves = machine.curves
+    reduce = once.reduce_seconds
+    first = once.gather_before_seconds
+    last = once.gather_after_seconds
     hideable = 0.0
     if software.overlaps_reduction:
         hideable = curves.overlap * reduce - (hidden := min(behind, curves.overlap * reduce))
@@ -190,8 +211,10 @@ def _sends(
     - `stride`: devices of a pipeline coordinate.
     - `split`: True if sequence parallelism splits the message over the tp ranks.
     """
-    hardware, curves = machine.hardware, machine.curves
-    devices, gather = stride * layout.pp, 0.0
+    hardware = machine.hardware
+    curves = machine.curves
+    devices = stride * layout.pp
+    gather = 0.0
     if machine.software.scatters_sends and not split:
         group = group_of(tp, 1, devices, hardware)
         gather = collective_seconds("all_gather", num_bytes, *group, hardware, curves)
@@ -239,7 +262,8 @@ def step_time(setting: Setting, hardware: Hardware, curves: Curves | None = None
         _step(costs, _ends(setting, costs, sends=False)) if any(costs.sends.seconds) else seconds
     )
     # The extrapolation of long schedules can fall some thousandths below the lower bound.
-    seconds, pipeline = max(seconds, _bound(costs, setting)), max(0.0, pipeline)
+    seconds = max(seconds, _bound(costs, setting))
+    pipeline = max(0.0, pipeline)
     busiest = max(_busy(costs, setting.num_microbatches), key=sum)
     parts = {**busiest._asdict(), "pipeline": pipeline}
     parts["bubble"] = max(0.0, seconds - sum(parts.values()))
@@ -309,16 +333,21 @@ def lower_bound(setting: Setting, hardware: Hardware, curves: Curves | None = No
 
 
 def _bound(costs: ActionCosts, setting: Setting) -> float:
-    layout, count = costs.layout, setting.num_microbatches
+    layout = costs.layout
+    count = setting.num_microbatches
     sizes = layout.pp, count, setting.stages_per_rank
-    forward, backward = [*map(sum, costs.forward)], [*map(sum, costs.backward)]
+    forward = [*map(sum, costs.forward)]
+    backward = [*map(sum, costs.backward)]
     both = [*map(add, forward, backward)]
     reducing = [*map(sum, costs.reduce)]
     sends = costs.sends.before
-    way, around, back = both, both, 2
+    way = both
+    around = both
+    back = 2
     if splits_backward(setting.schedule):
         way = [f + (full - f) / 2 for f, full in zip(forward, both, strict=True)]
-        around, back = forward, 1
+        around = forward
+        back = 1
     held = most_in_flight(setting.schedule, *sizes) if sends[-1] else ()
     reduced = 0.0
     for outer in layout.outer:

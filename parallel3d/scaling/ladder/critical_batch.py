@@ -30,7 +30,8 @@ from parallel3d.scaling.ladder.runner import execute
 from parallel3d.scaling.points import Array
 from parallel3d.scaling.runs import ALL, config_of, count
 
-FILE, PICTURE = "critical-batch.json", "critical-batch.png"
+FILE = "critical-batch.json"
+PICTURE = "critical-batch.png"
 _LEAST_SIZES = 4  # the curve has three parameters
 
 
@@ -54,11 +55,9 @@ class CriticalBatch:
 
     def __str__(self) -> str:
         low, high = (f"{x:,.0f}" if x < inf else "no bound" for x in self.interval)
-        found, most, noise = (
-            self.critical_batch_tokens,
-            self.batch_tokens[-1],
-            self.noise_scale_tokens,
-        )
+        found = self.critical_batch_tokens
+        most = self.batch_tokens[-1]
+        noise = self.noise_scale_tokens
         return (
             "critical batch, tokens: "
             + (f"{found:,.0f}" if found <= most else f"above the largest batch, {most:,}")
@@ -81,14 +80,16 @@ def measure(args: argparse.Namespace, out: Console) -> tuple[int, CriticalBatch 
     (forks.directory / PICTURE).write_bytes(draw(result))
     rows = [
         (
-            f"{_batch_tokens(run):,}", f"{run.steps - run.steps_done:,}",
+            f"{_batch_tokens(run):,}",
+            f"{run.steps - run.steps_done:,}",
             f"{rate(run.config, run.steps_done, run.config.batch_phases[-1][0]):.3g}",
-            f"{loss:.4f}", f"{by_fit:.4f}",
+            f"{loss:.4f}",
+            f"{by_fit:.4f}",
         )
         for run, loss, by_fit in zip(
             runs, losses, result.loss(np.array(result.batch_tokens)), strict=True
         )
-    ]  # fmt: skip
+    ]
     terminal.show(out, [Column(c) for c in ("tokens/step", "steps", "lr", "loss", "fitted")], rows)
     terminal.say(out, f"{result}; wrote {forks.directory / FILE} and {PICTURE}")
     return code, result
@@ -106,7 +107,9 @@ def forks_of(args: argparse.Namespace) -> Runs:
         raise ConfigError(f"--step {step}: is no checkpoint of {args.run}; it has {saved}")
     start = args.run / "checkpoints" / f"step-{step}"
     state = json.loads((start / "state.json").read_text(encoding="utf-8"))
-    batch, done, dp = config.global_batch_size, int(state["next_sample"]), config.mesh.sizes.dp
+    batch = config.global_batch_size
+    done = int(state["next_sample"])
+    dp = config.mesh.sizes.dp
     if config.train.batch_schedule or done != step * batch:
         raise ConfigError(
             f"--run {args.run}: its batch changes, or it left out samples before step {step}; "
@@ -115,34 +118,46 @@ def forks_of(args: argparse.Namespace) -> Runs:
     sizes = sorted(set(args.batches or (batch * 2**power for power in range(6))))
     if len(sizes) < _LEAST_SIZES or any(size % dp for size in sizes):
         raise ConfigError(f"--batches {sizes}: name {_LEAST_SIZES} or more multiples of dp={dp}")
-    length, unit = config.data.sequence_length, lcm(*sizes)
+    length = config.data.sequence_length
+    unit = lcm(*sizes)
     wanted = args.tokens / length if args.tokens else max(done / 10, 8 * sizes[-1])
     end = done + ceil(wanted / unit) * unit
     directory = args.run / "critical-batch" / f"step-{step}"
     fraction = rate(config, step - 1, done - batch) / config.optimizer.params.lr
     runs = []
     for size in sizes:
-        raw, share = config.to_dict(), gcd(batch, size) // dp
-        params, block = raw["optimizer"]["params"], raw["parallel3d"]
+        raw = config.to_dict()
+        share = gcd(batch, size) // dp
+        params = raw["optimizer"]["params"]
+        block = raw["parallel3d"]
         params |= {
             name: params[name] * fraction
-            for name in ("lr", "muon_lr", "adam_lr") if params.get(name)
-        }  # fmt: skip
+            for name in ("lr", "muon_lr", "adam_lr")
+            if params.get(name)
+        }
         raw |= {
-            "gradient_accumulation_steps": None, "scheduler": None,
-            "train_micro_batch_size_per_gpu":
-                divisor_below(share, min(share, config.micro_batch_size) + 1),
-        }  # fmt: skip
+            "gradient_accumulation_steps": None,
+            "scheduler": None,
+            "train_micro_batch_size_per_gpu": divisor_below(
+                share, min(share, config.micro_batch_size) + 1
+            ),
+        }
         block["train"] |= {
-            "steps": step + (end - done) // size, "lr_schedule": {"type": "constant"},
-            "batch_schedule": [[0, batch], [done, size]], "batch_lr": args.batch_lr,
-            "evaluate_every": 0, "evaluate_samples": ALL, "stop_after": None,
-        }  # fmt: skip
+            "steps": step + (end - done) // size,
+            "lr_schedule": {"type": "constant"},
+            "batch_schedule": [[0, batch], [done, size]],
+            "batch_lr": args.batch_lr,
+            "evaluate_every": 0,
+            "evaluate_samples": ALL,
+            "stop_after": None,
+        }
         block["checkpoint"] |= {"resume": str(start.resolve()), "at": []}
-        name, ranks = f"{args.batch_lr}-to-{end * length}-batch-{size}", config.mesh.sizes.ranks
+        name = f"{args.batch_lr}-to-{end * length}-batch-{size}"
+        ranks = config.mesh.sizes.ranks
         block["run"] |= {"directory": str(directory), "name": name, "save_weights": False}
         fork = RunConfig.from_dict(raw, f"the fork {name}").resolve(ranks)
-        counts, tokens = count(fork.model), end * length
+        counts = count(fork.model)
+        tokens = end * length
         runs.append(LadderRun(name, fork, counts, tokens, tokens, ranks, steps_done=step))
     rungs = (Rung(run, cost, state_of(run), None) for run, cost in with_costs(runs))
     return Runs(args.run, directory, tuple(rungs))
@@ -174,7 +189,8 @@ def fit(sizes: Sequence[int], losses: Sequence[float], tolerance: float) -> Crit
     open.
     """
     first = min(int(np.argmin(losses)), len(sizes) - _LEAST_SIZES)
-    b, y = np.array(sizes[first:], dtype=float), np.array([losses[first:]])
+    b = np.array(sizes[first:], dtype=float)
+    y = np.array([losses[first:]])
     grid = np.geomspace(b.min() / 10, b.max() * 100, 400)
     x = b[:, None] / (b[:, None] + grid)  # [sizes, grid]
     centred = x - x.mean(0)
@@ -197,9 +213,15 @@ def fit(sizes: Sequence[int], losses: Sequence[float], tolerance: float) -> Crit
     drawn = floor + gain * b / (b + half) + deviation * random.normal(size=(DRAWS, len(b)))
     low, high = np.quantile(best(drawn)[-1], (0.025, 0.975), method="nearest")
     return CriticalBatch(
-        tuple(sizes), tuple(losses), tolerance, floor, gain, half, critical,
+        tuple(sizes),
+        tuple(losses),
+        tolerance,
+        floor,
+        gain,
+        half,
+        critical,
         (float(low), float(high)),
-    )  # fmt: skip
+    )
 
 
 def draw(result: CriticalBatch) -> bytes:

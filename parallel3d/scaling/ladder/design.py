@@ -66,7 +66,8 @@ def design(args: Namespace, out: Console) -> dict[str, Any]:
     target = next(run for run in expanded if run.kind == "held-out")
     outcomes = simulate(fitted, target, NOISE)
     low, median, high = np.percentile([half for half, _ in outcomes], [10, 50, 90]).tolist()
-    held, without = sum(is_held for _, is_held in outcomes), LADDERS - len(outcomes)
+    held = sum(is_held for _, is_held in outcomes)
+    without = LADDERS - len(outcomes)
     replace_text(args.out, f"{json.dumps(document, indent=1)}\n")
     budgets = document["budgets"]["flops"]
     terminal.say(
@@ -84,9 +85,12 @@ def design(args: Namespace, out: Console) -> dict[str, Any]:
         "no forecast",
     )
     return {
-        "hours": hours, "half_width": {"p10": low, "median": median, "p90": high},
-        "simulated": LADDERS, "held": held, "without_forecast": without,
-    }  # fmt: skip
+        "hours": hours,
+        "half_width": {"p10": low, "median": median, "p90": high},
+        "simulated": LADDERS,
+        "held": held,
+        "without_forecast": without,
+    }
 
 
 def _without_own(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -114,7 +118,8 @@ def _sizes(base: dict[str, Any], model: dict[str, Any], file: Path) -> _Sizes:
             f"{file}: parallel3d.model: its {', '.join(SHAPE[:3])} are {shape}, whose proportions "
             "the sizes keep; set all, and the width as a multiple of the heads"
         )
-    head, group = width // heads, heads // (model.get("num_key_value_heads") or heads)
+    head = width // heads
+    group = heads // (model.get("num_key_value_heads") or heads)
     step = max(2, head // 8 * 2)
     is_deep = not _is_mup(model) or "base_depth" in model["parametrization"]
     ladder = LadderConfig.model_construct(mlp_ratio=_mlp_ratio(model), head_size=head)
@@ -127,8 +132,9 @@ def _sizes(base: dict[str, Any], model: dict[str, Any], file: Path) -> _Sizes:
             count_heads -= group
         shape = {
             "num_hidden_layers": max(1, round(own * layers / width)) if is_deep else layers,
-            "hidden_size": own, "num_attention_heads": count_heads,
-        }  # fmt: skip
+            "hidden_size": own,
+            "num_attention_heads": count_heads,
+        }
         if "num_key_value_heads" in model:
             shape["num_key_value_heads"] = count_heads // group
         found = model_of(ladder, SizeConfig(model=shape), shared, "sizes")
@@ -172,21 +178,25 @@ def _document(
             budgets_of.setdefault(n, []).append(budget)
     rate = base.get("optimizer", {}).get("params", {}).get("lr") if _is_mup(model) else None
     document = {
-        "directory": f"runs/{args.out.stem}", "base": base,
+        "directory": f"runs/{args.out.stem}",
+        "base": base,
         "head_size": model["hidden_size"] // model["num_attention_heads"],
         "mlp_ratio": _mlp_ratio(model),
         "sizes": [{"model": sizes(n)[1], "budgets": b} for n, b in sorted(budgets_of.items())],
         "budgets": {"flops": budgets},
         "hyperparameters": {
-            "learning_rate": rate or "step-law", "batch_tokens": "step-law",
+            "learning_rate": rate or "step-law",
+            "batch_tokens": "step-law",
             "tune": TuneConfig().model_dump(mode="json"),
         },
         # It runs alone, on all devices if the base leaves dp open.
-        "held_out": [{
-            "size": {"model": sizes(_nearest(sizes, target))[1], "devices": args.parallel},
-            "flops": float(f"{flops:.4g}"),
-        }],
-    }  # fmt: skip
+        "held_out": [
+            {
+                "size": {"model": sizes(_nearest(sizes, target))[1], "devices": args.parallel},
+                "flops": float(f"{flops:.4g}"),
+            }
+        ],
+    }
     return {key: value for key, value in document.items() if value is not None}
 
 
@@ -207,7 +217,8 @@ def _flops_for(hours: float, runs: _Runs) -> float:
 
     Raises ConfigError if the speed of the machine is not known.
     """
-    flops, step = 1e9, 4.0
+    flops = 1e9
+    step = 4.0
     while step > 1.02:  # upwards, so that no size is tried that is far too large to fit
         try:
             needed = runs(flops * step)[2]

@@ -34,7 +34,10 @@ _BLOCKS = (
 )
 # Keys of train that the ladder sets.
 OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "batch_schedule", "stop_after")
-CONFIGS, TRUNKS, TUNING = "configs", "trunks", "tuning"  # folders within a ladder's directory
+# folders within a ladder's directory
+CONFIGS = "configs"
+TRUNKS = "trunks"
+TUNING = "tuning"
 
 
 def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], path: str) -> Any:
@@ -43,29 +46,56 @@ def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], pa
     base: model settings that all sizes share. path: place of the size in the ladder's file, for
     messages. Raises ConfigError if the settings are wrong or no width comes near `size.params`.
     """
-    own, is_target, head = dict(size.model), size.params is not None, ladder.head_size
+    own = dict(size.model)
+    is_target = size.params is not None
+    head = ladder.head_size
     refuse_where(
-        *((ladder.mlp_ratio is None and base.get(name) is not None,
-           f"base.parallel3d.model.{name}", base.get(name), "would be the same at every size",
-           "remove it, and set mlp_ratio") for name in _INNER),
-        *((is_target and name in own, f"{path}.model.{name}", own.get(name),
-           "conflicts with params, which determines it", "remove one of the two")
-          for name in SHAPE[:3]),
-        *((not is_target and not isinstance(own.get(name), int), f"{path}.model.{name}",
-           own.get(name, ABSENT), "must be an integer", "set it, or params in place of the model")
-          for name in SHAPE[:2]),
-    )  # fmt: skip
+        *(
+            (
+                ladder.mlp_ratio is None and base.get(name) is not None,
+                f"base.parallel3d.model.{name}",
+                base.get(name),
+                "would be the same at every size",
+                "remove it, and set mlp_ratio",
+            )
+            for name in _INNER
+        ),
+        *(
+            (
+                is_target and name in own,
+                f"{path}.model.{name}",
+                own.get(name),
+                "conflicts with params, which determines it",
+                "remove one of the two",
+            )
+            for name in SHAPE[:3]
+        ),
+        *(
+            (
+                not is_target and not isinstance(own.get(name), int),
+                f"{path}.model.{name}",
+                own.get(name, ABSENT),
+                "must be an integer",
+                "set it, or params in place of the model",
+            )
+            for name in SHAPE[:2]
+        ),
+    )
     shared = {key: value for key, value in base.items() if key not in SHAPE}
     if size.params is not None:
         return _nearest(ladder, size.params, {**shared, **own}, path)
     width = own["hidden_size"]
     if "num_attention_heads" not in own:
         below = max(1, width // head) * head
-        refuse_where((
-            width % head, f"{path}.model.hidden_size", width,
-            f"is not a multiple of head_size={head}",
-            f"use {below} or {below + head}, or set num_attention_heads",
-        ))  # fmt: skip
+        refuse_where(
+            (
+                width % head,
+                f"{path}.model.hidden_size",
+                width,
+                f"is not a multiple of head_size={head}",
+                f"use {below} or {below + head}, or set num_attention_heads",
+            )
+        )
         own["num_attention_heads"] = width // head
     return _checked({**shared, **_inner(ladder, width), **own}, path)
 
@@ -92,11 +122,16 @@ def _nearest(ladder: LadderConfig, target: float, shared: dict[str, object], pat
     off, best = min(
         (abs(log(blocks(heads) / target)), heads) for heads in (above - 1, above) if heads
     )
-    refuse_where((
-        off > log(2), f"{path}.params", target,
-        f"the nearest model with this aspect_ratio and head_size={ladder.head_size} has "
-        f"{blocks(best):,}", "use that, a smaller head_size, or model in place of params",
-    ))  # fmt: skip
+    refuse_where(
+        (
+            off > log(2),
+            f"{path}.params",
+            target,
+            f"the nearest model with this aspect_ratio and head_size={ladder.head_size} has "
+            f"{blocks(best):,}",
+            "use that, a smaller head_size, or model in place of params",
+        )
+    )
     return shaped(best)
 
 
@@ -175,25 +210,56 @@ def shared_model(base: Mapping[str, object], source: Path) -> dict[str, object]:
     model, data, train = (
         reader.block_at(base, f"parallel3d.{name}") for name in ("model", "data", "train")
     )
-    vocab, length = model.get("vocab_size", "auto"), data.get("sequence_length")
+    vocab = model.get("vocab_size", "auto")
+    length = data.get("sequence_length")
     if vocab == "auto" and data.get("tokenizer", "train") in ("train", "none"):
         vocab = data.get("vocab_size", 4096)  # of the tokenizer that is trained
     refuse_where(
-        *((not isinstance(value, dict) and value is not ABSENT
-           and (path, value) != ("parallel3d.mesh", "plan"), f"base.{path}", value,
-           "must be an object", "write {...}, or remove it")
-          for path, value in blocks.items()),
-        *((name in train, f"base.parallel3d.train.{name}", train.get(name), "is set by the ladder",
-           "remove it, and use budgets and schedule") for name in OWN),
-        (model.get("family") not in models.families(), "base.parallel3d.model.family",
-         model.get("family", ABSENT), "is not a model family",
-         f"use one of: {', '.join(models.families())}"),
-        (not isinstance(length, int) or length < 1, "base.parallel3d.data.sequence_length", length,
-         "must be a number of tokens", "set it"),
-        (not isinstance(vocab, int), "base.parallel3d.model.vocab_size", vocab,
-         "must be a number, which all sizes share", "set it"),
+        *(
+            (
+                not isinstance(value, dict)
+                and value is not ABSENT
+                and (path, value) != ("parallel3d.mesh", "plan"),
+                f"base.{path}",
+                value,
+                "must be an object",
+                "write {...}, or remove it",
+            )
+            for path, value in blocks.items()
+        ),
+        *(
+            (
+                name in train,
+                f"base.parallel3d.train.{name}",
+                train.get(name),
+                "is set by the ladder",
+                "remove it, and use budgets and schedule",
+            )
+            for name in OWN
+        ),
+        (
+            model.get("family") not in models.families(),
+            "base.parallel3d.model.family",
+            model.get("family", ABSENT),
+            "is not a model family",
+            f"use one of: {', '.join(models.families())}",
+        ),
+        (
+            not isinstance(length, int) or length < 1,
+            "base.parallel3d.data.sequence_length",
+            length,
+            "must be a number of tokens",
+            "set it",
+        ),
+        (
+            not isinstance(vocab, int),
+            "base.parallel3d.model.vocab_size",
+            vocab,
+            "must be a number, which all sizes share",
+            "set it",
+        ),
         source=str(source),
-    )  # fmt: skip
+    )
     return {**model, "vocab_size": vocab}
 
 
@@ -226,9 +292,11 @@ class _Point:
 
 
 def runs_of(
-    ladder: LadderConfig, base: Mapping[str, object], source: Path,
+    ladder: LadderConfig,
+    base: Mapping[str, object],
+    source: Path,
     factors: tuple[float, float] = (1.0, 1.0),
-) -> list[LadderRun]:  # fmt: skip
+) -> list[LadderRun]:
     """Return every run of the ladder: to tune, trunks, to fit laws to, and held-out runs.
 
     base: the config that all runs share. source: the ladder's file, for messages. factors: tuned
@@ -254,7 +322,8 @@ def runs_of(
         kind, budget = ("tokens", held.tokens) if held.flops is None else ("flops", held.flops)
         assert budget
         (point,) = _points(ladder, held.size, shared, f"held_out.{i}", kind, [budget], "size")
-        name, seed = f"held-out-{point.name}", (held.size.seeds or ladder.seeds)[0]
+        name = f"held-out-{point.name}"
+        seed = (held.size.seeds or ladder.seeds)[0]
         runs.append(_run(ladder, base, point, seed, name=name, kind="held-out", factors=factors))
     for budget in sorted(by_budget)[:2] if ladder.hyperparameters.tune else ():
         beside = sorted(by_budget[budget], key=lambda point: point.counts.with_head)
@@ -279,9 +348,14 @@ def _tuning(ladder: LadderConfig, base: Mapping[str, object], point: _Point) -> 
 
 
 def _points(
-    ladder: LadderConfig, size: SizeConfig, shared: Mapping[str, object], path: str, kind: str,
-    budgets: Sequence[float], key: str = "",
-) -> Iterator[_Point]:  # fmt: skip
+    ladder: LadderConfig,
+    size: SizeConfig,
+    shared: Mapping[str, object],
+    path: str,
+    kind: str,
+    budgets: Sequence[float],
+    key: str = "",
+) -> Iterator[_Point]:
     """Yield the point of each budget; `key` is the place of the size within the block at `path`."""
     model = model_of(ladder, size, shared, ".".join(filter(None, (path, key))))
     counts = count(model)
@@ -299,15 +373,19 @@ def _points(
 
 
 def _forks(
-    ladder: LadderConfig, base: Mapping[str, object], points: Sequence[_Point], seed: int,
+    ladder: LadderConfig,
+    base: Mapping[str, object],
+    points: Sequence[_Point],
+    seed: int,
     factors: tuple[float, float],
-) -> list[LadderRun]:  # fmt: skip
+) -> list[LadderRun]:
     """Return a trunk with a constant learning rate and a fork of it for each budget.
 
     All of them use the batch and learning rate of the longest budget, and the warm-up of the
     shortest one with a trunk. Budgets of too few steps have no trunk.
     """
-    longest, lengths = points[-1], [point.tokens for point in points]
+    longest = points[-1]
+    lengths = [point.tokens for point in points]
     same = longest.settings(ladder, factors)
     trunk = f"trunk-{_short(longest.counts.transformer)}"
     forks = [
@@ -319,17 +397,33 @@ def _forks(
         return forks
     done = at[-1] * forks[-1].batch_tokens
     first = _run(
-        ladder, base, replace(longest, tokens=done), seed, name=trunk, settings=same,
-        beside=lengths, at=at, kind="trunk",
-    )  # fmt: skip
+        ladder,
+        base,
+        replace(longest, tokens=done),
+        seed,
+        name=trunk,
+        settings=same,
+        beside=lengths,
+        at=at,
+        kind="trunk",
+    )
     return [first, *forks]
 
 
 def _run(
-    ladder: LadderConfig, base: Mapping[str, Any], point: _Point, seed: int, *, name: str = "",
-    settings: tuple[float, float] | None = None, beside: Sequence[float] = (), trunk: str = "",
-    at: Sequence[int] = (), kind: str = "fit", factors: tuple[float, float] = (1.0, 1.0),
-) -> LadderRun:  # fmt: skip
+    ladder: LadderConfig,
+    base: Mapping[str, Any],
+    point: _Point,
+    seed: int,
+    *,
+    name: str = "",
+    settings: tuple[float, float] | None = None,
+    beside: Sequence[float] = (),
+    trunk: str = "",
+    at: Sequence[int] = (),
+    kind: str = "fit",
+    factors: tuple[float, float] = (1.0, 1.0),
+) -> LadderRun:
     """Return the run of a point.
 
     settings: learning rate and tokens per batch; None to take those of the point.
@@ -341,7 +435,8 @@ def _run(
     rate, batch_tokens = settings or point.settings(ladder, factors)
     is_first = seed == ladder.seeds[0] or kind == "held-out"
     suffix = "" if is_first else f"-seed{seed}"
-    name, trunk = f"{name or point.name}{suffix}", f"{trunk}{suffix}" if trunk else ""
+    name = f"{name or point.name}{suffix}"
+    trunk = f"{trunk}{suffix}" if trunk else ""
     raw = deepcopy(dict(base))
     block = raw["parallel3d"]
     seq = block["data"]["sequence_length"]
@@ -377,9 +472,12 @@ def _run(
     _write_batch(raw, block, batch=batch, dp=dp, rate=rate)
     block["model"] = point.model.model_dump(mode="json")
     block["train"] = {
-        "evaluate_samples": ALL, **block.get("train", {}), "steps": steps, "seed": seed,
+        "evaluate_samples": ALL,
+        **block.get("train", {}),
+        "steps": steps,
+        "seed": seed,
         "lr_schedule": schedule | {"warmup_steps": warmup},
-    }  # fmt: skip
+    }
     checkpoint = block["checkpoint"] = dict(block.get("checkpoint", {}))
     if at:
         block["train"]["evaluate_samples"] = 1
@@ -388,8 +486,9 @@ def _run(
         checkpoint["resume"] = str(home / TRUNKS / trunk / "checkpoints" / f"step-{done}")
     directory = str(home / TRUNKS if at else home / TUNING if kind == "tune" else home)
     block["run"] = {"save_weights": False, **block.get("run", {})} | {
-        "directory": directory, "name": name,
-    }  # fmt: skip
+        "directory": directory,
+        "name": name,
+    }
     try:
         config = with_vocabulary(RunConfig.from_dict(raw, source=f"the run {name}"))
         if not config.is_planned:
@@ -399,9 +498,17 @@ def _run(
     trained = steps * step_tokens
     exact = models.train_flops_per_token(config.model, seq) * trained
     return LadderRun(
-        name, config, point.counts, trained, exact, devices, kind, trunk=trunk, steps_done=done,
+        name,
+        config,
+        point.counts,
+        trained,
+        exact,
+        devices,
+        kind,
+        trunk=trunk,
+        steps_done=done,
         factors=factors,
-    )  # fmt: skip
+    )
 
 
 def _short(number: float) -> str:

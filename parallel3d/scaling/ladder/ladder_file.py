@@ -29,16 +29,18 @@ class HyperparameterLaw:
 
 LAWS = {
     "olmo": HyperparameterLaw(
-        "OLMo-core model_ladder.py, after Porian et al., arXiv:2406.19146", "with_head",
+        "OLMo-core model_ladder.py, after Porian et al., arXiv:2406.19146",
+        "with_head",
         lambda n, tokens: 0.0047 * (n / 108e6) ** (-1 / 3),
         lambda n, tokens: 160 * 2048 * (n / 108e6) ** (2 / 3),
     ),
     "step-law": HyperparameterLaw(
-        "Step Law, Li et al., arXiv:2503.04715, equation 1", "transformer",
+        "Step Law, Li et al., arXiv:2503.04715, equation 1",
+        "transformer",
         lambda n, tokens: 1.79 * n**-0.713 * tokens**0.307,
         lambda n, tokens: 0.58 * tokens**0.571,
     ),
-}  # fmt: skip
+}
 
 
 def _size(value: object) -> object:
@@ -87,7 +89,8 @@ class BudgetConfig(Section):
     def _problems(self) -> Iterator[Problem]:
         budgets = {name: getattr(self, name) for name in BUDGETS if getattr(self, name)}
         rule = f"sets {' and '.join(budgets) or 'none'} of {', '.join(BUDGETS)}"
-        return problems_where((len(budgets) != 1, "", budgets, rule, "set exactly one"))
+        if len(budgets) != 1:
+            yield Problem("", budgets, rule, "set exactly one")
 
 
 class TuneConfig(Section):
@@ -104,14 +107,21 @@ class TuneConfig(Section):
     rate alone."""
 
     def _problems(self) -> Iterator[Problem]:
-        return problems_where(*(
-            (len(set(factors)) < least or 1 not in factors, name, list(factors),
-             f"must have {least} or more different ones, with 1", "write [0.5, 1, 2]")
-            for name, factors, least in (
-                ("learning_rate_factors", self.learning_rate_factors, 3),
-                ("batch_factors", self.batch_factors, 1),
+        return problems_where(
+            *(
+                (
+                    len(set(factors)) < least or 1 not in factors,
+                    name,
+                    list(factors),
+                    f"must have {least} or more different ones, with 1",
+                    "write [0.5, 1, 2]",
+                )
+                for name, factors, least in (
+                    ("learning_rate_factors", self.learning_rate_factors, 3),
+                    ("batch_factors", self.batch_factors, 1),
+                )
             )
-        ))  # fmt: skip
+        )
 
 
 class HyperparametersConfig(Section):
@@ -155,10 +165,10 @@ class HeldOutConfig(Section):
     """Training tokens."""
 
     def _problems(self) -> Iterator[Problem]:
-        return problems_where((
-            (self.flops is None) == (self.tokens is None), "flops", self.flops,
-            "must have one budget", 'set either "flops" or "tokens"',
-        ))  # fmt: skip
+        if (self.flops is None) == (self.tokens is None):
+            yield Problem(
+                "flops", self.flops, "must have one budget", 'set either "flops" or "tokens"'
+            )
 
 
 class LadderConfig(Section):
@@ -203,14 +213,31 @@ class LadderConfig(Section):
         path = f"budgets.{self.budgets.kind}"
         budgets = list(getattr(self.budgets, self.budgets.kind))
         return problems_where(
-            (len(self.sizes) < 2, "sizes", [size.params or size.model for size in self.sizes],
-             "a scaling law needs several sizes", "use two or more"),
-            (len(set(budgets)) < 2, path, budgets, "has only one budget",
-             "use two or more different ones"),
-            *((not set(size.budgets) <= set(budgets), f"sizes.{i}.budgets", list(size.budgets),
-               f"must be among {path}", f"use some of {budgets}")
-              for i, size in enumerate(self.sizes)),
-        )  # fmt: skip
+            (
+                len(self.sizes) < 2,
+                "sizes",
+                [size.params or size.model for size in self.sizes],
+                "a scaling law needs several sizes",
+                "use two or more",
+            ),
+            (
+                len(set(budgets)) < 2,
+                path,
+                budgets,
+                "has only one budget",
+                "use two or more different ones",
+            ),
+            *(
+                (
+                    not set(size.budgets) <= set(budgets),
+                    f"sizes.{i}.budgets",
+                    list(size.budgets),
+                    f"must be among {path}",
+                    f"use some of {budgets}",
+                )
+                for i, size in enumerate(self.sizes)
+            ),
+        )
 
 
 def load(name: str) -> tuple[LadderConfig, dict[str, Any], Path]:

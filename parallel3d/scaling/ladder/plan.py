@@ -121,11 +121,15 @@ def ladder_of(name: str) -> Runs:
     unique = config.unique_tokens or unique_tokens(Path(config.directory))
     rungs = tuple(Rung(run, cost, state_of(run), unique) for run, cost in runs)
     over = [run for run, _ in runs if unique and run.tokens > REPEATS * unique]
-    warnings = [
-        f"{len(over)} runs read the corpus of {unique:,} tokens more than {REPEATS} times; "
-        "repeated tokens are then worth less than new ones (arXiv:2305.16264), and a law fitted to "
-        "these runs does not hold for new text"
-    ] if over else []  # fmt: skip
+    warnings = (
+        [
+            f"{len(over)} runs read the corpus of {unique:,} tokens more than {REPEATS} times; "
+            "repeated tokens are then worth less than new ones (arXiv:2305.16264), and a law "
+            "fitted to these runs does not hold for new text"
+        ]
+        if over
+        else []
+    )
     return Runs(file, Path(config.directory), rungs, tuple(warnings))
 
 
@@ -146,12 +150,16 @@ def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
             raise ConfigError(f"the ladder cannot be run: {run.name}: {error}") from None
         chosen, seconds, memory = planned[key]
         if config.is_planned:  # `chosen` may be of another run of the same size
-            raw, own = chosen.to_dict(), config.to_dict()
+            raw = chosen.to_dict()
+            own = config.to_dict()
             own |= {
                 key: raw[key]
-                for key in ("zero_optimization", "train_micro_batch_size_per_gpu",
-                            "gradient_accumulation_steps")
-            }  # fmt: skip
+                for key in (
+                    "zero_optimization",
+                    "train_micro_batch_size_per_gpu",
+                    "gradient_accumulation_steps",
+                )
+            }
             own["parallel3d"] |= {k: raw["parallel3d"][k] for k in ("mesh", "plan", "pipeline")}
             run = replace(run, config=RunConfig.from_dict(own))
         hours = None if seconds is None else run.steps * run.own_share * seconds / 3600
@@ -189,11 +197,13 @@ def state_of(run: LadderRun) -> State:
     own = config_of(run.folder)
     if digest_of(own, _APART) != digest_of(run.config, _APART):
         apart = tuple(f"{path}." for path in (*_APART, "parallel3d.run", "parallel3d.checkpoint"))
-        before, after = flat(own.to_dict()), flat(run.config.to_dict())
+        before = flat(own.to_dict())
+        after = flat(run.config.to_dict())
         changed = ", ".join(
-            f"{path}: {before.get(path)} -> {new}" for path, new in after.items()
+            f"{path}: {before.get(path)} -> {new}"
+            for path, new in after.items()
             if before.get(path) != new and not f"{path}.".startswith(apart)
-        )  # fmt: skip
+        )
         raise ConfigError(
             f"{run.folder}: has a run with another config than the ladder's ({changed}); remove "
             "it, or set another directory for the ladder"
@@ -222,7 +232,8 @@ def resume_of(run: LadderRun) -> str:
     A fork names its newest checkpoint by number, since with "auto" it would start at step 0,
     without the trunk's steps, if its checkpoints were damaged.
     """
-    first, own = str(run.config.checkpoint.resume), checkpoints(run.folder)
+    first = str(run.config.checkpoint.resume)
+    own = checkpoints(run.folder)
     if not own:
         return first
     return "auto" if first in FRESH else str(own[-1])
@@ -233,9 +244,11 @@ def show(ladder: Runs, out: Console) -> None:
     terminal.show(out, _COLUMNS, [_row(rung) for rung in ladder.rungs])
     total = to_json(ladder)["total"]
     hours = total["device_hours"]
-    known = f"{hours:.3g}" if hours is not None else (
-        "unknown (run `parallel3d plan --calibrate`, or set base.parallel3d.run.hardware)"
-    )  # fmt: skip
+    known = (
+        f"{hours:.3g}"
+        if hours is not None
+        else ("unknown (run `parallel3d plan --calibrate`, or set base.parallel3d.run.hardware)")
+    )
     terminal.say(
         out,
         f"total: {total['runs']} runs, {total['flops']:.3g} FLOPs, device hours: {known}; "
@@ -250,16 +263,29 @@ def show(ladder: Runs, out: Console) -> None:
 
 
 def _row(rung: Rung) -> tuple[str, ...]:
-    run, cost, state, counts = rung.run, rung.cost, rung.state, rung.run.counts
+    run = rung.run
+    cost = rung.cost
+    state = rung.state
+    counts = rung.run.counts
     reached = f" {state.step}" if state.name == "unfinished" else ""
     return (
-        run.name, f"{counts.transformer:,}", f"{counts.head:,}", f"{counts.embedding:,}",
-        f"{run.tokens:,}", f"{run.tokens / counts.with_head:.3g}", f"{run.flops:.3g}",
-        f"{run.exact_flops / run.flops:.3f}", f"{run.batch_tokens:,}",
-        f"{run.config.optimizer.params.lr:.3g}", f"{run.steps:,}", cost.mesh,
-        gib(cost.memory_bytes), "?" if cost.hours is None else f"{cost.hours:.3g}",
-        f"{state.name}{reached}", "" if state.loss is None else f"{state.loss:.4f}",
-    )  # fmt: skip
+        run.name,
+        f"{counts.transformer:,}",
+        f"{counts.head:,}",
+        f"{counts.embedding:,}",
+        f"{run.tokens:,}",
+        f"{run.tokens / counts.with_head:.3g}",
+        f"{run.flops:.3g}",
+        f"{run.exact_flops / run.flops:.3f}",
+        f"{run.batch_tokens:,}",
+        f"{run.config.optimizer.params.lr:.3g}",
+        f"{run.steps:,}",
+        cost.mesh,
+        gib(cost.memory_bytes),
+        "?" if cost.hours is None else f"{cost.hours:.3g}",
+        f"{state.name}{reached}",
+        "" if state.loss is None else f"{state.loss:.4f}",
+    )
 
 
 def to_json(ladder: Runs) -> dict[str, Any]:
@@ -282,18 +308,32 @@ def to_json(ladder: Runs) -> dict[str, Any]:
 
 
 def _to_json(rung: Rung) -> dict[str, object]:
-    run, cost, state, counts = rung.run, rung.cost, rung.state, rung.run.counts
+    run = rung.run
+    cost = rung.cost
+    state = rung.state
+    counts = rung.run.counts
     parts = {name: getattr(counts, name) for name in ("embedding", "head", "transformer")}
     return {
-        "name": run.name, "kind": run.kind, "params": parts, "tokens": run.tokens,
-        "flops": run.flops, "exact_flops": run.exact_flops, "steps": run.steps,
-        "own_steps": run.steps - run.steps_done, "batch_tokens": run.batch_tokens,
-        "learning_rate": run.config.optimizer.params.lr, "seed": run.config.train.seed,
+        "name": run.name,
+        "kind": run.kind,
+        "params": parts,
+        "tokens": run.tokens,
+        "flops": run.flops,
+        "exact_flops": run.exact_flops,
+        "steps": run.steps,
+        "own_steps": run.steps - run.steps_done,
+        "batch_tokens": run.batch_tokens,
+        "learning_rate": run.config.optimizer.params.lr,
+        "seed": run.config.train.seed,
         "repeats": None if rung.unique_tokens is None else run.tokens / rung.unique_tokens,
-        "mesh": cost.mesh, "devices": run.devices, "memory_bytes": cost.memory_bytes,
-        "hours": cost.hours, "state": state.name, "loss": state.loss,
+        "mesh": cost.mesh,
+        "devices": run.devices,
+        "memory_bytes": cost.memory_bytes,
+        "hours": cost.hours,
+        "state": state.name,
+        "loss": state.loss,
         "standard_error": state.standard_error,
-    }  # fmt: skip
+    }
 
 
 def best_factors(tried: Iterable[tuple[float, tuple[float, float], float]]) -> tuple[float, float]:

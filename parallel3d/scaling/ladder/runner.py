@@ -71,10 +71,12 @@ class Display(Progress):
 
     def __init__(self, out: Console, total: int, finished: int) -> None:
         columns = (
-            TextColumn("{task.description}"), BarColumn(),
-            TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[loss]}"),
             TimeElapsedColumn(),
-        )  # fmt: skip
+        )
         super().__init__(*columns, console=out, disable=not out.is_terminal)
         self._started = time.monotonic()
         self.all_runs = self.add_task("all runs", total=total, completed=finished, loss="")
@@ -96,7 +98,9 @@ class Runner:
     """Starts runs as processes, up to `parallel` at once, and follows each to its end."""
 
     def __init__(self, ladder: Runs, parallel: int, display: Display) -> None:
-        self._ladder, self._parallel, self._display = ladder, parallel, display
+        self._ladder = ladder
+        self._parallel = parallel
+        self._display = display
         self._say_once = cache(display.say)
         self._devices = visible_devices()
         self._has_devices = bool(self._devices)
@@ -136,7 +140,8 @@ class Runner:
             while waiting or self._running:
                 self._collect()
                 if self.is_stopped and not is_stopping:
-                    is_stopping, waiting = True, []
+                    is_stopping = True
+                    waiting = []
                     self._display.say(f"stopping {len(self._running)} runs; each saves its state")
                     self._stop()
                 for run in [run for run in waiting if run.trunk in self.failed]:
@@ -179,7 +184,8 @@ class Runner:
         threads = max(1, (os.cpu_count() or 1) // (self._parallel * run.devices))
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
         count = run.devices if self._has_devices else 0
-        devices, self._devices = self._devices[:count], self._devices[count:]
+        devices = self._devices[:count]
+        self._devices = self._devices[count:]
         if devices:
             environment[VISIBLE] = ",".join(devices)
         log = self._ladder.directory / LOGS / f"{run.name}.log"
@@ -193,9 +199,14 @@ class Runner:
         with log.open("ab") as file:
             # A new session, so that Ctrl-C reaches only this process, which stops each run once.
             popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment,
-                start_new_session=True, preexec_fn=die_with_parent,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
         bar = self._display.add_task(run.name, total=run.steps, loss="")
         self._running.append(Process(run, popen, log, devices, bar))
         self._display.say(f"{run.name}: started")

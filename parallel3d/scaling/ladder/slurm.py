@@ -60,7 +60,8 @@ def write(ladder: Runs) -> list[Path]:
     """
     ladder.write_configs()
     (ladder.directory / LOGS).mkdir(exist_ok=True)
-    stages, files = [], []
+    stages = []
+    files = []
     # Runs after those that tune have configs that depend on their losses: submit these first.
     for kind in ("trunk", "fit", "held-out") if ladder.is_tuned else ("tune",):
         jobs = []
@@ -86,19 +87,26 @@ def _script(ladder: Runs, kind: str, ranks: int, runs: Sequence[LadderRun]) -> s
             forecasts=_words(ladder.forecast_file(run).absolute() for run in runs),
             held_out=_words(
                 ladder.forecast_file(rung.run).absolute()
-                for rung in ladder.rungs if rung.run.kind == "held-out"
+                for rung in ladder.rungs
+                if rung.run.kind == "held-out"
             ),
             params=_words(run.counts.with_head for run in runs),
             tokens=_words(run.tokens for run in runs),
-            scale=quote(str(TRAIN.with_name("scale.py"))), directory=quote(str(directory)),
-        )  # fmt: skip
+            scale=quote(str(TRAIN.with_name("scale.py"))),
+            directory=quote(str(directory)),
+        )
     return _JOB.format(
-        name=f"{directory.name}-{kind}", last=len(runs) - 1, ranks=ranks, forecast=forecast,
-        logs=directory / LOGS, train=quote(str(TRAIN)),
-        fresh="|".join(FRESH), folders=_words(run.folder.absolute() for run in runs),
+        name=f"{directory.name}-{kind}",
+        last=len(runs) - 1,
+        ranks=ranks,
+        forecast=forecast,
+        logs=directory / LOGS,
+        train=quote(str(TRAIN)),
+        fresh="|".join(FRESH),
+        folders=_words(run.folder.absolute() for run in runs),
         configs=_words(ladder.config_file(run).absolute() for run in runs),
         resume=_words(run.config.checkpoint.resume for run in runs),
-    )  # fmt: skip
+    )
 
 
 def _words(values: Iterable[object]) -> str:

@@ -14,7 +14,8 @@ __all__ = ["bubble", "invalid", "peak_in_flight", "schedule"]
 
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
     """Return each rank's computes: F of all its chunks, then B, each for all microbatches."""
-    chunks, microbatches = range(stages_per_rank), range(num_microbatches)
+    chunks = range(stages_per_rank)
+    microbatches = range(num_microbatches)
     passes = [(Op.F, chunk) for chunk in chunks] + [(Op.B, chunk) for chunk in reversed(chunks)]
     programs = tuple(
         tuple(Action(op, chunk * pp_size + rank, i) for op, chunk in passes for i in microbatches)

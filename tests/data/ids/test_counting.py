@@ -18,11 +18,15 @@ pytestmark = pytest.mark.gloo
 def config_of(tmp_path, **data):
     return DataConfig.model_validate(
         {
-            "tokenizer": "none", "vocab_size": SIZE, "end_of_text_id": END, "sequence_length": 16,
-            "held_out_fraction": 0.2, "cache": str(tmp_path / "cache"),
+            "tokenizer": "none",
+            "vocab_size": SIZE,
+            "end_of_text_id": END,
+            "sequence_length": 16,
+            "held_out_fraction": 0.2,
+            "cache": str(tmp_path / "cache"),
         }
         | data
-    )  # fmt: skip
+    )
 
 
 def masks_of(documents):

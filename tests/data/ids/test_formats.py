@@ -98,7 +98,8 @@ def test_a_format_gives_the_documents_the_samples_and_the_counts(name, tmp_path)
     check_streams(corpus)
     again = Corpus.open(corpus.directory)
     for stream, expected in zip((again.train, again.held_out), by_hand(), strict=True):
-        ours, theirs = Batches(stream, 8, seed=3), Batches(expected, 8, seed=3)
+        ours = Batches(stream, 8, seed=3)
+        theirs = Batches(expected, 8, seed=3)
         # Resumed anywhere, a sample depends on its index alone.
         for first in (0, 5, 10**6 + 3):
             for one, other in zip(
@@ -120,7 +121,8 @@ def test_a_format_gives_the_documents_the_samples_and_the_counts(name, tmp_path)
 def test_every_sample_once_over_changing_meshes_and_formats(tmp_path):
     """Over dp 2 -> 1 -> 4, each with another batch size and the ids in another format."""
     expected = Batches(by_hand()[0], 8, seed=1)
-    seen, start = [], 0
+    seen = []
+    start = 0
     for name, dp, micro_batch, num_steps in (
         ("megatron int32", 2, 3, 4),
         ("raw", 1, 5, 3),
@@ -141,7 +143,8 @@ def test_every_sample_once_over_changing_meshes_and_formats(tmp_path):
 
 
 def test_the_key_is_that_of_the_ids_in_whatever_files(tmp_path):
-    keys, folders = set(), set()
+    keys = set()
+    folders = set()
     for name in ("megatron", "old megatron", "datatrove uint32", "raw", "numpy"):
         (folder := tmp_path / name).mkdir()
         corpus = prepare(config_of(*FORMATS[name](folder), cache=str(tmp_path / "cache")))
@@ -198,7 +201,8 @@ def test_a_vocabulary_above_65536(tmp_path):
 
 def test_indices_are_as_those_of_an_array(tmp_path):
     corpus = prepare(config_of(*FORMATS["megatron"](tmp_path)))
-    ids, expected = corpus.train.tokens, by_hand()[0].tokens
+    ids = corpus.train.tokens
+    expected = by_hand()[0].tokens
     assert len(ids) == len(expected) and np.array_equal(ids[:], expected)
     for key in (5, slice(3, 90), slice(9, 3), slice(-3, None), [4, 4, 2], [[1], [2]]):
         assert np.array_equal(ids[key], expected[key]), key

@@ -21,9 +21,7 @@ def hasty(monkeypatch):
 
 
 def part_of(url, folder):
-    return {
-        "source": "tokens", "paths": (str(url),), "stream": True, "manifest": str(folder / "m")
-    }  # fmt: skip
+    return {"source": "tokens", "paths": (str(url),), "stream": True, "manifest": str(folder / "m")}
 
 
 def by_url(url, folder):

@@ -19,7 +19,8 @@ def some_documents(count=40, size=SIZE, seed=0):
 
 def megatron(path: Path, documents, dtype="uint16", sentences=1, modes=False):
     """The .bin and .idx of today; each document in so many sequences."""
-    sequences, first = [], [0]
+    sequences = []
+    first = [0]
     for ids in documents:
         sequences += [part.tolist() for part in np.array_split(ids, sentences)] if ids else []
         first.append(len(sequences))

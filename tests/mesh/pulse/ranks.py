@@ -21,7 +21,8 @@ class Ranks:
 
     def __init__(self, folder, number, does="sleep", **limits):
         self.store = socket.create_server(("127.0.0.1", 0))
-        self.folder, self.taken = folder, []
+        self.folder = folder
+        self.taken = []
         threading.Thread(target=self._keep_store, daemon=True).start()
         task = {
             "does": does,

@@ -186,7 +186,8 @@ def test_a_job_that_is_stopped_and_goes_on_is_no_fault(tmp_path, with_sentries):
         assert ranks.printed == [[], [], []]
 
 
-PTRACE_ATTACH, PTRACE_DETACH = 16, 17
+PTRACE_ATTACH = 16
+PTRACE_DETACH = 17
 
 
 @pytest.mark.slow

@@ -18,8 +18,10 @@ EXHIBIT = Exhibit(
 @in_place_of(Engine, "step")
 def plant(original: Any, engine: Engine, lr: float, *rest: Any) -> Any:
     """The limit is compared with the scaled norm."""
-    optimizer, scale = engine._deepspeed.optimizer, engine.loss_scale
-    limit, optimizer.clip_grad = optimizer.clip_grad, optimizer.clip_grad / scale
+    optimizer = engine._deepspeed.optimizer
+    scale = engine.loss_scale
+    limit = optimizer.clip_grad
+    optimizer.clip_grad = optimizer.clip_grad / scale
     result = original(engine, lr, *rest)
     optimizer.clip_grad = limit
     return result

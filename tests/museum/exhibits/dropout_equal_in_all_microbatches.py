@@ -11,6 +11,7 @@ EXHIBIT = Exhibit(__doc__, mesh=(1, 1, 1), needs=("dropout", "microbatches"), ki
 @in_place_of(RandomKey, "seed_generator")
 def plant(original: Any, key: RandomKey, *args: Any) -> None:
     """The seed does not heed the microbatch."""
-    microbatch, key.microbatch = key.microbatch, 0
+    microbatch = key.microbatch
+    key.microbatch = 0
     original(key, *args)
     key.microbatch = microbatch

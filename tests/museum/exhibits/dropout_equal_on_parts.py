@@ -20,6 +20,7 @@ EXHIBIT = Exhibit(
 @in_place_of(Dropout, "seed")
 def plant(original: Any, dropout: Dropout, device: Any) -> None:
     """The seed does not heed the rank."""
-    split, dropout.split_over = dropout.split_over, None
+    split = dropout.split_over
+    dropout.split_over = None
     original(dropout, device)
     dropout.split_over = split

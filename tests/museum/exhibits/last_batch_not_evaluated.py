@@ -17,7 +17,8 @@ def plant(
 ) -> None:
     """The mean is over the samples of full batches."""
     original(self, config, *rest, corpus=corpus, **others)
-    count, length = config.train.evaluate_samples, config.data.sequence_length
+    count = config.train.evaluate_samples
+    length = config.data.sequence_length
     full = count // self._batch * self._batch
     sets = evaluation_corpora(corpus).items()
     self._sets = {name: held_out_samples(part, length, full) for name, part in sets}

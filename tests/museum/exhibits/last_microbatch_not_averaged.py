@@ -28,7 +28,8 @@ def plant() -> Planted:
         original(engine, *args, **stage)
 
     def average(original: Any, reduction: Reduction, held: Any) -> None:
-        held, size = list(held), reduction._mesh.replicas.size
+        held = list(held)
+        size = reduction._mesh.replicas.size
         shares = [h.parameter.grad - before[h.name] for h in held]
         for h, share in zip(held, shares, strict=True):
             h.parameter.grad.sub_(share)

@@ -14,6 +14,7 @@ EXHIBIT = Exhibit(
 def plant(original: Any, muon: Muon, master: Any, gradient: Any, group: Any) -> None:
     """One more time than it should."""
     if muon.state[master]:
-        buffer, momentum = muon.state[master]["momentum_buffer"], muon.params.momentum
+        buffer = muon.state[master]["momentum_buffer"]
+        momentum = muon.params.momentum
         buffer.lerp_(gradient, 1 - momentum)
     original(muon, master, gradient, group)

@@ -13,7 +13,8 @@ EXHIBIT = Exhibit(__doc__, needs=("bf16", "ZeRO-3"), kind="half")
 @in_place_of(Engine, "step")
 def plant(original: Any, engine: Engine, *args: Any) -> Any:
     """Cut the lower bits of the masters off."""
-    outcome, zero = original(engine, *args), engine._deepspeed.optimizer
+    outcome = original(engine, *args)
+    zero = engine._deepspeed.optimizer
     for weights, master in zip(
         zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True
     ):

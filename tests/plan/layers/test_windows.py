@@ -51,7 +51,11 @@ def test_a_stage_is_gathered_again_where_others_come_between_its_passes():
     assert held.forward[0] == {(0, 1)} and held.backward[3] == {(2, 3)}
     arrivals = [(a.place, a.forward, a.flight) for a in held.arrivals]
     assert arrivals == [
-        (0, True, (0, 0, 0, 0)), (1, True, (4, 0, 0, 0)), (2, True, (4, 4, 0, 0)),
-        (3, True, (4, 4, 4, 0)), (1, False, (4, 4, 0, 0)), (0, False, (4, 0, 0, 0)),
-    ]  # fmt: skip
+        (0, True, (0, 0, 0, 0)),
+        (1, True, (4, 0, 0, 0)),
+        (2, True, (4, 4, 0, 0)),
+        (3, True, (4, 4, 4, 0)),
+        (1, False, (4, 4, 0, 0)),
+        (0, False, (4, 0, 0, 0)),
+    ]
     assert windows("interleaved", 2, 8, 2, "per_pass")[0].times == (1, 1)

@@ -86,7 +86,8 @@ def shortened(name, layers):
     `layers`: so many blocks, if not all.
     """
     config = resolved(name)
-    sizes, pipeline = config.mesh, config.pipeline
+    sizes = config.mesh
+    pipeline = config.pipeline
     count = min(config.num_microbatches, 2 * sizes.pp) if sizes.pp > 1 else config.num_microbatches
     raw = config.to_dict() | {"gradient_accumulation_steps": count, "train_batch_size": None}
     if layers:
@@ -102,7 +103,8 @@ def shortened(name, layers):
 
 def measured(config, pp, join):  # noqa: F811
     """Most bytes of activations and gradients alive on a coordinate while its program runs."""
-    sizes, pipeline = config.mesh, config.pipeline
+    sizes = config.mesh
+    pipeline = config.pipeline
     shape = Shape(config.micro_batch_size, config.data.sequence_length)
     schedule = make_schedule(
         pipeline.schedule, sizes.pp, config.num_microbatches, pipeline.stages_per_rank
@@ -110,10 +112,14 @@ def measured(config, pp, join):  # noqa: F811
     mesh = join(config, pp, 0, 0)
     mesh.device = torch.device("meta")
     built = build_stages(
-        models.layers(config.model), schedule, EngineSettings.from_config(config), mesh=mesh,
-        shape=shape, activation_checkpointing=pipeline.activation_checkpointing,
+        models.layers(config.model),
+        schedule,
+        EngineSettings.from_config(config),
+        mesh=mesh,
+        shape=shape,
+        activation_checkpointing=pipeline.activation_checkpointing,
         sequence_parallel=sizes.sequence_parallel,
-    )  # fmt: skip
+    )
     module = built.module.bfloat16()
     for parameter in module.parameters():
         parameter.grad_dtype = torch.float32
@@ -128,9 +134,13 @@ def measured(config, pp, join):  # noqa: F811
             parameter.detach()
         weights = counting.bytes
         batch = torch.empty(
-            config.num_microbatches, 2, shape.batch, shape.seq,
-            dtype=torch.int64, device="meta",
-        )  # fmt: skip
+            config.num_microbatches,
+            2,
+            shape.batch,
+            shape.seq,
+            dtype=torch.int64,
+            device="meta",
+        )
         segments = segments and segments.on(mesh.device)
         executor.run([Microbatch(*microbatch, segments) for microbatch in batch])
     return counting.peak - weights

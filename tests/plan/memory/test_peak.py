@@ -41,11 +41,15 @@ A100 = load("A100-SXM4-80GB")
 def gpt(hidden_size, blocks, vocab_size=32_000, seq=1024, tied=True):
     return layers_of(
         Config(
-            family="gpt", hidden_size=hidden_size, num_hidden_layers=blocks,
-            num_attention_heads=8, vocab_size=vocab_size, max_position_embeddings=seq,
+            family="gpt",
+            hidden_size=hidden_size,
+            num_hidden_layers=blocks,
+            num_attention_heads=8,
+            vocab_size=vocab_size,
+            max_position_embeddings=seq,
             tie_word_embeddings=tied,
         )
-    )  # fmt: skip
+    )
 
 
 MODELS = {
@@ -53,9 +57,13 @@ MODELS = {
     for size, blocks, tied in ((256, 6, True), (1024, 14, True), (2048, 31, False))
 }
 ORDERS = [
-    ("gpipe", 1), ("one_f_one_b", 1), ("v_shape", 2), ("interleaved", 2), ("interleaved", 3),
+    ("gpipe", 1),
+    ("one_f_one_b", 1),
+    ("v_shape", 2),
+    ("interleaved", 2),
+    ("interleaved", 3),
     ("breadth_first", 3),
-]  # fmt: skip
+]
 
 
 @st.composite
@@ -186,19 +194,35 @@ def test_more_recomputation_never_takes_more(setting, machine):
 
 @few
 @given(
-    st.sampled_from([4, 6, 32]), st.integers(1, 40), st.sampled_from(ORDERS), machines,
-    st.sampled_from(["fp32", "bf16"]), st.sampled_from(["none", "full"]),
-    st.sampled_from([1, 2, 8]), st.sampled_from([1, 2, 4]),
-)  # fmt: skip
+    st.sampled_from([4, 6, 32]),
+    st.integers(1, 40),
+    st.sampled_from(ORDERS),
+    machines,
+    st.sampled_from(["fp32", "bf16"]),
+    st.sampled_from(["none", "full"]),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([1, 2, 4]),
+)
 def test_zero3_never_takes_more_than_zero1(dp, m, order, machine, precision, recompute, tp, pp):
     """Where it gathers no further ahead than it must, and a stage is many modules."""
     schedule, stages_per_rank = order
     layers = gpt_of_many_modules()
     setting = Setting(
-        layers, 512, Shape(2, 256), m, pp=pp, dp=dp, tp=tp, schedule=schedule,
-        stages_per_rank=stages_per_rank, precision=precision, recompute=recompute,
-        zero_stage=3, reduces_once=False, buffers=fitted(512 // tp),
-    )  # fmt: skip
+        layers,
+        512,
+        Shape(2, 256),
+        m,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        schedule=schedule,
+        stages_per_rank=stages_per_rank,
+        precision=precision,
+        recompute=recompute,
+        zero_stage=3,
+        reduces_once=False,
+        buffers=fitted(512 // tp),
+    )
     for one, three in zip(
         per_rank(setting.but(zero_stage=1), machine), per_rank(setting, machine), strict=True
     ):
@@ -214,9 +238,15 @@ def test_where_zero3_takes_more_than_zero1():
     """A stage smaller than stage3_max_live_parameters is whole twice as it is fetched ahead."""
     layers = MODELS[256, 6, True]
     small = Setting(
-        layers, 256, Shape(1, 128), 4, dp=4, schedule="one_f_one_b", reduces_once=False,
+        layers,
+        256,
+        Shape(1, 128),
+        4,
+        dp=4,
+        schedule="one_f_one_b",
+        reduces_once=False,
         buffers=Buffers(reduce_bucket_size=2**16),
-    )  # fmt: skip
+    )
     assert fullest(small).total > fullest(small.but(zero_stage=1)).total
     assert fullest(small).parts["gathered"] >= 2 * small.num_params
     near = small.but(buffers=fitted(256))
@@ -277,7 +307,8 @@ def test_model_states_are_those_of_the_zero_paper():
 
 
 def test_a_tied_weight_counts_once_on_one_rank_and_twice_on_two():
-    layers, copy = MODELS[256, 6, True], 32_000 * 256
+    layers = MODELS[256, 6, True]
+    copy = 32_000 * 256
     one, two = (
         Setting(layers, 256, Shape(1, 128), 4, pp=pp, zero_stage=0, precision="bf16")
         for pp in (1, 2)
@@ -296,9 +327,16 @@ def power_of_two(num_bytes):
 def test_page_locked_memory_comes_in_powers_of_two(zero, group):
     """Of what is on the host: gradients, what is on its way, at ZeRO-2 the masters."""
     setting = Setting(
-        MODELS[2048, 31, False], 2048, Shape(1, 1024), 4, dp=32, zero_stage=zero, precision="bf16",
-        offload_optimizer="cpu", buffers=Buffers(sub_group_size=group),
-    )  # fmt: skip
+        MODELS[2048, 31, False],
+        2048,
+        Shape(1, 1024),
+        4,
+        dp=32,
+        zero_stage=zero,
+        precision="bf16",
+        offload_optimizer="cpu",
+        buffers=Buffers(sub_group_size=group),
+    )
     share = ceil(setting.num_params / 32)
     largest = 32_000 * 2048
     if zero == 3:
@@ -308,7 +346,8 @@ def test_page_locked_memory_comes_in_powers_of_two(zero, group):
     else:
         locked = [4 * share, 4 * share, 2 * share, 2 * largest]
         others = 8 * share
-    (memory,), (on_cpu,) = per_rank(setting, A100), per_rank(setting)
+    (memory,) = per_rank(setting, A100)
+    (on_cpu,) = per_rank(setting)
     assert memory.host == others + sum(map(power_of_two, locked))
     assert on_cpu.host == others + sum(locked) < memory.host < 2 * on_cpu.host
 
@@ -317,18 +356,27 @@ def test_full_recomputation_saves_nothing_where_weight_gradients_wait():
     """What W needs of a linear layer is its input, and the gradient of what it gave."""
     layers = gpt(64, 6, vocab_size=256, seq=64)
     base = Setting(layers, 64, Shape(32, 64), 4, pp=2, schedule="zero_bubble", zero_stage=1)
-    split, ordinary = base.but(recompute="full"), base.but(schedule="gpipe", recompute="full")
+    split = base.but(recompute="full")
+    ordinary = base.but(schedule="gpipe", recompute="full")
     assert saved_bytes(split) == saved_bytes(base)
     for held, kept in zip(saved_bytes(split), saved_bytes(ordinary), strict=True):
         assert held > 5 * kept
 
 
 GB = {
-    "gpt2-124m": 24, "gpt2-1.5b": 24, "gpt3-13b": 80, "gpt3-175b": 80,
-    "llama-8b": 80, "llama-70b": 80, "qwen3-0.6b": 80,
-    "qwen3-30b-a3b": 80, "olmoe-1b-7b": 80, "mixtral-8x7b": 80,
-    "pythia-70m": 24, "pythia-1.4b": 40,
-}  # fmt: skip
+    "gpt2-124m": 24,
+    "gpt2-1.5b": 24,
+    "gpt3-13b": 80,
+    "gpt3-175b": 80,
+    "llama-8b": 80,
+    "llama-70b": 80,
+    "qwen3-0.6b": 80,
+    "qwen3-30b-a3b": 80,
+    "olmoe-1b-7b": 80,
+    "mixtral-8x7b": 80,
+    "pythia-70m": 24,
+    "pythia-1.4b": 40,
+}
 
 
 @pytest.mark.parametrize("name", GB)

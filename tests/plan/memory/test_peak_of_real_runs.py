@@ -24,10 +24,12 @@ pytestmark = pytest.mark.gloo
 THRESHOLDS = {"stage3_param_persistence_threshold": 1000}
 DEEP = {"hidden_size": 64, "num_hidden_layers": 6}  # with 8 samples a microbatch: activations
 LLAMA = {"family": "llama", "num_attention_heads": 8, "num_key_value_heads": 2}
-FULL, FLAT = {"recompute": "full"}, {"micro": 1, "seq": 32, "recompute": "full"}
+FULL = {"recompute": "full"}
+FLAT = {"micro": 1, "seq": 32, "recompute": "full"}
 ONE = {"schedule": "one_f_one_b"}
 OFTEN = {"reduction": "per_microbatch"}
-STEP, PASS = {"weights": "per_step"}, {"weights": "per_pass"}
+STEP = {"weights": "per_step"}
+PASS = {"weights": "per_pass"}
 BREADTH = {"schedule": "breadth_first", "v": 2}
 
 
@@ -104,39 +106,63 @@ MORE = {
 
 
 def config_of(
-    mesh, zero=3, offload="none", schedule="gpipe", v=1, M=4, micro=2, seq=64, reduction="auto",
-    recompute="none", sp=False, precision="bf16", model=None, thresholds=NO_THRESHOLDS,
-    bucket=2**16, weights="per_microbatch", ep=1,
-):  # fmt: skip
+    mesh,
+    zero=3,
+    offload="none",
+    schedule="gpipe",
+    v=1,
+    M=4,
+    micro=2,
+    seq=64,
+    reduction="auto",
+    recompute="none",
+    sp=False,
+    precision="bf16",
+    model=None,
+    thresholds=NO_THRESHOLDS,
+    bucket=2**16,
+    weights="per_microbatch",
+    ep=1,
+):
     """What a user would write, resolved."""
     pp, dp, tp = mesh
     optimizer, _, parameters = offload.partition("+")
     sizes = {
-        "family": "gpt", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "vocab_size": 512, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "family": "gpt",
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+        "max_position_embeddings": 64,
+    }
     raw = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": M,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {
-            "stage": zero, "offload_optimizer": {"device": optimizer},
-            "offload_param": {"device": parameters or "none"}, "reduce_bucket_size": bucket,
-            "allgather_bucket_size": 2**16, **thresholds,
+            "stage": zero,
+            "offload_optimizer": {"device": optimizer},
+            "offload_param": {"device": parameters or "none"},
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": 2**16,
+            **thresholds,
         },
         "parallel3d": {
             "mesh": {"pp": pp, "dp": dp, "tp": tp, "ep": ep, "sequence_parallel": sp},
             "pipeline": {
-                "schedule": schedule, "stages_per_rank": v, "gradient_reduction": reduction,
-                "weights": weights, "activation_checkpointing": recompute,
+                "schedule": schedule,
+                "stages_per_rank": v,
+                "gradient_reduction": reduction,
+                "weights": weights,
+                "activation_checkpointing": recompute,
             },
             "model": sizes | (model or {}),
             "data": {"sequence_length": seq, "vocab_size": 512},
             "train": {"steps": 2},
             "plan": {"ep_imbalance": 1.0},  # ranks are compared one by one
         },
-    }  # fmt: skip
+    }
     if optimizer == "nvme":
         raw["zero_optimization"]["offload_optimizer"]["nvme_path"] = tempfile.gettempdir()
         raw["aio"] = {"block_size": BLOCK}
@@ -154,7 +180,8 @@ def measure(rank, raws):
 
 def measured(config):
     mesh = Mesh(*config.mesh.sizes, ep=config.mesh.ep)
-    length, samples = config.data.sequence_length, config.micro_batch_size
+    length = config.data.sequence_length
+    samples = config.micro_batch_size
     with Counting() as counting, swapping_small_tensors(2 * BLOCK):
         parts = assemble(config, mesh)
         for step in range(2):  # in the first Adam's moments are made

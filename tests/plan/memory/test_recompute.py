@@ -19,7 +19,8 @@ def test_the_first_layers_of_each_stage():
     setting = Setting(layers, GPT.hidden_size, Shape(1, 1024), 8, pp=2, stages_per_rank=1)
     ways = ("none", *(f"full:{number}" for number in range(1, 11)))
     by_way = [saved_bytes(setting.but(recompute=way)) for way in ways]
-    block, shape = layers[1], Shape(1, 1024)
+    block = layers[1]
+    shape = Shape(1, 1024)
     freed = block.cost(shape).saved.bytes(2) - block.cost(shape, recompute="full").saved.bytes(2)
     sizes = blocks_in_stages(setting)
     assert sum(sizes) == GPT.num_hidden_layers and min(sizes) < max(sizes) < 10
@@ -32,10 +33,14 @@ def test_the_first_layers_of_each_stage():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("none", "none"), ("mlp", "mlp"), ({"full": 3}, "full:3"), ("full:3", "full:3"),
-        (["core_attn"], "selective"), (["mlp"], "mlp"),
+        ("none", "none"),
+        ("mlp", "mlp"),
+        ({"full": 3}, "full:3"),
+        ("full:3", "full:3"),
+        (["core_attn"], "selective"),
+        (["mlp"], "mlp"),
         (["mlp_act", "layernorm"], "layernorm+mlp_act"),
     ],
-)  # fmt: skip
+)
 def test_texts(value, text):
     assert recompute.text_of(value) == recompute.text_of(text) == text

@@ -22,7 +22,8 @@ def config_with(train, **changes):
 
 
 def test_days_and_memory_are_those_of_the_largest_batch():
-    devices, cluster = 4, machine(8 * GIB)
+    devices = 4
+    cluster = machine(8 * GIB)
     seq = config(8, 6).data.sequence_length
     samples = sum(size * steps for size, steps in PHASES.items())
     for length in ({"steps": 12}, {"max_tokens": samples * seq}):

@@ -43,9 +43,12 @@ def test_the_fastest_is_taken_for_which_there_is_room():
     assert step > passes > each
     setting = Setting.from_config(given)
     for memory, way, total in (
-        (step, "per_step", step), (step - 1, "per_pass", passes), (passes, "per_pass", passes),
-        (passes - 1, "per_microbatch", each), (each - 1, "per_microbatch", each),
-    ):  # fmt: skip
+        (step, "per_step", step),
+        (step - 1, "per_pass", passes),
+        (passes, "per_pass", passes),
+        (passes - 1, "per_microbatch", each),
+        (each - 1, "per_microbatch", each),
+    ):
         chosen, note = weights_for(setting, machine(memory))
         assert chosen == way and f"({gib(total)} of " in note
 
@@ -98,10 +101,18 @@ def test_it_is_asked_of_zero_3_alone_and_where_nothing_is_said():
 
 def test_the_search_takes_what_fits():
     given = {
-        "zero_stage": 3, "pp": 2, "dp": 4, "tp": 1, "offload_optimizer": "none", "micro_batch": 1,
-        "schedule": "breadth_first", "stages_per_rank": 4, "recompute": "none",
-        "gradient_reduction": "per_step", "offload_param": "none",
-    }  # fmt: skip
+        "zero_stage": 3,
+        "pp": 2,
+        "dp": 4,
+        "tp": 1,
+        "offload_optimizer": "none",
+        "micro_batch": 1,
+        "schedule": "breadth_first",
+        "stages_per_rank": 4,
+        "recompute": "none",
+        "gradient_reduction": "per_step",
+        "offload_param": "none",
+    }
     wanted = config(layers=14, zero_optimization=LEAN | {"stage": 3})
 
     def first(memory):

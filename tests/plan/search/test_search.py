@@ -31,7 +31,8 @@ def everything(request):
     """Every combination of choices."""
     for mesh in candidates.meshes(request):
         for flow in candidates.flows(request, mesh):
-            orders, states = candidates.orders(request, flow), candidates.states(request, mesh)
+            orders = candidates.orders(request, flow)
+            states = candidates.states(request, mesh)
             for order, state in product(orders, states):
                 if state.reduces_once or not splits_backward(order.schedule):
                     yield flow, order, state
@@ -39,7 +40,8 @@ def everything(request):
 
 def best_of_each_mesh(request, rows):
     """By simulating all that fits."""
-    fitting, best = [], {}
+    fitting = []
+    best = {}
     for flow, order, state in everything(request):
         # Of the times that weights may stay gathered the longest that fits; the next are slower.
         for kept in (state, *candidates.shorter_gathers(request, order, state)):
@@ -123,7 +125,8 @@ def test_bounds_are_bounds(monkeypatch):
     monkeypatch.setattr(candidates, "LEAST_TOKENS", config().data.sequence_length // 2)
     request = request_of(config(), machine(), 8)
     work = _Search(request, tuple(candidates.meshes(request)))
-    floors, longer = {flow: floor for floor, flow in work.floors}, 0
+    floors = {flow: floor for floor, flow in work.floors}
+    longer = 0
     for flow, order, state in [*everything(request)][::97]:
         setting = setting_of(request, flow, order, state)
         seconds = step_time(setting, request.hardware).seconds
@@ -265,7 +268,8 @@ def test_the_chosen_config_is_the_first_row():
     assert plan == plan and plan.fits and not chosen.is_planned
     again = RunConfig.from_dict(chosen.to_dict()).resolve(8)
     row = search(request_of(wanted, machine(5 * GIB), 8), rows=1).plans[0].to_json()
-    mesh, zero = again.mesh, again.zero_optimization
+    mesh = again.mesh
+    zero = again.zero_optimization
     assert (mesh.pp, mesh.dp, mesh.tp) == (row["pp"], row["dp"], row["tp"])
     assert mesh.sequence_parallel == row["sequence_parallel"]
     assert (zero.stage, again.micro_batch_size) == (row["zero_stage"], row["micro_batch"])
@@ -315,7 +319,11 @@ def test_parts_sum_and_flops_agree():
         peak = 3e14 * row["mfu_full"]
         assert row["model_tflops_per_device"] * 1e12 == pytest.approx(peak)
     # By hand: 6 N D and attention's 12 L s h, of forward and backward (arXiv:2104.04473, eq. 3).
-    tokens, h, seq, layers, vocab = 16 * 512, 2048, 512, 6, 8192
+    tokens = 16 * 512
+    h = 2048
+    seq = 512
+    layers = 6
+    vocab = 8192
     full = tokens * (72 * layers * h * h + 12 * layers * seq * h + 6 * h * vocab)
     assert request.flops.full == pytest.approx(full)
     assert request.flops.causal == pytest.approx(full - tokens * 6 * layers * seq * h)
@@ -396,7 +404,8 @@ def test_first_rows_are_those_beside_published_meshes(name, sizes, batch, device
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_a_search_leaves_pythons_garbage_collection_as_it_was(collects, monkeypatch):
-    seen, room_of = [], best_first.room_of
+    seen = []
+    room_of = best_first.room_of
     monkeypatch.setattr(
         best_first, "room_of", lambda *words: seen.append(gc.isenabled()) or room_of(*words)
     )

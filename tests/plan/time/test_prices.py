@@ -37,7 +37,8 @@ def test_sizes_off_the_tensor_cores_tiles_are_slower(size: int) -> None:
     """Published: 27 % less at these head sizes than beside them."""
 
     def rates(head: int) -> list[float]:
-        attention, product = Attention(8, 16, 16, 4096, head), MatMul(4096, 16 * 4096, head)
+        attention = Attention(8, 16, 16, 4096, head)
+        product = MatMul(4096, 16 * 4096, head)
         plan = A100, Curves(), Software()
         return [
             attention.flops / attention_seconds(attention, "bf16", *plan),
@@ -69,7 +70,8 @@ def test_large_products_are_efficient_and_small_ones_are_not() -> None:
 
 def test_attention_kernels() -> None:
     seconds = partial(attention_seconds, precision="bf16", hardware=A100, curves=Curves())
-    long, short = Attention(1, 16, 16, 16384, 128), Attention(1, 16, 16, 1024, 128)
+    long = Attention(1, 16, 16, 16384, 128)
+    short = Attention(1, 16, 16, 1024, 128)
     for attention in (long, short):
         flash = seconds(attention, software=Software())
         full = seconds(attention, software=Software(causal_skips=False))
@@ -161,7 +163,8 @@ def test_gradients_reduced_in_bf16_move_half_the_bytes(stage) -> None:
     raw = config(layers=14).to_dict() | {"bf16": {"enabled": True}}
     raw["zero_optimization"]["stage"] = stage
     raw["parallel3d"]["mesh"] = {"pp": 1, "dp": 8, "tp": 1}
-    seconds, buckets = [], []
+    seconds = []
+    buckets = []
     for kind in (None, "bf16"):
         given = type(config()).from_dict(raw | {"communication_data_type": kind}).resolve(8)
         setting = Setting.from_config(given)
@@ -207,13 +210,15 @@ def test_hierarchical_zero_gathers_inside_a_node_and_reduces_shards_between_node
 def test_buckets_wait_once_each() -> None:
     """DDP's many small reductions between 64 nodes, and one of all gradients."""
     setting = Setting(layers_of(GPT), GPT.hidden_size, Shape(1, 128), 1, dp=512, zero_stage=1)
-    layout, params = stage_classes_of(setting), setting.num_params
+    layout = stage_classes_of(setting)
+    params = setting.num_params
 
     def reduction(bucket: float) -> float:
         machine = machine_of(A100, Software(bucket=bucket), Curves())
         return transfers_of(layout, Sharding.of(setting), machine)[1][0].reduce_seconds
 
-    whole, moves = reduction(inf), partial(collective_seconds, hardware=A100, curves=Curves())
+    whole = reduction(inf)
+    moves = partial(collective_seconds, hardware=A100, curves=Curves())
     assert whole == reduction(2 * params) == moves("reduce_scatter", 4 * params, 512, 8)
     ten = reduction(params / 10)
     assert ten == pytest.approx(10 * moves("reduce_scatter", 4 * params / 10, 512, 8))
@@ -256,7 +261,8 @@ def test_host_and_device_overlap_less_the_nearer_they_are() -> None:
     def compute(curves: Curves) -> float:
         return step_time(setting, A100, curves).parts["compute"]
 
-    device, both = compute(ideal), compute(replace(host, host_overlap=1.0))
+    device = compute(ideal)
+    both = compute(replace(host, host_overlap=1.0))
     alone = both - device
     longer = compute(replace(host, host_overlap=50.0))
     assert max(device, alone) * 0.99 < longer < compute(host) < both

@@ -66,17 +66,32 @@ def faster(described: Hardware, what: str, times: float) -> Hardware:
 # The first rank waits between its last backwards, so that faster products shorten what a reduction
 # hides behind and not the list: 1.7 % more on twice the FLOP/s, as long as waits hid nothing.
 WAITS = Setting(
-    layers=layers_of(GPT), hidden_size=GPT.hidden_size, shape=Shape(4, 1024), num_microbatches=2,
-    pp=2, dp=5, tp=2, sequence_parallel=True, schedule="v_shape", stages_per_rank=2,
-    recompute="selective", zero_stage=0,
+    layers=layers_of(GPT),
+    hidden_size=GPT.hidden_size,
+    shape=Shape(4, 1024),
+    num_microbatches=2,
+    pp=2,
+    dp=5,
+    tp=2,
+    sequence_parallel=True,
+    schedule="v_shape",
+    stages_per_rank=2,
+    recompute="selective",
+    zero_stage=0,
     software=Software(overlaps_reduction=True, overlaps_tensor=True),
-)  # fmt: skip
+)
 
 
 FIGURES = (
-    "link", "network", "peak_flops", "memory_bandwidth", "device_bandwidth", "adam_params",
-    "nvme_read", "nvme_write",
-)  # fmt: skip
+    "link",
+    "network",
+    "peak_flops",
+    "memory_bandwidth",
+    "device_bandwidth",
+    "adam_params",
+    "nvme_read",
+    "nvme_write",
+)
 
 
 @given(any_setting(), st.sampled_from(FIGURES), st.floats(1.01, 1e3))
@@ -93,16 +108,25 @@ def test_faster_hardware_never_makes_a_step_slower(
 def of_products(name: str, pp: int, count: int, per_rank: int, *sizes: int) -> Setting:
     """A setting of a schedule whose every stage is one product."""
     return Setting(
-        products(pp * per_rank, *sizes), 64, Shape(1, 64), count, pp=pp, schedule=name,
-        stages_per_rank=per_rank, zero_stage=0,
-    )  # fmt: skip
+        products(pp * per_rank, *sizes),
+        64,
+        Shape(1, 64),
+        count,
+        pp=pp,
+        schedule=name,
+        stages_per_rank=per_rank,
+        zero_stage=0,
+    )
 
 
 @pytest.mark.parametrize("name", names())
 @given(
-    st.integers(1, 6), st.integers(1, 20), st.integers(1, 3),
-    st.lists(st.integers(1, 4000), min_size=1, max_size=18), st.floats(1e6, 1e12),
-)  # fmt: skip
+    st.integers(1, 6),
+    st.integers(1, 20),
+    st.integers(1, 3),
+    st.lists(st.integers(1, 4000), min_size=1, max_size=18),
+    st.floats(1e6, 1e12),
+)
 @settings(max_examples=8)
 def test_lower_bound_of_every_schedule_with_any_costs(
     name: str, pp: int, count: int, per_rank: int, sizes: list[int], bandwidth: float
@@ -208,9 +232,16 @@ def test_weights_that_stay_gathered_never_take_longer(setting: Setting) -> None:
 def test_gathers_behind_the_first_hide_behind_the_stage_before() -> None:
     """What a device of its own does; on the program's own cores nothing hides."""
     setting = Setting(
-        layers_of(GPT), GPT.hidden_size, Shape(4, 1024), 8, pp=2, dp=8, stages_per_rank=4,
-        schedule="breadth_first", weights="per_pass",
-    )  # fmt: skip
+        layers_of(GPT),
+        GPT.hidden_size,
+        Shape(4, 1024),
+        8,
+        pp=2,
+        dp=8,
+        stages_per_rank=4,
+        schedule="breadth_first",
+        weights="per_pass",
+    )
     slow = A100.model_copy(update={"link": link(1e10)})
 
     def data(setting: Setting, machine: Hardware, overlap: float) -> float:
@@ -239,9 +270,15 @@ def test_a_gather_costs_the_program_a_collective_a_layer() -> None:
 
 def test_gathers_of_a_step_do_not_grow_with_its_microbatches() -> None:
     few = Setting(
-        layers_of(GPT), GPT.hidden_size, Shape(1, 1024), 4, pp=2, dp=8, stages_per_rank=4,
+        layers_of(GPT),
+        GPT.hidden_size,
+        Shape(1, 1024),
+        4,
+        pp=2,
+        dp=8,
+        stages_per_rank=4,
         schedule="breadth_first",
-    )  # fmt: skip
+    )
 
     def data(weights: str, count: int) -> float:
         setting = few.but(weights=weights, num_microbatches=count)

@@ -14,7 +14,8 @@ def micro(directory, data=None, **changes):
             "parallel3d": {
                 "model": {"family": "llama"},
                 "data": {"source": "python-stdlib", "vocab_size": 300, "sequence_length": 16}
-                if data is None else data,
+                if data is None
+                else data,
             },
         },
         "head_size": 8,
@@ -25,7 +26,7 @@ def micro(directory, data=None, **changes):
         ],
         "budgets": {"tokens": [512, 1024]},
         "hyperparameters": {"learning_rate": 0.01, "batch_tokens": 64},
-    }  # fmt: skip
+    }
     return {key: value for key, value in (ladder | changes).items() if value is not None}
 
 

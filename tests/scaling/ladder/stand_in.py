@@ -14,14 +14,17 @@ from pathlib import Path
 
 config = Path(sys.argv[sys.argv.index("--config") + 1])
 raw = json.loads(config.read_text())
-block, home = raw["parallel3d"], config.parent.parent
+block = raw["parallel3d"]
+home = config.parent.parent
 tokens = raw["train_batch_size"] * block["data"]["sequence_length"]
-steps, at = block["train"]["steps"], block["checkpoint"]["at"]
+steps = block["train"]["steps"]
+at = block["checkpoint"]["at"]
 if Path(sys.argv[0]).name == "prepare.py":
     print(json.dumps({"epochs": tokens * steps / 10_000}))
     sys.exit(0)
 
-name, folder = block["run"]["name"], Path(block["run"]["directory"], block["run"]["name"])
+name = block["run"]["name"]
+folder = Path(block["run"]["directory"], block["run"]["name"])
 with (home / "started").open("a") as file:
     given = [os.environ.get(key) for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")]
     file.write(f"{json.dumps([name, sys.argv[-1], *given, time.time()])}\n")
@@ -39,7 +42,8 @@ def leave(step):
     The best rate is 0.008, and with a rate of 0.01 times the square root of batch / 64 tokens the
     best batch is 48 tokens.
     """
-    seen, lr = step * tokens, raw["optimizer"]["params"]["lr"]
+    seen = step * tokens
+    lr = raw["optimizer"]["params"]["lr"]
     loss = 2 + 40 / block["model"]["hidden_size"] ** 0.6 + 60 / seen**0.3
     loss += 0.1 * log(lr / 0.01 / (tokens / 64) ** 0.5 / 0.8) ** 2 + 0.05 * log(tokens / 48) ** 2
     line = {"step": step, "loss": loss, "tokens": seen}

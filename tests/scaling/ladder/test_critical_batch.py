@@ -24,7 +24,8 @@ def loss(tokens, half):
 
 
 def test_the_curve_is_found_and_its_interval_holds():
-    random, held = np.random.default_rng(1), 0
+    random = np.random.default_rng(1)
+    held = 0
     true = next(n for n in range(1024, 10**5) if loss(n, 4e4) > loss(1024, 4e4) + 0.01)
     for _ in range(50):
         noise = 0.002 * random.normal(size=len(SIZES))

@@ -19,19 +19,24 @@ MUP = {"type": "mup", "base_width": 64}
 def base(folder, model=None, **others):
     """A config of a llama of width 64 on the CPU, or of what `model` changes."""
     shape = {
-        "family": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "intermediate_size": 160, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "family": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 160,
+        "max_position_embeddings": 64,
+    }
     block = {
         "model": shape | (model or {}),
         "data": {"source": "python-stdlib", "vocab_size": 512, "sequence_length": 64},
         "train": {"steps": 100, "lr_schedule": {"type": "cosine"}, "digest_every": 7},
-    }  # fmt: skip
+    }
     raw = {
         "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
-        "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": "run" in others},
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": "run" in others},
         "parallel3d": block | others,
-    }  # fmt: skip
+    }
     (folder / "base.json").write_text(json.dumps(raw))
     return folder / "base.json"
 
@@ -100,15 +105,29 @@ def test_a_design_keeps_the_rules(plan, tmp_path):
 
 
 def test_hours_on_known_hardware_set_the_budgets(plan, tmp_path):
-    model = {"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 8,
-             "num_key_value_heads": 2, "intermediate_size": 2560}  # fmt: skip
+    model = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 2560,
+    }
     data = {"source": "python-stdlib", "vocab_size": 512, "sequence_length": 64 * 16}
     model["max_position_embeddings"] = 64 * 16
     file = base(tmp_path, model, data=data, run={"hardware": "A100-SXM4-80GB"})
     code, printed, messages = plan(
-        "--design", "--base", file, "--hours", 5, "--parallel", 4, "--out", tmp_path / "gpu.json",
-        "--budgets", 7,
-    )  # fmt: skip
+        "--design",
+        "--base",
+        file,
+        "--hours",
+        5,
+        "--parallel",
+        4,
+        "--out",
+        tmp_path / "gpu.json",
+        "--budgets",
+        7,
+    )
     assert code == 0, messages
     hours = sum(
         (run["hours"] + 10 / 3600) / (1 if run["kind"] == "held-out" else 4)

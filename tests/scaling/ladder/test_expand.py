@@ -13,7 +13,8 @@ from tests.scaling.ladder.cases import runs_by_name, write
 
 pytestmark = pytest.mark.pure
 
-VOCAB, SEQ = 300, 16
+VOCAB = 300
+SEQ = 16
 
 
 def llama(width, layers, inner):
@@ -68,23 +69,30 @@ def test_named_laws_are_those_of_their_sources(tmp_path):
     for law in ("olmo", "step-law"):
         settings = {"learning_rate": law, "batch_tokens": law}
         runs = runs_by_name(
-            tmp_path, sizes=sizes, head_size=64, budgets={"tokens": [1e9, 2e9]},
+            tmp_path,
+            sizes=sizes,
+            head_size=64,
+            budgets={"tokens": [1e9, 2e9]},
             hyperparameters=settings,
-        )  # fmt: skip
+        )
         run = list(runs.values())[-1]
-        n, d = run.counts.transformer, 2e9
+        n = run.counts.transformer
+        d = 2e9
         if law == "olmo":
             n += run.counts.head
-            lr, batch = 0.0047 * (n / 108e6) ** (-1 / 3), 2048 * 160 * (n / 108e6) ** (2 / 3)
+            lr = 0.0047 * (n / 108e6) ** (-1 / 3)
+            batch = 2048 * 160 * (n / 108e6) ** (2 / 3)
         else:
-            lr, batch = 1.79 * n**-0.713 * d**0.307, 0.58 * d**0.571
+            lr = 1.79 * n**-0.713 * d**0.307
+            batch = 0.58 * d**0.571
         assert run.config.optimizer.params.lr == pytest.approx(lr, rel=1e-3)
         assert run.batch_tokens == pytest.approx(batch, abs=SEQ / 2)
 
 
 def test_the_cosine_ends_with_its_own_run_after_a_short_warm_up(tmp_path):
     for run in runs_by_name(tmp_path, budgets={"tokens": [2048, 512000]}).values():
-        config, peak = run.config, 0.01
+        config = run.config
+        peak = 0.01
         warmup = config.train.lr_schedule.warmup_steps
         assert warmup * run.batch_tokens <= min(run.counts.with_head, 0.1 * run.tokens)
         assert rate(config, run.steps - 1) == pytest.approx(0.1 * peak)
@@ -152,8 +160,10 @@ def test_the_warm_up_of_forks_is_over_before_the_first_cool_down(tmp_path):
 def test_seeds_budgets_and_meshes_of_one_size(tmp_path):
     first = {
         "model": {"hidden_size": 16, "num_hidden_layers": 1},
-        "seeds": [0, 7], "budgets": [512], "mesh": {"pp": 1, "dp": 2, "tp": 1},
-    }  # fmt: skip
+        "seeds": [0, 7],
+        "budgets": [512],
+        "mesh": {"pp": 1, "dp": 2, "tp": 1},
+    }
     second = {"model": {"hidden_size": 32, "num_hidden_layers": 1}}
     held = [{"size": {"model": {"hidden_size": 64, "num_hidden_layers": 2}}, "tokens": 9e4}]
     file = write(tmp_path, sizes=[first, second], held_out=held)

@@ -232,7 +232,8 @@ def test_a_held_out_run_that_cannot_be_forecast_is_not_started(place):
 
 def test_a_run_that_a_killed_ladder_still_saves_is_waited_for(place):
     """The longest one, which would be the first."""
-    file, (*others, held) = write(place), NAMES
+    file = write(place)
+    (*others, held) = NAMES
     lock = runner.Lock(place / "runs" / f"{held}.lock")
     lock.take()
 

@@ -62,7 +62,8 @@ def test_slurm_arrays_name_every_run_once_and_follow_each_other(tmp_path):
     submitted = [line.split() for line in calls.read_text().splitlines()]
     assert [Path(call[-1]).stem for call in submitted] == names
     after = [next((w for w in call if w.startswith("--dep")), "") for call in submitted]
-    one, two = "--dependency=afterok:1:2", "--dependency=afterok:3:4"
+    one = "--dependency=afterok:1:2"
+    two = "--dependency=afterok:3:4"
     assert after == ["", "", one, one, two]
 
 

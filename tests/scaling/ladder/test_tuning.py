@@ -10,14 +10,16 @@ from parallel3d.scaling.ladder.plan import best_factors
 
 pytestmark = pytest.mark.pure
 
-RATES, BATCHES = (0.25, 0.5, 1.0, 2.0, 4.0), (0.5, 1.0, 2.0)
+RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
+BATCHES = (0.5, 1.0, 2.0)
 
 
 def tried(budget, rate, batch, bend=0.0):
     """The runs of one budget, whose loss is lowest at these factors."""
     pairs = [(r, 1.0) for r in RATES] + [(b**0.5, b) for b in BATCHES if b != 1]
     for r, b in pairs:
-        x, y = log(r / b**0.5 / rate), log(b / batch)
+        x = log(r / b**0.5 / rate)
+        y = log(b / batch)
         yield budget, (r, b), 3 + 0.2 * x**2 + bend * x**3 + 0.1 * y**2
 
 

@@ -37,7 +37,8 @@ class Router(nn.Module):
 
 def over_sequence(x: Tensor, split: torch.distributed.ProcessGroup | None) -> Tensor:
     """Mean over each sample's tokens: [batch, seq or its part, size] -> [batch, size]."""
-    total, ranks = x.sum(1), 1 if split is None else split.size()
+    total = x.sum(1)
+    ranks = 1 if split is None else split.size()
     return (total if split is None else reduce_from_group(total, split)) / (x.shape[1] * ranks)
 
 
