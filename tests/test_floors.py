@@ -57,9 +57,9 @@ ROOMS = [
     (5, "parallel3d/doctor"),
     (6, "launch"),
 ]
-# The most AST nodes of each room, and of the tests: what stood when the packed code was written out,
-# and 10 % of air. A change that needs more raises the number here and says what it removed. Nobody
-# packs code to stay below a number, or lowers one to what stands.
+# The most AST nodes of each room, and of the tests: what stood when the packed code was written
+# out, and 10 % of air. A change that needs more raises the number here and says what it removed.
+# Nobody packs code to stay below a number, or lowers one to what stands.
 BUDGET = {
     "launch": 5_900,
     "models": 11_900,
@@ -248,7 +248,7 @@ def test_no_file_over_500_lines():
 
 
 def num_nodes(path: Path) -> int:
-    """Return the statements and expressions of a file, without docstrings and other bare strings."""
+    """Return the number of statements and expressions of a file, without bare strings."""
     num = 0
     for node in nodes_of(path):
         if isinstance(node, (ast.stmt, ast.expr)):
