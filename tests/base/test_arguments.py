@@ -30,16 +30,16 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), BAD)
-def test_what_is_wrong_is_one_line(parser: Parser, capsys, words, said) -> None:
+@pytest.mark.parametrize(("words", "message"), BAD)
+def test_wrong_arguments_give_one_line(parser: Parser, capsys, words, message) -> None:
     with pytest.raises(SystemExit) as end:
         parser.parse_args(words)
     out, err = capsys.readouterr()
     assert (end.value.code, out) == (2, "") and err.count("\n") == 1
-    assert said in err
+    assert message in err
 
 
-def test_a_file_that_can_be_written(tmp_path) -> None:
+def test_output_file_accepts_new_and_existing_files(tmp_path) -> None:
     assert output_file(str(tmp_path / "a.svg")) == tmp_path / "a.svg"
     (tmp_path / "a.svg").write_text("old")
     assert output_file(str(tmp_path / "a.svg")) == tmp_path / "a.svg"

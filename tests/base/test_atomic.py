@@ -15,7 +15,7 @@ def names(folder):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_file_takes_the_place_of_another(tmp_path, shared):
+def test_new_file_replaces_old_file(tmp_path, shared):
     path = tmp_path / "file"
     for text in ("one\n", "two\n"):
         replace_text(path, text, shared=shared)
@@ -23,7 +23,7 @@ def test_a_file_takes_the_place_of_another(tmp_path, shared):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_an_error_leaves_the_old_file(tmp_path, shared):
+def test_error_leaves_old_file(tmp_path, shared):
     path = tmp_path / "file"
     path.write_text("old")
     with pytest.raises(KeyboardInterrupt), replaced(path, shared=shared) as partial:
@@ -33,13 +33,13 @@ def test_an_error_leaves_the_old_file(tmp_path, shared):
     assert path.read_text() == "old" and names(tmp_path) == ["file"]
 
 
-def test_what_a_killed_process_left_is_no_obstacle(tmp_path):
+def test_replacing_works_beside_leftovers_of_a_killed_process(tmp_path):
     (tmp_path / "file.partial").write_text("half of a long text")
     replace_text(tmp_path / "file", "new")
     assert (tmp_path / "file").read_text() == "new" and names(tmp_path) == ["file"]
 
 
-def test_contents_are_on_disk_before_the_name_and_the_name_thereafter(tmp_path, monkeypatch):
+def test_contents_are_synced_before_the_rename_and_the_folder_after(tmp_path, monkeypatch):
     seen = []
     sync = atomic.sync
     rename = os.rename
@@ -49,7 +49,13 @@ def test_contents_are_on_disk_before_the_name_and_the_name_thereafter(tmp_path, 
     with replaced(tmp_path / "file", points="mine") as partial:
         partial.write_text("new")
     assert seen == [
-        *("mine.before_fsync", "file.partial", "mine.after_fsync"),
-        *("mine.before_rename", "rename", "mine.after_rename"),
-        *("mine.before_folder_fsync", tmp_path.name, "mine.after_folder_fsync"),
+        "mine.before_fsync",
+        "file.partial",
+        "mine.after_fsync",
+        "mine.before_rename",
+        "rename",
+        "mine.after_rename",
+        "mine.before_folder_fsync",
+        tmp_path.name,
+        "mine.after_folder_fsync",
     ]

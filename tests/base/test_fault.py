@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.gloo  # what it tests are processes
+pytestmark = pytest.mark.gloo  # it starts processes
 
 # Passes points as a process of rank 1 does; says each, and what happened there.
 PROGRAM = """
@@ -25,7 +25,7 @@ for name in sys.argv[1:]:
 
 
 def passed(fault, *names):
-    """The exit code of a process that passes these points, and what it said."""
+    """Return the exit code and the output lines of a process that passes these points."""
     env = {key: value for key, value in os.environ.items() if key != "PARALLEL3D_FAULT"}
     if fault is not None:
         env["PARALLEL3D_FAULT"] = fault
@@ -39,7 +39,7 @@ FULL = str(errno.ENOSPC)
 
 
 @pytest.mark.parametrize(
-    ("fault", "code", "said"),
+    ("fault", "code", "lines"),
     [
         (None, 0, ["a", "b", "a", "a"]),
         ("kill a 2 1", -9, ["a", "b"]),
@@ -51,11 +51,11 @@ FULL = str(errno.ENOSPC)
         ("full a 1 2", 0, ["a", "b", "a", "a"]),
     ],
 )
-def test_a_fault_happens_where_it_was_asked_for(fault, code, said):
-    assert passed(fault, "a", "b", "a", "a") == (code, said)
+def test_fault_happens_at_the_requested_point(fault, code, lines):
+    assert passed(fault, "a", "b", "a", "a") == (code, lines)
 
 
-def test_a_record_lists_the_points_of_each_rank(tmp_path):
+def test_record_lists_points_of_each_rank(tmp_path):
     assert passed(f"record {tmp_path}/points", "a", "b", "a") == (0, ["a", "b", "a"])
     assert os.listdir(tmp_path) == ["points-1"]
     assert (tmp_path / "points-1").read_text().split() == ["a", "b", "a"]

@@ -53,14 +53,14 @@ def processes(path, number):
 
 
 @pytest.mark.parametrize("number", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_of_many_one_holds_it_and_a_killed_one_is_followed_at_once(tmp_path, number):
+def test_one_process_holds_the_lock_and_a_killed_holder_is_replaced_at_once(tmp_path, number):
     path = tmp_path / "run.lock"
     for _ in range(2):  # the second time the file of the first holder is in the way
         with processes(path, number) as started:
-            said = [process.stdout.readline().split() for process in started]
-            [holder] = [p for p, words in zip(started, said, strict=True) if words == ["mine"]]
-            assert all(words == ["held", str(holder.pid)] for words in said if len(words) > 1)
-            assert len([words for words in said if words[0] == "held"]) == number - 1
+            answers = [process.stdout.readline().split() for process in started]
+            [holder] = [p for p, words in zip(started, answers, strict=True) if words == ["mine"]]
+            assert all(words == ["held", str(holder.pid)] for words in answers if len(words) > 1)
+            assert len([words for words in answers if words[0] == "held"]) == number - 1
             os.kill(holder.pid, signal.SIGKILL)
             holder.wait()
     assert [p.name for p in tmp_path.iterdir()] == ["run.lock"]
@@ -88,16 +88,16 @@ def elsewhere(tmp_path, monkeypatch, quick):
     other.release()
 
 
-def test_a_heartbeat_of_another_machine_keeps_the_lock(elsewhere):
-    said = []
+def test_heartbeat_of_another_machine_keeps_the_lock(elsewhere):
+    messages = []
     with pytest.raises(LockHeld, match="process 1 on node7, since 2"):
-        Lock(elsewhere.path).take(said.append)
-    assert len(said) == 1 and "waiting up to" in said[0]
+        Lock(elsewhere.path).take(messages.append)
+    assert len(messages) == 1 and "waiting up to" in messages[0]
     assert read(elsewhere.path).token == elsewhere._mine.token
 
 
-def test_without_a_heartbeat_it_is_taken_after_so_many(elsewhere, monkeypatch):
-    elsewhere._ended.set()  # as after a power cut: the file stays
+def test_lock_is_taken_after_enough_missed_heartbeats(elsewhere, monkeypatch):
+    elsewhere._ended.set()  # the file stays, like after a power cut
     elsewhere._heart.join()
     mine = Lock(elsewhere.path)
     began = time.monotonic()
@@ -108,17 +108,17 @@ def test_without_a_heartbeat_it_is_taken_after_so_many(elsewhere, monkeypatch):
     mine.release()
 
 
-def test_who_waits_for_a_silent_holder_says_so_too(elsewhere):
+def test_waiting_for_a_silent_holder_is_announced(elsewhere):
     elsewhere._ended.set()
     elsewhere._heart.join()
-    said = []
+    messages = []
     mine = Lock(elsewhere.path)
-    mine.wait(lambda: said.append("waiting"))
+    mine.wait(lambda: messages.append("waiting"))
     mine.release()
-    assert said == ["waiting"]
+    assert messages == ["waiting"]
 
 
-def test_who_was_silent_for_too_long_is_told(tmp_path, quick, monkeypatch):
+def test_silent_holder_is_told_that_it_lost_the_lock(tmp_path, quick, monkeypatch):
     lost = []
     monkeypatch.setattr(lock, "end_this_process", lost.append)
     first = Lock(tmp_path / "run.lock")
@@ -133,7 +133,9 @@ def test_who_was_silent_for_too_long_is_told(tmp_path, quick, monkeypatch):
     second.release()
 
 
-def test_it_stays_where_it_is_when_the_process_goes_elsewhere(tmp_path, quick, monkeypatch):
+def test_lock_file_stays_in_its_folder_when_the_process_changes_directory(
+    tmp_path, quick, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     held = Lock(Path("run.lock"))
     held.take()
@@ -145,7 +147,7 @@ def test_it_stays_where_it_is_when_the_process_goes_elsewhere(tmp_path, quick, m
     assert [path.name for path in tmp_path.iterdir()] == ["below"]
 
 
-def test_a_file_that_vanished_is_made_again(tmp_path, quick):
+def test_deleted_lock_file_is_created_again(tmp_path, quick):
     held = Lock(tmp_path / "run.lock")
     held.take()
     held.path.unlink()
@@ -178,19 +180,19 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("alive", "holder", "jobs"),
-    [
-        (alive, *case)
-        for alive, cases in ((False, DEAD), (True, ALIVE), (None, UNKNOWN))
-        for case in cases
-    ],
+HOLDERS = (
+    [(False, *case) for case in DEAD]
+    + [(True, *case) for case in ALIVE]
+    + [(None, *case) for case in UNKNOWN]
 )
-def test_who_lives(alive, holder: Holder, jobs):
+
+
+@pytest.mark.parametrize(("alive", "holder", "jobs"), HOLDERS)
+def test_holder_is_alive_dead_or_unknown(alive, holder: Holder, jobs):
     assert holder.is_alive(jobs) is alive
 
 
-def test_a_process_that_ended_and_was_not_waited_for_is_dead():
+def test_zombie_process_is_dead():
     child = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
     started = start_of(child.pid)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -198,7 +200,7 @@ def test_a_process_that_ended_and_was_not_waited_for_is_dead():
     child.communicate()
 
 
-def test_who_was_killed_as_it_took_over_is_not_in_the_way(tmp_path, quick):
+def test_process_killed_while_taking_over_does_not_block_the_lock(tmp_path, quick):
     path = tmp_path / "run.lock"
     dead = replace(ME, pid=2**22 + 1)
     path.write_text(dead.model_dump_json())
@@ -212,7 +214,7 @@ def test_who_was_killed_as_it_took_over_is_not_in_the_way(tmp_path, quick):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"jobs": 3}', '{"jobs": [], "x": 1}'])
-def test_a_damaged_file_is_a_silent_holder(tmp_path, quick, text):
+def test_damaged_lock_file_counts_as_a_silent_holder(tmp_path, quick, text):
     path = tmp_path / "run.lock"
     path.write_text(text)
     mine = Lock(path)

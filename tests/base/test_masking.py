@@ -38,16 +38,16 @@ AS_THEY_ARE = [
 
 
 @pytest.mark.parametrize("text", MASKED)
-def test_a_password_is_masked(text):
+def test_password_is_masked(text):
     assert mask(text) == MASKED[text] == mask(mask(text))
 
 
 @pytest.mark.parametrize("text", AS_THEY_ARE)
-def test_other_texts_stay_as_they_are(text):
+def test_texts_without_password_are_unchanged(text):
     assert mask(text) == text
 
 
-def test_values_of_a_config_are_masked():
+def test_config_values_are_masked():
     config = {"a": ["s3://k:secret@b", {"b": "s3://k:secret@c"}], "d": 3, "e": None}
     assert mask_values(config) == {"a": ["s3://k:***@b", {"b": "s3://k:***@c"}], "d": 3, "e": None}
 
@@ -55,14 +55,12 @@ def test_values_of_a_config_are_masked():
 @pytest.mark.parametrize("kind", [DataError, CheckpointError])
 def test_errors_are_masked(kind):
     error = kind("https://user:secret@host/a cannot be read")
-    assert (
-        str(error)
-        == "https://user:***@host/a cannot be read"
-        == str(unpack_error(pack_error(error)))
-    )
+    masked = "https://user:***@host/a cannot be read"
+    assert str(error) == masked
+    assert str(unpack_error(pack_error(error))) == masked
 
 
-def test_a_value_is_masked_before_it_is_cut():
+def test_value_is_masked_before_it_is_shortened():
     for length in range(70):
         url = f"https://{'u' * length}:secretsecretsecret@host/{'x' * 60}"
         message = str(Problems([Problem("data.paths", [url], "is wrong", "mend it")]))

@@ -23,17 +23,17 @@ def append_a_digest(folder, step):
 @pytest.mark.parametrize(
     ("name", "append"), [(journal.EVENTS, append_event), (DIGESTS, append_a_digest)]
 )
-def test_a_line_after_half_of_one_is_whole(tmp_path, monkeypatch, name, append):
+def test_line_appended_after_a_partial_line_is_read_whole(tmp_path, monkeypatch, name, append):
     monkeypatch.setattr(journal, "_folder", tmp_path)
     append(tmp_path, 1)
-    with (tmp_path / name).open("a") as file:  # as the disk was full
+    with (tmp_path / name).open("a") as file:  # the disk was full
         file.write('{"step": 2, "eve')
     append(tmp_path, 3)
     append(tmp_path, 4)
     assert [line["step"] for line in read_lines(tmp_path / name)] == [1, 3, 4]
 
 
-def test_a_digest_that_a_full_disk_takes_no_more_is_an_event(tmp_path, monkeypatch):
+def test_digest_lost_to_a_full_disk_is_recorded_as_an_event(tmp_path, monkeypatch):
     write = os.write
 
     def full(file, data):

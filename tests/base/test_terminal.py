@@ -23,7 +23,7 @@ def lines_at(width: int, columns: list[Column], rows: list[list[str]]) -> list[s
     return [line.plain for line in terminal.table(columns, rows, width)]
 
 
-def test_a_table_that_fits_is_one_line_a_row() -> None:
+def test_fitting_table_has_one_line_per_row() -> None:
     columns = [Column("#"), Column("name", right=False, line=1), Column("GiB")]
     assert lines_at(40, columns, [["1", "a b", "72.4"], ["10", "c", "8.0"]]) == [
         " #  name   GiB",
@@ -32,7 +32,7 @@ def test_a_table_that_fits_is_one_line_a_row() -> None:
     ]
 
 
-def test_a_table_that_does_not_folds_its_rows_by_the_lines_of_its_columns() -> None:
+def test_wide_table_folds_rows_by_the_lines_of_its_columns() -> None:
     columns = [Column("#"), Column("name", right=False, line=1), Column("GiB")]
     assert lines_at(11, columns, [["1", "a b c d", "72.4"], ["10", "c", "8.0"]]) == [
         " #   GiB",
@@ -54,14 +54,14 @@ tables = st.integers(2, 9).flatmap(
 
 
 @given(tables, st.integers(14, 120))
-def test_no_line_is_too_wide_and_no_cell_is_lost(table, width) -> None:
+def test_lines_fit_and_no_cell_is_lost(table, width) -> None:
     lines, rows = table
     columns = [Column(f"h{place}", line=line) for place, line in enumerate(lines)]
-    found = lines_at(width, columns, rows)
-    assert max(map(len, found)) <= width
+    table_lines = lines_at(width, columns, rows)
+    assert max(map(len, table_lines)) <= width
     heads = [f"h{place}" for place in range(len(columns))]
     expected = [*heads, *(cell for row in rows for cell in row)]
-    assert sorted(" ".join(found).split()) == sorted(expected)
+    assert sorted(" ".join(table_lines).split()) == sorted(expected)
 
 
 def screen(monkeypatch, capsys, width: int, *arguments: str) -> str:
@@ -94,27 +94,29 @@ def planned_once() -> Iterator[None]:
 @pytest.mark.usefixtures("planned_once")
 @pytest.mark.parametrize("narrow", [80, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arguments", [TABLE, (*TABLE, "--explain", "1")], ids=["table", "row"])
-def test_the_planners_screens_have_every_figure_at_every_width(
+def test_planner_screens_have_every_figure_at_every_width(
     monkeypatch, capsys, arguments, narrow
 ) -> None:
     screens = {w: screen(monkeypatch, capsys, w, *arguments) for w in (narrow, 140)}
     for width, text in screens.items():
         assert max(map(len, text.splitlines())) <= width
         assert "…" not in text
-    figures, others = (sorted(FIGURE.findall(screens[width])) for width in (140, narrow))
-    assert len(figures) > 30 and others == figures
+    wide_figures = sorted(FIGURE.findall(screens[140]))
+    narrow_figures = sorted(FIGURE.findall(screens[narrow]))
+    assert len(wide_figures) > 30
+    assert narrow_figures == wide_figures
     heads = ("GiB", "bubble", "tokens/s", "MFU", "TFLOP/s")
     assert all(head in text for head in heads for text in screens.values())
 
 
-def test_a_pipe_is_as_wide_as_most_tables(monkeypatch) -> None:
+def test_piped_console_is_wide(monkeypatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     assert terminal.console(as_json=True).width == terminal.PIPED
     monkeypatch.setenv("COLUMNS", "90")
     assert terminal.console(as_json=True).width == 90
 
 
-def test_a_paragraph_is_wrapped_at_words(capsys) -> None:
+def test_paragraph_is_wrapped_at_words(capsys) -> None:
     terminal.say(
         Console(width=30, soft_wrap=True), "the first of the lines and then the rest", "    "
     )

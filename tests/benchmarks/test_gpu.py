@@ -25,7 +25,7 @@ TOY = ["--models", "toy", "--sequences", "16", "--tokens", "32", "--steps", "1"]
 
 
 @pytest.mark.slow  # a config of every row is made by default
-def test_a_row_says_how_fast_a_step_is():
+def test_rows_report_speed():
     only = ["--only", "as it is", "ZeRO-3"]
     (rows,) = run_locally(rows_on_rank, 1, [*TOY, *only], timeout=60)
     head, *rows = rows
@@ -36,7 +36,7 @@ def test_a_row_says_how_fast_a_step_is():
         assert row["tokens_per_second_and_device"] > 0
 
 
-def test_every_row_is_a_config():
+def test_every_row_has_a_valid_config():
     for model in gpu.MODELS:
         for settings in (gpu.SWITCHES | gpu.ACROSS).values():
             config = gpu.config_of(model, 2048, 8192, 2, settings)

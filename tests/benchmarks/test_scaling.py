@@ -22,16 +22,12 @@ ARGUMENTS = [word for name, size in SIZES.items() for word in (f"--{name}", str(
 
 
 @pytest.mark.slow
-def test_a_small_one(tmp_path, capsys):
+def test_small_benchmark_measures_plans_and_draws(tmp_path, capsys):
     file = tmp_path / "scaling.png"
-    A100 = Path(__file__).parents[2] / "configs" / "hardware"
-    said = ["--hardware", str(A100 / "A100-SXM4-80GB.json"), "--picture", str(file), "--json"]
-    assert (
-        scaling.main(
-            [*ARGUMENTS, "--vocab", "512", "--precision", "bf16", "--ranks", "1", "2", *said]
-        )
-        == 0
-    )
+    hardware = Path(__file__).parents[2] / "configs" / "hardware" / "A100-SXM4-80GB.json"
+    model = ["--vocab", "512", "--precision", "bf16", "--ranks", "1", "2"]
+    output = ["--hardware", str(hardware), "--picture", str(file), "--json"]
+    assert scaling.main([*ARGUMENTS, *model, *output]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(r["axis"], r["ranks"]) for r in rows] == [(a, n) for a in scaling.AXES for n in (1, 2)]
     for one, two in zip(rows[::2], rows[1::2], strict=True):

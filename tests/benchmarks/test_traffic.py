@@ -18,7 +18,7 @@ def rows(capsys, *arguments):
 
 
 @pytest.mark.slow
-def test_bytes_by_kind_against_the_least(capsys):
+def test_moved_bytes_are_near_the_least_possible(capsys):
     for row in rows(capsys, "--only", "gpipe"):
         moved = row["bytes"]
         least = row["least"]
@@ -32,14 +32,14 @@ def test_bytes_by_kind_against_the_least(capsys):
 
 
 @pytest.mark.slow
-def test_tensor_parallel_collectives_are_those_of_the_layers(capsys):
+def test_tensor_parallel_bytes_match_the_layers(capsys):
     [row] = rows(capsys, "--only", "one_f", "--mesh", "1x1x2")[:1]
     assert row["bytes"]["tensor"] == pytest.approx(row["least"]["tensor"], rel=0.05)
     assert row["bytes"]["weights"] == row["bytes"]["activations"] == 0
 
 
-def test_what_an_operation_is_for():
-    found = {
+def test_kind_of_an_operation_follows_from_its_group():
+    kinds = {
         ("dp=world", "all_gather"): "weights",
         ("dp", "reduce_scatter"): "gradients",
         ("pp", "send"): "activations",
@@ -48,5 +48,5 @@ def test_what_an_operation_is_for():
         ("ends", "all_reduce"): "rest",
         ("world", "all_reduce"): "rest",
     }
-    for place, kind in found.items():
+    for place, kind in kinds.items():
         assert traffic.kind_of(*place) == kind

@@ -75,44 +75,44 @@ def plant(monkeypatch):
 
 @pytest.fixture(scope="module")
 def described(tmp_path_factory):
-    """The hardware of such a machine, the folder of its file, and what was said."""
+    """The hardware of such a machine, the folder of its file, and the messages."""
     folder = tmp_path_factory.mktemp("planted")
-    said = []
+    messages = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         plant(monkeypatch)
-        hardware = calibration.calibrate(said.append, folder / "this-machine.json")
-    return hardware, folder, said
+        hardware = calibration.calibrate(messages.append, folder / "this-machine.json")
+    return hardware, folder, messages
 
 
-def test_a_link_is_found_in_the_timings_of_all_collectives():
+def test_link_is_fitted_to_timings_of_all_collectives():
     # A ring of two: each sends half of the bytes once, or twice in an all-reduce.
     bandwidth, latency = fit_link(planted(2)[0]["links"], ranks=2)
     assert bandwidth == pytest.approx(BANDWIDTH, rel=0.01)
     assert latency == pytest.approx(LATENCY, rel=0.02)
 
 
-def test_parameters_are_found_and_what_nothing_tells_stays():
+def test_fit_recovers_parameters_and_keeps_undetermined_ones():
     sizes = (1.0, 2.0, 5.0, 10.0)
-    found = fit(
+    fitted = fit(
         {"slope": 1.0, "offset": 1.0, "unseen": 7.0, "fixed": 3.0},
         {"slope": (1e-3, 1e3), "offset": (1e-3, 1e3), "unseen": (1e-3, 1e3)},
         lambda v: [v["slope"] * x + v["offset"] for x in sizes],
         [4 * x + 0.5 for x in sizes],
     )
-    assert found["slope"] == pytest.approx(4, rel=0.05)
-    assert found["offset"] == pytest.approx(0.5, rel=0.2)
-    assert found["unseen"] == pytest.approx(7)
-    assert found["fixed"] == 3.0
+    assert fitted["slope"] == pytest.approx(4, rel=0.05)
+    assert fitted["offset"] == pytest.approx(0.5, rel=0.2)
+    assert fitted["unseen"] == pytest.approx(7)
+    assert fitted["fixed"] == 3.0
     bounded = fit({"slope": 1.0}, {"slope": (0.5, 2.0)}, lambda v: [v["slope"]], [100.0])
     assert bounded["slope"] == pytest.approx(2.0)
 
 
-def test_a_planted_machine_is_described(described):
-    hardware, folder, said = described
+def test_planted_machine_is_described(described):
+    hardware, folder, messages = described
     path = folder / "this-machine.json"
     assert Hardware.model_validate(json.loads(path.read_text())) == hardware
     assert [p.name for p in folder.iterdir()] == [path.name]
-    assert str(path) in said[-1]
+    assert str(path) in messages[-1]
     assert hardware.matmul_flops["fp32"].value == pytest.approx(1e11, rel=0.01)
     assert hardware.memory_bandwidth.value == 2e10
     assert hardware.memory_bytes.value == 8e9
@@ -127,7 +127,7 @@ def test_a_planted_machine_is_described(described):
         assert f"measured on {date.today()}" in source, place
 
 
-def test_processes_that_share_a_core_take_turns(described):
+def test_processes_on_one_core_take_turns(described):
     hardware, *_ = described
     assert hardware.slowdown("matmul", 4) == 2
     assert hardware.slowdown("matmul", 2) == 1
@@ -136,7 +136,7 @@ def test_processes_that_share_a_core_take_turns(described):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-def test_the_small_runs_can_run_on_any_number_of_processes(ranks):
+def test_small_runs_fit_any_number_of_processes(ranks):
     runs = small_runs(ranks)
     assert {run.mesh.ranks for run in runs} == {1, ranks}
     assert len(set(runs)) == len(runs)
@@ -148,7 +148,7 @@ def test_the_small_runs_can_run_on_any_number_of_processes(ranks):
 @pytest.mark.parametrize(
     "broken", [{"bandwidth": 0.0}, {"host_copy": math.inf}, {"traffic": [("add", 64, -1.0)]}]
 )
-def test_what_cannot_be_measured_writes_nothing(machine, tmp_path, broken):
+def test_impossible_measurement_writes_nothing(machine, tmp_path, broken):
     machine.setattr(
         calibration, "_measure", lambda ranks, effort: [m | broken for m in planted(ranks)]
     )
@@ -160,7 +160,7 @@ def test_what_cannot_be_measured_writes_nothing(machine, tmp_path, broken):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_it_is_written_to_the_users_own_folder(machine, described, tmp_path, monkeypatch):
+def test_hardware_file_is_written_to_the_user_folder(machine, described, tmp_path, monkeypatch):
     hardware, *_ = described
     fitted = Curves(**hardware.curves), hardware
     monkeypatch.setattr(calibration, "fit_program", lambda *args: fitted)
@@ -178,12 +178,12 @@ def test_it_is_written_to_the_users_own_folder(machine, described, tmp_path, mon
 def test_this_machine_is_measured(tmp_path):
     path = tmp_path / "this-machine.json"
     hardware = calibration.calibrate(lambda text: None, path, QUICK)
-    found = Hardware.model_validate(json.loads(path.read_text()))
-    assert found == hardware
-    assert found.name == "this-machine"
-    assert {"fp32", "bf16"} <= set(found.matmul_flops)
+    written = Hardware.model_validate(json.loads(path.read_text()))
+    assert written == hardware
+    assert written.name == "this-machine"
+    assert {"fp32", "bf16"} <= set(written.matmul_flops)
     figures = list(figures_of(json.loads(path.read_text())))
     assert len(figures) > 12
     assert all(value > 0 and source.startswith("measured on ") for _, value, source in figures)
     setting = Setting.from_config(small_runs(2)[0].config())
-    assert step_time(setting, found, Curves(**found.curves)).seconds > 0
+    assert step_time(setting, written, Curves(**written.curves)).seconds > 0

@@ -50,43 +50,31 @@ def place(machine, monkeypatch, tmp_path):
 
 
 def chosen(*overrides, **wishes):
-    """The config that was written, the number of ranks, and what was said by its name."""
-    said = []
+    """Return the written config, the number of ranks, and the messages by their first words."""
+    messages = []
     base = RunConfig.from_json("ds.json", list(overrides))
-    path, ranks = dial.dial(base, Wishes(**wishes), said.append)
+    path, ranks = dial.dial(base, Wishes(**wishes), messages.append)
     config = RunConfig.from_json(str(path)).resolve(ranks)
-    names = dict(line.split(maxsplit=1) for line in said)
+    names = dict(line.split(maxsplit=1) for line in messages)
     return config, ranks, names
 
 
-def test_the_run_takes_the_time_that_its_measured_steps_take(place):
-    config, ranks, said = chosen(minutes=20)
+def test_run_length_follows_from_measured_step_time(place):
+    config, ranks, messages = chosen(minutes=20)
     evaluations = 5 * config.train.evaluate_samples / config.global_batch_size / 3
     training = config.num_steps + evaluations
     assert AGE + START + training * STEP == pytest.approx(20 * 60, abs=2 * STEP)
     assert ranks == 2 and config.mesh.sizes.ranks == 2
     # Whatever the config sets is in its file, and a second run has a name of its own.
-    assert config.train.evaluate_every == config.num_steps // 5 and "auto" not in (
-        config.run.name,
-        config.model.vocab_size,
-    )
-    assert list(said) == [
-        "machine",
-        "model",
-        "tokens",
-        "data",
-        "batch",
-        "rate",
-        "mesh",
-        "pace",
-        "config",
-    ]
-    assert "0.5 s a step, measured" in said["pace"]
-    assert said["config"].startswith("runs/20-minutes.json")
+    assert config.train.evaluate_every == config.num_steps // 5
+    assert "auto" not in (config.run.name, config.model.vocab_size)
+    assert " ".join(messages) == "machine model tokens data batch rate mesh pace config"
+    assert "0.5 s a step, measured" in messages["pace"]
+    assert messages["config"].startswith("runs/20-minutes.json")
     assert chosen(minutes=20)[0].run.name == "20-minutes-2"
 
 
-def test_a_slower_machine_than_planned_trains_a_smaller_model(place, monkeypatch):
+def test_slower_machine_trains_a_smaller_model(place, monkeypatch):
     def size(slowness):
         monkeypatch.setattr(dial, "pace", lambda config: (slowness * planned(config), START))
         return count(chosen(minutes=30)[0].model).with_head
@@ -99,7 +87,7 @@ def test_a_slower_machine_than_planned_trains_a_smaller_model(place, monkeypatch
     assert size(4.0) < size(1.0) < size(0.25)
 
 
-def test_sizes_and_tokens_follow_from_each_other(place):
+def test_model_size_and_tokens_determine_each_other(place):
     config, _, _ = chosen(params=2e6)
     params = count(config.model).with_head
     assert 1e6 < params <= 2e6
@@ -109,22 +97,22 @@ def test_sizes_and_tokens_follow_from_each_other(place):
     both, _, _ = chosen(params=2e6, tokens=1e6)
     assert both.model == config.model
     assert both.num_steps * both.tokens_per_step == pytest.approx(1e6, rel=0.02)
-    timed, _, said = chosen(params=2e6, minutes=60)
+    timed, _, messages = chosen(params=2e6, minutes=60)
     assert timed.model == config.model and timed.num_steps > 6000
-    assert "use more text" in said["data"]  # a million tokens, many times
+    assert "use more text" in messages["data"]  # a million tokens, many times
     # The rate falls with the size, and the batch grows with the tokens.
     small, _, _ = chosen(params=3e5)
     assert small.optimizer.params.lr > config.optimizer.params.lr
     assert small.global_batch_size < config.global_batch_size
 
 
-def test_what_the_user_sets_stays(place):
+def test_settings_of_the_user_are_kept(place):
     config, _, _ = chosen("--run.name", "mine", "--data.vocab_size", "512", minutes=10)
     assert config.run.name == "mine" and config.model.vocab_size == 512
     assert (place / "runs/mine.json").exists()
 
 
-def test_too_little_time_is_refused_with_a_remedy(place):
+def test_too_little_time_is_refused_with_remedy(place):
     with pytest.raises(ConfigError, match=r"--minutes = 0.5: leaves time for \d+ steps of 0.5 s"):
         chosen(minutes=0.5)
     with pytest.raises(ConfigError, match=r"use --minutes 1, or a smaller --params"):
@@ -145,14 +133,14 @@ def test_too_little_time_is_refused_with_a_remedy(place):
         (["--minutes", "1", "--params", "1M", "--tokens", "1M"], "remove one"),
     ],
 )
-def test_flags_that_contradict_are_refused(monkeypatch, capsys, words, message):
+def test_contradicting_flags_are_refused(monkeypatch, capsys, words, message):
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     with pytest.raises(SystemExit) as ended:
         train.main()
     assert ended.value.code == BAD_INPUT and message in capsys.readouterr().err
 
 
-def test_stories_are_one_file_a_book(place, monkeypatch, capsys):
+def test_stories_are_written_as_one_file_per_book(place, monkeypatch, capsys):
     """With a stand-in for the package's program, and without it."""
     seen = []
     monkeypatch.setattr(train.os, "execv", lambda program, words: seen.append(words))
@@ -173,7 +161,7 @@ def test_stories_are_one_file_a_book(place, monkeypatch, capsys):
     assert words[-2:] == ["--data.source=text", "--data.paths=stories/*.txt"]
 
 
-def test_under_a_launcher_there_is_no_dial(monkeypatch, capsys):
+def test_minutes_are_refused_under_a_launcher(monkeypatch, capsys):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["train.py", "--minutes", "5"])
@@ -183,7 +171,7 @@ def test_under_a_launcher_there_is_no_dial(monkeypatch, capsys):
     assert "--config: is missing under a launcher" in capsys.readouterr().err
 
 
-def test_the_ranks_are_started_with_the_config(place, monkeypatch, capsys):
+def test_ranks_are_started_with_the_written_config(place, monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(train.os, "execv", lambda program, words: seen.append(words))
     monkeypatch.setattr(sys, "argv", ["train.py", "--minutes", "5", "--json", "--train.seed", "7"])
@@ -191,18 +179,10 @@ def test_the_ranks_are_started_with_the_config(place, monkeypatch, capsys):
         train.main()
     (words,) = seen
     assert words[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    assert words[5:] == [
-        "-m",
-        "parallel3d",
-        "train",
-        "--config",
-        "runs/5-minutes.json",
-        "--json",
-        "--train.seed",
-        "7",
-    ]
-    said = capsys.readouterr().err
-    assert f"to resume the run: python {' '.join(words[1:])}" in said, "with all of its ranks"
+    command = "-m parallel3d train --config runs/5-minutes.json --json --train.seed 7"
+    assert " ".join(words[5:]) == command
+    output = capsys.readouterr().err
+    assert f"to resume the run: python {' '.join(words[1:])}" in output, "with all of its ranks"
     written = json.loads((place / "runs/5-minutes.json").read_text())
     assert written["parallel3d"]["run"]["name"] == "5-minutes"
     assert isinstance(dial.machine_of(None, print), Hardware)

@@ -65,7 +65,7 @@ def test_equal_hosts_pass():
         ("free disk for runs", 2**20, "free some space"),
     ],
 )
-def test_the_rank_that_differs_is_named(name, value, remedy):
+def test_differing_rank_is_named(name, value, remedy):
     """Rank 0 itself is named, too: the others are compared with each other, not with it."""
     for odd in (0, 2):
         rows = [HEALTHY | {name: value} if rank == odd else HEALTHY for rank in range(4)]
@@ -73,10 +73,10 @@ def test_the_rank_that_differs_is_named(name, value, remedy):
         assert (failed, outliers) == (name, (odd,)) and remedy in text
 
 
-def test_a_cache_that_is_not_shared_is_no_fault():
-    own = HEALTHY | {"data cache": False}
-    assert failures([HEALTHY, HEALTHY, own, own]) == {}
-    assert failures([own] * 4).keys() == {"data cache"}  # not even rank 0 can write to it
+def test_unshared_data_cache_passes():
+    local_cache = HEALTHY | {"data cache": False}
+    assert failures([HEALTHY, HEALTHY, local_cache, local_cache]) == {}
+    assert failures([local_cache] * 4).keys() == {"data cache"}  # not even rank 0 can write to it
 
 
 def grid(slow_ranks=(), slow_pair=None, hosts=None):
@@ -96,19 +96,19 @@ def grid(slow_ranks=(), slow_pair=None, hosts=None):
     "planted, outliers",
     [
         ({}, None),
-        ({"hosts": ("a",) * 4 + ("b",) * 4}, None),  # its pp groups are on the network
+        ({"hosts": ("a",) * 4 + ("b",) * 4}, None),  # the pp groups are on the network
         ({"slow_ranks": [5]}, (5,)),
         ({"slow_pair": (2, 3)}, (2, 3)),
     ],
     ids=["none", "two hosts", "rank", "link"],
 )
-def test_slow_links_are_where_slow_groups_intersect(planted, outliers):
+def test_slow_links_are_located_where_slow_groups_intersect(planted, outliers):
     nodes = Nodes(("node",) * 8, planted.get("hosts", ("a",) * 8))
     failed = failures((HEALTHY,) * 8, list(grid(**planted)), nodes)
     assert failed.get("slow links", (None,))[0] == outliers
 
 
-def test_a_slow_host_is_named_by_groups_that_share_no_rank():
+def test_slow_host_is_named_by_groups_without_common_ranks():
     nodes = Nodes(("h0", "h0", "h1", "h1", "h2", "h2"), tuple("aabbcc"))
     rates = {(0, 2): 1e8, (1, 3): 1e8, (2, 4): 1e8, (3, 5): 1e8, (4, 0): 1e9, (5, 1): 1e9}
     pairs = [pair for part in checks.rounds(nodes) for pair in part]
@@ -118,7 +118,7 @@ def test_a_slow_host_is_named_by_groups_that_share_no_rank():
 
 
 @pytest.mark.parametrize("size", range(3, 10))
-def test_the_ring_meets_each_rank_twice_and_once_in_a_round(size):
+def test_ring_meets_each_rank_twice_and_once_per_round(size):
     nodes = Nodes(("h",) * size, tuple("ab"[rank % 2] for rank in range(size)))
     parts = checks.rounds(nodes)
     for pairs in parts:
@@ -148,7 +148,7 @@ def test_links_slower_than_the_hardware_file_fail():
 def planted(rank, folder):
     """What the doctor says of four ranks, of which the third differs in everything."""
     raw = {"parallel3d.run.directory": folder, "parallel3d.data.cache": folder}
-    checks.wait_until = lambda look, _: look()
+    checks.wait_until = look_once
     if rank == 2:
         checks.torch = SimpleNamespace(**vars(checks.torch) | {"__version__": "1.13"})
         checks.time = SimpleNamespace(time=lambda: time.time() + 20)
@@ -163,12 +163,16 @@ def planted(rank, folder):
     return {row.name: row.outliers for row in rows}
 
 
+def look_once(look, _):
+    return look()
+
+
 def late(timings, run, mesh, effort):
     """The timings of a rank that is late at each collective."""
     return timings(lambda: (time.sleep(0.08), run()), mesh, effort)
 
 
-def test_a_rank_of_four_that_differs_is_named(tmp_path):
+def test_differing_rank_among_four_is_named(tmp_path):
     (tmp_path / "own").mkdir()
     rows = run_locally(planted, 4, str(tmp_path))
     assert all(row == rows[0] for row in rows)
@@ -192,7 +196,7 @@ def doctor(*words, launcher=(sys.executable,), folder, **options):
     )
 
 
-def test_a_low_limit_ends_the_command_with_1_and_the_remedy(tmp_path):
+def test_low_limit_ends_the_command_with_code_1_and_remedy(tmp_path):
     def lower():
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
 
