@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -39,86 +38,10 @@ from parallel3d.tensor.side_loss import alias, sum_side_losses
 from parallel3d.train.assembly import Assembly
 from parallel3d.train.check_bits import REMEDY, Row, WrongBits, digest, read_digests
 from parallel3d.train.digests import BOUNDS, is_close
+from parallel3d.train.recorder import Recorder
 
 _Known = dict[str, tuple[int, float]]
 _Difference = tuple[int, list[int], str] | None  # order, ranks that may be wrong, text
-
-
-class Recorder:
-    """Notes digests of what layers compute, in order.
-
-    A place is "kind layer module", such as "output 3 mlp.up", and "#1" where a layer has the second
-    one. Recomputed activations are noted again. Tensor-parallel ranks also note their part of each
-    sum, before a wrong one reaches them all.
-    """
-
-    def __init__(self, key: RandomKey, microbatch: int, group: dist.ProcessGroup) -> None:
-        self._key = key
-        self._microbatch = microbatch
-        self._group = group
-        self._places: list[str] = []
-        self._digests: list[Tensor] = []
-        self._counts: Counter[str] = Counter()  # in the forward of a layer
-        self._near = ""  # the last place before a sum
-
-    def watch(self, number: int, layer: nn.Module, until: ExitStack, shared: set[Any]) -> None:
-        """Note the weights, outputs and gradients of a layer and its modules.
-
-        `shared`: parameters of several layers, whose gradients are sums over them.
-        """
-        for path, module in layer.named_modules():
-            where = f"{number} {path}"
-            for hook in (
-                module.register_forward_pre_hook(partial(self._note_weights, where)),
-                module.register_forward_hook(partial(self._note_outputs, where)),
-                *(
-                    parameter.register_hook(partial(self._note, f"weight-gradient {where}.{name}"))
-                    for name, parameter in module.named_parameters(recurse=False)
-                    if parameter not in shared
-                ),
-            ):
-                until.enter_context(hook)
-
-    def note_part(self, part: Tensor, group: dist.ProcessGroup) -> None:
-        """Note this rank's part of a sum, for `hearing`."""
-        if group is self._group:
-            self._note(self._numbered(self._near), part)
-
-    def _numbered(self, place: str) -> str:
-        self._counts[place] += 1
-        count = self._counts[place]
-        return place if count == 1 else f"{place}#{count - 1}"
-
-    def _note_weights(self, where: str, module: nn.Module, _: object) -> None:
-        self._near = f"partial-sum {where}"
-        if where.endswith(" "):  # the layer itself
-            self._counts.clear()
-        for name, parameter in module.named_parameters(recurse=False):
-            self._note(f"weight {where}.{name}", parameter)
-
-    def _note_outputs(self, where: str, _: nn.Module, __: object, output: Any) -> None:
-        if self._key.microbatch == self._microbatch:
-            for tensor in (output,) if isinstance(output, Tensor) else output:
-                if isinstance(tensor, Tensor):
-                    place = self._numbered(f"output {where}")
-                    self._note(place, tensor)
-                    if tensor.requires_grad:
-                        place = place.replace("output", "gradient", 1)
-                        tensor.register_hook(partial(self._note_gradient, place))
-
-    def _note_gradient(self, place: str, gradient: Tensor) -> None:
-        self._near = f"partial-{place}"
-        self._counts[self._near] = 0
-        self._note(place, gradient)
-
-    def _note(self, place: str, tensor: Tensor | None) -> None:
-        if tensor is not None and self._key.microbatch == self._microbatch:
-            self._digests.append(digest(tensor))
-            self._places.append(place)
-
-    def read(self) -> list[Row]:
-        """Return place, checksum and norm of all values; the host waits for the device."""
-        return read_digests(self._places, self._digests)
 
 
 class Recomputation:
@@ -390,7 +313,8 @@ class Recomputation:
             earliest = [d for d in differences if d[0] == first]
             ranks = sorted({rank for _, wrong, _ in earliest for rank in wrong})
             named = " and ".join(f"rank {rank} on {rows[rank][1]}" for rank in ranks)
-            texts.append(f"{'one of ' * (len(ranks) > 1)}{named} {earliest[0][2]}")
+            one_of = "one of " if len(ranks) > 1 else ""
+            texts.append(f"{one_of}{named} {earliest[0][2]}")
         raise WrongBits(f"{'; '.join(texts)}. {REMEDY}")
 
     def _recompute(self, by: int) -> _Known:
