@@ -10,7 +10,6 @@ from importlib.metadata import version
 
 import parallel3d
 from parallel3d.base.arguments import BAD_INPUT
-from parallel3d.base.completion import SHELLS, script
 
 COMMANDS = {
     "train": "train a model",
@@ -42,13 +41,6 @@ def main() -> int:
     if command == "--version":
         print("\n".join(_versions()))
         return 0
-    if command == "--completion":
-        if rest not in [[shell] for shell in SHELLS]:
-            shells = " or ".join(SHELLS)
-            print(f"parallel3d: --completion: needs a shell; add {shells}", file=sys.stderr)
-            return BAD_INPUT
-        print(script(rest[0], COMMANDS), end="")
-        return 0
     if command not in COMMANDS:
         known = ", ".join(COMMANDS)
         print(f"parallel3d: unknown command {command}; use one of {known}", file=sys.stderr)
@@ -72,8 +64,7 @@ def _versions() -> Iterator[str]:
 def _help() -> str:
     width = max(map(len, COMMANDS))
     rows = (f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
-    flags = ("--version", f"--completion {'|'.join(SHELLS)}")
-    usages = (f"parallel3d {words}" for words in ("COMMAND --help", *flags))
+    usages = ("parallel3d COMMAND --help", "parallel3d --version")
     return "\n".join(("usage: parallel3d COMMAND ...", "", *rows, "", *usages))
 
 

@@ -1,7 +1,5 @@
 """The command `parallel3d`: which commands it has, and how it hands over to launch/."""
 
-import shlex
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -51,33 +49,6 @@ def test_the_version_names_torch_deepspeed_and_cuda(monkeypatch, capsys, cuda):
         assert others[2:] == ["CUDA none (torch is built without it)"]
     else:
         assert others[2:] == ["CUDA 12.8"]
-
-
-def test_bash_completes_commands_flags_and_paths(monkeypatch, capsys, tmp_path):
-    assert call(monkeypatch, "--completion", "bash") == 0
-    script = capsys.readouterr().out
-    asked = tmp_path / "asked"
-    stand_in = f"parallel3d() {{ echo $1 >> {asked}; {sys.executable} -m parallel3d $1 $2; }}"
-
-    def completed(*words):
-        """What bash offers for the last word, and asked twice, the second time from memory."""
-        ask = "_parallel3d; _parallel3d; printf '%s\n' \"${COMPREPLY[@]}\""
-        line = f"COMP_WORDS=(parallel3d {shlex.join(words)}); COMP_CWORD={len(words)}; {ask}"
-        bash = ["bash", "-c", f"{script}\n{stand_in}\n{line}"]
-        return subprocess.run(
-            bash, cwd=LAUNCH.parent, capture_output=True, text=True, check=True
-        ).stdout.split()
-
-    assert completed("dr") == ["draw"] and set(completed("")) == set(program.COMMANDS)
-    assert not completed("draw", "a-file") and not completed("nope", "--x")  # bash names paths
-    assert not asked.exists()
-    assert completed("draw", "--s") == ["--schedule", "--stages-per-rank", "--svg"]
-    assert asked.read_text() == "draw\n"
-    assert call(monkeypatch, "--completion", "zsh") == 0
-    assert "bashcompinit" in capsys.readouterr().out
-    for words in ((), ("tcsh",), ("bash", "zsh")):
-        assert call(monkeypatch, "--completion", *words) == 2
-        assert "needs a shell; add bash or zsh" in capsys.readouterr().err
 
 
 def test_a_word_that_is_no_command(monkeypatch, capsys):

@@ -332,6 +332,18 @@ BY_SECTION: dict[str, dict[str, Key]] = {
 _DEEPSEEK = "was removed: only models of DeepSeek have it; remove it"
 # Settings of ours in earlier releases, whose runs have their values in config.json.
 REMOVED: dict[str, dict[str, Key]] = {
+    "parallel3d.mesh": {
+        "cp_ring": Key(
+            "was removed: keys and values are gathered, which is faster; remove it", (False,)
+        )
+    },
+    "parallel3d.pipeline": {
+        "scatter_activations": Key(
+            "was removed: with sequence parallelism each tp rank sends only its part; remove it, "
+            "and set parallel3d.mesh.sequence_parallel",
+            (False,),
+        )
+    },
     "parallel3d.train": {
         "check_layers": Key(
             "was removed, with the check of layers at startup; remove it, and run `parallel3d "

@@ -88,9 +88,6 @@ class MeshConfig(Section):
     """Data-parallel ranks; "auto" means the number of processes / (pp x cp x tp)."""
     cp: OneIfAuto = 1
     """Context-parallel ranks, which share the tokens of each sample; "auto" means 1."""
-    cp_ring: bool = False
-    """Pass keys and values around the cp ranks instead of gathering them (arXiv:2310.01889): a
-    rank then holds two ranks' share of them at a time (docs/long-context.md)."""
     tp: OneIfAuto = 1
     """Tensor-parallel ranks; "auto" means 1."""
     ep: Positive = 1
@@ -135,9 +132,6 @@ class PipelineConfig(Section):
     the planner estimates that it fits on the fullest device (on CPUs: in a rank's share of free
     host memory); otherwise, and with offload_param, per_pass if it fits; otherwise, and on unknown
     devices, per_microbatch."""
-    scatter_activations: bool = False
-    """Without sequence_parallel: each tp rank sends 1/tp of the activations to the next stage,
-    whose tp ranks all-gather them. Divides the traffic between nodes by tp."""
     activation_checkpointing: Annotated[str, BeforeValidator(recompute.text_of)] = "none"
     """Recompute in the backward: "selective" the attention (arXiv:2205.05198), "mlp" the MLP up to
     its last product, "full" the whole layer, {"full": 3} the first 3 layers of each stage; or a

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch.profiler import record_function
 from parallel3d.engine import Engine
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
-from parallel3d.mesh.transfer import Transfer, all_gather_single
+from parallel3d.mesh.transfer import Transfer
 from parallel3d.pipeline.clock import DeviceClock
 from parallel3d.schedule.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.collectives import all_reduce
@@ -86,7 +85,6 @@ class Executor:
       every batch must have `schedule.num_microbatches`.
     - `hidden_shape`: the shape of the messages between stages, [batch, seq / cp, hidden], or
       [batch, seq / cp / tp, hidden] under sequence parallelism.
-    - `scatter`: each tp rank sends its part of a message, and the receivers gather the parts.
     - `on_message`: called with each message, before this rank sends it or once it is received.
     - `timed`: if set, `run` waits for the device and sets `spans`, each action's seconds since
       `started`. The gradients are reduced at `ended`. Both are Unix times.
@@ -103,7 +101,6 @@ class Executor:
         *,
         key: RandomKey,
         hidden_shape: tuple[int, ...],
-        scatter: bool = False,
         make_schedule: Callable[[int], Schedule] | None = None,
     ) -> None:
         self.mesh = mesh
@@ -111,8 +108,6 @@ class Executor:
         self._make_schedule = make_schedule
         self._key = key
         self._hidden_shape = hidden_shape
-        tp = mesh.tensor.size
-        self._scatter = scatter and tp > 1 and prod(hidden_shape) % tp == 0
         self._last_stage = schedule.num_stages - 1
         self._run: dict[Op, Callable[[int, int], None]] = {
             Op.F: self._forward,
@@ -309,7 +304,7 @@ class Executor:
         self.flow.gradients[stage, microbatch] = self._receive(Action(Op.RECV_B, stage, microbatch))
 
     def _send(self, tensor: Tensor, send: Action) -> None:
-        tensor = self._part(tensor.contiguous())
+        tensor = tensor.contiguous()
         self.on_message(send, tensor)
         receive = send.other_end
         peer = self.schedule.pp_coord_of_stage[receive.stage]
@@ -323,14 +318,8 @@ class Executor:
             self._hidden_shape, dtype=self.engine.settings.dtype, device=self.mesh.device
         )
         peer = self.schedule.pp_coord_of_stage[receive.other_end.stage]
-        self.flow.arriving[receive] = self.mesh.irecv(self._part(buffer), peer, self._tag(receive))
+        self.flow.arriving[receive] = self.mesh.irecv(buffer, peer, self._tag(receive))
         return buffer
-
-    def _part(self, tensor: Tensor) -> Tensor:
-        """Return the part of a contiguous tensor that this rank sends or receives."""
-        if not self._scatter:
-            return tensor
-        return tensor.view(-1).chunk(self.mesh.tensor.size)[self.mesh.tensor.coord]
 
     def _tag(self, receive: Action) -> int:
         """Return a tag unique to a transfer in a step; gloo matches by it, NCCL by order."""
@@ -348,10 +337,9 @@ class Executor:
                 if op is Op.RECV_B and (sent := self.flow.sending.pop(forward, None)):
                     sent[0].wait()
                 received = self.flow.inputs if op is Op.RECV_F else self.flow.gradients
-                flat = received[compute.stage, compute.microbatch].view(-1)
-                self.on_message(compute._replace(op=op), self._part(flat))
-                if self._scatter:
-                    all_gather_single(flat, self._part(flat), group=self.mesh.tensor.group)
+                self.on_message(
+                    compute._replace(op=op), received[compute.stage, compute.microbatch]
+                )
         if compute.op is not Op.W:
             self.engine.wait_for_weights(compute.stage)
 

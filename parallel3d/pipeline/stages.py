@@ -135,7 +135,6 @@ def build_stages(
     offload_activations: bool = False,
     sequence_parallel: bool = False,
     overlap: bool = True,
-    cp_ring: bool = False,
     compiles: Mode = "none",
 ) -> BuiltStages:
     """Build this rank's stages and initialise their weights.
@@ -155,7 +154,6 @@ def build_stages(
         overlap,
         mesh.experts.group,
         mesh.context.group,
-        cp_ring,
         compiles == "pointwise",
     )
     costs = [layer.cost(shape).forward_flops for layer in layers]

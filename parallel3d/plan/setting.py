@@ -53,7 +53,8 @@ class Software:
     overlaps_sends: bool = False
     """True if messages between pipeline stages overlap with computes of other microbatches."""
     scatters_sends: bool = False
-    """True if each tp rank sends its part of a message to the next stage, which gathers them."""
+    """True if each tp rank sends its part of a message to the next stage, which gathers them, as
+    Megatron-LM does; this engine's stages exchange parts under sequence parallelism only."""
     passes_keys: bool = False
     """True if context-parallel ranks pass keys and values on around a ring, behind the computes
     (arXiv:2310.01889); this engine gathers them, in forwards and again in backwards."""
@@ -207,7 +208,6 @@ class Setting:
             software=Software(
                 kernels="eager" if own.train.compile == "none" else "compiled",
                 reduction_bytes=BYTES[config.communication_data_type or "fp32"],
-                scatters_sends=own.pipeline.scatter_activations,
             ),
             buffers=Buffers(**{name: getattr(zero, name) for name in Buffers.__annotations__}),
         )

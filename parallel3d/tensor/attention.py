@@ -51,7 +51,6 @@ class CausalAttention(nn.Module):
         self.recompute = "core_attn" in context.recompute
         self.scale = scale
         self.window = window
-        self.ring = context.ring
         self.cp = 1 if context.context is None else context.context.size()
         self.sinks = cut_parameter((heads[0],), tensor=(0, context.group)) if sinks else None
 
@@ -75,9 +74,7 @@ class CausalAttention(nn.Module):
         is_cut = self.window is not None and self.window < q.shape[2]
         if segments is not None or is_cut or self.sinks is not None:
             p = self.dropout.active_p
-            return attend_documents(
-                q, k, v, segments, p, self.scale, self.window, self.sinks, self.ring
-            )
+            return attend_documents(q, k, v, segments, p, self.scale, self.window, self.sinks)
         y = F.scaled_dot_product_attention(
             q,
             k,
@@ -131,7 +128,7 @@ def log_kernel(
         return
     layer = max(layers, key=lambda m: m.window or seq)
     if layer.cp > 1:
-        fused = is_fused(device, block_tokens(seq, layer.cp), layer.ring)
+        fused = is_fused(device, block_tokens(seq, layer.cp))
         say(f"kernel  attention of dealt tokens runs as {'flex' if fused else 'plain products'}")
         return
     q_heads, kv_heads = layer.heads_here

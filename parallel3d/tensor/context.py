@@ -16,7 +16,6 @@ class LayerContext:
     - `recompute`: the sub-layers that are computed again in backward (model/recompute.py).
     - `experts`: the group whose ranks divide the experts of a layer; None: one rank has them all.
     - `context`: the group whose ranks share the tokens of each sample; None: one rank has them all.
-    - `ring`: pass keys and values around that group instead of gathering them.
     - `pointwise`: compile the functions between products, each by itself (`compiled.Pointwise`).
     - `overlap`: overlap a backward's collectives with its products. Without it, less memory is
       needed: the full input and its full gradient are not held at the same time.
@@ -29,7 +28,6 @@ class LayerContext:
     overlap: bool = True
     experts: dist.ProcessGroup | None = None
     context: dist.ProcessGroup | None = None
-    ring: bool = False
     pointwise: bool = False
 
     @property

@@ -2,23 +2,21 @@
 
 Keys and values are gathered over the group, and their gradients reduced and scattered
 (arXiv:2407.21783, section 3.3.2). They are not kept for the backward, which gathers them again: so
-what a rank keeps is its own share. Or they travel around the group (arXiv:2310.01889): then a rank
-never holds more than two ranks' shares.
+what a rank keeps is its own share.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
-from parallel3d.tensor.collectives import Conjugate, Context, Pending
+from parallel3d.tensor.collectives import Conjugate, Context
 from parallel3d.tensor.compiled import graph_break
 from parallel3d.tensor.segments import Dealt
 
@@ -35,32 +33,30 @@ def attend_dealt(
     scale: float | None,
     window: int | None = None,
     sinks: Tensor | None = None,
-    ring: bool = False,
 ) -> Tensor:
     """Attend within documents: q, k, v [tokens here, heads, size] -> the same shape as q.
 
     Tokens are those of the flattened batch; the heads of k and v divide those of q. `window` and
-    `sinks`: see `documents.attend_documents`. `ring`: pass keys and values on instead of gathering
-    them.
+    `sinks`: see `documents.attend_documents`.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if is_fused(q.device, dealt.block, ring):
+    if is_fused(q.device, dealt.block):
         gathered: Tensor = Conjugate.apply(
             torch.stack((k, v), 1), partial(_gather, dealt=dealt), partial(_scatter, dealt=dealt)
         )  # [tokens, 2, heads of k, size], in the order of the flattened batch
         with _gather_again(gathered, k, v, dealt):
             y, logsumexp = at_once(q, gathered, dealt, scale, window)
     else:
-        y, logsumexp = _Attend.apply(q, k, v, dealt, scale, window, ring)
+        y, logsumexp = _Attend.apply(q, k, v, dealt, scale, window)
     if sinks is None:
         return y
     # A sink adds its exponential to the sum, and nothing to the values.
     return y * (logsumexp - sinks).sigmoid().unsqueeze(-1).to(y.dtype)
 
 
-def is_fused(device: torch.device, block: int, ring: bool) -> bool:
+def is_fused(device: torch.device, block: int) -> bool:
     """Return True if one kernel computes the attention of tokens dealt in blocks of this size."""
-    return device.type == "cuda" and block == _TILE and not ring
+    return device.type == "cuda" and block == _TILE
 
 
 def at_once(
@@ -125,24 +121,17 @@ class Span(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def _spans(dealt: Dealt, window: int | None, rank: int | None) -> tuple[Tensor, list[Span]]:
-    """Return where in the flattened batch the keys of a rank (None: of all) are, and the spans."""
-    flat = dealt.flat
-    there = torch.arange(flat.numel(), device=flat.device) if rank is None else flat[rank]
-    lows = []
-    ends = []
-    stop = 0
+def _spans(dealt: Dealt, window: int | None) -> list[Span]:
+    """Return the spans of the tokens here, in their order."""
     spans = []
+    stop = 0
     for tokens, first, end in dealt.pieces:
-        lows.append(first if window is None else max(first, end - tokens + 1 - window))
-        ends.append(end)
-    bounds = torch.searchsorted(there, torch.tensor([lows, ends], device=flat.device)).tolist()
-    for piece, low, end in zip(dealt.pieces, *bounds, strict=True):
+        low = first if window is None else max(first, end - tokens + 1 - window)
         start = stop
-        stop = stop + piece.tokens
+        stop += tokens
         for begin in range(low, end, _KEYS):
             spans.append(Span(slice(start, stop), slice(begin, min(end, begin + _KEYS))))
-    return there, spans
+    return spans
 
 
 def _scores(q: Tensor, k: Tensor, here: Tensor, there: Tensor, window: int | None) -> Tensor:
@@ -171,7 +160,7 @@ def _flat(x: Tensor, like: Tensor) -> Tensor:
 class _Attend(torch.autograd.Function):
     """Attention, and the logarithm of the sum of each query's exponentials [tokens here, heads].
 
-    Keys and values come in parts. The softmax is made online (arXiv:1805.02867): `high` is the
+    Scores are made span by span. The softmax is made online (arXiv:1805.02867): `high` is the
     largest score so far, `total` the sum of exponentials relative to it, and `y` that of values.
     """
 
@@ -184,45 +173,41 @@ class _Attend(torch.autograd.Function):
         dealt: Dealt,
         scale: float,
         window: int | None,
-        ring: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return outputs [tokens here, heads, size] and logsumexp; k, v [tokens here, kv, size]."""
-        own = torch.stack((k, v), 1)
+        gathered = _gather(torch.stack((k, v), 1), dealt)  # [tokens, 2, heads of k, size]
         dtype = torch.promote_types(q.dtype, torch.float32)
         queries = _by_group(q, k.shape[1], dtype) * scale
         y = torch.zeros_like(queries)
         total = queries.new_zeros(queries.shape[:3])
         high = torch.full_like(total, torch.finfo(dtype).min)
-        kept = list[Tensor]()
         here = dealt.flat[dealt.group.rank()]
-        for rank, part in _parts(own, dealt, ring):
-            keys, values = part.permute(1, 2, 0, 3).to(dtype)  # each [heads of k, keys, size]
-            there, spans = _spans(dealt, window, rank)
-            for at, seen in spans:
-                scores = _scores(
-                    queries[:, :, at], keys[:, seen], here[at], there[seen], window
-                )  # [heads of k, group, n, keys]
-                before = high[:, :, at]
-                now = torch.maximum(high[:, :, at], scores.amax(-1))
-                weights = (scores - now.unsqueeze(-1)).exp_()
-                fade = (before - now).exp()
-                total[:, :, at] = total[:, :, at] * fade + weights.sum(-1)
-                added = (weights.flatten(1, 2) @ values[:, seen]).view_as(y[:, :, at])
-                y[:, :, at] = y[:, :, at] * fade.unsqueeze(-1) + added
-                high[:, :, at] = now
-            if rank is None and _is_recomputed():
-                kept.append(part)  # the backward follows at once
+        there = torch.arange(len(gathered), device=here.device)
+        keys, values = gathered.permute(1, 2, 0, 3).to(dtype)  # each [heads of k, tokens, size]
+        for at, seen in _spans(dealt, window):
+            scores = _scores(
+                queries[:, :, at], keys[:, seen], here[at], there[seen], window
+            )  # [heads of k, group, n, keys]
+            before = high[:, :, at]
+            now = torch.maximum(before, scores.amax(-1))
+            weights = (scores - now.unsqueeze(-1)).exp_()
+            fade = (before - now).exp()
+            total[:, :, at] = total[:, :, at] * fade + weights.sum(-1)
+            added = (weights.flatten(1, 2) @ values[:, seen]).view_as(y[:, :, at])
+            y[:, :, at] = y[:, :, at] * fade.unsqueeze(-1) + added
+            high[:, :, at] = now
         y = _flat(y / total.unsqueeze(-1), q)
         logsumexp = (high + total.log()).flatten(0, 1).t().contiguous()
+        kept = [gathered] if _is_recomputed() else []  # the backward follows at once
         ctx.save_for_backward(q, k, v, y, logsumexp, *kept)
-        ctx.how = dealt, scale, window, ring
+        ctx.how = dealt, scale, window
         return y, logsumexp
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and v; keys and values come once more, in the same parts."""
+        """Return the gradients of q, k and v; keys and values are gathered once more."""
         q, k, v, y, logsumexp, *kept = ctx.saved_tensors
-        dealt, scale, window, ring = ctx.how
+        dealt, scale, window = ctx.how
         dtype = logsumexp.dtype
         kv_heads = k.shape[1]
         here = dealt.flat[dealt.group.rank()]
@@ -231,62 +216,22 @@ class _Attend(torch.autograd.Function):
         # What a row of the scores' gradients has in common: [heads of k, group, tokens, 1].
         common = (grad.to(dtype) * y.to(dtype)).sum(-1, keepdim=True) - grad_logsumexp.unsqueeze(-1)
         common, tops = (_by_group(x, kv_heads, dtype) for x in (common, logsumexp.unsqueeze(-1)))
-        own = torch.stack((k, v), 1)
-        away = None
-        home: Tensor = own
-        for rank, part in _parts(own, dealt, ring, *kept):
-            keys, values = part.permute(1, 2, 0, 3).to(dtype)
-            there, spans = _spans(dealt, window, rank)
-            gradient = torch.zeros_like(part, dtype=dtype)
-            to_keys, to_values = gradient.permute(1, 2, 0, 3)
-            for at, seen in spans:
-                scores = _scores(queries[:, :, at], keys[:, seen], here[at], there[seen], window)
-                weights = (scores - tops[:, :, at]).exp_()
-                own_grads = grads[:, :, at].flatten(1, 2)
-                to_values[:, seen] += weights.flatten(1, 2).mT @ own_grads
-                products = (own_grads @ values[:, seen].mT).view_as(weights)
-                to_scores = (weights * (products - common[:, :, at])).flatten(1, 2)
-                to_queries[:, :, at] += (to_scores @ keys[:, seen]).view_as(queries[:, :, at])
-                to_keys[:, seen] += to_scores.mT @ queries[:, :, at].flatten(1, 2)
-            gradient = gradient.to(k.dtype)
-            if rank is None:
-                home = _scatter(gradient, dealt)
-            elif rank == dealt.group.rank():
-                home = gradient
-            else:
-                gradient = gradient if away is None else gradient.add_(away.wait())
-                away = _pass_on(gradient, dealt)
-        home = home if away is None else home.add_(away.wait())
-        return _flat(to_queries * scale, q), home[:, 0], home[:, 1], None, None, None, None
-
-
-def _parts(
-    own: Tensor, dealt: Dealt, ring: bool, gathered: Tensor | None = None
-) -> Iterator[tuple[int | None, Tensor]]:
-    """Yield keys and values [tokens, 2, heads, size] and whose they are: None means all ranks'.
-
-    A ring begins with this rank's own; while one part is used, the next is on its way.
-    """
-    if not ring:
-        yield None, _gather(own, dealt) if gathered is None else gathered
-        return
-    size = dealt.group.size()
-    rank = dealt.group.rank()
-    for step in range(size):
-        following = _pass_on(own, dealt) if step + 1 < size else Pending(own)
-        yield (rank - step) % size, own
-        own = following.wait()
-
-
-def _pass_on(x: Tensor, dealt: Dealt) -> Pending:
-    """Start to send `x` to the next rank, and to receive as much from the one before."""
-    group = dealt.group
-    sent = [0] * group.size()
-    received = [0] * group.size()
-    sent[(group.rank() + 1) % group.size()] = received[group.rank() - 1] = len(x)
-    arriving = torch.empty_like(x)
-    work = dist.all_to_all_single(arriving, x, received, sent, group=group, async_op=True)
-    return Pending(arriving, [work])
+        gathered = kept[0] if kept else _gather(torch.stack((k, v), 1), dealt)
+        there = torch.arange(len(gathered), device=here.device)
+        keys, values = gathered.permute(1, 2, 0, 3).to(dtype)
+        gradient = torch.zeros_like(gathered, dtype=dtype)
+        to_keys, to_values = gradient.permute(1, 2, 0, 3)
+        for at, seen in _spans(dealt, window):
+            scores = _scores(queries[:, :, at], keys[:, seen], here[at], there[seen], window)
+            weights = (scores - tops[:, :, at]).exp_()
+            own_grads = grads[:, :, at].flatten(1, 2)
+            to_values[:, seen] += weights.flatten(1, 2).mT @ own_grads
+            products = (own_grads @ values[:, seen].mT).view_as(weights)
+            to_scores = (weights * (products - common[:, :, at])).flatten(1, 2)
+            to_queries[:, :, at] += (to_scores @ keys[:, seen]).view_as(queries[:, :, at])
+            to_keys[:, seen] += to_scores.mT @ queries[:, :, at].flatten(1, 2)
+        own = _scatter(gradient.to(k.dtype), dealt)  # [tokens here, 2, heads of k, size]
+        return _flat(to_queries * scale, q), own[:, 0], own[:, 1], None, None, None
 
 
 def _gather(own: Tensor, dealt: Dealt) -> Tensor:

@@ -28,7 +28,6 @@ def attend_documents(
     scale: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
-    ring: bool = False,
 ) -> Tensor:
     """Attend within documents: q, k, v [batch, heads, seq, size] -> [batch, seq, heads, size].
 
@@ -38,7 +37,6 @@ def attend_documents(
     - `scale`: None means 1/sqrt(size).
     - `window`: how many tokens a query sees, itself included; None means all.
     - `sinks` [heads]: a further score of each head in the softmax, without a value.
-    - `ring`: where samples are dealt, pass keys and values around instead of gathering them.
 
     torch's variable-length kernel computes all documents at once if it can (`in_one_kernel`);
     otherwise each is computed separately.
@@ -48,7 +46,7 @@ def attend_documents(
     flat_q, flat_k, flat_v = flat = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
     if segments is not None and segments.dealt is not None:
         assert dropout == 0, "the masks of a shared sample would depend on how it is dealt"
-        y = attend_dealt(flat_q, flat_k, flat_v, segments.dealt, scale, window, sinks, ring)
+        y = attend_dealt(flat_q, flat_k, flat_v, segments.dealt, scale, window, sinks)
         return y.unflatten(0, (batch, seq))
     attend = partial(_attend, dropout=dropout, scale=scale, window=window, sinks=sinks)
     if in_one_kernel(q, dropout, sinks is not None):

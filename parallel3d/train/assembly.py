@@ -85,7 +85,6 @@ def assemble(
         engine=engine,
         key=stages.key,
         hidden_shape=hidden_shape(sizes, shape, own.model.hidden_size),
-        scatter=own.pipeline.scatter_activations and not sizes.sequence_parallel,
     )
     executor = make_executor(training, make_schedule=make)
     evaluator = make_executor(add_sharding(make_evaluation(schedule), weights, False))
@@ -116,7 +115,6 @@ def build(
         offload_activations=own.pipeline.offload_activations == "cpu",
         sequence_parallel=sizes.sequence_parallel,
         overlap=own.train.overlap,
-        cp_ring=sizes.cp_ring,
         compiles=own.train.compile,
     )
     return layers, shape, schedule, stages

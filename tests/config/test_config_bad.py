@@ -82,7 +82,7 @@ BAD = [
     ("csv_monitor", ON | {"output_path": "a\0b"}, "U+0000", "remove it"),
     # unknown keys
     ("zero_optimisation", {"stage": 3}, "not a setting", 'nearest one is "zero_optimization"'),
-    (f"{P3D}.mesh.tp_size", 2, "not a setting", "this block has: pp, dp, cp, cp_ring, tp"),
+    (f"{P3D}.mesh.tp_size", 2, "not a setting", "this block has: pp, dp, cp, tp"),
     (f"{P3D}.model.hiden_size", 64, "not a setting", '"hidden_size"'),
     (f"{P3D}._why", "x", "not a setting", "mesh, plan, pipeline"),
     ("steps", 100, "not a setting here", "did you mean parallel3d.train.steps?"),
@@ -112,6 +112,8 @@ BAD = [
     (f"{TRACKERS}", ["tensorbord"], "must be", 'write "tensorboard", "csv", "wandb", "comet"'),
     # refused by name
     (f"{P3D}.train.check_layers", False, "was removed", "parallel3d verify"),
+    (f"{P3D}.mesh.cp_ring", True, "was removed", "remove it"),
+    (f"{P3D}.pipeline.scatter_activations", True, "was removed", "mesh.sequence_parallel"),
     (AC, {"partition_activations": True}, "not partitioned over tp", "sequence_parallel"),
     (AC, {"granularity": "full"}, "is not used", "set parallel3d.pipeline"),
     ("communication_data_type", "fp16", "fp32", "bf16"),

@@ -31,7 +31,7 @@ RUNS = {
     },
     "zero1": {
         f"{ZERO}.stage": 1, f"{MESH}.pp": 2, f"{MESH}.tp": 2, f"{PIPE}.schedule": "one_f_one_b",
-        f"{PIPE}.scatter_activations": True, f"{PIPE}.activation_checkpointing": "selective",
+        f"{PIPE}.activation_checkpointing": "selective",
         f"{PIPE}.offload_activations": "none",
         f"{PIPE}.gradient_reduction": "per_step", f"{ZERO}.overlap_comm": True,
         f"{ZERO}.reduce_bucket_size": 100_000, f"{ZERO}.allgather_bucket_size": 100_000,

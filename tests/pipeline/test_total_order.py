@@ -21,9 +21,8 @@ from tests.cases import Case, Trainer
 pytestmark = pytest.mark.gloo
 
 SMALL = {"microbatches": 4, "batch": 8, "steps": 2, "model": {"num_hidden_layers": 2}}
-SCATTER = {"parallel3d.pipeline.scatter_activations": True}
 CASES = [
-    Case(mesh=(2, 1, 2), schedule="one_f_one_b", zero_stage=1, changes=SCATTER, **SMALL),
+    Case(mesh=(2, 1, 2), schedule="one_f_one_b", zero_stage=1, **SMALL),
     Case(mesh=(2, 2, 1), schedule="one_f_one_b", weights="per_step", **SMALL),
     Case(mesh=(2, 2, 1), schedule="breadth_first", stages_per_rank=2, weights="per_pass", **SMALL),
     Case(mesh=(1, 2, 2), weights="per_step", sequence_parallel=True, **SMALL),
@@ -43,7 +42,7 @@ MESH_8 = [
         sequence_parallel=True,
         **SMALL,
     ),
-    Case(mesh=(2, 2, 2), schedule="one_f_one_b", weights="per_step", changes=SCATTER, **SMALL),
+    Case(mesh=(2, 2, 2), schedule="one_f_one_b", weights="per_step", **SMALL),
 ]
 
 

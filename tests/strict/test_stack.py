@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[2]
 SMALL = {"microbatches": 2, "batch": 8, "steps": 1, "model": {"num_hidden_layers": 4}}
 TWO = SMALL | {"stages_per_rank": 2}
 OVERLAP = {"zero_optimization.overlap_comm": True}
-RING = {"parallel3d.mesh.cp_ring": True}
 SINKS = {
     "family": "llama",
     "num_key_value_heads": 2,
@@ -79,7 +78,7 @@ def test_parity_under_the_rules_of_nccl():
 
 @pytest.mark.slow
 def test_samples_that_cp_ranks_share():
-    """cp beside each other axis, with schedules that split backwards, a ring and experts."""
+    """cp beside each other axis, with schedules that split backwards, sinks and experts."""
     llama = {
         "family": "llama",
         "num_key_value_heads": 2,
@@ -93,10 +92,8 @@ def test_samples_that_cp_ranks_share():
             Case(mesh=(1, 1, 2, 2), zero_stage=1, sequence_parallel=True, **own),
             Case(mesh=(2, 1, 2, 1), schedule="zero_bubble", zero_stage=2, **own),
             Case(mesh=(1, 1, 4, 1), zero_stage=0, reduction="per_microbatch", **SMALL),
-            Case(mesh=(1, 1, 4, 1), changes=RING, checkpointing="full", **SMALL | {"model": SINKS}),
-            Case(
-                mesh=(1, 1, 2, 2), changes=RING, sequence_parallel=True, **SMALL | {"model": SINKS}
-            ),
+            Case(mesh=(1, 1, 4, 1), checkpointing="full", **SMALL | {"model": SINKS}),
+            Case(mesh=(1, 1, 2, 2), sequence_parallel=True, **SMALL | {"model": SINKS}),
             Case(mesh=(1, 2, 2, 1), changes={"parallel3d.mesh.ep": 2}, **SMALL | {"model": MOE}),
         ]
     )

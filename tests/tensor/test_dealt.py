@@ -56,7 +56,7 @@ def with_window_and_sinks(q, k, v, documents, window, sinks):
     return (scores.softmax(-1)[..., : q.shape[2]] @ v).transpose(1, 2)
 
 
-def attention_on_rank(rank, window, with_sinks, ring):
+def attention_on_rank(rank, window, with_sinks):
     """Errors of output and gradients; calls and bytes of the group; the same where recomputed."""
     mesh = Mesh(1, 1, 4, 1)
     cp = mesh.context
@@ -74,9 +74,7 @@ def attention_on_rank(rank, window, with_sinks, ring):
     wanted = [
         own_part(t, places, d) for t, d in zip([expected, *wanted], (1, 2, 2, 2), strict=True)
     ]
-    attend = partial(
-        attend_documents, segments=segments, dropout=0.0, window=window, sinks=sinks, ring=ring
-    )
+    attend = partial(attend_documents, segments=segments, dropout=0.0, window=window, sinks=sinks)
     found = []
     for run in (attend, partial(checkpoint, attend, use_reentrant=False)):
         here = [x.clone().requires_grad_() for x in parts[:3]]
@@ -101,7 +99,7 @@ BOTH = 2 * BATCH * SEQ * KV_HEADS * SIZE * 8  # bytes of all keys and values
 
 @pytest.mark.parametrize(("window", "with_sinks"), [(None, False), (13, True)])
 def test_it_is_the_attention_of_whole_samples(window, with_sinks):
-    for found in run_locally(attention_on_rank, 4, window, with_sinks, False, timeout=200):
+    for found in run_locally(attention_on_rank, 4, window, with_sinks, timeout=200):
         for errors, calls in found:
             assert max(errors) < 1e-12, errors
             # Forward and backward gather them, and the backward reduces their gradients.
@@ -111,17 +109,7 @@ def test_it_is_the_attention_of_whole_samples(window, with_sinks):
             }
 
 
-def test_a_ring_computes_the_same():
-    """Every rank's keys and values pass every other rank, and so do their gradients."""
-    for found in run_locally(attention_on_rank, 4, 13, True, True, timeout=200):
-        for forwards, (errors, calls) in enumerate(found, 1):
-            assert max(errors) < 1e-12, errors
-            # A recomputed forward passes them on again.
-            hops = 3 * (forwards + 2)
-            assert calls == {"all_to_all": ("cp=world", hops, hops * BOTH // 4)}
-
-
-def kept_on_rank(rank, cp, ring):
+def kept_on_rank(rank, cp):
     """Bytes that an attention keeps for its backward besides its inputs, and its output's."""
     mesh = Mesh(1, 1, cp, 1)
     seq = 1024
@@ -132,18 +120,17 @@ def kept_on_rank(rank, cp, ring):
     like = {"requires_grad": True}
     with Counting() as counting:
         q, k, v = (torch.randn(1, heads, seq // cp, SIZE, **like) for heads in (8, 4, 4))
-        attend_documents(q, k, v, segments, 0.0, ring=ring)  # all layers share the places of keys
+        attend_documents(q, k, v, segments, 0.0)  # all layers share the places of keys
         inputs = counting.bytes
-        y = attend_documents(q, k, v, segments, 0.0, ring=ring)
+        y = attend_documents(q, k, v, segments, 0.0)
         kept = counting.bytes - inputs
     mesh.barrier()
     return kept, y.numel() * 4
 
 
-@pytest.mark.parametrize(("cp", "ring"), [(2, False), (4, True)])
-def test_a_rank_keeps_its_share(cp, ring):
+def test_a_rank_keeps_its_share():
     """Its output and a number for each token and head; keys and values of all ranks would show."""
-    for kept, output in run_locally(kept_on_rank, cp, cp, ring, timeout=200):
+    for kept, output in run_locally(kept_on_rank, 2, 2, timeout=200):
         assert kept == output + output // SIZE
 
 

@@ -78,21 +78,14 @@ def test_a_window_is_said_of_the_layer_that_sees_most(context):
 
 
 def test_dealt_tokens_have_a_kernel_of_their_own(context):
-    """On a GPU, where blocks have its size; a ring puts parts together itself."""
+    """On a GPU, where blocks have its size."""
     sizes = {"batch": 2, "dtype": torch.bfloat16, "isolated": True}
-    cases = (
-        (False, "cuda", 2048),
-        (True, "cuda", 2048),
-        (False, "cuda", 512),
-        (False, "cpu", 2048),
-    )
     said = []
-    for ring, device, seq in cases:
+    for device, seq in (("cuda", 2048), ("cuda", 512), ("cpu", 2048)):
         layer = attend(0.0, context, heads=(4, 2))
         layer.cp = 4
-        layer.ring = ring
         log_kernel(nn.Sequential(layer), said.append, seq=seq, device=torch.device(device), **sizes)
-    assert ["flex" in line for line in said] == [True, False, False, False]
+    assert ["flex" in line for line in said] == [True, False, False]
 
 
 def test_nothing_is_said_where_a_rank_has_no_attention(context):

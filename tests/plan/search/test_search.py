@@ -355,20 +355,6 @@ def test_bad_requests():
         request_of(RunConfig.from_dict(raw), machine(), 8)
 
 
-def test_a_search_counts_scattered_activations():
-    """Between nodes the tp ranks send a part of each message each, not all of it."""
-    fixed = {"pp": 2, "tp": 4, "sequence_parallel": False, "micro_batch": 1}
-    raw = config(batch=4, hidden=4096).to_dict()  # what is saved outweighs the wait of a gather
-    sends = []
-    for scatters in (False, True):
-        raw["parallel3d"]["pipeline"]["scatter_activations"] = scatters
-        request = request_of(RunConfig.from_dict(raw), machine(), 8, fixed)
-        plan = search(request, rows=1).plans[0]
-        assert plan.setting.software.scatters_sends == scatters
-        sends.append(plan.time.parts["pipeline"])
-    assert 0 < sends[1] < sends[0]
-
-
 PLANNED = "--mesh plan --gradient_accumulation_steps auto --train_micro_batch_size_per_gpu auto"
 LLAMA_405B = (
     "--model.hidden_size 16384 --model.num_hidden_layers 126 --model.num_attention_heads 128 "

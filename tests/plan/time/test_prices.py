@@ -277,9 +277,9 @@ def test_a_tp_th_of_an_activation_crosses_nodes(tp, scatters, sequence_parallel)
     raw = config(batch=8, heads=16).to_dict()
     raw["parallel3d"] |= {
         "mesh": {"pp": 2, "dp": 8 // tp, "tp": tp, "sequence_parallel": sequence_parallel},
-        "pipeline": {"scatter_activations": scatters},
     }
     setting = Setting.from_config(type(config()).from_dict(raw).resolve(16))
+    setting = setting.but(software=replace(setting.software, scatters_sends=scatters))
     whole = setting.shape.tokens * 2048 * 2  # bytes in bf16
     cut = tp if scatters or sequence_parallel else 1
     gathered = whole * (tp - 1) / tp / 3e11 if scatters and not sequence_parallel else 0.0
