@@ -40,9 +40,9 @@ class Waits(Counter):
 
     def take(self):
         """What was counted since the last time, as a plain dict."""
-        found = dict(self)
+        counts = dict(self)
         self.clear()
-        return found
+        return counts
 
 
 class Frees(Counter):

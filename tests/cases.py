@@ -62,7 +62,9 @@ class Case:
     batch: int = 24  # sequences in a whole step
     thresholds: bool = False  # DeepSpeed's own, which keep a toy model gathered
     model: dict = field(default_factory=dict, hash=False)
-    changes: dict = field(default_factory=dict, hash=False)  # of the config, by dotted keys
+    changes: dict = field(
+        default_factory=dict, hash=False
+    )  # settings of the config, by dotted keys
 
     @property
     def world_size(self):
@@ -194,12 +196,12 @@ def compare_on_rank(rank, case, reference, fault=nullcontext):
     """What `errors_of` takes from each rank, under a planted fault."""
     with fault():
         trainer = Trainer(case)
-        found = trainer.compare(reference)
+        deviations = trainer.compare(reference)
         trainer.close()
-    return found
+    return deviations
 
 
 def measure(case, fault=nullcontext, run=run_locally, **options):
     """The largest differences of a case, under a planted fault, from plain transformers."""
-    found = run(compare_on_rank, case.world_size, case, case.reference, fault, **options)
-    return errors_of(case.config, found)
+    deviations = run(compare_on_rank, case.world_size, case, case.reference, fault, **options)
+    return errors_of(case.config, deviations)

@@ -87,7 +87,9 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_addoption(parser):
     parser.addoption("--parity-table", help="write the table of test_parity_in_full to this file")
-    parser.addoption("--resharding-table", help="write what test_every_pair found to this file")
+    parser.addoption(
+        "--resharding-table", help="write the results of test_every_pair_of_all_meshes to this file"
+    )
 
 
 PRELOAD = [

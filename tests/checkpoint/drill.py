@@ -99,14 +99,18 @@ class Run:
         self.num_ranks = pp * dp * tp
         self.name = name
         changes = {key.replace("__", "."): value for key, value in changes.items()}
-        own = {"parallel3d.run.name": name, "parallel3d.mesh.pp": pp, "parallel3d.mesh.tp": tp}
-        self.config = changed(config, own | changes)
+        name_and_mesh = {
+            "parallel3d.run.name": name,
+            "parallel3d.mesh.pp": pp,
+            "parallel3d.mesh.tp": tp,
+        }
+        self.config = changed(config, name_and_mesh | changes)
         self.folder = Path(config["parallel3d"]["run"]["directory"], name)
         self.checkpoints = self.folder / "checkpoints"
         self.num_steps = self.config["parallel3d"]["train"]["steps"]
 
     def start(self, fault="", disturb=None, timeout=90, **changes):
-        """The command, once, after `disturb(rank)` in each rank's process; how each ended."""
+        """Run the command once, after `disturb(rank)` in each rank's process; return the ends."""
         config = changed(self.config, {k.replace("__", "."): v for k, v in changes.items()})
         path = self.folder.with_suffix(".json")
         path.parent.mkdir(exist_ok=True)
@@ -121,10 +125,11 @@ class Run:
     def complete_steps(self):
         """The steps whose folders have their final names, the newest last."""
         names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
-        return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d+)", name)))
+        matches = [re.fullmatch(r"step-(\d+)", name) for name in names]
+        return sorted(int(match[1]) for match in matches if match)
 
     def check_whole(self, tidy=True):
-        """That it is done: each step once, clipping active; `tidy`: nothing that may go is left."""
+        """Check that each step was done once, with active clipping; if `tidy`, no leftovers."""
         assert [line["step"] for line in self.lines] == list(range(1, self.num_steps + 1))
         clipping = self.config["gradient_clipping"]
         assert all(line["grad_norm"] > clipping for line in self.lines), self.lines
@@ -137,13 +142,14 @@ class Run:
 
 
 def check_same(run, unbroken, tidy=True):
-    """That a run has the bits of one that was never killed: metrics, weights and moments."""
+    """Check that a run has the metrics, weights and moments of one that was never killed."""
     run.check_whole(tidy)
     for line, other in zip(run.lines, unbroken.lines, strict=True):
         for key in ("loss", "grad_norm", "lr", "tokens", "held_out_loss"):
             assert line.get(key) == other.get(key), (line["step"], key, line, other)
     last = f"step-{run.num_steps}"
-    ours, theirs = (r.checkpoints / last for r in (run, unbroken))
+    ours = run.checkpoints / last
+    theirs = unbroken.checkpoints / last
     files = sorted(path.name for path in theirs.glob("*.safetensors"))
     assert files == sorted(path.name for path in ours.glob("*.safetensors")) != []
     for name in files:
@@ -156,7 +162,7 @@ def check_same(run, unbroken, tidy=True):
 
 
 def check_died(ended, rank):
-    """That a rank was killed, and that the others ended by themselves soon after, and one says why.
+    """Check that a rank was killed, and that the others ended soon after, one with the reason.
 
     They are on one machine: the others have nothing to add.
     """
@@ -167,15 +173,17 @@ def check_died(ended, rank):
             assert end.at - ended[rank].at < SOON, (other, end)
             assert "Traceback" not in end.log and "NOT SAVED" not in end.log, end.log
             assert "another rank" not in end.log, end.log
-    said = "".join(end.log for other, end in enumerate(ended) if other != rank)
-    assert said.count(f"rank {rank} on {socket.gethostname()} died at ") == 1, said
+    logs = "".join(end.log for other, end in enumerate(ended) if other != rank)
+    assert logs.count(f"rank {rank} on {socket.gethostname()} died at ") == 1, logs
 
 
 def check_resumed(ended, step):
-    """That all ranks are done, and began after `step`: 0 for a fresh start, said aloud."""
+    """Check that all ranks are done and began after `step`; 0 is a fresh start with a message."""
     assert [end.code for end in ended] == [0] * len(ended), [end.log for end in ended]
-    said = re.findall(r"^resume  (?:from \S+: step (\d+)|NOTHING TO RESUME)", ended[0].log, re.M)
-    assert said == [str(step) if step else ""], ended[0].log
+    resumed_from = re.findall(
+        r"^resume  (?:from \S+: step (\d+)|NOTHING TO RESUME)", ended[0].log, re.M
+    )
+    assert resumed_from == [str(step) if step else ""], ended[0].log
 
 
 def _differences(ours, theirs):
@@ -193,11 +201,15 @@ def _process(rank, config, fault, disturb, timeout):
         try:
             _main(rank, log, config, fault, disturb, timeout)
         except BaseException:
-            traceback.print_exc()  # of the drill itself: the command catches its own
+            traceback.print_exc()  # an error of the drill itself: the command catches its own
         finally:
             os._exit(99)
     _, status = os.waitpid(child, 0)
     return Ended(os.waitstatus_to_exitcode(status), time.monotonic(), log.read_text())
+
+
+def unknown_peak(config, mesh):
+    return "nothing", None
 
 
 def _main(rank, log, config, fault, disturb, timeout):
@@ -215,7 +227,7 @@ def _main(rank, log, config, fault, disturb, timeout):
     if fault:
         os.environ["PARALLEL3D_FAULT"] = fault
     disk.BLOCK = BLOCK
-    known_hardware.peak = lambda config, mesh: ("nothing", None)  # it takes a second to measure
+    known_hardware.peak = unknown_peak  # measuring takes a second
     if disturb:
         disturb(rank)
     sys.argv = ["train.py", "--config", config]

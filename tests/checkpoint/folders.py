@@ -20,9 +20,9 @@ def make_checkpoint(checkpoints, step=10, seed=0, shapes=SHAPES):
     files = ({}, {})
     for (name, kind), value in values_of(seed, shapes).items():
         cut = len(value) // 2
-        rest = ",0" * (value.ndim - 1)
-        files[0][f"{name}|{kind}|0{rest}"] = value[:cut]
-        files[1][f"{name}|{kind}|{cut}{rest}"] = value[cut:]
+        other_offsets = ",0" * (value.ndim - 1)
+        files[0][f"{name}|{kind}|0{other_offsets}"] = value[:cut]
+        files[1][f"{name}|{kind}|{cut}{other_offsets}"] = value[cut:]
     for file, tensors in zip((FIRST, SECOND), files, strict=True):
         write_tensors(folder / file, tensors)
     (folder / "state.json").write_text(json.dumps(state_of(step, shapes), indent=1))

@@ -70,23 +70,29 @@ class Side:
 
     @property
     def weights(self):
-        """What two sides must have in common."""
+        """Return the fields that two sides must have in common."""
         return self.model, self.tied, self.muon
 
     def __str__(self):
-        changed = [
-            "x".join(map(str, self.mesh)),
-            f"zero{self.zero}",
-            *([self.offload] if self.offload != "none" else []),
-            "tied" if self.tied else "untied",
-            *(x for x, usual in ((self.model, "gpt"), (self.schedule, "gpipe")) if x != usual),
-            *([self.precision] if self.precision != "fp32" else []),
-            *(["sp"] if self.sequence_parallel else []),
-            *(["thresholds"] if self.thresholds else []),
-            *(["muon"] if self.muon else []),
-            *([f"ep{self.ep}"] if self.ep > 1 else []),
-        ]
-        return "-".join(changed)
+        words = ["x".join(map(str, self.mesh)), f"zero{self.zero}"]
+        if self.offload != "none":
+            words.append(self.offload)
+        words.append("tied" if self.tied else "untied")
+        if self.model != "gpt":
+            words.append(self.model)
+        if self.schedule != "gpipe":
+            words.append(self.schedule)
+        if self.precision != "fp32":
+            words.append(self.precision)
+        if self.sequence_parallel:
+            words.append("sp")
+        if self.thresholds:
+            words.append("thresholds")
+        if self.muon:
+            words.append("muon")
+        if self.ep > 1:
+            words.append(f"ep{self.ep}")
+        return "-".join(words)
 
 
 class Trained(Trainer):
@@ -131,8 +137,8 @@ class Trained(Trainer):
         for held in self.engine.held:
             values = {"master": self.engine.full_parameter(held)}
             for kind in optimizers.kinds(self.engine.settings.optimizer, held.spec.role)[1:]:
-                found = safe_get_full_optimizer_state(held.parameter, kind)
-                values[kind] = found.detach().reshape(held.cut.local_shape)
+                moment = safe_get_full_optimizer_state(held.parameter, kind)
+                values[kind] = moment.detach().reshape(held.cut.local_shape)
             yield held.name, held.copy, held.cut, {k: v.cpu().clone() for k, v in values.items()}
 
     def _link_moments(self):
@@ -183,7 +189,7 @@ def save_on_rank(rank, sides, root):
 
 
 def save(sides, root, timeout=200):
-    """Save on each of the sides, with a reference of it that is whole; gives the sides."""
+    """Save on each of the sides, with a reference of whole tensors; return the sides."""
     for world_size in sorted({side.world_size for side in sides}):
         mine = [side for side in sides if side.world_size == world_size]
         ranks = run_locally(save_on_rank, world_size, mine, root, timeout=timeout)
@@ -198,19 +204,19 @@ def save(sides, root, timeout=200):
 
 def whole(parts):
     """Whole tensors, from the parts that tensor and pipeline parallel ranks hold."""
-    found = {}
+    tensors = {}
     for name, copy, cut, values in parts:
         name = "embedding.token.weight" if copy else name
         for kind, value in values.items():
             empty = torch.full(cut.global_shape, torch.nan)
-            place = found.setdefault(f"{name}|{kind}", empty)
+            place = tensors.setdefault(f"{name}|{kind}", empty)
             place = cut.part_of(place)
             missing = bool(place.isnan().all())
             assert missing or torch.equal(place, value), f"the ranks differ in {name}'s {kind}"
             place.copy_(value)
-    for key, tensor in found.items():
+    for key, tensor in tensors.items():
         assert not tensor.isnan().any(), key
-    return found
+    return tensors
 
 
 def load_on_rank(rank, cases, root):
@@ -226,9 +232,9 @@ def load_on_rank(rank, cases, root):
             trained.train(1)  # so that some parameters are gathered, of the old shards
         for source in sources:
             folder = root / str(source)
-            found, _ = find.find(folder, str(folder / f"step-{STEPS}"), trained.mesh)
+            checkpoint, _ = find.find(folder, str(folder / f"step-{STEPS}"), trained.mesh)
             model = layers(trained.config.model)
-            load(found, engine=trained.engine, mesh=trained.mesh, layers=model)
+            load(checkpoint, engine=trained.engine, mesh=trained.mesh, layers=model)
             results.append(differences(trained, load_file(folder / "reference.safetensors")))
         everything.append(results)
         trained.mesh.barrier()
@@ -237,20 +243,18 @@ def load_on_rank(rank, cases, root):
 
 
 def load_all(cases, root, timeout=200):
-    """Load on each target, given with its sources: (source, target) -> what is wrong."""
-    found = {}
+    """Load on each target, given with its sources; return the faults by (source, target)."""
+    faults = {}
     for world_size in sorted({target.world_size for target, _ in cases}):
         mine = [(target, sources) for target, sources in cases if target.world_size == world_size]
         ranks = run_locally(load_on_rank, world_size, mine, root, timeout=timeout)
         for (target, sources), results in zip(mine, zip(*ranks, strict=True), strict=True):
             for source, by_rank in zip(sources, zip(*results, strict=True), strict=True):
                 assert all(compared > 0 for _, compared in by_rank)
-                found[source, target] = [
-                    f"rank {rank}: {text}"
-                    for rank, (wrong, _) in enumerate(by_rank)
-                    for text in wrong
-                ]
-    return found
+                faults[source, target] = []
+                for rank, (wrong, _) in enumerate(by_rank):
+                    faults[source, target] += [f"rank {rank}: {text}" for text in wrong]
+    return faults
 
 
 def differences(trained, reference):

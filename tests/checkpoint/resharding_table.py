@@ -18,8 +18,8 @@ forward uses those weights:
 def markdown(faults, seconds):
     """Return the section's text.
 
-    Args:
-        faults: lists of what is wrong (empty if all is equal), by (source, target).
+    - `faults`: lists of faults by (source, target); an empty list if all bits are equal.
+    - `seconds`: the duration of the run.
     """
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
     failed = [f"{source} loaded as {target}" for (source, target), wrong in faults.items() if wrong]
@@ -36,5 +36,5 @@ def insert(path, text):
     old = path.read_text() if path.exists() else ""
     if BEGIN not in old:
         old = f"{old}\n{BEGIN}\n{END}\n"
-    before, _, rest = old.partition(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n{text}{END}{rest.partition(END)[2]}")
+    before, _, after_begin = old.partition(BEGIN)
+    path.write_text(f"{before}{BEGIN}\n{text}{END}{after_begin.partition(END)[2]}")

@@ -29,7 +29,7 @@ def filled(count, value=0):
     return empty([count], torch.uint8).fill_(value)
 
 
-def test_memory_of_a_tensor_that_is_gone_is_used_again(asked_for):
+def test_memory_of_a_freed_tensor_is_reused(asked_for):
     with recycled():
         first = filled(100)
         view = first[7:]
@@ -42,7 +42,7 @@ def test_memory_of_a_tensor_that_is_gone_is_used_again(asked_for):
         assert asked_for == [100, 90]
 
 
-def test_there_are_no_more_blocks_than_were_in_use_at_once(asked_for):
+def test_number_of_blocks_is_the_most_in_use_at_once(asked_for):
     with recycled():
         for size in (10, 20, 40, 30, 10, 40):
             filled(size)
@@ -51,7 +51,7 @@ def test_there_are_no_more_blocks_than_were_in_use_at_once(asked_for):
     assert asked_for[3:] == [10]  # and none is kept afterwards
 
 
-def test_tensors_that_live_share_nothing_in_threads():
+def test_live_tensors_share_no_memory_across_threads():
     def work(value):
         kept = [filled(1000 + 100 * n, value + n) for n in range(4)]
         for n in range(200):

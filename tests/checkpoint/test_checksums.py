@@ -31,7 +31,7 @@ def counted_by_hand(array):
     return (total + 2**63) % 2**64 - 2**63
 
 
-def test_the_sum_is_the_one_of_the_definition():
+def test_bit_sum_matches_its_definition():
     array = np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
     tensor = torch.from_numpy(array)
     whole = int(bit_sum(tensor, (0, 0, 0), SHAPE))
@@ -83,7 +83,7 @@ EXPECTED = {}
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_every_mesh_has_the_digest_of_the_same_state(place):
+def test_digest_is_equal_on_every_mesh(place):
     """Before the first step all meshes have the same bits: weights by name, moments of zeros."""
     case = Case(**place, batch=8, microbatches=2)
     digests = run_locally(digest_on_rank, case.world_size, case)
@@ -91,7 +91,7 @@ def test_every_mesh_has_the_digest_of_the_same_state(place):
     assert all(digest == expected for digest in digests)
 
 
-def test_a_flipped_bit_of_a_moment_is_named():
+def test_flipped_bit_of_a_moment_is_located():
     case = Case((1, 2, 1), zero_stage=1, batch=8, microbatches=2)
     (before, after, _), (_, same, name) = run_locally(digests_around_a_flip, 2, case)
     assert after == same != before
@@ -113,7 +113,7 @@ def diff(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_two_runs_are_compared(tmp_path):
+def test_comparison_of_two_runs_names_the_first_difference(tmp_path):
     losses = [5.0, 4.0, 3.5, 3.0]
     one = write_run(tmp_path / "one", losses, {2: (1, 2), 4: (5, 6)})
     same = write_run(tmp_path / "same", losses[:3], {2: (1, 2)})

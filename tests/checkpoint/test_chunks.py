@@ -48,7 +48,7 @@ ALONE = (1,), Box((0,), (1,)), [0], True  # one element, whose stride says nothi
 @settings(deadline=None)
 @example(ALONE, 8 * 2**20, 64 * 2**10)
 @given(parts(), st.sampled_from([8, 40, 8 * 2**20]), st.sampled_from([0, 16, 64 * 2**10]))
-def test_a_part_is_read_as_numpy_slices_it(tmp_path_factory, part, staging, gap):
+def test_read_part_equals_numpy_slice(tmp_path_factory, part, staging, gap):
     shape, box, order, spread = part
     value = np.random.default_rng(0).normal(size=shape).astype("<f4")
     offsets = tuple(range(3, 3 + len(shape)))
@@ -67,7 +67,7 @@ def test_a_part_is_read_as_numpy_slices_it(tmp_path_factory, part, staging, gap)
     assert (whole == -1).sum() == whole.numel() - out.numel(), "nothing else is touched"
 
 
-def test_what_is_contiguous_is_read_without_a_copy(tmp_path):
+def test_contiguous_parts_are_read_without_a_copy(tmp_path):
     """Half of a file of 64 MiB: in the host's memory only `out` is new."""
     value = np.arange(2**24, dtype="<f4").reshape(2**12, 2**12)
     chunk = chunk_of(value)
@@ -87,7 +87,7 @@ def test_what_is_contiguous_is_read_without_a_copy(tmp_path):
 
 @pytest.mark.parametrize("width", [1024, 1000])
 @pytest.mark.parametrize("three", [False, True])
-def test_what_lies_turned_in_memory_is_read_band_by_band(tmp_path, monkeypatch, width, three):
+def test_transposed_destination_is_read_band_by_band(tmp_path, monkeypatch, width, three):
     """Rows of whole pages, and others; the last band is smaller than those before it."""
     shape = (37, 2, width // 2) if three else (37, width)
     value = np.arange(37 * width, dtype="<f4").reshape(shape)
@@ -107,7 +107,9 @@ def test_what_lies_turned_in_memory_is_read_band_by_band(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(("width", "num_reads"), [(2**10, 1), (2**16, 16)])
-def test_small_gaps_are_read_over_and_large_ones_are_not(tmp_path, monkeypatch, width, num_reads):
+def test_small_gaps_are_read_over_and_large_gaps_are_skipped(
+    tmp_path, monkeypatch, width, num_reads
+):
     value = np.arange(16 * width, dtype="<f4").reshape(16, width)
     chunk = chunk_of(value)
     write_tensors(tmp_path / "a.safetensors", {chunk.key: value})
@@ -134,7 +136,7 @@ VALUES = {
 }
 
 
-def test_the_safetensors_library_reads_what_we_write(tmp_path):
+def test_safetensors_library_reads_our_files(tmp_path):
     chunks = [Chunk.from_key(key, value.shape) for key, value in VALUES.items()]
     head = header(chunks)
     assert len(head) % 8 == 0
@@ -151,7 +153,7 @@ def test_the_safetensors_library_reads_what_we_write(tmp_path):
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "np"}])
-def test_we_read_what_the_safetensors_library_writes(tmp_path, metadata):
+def test_files_of_the_safetensors_library_are_read(tmp_path, metadata):
     path = tmp_path / "a.safetensors"
     save_file(VALUES, path, metadata=metadata)
     with ChunkFile(path) as file:
@@ -162,7 +164,7 @@ def test_we_read_what_the_safetensors_library_writes(tmp_path, metadata):
             assert out.numpy().tobytes() == VALUES[chunk.key].tobytes()
 
 
-def test_a_file_that_was_cut_off_since(tmp_path):
+def test_file_truncated_after_opening_is_refused(tmp_path):
     value = np.arange(100, dtype="<f4")
     path = tmp_path / "a.safetensors"
     write_tensors(path, {"w|master|0": value})

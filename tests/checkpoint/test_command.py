@@ -47,16 +47,16 @@ def damage(path):
     path.write_bytes(data)
 
 
-def test_inspect_json_says_what_is_in_the_newest(run, run_folder):
+def test_inspect_json_describes_the_newest_checkpoint(run, run_folder):
     folder = run_folder / "checkpoints" / "step-10"
     code, out, err = run("inspect", run_folder, "--json")
     assert code == 0 and err == ""
-    found = json.loads(out)
+    report = json.loads(out)
     state = state_of(10)
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     numel = 5 * 2 + 4
     tensors = 4 * numel * len(KINDS)
-    assert found == {
+    assert report == {
         **{key: value for key, value in state.items() if key != "parameters"},
         "path": str(folder),
         "num_parameters": 2,
@@ -78,13 +78,13 @@ def test_inspect_json_says_what_is_in_the_newest(run, run_folder):
         ],
     }
     for path in (run_folder / "checkpoints", folder):
-        assert json.loads(run("inspect", path, "--json")[1]) == found
+        assert json.loads(run("inspect", path, "--json")[1]) == report
     older = json.loads(run("inspect", run_folder / "checkpoints" / "step-9", "--json")[1])
     assert older["step"] == 9
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_inspect_for_people(run, run_folder, width, monkeypatch):
+def test_inspect_text_fits_the_terminal(run, run_folder, width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     code, out, err = run("inspect", run_folder)
     assert code == 0 and err == ""
@@ -102,12 +102,12 @@ def test_inspect_for_people(run, run_folder, width, monkeypatch):
     assert all(len(line) <= width for line in out[out.index("format") :].splitlines())
 
 
-def test_the_config_comes_as_a_file_to_train_with(run, run_folder):
+def test_inspect_shows_a_config_to_train_with(run, run_folder):
     code, out, _ = run("inspect", run_folder, "--show-config")
     assert code == 0 and json.loads(out) == state_of(10)["config"]
 
 
-def test_a_state_with_odd_values_is_shown_all_the_same(run, tmp_path):
+def test_inspect_shows_state_with_unexpected_values(run, tmp_path):
     folder = make_checkpoint(tmp_path)
     state = {"format": 1, "step": 10, "parameters": {}, "mesh": [1], "config": {"parallel3d": 3}}
     (folder / "state.json").write_text(json.dumps(state))
@@ -116,7 +116,7 @@ def test_a_state_with_odd_values_is_shown_all_the_same(run, tmp_path):
     assert code == 0 and "tokens           none" in out
 
 
-def test_verify_says_that_all_is_well(run, run_folder):
+def test_verify_reports_sound_checkpoints_and_leftovers(run, run_folder):
     code, out, err = run("verify", run_folder)
     assert code == 0 and err == ""
     rows = [line.split()[:2] for line in out.splitlines()]
@@ -132,7 +132,7 @@ def test_verify_says_that_all_is_well(run, run_folder):
     assert names == ["step-11.tmp", "step-12.rejected", "step-8.deleted"]
 
 
-def test_verify_names_what_is_damaged(run, run_folder):
+def test_verify_names_damaged_files(run, run_folder):
     checkpoints = run_folder / "checkpoints"
     damage(checkpoints / "step-9" / SECOND)
     (checkpoints / "step-9" / "state.json").unlink()
@@ -144,8 +144,8 @@ def test_verify_names_what_is_damaged(run, run_folder):
     report = json.loads(out)
     assert code == 1 and report["ok"] is False
     assert [row["file"] for row in report["bad"]] == [row["file"] for row in expected]
-    for row, said in zip(expected, report["bad"], strict=True):
-        assert said["reason"].startswith(row["reason"])
+    for row, reported in zip(expected, report["bad"], strict=True):
+        assert reported["reason"].startswith(row["reason"])
     code, out, _ = run("verify", checkpoints)
     assert code == 1
     assert "step-9                DAMAGED" in out and "state.json: missing" in out
@@ -156,7 +156,7 @@ def test_verify_names_what_is_damaged(run, run_folder):
     assert [row["file"] for row in json.loads(out)["bad"]] == ["step-10/manifest.json"]
 
 
-def test_a_damaged_checkpoint_is_not_inspected(run, run_folder):
+def test_inspect_refuses_a_damaged_checkpoint(run, run_folder):
     newest = run_folder / "checkpoints" / "step-10"
     for name in ("state.json", "manifest.json", FIRST):
         data = (newest / name).read_bytes()
@@ -172,7 +172,7 @@ def test_a_damaged_checkpoint_is_not_inspected(run, run_folder):
     assert run("inspect", run_folder)[0] == 0
 
 
-def test_where_there_is_no_checkpoint(run, run_folder, tmp_path):
+def test_missing_checkpoint_is_exit_code_2(run, run_folder, tmp_path):
     bare = tmp_path / "bare"
     (bare / "checkpoints" / "step-5.tmp").mkdir(parents=True)
     file = tmp_path / "file"
@@ -183,12 +183,12 @@ def test_where_there_is_no_checkpoint(run, run_folder, tmp_path):
         (bare, "step-5.tmp is unfinished"),
         (bare / "checkpoints" / "step-5.tmp", "no checkpoint there"),
     ]:
-        for what in ("inspect", "verify"):
-            code, out, err = run(what, path, "--json")
+        for action in ("inspect", "verify"):
+            code, out, err = run(action, path, "--json")
             assert code == 2 and out == "" and word in err and str(path) in err
 
 
-def test_from_a_shell(run_folder):
+def test_command_runs_from_a_shell_in_the_checkpoint_folder(run_folder):
     """Imports, exit code and a working directory within the checkpoint."""
     folder = run_folder / "checkpoints" / "step-9"
     environment = dict(os.environ, OMP_NUM_THREADS="1")

@@ -27,7 +27,7 @@ def flip(path, position, bit):
         file.write(bytes([byte ^ 1 << bit]))
 
 
-def test_a_flipped_bit_in_every_byte_of_the_manifest_is_seen(folder):
+def test_flipped_bit_in_any_byte_of_the_manifest_is_detected(folder):
     path = folder / "manifest.json"
     for position in range(path.stat().st_size):
         flip(path, position, position % 8)
@@ -38,7 +38,7 @@ def test_a_flipped_bit_in_every_byte_of_the_manifest_is_seen(folder):
 
 
 @pytest.mark.parametrize("name", FILES[:-1])
-def test_a_flipped_bit_in_every_byte_of_every_file_is_seen(folder, name):
+def test_flipped_bit_in_any_byte_of_any_file_is_detected(folder, name):
     entry = read_manifest(folder).files[name]
     for position in range(entry.size):
         flip(folder / name, position, position % 8)
@@ -65,7 +65,7 @@ def make_torch_file(path):
 
 @pytest.mark.parametrize("damage", [make_pipe, make_broken_link, make_torch_file])
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_no_file_of_ours_is_seen_and_named(folder, name, damage, monkeypatch):
+def test_foreign_file_is_detected_and_named(folder, name, damage, monkeypatch):
     monkeypatch.chdir(folder)
     damage(folder / name)
     (bad,) = verify(folder)
@@ -73,15 +73,15 @@ def test_what_is_no_file_of_ours_is_seen_and_named(folder, name, damage, monkeyp
     assert {path.name for path in folder.iterdir()} <= set(FILES), "no pickle was read"
 
 
-def test_the_reasons_are_in_plain_words(folder):
+def test_reasons_name_missing_truncated_and_changed_files(folder):
     (folder / FIRST).unlink()
     os.truncate(folder / SECOND, 1234 - 1000)
     size = read_manifest(folder).files[SECOND].size
     flip(folder / "state.json", 30, 0)
-    assert dict(verify(folder)) == {
-        FIRST: "missing",
-        SECOND: f"is 234 bytes, not {size:,}",
-        "state.json": "its contents do not match the manifest (a damaged disk or copy)",
-    }
+    reasons = dict(verify(folder))
+    assert reasons.keys() == {FIRST, SECOND, "state.json"}
+    assert reasons[FIRST] == "missing"
+    assert "234 bytes" in reasons[SECOND] and f"{size:,}" in reasons[SECOND]
+    assert "do not match the manifest" in reasons["state.json"]
     (folder / "manifest.json").unlink()
     assert bad_files(folder) == ["manifest.json"]

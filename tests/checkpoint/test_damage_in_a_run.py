@@ -45,12 +45,12 @@ def unbroken(tmp_path_factory):
 
 @dataclass(frozen=True)
 class Damage:
-    """What was done to a copy of the checkpoints, and what must come of it."""
+    """A damage to a copy of the checkpoints, and the step that must be used then."""
 
-    what: str
+    kind: str
     folder: Path
     names: tuple[str, ...]  # the file that each rejection names, or one of several
-    step: int | None = 3  # what is used then; None: nothing
+    step: int | None = 3  # None: no step is used
 
 
 class Exploit:
@@ -78,14 +78,14 @@ class Copies:
         shutil.copytree(self.checkpoints, folder, copy_function=os.link)
         return folder
 
-    def add(self, what, names, change, step=3):
+    def add(self, kind, names, change, step=3):
         """One more, in which `change(folder)` did its work."""
         folder = self.copy()
         change(folder)
         names = (names,) if isinstance(names, str) else names
-        self.damages.append(Damage(what, folder, names, step))
+        self.damages.append(Damage(kind, folder, names, step))
 
-    def rewritten(self, what, name, change, sealed=False):
+    def rewritten(self, kind, name, change, sealed=False):
         """One more, in which a file's bytes are changed; `sealed`: the manifest fits them."""
 
         def rewrite(folder):
@@ -96,7 +96,7 @@ class Copies:
             if sealed:
                 _resealed(folder / NEWEST)
 
-        self.add(what, name, rewrite)
+        self.add(kind, name, rewrite)
 
 
 def _resealed(folder):
@@ -190,12 +190,12 @@ def forge(copies):
 
 
 def find_in_all(rank, folders):
-    """What each folder of checkpoints is resumed from: the step, and what was rejected."""
+    """Return for each folder the step that is resumed, the rejections, and the messages."""
     mesh = Mesh(1, RANKS, 1)
     answers = []
     for folder in folders:
-        found, rejected = find(folder, "auto", mesh)
-        step = found and found.step
+        checkpoint, rejected = find(folder, "auto", mesh)
+        step = checkpoint and checkpoint.step
         messages = []
         for resume in (4, str(folder / NEWEST)):
             try:
@@ -224,13 +224,13 @@ def check_all(copies):
             # What was asked for by its name is not replaced by another.
             assert "checkpoint.resume = " in message and NEWEST in message, (damage, message)
             assert any(part in message for part in damage.names), (damage, message)
-        detected[damage.what] += 1
+        detected[damage.kind] += 1
     assert not copies.exploited.exists(), "a pickle was read"
     return detected
 
 
 @pytest.mark.parametrize(("work", "least"), [(damage_each_file, 60), (forge, 15)])
-def test_damage_is_seen_and_named_and_the_older_step_used(unbroken, tmp_path, work, least):
+def test_damage_is_detected_and_the_older_step_is_used(unbroken, tmp_path, work, least):
     copies = Copies(unbroken.checkpoints, tmp_path)
     work(copies)
     detected = check_all(copies)
@@ -261,7 +261,7 @@ def flip_in(path, position):
     path.write_bytes(_flipped(position, 3)(path.read_bytes()))
 
 
-def test_a_whole_run_goes_on_from_the_older_step(unbroken):
+def test_run_resumes_from_the_older_step(unbroken):
     run = copied_run(unbroken, "flipped")
     flip_in(run.checkpoints / NEWEST / SHARDS[1], 20_000)
     refused = run.start(parallel3d__checkpoint__resume=4)
@@ -276,7 +276,7 @@ def test_a_whole_run_goes_on_from_the_older_step(unbroken):
     check_same(run, unbroken, tidy=False)
 
 
-def test_without_any_sound_checkpoint_it_starts_afresh_and_says_so(unbroken):
+def test_run_without_sound_checkpoint_starts_afresh_with_a_message(unbroken):
     run = copied_run(unbroken, "spoiled")
     for name, file in zip((NEWEST, OLDER, OLDEST), FILES, strict=False):
         flip_in(run.checkpoints / name / file, 100)
@@ -290,7 +290,7 @@ def test_without_any_sound_checkpoint_it_starts_afresh_and_says_so(unbroken):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["before_rename", "after_rename"])
-def test_a_kill_while_a_damaged_one_is_set_aside(unbroken, point):
+def test_run_survives_a_kill_while_setting_a_checkpoint_aside(unbroken, point):
     run = copied_run(unbroken, f"aside-{point}")
     flip_in(run.checkpoints / NEWEST / SHARDS[0], 5)
     check_died(run.start(f"kill checkpoint.{point} 1 0"), 0)

@@ -29,16 +29,14 @@ def read():
     return scope["read"]
 
 
-def test_the_reader_stands_alone():
-    imports = {
-        name
-        for node in ast.walk(ast.parse(READER))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in (
-            [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
-        )
-    }
-    assert imports == {"json", "struct", "pathlib", "numpy"}
+def test_reader_imports_only_numpy_and_the_standard_library():
+    modules = set()
+    for node in ast.walk(ast.parse(READER)):
+        if isinstance(node, ast.ImportFrom):
+            modules.add(node.module)
+        elif isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+    assert modules == {"json", "struct", "pathlib", "numpy"}
     assert sum(bool(line.strip()) for line in READER.splitlines()) <= 25
 
 
@@ -53,7 +51,7 @@ CUT = {
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 3), (2, 5)])
-def test_the_reader_gives_what_was_written(tmp_path, read, ranks):
+def test_reader_returns_written_values(tmp_path, read, ranks):
     """Each parameter cut in tensor-parallel parts, and each of these flat over the ZeRO ranks."""
     tp, dp = ranks
     shapes = {name: shape for name, (shape, _) in CUT.items()}
@@ -69,7 +67,8 @@ def test_the_reader_gives_what_was_written(tmp_path, read, ranks):
                 first[dim] = part * local[dim]
             share = -(-prod(local) // dp)
             for rank in range(dp):
-                start, stop = (min(r * share, prod(local)) for r in (rank, rank + 1))
+                start = min(rank * share, prod(local))
+                stop = min((rank + 1) * share, prod(local))
                 for kind in KINDS:
                     for box, _ in boxes_of(local, start, stop):
                         files[part * dp + rank].append(Chunk(name, kind, shift(box, first)))
@@ -85,8 +84,8 @@ def test_the_reader_gives_what_was_written(tmp_path, read, ranks):
     (folder / "manifest.json").write_bytes(manifest_bytes(7, entries))
     assert verify(folder) == []
     for (name, kind), value in values.items():
-        found = read(folder, name, kind)
-        assert found.shape == value.shape and found.tobytes() == value.tobytes(), (name, kind)
+        array = read(folder, name, kind)
+        assert array.shape == value.shape and array.tobytes() == value.tobytes(), (name, kind)
 
 
 def slices(box: Box):
@@ -98,7 +97,7 @@ def save(folder, name, data, entries):
     entries[name] = Entry(len(data), xxh3_128_hexdigest(data))
 
 
-def test_the_reader_reads_a_folder_made_by_hand_and_misses_what_is_not_there(tmp_path, read):
+def test_reader_reads_a_hand_made_folder_and_reports_missing_elements(tmp_path, read):
     folder = make_checkpoint(tmp_path)
     values = values_of()
     for name in SHAPES:
@@ -110,25 +109,24 @@ def test_the_reader_reads_a_folder_made_by_hand_and_misses_what_is_not_there(tmp
         read(folder, "embedding.weight")
 
 
-def test_the_example_of_a_manifest_is_one_to_the_last_byte():
+def test_example_manifest_is_canonical():
     example = re.search(r"### manifest\.json\n\n```json\n(.*?)```", PAGE, re.DOTALL)[1]
     content = json.loads(example)
     files = {name: Entry(**entry) for name, entry in content["files"].items()}
     assert manifest_bytes(content["step"], files) == example.encode()
 
 
-def test_the_example_of_a_header_is_one():
-    key, entry = next(
-        iter(json.loads("{" + re.search(r"    (\"blocks.*\|.*)", PAGE)[1] + "}").items())
-    )
+def test_example_header_entry_is_valid():
+    example = re.search(r"    (\"blocks.*\|.*)", PAGE)[1]
+    ((key, entry),) = json.loads(f"{{{example}}}").items()
     chunk = Chunk.from_key(key, entry["shape"])
     begin, end = entry["data_offsets"]
-    assert end - begin == 4 * chunk.box.numel and "an entry" in PAGE
-    assert f"this is one with {chunk.box.numel} elements" in PAGE
-    assert f"at most {MAX_HEADER_BYTES:,}" in PAGE
+    assert end - begin == 4 * chunk.box.numel
+    assert f"{chunk.box.numel} elements" in PAGE
+    assert f"{MAX_HEADER_BYTES:,}" in PAGE
 
 
-def test_the_keys_of_a_state_are_all_described():
+def test_every_key_of_a_state_is_documented():
     table = PAGE[PAGE.index("### state.json") : PAGE.index("### manifest.json")]
     described = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     assert set(described) == set(state_of(1)) | {KEY}  # which only some settings write

@@ -61,7 +61,7 @@ def synchronous(every=2):
 
 
 @pytest.mark.parametrize(("zero", "mesh"), TABLE)
-def test_after_a_kill(config, cpu_adam, zero, mesh):
+def test_resume_after_a_kill_is_bitwise_exact(config, cpu_adam, zero, mesh):
     settings = ZERO[zero] | (synchronous() if mesh in ("2x1x1", "1x1x2") else {})
     check(config, f"{zero}-{mesh}", MESHES[mesh], **settings)
 
@@ -117,7 +117,7 @@ VARIANTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_other_settings(config, cpu_adam, variant):
+def test_resume_is_bitwise_exact_with_other_settings(config, cpu_adam, variant):
     mesh, settings = VARIANTS[variant]
     run = check(config, variant.replace(" ", "-"), mesh, **settings)
     if "fp16" in settings:

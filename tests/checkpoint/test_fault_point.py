@@ -24,8 +24,11 @@ def listen(path, rank):
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     write = os.write
 
-    def say(what):
-        write(log, f"{threading.get_ident()} {what}\n".encode())
+    def say(event):
+        write(log, f"{threading.get_ident()} {event}\n".encode())
+
+    def say_point(name):
+        say(f"point {name}")
 
     def heard(name, call):
         def listening(target, *args, **kwargs):
@@ -39,35 +42,36 @@ def listen(path, rank):
 
     for name in (*WRITES, "replace", "truncate", "ftruncate", "link", "symlink"):
         setattr(os, name, heard(name, getattr(os, name)))
-    atomic.fault_point = disk.fault_point = lambda name: say(f"point {name}")
+    atomic.fault_point = say_point
+    disk.fault_point = say_point
 
 
 def events_of(path):
-    """Of each thread, in order: what it did, and where."""
+    """Return each thread's events in order: (kind, place)."""
     threads = {}
     for line in path.read_text().splitlines():
-        thread, what, place = line.split(" ", 2)
-        threads.setdefault(thread, []).append((what, place))
+        thread, kind, place = line.split(" ", 2)
+        threads.setdefault(thread, []).append((kind, place))
     path.unlink()
     return threads.values()
 
 
 def changes_without_a_point(events):
-    """The changes that follow another one with no fault point in between; how many of each kind."""
+    """Return the changes that directly follow another change, and the number of each kind."""
     bare = []
     number = Counter()
     for events_of_thread in events:
         before = "start"
-        for what, place in events_of_thread:
-            if what != "point":
-                number[what] += 1
+        for kind, place in events_of_thread:
+            if kind != "point":
+                number[kind] += 1
                 if before != "point":
-                    bare.append((what, place))
-            before = what
+                    bare.append((kind, place))
+            before = kind
     return bare, number
 
 
-def test_a_point_lies_before_every_change(tmp_path):
+def test_fault_point_precedes_every_change_on_disk(tmp_path):
     """In saves, in deletes, and as what a kill left is tidied up."""
     run = Run(prepared_config(tmp_path), "one", (1, 1, 1))
     events = tmp_path / "events"
@@ -90,7 +94,7 @@ def test_a_point_lies_before_every_change(tmp_path):
     assert not leftover.exists() and number["rmdir"] == 2
 
 
-def test_damaged_lines_of_metrics_are_dropped_and_no_others(tmp_path):
+def test_only_damaged_and_later_metrics_lines_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     forget_after(path, 5)
     assert not path.exists()

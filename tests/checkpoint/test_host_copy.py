@@ -20,7 +20,7 @@ def locked(num_bytes):
 
 
 @pytest.mark.parametrize("gib", [0.001, 1, 2.5, 33, 33.123])
-def test_page_locked_memory_is_what_is_counted(gib):
+def test_page_locked_memory_matches_the_count(gib):
     """One buffer of 33 GiB takes 64."""
     numel = int(gib * 2**28) + 1
     pieces = piece_sizes(numel)
@@ -30,7 +30,7 @@ def test_page_locked_memory_is_what_is_counted(gib):
 
 
 @pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 1000, 4096, 5001])
-def test_it_holds_what_it_was_filled_with(numel, monkeypatch):
+def test_host_copy_holds_its_parts(numel, monkeypatch):
     monkeypatch.setattr(chunk_runs, "SMALLEST", 64)
     draw = random.Random(numel)
     value = torch.randn(numel)
@@ -46,7 +46,7 @@ def test_it_holds_what_it_was_filled_with(numel, monkeypatch):
     assert len(arrays) == len(piece_sizes(numel))
 
 
-def test_copies_from_a_device_are_waited_for(monkeypatch):
+def test_fill_waits_for_copies_from_the_device(monkeypatch):
     """Else the thread that writes them would read what is not there yet."""
     empty = torch.empty
     value = torch.randn(5001)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+from functools import partial
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -36,17 +37,25 @@ def steps(root, host):
     return {p.name: p for p in root.glob(f"{host}/parallel3d-*/{NAME}/*")}
 
 
+def missing_bytes(rank, *_):
+    """Let a million bytes be missing on rank 3."""
+    return 10**6 if rank == 3 else 0
+
+
 def save_on_rank(rank, root):
-    """Two steps in memory, and attempts at a third that fail: what was gathered, and said."""
+    """Save two steps in memory, and fail to save a third.
+
+    Return the gathered states by step, the steps left in each host's memory, and the messages.
+    """
     journal.open_journal(root)
     trained = Trained(SOURCE, root)
-    said = []
+    messages = []
     gathered = {}
     memory = memory_of(trained.mesh, root / "hosts", "aabb")
-    saver = saver_of(trained, root / "disk", memory=memory, say=said.append)
+    saver = saver_of(trained, root / "disk", memory=memory, say=messages.append)
     write = disk.write_file
     missing = free_space.missing_disk_bytes
-    free_space.missing_disk_bytes = lambda *_: 10**6 * (rank == 3)
+    free_space.missing_disk_bytes = partial(missing_bytes, rank)
     for _ in range(2):
         assert saver.save_in_memory(state(0)) < 10
     free_space.missing_disk_bytes = missing
@@ -61,14 +70,14 @@ def save_on_rank(rank, root):
         shutil.copytree(root / "hosts", root / "kept")
     trained.mesh.barrier()
     trained.train(1)
-    said.append("and")
+    messages.append("and")
     # The file of rank 0 arrives on a full memory.
     os.environ["PARALLEL3D_FAULT"] = "full checkpoint.before_write 3 2"
     saver.save_in_memory(state(3))
     saver.finish()
     del os.environ["PARALLEL3D_FAULT"]
     trained.mesh.barrier()
-    found = {host: sorted(steps(root / "hosts", host)) for host in "ab"}
+    steps_left = {host: sorted(steps(root / "hosts", host)) for host in "ab"}
     # A disk that is slow does not hold up a save in memory.
     goes_on = threading.Event()
 
@@ -85,18 +94,18 @@ def save_on_rank(rank, root):
     saver.require_saved()
     disk.write_file = write
     trained.mesh.barrier()
-    return gathered, found, said
+    return gathered, steps_left, messages
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Two steps in the memory of two hosts of two ranks, with references; and what was said."""
+    """Two steps in the memory of two hosts of two ranks, with references; and the messages."""
     root = tmp_path_factory.mktemp("saved")
     ranks = run_locally(save_on_rank, 4, root)
     for step in (1, 2):
         parts = whole(part for gathered, _, _ in ranks for part in gathered[step])
         save_file(parts, root / f"reference-{step}.safetensors")
-    return root, [found for _, found, _ in ranks], [said for _, _, said in ranks]
+    return root, [steps_left for _, steps_left, _ in ranks], [messages for _, _, messages in ranks]
 
 
 @pytest.fixture(scope="module")
@@ -105,23 +114,23 @@ def two_steps(saved):
 
 
 def load_on_rank(rank, side, root, cases):
-    """For each folder of hosts: the step that is found and why others are not, and what differs."""
+    """Return for each folder of hosts the step that is used, the differences, the rejections."""
     trained = Trained(side, root)
     results = []
     for case, hosts, *options in cases:
         journal.open_journal(root / case)
         memory = memory_of(trained.mesh, root / case, hosts, *options)
-        found, rejected = find.find(root / "none", "auto", trained.mesh, memory)
+        checkpoint, rejected = find.find(root / "none", "auto", trained.mesh, memory)
         step = 0
         wrong = []
-        if found:
-            step = found.step
+        if checkpoint:
+            step = checkpoint.step
             model = layers(trained.config.model)
-            load(found, engine=trained.engine, mesh=trained.mesh, layers=model)
+            load(checkpoint, engine=trained.engine, mesh=trained.mesh, layers=model)
             reference = load_file(root / f"reference-{step}.safetensors")
             wrong, compared = differences(trained, reference)
             assert compared > 0
-            wrong = [text for text in wrong if text != f"{step} optimizer steps"]  # of two
+            wrong = [text for text in wrong if text != f"{step} optimizer steps"]  # not two
         trained.mesh.barrier()
         results.append((step, wrong, rejected))
     return results
@@ -156,9 +165,9 @@ def damage(root, case):
     if case in ("own-and-peer", "all"):
         flip(shard(folder, "b", 2, 1))
     if case == "all":
-        for host in "ab":
-            flip(shard(folder, host, 2, 1)) if host == "a" else None
-            flip(shard(folder, host, 1, 3))
+        flip(shard(folder, "a", 2, 1))
+        flip(shard(folder, "a", 1, 3))
+        flip(shard(folder, "b", 1, 3))
     if case == "manifest":
         flip(steps(folder, "b")["step-2"] / "manifest.json")
     if case == "state":
@@ -178,14 +187,14 @@ CASES = {
 }
 
 
-def test_each_loss_leaves_the_newest_step_that_is_whole_somewhere(two_steps):
+def test_newest_complete_step_survives_each_loss(two_steps):
     for case in CASES:
         damage(two_steps, case)
     cases = [(case, "aabb") for case in CASES]
     ranks = run_locally(load_on_rank, 4, SOURCE, two_steps, cases)
-    for case, *found in zip(CASES, *ranks, strict=True):
-        assert {step for step, _, _ in found} == {CASES[case]}, (case, found)
-        assert all(wrong == [] for _, wrong, _ in found), (case, found)
+    for case, *results in zip(CASES, *ranks, strict=True):
+        assert {step for step, _, _ in results} == {CASES[case]}, (case, results)
+        assert all(wrong == [] for _, wrong, _ in results), (case, results)
     name = "shard-00001-of-00004.safetensors"
     assert rejections(two_steps / "own") == [(2, name)]
     assert rejections(two_steps / "own-and-peer") == [(2, name)] * 2
@@ -210,7 +219,7 @@ def test_each_loss_leaves_the_newest_step_that_is_whole_somewhere(two_steps):
     ],
     ids=str,
 )
-def test_another_mesh_and_other_hosts_read_the_copies(two_steps, side, hosts):
+def test_other_meshes_and_hosts_read_the_copies(two_steps, side, hosts):
     """Also after the loss of a host, and on a host that had no memory of the run.
 
     Of a step after which the run has failed twice, or of another run, nothing is used.
@@ -232,10 +241,10 @@ def test_another_mesh_and_other_hosts_read_the_copies(two_steps, side, hosts):
         assert len(results[2][2]) == 2 and results[3][2] == []
 
 
-def test_a_host_without_room_keeps_its_steps_and_the_run_goes_on(saved):
-    root, found, said = saved
-    assert found == [{"a": ["step-2"], "b": ["step-2"]}] * 4
-    first, second = "\n".join(said[0]).split("\nand\n")
+def test_host_without_room_keeps_its_steps_and_the_run_continues(saved):
+    root, steps_left, messages = saved
+    assert steps_left == [{"a": ["step-2"], "b": ["step-2"]}] * 4
+    first, second = "\n".join(messages[0]).split("\nand\n")
     assert first.startswith("NOT SAVED IN MEMORY: ") and first.count("missing on a host") == 1
     assert second.startswith("NOT SAVED IN MEMORY: rank 2: No space left on device")
     events = [*map(json.loads, (root / "events.jsonl").read_text().splitlines())]

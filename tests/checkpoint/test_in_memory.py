@@ -22,21 +22,21 @@ def two_hosts(memory, rank):
     from parallel3d.mesh.nodes import Nodes
     from parallel3d.train import start
 
-    found = start.find_nodes
-    opened = start.HostMemory
+    find_nodes = start.find_nodes
+    open_memory = start.HostMemory
 
     def find(mesh):
         names = tuple("ab"[2 * r // mesh.world.size] for r in range(mesh.world.size))
-        assert len(found(mesh).hosts) == len(names)
+        assert len(find_nodes(mesh).hosts) == len(names)
         return Nodes(names, names)
 
-    def open_own(mesh, nodes, root, *args):
-        own = memory / nodes.hosts[rank]
-        own.mkdir(parents=True, exist_ok=True)
-        return opened(mesh, nodes, own, *args)
+    def open_host_memory(mesh, nodes, root, *args):
+        folder = memory / nodes.hosts[rank]
+        folder.mkdir(parents=True, exist_ok=True)
+        return open_memory(mesh, nodes, folder, *args)
 
     start.find_nodes = find
-    start.HostMemory = open_own
+    start.HostMemory = open_host_memory
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def flip(path):
     path.write_bytes(data)
 
 
-def test_a_host_is_lost(config, tmp_path):
+def test_run_resumes_from_the_other_hosts_memory(config, tmp_path):
     """Its process and its memory: the run goes on from the other host's copy, newer than the disk.
 
     Training goes on while a step is kept, so the last one may not have been.
@@ -108,7 +108,7 @@ def test_a_host_is_lost(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_copies_are_damaged_one_after_the_other(config, unbroken, tmp_path):
+def test_damaged_copies_are_replaced_by_other_copies(config, unbroken, tmp_path):
     run = MemoryRun(config, "flipped", tmp_path, parallel3d__checkpoint__asynchronous=False)
     name = "shard-00001-of-00004.safetensors"
     run.killed(4, 1)
@@ -129,7 +129,7 @@ def test_copies_are_damaged_one_after_the_other(config, unbroken, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_twice_leaves_the_memory(config, unbroken, tmp_path):
+def test_step_that_fails_twice_is_not_used_from_memory(config, unbroken, tmp_path):
     """Then from the disk, where the third failure would end the run; and memory is used again."""
     run = MemoryRun(config, "twice", tmp_path, parallel3d__checkpoint__asynchronous=False)
     run.killed(7, 1)
@@ -145,7 +145,7 @@ def test_a_step_that_fails_twice_leaves_the_memory(config, unbroken, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_elsewhere_forgets_its_steps(config, unbroken, tmp_path):
+def test_steps_of_an_earlier_history_are_not_used(config, unbroken, tmp_path):
     """Steps of another run of the same name, or from before it went back, are not taken."""
     run = MemoryRun(config, "renamed", tmp_path, parallel3d__checkpoint__asynchronous=False)
     run.killed(4, 1)
@@ -164,7 +164,7 @@ def test_a_run_that_goes_on_elsewhere_forgets_its_steps(config, unbroken, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_host_is_lost_for_good(config, tmp_path):
+def test_half_of_the_ranks_continue_without_the_lost_host(config, tmp_path):
     """Half of the ranks go on, on the other host: each sample once, with the losses of one run."""
     from tests.hosts.launches import without_dropout
 
@@ -188,7 +188,7 @@ def test_a_host_is_lost_for_good(config, tmp_path):
         assert line["loss"] == pytest.approx(expected["loss"], rel=2e-5)
 
 
-def test_a_folder_that_no_host_has_is_refused(config):
+def test_missing_memory_folder_is_refused(config):
     missing = "/nowhere"
     run = drill.Run(config, "nowhere", (1, 1, 1), parallel3d__checkpoint__in_memory_folder=missing)
     [ended] = run.start()

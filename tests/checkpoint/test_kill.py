@@ -110,7 +110,7 @@ def make_drill(tmp_path_factory):
     return make
 
 
-def test_kills_at_a_sample_of_points(make_drill):
+def test_run_survives_kills_at_sampled_points(make_drill):
     """At a delete behind training, and at a write of the save that ends the run.
 
     A kill at a rename leaves what one at the write before it leaves, or what a whole save does.
@@ -129,7 +129,7 @@ def test_kills_at_a_sample_of_points(make_drill):
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
-def test_a_kill_at_every_point_of_a_save(make_drill, mode):
+def test_run_survives_a_kill_at_every_point_of_a_save(make_drill, mode):
     """All of the save that deletes an old one, and a sample of the first and of the last save."""
     drill = make_drill(mode)
     points = drill.points(PRUNING)
@@ -153,10 +153,10 @@ def test_a_kill_at_every_point_of_a_save(make_drill, mode):
 @pytest.mark.parametrize(
     ("name", "count"), [("before_delete", 1), ("before_delete", 2), ("before_rmdir", 1)]
 )
-def test_a_kill_while_the_next_start_cleans_up(make_drill, name, count):
+def test_run_survives_a_kill_while_the_next_start_cleans_up(make_drill, name, count):
     drill = make_drill("asynchronous")
     run = Run(drill.config, f"cleaning-{name}-{count}", MESH)
-    check_died(run.start("kill checkpoint.after_fsync 3 1"), 1)  # its file of the third save
+    check_died(run.start("kill checkpoint.after_fsync 3 1"), 1)  # the rank's file of the third save
     assert (run.checkpoints / "step-3.tmp").is_dir()
     check_died(run.start(f"kill checkpoint.{name} {count} 0"), 0)
     assert (run.checkpoints / "step-3.tmp").is_dir()
@@ -166,7 +166,7 @@ def test_a_kill_while_the_next_start_cleans_up(make_drill, name, count):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_kills_under_the_launchers(tmp_path, monkeypatch):
+def test_run_survives_kills_under_the_launchers(tmp_path, monkeypatch):
     """The command as a user types it, killed and typed again: as a run that was never killed."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # launchers choose differently
     place = Place(tmp_path)
@@ -191,13 +191,12 @@ def test_kills_under_the_launchers(tmp_path, monkeypatch):
     assert code == 0, log
     unbroken = end_of("unbroken")
     assert [step for step, *_ in unbroken[1]] == list(range(1, LAST + 1))
-    for i, (launcher, fault, resumed) in enumerate(
-        [
-            (deepspeed, "kill checkpoint.before_create 2 1", 1),  # its file of the second save
-            (torchrun, "kill checkpoint.after_rename 3 0", 2),  # the folder, in the second save
-            (deepspeed, "kill checkpoint.before_delete 2 0", 3),  # of the first one, in the third
-        ]
-    ):
+    kills = [
+        (deepspeed, "kill checkpoint.before_create 2 1", 1),  # the rank's file of the second save
+        (torchrun, "kill checkpoint.after_rename 3 0", 2),  # the folder, in the second save
+        (deepspeed, "kill checkpoint.before_delete 2 0", 3),  # the third save deletes the first
+    ]
+    for i, (launcher, fault, resumed) in enumerate(kills):
         code, log = run(launcher, f"killed-{i}", fault)
         assert code != 0, log
         code, log = run(launcher, f"killed-{i}")

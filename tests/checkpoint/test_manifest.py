@@ -32,17 +32,17 @@ from tests.checkpoint.folders import (
 pytestmark = pytest.mark.gloo
 
 
-def test_a_sound_checkpoint(folder):
+def test_sound_checkpoint_passes(folder):
     assert verify(folder) == []
     manifest = read_manifest(folder)
     assert manifest.step == 10 and set(manifest.files) == {FIRST, SECOND, "state.json"}
     assert shapes_of(read_state(folder)) == SHAPES
-    for name, found in manifest.files.items():
-        assert found.size == (folder / name).stat().st_size
-        assert check_file(folder, name, found) == ""
+    for name, entry in manifest.files.items():
+        assert entry.size == (folder / name).stat().st_size
+        assert check_file(folder, name, entry) == ""
 
 
-def test_the_state_of_another_step_is_seen(folder):
+def test_state_of_another_step_is_detected(folder):
     """Written wrong, with right hashes."""
     (folder / "state.json").write_text(json.dumps(state_of(11)))
     seal(folder, 10)
@@ -50,13 +50,13 @@ def test_the_state_of_another_step_is_seen(folder):
 
 
 @pytest.mark.parametrize("step", [11, -10, 10.0, True, "10", None])
-def test_the_manifest_of_another_step_is_refused(folder, step):
+def test_manifest_of_another_step_is_refused(folder, step):
     seal(folder, step)
     assert bad_files(folder) == ["manifest.json"]
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None, 1.0, True])
-def test_another_format_is_refused(folder, version):
+def test_other_format_version_is_refused(folder, version):
     seal(folder, 10, format=version)
     with pytest.raises(CheckpointError, match="format" if version != 1 else "own hash"):
         read_manifest(folder)
@@ -92,7 +92,7 @@ def test_another_format_is_refused(folder, version):
         "",
     ],
 )
-def test_a_name_that_is_not_plain_is_refused(folder, other, name):
+def test_unsafe_file_name_is_refused(folder, other, name):
     content = json.loads((folder / "manifest.json").read_text())
     content["files"][name] = content["files"]["state.json"]
     write_manifest(folder, content)
@@ -119,7 +119,7 @@ def test_a_name_that_is_not_plain_is_refused(folder, other, name):
         {"digest": None},
     ],
 )
-def test_a_manifest_of_another_form_is_refused(folder, change):
+def test_malformed_manifest_is_refused(folder, change):
     content = json.loads((folder / "manifest.json").read_text()) | {"digest": "0" * 32}
     write_manifest(folder, content | change)
     with pytest.raises(CheckpointError, match=r"manifest\.json: .*; use another checkpoint"):
@@ -130,7 +130,7 @@ def test_a_manifest_of_another_form_is_refused(folder, change):
     "data", [b"[" * 10**5, b"[]", b"null", b"\xff", b"{", b'{"a": ' + b"9" * 9999 + b"}"]
 )
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
-def test_a_file_that_is_not_a_json_object_is_refused(folder, name, data):
+def test_file_without_json_object_is_refused(folder, name, data):
     (folder / name).write_bytes(data)
     if name == "state.json":
         seal(folder, 10)
@@ -139,14 +139,14 @@ def test_a_file_that_is_not_a_json_object_is_refused(folder, name, data):
     assert bad_files(folder) == [name]
 
 
-def test_spaces_in_a_manifest_are_no_good(folder):
+def test_reformatted_manifest_is_refused(folder):
     content = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="own hash"):
         read_manifest(folder)
 
 
-def test_a_size_that_is_a_lie_takes_no_memory(folder):
+def test_false_file_size_takes_no_memory(folder):
     entry = Entry(2**60, "0" * 32)
     assert check_file(folder, FIRST, entry).endswith(f"bytes, not {2**60:,}")
 
@@ -154,7 +154,7 @@ def test_a_size_that_is_a_lie_takes_no_memory(folder):
 @pytest.mark.parametrize(
     "parameters", [None, [], {"w": None}, {"w": {}}, {"w": {"shape": 3}}, {"w": {"shape": [-1]}}]
 )
-def test_a_state_without_shapes_is_refused(folder, parameters):
+def test_state_without_shapes_is_refused(folder, parameters):
     (folder / "state.json").write_text(json.dumps(state_of(10) | {"parameters": parameters}))
     seal(folder, 10)
     assert bad_files(folder) == ["state.json"]
@@ -184,20 +184,20 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("tensors", "word"), WRONG)
-def test_chunks_that_do_not_tile_the_parameters(tmp_path, tensors, word):
+def test_chunks_must_tile_the_parameters(tmp_path, tensors, word):
     shapes = {"w": (4, 6)}
     folder = make_checkpoint(tmp_path, shapes=shapes)
-    rest = {f"w|{kind}|2,0": ROWS for kind in KINDS[1:]}
-    write_tensors(folder / SECOND, {"w|master|2,0": ROWS} | rest)
+    moments = {f"w|{kind}|2,0": ROWS for kind in KINDS[1:]}
+    write_tensors(folder / SECOND, {"w|master|2,0": ROWS} | moments)
     seal(folder, 10)
     assert verify(folder) == []
-    write_tensors(folder / SECOND, tensors | rest)
+    write_tensors(folder / SECOND, tensors | moments)
     seal(folder, 10)
     (bad,) = verify(folder)
     assert word in bad.reason and bad.file == ("state.json" if word == NOT_ONCE else SECOND)
 
 
-def test_parameters_that_no_file_holds_are_missed(folder):
+def test_missing_parameters_are_reported(folder):
     parameters = state_of(10)["parameters"] | {"more": {"shape": [2]}, "none": {"shape": [0]}}
     (folder / "state.json").write_text(json.dumps(state_of(10) | {"parameters": parameters}))
     seal(folder, 10)
@@ -206,7 +206,7 @@ def test_parameters_that_no_file_holds_are_missed(folder):
     ]
 
 
-def test_the_folder_by_other_names(folder, monkeypatch):
+def test_folder_name_must_match_the_step(folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert read_manifest(folder.__class__(".")).step == 10
     link = folder.with_name("best")
@@ -215,7 +215,7 @@ def test_the_folder_by_other_names(folder, monkeypatch):
         read_manifest(link)
 
 
-def test_step_folders_newest_first(tmp_path):
+def test_step_folders_are_listed_newest_first(tmp_path):
     for name in ("step-9", "step-10", "step-0", "step-7.tmp", "step-3.deleted", "step-010"):
         (tmp_path / name).mkdir()
     for name in ("step--1", "step-", "step-1a", "Step-1", "xstep-1", "step-1 ", "step-\u0663"):

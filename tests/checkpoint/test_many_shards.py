@@ -58,17 +58,19 @@ def write(checkpoints, count):
 
 
 def load_under_a_limit(rank, checkpoints, limit, root):
-    """What is wrong in what was loaded, how much was compared; what the command says on rank 0."""
+    """Return the differences, the number of compared elements, and rank 0's reports."""
     trained = Trained(Side((1, 2, 1), 3), root)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    found, rejected = find.find(checkpoints, "auto", trained.mesh)
-    assert found, rejected
+    checkpoint, rejected = find.find(checkpoints, "auto", trained.mesh)
+    assert checkpoint, rejected
     model = layers(trained.config.model)
-    load(found, engine=trained.engine, mesh=trained.mesh, layers=model)
+    load(checkpoint, engine=trained.engine, mesh=trained.mesh, layers=model)
     wrong = differences(trained, {f"{n}|{k}": value_of(n, k) for n in SHAPES for k in KINDS})
-    said = [] if rank else [run_command(which, found.folder) for which in ("verify", "inspect")]
+    reports = (
+        [] if rank else [run_command(which, checkpoint.folder) for which in ("verify", "inspect")]
+    )
     trained.mesh.barrier()
-    return *wrong, said
+    return *wrong, reports
 
 
 def run_command(which, folder):
@@ -81,7 +83,7 @@ def run_command(which, folder):
 @pytest.mark.parametrize(
     ("count", "limit"), [(80, 64), pytest.param(1024, 256, marks=pytest.mark.slow)]
 )
-def test_ranks_load_more_shards_than_they_may_open(count, limit, tmp_path):
+def test_ranks_load_more_shards_than_the_open_file_limit(count, limit, tmp_path):
     """Every element of every master and moment is the one that was written."""
     _, shards = write(tmp_path / "checkpoints", count)
     results = run_locally(load_under_a_limit, 2, tmp_path / "checkpoints", limit, tmp_path)
@@ -93,7 +95,7 @@ def test_ranks_load_more_shards_than_they_may_open(count, limit, tmp_path):
 
 
 @pytest.mark.parametrize("count", [8, 64, pytest.param(1024, marks=pytest.mark.slow)])
-def test_the_work_of_a_rank_does_not_grow_with_their_number(count, tmp_path, monkeypatch):
+def test_work_of_a_rank_does_not_grow_with_the_number_of_shards(count, tmp_path, monkeypatch):
     """It opens its own file to hash it, to see that it is what its name says, and for the index."""
     folder, shards = write(tmp_path, count)
     headers = [
@@ -116,7 +118,7 @@ def test_the_work_of_a_rank_does_not_grow_with_their_number(count, tmp_path, mon
     assert opened == {shards[3]: 3}
     index.check_tiling(folder, SHAPES)
     chunks = sum(boxes_in(count)) * len(KINDS)
-    assert sum(map(len, headers)) < 100 * count + 40 * chunks  # what the others send
+    assert sum(map(len, headers)) < 100 * count + 40 * chunks  # bytes that the others send
 
 
 def boxes_in(count):

@@ -20,26 +20,35 @@ FEW = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 1, 2)]
 STAGES = [1, 3]
 OFFLOADS = ["none", "cpu"]
 KINDS = [*product(STAGES, OFFLOADS)]
-SOURCES, TARGETS = (
-    [Side(mesh, *KINDS[(place + shift) % len(KINDS)]) for place, mesh in enumerate(FEW)]
-    for shift in (0, 2)
-)
+
+
+def sides_of(meshes, shift):
+    """Return a side for each mesh, with ZeRO stages and offloads in turn, beginning at `shift`."""
+    sides = []
+    for place, mesh in enumerate(meshes):
+        stage, offload = KINDS[(place + shift) % len(KINDS)]
+        sides.append(Side(mesh, stage, offload))
+    return sides
+
+
+SOURCES = sides_of(FEW, shift=0)
+TARGETS = sides_of(FEW, shift=2)
 
 
 def kinds(sides):
     return {(side.zero, side.offload) for side in sides}
 
 
-def test_the_sample_has_every_pair():
+def test_sample_covers_every_pair_of_kinds():
     """Each source is loaded on each target, so these are all pairs of each."""
     for sides in (SOURCES, TARGETS):
         assert sorted(side.mesh for side in sides) == sorted(FEW)
         assert kinds(sides) == set(KINDS)
 
 
-def check(found, cases):
-    assert len(found) == sum(len(sources) for _, sources in cases)
-    wrong = {f"{source} -> {target}": texts for (source, target), texts in found.items() if texts}
+def check(faults, cases):
+    assert len(faults) == sum(len(sources) for _, sources in cases)
+    wrong = {f"{source} -> {target}": texts for (source, target), texts in faults.items() if texts}
     assert not wrong, wrong
 
 
@@ -50,17 +59,17 @@ TO_AND_FROM_CP = [(target, CP) for target in CP]
 
 @pytest.fixture(scope="module")
 def by_default(tmp_path_factory):
-    """What is wrong with every source on every target of both tests below."""
+    """The faults of every source on every target of both tests below."""
     root = tmp_path_factory.mktemp("default")
     save([*SOURCES, *CP], root)
     return load_all([*EVERY_MESH, *TO_AND_FROM_CP], root)
 
 
-def test_every_mesh_to_every_mesh(by_default):
+def test_every_mesh_loads_on_every_mesh(by_default):
     check({pair: by_default[pair] for pair in pairs(EVERY_MESH)}, EVERY_MESH)
 
 
-def test_to_and_from_cp(by_default):
+def test_checkpoints_move_to_and_from_cp(by_default):
     check({pair: by_default[pair] for pair in pairs(TO_AND_FROM_CP)}, TO_AND_FROM_CP)
 
 
@@ -77,14 +86,14 @@ MUON = [
 
 
 @pytest.mark.slow
-def test_muon(tmp_path):
+def test_muon_states_move_between_meshes(tmp_path):
     save(MUON, tmp_path)
     cases = [(target, MUON) for target in MUON]
     check(load_all(cases, tmp_path), cases)
 
 
 @pytest.mark.slow
-def test_to_and_from_cp_beside_every_axis(tmp_path):
+def test_checkpoints_move_to_and_from_cp_with_every_axis(tmp_path):
     eight = [
         Side((1, 2, 2, 2), 3),
         Side((2, 1, 2, 2), 1),
@@ -107,7 +116,7 @@ EP = [
 
 
 @pytest.mark.slow
-def test_divided_experts(tmp_path):
+def test_divided_experts_move_between_meshes(tmp_path):
     save(EP, tmp_path)
     cases = [(target, EP) for target in EP]
     check(load_all(cases, tmp_path), cases)
@@ -115,7 +124,7 @@ def test_divided_experts(tmp_path):
 
 DEEP = {"model": "deep", "stages_per_rank": 2}
 LLAMA = {"model": "llama", "tied": False}
-# Of each set, any side can be loaded on any other.
+# Within each set, any side can be loaded on any other.
 OTHERS = [
     [  # untied; the llama family, with more tp ranks than key/value heads
         Side((1, 1, 4), 3, **LLAMA),
@@ -142,7 +151,7 @@ OTHERS = [
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("async_io")
-def test_other_models_schedules_and_stages_in_full(tmp_path):
+def test_other_models_schedules_and_stages_move_between_meshes(tmp_path):
     save([side for sides in OTHERS for side in sides], tmp_path, timeout=400)
     cases = [(side, sides) for sides in OTHERS for side in sides]
     check(load_all(cases, tmp_path, timeout=400), cases)
@@ -167,18 +176,18 @@ def saved(tmp_path_factory):
 def measured(request):
     """Collects {(source, target): wrong}, and writes the table if the command line names a file."""
     start = time.monotonic()
-    found = {}
-    yield found
-    if (file := request.config.getoption("--resharding-table")) and found:
-        insert(Path(file), markdown(found, time.monotonic() - start))
+    faults = {}
+    yield faults
+    if (file := request.config.getoption("--resharding-table")) and faults:
+        insert(Path(file), markdown(faults, time.monotonic() - start))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
-def test_every_pair(mesh, tied, measured, saved):
+def test_every_pair_of_all_meshes(mesh, tied, measured, saved):
     cases = [(target, ALL[tied]) for target in ALL[tied] if target.mesh == mesh]
-    found = load_all(cases, saved, timeout=600)
-    measured.update(found)
-    check(found, cases)
+    faults = load_all(cases, saved, timeout=600)
+    measured.update(faults)
+    check(faults, cases)

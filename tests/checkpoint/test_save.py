@@ -46,12 +46,10 @@ def save_both_ways(rank, sides, root):
     for side in sides:
         trained = Trained(side, root)
         trained.train()
-        folders = root / str(side) / "waiting", root / str(side) / "behind"
+        folder = root / str(side)
         memory = HostMemory(trained.mesh, find_nodes(trained.mesh), root, f"{side}-0")
-        first, second = (
-            saver_of(trained, folder, asynchronous=behind, memory=memory)
-            for folder, behind in zip(folders, (False, True), strict=True)
-        )
+        first = saver_of(trained, folder / "waiting", asynchronous=False, memory=memory)
+        second = saver_of(trained, folder / "behind", asynchronous=True, memory=memory)
         first.save(state(2))
         stepped = threading.Event()
 
@@ -78,12 +76,13 @@ def save_both_ways(rank, sides, root):
 @pytest.mark.parametrize(
     "sides", [SIDES[::2], pytest.param(SIDES[1::2], marks=pytest.mark.slow)], ids=["few", "offload"]
 )
-def test_the_asynchronous_checkpoint_is_the_synchronous_one(sides, tmp_path):
+def test_asynchronous_checkpoint_equals_synchronous_one(sides, tmp_path):
     """Byte for byte, although training went on; and each element is in it once."""
     for moved in run_locally(save_both_ways, 4, sides, tmp_path):
         assert moved == [True] * len(sides)
     for side in sides:
-        waiting, behind = (tmp_path / str(side) / way / "step-2" for way in ("waiting", "behind"))
+        waiting = tmp_path / str(side) / "waiting" / "step-2"
+        behind = tmp_path / str(side) / "behind" / "step-2"
         assert contents(waiting) == contents(behind)
         assert verify(next(tmp_path.glob(f"*/{side}-0/step-3"))) == []
         assert verify(behind) == []
@@ -96,12 +95,12 @@ def test_the_asynchronous_checkpoint_is_the_synchronous_one(sides, tmp_path):
 
 def elements(folder):
     """How many elements each file of a checkpoint holds; the headers alone are read."""
-    found = Counter()
+    num_elements_by_file = Counter()
     for path in folder.glob("*.safetensors"):
         with ChunkFile(path) as file:
             assert file.chunks
-            found[path.name] = sum(chunk.box.numel for chunk in file.chunks)
-    return found
+            num_elements_by_file[path.name] = sum(chunk.box.numel for chunk in file.chunks)
+    return num_elements_by_file
 
 
 def num_elements(side, shapes):
@@ -123,7 +122,8 @@ def save_twice(rank, trained, folder):
     def slow(path, *args, **options):
         writing.append(path)
         most.append(len({p.parent.name for p in writing}))
-        time.sleep(0.4 * (rank == 1 and path.parent.name == "step-1.tmp"))
+        if rank == 1 and path.parent.name == "step-1.tmp":
+            time.sleep(0.4)
         entry = write(path, *args, **options)
         writing.remove(path)
         return entry
@@ -136,7 +136,7 @@ def save_twice(rank, trained, folder):
     return stalls, max(most), busy
 
 
-def test_one_save_at_a_time(tmp_path):
+def test_second_save_waits_for_the_first(tmp_path):
     for stalls, most, busy in on_two_ranks(save_twice, tmp_path):
         assert most == 1 and busy
         assert stalls[1] > 0.3  # it had to wait for the first
@@ -151,9 +151,9 @@ def flip_a_bit(path):
 
 def damage_the_newest(rank, trained, folder, name):
     """Saves 1 to 3, the files of 3 damaged before they are read again; then 4."""
-    said = []
+    messages = []
     keep_newest = saving.keep_newest
-    saver = saver_of(trained, folder, say=said.append)
+    saver = saver_of(trained, folder, say=messages.append)
     for step in (1, 2):
         saver.save(state(step))
 
@@ -173,19 +173,20 @@ def damage_the_newest(rank, trained, folder, name):
     saver.save(state(4))
     saver.require_saved()
     trained.mesh.barrier()
-    return said, left, names(folder)
+    return messages, left, names(folder)
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "shard-00001-of-00002.safetensors",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("state.json", "manifest.json")),
+        pytest.param("state.json", marks=pytest.mark.slow),
+        pytest.param("manifest.json", marks=pytest.mark.slow),
     ],
 )
-def test_older_checkpoints_stay_until_the_newer_is_verified(name, tmp_path):
-    for said, left, then in on_two_ranks(damage_the_newest, tmp_path, name):
-        (text,) = said
+def test_older_checkpoints_stay_until_the_newer_one_is_verified(name, tmp_path):
+    for messages, left, then in on_two_ranks(damage_the_newest, tmp_path, name):
+        (text,) = messages
         assert "CHECKPOINT NOT SAVED" in text and "step-3" in text and name in text, text
         assert left == ["latest", "step-1", "step-2"]
         assert then == ["latest", "step-2", "step-4"]
@@ -213,7 +214,7 @@ def save_among_leftovers(rank, trained, folder):
     return left, trained.engine.states.counters()["optimizer_steps"]
 
 
-def test_leftovers_are_no_obstacle_and_go(tmp_path):
+def test_leftovers_do_not_block_a_save_and_are_removed(tmp_path):
     folder = tmp_path / "checkpoints"
     for left, steps in on_two_ranks(save_among_leftovers, tmp_path):
         kept = ["step-1", "step-3", "step-4", "step-5"]
@@ -248,10 +249,13 @@ def weigh(rank, root):
     trained.train(1)
     waiting = saver_of(trained, root / "waiting", asynchronous=False)
     behind = saver_of(trained, root / "behind")
-    waiting.save(state(0))  # what the first save imports and registers is no copy
-    peaks = [peak_of(lambda: waiting.save(state(1)))]
-    peaks.append(peak_of(lambda: (behind.save(state(1)), behind.finish())))
+    waiting.save(state(0))  # the first save imports modules, which are no copies
 
+    def save_behind():
+        behind.save(state(1))
+        behind.finish()
+
+    peaks = [peak_of(lambda: waiting.save(state(1))), peak_of(save_behind)]
     copied = sum(array.nbytes for array in behind._buffer.arrays())
     size = waiting.num_bytes // trained.mesh.world.size
     trained.mesh.barrier()
@@ -259,15 +263,15 @@ def weigh(rank, root):
     # tp cuts rows and columns; here a rank needs whole tensors' flat halves of both ranks' files.
     other = Trained(replace(WIDE, mesh=(1, 2, 1)), root)
     other.train(1)
-    found, _ = find.find(root / "waiting", 1, other.mesh)
+    checkpoint, _ = find.find(root / "waiting", 1, other.mesh)
     model = layers(other.config.model)
-    read = partial(load, found, engine=other.engine, mesh=other.mesh, layers=model)
+    read = partial(load, checkpoint, engine=other.engine, mesh=other.mesh, layers=model)
     read()
     peaks.append(peak_of(read))
     return size, copied, peaks
 
 
-def test_memory_of_save_and_load(tmp_path):
+def test_save_and_load_need_little_memory(tmp_path):
     """A synchronous save holds a few tensors more, a load a buffer; only a copy is a copy."""
     for size, copied, (waiting, behind, loading) in run_locally(weigh, 2, tmp_path):
         assert size > 40 * MIB

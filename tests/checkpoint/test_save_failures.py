@@ -31,23 +31,23 @@ def let_the_disk_be_full(full=True):
 
 
 def fill_the_disk(rank, trained, folder, behind):
-    """What is said and left on a disk that is full once, then not, then for good."""
-    said = []
+    """Save on a disk that is full once, then not, then for good; return messages and folders."""
+    messages = []
     seen = []
-    saver = saver_of(trained, folder, asynchronous=behind, say=said.append)
+    saver = saver_of(trained, folder, asynchronous=behind, say=messages.append)
     saver.save(state(1))
     saver.require_saved()
     for step in (2, 3, 4, 5, 6):
         let_the_disk_be_full(step != 3)
         saver.save(state(step))
         saver.finish()
-        seen.append((saver.broken, len(said), names(folder)))
+        seen.append((saver.broken, len(messages), names(folder)))
     let_the_disk_be_full(False)
     saver.save(state(7))  # training stops: nothing is begun
     with pytest.raises(TrainingError, match=r"the last checkpoint was not saved: .*No space left"):
         saver.require_saved()
     trained.mesh.barrier()
-    return said, seen, names(folder)
+    return messages, seen, names(folder)
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def fill_the_disk(rank, trained, folder, behind):
     [True, pytest.param(False, marks=pytest.mark.slow)],
     ids=["asynchronous", "synchronous"],
 )
-def test_a_full_disk_costs_only_the_checkpoint(behind, tmp_path):
+def test_full_disk_costs_only_the_checkpoint(behind, tmp_path):
     """Only rank 0's is full; all ranks say the same, and count the same."""
     one = ["latest", "step-1"]
     two = ["latest", "step-1", "step-3"]
-    for said, seen, left in on_two_ranks(fill_the_disk, tmp_path, behind):
+    for messages, seen, left in on_two_ranks(fill_the_disk, tmp_path, behind):
         assert seen == [
             (False, 1, one),
             (False, 1, two),
@@ -68,10 +68,10 @@ def test_a_full_disk_costs_only_the_checkpoint(behind, tmp_path):
             (True, 4, two),
         ]
         assert left == two
-        for text, step, number in zip(said, (2, 4, 5, 6), (1, 1, 2, 3), strict=True):
+        for text, step, number in zip(messages, (2, 4, 5, 6), (1, 1, 2, 3), strict=True):
             assert text.startswith(f"CHECKPOINT NOT SAVED ({number} of {MOST_FAILURES} in a row)")
             assert "No space left on device" in text and f"step-{step}.tmp" in text
-        assert "the next save tries again" in said[2] and "Training stops" in said[3]
+        assert "the next save tries again" in messages[2] and "Training stops" in messages[3]
 
 
 def know_of_no_room(rank, trained, folder):
@@ -90,29 +90,33 @@ def know_of_no_room(rank, trained, folder):
     return names(folder)
 
 
-def test_a_rank_that_cannot_ask_for_the_room_saves(tmp_path):
+def test_rank_that_cannot_query_free_space_saves(tmp_path):
     assert on_two_ranks(know_of_no_room, tmp_path) == [["latest", "step-1"]] * 2
 
 
 def have_no_room(rank, trained, folder):
     """Rank 1 sees a disk on which the checkpoint does not fit."""
-    said = []
+    messages = []
     usage = shutil.disk_usage
-    saver = saver_of(trained, folder, say=said.append)
+
+    def usage_with(free_bytes):
+        return lambda path: usage(path)._replace(free=free_bytes)
+
+    saver = saver_of(trained, folder, say=messages.append)
     if rank == 1:
-        shutil.disk_usage = lambda path: usage(path)._replace(free=2**20 + saver.num_bytes - 1)
+        shutil.disk_usage = usage_with(2**20 + saver.num_bytes - 1)
     stall = saver.save(state(1))
     left = names(folder)
-    shutil.disk_usage = lambda path: usage(path)._replace(free=2**20 + saver.num_bytes)
+    shutil.disk_usage = usage_with(2**20 + saver.num_bytes)
     saver.save(state(2))
     saver.require_saved()
     trained.mesh.barrier()
-    return said, stall, left, names(folder), saver.num_bytes
+    return messages, stall, left, names(folder), saver.num_bytes
 
 
-def test_free_space_is_looked_at_first(tmp_path):
-    for said, stall, before, after, size in on_two_ranks(have_no_room, tmp_path):
-        (text,) = said
+def test_free_space_is_checked_before_saving(tmp_path):
+    for messages, stall, before, after, size in on_two_ranks(have_no_room, tmp_path):
+        (text,) = messages
         assert "1 byte of disk space missing for" in text, text
         assert before == [] and after == ["latest", "step-2"] and stall >= 0
         files = (tmp_path / "checkpoints/step-2").glob("*.safetensors")
@@ -121,26 +125,34 @@ def test_free_space_is_looked_at_first(tmp_path):
 
 def have_little_memory(rank, trained, folder):
     """Rank 1 has no memory for a copy."""
-    said = []
+    messages = []
     memory = psutil.virtual_memory
     started = []
     start = threading.Thread.start
-    threading.Thread.start = lambda thread: (started.append(thread.name), start(thread))[1]
-    saver = saver_of(trained, folder, say=said.append)
+
+    def note_start(thread):
+        started.append(thread.name)
+        start(thread)
+
+    def no_memory():
+        return memory()._replace(available=0)
+
+    threading.Thread.start = note_start
+    saver = saver_of(trained, folder, say=messages.append)
     if rank == 1:
-        psutil.virtual_memory = lambda: memory()._replace(available=0)
+        psutil.virtual_memory = no_memory
     saver.save(state(1))
     first = names(folder), "checkpoint" in started
     psutil.virtual_memory = memory
     saver.save(state(2))
     saver.require_saved()
     trained.mesh.barrier()
-    return said, *first, names(folder), "checkpoint" in started
+    return messages, *first, names(folder), "checkpoint" in started
 
 
-def test_without_memory_for_a_copy_training_waits(tmp_path):
-    for said, first, behind, then, behind_then in on_two_ranks(have_little_memory, tmp_path):
-        (text,) = said
+def test_training_waits_for_the_save_without_memory_for_a_copy(tmp_path):
+    for messages, first, behind, then, behind_then in on_two_ranks(have_little_memory, tmp_path):
+        (text,) = messages
         assert "host memory lacks" in text and "checkpoint.asynchronous" in text
         assert first == ["latest", "step-1"] and not behind  # there when `save` returned
         assert then == ["latest", "step-1", "step-2"] and behind_then
@@ -149,9 +161,9 @@ def test_without_memory_for_a_copy_training_waits(tmp_path):
 
 def break_the_thread(rank, trained, folder):
     """Rank 1's writing ends in an error that nobody has thought of."""
-    said = []
+    messages = []
     write = disk.write_file
-    saver = saver_of(trained, folder, say=said.append)
+    saver = saver_of(trained, folder, say=messages.append)
 
     def broken(*args, **options):
         raise ArithmeticError("nobody has thought of it")
@@ -159,8 +171,8 @@ def break_the_thread(rank, trained, folder):
     disk.write_file = broken if rank == 1 else write
     saver.save(state(1))
     deadline = time.monotonic() + 20
-    while not said and time.monotonic() < deadline:
-        saver.poll()  # as after each step
+    while not messages and time.monotonic() < deadline:
+        saver.poll()  # the trainer polls after each step
         time.sleep(0.01)
     disk.write_file = write
     left = names(folder)
@@ -168,12 +180,12 @@ def break_the_thread(rank, trained, folder):
     saver.save(state(2))
     saver.require_saved()
     trained.mesh.barrier()
-    return said, left, names(folder)
+    return messages, left, names(folder)
 
 
-def test_an_error_behind_the_training_surfaces(tmp_path):
-    for said, left, then in on_two_ranks(break_the_thread, tmp_path):
-        (text,) = said
+def test_error_of_an_asynchronous_save_is_reported(tmp_path):
+    for messages, left, then in on_two_ranks(break_the_thread, tmp_path):
+        (text,) = messages
         assert "ArithmeticError: nobody has thought of it" in text and "rank 1" in text
         assert left == [] and then == ["latest", "step-2"]
 
@@ -195,7 +207,7 @@ def fill_the_disk_for_step_2(rank):
     disk.write_file = full
 
 
-def test_training_goes_on_with_a_full_disk_and_saves_when_there_is_room(config):
+def test_training_continues_with_full_disk_and_saves_when_there_is_room(config):
     changes = {"parallel3d.run.name": "room", "parallel3d.train.steps": 7}
     raw = changed(config, changes | {"parallel3d.checkpoint.every": 2})
     ranks = start(raw, (1, 2, 1), fill_the_disk_for_step_2)
@@ -215,7 +227,7 @@ def fill_the_disk_for_good(rank):
     let_the_disk_be_full()
 
 
-def test_training_stops_after_three_in_a_row(config):
+def test_training_stops_after_three_failed_saves_in_a_row(config):
     """Only rank 0's disk is full; every rank stops at the same step with the same words."""
     changes = {"parallel3d.run.name": "full", "parallel3d.train.steps": 30}
     raw = changed(config, changes | {"parallel3d.checkpoint.every": 1})
@@ -237,7 +249,7 @@ def fill_the_disk_at_the_end(rank):
     from_ranks.write_tensor = full
 
 
-def test_weights_that_find_no_room_are_written_by_the_same_command(config):
+def test_weights_lost_to_a_full_disk_are_written_by_the_same_command(config):
     name = {"parallel3d.run.name": "auto", "parallel3d.train.steps": 2}
     raw = changed(config, name | {"parallel3d.run.save_weights": True})
     (full,) = start(raw, (1, 1, 1), fill_the_disk_at_the_end)

@@ -107,8 +107,8 @@ def save_on_rank(rank, root):
 def load_on_rank(rank, mesh, root):
     """The states after loading, the norm of the next step, and the elements held, by name."""
     run = Run(*mesh, 1, seed=1)
-    found, _ = find.find(root, str(root / "step-2"), run.mesh)
-    load(found, engine=run.engine, mesh=run.mesh, layers=LAYERS)
+    checkpoint, _ = find.find(root, str(root / "step-2"), run.mesh)
+    load(checkpoint, engine=run.engine, mesh=run.mesh, layers=LAYERS)
     return list(run.states()), run.step(2), {h.spec.name: h.elements for h in run.held}
 
 
@@ -139,7 +139,7 @@ def place(whole, bounds):
     return whole
 
 
-def test_two_cut_dims_arrive_on_any_mesh(tmp_path):
+def test_tensors_cut_on_two_dims_load_on_any_mesh(tmp_path):
     first, norms, trained = plain_training()
     states = {(s.name, kind): torch.full(s.shape, torch.nan) for s in SPECS for kind in KINDS}
     for whole_first, own_norms, whole, own_states in run_locally(save_on_rank, 4, tmp_path):

@@ -40,31 +40,31 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("split", [None, 2])
-def test_another_rule_of_holding_out_matters_where_it_gave_another_corpus(run, split):
+def test_other_split_version_is_refused_only_with_another_corpus(run, split):
     """The corpus's name stands for what is held out of it, too."""
     config, corpus = run
     now = RunState(config, corpus)
-    said = []
+    messages = []
     saved = now.at(Position(2, 16, 2)) | {"split": split}
     if split is None:
         del saved["split"]
-    assert now.position_in(saved, Path("step-2"), said.append) == Position(2, 16, 2)
+    assert now.position_in(saved, Path("step-2"), messages.append) == Position(2, 16, 2)
     moved = RunState(config, replace(corpus, key="another"))
     with pytest.raises(
         CheckpointError, match=rf"step-2 .* \(split {split or 1}, now \d\): .*name$"
     ):
-        moved.position_in(saved, Path("step-2"), said.append)
+        moved.position_in(saved, Path("step-2"), messages.append)
     # Gathering weights for longer or shorter changes no result: "auto" may choose anew.
     saved["config"] = deepcopy(saved["config"])
     saved["config"]["parallel3d"]["pipeline"]["weights"] = "per_step"
-    assert now.position_in(saved, Path("step-2"), said.append) == Position(2, 16, 2)
+    assert now.position_in(saved, Path("step-2"), messages.append) == Position(2, 16, 2)
     # By the same rule another corpus may be gone on with, and is told.
-    assert not said
-    moved.position_in(now.at(Position(2, 16, 2)), Path("step-2"), said.append)
-    assert "the corpus has changed since the checkpoint" in said[0]
+    assert not messages
+    moved.position_in(now.at(Position(2, 16, 2)), Path("step-2"), messages.append)
+    assert "the corpus has changed since the checkpoint" in messages[0]
 
 
-def test_another_packing_is_refused(run):
+def test_other_packing_is_refused(run):
     """Packed samples are others, so the position means other text."""
     config, corpus = run
     saved = RunState(config, corpus).at(Position(2, 16, 2))
