@@ -8,7 +8,7 @@ import json
 import sys
 
 from parallel3d.base.arguments import DONE, STOPPED, Parser, prints_errors_as
-from parallel3d.base.section import refuse_where
+from parallel3d.base.section import Problem, raise_if_any
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
@@ -78,22 +78,26 @@ def main() -> int:
 def check_options(config: RunConfig, manifest: bool, option: str | None) -> None:
     """Raise ConfigError if no source is a stream, or `option` needs counts that are not known."""
     each = "mixture.N." if config.data.mixture else ""
-    refuse_where(
-        (
-            manifest and not config.data.streams,
-            f"parallel3d.data.{each}stream",
-            False,
-            "is required by --manifest",
-            'add "stream": true, or drop --manifest',
-        ),
-        (
-            option and config.data.counts_as_read,
-            "parallel3d.data.count",
-            "as-read",
-            f"cannot be combined with {option}, which needs each document's tokens",
-            'use "manifest", or the same files without stream',
-        ),
-    )
+    problems = []
+    if manifest and not config.data.streams:
+        problems.append(
+            Problem(
+                f"parallel3d.data.{each}stream",
+                False,
+                "is required by --manifest",
+                'add "stream": true, or drop --manifest',
+            )
+        )
+    if option and config.data.counts_as_read:
+        problems.append(
+            Problem(
+                "parallel3d.data.count",
+                "as-read",
+                f"cannot be combined with {option}, which needs each document's tokens",
+                'use "manifest", or the same files without stream',
+            )
+        )
+    raise_if_any(problems)
 
 
 def tokens_of_run(config: RunConfig, corpus: Corpus) -> float | None:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from parallel3d.base import user_folders
-from parallel3d.base.section import refuse_where
+from parallel3d.base.section import Problem, Problems
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import parametrization_of
 from parallel3d.model.spec import LayerSpec, Shape, count_params, named_params
@@ -47,19 +47,18 @@ def layers(config: ModelConfig) -> list[LayerSpec]:
     specs: list[LayerSpec] = _spec(config.family).layers(config)
     kind = parametrization_of(config).type
     scaled = {} if kind == "standard" else named_params(specs)
-    refuse_where(
-        *(
-            (
-                p.role is None,
-                "parallel3d.model.parametrization.type",
-                kind,
-                f"needs the role of every parameter; the family declares none for {name}",
-                'declare it in its ParamSpec (docs/add-a-model.md), or use "standard"',
-            )
-            for name, p in scaled.items()
-        )
-    )
+    if without_role := [name for name, param in scaled.items() if param.role is None]:
+        raise Problems([_lacks_role(name, kind) for name in without_role])
     return specs
+
+
+def _lacks_role(name: str, kind: str) -> Problem:
+    return Problem(
+        "parallel3d.model.parametrization.type",
+        kind,
+        f"needs the role of every parameter; the family declares none for {name}",
+        'declare it in its ParamSpec (docs/add-a-model.md), or use "standard"',
+    )
 
 
 def most_keys(config: ModelConfig, seq: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, model_serializer
 
-from parallel3d.base.section import Problem, Section, problems_where
+from parallel3d.base.section import Problem, Section
 from parallel3d.model.module_cost import RMS_NORM, AttentionCost, MlpCost
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
 from parallel3d.model.transformer_cost import BlockCost, HeadCost, ModuleCost
@@ -85,27 +85,24 @@ class RopeScaling(Section):
         slow = self.beta_slow
         others = type(self).model_fields.keys() - self._of_type().keys()
         kind = f'is not a setting of rope_type "{self.rope_type}"'
-        yield from problems_where(
-            *(
-                (value != type(self).model_fields[name].default, name, value, kind, "remove it")
-                for name in others
-                for value in [getattr(self, name)]
-            ),
-            (
-                high <= low,
+        for name in others:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                yield Problem(name, value, kind, "remove it")
+        if high <= low:
+            yield Problem(
                 "high_freq_factor",
                 high,
                 f"is not above low_freq_factor={low}",
                 f"use more than {low}",
-            ),
-            (
-                self.beta_fast < slow,
+            )
+        if self.beta_fast < slow:
+            yield Problem(
                 "beta_fast",
                 self.beta_fast,
                 f"is below beta_slow={slow}",
                 f"use {slow} or more",
-            ),
-        )
+            )
 
 
 class Config(ModelSection):

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Annotated, ClassVar, Self
@@ -39,8 +39,7 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if problems := [*self._problems()]:
-            raise Problems(problems)
+        raise_if_any(self._problems())
         return self
 
 
@@ -61,16 +60,9 @@ class Problem:
         value = "" if self.value is ABSENT else f" = {_shown(self.value)}"
         return f"{self.path}{value}: {self.rule}; {self.remedy}"
 
-
-Case = tuple[object, str, object, str, str]
-"""True if a rule is broken; path, value, rule and remedy of the problem."""
-
-
-def problems_where(*cases: Case) -> Iterator[Problem]:
-    """Yield the problem of each case whose rule is broken."""
-    for is_broken, path, value, rule, remedy in cases:
-        if is_broken:
-            yield Problem(path, value, rule, remedy)
+    def error(self) -> "Problems":
+        """Return the error of a config with this problem alone, to be raised."""
+        return Problems([self])
 
 
 def nearest(name: str, known: Collection[str]) -> str:
@@ -92,10 +84,10 @@ class Problems(ConfigError):
         super().__init__("\n  ".join([f"{count} in {source}:", *_lines(self.problems)]))
 
 
-def refuse_where(*cases: Case, source: str = "the config") -> None:
-    """Raise Problems if a case is broken; see `problems_where`."""
-    if problems := [*problems_where(*cases)]:
-        raise Problems(problems, source)
+def raise_if_any(problems: Iterable[Problem], source: str = "the config") -> None:
+    """Raise Problems if there are any; `source` says in what."""
+    if listed := [*problems]:
+        raise Problems(listed, source)
 
 
 def _lines(problems: Iterable[Problem]) -> list[str]:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.base.section import Problem, Problems, refuse_where
+from parallel3d.base.section import Problem
 from parallel3d.config.data import DataConfig, num_tokens
 from parallel3d.config.parallel3d_block import MeshConfig, TrainConfig
 from parallel3d.config.scheduler import TOTAL_STEPS
@@ -26,25 +26,21 @@ def data_parallel_size(mesh: MeshConfig, world_size: int) -> int:
     ranks = mesh.sizes.ranks
     sizes = mesh.sizes.of_a_replica
     product = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
-    refuse_where(
-        (
-            world_size % others,
+    if world_size % others:
+        raise Problem(
             "parallel3d.mesh",
             mesh.model_dump(),
             f"{product} = {others} does not divide {world_size} processes",
             f"start {max(1, world_size // others) * others} processes, or choose a "
             f"{' x '.join(sizes)} that divides {world_size}",
-        )
-    )
-    refuse_where(
-        (
-            mesh.dp not in ("auto", world_size // others),
+        ).error()
+    if mesh.dp not in ("auto", world_size // others):
+        raise Problem(
             "parallel3d.mesh.dp",
             mesh.dp,
             f"{mesh} is {ranks} ranks, but there are {world_size} processes",
             f'start {ranks} processes, or set dp to {world_size // others} or "auto"',
-        )
-    )
+        ).error()
     return world_size // others
 
 
@@ -59,16 +55,12 @@ def fallback(mesh: MeshConfig, world_size: int) -> MeshSizes | None:
     if fitting := [sizes for sizes in meshes if sizes.ranks == world_size]:
         return fitting[0]
     numbers = ", ".join(map(str, sorted({sizes.ranks for sizes in (own, *meshes)})))
-    raise Problems(
-        [
-            Problem(
-                "parallel3d.mesh.fallbacks",
-                mesh.fallbacks,
-                f"has no mesh of {world_size} ranks, and {own} has {own.ranks}",
-                f"add a mesh for {world_size} processes, or start one of these numbers: {numbers}",
-            )
-        ]
-    )
+    raise Problem(
+        "parallel3d.mesh.fallbacks",
+        mesh.fallbacks,
+        f"has no mesh of {world_size} ranks, and {own} has {own.ranks}",
+        f"add a mesh for {world_size} processes, or start one of these numbers: {numbers}",
+    ).error()
 
 
 def block_tokens(length: int, cp: int) -> int:
@@ -103,15 +95,13 @@ def batch_sizes(
 
 
 def _share(batch: int, parts: int, factors: str) -> int:
-    refuse_where(
-        (
-            batch % parts,
+    if batch % parts:
+        raise Problem(
             BATCH,
             batch,
             f"is not a multiple of {factors} = {parts}",
             f"use {max(1, batch // parts) * parts} or {batch // parts * parts + parts}",
-        )
-    )
+        ).error()
     return batch // parts
 
 
@@ -162,15 +152,13 @@ def describe_batches(train: TrainConfig, data: DataConfig) -> str:
 
 def check_tokens(max_tokens: int, tokens_per_step: int) -> None:
     """Raise ConfigError if `max_tokens` tokens are less than one step."""
-    refuse_where(
-        (
-            max_tokens < tokens_per_step,
+    if max_tokens < tokens_per_step:
+        raise Problem(
             "parallel3d.train.max_tokens",
             max_tokens,
             f"is less than one step of {tokens_per_step} tokens",
             f"use {tokens_per_step} or more, or a smaller batch",
-        )
-    )
+        ).error()
 
 
 def samples_of_epochs(epochs: float, samples: int, batch: int) -> int:
@@ -180,15 +168,13 @@ def samples_of_epochs(epochs: float, samples: int, batch: int) -> int:
     """
     # Exact fractions, because 0.29 x 100 is 28.999999999999996 in floats.
     num_samples = int(Fraction(str(epochs)) * samples)
-    refuse_where(
-        (
-            num_samples < batch,
+    if num_samples < batch:
+        raise Problem(
             "parallel3d.train.epochs",
             epochs,
             f"is {num_samples} samples of the corpus's {samples}, less than one step of {batch}",
             "use more epochs or a smaller batch",
-        )
-    )
+        ).error()
     return num_samples
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from pydantic_core import to_jsonable_python
 
-from parallel3d.base.section import ABSENT, PathText, Problem, Section, Size, problems_where
+from parallel3d.base.section import ABSENT, PathText, Problem, Section, Size
 
 # Files of token ids written by other programs: Megatron-LM, datatrove, flat arrays.
 ID_SOURCES = ("megatron", "datatrove", "tokens")
@@ -302,28 +302,14 @@ def _check_tokenizer(data: DataConfig) -> Iterator[Problem]:
 
 def _check_names(data: DataConfig) -> Iterator[Problem]:
     """Yield a problem for each validation set whose name is not plain or is reserved."""
-    yield from problems_where(
-        *(
-            (
-                not _NAME.fullmatch(name),
-                "validation",
-                name,
-                "must be a plain name",
-                "use letters, digits, _, - and .",
+    for name in data.validation:
+        if not _NAME.fullmatch(name):
+            yield Problem(
+                "validation", name, "must be a plain name", "use letters, digits, _, - and ."
             )
-            for name in data.validation
-        ),
-        *(
-            (
-                _BUILT_IN.fullmatch(name),
-                "validation",
-                name,
-                "is reserved for held-out text",
-                "use another name",
-            )
-            for name in data.validation
-        ),
-    )
+    for name in data.validation:
+        if _BUILT_IN.fullmatch(name):
+            yield Problem("validation", name, "is reserved for held-out text", "use another name")
 
 
 def _check_fim(data: DataConfig) -> Iterator[Problem]:
@@ -442,36 +428,32 @@ def _check_stream(section: SourceConfig) -> Iterator[Problem]:
 def _check_streams(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of settings that a stream cannot be combined with."""
     held_out = data.held_out_fraction
-    yield from problems_where(
-        *(
-            (
-                section.stream,
+    for name, section in data.validation.items():
+        if section.stream:
+            yield Problem(
                 f"validation.{name}.stream",
                 True,
                 "cannot be streamed: validation sets are read as a whole",
                 "remove it",
             )
-            for name, section in data.validation.items()
-        ),
-        (
-            data.streams and held_out not in (0, "auto"),
+    if data.streams and held_out not in (0, "auto"):
+        yield Problem(
             "held_out_fraction",
             held_out,
             "cannot be held out of streams",
             "remove it, and use data.validation",
-        ),
-        (
-            data.streams and data.packing != "none",
+        )
+    if data.streams and data.packing != "none":
+        yield Problem(
             "packing",
             data.packing,
             "cannot be combined with stream",
             'use "none", or remove stream',
-        ),
-        (
-            data.streams and data.tokenizer == "train",
+        )
+    if data.streams and data.tokenizer == "train":
+        yield Problem(
             "tokenizer",
             "train",
             "cannot be trained on streams",
             "name a folder, or a tokenizer of the hub",
-        ),
-    )
+        )

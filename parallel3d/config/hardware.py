@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, ValidationError, ValidationInfo
 
 from parallel3d.base import explain, reader
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import ABSENT, Problems, Section, Strings, refuse_where
+from parallel3d.base.section import ABSENT, Problem, Problems, Section, Strings
 
 DIRECTORY = reader.CONFIGS / "hardware"
 THIS_MACHINE = "this-machine"
@@ -53,14 +53,15 @@ class Figure(Section):
 
 
 def _whole(figure: Figure) -> Figure:
-    broken = not figure.value.is_integer()
-    refuse_where((broken, "value", figure.value, "must be a whole number", "round it"))
+    if not figure.value.is_integer():
+        raise Problem("value", figure.value, "must be a whole number", "round it").error()
     return figure
 
 
 def _fraction(figure: Figure) -> Figure:
-    remedy = "write a number above 0 and up to 1"
-    refuse_where((figure.value > 1, "value", figure.value, "must be a fraction", remedy))
+    if figure.value > 1:
+        remedy = "write a number above 0 and up to 1"
+        raise Problem("value", figure.value, "must be a fraction", remedy).error()
     return figure
 
 
@@ -70,7 +71,8 @@ def _known(names: tuple[str, ...]) -> AfterValidator:
     def check(table: Mapping[str, Figure]) -> Mapping[str, Figure]:
         rule = "is not a key of this table"
         remedy = f"use {', '.join(names)}"
-        refuse_where(*((name not in names, name, ABSENT, rule, remedy) for name in table))
+        if unknown := [name for name in table if name not in names]:
+            raise Problems([Problem(name, ABSENT, rule, remedy) for name in unknown])
         return table
 
     return AfterValidator(check)

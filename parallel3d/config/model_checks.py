@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from math import gcd, isqrt
 
-from parallel3d.base.section import Problem, problems_where
+from parallel3d.base.section import Problem
 from parallel3d.config import arithmetic
 from parallel3d.config.data import DataConfig
 from parallel3d.config.parallel3d_block import MeshConfig, PipelineConfig
@@ -32,18 +32,14 @@ def _check_inner_size(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]
     sizes = getattr(model, "inner_sizes", {"intermediate_size": model.inner_size})
     # A tp that does not divide the heads is reported by another check.
     divides_heads = model.num_attention_heads % mesh.tp == 0
-    yield from problems_where(
-        *(
-            (
-                divides_heads and size % mesh.tp,
+    for name, size in sizes.items():
+        if divides_heads and size % mesh.tp:
+            yield Problem(
                 f"parallel3d.model.{name}",
                 size,
                 f"is not a multiple of tp={mesh.tp}",
                 f"use {size // mesh.tp * mesh.tp + mesh.tp}, or another mesh.tp",
             )
-            for name, size in sizes.items()
-        )
-    )
 
 
 def _check_key_value_heads(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -151,31 +147,23 @@ def _check_pooled_loss(
 
 def _check_shared_samples(mesh: MeshConfig, model: ModelConfig) -> Iterator[Problem]:
     """Check that nothing depends on an order of tokens that cp ranks do not see."""
-    yield from problems_where(
-        *(
-            (
-                mesh.cp > 1 and value,
-                f"parallel3d.model.{name}",
-                value,
-                f"{of}, which cp={mesh.cp} ranks share",
-                f"use {off}, or mesh.cp = 1",
-            )
-            for name, value, off, of in (
-                (
-                    "attn_pdrop",
-                    getattr(model, "attn_pdrop", 0),
-                    "0",
-                    "draws its masks inside a kernel that needs whole samples",
-                ),
-                (
-                    "capacity_factor",
-                    getattr(model, "capacity_factor", None),
-                    "null",
-                    "drops the last tokens of whole samples",
-                ),
-            )
+    dropout = getattr(model, "attn_pdrop", 0)
+    capacity = getattr(model, "capacity_factor", None)
+    shared = f"whole samples, which cp={mesh.cp} ranks share"
+    if mesh.cp > 1 and dropout:
+        yield Problem(
+            "parallel3d.model.attn_pdrop",
+            dropout,
+            f"draws its masks inside a kernel that needs {shared}",
+            "use 0, or mesh.cp = 1",
         )
-    )
+    if mesh.cp > 1 and capacity:
+        yield Problem(
+            "parallel3d.model.capacity_factor",
+            capacity,
+            f"drops the last tokens of {shared}",
+            "use null, or mesh.cp = 1",
+        )
 
 
 def _check_sequence(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:

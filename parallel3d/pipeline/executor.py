@@ -90,7 +90,7 @@ class Executor:
       `started`. The gradients are reduced at `ended`. Both are Unix times.
 
     A program that splits backwards (I and W) needs gradients that are reduced once per step
-    (config/checks.py).
+    (config/mesh_checks.py).
     """
 
     def __init__(

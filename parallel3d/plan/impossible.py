@@ -1,6 +1,8 @@
 """Refusal of model and batch sizes that no machine can hold, before any layer is built."""
 
-from parallel3d.base.section import ABSENT, Problem, Problems, refuse_where
+from collections.abc import Iterator
+
+from parallel3d.base.section import ABSENT, Problem, raise_if_any
 from parallel3d.config import RunConfig
 from parallel3d.config.data import DataConfig
 from parallel3d.config.parallel3d_block import MeshConfig
@@ -26,7 +28,7 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
     holds for every schedule, ZeRO stage and recomputation. Takes milliseconds for any size.
     """
     model = config.parallel3d.model
-    _refuse_counts(config, model)
+    raise_if_any(_check_counts(config, model))
     states, activations = _least_bytes(config, model, ranks)
     if (total := states + activations) <= room:
         return
@@ -38,11 +40,11 @@ def refuse_impossible(config: RunConfig, ranks: int, room: int = MOST_BYTES) -> 
     each = f"for each of {ranks:,} ranks" if ranks > 1 else "for one rank"
     have = f"but a rank has at most {room / 2**30:,.1f} GiB"
     rule = f"{what} need at least {total / 2**30:,.1f} GiB {each}, {have}"
-    raise Problems([Problem(path, ABSENT, rule, "use fewer, or more ranks")])
+    raise Problem(path, ABSENT, rule, "use fewer, or more ranks").error()
 
 
-def _refuse_counts(config: RunConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if a count (layers, samples, microbatches) is too large."""
+def _check_counts(config: RunConfig, model: ModelConfig) -> Iterator[Problem]:
+    """Check that no count (layers, samples, microbatches) is too large."""
     accumulation = config.gradient_accumulation_steps
     micro = config.train_micro_batch_size_per_gpu
     limits = (
@@ -55,18 +57,11 @@ def _refuse_counts(config: RunConfig, model: ModelConfig) -> None:
             for _, size in config.parallel3d.train.batch_schedule
         ),
     )
-    refuse_where(
-        *(
-            (
-                isinstance(value, int) and value > most,
-                path,
-                value,
-                f"is above the limit of {most:,} {unit}",
-                f"use {most:,} or less",
+    for path, value, most, unit in limits:
+        if isinstance(value, int) and value > most:
+            yield Problem(
+                path, value, f"is above the limit of {most:,} {unit}", f"use {most:,} or less"
             )
-            for path, value, most, unit in limits
-        )
-    )
 
 
 def _least_bytes(config: RunConfig, model: ModelConfig, ranks: int) -> tuple[int, int]:

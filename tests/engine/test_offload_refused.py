@@ -1,4 +1,4 @@
-"""DeepSpeed gets wrong what config/checks.py refuses under NVMe offload."""
+"""DeepSpeed gets wrong what config/deepspeed_checks.py refuses under NVMe offload."""
 
 from contextlib import contextmanager
 from dataclasses import replace

@@ -7,7 +7,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from parallel3d.base.mesh_sizes import AXES
-from parallel3d.base.section import refuse_where
+from parallel3d.base.section import Problem
 from parallel3d.config import RunConfig
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
@@ -211,15 +211,13 @@ def request_of(
     hold, and for bf16 on hardware without it.
     """
     peaks = hardware.peak_flops
-    refuse_where(
-        (
-            config.bf16.enabled and "fp16" in peaks and "bf16" not in peaks,
+    if config.bf16.enabled and "fp16" in peaks and "bf16" not in peaks:
+        raise Problem(
             "bf16.enabled",
             True,
             f"{hardware.name} supports fp16, but not bf16",
             "use --bf16.enabled false --fp16.enabled true",
-        )
-    )
+        ).error()
     config = with_vocabulary(config)
     refuse_impossible(config, devices)
     if config.is_planned:
@@ -246,13 +244,11 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     """Return the config with a number for its vocabulary size; ConfigError if it is unknown."""
     if config.model.vocab_size != "auto":
         return config
-    refuse_where(
-        (
-            not config.data.has_own_size,
+    if not config.data.has_own_size:
+        raise Problem(
             "parallel3d.model.vocab_size",
             "auto",
             f'depends on tokenizer "{config.data.tokenizer}", which planning does not load',
             "set the tokenizer's number of tokens",
-        )
-    )
+        ).error()
     return config.with_vocab_size(config.data.vocab_size)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.section import refuse_where
+from parallel3d.base.section import Problem, raise_if_any
 from parallel3d.config.hardware import Hardware, Kernels
 from parallel3d.model.spec import Attention, MatMul, Work
 from parallel3d.plan.setting import BYTES, Precision, Software
@@ -109,20 +109,12 @@ def curves_for(hardware: Hardware) -> Curves:
     known = Curves.__dataclass_fields__
     own = hardware.curves or {}
     rule = "must be a curve with a number above 0"
-    remedy = "measure it again"
-    refuse_where(
-        *(
-            (
-                name not in known or value < 0 or (value == 0 and not name.startswith(_MAY_BE_0)),
-                f"curves.{name}",
-                value,
-                rule,
-                remedy,
-            )
-            for name, value in own.items()
-        ),
-        source=f"the hardware {hardware.name}",
-    )
+    problems = []
+    for name, value in own.items():
+        is_wrong_zero = value == 0 and not name.startswith(_MAY_BE_0)
+        if name not in known or value < 0 or is_wrong_zero:
+            problems.append(Problem(f"curves.{name}", value, rule, "measure it again"))
+    raise_if_any(problems, f"the hardware {hardware.name}")
     return Curves(**own) if own else fitted()
 
 

@@ -16,7 +16,7 @@ from parallel3d import models
 from parallel3d.base import explain, reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.mesh_sizes import AXES
-from parallel3d.base.section import ABSENT, Problems, refuse_where
+from parallel3d.base.section import ABSENT, Problem, Problems, raise_if_any
 from parallel3d.config import RunConfig
 from parallel3d.model.config import ModelConfig
 from parallel3d.models.common import divisor_below
@@ -47,57 +47,55 @@ def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], pa
     messages. Raises ConfigError if the settings are wrong or no width comes near `size.params`.
     """
     own = dict(size.model)
-    is_target = size.params is not None
     head = ladder.head_size
-    refuse_where(
-        *(
-            (
-                ladder.mlp_ratio is None and base.get(name) is not None,
-                f"base.parallel3d.model.{name}",
-                base.get(name),
-                "would be the same at every size",
-                "remove it, and set mlp_ratio",
-            )
-            for name in _INNER
-        ),
-        *(
-            (
-                is_target and name in own,
-                f"{path}.model.{name}",
-                own.get(name),
-                "conflicts with params, which determines it",
-                "remove one of the two",
-            )
-            for name in SHAPE[:3]
-        ),
-        *(
-            (
-                not is_target and not isinstance(own.get(name), int),
-                f"{path}.model.{name}",
-                own.get(name, ABSENT),
-                "must be an integer",
-                "set it, or params in place of the model",
-            )
-            for name in SHAPE[:2]
-        ),
-    )
+    raise_if_any(_size_problems(ladder, size, base, path))
     shared = {key: value for key, value in base.items() if key not in SHAPE}
     if size.params is not None:
         return _nearest(ladder, size.params, {**shared, **own}, path)
     width = own["hidden_size"]
     if "num_attention_heads" not in own:
         below = max(1, width // head) * head
-        refuse_where(
-            (
-                width % head,
+        if width % head:
+            raise Problem(
                 f"{path}.model.hidden_size",
                 width,
                 f"is not a multiple of head_size={head}",
                 f"use {below} or {below + head}, or set num_attention_heads",
-            )
-        )
+            ).error()
         own["num_attention_heads"] = width // head
     return _checked({**shared, **_inner(ladder, width), **own}, path)
+
+
+def _size_problems(
+    ladder: LadderConfig, size: SizeConfig, base: Mapping[str, object], path: str
+) -> Iterator[Problem]:
+    """Yield the problems of one size: what the base fixes for all sizes, and what is missing."""
+    for name in _INNER:
+        if ladder.mlp_ratio is None and base.get(name) is not None:
+            yield Problem(
+                f"base.parallel3d.model.{name}",
+                base.get(name),
+                "would be the same at every size",
+                "remove it, and set mlp_ratio",
+            )
+    if size.params is None:
+        for name in SHAPE[:2]:
+            if not isinstance(size.model.get(name), int):
+                yield Problem(
+                    f"{path}.model.{name}",
+                    size.model.get(name, ABSENT),
+                    "must be an integer",
+                    "set it, or params in place of the model",
+                )
+        return
+    for name in SHAPE[:3]:
+        if name in size.model:
+            yield Problem(
+                f"{path}.model.{name}",
+                size.model[name],
+                "conflicts with params, which determines it",
+                "remove one of the two",
+            )
 
 
 def _nearest(ladder: LadderConfig, target: float, shared: dict[str, object], path: str) -> Any:
@@ -122,16 +120,14 @@ def _nearest(ladder: LadderConfig, target: float, shared: dict[str, object], pat
     off, best = min(
         (abs(log(blocks(heads) / target)), heads) for heads in (above - 1, above) if heads
     )
-    refuse_where(
-        (
-            off > log(2),
+    if off > log(2):
+        raise Problem(
             f"{path}.params",
             target,
             f"the nearest model with this aspect_ratio and head_size={ladder.head_size} has "
             f"{blocks(best):,}",
             "use that, a smaller head_size, or model in place of params",
-        )
-    )
+        ).error()
     return shaped(best)
 
 
@@ -206,61 +202,51 @@ def shared_model(base: Mapping[str, object], source: Path) -> dict[str, object]:
     Raises ConfigError if the base lacks a model or a sequence length, sets what the ladder sets,
     or has a value in place of a block that the ladder writes to.
     """
-    blocks = {path: reader.value_at(base, path) for path in _BLOCKS}
-    model, data, train = (
-        reader.block_at(base, f"parallel3d.{name}") for name in ("model", "data", "train")
-    )
+    model = reader.block_at(base, "parallel3d.model")
+    data = reader.block_at(base, "parallel3d.data")
     vocab = model.get("vocab_size", "auto")
-    length = data.get("sequence_length")
     if vocab == "auto" and data.get("tokenizer", "train") in ("train", "none"):
-        vocab = data.get("vocab_size", 4096)  # of the tokenizer that is trained
-    refuse_where(
-        *(
-            (
-                not isinstance(value, dict)
-                and value is not ABSENT
-                and (path, value) != ("parallel3d.mesh", "plan"),
-                f"base.{path}",
-                value,
-                "must be an object",
-                "write {...}, or remove it",
-            )
-            for path, value in blocks.items()
-        ),
-        *(
-            (
-                name in train,
+        vocab = data.get("vocab_size", 4096)  # the trained tokenizer's default
+    raise_if_any(_base_problems(base, vocab), str(source))
+    return {**model, "vocab_size": vocab}
+
+
+def _base_problems(base: Mapping[str, object], vocab: object) -> Iterator[Problem]:
+    """Yield the problems of a base; `vocab` is the size of its vocabulary, if that is known."""
+    for path in _BLOCKS:
+        value = reader.value_at(base, path)
+        is_plan = path == "parallel3d.mesh" and value == "plan"
+        if not isinstance(value, dict) and value is not ABSENT and not is_plan:
+            yield Problem(f"base.{path}", value, "must be an object", "write {...}, or remove it")
+    train = reader.block_at(base, "parallel3d.train")
+    for name in OWN:
+        if name in train:
+            yield Problem(
                 f"base.parallel3d.train.{name}",
-                train.get(name),
+                train[name],
                 "is set by the ladder",
                 "remove it, and use budgets and schedule",
             )
-            for name in OWN
-        ),
-        (
-            model.get("family") not in models.families(),
+    family = reader.block_at(base, "parallel3d.model").get("family", ABSENT)
+    if family not in models.families():
+        yield Problem(
             "base.parallel3d.model.family",
-            model.get("family", ABSENT),
+            family,
             "is not a model family",
             f"use one of: {', '.join(models.families())}",
-        ),
-        (
-            not isinstance(length, int) or length < 1,
-            "base.parallel3d.data.sequence_length",
-            length,
-            "must be a number of tokens",
-            "set it",
-        ),
-        (
-            not isinstance(vocab, int),
+        )
+    length = reader.block_at(base, "parallel3d.data").get("sequence_length")
+    if not isinstance(length, int) or length < 1:
+        yield Problem(
+            "base.parallel3d.data.sequence_length", length, "must be a number of tokens", "set it"
+        )
+    if not isinstance(vocab, int):
+        yield Problem(
             "base.parallel3d.model.vocab_size",
             vocab,
             "must be a number, which all sizes share",
             "set it",
-        ),
-        source=str(source),
-    )
-    return {**model, "vocab_size": vocab}
+        )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Strict, ValidationError
 
 from parallel3d.base import explain, reader
-from parallel3d.base.section import PathText, Problem, Problems, Section, problems_where
+from parallel3d.base.section import PathText, Problem, Problems, Section
 
 Devices = Annotated[int, Field(gt=0, le=10**9)]
 # The bounds are far above any real run, and keep products of such numbers finite.
@@ -107,21 +107,18 @@ class TuneConfig(Section):
     rate alone."""
 
     def _problems(self) -> Iterator[Problem]:
-        return problems_where(
-            *(
-                (
-                    len(set(factors)) < least or 1 not in factors,
+        limits = (
+            ("learning_rate_factors", self.learning_rate_factors, 3),
+            ("batch_factors", self.batch_factors, 1),
+        )
+        for name, factors, least in limits:
+            if len(set(factors)) < least or 1 not in factors:
+                yield Problem(
                     name,
                     list(factors),
                     f"must have {least} or more different ones, with 1",
                     "write [0.5, 1, 2]",
                 )
-                for name, factors, least in (
-                    ("learning_rate_factors", self.learning_rate_factors, 3),
-                    ("batch_factors", self.batch_factors, 1),
-                )
-            )
-        )
 
 
 class HyperparametersConfig(Section):
@@ -212,32 +209,23 @@ class LadderConfig(Section):
     def _problems(self) -> Iterator[Problem]:
         path = f"budgets.{self.budgets.kind}"
         budgets = list(getattr(self.budgets, self.budgets.kind))
-        return problems_where(
-            (
-                len(self.sizes) < 2,
+        if len(self.sizes) < 2:
+            yield Problem(
                 "sizes",
                 [size.params or size.model for size in self.sizes],
                 "a scaling law needs several sizes",
                 "use two or more",
-            ),
-            (
-                len(set(budgets)) < 2,
-                path,
-                budgets,
-                "has only one budget",
-                "use two or more different ones",
-            ),
-            *(
-                (
-                    not set(size.budgets) <= set(budgets),
+            )
+        if len(set(budgets)) < 2:
+            yield Problem(path, budgets, "has only one budget", "use two or more different ones")
+        for i, size in enumerate(self.sizes):
+            if not set(size.budgets) <= set(budgets):
+                yield Problem(
                     f"sizes.{i}.budgets",
                     list(size.budgets),
                     f"must be among {path}",
                     f"use some of {budgets}",
                 )
-                for i, size in enumerate(self.sizes)
-            ),
-        )
 
 
 def load(name: str) -> tuple[LadderConfig, dict[str, Any], Path]:
