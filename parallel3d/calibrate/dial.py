@@ -28,8 +28,8 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.plan.report.plan_rows import choose, devices_of
 from parallel3d.plan.report.plan_table import count as in_short
 from parallel3d.plan.search.plans import Plan, with_vocabulary
-from parallel3d.scaling.ladder.expand import SHAPE
 from parallel3d.scaling.ladder.ladder_file import LAWS
+from parallel3d.scaling.ladder.sizes import SHAPE
 from parallel3d.scaling.runs import PartCounts, count
 from parallel3d.train.known_hardware import described_hardware
 from parallel3d.train.progress import in_words

@@ -16,9 +16,10 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
 from parallel3d.scaling.estimator import PARAMETRIC
 from parallel3d.scaling.frontier import losses_of
-from parallel3d.scaling.ladder.expand import OWN, SHAPE, LadderRun, model_of, runs_of, shared_model
+from parallel3d.scaling.ladder.expand import LadderRun, runs_of
 from parallel3d.scaling.ladder.ladder_file import LadderConfig, SizeConfig, TuneConfig
 from parallel3d.scaling.ladder.plan import with_costs
+from parallel3d.scaling.ladder.sizes import OWN, SHAPE, model_of, shared_model
 from parallel3d.scaling.points import FLOPS_PER_ND, Points, interval
 from parallel3d.scaling.posterior import GAMMA, posterior
 from parallel3d.scaling.runs import count
