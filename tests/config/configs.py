@@ -50,7 +50,7 @@ def raw(**changes):
 
 
 def error_of(**changes) -> str:
-    """What the config with these changes is refused with."""
+    """Return the message with which the config with these changes is refused."""
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_dict(raw(**changes))
     return str(caught.value)

@@ -36,7 +36,7 @@ def at(tree, path):
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_auto_is_what_hugging_face_makes_of_it(name, tmp_path):
+def test_every_auto_resolves_as_in_hugging_face(name, tmp_path):
     autos = {path: "auto" for path in PATHS if not path.startswith("scheduler")}
     autos["train_batch_size"] = "auto"
     autos["scheduler"] = {"type": name, "params": dict.fromkeys(SCHEDULERS[name], "auto")}

@@ -13,7 +13,7 @@ from tests.config.configs import error_of, raw
 pytestmark = pytest.mark.pure
 
 
-def test_nested_problems():
+def test_nested_problems_name_their_full_path():
     path = "parallel3d.data.paths = []"
     assert path in error_of(**{"parallel3d.data.source": "text"})
     path = "parallel3d.train.lr_schedule.warmup_steps = -1: must be at least 0"
@@ -22,7 +22,7 @@ def test_nested_problems():
     assert path in error_of(**{"optimizer.params.betas": [0.9, 1.0]})
 
 
-def test_all_problems_at_once():
+def test_all_problems_are_reported_at_once():
     """Also those between settings, where the settings are sound by themselves."""
     message = error_of(
         **{
@@ -38,7 +38,7 @@ def test_all_problems_at_once():
         assert f"\n  {path} = " in message
 
 
-def test_checks_between_settings_leave_out_what_is_broken():
+def test_checks_between_settings_skip_invalid_settings():
     message = error_of(**{"parallel3d.mesh": {"tp": 3, "pp": "x"}})
     assert message.startswith("1 problem ")
 
@@ -50,7 +50,7 @@ def test_config_is_frozen():
             setattr(section, name, 1)
 
 
-def test_deepspeed_writes_sizes_with_exponents_and_optimizers_in_any_case():
+def test_exponents_and_optimizer_names_in_any_case_are_accepted():
     config = RunConfig.from_dict(
         raw(**{"zero_optimization.reduce_bucket_size": 5e8, "optimizer.type": "adamw"})
     )
@@ -59,7 +59,7 @@ def test_deepspeed_writes_sizes_with_exponents_and_optimizers_in_any_case():
     assert config.optimizer.params.weight_decay == 0.0
 
 
-def test_int_where_a_float_is_expected():
+def test_int_is_accepted_as_float():
     assert RunConfig.from_dict(raw(gradient_clipping=1)).gradient_clipping == 1.0
 
 
@@ -94,13 +94,13 @@ def test_auto_pp_and_tp_mean_one():
         ),
     ],
 )
-def test_resolve_refuses(changes, world_size, words):
+def test_resolve_refuses_contradicting_sizes(changes, world_size, words):
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_dict(raw(**changes)).resolve(world_size)
     assert all(word in str(caught.value) for word in words)
 
 
-def test_vocabulary_of_the_tokenizer():
+def test_vocabulary_must_hold_the_tokenizer():
     config = RunConfig.from_dict(raw())
     assert config.with_vocab_size(5000).model.vocab_size == 5000
     larger = RunConfig.from_dict(raw(**{"parallel3d.model.vocab_size": 8192}))
@@ -144,5 +144,5 @@ def test_help_lists_every_setting_with_its_doc_and_default():
 
 
 @pytest.mark.parametrize("name", ["a b", "Größe 3", "模型-1", "run.1", "1e-3", "x" * 100, "a..b"])
-def test_names_of_runs(name):
+def test_run_name_may_have_letters_of_any_script(name):
     assert RunConfig.from_dict(raw(**{"parallel3d.run.name": name})).run.name == name

@@ -253,8 +253,8 @@ def check(message, place, rule, remedy):
     assert "Traceback" not in message
     lines = message.splitlines()
     assert len(lines) == 1 or (len(lines) == 2 and "1 problem in " in lines[0]), message
-    _, found, after = lines[-1].partition(place)
-    assert found and rule in after and remedy in after, lines[-1]
+    _, named_place, after = lines[-1].partition(place)
+    assert named_place and rule in after and remedy in after, lines[-1]
 
 
 @pytest.mark.parametrize(("path", "value", "rule", "remedy"), BAD)
@@ -265,12 +265,12 @@ def test_bad_value_is_named_with_rule_and_remedy(path, value, rule, remedy):
 
 
 @pytest.mark.parametrize(("changes", "path", "value", "rule", "remedy"), BAD_TOGETHER)
-def test_settings_that_do_not_go_together(changes, path, value, rule, remedy):
+def test_contradicting_settings_are_named_with_rule_and_remedy(changes, path, value, rule, remedy):
     check(error_of(**changes), f"  {path} = {json.dumps(value)}: ", rule, remedy)
 
 
 @pytest.mark.parametrize(("words", "place", "rule", "remedy"), WORDS)
-def test_bad_words_on_the_command_line_have_one_message(words, place, rule, remedy):
+def test_bad_words_on_the_command_line_give_one_message(words, place, rule, remedy):
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_json("ds.json", words.split())
     check(str(caught.value), place, rule, remedy)
@@ -287,11 +287,11 @@ def test_bad_words_on_the_command_line_have_one_message(words, place, rule, reme
         f"{P3D}.model.hidden_size",
     ],
 )
-def test_missing_setting(path):
+def test_missing_setting_is_named(path):
     assert f"{path}: is required; add it: " in error_of(**{path: REMOVED})
 
 
-def test_a_long_list_of_wrong_entries_has_a_short_message():
+def test_long_list_of_wrong_entries_gives_a_short_message():
     """The first five, and how many more; other settings are named all the same."""
     message = error_of(**{f"{P3D}.run.model_folders": [1] * 1000, STEPS: "100", "lr": 1})
     head, *lines = message.splitlines()
@@ -302,7 +302,7 @@ def test_a_long_list_of_wrong_entries_has_a_short_message():
     assert len(lines) == 8
 
 
-def test_a_command_ends_with_2_and_the_message_alone(tmp_path, monkeypatch, capsys):
+def test_command_exits_with_2_and_prints_only_the_message(tmp_path, monkeypatch, capsys):
     file = tmp_path / "theirs.json"
     file.write_text(json.dumps(raw(**{STEPS: "100"})))
     monkeypatch.setattr("sys.argv", ["plan.py", "--config", str(file)])
@@ -312,7 +312,7 @@ def test_a_command_ends_with_2_and_the_message_alone(tmp_path, monkeypatch, caps
     check(captured.err, f'{STEPS} = "100": ', "must be an integer", "without quotes")
 
 
-def test_what_is_off_may_hold_anything():
+def test_disabled_blocks_may_hold_anything():
     """Of what is not supported, too; and what logs refuses nothing that DeepSpeed would take."""
     off = {"enabled": False, "whatever": [1, {"x": None}]}
     names = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger")
@@ -320,22 +320,22 @@ def test_what_is_off_may_hold_anything():
     assert RunConfig.from_dict(raw(**dict.fromkeys(names, off))) == RunConfig.from_dict(raw())
 
 
-def test_a_mesh_that_is_planned_wants_the_batch_that_it_is_planned_for():
+def test_planned_mesh_requires_the_batch_size():
     planned = {f"{P3D}.mesh": "plan"}
-    said = error_of(**planned)
-    assert 'train_batch_size: is required with mesh "plan"' in said
+    message = error_of(**planned)
+    assert 'train_batch_size: is required with mesh "plan"' in message
     kept = {f"{P3D}.plan": {"fix": ["micro_batch"]}, "train_batch_size": 8}
-    said = error_of(**planned, **kept, train_micro_batch_size_per_gpu=REMOVED)
-    assert "train_micro_batch_size_per_gpu: is required, because parallel3d.plan.fix" in said
-    said = error_of(**planned, **{f"{P3D}.plan": {"fix": ["tp"]}})
-    assert 'parallel3d.plan.fix.0 = "tp": must be "zero_stage", "offload"' in said
+    message = error_of(**planned, **kept, train_micro_batch_size_per_gpu=REMOVED)
+    assert "train_micro_batch_size_per_gpu: is required, because parallel3d.plan.fix" in message
+    message = error_of(**planned, **{f"{P3D}.plan": {"fix": ["tp"]}})
+    assert 'parallel3d.plan.fix.0 = "tp": must be "zero_stage", "offload"' in message
     config = RunConfig.from_dict(raw(**planned, train_batch_size=8))
     assert config.is_planned and RunConfig.from_dict(config.to_dict()) == config
     with pytest.raises(ConfigError, match=r'mesh = "plan": the mesh is not planned yet; use the'):
         config.resolve(4)
 
 
-def test_the_base_of_all_these_is_valid():
+def test_unchanged_config_is_valid():
     """Otherwise each of them would fail for the same reason."""
     RunConfig.from_dict(raw(**{f"{P3D}.mesh.dp": 1}))
     llama = {f"{P3D}.mesh": {"tp": 12}, f"{P3D}.model": LLAMA}

@@ -53,13 +53,16 @@ def placed(path, value):
 
 
 @pytest.mark.parametrize(("path", "key"), KEYS, ids=[path for path, _ in KEYS])
-def test_a_key_is_left_out_where_it_is_neutral_and_else_refused_with_its_reason(path, key):
-    neutral = [*key.values, *({item: v} for item, vs in key.items.items() for v in vs)]
-    neutral += [{}, {key.switch: False}] if key.switch else []
+def test_key_is_dropped_if_neutral_and_refused_otherwise(path, key):
+    neutral = [*key.values]
+    for item, values in key.items.items():
+        neutral += [{item: value} for value in values]
+    if key.switch:
+        neutral += [{}, {key.switch: False}]
+    *sections, name = path.split(".")
     for value in neutral:
         config = RunConfig.from_dict(raw(**placed(path, value)))
-        section, _, name = path.rpartition(".")
-        assert name not in reduce(getitem, section.split(".") if section else [], config.to_dict())
+        assert name not in reduce(getitem, sections, config.to_dict())
     if ANY in key.values:
         return
     message = error_of(**placed(path, {key.switch: True} if key.switch else "?"))
@@ -68,10 +71,10 @@ def test_a_key_is_left_out_where_it_is_neutral_and_else_refused_with_its_reason(
     assert key.reason.partition("; ")[2] in message
 
 
-def test_a_file_as_they_are_found():
+def test_real_world_file_is_resolved():
     file = raw(**REAL_WORLD)
     config = RunConfig.from_dict(file).resolve(4)
-    assert file["bf16"] == {"enabled": "auto"}  # what is given is left as it is
+    assert file["bf16"] == {"enabled": "auto"}  # the file itself is unchanged
     assert config.train_batch_size == 8 * 1 * 1
     assert (config.bf16.enabled, config.fp16.enabled) == (True, False)
     assert config.optimizer.params.betas == (0.9, 0.999)
@@ -82,12 +85,11 @@ def test_a_file_as_they_are_found():
     assert config.scheduler.params.total_num_steps == 10
     assert config.scheduler.params.warmup_max_lr == config.optimizer.params.lr == 5e-5
     assert '"auto"' not in json.dumps(config.resolve(4).to_dict()["zero_optimization"])
-    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))).to_dict() == (
-        config.to_dict()
-    )
+    again = RunConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again.to_dict() == config.to_dict()
 
 
-def test_what_became_of_each_auto_is_told():
+def test_notes_report_the_value_of_each_auto():
     notes = RunConfig.from_dict(raw(**REAL_WORLD)).resolve(4).notes
     assert any(note.startswith("bf16.enabled: auto = true (true unless fp16") for note in notes)
     assert len(notes) == 16
@@ -106,23 +108,23 @@ def test_auto_bf16_never_means_fp32(fp16, bf16):
     assert config.fp16.enabled is (fp16 is True)
 
 
-def test_auto_sizes_of_a_model_that_is_broken_say_only_that():
+def test_invalid_model_with_auto_sizes_gives_one_problem():
     message = error_of(
         **{"parallel3d.model.hidden_size": "64", "zero_optimization.reduce_bucket_size": "auto"}
     )
     assert message.startswith("1 problem ")
 
 
-def test_comments_of_other_peoples_files_are_left_out():
+def test_underscore_keys_are_ignored_as_comments():
     """At every level of DeepSpeed's part; the parallel3d block stays strict."""
     file = raw(_comment="ours", **{"optimizer._why": {"a": 1}, "optimizer.params._lr": 5, "_x": []})
     file["zero_optimization"]["offload_optimizer"] = {"device": "none", "_note": "none yet"}
     assert RunConfig.from_dict(file) == RunConfig.from_dict(raw())
-    assert file["_comment"] == "ours"  # what is given is left as it is
+    assert file["_comment"] == "ours"  # the file itself is unchanged
     assert 'parallel3d._comment = "x": is not a setting' in error_of(**{"parallel3d._comment": "x"})
 
 
-def test_no_zero_optimization_is_stage_0():
+def test_missing_zero_optimization_is_stage_0():
     config = RunConfig.from_dict(raw(zero_optimization=REMOVED))
     assert config.zero_optimization.stage == 0
     # In a block that is there a missing stage is a slip.
@@ -134,7 +136,7 @@ def test_fused_adam_is_adam(name):
     assert RunConfig.from_dict(raw(**{"optimizer.type": name})).optimizer.type == "Adam"
 
 
-def test_a_missing_optimizer_is_adamw_with_deepspeeds_defaults():
+def test_missing_optimizer_is_adamw_with_deepspeed_defaults():
     """Because many training scripts create the optimizer, so their files have none."""
     config = RunConfig.from_dict(raw(optimizer=REMOVED))
     assert config.optimizer.type == "AdamW" and config.optimizer.params.lr == 0.001
@@ -153,7 +155,7 @@ def test_a_missing_optimizer_is_adamw_with_deepspeeds_defaults():
     assert config.scheduler.params.warmup_max_lr == 0.001
 
 
-def test_a_missing_block_is_shown_so_that_it_can_be_pasted():
+def test_message_of_a_missing_block_can_be_pasted():
     pasted = error_of(parallel3d=REMOVED).partition("add it: ")[2]
     RunConfig.from_dict(raw() | json.loads(f"{{{pasted}}}"))
     pasted = error_of(**{"optimizer.params": REMOVED}).partition("add it: ")[2]
@@ -185,14 +187,14 @@ def test_parameters_of_other_optimizers_are_refused_one_by_one():
         assert f"optimizer.params.{name} = 1: is for 1-bit optimizers, which are not" in message
 
 
-def test_steps_per_print():
-    checkpoints = {"number_checkpoints": 4}  # of any number
+def test_steps_per_print_accepts_null_and_large_numbers():
+    checkpoints = {"number_checkpoints": 4}  # any number is accepted
     file = raw(steps_per_print=None, activation_checkpointing=checkpoints)
     assert RunConfig.from_dict(file) == RunConfig.from_dict(raw())
     assert RunConfig.from_dict(raw(steps_per_print=1e9)).steps_per_print == 10**9
 
 
-def test_old_names():
+def test_old_names_and_null_offload_are_accepted():
     assert RunConfig.from_dict(raw(bfloat16={"enabled": True})).bf16.enabled
     null = {"stage": 3, "offload_optimizer": None, "offload_param": None}
     config = RunConfig.from_dict(raw(zero_optimization=null)).zero_optimization
@@ -210,7 +212,7 @@ def test_old_names():
         (24, 2, 4, (24, 2, 4)),
     ],
 )
-def test_the_batch_sizes_that_are_not_given_follow(batch, micro, accumulation, expected):
+def test_missing_batch_sizes_are_derived(batch, micro, accumulation, expected):
     """As in DeepSpeed; here dp is 3."""
     names = (
         "train_batch_size",
@@ -223,7 +225,7 @@ def test_the_batch_sizes_that_are_not_given_follow(batch, micro, accumulation, e
     assert config.global_batch_size == prod((3, config.micro_batch_size, config.num_microbatches))
 
 
-def test_a_batch_that_cannot_be_divided_so():
+def test_indivisible_batch_is_refused():
     config = RunConfig.from_dict(raw(train_batch_size=20, gradient_accumulation_steps=None))
     with pytest.raises(ConfigError, match=r"train_batch_size = 20: .*dp=3 = 6; use 18 or 24"):
         config.resolve(12)

@@ -11,7 +11,7 @@ from parallel3d.config.normalise import apply_overrides, full_path
 pytestmark = pytest.mark.pure
 
 
-def test_comments_and_trailing_commas():
+def test_comments_and_trailing_commas_are_accepted():
     text = """// first
     {
       "url": "http://x/*y*/,]", // a string keeps its // and its commas
@@ -46,7 +46,7 @@ def test_comments_and_trailing_commas():
         ('{"a": ' + 5000 * "9" + "}", ["cannot be read as JSON", "digits"]),
     ],
 )
-def test_refuses(text, words):
+def test_bad_json_is_refused_with_its_place(text, words):
     with pytest.raises(ConfigError) as caught:
         parse(text, "ds.json")
     assert all(word in str(caught.value) for word in ["ds.json", *words])
@@ -60,11 +60,11 @@ def test_overrides_are_json_or_text():
     assert raw == {"a": {"b": 2, "c": "x=y"}, "d": "3", "e": True, "f": -1}
 
 
-def test_find(tmp_path, monkeypatch):
+def test_find_looks_in_the_working_and_config_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find("ds.json").parent.name == "configs"
     assert find("ds") == find("ds.json")
-    assert find("configs/ds.json") == find("ds.json")  # as the documents write it
+    assert find("configs/ds.json") == find("ds.json")  # the documents write it so
     assert find("configs/ladders/cpu.json").is_file()
     (tmp_path / "ds.json").write_text("{}")
     assert find("ds.json").resolve() == tmp_path / "ds.json"
@@ -74,14 +74,14 @@ def test_find(tmp_path, monkeypatch):
         find("nowhere/ds.json")
 
 
-def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+def test_byte_order_mark_is_skipped(tmp_path):
     file = tmp_path / "bom.json"
     file.write_text('{"a": 1}', encoding="utf-8-sig")
     assert read(file) == {"a": 1}
 
 
 @pytest.mark.parametrize("content", [b"\x80\xff\x00", "{}".encode("utf-16")])
-def test_what_is_no_text_is_refused(tmp_path, content):
+def test_file_without_utf8_text_is_refused(tmp_path, content):
     file = tmp_path / "ds.json"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"cannot read .*ds.json: .*; use a UTF-8 text file"):
@@ -89,7 +89,7 @@ def test_what_is_no_text_is_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "."])
-def test_no_path_is_one_message(name):
+def test_impossible_path_gives_one_message(name):
     with pytest.raises(ConfigError, match="no config file"):
         find(name)
 
@@ -115,11 +115,11 @@ def test_no_path_is_one_message(name):
         ("steps", "steps"),
     ],
 )
-def test_full_path(path, expected):
+def test_short_path_becomes_full_path(path, expected):
     assert full_path(path) == expected
 
 
-def test_no_setting_of_ours_has_the_path_of_a_key_of_deepspeeds():
+def test_our_settings_share_no_path_with_deepspeed_keys():
     assert not set(Parallel3DConfig.model_fields) & set(RunConfig.model_fields)
     shared = set(Parallel3DConfig.model_fields) & set(TOP_LEVEL)
     assert shared == {"checkpoint", "pipeline"}
@@ -128,7 +128,7 @@ def test_no_setting_of_ours_has_the_path_of_a_key_of_deepspeeds():
         assert TOP_LEVEL[section].items and not set(ours) & set(TOP_LEVEL[section].items)
 
 
-def test_short_paths_reach_the_default_config():
+def test_short_paths_change_the_default_config():
     words = "--mesh.pp 2 --model.hidden_size 64 --run.name x --checkpoint.every=7"
     words += " --parallel3d.mesh.tp 2 --bf16.enabled=true"
     config = RunConfig.from_json("ds.json", words.split())

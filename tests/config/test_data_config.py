@@ -49,29 +49,31 @@ GOOD = [
 
 
 @pytest.mark.parametrize("data", GOOD)
-def test_a_config_comes_back_from_its_json(data):
+def test_config_survives_json(data):
     config = config_of(**data)
     again = RunConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert again.data == config.data
     for key, value in data.items():
         if key not in ("mixture", "validation"):
-            found = getattr(again.data, key)
-            assert (list(found) if isinstance(found, tuple) else found) == value
+            read_value = getattr(again.data, key)
+            if isinstance(read_value, tuple):
+                read_value = list(read_value)
+            assert read_value == value
 
 
-def test_a_single_path_is_a_list_of_one():
+def test_single_path_becomes_a_list():
     assert config_of(source="text", paths="a/*.txt").data.paths == ("a/*.txt",)
     [part, _] = config_of(**mixture(paths="b.txt")).data.mixture[::-1]
     assert part.paths == ("b.txt",)
 
 
-def test_a_setting_of_earlier_runs_is_left_out_with_a_note():
+def test_removed_setting_is_dropped_with_a_note():
     config = config_of(remote_cache_bytes=10 * 2**30)
     assert "remote_cache_bytes" not in config.to_dict()["parallel3d"]["data"]
     assert "parallel3d.data.remote_cache_bytes: removed" in " ".join(config.notes)
 
 
-def test_without_a_tokenizer_the_vocabulary_is_known():
+def test_vocabulary_is_known_without_a_tokenizer():
     config = config_of(**IDS, **NO_TOKENIZER)
     assert config.model.vocab_size == "auto"
     assert with_vocabulary(config).model.vocab_size == 50257
@@ -97,12 +99,8 @@ BAD = [
     ({**mixture(), "paths": ["a"]}, "paths", 'not read by source "mixture"', "remove it"),
     (mixture(weight=0.0), "mixture.1.weight", "greater than 0", "raise it"),
     (mixture(weight=[[5, 1.0]]), "mixture.1.weight", "must begin with [0, WEIGHT]", "--help"),
-    (
-        mixture(weight=[[0, 1.0], ["1 B", 2.0]]),
-        "mixture.1.weight",
-        "number of tokens",
-        "10B tokens",
-    ),
+    (mixture(weight=[[0, 1.0], ["1 B", 2.0]]), "mixture.1.weight", "number of tokens",
+     "10B tokens"),
     (mixture(name="x"), "mixture.1.name", 'not read by source "text"', 'use source "hub"'),
     (mixture(source="mixture"), "mixture.1.source", "must be", '"text"'),
     (mixture(vocab_size=300), "mixture.1.vocab_size", "not a setting", "did you mean"),
@@ -111,45 +109,33 @@ BAD = [
     (IDS, 'tokenizer = "train"', "cannot be trained on token ids", '"none" with vocab_size'),
     ({**IDS, "tokenizer": "none"}, "end_of_text_id", 'required by tokenizer "none"', "vocab_size"),
     ({**IDS, "tokenizer": "none", "end_of_text_id": 0}, "vocab_size", "is required by", "write"),
-    (
-        {**IDS, **NO_TOKENIZER, "end_of_text_id": 50257},
-        "end_of_text_id",
-        "less than voc",
-        "smaller",
-    ),
-    (
-        {"source": "tokens", "paths": ["s3://b/a.npy"], **NO_TOKENIZER},
-        "paths",
-        "which only streams read",
-        "copy the files",
-    ),
+    ({**IDS, **NO_TOKENIZER, "end_of_text_id": 50257}, "end_of_text_id", "less than voc",
+     "smaller"),
+    ({"source": "tokens", "paths": ["s3://b/a.npy"], **NO_TOKENIZER}, "paths",
+     "which only streams read", "copy the files"),
     (NO_TOKENIZER, 'tokenizer = "none"', "cannot be used with sources of text", 'use "train"'),
     ({"end_of_text_id": 0}, "end_of_text_id", "for sources of token ids", "remove it"),
     ({"token_dtype": "uint16"}, "token_dtype", "not read", 'use source "datatrove" or "tokens"'),
     ({"validation": {"web": {"source": "text"}}}, "validation.web.paths", "required", "add"),
     ({"validation": {"w b": {"source": "python-stdlib"}}}, "validation", "plain name", "letters"),
-    (
-        {"validation": {"held_out": {"source": "python-stdlib"}}},
-        "validation",
-        "is reserved",
-        "another",
-    ),
+    ({"validation": {"held_out": {"source": "python-stdlib"}}}, "validation", "is reserved",
+     "another"),
     ({"validation": {"a": {**PART}}}, "validation.a.weight", "must be 1", "write 1"),
     ({"validation": {"a": {"path": "x"}}}, "validation.a.path", "not a setting", '"paths"'),
     ({"validation": []}, "validation", "must be a block of settings", "{...}"),
     ({"validation_split": "dev"}, "validation_split", "not read", 'source "hub" or "mixture"'),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("data", "path", "rule", "remedy"), BAD)
-def test_a_bad_value_is_named_with_rule_and_remedy(data, path, rule, remedy):
+def test_bad_value_is_named_with_rule_and_remedy(data, path, rule, remedy):
     with pytest.raises(ConfigError) as caught:
         config_of(**data)
     [line] = [x for x in str(caught.value).splitlines() if f"  parallel3d.data.{path}" in x]
     assert rule in line and remedy in line
 
 
-def test_a_password_in_a_url_is_written_nowhere_and_changes_no_run():
+def test_password_in_a_url_is_never_written_and_leaves_the_digest():
     def read(password):
         url = f"https://user:{password}@host/a.bin"
         ids = {"source": "tokens", "paths": [url], "stream": True, "manifest": "m"}
@@ -166,7 +152,7 @@ def test_a_password_in_a_url_is_written_nowhere_and_changes_no_run():
     assert config_of().to_public_dict() == config_of().to_dict()
 
 
-def test_a_password_is_masked_where_a_setting_is_refused():
+def test_password_is_masked_in_a_refusal():
     url = "https://user:secret@host/a.bin"
     with pytest.raises(ConfigError, match=r"user:\*\*\*@host") as caught:
         config_of(source="hub", name="a", paths=[url])

@@ -51,7 +51,7 @@ def check(ended, folder):
     assert [line["step"] for line in lines] == [1, 2] and all(line["loss"] > 0 for line in lines)
 
 
-def test_they_train(data):
+def test_published_files_train(data):
     runs = run(TRAINED, data)
     for name, (ended, folder) in runs.items():
         check(ended, folder)
@@ -62,13 +62,13 @@ def test_they_train(data):
 
 
 @pytest.mark.slow  # DeepSpeed's CPU Adam is loaded, or compiled
-def test_those_of_the_hugging_face_trainer_train(data):
+def test_files_of_the_hugging_face_trainer_train(data):
     for name, (ended, folder) in run(OFFLOADED, data).items():
         check(ended, folder)
         assert ended.says("WARNING: optimizer.params.lr = 5e-05") == 1, name
 
 
-def test_a_file_with_everything_that_logs_trains(data):
+def test_file_with_every_logger_trains(data):
     ((ended, folder),) = run([LOGGED], data).values()
     check(ended, folder)
     for word in ("time    step 1", "time    step 2"):
@@ -79,7 +79,7 @@ def test_a_file_with_everything_that_logs_trains(data):
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_each_is_read(name, data):
+def test_published_file_is_read(name, data):
     raw = filled(THEIRS[name], data)
     assert THEIRS[name].keys() <= raw.keys()
     config = RunConfig.from_dict(raw).resolve(1)

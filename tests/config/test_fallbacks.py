@@ -20,26 +20,25 @@ def elastic(*meshes, **changes):
 
 @pytest.mark.parametrize(
     ("ranks", "mesh", "microbatches"),
-    [(8, "2x2x2", 4), (4, "2x1x2", 8), (2, "1x1x2", 8)],  # of two meshes of a size, the first
+    [(8, "2x2x2", 4), (4, "2x1x2", 8), (2, "1x1x2", 8)],  # the first of two meshes of a size
 )
 @pytest.mark.parametrize("batch", ["derived", "stated"])
-def test_a_world_of_another_size_has_its_mesh_and_the_same_batch(ranks, mesh, microbatches, batch):
-    stated = {"train_batch_size": 16, "gradient_accumulation_steps": None}
-    stated = {key: value for key, value in stated.items() if value} if batch == "stated" else {}
+def test_fallback_mesh_keeps_the_batch(ranks, mesh, microbatches, batch):
+    stated = {"train_batch_size": 16} if batch == "stated" else {}
     config = elastic(*MESHES, **stated).resolve(ranks)
     assert str(config.mesh.sizes) == mesh
     assert config.global_batch_size == config.train_batch_size == 16
     assert (config.micro_batch_size, config.num_microbatches) == (2, microbatches)
-    said = [note for note in config.notes if note.startswith("parallel3d.mesh: ")]
+    mesh_notes = [note for note in config.notes if note.startswith("parallel3d.mesh: ")]
     if ranks == 8:
-        assert said == []
+        assert mesh_notes == []
     else:
-        (note,) = said
+        (note,) = mesh_notes
         assert note.startswith(f"parallel3d.mesh: {mesh} of fallbacks, because 2x2x2 ")
         assert f"{ranks} ranks; {microbatches} microbatches of 2 a step" in note
 
 
-def test_a_resolved_config_has_one_mesh():
+def test_resolved_config_has_one_mesh():
     config = elastic(*MESHES).resolve(4)
     assert config.mesh.fallbacks == ()
     again = RunConfig.from_dict(config.to_dict())
@@ -47,16 +46,16 @@ def test_a_resolved_config_has_one_mesh():
         again.resolve(2)
 
 
-def test_a_world_that_no_mesh_fits_is_refused():
+def test_number_of_processes_without_a_mesh_is_refused():
     with pytest.raises(ConfigError) as caught:
         elastic("2x1x2", "1x1x2").resolve(3)
-    said = str(caught.value)
-    assert f'{FALLBACKS} = ["2x1x2", "1x1x2"]: has no mesh of 3 ranks, and 2x2x2 has 8' in said
-    assert said.endswith("add a mesh for 3 processes, or start one of these numbers: 2, 4, 8")
+    message = str(caught.value)
+    assert f'{FALLBACKS} = ["2x1x2", "1x1x2"]: has no mesh of 3 ranks, and 2x2x2 has 8' in message
+    assert message.endswith("add a mesh for 3 processes, or start one of these numbers: 2, 4, 8")
 
 
 @pytest.mark.parametrize(
-    ("meshes", "changes", "says"),
+    ("meshes", "changes", "expected"),
     [
         (["2x2"], {}, 'fallbacks.0 = "2x2": must be the sizes of a mesh; write pp x dp x tp'),
         (["2x0x1"], {}, 'fallbacks.0 = "2x0x1": must be the sizes of a mesh'),
@@ -71,24 +70,24 @@ def test_a_world_that_no_mesh_fits_is_refused():
         (["4x1x1"], {"parallel3d.mesh.dp": "auto"}, 'mesh.dp = "auto": fits any number of proc'),
     ],
 )
-def test_each_mesh_is_checked_with_the_config(meshes, changes, says):
+def test_each_mesh_is_checked_with_the_config(meshes, changes, expected):
     changes = {FALLBACKS: meshes, "parallel3d.mesh.dp": 2, **changes}
-    if says is None:
+    if expected is None:
         RunConfig.from_dict(raw(**changes))
     else:
-        said = error_of(**changes)
-        assert says in said
-        assert said.startswith("1 problem in the config:"), said
+        message = error_of(**changes)
+        assert expected in message
+        assert message.startswith("1 problem in the config:"), message
 
 
-def test_all_problems_of_all_meshes_are_said_at_once():
-    said = error_of(**{FALLBACKS: ["1x1x3", "1x1x2", "9x1x3"], "parallel3d.mesh.dp": 2})
-    assert said.startswith("3 problems")
-    assert said.count('"9x1x3"') == 2 and '"1x1x2"' not in said
+def test_problems_of_all_meshes_are_reported_at_once():
+    message = error_of(**{FALLBACKS: ["1x1x3", "1x1x2", "9x1x3"], "parallel3d.mesh.dp": 2})
+    assert message.startswith("3 problems")
+    assert message.count('"9x1x3"') == 2 and '"1x1x2"' not in message
 
 
-def test_a_fault_of_the_mesh_itself_is_not_said_of_its_fallbacks():
-    said = error_of(
+def test_problem_of_the_main_mesh_is_not_repeated_for_fallbacks():
+    message = error_of(
         **{
             FALLBACKS: ["1x1x1"],
             "parallel3d.mesh.dp": 3,
@@ -97,9 +96,9 @@ def test_a_fault_of_the_mesh_itself_is_not_said_of_its_fallbacks():
             "train_micro_batch_size_per_gpu": 2,
         }
     )
-    assert FALLBACKS not in said and "train_batch_size = 16" in said
+    assert FALLBACKS not in message and "train_batch_size = 16" in message
 
 
-def test_fallbacks_do_not_make_another_run():
+def test_fallbacks_do_not_change_the_digest():
     """By the digest a run without a name is found again."""
     assert digest_of(elastic("1x1x2")) == digest_of(elastic("2x1x2")) == digest_of(elastic())

@@ -24,7 +24,7 @@ ONE = (ROOT / "parallel3d/schedule/schedules/gpipe.py").read_text()
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def folders(tmp_path, monkeypatch):
     """Folders with the family "tiny" and the schedule "mine", of which nothing is known yet."""
     for package in (models, schedules):
         monkeypatch.setattr(package, "__path__", list(package.__path__))
@@ -53,20 +53,20 @@ def config(families, orders, **run):
     return raw
 
 
-def test_a_config_that_names_them_is_read(own, monkeypatch):
+def test_config_with_user_folders_is_read(folders, monkeypatch):
     assert "mine" not in schedules.names()
     with pytest.raises(ConfigError, match="is not a known model family; use one of: gpt"):
-        RunConfig.from_dict(config(*own, model_folders=[]))
-    monkeypatch.chdir(own[0].parent)
+        RunConfig.from_dict(config(*folders, model_folders=[]))
+    monkeypatch.chdir(folders[0].parent)
     read = RunConfig.from_dict(config("my models", "my schedules"))
     assert type(read.model).__module__ == "parallel3d.models.tiny.spec"
     assert "tiny" in models.families() and "mine" in schedules.names()
     # What is written with the run is found from any folder.
-    assert RunConfig.from_dict(read.to_dict()).run.model_folders == (str(own[0]),)
+    assert RunConfig.from_dict(read.to_dict()).run.model_folders == (str(folders[0]),)
 
 
-def test_processes_that_are_started_look_into_them(own):
-    RunConfig.from_dict(config(*own))
+def test_started_processes_use_the_user_folders(folders):
+    RunConfig.from_dict(config(*folders))
     code = (
         "from parallel3d import models; from parallel3d.schedule.schedules import load\n"
         "print(models.config_class('tiny').__module__, load('mine').__file__)"
@@ -75,24 +75,24 @@ def test_processes_that_are_started_look_into_them(own):
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout == f"parallel3d.models.tiny.spec {own[1] / 'mine.py'}\n"
+    assert done.stdout == f"parallel3d.models.tiny.spec {folders[1] / 'mine.py'}\n"
 
 
-def test_what_is_wrong_with_a_folder_is_said(own, tmp_path):
-    (own[0] / "gpt").mkdir()
-    (own[0] / "gpt/spec.py").touch()
+def test_wrong_user_folder_is_refused_by_name(folders, tmp_path):
+    (folders[0] / "gpt").mkdir()
+    (folders[0] / "gpt/spec.py").touch()
     with pytest.raises(
         ConfigError, match=r"run.model_folders.*contains .gpt., a name that"
     ) as refused:
-        RunConfig.from_dict(config(*own, schedule_folders=[str(tmp_path / "none")]))
+        RunConfig.from_dict(config(*folders, schedule_folders=[str(tmp_path / "none")]))
     assert "run.schedule_folders" in str(refused.value)
     assert "is not a folder; create it, or name another one" in str(refused.value)
     with pytest.raises(ConfigError, match=r"run\.model_folders"):
-        RunConfig.from_dict(config(*own, model_folders="my models"))
+        RunConfig.from_dict(config(*folders, model_folders="my models"))
 
 
-def test_its_layers_and_its_programs_are_used(own):
-    read = RunConfig.from_dict(config(*own)).with_vocab_size(64)
+def test_layers_and_programs_of_user_folders_are_used(folders):
+    read = RunConfig.from_dict(config(*folders)).with_vocab_size(64)
     built = {layer.build.partition(":")[0] for layer in models.layers(read.model)}
     assert "parallel3d.models.tiny.blocks" in built
     mine = schedules.make_schedule("mine", 2, 4)

@@ -20,15 +20,15 @@ def figures(section: Section) -> Iterator[Figure]:
     """All numbers of a description."""
     for name in type(section).model_fields:
         value = getattr(section, name)
-        for found in value.values() if isinstance(value, Mapping) else (value,):
-            if isinstance(found, Figure):
-                yield found
-            elif isinstance(found, Section):
-                yield from figures(found)
+        for entry in value.values() if isinstance(value, Mapping) else (value,):
+            if isinstance(entry, Figure):
+                yield entry
+            elif isinstance(entry, Section):
+                yield from figures(entry)
 
 
 @pytest.mark.parametrize("name", DESCRIBED)
-def test_described_with_sources(name: str) -> None:
+def test_figures_have_sources(name: str) -> None:
     described = hardware.load(name)
     assert described.name == name
     assert all(len(figure.source) > 5 and figure.value > 0 for figure in figures(described))
@@ -37,7 +37,7 @@ def test_described_with_sources(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DESCRIBED)
-def test_what_a_plan_needs_is_there_and_plausible(name: str) -> None:
+def test_figures_for_planning_are_plausible(name: str) -> None:
     h = hardware.load(name)
     assert h.memory_bandwidth and h.link and h.network and h.host and h.devices_per_node
     for dtype, measured in h.matmul_flops.items():
@@ -52,7 +52,7 @@ def test_what_a_plan_needs_is_there_and_plausible(name: str) -> None:
     assert 1e9 < h.host.device_bandwidth.value < link
 
 
-def test_aliases_name_one_device_each() -> None:
+def test_aliases_are_unique() -> None:
     aliases = [alias for name in DESCRIBED for alias in hardware.load(name).aliases]
     assert len(aliases) == len(set(aliases))
     assert all(alias == alias.lower() for alias in aliases)
@@ -69,7 +69,7 @@ def test_this_machine_must_be_measured_first(monkeypatch, tmp_path) -> None:
 
 
 @pytest.fixture
-def own_folder(monkeypatch, tmp_path):
+def user_folder(monkeypatch, tmp_path):
     """The user's own folder, with nothing in it."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     folder = tmp_path / "parallel3d" / "hardware"
@@ -77,33 +77,33 @@ def own_folder(monkeypatch, tmp_path):
     return folder
 
 
-def test_the_users_own_folder_is_read_beside_the_shipped_one(own_folder, monkeypatch) -> None:
+def test_user_folder_is_read_beside_the_shipped_one(user_folder, monkeypatch) -> None:
     shipped = hardware.DIRECTORY / "V100-SXM2-32GB.json"
-    own = json.loads(shipped.read_text()) | {"name": "mine", "aliases": []}
-    (own_folder / "mine.json").write_text(json.dumps(own))
+    description = json.loads(shipped.read_text()) | {"name": "mine", "aliases": []}
+    (user_folder / "mine.json").write_text(json.dumps(description))
     assert set(hardware.names()) == {*DESCRIBED, "mine"} | {
         path.stem for path in hardware.DIRECTORY.glob("this-machine.json")
     }
     assert hardware.load("MINE").name == "mine"
     # Of two with one name the user's: a checkout's calibration may be years old.
-    own["memory_bytes"] = {"value": 1e9, "source": "the test's own"}
-    (own_folder / shipped.name).write_text(json.dumps(own))
+    description["memory_bytes"] = {"value": 1e9, "source": "the test's own"}
+    (user_folder / shipped.name).write_text(json.dumps(description))
     assert hardware.load("V100-SXM2-32GB").memory_bytes.value == 1e9
     monkeypatch.setenv("XDG_CONFIG_HOME", "relative")  # which the standard says is none
     assert hardware.user_folder().is_relative_to(Path.home() / ".config")
 
 
-def test_peak():
+def test_peak_depends_on_device_and_dtype():
     assert hardware.load("H100-SXM5-80GB").peak("bf16") == 989e12
     assert hardware.load("V100-SXM2-32GB").peak("bf16") is None
 
 
-def test_recognise():
-    found = hardware.recognise("NVIDIA A100-SXM4-80GB")
-    assert found and found.name == "A100-SXM4-80GB"
+def test_device_is_recognised_by_its_driver_name():
+    device = hardware.recognise("NVIDIA A100-SXM4-80GB")
+    assert device and device.name == "A100-SXM4-80GB"
     assert hardware.recognise("cpu") is None
 
 
-def test_unknown_name():
+def test_unknown_device_is_refused():
     with pytest.raises(ConfigError, match=r'"abacus": is not described; .*H100-SXM5-80GB'):
         hardware.load("abacus")

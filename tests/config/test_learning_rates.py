@@ -45,7 +45,7 @@ def rates_of(scheduler, optimizer, steps):
 
 
 @pytest.mark.parametrize(("name", "params"), CASES)
-def test_deepspeeds_scheduler_block(name, params):
+def test_rates_equal_those_of_deepspeed(name, params):
     optimizer = adam()
     expected = rates_of(getattr(lr_schedules, name)(optimizer, **params), optimizer, STEPS)
     config = RunConfig.from_dict(
@@ -54,13 +54,13 @@ def test_deepspeeds_scheduler_block(name, params):
     assert [rate(config, step) for step in range(STEPS)] == pytest.approx(expected, abs=1e-15)
 
 
-def test_every_scheduler_of_deepspeed_has_its_class_and_a_case():
+def test_every_deepspeed_scheduler_has_a_class_and_a_case():
     refused = {"OneCycle", "LRRangeTest"}
     assert set(SCHEDULERS) | refused == set(lr_schedules.VALID_LR_SCHEDULES)
     assert set(SCHEDULERS) == {name for name, _ in CASES}
 
 
-def test_cosine_and_line_are_torchs_after_the_first_step():
+def test_cosine_and_linear_rates_equal_those_of_torch():
     """Ours reaches the floor at the last step, torch's with the step after `T_max` or `total`."""
     n = 24
     floor = 0.25

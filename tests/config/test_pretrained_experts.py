@@ -101,7 +101,7 @@ GLM = DOTS1 | {
         (GLM | {"rope_parameters": {"partial_rotary_factor": 0.25}}, {"rotary_size": 2}),
     ],
 )
-def test_config_json_gives_the_model_block(config, fixed, tmp_path):
+def test_config_json_determines_the_model_block(config, fixed, tmp_path):
     model = config_of(published(tmp_path / "model", config)).model
     assert {name: getattr(model, name) for name in fixed} == fixed
     assert model.family == "moe" and model.num_hidden_layers == 4
@@ -117,24 +117,20 @@ REFUSED = [
     (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: adds noise to the"),
     (MIXTRAL | {"attention_bias": True}, 'which are not supported for model_type "mixtral"'),
     (MIXTRAL | {"moe_intermediate_size": 4}, "moe_intermediate_size = 4: is unknown and may"),
-    (
-        QWEN3_MOE | {"layer_types": ["sliding_attention"] * 4},
-        "has layers with a window, but the class has",
-    ),
+    (QWEN3_MOE | {"layer_types": ["sliding_attention"] * 4},
+     "has layers with a window, but the class has"),
     (QWEN3_MOE | {"mlp_only_layers": [1]}, "mlp_only_layers = [1]: has layers without experts"),
     (QWEN3_MOE | {"shared_expert_intermediate_size": 8}, "adds a shared expert with a gate"),
     (OLMOE | {"clip_qkv": 8.0}, "clip_qkv = 8.0: clips queries, keys and values"),
     (OLMOE | {"mlp_bias": True}, "model.mlp_bias = true: must be false"),
     (DOTS1 | {"scoring_func": "softmax"}, 'scoring_func = "softmax": is not the routing of'),
-    (
-        DOTS1 | {"layer_types": ["sliding_attention"] * 4, "sliding_window": None},
-        "has layers with a window",
-    ),
+    (DOTS1 | {"layer_types": ["sliding_attention"] * 4, "sliding_window": None},
+     "has layers with a window"),
     (DOTS1 | {"n_group": 3}, "n_group = 3: does not divide num_experts=16"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "said"), REFUSED)
-def test_what_is_not_supported_is_refused_by_its_field(config, said, tmp_path):
-    found = refused(published(tmp_path / "model", config))
-    assert said in found, found
+@pytest.mark.parametrize(("config", "expected"), REFUSED)
+def test_unsupported_feature_is_refused_by_its_field(config, expected, tmp_path):
+    message = refused(published(tmp_path / "model", config))
+    assert expected in message, message

@@ -14,7 +14,7 @@ LONG = "x" * 5000  # no file system takes such a name
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "rule"),
     [
         (f"/{LONG}", "is not a folder; "),
         ("~no such user/x", "is not a folder; "),
@@ -22,30 +22,30 @@ LONG = "x" * 5000  # no file system takes such a name
     ],
     ids=["long", "user", "null"],
 )
-def test_a_name_that_no_folder_can_have(name, said):
+def test_impossible_folder_name_is_refused(name, rule):
     (line,) = refused(name).splitlines()[1:]
     assert line.startswith('  parallel3d.model.from_pretrained = "') and len(line) < 300
-    assert said in line
+    assert rule in line
 
 
-def test_a_name_that_the_cache_of_the_hub_cannot_have(tmp_path, monkeypatch):
+def test_name_too_long_for_the_hub_cache_is_refused(tmp_path, monkeypatch):
     """Of 250 characters a folder can be; not so with what the cache puts before it."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    said = refused("y" * 250)
-    assert "is not a local folder, and neither on the hub" in said
+    message = refused("y" * 250)
+    assert "is not a local folder, and neither on the hub" in message
 
 
 @pytest.mark.parametrize(
     "name", [LONG, "a\0.safetensors", "", ".."], ids=["long", "null", "empty", "above"]
 )
-def test_an_index_of_names_that_no_shard_can_have(name, tmp_path):
+def test_index_with_impossible_shard_names_is_refused(name, tmp_path):
     folder = published(tmp_path / "model", LLAMA, ())
     path = folder / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"a": name}}))
-    found = refused(folder)
-    assert found.startswith(f"{path}: is not a valid index (") and repr(name[:60]) in found
-    assert found.endswith("; download it again") and len(found) < 400
+    message = refused(folder)
+    assert message.startswith(f"{path}: is not a valid index (") and repr(name[:60]) in message
+    assert message.endswith("; download it again") and len(message) < 400
     path.write_text("[" * 100_000)
     assert refused(folder).startswith(f"{path}: is not a valid index (")
 
@@ -55,15 +55,15 @@ def test_an_index_of_names_that_no_shard_can_have(name, tmp_path):
     [(b"abc", 3), (b"version https://git-lfs", 130), (int.to_bytes(123, 8, "little"), 130)],
     ids=["short", "pointer", "cut"],
 )
-def test_a_shard_whose_header_is_no_header(start, size, tmp_path):
+def test_shard_with_invalid_header_is_refused(start, size, tmp_path):
     path = published(tmp_path / "model", LLAMA) / "model.safetensors"
     path.write_bytes(start.ljust(size, b"\0"))
-    found = refused(path.parent)
-    assert found.startswith(f"{path}: is not a valid safetensors file (")
-    assert found.endswith("; download it again")
+    message = refused(path.parent)
+    assert message.startswith(f"{path}: is not a valid safetensors file (")
+    assert message.endswith("; download it again")
 
 
-def test_a_folder_that_may_not_be_searched(tmp_path, monkeypatch):
+def test_unsearchable_folder_is_refused(tmp_path, monkeypatch):
     """Root may search every folder, so the system's answer is put in."""
     folder = published(tmp_path / "model", LLAMA)
     looked_up = os.stat
@@ -74,8 +74,8 @@ def test_a_folder_that_may_not_be_searched(tmp_path, monkeypatch):
         return looked_up(path, **options)
 
     monkeypatch.setattr(os, "stat", stat)
-    said = refused(folder)
-    assert said.startswith(f"{folder}/model.safetensors")
-    assert said.endswith(
+    message = refused(folder)
+    assert message.startswith(f"{folder}/model.safetensors")
+    assert message.endswith(
         ": cannot be read: Permission denied; make it readable, or download it again"
     )
