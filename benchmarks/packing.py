@@ -12,6 +12,7 @@ import time
 import numpy as np
 
 from parallel3d.config.data import DataConfig
+from parallel3d.data.facts import Facts
 from parallel3d.data.packing import Packing
 from parallel3d.data.prepare import prepare
 
@@ -27,11 +28,11 @@ def measure(name: str, bounds: np.ndarray, length: int) -> None:
     began = time.process_time()
     packing = Packing.make(bounds, length)
     seconds = time.process_time() - began
-    facts = packing.facts(bounds)
+    facts = packing.add_facts(Facts(), bounds)
     cut = cut_by_windows(bounds, length)
     print(
-        f"| {name} | {length:,} | {cut.mean():.1%} | {facts['packed_cut_share']:.1%} |"
-        f" {facts['packed_padding_share']:.3%} | {seconds:.2f} s |",
+        f"| {name} | {length:,} | {cut.mean():.1%} | {facts.packed_cut_share:.1%} |"
+        f" {facts.packed_padding_share:.3%} | {seconds:.2f} s |",
         flush=True,
     )
 

@@ -29,6 +29,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from parallel3d.base.errors import DataError
 from parallel3d.base.masking import mask
 from parallel3d.data.cache import is_complete
+from parallel3d.data.facts import Facts
 from parallel3d.data.ids.spans import IdArray, SpanFile, Spans, TokenWeights, check_sizes
 from parallel3d.data.packing import Packing
 from parallel3d.data.rows import place_of
@@ -116,6 +117,7 @@ class Place(TypedDict):
     directory: str
     key: str
     found: Mapping[str, Any]
+    """The JSON of the corpus's facts."""
     validation: dict[str, "Place"]
 
 
@@ -137,7 +139,7 @@ class Corpus:
     """The names of the parts."""
     key: str = ""
     """Digest of the contents, independent of where they are stored."""
-    found: Mapping[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
     """Facts recorded during preparation, such as the number of skipped documents."""
     validation: Mapping[str, "Corpus"] = field(default_factory=dict)
     """The validation sets by name; all their documents are held out."""
@@ -153,7 +155,8 @@ class Corpus:
             raise DataError(f"{directory} has no complete corpus; run `parallel3d prepare` again")
         meta = json.loads((directory / "meta.json").read_text())
         fields = {name: meta[name] for name in ("vocab_size", "end_of_text", "unigram_entropy")}
-        fields |= {"key": meta.get("key", directory.name), "found": meta.get("found", {})}
+        fields["key"] = meta.get("key", directory.name)
+        fields["facts"] = Facts.from_json(meta.get("found", {}))
         if "mixture" in meta:
             parts = tuple(
                 cls.open(directory.parent / part["corpus"], shards) for part in meta["mixture"]
@@ -176,7 +179,7 @@ class Corpus:
         return {
             "directory": str(self.directory),
             "key": self.key,
-            "found": self.found,
+            "found": self.facts.to_json(),
             "validation": {name: part.place() for name, part in self.validation.items()},
         }
 
@@ -186,7 +189,7 @@ class Corpus:
         sets = place["validation"].items()
         return replace(
             cls.open(place["directory"], shards),
-            found=place["found"],
+            facts=Facts.from_json(place["found"]),
             validation={name: cls.at(part) for name, part in sets},
         )
 
@@ -227,7 +230,7 @@ class Corpus:
             "num_held_out_tokens": len(self.held_out),
             "vocab_size": self.vocab_size,
             "unigram_entropy": self.unigram_entropy,
-            **self.found,
+            **self.facts.to_json(),
         }
         if isinstance(self.train, Mixture):
             parts = zip(self.labels, self.train.weights, self.parts, strict=True)

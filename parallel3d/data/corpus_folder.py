@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import chain
 from math import ceil
@@ -17,6 +17,7 @@ import numpy as np
 from parallel3d.data.cache import DAYS_KEPT, MANIFEST, digest_of, is_complete, prune, staged
 from parallel3d.data.corpus import HELD_OUT_BYTES, HELD_OUT_COUNTS, PLACE, entropy, streams_of
 from parallel3d.data.documents import Documents
+from parallel3d.data.facts import Facts
 from parallel3d.data.lines import PIECE_BYTES
 from parallel3d.data.shards import ShardPlan, cut, make_shards, num_workers, shard_folders
 from parallel3d.data.sources import Progress
@@ -90,10 +91,11 @@ class Recipe:
             end_of_text=tokenizer.eos_token_id,
         )
         plan.save()
-        facts: dict[str, object] = {"num_bytes": int(documents.table["num_bytes"].sum())}
-        if (lost := lost_share(tokenizer, _excerpts(documents))) > LOST:
+        facts = Facts(num_bytes=int(documents.table["num_bytes"].sum()))
+        lost = lost_share(tokenizer, _excerpts(documents))
+        if lost > LOST:
             progress(f"warning: the tokenizer does not cover {lost:.0%} of the text", 0, 1)
-            facts["unknown_share"] = round(lost, 4)
+            facts = replace(facts, unknown_share=round(lost, 4))
         _tokenise(plan, num_processes, progress)
         with open(folder / "tokens.bin", "wb") as file:
             # In one file, a sample that spans two shards is a slice like any other.
@@ -115,7 +117,11 @@ class Recipe:
             lengths,
             counts,
             names={"kind": documents.files.kind, "names": documents.files.names},
-            meta={"dtype": plan.dtype.name, "end_of_text": plan.end_of_text, "found": facts},
+            meta={
+                "dtype": plan.dtype.name,
+                "end_of_text": plan.end_of_text,
+                "found": facts.to_json(),
+            },
         )
 
     def _make_tokenizer(self, directory: Path, progress: Progress) -> "PreTrainedTokenizerBase":

@@ -4,16 +4,16 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.cache import digest_of, load_index, save_index, state_of
+from parallel3d.data.facts import Facts, SkippedDocument
 from parallel3d.data.lines import EMPTY, UNREADABLE, Flaw
 from parallel3d.data.rows import FileReader, new_digest, place_of
 from parallel3d.data.sources import Files, Progress, no_progress
@@ -26,8 +26,7 @@ class Skips:
     """The documents skipped so far: `counts` by reason, and the first LISTED of them."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    listed: list[dict[str, Any]] = field(default_factory=list)
-    """File, line (None for the whole file), reason and message of each."""
+    listed: list[SkippedDocument] = field(default_factory=list)
 
     @property
     def num_flawed(self) -> int:
@@ -49,9 +48,9 @@ class Skips:
         self.counts.update(other.counts)
         self.listed += other.listed[: LISTED - len(self.listed)]
 
-    def summary(self) -> dict[str, object]:
-        """Return counts by reason, and the first flaws, as `prepare --json` prints them."""
-        return {"skipped": dict(sorted(self.counts.items())), "skipped_first": self.listed}
+    def add_to(self, facts: Facts) -> Facts:
+        """Add the counts by reason, and the first flaws."""
+        return replace(facts, skipped=dict(sorted(self.counts.items())), skipped_first=self.listed)
 
     def error(self, rule: str) -> DataError:
         """Return the error with this rule and remedy, and the first flaws."""

@@ -7,10 +7,12 @@ holds it. As in samples without packing, each token of the stream is predicted o
 the token before it. The places that remain are padding, which does not count in the loss.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+
+from parallel3d.data.facts import Facts
 
 # Part of the cache key; raise it when the same documents are packed differently.
 FORMAT = 1
@@ -104,15 +106,19 @@ class Packing:
         used = sum(int(self.lengths[a:b].sum()) for a, b in zip(*ends, strict=True))
         return len(samples) * self.sequence_length - used
 
-    def facts(self, bounds: np.ndarray) -> dict[str, object]:
-        """Return the number of samples, and the shares of padding and of cut documents."""
+    def add_facts(self, facts: Facts, bounds: np.ndarray) -> Facts:
+        """Add the number of samples, and the shares of padding and of cut documents.
+
+        - `bounds`: int64 [documents + 1], those of the documents.
+        """
         cut = np.diff(bounds) > self.sequence_length - self.room
         places = max(1, len(self) * self.sequence_length)
-        return {
-            "packed_samples": len(self),
-            "packed_padding_share": 1 - int(self.lengths.sum(dtype=np.int64)) / places,
-            "packed_cut_share": float(cut.mean()),
-        }
+        return replace(
+            facts,
+            packed_samples=len(self),
+            packed_padding_share=1 - int(self.lengths.sum(dtype=np.int64)) / places,
+            packed_cut_share=float(cut.mean()),
+        )
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:

@@ -32,6 +32,7 @@ from parallel3d.data.corpus_folder import (
     train,
 )
 from parallel3d.data.documents import Documents, find_documents
+from parallel3d.data.facts import Facts
 from parallel3d.data.fim import ROOM, Fim
 from parallel3d.data.ids.validate import DIGEST
 from parallel3d.data.order import whole_shares
@@ -54,7 +55,7 @@ def prepare(config: DataConfig, progress: Progress = no_progress) -> Corpus:
     preparation continues from them.
 
     Validation sets are corpora with the same tokenizer whose documents are all held out. Their
-    `found` has `num_in_training`, the number of their documents that are also in the training part.
+    facts have `num_in_training`, the number of their documents that are also in the training part.
     """
     with tokenizer_directory(config.tokenizer) as tokenizer:
         return _Preparation(config, tokenizer, progress).run()
@@ -90,8 +91,8 @@ def pack(corpus: Corpus, config: DataConfig, progress: Progress = no_progress) -
             progress("packing documents", 0, 1)
             packing.Packing.make(np.asarray(stream.bounds), length, room).save(folder)
     packed = packing.Packing.open(directory, length, room)
-    facts = packed.facts(np.asarray(stream.bounds))
-    return replace(corpus, train=replace(stream, packing=packed), found={**corpus.found, **facts})
+    facts = packed.add_facts(corpus.facts, np.asarray(stream.bounds))
+    return replace(corpus, train=replace(stream, packing=packed), facts=facts)
 
 
 class _Preparation:
@@ -176,13 +177,13 @@ class _Preparation:
         corpus = Corpus.open(directory)
         if isinstance(source, Tokenised):
             return corpus
-        return replace(corpus, found={**corpus.found, **source.skips.summary()})
+        return replace(corpus, facts=source.skips.add_to(corpus.facts))
 
     def _validation_set(self, section: PartConfig, training: np.ndarray) -> Corpus:
         source = self._find(section, self.progress)
         corpus = self._build(source, np.ones(len(source), dtype=bool), self.progress)
         common = num_common(source.table["digest"], training)
-        return replace(corpus, found={**corpus.found, "num_in_training": common})
+        return replace(corpus, facts=replace(corpus.facts, num_in_training=common))
 
     def _train_tokenizer(
         self,
@@ -244,9 +245,9 @@ class _Preparation:
         mixture = Corpus.open(directory, shards=self.shards)
         skipped: Counter[str] = Counter()
         for corpus in corpora:
-            skipped.update(corpus.found.get("skipped", {}))
-        facts = {**mixture.found, "skipped": dict(sorted(skipped.items())), "skipped_first": []}
-        return replace(mixture, parts=tuple(corpora), found=facts)
+            skipped.update(corpus.facts.skipped or {})
+        facts = Facts(skipped=dict(sorted(skipped.items())), skipped_first=[])
+        return replace(mixture, parts=tuple(corpora), facts=facts)
 
     def _name(self, directory: Path) -> str:
         """Return the name of a corpus in the cache, or the path of a manifest."""

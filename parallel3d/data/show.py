@@ -74,7 +74,7 @@ def document_statistics(corpus: Corpus) -> dict[str, Any]:
     streams = [corpus.stream("train"), corpus.stream("held_out")]
     lengths = np.concatenate([np.diff(stream.bounds) - 1 for stream in streams])
     tokens = int(lengths.sum())
-    size = corpus.found.get("num_bytes")
+    size = corpus.facts.num_bytes
     return {
         "num_documents": len(lengths),
         "num_tokens": corpus.num_tokens,
@@ -84,7 +84,7 @@ def document_statistics(corpus: Corpus) -> dict[str, Any]:
         }
         | {"mean": tokens / len(lengths)},
         "bytes_per_token": size / tokens if size and tokens else None,
-        "num_repeated_documents": corpus.found.get("num_repeated_documents"),
+        "num_repeated_documents": corpus.facts.num_repeated_documents,
     }
 
 

@@ -15,9 +15,10 @@ estimated from their bytes, and heads.bin is empty (`sharded`).
 import json
 import shutil
 import time
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from parallel3d.data.cache import cache_root, digest_of, file_digest, is_complet
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.corpus_folder import FORMAT, Recipe, write_facts
 from parallel3d.data.documents import Documents, Skips, find_documents
+from parallel3d.data.facts import Facts
 from parallel3d.data.ids import megatron
 from parallel3d.data.ids.id_file import BLOCK
 from parallel3d.data.ids.spans import Spans
@@ -58,14 +60,19 @@ _SETTINGS = ("source", "documents", "text_field", "token_field", "token_dtype", 
 _File = dict[str, Any]
 
 
-class _Converted(NamedTuple):
-    """The documents of one shard, whose ids were written: table of ENTRY, lengths, counts."""
+@dataclass(frozen=True, eq=False)
+class _Converted:
+    """The documents of one shard, whose ids were written."""
 
     table: np.ndarray
+    """[documents] of documents.ENTRY"""
     lengths: np.ndarray
+    """int64 [documents]: the number of ids of each, with its end-of-text."""
     counts: np.ndarray
-    facts: dict[str, int]
-    skips: Skips
+    """int64 [vocabulary]"""
+    skips: Skips = field(default_factory=Skips)
+    num_checked_ids: int = 0
+    num_empty_documents: int = 0
 
 
 def open_shard_cache(config: DataConfig) -> ShardCache | None:
@@ -190,7 +197,8 @@ def _fill(
         one.table["file"] = number
         entries.append(_entry(files, one, meta))
         heads.append(np.fromfile(work / IDS, meta["dtype"], count=head_length))
-        per_byte = per_byte or as_read * one.lengths.sum() / one.table["num_bytes"].sum()
+        if as_read and not per_byte:
+            per_byte = one.lengths.sum() / one.table["num_bytes"].sum()
         converted.append(one)
         shutil.rmtree(work)
     progress("reading shards", len(shards), len(shards))
@@ -201,29 +209,30 @@ def _fill(
         for head in reversed(heads):
             rows.append(np.concatenate([head, rows[-1]])[:head_length])
         np.stack(rows[:0:-1]).tofile(file)
-    table, lengths = (
-        np.concatenate([getattr(one, name) for one in converted]) for name in ("table", "lengths")
-    )
+    table = np.concatenate([one.table for one in converted])
+    lengths = np.concatenate([one.lengths for one in converted])
     held_out = np.zeros(len(table), dtype=bool)
     skips = Skips()
     counts = np.sum([one.counts for one in converted], axis=0)
-    facts: dict[str, Any] = {}
     for one in converted:
         skips.add_all(one.skips)
-        facts |= {name: facts.get(name, 0) + value for name, value in one.facts.items()}
     skips.check_share(skips.num_flawed, len(table), config.max_skipped)
     names = [urls[0] for urls in shards]
     if yields_token_ids(section):
-        facts["check_ids"] = section.check_ids
+        # In the order of manifests made before.
+        facts = Facts.from_json(
+            {
+                "num_checked_ids": sum(one.num_checked_ids for one in converted),
+                "num_empty_documents": sum(one.num_empty_documents for one in converted),
+                "check_ids": section.check_ids,
+            }
+        )
         tokens = Tokenised((), table, counts, vocabulary, facts)
         meta["key"] = TokenRecipe(tokens, held_out, tokenizer).content()
         kind = "ids"
     else:
-        facts |= {
-            "count": section.count,
-            "num_bytes": int(table["num_bytes"].sum()),
-            **skips.summary(),
-        }
+        facts = Facts(count=section.count, num_bytes=int(table["num_bytes"].sum()))
+        facts = skips.add_to(facts)
         kind = KINDS[part.documents] if part.source == "text" else part.source
         documents = Documents(Files(kind, (), ()), table)
         key = Recipe(documents, held_out, tokenizer, vocabulary.size).key()
@@ -235,7 +244,7 @@ def _fill(
         lengths,
         counts,
         names={"kind": kind, "names": names},
-        meta=meta | {"found": facts},
+        meta=meta | {"found": facts.to_json()},
     )
 
 
@@ -339,7 +348,7 @@ def _convert(manifest: Path, folder: Path, urls: list[str], per_byte: float = 0.
             lengths = np.ceil(documents.table["num_bytes"] * per_byte).astype(np.int64)
             counts = np.zeros(vocabulary.size, np.int64)
             (folder / IDS).touch()
-            return _Converted(documents.table.copy(), lengths, counts, {}, documents.skips)
+            return _Converted(documents.table.copy(), lengths, counts, documents.skips)
         count = len(documents)
         plan = ShardPlan(
             work=folder,
@@ -352,8 +361,9 @@ def _convert(manifest: Path, folder: Path, urls: list[str], per_byte: float = 0.
         )
         fill_shard(folder, plan, 0, _tokenizer(manifest), lambda _: None)
         (folder / "train.bin").rename(folder / IDS)
-        lengths, counts = (np.load(folder / f"{name}.npy") for name in ("lengths", "counts"))
-        return _Converted(documents.table.copy(), lengths, counts, {}, documents.skips)
+        lengths = np.load(folder / "lengths.npy")
+        counts = np.load(folder / "counts.npy")
+        return _Converted(documents.table.copy(), lengths, counts, documents.skips)
     except DataError as error:
         raise DataError(str(error).replace(local, urls[0])) from error
 
@@ -377,9 +387,14 @@ def _convert_ids(
     with open(folder / IDS, "wb") as file:
         for first in range(0, len(spans), BLOCK):
             spans[first : first + BLOCK].tofile(file)
-    facts = {name: tokens.facts[name] for name in ("num_checked_ids", "num_empty_documents")}
-    numbers = cast("dict[str, int]", facts)
-    return _Converted(tokens.table, lengths, tokens.counts, numbers, Skips())
+    facts = tokens.facts
+    return _Converted(
+        tokens.table,
+        lengths,
+        tokens.counts,
+        num_checked_ids=facts.num_checked_ids or 0,
+        num_empty_documents=facts.num_empty_documents or 0,
+    )
 
 
 def _to_arrow(path: str, column: str) -> str:
@@ -416,14 +431,16 @@ def _entry(files: list[_File], one: _Converted, meta: dict[str, Any]) -> dict[st
     beside = 64 * len(one.table) + 16 * len(one.counts)
     if stream["section"]["token_field"]:
         beside += 16 * tokens  # the column in Arrow, of int64 at most
-    as_read = stream["section"]["count"] == "as-read"
-    # The number of tokens is an estimate. No document has more than its bytes, and two.
-    beside += as_read * 4 * (int(one.table["num_bytes"].sum()) + 2 * len(one.table))
+    beside_ids = 0
+    if stream["section"]["count"] == "as-read":
+        # The number of tokens is an estimate. No document has more than its bytes, and two.
+        beside += 4 * (int(one.table["num_bytes"].sum()) + 2 * len(one.table))
+        beside_ids = 8 * len(one.table)
     return {
         "files": files,
         "tokens": tokens,
         "documents": len(one.table),
-        "beside_ids": 8 * len(one.table) * as_read,
+        "beside_ids": beside_ids,
         "key": key,
         "fetch_bytes": sum(file["size"] for file in files) + beside,
     }

@@ -13,7 +13,7 @@ depends on the files.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from parallel3d.config.data import DataConfig, PartConfig
 from parallel3d.data.cache import digest_of, load_index, save_index, state_of
 from parallel3d.data.corpus_folder import FORMAT, contents_of, write_facts
 from parallel3d.data.documents import ENTRY
+from parallel3d.data.facts import Facts
 from parallel3d.data.ids import arrow, flat_arrays, megatron
 from parallel3d.data.ids.id_file import INTEGERS, TokenFile
 from parallel3d.data.ids.spans import SpanFile, beside_ids
@@ -54,7 +55,7 @@ class Tokenised:
     counts: np.ndarray
     """int64 [vocabulary]"""
     vocabulary: Vocabulary
-    facts: dict[str, object]
+    facts: Facts
     """Facts about the check, for the corpus's summary."""
     weights: tuple[TokenFile, ...] = ()
     """For each file, the weights of its ids in the loss; empty if all ids count equally."""
@@ -78,7 +79,8 @@ class TokenRecipe:
         vocabulary = self.tokens.vocabulary
         contents = contents_of(self.tokens.table, self.held_out)
         own = [vocabulary.size, vocabulary.end_of_text, *contents]
-        if weights := self.tokens.facts.get("weights"):
+        weights = self.tokens.facts.weights
+        if weights:
             own += ["weights", weights, *(file.size for file in self.tokens.weights)]
         return digest_of(FORMAT, "ids", *own)
 
@@ -87,7 +89,7 @@ class TokenRecipe:
         files = [
             (os.path.abspath(x.path), x.size, x.offset, x.dtype.str) for x in self.tokens.files
         ]
-        return digest_of(self.content(), self.tokens.facts["check_ids"], *files)
+        return digest_of(self.content(), self.tokens.facts.check_ids, *files)
 
     def fill(self, folder: Path, *_: object) -> None:
         """Write the corpus to `folder`."""
@@ -103,7 +105,7 @@ class TokenRecipe:
             "dtype": "uint16" if tokens.vocabulary.size <= 2**16 else "uint32",
             "end_of_text": tokens.vocabulary.end_of_text,
             "files": in_json(tokens.files),
-            "found": tokens.facts,
+            "found": tokens.facts.to_json(),
             "key": self.content(),
         }
         if tokens.weights:
@@ -190,21 +192,20 @@ def find_tokens(
         num_empty += int(checked.num_empty)
         if not len(table):
             raise DataError(f"{file.name}: all documents are empty; leave it out of the source")
-    facts: dict[str, object] = {
-        "check_ids": section.check_ids,
-        "num_checked_ids": num_checked,
-        "num_empty_documents": num_empty,
-    }
+    facts = Facts(
+        check_ids=section.check_ids, num_checked_ids=num_checked, num_empty_documents=num_empty
+    )
     if field:
-        facts["weights"] = f"{'labels' if are_labels else 'weights'} {field}"
+        kind = "labels" if are_labels else "weights"
+        facts = replace(facts, weights=f"{kind} {field}")
     return Tokenised(
-        tuple(files),
-        np.concatenate(tables),
-        counts,
-        vocabulary,
-        facts,
-        weights,
-        np.concatenate(weight_starts) if weights else None,
+        files=tuple(files),
+        table=np.concatenate(tables),
+        counts=counts,
+        vocabulary=vocabulary,
+        facts=facts,
+        weights=weights,
+        weight_starts=np.concatenate(weight_starts) if weights else None,
     )
 
 

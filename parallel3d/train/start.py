@@ -295,18 +295,18 @@ def corpus_lines(corpus: Corpus) -> Iterator[str]:
         f"{corpus.held_out.num_documents:,} documents)"
     )
     yield f"        vocabulary {corpus.vocab_size:,}, unigram entropy {corpus.unigram_entropy:.4f}"
-    if lost := max(part.found.get("unknown_share", 0.0) for part in corpus.parts or (corpus,)):
+    if lost := max(part.facts.unknown_share or 0.0 for part in corpus.parts or (corpus,)):
         yield f"WARNING: the tokenizer does not know {lost:.0%} of the text; use another one"
     for name, part in corpus.validation.items():
         documents = part.held_out.num_documents
         yield f"        validation {name}: {documents:,} documents, {len(part.held_out):,} tokens"
-        if common := part.found["num_in_training"]:
+        if common := part.facts.num_in_training:
             yield (
                 f"WARNING: {common:,} of the {documents:,} documents of data.validation.{name} are "
                 "also in the training text, so its loss is too low; remove them from one of the two"
             )
     for name, part in {"": corpus, **corpus.validation}.items():
-        if skipped := part.found.get("skipped"):
+        if skipped := part.facts.skipped:
             where = name and f" of validation {name}"
             counts = describe_skips(skipped)
             yield f"        left out{where}: {counts} (prepare.py lists the first 20)"

@@ -119,7 +119,7 @@ def test_counted_as_read_it_goes_on_after_kills_at_five_points(tmp_path):
 def test_a_manifest_without_counts_estimates_them_and_sees_every_document(tmp_path):
     settings = as_read(tmp_path)
     corpus = prepare(settings)
-    assert corpus.found["count"] == "as-read"
+    assert corpus.facts.count == "as-read"
     counted = settings.model_copy(update={"count": "manifest"})
     with pytest.raises(DataError, match=r"data\.count = 'manifest': .* made with 'as-read'; .*"):
         prepare(counted)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from parallel3d.base.errors import DataError
 from parallel3d.data.batches import Batches, check_length, first_sample, num_windows
 from parallel3d.data.corpus import TokenStream
+from parallel3d.data.facts import Facts
 
 pytestmark = pytest.mark.gloo
 
@@ -69,7 +70,7 @@ def test_a_corpus_shorter_than_a_batch_or_a_window():
         check_length(corpus, 8, 5)
     corpus.held_out = stream(0)
     check_length(corpus, 9, 3)  # nothing is held out
-    corpus.validation = {"web": SimpleNamespace(held_out=stream(9), found={})}
+    corpus.validation = {"web": SimpleNamespace(held_out=stream(9), facts=Facts())}
     check_length(corpus, 8, 3)
     with pytest.raises(
         DataError, match=r"validation set .web. has 9 tokens, fewer than one sample"

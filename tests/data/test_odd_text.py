@@ -107,7 +107,7 @@ def test_odd_input_is_told_or_left_out_and_counted(name, tmp_path, small):
     assert f"{beside}" in names_of(documents)[-1]
     assert not any("\ufeff" in text for text in texts_of(documents))
     if message:
-        [listed] = documents.skips.summary()["skipped_first"]
+        [listed] = documents.skips.listed
         assert listed["file"] == str(path) and listed["reason"] in skipped
 
 

@@ -11,6 +11,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.data.batches import Batches, check_length, tokens_of_epoch
 from parallel3d.data.corpus import Mixture, TokenStream
+from parallel3d.data.facts import Facts
 from parallel3d.data.packing import Packing
 from parallel3d.data.prepare import prepare
 from parallel3d.data.show import samples
@@ -133,7 +134,7 @@ def test_show_has_the_samples_of_the_run(packed):
 def test_a_stream_of_one_token_has_no_sample():
     packing = Packing.make(np.array([0, 1]), 8)
     assert len(packing) == 0
-    assert packing.facts(np.array([0, 1]))["packed_samples"] == 0
+    assert packing.add_facts(Facts(), np.array([0, 1])).packed_samples == 0
 
 
 def test_streams_are_refused(tmp_path):

@@ -385,7 +385,7 @@ def test_the_share_of_skipped_documents_is_that_of_all_shards(tmp_path):
     settings = rows_of_text(tmp_path, [good, None], [good] * 8)
     prepare_manifests(settings)
     corpus = prepare(settings)
-    assert corpus.found["skipped"] == {"null": 1} and corpus.num_documents == 9
+    assert corpus.facts.skipped == {"null": 1} and corpus.num_documents == 9
     assert len(streamed(settings, 8)) > 0
     with pytest.raises(DataError, match=r"1 of 10 documents .* data\.max_skipped = 0\.09 allows"):
         prepare_manifests(settings.model_copy(update={"max_skipped": 0.09}))

@@ -180,9 +180,9 @@ def test_a_tokenizer_that_does_not_know_the_text_is_told(tmp_path, monkeypatch, 
             replace(settings, tokenizer=str(tmp_path / str(number))),
             lambda *x, phases=phases: phases.append(x[0]),
         )
-        assert corpus.found["unknown_share"] > 0.5
+        assert corpus.facts.unknown_share > 0.5
         assert any("does not cover" in phase for phase in phases)
-    assert "unknown_share" not in prepare(settings).found
+    assert prepare(settings).facts.unknown_share is None
 
 
 def test_a_name_is_known_by_its_content(trained, monkeypatch):

@@ -51,13 +51,13 @@ def test_sets_of_any_source_with_the_training_texts_tokenizer(root):
     found = corpus.validation["rows"]
     stream = found.held_out
     assert [tokenizer.decode(document_of(stream, i)) for i in range(12)] == ROWS
-    assert len(found.train) == 0 and found.found["num_in_training"] == 0
+    assert len(found.train) == 0 and found.facts.num_in_training == 0
     # As many of these ten files as are not held out.
     table = corpus.train
     texts = [tokenizer.decode(document_of(table, i)) for i in range(table.num_documents)]
     trained = sum(f"text {i}\n" * (i + 3) in texts for i in range(10))
     assert 0 < trained < 10
-    assert corpus.validation["some"].found["num_in_training"] == trained
+    assert corpus.validation["some"].facts.num_in_training == trained
     # Another process opens the same.
     again = Corpus.at(json.loads(json.dumps(corpus.place())))
     assert again.summary() == corpus.summary()
