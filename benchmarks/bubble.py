@@ -66,7 +66,7 @@ class Sleeper:
 def spans_of(rank: int, name: str, sizes: tuple[int, int, int], seconds: float) -> list[Any]:
     """This rank's spans of the second of two steps, on the clock of all."""
     pp, count, _ = sizes
-    mesh = Mesh(pp, 1, 1)
+    mesh = Mesh(pp=pp)
     schedule = make_schedule(name, *sizes)
     split = any(action.op is Op.W for action in schedule.actions)
     engine: Any = Sleeper(seconds, split)

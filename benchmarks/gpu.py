@@ -224,7 +224,7 @@ def main() -> None:
     args = parser.parse_args()
     given = {p: json.loads(v) for p, _, v in (text.partition("=") for text in args.set)}
     world = Launch.from_environment().world_size
-    mesh = Mesh(1, world // args.tp, args.tp)
+    mesh = Mesh(dp=world // args.tp, tp=args.tp)
     dtype = torch.float32 if mesh.device.type == "cpu" else torch.bfloat16
     peak = measure_peak_flops(mesh.device, dtype, seconds=2.0)
     say({"device": describe(mesh.device), "torch": torch.__version__, "peak_flops": peak}, mesh)

@@ -39,7 +39,7 @@ def measure(dp: int) -> tuple[float, float]:
         dist.init_process_group("fake", rank=0, world_size=dp, store=FakeStore())
 
     with patch.object(mesh_module, "join", join):
-        mesh = mesh_module.Mesh(1, dp, 1, launch=Launch(0, dp, 0))
+        mesh = mesh_module.Mesh(dp=dp, launch=Launch(0, dp, 0))
     torch.set_num_threads(1)  # several would wait for each other where the cores are busy
     zero = {"stage3_param_persistence_threshold": 0}
     settings = EngineSettings(

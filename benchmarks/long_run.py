@@ -74,7 +74,7 @@ def config_of(args: argparse.Namespace, precision: str) -> RunConfig:
 def on_the_mesh(rank: int, config: RunConfig) -> Curve:
     """This rank's part of the run; what it gives is the same on all of them."""
     assert isinstance(config.mesh.dp, int)
-    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
     parts = assemble(config, mesh)
     feed = Feed(config, mesh, prepare(config.data), parts.schedule)
     copies = mesh.replicas.size * mesh.tensor.size  # of the last stage, each with its loss

@@ -58,7 +58,7 @@ def config_of(optimizer: str, mesh: MeshSizes, microbatches: int) -> RunConfig:
 
 def measure(rank: int, mesh: MeshSizes, microbatches: int, steps: int) -> dict[str, list[float]]:
     """Return the seconds of each step of each optimizer on this rank."""
-    grid = Mesh(*mesh)
+    grid = Mesh(**mesh._asdict())
     parts = dict[str, Assembly]()
     for name in OPTIMIZERS:
         parts[name] = assemble(config_of(name, mesh, microbatches), grid, seed=0)

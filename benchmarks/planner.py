@@ -29,19 +29,19 @@ from parallel3d.plan.time.step import step_time
 from parallel3d.verify.local_ranks import run_locally
 
 RUNS = (
-    SmallRun(MeshSizes(1, 1, 1), 0, 512, 4, microbatches=4, vocab=2048),
-    SmallRun(MeshSizes(1, 1, 1), 3, 384, 6, microbatches=4, vocab=4096),
-    SmallRun(MeshSizes(1, 1, 1), 0, 768, 3, family="llama", seq=256, vocab=2048),
-    SmallRun(MeshSizes(1, 1, 1), 1, 512, 4, microbatches=4, seq=256, offload="cpu"),
-    SmallRun(MeshSizes(1, 1, 1), 0, 512, 6, microbatches=2, seq=256, recompute="full"),
-    SmallRun(MeshSizes(1, 2, 1), 1, 512, 4, microbatches=4, vocab=2048),
-    SmallRun(MeshSizes(1, 2, 1), 3, 512, 4, micro=4, microbatches=2, vocab=2048),
-    SmallRun(MeshSizes(1, 2, 1), 3, 384, 6, family="llama", micro=4, microbatches=4, offload="cpu"),
-    SmallRun(MeshSizes(1, 2, 1), 0, 384, 8, micro=4, microbatches=2, vocab=4096, recompute="full"),
-    SmallRun(MeshSizes(2, 1, 1), 0, 512, 6, microbatches=8, vocab=2048),
-    SmallRun(MeshSizes(2, 1, 1), 1, 384, 8, family="llama", microbatches=8, schedule="one_f_one_b"),
-    SmallRun(MeshSizes(1, 1, 2), 0, 512, 4, micro=4, microbatches=2, vocab=2048),
-    SmallRun(MeshSizes(1, 1, 2), 1, 768, 4, family="llama", micro=4, microbatches=1, vocab=4096),
+    SmallRun(MeshSizes(), 0, 512, 4, microbatches=4, vocab=2048),
+    SmallRun(MeshSizes(), 3, 384, 6, microbatches=4, vocab=4096),
+    SmallRun(MeshSizes(), 0, 768, 3, family="llama", seq=256, vocab=2048),
+    SmallRun(MeshSizes(), 1, 512, 4, microbatches=4, seq=256, offload="cpu"),
+    SmallRun(MeshSizes(), 0, 512, 6, microbatches=2, seq=256, recompute="full"),
+    SmallRun(MeshSizes(dp=2), 1, 512, 4, microbatches=4, vocab=2048),
+    SmallRun(MeshSizes(dp=2), 3, 512, 4, micro=4, microbatches=2, vocab=2048),
+    SmallRun(MeshSizes(dp=2), 3, 384, 6, family="llama", micro=4, microbatches=4, offload="cpu"),
+    SmallRun(MeshSizes(dp=2), 0, 384, 8, micro=4, microbatches=2, vocab=4096, recompute="full"),
+    SmallRun(MeshSizes(pp=2), 0, 512, 6, microbatches=8, vocab=2048),
+    SmallRun(MeshSizes(pp=2), 1, 384, 8, family="llama", microbatches=8, schedule="one_f_one_b"),
+    SmallRun(MeshSizes(tp=2), 0, 512, 4, micro=4, microbatches=2, vocab=2048),
+    SmallRun(MeshSizes(tp=2), 1, 768, 4, family="llama", micro=4, microbatches=1, vocab=4096),
 )
 
 

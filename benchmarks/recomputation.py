@@ -37,7 +37,7 @@ def on_rank(rank: int, args: argparse.Namespace) -> tuple[list[float], list[floa
         schedule="one_f_one_b" if sizes.pp > 1 else "gpipe",
     )
     config = run.config()
-    mesh = Mesh(*sizes)
+    mesh = Mesh(**sizes._asdict())
     parts = assemble(config, mesh)
     recomputation = Recomputation(config, mesh, parts)
     text = torch.randint(run.vocab, (run.microbatches, args.batch, args.seq + 1))

@@ -83,7 +83,7 @@ def config_of(args: argparse.Namespace, choice: Choice) -> RunConfig:
 def count(rank: int, config: RunConfig) -> tuple[Counter[str], int]:
     """Bytes by kind of this rank's second step, and how many parameters it has."""
     assert isinstance(config.mesh.dp, int)
-    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
     parts = assemble(config, mesh)
     shape = config.num_microbatches, config.micro_batch_size, config.data.sequence_length
     tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 
-from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import assemble
@@ -21,6 +20,7 @@ from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import microbatches
 from parallel3d.verify.reference import SEED
 from parallel3d.verify.shrink import BLOCK, NO_THRESHOLDS
+from tests.meshes import sizes_of
 from tests.verify.measuring import batches, differences, errors_of, reference_on_batches, train
 
 GPT = {
@@ -68,7 +68,7 @@ class Case:
 
     @property
     def world_size(self):
-        return MeshSizes(*self.mesh).ranks
+        return sizes_of(self.mesh).ranks
 
     def __str__(self):
         mesh = "x".join(map(str, self.mesh))
@@ -84,7 +84,7 @@ class Case:
     @cached_property
     def config(self):
         """The resolved config of this run."""
-        sizes = MeshSizes(*self.mesh)
+        sizes = sizes_of(self.mesh)
         block = {
             "mesh": sizes._asdict() | {"sequence_parallel": self.sequence_parallel},
             "pipeline": {
@@ -149,7 +149,7 @@ class Trainer:
     def __init__(self, case):
         self.case = case
         self.config = case.config
-        self.mesh = Mesh(*case.mesh, ep=self.config.mesh.ep)
+        self.mesh = Mesh(**sizes_of(case.mesh)._asdict(), ep=self.config.mesh.ep)
         if "nvme" in case.offload:  # DeepSpeed keeps tensors below 1 MiB in memory
             for module in (optimizer_utils, partitioned_param_swapper):
                 module.MIN_AIO_BYTES = 2 * BLOCK

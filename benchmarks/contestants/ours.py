@@ -52,7 +52,7 @@ for item in filter(None, options.set.split(",")):
 config = RunConfig.from_dict(raw).resolve(world)
 if world == 1:
     torch.set_num_threads(2)
-mesh = Mesh(pp, dp, tp)
+mesh = Mesh(pp=pp, dp=dp, tp=tp)
 parts = assemble(config, mesh)
 
 

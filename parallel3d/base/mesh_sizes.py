@@ -19,15 +19,17 @@ class _Axes(NamedTuple):
 class MeshSizes(_Axes):
     """The number of ranks along each axis, from the outermost axis to the innermost.
 
-    A mesh without an axis is a mesh where it is 1. Three sizes are pp, dp and tp, also as text:
+    A mesh without an axis is a mesh where it is 1. As text, three sizes are pp, dp and tp:
     "2x2x1" is "2x2x1x1".
     """
 
-    def __new__(cls, *sizes: int, **named: int) -> Self:
-        """Return the sizes in the order of AXES, or without cp, or by their axes' names."""
-        if len(sizes) == len(WITHOUT_CP):
-            sizes, named = (), dict(zip(WITHOUT_CP, sizes, strict=True)) | named
-        return super().__new__(cls, *sizes, **named)
+    def __new__(cls, *, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1) -> Self:
+        """Return the sizes; they are given by name, because three numbers would be ambiguous."""
+        return super().__new__(cls, pp, dp, cp, tp)
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, int]]:
+        """Return what copies and pickles are made from: the sizes by name."""
+        return (), self._asdict()
 
     @property
     def ranks(self) -> int:
@@ -59,7 +61,8 @@ class MeshSizes(_Axes):
         if "x".join(sizes) != text or len(sizes) not in (len(WITHOUT_CP), len(AXES)):
             rule = f"must be {' x '.join(WITHOUT_CP)}, for example 2x2x1, or {' x '.join(AXES)}"
             raise ValueError(f"{text!r}: {rule}")
-        return cls(*map(int, sizes))
+        axes = WITHOUT_CP if len(sizes) == len(WITHOUT_CP) else AXES
+        return cls(**dict(zip(axes, map(int, sizes), strict=True)))
 
 
 AXES = _Axes._fields

@@ -107,7 +107,7 @@ class MeshConfig(Section):
     @property
     def sizes(self) -> MeshSizes:
         """The mesh's sizes; "auto" counts as 1."""
-        return MeshSizes(self.pp, 1 if self.dp == "auto" else self.dp, self.cp, self.tp)
+        return MeshSizes(pp=self.pp, dp=1 if self.dp == "auto" else self.dp, cp=self.cp, tp=self.tp)
 
     def __str__(self) -> str:
         axes = [*self.sizes.shown, *(["ep"] if self.ep > 1 else [])]

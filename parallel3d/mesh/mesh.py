@@ -62,7 +62,7 @@ ROLES = (
 class Mesh:
     """A pp x dp x cp x tp grid of ranks, with a group of this rank and its peers for each role.
 
-    `along` and `axes` are the sizes, as for `MeshSizes`; `ep` divides dp.
+    Its four sizes are given by name; `ep` divides dp.
 
     pipeline: the ranks that hold the other stages; stages exchange activations.
     samples: the ranks that compute other samples of the batch.
@@ -83,14 +83,17 @@ class Mesh:
 
     def __init__(
         self,
-        *along: int,
+        *,
+        pp: int = 1,
+        dp: int = 1,
+        cp: int = 1,
+        tp: int = 1,
+        ep: int = 1,
         launch: Launch | None = None,
         watched: bool = False,
-        ep: int = 1,
-        **axes: int,
     ) -> None:
         launch = launch or Launch.from_environment()
-        sizes = MeshSizes(*along, **axes)
+        sizes = MeshSizes(pp=pp, dp=dp, cp=cp, tp=tp)
         if sizes.ranks != launch.world_size:
             raise ConfigError(
                 f"mesh {sizes.label} = {sizes.ranks} ranks, but "
@@ -433,7 +436,7 @@ def draw_mesh(grid: Sequence[Sequence[Sequence[Sequence[int]]]]) -> str:
 
     A cell holds the tp groups of its cp coordinates.
     """
-    sizes = MeshSizes(len(grid), len(grid[0]), len(grid[0][0]), len(grid[0][0][0]))
+    sizes = MeshSizes(pp=len(grid), dp=len(grid[0]), cp=len(grid[0][0]), tp=len(grid[0][0][0]))
     columns = _shown(sizes.pp)
     rows = _shown(sizes.dp)
     table = [["", *("" if p is None else f"pp {p}" for p in columns)]]

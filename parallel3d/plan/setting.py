@@ -158,7 +158,7 @@ class Setting:
     @property
     def mesh(self) -> MeshSizes:
         """The sizes of the mesh."""
-        return MeshSizes(self.pp, self.dp, self.cp, self.tp)
+        return MeshSizes(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
 
     @property
     def devices(self) -> int:

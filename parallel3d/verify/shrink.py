@@ -106,13 +106,12 @@ def shrink(
     """
     raw = config.to_dict()
     block = raw["parallel3d"]
-    sizes = {mesh: MeshSizes(*mesh) for mesh in meshes}
     microbatches = num_microbatches(config)
     is_long = extent.sequence_length > SEQUENCE_LENGTH
     samples = (1 if is_long else 2) * microbatches
-    batch = batch or samples * lcm(*(mesh.dp for mesh in sizes.values()))
-    stages = max(mesh.pp for mesh in sizes.values()) * config.pipeline.stages_per_rank
-    tp_sizes = [mesh.tp for mesh in sizes.values()]
+    batch = batch or samples * lcm(*(mesh.dp for mesh in meshes))
+    stages = max(mesh.pp for mesh in meshes) * config.pipeline.stages_per_rank
+    tp_sizes = [mesh.tp for mesh in meshes]
     block["model"] |= _small_model(config.model, stages, tp_sizes, extent)
     block["data"] |= {
         "sequence_length": extent.sequence_length,
@@ -161,7 +160,7 @@ def shrink(
             raw["aio"]["block_size"] = BLOCK
             if name == "offload_param":
                 raw["zero_optimization"][name] |= PARAM_BUFFERS
-    return {mesh: _on_mesh(raw, own, microbatches, batch) for mesh, own in sizes.items()}
+    return {mesh: _on_mesh(raw, mesh, microbatches, batch) for mesh in meshes}
 
 
 def drops_out(config: RunConfig) -> bool:

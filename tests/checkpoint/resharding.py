@@ -13,7 +13,6 @@ import torch
 from deepspeed.utils import safe_get_full_optimizer_state
 from safetensors.torch import load_file, save_file
 
-from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.checkpoint import find
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.manifest import verify
@@ -23,6 +22,7 @@ from parallel3d.models import layers
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import microbatches
 from tests.cases import Case, Trainer
+from tests.meshes import sizes_of
 from tests.models.families import small
 from tests.verify.measuring import number_anew
 
@@ -66,7 +66,7 @@ class Side:
 
     @property
     def world_size(self):
-        return MeshSizes(*self.mesh).ranks
+        return sizes_of(self.mesh).ranks
 
     @property
     def weights(self):

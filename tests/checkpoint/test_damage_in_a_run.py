@@ -191,7 +191,7 @@ def forge(copies):
 
 def find_in_all(rank, folders):
     """Return for each folder the step that is resumed, the rejections, and the messages."""
-    mesh = Mesh(1, RANKS, 1)
+    mesh = Mesh(dp=RANKS)
     answers = []
     for folder in folders:
         checkpoint, rejected = find(folder, "auto", mesh)

@@ -62,7 +62,7 @@ class Run:
     """An engine on this rank with stacked parameters, drawn from the seed."""
 
     def __init__(self, pp, tp, zero_stage, seed):
-        self.mesh = Mesh(pp, 1, tp)
+        self.mesh = Mesh(pp=pp, tp=tp)
         settings = EngineSettings(BATCH, zero_stage=zero_stage, eps=1.0, zero_options=NO_THRESHOLDS)
         with building(settings, self.mesh):
             module = Experts(self.mesh)

@@ -238,7 +238,7 @@ def passed_on():
 
 
 def run_each(rank, keys):
-    mesh = Mesh(1, 2, 1)
+    mesh = Mesh(dp=2)
     number = 0
     for settings, options in passed_on():
         if keys & options.keys():

@@ -157,7 +157,7 @@ def planted(rank, folder):
         checks.timings = partial(late, checks.timings)
     overrides = [word for key, value in raw.items() for word in (f"--{key}", value)]
     config = RunConfig.from_json("ds.json", [*overrides, "--mesh.pp", "2", "--mesh.tp", "2"])
-    mesh = Mesh(2, 1, 2)
+    mesh = Mesh(pp=2, tp=2)
     rows = check(config, mesh, Effort(seconds=0.0, copied_bytes=2**18))
     mesh.barrier()
     return {row.name: row.outliers for row in rows}

@@ -20,6 +20,7 @@ from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import microbatches
 from tests.cases import Case
+from tests.meshes import sizes_of
 from tests.plan.settings import A100
 from tests.verify.measuring import batches
 
@@ -104,7 +105,7 @@ MODES = [
 
 def self_tests(rank, shape, modes):
     params = MUON.Params(lr=1.0, clip="adam_only")
-    mesh = Mesh(*shape)
+    mesh = Mesh(**sizes_of(shape)._asdict())
     for mode in modes:
         self_test(EngineSettings(1, optimizer="muon", params=params, **mode), mesh)
     return len(modes)
@@ -117,7 +118,7 @@ def test_the_self_test_passes_in_half_precision_too():
 
 def traffic_on_rank(rank, case):
     """Bytes that this rank's exchanges send in a step, and the number of matrix elements."""
-    mesh = Mesh(*case.mesh, ep=case.config.mesh.ep)
+    mesh = Mesh(**sizes_of(case.mesh)._asdict(), ep=case.config.mesh.ep)
     parts = assemble(case.config, mesh, seed=0)
     tokens, labels, *_ = next(batches(case.config))
     parts.executor.run(microbatches((tokens, labels, None), case.config, mesh), 0)

@@ -192,7 +192,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
 
 
 def make_and_remove(rank, path):
-    mesh = Mesh(1, int(os.environ["WORLD_SIZE"]), 1)
+    mesh = Mesh(dp=int(os.environ["WORLD_SIZE"]))
     folder = swap.make_folder(path, mesh, "nvme_path")
     assert (folder / "lock").exists()
     mesh.barrier()

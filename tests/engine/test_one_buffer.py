@@ -16,7 +16,7 @@ LENGTHS = (1, 2, 3, 7, 12, 100)  # some ranks hold no part, or a shorter one
 
 
 def both_on_rank(rank):
-    mesh = Mesh(1, 3, 1)
+    mesh = Mesh(dp=3)
     core.skip_shared_memory_operator()  # compiling it takes a minute
     deepspeed.init_distributed("gloo", dist_init_required=False)
     generator = torch.Generator().manual_seed(rank)

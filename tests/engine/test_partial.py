@@ -45,7 +45,7 @@ SPECS = [
 
 def sum_partial(rank, dp, settings, partial):
     """The gradient norms of two steps, the weights, and the all-reduces over tp in a step."""
-    mesh = Mesh(1, dp, 2)
+    mesh = Mesh(dp=dp, tp=2)
     calls = []
     with building(settings, mesh):
         module = Weighted(mesh)

@@ -215,7 +215,7 @@ def test_unequal_optimizer_groups_give_a_wrong_norm_or_hang():
 def stopped_peer(rank, seconds):
     import os
 
-    mesh = Mesh(2, 1, 1)
+    mesh = Mesh(pp=2)
     if seconds is not None:
         mesh.set_timeouts(seconds)
     mesh.barrier()

@@ -13,6 +13,7 @@ from parallel3d.engine.selftest import KNOWN_GOOD, self_test
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import RankFailed, run_locally
 from tests.cases import Case, compare_on_rank
+from tests.meshes import sizes_of
 from tests.verify.measuring import errors_of
 
 pytestmark = pytest.mark.gloo
@@ -64,7 +65,7 @@ def settings_of(mode, folder=None):
 
 
 def run_all(rank, shape, modes, folder):
-    mesh = Mesh(*shape)
+    mesh = Mesh(**sizes_of(shape)._asdict())
     seconds = []
     for mode in modes:
         start = time.monotonic(), time.process_time()
@@ -99,7 +100,7 @@ def test_it_passes_in_every_mode(shape, nvme, tmp_path):
 
 
 def train_afterwards(rank, case, reference):
-    self_test(settings_of({"zero_stage": case.zero_stage}), Mesh(*case.mesh))
+    self_test(settings_of({"zero_stage": case.zero_stage}), Mesh(**sizes_of(case.mesh)._asdict()))
     return compare_on_rank(rank, case, reference)
 
 
@@ -140,7 +141,7 @@ def leave_gradients_unaligned():
 
 def fail(rank, mode, take_away, folder):
     take_away()
-    self_test(settings_of(mode, folder), Mesh(2, 1, 1))
+    self_test(settings_of(mode, folder), Mesh(pp=2))
 
 
 @pytest.mark.usefixtures("operators")

@@ -63,7 +63,7 @@ ORDERS = {
 
 def alternate_all(rank, reduction, orders, restore):
     """For each order: peaks of a step of two stages, in elements, and the norms of two steps."""
-    mesh = Mesh(1, 2, 1)
+    mesh = Mesh(dp=2)
     never = patch.object(core.ReleaseCounters, "restore", lambda counters: None)
     with nullcontext() if restore else never:
         return [alternate(mesh, reduction, order) for order in orders]

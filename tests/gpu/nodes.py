@@ -33,6 +33,7 @@ from parallel3d.verify.measure import ReferenceErrors
 from parallel3d.verify.shrink import shrink
 from tests.gpu import test_device as device
 from tests.gpu.crossing import WITHIN, Crossing
+from tests.meshes import sizes_of
 from tests.plan.memory.test_peak_of_real_runs import config_of as small_config
 from tests.verify.configs import config_of
 from tests.verify.measuring import errors_of, reference_on_batches, train_and_compare
@@ -54,8 +55,9 @@ def meshes_of(launch: Launch) -> dict[str, tuple[int, int, int]]:
 def compare(sizes: tuple[int, int, int], zero: int, folder: Path) -> tuple[ReferenceErrors, float]:
     """The largest errors of all ranks on a mesh, and the seconds that it took."""
     raw = config_of(schedule="one_f_one_b", zero=zero, sequence_parallel=True)
-    config = shrink(RunConfig.from_dict(raw), (sizes,), str(folder))[sizes]
-    mesh = Mesh(*sizes)
+    named = sizes_of(sizes)
+    config = shrink(RunConfig.from_dict(raw), (named,), str(folder))[named]
+    mesh = Mesh(**named._asdict())
     own = folder / f"rank-{mesh.rank}"
     own.mkdir(exist_ok=True)
     reference = reference_on_batches(config, own)
@@ -86,7 +88,7 @@ def steps(sizes: tuple[int, int, int], launch: Launch) -> tuple[str, list[str]]:
     plan = [memory.total for memory in per_rank(Setting.from_config(config))]
     gc.collect()  # the engines before, whose memory would count
     found = device.look_at_steps(launch.rank, config)
-    rows = gather_json(Mesh(*sizes), [found["peak"], found["seconds"]])
+    rows = gather_json(Mesh(**sizes_of(sizes)._asdict()), [found["peak"], found["seconds"]])
     tokens = config.micro_batch_size * config.num_microbatches * config.data.sequence_length
     speed = f"{tokens * sizes[1] / max(seconds for _, seconds in rows):,.0f} tokens/s"
     if not torch.accelerator.is_available():

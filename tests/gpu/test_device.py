@@ -52,7 +52,7 @@ def free_bytes(rank):
 def look_at_steps(rank, config):
     """Peak and reserved bytes, what else is gone of the device, synchronisations of a step."""
     before = free_bytes(rank)
-    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
     parts = assemble(config, mesh)
     batch = batch_of(config, mesh)
 
@@ -166,7 +166,7 @@ def trained_twice(rank, config):
     set_numerics(tf32=False, deterministic=True)
     curves = []
     for _ in range(2):
-        mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+        mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
         torch.manual_seed(0)
         parts = assemble(config, mesh, seed=0)
         batch = batch_of(config, mesh)

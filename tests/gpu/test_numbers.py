@@ -5,11 +5,13 @@ from itertools import product
 import pytest
 import torch
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.schedule import schedules
 from parallel3d.verify.measure import TOLERANCE
 from parallel3d.verify.shrink import shrink
 from tests.gpu import here
+from tests.meshes import sizes_of
 from tests.verify.configs import MODELS, config_of
 from tests.verify.measuring import measure, reference_on_batches
 
@@ -26,14 +28,14 @@ STAGES = {
 
 def errors_of(mesh, folder, overlap=None, update=False, on_host="none", **settings):
     """The largest differences of a config on a mesh from one process on a CPU."""
-    pp, dp, tp = mesh
-    here.enough(pp * dp * tp)
+    sizes = sizes_of(mesh)
+    here.enough(sizes.ranks)
     raw = config_of(**settings)
     raw["parallel3d"]["train"]["overlap_update"] = update
     raw["parallel3d"]["pipeline"]["offload_activations"] = on_host
     if overlap is not None:
         raw["zero_optimization"]["overlap_comm"] = overlap
-    config = shrink(RunConfig.from_dict(raw), (mesh, (1, 1, 4)), str(folder))[mesh]
+    config = shrink(RunConfig.from_dict(raw), (sizes, MeshSizes(tp=4)), str(folder))[sizes]
     return measure(config, reference_on_batches(config, folder))
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.huggingface import from_ranks
 from parallel3d.huggingface.from_ranks import save_weights
@@ -145,7 +146,7 @@ def test_two_hosts_that_share_no_folder_leave_nothing_that_looks_whole(tmp_path)
 
 def save_as_started(rank, raw, directory):
     config = RunConfig.from_dict(raw)
-    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
     parts = assemble(config, mesh, seed=SEED)
     save_weights(parts.engine, mesh, Path(directory), config=config, shard_bytes=SHARDS)
     mesh.barrier()
@@ -154,7 +155,8 @@ def save_as_started(rank, raw, directory):
 def as_verified(model):
     """On tp 4, where each rank holds the key and value weights of two heads whole."""
     config = RunConfig.from_dict(whole_config(model=model, sequence_parallel=True))
-    return shrink(config, ((1, 1, 4),))[1, 1, 4]
+    mesh = MeshSizes(tp=4)
+    return shrink(config, (mesh,))[mesh]
 
 
 SLOW = partial(pytest.param, marks=pytest.mark.slow)

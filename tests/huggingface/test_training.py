@@ -41,7 +41,7 @@ def config_on(folder, mesh, **changes):
 
 
 def started(config):
-    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
     parts = assemble(config, mesh)
     folder = find_weights(config.model, pretrained_of(config.model), mesh)
     load_weights(folder, config.model, engine=parts.engine, mesh=mesh, layers=parts.layers)

@@ -14,7 +14,7 @@ LATE = 0.2  # seconds by which rank 1 comes later
 
 
 def barrier_on_rank(rank):
-    mesh = Mesh(1, 2, 1)
+    mesh = Mesh(dp=2)
     with LateDevice() as device:
         time.sleep(LATE * rank)
         start = time.monotonic()

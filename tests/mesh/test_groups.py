@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from parallel3d.mesh import groups, join
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import ROLES, Mesh
+from tests.meshes import sizes_of
 
 pytestmark = pytest.mark.gloo
 
@@ -62,7 +63,7 @@ def test_a_rank_joins_a_few_groups_whatever_the_world(calls):
     That is a few numbers of its own for each: O(ranks) of them, and nothing is sent.
     """
     made, _ = calls
-    mesh = Mesh(*SIZES, launch=Launch(5, WORLD, 5, 8))
+    mesh = Mesh(**sizes_of(SIZES)._asdict(), launch=Launch(5, WORLD, 5, 8))
     mesh.join_pair(0, PP - 1)
     joined = [*{getattr(mesh, role).group for role in ROLES}, mesh._backward]
     joined += [mesh.join_pair(0, PP - 1), mesh._aside]
@@ -91,7 +92,7 @@ def nccl(calls, monkeypatch):
 
 def test_nccl_splits_an_axis_in_one_round_of_the_world(nccl):
     """Not in one for each group: with a tied weight's owners there were 133."""
-    mesh = Mesh(*SIZES, launch=Launch(5, WORLD, 5, 8))
+    mesh = Mesh(**sizes_of(SIZES)._asdict(), launch=Launch(5, WORLD, 5, 8))
     mesh.join_pair(0, PP - 1)
     mesh.join_pair(PP - 1, 0)
     assert Counter(name for name, _, _ in nccl) == {"split_group": 7, "new_group": 1}

@@ -13,6 +13,7 @@ from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import run_locally
 from tests.mesh.mortal import mortal
+from tests.meshes import sizes_of
 
 pytestmark = pytest.mark.gloo
 
@@ -44,7 +45,7 @@ def sums_on_rank(rank, sizes):
     found = []
     for turn, size in enumerate(sizes):
         time.sleep(0.1 * (rank == turn % 2))
-        mesh = Mesh(*size)
+        mesh = Mesh(**sizes_of(size)._asdict())
         total = torch.tensor([1.0 + rank])
         dist.all_reduce(total, group=(mesh.pipeline if size[0] == 2 else mesh.tensor).group)
         found.append(total.item())

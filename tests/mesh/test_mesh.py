@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import ROLES, Mesh, draw_mesh
 from parallel3d.tensor.collectives import all_gather_sequence, reduce_scatter_sequence
 from parallel3d.verify.local_ranks import run_locally
+from tests.meshes import sizes_of
 
 pytestmark = pytest.mark.gloo
 
@@ -36,7 +36,7 @@ VARIABLES = [
 def places_on_rank(rank, sizes):
     found = []
     for size in sizes:
-        mesh = Mesh(*size)
+        mesh = Mesh(**sizes_of(size)._asdict())
         peers = {role: getattr(mesh, role) for role in ROLES}
         groups = {role: own.ranks for role, own in peers.items()}
         ends = mesh.join_pair(0, size[0] - 1)
@@ -62,7 +62,7 @@ def owners_on_rank(rank, cases):
     """The ranks of the roles that ep sets, mesh by mesh."""
     found = []
     for size, ep in cases:
-        mesh = Mesh(*size, ep=ep)
+        mesh = Mesh(**sizes_of(size)._asdict(), ep=ep)
         roles = ("experts", "expert_replicas", "whole_model", "model")
         found.append({role: mesh.peers(role).ranks for role in roles})
         mesh.barrier()
@@ -74,7 +74,7 @@ def test_ranks_that_divide_experts():
     cases = [((2, 2, 2), 2), ((1, 8, 1), 4), ((1, 2, 2, 2), 2), ((2, 4, 1), 4)]
     ranks = run_locally(owners_on_rank, 8, cases)
     for number, (size, ep) in enumerate(cases):
-        pp, dp, cp, tp = MeshSizes(*size)
+        pp, dp, cp, tp = sizes_of(size)
         grid = np.arange(8).reshape(pp, dp // ep, ep, cp, tp)
         for rank in range(8):
             p, d, e, c, t = (int(i[0]) for i in np.where(grid == rank))
@@ -103,7 +103,7 @@ def test_places(sizes):
     world = int(np.prod(sizes[0]))
     results = run_locally(places_on_rank, world, sizes)
     for number, size in enumerate(sizes):
-        grid = np.arange(world).reshape(MeshSizes(*size))
+        grid = np.arange(world).reshape(sizes_of(size))
         for rank in range(world):
             groups, ends, coords, lengths, sums, said = results[rank][number]
             p, d, c, t = (int(i[0]) for i in np.where(grid == rank))
@@ -131,7 +131,7 @@ def test_places(sizes):
 
 def transfers_on_rank(rank):
     """Each pp coordinate sends to both its neighbours; the tensors say who sent them, and when."""
-    mesh = Mesh(3, 1, 2)
+    mesh = Mesh(pp=3, tp=2)
     me = mesh.pipeline.coord
     pp = mesh.pipeline.size
     sends = []
@@ -168,7 +168,7 @@ WAITS = {
 
 
 def silent_peer(rank, waits, given_up):
-    mesh = Mesh(2, 1, 1)
+    mesh = Mesh(pp=2)
     mesh.join_pair(0, 1)
     mesh.barrier()
     # Not before: the other one may be late by more than that on a busy machine.
@@ -198,7 +198,7 @@ def test_a_silent_peer_is_given_up(waits, tmp_path):
 
 def helpers_on_rank(rank):
     os.environ.pop("OMP_NUM_THREADS", None)
-    mesh = Mesh(1, 2, 2)
+    mesh = Mesh(dp=2, tp=2)
     # Ranks share the node's cores: OpenMP's threads would spin on each other's.
     assert torch.get_num_threads() == max(1, os.cpu_count() // 4)
     assert mesh.gather_floats([rank, 0.1]) == [[float(r), 0.1] for r in range(4)]
@@ -259,7 +259,7 @@ def test_wrong_product(environment):
     environment(RANK=0, WORLD_SIZE=8, LOCAL_RANK=0)
     before = dist.is_initialized()
     with pytest.raises(ConfigError, match="mesh pp 2 × dp 3 × tp 1 = 6 ranks, but 8 processes"):
-        Mesh(2, 3, 1)
+        Mesh(pp=2, dp=3)
     assert dist.is_initialized() == before  # nothing half-made stays behind
 
 
@@ -297,7 +297,7 @@ mesh pp 2 × dp 2 × tp 2 = 8 ranks
 
 
 def grid_of(*sizes):
-    return np.arange(np.prod(sizes)).reshape(MeshSizes(*sizes)).tolist()
+    return np.arange(np.prod(sizes)).reshape(sizes_of(sizes)).tolist()
 
 
 def test_picture():
@@ -319,7 +319,7 @@ def test_picture_of_a_large_mesh_stays_small():
 
 
 def gathered_and_scattered_on_rank(rank, samples):
-    mesh = Mesh(1, 1, 2)
+    mesh = Mesh(tp=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         part = torch.full((samples, 2, 3), 1.0 + rank)

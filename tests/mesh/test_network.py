@@ -134,7 +134,7 @@ def aside_on_demand(rank, on_demand):
     join._meet = lambda *args: stores.append(CountingStore(meet(*args))) or stores[0]
     if on_demand:
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
-    mesh = Mesh(1, 6, 1)
+    mesh = Mesh(dp=6)
     assert mesh.gather_texts("x" * rank, aside=True) == ["x" * r for r in range(6)]
     assert on_first(mesh, lambda: {"rank": mesh.rank}) == {"rank": 0}
     files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 from parallel3d.mesh import join
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
+from tests.meshes import sizes_of
 
 pytestmark = pytest.mark.gloo
 
@@ -76,7 +77,7 @@ def test_a_few_operations_whatever_the_world(sizes, rank, monkeypatch):
     monkeypatch.setattr(join.pulse, "begin", begin)
     launch = Launch(rank, world, rank % 8, 8)
     join.join(launch, torch.device("cpu"), watched=True)
-    mesh = Mesh(*sizes, launch=launch)
+    mesh = Mesh(**sizes_of(sizes)._asdict(), launch=launch)
     mesh.join_pair(0, sizes[0] - 1)
     # Rank 0's start, the arbiter's address; on several nodes also the ranks with an interface.
     first = "set" if rank == 0 else "get"

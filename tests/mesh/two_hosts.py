@@ -23,7 +23,7 @@ def main():
     assert socket.gethostbyname(socket.gethostname()) == "127.0.1.1"
     if as_before:
         join.interface_of = lambda address: ""
-    mesh = Mesh(1, 2, 2)
+    mesh = Mesh(dp=2, tp=2)
     said = mesh.gather_texts(f"{socket.gethostname()} {local}", aside=True)
     names = [os.environ.get(f"{library}_SOCKET_IFNAME") for library in ("GLOO", "NCCL")]
     print(json.dumps([said, names]), flush=True)

@@ -65,7 +65,7 @@ def part(whole, cut):
 @lru_cache
 def mesh_of(tp):
     """WORLD / tp replicas on tp ranks each: one mesh a process, whatever is built on it."""
-    return Mesh(1, WORLD // tp, tp)
+    return Mesh(dp=WORLD // tp, tp=tp)
 
 
 def build(config, tp, seq=16, sequence_parallel=False, **settings):

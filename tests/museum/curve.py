@@ -28,6 +28,7 @@ from parallel3d.train.feed import Feed
 from parallel3d.verify.case import go_on
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import MESHES, shrink
+from tests.meshes import sizes_of
 from tests.museum import exhibits
 from tests.museum.exhibit import Exhibit
 from tests.museum.halls import hall
@@ -41,7 +42,7 @@ CLIPPING = 1.0
 MICROBATCHES = 2
 BATCH = 16
 OTHER_RUNS = 5
-SAVED_MESH = MeshSizes(1, 1, 2)  # of a run that a resume goes on from: each goes on on another
+SAVED_MESH = MeshSizes(tp=2)  # of a run that a resume goes on from: each goes on on another
 _SCALE_WINDOW = 20  # steps; in the three of verify it has to grow sooner
 
 
@@ -58,7 +59,7 @@ def mesh_of(exhibit: Exhibit) -> MeshSizes:
     """An exhibit's mesh, with two ranks of an axis at most where that is enough: they cost."""
     if "fewer key/value heads than tp" in exhibit.needs:
         return exhibit.sizes
-    return MeshSizes(*(min(2, size) for size in exhibit.mesh))
+    return sizes_of([min(2, size) for size in exhibit.mesh])
 
 
 def curve_config(config: RunConfig, mesh: MeshSizes, seed: int, folder: Path) -> RunConfig:
@@ -133,7 +134,7 @@ def curve_of(config: RunConfig, leg: Leg, folder: Path, timeout: float = 600) ->
 
 def _train(rank: int, config: RunConfig, leg: Leg, folder: Path) -> list[float]:
     """On one rank: the mean loss of each step."""
-    mesh = Mesh(*config.mesh.sizes)
+    mesh = Mesh(**config.mesh.sizes._asdict())
     torch.set_num_threads(1)
     with exhibits.load(leg.exhibit).plant() if leg.exhibit else nullcontext():
         parts = assemble(config, mesh)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 from parallel3d.base.mesh_sizes import MeshSizes
+from tests.meshes import sizes_of
 
 Planted = AbstractContextManager[Any]
 """Within it the mistake is in our code, in this process alone."""
@@ -45,7 +46,7 @@ class Exhibit:
     @property
     def sizes(self) -> MeshSizes:
         """The sizes of `mesh`."""
-        return MeshSizes(*self.mesh)
+        return sizes_of(self.mesh)
 
     @property
     def what(self) -> str:

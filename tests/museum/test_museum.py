@@ -126,7 +126,7 @@ def test_some_are_seen(name, halls):
 
 def test_nothing_is_seen_where_nothing_is_planted(halls):
     place = halls("gpt", SMALL_MESHES)
-    clean = place.small(MeshSizes(2, 1, 1))
+    clean = place.small(MeshSizes(pp=2))
     errors, _ = checked(clean, place.trained(), CaseTask(drops=True))
     assert not errors.beyond(TOLERANCE["fp32"]), errors
 

@@ -90,11 +90,9 @@ def test_a_curve_that_goes_on_on_another_mesh_is_the_unbroken_one(tmp_path):
     """So what an exhibit of a resume shows is the exhibit's."""
     config = hall("gpt")
     saved = tmp_path / "saved"
-    whole = curve_of(
-        curve_config(config, MeshSizes(1, 1, 2), 0, tmp_path), Leg(saves=saved), tmp_path
-    )
+    whole = curve_of(curve_config(config, MeshSizes(tp=2), 0, tmp_path), Leg(saves=saved), tmp_path)
     rest = curve_of(
-        curve_config(config, MeshSizes(2, 2, 1), 0, tmp_path), Leg(resumes=saved), tmp_path
+        curve_config(config, MeshSizes(pp=2, dp=2), 0, tmp_path), Leg(resumes=saved), tmp_path
     )
     assert rest == pytest.approx(whole[PARTS // 2 :], abs=2e-3)
     assert whole[-1] < whole[0] - 1

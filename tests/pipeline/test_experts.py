@@ -8,7 +8,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from parallel3d import models
-from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.model import optimizers
 from parallel3d.model.optimizers import MATRIX
 from parallel3d.model.spec import named_params
@@ -17,6 +16,7 @@ from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import microbatches
 from parallel3d.verify.reference import FIRST, Reference, first_weights, relative
 from tests.cases import Case, Trainer
+from tests.meshes import sizes_of
 from tests.models.plain_moe import Plain
 from tests.verify.measuring import batches, errors_of, plain_course
 
@@ -73,7 +73,7 @@ TOP_FIRST = {
 
 def case_of(mesh, schedule="gpipe", model=SOFTMAX, **settings):
     once = splits_backward(schedule)
-    dp = MeshSizes(*mesh).dp
+    dp = sizes_of(mesh).dp
     batch = settings.pop("batch", 12 if dp == 3 else BATCH)
     settings = {"reduction": "per_step" if once else "per_microbatch"} | settings
     changes = settings.pop("changes", {})
@@ -190,7 +190,7 @@ def check(cases, folder, tolerance=1e-5):
         found, side = zip(*(rank[number] for rank in ranks), strict=True)
         errors = errors_of(case.config, found)
         assert errors.within(tolerance), f"{case}: {errors}"
-        _, dp, cp, tp = MeshSizes(*case.mesh)
+        _, dp, cp, tp = sizes_of(case.mesh)
         for step, expected in enumerate(loads):
             for layer, load in expected.items():
                 rows = [s[step][f"{layer}.loads"] for s in side if f"{layer}.loads" in s[step]]

@@ -79,7 +79,7 @@ def join(monkeypatch):
         sizes = config.mesh
         rank = (pp * sizes.dp + dp) * sizes.tp + tp
         launch = Launch(rank, sizes.pp * sizes.dp * sizes.tp, 0)
-        return Mesh(*sizes.sizes, launch=launch)
+        return Mesh(**sizes.sizes._asdict(), launch=launch)
 
     torch.set_default_dtype(torch.bfloat16)  # grouped products take no other on the meta device
     yield join

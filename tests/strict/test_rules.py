@@ -17,6 +17,7 @@ from parallel3d.mesh.groups import choose_backend, split
 from parallel3d.mesh.join import STARTUP_TIMEOUT
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.transfer import all_gather_single
+from tests.meshes import sizes_of
 from tests.strict import StrictError, StrictOptions
 from tests.strict.running import STRICT, run_strictly
 
@@ -152,7 +153,7 @@ TIMED = {wrong_group, world_inside_a_stage, silent_peer, split_without_a_rank}
 
 def fault_on_rank(rank, number):
     plant, sizes, _ = FAULTS[number]
-    mesh = Mesh(*sizes)
+    mesh = Mesh(**sizes_of(sizes)._asdict())
     mesh.barrier()
     mesh.set_timeouts(LIMIT if plant in TIMED else 60)
     start = time.monotonic()
@@ -188,7 +189,7 @@ def test_a_broken_rule_is_named_on_every_rank(number):
 
 def timeouts_on_rank(rank):
     """The seconds that groups give their operations, and what a killed peer's waits for."""
-    mesh = Mesh(2, 1, 1)
+    mesh = Mesh(pp=2)
     ends = mesh.join_pair(0, 1)
     groups = [mesh.pipeline.group, mesh.replicas.group, mesh.world.group, mesh._backward, ends]
     halves = dist.group.WORLD.split_among([[1], [0]], timedelta(minutes=10), "halves")
@@ -211,7 +212,7 @@ def killed_peer(rank, victim):
     if rank == victim and os.fork():
         os.wait()  # the child is the rank
         return None
-    mesh = Mesh(2, 1, 1)
+    mesh = Mesh(pp=2)
     mesh.set_timeouts(LIMIT)
     mesh.barrier()
     if rank == victim:
@@ -233,7 +234,7 @@ def test_a_killed_peer_is_not_noticed_before_the_time_is_over(victim):
 
 def freed_on_rank(rank, is_freed):
     """Count NaNs if rank 0 frees what it gathers, sends or sums before the operation is over."""
-    mesh = Mesh(1, 2, 1)
+    mesh = Mesh(dp=2)
     frees = is_freed and rank == 0
     tensor = torch.ones(4)
     other = torch.ones(4)

@@ -58,7 +58,7 @@ def with_window_and_sinks(q, k, v, documents, window, sinks):
 
 def attention_on_rank(rank, window, with_sinks):
     """Errors of output and gradients; calls and bytes of the group; the same where recomputed."""
-    mesh = Mesh(1, 1, 4, 1)
+    mesh = Mesh(cp=4)
     cp = mesh.context
     places = torch.from_numpy(deal(DOCUMENTS.numpy(), cp.size, [window or SEQ]))
     segments = Segments.of(DOCUMENTS, places, cp.group)
@@ -111,7 +111,7 @@ def test_it_is_the_attention_of_whole_samples(window, with_sinks):
 
 def kept_on_rank(rank, cp):
     """Bytes that an attention keeps for its backward besides its inputs, and its output's."""
-    mesh = Mesh(1, 1, cp, 1)
+    mesh = Mesh(cp=cp)
     seq = 1024
     documents = torch.zeros(1, 1024, dtype=torch.int64)
     places = torch.from_numpy(deal(documents.numpy(), cp))
@@ -136,7 +136,7 @@ def test_a_rank_keeps_its_share():
 
 def dropped_on_rank(rank, split):
     """The largest difference of dropout's output and gradient from those of whole samples."""
-    mesh = Mesh(1, 1, 2, 2)
+    mesh = Mesh(cp=2, tp=2)
     cp = mesh.context
     over = mesh.tensor if split else mesh.alone
     key = RandomKey(3)

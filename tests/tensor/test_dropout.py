@@ -36,7 +36,7 @@ def mask(dropout, numel=256):
 
 
 def masks_on_rank(rank):
-    mesh = Mesh(1, 2, 2)
+    mesh = Mesh(dp=2, tp=2)
     key = RandomKey(3, mesh.samples.coord)
     replicated = Dropout(0.5, "here", key)
     split = Dropout(0.5, "here", key, mesh.tensor.group)
@@ -151,7 +151,7 @@ def gradients(block, key, recompute):
 def recomputed(rank, seeded):
     unseeded = patch.object(Dropout, "seed", lambda self, device: None)
     with nullcontext() if seeded else unseeded:
-        block, key = block_on_rank(Mesh(1, 1, 2))
+        block, key = block_on_rank(Mesh(tp=2))
         kept, outputs = gradients(block, key, recompute=False)
         again, same_outputs = gradients(block, key, recompute=True)
         alike = all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
@@ -177,7 +177,7 @@ def test_without_seeding_they_would_differ():
 
 def heads_on_rank(rank, training):
     """What attention hands to its output projection, when both ranks have the same weights."""
-    mesh = Mesh(1, 1, 2)
+    mesh = Mesh(tp=2)
     block, _ = block_on_rank(mesh)
     for parameter in block.parameters():
         parameter.data.normal_(generator=torch.Generator().manual_seed(1))

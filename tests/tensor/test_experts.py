@@ -103,7 +103,7 @@ CHOSEN = [
 
 def divided(rank, weights, tokens, gradients):
     """Output, gradients and bytes sent of one rank, which owns two of the experts."""
-    mesh = Mesh(1, OWNERS, 1, ep=OWNERS)
+    mesh = Mesh(dp=OWNERS, ep=OWNERS)
     experts = Experts(EXPERTS, SIZE, INNER, mesh.tensor.group, mesh.experts.group)
     for parameter, whole in zip(experts.parameters(), weights, strict=True):
         parameter.data = cut_of(parameter).part_of(whole).clone()

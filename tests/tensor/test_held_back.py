@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 def gradients(rank, size, sequence_parallel, recompute, dtype):
     """Gradients after two microbatches: made in the backward, and held back; the input's, too."""
-    group = Mesh(1, 1, size).tensor.group
+    group = Mesh(tp=size).tensor.group
     torch.manual_seed(rank)
     block = Block(group, sequence_parallel).to(dtype)
     for parameter in block.parameters():

@@ -20,6 +20,7 @@ from parallel3d.tensor.initialise import fill
 from parallel3d.verify.local_ranks import run_locally
 from tests.cases import Case
 from tests.counting import Counting
+from tests.meshes import sizes_of
 
 pytestmark = pytest.mark.gloo
 
@@ -161,7 +162,7 @@ BIG = {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 500}
 
 def build_on_rank(rank, sharded):
     case = Case(mesh=(1, 2, 1), model=BIG)
-    mesh = Mesh(*case.mesh)
+    mesh = Mesh(**sizes_of(case.mesh)._asdict())
     if not sharded:
         stages.building = lambda settings, mesh: nullcontext()
     with Memory() as memory:

@@ -28,6 +28,7 @@ from parallel3d.tensor.norm import LayerNorm, RMSNorm
 from parallel3d.tensor.vocab import VocabParallelEmbedding
 from parallel3d.verify.local_ranks import RankFailed, run_locally
 from tests.cases import Case, Trainer
+from tests.meshes import sizes_of
 
 pytestmark = pytest.mark.gloo
 
@@ -227,7 +228,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 def check_on_rank(rank, kinds, examples, dtype, meshes=((1, 4, 1), (1, 2, 2), (1, 1, 4))):
     for mesh in meshes:
-        grid = Mesh(*mesh)
+        grid = Mesh(**sizes_of(mesh)._asdict())
         for kind, example in product(kinds, examples):
             try:
                 with in_type(dtype):

@@ -19,6 +19,7 @@ from parallel3d.tensor import loss as loss_module
 from parallel3d.tensor.cut import even_split
 from parallel3d.tensor.loss import vocab_parallel_loss
 from parallel3d.verify.local_ranks import RankFailed, run_locally
+from tests.meshes import sizes_of
 from tests.tensor.test_layers import EXAMPLE, SIZES, close, in_type, share, tensors
 
 pytestmark = pytest.mark.gloo
@@ -88,7 +89,7 @@ def check_on_rank(rank, examples, dtype, meshes=((1, 4, 1), (1, 2, 2), (1, 1, 4)
     """Returns the number of checks that have passed."""
     passed = 0
     for mesh in meshes:
-        grid = Mesh(*mesh)
+        grid = Mesh(**sizes_of(mesh)._asdict())
         for check, example in product(checks or CHECKS, examples):
             try:
                 with in_type(dtype):
@@ -145,7 +146,7 @@ def test_a_missing_collective_is_seen(number):
 
 def confident_gradients(rank):
     """Gradients at labels that the model is ever more sure of: pairs in bf16 and in fp32."""
-    group = Mesh(1, 1, 2).tensor.group
+    group = Mesh(tp=2).tensor.group
     (logits,) = tensors(0, (64, 50))
     labels = torch.arange(64) % 50
     logits = logits.detach()

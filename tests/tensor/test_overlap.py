@@ -91,7 +91,7 @@ def passed(layer, split, deferred=False):
 
 def bits(rank):
     """Gradients of each layer, with and without; the same where they are held back."""
-    group = Mesh(1, 1, 2).tensor.group
+    group = Mesh(tp=2).tensor.group
     found = []
     for split in (False, True):
         for layer in layers(group, split):
@@ -112,7 +112,7 @@ def test_to_the_bit():
 
 def order_and_time(rank):
     """Of the backward of one layer, without and with: what was issued, and the seconds."""
-    mesh = Mesh(1, 1, 2)
+    mesh = Mesh(tp=2)
     found = []
     for split in (False, True):
         layer, _ = layers(mesh.tensor.group, split)
@@ -144,7 +144,7 @@ def test_a_collective_runs_under_the_product_that_does_not_need_it():
 
 def results(rank):
     """What collectives of several samples give, and whether they work on just that memory."""
-    group = Mesh(1, 1, 2).tensor.group
+    group = Mesh(tp=2).tensor.group
     x = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5) * (rank + 1)  # [..., seq / tp, size]
     with Calls() as calls:
         whole = all_gather_sequence(x, group)

@@ -83,7 +83,7 @@ def train_on_rank(rank, raw, disturb=None, *details):
         try:
             asked = RunConfig.from_dict(raw)
             config = asked.resolve(int(os.environ["WORLD_SIZE"]))
-            mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+            mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
             claimed = claim_on_first(asked, mesh, ended.said.append)
             ended.code = launch.train.train(config, mesh, claimed, StopRequest(), as_json=False)
         except (Parallel3DError, TrainingError) as error:

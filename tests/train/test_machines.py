@@ -41,7 +41,7 @@ def deal_cyclically(rank):
 
 def on_two_nodes(rank, raw, root):
     deal_cyclically(rank)
-    mesh = Mesh(1, 2, 2)
+    mesh = Mesh(dp=2, tp=2)
     config = RunConfig.from_dict(raw).resolve(4)
     said = []
     prepared = []

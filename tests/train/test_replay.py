@@ -10,12 +10,12 @@ import pytest
 from rich.console import Console
 
 from parallel3d.base.errors import CheckpointError
-from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train import from_checkpoint as replaying
 from parallel3d.train.ending import DONE
 from parallel3d.verify.local_ranks import run_locally
 from tests.checkpoint.drill import changed, prepared_config
+from tests.meshes import sizes_of
 from tests.train.running import folder_of, start
 
 pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("cpu_adam")]
@@ -78,9 +78,9 @@ def replay_on_rank(rank, run, sizes, faults=(), alone=False):
 
     `alone`: no replay on another mesh is compared, but the one before.
     """
-    config, checkpoint = replaying.replay_config(run, STEP, MeshSizes(*sizes), [])
+    config, checkpoint = replaying.replay_config(run, STEP, sizes_of(sizes), [])
     config = config.resolve(int(os.environ["WORLD_SIZE"]))
-    mesh = Mesh(*sizes)
+    mesh = Mesh(**sizes_of(sizes)._asdict())
     console = Console(quiet=True)
     said = [replaying.replay(config, mesh, run, checkpoint, console)]
     for fault in faults:

@@ -112,7 +112,7 @@ def run_on_rank(rank, raw, disturb=None, *details):
         disturb(rank, *details)
     asked = RunConfig.from_dict(raw)
     config = asked.resolve(int(os.environ["WORLD_SIZE"]))
-    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
     claimed = claim_on_first(asked, mesh)
     start = time.monotonic()
     try:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from parallel3d import models
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
 from parallel3d.data.batches import documents_of
@@ -43,7 +44,7 @@ def test_learning_rates(schedule):
     raw = config_of()
     raw["parallel3d"]["train"] |= {"steps": 60, "lr_schedule": schedule}
     config = RunConfig.from_dict(raw)
-    small = schedule_of(config, shrink(config, ((1, 1, 1),))[1, 1, 1])
+    small = schedule_of(config, shrink(config, (MeshSizes(),))[MeshSizes()])
     assert small.num_steps == 60
     expected = [rate(small, step) for step in range(60)]
     assert [definitions.learning_rate(small, step) for step in range(60)] == pytest.approx(expected)
@@ -81,7 +82,7 @@ def test_first_weights_are_their_familys(model, mup):
     raw = config_of(model=model)
     if mup:
         raw["parallel3d"]["model"]["parametrization"] = {"type": "mup", "base_width": 16}
-    config = shrink(RunConfig.from_dict(raw), ((1, 1, 1), (1, 1, 4)))[1, 1, 1]
+    config = shrink(RunConfig.from_dict(raw), (MeshSizes(), MeshSizes(tp=4)))[MeshSizes()]
     family = models.huggingface(config.model.family)
     first = first_weights(config)
     reference = family.reference(config.model)

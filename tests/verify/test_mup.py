@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.parametrization import Rate, Scales
@@ -16,6 +17,7 @@ from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import TOLERANCE
 from parallel3d.verify.reference import SEED, relative
 from parallel3d.verify.shrink import shrink
+from tests.meshes import sizes_of
 from tests.verify import measuring
 from tests.verify.configs import config_of
 from tests.verify.measuring import (
@@ -40,7 +42,9 @@ def small(family, mesh, mup=None, *, zero=1, offload="none", **settings):
     """A small config on a mesh, with rates at which decay and rates show in the fifth step."""
     raw = config_of(model=family, zero=zero, offload=offload, microbatches=2, **settings)
     raw["parallel3d"]["model"] |= {"parametrization": mup} if mup else {}
-    found = shrink(RunConfig.from_dict(raw), (mesh, (1, 1, 4), (4, 1, 1)), batch=BATCH)[mesh]
+    sizes = sizes_of(mesh)
+    meshes = (sizes, MeshSizes(tp=4), MeshSizes(pp=4))
+    found = shrink(RunConfig.from_dict(raw), meshes, batch=BATCH)[sizes]
     raw = found.to_dict()
     raw["optimizer"]["params"] |= {"lr": 3e-3, "weight_decay": 1.0}
     raw["parallel3d"]["train"]["steps"] = STEPS
@@ -127,7 +131,7 @@ def train_each(rank, configs):
 
 
 def train_only(config):
-    mesh = Mesh(config.mesh.pp, config.mesh.dp, config.mesh.tp)
+    mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
     parts = assemble(config, mesh, seed=SEED)
     curves = measuring.train(parts, config, mesh)
     kinds = len(parts.engine._deepspeed.optimizer.optimizer.param_groups)

@@ -18,6 +18,7 @@ from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import Batch, train_reference
 from parallel3d.verify.shrink import shrink
 from tests.data.plain_packing import pack
+from tests.meshes import sizes_of
 from tests.verify import measuring
 from tests.verify.configs import config_of
 
@@ -96,7 +97,8 @@ def train_packed(rank, config, expected):
 def test_it_is_that_of_one_process(mesh, isolate, tmp_path):
     raw = config_of(isolate=isolate, microbatches=2, zero=1)
     raw["parallel3d"]["data"]["packing"] = "best_fit"
-    config = shrink(RunConfig.from_dict(raw), (mesh,), batch=BATCH)[mesh]
+    sizes = sizes_of(mesh)
+    config = shrink(RunConfig.from_dict(raw), (sizes,), batch=BATCH)[sizes]
     course = packed_course(config)
     if not isolate:
         course = replace(course, steps=[step._replace(documents=None) for step in course.steps])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.schedule import schedules
 from parallel3d.verify.case import CaseTask, checked
@@ -19,6 +20,7 @@ from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import TOLERANCE
 from parallel3d.verify.reference import prepare
 from parallel3d.verify.shrink import MESHES, Extent, shrink
+from tests.meshes import sizes_of
 from tests.verify.configs import MODELS, config_of
 from tests.verify.measuring import (
     errors_of,
@@ -91,7 +93,7 @@ def reference_of(tmp_path_factory):
             model=model, schedule=schedule, stages_per_rank=stages_per_rank, isolate=isolate
         )
         small = shrink(RunConfig.from_dict(raw), meshes_of(pp), batch=batch, extent=SHORT)
-        return reference_on_batches(small[pp, 1, 1], tmp_path_factory.mktemp("reference"))
+        return reference_on_batches(small[MeshSizes(pp=pp)], tmp_path_factory.mktemp("reference"))
 
     return train
 
@@ -101,14 +103,15 @@ def job_of(row, reference_of, folder, batch=BATCH):
     stages = STAGES[row["schedule"]]
     settings = {name: value for name, value in row.items() if name != "mesh"}
     config = RunConfig.from_dict(config_of(stages_per_rank=stages, **settings))
-    pp, *_ = mesh = row["mesh"]
-    small = shrink(config, (*meshes_of(pp), mesh), str(folder), batch, extent=SHORT)[mesh]
-    return small, reference_of(row["model"], pp, stages, row["isolate"], batch)
+    mesh = sizes_of(row["mesh"])
+    meshes = (*meshes_of(mesh.pp), mesh)
+    small = shrink(config, meshes, str(folder), batch, extent=SHORT)[mesh]
+    return small, reference_of(row["model"], mesh.pp, stages, row["isolate"], batch)
 
 
 def meshes_of(pp):
     """Meshes for which a model is made that has layers for `pp` and heads for any tp."""
-    return (pp, 1, 1), (1, 1, 4)
+    return MeshSizes(pp=pp), MeshSizes(tp=4)
 
 
 ALL_AXES = {
@@ -277,8 +280,9 @@ def test_parity_in_full(row, measured, tmp_path):
 def test_bf16_follows_fp32(reference_of, tmp_path):
     """The losses of bf16 stay within 2 % of fp32's."""
     raw = config_of(precision="bf16", microbatches=3)
-    meshes = (*meshes_of(2), (2, 2, 1))
-    small = shrink(RunConfig.from_dict(raw), meshes, batch=BATCH, extent=SHORT)[2, 2, 1]
+    mesh = MeshSizes(pp=2, dp=2)
+    meshes = (*meshes_of(2), mesh)
+    small = shrink(RunConfig.from_dict(raw), meshes, batch=BATCH, extent=SHORT)[mesh]
     errors = measure(small, reference_of("gpt", 2, 1, False), timeout=120)
     print(errors)
     assert errors.loss < 0.02

@@ -46,7 +46,7 @@ def test_only_sizes_shrink(model):
     config = RunConfig.from_dict(config_of(model=model, precision="bf16", **SETTINGS))
     small = shrink(config, MESHES)
     for mesh, made in small.items():
-        assert made.mesh.sizes == MeshSizes(*mesh)
+        assert made.mesh.sizes == mesh
         assert made.mesh.sequence_parallel and made.data.isolate_documents
         assert made.pipeline == config.pipeline
         assert made.bf16 == config.bf16
@@ -103,8 +103,8 @@ def test_the_ratio_of_heads_to_key_value_heads_is_kept(kv_heads):
 
 
 def test_meshes_are_read_or_refused():
-    assert parse_meshes("1x1x1, 2x1x4") == (MeshSizes(), MeshSizes(2, 1, 4))
-    assert parse_meshes("1x2x4x1") == (MeshSizes(1, 2, 4, 1),)
+    assert parse_meshes("1x1x1, 2x1x4") == (MeshSizes(), MeshSizes(pp=2, tp=4))
+    assert parse_meshes("1x2x4x1") == (MeshSizes(dp=2, cp=4),)
     for text in ("2x2", "0x1x1", "axbxc", ""):
         with pytest.raises(ConfigError, match="must be pp x dp x tp"):
             parse_meshes(text)

@@ -13,6 +13,7 @@ from parallel3d.verify.case import CaseTask, checked
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.reference import Batch, prepare, train_reference
 from parallel3d.verify.shrink import shrink
+from tests.meshes import sizes_of
 from tests.museum.halls import hall
 from tests.verify import measuring
 from tests.verify.configs import config_of
@@ -58,9 +59,10 @@ def train_weighted(rank, config, expected):
 def errors(mesh, tmp_path, course=weighted_course, **settings):
     """How far three steps on this mesh are from one process of transformers."""
     raw = config_of(**settings)
-    config = shrink(RunConfig.from_dict(raw), (mesh,), batch=BATCH)[mesh]
+    sizes = sizes_of(mesh)
+    config = shrink(RunConfig.from_dict(raw), (sizes,), batch=BATCH)[sizes]
     expected = train_reference(config, tmp_path, course(config))
-    ranks = run_locally(train_weighted, mesh[0] * mesh[1] * mesh[2], config, expected, timeout=200)
+    ranks = run_locally(train_weighted, sizes.ranks, config, expected, timeout=200)
     return measuring.errors_of(config, ranks)
 
 

@@ -71,7 +71,7 @@ def meshes(request: Request) -> Iterator[MeshSizes]:
             dp, rest = divmod(request.devices, pp * cp * tp)
             if rest or cp > longest:
                 continue
-            mesh = MeshSizes(pp, dp, cp, tp)
+            mesh = MeshSizes(pp=pp, dp=dp, cp=cp, tp=tp)
             if _is_open(request, **mesh._asdict()) and _is_possible(request, mesh):
                 yield mesh
 
