@@ -38,7 +38,7 @@ class Sleeper:
         self._backward = seconds if split else 2 * seconds
         self._weight = torch.ones((), requires_grad=True)
 
-    def forward(self, stage: int, x: Tensor, labels: Tensor | None, documents: None) -> Tensor:
+    def forward(self, stage: int, x: Tensor, labels: Tensor | None, *_: None) -> Tensor:
         """What a stage gives: the loss [], or activations of SHAPE."""
         time.sleep(self._seconds)
         x = x.float() if x.is_floating_point() else torch.zeros(SHAPE)

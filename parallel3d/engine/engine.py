@@ -25,6 +25,8 @@ from parallel3d.engine.whole_matrices import WholeMatrices, find_matrices
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model import optimizers
 from parallel3d.tensor.cut import HeldParameter
+from parallel3d.tensor.segments import Segments
+from parallel3d.tensor.side_loss import StageOutput
 from parallel3d.tensor.weight_gradients import accumulate_in_place
 
 _log = logging.getLogger(__name__)
@@ -208,27 +210,30 @@ class Engine:
         """Return the context of a step's forwards and backwards; gradients are reduced on exit."""
         return self._reduction.accumulation()
 
-    def forward(self, stage: int, *inputs: Tensor | None) -> Tensor:
+    def forward(self, stage: int, *inputs: Tensor | Segments | None) -> StageOutput:
         """Run a stage for training."""
         if not self._module.training:
             self._module.train()
-        return self._run(stage, *inputs, hooks=not self.settings.runs_without_hooks)
+        hooks = not self.settings.runs_without_hooks
+        output: StageOutput = self._run(stage, *inputs, hooks=hooks)
+        return output
 
-    def evaluate(self, stage: int, *inputs: Tensor | None) -> Tensor:
+    def evaluate(self, stage: int, *inputs: Tensor | Segments | None) -> Tensor:
         """Run a stage without dropout and without gradients."""
         if self._module.training:
             self._module.eval()
         hooks = self.settings.shards_parameters and self._weights is None
         with torch.no_grad():
-            return self._run(stage, *inputs, hooks=hooks)
+            output: Tensor = self._run(stage, *inputs, hooks=hooks)
+        return output
 
-    def _run(self, stage: int, *inputs: Tensor | None, hooks: bool) -> Tensor:
+    def _run(self, stage: int, *inputs: Tensor | Segments | None, hooks: bool) -> Any:
         self.wait_for_weights(stage)
         options = self._options if self._module.training else {}
         if hooks and self._traces:
             self._traces.begin(stage, "forward")
         run = self._deepspeed if hooks else self._module.stages
-        output: Tensor = run(stage, *inputs, **options)
+        output = run(stage, *inputs, **options)
         if hooks and self._module.training and self._weights is None:
             self._counters.save(self._module, stage)
         return output
@@ -388,7 +393,7 @@ class ForwardEngine:
             )
             self._run = self._deepspeed
 
-    def evaluate(self, stage: int, *inputs: Tensor | None) -> Tensor:
+    def evaluate(self, stage: int, *inputs: Tensor | Segments | None) -> Tensor:
         """Run a stage without dropout and without gradients."""
         with torch.no_grad():
             output: Tensor = self._run(stage, *inputs)

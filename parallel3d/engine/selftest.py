@@ -158,7 +158,9 @@ def _step(engine: Engine, by_loss: bool) -> float:
     with engine.accumulation():
         engine.gather(0)
         for x, _ in samples:
-            outputs.append(engine.forward(0, x.clone().requires_grad_()))
+            output = engine.forward(0, x.clone().requires_grad_())
+            assert isinstance(output, Tensor)
+            outputs.append(output)
         for output, (_, grad) in zip(outputs, samples, strict=True):
             if by_loss:
                 engine.backward((output * grad).sum())

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.profiler import record_function
 
 from parallel3d.schedule.schedule import Action, Span
 
@@ -30,6 +31,15 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._first_seen: float | None = None  # unix time of an accelerator's first mark
+        self._marks: list[tuple[Action, Any, Any]] = []
+
+    @contextmanager
+    def measuring(self, action: Action) -> Iterator[None]:
+        """Mark when the work that is queued inside begins and ends, and name it in traces."""
+        start = self.mark()
+        with record_function(str(action)):
+            yield
+        self._marks.append((action, start, self.mark()))
 
     def mark(self) -> Any:
         """Mark the moment when all work that is queued so far will be done."""
@@ -41,22 +51,21 @@ class DeviceClock:
         event.record()
         return event
 
-    def spans(self, marks: list[tuple[Action, Any, Any]]) -> tuple[float, float, list[Span]]:
-        """Return the Unix times of the first mark and of now, and each action's span.
+    def spans(self) -> tuple[float, float, list[Span]]:
+        """Return the Unix times of the first mark and of now, and the span of each action measured.
 
-        `marks` has each action with the marks before and after it. Spans are in seconds since the
-        first mark. Wait until the device is done.
+        Spans are in seconds since the first mark. Wait until the device is done.
         """
         end = self.mark()
-        first = marks[0][1] if marks else end
+        first = self._marks[0][1] if self._marks else end
         if self._device.type == "cpu":
             started = first + time.time() - time.perf_counter()
-            seconds = [(action, a - first, b - first) for action, a, b in marks]
-            return started, started + end - first, [Span(*s) for s in seconds]
+            spans = [Span(action, a - first, b - first) for action, a, b in self._marks]
+            return started, started + end - first, spans
         end.synchronize()
         assert self._first_seen is not None
         spans = [
             Span(action, first.elapsed_time(a) / 1e3, first.elapsed_time(b) / 1e3)
-            for action, a, b in marks
+            for action, a, b in self._marks
         ]
         return self._first_seen, self._first_seen + first.elapsed_time(end) / 1e3, spans

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from parallel3d import models
 from parallel3d.config import RunConfig
@@ -12,7 +11,7 @@ from parallel3d.engine import Engine, EngineSettings
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.model.spec import LayerSpec, Shape
-from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.executor import Evaluator, Executor
 from parallel3d.pipeline.stages import BuiltStages, build_stages
 from parallel3d.schedule.schedule import Schedule, add_sharding
 from parallel3d.schedule.schedules import make_evaluation, make_schedule
@@ -33,7 +32,7 @@ class Assembly:
     stages: BuiltStages
     engine: Engine
     executor: Executor
-    evaluator: Executor
+    evaluator: Evaluator
 
     @property
     def flops_per_token(self) -> float:
@@ -78,16 +77,12 @@ def assemble(
         return add_sharding(schedule, weights, settings.reduces_once)
 
     training = make(schedule.num_microbatches)
-    sizes = config.mesh
-    make_executor = partial(
-        Executor,
-        mesh=mesh,
-        engine=engine,
-        key=stages.key,
-        hidden_shape=hidden_shape(sizes, shape, own.model.hidden_size),
+    hidden = hidden_shape(config.mesh, shape, own.model.hidden_size)
+    executor = Executor(
+        training, mesh, engine, key=stages.key, hidden_shape=hidden, make_schedule=make
     )
-    executor = make_executor(training, make_schedule=make)
-    evaluator = make_executor(add_sharding(make_evaluation(schedule), weights, False))
+    forwards = add_sharding(make_evaluation(schedule), weights, False)
+    evaluator = Evaluator(forwards, mesh, engine, key=stages.key, hidden_shape=hidden)
     return Assembly(layers, shape, training, stages, engine, executor, evaluator)
 
 

@@ -15,7 +15,7 @@ from parallel3d.data.evaluation_samples import (
 )
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
-from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.executor import Evaluator
 from parallel3d.train.ending import StopRequest
 from parallel3d.train.feed import Feed
 
@@ -36,7 +36,7 @@ class Evaluation:
         *,
         corpus: Corpus,
         feed: Feed,
-        evaluator: Executor,
+        evaluator: Evaluator,
         stop: StopRequest,
     ) -> None:
         self._mesh = mesh

@@ -38,7 +38,7 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.nodes import find_nodes
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.model.config import ModelConfig
-from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.executor import Evaluator
 from parallel3d.schedule.schedules import make_evaluation
 from parallel3d.train.assembly import Assembly, assemble, build, hidden_shape
 from parallel3d.train.digests import BOUNDS, compare_runs, is_close
@@ -159,7 +159,7 @@ def evaluate(
         closing(ForwardEngine(stages.module, settings, mesh)) as engine,
         closing(Feed(config, mesh, corpus, schedule)) as feed,
     ):
-        evaluator = Executor(
+        evaluator = Evaluator(
             make_evaluation(schedule),
             mesh,
             cast(Engine, engine),  # enough for a program without backwards

@@ -121,13 +121,13 @@ def _measure_on_rank(rank: int, config: RunConfig, seed: int) -> Sums:
     parts = assemble(config, mesh, seed=seed)
     batch = microbatches(_batch(config), config, mesh)
     with _activations(parts) as now:
-        parts.evaluator.run(batch, 0)
+        parts.evaluator.run(batch)
     first = dict(now)
     for step in range(config.num_steps):
         parts.executor.run(batch, step)
         parts.engine.step(config.optimizer.params.lr)
     with _activations(parts) as now:
-        parts.evaluator.run(batch, 0)
+        parts.evaluator.run(batch)
     sums = {
         name: {
             START: _sum(first[name]),

@@ -38,8 +38,10 @@ def test_a_device_tells_its_own_times(monkeypatch):
     monkeypatch.setattr(torch, "Event", Event)
     before = time.time()
     device = clock.DeviceClock(torch.device("cuda"))
-    marks = [(action, device.mark(), device.mark()) for action in (FORWARD, BACKWARD)]
-    started, ended, spans = device.spans(marks)
+    for action in (FORWARD, BACKWARD):
+        with device.measuring(action):
+            pass
+    started, ended, spans = device.spans()
     assert said == ["event"] * 5 + ["wait for 12.0"]
     assert before <= started <= time.time() and ended == pytest.approx(started + 2.0)
     assert spans == [Span(FORWARD, 0.0, 0.5), Span(BACKWARD, 0.5, 1.5)]

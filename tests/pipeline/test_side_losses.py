@@ -109,7 +109,7 @@ def train_on_rank(rank, cases, reference):
         found = trainer.compare(reference)
         share = microbatches(next(batches(trainer.config)), trainer.config, mesh)
         trainer.evaluator.run(share)
-        left = len(executor.flow.side_losses) + len(trainer.evaluator.side_losses)
+        left = len(executor.flow.side_losses) + len(trainer.evaluator.flow.side_values)
         results.append((found, side, left))
         trainer.close()
     return results

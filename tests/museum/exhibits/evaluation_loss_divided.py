@@ -4,7 +4,7 @@ which takes one.
 
 from typing import Any
 
-from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.executor import Evaluator
 from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(
@@ -17,10 +17,10 @@ EXHIBIT = Exhibit(
 )
 
 
-@in_place_of(Executor, "run")
-def plant(original: Any, executor: Executor, *args: Any) -> Any:
+@in_place_of(Evaluator, "run")
+def plant(original: Any, evaluator: Evaluator, *args: Any) -> Any:
     """The losses of tokens are divided by the number of microbatches."""
-    loss = original(executor, *args)
-    if executor.token_losses is not None:
-        executor.token_losses = executor.token_losses / executor.schedule.num_microbatches
+    loss = original(evaluator, *args)
+    if evaluator.token_losses is not None:
+        evaluator.token_losses = evaluator.token_losses / evaluator.schedule.num_microbatches
     return loss
