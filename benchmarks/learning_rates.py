@@ -84,7 +84,8 @@ def train(rank: int, raw: dict[str, Any]) -> float:
     config = config.with_corpus(corpus.vocab_size, len(corpus.train))
     parts = assemble(config, mesh)
     try:
-        result = Trainer(Start(config, {}, Path(), "", corpus), mesh, parts).run()
+        start = Start(config=config, settings={}, folder=Path(), digest="", corpus=corpus)
+        result = Trainer(start, mesh, parts).run()
     except TrainingError:
         return math.inf
     return result.held_out_loss if result.held_out_loss is not None else math.nan

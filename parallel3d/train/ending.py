@@ -281,7 +281,11 @@ class StopRequest:
 
     def flags(self) -> list[float]:
         """Return this rank's requests to stop and to save, for ranks to gather; 0.0 is none."""
-        asked = _BY_FILE if self._finds("STOP") else _BY_SIGNAL * self.requested
+        asked = 0.0
+        if self._finds("STOP"):
+            asked = _BY_FILE
+        elif self.requested:
+            asked = _BY_SIGNAL
         self.requested = asked > 0
         return [asked, float(self.saving or self._finds("SAVE"))]
 

@@ -253,7 +253,15 @@ def replay(
     bound = 0.0 if is_same_mesh else BOUNDS[config.precision]
     folder = run / "replays" / str(config.mesh.sizes)
     parts = assemble(config, mesh, say=console.print)
-    start = Start(config, {}, folder, "", corpus, source, position)
+    start = Start(
+        config=config,
+        settings={},
+        folder=folder,
+        digest="",
+        corpus=corpus,
+        checkpoint=source,
+        position=position,
+    )
     restore(start, mesh, parts)
     step = int(config.train.stop_after or 0)
     trace = _Trace(parts, mesh, step)

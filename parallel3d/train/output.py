@@ -33,9 +33,10 @@ from parallel3d.train.claim import Attempts, written_to
 from parallel3d.train.digests import DIGESTS
 from parallel3d.train.evaluation import HELD_OUT
 from parallel3d.train.known_hardware import known_hardware
+from parallel3d.train.memory import begin_memory
 from parallel3d.train.metrics import MetricsWriter, Result, forget_after, step_reached
 from parallel3d.train.progress import Progress, in_words, percent
-from parallel3d.train.start import Start, begin_memory
+from parallel3d.train.start import Start
 from parallel3d.train.trackers import Trackers
 
 

@@ -1,32 +1,22 @@
-"""The start of a run: its folder, corpus, checkpoint and final config.
-
-`memory.json` in the run's folder has its name in the memory of its hosts, and its restarts from
-there; only rank 0 reads and writes it.
-"""
+"""The start of a run: its folder, corpus, checkpoint and final config."""
 
 import json
-import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 
 import psutil
 import torch
 from rich.console import Console
 
-from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError, DataError, TrainingError
 from parallel3d.base.journal import open_journal
-from parallel3d.base.section import Section
 from parallel3d.checkpoint import find, free_space
 from parallel3d.checkpoint.in_memory import HostMemory
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.state import Position, RunState, changes
 from parallel3d.config import RunConfig
-from parallel3d.config.parallel3d_block import CheckpointConfig
 from parallel3d.data.batches import check_length, tokens_of_epoch
 from parallel3d.data.corpus import Corpus, Place
 from parallel3d.data.prepare import pack, prepare
@@ -50,13 +40,14 @@ from parallel3d.train.bad_steps import left_out
 from parallel3d.train.claim import Attempts, Claim, token_of
 from parallel3d.train.ending import command_to_go_on
 from parallel3d.train.known_hardware import described_hardware
+from parallel3d.train.memory import note_restart, open_memory
 from parallel3d.train.metrics import step_reached
 from parallel3d.train.progress import in_words
 
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Start:
     """The start of a run before the model is built; the same on every rank."""
 
@@ -88,7 +79,9 @@ class Start:
     @property
     def tier(self) -> str | None:
         """Where the checkpoint is: "memory" or "disk"."""
-        return (self.checkpoint and ("disk" if self.on_disk else "memory")) or None
+        if self.checkpoint is None:
+            return None
+        return "disk" if self.on_disk else "memory"
 
     @property
     def tokenizer(self) -> Path | None:
@@ -136,7 +129,16 @@ def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Cons
         pretrained = _find_pretrained(config, mesh, corpus.tokenizer_directory, say)
     config = config.resumed(position.step, position.next_sample, num_left_out)
     return Start(
-        config, settings, folder, digest, corpus, checkpoint, position, pretrained, rejected, memory
+        config=config,
+        settings=settings,
+        folder=folder,
+        digest=digest,
+        corpus=corpus,
+        checkpoint=checkpoint,
+        position=position,
+        pretrained=pretrained,
+        rejected=rejected,
+        memory=memory,
     )
 
 
@@ -193,7 +195,8 @@ def refuse_drift(settings: Mapping[str, object], mesh: Mesh, nodes: Nodes) -> No
 
     def look() -> None:
         own = json.loads(json.dumps(settings))
-        if different := list(changes(of_first, own)):
+        different = list(changes(of_first, own))
+        if different:
             raise ConfigError(
                 f"{different[0]}: rank 0 on {nodes.hosts[0]} has the first value, and rank "
                 f"{mesh.rank} on {nodes.hosts[mesh.rank]} the second; start all ranks with the "
@@ -210,9 +213,8 @@ def refuse_unshared(folder: Path, directory: str, mesh: Mesh, nodes: Nodes) -> N
     token = on_first(mesh, lambda: token_of(folder))
 
     def look() -> None:
-        if nodes.first(mesh.rank) == mesh.rank and not wait_until(
-            lambda: token_of(folder) == token
-        ):
+        is_first = nodes.first(mesh.rank) == mesh.rank
+        if is_first and not wait_until(lambda: token_of(folder) == token):
             raise ConfigError(
                 f'parallel3d.run.directory = "{directory}": {folder.parent.absolute()} on '
                 f"{nodes.hosts[mesh.rank]} (rank {mesh.rank}) is not the folder that rank 0 on "
@@ -295,20 +297,23 @@ def corpus_lines(corpus: Corpus) -> Iterator[str]:
         f"{corpus.held_out.num_documents:,} documents)"
     )
     yield f"        vocabulary {corpus.vocab_size:,}, unigram entropy {corpus.unigram_entropy:.4f}"
-    if lost := max(part.facts.unknown_share or 0.0 for part in corpus.parts or (corpus,)):
-        yield f"WARNING: the tokenizer does not know {lost:.0%} of the text; use another one"
+    unknown_share = max(part.facts.unknown_share or 0.0 for part in corpus.parts or (corpus,))
+    if unknown_share:
+        unknown = f"{unknown_share:.0%} of the text"
+        yield f"WARNING: the tokenizer does not know {unknown}; use another one"
     for name, part in corpus.validation.items():
         documents = part.held_out.num_documents
         yield f"        validation {name}: {documents:,} documents, {len(part.held_out):,} tokens"
-        if common := part.facts.num_in_training:
+        common = part.facts.num_in_training
+        if common:
             yield (
                 f"WARNING: {common:,} of the {documents:,} documents of data.validation.{name} are "
                 "also in the training text, so its loss is too low; remove them from one of the two"
             )
     for name, part in {"": corpus, **corpus.validation}.items():
-        if skipped := part.facts.skipped:
-            where = name and f" of validation {name}"
-            counts = describe_skips(skipped)
+        if part.facts.skipped:
+            where = f" of validation {name}" if name else ""
+            counts = describe_skips(part.facts.skipped)
             yield f"        left out{where}: {counts} (prepare.py lists the first 20)"
 
 
@@ -320,7 +325,8 @@ def refuse_different(places: list[Place | None], nodes: Nodes) -> None:
     """
     keys = {rank: _keys(place) for rank, place in enumerate(places) if place is not None}
     for rank, rank_keys in keys.items():
-        if differing := sorted({name for name, _ in keys[0].items() ^ rank_keys.items()}):
+        differing = sorted({name for name, _ in keys[0].items() ^ rank_keys.items()})
+        if differing:
             raise DataError(
                 f"{differing[0]} is not the same on {nodes.hosts[0]} and {nodes.hosts[rank]}: "
                 "only one of them could read some file or data set. Run `parallel3d prepare "
@@ -392,96 +398,3 @@ def restore(start: Start, mesh: Mesh, parts: Assembly) -> None:
         if checkpoint.copies:
             on_first(mesh, lambda: note_restart(start.folder, checkpoint.step))
         load(checkpoint, engine=parts.engine, mesh=mesh, layers=parts.layers)
-
-
-MEMORY_FILE = "memory.json"
-
-
-class MemoryRecord(Section):
-    """The contents of memory.json."""
-
-    name: str = ""
-    restarts: tuple[tuple[int, int], ...] = ()
-    """The step that each restart loaded from memory, and the one that the run had reached."""
-
-
-def open_memory(
-    settings: CheckpointConfig, mesh: Mesh, nodes: Nodes, folder: Path, say: Callable[[str], None]
-) -> HostMemory | None:
-    """Return the memory of the hosts of a run in `folder`; None if it is off. Collective."""
-    if not settings.in_memory_every:
-        return None
-    root = Path(settings.in_memory_folder)
-
-    def require_folder() -> None:
-        if not os.access(root, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f'parallel3d.checkpoint.in_memory_folder: "{root}" on {nodes.hosts[mesh.rank]}: '
-                f"rank {mesh.rank} cannot write there; name a folder in memory of each host"
-            )
-
-    def read() -> tuple[str, int]:
-        record = _read_record(folder)
-        reached = step_reached(folder)
-        steps = [step for step, _ in record.restarts]
-        refused = [
-            step for step, before in record.restarts if before == reached or steps.count(step) > 1
-        ]
-        return record.name or _new_name(folder), max(refused, default=-1)
-
-    agree(mesh, require_folder)
-    memory = HostMemory(mesh, nodes, root, *on_first(mesh, read))
-    hosts = "a copy on the next host" if memory.peers else "ONE HOST: no copy on another one"
-    say(f"memory  every {settings.in_memory_every} steps to {memory.folder}; {hosts}")
-    return memory
-
-
-def note_restart(folder: Path, step: int) -> None:
-    """Record that a step is about to be loaded from memory."""
-    record = _read_record(folder)
-    _write_record(folder, record.name, (*record.restarts, (step, step_reached(folder))))
-
-
-def begin_memory(memory: HostMemory | None, mesh: Mesh, folder: Path, step: int = -1) -> None:
-    """Keep the steps in memory up to `step`, from which the run goes on; -1 keeps none.
-
-    Collective. A run that goes on from elsewhere gets another name, because a host that is absent
-    may come back with steps that are no longer part of the run.
-    """
-    if memory is None:
-        if mesh.rank == 0:
-            with suppress(OSError):
-                (folder / MEMORY_FILE).unlink(missing_ok=True)
-        return
-
-    def renew() -> str:
-        if step < 0:
-            _write_record(folder, _new_name(folder))
-        return _read_record(folder).name
-
-    memory.keep(on_first(mesh, renew), step)
-
-
-def _read_record(folder: Path) -> MemoryRecord:
-    """Return the record of a run; a new one if it is damaged, missing, or of another folder."""
-    try:
-        record = MemoryRecord.model_validate_json((folder / MEMORY_FILE).read_bytes())
-    except (OSError, ValueError):
-        return MemoryRecord()
-    own = record.name.startswith(prefix := _prefix_of(folder))
-    return record if own and record.name.removeprefix(prefix).isalnum() else MemoryRecord()
-
-
-def _write_record(folder: Path, name: str, restarts: tuple[tuple[int, int], ...] = ()) -> None:
-    record = MemoryRecord(name=name, restarts=restarts)
-    with suppress(OSError):  # then the next start does not find its steps
-        replace_text(folder / MEMORY_FILE, f"{record.model_dump_json()}\n")
-
-
-def _new_name(folder: Path) -> str:
-    return f"{_prefix_of(folder)}{secrets.token_hex(8)}"
-
-
-def _prefix_of(folder: Path) -> str:
-    place = blake2b(str(folder.absolute()).encode(), digest_size=8).hexdigest()
-    return f"{folder.name}-{place}-"

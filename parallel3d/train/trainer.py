@@ -6,11 +6,13 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from itertools import islice
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 from parallel3d.base.errors import TrainingError
 from parallel3d.base.fault import fault_point
@@ -34,30 +36,13 @@ from parallel3d.train.digests import append_digest
 from parallel3d.train.ending import StopRequest
 from parallel3d.train.evaluation import Evaluation, Losses
 from parallel3d.train.feed import Feed
-from parallel3d.train.metrics import (
-    MetricsWriter,
-    Result,
-    StepMetrics,
-    gradient_noise,
-    peak_memory_bytes,
-)
+from parallel3d.train.memory import begin_memory
+from parallel3d.train.metrics import MetricsWriter, Result, StepMetrics, gradient_noise
 from parallel3d.train.profiler import Profiler, StepWatch
 from parallel3d.train.progress import Progress
+from parallel3d.train.rank_step import RankStep, gather_rank_steps
 from parallel3d.train.recomputation import Recomputation
-from parallel3d.train.start import Start, begin_memory
-
-
-class _Row(NamedTuple):
-    """The numbers of one rank about a step, which all ranks gather."""
-
-    loss: float  # of its part of the batch
-    norm: float
-    memory: float  # peak, in bytes
-    stop: float  # 1 if the rank was asked to stop, else 0
-    save: float  # 1 if the rank was asked to save, else 0
-    broken: float  # 1 if the rank's saves failed too often, else 0
-    own_squares: float  # of its dp coordinate's gradient, if measured
-    side_losses: tuple[float, ...]  # summed over its layers
+from parallel3d.train.start import Start
 
 
 def _is_due(every: int, step: int) -> bool:
@@ -120,8 +105,9 @@ class Trainer:
         self._sparse = [layer for layer in parts.layers if layer.num_experts]
         # A sum over the ranks of a stage, divided by their number, is the batch's mean.
         self._copies = mesh.replicas.size * mesh.tensor.size
-        self._noise: dict[str, float] = {}  # of the last step
-        self._stall: float | None = None  # of the last save, until a line of metrics contains it
+        self._noise: dict[str, float] = {}
+        # The stall of the last save, until a line of metrics contains it.
+        self._stall: float | None = None
         self._feed = Feed(config, mesh, corpus, parts.schedule)
         self._evaluation = Evaluation(
             config, mesh, corpus=corpus, feed=self._feed, evaluator=parts.evaluator, stop=self.stop
@@ -139,7 +125,7 @@ class Trainer:
     def _run(self) -> Result:
         result = Result(steps=self.position.step)
         first = self.position.step
-        # Of all steps except the first, which also warms up, and of the last one.
+        # The speed is measured without the first step, which also warms up, if there are more.
         seconds = 0.0
         tokens = 0
         step_seconds = 0.0
@@ -166,7 +152,8 @@ class Trainer:
                 self.mesh.set_timeouts(self.config.train.timeout_seconds)
                 began_at = psutil.Process().create_time()
                 self._record("first_step", step=step + 1, seconds=round(time.time() - began_at, 3))
-                if graphs := compiled.describe(self.config.train.compile):
+                graphs = compiled.describe(self.config.train.compile)
+                if graphs:
                     self._say(graphs)
             if verdict.action == "rewind":
                 result.steps = self._rewind(verdict, step)
@@ -176,13 +163,13 @@ class Trainer:
             self.position = self.position.after(self.config, padding)
             step_tokens = self.position.tokens - before.tokens
             if step > first:
-                seconds = seconds + step_seconds
-                tokens = tokens + step_tokens
+                seconds += step_seconds
+                tokens += step_tokens
             result.steps = step + 1
             result.loss = self._mean_loss(row.loss for row in rows)
             if verdict.action == "train":
                 losses.append(result.loss)
-            result.peak_memory_bytes = [int(row.memory) for row in rows]
+            result.peak_memory_bytes = [int(row.peak_memory_bytes) for row in rows]
             is_last = result.steps == self.config.num_steps
             after = self.config.train.stop_after
             result.stopped = self.stop.stopping or (result.steps == after and not is_last)
@@ -200,8 +187,10 @@ class Trainer:
                 self.writer.complete(result.validation)
             self.stop.finished()
         else:
-            timed = (tokens, seconds) if tokens else (step_tokens, step_seconds)
-            speed = self._speed(*timed)
+            if not tokens:
+                tokens = step_tokens
+                seconds = step_seconds
+            speed = self._speed(tokens, seconds)
             result.tokens_per_second, result.tflops_per_device, result.mfu = speed
             result.mean_loss = fmean(losses) if losses else math.nan
             result.mean_loss_of = len(losses)
@@ -278,7 +267,7 @@ class Trainer:
             self.saver.require_saved()
             self.stop.finished()
 
-    def _step(self, step: int, lr: float) -> tuple[list[_Row], StepResult, Verdict]:
+    def _step(self, step: int, lr: float) -> tuple[list[RankStep], StepResult, Verdict]:
         """Take one step; return the rows of all ranks, the engine's result, and the verdict.
 
         The host waits for the device only once, at the end. A step with a loss that is not finite
@@ -287,14 +276,12 @@ class Trainer:
         """
         pulse.doing(f"the batch of step {step + 1}")
         train = self.config.train
-        if is_measured := _is_due(train.noise_scale_every, step + 1):
+        is_measured = _is_due(train.noise_scale_every, step + 1)
+        if is_measured:
             self.engine.measure_own_gradient()
         recomputes = _is_due(train.check_bits.recompute_every, step + 1)
         check = self._recomputation if recomputes else None
-        batch = self._feed.training(self.position.next_sample)
-        noted = noting_messages(self.executor, _is_due(train.check_bits.every, step + 1))
-        with check.recording(batch, step) if check else nullcontext(), noted as self._messages:
-            loss = self.executor.run(batch, step)
+        loss = self._forward_and_backward(step, check)
         if check:
             try:
                 check.compare()
@@ -305,21 +292,28 @@ class Trainer:
         side_losses = [self.executor.side_losses.get(name, 0.0) for name in self._side_losses]
         verdict: Verdict | None = None
 
-        def is_kept(norm: Any) -> bool:
+        def is_kept(own_norm: Any) -> bool:
             nonlocal verdict
-            early = self.mesh.gather_floats([norm, loss, *side_losses])
-            verdict = self._judge([row[1:] for row in early], early[0][0])
+            early = self.mesh.gather_floats([own_norm, loss, *side_losses])
+            norm = early[0][0]
+            verdict = self._judge([row[1:] for row in early], norm)
             return verdict.action != "skip"
 
         with check.updating() if check else nullcontext():
             done = self.engine.step(lr, is_kept if self._bad.may_skip else None)
         if check:
             self._clean["recompute_every"] = step + 1
-        memory = peak_memory_bytes(self.mesh.device)
-        broken = bool(self.saver and self.saver.broken)
         stop, save = self.stop.flags()
-        own = loss, done.norm, memory, stop, save, broken, done.own_squares, *side_losses
-        rows = [_Row._make((*row[:7], tuple(row[7:]))) for row in self.mesh.gather_floats(own)]
+        rows = gather_rank_steps(
+            self.mesh,
+            loss=loss,
+            norm=done.norm,
+            stop=stop,
+            save=save,
+            is_broken=self.saver is not None and self.saver.broken,
+            own_squares=done.own_squares,
+            side_losses=side_losses,
+        )
         done = replace(done, norm=rows[self.mesh.rank].norm)
         self._noise = self._gradient_noise(rows, done) if is_measured else {}
         if verdict is None:
@@ -327,13 +321,13 @@ class Trainer:
             verdict = self._judge([(row.loss, *row.side_losses) for row in rows], norm)
         if verdict.action == "stop":
             if self.saver:
-                self.saver.finish()  # a save of earlier steps
+                self.saver.finish()  # it may save an earlier step
             raise TrainingError(
                 f"{verdict.reason} at step {step + 1}, lr {lr:.3g}; all ranks stop. "
                 f"{verdict.remedy}"
             )
         self.stop.agree([[row.stop, row.save] for row in rows])
-        if any(row.broken for row in rows):
+        if any(row.is_broken for row in rows):
             raise TrainingError(
                 f"{MOST_FAILURES} checkpoints in a row could not be saved; all ranks stop. Earlier "
                 "checkpoints are intact: free some space or repair the disk, and start again"
@@ -345,7 +339,15 @@ class Trainer:
             self._leave_out(verdict, step, self.position.next_sample)
         return rows, done, verdict
 
-    def _gradient_noise(self, rows: Sequence[_Row], done: StepResult) -> dict[str, float]:
+    def _forward_and_backward(self, step: int, check: Recomputation | None) -> Tensor:
+        """Run the batch of a step, and return this rank's part of its loss."""
+        batch = self._feed.training(self.position.next_sample)
+        is_noted = _is_due(self.config.train.check_bits.every, step + 1)
+        recording = check.recording(batch, step) if check else nullcontext()
+        with recording, noting_messages(self.executor, is_noted) as self._messages:
+            return self.executor.run(batch, step)
+
+    def _gradient_noise(self, rows: Sequence[RankStep], done: StepResult) -> dict[str, float]:
         """Return the gradient noise of a step whose ranks measured their own gradients."""
         ranks = self.mesh.replicas.size
         small = sum(row.own_squares for row in rows) / ranks / done.loss_scale**2
@@ -356,7 +358,8 @@ class Trainer:
         """Return what to do with a step; a row is a rank's loss and side losses."""
         if self.config.fp16.enabled and norm is not None and not math.isfinite(norm):
             norm = None  # DeepSpeed finds the overflow after it has asked
-        losses = dict(zip(("loss", *self._side_losses), zip(*rows, strict=True), strict=True))
+        columns = zip(*rows, strict=True)
+        losses = dict(zip(("loss", *self._side_losses), columns, strict=True))
         return self._bad.judge(losses, self._mean_loss(losses["loss"]), norm)
 
     def _mean_loss(self, losses: Iterable[float]) -> float:
@@ -427,27 +430,28 @@ class Trainer:
         """Return tokens per second of the mesh, model TFLOP/s per device, and MFU."""
         tokens = num_tokens / seconds
         flops = tokens * self.flops_per_token / self.mesh.world.size
-        return tokens, flops / 1e12, flops / self.peak_flops if self.peak_flops else None
+        mfu = flops / self.peak_flops if self.peak_flops else None
+        return tokens, flops / 1e12, mfu
 
-    def _means_of_side_losses(self, rows: list[_Row]) -> dict[str, float]:
+    def _means_of_side_losses(self, rows: list[RankStep]) -> dict[str, float]:
         """Return the mean of each side loss over the layers that have it and over the batch."""
-        sums = map(sum, zip(*(row.side_losses for row in rows), strict=True))
-        return {
-            name: total / (self._copies * num_layers)
-            for (name, num_layers), total in zip(self._side_losses.items(), sums, strict=True)
-        }
+        means = {}
+        columns = zip(*(row.side_losses for row in rows), strict=True)
+        for (name, num_layers), column in zip(self._side_losses.items(), columns, strict=True):
+            means[name] = sum(column) / (self._copies * num_layers)
+        return means
 
     def _loads(self) -> dict[str, list[float]]:
         """Return the loads of each layer's experts over the batch (`LayerSpec`); collective."""
         if not self._sparse:
             return {}
         device = self.mesh.device
-        found = self.executor.side_losses
-        own = [
-            found.get(o.loads, torch.zeros(o.num_experts + 1, device=device)) for o in self._sparse
-        ]
-        total = iter(self.mesh.sum_floats(torch.cat(own) / self._copies))
-        return {o.name: [next(total) for _ in range(o.num_experts + 1)] for o in self._sparse}
+        own = []
+        for layer in self._sparse:
+            of_another_rank = torch.zeros(layer.num_experts + 1, device=device)
+            own.append(self.executor.side_losses.get(layer.loads, of_another_rank))
+        means = iter(self.mesh.sum_floats(torch.cat(own) / self._copies))
+        return {layer.name: [*islice(means, layer.num_experts + 1)] for layer in self._sparse}
 
     def _report(
         self,
@@ -455,7 +459,7 @@ class Trainer:
         lr: float,
         seconds: float,
         tokens: int,
-        rows: list[_Row],
+        rows: list[RankStep],
         done: StepResult,
         validation: Losses,
     ) -> None:
@@ -472,7 +476,7 @@ class Trainer:
             tokens_per_second=tokens_per_second,
             tflops_per_device=tflops,
             mfu=mfu,
-            peak_memory_bytes=int(max(row.memory for row in rows)),
+            peak_memory_bytes=int(max(row.peak_memory_bytes for row in rows)),
             step_seconds=seconds,
             role_lr={role: lr * factor for role, factor in self._role_lrs.items()},
             side_losses=self._means_of_side_losses(rows),

@@ -361,7 +361,14 @@ class CaseRun:
             closing(MetricsWriter(Path(own))) as writer,
             patch.object(disk, "write_file", write_late),
         ):
-            start = Start(self.config, {}, Path(own), "", self.corpus, position=position)
+            start = Start(
+                config=self.config,
+                settings={},
+                folder=Path(own),
+                digest="",
+                corpus=self.corpus,
+                position=position,
+            )
             saver = None
             if saves:
                 saver = Saver(

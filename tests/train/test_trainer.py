@@ -192,7 +192,7 @@ def test_side_losses_are_means_over_the_layers_and_the_batch():
     """Of two replicas of two stages: the first has two layers with one loss, the last has both."""
     trainer = SimpleNamespace(_side_losses=Counter(balance=3, size=1), _copies=2)
     sums = (2.0, 0.0), (4.0, 0.0), (1.0, 5.0), (2.0, 7.0)
-    rows = [trainer_module._Row(*[0.0] * 7, own) for own in sums]
+    rows = [SimpleNamespace(side_losses=own) for own in sums]
     found = trainer_module.Trainer._means_of_side_losses(trainer, rows)
     assert found == {"balance": 9 / 2 / 3, "size": 12 / 2 / 1}
 
