@@ -24,12 +24,12 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def settings(folder: Path, tmp_path: Path) -> Settings:
-    """All documents of `folder`, with a cache of their own that does not exist yet."""
+    """All documents of `folder`, with a cache that does not exist yet."""
     return Settings(paths=(f"{folder}/**/*.txt",), cache=str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """What is long is a thousandth of it, so that the paths for it are taken."""
+    """Let 1,000 bytes count as a long text, so that the code for long texts runs."""
     monkeypatch.setattr(lines, "PIECE_BYTES", 1000)
     monkeypatch.setattr(rows, "PIECE_BYTES", 1000)

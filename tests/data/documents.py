@@ -61,7 +61,7 @@ def contents(root: Path) -> dict[str, bytes | None]:
     }
 
 
-def found(source: str, paths=(), cache="/dev/null", **settings) -> Documents:
+def read_source(source: str, paths=(), cache="/dev/null", **settings) -> Documents:
     """The documents of a source; its index is kept nowhere unless a cache is given."""
     section = Settings(source=source, paths=tuple(map(str, paths)), **settings)
     rule = (section.on_error, section.max_skipped)

@@ -100,4 +100,7 @@ def s3_store(files, bucket="corpus"):
     finally:
         server.stop()
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -36,7 +36,7 @@ def made():
     ahead.close()
 
 
-def test_what_comes_next_is_made_by_the_thread_and_only_once(made):
+def test_announced_keys_are_made_once_by_the_thread(made):
     ahead, calls = made
     assert ahead.take(0, [1, 2]) == "made 0"
     until(lambda: len(calls) == 3)
@@ -49,7 +49,7 @@ def test_what_comes_next_is_made_by_the_thread_and_only_once(made):
     assert calls[3:] == [(3, "read ahead"), (9, here)] and not ahead._futures
 
 
-def test_without_anything_ahead_there_is_no_thread(made):
+def test_no_thread_starts_without_announced_keys(made):
     ahead, calls = made
     assert [ahead.take(key) for key in (3, 1)] == ["made 3", "made 1"]
     assert {name for _, name in calls} == {threading.current_thread().name}
@@ -57,7 +57,7 @@ def test_without_anything_ahead_there_is_no_thread(made):
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 5), max_size=4))))
-def test_any_order_gives_what_was_asked_for(asked):
+def test_any_order_returns_the_requested_keys(asked):
     ahead = ReadAhead(lambda key: [key])
     try:
         for key, then in asked:
@@ -66,7 +66,7 @@ def test_any_order_gives_what_was_asked_for(asked):
         ahead.close()
 
 
-def test_an_error_is_raised_where_its_key_is_taken_and_nowhere_else():
+def test_error_is_raised_only_where_its_key_is_taken():
     def make(key):
         if key % 2:
             raise DataError(f"{key} is odd")
@@ -82,7 +82,7 @@ def test_an_error_is_raised_where_its_key_is_taken_and_nowhere_else():
     ahead.close()
 
 
-def test_close_waits_for_what_is_being_made_and_makes_no_more():
+def test_close_waits_for_the_running_call_and_starts_no_other():
     began = threading.Event()
     go_on = threading.Event()
     calls = []
@@ -121,6 +121,6 @@ reader.take(0, [3])  # and nobody closes it
 """
 
 
-def test_a_read_that_hangs_does_not_keep_the_process_alive():
+def test_hanging_read_does_not_keep_the_process_alive():
     # A thread that is hung at its end is let go of, and one that nobody closed.
     assert subprocess.run([sys.executable, "-c", HANGS], timeout=30).returncode == 0

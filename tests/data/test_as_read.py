@@ -55,7 +55,8 @@ def plain_samples(settings):
     for epoch in range(EPOCHS):
         shards = sample_index(SEED ^ 0x5348415244, epoch * SHARDS + np.arange(SHARDS), SHARDS)
         for window in range(windows):
-            first, end = (number * SHARDS // windows for number in (window, window + 1))
+            first = window * SHARDS // windows
+            end = (window + 1) * SHARDS // windows
             texts = [text for shard in sorted(shards[first:end]) for text in texts_of(shard)]
             key = SEED ^ int(mix(np.array([window], np.uint64))[0]) if window else SEED
             order = sample_index(key, epoch * len(texts) + np.arange(len(texts)), len(texts))
@@ -71,15 +72,15 @@ def plain_samples(settings):
     return np.array(rows)
 
 
-def test_counted_as_read_it_has_the_packed_documents_of_each_window(tmp_path):
+def test_stream_counted_as_read_has_the_packed_documents_of_each_window(tmp_path):
     settings = as_read(tmp_path)
     plain = plain_samples(settings)
     least = {"stream_cache_bytes": prepare(settings).train.tokens.num_bytes_needed}
     least |= {"cache": str(tmp_path / "least")}
-    for layout, own in (((40, 1), {}), ((16, 2), {}), ((28, 4), least)):
+    for layout, changes in (((40, 1), {}), ((16, 2), {}), ((28, 4), least)):
         for folder in (tmp_path / "manifest").glob("counts"):
             shutil.rmtree(folder)
-        read = streamed(settings.model_copy(update=own), *layout, 0, len(plain))
+        read = streamed(settings.model_copy(update=changes), *layout, 0, len(plain))
         assert digest(read) == digest(plain)
     # It resumes in the last epoch with the counts of other runs, which fetches few shards; without
     # them, and if they cannot be written, shards are counted again.
@@ -90,13 +91,16 @@ def test_counted_as_read_it_has_the_packed_documents_of_each_window(tmp_path):
         if name == "counts lost":
             shutil.rmtree(counts)
             counts.touch()
-        own = settings.model_copy(update={"cache": str(tmp_path / name)})
-        assert digest(streamed(own, 28, 4, start, len(plain))) == digest(plain[start:])
-        fetched = [*(tmp_path / name / "streams").glob("*/ids.bin")]
-        assert len(fetched) == SHARDS if name == "counts lost" else len(fetched) < SHARDS
+        resumed = settings.model_copy(update={"cache": str(tmp_path / name)})
+        assert digest(streamed(resumed, 28, 4, start, len(plain))) == digest(plain[start:])
+        num_fetched = len([*(tmp_path / name / "streams").glob("*/ids.bin")])
+        if name == "counts lost":
+            assert num_fetched == SHARDS
+        else:
+            assert num_fetched < SHARDS
 
 
-def test_the_next_window_is_fetched_while_one_is_read(tmp_path):
+def test_next_window_is_fetched_while_one_is_read(tmp_path):
     settings = as_read(tmp_path)
     batches = Batches(prepare(settings).train, LENGTH, SEED)
     batches.microbatch(0, 1)
@@ -109,14 +113,14 @@ def test_the_next_window_is_fetched_while_one_is_read(tmp_path):
 
 
 @pytest.mark.slow
-def test_counted_as_read_it_goes_on_after_kills_at_five_points(tmp_path):
+def test_stream_counted_as_read_resumes_after_five_kills(tmp_path):
     settings = as_read(tmp_path)
     plain = plain_samples(settings)
     end = len(plain) // EPOCHS
     assert digest(read_through_kills(settings, tmp_path, end)) == digest(plain[:end])
 
 
-def test_a_manifest_without_counts_estimates_them_and_sees_every_document(tmp_path):
+def test_manifest_without_counts_estimates_the_tokens(tmp_path):
     settings = as_read(tmp_path)
     corpus = prepare(settings)
     assert corpus.facts.count == "as-read"
@@ -129,7 +133,7 @@ def test_a_manifest_without_counts_estimates_them_and_sees_every_document(tmp_pa
     assert corpus.num_documents == exact.num_documents and corpus.key != exact.key
 
 
-def test_counted_as_read_a_lost_shard_ends_the_run_and_wrong_counts_are_seen(tmp_path):
+def test_lost_shard_or_wrong_counts_end_a_run_counted_as_read(tmp_path):
     settings = as_read(tmp_path)
     lost = tmp_path / "texts/4.jsonl"
     content = lost.read_bytes()
@@ -164,7 +168,7 @@ def test_too_few_tokens_for_a_sample_are_refused(tmp_path):
         ({"fim": {}}, r'fim = .*: cannot be combined with count "as-read"; use count "manifest"'),
     ],
 )
-def test_what_needs_counts_is_refused(settings, message):
-    own = {"source": "jsonl", "paths": "a", "stream": True, "manifest": "m", "tokenizer": "t"}
+def test_settings_that_need_counts_are_refused(settings, message):
+    data = {"source": "jsonl", "paths": "a", "stream": True, "manifest": "m", "tokenizer": "t"}
     with pytest.raises(ValueError, match=message):
-        DataConfig(**own | {"sequence_length": 8, "count": "as-read"} | settings)
+        DataConfig(**data | {"sequence_length": 8, "count": "as-read"} | settings)

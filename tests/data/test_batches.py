@@ -21,7 +21,7 @@ def stream(num_tokens):
 
 
 @pytest.mark.parametrize("seed", [0, 5])
-def test_an_epoch_predicts_each_token_once_from_the_one_before(seed):
+def test_epoch_predicts_each_token_once_from_the_previous_one(seed):
     batches = Batches(stream(103), 10, seed)
     assert batches.num_samples == 10
     tokens, labels = batches.microbatch(0, 10)
@@ -31,7 +31,7 @@ def test_an_epoch_predicts_each_token_once_from_the_one_before(seed):
     assert sorted(labels.ravel().tolist()) == list(range(1, 101))
 
 
-def test_a_microbatch_depends_on_its_index_alone():
+def test_microbatch_depends_only_on_its_index():
     batches = Batches(stream(1001), 10, 3)
     together = batches.microbatch(95, 10)[0]
     batches.microbatch(17, 3)
@@ -41,29 +41,29 @@ def test_a_microbatch_depends_on_its_index_alone():
 
 def global_batch(start, micro_batch, num_microbatches, dp):
     split = {"micro_batch": micro_batch, "num_microbatches": num_microbatches, "dp": dp}
-    return [
-        first_sample(start, microbatch, dp_coord, **split) + i
-        for dp_coord in range(dp)
-        for microbatch in range(num_microbatches)
-        for i in range(micro_batch)
-    ]
+    indices = []
+    for dp_coord in range(dp):
+        for microbatch in range(num_microbatches):
+            first = first_sample(start, microbatch, dp_coord, **split)
+            indices += range(first, first + micro_batch)
+    return indices
 
 
 @given(st.integers(1, 60), st.integers(0, 10**9))
 def test_every_split_of_a_batch_has_the_same_samples(batch, step):
     for micro_batch in range(1, batch + 1):
         for num_microbatches in range(1, batch // micro_batch + 1):
-            dp, rest = divmod(batch, micro_batch * num_microbatches)
-            if rest == 0:
-                found = global_batch(step * batch, micro_batch, num_microbatches, dp)
-                assert sorted(found) == list(range(step * batch, (step + 1) * batch))
+            dp, remainder = divmod(batch, micro_batch * num_microbatches)
+            if remainder == 0:
+                sample_indices = global_batch(step * batch, micro_batch, num_microbatches, dp)
+                assert sorted(sample_indices) == list(range(step * batch, (step + 1) * batch))
 
 
-def test_how_many_windows():
+def test_number_of_windows():
     assert [num_windows(n, 4) for n in (0, 1, 4, 5, 8, 9)] == [0, 0, 0, 1, 1, 2]
 
 
-def test_a_corpus_shorter_than_a_batch_or_a_window():
+def test_corpus_shorter_than_a_batch_or_a_window_is_refused():
     corpus = SimpleNamespace(train=stream(33), held_out=stream(9), validation={})
     check_length(corpus, 8, 4)
     with pytest.raises(DataError, match=r"33 tokens = 4 samples of .*=8, fewer than the 5"):

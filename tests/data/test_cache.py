@@ -24,7 +24,7 @@ def test_threads_take_turns_and_leave_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_the_cache_is(monkeypatch, tmp_path):
+def test_cache_root_follows_setting_and_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert str(cache_root("auto")) == "/home/someone/.cache/parallel3d"

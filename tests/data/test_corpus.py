@@ -43,7 +43,7 @@ def test_documents_decode_to_the_bytes_of_their_files(settings):
     assert corpus.num_documents == len(TEXTS) and corpus.held_out.num_documents == 1
 
 
-def test_end_of_text_stands_after_each_document_and_nowhere_else(settings):
+def test_end_of_text_stands_only_after_documents(settings):
     corpus = prepare(settings)
     for part in (corpus.train, corpus.held_out):
         assert part.tokens.dtype == np.uint16 and not part.tokens.flags.writeable
@@ -51,7 +51,7 @@ def test_end_of_text_stands_after_each_document_and_nowhere_else(settings):
         assert ends.tolist() == (part.bounds[1:] - 1).tolist()
 
 
-def test_entropy_and_summary(settings):
+def test_entropy_and_summary_equal_counts_by_hand(settings):
     corpus = prepare(settings)
     tokens = [*corpus.train.tokens.tolist(), *corpus.held_out.tokens.tolist()]
     by_hand = -sum(n / len(tokens) * log(n / len(tokens)) for n in Counter(tokens).values())
@@ -62,7 +62,7 @@ def test_entropy_and_summary(settings):
     assert summary["num_documents"] == 6
 
 
-def test_a_vocabulary_above_65536_has_wider_tokens(settings, tmp_path):
+def test_vocabulary_above_65536_has_wider_tokens(settings, tmp_path):
     words = {"<unknown>": 0, "<end>": 70_000} | {f"word{i}": i for i in range(1, 70_000)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unknown>"))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
@@ -72,7 +72,7 @@ def test_a_vocabulary_above_65536_has_wider_tokens(settings, tmp_path):
     assert corpus.train.tokens.tolist() == [0, 70_000] * corpus.train.num_documents
 
 
-def test_the_cache_goes_by_content(settings, folder, tmp_path, monkeypatch):
+def test_cache_is_found_by_content(settings, folder, tmp_path, monkeypatch):
     first = prepare(settings)
     before = contents(Path(settings.cache))
     for path in folder.rglob("*.txt"):
@@ -100,7 +100,7 @@ def test_content_tokenizer_and_split_each_make_another_corpus(settings, folder, 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "bounds.bin", "tokenizer/tokenizer.json"])
 @pytest.mark.parametrize("damage", ["truncated", "removed", "longer", "flipped"])
-def test_a_damaged_corpus_is_made_again(settings, name, damage):
+def test_damaged_corpus_is_rebuilt(settings, name, damage):
     directory = prepare(settings).directory
     before = contents(directory)
     path = directory / name
@@ -122,7 +122,7 @@ def test_a_damaged_corpus_is_made_again(settings, name, damage):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
-def test_a_broken_manifest_is_no_corpus(settings, text):
+def test_corpus_with_broken_manifest_is_rebuilt(settings, text):
     directory = prepare(settings).directory
     (directory / "files.json").write_text(text)
     before = contents(directory)
@@ -161,7 +161,7 @@ def errors_before_the_cache(folder, settings):
     ]
 
 
-def test_no_error_leaves_a_trace_in_the_cache(settings, folder):
+def test_errors_leave_nothing_in_the_cache(settings, folder):
     cases = errors_before_the_cache(folder, settings)
     before = contents(Path(settings.cache) / "corpora")
     for refused, message in cases:
@@ -171,7 +171,7 @@ def test_no_error_leaves_a_trace_in_the_cache(settings, folder):
         assert {path.name for path in Path(settings.cache).iterdir()} <= {"corpora", "indexes"}
 
 
-def test_a_token_beyond_the_vocabulary_names_document_and_id(settings, monkeypatch):
+def test_token_beyond_the_vocabulary_is_refused_with_document_and_id(settings, monkeypatch):
     prepare(settings)
     before = contents(Path(settings.cache))
     monkeypatch.setattr(corpus_folder, "num_tokens", lambda tokenizer: 200)
@@ -180,7 +180,7 @@ def test_a_token_beyond_the_vocabulary_names_document_and_id(settings, monkeypat
     assert contents(Path(settings.cache)) == before
 
 
-def test_an_interrupt_in_the_middle_leaves_nothing(settings):
+def test_interrupt_leaves_nothing_in_the_cache(settings):
     def interrupt(phase, done, total):
         if phase == "tokenising documents":
             raise KeyboardInterrupt
@@ -190,12 +190,12 @@ def test_an_interrupt_in_the_middle_leaves_nothing(settings):
     assert contents(Path(settings.cache)) == {"corpora": None}
 
 
-def test_a_cache_that_cannot_be_written(settings, folder):
+def test_unwritable_cache_is_refused(settings, folder):
     with pytest.raises(DataError, match=r"cannot be written .* set data\.cache"):
         prepare(replace(settings, cache=str(folder / "a.txt")))
 
 
-def test_a_cache_that_is_full(settings, monkeypatch):
+def test_full_cache_is_refused(settings, monkeypatch):
     """The package tokenizers tells of it in an exception of no kind."""
 
     def save(tokenizer, folder):
@@ -226,25 +226,25 @@ def prepare_aloud(settings, hangs, pipe):
 
 @contextmanager
 def started(settings, hangs=False):
-    """A process of its own that prepares, and what it says; forked from where all is imported."""
+    """Yield a process that prepares, and the pipe of its messages."""
     settle_accelerator()
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(local_ranks.PRELOAD)
-    said, theirs = context.Pipe(duplex=False)
+    messages, theirs = context.Pipe(duplex=False)
     process = context.Process(target=prepare_aloud, args=(settings, hangs, theirs))
     process.start()
     theirs.close()
     try:
-        yield process, said
+        yield process, messages
     finally:
         process.kill()
         process.join()
 
 
-def test_after_kill_9_the_next_one_works_and_cleans_up(settings):
+def test_preparation_after_kill_9_works_and_cleans_up(settings):
     corpora = Path(settings.cache) / "corpora"
-    with started(settings, hangs=True) as (_, said):
-        assert said.recv() == "hanging"
+    with started(settings, hangs=True) as (_, messages):
+        assert messages.recv() == "hanging"
     left = sorted(path.suffix for path in corpora.iterdir())
     assert left == [".lock", ".partial"]
     # Another corpus finds the leftovers too: the first may never be asked for again.
@@ -254,11 +254,11 @@ def test_after_kill_9_the_next_one_works_and_cleans_up(settings):
     assert sorted(corpora.iterdir()) == sorted([first, other])
 
 
-def test_a_living_writer_is_waited_for_and_keeps_its_files(settings):
+def test_running_writer_is_waited_for_and_keeps_its_files(settings):
     """Two at once give one corpus; a third, of something else, does not disturb them."""
     corpora = Path(settings.cache) / "corpora"
-    with started(settings, hangs=True) as (hanging, said):
-        assert said.recv() == "hanging"
+    with started(settings, hangs=True) as (hanging, messages):
+        assert messages.recv() == "hanging"
         prepare(replace(settings, vocab_size=280))
         assert len(list(corpora.glob("*.partial"))) == 1
         with started(settings) as (_, second), started(settings) as (_, third):

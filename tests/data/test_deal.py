@@ -38,13 +38,13 @@ def test_each_token_goes_to_one_rank(cp, blocks, seed):
     assert (deal(documents[1:], cp) == places[1:]).all()  # a sample's deal is its own
 
 
-def test_work_by_a_slow_loop():
+def test_attention_work_equals_a_slow_loop():
     documents = packed(64, 9, 3, seed=0)
     for row, work in zip(documents, attention_work(documents), strict=True):
         assert work.tolist() == [list(row[: i + 1]).count(row[i]) for i in range(64)]
 
 
-def test_work_within_windows():
+def test_attention_work_within_windows_equals_a_slow_loop():
     """Layers with windows of 5 and 12 tokens, and one without, token by token."""
     layers = [5, 64, 5, 12]
     documents = packed(64, 9, 3, seed=0)
@@ -90,11 +90,11 @@ def test_each_sample_is_in_one_microbatch_of_one_rank(micro_batch, dp, num_micro
 def test_microbatches_and_dp_ranks_have_equal_work():
     work = attention_work(packed(1024, 256, 128, seed=1)).sum(-1)
     samples, numbers = balance(work, 4, 4)
-    of_microbatches = work[samples].sum(-1)
-    of_ranks = of_microbatches[numbers].sum(-1)
+    microbatch_work = work[samples].sum(-1)
+    rank_work = microbatch_work[numbers].sum(-1)
 
     def max_of(work):
         return work.max() / work.mean()
 
-    assert max_of(of_microbatches) < 1.1 < 1.5 < max_of(work.reshape(-1, 4).sum(-1))
-    assert max_of(of_ranks) < 1.01 < 1.05 < max_of(work.reshape(4, -1).sum(-1))
+    assert max_of(microbatch_work) < 1.1 < 1.5 < max_of(work.reshape(-1, 4).sum(-1))
+    assert max_of(rank_work) < 1.01 < 1.05 < max_of(work.reshape(4, -1).sum(-1))

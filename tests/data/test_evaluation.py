@@ -41,23 +41,23 @@ def corpora(tmp_path_factory):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_labels_belong_to_documents_whose_end_is_the_end_of_text(corpora, which):
+def test_labels_are_assigned_to_documents_by_end_of_text(corpora, which):
     """By hand: the ordinal rises after each end-of-text, and each stream's documents are apart."""
     corpus = corpora[which]
     samples = held_out_samples(corpus, 8, max_samples=10**6)
     streams = getattr(corpus.held_out, "parts", (corpus.held_out,))
-    own = [num_windows(len(stream), 8) for stream in streams]
-    assert 0 < samples.num_samples <= sum(own)
-    assert which or samples.num_samples == own[0]
+    windows_per_stream = [num_windows(len(stream), 8) for stream in streams]
+    assert 0 < samples.num_samples <= sum(windows_per_stream)
+    assert which or samples.num_samples == windows_per_stream[0]
     documents = samples.documents(0, samples.num_samples)
     _, labels = samples.batches.microbatch(0, samples.num_samples)
     seen = {}
-    for row, of_documents in zip(labels, documents, strict=True):
+    for row, row_documents in zip(labels, documents, strict=True):
         ends = (row == corpus.end_of_text).tolist()
         for place in range(1, 8):
-            changed = of_documents[place] != of_documents[place - 1]
+            changed = row_documents[place] != row_documents[place - 1]
             assert changed == ends[place - 1]
-        for label, document in zip(row, of_documents, strict=True):
+        for label, document in zip(row, row_documents, strict=True):
             seen.setdefault(int(document), []).append(int(label))
     assert sorted(seen) == list(range(samples.num_documents))
     assert samples.tokens.tolist() == [len(seen[i]) for i in range(samples.num_documents)]
@@ -72,7 +72,7 @@ def test_labels_belong_to_documents_whose_end_is_the_end_of_text(corpora, which)
         assert any(set(labels_of_one) <= set(tokens) for tokens in places)
 
 
-def test_bounds_are_not_read_as_a_whole(corpora, monkeypatch):
+def test_document_bounds_are_not_read_as_a_whole(corpora, monkeypatch):
     """Of 10^9 documents it would take seconds a batch."""
     monkeypatch.setattr(DocumentBounds, "__array__", None)
     for corpus in corpora:
@@ -80,7 +80,7 @@ def test_bounds_are_not_read_as_a_whole(corpora, monkeypatch):
         assert samples.documents(0, 4).min() >= 0 and samples.num_bytes > 0
 
 
-def test_the_order_is_fixed_and_is_not_that_of_the_stream(corpora):
+def test_order_is_fixed_and_differs_from_the_stream(corpora):
     corpus, _ = corpora
     few, all_of_them = (held_out_samples(corpus, 8, most) for most in (20, 10**6))
     assert few.num_samples == 20
@@ -92,7 +92,7 @@ def test_the_order_is_fixed_and_is_not_that_of_the_stream(corpora):
     assert few.num_documents >= 8
 
 
-def test_what_fills_a_batch_up_does_not_count(corpora):
+def test_padding_samples_do_not_count(corpora):
     samples = held_out_samples(corpora[0], 8, max_samples=5)
     ordinals = samples.documents(3, 4)
     assert (ordinals[2:] == samples.num_documents).all()
@@ -102,7 +102,7 @@ def test_what_fills_a_batch_up_does_not_count(corpora):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_all_tokens_but_the_cut_ones_are_all_bytes_but_theirs(corpora, which):
+def test_evaluated_bytes_are_those_of_the_evaluated_tokens(corpora, which):
     """Where everything is predicted, the bytes are nearly those of all the held-out text."""
     corpus = corpora[which]
     samples = held_out_samples(corpus, 8, max_samples=10**6)
@@ -112,7 +112,7 @@ def test_all_tokens_but_the_cut_ones_are_all_bytes_but_theirs(corpora, which):
     assert samples.num_bytes == pytest.approx(texts.sum() * share, rel=0.05 if which == 0 else 0.3)
 
 
-def test_the_bytes_are_those_of_the_text(corpora):
+def test_held_out_bytes_are_those_of_the_text(corpora):
     from transformers import AutoTokenizer
 
     corpus, _ = corpora
@@ -123,7 +123,7 @@ def test_the_bytes_are_those_of_the_text(corpora):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_the_unigrams_are_those_of_training_alone(corpora, which):
+def test_unigram_frequencies_are_those_of_training_text(corpora, which):
     """By hand: counts + 1 of each part's training tokens, and log p of the labels."""
     corpus = corpora[which]
     frequencies = np.zeros(corpus.vocab_size)
@@ -141,14 +141,14 @@ def test_the_unigrams_are_those_of_training_alone(corpora, which):
 
 
 @given(st.integers(2, 40), st.integers(0, 10**6))
-def test_the_error_of_equal_documents_is_that_of_their_means(n, seed):
+def test_standard_error_of_equal_documents_is_that_of_their_means(n, seed):
     sums = np.random.default_rng(seed).normal(100, 5, n)
     mean, error = losses_per_document(sums, np.full(n, 20))
     assert mean == pytest.approx(sums.mean() / 20)
     assert error == pytest.approx(np.std(sums / 20, ddof=1) / n**0.5)
 
 
-def test_the_error_is_how_far_the_means_of_many_samples_are_apart():
+def test_standard_error_equals_the_spread_of_simulated_means():
     """Of documents of unequal length and mean: the spread of the estimate, by simulation."""
     rng = np.random.default_rng(0)
     means = []
@@ -167,7 +167,7 @@ def test_the_error_is_how_far_the_means_of_many_samples_are_apart():
     assert np.mean(errors) > 3 * 2.2 / (60 * 105) ** 0.5
 
 
-def test_one_document_has_no_error_and_bits_are_log2():
+def test_single_document_has_no_error_and_bits_are_log2():
     assert losses_per_document(np.array([30.0]), np.array([10])) == (3.0, None)
     # 256 equally likely bytes.
     assert bits_per_byte(1000 * log(256), 1000.0) == pytest.approx(8)

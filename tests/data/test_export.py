@@ -47,7 +47,7 @@ def documents_of(corpus):
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(300, "uint16"), (65500, "int32")])
-def test_what_is_written_holds_the_documents_training_first(size, dtype, tmp_path, monkeypatch):
+def test_export_holds_all_documents_training_first(size, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "BLOCK", 100)
     ended = [[*ids, END] for ids in some_documents(size=size)]
     path = writers.megatron(tmp_path / "a.bin", ended, "int32")
@@ -69,7 +69,7 @@ def test_what_is_written_holds_the_documents_training_first(size, dtype, tmp_pat
         export_megatron(corpus, prefix)
 
 
-def test_nothing_is_left_of_what_cannot_be_written(tmp_path, monkeypatch):
+def test_failed_export_leaves_no_file(tmp_path, monkeypatch):
     corpus = prepare(config_of("megatron", writers.megatron(tmp_path / "a.bin", ENDED)))
     with pytest.raises(DataError, match=r"none/out\.bin cannot be written \(No such file"):
         export_megatron(corpus, str(tmp_path / "none/out"))
@@ -80,7 +80,7 @@ def test_nothing_is_left_of_what_cannot_be_written(tmp_path, monkeypatch):
     assert list(tmp_path.glob("out*")) == []
 
 
-def test_the_command_writes_each_part_of_a_mixture(tmp_path, monkeypatch, capsys):
+def test_command_exports_each_part_of_a_mixture(tmp_path, monkeypatch, capsys):
     one = writers.megatron(tmp_path / "a.bin", ENDED[:20])
     other = writers.raw(tmp_path / "b.npy", ENDED[20:])
     parts = [{"source": "megatron", "paths": [str(one)]}, {"source": "tokens"}]
@@ -105,8 +105,8 @@ def test_the_command_writes_each_part_of_a_mixture(tmp_path, monkeypatch, capsys
         assert sorted(read_pair(tmp_path / f"out_{number}")[0]) == sorted(ids)
     assert command.main() == 2
     assert "out_0.bin exists" in capsys.readouterr().err
-    said = command.as_text(summary)
-    assert "part: megatron" in said and "num_checked_ids         633" in said and "split" in said
+    text = command.as_text(summary)
+    assert "part: megatron" in text and "num_checked_ids         633" in text and "split" in text
     monkeypatch.setattr("sys.argv", [*words, "olmo", "x"])
     with pytest.raises(SystemExit, match="2"):
         command.main()
@@ -114,7 +114,7 @@ def test_the_command_writes_each_part_of_a_mixture(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.slow
-def test_text_is_written_too(settings, tmp_path):
+def test_text_corpus_is_exported(settings, tmp_path):
     corpus = prepare(replace(settings, vocab_size=290))
     export_megatron(corpus, str(tmp_path / "out"))
     assert read_pair(tmp_path / "out")[0] == documents_of(corpus)

@@ -20,7 +20,10 @@ pytestmark = pytest.mark.gloo
 
 END = 0
 LENGTH = 48
-BEFORE, AFTER, BETWEEN = SPECIAL = (1, 2, 3)
+BEFORE = 1
+AFTER = 2
+BETWEEN = 3
+SPECIAL = (BEFORE, AFTER, BETWEEN)
 
 
 def stream(packed, seed=0, longest=70):
@@ -60,52 +63,58 @@ def documents_in(batches, plain):
         pieces = np.hstack([np.zeros((count, 1), int), ends[:, :-1]])
     for row in range(count):
         for number in range(pieces[row].max() + 1):
-            own = (pieces[row] == number) & (weights[row] == 1)
+            is_counted = (pieces[row] == number) & (weights[row] == 1)
             old = (pieces[row] == number) & (places[row] >= 0)
-            ids = [array[row][own].tolist() for array in (tokens, labels)]
+            ids = [array[row][is_counted].tolist() for array in (tokens, labels)]
             if old.any():
                 yield [array[row][old].tolist() for array in before], *ids
 
 
 @pytest.mark.parametrize("by", ["document", "fragment"])
-def test_packed_documents_keep_all_tokens_and_the_shares_are_those_asked_for(by):
+def test_packed_documents_keep_all_tokens_at_the_requested_rates(by):
     batches, plain = batches_of(stream(True), rate=0.4, spm_rate=0.25, by=by)
-    eligible = changed = first = 0
+    num_eligible = 0
+    num_changed = 0
+    num_suffix_first = 0
     for (old, old_labels), ids, labels in documents_in(batches, plain):
         ends = old[-1] == END
-        whole = ends and (old[0] - 10 in batches.streams[0].bounds)
-        eligible += whole or by == "fragment"
+        is_whole = ends and (old[0] - 10 in batches.streams[0].bounds)
+        is_eligible = is_whole or by == "fragment"
+        if is_eligible:
+            num_eligible += 1
         if not set(SPECIAL) & set(ids):
             assert (ids, labels) == (old, old_labels)
             continue
-        assert whole or by == "fragment"
+        assert is_eligible
         assert Counter(ids) == Counter(old) + Counter(SPECIAL)
-        restored, is_first = original(ids[:-1] if ends else ids)
+        restored, is_suffix_first = original(ids[:-1] if ends else ids)
         assert restored == (old[:-1] if ends else old)
         assert labels == [*ids[1:], old_labels[-1] if ends else END]
-        changed = changed + 1
-        first = first + is_first
-    for count, total, rate in ((changed, eligible, 0.4), (first, changed, 0.25)):
+        num_changed += 1
+        if is_suffix_first:
+            num_suffix_first += 1
+    shares = ((num_changed, num_eligible, 0.4), (num_suffix_first, num_changed, 0.25))
+    for count, total, rate in shares:
         assert total > 100 and abs(count - rate * total) < 3 * (total * rate * (1 - rate)) ** 0.5
 
 
-def test_without_packing_a_document_gives_its_last_tokens_for_the_special_ones():
+def test_unpacked_document_loses_its_last_tokens_to_the_special_ones():
     batches, plain = batches_of(stream(False), rate=0.5, by="fragment")
-    changed = 0
+    num_changed = 0
     for (old, old_labels), ids, labels in documents_in(batches, plain):
         assert len(ids) == len(old)
         if not set(SPECIAL) & set(ids):
             assert (ids, labels) == (old, old_labels)
             continue
-        changed = changed + 1
+        num_changed += 1
         ends = old[-1] == END
         restored, _ = original(ids[:-1] if ends else ids)
         assert restored == (old[:-1] if ends else old)[:-ROOM]
         assert labels == [*ids[1:], old_labels[-1] if ends else END]
-    assert changed > 100
+    assert num_changed > 100
 
 
-def test_it_depends_on_seed_and_index_alone_and_differs_between_epochs():
+def test_rearrangement_depends_only_on_seed_and_index():
     text = Mixture((stream(True, 1), stream(True, 2)), (2.0, 1.0))
     batches, _ = batches_of(text)
     tokens = batches.microbatch(30, 40)[0]
@@ -118,7 +127,7 @@ def test_it_depends_on_seed_and_index_alone_and_differs_between_epochs():
     assert len(starts[0] - starts[1]) > 20
 
 
-def test_no_document_is_changed_at_rate_0_and_all_at_1():
+def test_rate_0_changes_no_document_and_rate_1_changes_all():
     never, plain = batches_of(stream(True), rate=0)
     assert np.array_equal(never.microbatch(0, 50), plain.microbatch(0, 50))
     always, _ = batches_of(stream(True, longest=LENGTH - ROOM), rate=1, spm_rate=0)
@@ -126,24 +135,24 @@ def test_no_document_is_changed_at_rate_0_and_all_at_1():
     assert (tokens == BETWEEN).sum() == 399  # the stream ends within the last one
 
 
-def test_it_uses_the_tokenizers_own_tokens_or_says_which_are_missing(settings, tmp_path):
+def test_fim_uses_tokens_of_the_tokenizer_or_names_missing_ones(settings, tmp_path):
     tokenizer = load_tokenizer(prepare(settings).tokenizer_directory)
     names = ["<fim_suffix>", "<fim_middle>", "<fim_prefix>"]
     tokenizer.add_special_tokens({"additional_special_tokens": names})
     (tmp_path / "own").mkdir()
     save_tokenizer(tokenizer, tmp_path / "own")
-    own = replace(settings, tokenizer=str(tmp_path / "own"), fim=FimConfig())
-    corpus = prepare(own)
+    with_fim = replace(settings, tokenizer=str(tmp_path / "own"), fim=FimConfig())
+    corpus = prepare(with_fim)
     ids = [tokenizer.convert_tokens_to_ids(names[n]) for n in (2, 0, 1)]
     assert Fim.of(FimConfig(), corpus).special == tuple(ids)
     chosen = FimConfig(tokens=("<fim_middle>", "<fim_suffix>", "<fim_prefix>"))
     assert Fim.of(chosen, corpus).special == (ids[2], ids[1], ids[0])
     for fim in (FimConfig(tokens=("a", "<no such>", "b")), FimConfig()):
         with pytest.raises(DataError, match=r"data\.fim\.tokens = .*: the tokenizer does not have"):
-            prepare(replace(settings if fim.tokens == "auto" else own, fim=fim))
+            prepare(replace(settings if fim.tokens == "auto" else with_fim, fim=fim))
 
 
-def test_what_it_cannot_be_combined_with():
+def test_fim_with_weights_or_without_tokenizer_is_refused():
     data = {"source": "parquet", "paths": ["a"], "token_field": "x", "weight_field": "y"}
     data |= {"sequence_length": 7, "tokenizer": "none", "fim": {"tokens": ["a", "b", "c"]}}
     with pytest.raises(ConfigError) as raised:

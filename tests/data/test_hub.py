@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from parallel3d.base.errors import DataError
-from tests.data.documents import READ, found, names_of, texts_at, texts_of
+from tests.data.documents import READ, names_of, read_source, texts_at, texts_of
 
 pytestmark = pytest.mark.gloo
 
@@ -14,7 +14,7 @@ ROWS = [text for text in READ.values() if text] * 2
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def private_cache(tmp_path, monkeypatch):
     """What `datasets` caches goes to the test's folder."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
 
@@ -40,20 +40,20 @@ def write_saved_splits(folder):
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet, write_saved, write_saved_splits])
-def test_a_folder(tmp_path, write):
+def test_folder_is_loaded(tmp_path, write):
     write(tmp_path / "set")
-    documents = found("hub", name=str(tmp_path / "set"))
+    documents = read_source("hub", name=str(tmp_path / "set"))
     assert texts_of(documents) == ROWS
     assert names_of(documents)[1].startswith(f"{tmp_path}/set train")
     assert texts_at(documents, [1, 7]) == [ROWS[1], ROWS[7]]
 
 
-def test_a_split_and_a_column(tmp_path):
+def test_split_and_column_are_chosen(tmp_path):
     write_jsonl(tmp_path / "set")
     write_jsonl(tmp_path / "set", "test.jsonl", ["only this"])
-    assert texts_of(found("hub", name=f"{tmp_path}/set", split="test")) == ["only this"]
+    assert texts_of(read_source("hub", name=f"{tmp_path}/set", split="test")) == ["only this"]
     with pytest.raises(DataError, match=r'set test has no column "body"; it has "text", "id"'):
-        found("hub", name=f"{tmp_path}/set", split="test", text_field="body")
+        read_source("hub", name=f"{tmp_path}/set", split="test", text_field="body")
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_saved])
@@ -61,18 +61,18 @@ def test_a_split_and_a_column(tmp_path):
     "split",
     ["train[:50%]", "train[3:10]", "train[-25%:]+train[:2]", "train[5:]+train", "train[:1]"],
 )
-def test_a_part_of_a_split(tmp_path, write, split):
+def test_slice_of_a_split_is_loaded(tmp_path, write, split):
     write(tmp_path / "set")
     # As `datasets` cuts it.
     whole = {"train": datasets.Dataset.from_dict({"text": ROWS})}
     rows = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(whole["train"])})
     expected = [text for part in rows for text in ROWS[part.from_ : part.to]]
-    documents = found("hub", name=f"{tmp_path}/set", split=split)
+    documents = read_source("hub", name=f"{tmp_path}/set", split=split)
     assert texts_of(documents) == expected
     assert texts_at(documents, [len(expected) - 1]) == expected[-1:]
 
 
-def test_a_part_that_is_none(tmp_path):
+def test_invalid_slice_is_refused(tmp_path):
     write_jsonl(tmp_path / "set")
     for split, message in {
         "train[half]": "is invalid .*train\\[:50%\\]",
@@ -81,7 +81,7 @@ def test_a_part_that_is_none(tmp_path):
         "train[:150%]": "is invalid",
     }.items():
         with pytest.raises(DataError, match=message):
-            found("hub", name=f"{tmp_path}/set", split=split)
+            read_source("hub", name=f"{tmp_path}/set", split=split)
 
 
 @pytest.mark.parametrize(
@@ -93,32 +93,32 @@ def test_a_part_that_is_none(tmp_path):
         ("./nowhere", {}, r"is not a folder"),
     ],
 )
-def test_what_cannot_be_loaded(name, settings, message):
+def test_unloadable_data_set_gives_one_line(name, settings, message):
     with pytest.raises(DataError, match=message) as caught:
-        found("hub", name=name, **settings)
+        read_source("hub", name=name, **settings)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_split_that_is_not_there(tmp_path):
+def test_missing_split_is_refused(tmp_path):
     write_jsonl(tmp_path / "set")
     with pytest.raises(DataError, match=r"split 'valid' cannot be loaded \(.*valid"):
-        found("hub", name=f"{tmp_path}/set", split="valid")
+        read_source("hub", name=f"{tmp_path}/set", split="valid")
     write_saved_splits(tmp_path / "saved")
     with pytest.raises(DataError, match=r"split 'valid' cannot .*the splits are train"):
-        found("hub", name=f"{tmp_path}/saved", split="valid")
+        read_source("hub", name=f"{tmp_path}/saved", split="valid")
 
 
-def test_code_that_comes_with_a_data_set_does_not_run(tmp_path):
+def test_code_of_a_data_set_does_not_run(tmp_path):
     write_jsonl(tmp_path / "set")
     (tmp_path / "set/set.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(DataError, match=r"cannot be loaded \(.*scripts are no longer supported"):
-        found("hub", name=f"{tmp_path}/set")
+        read_source("hub", name=f"{tmp_path}/set")
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_selection_of_rows_is_not_taken_for_all(tmp_path, monkeypatch):
+def test_selection_of_rows_is_refused(tmp_path, monkeypatch):
     write_saved(tmp_path / "set")
     half = datasets.load_from_disk(tmp_path / "set").select([0, 2])
     monkeypatch.setattr(datasets, "load_from_disk", lambda _: half)
     with pytest.raises(DataError, match=r"is a selection of its files' rows; call flatten"):
-        found("hub", name=f"{tmp_path}/set")
+        read_source("hub", name=f"{tmp_path}/set")

@@ -115,7 +115,8 @@ def corpus_of(folder, is_foreign):
         meta["files"] = []
         for number in range(SHARDS):
             path = folder / f"{number}.bin"
-            sparse(path, size := 2 * LENGTH * DOCUMENTS)
+            size = 2 * LENGTH * DOCUMENTS
+            sparse(path, size)
             file = {"name": path.name, "path": str(path), "dtype": "uint16"}
             meta["files"].append(file | {"offset": 0, "size": size})
     else:
@@ -128,12 +129,12 @@ def corpus_of(folder, is_foreign):
 
 
 @pytest.mark.parametrize("is_foreign", [False, True], ids=["own", "foreign"])
-def test_it_opens_in_a_second_and_100_megabytes(tmp_path, is_foreign):
+def test_large_corpus_opens_in_a_second_and_100_megabytes(tmp_path, is_foreign):
     corpus = corpus_of(tmp_path, is_foreign)
     command = [sys.executable, "-c", OPEN, str(corpus)]
-    said = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert said.returncode == 0, said.stderr
-    seconds, num_bytes, lengths, ends = json.loads(said.stdout)
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    seconds, num_bytes, lengths, ends = json.loads(finished.stdout)
     print(f"{seconds:.2f} s, {num_bytes / 1e6:.0f} MB")
     assert lengths == [LENGTH * TRAINED, LENGTH * (ALL - TRAINED), LENGTH - 1]
     training, held_out = ends

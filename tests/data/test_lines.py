@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from parallel3d.base.errors import DataError
-from tests.data.documents import found, names_of, texts_at, texts_of
+from tests.data.documents import names_of, read_source, texts_at, texts_of
 
 pytestmark = pytest.mark.gloo
 
@@ -23,13 +23,13 @@ DOCUMENTS = {
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 @pytest.mark.parametrize("documents", DOCUMENTS)
-def test_documents_by_file_by_line_and_by_blank_line(tmp_path, small, documents, name):
+def test_text_is_cut_by_file_line_or_blank_line(tmp_path, small, documents, name):
     data = TEXT.encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     for ending in ("", "\n"):
         if ending and name == "a.txt":
             (tmp_path / name).write_bytes(data + b"\n")
-        read = found("text", [tmp_path / name], documents=documents)
+        read = read_source("text", [tmp_path / name], documents=documents)
         expected = DOCUMENTS[documents]
         if ending and documents == "file" and name == "a.txt":
             expected = [expected[0] + "\n"]
@@ -43,9 +43,9 @@ def test_documents_by_file_by_line_and_by_blank_line(tmp_path, small, documents,
         assert names_of(read)[1].endswith("line 3") and read.skips.counts == {}
 
 
-def test_a_byte_order_mark_alone_between_blank_lines_is_counted(tmp_path):
+def test_lone_byte_order_mark_between_blank_lines_is_skipped(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\n\n\ufeff\n\n\n\ntwo\n")
-    read = found("text", [tmp_path / "a.txt"], documents="blank_line")
+    read = read_source("text", [tmp_path / "a.txt"], documents="blank_line")
     assert texts_of(read) == ["one", "two"] and read.skips.counts == {"empty": 1}
 
 
@@ -63,12 +63,12 @@ FLAWED = {
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", FLAWED)
-def test_a_flawed_block_costs_no_other_one(tmp_path, small, name, packed):
+def test_only_flawed_blocks_are_skipped(tmp_path, small, name, packed):
     data, rows, texts = FLAWED[name]
     path = tmp_path / ("a.txt.gz" if packed else "a.txt")
     path.write_bytes(gzip.compress(data) if packed else data)
     settings = {"documents": "blank_line", "on_error": "skip", "max_skipped": 0.6}
-    read = found("text", [path], **settings)
+    read = read_source("text", [path], **settings)
     assert texts_of(read) == texts
     assert [x["line"] for x in read.skips.listed] == rows and read.skips.num_flawed == len(rows)
 
@@ -79,16 +79,18 @@ NESTED = {"meta": {"text": "inner", "a.b": {"c": "dotted"}}, "x.y": "literal", "
 @pytest.mark.parametrize(
     ("field", "text"), [("meta.text", "inner"), ("meta.a.b.c", "dotted"), ("x.y", "literal")]
 )
-def test_a_field_within_an_object_or_struct(tmp_path, small, field, text):
+def test_nested_field_is_read(tmp_path, small, field, text):
     rows = [NESTED, {**NESTED, "z": LONG}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert texts_of(found("jsonl", [tmp_path / "a.jsonl"], text_field=field)) == [text] * 2
+    assert texts_of(read_source("jsonl", [tmp_path / "a.jsonl"], text_field=field)) == [text] * 2
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert texts_of(found("parquet", [tmp_path / "a.parquet"], text_field=field)) == [text] * 2
+    assert (
+        texts_of(read_source("parquet", [tmp_path / "a.parquet"], text_field=field)) == [text] * 2
+    )
     with pytest.raises(DataError, match=r'has no (field|column) "meta\.none"'):
-        found("jsonl", [tmp_path / "a.jsonl"], text_field="meta.none")
+        read_source("jsonl", [tmp_path / "a.jsonl"], text_field="meta.none")
     with pytest.raises(DataError, match=r'has no column "meta\.none"'):
-        found("parquet", [tmp_path / "a.parquet"], text_field="meta.none")
+        read_source("parquet", [tmp_path / "a.parquet"], text_field="meta.none")
 
 
 HALVES = {
@@ -102,25 +104,25 @@ HALVES = {
 
 @pytest.mark.parametrize("text", ["short", LONG])
 @pytest.mark.parametrize("name", HALVES)
-def test_half_of_a_surrogate_pair_matters_in_the_text_alone(tmp_path, small, name, text):
+def test_lone_surrogate_is_refused_only_in_the_text(tmp_path, small, name, text):
     line, message = HALVES[name]
     (tmp_path / "a.jsonl").write_text(line % text + "\n", encoding="utf-8")
     if message is None:
-        assert texts_of(found("jsonl", [tmp_path / "a.jsonl"])) == [text]
+        assert texts_of(read_source("jsonl", [tmp_path / "a.jsonl"])) == [text]
         return
     with pytest.raises(DataError, match=message) as caught:
-        found("jsonl", [tmp_path / "a.jsonl"])
+        read_source("jsonl", [tmp_path / "a.jsonl"])
     assert str(caught.value).encode()
 
 
-def test_a_line_of_json_above_the_limit_is_refused_by_name(tmp_path):
+def test_too_long_json_line_is_refused_by_name(tmp_path):
     """Up to the limit it is read whole, and what comes behind a longer one is read, too."""
     path = tmp_path / "a.jsonl"
     fits = json.dumps({"text": "a" * 88})
     path.write_text(f"{fits}\n{json.dumps({'text': 'b' * 300})}\n{fits}")
     assert len(fits) == 100
     with pytest.raises(DataError, match=r"a\.jsonl, line 2 has more than 100 bytes; raise"):
-        found("jsonl", [path], max_line_bytes=100)
-    read = found("jsonl", [path], max_line_bytes=100, on_error="skip", max_skipped=0.5)
+        read_source("jsonl", [path], max_line_bytes=100)
+    read = read_source("jsonl", [path], max_line_bytes=100, on_error="skip", max_skipped=0.5)
     assert texts_of(read) == ["a" * 88] * 2 and read.skips.counts == {"too long a line": 1}
-    assert len(texts_of(found("jsonl", [path], max_line_bytes=400))) == 3
+    assert len(texts_of(read_source("jsonl", [path], max_line_bytes=400))) == 3

@@ -9,7 +9,7 @@ import pytest
 from parallel3d.data import corpus_folder, tokenizer
 from parallel3d.data.prepare import prepare
 from parallel3d.data.tokenizer import cut_long, encode, train_tokenizer
-from tests.data.documents import Settings, found
+from tests.data.documents import Settings, read_source
 
 pytestmark = pytest.mark.gloo
 HOUR = pytest.mark.timeout(3600)
@@ -18,25 +18,25 @@ PROSE = "The quick brown fox, 27 times:\n  it jumps over the lazy dog. " * 200
 
 
 @pytest.mark.parametrize("size", [1, 700, 10**6])
-def test_a_byte_level_tokenizer_gives_the_ids_of_the_whole_text(size, monkeypatch):
+def test_pieces_have_the_token_ids_of_the_whole_text(size, monkeypatch):
     monkeypatch.setattr(tokenizer, "LONGEST", 1000)
     bpe = train_tokenizer([PROSE], 300)
-    chunks = [PROSE[i : i + size] for i in range(0, len(PROSE), size)]
-    texts = [text for text, _ in cut_long([*((x, False) for x in chunks), ("", True)])]
+    chunks = [(PROSE[i : i + size], False) for i in range(0, len(PROSE), size)]
+    texts = [text for text, _ in cut_long([*chunks, ("", True)])]
     assert len(texts) > 5
     assert [token for ids in encode(bpe, texts) for token in ids] == encode(bpe, [PROSE])[0]
 
 
-def test_a_text_without_white_space_is_cut_all_the_same(monkeypatch):
+def test_text_without_white_space_is_cut(monkeypatch):
     monkeypatch.setattr(tokenizer, "LONGEST", 1000)
     texts = [text for text, _ in cut_long([("a" * 5500, False), ("", True)])]
     assert max(map(len, texts)) <= 2000 and "".join(texts) == "a" * 5500
 
 
-def test_the_trainer_gets_a_bounded_sample(tmp_path, monkeypatch):
+def test_tokenizer_training_sample_is_bounded(tmp_path, monkeypatch):
     lines = [" ".join(f"word{i}" for i in range(400_000)), "b" * 3_000_000, "short one"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in lines))
-    documents = found("jsonl", [tmp_path / "a.jsonl"])
+    documents = read_source("jsonl", [tmp_path / "a.jsonl"])
     nothing = corpus_folder.np.zeros(3, bool)
     total = documents.table["num_bytes"].sum()
     sample = list(corpus_folder._sample(documents, nothing, total / 4))
@@ -83,7 +83,7 @@ def grown(tmp_path, size):
         pytest.param(4 * 10**8, 500_000_000, marks=[pytest.mark.slow, HOUR]),
     ],
 )
-def test_memory_is_bounded_whatever_the_length_of_a_text(tmp_path, size, most):
+def test_memory_does_not_depend_on_the_length_of_a_text(tmp_path, size, most):
     for i in range(9):
         (tmp_path / f"few{i}.txt").write_text(f"few {i}")
     assert grown(tmp_path, size) < most

@@ -34,11 +34,13 @@ def test_every_prefix_has_each_share_to_within_one_sample(weights, far):
     # Each part's places come one by one, wherever one looks.
     parts, places = mixing.assign(far + np.arange(3000))
     for part, share in enumerate(ideal):
-        own = places[parts == part]
-        assert np.array_equal(own, own[:1] + np.arange(len(own)))
-        if len(own):
-            assert mixing.index_of(part, int(own[0])) == far + int(np.flatnonzero(parts == part)[0])
-            assert abs(own[0] - far * share) < 1 + 1e-4 + far * 1e-15
+        part_places = places[parts == part]
+        assert np.array_equal(part_places, part_places[:1] + np.arange(len(part_places)))
+        if len(part_places):
+            assert mixing.index_of(part, int(part_places[0])) == far + int(
+                np.flatnonzero(parts == part)[0]
+            )
+            assert abs(part_places[0] - far * share) < 1 + 1e-4 + far * 1e-15
 
 
 def test_shares_are_exact_decimals_or_rounded_to_a_pattern():
@@ -57,7 +59,7 @@ def test_shares_are_exact_decimals_or_rounded_to_a_pattern():
         assert np.abs(shares - ideal).max() <= max(1.0, len(weights))
 
 
-def test_these_values_never_change():
+def test_order_of_mixtures_never_changes():
     """A checkpoint relies on them."""
     assert Mixing([0.5, 0.3, 0.2]).assign(np.arange(10))[0].tolist() == PINNED
     parts, places = Mixing([0.7, 0.3]).assign(10**15 + np.arange(4))
@@ -67,12 +69,12 @@ def test_these_values_never_change():
 CHANGES = [(10, (1.0, 1.0)), (11, (1.0, 9.0)), (1000, (5.0, 1.0))]
 
 
-def test_weights_that_change_begin_at_an_index_and_parts_go_on_where_they_were():
+def test_weight_changes_begin_at_an_index_and_parts_continue():
     mixing = Mixing((3.0, 1.0), CHANGES)
     parts, places = mixing.assign(np.arange(3000))
     for part in range(2):
-        own = places[parts == part]
-        assert np.array_equal(own, np.arange(len(own)))
+        part_places = places[parts == part]
+        assert np.array_equal(part_places, np.arange(len(part_places)))
         for place in (0, 2, 9, 300):
             assert mixing.index_of(part, place) == np.flatnonzero(parts == part)[place]
     for begin, end, weights in ((0, 10, (3, 1)), (11, 1000, (1, 9)), (1000, 3000, (5, 1))):
@@ -85,7 +87,7 @@ def test_weights_that_change_begin_at_an_index_and_parts_go_on_where_they_were()
         assert [int(part[0]) for part, _ in apart] == parts[index : index + 5].tolist()
 
 
-def test_samples_and_epochs_of_a_mixture_whose_weights_change():
+def test_samples_and_epochs_follow_changing_weights():
     mixture = replace(MIXTURE, changes=((105, (0.1, 0.1, 0.8)), (2000, (0.8, 0.1, 0.1))))
     batches = Batches(mixture, 10, seed=3)
     tokens, _ = batches.microbatch(0, 400)
@@ -111,7 +113,7 @@ def stream(first, num_tokens):
 MIXTURE = Mixture((stream(0, 101), stream(1000, 41), stream(2000, 301)), (0.5, 0.2, 0.3))
 
 
-def test_each_part_goes_round_in_its_own_shuffled_order():
+def test_each_part_repeats_in_its_own_shuffled_order():
     batches = Batches(MIXTURE, 10, seed=3)
     tokens, labels = batches.microbatch(0, 400)
     assert np.array_equal(labels, tokens + 1)
@@ -133,26 +135,25 @@ def test_parts_of_equal_length_have_different_orders():
 
 @given(st.integers(0, 10**9), st.integers(1, 20))
 @hypothesis_settings(max_examples=20, deadline=None)
-def test_a_sample_depends_on_its_index_alone(first, count):
+def test_sample_depends_only_on_its_index(first, count):
     batches = Batches(MIXTURE, 10, seed=5)
     together = batches.microbatch(first, count)[0]
     apart = [batches.microbatch(first + i, 1)[0][0] for i in range(count)]
     assert np.array_equal(together, np.stack(apart))
 
 
-def test_no_sample_comes_twice_among_the_first():
+def test_first_samples_are_distinct():
     batches = Batches(MIXTURE, 10, seed=3)
     tokens = batches.microbatch(0, 40)[0][:, 0]
     assert len(set(tokens[: batches.num_samples])) == batches.num_samples
     assert len(set(tokens[: batches.num_samples + 1])) == batches.num_samples
 
 
-def test_a_part_without_a_whole_sample():
+def test_part_shorter_than_a_sample_is_refused():
     def corpus(train, held_out):
-        one, other = (
-            Mixture((stream(0, 100), stream(0, n)), (0.5, 0.5)) for n in (train, held_out)
-        )
-        return Corpus(Path(), 10, 0, 1.0, one, other)
+        train_streams = Mixture((stream(0, 100), stream(0, train)), (0.5, 0.5))
+        held_out_streams = Mixture((stream(0, 100), stream(0, held_out)), (0.5, 0.5))
+        return Corpus(Path(), 10, 0, 1.0, train_streams, held_out_streams)
 
     check_length(corpus(20, 20), 10, 10)
     with pytest.raises(DataError, match=r"training part of data\.mixture\.1 has 8 tokens, fewer"):
@@ -178,13 +179,13 @@ def documents_by_hand(tokens, end_of_text):
 
 
 @given(st.integers(1, 4), st.integers(1, 12), st.data())
-def test_which_document_a_token_belongs_to(batch, seq, data):
+def test_document_ordinals_equal_a_slow_loop(batch, seq, data):
     row = st.lists(st.integers(0, 2), min_size=seq, max_size=seq)
     tokens = np.array(data.draw(st.lists(row, min_size=batch, max_size=batch)))
     before = tokens.copy()
-    found = documents_of(tokens, 1)
-    assert found.dtype == np.int64 and found.shape == tokens.shape
-    assert found.tolist() == documents_by_hand(tokens, 1)
+    ordinals = documents_of(tokens, 1)
+    assert ordinals.dtype == np.int64 and ordinals.shape == tokens.shape
+    assert ordinals.tolist() == documents_by_hand(tokens, 1)
     assert np.array_equal(tokens, before)
 
 
@@ -209,16 +210,15 @@ def mixture(tmp_path):
     return Settings("mixture", mixture=parts, cache=str(tmp_path / "cache"))
 
 
-def test_a_mixture_from_end_to_end(mixture):
+def test_mixture_is_prepared_and_read_back(mixture):
     corpus = prepare(mixture)
     assert corpus.num_documents == 81 and isinstance(corpus.train, Mixture)
     assert {part.vocab_size for part in corpus.parts} == {corpus.vocab_size}
     check_length(corpus, 8, 8)
     tokens, labels = Batches(corpus.train, 8, seed=0).microbatch(0, 400)
     letters = Batches(corpus.parts[0].train, 8, seed=0)
-    assert np.array_equal(
-        tokens[Mixing([3, 1]).assign(np.arange(400))[0] == 0], letters.microbatch(0, 300)[0]
-    )
+    is_letters = Mixing([3, 1]).assign(np.arange(400))[0] == 0
+    assert np.array_equal(tokens[is_letters], letters.microbatch(0, 300)[0])
     assert np.array_equal(tokens[:, 1:], labels[:, :-1])
     again = Corpus.open(str(corpus.directory))
     assert again.num_tokens == corpus.num_tokens and again.labels == corpus.labels
@@ -238,7 +238,7 @@ def test_a_mixture_from_end_to_end(mixture):
     assert min(part.unigram_entropy for part in corpus.parts) < corpus.unigram_entropy
 
 
-def test_the_parts_are_kept_for_other_mixtures_of_the_same_tokenizer(mixture):
+def test_parts_are_shared_by_mixtures_of_the_same_tokenizer(mixture):
     tokenizer = str(prepare(mixture).tokenizer_directory)
     given_ = replace(mixture, tokenizer=tokenizer)
     first = prepare(given_)
@@ -251,12 +251,10 @@ def test_the_parts_are_kept_for_other_mixtures_of_the_same_tokenizer(mixture):
     assert trained.parts[0].directory not in [part.directory for part in first.parts]
 
 
-def test_weights_that_change_are_kept_with_the_corpus(mixture):
-    weights = {"0": ((0, 3.0), (800, 1.0)), "1": ((0, 1.0), (400, 3.0), (800, 3.0))}
-    first, second = (
-        replace(part, weight=weight)
-        for part, weight in zip(mixture.mixture, weights.values(), strict=True)
-    )
+def test_changing_weights_are_stored_with_the_corpus(mixture):
+    first, second = mixture.mixture
+    first = replace(first, weight=((0, 3.0), (800, 1.0)))
+    second = replace(second, weight=((0, 1.0), (400, 3.0), (800, 3.0)))
     corpus = prepare(replace(mixture, mixture=(first, second)))
     assert corpus.train.weights == (0.75, 0.25)
     assert corpus.train.changes == ((400, (3.0, 3.0)), (800, (1.0, 3.0)))
@@ -268,14 +266,14 @@ def test_weights_that_change_are_kept_with_the_corpus(mixture):
     assert epochs == pytest.approx([525 / lengths[0], 375 / lengths[1]], rel=0.01)
 
 
-def test_two_preparations_of_a_mixture_give_the_same_bits(mixture, tmp_path):
+def test_mixture_is_prepared_deterministically(mixture, tmp_path):
     prepare(mixture)
     prepare(replace(mixture, cache=str(tmp_path / "other"), workers=2))
     for folder in ("corpora", "tokenizers"):
         assert contents(Path(mixture.cache) / folder) == contents(tmp_path / "other" / folder)
 
 
-def test_no_copy_is_on_both_sides(mixture):
+def test_no_document_is_both_trained_on_and_held_out(mixture):
     for fraction in (0.05, 0.2, 0.4):
         corpus = prepare(replace(mixture, held_out_fraction=fraction))
 
@@ -285,13 +283,13 @@ def test_no_copy_is_on_both_sides(mixture):
         assert not texts(corpus.train.parts) & texts(corpus.held_out.parts)
 
 
-def test_what_is_wrong_with_a_part_is_told_with_its_number(mixture, tmp_path):
+def test_error_of_a_part_names_its_number(mixture, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": 1}')
     with pytest.raises(DataError, match=r'^data\.mixture\.1: .*line 1 has no field "body"'):
         prepare(mixture)
 
 
-def test_a_damaged_part_is_made_again(mixture):
+def test_damaged_part_is_rebuilt(mixture):
     corpus = prepare(mixture)
     (corpus.parts[0].directory / "tokens.bin").write_bytes(b"")
     with pytest.raises(DataError, match="has no complete corpus"):

@@ -14,7 +14,7 @@ from parallel3d.data import sources as sources_module
 from parallel3d.data.documents import find_documents
 from parallel3d.data.prepare import prepare
 from parallel3d.data.sources import find_files
-from tests.data.documents import Settings, contents, found, names_of, texts_of
+from tests.data.documents import Settings, contents, names_of, read_source, texts_of
 
 pytestmark = pytest.mark.gloo
 
@@ -82,11 +82,14 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_input_is_told_or_left_out_and_counted(name, tmp_path, small):
+def test_odd_input_is_refused_or_skipped_and_counted(name, tmp_path, small):
     file, data, skipped, message = ODD[name]
     kind = file.split(".")[1]
     path = tmp_path / file
-    path.write_bytes(data) if isinstance(data, bytes) else data(path)
+    if isinstance(data, bytes):
+        path.write_bytes(data)
+    else:
+        data(path)
     beside = tmp_path / f"b.{kind}"
     if kind == "parquet":
         parquet.write_table(pa.table({"text": [f"other {i}" for i in range(80)]}), beside)
@@ -100,10 +103,9 @@ def test_odd_input_is_told_or_left_out_and_counted(name, tmp_path, small):
             prepare(settings)
         assert str(path) in str(caught.value) and 'data.on_error to "skip"' in str(caught.value)
         assert not (tmp_path / "cache/corpora").exists()
-    documents = found(**keys, on_error="skip")
-    assert {k: n for k, n in documents.skips.counts.items() if n} == {
-        k: n for k, n in skipped.items() if n
-    }
+    documents = read_source(**keys, on_error="skip")
+    counts = {kind: count for kind, count in documents.skips.counts.items() if count}
+    assert counts == {kind: count for kind, count in skipped.items() if count}
     assert f"{beside}" in names_of(documents)[-1]
     assert not any("\ufeff" in text for text in texts_of(documents))
     if message:
@@ -111,12 +113,12 @@ def test_odd_input_is_told_or_left_out_and_counted(name, tmp_path, small):
         assert listed["file"] == str(path) and listed["reason"] in skipped
 
 
-def test_what_is_wrong_with_the_first_files_is_told_at_once(tmp_path):
+def test_first_20_problems_are_reported_at_once(tmp_path):
     bad = ["", "[1]\n", '{"body": "a"}\n', "[2]\n", '{"text": 3}\n']
     for number, more in enumerate(bad):
         (tmp_path / f"{number}.jsonl").write_text("".join([*GOOD[:3], *bad[: number + 1], more]))
     with pytest.raises(DataError) as caught:
-        found("jsonl", [tmp_path / "*.jsonl"])
+        read_source("jsonl", [tmp_path / "*.jsonl"])
     text = str(caught.value)
     assert text.startswith("14 documents cannot be used; fix them, or set data.on_error")
     assert "1.jsonl, line 4 is a list" in text and "1.jsonl, line 5 is a list" in text
@@ -124,48 +126,47 @@ def test_what_is_wrong_with_the_first_files_is_told_at_once(tmp_path):
     # No more than 20: then the next files are not read.
     (tmp_path / "0.jsonl").write_text("[]\n" * 30)
     with pytest.raises(DataError, match=r"^20 documents cannot be used") as caught:
-        found("jsonl", [tmp_path / "*.jsonl"])
+        read_source("jsonl", [tmp_path / "*.jsonl"])
     assert len(str(caught.value).splitlines()) == 21
 
 
-def test_more_than_a_share_is_not_left_out(tmp_path):
+def test_too_many_flawed_documents_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join([*GOOD[:9], "[]\n"]))
     settings = {"source": "jsonl", "paths": [tmp_path / "a.jsonl"], "on_error": "skip"}
-    assert len(found(**settings, max_skipped=0.1)) == 9
+    assert len(read_source(**settings, max_skipped=0.1)) == 9
     rule = (
         r"^1 of 10 documents \(10\.0%\) cannot be used, more than data\.max_skipped = 0\.09 allows"
     )
     with pytest.raises(DataError, match=rule) as caught:
-        found(**settings, max_skipped=0.09)
+        read_source(**settings, max_skipped=0.09)
     assert "line 10 is a list" in str(caught.value)
 
 
-def test_what_was_left_out_is_kept_with_the_index(tmp_path, monkeypatch):
+def test_skipped_documents_are_stored_with_the_index(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("".join([*GOOD, "[]\n", '{"text": ""}\n']))
     settings = Settings("jsonl", (str(tmp_path / "a.jsonl"),), cache=str(tmp_path / "c"))
     rule = ("skip", 0.1)
-    first, again = (
-        find_documents(find_files(settings), tmp_path / "c", rule=rule) for _ in range(2)
-    )
+    first = find_documents(find_files(settings), tmp_path / "c", rule=rule)
+    again = find_documents(find_files(settings), tmp_path / "c", rule=rule)
     assert [*(tmp_path / "c/indexes").iterdir()]
     assert first.skips == again.skips and first.skips.counts == {"not JSON": 1, "empty": 1}
     with pytest.raises(DataError, match="line 21 is a list"):
         find_documents(find_files(settings), tmp_path / "c")
 
 
-def test_the_share_of_unreadable_files_is_limited_too(tmp_path):
+def test_too_many_unreadable_files_are_refused(tmp_path):
     for number in range(4):
         rows = [f'{{"text": "{number} {row}"}}\n' for row in range(100)]
         (tmp_path / f"{number}.jsonl").write_text("".join(rows))
     loop(tmp_path / "4.jsonl")
     settings = {"source": "jsonl", "paths": [tmp_path / "*.jsonl"], "on_error": "skip"}
     with pytest.raises(DataError, match=r"^1 of 5 files \(20\.0%\) cannot be used, .* 0\.1 allows"):
-        found(**settings, max_skipped=0.1)
-    documents = found(**settings, max_skipped=0.2)
+        read_source(**settings, max_skipped=0.1)
+    documents = read_source(**settings, max_skipped=0.2)
     assert len(documents) == 400 and documents.skips.counts == {"unreadable file": 1}
 
 
-def test_a_file_that_could_not_be_read_once_is_read_the_next_time(tmp_path, monkeypatch):
+def test_file_that_failed_once_is_read_the_next_time(tmp_path, monkeypatch):
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text("".join(GOOD))
     settings = Settings("jsonl", (f"{tmp_path}/*.jsonl",), cache=str(tmp_path / "c"))
@@ -192,12 +193,12 @@ def test_empty_files_of_the_library_are_counted(tmp_path, monkeypatch):
     for name, text in {"a.py": "x = 1\n", "b/__init__.py": "", "b/c.py": "y = 2\n"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    documents = found("python-stdlib")
+    documents = read_source("python-stdlib")
     assert texts_of(documents) == ["x = 1\n", "y = 2\n"]
     assert documents.skips.counts == {"empty": 1}
 
 
-def test_a_summary_tells_what_was_left_out_of_each_part(tmp_path):
+def test_summary_lists_skipped_documents_of_each_part(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join([*GOOD, "[]\n"]))
     (tmp_path / "b.jsonl").write_text("".join([*GOOD, '{"text": ""}\n']).replace("good", "b"))
     parts = [Settings("jsonl", (str(tmp_path / f"{x}.jsonl"),)) for x in "ab"]
@@ -220,7 +221,7 @@ def grow(path):
 
 
 @pytest.mark.parametrize("change", [vanish, grow])
-def test_a_file_that_vanishes_or_grows_while_it_is_read(tmp_path, monkeypatch, change):
+def test_file_that_vanishes_or_grows_during_reading_is_refused(tmp_path, monkeypatch, change):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 100)
     reasons = []
@@ -236,22 +237,22 @@ def test_a_file_that_vanishes_or_grows_while_it_is_read(tmp_path, monkeypatch, c
     assert not [name for name in contents(tmp_path / "cache") if "corpora/" in name]
 
 
-def test_lines_that_a_file_gains_meanwhile_are_left_for_the_next_time(tmp_path):
+def test_lines_appended_during_reading_are_ignored(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(GOOD[:3]))
-    documents = found("jsonl", [tmp_path / "a.jsonl"])
+    documents = read_source("jsonl", [tmp_path / "a.jsonl"])
     with open(tmp_path / "a.jsonl", "a") as file:
         file.write(GOOD[3])
     assert texts_of(documents) == ["good 0", "good 1", "good 2"]
 
 
-def test_folders_that_hold_themselves(tmp_path, monkeypatch):
+def test_recursive_folders_are_read_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sources_module.glob, "glob", one_level(sources_module.glob.glob))
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/b/c.txt").write_text("c")
     for name in ("one", "two"):
         (tmp_path / "a/b" / name).symlink_to(tmp_path)
     for pattern in ("**/*.txt", "a/**/*.txt", "**/b/**/*.txt", "**/b/*.txt"):
-        assert len(found("text", [f"{tmp_path}/{pattern}"])) == 1
+        assert len(read_source("text", [f"{tmp_path}/{pattern}"])) == 1
 
 
 def one_level(glob):
@@ -265,7 +266,7 @@ def one_level(glob):
 
 
 @pytest.mark.skipif(not os.access("/proc/kmsg", os.R_OK), reason="needs the kernel's log")
-def test_a_file_that_never_ends_is_empty(tmp_path):
+def test_endless_file_counts_as_empty(tmp_path):
     """The kernel's log has the size 0, and reading it waits for the next message."""
     config = Settings(source="text", paths=("/proc/kmsg",), cache=str(tmp_path))
     with pytest.raises(DataError, match="has no text"):

@@ -19,7 +19,7 @@ def test_every_epoch_holds_every_sample_once(sizes):
             assert np.array_equal(np.sort(order), np.arange(size)), (size, epoch)
 
 
-def test_these_values_never_change():
+def test_order_never_changes():
     assert sample_index(0, np.arange(10), 10).tolist() == PINNED_10
     assert sample_index(1234, np.arange(996, 1004), 1000).tolist() == PINNED_1000
     assert sample_index(-1, 10**15, 10**9 + 7).tolist() == PINNED_LARGE
@@ -30,7 +30,7 @@ PINNED_1000 = [426, 352, 625, 220, 237, 637, 105, 422]
 PINNED_LARGE = [390671914]
 
 
-def test_one_index_at_a_time_gives_what_many_give():
+def test_single_indices_equal_a_vector_of_indices():
     index = np.array([5, 0, 99, 100, 101, 250, 5])
     together = sample_index(3, index, 100)
     assert together.tolist() == [sample_index(3, int(i), 100).item() for i in index]
@@ -46,7 +46,7 @@ def test_epochs_and_seeds_differ():
 
 
 @pytest.mark.parametrize("size", [2, 5, 64, 100])
-def test_every_sample_is_as_likely_at_every_place(size):
+def test_first_sample_is_uniformly_distributed(size):
     num_epochs = 400 * size
     first = sample_index(11, np.arange(num_epochs) * size, size)
     counts = np.bincount(first, minlength=size)
@@ -55,7 +55,7 @@ def test_every_sample_is_as_likely_at_every_place(size):
     assert chi_squared < size - 1 + 5 * np.sqrt(2 * (size - 1)) + 5
 
 
-def test_neighbours_are_not_kept_together():
+def test_neighbours_are_separated():
     order = sample_index(0, np.arange(10_000), 10_000)
     assert np.mean(np.abs(np.diff(order)) == 1) < 0.002
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05

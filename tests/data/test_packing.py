@@ -39,7 +39,7 @@ def stream(seed, length):
     return TokenStream(ids, bounds, packing=Packing.make(bounds, length))
 
 
-def test_it_is_the_plain_definition_on_200_corpora():
+def test_packing_equals_the_plain_definition():
     for seed in range(200):
         ids, bounds = corpus_of(seed)
         length = int(np.random.default_rng(seed).integers(1, 50))
@@ -49,34 +49,32 @@ def test_it_is_the_plain_definition_on_200_corpora():
 
 
 @pytest.mark.parametrize("length", [1, 7, 32])
-def test_each_token_is_predicted_once_and_no_document_is_cut_that_fits(length):
+def test_each_token_is_predicted_once_and_fitting_documents_are_not_cut(length):
     packed = stream(3, length)
     batches = Batches(packed, length, seed=5)
     tokens, labels = batches.microbatch(0, batches.num_samples)
     counts = batches.weights(0, batches.num_samples) == 1
     pairs = Counter(zip(tokens[counts].tolist(), labels[counts].tolist(), strict=True))
-    assert pairs == Counter(
-        zip(packed.tokens[:-1].tolist(), packed.tokens[1:].tolist(), strict=True)
-    )
+    expected = zip(packed.tokens[:-1].tolist(), packed.tokens[1:].tolist(), strict=True)
+    assert pairs == Counter(expected)
     assert not tokens[~counts].any() and not labels[~counts].any()
     assert (~counts).sum() == batches.padding(0, batches.num_samples)
     _, places, pieces = batches.places(0, batches.num_samples)
     for begin, end in zip(packed.bounds[:-1], packed.bounds[1:], strict=True):
         inside = (places >= begin) & (places < min(end, len(packed) - 1))
-        own = {(row, pieces[row, column]) for row, column in np.argwhere(inside)}
-        assert len(own) == -(-int(inside.sum()) // length)
-        for row, piece in own:  # which is only of this document
+        document_pieces = {(row, pieces[row, column]) for row, column in np.argwhere(inside)}
+        assert len(document_pieces) == -(-int(inside.sum()) // length)
+        for row, piece in document_pieces:  # which is only of this document
             assert inside[row][pieces[row] == piece].all()
 
 
-def test_a_sample_depends_on_its_index_alone_and_weights_are_kept():
+def test_sample_depends_only_on_its_index_and_keeps_weights():
     parts = tuple(replace(stream(seed, 16), weights=np.arange(9999.0)) for seed in (1, 2))
     batches = Batches(Mixture(parts, (3.0, 1.0)), 16, seed=0)
     tokens, _ = batches.microbatch(40, 30)
-    apart = [
-        Batches(Mixture(parts, (3.0, 1.0)), 16, seed=0).microbatch(40 + i, 1) for i in range(30)
-    ]
-    assert tokens.tolist() == [row[0][0].tolist() for row in apart]
+    for i in range(30):
+        alone = Batches(Mixture(parts, (3.0, 1.0)), 16, seed=0)
+        assert alone.microbatch(40 + i, 1)[0].tolist() == tokens[i : i + 1].tolist()
     _, places, _ = batches.places(40, 30)
     assert batches.weights(40, 30).tolist() == np.where(places < 0, 0, places + 1).tolist()
 
@@ -92,7 +90,7 @@ def packed(tmp_path, settings):
     )
 
 
-def test_its_index_is_a_cached_file_and_only_of_the_training_part(packed):
+def test_packing_index_is_cached_for_the_training_part(packed):
     corpus = prepare(packed)
     folder = Path(packed.cache) / "packings"
     before = contents(folder), [path.stat().st_mtime_ns for path in sorted(folder.rglob("*.npy"))]
@@ -101,7 +99,8 @@ def test_its_index_is_a_cached_file_and_only_of_the_training_part(packed):
     assert before[1] == [path.stat().st_mtime_ns for path in sorted(folder.rglob("*.npy"))]
     for part, other in zip(corpus.parts, again.parts, strict=True):
         for name in ("starts", "lengths", "firsts"):
-            made, read = (getattr(p.train.packing, name) for p in (part, other))
+            made = getattr(part.train.packing, name)
+            read = getattr(other.train.packing, name)
             assert isinstance(read, np.memmap) and np.array_equal(made, read)
         assert part.held_out.packing is None
     shorter = prepare(replace(packed, sequence_length=12))
@@ -109,7 +108,7 @@ def test_its_index_is_a_cached_file_and_only_of_the_training_part(packed):
     assert prepare(replace(packed, packing="none")).parts[1].train.packing is None
 
 
-def test_the_facts_and_the_length_of_an_epoch(packed):
+def test_facts_match_the_length_of_an_epoch(packed):
     corpus = prepare(packed)
     check_length(corpus, 24, 4)
     count = 0
@@ -128,16 +127,17 @@ def test_show_has_the_samples_of_the_run(packed):
         shown = [token for part in sample["fragments"] for token in part["ids"]]
         assert shown == tokens[row][counts[row]].tolist()
         for part in sample["fragments"]:
-            assert (part["begins"] and part["ends"]) or part["num_tokens"] in range(1, 25)
+            is_whole = part["begins"] and part["ends"]
+            assert is_whole or part["num_tokens"] in range(1, 25)
 
 
-def test_a_stream_of_one_token_has_no_sample():
+def test_stream_of_one_token_has_no_sample():
     packing = Packing.make(np.array([0, 1]), 8)
     assert len(packing) == 0
     assert packing.add_facts(Facts(), np.array([0, 1])).packed_samples == 0
 
 
-def test_streams_are_refused(tmp_path):
+def test_packing_of_streams_is_refused(tmp_path):
     data = {"source": "tokens", "paths": ["a.npy"], "stream": True, "manifest": "m"}
     data |= {"sequence_length": 8, "tokenizer": "gpt2", "packing": "best_fit"}
     with pytest.raises(ConfigError, match=r'data\.packing = "best_fit": cannot be combined with'):

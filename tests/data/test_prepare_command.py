@@ -35,15 +35,15 @@ def config(settings, tmp_path):
     return path
 
 
-def test_json_is_one_object_alone_on_standard_output(config, settings, monkeypatch, capfd):
+def test_json_is_the_only_standard_output(config, settings, monkeypatch, capfd):
     arguments = [str(PREPARE), "--config", str(config)]
     monkeypatch.setattr(sys, "argv", [*arguments, "--json"])
     assert launch.prepare.main() == 0
-    printed, said = capfd.readouterr()
+    printed, progress = capfd.readouterr()
     summary = json.loads(printed)
     assert summary["num_documents"] == 6 and summary["vocab_size"] == 300
     assert Path(summary["directory"]).is_relative_to(settings.cache)
-    assert "tokenising documents: 6 of 6" in said
+    assert "tokenising documents: 6 of 6" in progress
     monkeypatch.setattr(sys, "argv", arguments)
     assert launch.prepare.main() == 0
     again = capfd.readouterr().out
@@ -53,7 +53,7 @@ def test_json_is_one_object_alone_on_standard_output(config, settings, monkeypat
             assert value in again
 
 
-def test_a_manifest_of_a_source_that_is_no_stream_is_refused_by_name(config, monkeypatch, capsys):
+def test_manifest_of_a_local_source_is_refused(config, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(PREPARE), "--config", str(config), "--manifest"])
     assert launch.prepare.main() == 2
     refused = capsys.readouterr().err
@@ -76,7 +76,7 @@ def mixture(config, folder):
     return config
 
 
-def test_how_many_tokens_a_run_takes(mixture):
+def test_tokens_and_epochs_of_a_run_are_counted(mixture):
     def tokens(**changes):
         config = json.loads(mixture.read_text())
         config["parallel3d"] |= {"train": {"steps": 7}, **changes}
@@ -95,7 +95,7 @@ def test_how_many_tokens_a_run_takes(mixture):
     assert tokens_of_run(tokens(train={"max_tokens": 999}), corpus) == 999
 
 
-def test_what_is_too_short_is_what_training_finds_too_short(config, monkeypatch, capsys):
+def test_too_short_corpus_is_refused_like_in_training(config, monkeypatch, capsys):
     for changes, expected in [
         ({"sequence_length": 100}, "the training part has"),
         ({"sequence_length": 55, "held_out_fraction": 0.01}, "the held-out part has"),
@@ -106,13 +106,13 @@ def test_what_is_too_short_is_what_training_finds_too_short(config, monkeypatch,
         config.write_text(json.dumps(raw | {"train_micro_batch_size_per_gpu": 2}))
         monkeypatch.setattr(sys, "argv", ["prepare.py", "--config", str(config)])
         assert launch.prepare.main() == (2 if expected else 0), changes
-        said = capsys.readouterr()
+        output = capsys.readouterr()
         if expected:
-            assert expected in said.err and said.out == ""
+            assert expected in output.err and output.out == ""
             corpus = prepare(RunConfig.from_json(str(config)).data)
             with pytest.raises(DataError) as refused:
                 check_length(corpus, changes["sequence_length"], 2)
-            assert f"prepare: {refused.value}" in said.err
+            assert f"prepare: {refused.value}" in output.err
 
 
 def test_ctrl_c_is_exit_code_3(config, monkeypatch, capsys):

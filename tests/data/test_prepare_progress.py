@@ -7,7 +7,7 @@ from parallel3d.data.prepare_progress import shown_progress
 pytestmark = pytest.mark.gloo
 
 
-def test_the_end_of_a_phase_is_one_line(capsys):
+def test_end_of_a_phase_is_printed_once(capsys):
     """Its unit may be coarse, so that many small files are read at the last megabyte."""
     with shown_progress() as progress:
         for done in (0, 1):

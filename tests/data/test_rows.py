@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from parallel3d.base.errors import DataError
 from parallel3d.data.rows import FileReader
-from tests.data.documents import READ, found, names_of, texts_at, texts_of
+from tests.data.documents import READ, names_of, read_source, texts_at, texts_of
 
 pytestmark = pytest.mark.gloo
 
@@ -28,9 +28,8 @@ AWKWARD = [
 
 
 def json_lines(texts, field="text"):
-    return "".join(
-        json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)
-    ).encode()
+    lines = [json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)]
+    return "".join(lines).encode()
 
 
 def zstd(data):
@@ -49,9 +48,9 @@ PACKED = {
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_lines_of_json(tmp_path, name):
+def test_json_lines_are_read(tmp_path, name):
     (tmp_path / name).write_bytes(PACKED[name](json_lines(AWKWARD)))
-    documents = found("jsonl", [tmp_path / name])
+    documents = read_source("jsonl", [tmp_path / name])
     assert texts_of(documents) == AWKWARD
     assert names_of(documents)[:2] == [f"{tmp_path / name}, line {i}" for i in (1, 2)]
     assert texts_at(documents, [0, 3, 4, 8]) == [AWKWARD[i] for i in (0, 3, 4, 8)]
@@ -60,44 +59,43 @@ def test_lines_of_json(tmp_path, name):
 
 
 @pytest.mark.parametrize("group", [1, 3, 1000])
-def test_rows_of_parquet(tmp_path, group):
+def test_parquet_rows_are_read(tmp_path, group):
     path = tmp_path / "rows.parquet"
     table = pa.table({"id": range(len(AWKWARD)), "text": AWKWARD})
     parquet.write_table(table, path, row_group_size=group, compression="zstd")
-    documents = found("parquet", [path])
+    documents = read_source("parquet", [path])
     assert texts_of(documents) == AWKWARD
     assert documents.name(4) == f"{path}, row 5"
     assert texts_at(documents, [0, 3, 8]) == [AWKWARD[i] for i in (0, 3, 8)]
 
 
-def test_rows_without_text_are_no_documents(tmp_path):
+def test_rows_without_text_are_skipped(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(
         b'\xef\xbb\xbf{"body": "a"}\r\n\n  \n{"body": ""}\n{"body": "b"}'
     )
-    lines = found("jsonl", [tmp_path / "a.jsonl"], text_field="body")
+    lines = read_source("jsonl", [tmp_path / "a.jsonl"], text_field="body")
     assert texts_of(lines) == ["a", "b"]
     assert names_of(lines)[1].endswith("a.jsonl, line 5")
     parquet.write_table(pa.table({"text": ["", "a", "", "b"]}), tmp_path / "a.parquet")
-    rows = found("parquet", [tmp_path / "a.parquet"])
+    rows = read_source("parquet", [tmp_path / "a.parquet"])
     assert texts_of(rows) == ["a", "b"] and names_of(rows)[1].endswith("row 4")
 
 
-def test_files_come_in_the_order_of_their_names(tmp_path):
+def test_files_are_read_in_the_order_of_their_names(tmp_path):
     for name in ("b.jsonl", "a.jsonl"):
         (tmp_path / name).write_bytes(json_lines([f"{name} {i}" for i in range(3)]))
-    documents = found("jsonl", [tmp_path / "*.jsonl"])
+    documents = read_source("jsonl", [tmp_path / "*.jsonl"])
     assert texts_of(documents) == [f"{x}.jsonl {i}" for x in "ab" for i in range(3)]
     assert texts_at(documents, [1, 4]) == ["a.jsonl 1", "b.jsonl 1"]
 
 
 @given(texts=st.lists(st.text(min_size=1), min_size=1), data=st.data())
-def test_any_text_comes_back_from_any_place(tmp_path_factory, texts, data):
+def test_any_text_is_read_back_at_any_index(tmp_path_factory, texts, data):
     path = tmp_path_factory.mktemp("any") / "rows.jsonl"
     texts = [text.encode(errors="ignore").decode() or "x" for text in texts]
-    path.write_text(
-        "".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts), newline="\n"
-    )
-    documents = found("jsonl", [path])
+    lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
+    path.write_text("".join(lines), newline="\n")
+    documents = read_source("jsonl", [path])
     chosen = sorted(data.draw(st.sets(st.integers(0, len(texts) - 1))))
     assert texts_of(documents) == texts
     assert texts_at(documents, chosen) == [texts[i] for i in chosen] or not chosen
@@ -117,11 +115,11 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES)
-def test_a_bad_line_is_named_with_the_remedy(tmp_path, line, message):
+def test_bad_line_is_named_with_remedy(tmp_path, line, message):
     data = line if isinstance(line, bytes) else line.encode()
     (tmp_path / "rows.jsonl").write_bytes(GOOD.encode() + data + b"\n" + GOOD.encode())
     with pytest.raises(DataError, match=message):
-        found("jsonl", [tmp_path / "rows.jsonl"])
+        read_source("jsonl", [tmp_path / "rows.jsonl"])
 
 
 NOT_UTF8 = pa.array([b"a", b"caf\xe9"]).view(pa.string())
@@ -133,39 +131,44 @@ BAD_TABLES = [
 
 
 @pytest.mark.parametrize(("table", "message"), BAD_TABLES)
-def test_a_bad_table_is_named_with_the_remedy(tmp_path, table, message):
+def test_bad_table_is_named_with_remedy(tmp_path, table, message):
     parquet.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=message):
-        found("parquet", [tmp_path / "rows.parquet"])
+        read_source("parquet", [tmp_path / "rows.parquet"])
 
 
 @pytest.mark.parametrize("change", [b'{"text": "other"}\n', b"", b"\n" * 20, b'{"text": 1}'])
-def test_a_file_that_changes_meanwhile_is_refused(tmp_path, change):
+def test_file_changed_after_indexing_is_refused(tmp_path, change):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD.encode() * 3)
-    documents = found("jsonl", [path])
+    documents = read_source("jsonl", [path])
     path.write_bytes(GOOD.encode() + change)
     with pytest.raises(DataError, match=r"line [23](:| changed)"):
         texts_of(documents)
 
 
-def test_rows_that_were_found_before_are_not_read_again(tmp_path, monkeypatch):
+def test_indexed_rows_are_not_scanned_again(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD.encode() * 3)
     scans = []
     scan = FileReader.scan
-    monkeypatch.setattr(FileReader, "scan", lambda self: scans.append(1) or scan(self))
-    first = found("jsonl", [path], cache=tmp_path / "cache")
-    again = found("jsonl", [path], cache=tmp_path / "cache")
+
+    def counted_scan(reader):
+        scans.append(reader)
+        return scan(reader)
+
+    monkeypatch.setattr(FileReader, "scan", counted_scan)
+    first = read_source("jsonl", [path], cache=tmp_path / "cache")
+    again = read_source("jsonl", [path], cache=tmp_path / "cache")
     assert len(scans) == 1 and np.array_equal(first.table, again.table)
     # Same size, and the time that it had: the inode's own time tells.
     state = path.stat()
     path.write_bytes(GOOD.replace("good", "evil").encode() * 3)
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
-    assert texts_of(found("jsonl", [path], cache=tmp_path / "cache")) == ["evil"] * 3
-    found("jsonl", [path], cache=tmp_path / "cache")
+    assert texts_of(read_source("jsonl", [path], cache=tmp_path / "cache")) == ["evil"] * 3
+    read_source("jsonl", [path], cache=tmp_path / "cache")
     assert len(scans) == 2
     [index, _] = (tmp_path / "cache/indexes").iterdir()
     index.write_bytes(index.read_bytes()[:-1])
-    found("jsonl", [path], cache=tmp_path / "cache")
+    read_source("jsonl", [path], cache=tmp_path / "cache")
     assert len(list((tmp_path / "cache/indexes").iterdir())) == 2

@@ -14,7 +14,7 @@ COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
 
 @settings(max_examples=30)
 @given(COUNTS, st.integers(0, 2**63), st.integers(1, 14), st.data())
-def test_each_epoch_has_every_sample_and_any_part_of_it_is_the_same(counts, seed, window, data):
+def test_each_epoch_has_every_sample_at_a_fixed_place(counts, seed, window, data):
     order = ShardOrder(np.array(counts), window)
     size = sum(counts)
     whole = order.sample_index(seed, np.arange(3 * size))
@@ -27,7 +27,7 @@ def test_each_epoch_has_every_sample_and_any_part_of_it_is_the_same(counts, seed
 
 @settings(max_examples=30)
 @given(COUNTS, st.integers(0, 2**63), st.integers(0, 3))
-def test_with_a_window_of_all_shards_it_is_the_order_of_a_local_corpus(counts, seed, more):
+def test_window_of_all_shards_has_the_order_of_a_local_corpus(counts, seed, more):
     index = np.arange(2 * sum(counts) + 5)
     order = ShardOrder(np.array(counts), len(counts) + more)
     local = sample_index(seed, index, sum(counts))
@@ -36,7 +36,7 @@ def test_with_a_window_of_all_shards_it_is_the_order_of_a_local_corpus(counts, s
 
 @settings(max_examples=20)
 @given(COUNTS, st.integers(0, 2**63), st.integers(1, 5))
-def test_at_any_place_two_groups_of_shards_are_enough(counts, seed, window):
+def test_two_groups_of_shards_suffice_at_any_index(counts, seed, window):
     """The next group is announced while the samples of the one before it are read."""
     order = ShardOrder(np.array(counts), window)
     shard_of = np.repeat(np.arange(len(counts)), counts)
@@ -51,7 +51,7 @@ def test_at_any_place_two_groups_of_shards_are_enough(counts, seed, window):
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 7))
-def test_samples_begin_where_they_do_in_one_stream(tokens, length):
+def test_windows_per_shard_equal_those_of_one_stream(tokens, length):
     starts = np.arange(0, max(0, sum(tokens) - length), length)
     shards = np.searchsorted(np.cumsum(tokens), starts, side="right")
     expected = np.bincount(shards, minlength=len(tokens))

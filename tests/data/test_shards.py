@@ -49,7 +49,7 @@ def corpora(cache):
 
 @pytest.mark.slow  # by default the test after kill -9
 @pytest.mark.parametrize("workers", [1, 2])
-def test_workers_and_shards_do_not_show(rows, workers, tmp_path, monkeypatch):
+def test_workers_and_shards_do_not_change_the_corpus(rows, workers, tmp_path, monkeypatch):
     prepare(replace(rows, workers=workers))
     monkeypatch.setattr(shards, "SHARD_BYTES", 10**9)
     prepare(replace(rows, cache=str(tmp_path / "whole")))
@@ -60,16 +60,16 @@ def test_workers_and_shards_do_not_show(rows, workers, tmp_path, monkeypatch):
 def test_shards_are_cut_by_size_and_hold_every_document():
     assert cut(np.array([SHARD_BYTES] * 3)) == [0, 3]
     size = shards.SHARD_BYTES
-    rest = [shards.SHARD_BYTES] * 8
-    assert cut(np.array([size, 1, size - 1, 1, *rest])) == [0, 1, 3, *range(4, 13)]
-    assert cut(np.array([1, 5 * size, 1, *rest])) == [0, 1, 2, *range(3, 12)]
-    assert cut(np.array([size + 1, *rest])) == [0, *range(1, 10)]
+    others = [shards.SHARD_BYTES] * 8
+    assert cut(np.array([size, 1, size - 1, 1, *others])) == [0, 1, 3, *range(4, 13)]
+    assert cut(np.array([1, 5 * size, 1, *others])) == [0, 1, 2, *range(3, 12)]
+    assert cut(np.array([size + 1, *others])) == [0, *range(1, 10)]
     # Workers have something to share of a small corpus, too, but no crumbs.
     assert cut(np.array([2**19] * 24)) == [*range(0, 30, 6)]
     assert cut(np.array([2**19] * 8)) == [0, 6, 8]
 
 
-def test_a_batch_is_read_while_the_one_before_is_encoded(rows, monkeypatch):
+def test_next_batch_is_read_while_one_is_encoded(rows, monkeypatch):
     read = Event()
     begun = []
     encode = shards.encode
@@ -117,7 +117,19 @@ def start(settings):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_after_kill_9_only_what_is_missing_is_tokenised(rows, tmp_path, monkeypatch):
+def prepare_counting(settings):
+    """Prepare; return the numbers of documents that were reported as tokenised."""
+    seen = []
+
+    def progress(phase, done, total):
+        if phase == "tokenising documents":
+            seen.append(done)
+
+    prepare(settings, progress)
+    return seen
+
+
+def test_after_kill_9_only_missing_documents_are_tokenised(rows, tmp_path, monkeypatch):
     """And the corpus is that of one process and one shard."""
     with start(replace(rows, workers=2)) as process:
         children = process.stdout.readline().split()
@@ -130,8 +142,7 @@ def test_after_kill_9_only_what_is_missing_is_tokenised(rows, tmp_path, monkeypa
     whole = [path for path in (work / "shards").iterdir() if path.suffix == ""]
     kept = sum(last - first for first, last in (map(int, p.name.split("-")) for p in whole))
     assert 100 < kept <= 400  # on a busy machine the workers may be done before the command hears
-    seen = []
-    prepare(rows, lambda phase, done, _: phase.startswith("tokenising") and seen.append(done))
+    seen = prepare_counting(rows)
     # The first that is heard of is what was kept; then each document once.
     assert seen[0] == kept and seen == sorted(seen) and seen[-1] == 400
     monkeypatch.setattr(shards, "SHARD_BYTES", 10**9)
@@ -141,13 +152,13 @@ def test_after_kill_9_only_what_is_missing_is_tokenised(rows, tmp_path, monkeypa
 
 @pytest.fixture
 def workers_left():
-    """Gives the processes that the test has started; other tests have their own."""
+    """A function that returns the processes that this test has started."""
     before = psutil.Process().children()
     return lambda: [child for child in psutil.Process().children() if child not in before]
 
 
 def interrupted(settings):
-    """Prepare half of it; give the folder of what is unfinished."""
+    """Prepare half of the corpus; return the folder of the unfinished work."""
 
     def interrupt(phase, done, total):
         if phase == "tokenising documents" and done > total // 2:
@@ -159,21 +170,20 @@ def interrupted(settings):
 
 
 def resumed(settings):
-    """Prepare it; give how many documents did not have to be tokenised again."""
-    seen = []
-    prepare(settings, lambda phase, done, _: phase.startswith("tok") and seen.append(done))
+    """Prepare; return how many documents did not have to be tokenised again."""
+    seen = prepare_counting(settings)
     return seen[0] if len(seen) > 1 and seen[0] > 50 else 0
 
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(rows, workers, workers_left):
+def test_ctrl_c_keeps_finished_shards_and_leaves_no_process(rows, workers, workers_left):
     interrupted(replace(rows, workers=workers))
     assert workers_left() == []
     # And the workers of one run are of no matter to the next.
     assert resumed(rows) > 100
 
 
-def test_other_settings_start_anew(rows, tmp_path):
+def test_other_settings_start_afresh(rows, tmp_path):
     interrupted(rows)
     assert resumed(replace(rows, vocab_size=290)) == 0
     assert resumed(replace(rows, held_out_fraction=0.3)) == 0
@@ -186,7 +196,7 @@ def test_other_settings_start_anew(rows, tmp_path):
     assert resumed(replace(rows, paths=(str(other),))) > 100
 
 
-def test_a_damaged_shard_is_made_again(rows, tmp_path):
+def test_damaged_shard_is_rebuilt(rows, tmp_path):
     work = interrupted(rows)
     spoilt = sorted((work / "shards").iterdir())[0] / "train.bin"
     data = bytearray(spoilt.read_bytes())
@@ -197,7 +207,7 @@ def test_a_damaged_shard_is_made_again(rows, tmp_path):
     assert corpora(rows.cache) == corpora(tmp_path / "at once")
 
 
-def test_a_row_that_changes_meanwhile_is_told_by_the_worker(rows, workers_left):
+def test_changed_row_is_reported_by_the_worker(rows, workers_left):
     def change(phase, done, total):
         if phase == "training the tokenizer" and done:
             path = Path(rows.paths[0])
@@ -208,7 +218,7 @@ def test_a_row_that_changes_meanwhile_is_told_by_the_worker(rows, workers_left):
     assert workers_left() == []
 
 
-def test_a_worker_that_dies_is_told(rows, workers_left):
+def test_killed_worker_is_reported(rows, workers_left):
     def kill(phase, done, total):
         if phase == "tokenising documents" and done > 150:
             for child in workers_left():
@@ -219,7 +229,7 @@ def test_a_worker_that_dies_is_told(rows, workers_left):
     assert resumed(rows) > 0
 
 
-def test_what_is_long_unfinished_goes(rows):
+def test_old_unfinished_work_is_removed(rows):
     work = interrupted(rows)
     month_ago = time.time() - 31 * 86400
     os.utime(work, (month_ago, month_ago))
@@ -227,7 +237,7 @@ def test_what_is_long_unfinished_goes(rows):
     assert not work.exists()
 
 
-def test_how_many_workers(monkeypatch):
+def test_number_of_workers(monkeypatch):
     assert [shards.num_workers(asked, 3) for asked in (1, 2, 8)] == [1, 2, 3]
     for cores, expected in [(1, 1), (2, 1), (4, 1), (8, 8), (64, 40)]:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: range(n))

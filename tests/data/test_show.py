@@ -32,26 +32,26 @@ def mixture(tmp_path, settings):
     return replace(settings, source="mixture", paths=(), mixture=parts)
 
 
-def test_samples_are_those_that_the_run_trains_on(mixture, settings):
+def test_shown_samples_are_those_of_training(mixture, settings):
     for config in (mixture, settings):
         corpus = prepare(config)
         tokens, _ = Batches(corpus.train, 8, seed=5).microbatch(0, 40)
-        found = samples(corpus, 8, 5, 40)
-        for sample, row in zip(found, tokens, strict=True):
+        shown = samples(corpus, 8, 5, 40)
+        for sample, row in zip(shown, tokens, strict=True):
             assert [token for part in sample["fragments"] for token in part["ids"]] == row.tolist()
             ends = np.flatnonzero(row == corpus.end_of_text)
             assert sum(part["ends"] for part in sample["fragments"]) == len(ends)
             for before, after in pairwise(sample["fragments"]):
                 assert before["ends"] and after["begins"]
             assert sum(part["num_tokens"] for part in sample["fragments"]) == 8
-        assert {sample["part"] for sample in found} == set(corpus.labels or [""])
+        assert {sample["part"] for sample in shown} == set(corpus.labels or [""])
     # Of the last ones, the awkward documents: what a token cuts in two is no text of theirs.
-    texts = [part["text"] for sample in found for part in sample["fragments"]]
+    texts = [part["text"] for sample in shown for part in sample["fragments"]]
     texts = [text for text in texts if text.isascii()]
     assert texts and all(any(part in text for text in READ.values()) for part in texts)
 
 
-def test_what_documents_are_like(mixture, tmp_path):
+def test_document_statistics_count_lengths_and_repeats(mixture, tmp_path):
     text, rows = document_statistics(prepare(mixture))["parts"]
     assert rows["num_documents"] == 30 and rows["num_repeated_documents"] == 10
     assert text["num_repeated_documents"] == 0 and text["document_tokens"]["shortest"] == 1
@@ -61,7 +61,7 @@ def test_what_documents_are_like(mixture, tmp_path):
     assert rows["bytes_per_token"] == pytest.approx(size / (rows["num_tokens"] - 30))
 
 
-def test_a_terminal_shows_bounds_and_obeys_no_document(mixture):
+def test_terminal_output_shows_bounds_and_escapes_control_characters(mixture):
     corpus = prepare(mixture)
     out = io.StringIO()
     shown = samples(corpus, 40, 0, 6)
@@ -73,7 +73,7 @@ def test_a_terminal_shows_bounds_and_obeys_no_document(mixture):
     assert "rows.jsonl, line " in text and "repeated documents" in text
 
 
-def test_json_and_a_corpus_of_ids_without_a_tokenizer(tmp_path):
+def test_corpus_without_a_tokenizer_is_shown_as_ids(tmp_path):
     ids = np.tile(np.array([5, 6, 7, 9], dtype="<u2"), 30)
     ids[::8] = np.arange(15)
     np.save(tmp_path / "a.npy", ids)
@@ -88,7 +88,7 @@ def test_json_and_a_corpus_of_ids_without_a_tokenizer(tmp_path):
     assert "5 6 7" in out.getvalue()
 
 
-def test_the_command(tmp_path, settings, monkeypatch, capsys):
+def test_command_shows_samples_as_text_and_json(tmp_path, settings, monkeypatch, capsys):
     data = {"source": "text", "paths": list(settings.paths), "cache": settings.cache}
     model = {"family": "gpt", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     block = {"model": model, "train": {"steps": 1}}

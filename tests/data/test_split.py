@@ -29,7 +29,7 @@ def test_both_parts_have_a_document(fraction, expected):
     assert (len(held_out), held_out.sum()) == (10, expected)
 
 
-def test_the_split_goes_by_content_and_keeps_copies_together():
+def test_split_depends_on_content_and_keeps_copies_together():
     """No order moves a document across, and two of each fall where one did."""
     [once] = split_documents([table_of(*"abcdefghij")], 0.3)
     held_out = {text for text, apart in zip("abcdefghij", once, strict=True) if apart}
@@ -39,7 +39,7 @@ def test_the_split_goes_by_content_and_keeps_copies_together():
     assert again.tolist() == [text in held_out for text in shuffled]
 
 
-def test_another_seed_holds_out_other_documents():
+def test_other_seed_holds_out_other_documents():
     table = table_of(*map(str, range(200)))
     splits = [split_documents([table], 0.2, seed)[0] for seed in range(5)]
     assert len({split.tobytes() for split in splits}) == 5
@@ -53,7 +53,7 @@ SIZES = np.exp(np.random.default_rng(0).normal(9, 1.5, 700)).astype(int)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_held_out_has_the_sizes_of_the_corpus(seed):
+def test_held_out_documents_have_the_sizes_of_the_corpus(seed):
     """The bytes come to the fraction, and each size to its share, however long the tail is."""
     table = table_with(SIZES)
     [held_out] = split_documents([table], 0.1, seed)
@@ -68,10 +68,10 @@ def test_what_is_held_out_has_the_sizes_of_the_corpus(seed):
         assert abs(held_out[here].sum() - expected) <= 1, low
 
 
-def test_auto_is_a_share_of_small_corpora_and_a_bound_for_large_ones():
+def test_auto_is_a_share_of_small_corpora_and_bounded_for_large_ones():
     def held_out(sizes):
-        [found] = split_documents([table_with(sizes)], "auto")
-        return found.sum(), np.asarray(sizes)[found].sum()
+        [is_held_out] = split_documents([table_with(sizes)], "auto")
+        return is_held_out.sum(), np.asarray(sizes)[is_held_out].sum()
 
     assert held_out([1000] * 2000)[0] == 100  # 5 %
     assert held_out([1000] * 700)[0] == 64
@@ -107,12 +107,12 @@ def test_documents_of_every_size_are_trained_on(sizes, fraction):
 
 
 @pytest.mark.parametrize("fraction", ["auto", 0.1])
-def test_copies_count_in_what_is_held_out(fraction):
+def test_copies_count_in_the_held_out_share(fraction):
     """A page whose copies are half of the text trains, whatever the seed; few copies may not."""
     sizes = np.random.default_rng(0).integers(600, 1500, 600)
     sizes[0] = 700
     table = np.concatenate([table_with(sizes), *[table_with([700])] * 599])
-    share = 0.1  # of 600 distinct documents "auto" is that, too
+    share = 0.1  # "auto" is the same share for 600 distinct documents
     for seed in range(40):
         [held_out] = split_documents([table], fraction, seed)
         assert not held_out[600:].any() and not held_out[0], seed
@@ -131,17 +131,17 @@ def test_copies_count_in_what_is_held_out(fraction):
     st.floats(0.001, 0.49) | st.just("auto"),
     st.integers(0, 5),
 )
-def test_of_any_sizes_something_is_held_out_and_something_left(sizes, fraction, seed):
+def test_neither_part_is_empty_for_any_sizes(sizes, fraction, seed):
     [held_out] = split_documents([table_with(sizes)], fraction, seed)
     assert 1 <= held_out.sum() < len(sizes)
 
 
-def test_what_is_held_out_of_one_part_is_held_out_of_all():
+def test_document_held_out_of_one_part_is_held_out_of_all():
     texts = [str(i) for i in range(10, 30)]
     alone = split_documents([table_of(*texts)], 0.2)[0]
     apart = [text for text, held in zip(texts, alone, strict=True) if held]
-    rest = [text for text in texts if text not in apart]
-    second = [apart[0], *rest[:9]]
+    others = [text for text in texts if text not in apart]
+    second = [apart[0], *others[:9]]
     first_held, second_held = split_documents([table_of(*texts), table_of(*second)], 0.2)
     assert second_held[0], "it is held out of the first"
     for text, held in zip(second, second_held, strict=True):
@@ -153,7 +153,7 @@ def test_what_is_held_out_of_one_part_is_held_out_of_all():
 
 
 @pytest.mark.parametrize("fraction", ["auto", 0.1])
-def test_a_page_of_which_one_part_is_full_is_held_out_of_none(fraction):
+def test_page_that_fills_one_part_is_never_held_out(fraction):
     """In the other it stands once; held out there, it would be most of what is held out here."""
     one = table_with(range(600, 1200))
     page = one[-1:]
@@ -165,7 +165,7 @@ def test_a_page_of_which_one_part_is_full_is_held_out_of_none(fraction):
             assert 0.04 < table["num_bytes"][apart].sum() / table["num_bytes"].sum() < 0.13, seed
 
 
-def test_where_all_of_a_part_is_too_large_in_another_something_is_held_out():
+def test_part_of_pages_that_fill_another_part_is_still_split():
     pages = table_with([1000] * 2)
     full = np.concatenate([table_with([1000] * 60, first=10), *[pages] * 60])
     held_out = split_documents([full, pages], 0.1)
@@ -177,7 +177,7 @@ def test_where_all_of_a_part_is_too_large_in_another_something_is_held_out():
     st.sampled_from([0.05, 0.3, "auto"]),
     st.integers(0, 3),
 )
-def test_no_text_is_held_out_of_one_part_and_trained_on_in_another(parts, fraction, seed):
+def test_no_text_is_held_out_in_one_part_and_trained_on_in_another(parts, fraction, seed):
     tables = [table_of(*("x" * n for n in part)) for part in parts]
     try:
         held_out = split_documents(tables, fraction, seed)
@@ -188,7 +188,7 @@ def test_no_text_is_held_out_of_one_part_and_trained_on_in_another(parts, fracti
     assert all(apart) and not set.union(*apart) & set.union(*trained)
 
 
-def test_one_distinct_document_cannot_be_split():
+def test_single_distinct_document_cannot_be_split():
     remedies = r'data\.documents = "blank_line" or "line".*data\.held_out_fraction = 0$'
     with pytest.raises(DataError, match=rf"has 2 documents, all of the same text, .*{remedies}"):
         split_documents([table_of("a", "a")], 0.1)

@@ -50,11 +50,11 @@ def shards(tmp_path):
 
 
 def config(paths, folder, stream=True, **settings):
-    own = {"source": "tokens", "held_out_fraction": 0, **IDS} | settings
-    own |= {"paths": (str(paths),), "sequence_length": LENGTH, "cache": str(folder / "cache")}
+    data = {"source": "tokens", "held_out_fraction": 0, **IDS} | settings
+    data |= {"paths": (str(paths),), "sequence_length": LENGTH, "cache": str(folder / "cache")}
     if stream:
-        own = {"stream_window": 3, **own, "stream": True, "manifest": str(folder / "manifest")}
-    return DataConfig(**own)
+        data = {"stream_window": 3, **data, "stream": True, "manifest": str(folder / "manifest")}
+    return DataConfig(**data)
 
 
 def local_samples(shards, folder, **settings):
@@ -104,7 +104,7 @@ def slow(*names):
 
 
 @pytest.mark.parametrize("store", ["folder", *slow("s3", "http", "memory")])
-def test_from_every_store_it_is_the_local_order(store, shards, tmp_path):
+def test_every_store_has_the_local_order(store, shards, tmp_path):
     local = local_samples(shards / "*.npy", tmp_path)
 
     def check(url):
@@ -167,10 +167,8 @@ def test_every_source_has_the_samples_of_its_local_corpus(name, tmp_path):
     local = local_samples(pattern, tmp_path, **settings)
     settings = config(pattern, tmp_path, **settings, stream_window="all")
     prepare_manifests(settings)
-    assert (
-        prepare(settings).key
-        == prepare(settings.model_copy(update={"stream": False, "held_out_fraction": 0})).key
-    )
+    local_settings = settings.model_copy(update={"stream": False, "held_out_fraction": 0})
+    assert prepare(settings).key == prepare(local_settings).key
     assert digest(streamed(settings, 64)) == digest(local)
 
 
@@ -182,7 +180,7 @@ def tokenizer_of(folder):
     return str(folder / "tokenizer")
 
 
-def test_any_mesh_and_batch_and_a_cache_smaller_than_the_corpus(shards, tmp_path):
+def test_samples_are_equal_on_any_mesh_with_a_small_cache(shards, tmp_path):
     settings = config(shards / "*.npy", tmp_path)
     prepare_manifests(settings)
     limit = prepare(settings).train.tokens.num_bytes_needed
@@ -246,7 +244,7 @@ def read_through_kills(settings, tmp_path, end):
 
 
 @pytest.mark.slow
-def test_after_kills_at_five_points_it_goes_on_with_the_same_samples(shards, tmp_path):
+def test_stream_resumes_after_five_kills(shards, tmp_path):
     settings = config(shards / "*.npy", tmp_path)
     prepare_manifests(settings)
     count = Batches(prepare(settings).train, LENGTH, SEED).num_samples
@@ -261,7 +259,7 @@ def prepared(server, tmp_path, **settings):
     return settings
 
 
-def test_failures_and_truncated_shards_are_tried_again(shards, tmp_path):
+def test_failed_and_truncated_requests_are_retried(shards, tmp_path):
     with http_store(shards) as server:
         settings = prepared(server, tmp_path)
         clean = digest(streamed(settings.model_copy(update={"cache": str(tmp_path / "c")}), 40))
@@ -277,16 +275,13 @@ def test_failures_and_truncated_shards_are_tried_again(shards, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["changed", "unreachable", *slow("missing")])
-def test_a_shard_that_cannot_be_used_has_one_message(damage, shards, tmp_path):
+def test_unusable_shard_gives_one_message(damage, shards, tmp_path):
     with http_store(shards) as server:
         settings = prepared(server, tmp_path)
         path = shards / "04.npy"
-        [size, digest_before] = [
-            entry["files"][0][key]
-            for entry in json.loads((tmp_path / "manifest/shards.json").read_text())
-            for key in ("size", "hash")
-            if entry["files"][0]["path"].endswith("04.npy")
-        ]
+        entries = json.loads((tmp_path / "manifest/shards.json").read_text())
+        files = [entry["files"][0] for entry in entries]
+        (recorded,) = [file for file in files if file["path"].endswith("04.npy")]
         if damage == "changed":
             path.write_bytes(path.read_bytes()[:-2] + b"\1\1")
         elif damage == "missing":
@@ -295,30 +290,26 @@ def test_a_shard_that_cannot_be_used_has_one_message(damage, shards, tmp_path):
             server.faults = {"04.npy": ["fail"] * 1000}
         with pytest.raises(DataError) as caught:
             streamed(settings, 40)
-        said = str(caught.value)
-        assert "04.npy" in said and digest_before in said and f"{size:,} bytes" in said
+        message = str(caught.value)
+        assert "04.npy" in message and recorded["hash"] in message
+        assert f"{recorded['size']:,} bytes" in message
         if damage != "unreachable":
-            assert 'set data.on_error to "skip"' in said
+            assert 'set data.on_error to "skip"' in message
         cache = tmp_path / "cache/streams"
         assert not [*cache.glob("*.partial"), *cache.glob("*.need"), *cache.glob("*.lost")]
 
 
-def test_a_lost_shard_is_skipped_the_same_on_every_mesh(shards, tmp_path, capfd):
+def test_lost_shard_is_skipped_alike_on_every_mesh(shards, tmp_path, capfd):
     with http_store(shards) as server:
         settings = prepared(server, tmp_path, on_error="skip")
         whole = streamed(settings.model_copy(update={"cache": str(tmp_path / "clean")}), 40)
         lost = np.load(shards / "04.npy").astype(np.int64).tobytes()
         (shards / "04.npy").unlink()
-        found = {
-            digest(
-                streamed(
-                    settings.model_copy(update={"cache": str(tmp_path / digest_of(layout))}),
-                    *layout,
-                )
-            )
-            for layout in ((40, 1), (28, 4))
-        }
-        assert len(found) == 1
+        digests = set()
+        for layout in ((40, 1), (28, 4)):
+            cache = {"cache": str(tmp_path / digest_of(layout))}
+            digests.add(digest(streamed(settings.model_copy(update=cache), *layout)))
+        assert len(digests) == 1
         read = streamed(settings, 40)
     assert capfd.readouterr().err.count("skipped shard 1 of this node") == 3
     differs = (read != whole).any(axis=1)
@@ -329,7 +320,7 @@ def test_a_lost_shard_is_skipped_the_same_on_every_mesh(shards, tmp_path, capfd)
     assert not any(window.tobytes() in lost for window in read)
 
 
-def test_a_manifest_that_does_not_fit_is_refused(shards, tmp_path):
+def test_mismatched_manifest_is_refused(shards, tmp_path):
     settings = config(shards / "*.npy", tmp_path)
     with pytest.raises(DataError, match=r"not a complete manifest; run .* --manifest"):
         prepare(settings)
@@ -347,17 +338,17 @@ def test_a_manifest_that_does_not_fit_is_refused(shards, tmp_path):
     assert len([*shards.iterdir()]) == SHARDS
 
 
-def test_a_reader_that_fetches_a_shard_itself_says_so(tmp_path):
-    said = []
+def test_cache_names_the_shard_that_a_reader_waits_for(tmp_path):
+    waiting_for = []
 
     def fetch(shard, folder):
-        said.append(cache.waiting_for)
+        waiting_for.append(cache.waiting_for)
         (folder / "ids.bin").write_bytes(b"1234")
 
     cache = ShardCache(tmp_path / "cache", 10**6, fetch)
     shard = Shard(tmp_path, {}, "key", "the-shard.npy", num_bytes=4, fetch_bytes=4)
     assert cache.read(shard, np.dtype(np.uint16), 1, 1).tobytes() == b"34"
-    assert said == ["the-shard.npy"] and cache.waiting_for == ""
+    assert waiting_for == ["the-shard.npy"] and cache.waiting_for == ""
 
 
 def test_counting_padding_reads_no_shard(shards, tmp_path):
@@ -380,7 +371,7 @@ def rows_of_text(tmp_path, *rows, **settings):
     return config(folder / "*.jsonl", tmp_path, **text)
 
 
-def test_the_share_of_skipped_documents_is_that_of_all_shards(tmp_path):
+def test_share_of_skipped_documents_counts_all_shards(tmp_path):
     good = "w1 w2 w3 " * 20
     settings = rows_of_text(tmp_path, [good, None], [good] * 8)
     prepare_manifests(settings)
@@ -391,7 +382,7 @@ def test_the_share_of_skipped_documents_is_that_of_all_shards(tmp_path):
         prepare_manifests(settings.model_copy(update={"max_skipped": 0.09}))
 
 
-def test_the_tokenizer_is_loaded_before_threads_need_it(tmp_path, monkeypatch):
+def test_tokenizer_is_loaded_before_threads_need_it(tmp_path, monkeypatch):
     """Two threads must not import transformers at once."""
     settings = rows_of_text(tmp_path, ["w1 w2 " * 20] * 4)
     prepare_manifests(settings)
@@ -402,7 +393,7 @@ def test_the_tokenizer_is_loaded_before_threads_need_it(tmp_path, monkeypatch):
     batches.close()
 
 
-def test_two_processes_that_write_a_manifest_wait_for_one_another(shards, tmp_path):
+def test_manifest_writers_wait_for_one_another(shards, tmp_path):
     settings = config(shards / "*.npy", tmp_path)
     phases = []
     with ThreadPoolExecutor(1) as pool, locked(tmp_path / "manifest", lambda: None):

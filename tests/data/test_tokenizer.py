@@ -26,7 +26,7 @@ from parallel3d.data.tokenizer import (
     tokenizer_directory,
     train_tokenizer,
 )
-from tests.data.documents import found, texts_of
+from tests.data.documents import read_source, texts_of
 
 pytestmark = pytest.mark.gloo
 
@@ -42,7 +42,7 @@ AWKWARD = [
 
 @pytest.fixture
 def documents(folder):
-    return found("text", [f"{folder}/**/*.txt"])
+    return read_source("text", [f"{folder}/**/*.txt"])
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def trained(documents, tmp_path):
     return directory
 
 
-def test_auto_tokenizer_loads_it_and_decodes_what_it_encodes(trained):
+def test_trained_tokenizer_decodes_its_encodings(trained):
     tokenizer = AutoTokenizer.from_pretrained(trained)
     for text, ids in zip(AWKWARD, encode(tokenizer, AWKWARD), strict=True):
         assert tokenizer.decode(ids) == text
@@ -61,40 +61,36 @@ def test_auto_tokenizer_loads_it_and_decodes_what_it_encodes(trained):
     assert num_tokens(tokenizer) == len(tokenizer) == 300
 
 
-def test_training_twice_gives_the_same_bytes(folder, trained, tmp_path):
+def test_tokenizer_training_is_deterministic(folder, trained, tmp_path):
     # In another process: hash seeds and thread timing differ there.
     code = (
-        "import sys; from tests.data.documents import found, texts_of;"
+        "import sys; from tests.data.documents import read_source, texts_of;"
         "from parallel3d.data.tokenizer import train_tokenizer as train;"
-        "train(texts_of(found('text', [sys.argv[1]])), 300).save_pretrained(sys.argv[2])"
+        "train(texts_of(read_source('text', [sys.argv[1]])), 300).save_pretrained(sys.argv[2])"
     )
     again = tmp_path / "again"
     pattern = f"{folder}/**/*.txt"
     here = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code, pattern, str(again)], check=True, cwd=here)
-    assert sorted(path.name for path in again.iterdir()) == [
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+    names = sorted(path.name for path in again.iterdir())
+    assert names == ["tokenizer.json", "tokenizer_config.json"]
     for path in again.iterdir():
         assert path.read_bytes() == (trained / path.name).read_bytes()
 
 
-def test_a_large_corpus_is_sampled_evenly(documents):
+def test_large_corpus_is_sampled_evenly(documents):
     nothing = np.zeros(len(documents), bool)
-    budgets = [200.0, 10**9]
-    used = [
-        text for budget in budgets for text in corpus_folder._sample(documents, nothing, budget)
-    ]
     stride = -(-documents.table["num_bytes"].sum() // 200)
     texts = texts_of(documents)
-    assert stride > 1 and used == texts[::stride] + texts
+    assert stride > 1
+    assert list(corpus_folder._sample(documents, nothing, 200.0)) == texts[::stride]
+    assert list(corpus_folder._sample(documents, nothing, 10**9)) == texts
     # What is held out stays unseen.
     nothing[0] = True
     assert list(corpus_folder._sample(documents, nothing, 10**9)) == texts[1:]
 
 
-def test_code_that_comes_with_a_tokenizer_does_not_run(trained, tmp_path):
+def test_code_of_a_tokenizer_does_not_run(trained, tmp_path):
     settings = json.loads((trained / "tokenizer_config.json").read_text())
     settings["tokenizer_class"] = "Mine"
     settings["auto_map"] = {"AutoTokenizer": ["mine.Mine", None]}
@@ -111,7 +107,7 @@ def test_code_that_comes_with_a_tokenizer_does_not_run(trained, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_missing_directory_is_not_asked_of_the_hub(monkeypatch, tmp_path):
+def test_missing_directory_is_not_looked_up_on_the_hub(monkeypatch, tmp_path):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")  # beside it is no x
     monkeypatch.setattr(module, "load_tokenizer", lambda name: pytest.fail("asked"))
@@ -120,14 +116,14 @@ def test_a_missing_directory_is_not_asked_of_the_hub(monkeypatch, tmp_path):
             pass
 
 
-def test_a_file_is_told_at_once(trained, monkeypatch, settings):
+def test_file_instead_of_a_directory_is_refused(trained, monkeypatch, settings):
     monkeypatch.chdir(trained.parent)
     for name in (str(trained / "tokenizer.json"), "tokenizer/tokenizer.json"):
         with pytest.raises(DataError, match=r"is a file; use the directory .*tokenizer'$"):
             prepare(replace(settings, tokenizer=name))
 
 
-def test_a_name_that_no_network_gives_is_told_at_once(monkeypatch, settings, tmp_path):
+def test_unreachable_hub_is_reported_at_once(monkeypatch, settings, tmp_path):
     """Before the corpus is read, and not after a minute of the library's retries."""
 
     def no_network(*args, **kwargs):
@@ -149,7 +145,7 @@ def test_a_name_that_no_network_gives_is_told_at_once(monkeypatch, settings, tmp
     module.check_name("gpt2")
 
 
-def test_a_look_up_that_never_ends_is_not_waited_for(monkeypatch):
+def test_hanging_look_up_is_not_waited_for(monkeypatch):
     def waits(*_, **__):
         time.sleep(3)
         raise TimeoutError
@@ -162,30 +158,35 @@ def test_a_look_up_that_never_ends_is_not_waited_for(monkeypatch):
     assert time.monotonic() - started < 2
 
 
-def test_a_tokenizer_that_does_not_know_the_text_is_told(tmp_path, monkeypatch, settings):
+def test_tokenizer_that_does_not_cover_the_text_is_reported(tmp_path, monkeypatch, settings):
     words = {"[UNK]": 0, "the": 1, "cat": 2, "<end>": 3}
     known = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     known.pre_tokenizer = pre_tokenizers.Whitespace()
     # Without an unknown token, what is not known vanishes.
     silent = Tokenizer(models.BPE({"a": 0, "b": 1, "<end>": 2}, []))
-    for number, backend in enumerate((known, silent)):
+    cases = {
+        "known": (known, "[UNK]", "the cat", "the cat xyz qq"),
+        "silent": (silent, None, "a b ab", "abcd"),
+    }
+    for name, (backend, unknown, covered_text, other_text) in cases.items():
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=backend, eos_token="<end>", unk_token="[UNK]" if not number else None
+            tokenizer_object=backend, eos_token="<end>", unk_token=unknown
         )
-        assert lost_share(tokenizer, ["the cat", "a b ab"][number : number + 1]) == 0
-        assert lost_share(tokenizer, ["the cat xyz qq", "abcd"][number : number + 1]) >= 0.4
-        tokenizer.save_pretrained(tmp_path / str(number))
+        assert lost_share(tokenizer, [covered_text]) == 0
+        assert lost_share(tokenizer, [other_text]) >= 0.4
+        tokenizer.save_pretrained(tmp_path / name)
         phases = []
-        corpus = prepare(
-            replace(settings, tokenizer=str(tmp_path / str(number))),
-            lambda *x, phases=phases: phases.append(x[0]),
-        )
+
+        def progress(phase, done, total, phases=phases):
+            phases.append(phase)
+
+        corpus = prepare(replace(settings, tokenizer=str(tmp_path / name)), progress)
         assert corpus.facts.unknown_share > 0.5
         assert any("does not cover" in phase for phase in phases)
     assert prepare(settings).facts.unknown_share is None
 
 
-def test_a_name_is_known_by_its_content(trained, monkeypatch):
+def test_digest_of_a_name_depends_on_its_content(trained, monkeypatch):
     def digest(name):
         with tokenizer_directory(name) as directory:
             return directory_digest(directory)
@@ -201,7 +202,7 @@ def test_a_name_is_known_by_its_content(trained, monkeypatch):
     assert digest("tokenizer") != first
 
 
-def test_weights_beside_a_tokenizer_are_not_part_of_it(trained):
+def test_digest_ignores_weights_beside_a_tokenizer(trained):
     before = directory_digest(trained)
     (trained / "model.safetensors").write_bytes(b"\0" * 100)
     assert directory_digest(trained) == before

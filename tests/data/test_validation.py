@@ -41,17 +41,17 @@ def root(tmp_path):
     return tmp_path
 
 
-def test_sets_of_any_source_with_the_training_texts_tokenizer(root):
+def test_validation_sets_use_the_training_tokenizer(root):
     rows = {"source": "jsonl", "paths": (f"{root}/rows.jsonl",), "text_field": "body"}
     some = {"source": "text", "paths": (f"{root}/texts/?.txt",)}
     corpus = prepare(config_of(root, validation={"rows": rows, "some": some}))
     alone = prepare(config_of(root))
     assert corpus.directory == alone.directory and not alone.validation
     tokenizer = AutoTokenizer.from_pretrained(corpus.tokenizer_directory)
-    found = corpus.validation["rows"]
-    stream = found.held_out
+    rows_set = corpus.validation["rows"]
+    stream = rows_set.held_out
     assert [tokenizer.decode(document_of(stream, i)) for i in range(12)] == ROWS
-    assert len(found.train) == 0 and found.facts.num_in_training == 0
+    assert len(rows_set.train) == 0 and rows_set.facts.num_in_training == 0
     # As many of these ten files as are not held out.
     table = corpus.train
     texts = [tokenizer.decode(document_of(table, i)) for i in range(table.num_documents)]
@@ -62,27 +62,27 @@ def test_sets_of_any_source_with_the_training_texts_tokenizer(root):
     again = Corpus.at(json.loads(json.dumps(corpus.place())))
     assert again.summary() == corpus.summary()
     assert list(evaluation_corpora(again)) == ["held_out", "rows", "some"]
-    said = as_text(summarise(corpus, None))
-    assert "validation: rows" in said
-    assert f"WARNING: {trained} of the documents are also in the training part" in said
+    text = as_text(summarise(corpus, None))
+    assert "validation: rows" in text
+    assert f"WARNING: {trained} of the documents are also in the training part" in text
 
 
-def test_what_is_left_out_of_a_set_is_told(root):
+def test_skipped_documents_of_a_set_are_reported(root):
     lines = [json.dumps({"body": row}) for row in ROWS]
     (root / "rows.jsonl").write_text("\n".join([*lines, "[]", '{"body": ""}']))
     rows = {"source": "jsonl", "paths": (f"{root}/rows.jsonl",), "text_field": "body"}
     corpus = prepare(config_of(root, validation={"rows": rows}, on_error="skip"))
-    said = as_text(summarise(corpus, None)).splitlines()
-    at = said.index("left out: 1 empty, 1 not JSON")
-    assert "validation: rows" in said[:at]
-    assert "rows.jsonl, line 13 is a list" in said[at + 1]
-    begun = list(corpus_lines(corpus))
-    at = begun.index(next(line for line in begun if "validation rows: 12 documents" in line))
-    told = "left out of validation rows: 1 empty, 1 not JSON (prepare.py lists the first 20)"
-    assert begun[at + 1].strip() == told and "left out" not in "".join(begun[:at])
+    printed = as_text(summarise(corpus, None)).splitlines()
+    at = printed.index("left out: 1 empty, 1 not JSON")
+    assert "validation: rows" in printed[:at]
+    assert "rows.jsonl, line 13 is a list" in printed[at + 1]
+    start_lines = list(corpus_lines(corpus))
+    skipped = [line for line in start_lines if "left out" in line]
+    assert len(skipped) == 1
+    assert "of validation rows: 1 empty, 1 not JSON" in skipped[0]
 
 
-def test_of_a_set_alone_and_of_parts_of_a_mixture(root):
+def test_evaluated_corpora_are_sets_and_parts_of_mixtures(root):
     rows = {"source": "jsonl", "paths": (f"{root}/rows.jsonl",), "text_field": "body"}
     alone = prepare(config_of(root, held_out_fraction=0, validation={"rows": rows}))
     assert list(evaluation_corpora(alone)) == ["rows"] and alone.train.num_documents == 20
@@ -94,7 +94,7 @@ def test_of_a_set_alone_and_of_parts_of_a_mixture(root):
     assert not evaluation_corpora(prepare(config_of(root, held_out_fraction=0)))
 
 
-def test_what_is_wrong_with_a_set_is_told_with_its_name(root):
+def test_error_of_a_set_names_the_set(root):
     (root / "bad.jsonl").write_text('{"text": 1}')
     bad = {"source": "jsonl", "paths": (f"{root}/bad.jsonl",)}
     with pytest.raises(DataError, match=r"^data\.validation\.bad: .*bad\.jsonl"):
@@ -110,7 +110,7 @@ def fail(*args):
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_the_own_validation_split_of_a_data_set(tmp_path, monkeypatch, saved):
+def test_validation_split_of_a_data_set_is_used(tmp_path, monkeypatch, saved):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     folder = tmp_path / "set"
     splits = {"train": ROWS, "validation": ["only this"]}
@@ -128,10 +128,9 @@ def test_the_own_validation_split_of_a_data_set(tmp_path, monkeypatch, saved):
     assert not validation_sets(config_of(tmp_path, paths=(), **hub, validation_split=None))
     assert not validation_sets(config_of(tmp_path, paths=(), **hub, validation_split="dev"))
     assert not validation_sets(config_of(tmp_path, paths=(), **hub, split="validation"))
-    own = {"validation": {"source": "text", "paths": ("a",)}}
-    assert validation_sets(config_of(tmp_path, paths=(), **hub, validation=own)).keys() == {
-        "validation"
-    }
+    explicit = {"validation": {"source": "text", "paths": ("a",)}}
+    replaced = validation_sets(config_of(tmp_path, paths=(), **hub, validation=explicit))
+    assert replaced.keys() == {"validation"}
     mixed = config_of(tmp_path, source="mixture", paths=(), mixture=(hub, hub))
     assert list(validation_sets(mixed)) == ["mixture.0.validation", "mixture.1.validation"]
     corpus = prepare(config)
@@ -145,19 +144,19 @@ def test_the_own_validation_split_of_a_data_set(tmp_path, monkeypatch, saved):
         prepare(config)
 
 
-def test_a_split_that_cannot_be_asked_for_is_said(tmp_path, monkeypatch, capsys):
+def test_unreachable_validation_split_gives_a_warning(tmp_path, monkeypatch, capsys):
     """Without a network a set is missing, which must not go unseen."""
     monkeypatch.setattr(hub, "why_unreachable", lambda: "no cable")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     config = config_of(tmp_path, source="hub", paths=(), name="owner/set")
     assert not validation_sets(config)
-    said = capsys.readouterr().err
-    assert said.startswith("WARNING: data.name = 'owner/set': split 'validation' cannot be loaded")
-    assert "the hub is unreachable: no cable" in said and "validation_split to null" in said
-    assert said.count("\n") == 1
+    warning = capsys.readouterr().err
+    assert warning.startswith("WARNING: data.name = 'owner/set': split 'validation' ")
+    assert "no cable" in warning and "validation_split to null" in warning
+    assert warning.count("\n") == 1
 
 
-def test_a_data_set_without_that_split_has_none(tmp_path):
+def test_data_set_without_validation_split_has_no_set(tmp_path):
     datasets.Dataset.from_dict({"text": ROWS}).save_to_disk(tmp_path / "set")
     assert not validation_sets(config_of(tmp_path, source="hub", paths=(), name=f"{tmp_path}/set"))
 

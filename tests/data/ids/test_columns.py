@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gloo
 
 
 @pytest.mark.parametrize("kind", ["int32", "int64", "uint16"])
-def test_a_column_is_read_in_place(kind, tmp_path, monkeypatch):
+def test_column_of_ids_is_read_in_place(kind, tmp_path, monkeypatch):
     """The loading by `datasets` stands aside: it gives paths."""
     path = str(writers.arrow(tmp_path / "a.arrow", [*ENDED[:9], [], *ENDED[9:]], kind))
     monkeypatch.setattr(tokenised, "arrow_files", lambda *_: ((path,), ("owner/set train",), ()))
@@ -26,7 +26,7 @@ def test_a_column_is_read_in_place(kind, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["parquet", "hub"])
-def test_through_datasets(source, tmp_path):
+def test_columns_are_read_through_datasets(source, tmp_path):
     import datasets
 
     table = datasets.Dataset.from_dict({"input_ids": ENDED, "n": range(len(ENDED))})
@@ -39,7 +39,7 @@ def test_through_datasets(source, tmp_path):
     check_streams(prepare(config_of(source, tmp_path / "a.parquet", **given)))
 
 
-def test_other_columns_are_refused(tmp_path):
+def test_unsuitable_columns_are_refused(tmp_path):
     import pyarrow as pa
 
     rows = {

@@ -66,28 +66,30 @@ def test_each_label_has_its_own_weight(tmp_path, kind):
             weights = batches.weights(first, 5)
             assert weights.dtype == np.float32 and weights.shape == labels.shape
             by_hand = expected(labels)
-            assert weights.tolist() == (by_hand > 0 if kind == "labels" else by_hand).tolist()
+            if kind == "labels":
+                by_hand = by_hand > 0
+            assert weights.tolist() == by_hand.tolist()
 
 
-def test_without_such_a_field_all_count_alike(tmp_path):
+def test_without_weight_field_all_labels_count_alike(tmp_path):
     corpus = corpus_of(tmp_path, writers.some_documents(), "weights", weight_field=None)
     assert not Batches(corpus.train, 16, seed=0).weighs
 
 
-def test_another_field_is_another_corpus(tmp_path):
+def test_other_field_gives_another_corpus(tmp_path):
     documents = writers.some_documents()
     keys = {corpus_of(tmp_path, documents, kind).key for kind in ("weights", "labels")}
     assert len(keys) == 2
 
 
-def test_labels_that_were_moved_are_refused(tmp_path):
+def test_shifted_labels_are_refused(tmp_path):
     documents = writers.some_documents()
     moved = [[*ids[1:], -100] for ids in documents]
     with pytest.raises(DataError, match="differs from the token ids"):
         corpus_of(tmp_path, documents, "labels", labels=moved)
 
 
-def test_a_mask_of_another_length_is_refused(tmp_path):
+def test_mask_of_wrong_length_is_refused(tmp_path):
     documents = writers.some_documents()
     labels = [[*ids] for ids in documents]
     labels[4].append(9)
@@ -95,7 +97,7 @@ def test_a_mask_of_another_length_is_refused(tmp_path):
         corpus_of(tmp_path, documents, "labels", labels=labels)
 
 
-def test_a_field_that_is_not_read_is_refused():
+def test_field_of_the_wrong_source_is_refused():
     for data, problem in (
         ({"source": "text", "paths": ["a.txt"], "label_field": "labels"}, "is not read by source"),
         ({"source": "datatrove", "paths": ["a.ds"], "weight_field": "loss"}, "is not read by"),
@@ -106,7 +108,7 @@ def test_a_field_that_is_not_read_is_refused():
             RunConfig.from_dict({"parallel3d": block})
 
 
-def test_what_is_evaluated_is_weighted(tmp_path):
+def test_evaluation_is_weighted(tmp_path):
     corpus = corpus_of(tmp_path, writers.some_documents(), "weights")
     samples = EvaluationSamples(corpus.held_out, 16, max_samples=100)
     losses = np.arange(samples.num_documents, dtype=float)

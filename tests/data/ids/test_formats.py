@@ -26,7 +26,7 @@ ENDED = [[*ids, END] for ids in DOCUMENTS]
 
 
 def written(source, writer, name, *arguments, **options):
-    """A function that writes a file into a folder, and says how the config reads it."""
+    """Return a function that writes a file into a folder and returns its source and path."""
     return lambda folder: (source, writer(folder / name, *arguments, **options))
 
 
@@ -82,16 +82,16 @@ def by_hand(documents=DOCUMENTS) -> list[TokenStream]:
 
 
 def check_streams(corpus: Corpus, documents=DOCUMENTS) -> None:
-    for found, expected in zip((corpus.train, corpus.held_out), by_hand(documents), strict=True):
-        assert isinstance(found, TokenStream)
-        assert found.tokens[:].tolist() == expected.tokens.tolist()
-        assert found.bounds[:].tolist() == expected.bounds.tolist()
-        for index in range(found.num_documents):
-            assert document_of(found, index).tolist() == document_of(expected, index).tolist()
+    for stream, expected in zip((corpus.train, corpus.held_out), by_hand(documents), strict=True):
+        assert isinstance(stream, TokenStream)
+        assert stream.tokens[:].tolist() == expected.tokens.tolist()
+        assert stream.bounds[:].tolist() == expected.bounds.tolist()
+        for index in range(stream.num_documents):
+            assert document_of(stream, index).tolist() == document_of(expected, index).tolist()
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_gives_the_documents_the_samples_and_the_counts(name, tmp_path):
+def test_format_has_expected_documents_samples_and_counts(name, tmp_path):
     source, path = FORMATS[name](tmp_path)
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
     corpus = prepare(config_of(source, path))
@@ -102,9 +102,8 @@ def test_a_format_gives_the_documents_the_samples_and_the_counts(name, tmp_path)
         theirs = Batches(expected, 8, seed=3)
         # Resumed anywhere, a sample depends on its index alone.
         for first in (0, 5, 10**6 + 3):
-            for one, other in zip(
-                ours.microbatch(first, 9), theirs.microbatch(first, 9), strict=True
-            ):
+            pairs = zip(ours.microbatch(first, 9), theirs.microbatch(first, 9), strict=True)
+            for one, other in pairs:
                 assert one.dtype == other.dtype and np.array_equal(one, other)
     ids = np.concatenate(ENDED)
     assert corpus.counts().tolist() == np.bincount(ids, minlength=SIZE).tolist()
@@ -118,7 +117,7 @@ def test_a_format_gives_the_documents_the_samples_and_the_counts(name, tmp_path)
     assert {file: file.read_bytes() for file in before} == before
 
 
-def test_every_sample_once_over_changing_meshes_and_formats(tmp_path):
+def test_every_sample_comes_once_over_changing_meshes_and_formats(tmp_path):
     """Over dp 2 -> 1 -> 4, each with another batch size and the ids in another format."""
     expected = Batches(by_hand()[0], 8, seed=1)
     seen = []
@@ -128,7 +127,8 @@ def test_every_sample_once_over_changing_meshes_and_formats(tmp_path):
         ("raw", 1, 5, 3),
         ("datatrove, no ends", 4, 2, None),
     ):
-        (folder := tmp_path / name).mkdir()
+        folder = tmp_path / name
+        folder.mkdir()
         batches = Batches(prepare(config_of(*FORMATS[name](folder))).train, 8, seed=1)
         split = {"micro_batch": micro_batch, "num_microbatches": 2, "dp": dp}
         size = 2 * dp * micro_batch
@@ -142,11 +142,12 @@ def test_every_sample_once_over_changing_meshes_and_formats(tmp_path):
     assert len({tuple(sample) for sample in seen}) > 0.9 * start
 
 
-def test_the_key_is_that_of_the_ids_in_whatever_files(tmp_path):
+def test_key_depends_on_the_ids_and_not_on_the_format(tmp_path):
     keys = set()
     folders = set()
     for name in ("megatron", "old megatron", "datatrove uint32", "raw", "numpy"):
-        (folder := tmp_path / name).mkdir()
+        folder = tmp_path / name
+        folder.mkdir()
         corpus = prepare(config_of(*FORMATS[name](folder), cache=str(tmp_path / "cache")))
         keys.add(corpus.key)
         folders.add(corpus.directory)
@@ -154,14 +155,14 @@ def test_the_key_is_that_of_the_ids_in_whatever_files(tmp_path):
     assert len(keys) == 1 and len(folders) == 5
 
 
-def test_several_files_in_the_order_of_their_names(tmp_path):
+def test_files_are_read_in_the_order_of_their_names(tmp_path):
     for number in range(4):
         writers.megatron(tmp_path / f"{number}.bin", ENDED[10 * number : 10 * number + 10])
     for pattern in ("*", "*.bin", "*.idx"):
         check_streams(prepare(config_of("megatron", tmp_path / pattern)))
 
 
-def test_empty_documents_are_left_out_and_counted(tmp_path):
+def test_empty_documents_are_skipped_and_counted(tmp_path):
     documents = [[], *ENDED[:20], [END], [], *ENDED[20:], [END]]
     corpus = prepare(config_of("datatrove", writers.datatrove(tmp_path / "a.ds", documents)))
     check_streams(corpus)
@@ -176,15 +177,16 @@ def test_empty_documents_are_left_out_and_counted(tmp_path):
     assert corpus.counts().tolist() == np.bincount(ids, minlength=SIZE).tolist()
 
 
-def test_documents_longer_than_a_block_and_files_of_many_blocks(tmp_path, monkeypatch):
+def test_long_documents_and_files_of_many_blocks_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(id_file, "BLOCK", 50)
     monkeypatch.setattr(validate, "BLOCK", 50)
     for name in ("megatron", "megatron without ends", "llm.c"):
-        (folder := tmp_path / name).mkdir()
+        folder = tmp_path / name
+        folder.mkdir()
         check_streams(prepare(config_of(*FORMATS[name](folder))))
 
 
-def test_a_vocabulary_above_65536(tmp_path):
+def test_vocabulary_above_65536_needs_wide_ids(tmp_path):
     documents = some_documents(size=128_256)
     ended = [[*ids, END] for ids in documents]
     for writer, source, dtype in (
@@ -192,14 +194,15 @@ def test_a_vocabulary_above_65536(tmp_path):
         (writers.datatrove, "datatrove", "uint32"),
         (writers.megatron, "megatron", "int32"),
     ):
-        (folder := tmp_path / source).mkdir()
+        folder = tmp_path / source
+        folder.mkdir()
         path = writer(folder / "a.bin", ended, dtype)
         corpus = prepare(config_of(source, path, vocab_size=128_256))
         check_streams(corpus, documents)
         assert corpus.train.tokens.dtype == np.uint32
 
 
-def test_indices_are_as_those_of_an_array(tmp_path):
+def test_ids_are_indexed_like_an_array(tmp_path):
     corpus = prepare(config_of(*FORMATS["megatron"](tmp_path)))
     ids = corpus.train.tokens
     expected = by_hand()[0].tokens

@@ -53,7 +53,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("damage", "message"), PAIRS)
-def test_a_damaged_pair_of_megatron(damage, message, tmp_path):
+def test_damaged_megatron_pair_is_refused(damage, message, tmp_path):
     path = writers.megatron(tmp_path / "a.bin", ENDED)
     damage(path, path.with_suffix(".idx"))
     assert_refused(config_of("megatron", path), message, tmp_path)
@@ -69,7 +69,7 @@ OLD_PAIRS = [
 
 
 @pytest.mark.parametrize(("damage", "message"), OLD_PAIRS)
-def test_a_damaged_pair_of_the_older_index(damage, message, tmp_path):
+def test_damaged_pair_of_the_older_index_is_refused(damage, message, tmp_path):
     path = writers.old_megatron(tmp_path / "a.bin", ENDED)
     damage(path, path.with_suffix(".idx"))
     assert_refused(config_of("megatron", path), message, tmp_path)
@@ -123,7 +123,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("source", "write_file", "message"), FILES)
-def test_an_odd_file(source, write_file, message, tmp_path):
+def test_odd_file_is_refused(source, write_file, message, tmp_path):
     config = config_of(source, write_file(tmp_path))
     if message:
         assert_refused(config, message, tmp_path)
@@ -148,7 +148,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_broken_header_of_numpy(name, tmp_path):
+def test_broken_numpy_header_is_refused(name, tmp_path):
     header, message = HEADERS[name]
     path = tmp_path / "a.npy"
     data = header.encode() if isinstance(header, str) else header
@@ -165,12 +165,12 @@ def test_a_broken_header_of_numpy(name, tmp_path):
     ],
     ids=["magic number only", "truncated", "version 4"],
 )
-def test_a_header_of_numpy_that_is_truncated_or_of_another_version(data, message, tmp_path):
+def test_truncated_or_newer_numpy_header_is_refused(data, message, tmp_path):
     (tmp_path / "a.npy").write_bytes(data)
     assert_refused(config_of("tokens", tmp_path / "a.npy"), message, tmp_path)
 
 
-def test_what_the_file_has_beyond_the_vocabulary_is_named(tmp_path):
+def test_id_outside_the_vocabulary_is_named(tmp_path):
     bad = [*ENDED[:20], [8, 9, -3, 7], *ENDED[20:]]
     path = writers.megatron(tmp_path / "a.bin", bad, "int32")
     assert_refused(config_of("megatron", path), r"document 21: id -3 \(int32, place 2\)", tmp_path)
@@ -179,13 +179,13 @@ def test_what_the_file_has_beyond_the_vocabulary_is_named(tmp_path):
         assert_refused(config, r"document 3: id \d+ .* outside the vocabulary of 257", tmp_path)
 
 
-def test_a_width_that_is_not_the_files(tmp_path):
+def test_wrong_width_of_ids_is_refused(tmp_path):
     path = writers.raw(tmp_path / "a.npy", ENDED)
     config = config_of("tokens", path, token_dtype="uint32")
     assert_refused(config, r"does not contain the end-of-text|not a multiple of uint32", tmp_path)
 
 
-def test_a_sample_says_so_and_takes_the_rest_on_trust(tmp_path, monkeypatch):
+def test_sampled_check_is_recorded_and_skips_other_documents(tmp_path, monkeypatch):
     monkeypatch.setattr("parallel3d.data.ids.validate.SAMPLED_DOCUMENTS", 10)
     bad = [*ENDED[:5], [299, 7], *ENDED[5:]]
     path = writers.megatron(tmp_path / "a.bin", bad, "int32")
@@ -200,26 +200,26 @@ def test_a_sample_says_so_and_takes_the_rest_on_trust(tmp_path, monkeypatch):
         prepare(config_of("megatron", mixed, check_ids="sample"))
 
 
-def test_documents_that_all_end_with_another_id(tmp_path, monkeypatch):
+def test_wrong_end_of_text_id_is_refused(tmp_path, monkeypatch):
     words = {f"w{i}": i for i in range(300)}
     tokenizer = SimpleNamespace(eos_token_id=7, get_vocab=lambda: words)
     monkeypatch.setattr(tokenised, "load_tokenizer", lambda _: tokenizer)
     monkeypatch.setattr(tokenised, "save_tokenizer", lambda _, folder: (folder / "a").touch())
     (tmp_path / "tokenizer").mkdir()
-    own = {"tokenizer": str(tmp_path / "tokenizer"), "end_of_text_id": None}
+    settings = {"tokenizer": str(tmp_path / "tokenizer"), "end_of_text_id": None}
     right = writers.megatron(tmp_path / "a.bin", ENDED * 2)
-    corpus = prepare(config_of("megatron", right, **own))
+    corpus = prepare(config_of("megatron", right, **settings))
     assert (corpus.vocab_size, corpus.end_of_text) == (300, 7)
     assert (corpus.tokenizer_directory / "a").is_file()
     wrong = writers.megatron(tmp_path / "b.bin", [[*ids, 5] for ids in DOCUMENTS * 2])
     with pytest.raises(DataError, match=r"all 80 documents .* end with id 5, but .* is 7"):
-        prepare(config_of("megatron", wrong, **own))
-    assert prepare(config_of("megatron", wrong, **{**own, "end_of_text_id": 7}))
+        prepare(config_of("megatron", wrong, **settings))
+    assert prepare(config_of("megatron", wrong, **{**settings, "end_of_text_id": 7}))
     with pytest.raises(DataError, match=r"end_of_text_id = 5: .* ends documents with id 7"):
-        prepare(config_of("megatron", wrong, **{**own, "end_of_text_id": 5}))
+        prepare(config_of("megatron", wrong, **{**settings, "end_of_text_id": 5}))
 
 
-def test_a_file_that_shrinks_or_changes(tmp_path):
+def test_changed_or_truncated_file_is_detected(tmp_path):
     path = writers.megatron(tmp_path / "a.bin", ENDED)
     config = config_of("megatron", path)
     corpus = prepare(config)
@@ -238,7 +238,7 @@ def test_a_file_that_shrinks_or_changes(tmp_path):
     assert prepare(config).key != corpus.key
 
 
-def test_what_was_looked_through_is_not_read_again(tmp_path, monkeypatch):
+def test_checked_file_is_not_read_again(tmp_path, monkeypatch):
     path = writers.megatron(tmp_path / "a.bin", ENDED)
     first = prepare(config_of("megatron", path))
     monkeypatch.setattr("parallel3d.data.tokenised.check", lambda *_, **__: pytest.fail("again"))

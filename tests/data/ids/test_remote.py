@@ -39,12 +39,12 @@ def by_url(url, folder):
         ("adl://a/b.bin", r"adl://a/b\.bin cannot be read: .*pip install parallel3d\[remote\]"),
     ],
 )
-def test_errors_of_urls_have_the_name(url, message, tmp_path):
+def test_url_errors_name_the_url(url, message, tmp_path):
     with pytest.raises(DataError, match=message):
         by_url(url.format(folder=tmp_path), tmp_path)
 
 
-def test_a_password_in_a_url_is_shown_nowhere(tmp_path):
+def test_password_in_a_url_is_never_shown(tmp_path):
     path = writers.numpys(tmp_path / "ids.npy", [[*ids, writers.END] for ids in DOCUMENTS])
     url = f"{locked.OPEN}{path}"
     corpus = by_url(url, tmp_path)

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import numpy as np
 
-END = 7  # of documents
-SIZE = 300  # of the vocabulary
+END = 7  # the end-of-text id
+SIZE = 300  # ids in the vocabulary
 
 
 def some_documents(count=40, size=SIZE, seed=0):
     """Lists of ids without the end-of-text, of any length but 0; one comes twice."""
     rng = np.random.default_rng(seed)
     lengths = [1, 2, 700, *rng.integers(1, 60, count - 4)]
-    found = [rng.integers(END + 1, size, n).tolist() for n in lengths]
-    return [*found, found[5]]
+    documents = [rng.integers(END + 1, size, n).tolist() for n in lengths]
+    return [*documents, documents[5]]
 
 
 def megatron(path: Path, documents, dtype="uint16", sentences=1, modes=False):
