@@ -144,7 +144,7 @@ class Bench:
 
     def _note(self, name: str, what: str, number: float) -> None:
         """The largest of all ranks' numbers."""
-        largest = max(row[0] for row in self.mesh.gather_floats([number]))
+        largest = max(row[0] for row in self.mesh.messages.gather_floats([number]))
         self.numbers[name][what].append(largest)
 
     def _forget(self, files: list[Path]) -> None:

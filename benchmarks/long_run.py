@@ -84,7 +84,7 @@ def on_the_mesh(rank: int, config: RunConfig) -> Curve:
             batch = feed.training(step * config.global_batch_size)
             loss = parts.executor.run(batch, step)
             norm = parts.engine.step(rate(config, step)).grad_norm
-            yield sum(row[0] for row in mesh.gather_floats([loss])) / copies, norm
+            yield sum(row[0] for row in mesh.messages.gather_floats([loss])) / copies, norm
 
     curve = _recorded(steps(), f"mesh {config.precision}" if rank == 0 else "")
     feed.close()

@@ -94,7 +94,7 @@ def step_of(args: argparse.Namespace, mesh: Mesh) -> Any:
 
     def step() -> None:
         parts.executor.run(batch)
-        mesh.gather_floats([0.0])
+        mesh.messages.gather_floats([0.0])
         parts.engine.step(1e-3)
 
     return step

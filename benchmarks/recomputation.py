@@ -45,7 +45,7 @@ def on_rank(rank: int, args: argparse.Namespace) -> tuple[list[float], list[floa
 
     def plain(step: int) -> None:
         parts.executor.run(batch, step)
-        mesh.gather_floats([0.0])
+        mesh.messages.gather_floats([0.0])
         parts.engine.step(1e-3)
 
     def checked(step: int) -> None:

@@ -57,7 +57,7 @@ def clock_of(mesh: Mesh) -> Callable[[], float]:
 
 def slowest(mesh: Mesh, seconds: float) -> float:
     """Return the largest of all ranks' seconds, the same on every rank. Collective."""
-    return max(row[0] for row in mesh.gather_floats([seconds]))
+    return max(row[0] for row in mesh.messages.gather_floats([seconds]))
 
 
 class Timer:
@@ -245,7 +245,7 @@ def timings(run: Callable[[], object], mesh: Mesh, effort: Effort) -> list[list[
         start = time.perf_counter()
         run()
         torch.get_device_module(mesh.device).synchronize()
-        rows.append([row[0] for row in mesh.gather_floats([time.perf_counter() - start])])
+        rows.append([row[0] for row in mesh.messages.gather_floats([time.perf_counter() - start])])
     return rows
 
 

@@ -187,5 +187,5 @@ def state_checksums(
             tensor = tensor[chunk.box.numel :]
             total = bit_sum(box, chunk.box.offsets, shapes[chunk.name])
             sums[rows[chunk.name], kinds.index(run.kind)] += total.to(mesh.device)
-    flat = [int(number) for number in mesh.sum_floats(sums.flatten())]
+    flat = [int(number) for number in mesh.messages.sum_floats(sums.flatten())]
     return {name: flat[len(kinds) * row :][: len(kinds)] for name, row in rows.items()}

@@ -188,7 +188,7 @@ class HostMemory:
         """Return the files and the state of a step, as the first of `readers` has them."""
         _require_copy(STATE, readers)
         own = [manifest.files, read_state(folder)] if readers[0] == self._mesh.rank else None
-        entries, state = json.loads(self._mesh.broadcast_text(json.dumps(own), readers[0]))
+        entries, state = json.loads(self._mesh.messages.broadcast_text(json.dumps(own), readers[0]))
         check_state(state, manifest.step)
         return {name: Entry(*entry) for name, entry in entries.items()}, state
 
@@ -237,7 +237,7 @@ class HostMemory:
 
         def transfer() -> None:
             sends = [
-                mesh.send_aside(block, target)
+                mesh.messages.send_aside(block, target)
                 for name, source, target in plan
                 if source == mesh.rank
                 for block in blocks(name)
@@ -295,7 +295,7 @@ def _receive(mesh: Mesh, path: Path, entry: Entry, source: int) -> str:
     def received() -> Iterator[Any]:
         for at in range(0, entry.size, disk.BLOCK):
             block = torch.empty(min(disk.BLOCK, entry.size - at), dtype=torch.uint8)
-            mesh.receive_aside(block, source)
+            mesh.messages.receive_aside(block, source)
             yield block.numpy()
 
     blocks = received()

@@ -116,7 +116,9 @@ def make_index(
     def read() -> str:
         return json.dumps(_packed_rows(folder, files, shapes, mesh, kinds, share))
 
-    shares = [json.loads(text) for text in mesh.gather_texts(agree(mesh, read), aside=True)]
+    shares = [
+        json.loads(text) for text in mesh.messages.gather_texts(agree(mesh, read), aside=True)
+    ]
     index = {}
     for name in names:
         width = 1 + 2 * len(shapes[name]) + len(kinds)

@@ -101,7 +101,7 @@ class Saver:
         self._memory_fails = False  # and it was reported
         self._to_disk = True  # where the thread writes to; else to memory
         self._bytes_by_rank = [
-            row[0] for row in mesh.gather_floats([len(self._header) + 4 * self._numel])
+            row[0] for row in mesh.messages.gather_floats([len(self._header) + 4 * self._numel])
         ]
         self.num_bytes = int(sum(self._bytes_by_rank))
         """Bytes of a checkpoint's tensors, over all ranks."""
@@ -150,7 +150,7 @@ class Saver:
         else:
             self.finish()
         lacks = self._memory.lacking_bytes(self._bytes_by_rank)
-        rows = self._mesh.gather_floats([self._thread is not None, lacks])
+        rows = self._mesh.messages.gather_floats([self._thread is not None, lacks])
         lacks = max(int(row[1]) for row in rows)
         if lacks:
             self._report_in_memory(
@@ -204,7 +204,7 @@ class Saver:
         with suppress(OSError):  # out of files, or the disk is away: the write reports it
             memory_lacks = free_space.missing_memory_bytes(new_bytes, self._mesh.local_size)
             disk_lacks = free_space.missing_disk_bytes(self._folder, self.num_bytes)
-        rows = self._mesh.gather_floats([memory_lacks if asynchronous else 0, disk_lacks])
+        rows = self._mesh.messages.gather_floats([memory_lacks if asynchronous else 0, disk_lacks])
         memory_lacks, disk_lacks = (max(int(row[i]) for row in rows) for i in range(2))
         if disk_lacks:
             lacks = f"{decimal(disk_lacks)} of disk space missing for {decimal(self.num_bytes)}"

@@ -187,7 +187,7 @@ def _seconds_ahead(mesh: Mesh) -> float:
     for _ in range(5):  # the smallest difference is the one with the least delay
         mesh.barrier()
         now = time.time()
-        differences.append(now - median_low(row[0] for row in mesh.gather_floats([now])))
+        differences.append(now - median_low(row[0] for row in mesh.messages.gather_floats([now])))
     return min(differences, key=abs)
 
 
@@ -207,7 +207,7 @@ def _sees(folder: Path, mesh: Mesh) -> bool:
 
         name = on_first(mesh, write)
         seen = bool(name) and wait_until(lambda: os.path.exists(_existing(folder) / name), 2.0)
-        mesh.gather_texts("", aside=True)  # the file stays until every rank has looked
+        mesh.messages.gather_texts("", aside=True)  # the file stays until every rank has looked
     return seen
 
 

@@ -365,7 +365,7 @@ class Engine:
         """
         optimizer = self._deepspeed.optimizer
         num_groups = len(getattr(optimizer, "fp16_groups", None) or optimizer.bit16_groups)
-        counts = [int(row[0]) for row in self.mesh.gather_floats([num_groups])]
+        counts = [int(row[0]) for row in self.mesh.messages.gather_floats([num_groups])]
         if len(set(counts)) > 1:
             raise ConfigError(
                 "zero_optimization.sub_group_size splits the stages into different numbers of "

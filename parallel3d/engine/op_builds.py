@@ -95,7 +95,7 @@ def _load_everywhere(builders: list[type], mesh: Mesh, say: Callable[[str], None
                 _load(builder(), say if first else _log.info)
         except Exception as error:  # build errors have no common type
             problem = _reason(error)
-    return next(filter(None, mesh.gather_texts(problem)), "")
+    return next(filter(None, mesh.messages.gather_texts(problem)), "")
 
 
 def _reason(error: Exception) -> str:

@@ -238,7 +238,7 @@ def _compare(
         errors[f"{name} after the steps"] = float(error / (after[name] - before[name]).abs().max())
     # `not <=` also catches NaN.
     bad = {k: error for k, error in errors.items() if not error <= _TOLERANCE[settings.precision]}
-    counts = [int(row[0]) for row in mesh.gather_floats([len(bad)])]
+    counts = [int(row[0]) for row in mesh.messages.gather_floats([len(bad)])]
     if any(counts):
         problems = "\n  ".join(
             f"{kind}: off by {error:.2g}, relatively" for kind, error in bad.items()

@@ -170,7 +170,7 @@ def find_matrices(
             row += [end for bounds in h.cut.bounds for end in bounds]
             own.append(row + [0] * (width - len(row)))
     own_rows = torch.tensor(own, dtype=torch.int64, device=mesh.device).view(-1, width)
-    table = mesh.all_gather(own_rows, stage, 0).cpu().numpy()
+    table = mesh.messages.all_gather(own_rows, stage.group, 0).cpu().numpy()
     views = [matrix_view(h.spec, per_head) for h in hidden]
     counts = [prod(view[:-2]) for view in views]
     costs = [

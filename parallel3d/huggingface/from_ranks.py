@@ -92,7 +92,7 @@ def whole_parameter(engine: Engine, mesh: Mesh, held: HeldParameter) -> Tensor:
     """Return the whole fp32 value of a parameter. Collective over all ranks with parts of it."""
     value = engine.full_parameter(held)
     for part in held.cut.parts:
-        value = mesh.all_gather(value, mesh.peers(part.role), part.dim)
+        value = mesh.messages.all_gather(value, mesh.peers(part.role).group, part.dim)
     return value
 
 

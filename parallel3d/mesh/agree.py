@@ -21,7 +21,7 @@ def agree(mesh: Mesh, work: Callable[[], _T]) -> _T:
         result = work()
     except (Parallel3DError, TrainingError) as error:
         problem = pack_error(error)
-    if problems := [text for text in mesh.gather_texts(problem, aside=True) if text]:
+    if problems := [text for text in mesh.messages.gather_texts(problem, aside=True) if text]:
         raise unpack_error(problems[0])
     return result
 
@@ -32,9 +32,9 @@ def on_first(mesh: Mesh, work: Callable[[], Any]) -> Any:
     Collective. Errors are raised on all ranks, as by `agree`.
     """
     answer = agree(mesh, lambda: work() if mesh.rank == 0 else None)
-    return json.loads(mesh.broadcast_text(json.dumps(answer)))
+    return json.loads(mesh.messages.broadcast_text(json.dumps(answer)))
 
 
 def gather_json(mesh: Mesh, value: object, aside: bool = False) -> list[Any]:
-    """Return every rank's JSON value, by global rank; `aside` as in `Mesh.gather_texts`."""
-    return [json.loads(text) for text in mesh.gather_texts(json.dumps(value), aside)]
+    """Return every rank's JSON value, by global rank; `aside` as in `Messages.gather_texts`."""
+    return [json.loads(text) for text in mesh.messages.gather_texts(json.dumps(value), aside)]

@@ -5,7 +5,6 @@ slowest links. One process is a mesh of 1x1x1x1: there is no second code path.
 """
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -13,7 +12,6 @@ from datetime import timedelta
 from math import prod
 from typing import NamedTuple, Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,8 +22,9 @@ from parallel3d.mesh.device import pick_device
 from parallel3d.mesh.groups import set_timeout, split
 from parallel3d.mesh.join import STARTUP_TIMEOUT, join
 from parallel3d.mesh.launch import Launch
+from parallel3d.mesh.messages import Messages
 from parallel3d.mesh.pulse import rank as pulse
-from parallel3d.mesh.transfer import Transfer, all_gather_single
+from parallel3d.mesh.transfer import Transfer
 
 _DIVIDED = ("pp", "dp", "ep", "cp", "tp")  # the axes if ep is one: dp has ep neighbours at a time
 
@@ -123,8 +122,10 @@ class Mesh:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._of_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.alone = self._along("self")
-        self.pipeline, self.samples = self._along("pp", "pp"), self._along("dp", "dp", "ep")
-        self.context, self.tensor = self._along("cp", "cp"), self._along("tp", "tp")
+        self.pipeline = self._along("pp", "pp")
+        self.samples = self._along("dp", "dp", "ep")
+        self.context = self._along("cp", "cp")
+        self.tensor = self._along("tp", "tp")
         self.model = self.whole_model = self._along("model", "pp", "tp", own=True)
         if ep > 1:
             self.whole_model = self._along("ep model", "pp", "ep", "tp", own=True)
@@ -136,19 +137,13 @@ class Mesh:
         self._backward = self.pipeline.group
         if sizes.pp > 1:
             self._backward = self._split(self._rows("pp"), "pp backward", shared=False)
-        self._join_aside()
+        self.messages = Messages(self.rank, self.device, self.places)
         self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
-        self._transfer_timeout: timedelta | None = None
-
-    def _join_aside(self) -> None:
-        # Collectives of a group must keep their order, so threads beside training have their own.
-        aside = "gloo" if self.backend != "fake" else None
-        self._aside = dist.new_group(backend=aside, timeout=STARTUP_TIMEOUT)
 
     def beside(self) -> Self:
         """Return this mesh with another group beside training, for one more thread. Collective."""
         other = copy(self)
-        other._join_aside()
+        other.messages = self.messages.beside()
         return other
 
     def _rows(self, *axes: str) -> torch.Tensor:
@@ -198,8 +193,10 @@ class Mesh:
         names = [own for own, known in self._groups.items() if known.group_name == name]
         if "world" in names[1:] and names[0] in AXES:
             return f"{names[0]}=world"
+        if names:
+            return names[0]
         pairs = [known.group_name for known in self._pairs.values() if known is not None]
-        return names[0] if names else "ends" if name in pairs else "other"
+        return "ends" if name in pairs else "other"
 
     @property
     def backend(self) -> str:
@@ -210,51 +207,19 @@ class Mesh:
         """Start sending to another pipeline coordinate, at this rank's place of its stage."""
         group = self._pipe(pp_coord - self.pipeline.coord)
         work = dist.isend(tensor, group=group, tag=tag, group_dst=pp_coord)
-        return Transfer.of(work, self._transfer_timeout)
+        return Transfer.of(work, self.messages.timeout)
 
     def irecv(self, tensor: torch.Tensor, pp_coord: int, tag: int) -> Transfer:
         """Post a receive into `tensor` from another pipeline coordinate."""
         group = self._pipe(self.pipeline.coord - pp_coord)
         work = dist.irecv(tensor, group=group, tag=tag, group_src=pp_coord)
-        return Transfer.of(work, self._transfer_timeout)
+        return Transfer.of(work, self.messages.timeout)
 
     @property
     def places(self) -> list[int]:
         """The ranks of all pp and dp coordinates, in order, with this rank's cp and tp ones."""
         grid = self._grid.flatten(0, 1)[:, self.context.coord, self.tensor.coord]
         return [int(rank) for rank in grid]
-
-    @pulse.waiting("exchanging tensors with another rank")
-    def exchange(
-        self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor], by: int
-    ) -> None:
-        """Send tensors to the rank `by` places on, and receive those of the rank `by` places back.
-
-        Both may have other numbers of them. Collective over `places`.
-        """
-        places = self.places
-        own = places.index(self.rank)
-        to, source = (places[(own + steps) % len(places)] for steps in (by, -by))
-        if to == self.rank:
-            for tensor, copy in zip(tensors, into, strict=True):
-                copy.copy_(tensor)
-            return
-        sends = [dist.P2POp(dist.isend, t.contiguous(), to, tag=i) for i, t in enumerate(tensors)]
-        receives = [dist.P2POp(dist.irecv, t, source, tag=i) for i, t in enumerate(into)]
-        # Where the two are one rank, the first one sends first.
-        ops = [*sends, *receives] if self.rank < to else [*receives, *sends]
-        for work in dist.batch_isend_irecv(ops) if ops else ():
-            Transfer(work, self._transfer_timeout).wait()
-
-    def exchange_text(self, text: str, by: int) -> str:
-        """Send a text to the rank `by` places on; return that of the rank `by` places back."""
-        data = _bytes_of(text).to(self.device)
-        length = torch.tensor([len(data)], device=self.device)
-        other = torch.empty_like(length)
-        self.exchange([length], [other], by)
-        received = data.new_empty(int(other))
-        self.exchange([data], [received], by)
-        return received.cpu().numpy().tobytes().decode()
 
     def _pipe(self, step: int) -> dist.ProcessGroup:
         """Return the group for messages over `step` pipeline coordinates."""
@@ -294,86 +259,7 @@ class Mesh:
         for group in {id(g): g for g in groups if g is not None}.values():
             set_timeout(group, timedelta(seconds=seconds))
         if self.backend == "gloo":
-            self._transfer_timeout = timedelta(seconds=seconds)
-
-    @pulse.waiting("gathering numbers of all ranks")
-    def gather_floats(self, values: Sequence[float | torch.Tensor]) -> list[list[float]]:
-        """Return every rank's `values`, equally many on each, in the order of global ranks.
-
-        Tensors of one element stay on the device; the host waits for it once, to read all values.
-        """
-        known = [0.0 if isinstance(v, torch.Tensor) else v for v in values]
-        pinned = self.device.type != "cpu"  # a copy from pageable memory would wait for the device
-        row = torch.tensor(known, dtype=torch.float64, pin_memory=pinned)
-        row = row.to(self.device, non_blocking=True)
-        for place, value in zip(row, values, strict=True):
-            if isinstance(value, torch.Tensor):
-                place.copy_(value.detach().reshape(()), non_blocking=True)
-        gathered = row.new_empty(self.world.size * len(known))
-        all_gather_single(gathered, row)
-        rows: list[list[float]] = gathered.view(-1, len(known)).tolist()
-        return rows
-
-    def sum_floats(self, values: torch.Tensor) -> list[float]:
-        """Return the sum of `values` [n] over all ranks; the host waits for it."""
-        total = values.clone()
-        dist.all_reduce(total)
-        numbers: list[float] = total.tolist()
-        return numbers
-
-    def gather_texts(self, text: str, aside: bool = False) -> list[str]:
-        """Return every rank's text, in the order of global ranks (sent as bytes, without pickle).
-
-        `aside`: use a separate gloo group, for threads beside training; a rank that waits there
-        still handles signals.
-        """
-        group = self._aside if aside else self.world.group
-        data = _bytes_of(text).to("cpu" if aside else self.device)
-        return [part.cpu().numpy().tobytes().decode() for part in self._gather_parts(data, group)]
-
-    def broadcast_text(self, text: str, source: int = 0) -> str:
-        """Return the text of the rank `source` on every rank, over gloo."""
-        length = torch.tensor([len(text.encode())])
-        _wait(dist.broadcast(length, source, self._aside, async_op=True))
-        data = torch.zeros(int(length), dtype=torch.uint8)
-        if self.rank == source:
-            data = _bytes_of(text)
-        _wait(dist.broadcast(data, source, self._aside, async_op=True))
-        return data.numpy().tobytes().decode()
-
-    def send_aside(self, data: torch.Tensor, rank: int) -> Transfer:
-        """Start sending host memory to a rank, over the group of `gather_texts(aside=True)`."""
-        return Transfer.of(dist.isend(data, rank, self._aside), STARTUP_TIMEOUT)
-
-    def receive_aside(self, out: torch.Tensor, rank: int) -> None:
-        """Receive what a rank sends with `send_aside`, in its order, into host memory."""
-        Transfer.of(dist.irecv(out, rank, self._aside), STARTUP_TIMEOUT).wait()
-
-    def all_gather(self, part: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
-        """Concatenate the peers' parts of a tensor along `dim`, where their sizes may differ."""
-        if peers.size == 1:
-            return part
-        return torch.cat(self._gather_parts(part, peers.group, dim), dim)
-
-    def _gather_parts(
-        self, part: torch.Tensor, group: dist.ProcessGroup, dim: int = 0
-    ) -> list[torch.Tensor]:
-        """Return the parts of all ranks of a group, whose sizes along `dim` may differ."""
-        own = torch.tensor([part.shape[dim]], device=part.device)
-        lengths = [int(length) for length in self._gather(own, group)]
-        shape = [*part.shape]
-        shape[dim] = max(lengths)
-        padded = part.new_zeros(shape)
-        padded.narrow(dim, 0, part.shape[dim]).copy_(part)
-        gathered = self._gather(padded, group) if padded.numel() else [padded] * len(lengths)
-        return [t.narrow(dim, 0, length) for t, length in zip(gathered, lengths, strict=True)]
-
-    def _gather(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(group.size())]
-        work = dist.all_gather(gathered, tensor, group, async_op=group is self._aside)
-        if work is not None:
-            _wait(work)
-        return gathered
+            self.messages.timeout = timedelta(seconds=seconds)
 
     @pulse.waiting("at a barrier")
     def barrier(self) -> None:
@@ -407,25 +293,8 @@ class Mesh:
         """
         if dist.is_initialized():
             dist.destroy_process_group()
-        for name in (*ROLES, "_groups", "_of_axes", "_pairs", "_backward", "_aside"):
+        for name in (*ROLES, "_groups", "_of_axes", "_pairs", "_backward", "messages"):
             vars(self).pop(name, None)
-
-
-def _wait(work: dist.Work) -> None:
-    """Wait for a started collective in Python, so that signal handlers run.
-
-    Each sleep is a twentieth of the time waited so far, from 1 to 100 ms. RuntimeError if a peer
-    dies.
-    """
-    start = time.monotonic()
-    while not work.is_completed():
-        time.sleep(min(max((time.monotonic() - start) / 20, 0.001), 0.1))
-    work.wait()
-
-
-def _bytes_of(text: str) -> torch.Tensor:
-    """Return the bytes of a text, uint8 on the host."""
-    return torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
 
 
 _LIMIT = 8  # rows and columns shown; a longer axis shows only its ends
@@ -444,7 +313,8 @@ def draw_mesh(grid: Sequence[Sequence[Sequence[Sequence[int]]]]) -> str:
         cells = ["·" if p is None or d is None else _cell(grid[p][d]) for p in columns]
         table.append(["" if d is None else f"dp {d}", *cells])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [f"mesh {sizes.label} = {sizes.ranks} rank{'s'[: sizes.ranks > 1]}"]
+    ranks = "1 rank" if sizes.ranks == 1 else f"{sizes.ranks} ranks"
+    lines = [f"mesh {sizes.label} = {ranks}"]
     for i, row in enumerate(table):
         label, *cells = (f"{cell:^{width}}" for cell, width in zip(row, widths, strict=True))
         lines.append(f"  {label}  {(' → ' if i else '   ').join(cells)}".rstrip())

@@ -103,7 +103,7 @@ def check_bits(
         weight = crc32(receive.encode()) | 1  # so that two that are swapped change the sum
         balance = balance + total * (weight if is_sent else -weight)
     copies = [sum(of.values(), zero) & _MASK for of in sums.values()]
-    rows = mesh.gather_floats([*copies, norm, balance & _MASK])
+    rows = mesh.messages.gather_floats([*copies, norm, balance & _MASK])
     sizes = [peers.size for peers in (mesh.pipeline, mesh.replicas, mesh.tensor)]
     grid = np.arange(len(rows)).reshape(sizes)
     if sum(int(row[-1]) for row in rows) & _MASK:

@@ -396,7 +396,7 @@ def meet_at_the_end(mesh: "Mesh") -> None:
     """
     pulse.doing("its end")
     with pulse.waiting("waiting for the other ranks"):
-        mesh.gather_texts("", aside=True)
+        mesh.messages.gather_texts("", aside=True)
 
 
 def _watch_launcher() -> Callable[[], bool]:

@@ -81,15 +81,15 @@ class Evaluation:
                     losses = losses * own
                     weights.index_add_(0, places, own)
                 sums.index_add_(0, places, losses)
-            self._stop.agree(self._mesh.gather_floats(self._stop.flags()))
+            self._stop.agree(self._mesh.messages.gather_floats(self._stop.flags()))
             if self._stop.stopping:
                 return None
         # Every tp rank of the last stage adds the losses of its dp coordinate.
         tp = self._mesh.tensor.size
-        total = np.array(self._mesh.sum_floats(sums)[:-1]) / tp
+        total = np.array(self._mesh.messages.sum_floats(sums)[:-1]) / tp
         if not samples.batches.weighs:
             return samples.loss(total)
-        return samples.loss(total, np.array(self._mesh.sum_floats(weights)[:-1]) / tp)
+        return samples.loss(total, np.array(self._mesh.messages.sum_floats(weights)[:-1]) / tp)
 
 
 def evaluation_corpora(corpus: Corpus) -> dict[str, Corpus]:

@@ -49,7 +49,7 @@ def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
     from parallel3d.engine.engine_settings import DTYPES
 
     mesh.barrier()
-    rows = mesh.gather_floats([measure_peak_flops(mesh.device, DTYPES[precision])])
+    rows = mesh.messages.gather_floats([measure_peak_flops(mesh.device, DTYPES[precision])])
     return "a measured matmul", sum(row[0] for row in rows) / len(rows)
 
 

@@ -255,7 +255,7 @@ class StepWatch:
 
     def _show_times(self, step: int) -> None:
         own = [self._mesh.pipeline.coord, *(s / self._steps for s in self._sums.values())]
-        rows = self._mesh.gather_floats(own)
+        rows = self._mesh.messages.gather_floats(own)
         for pp in range(self._mesh.pipeline.size):
             stage_rows = [row[1:] for row in rows if row[0] == pp]
             means = [

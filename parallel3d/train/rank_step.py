@@ -50,7 +50,7 @@ def gather_rank_steps(
     """
     memory = peak_memory_bytes(mesh.device)
     own = [loss, norm, memory, stop, save, is_broken, own_squares, *side_losses]
-    return [_from_floats(row) for row in mesh.gather_floats(own)]
+    return [_from_floats(row) for row in mesh.messages.gather_floats(own)]
 
 
 def _from_floats(row: Sequence[float]) -> RankStep:

@@ -146,7 +146,7 @@ class Recomputation:
         ]
         row = self._first_difference(own, others)
         again = repeated = others
-        if any(flag for (flag,) in self._mesh.gather_floats([row is not None])):
+        if any(flag for (flag,) in self._mesh.messages.gather_floats([row is not None])):
             again = self._recompute(third)
             repeated = self._recompute(first) if third == 0 else others
         difference: _Difference = None
@@ -263,10 +263,10 @@ class Recomputation:
         spans = [(p.piece.held.name, p.offset, p.piece.numel) for p in update.places]
         count = float(update.state.get("step", 0))
         about = json.dumps([update.options, count, len(gradient), spans])
-        options, count, length, spans = json.loads(mesh.exchange_text(about, by))
+        options, count, length, spans = json.loads(mesh.messages.exchange_text(about, by))
         tensors = [update.master.detach(), gradient, *(update.state[kind] for kind in kinds)]
         received = [tensor.new_empty(length) for tensor in tensors]
-        mesh.exchange(tensors, received, by)
+        mesh.messages.exchange(tensors, received, by)
         master = nn.Parameter(received[0])
         optimizer = self._file.make(
             [{"params": [master]}], self._settings.params, device=mesh.device, cpu_adam=False
@@ -285,7 +285,7 @@ class Recomputation:
     def _returned(self, rows: Sequence[Row], by: int) -> _Known:
         """Send rows back to the rank that asked; return those of the rank that was asked."""
         text = json.dumps({place: numbers for place, *numbers in rows})
-        answer: _Known = json.loads(self._mesh.exchange_text(text, -by))
+        answer: _Known = json.loads(self._mesh.messages.exchange_text(text, -by))
         return answer
 
     def _is_same(self, row: Row, others: _Known) -> bool:
@@ -299,7 +299,7 @@ class Recomputation:
 
         Tensor-parallel ranks pass a wrong value on, so the earliest difference among them counts.
         """
-        if not any(flag for (flag,) in self._mesh.gather_floats([difference is not None])):
+        if not any(flag for (flag,) in self._mesh.messages.gather_floats([difference is not None])):
             return
         own = [self._mesh.places, socket.gethostname(), difference]
         rows = gather_json(self._mesh, own)
@@ -324,12 +324,14 @@ class Recomputation:
             k: [str(v.dtype).removeprefix("torch."), *v.shape] for k, v in self._inputs.items()
         }
         about = self._stage, self._microbatch, mesh.samples.coord, shapes
-        stage, microbatch, dp_coord, shapes = json.loads(mesh.exchange_text(json.dumps(about), by))
+        stage, microbatch, dp_coord, shapes = json.loads(
+            mesh.messages.exchange_text(json.dumps(about), by)
+        )
         inputs = {
             name: torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.device)
             for name, (dtype, *shape) in shapes.items()
         }
-        mesh.exchange(list(self._inputs.values()), list(inputs.values()), by)
+        mesh.messages.exchange(list(self._inputs.values()), list(inputs.values()), by)
         key = RandomKey(self._config.train.seed, dp_coord, self._step, microbatch)
         return self._returned(self._run(stage, inputs, key, by), by)
 
@@ -400,7 +402,7 @@ class Recomputation:
                 into.append(parameter.data)
                 if engine.settings.precision != "fp32":
                     parameter.grad_dtype = torch.float32
-        mesh.exchange(weights, into, by)
+        mesh.messages.exchange(weights, into, by)
         return layer
 
 

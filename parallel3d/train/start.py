@@ -175,7 +175,7 @@ def _with_weights(config: RunConfig, mesh: Mesh) -> RunConfig:
     known = described_hardware(config, mesh.device)
     host_bytes = None
     if mesh.device.type == "cpu":
-        rows = mesh.gather_floats([free_space.free_memory(mesh.local_size)])
+        rows = mesh.messages.gather_floats([free_space.free_memory(mesh.local_size)])
         host_bytes = int(min(row[0] for row in rows))
 
     def look() -> tuple[str, str]:
@@ -366,7 +366,7 @@ def _find_checkpoint(
     checkpoint = None
     rejected = list[str]()
     # Each host's torchrun counts its own restarts, and none for hosts that come.
-    counts = mesh.gather_floats([mesh.restart_count])
+    counts = mesh.messages.gather_floats([mesh.restart_count])
     is_restart = mesh.is_elastic or any(count for (count,) in counts)
     if own and (is_restart or resume == "auto"):
         # After a restart the run's own newest checkpoint is newer than the one that was named.

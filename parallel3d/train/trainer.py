@@ -294,7 +294,7 @@ class Trainer:
 
         def is_kept(own_norm: Any) -> bool:
             nonlocal verdict
-            early = self.mesh.gather_floats([own_norm, loss, *side_losses])
+            early = self.mesh.messages.gather_floats([own_norm, loss, *side_losses])
             norm = early[0][0]
             verdict = self._judge([row[1:] for row in early], norm)
             return verdict.action != "skip"
@@ -450,7 +450,7 @@ class Trainer:
         for layer in self._sparse:
             of_another_rank = torch.zeros(layer.num_experts + 1, device=device)
             own.append(self.executor.side_losses.get(layer.loads, of_another_rank))
-        means = iter(self.mesh.sum_floats(torch.cat(own) / self._copies))
+        means = iter(self.mesh.messages.sum_floats(torch.cat(own) / self._copies))
         return {layer.name: [*islice(means, layer.num_experts + 1)] for layer in self._sparse}
 
     def _report(

@@ -23,6 +23,7 @@ class Rank:
         self.rank = rank
         self.heard = heard
         self.world = Peers(None, count, rank)
+        self.messages = self
 
     def gather_texts(self, text, aside=False):
         return self.heard if text and self.heard else [text]  # "": nothing went wrong

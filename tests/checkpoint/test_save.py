@@ -160,7 +160,7 @@ def damage_the_newest(rank, trained, folder, name):
     def meanwhile(folder, keep, *, newest, own_files, mesh, **settings):
         if rank == 0:
             flip_a_bit(newest / name)
-        mesh.gather_texts("", aside=True)
+        mesh.messages.gather_texts("", aside=True)
         return keep_newest(folder, keep, newest=newest, own_files=own_files, mesh=mesh, **settings)
 
     saver.finish()

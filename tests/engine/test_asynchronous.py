@@ -12,7 +12,7 @@ from tests.cases import Case, Trainer
 pytestmark = pytest.mark.gloo
 
 MICROBATCHES = 2
-OURS = {("tolist", "parallel3d/mesh/mesh.py:gather_floats"): 1}  # all that a step says, once
+OURS = {("tolist", "parallel3d/mesh/messages.py:gather_floats"): 1}  # all that a step says, once
 ZERO = "deepspeed/runtime/zero/"
 INVALID = "bool", "deepspeed/runtime/utils.py:is_invalid_grad_norm"
 FETCH = "event.synchronize", f"{ZERO}partitioned_param_coordinator.py:_fetch_sub_module_impl"
@@ -87,7 +87,7 @@ def steps_of(case, take):
         in_passes = take()
         done = trainer.engine.step(trainer.lr)
         in_step = take()
-        rows = trainer.mesh.gather_floats([loss, done.norm])
+        rows = trainer.mesh.messages.gather_floats([loss, done.norm])
         said += [value for row in rows for value in row]
     waited = in_passes, in_step, take()
     trainer.close()

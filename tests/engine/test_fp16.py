@@ -40,7 +40,7 @@ def train(rank, case, plant=None, fault=nullcontext):
         for step, batch in enumerate(trainer.batches()):
             if plant == (step, rank):
                 spoil_next_gradient(engine)
-            losses = mesh.gather_floats([trainer.executor.run(batch, step)])
+            losses = mesh.messages.gather_floats([trainer.executor.run(batch, step)])
             loss = sum(row[0] for row in losses) / (mesh.replicas.size * mesh.tensor.size)
             result = engine.step(trainer.lr)
             after = engine.full_parameter(weight).clone()

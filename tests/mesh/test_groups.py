@@ -66,7 +66,7 @@ def test_a_rank_joins_a_few_groups_whatever_the_world(calls):
     mesh = Mesh(**sizes_of(SIZES)._asdict(), launch=Launch(5, WORLD, 5, 8))
     mesh.join_pair(0, PP - 1)
     joined = [*{getattr(mesh, role).group for role in ROLES}, mesh._backward]
-    joined += [mesh.join_pair(0, PP - 1), mesh._aside]
+    joined += [mesh.join_pair(0, PP - 1), mesh.messages.aside]
     assert len({id(group) for group in joined}) == 9  # each rank's, at any size
     assert len(dist.distributed_c10d._world.pg_names) == 9
     # Two pipes, a dp and a tp group, the ends; a copy of the model; this rank, and what is aside.

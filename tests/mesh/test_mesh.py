@@ -201,7 +201,7 @@ def helpers_on_rank(rank):
     mesh = Mesh(dp=2, tp=2)
     # Ranks share the node's cores: OpenMP's threads would spin on each other's.
     assert torch.get_num_threads() == max(1, os.cpu_count() // 4)
-    assert mesh.gather_floats([rank, 0.1]) == [[float(r), 0.1] for r in range(4)]
+    assert mesh.messages.gather_floats([rank, 0.1]) == [[float(r), 0.1] for r in range(4)]
     order = []
     for part in range(2):
         with mesh.one_at_a_time() as first:
@@ -230,7 +230,7 @@ def without_launcher(rank, log):
     mesh.set_timeouts(5)
     mesh.barrier()
     sizes = {getattr(mesh, role).size for role in ROLES}
-    rows = mesh.gather_floats([3])
+    rows = mesh.messages.gather_floats([3])
     mesh.close()
     threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
     return sizes, rows, [name for name in threads if "gloo" in name]
@@ -325,7 +325,7 @@ def gathered_and_scattered_on_rank(rank, samples):
         part = torch.full((samples, 2, 3), 1.0 + rank)
         whole = all_gather_sequence(part, mesh.tensor.group)
         again = reduce_scatter_sequence(whole, mesh.tensor.group)
-        rows = mesh.gather_floats([float(rank)])
+        rows = mesh.messages.gather_floats([float(rank)])
     mesh.close()
     return whole[:, :, 0].tolist(), (again - 2 * part).abs().max().item(), rows
 

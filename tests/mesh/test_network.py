@@ -135,7 +135,7 @@ def aside_on_demand(rank, on_demand):
     if on_demand:
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     mesh = Mesh(dp=6)
-    assert mesh.gather_texts("x" * rank, aside=True) == ["x" * r for r in range(6)]
+    assert mesh.messages.gather_texts("x" * rank, aside=True) == ["x" * r for r in range(6)]
     assert on_first(mesh, lambda: {"rank": mesh.rank}) == {"rank": 0}
     files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     sockets = sum("socket" in os.readlink(file) for file in files if os.path.islink(file))

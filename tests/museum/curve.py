@@ -154,7 +154,7 @@ def _losses(
     losses = []
     while position.step < STEPS:
         local = parts.executor.run(feed.training(position.next_sample), position.step)
-        everyone = mesh.gather_floats([local])
+        everyone = mesh.messages.gather_floats([local])
         losses.append(sum(row[0] for row in everyone) / (mesh.replicas.size * mesh.tensor.size))
         parts.engine.step(rate(config, position.step))
         position = position.after(config)

@@ -49,7 +49,7 @@ def train_on_rank(rank, cases, reference):
         norms = []
         for step, (batch, count) in enumerate(zip(reference.course.steps, COUNTS, strict=True)):
             local = executor.run(microbatches(batch, config_of(case, count), mesh), step)
-            losses.append(sum(row[0] for row in mesh.gather_floats([local])))
+            losses.append(sum(row[0] for row in mesh.messages.gather_floats([local])))
             norms.append(trainer.engine.step(trainer.lr).grad_norm)
         curves = losses, norms
         found.append((differences(trainer.parts, trainer.config, curves, reference), made))

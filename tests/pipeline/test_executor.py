@@ -138,7 +138,7 @@ def evaluate_on_rank(rank, case):
     replicas = trainer.mesh.replicas.size * trainer.mesh.tensor.size
 
     def mean_loss(executor):
-        rows = trainer.mesh.gather_floats([executor.run(batch)])
+        rows = trainer.mesh.messages.gather_floats([executor.run(batch)])
         return sum(row[0] for row in rows) / replicas
 
     before = trainer.weights()

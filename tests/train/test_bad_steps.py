@@ -36,7 +36,7 @@ def refuse_one(rank, case, reference):
     trainer = Trainer(case)
     losses = []
     for step, batch in enumerate(trainer.batches()):
-        rows = trainer.mesh.gather_floats([trainer.executor.run(batch, step)])
+        rows = trainer.mesh.messages.gather_floats([trainer.executor.run(batch, step)])
         norms = []
 
         def is_kept(norm, step=step, norms=norms):

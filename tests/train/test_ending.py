@@ -208,7 +208,9 @@ def test_no_process_group_is_destroyed_before_the_end_is_reported(monkeypatch, c
     mesh = SimpleNamespace(
         rank=1,
         close=lambda: events.append("close"),
-        gather_texts=lambda text, aside: events.append(("barrier", aside)),
+        messages=SimpleNamespace(
+            gather_texts=lambda text, aside: events.append(("barrier", aside))
+        ),
     )
     pulse = SimpleNamespace(
         doing=lambda text: events.append(text),

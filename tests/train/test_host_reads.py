@@ -13,8 +13,8 @@ from tests.train.test_trainer import on_mesh, raw, run_on_rank  # noqa: F401
 
 pytestmark = pytest.mark.gloo
 
-READ = "tolist parallel3d/mesh/mesh.py:gather_floats"
-SUMMED = "tolist parallel3d/mesh/mesh.py:sum_floats"
+READ = "tolist parallel3d/mesh/messages.py:gather_floats"
+SUMMED = "tolist parallel3d/mesh/messages.py:sum_floats"
 # that are evaluated, and rounds of each
 SETS = 2
 ROUNDS = 2

@@ -89,7 +89,7 @@ def on_two_nodes(rank, raw, root):
     # Last, as it leaves the group broken.
     start.prepare = lambda *args: time.sleep(1) if rank == 0 else prepare(*args)
     start.check_length = lambda *args: None
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), mesh._aside)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), mesh.messages.aside)
     late = ""
     try:
         start.open_corpus(config, mesh, found, quiet)

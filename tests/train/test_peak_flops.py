@@ -14,7 +14,9 @@ pytestmark = pytest.mark.gloo
 
 V100 = "V100-SXM2-32GB"
 MESH = SimpleNamespace(
-    device=torch.device("cpu"), barrier=lambda: None, gather_floats=lambda row: [row, [2.0]]
+    device=torch.device("cpu"),
+    barrier=lambda: None,
+    messages=SimpleNamespace(gather_floats=lambda row: [row, [2.0]]),
 )
 
 

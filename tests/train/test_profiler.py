@@ -143,7 +143,7 @@ def test_another_nodes_clock_is_set_by_the_barriers(monkeypatch):
     mesh = SimpleNamespace(
         barrier=lambda: None,
         coords=(0, 0, 0),
-        gather_texts=gather,
+        messages=SimpleNamespace(gather_texts=gather),
         rank=0,
         replicas=Peers(None, 1, 0),
     )

@@ -295,7 +295,7 @@ def on_rank(rank, case, kinds, faults, clean, seed):
                 noise = noise_of_gradients(trainer, recomputation)
                 is_noise = bool(planted and planted.change <= noise[planted.piece])
             about = where, is_noise, recomputation._number
-            every = recomputation._mesh.gather_texts(repr(about if planted else None))
+            every = recomputation._mesh.messages.gather_texts(repr(about if planted else None))
             rows.append((kind, part, culprit, next(a for a in every if a != "None"), said))
             restore(trainer.engine.states, saved)
     trainer.close()

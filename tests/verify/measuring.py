@@ -131,7 +131,7 @@ def train(parts: Assembly, config: RunConfig, mesh: Mesh) -> Curves:
     norms = []
     for step, batch in enumerate(batches(config)):
         local = parts.executor.run(microbatches(batch, config, mesh), step)
-        everyone = mesh.gather_floats([local])
+        everyone = mesh.messages.gather_floats([local])
         # Every tp rank of the last stage reports the same loss.
         losses.append(sum(row[0] for row in everyone) / (mesh.replicas.size * mesh.tensor.size))
         norms.append(parts.engine.step(config.optimizer.params.lr).grad_norm)
