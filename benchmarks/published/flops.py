@@ -4,6 +4,7 @@ from functools import lru_cache
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config.hardware import Hardware
+from parallel3d.model.recompute import FULL
 from parallel3d.model.spec import Shape
 from parallel3d.plan.layers.placement import LayerKinds, cost_of, model_of
 from parallel3d.plan.setting import Precision, Setting
@@ -20,7 +21,7 @@ def hardware_flops(setting: Setting) -> float:
     arXiv:2104.04473, equation 3: 96 Bslh^2 (1 + s/6h + V/16lh); the head is not computed again.
     """
     blocks, head = _forward_flops(setting)
-    again = setting.recomputed_share if setting.recompute == "full" else 0.0
+    again = setting.recomputed_share if setting.recompute == FULL else 0.0
     return (3 + again) * blocks + 3 * head
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.published.flops import hardware_flops, model_flops, num_params, peak_of
 from benchmarks.published.rows import PublishedRun
+from parallel3d.model.recompute import FULL
 
 FILE = Path(__file__).with_name("development.csv")
 NEIGHBOURS = 3
@@ -75,7 +76,7 @@ class RunFigures:
             micro_batch=s.shape.batch,
             num_microbatches=s.num_microbatches,
             zero_stage=s.zero_stage,
-            recomputed=s.recomputed_share if s.recompute == "full" else 0.0,
+            recomputed=s.recomputed_share if s.recompute == FULL else 0.0,
             offload=int(s.offload_optimizer != "none") + int(s.offload_param != "none"),
         )
 

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.optimizers import state_bytes
+from parallel3d.model.recompute import FULL
 from parallel3d.model.spec import KeptMemory, LayerCost, Shape
 from parallel3d.plan.layers.placement import LayerKinds, cost_of, in_flight, model_of, stages_on
 from parallel3d.plan.memory.peak import margin
@@ -103,7 +104,7 @@ def _pass(setting: Setting, model: LayerKinds, layers: range) -> _Pass:
 def _kept_products(setting: Setting, cost: LayerCost) -> KeptMemory:
     """What "full" recomputation of only a share of the products keeps: the others' results."""
     attention = cost.forward.attention
-    if setting.recompute != "full" or setting.recomputed_share == 1 or attention is None:
+    if setting.recompute != FULL or setting.recomputed_share == 1 or attention is None:
         return KeptMemory()
     results = sum(m.m * m.n for m in cost.forward.matmuls)
     attended = attention.batch * attention.seq * attention.heads * attention.head_size

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from benchmarks.published.cells import ABOUT, UnusableRow
 from parallel3d.config.hardware import Kernels
-from parallel3d.model.spec import Recompute
+from parallel3d.model.recompute import FULL, NONE, SELECTIVE, Recompute
 from parallel3d.plan.setting import Device, Precision, Software
 from parallel3d.schedule.sharding import Weights
 
@@ -114,12 +114,11 @@ def recompute_of(text: str) -> tuple[Recompute, float]:
     """The recomputation mode of a row, and the fraction of the layers that it recomputes."""
     if "per-op SAC" in text or "every other layer" in text:
         # torchtitan: every second product is computed again; every second layer is.
-        return "full", 0.5
-    modes = "none", "selective", "full"
+        return FULL, 0.5
     lower = text.lower()
     if lower in _NO:
-        return "none", 1.0
-    for mode in modes:
+        return NONE, 1.0
+    for mode in (NONE, SELECTIVE, FULL):
         if re.match(rf"{mode}\b", lower):
             return mode, 1.0
     _unknown("recompute", text, "none, selective or full")

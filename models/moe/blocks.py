@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from parallel3d.model.recompute import NONE
 from parallel3d.models.llama import blocks as llama
 from parallel3d.models.moe.spec import Config
 from parallel3d.tensor.collectives import copy_to_group, mean_over_group, reduce_from_group
@@ -170,7 +171,7 @@ class Block(llama.Block):
         is_sparse = config.is_sparse(int(name.rpartition(".")[2]))
         super().__init__(config, name, context, MoE(config, name, context) if is_sparse else None)
         # A router and its experts take their input in two places, so it is kept.
-        self.recompute2 = frozenset() if is_sparse else context.recompute
+        self.recompute2 = NONE if is_sparse else context.recompute
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> LayerOutput:  # type: ignore[override]
         """x [batch, seq, hidden], or its part of the sequence -> the same shape, side losses."""

@@ -8,7 +8,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import PlainValidator, TypeAdapter, ValidationError
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, to_jsonable_python
 
@@ -64,7 +64,7 @@ def settings(section: type[Section], prefix: str = "") -> list[SettingDoc]:
 def _settings_of_section(section: type[Section], prefix: str) -> Iterator[SettingDoc]:
     for name, field in section.model_fields.items():
         path = f"{prefix}.{name}" if prefix else name
-        default = "" if field.is_required() else json.dumps(to_jsonable_python(field.default))
+        default, kind = _written(field)
         doc = _doc(field)
         inner = _section_of(field.annotation)
         origin = get_origin(field.annotation)
@@ -74,7 +74,7 @@ def _settings_of_section(section: type[Section], prefix: str) -> Iterator[Settin
             yield from _settings_of_choice(choice, path)
             continue
         if inner is None or origin in (Union, UnionType, Mapping):
-            yield SettingDoc(path, _type_name(field.annotation), default, doc)
+            yield SettingDoc(path, kind, default, doc)
         if inner is not None:
             each = "[]" if origin is tuple else ".NAME" if origin is Mapping else ""
             for setting in settings(inner, path + each):
@@ -257,6 +257,16 @@ def _split(text: str) -> tuple[str, str]:
 
 def _doc(field: FieldInfo) -> str:
     return " ".join((field.description or "").split())
+
+
+def _written(field: FieldInfo) -> tuple[str, str]:
+    """Return a setting's default as JSON ("" if it is required) and its type, as in a config."""
+    if field.is_required():
+        return "", _type_name(field.annotation)
+    for item in field.metadata:
+        if isinstance(item, PlainSerializer) and item.return_type is str:  # a value with a text
+            return json.dumps(str(field.default)), "string"
+    return json.dumps(to_jsonable_python(field.default)), _type_name(field.annotation)
 
 
 def _choice_of(field: FieldInfo) -> Choice | None:

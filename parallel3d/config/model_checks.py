@@ -13,7 +13,6 @@ from parallel3d.config.data import DataConfig
 from parallel3d.config.parallel3d_block import MeshConfig, PipelineConfig
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import parametrization_of
-from parallel3d.model.recompute import parts_of
 from parallel3d.models.common import pretrained_of
 
 
@@ -65,10 +64,10 @@ def _check_activations(pipeline: PipelineConfig, model: ModelConfig) -> Iterator
             "does not move what experts save",
             'use "none", or recomputation',
         )
-    if getattr(model, "post_norm", False) and "layernorm" in parts_of(again):
+    if getattr(model, "post_norm", False) and "layernorm" in again.parts:
         yield Problem(
             "parallel3d.pipeline.activation_checkpointing",
-            again,
+            str(again),
             "cannot recompute the layernorm behind a branch, where model.post_norm has it",
             "remove layernorm",
         )

@@ -3,7 +3,15 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Strict, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    Strict,
+    WrapValidator,
+)
 
 from parallel3d import models
 from parallel3d.base.mesh_sizes import MeshSizes
@@ -13,10 +21,15 @@ from parallel3d.config.data import DataConfig, num_tokens
 from parallel3d.config.folders import ModelFolders, OptimizerFolders, ScheduleFolders
 from parallel3d.config.monitors import Trackers
 from parallel3d.model import recompute
+from parallel3d.model.recompute import Recompute
 from parallel3d.schedule import schedules
 from parallel3d.schedule.sharding import Weights
 
 Positive = Annotated[int, Field(gt=0)]
+# A config and its JSON have the text of the value.
+Recomputation = Annotated[
+    Recompute, PlainValidator(recompute.parse), PlainSerializer(str, return_type=str)
+]
 _LONGEST_NAME = 100  # characters; file systems allow 255 bytes, which must also hold suffixes
 PLAN: Literal["plan"] = "plan"  # in place of a mesh: the first row of the planner
 # Shown in the message where the block is missing, so that it can be pasted.
@@ -132,7 +145,7 @@ class PipelineConfig(Section):
     the planner estimates that it fits on the fullest device (on CPUs: in a rank's share of free
     host memory); otherwise, and with offload_param, per_pass if it fits; otherwise, and on unknown
     devices, per_microbatch."""
-    activation_checkpointing: Annotated[str, BeforeValidator(recompute.text_of)] = "none"
+    activation_checkpointing: Recomputation = recompute.NONE
     """Recompute in the backward: "selective" the attention (arXiv:2205.05198), "mlp" the MLP up to
     its last product, "full" the whole layer, {"full": 3} the first 3 layers of each stage; or a
     list of "layernorm", "core_attn", "mlp_act", "mlp". Also written "full:3" and

@@ -18,7 +18,7 @@ from parallel3d.config.parallel3d_block import (
     reduces_once,
 )
 from parallel3d.model.config import ModelConfig
-from parallel3d.model.recompute import parts_of
+from parallel3d.model.recompute import SELECTIVE
 from parallel3d.schedule import schedules
 
 
@@ -72,7 +72,7 @@ def check_compile(
     path = "parallel3d.train.compile"
     remedy = 'use "pointwise"'
     blocks = train.compile == "block"
-    parts = sorted(parts_of(pipeline.activation_checkpointing) - {"core_attn"})
+    parts = sorted(pipeline.activation_checkpointing.parts - SELECTIVE.parts)
     if blocks and zero_optimization.stage == 3:
         yield Problem(
             path,

@@ -4,14 +4,13 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple
 
-from parallel3d.model.recompute import WAITS, parts_of
+from parallel3d.model.recompute import NONE, Recompute
 from parallel3d.model.spec import (
     Attention,
     Collective,
     KeptMemory,
     LayerCost,
     MatMul,
-    Recompute,
     Work,
     flops_of,
 )
@@ -93,7 +92,7 @@ class NormCost:
     """torch has no fused CPU kernel for the norm."""
 
     def __call__(
-        self, stream: Stream, shares_input: bool = False, recompute: Recompute = "none"
+        self, stream: Stream, shares_input: bool = False, recompute: Recompute = NONE
     ) -> LayerCost:
         """Return the cost of the norm of a module's input.
 
@@ -104,7 +103,7 @@ class NormCost:
         kept = KeptMemory(0 if shares_input else stream.part)
         again = Work()
         work = Work(traffic=2 * stream.part)
-        if "layernorm" in parts_of(recompute):
+        if "layernorm" in recompute.parts:
             again = work
         else:
             kept += self.kept(stream.part, stream.hidden)
@@ -144,7 +143,7 @@ class MlpCost:
         product, too. Either stops before the last product.
         """
         inner = stream.tokens * stream.share(self.inner)
-        parts = parts_of(recompute)
+        parts = recompute.parts
         # Input and output of the activation; SwiGLU: both factors, the activated one, their
         # product; ReLU: its output, beside the input from which it is recomputed.
         only_output = self.relu and ("mlp" in parts or "mlp_act" not in parts)
@@ -156,7 +155,7 @@ class MlpCost:
         recomputed = Work()
         left = kept
         if "mlp" in parts:
-            left = inner if WAITS in parts else 0
+            left = inner if recompute.weights_wait else 0
             recomputed = Work(self._matmuls(stream)[:1], None, traffic, stream.gather)
         elif "mlp_act" in parts:
             left = self._factors * inner
@@ -167,10 +166,10 @@ class MlpCost:
             recomputed,
             backward_collectives=stream.gather + stream.reduce + stream.gather,
             saved=KeptMemory(left),
-            working=KeptMemory(kept - left + self._peak(stream, inner, kept, parts)),
+            working=KeptMemory(kept - left + self._peak(stream, inner, kept, recompute)),
         )
 
-    def _peak(self, stream: Stream, inner: int, kept: int, recompute: frozenset[str]) -> int:
+    def _peak(self, stream: Stream, inner: int, kept: int, recompute: Recompute) -> int:
         """Return the elements of the backward's fullest moment beyond the kept ones."""
         full = stream.full
         part = stream.part
@@ -188,7 +187,7 @@ class MlpCost:
         # The first product's full input and the full gradient of it; of the kept elements only
         # the gradients of the factors have replaced their own.
         after_first_product = 2 * part + 2 * full + self._factors * inner - kept
-        if "layernorm" in recompute and "mlp" not in recompute:
+        if "layernorm" in recompute.parts and "mlp" not in recompute.parts:
             after_first_product += part  # the input is there again
         return max(at_last_product, at_activation, at_gather, after_first_product)
 
@@ -244,7 +243,7 @@ class AttentionCost:
             copies = 2 * (query + key) * seq * size // (stream.seq * self.head_size)
             inside += KeptMemory(copies - query - key - key)
         copied = 2 * (query + key + key + query) if self.sinks else 0
-        is_selective = "core_attn" in parts_of(recompute)
+        is_selective = "core_attn" in recompute.parts
         # A key/value head on several tp ranks counts once.
         one = stream._replace(tp=1)
         flops = flops_of(self._matmuls(one)) + self._attention(one).flops

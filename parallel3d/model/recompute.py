@@ -1,54 +1,90 @@
-"""Kinds of recomputation in the backward: the values of pipeline.activation_checkpointing.
-
-A value is a text: "none", "selective" (core_attn), "mlp", "full", "core_attn+mlp_act" for a list of
-sub-layers, or "full:3" for {"full": 3}.
-"""
+"""Recomputation in the backward: the value of pipeline.activation_checkpointing."""
 
 import re
-from functools import lru_cache
+from typing import Literal, NamedTuple
 
-MODES = ("none", "selective", "mlp", "full")
 SUBLAYERS = ("layernorm", "core_attn", "mlp_act", "mlp")
 """Parts of a layer that may be recomputed alone, under the names of Megatron's recompute-modules:
 the norms, the attention's kernel, the activation function, and the MLP up to its last product."""
-WAITS = "waits"  # weight gradients wait for the inputs of their products
+ALL: Literal["all"] = "all"
 
 
-def text_of(value: object) -> str:
-    """Return the text of a value in a config. Raises ValueError for a value without a meaning."""
+class Recompute(NamedTuple):
+    """The parts of a stage's layers that are computed again in the backward, not kept.
+
+    `parse` reads it from a config; `str` returns the text that a config may have for it.
+
+    - `parts`: the sub-layers (SUBLAYERS) that are recomputed by themselves, in every layer.
+    - `full_layers`: how many layers of each stage, its first ones, are recomputed as a whole.
+    - `weights_wait`: True if weight gradients wait for the inputs of their products. No config says
+      so: it follows from the schedule.
+    """
+
+    # A tuple, for a search hashes and compares 100,000: a dataclass takes three times as long.
+    parts: frozenset[str] = frozenset()
+    full_layers: int | Literal["all"] = 0
+    weights_wait: bool = False
+
+    def __str__(self) -> str:
+        if self.full_layers:
+            return "full" if self.full_layers == ALL else f"full:{self.full_layers}"
+        if self.parts == SELECTIVE.parts:
+            return "selective"
+        return "+".join(name for name in SUBLAYERS if name in self.parts) or "none"
+
+    def __lt__(self, other: tuple[object, ...]) -> bool:
+        """Return True if this text comes first: an order for choices that are equally good."""
+        return str(self) < str(other)
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if all layers of a stage are recomputed in the same way."""
+        return self.full_layers in (0, ALL)
+
+    @property
+    def strength(self) -> int:
+        """How much of a layer runs again, as an index of MODES; other sub-layers count as MLP."""
+        if self.full_layers:
+            return MODES.index(FULL)
+        return MODES.index(self) if self in MODES else MODES.index(MLP)
+
+    def num_full(self, num_layers: int) -> int:
+        """Return how many of a stage's layers, its first ones, are recomputed as a whole."""
+        return num_layers if self.full_layers == ALL else min(num_layers, self.full_layers)
+
+    def while_weights_wait(self) -> "Recompute":
+        """Return the recomputation that frees memory if the inputs of all products stay."""
+        return NONE if self.full_layers else self._replace(weights_wait=True)
+
+
+NONE = Recompute()
+SELECTIVE = Recompute(frozenset({"core_attn"}))
+MLP = Recompute(frozenset({"mlp"}))
+FULL = Recompute(full_layers=ALL)
+MODES = (NONE, SELECTIVE, MLP, FULL)
+_MODE_OF_NAME = {str(mode): mode for mode in MODES}
+
+
+def parse(value: object) -> Recompute:
+    """Return the recomputation of a value in a config.
+
+    A value is the name of a mode, {"full": 3}, a list of sub-layers, or the text of either
+    ("full:3", "core_attn+mlp_act"). Raises ValueError for a value without a meaning.
+    """
+    if isinstance(value, Recompute):
+        return value
     if isinstance(value, dict) and value.keys() == {"full"}:
         value = f"full:{value['full']}"
-    parts = value.split("+") if isinstance(value, str) else value
-    if isinstance(parts, (list, tuple)) and parts:
-        if len(parts) == 1 and re.fullmatch(r"none|selective|full(:[1-9]\d*)?", str(parts[0])):
-            return str(parts[0])
-        if all(part in SUBLAYERS for part in parts):
-            text = "+".join(name for name in SUBLAYERS if name in parts)
-            return "selective" if text == "core_attn" else text
+    names = value.split("+") if isinstance(value, str) else value
+    if isinstance(names, (list, tuple)) and names:
+        only = str(names[0]) if len(names) == 1 else ""
+        if only in _MODE_OF_NAME:
+            return _MODE_OF_NAME[only]
+        if first_layers := re.fullmatch(r"full:([1-9]\d*)", only):
+            return Recompute(full_layers=int(first_layers[1]))
+        if all(name in SUBLAYERS for name in names):
+            return Recompute(frozenset(names))
     raise ValueError(
-        f'is no kind of recomputation; use {", ".join(MODES)}, {{"full": K}} for the first K '
-        f"layers of each stage (as text full:K), or a list of {', '.join(SUBLAYERS)}"
+        f'is no kind of recomputation; use {", ".join(_MODE_OF_NAME)}, {{"full": K}} for the first '
+        f"K layers of each stage (as text full:K), or a list of {', '.join(SUBLAYERS)}"
     )
-
-
-@lru_cache(maxsize=256)
-def parts_of(recompute: str) -> frozenset[str]:
-    """Return the sub-layers that are recomputed by themselves, in every layer."""
-    return frozenset(recompute.replace("selective", "core_attn").split("+")) & {*SUBLAYERS, WAITS}
-
-
-def num_full(recompute: str, num_layers: int) -> int:
-    """Return how many of a stage's layers, its first ones, are recomputed in full."""
-    mode, _, most = recompute.partition(":")
-    return min(num_layers, int(most or num_layers)) if mode == "full" else 0
-
-
-def strength(recompute: str) -> int:
-    """Return how much of a layer runs again, as an index of MODES; a list counts as "mlp"."""
-    mode = recompute.partition(":")[0]
-    return MODES.index(mode if mode in MODES else "mlp")
-
-
-def while_weights_wait(recompute: str) -> str:
-    """Return what frees memory if weight gradients wait: the inputs of all products stay."""
-    return "none" if recompute.startswith("full") else f"{recompute}+{WAITS}"

@@ -12,9 +12,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import Role
+from parallel3d.model.recompute import NONE, Recompute
 
-Recompute = str
-"""A kind of recomputation in the backward, as text (recompute.py)."""
 CutOver = tuple[str | None, ...]
 Sizes = Mapping[str, int]
 """The number of ranks of each role of a mesh; a role that is not in it has one."""
@@ -283,7 +282,7 @@ class CostOf(Protocol):
         shape: Shape,
         tp: int = 1,
         sequence_parallel: bool = False,
-        recompute: Recompute = "none",
+        recompute: Recompute = NONE,
     ) -> LayerCost:
         """Return the cost of one microbatch, for any `tp` that the layer allows."""
 

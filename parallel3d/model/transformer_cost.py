@@ -11,13 +11,12 @@ from functools import lru_cache
 from typing import Protocol
 
 from parallel3d.model.module_cost import LAYER_NORM, ExpertsCost, MlpCost, NormCost, Stream
-from parallel3d.model.recompute import parts_of
+from parallel3d.model.recompute import FULL, NONE, Recompute
 from parallel3d.model.spec import (
     Collective,
     KeptMemory,
     LayerCost,
     MatMul,
-    Recompute,
     Shape,
     Work,
     fullest,
@@ -55,7 +54,7 @@ class _CostOfLayer:
         shape: Shape,
         tp: int = 1,
         sequence_parallel: bool = False,
-        recompute: Recompute = "none",
+        recompute: Recompute = NONE,
     ) -> LayerCost:
         """Return the cost of one microbatch; `recompute` has an effect on blocks only."""
         split = sequence_parallel and tp > 1
@@ -100,13 +99,13 @@ class EmbeddingCost(_CostOfLayer):
 
 @lru_cache(maxsize=4096)
 def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
-    if recompute == "full":
-        return _run_again(c, stream, _block(c, stream, "none"))
+    if recompute == FULL:
+        return _run_again(c, stream, _block(c, stream, NONE))
     parts: list[LayerCost] = []
     for number, module in enumerate(c.modules):
         beside = c.parallel and number > 0
         # An MLP that runs again keeps its input, the norm's output; so do experts.
-        keeps = isinstance(module, MlpCost) and "mlp" in parts_of(recompute)
+        keeps = isinstance(module, MlpCost) and "mlp" in recompute.parts
         keeps = keeps or isinstance(module, ExpertsCost)
         if c.post_norm:
             parts += [LayerCost(0, saved=KeptMemory(stream.part)), module(stream, recompute)]
@@ -114,13 +113,12 @@ def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
             moment = KeptMemory(5 * stream.part)
             parts += [c.norm(stream, shares_input=True), LayerCost(0, working=moment)]
         else:
-            norm = c.norm(stream, beside, "none" if keeps else recompute)
+            norm = c.norm(stream, beside, NONE if keeps else recompute)
             parts += [norm, module(stream, recompute)]
-        again = parts_of(recompute)
         activated = 0
-        if isinstance(module, MlpCost) and "mlp_act" in again:
+        if isinstance(module, MlpCost) and "mlp_act" in recompute.parts:
             activated = stream.tokens * stream.share(module.inner)
-        waiting = beside + ("layernorm" in again and not (keeps or c.post_norm))
+        waiting = beside + ("layernorm" in recompute.parts and not (keeps or c.post_norm))
         parts += [_residual_sum(stream, waiting, activated)]
     return in_order(parts)
 

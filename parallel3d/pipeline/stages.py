@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from parallel3d.base.section import Problem, Problems
 from parallel3d.engine import EngineSettings, HeldParameter, building, writing
 from parallel3d.mesh.mesh import Mesh
-from parallel3d.model.recompute import num_full, parts_of
+from parallel3d.model.recompute import NONE, Recompute
 from parallel3d.model.spec import LayerSpec, Shape, tied_names
 from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import Schedule
@@ -131,7 +131,7 @@ def build_stages(
     mesh: Mesh,
     shape: Shape,
     seed: int | None = 0,
-    activation_checkpointing: str = "none",
+    activation_checkpointing: Recompute = NONE,
     offload_activations: bool = False,
     sequence_parallel: bool = False,
     overlap: bool = True,
@@ -145,12 +145,11 @@ def build_stages(
     tokens of a sample, if a cp group would.
     """
     key = RandomKey(seed or 0, mesh.samples.coord)
-    parts = parts_of(activation_checkpointing)
     context = LayerContext(
         mesh.tensor.group,
         key,
         sequence_parallel,
-        parts,
+        activation_checkpointing,
         overlap,
         mesh.experts.group,
         mesh.context.group,
@@ -193,7 +192,7 @@ def build_stages(
     recompute: set[nn.Module] = set()
     for s in own_stages:
         blocks = [modules[layers[i].name] for i in placement[s] if layers[i].name in inner]
-        recompute |= {*blocks[: num_full(activation_checkpointing, len(blocks))]}
+        recompute |= {*blocks[: activation_checkpointing.num_full(len(blocks))]}
     side_losses = {
         modules[o.name]: o.side_losses + ((o.loads,) if o.num_experts else ())
         for o in layers

@@ -12,7 +12,8 @@ from parallel3d.config.hardware import Kernels
 from parallel3d.config.parallel3d_block import gathered_for, reduces_once
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.matrices import NewtonSchulz
-from parallel3d.model.spec import LayerSpec, Recompute, Shape, count_params
+from parallel3d.model.recompute import NONE, Recompute
+from parallel3d.model.spec import LayerSpec, Shape, count_params
 from parallel3d.schedule.sharding import Weights
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -117,7 +118,7 @@ class Setting:
     sequence_parallel: bool = False
     schedule: str = "gpipe"
     stages_per_rank: int = 1
-    recompute: Recompute = "none"
+    recompute: Recompute = NONE
     precision: Precision = "bf16"
     zero_stage: int = 3
     reduces_once: bool = True

@@ -27,7 +27,7 @@ class CausalAttention(nn.Module):
     - `window`: how many tokens a query sees, itself included; None means all before it.
     - `sinks`: a learned scalar per head joins its scores in the softmax, without a value.
     - With segments, a query attends only within its own document.
-    - "core_attn" in `context.recompute`: recompute the attention in backward ("selective"
+    - "core_attn" in `context.recompute.parts`: recompute the attention in backward ("selective"
       recomputation, arXiv:2205.05198, section 5).
     """
 
@@ -48,7 +48,7 @@ class CausalAttention(nn.Module):
         tp = context.group.size()
         self.heads_here = (heads[0] // tp, max(1, heads[1] // tp))
         self.head_size = head_size
-        self.recompute = "core_attn" in context.recompute
+        self.recompute = "core_attn" in context.recompute.parts
         self.scale = scale
         self.window = window
         self.cp = 1 if context.context is None else context.context.size()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from parallel3d.model.recompute import NONE, Recompute
 from parallel3d.tensor.dropout import RandomKey
 
 
@@ -13,7 +14,7 @@ class LayerContext:
 
     - `sequence_parallel`: between layers each rank of the group holds its part of the sequence,
       [batch, seq / tp, hidden].
-    - `recompute`: the sub-layers that are computed again in backward (model/recompute.py).
+    - `recompute`: what is computed again in backward (model/recompute.py).
     - `experts`: the group whose ranks divide the experts of a layer; None: one rank has them all.
     - `context`: the group whose ranks share the tokens of each sample; None: one rank has them all.
     - `pointwise`: compile the functions between products, each by itself (`compiled.Pointwise`).
@@ -24,7 +25,7 @@ class LayerContext:
     group: dist.ProcessGroup
     key: RandomKey
     sequence_parallel: bool = False
-    recompute: frozenset[str] = frozenset()
+    recompute: Recompute = NONE
     overlap: bool = True
     experts: dist.ProcessGroup | None = None
     context: dist.ProcessGroup | None = None

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from parallel3d.model.recompute import Recompute
 from parallel3d.tensor.collectives import Context
 
 _ALIASES = 3  # the most modules whose ZeRO-3 hooks pass on an alias of the kept tensor
@@ -41,12 +42,12 @@ def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     )
 
 
-def normed(norm: nn.Module, x: Tensor, recompute: frozenset[str], before: str = "") -> Tensor:
+def normed(norm: nn.Module, x: Tensor, recompute: Recompute, before: str = "") -> Tensor:
     """Return `norm(x)`, recomputed as `recompute` says; a linear layer must take it next.
 
     `before`: the sub-layer that takes it, which saves its input if it is itself recomputed.
     """
-    again = "layernorm" in recompute and before not in recompute
+    again = "layernorm" in recompute.parts and before not in recompute.parts
     return recomputed(norm, x) if again else norm(x)
 
 
@@ -54,12 +55,12 @@ def activated(
     up: Callable[[Tensor], Tensor],
     activation: Callable[[Tensor], Tensor],
     x: Tensor,
-    recompute: frozenset[str],
+    recompute: Recompute,
 ) -> Tensor:
     """Return the activation function of the product `up(x)`, recomputed as `recompute` says."""
-    if "mlp" in recompute:
+    if "mlp" in recompute.parts:
         return recomputed(lambda x: activation(up(x)), x)
-    return recomputed(activation, up(x)) if "mlp_act" in recompute else activation(up(x))
+    return recomputed(activation, up(x)) if "mlp_act" in recompute.parts else activation(up(x))
 
 
 def save(ctx: Context, x: Tensor, *weights: Tensor) -> None:

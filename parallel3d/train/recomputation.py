@@ -26,7 +26,6 @@ from parallel3d.mesh.device import name_of_device
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.pulse import rank as pulse
 from parallel3d.model import optimizers
-from parallel3d.model.recompute import parts_of
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.pipeline.stages import build_layer
 from parallel3d.schedule.schedule import Op
@@ -390,7 +389,7 @@ class Recomputation:
                 mesh.tensor.group,
                 key,
                 config.mesh.sequence_parallel,
-                parts_of(config.pipeline.activation_checkpointing),
+                config.pipeline.activation_checkpointing,
                 config.train.overlap,
                 pointwise=config.train.compile == "pointwise",
             )

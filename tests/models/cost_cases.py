@@ -4,6 +4,7 @@ import itertools
 from typing import NamedTuple
 
 from parallel3d import models
+from parallel3d.model.recompute import FULL, MLP, NONE, SELECTIVE, Recompute, parse
 from parallel3d.model.spec import LayerSpec, Shape
 from tests.models.families import small
 from tests.verify.pairwise import pairwise
@@ -13,7 +14,7 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 8, "vocab_size": 1021}
 # of more combinations each 61st, and no setting has 61 values
 MOST = 1000
 STRIDE = 61
-PARTS = ("mlp", "layernorm+mlp_act")  # all with each setting of a family are slow
+PARTS = (MLP, parse("layernorm+mlp_act"))  # all with each setting of a family are slow
 MESHES = ((1, False), (2, False), (2, True), (4, False), (4, True))  # tp, sequence parallelism
 
 
@@ -23,7 +24,7 @@ class Case(NamedTuple):
     layer: LayerSpec
     tp: int
     sequence_parallel: bool
-    recompute: str
+    recompute: Recompute
     place: str  # "first", "middle" or "last"
 
     def cost(self, of=None):
@@ -49,7 +50,7 @@ def settings_of(family):
         found["partial_rotary_factor"] = (1.0, 0.5)
     if "num_key_value_heads" in models.config_class(family).model_fields:
         found["num_key_value_heads"] = (None, 2)
-    return found | {"mesh": MESHES, "recompute": ("none", "selective", "full")}
+    return found | {"mesh": MESHES, "recompute": (NONE, SELECTIVE, FULL)}
 
 
 def cases_of(family, full=False):
@@ -63,7 +64,8 @@ def cases_of(family, full=False):
 def _cases(family, full):
     settings = settings_of(family)
     if full:
-        settings["recompute"] += (*PARTS, "layernorm", "mlp_act", "layernorm+mlp")
+        more = ("layernorm", "mlp_act", "layernorm+mlp")
+        settings["recompute"] += (*PARTS, *map(parse, more))
 
     def config_of(row):
         chosen = {name: row[name] for name in row if name not in ("mesh", "recompute")}
@@ -86,5 +88,5 @@ def _cases(family, full):
         kinds = {(layer.build, layer.cost): i for i, layer in reversed([*enumerate(layers)])}
         for i in kinds.values():
             place = "first" if i == 0 else "last" if i == len(layers) - 1 else "middle"
-            recompute = row["recompute"] if place == "middle" else "none"
+            recompute = row["recompute"] if place == "middle" else NONE
             yield Case(layers[i], *row["mesh"], recompute, place)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallel3d.model.recompute import parts_of
+from parallel3d.model.recompute import FULL, NONE
 from parallel3d.model.spec import Collective
 from parallel3d.pipeline.stages import Stages
 from parallel3d.tensor.context import LayerContext
@@ -92,13 +92,13 @@ def measured(case, groups):
             "bf16": Layer(case, groups[case.tp], torch.bfloat16).saved(),
         }
         traffic = layer.traffic()
-        if case.recompute != "none":
-            plain = Layer(case._replace(recompute="none"), groups[case.tp]).traffic()
+        if case.recompute != NONE:
+            plain = Layer(case._replace(recompute=NONE), groups[case.tp]).traffic()
             traffic = *traffic, traffic[1] - plain[1]
     with kernels(fused=False):
         saved["classic"] = layer.saved()
         rank_flops = layer.flops()
-        one = case._replace(tp=1, sequence_parallel=False, recompute="none")
+        one = case._replace(tp=1, sequence_parallel=False, recompute=NONE)
         flops = Layer(one, groups[1]).flops()[0]
     return Measured(saved, peak, layer.resident, collectives, products, flops, rank_flops, traffic)
 
@@ -129,7 +129,7 @@ class Layer:
     def __init__(self, case, group, dtype=torch.float32):
         spec = case.layer
         split = case.sequence_parallel
-        context = LayerContext(group, RandomKey(0), split, parts_of(case.recompute))
+        context = LayerContext(group, RandomKey(0), split, case.recompute)
         torch.manual_seed(0)
         self.module = resolve_name(spec.build)(spec.config, spec.name, context).to(dtype)
         for parameter in self.module.parameters():
@@ -138,7 +138,7 @@ class Layer:
         self.x = torch.randn(*shape, spec.config.hidden_size, dtype=dtype, requires_grad=True)
         self.tokens = torch.randint(spec.config.vocab_size, (SHAPE.batch, SHAPE.seq))
         self.place = case.place
-        full = {self.module} if case.recompute == "full" else set()
+        full = {self.module} if case.recompute == FULL else set()
         side_losses = *spec.side_losses, *([spec.loads] if spec.num_experts else [])
         self.stages = Stages({0: [self.module]}, full, {self.module: side_losses})
         tensors = [*self.module.parameters(), self.x, self.tokens]

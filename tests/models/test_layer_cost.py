@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.model.module_cost import BLOCK
+from parallel3d.model.recompute import FULL, NONE, SELECTIVE
 from parallel3d.model.spec import Attention, KeptMemory, LayerCost, Shape
 from parallel3d.models import layers
 from parallel3d.models.gpt.spec import Config as Gpt
@@ -49,15 +50,15 @@ def test_a_gpt_block_keeps_what_table_2_says(tp, sequence_parallel, batch):
     whole, split = (34 / tp, 0) if sequence_parallel else (10, 24 / tp)
     block = layers(GPT)[1]
     for recompute, expected in {
-        "none": sbh * (whole + split) + scores,
-        "selective": sbh * (whole + split),
-        "full": 2 * sbh / (tp if sequence_parallel else 1),
+        NONE: sbh * (whole + split) + scores,
+        SELECTIVE: sbh * (whole + split),
+        FULL: 2 * sbh / (tp if sequence_parallel else 1),
     }.items():
         kept = block.cost(Shape(batch, SEQ), tp, sequence_parallel, recompute).saved
         assert kept.bytes(2, classic=True) == pytest.approx(expected, rel=2e-3), recompute
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", [NONE, SELECTIVE, FULL], ids=str)
 @pytest.mark.parametrize(("tp", "sequence_parallel"), MODES)
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_every_cost_is_linear_in_the_batch(config, tp, sequence_parallel, recompute):
@@ -88,7 +89,7 @@ def test_recomputation_keeps_less_and_holds_no_less_at_once(tp, split, batch, el
     for config in (GPT, LLAMA):
         block = layers(config)[1]
         shape = Shape(batch, SEQ)
-        modes = ("none", "selective", "full")
+        modes = (NONE, SELECTIVE, FULL)
         none, selective, full = (block.cost(shape, tp, split, mode) for mode in modes)
         saved = [cost.saved.bytes(element_bytes, True) for cost in (none, selective, full)]
         assert saved[0] > saved[1] > saved[2] > 0
@@ -134,8 +135,8 @@ def test_a_cost_is_cheap_to_ask_for():
     """The planner's search asks tens of thousands of times."""
     block = layers(LLAMA)[1]
     shape = Shape(1, SEQ)
-    assert isinstance(block.cost(shape, 8, True, "full"), LayerCost)
+    assert isinstance(block.cost(shape, 8, True, FULL), LayerCost)
     start = perf_counter()
     for _ in range(1000):
-        block.cost(shape, 8, True, "full")
+        block.cost(shape, 8, True, FULL)
     assert (perf_counter() - start) / 1000 < 50e-6

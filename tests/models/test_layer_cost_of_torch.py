@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass, replace
 import pytest
 
 from parallel3d import models
+from parallel3d.model import recompute
 from parallel3d.model.module_cost import RMS_NORM
-from parallel3d.model.recompute import parts_of
 from parallel3d.model.spec import Attention, KeptMemory, Work
 from parallel3d.verify.local_ranks import run_locally
 from tests.models.costs import measure
@@ -42,7 +42,7 @@ def saved(case, cost, did):
         yield said, pytest.approx(did.saved[dtype], rel=error)
     # A CPU keeps a mask of the scores as numbers, and shared key/value heads each repeated.
     said = cost.saved.bytes(4, classic=True, fused_norms=False) + 3 * cost.saved.dropped_scores
-    plain = case._replace(recompute="none").cost().saved.bytes(4, True, fused_norms=False)
+    plain = case._replace(recompute=recompute.NONE).cost().saved.bytes(4, True, fused_norms=False)
     yield said, pytest.approx(did.saved["classic"], abs=0.1 * plain)
 
 
@@ -50,7 +50,7 @@ def peak(case, cost, did):
     """The most bytes alive at once."""
     said = (cost.saved + cost.working).bytes(4, fused_norms=False)
     # That experts' sum is computed again, while nothing is saved yet, is not counted.
-    again = case.layer.num_experts > 0 and case.recompute == "full"
+    again = case.layer.num_experts > 0 and case.recompute == recompute.FULL
     yield said, pytest.approx(did.peak, rel=0.1 if again else 0.02)
 
 
@@ -76,7 +76,7 @@ def flops(case, cost, did):
     yield flops_of(cost.forward), did.rank_flops[0]
     # Of an attention in parts the last product is not computed again: nobody keeps its result.
     again = flops_of(cost.recomputed)
-    if "core_attn" in parts_of(case.recompute) and cost.recomputed.attention:
+    if "core_attn" in case.recompute.parts and cost.recomputed.attention:
         again -= cost.recomputed.attention.flops // 2
     yield 2 * flops_of(cost.forward) + again, did.rank_flops[1]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel3d.model.recompute import FULL, NONE
 from parallel3d.models.moe import blocks, huggingface
 from parallel3d.tensor import experts
 from tests.models.families import batch_of, build, on_ranks, part, small, weights_of
@@ -33,7 +34,7 @@ CONFIGS = {
     "top-k first": {"router": "topk_softmax", "score_bias": True},
     "odd sizes": {"moe_intermediate_size": 36, "num_experts": 5, "num_experts_per_tok": 3},
 }  # fmt: skip
-MESHES = ((2, False, "none"), (2, True, "full"), (4, True, "none"))
+MESHES = ((2, False, NONE), (2, True, FULL), (4, True, NONE))
 # One of them each, in turn; the faults of DeepSeek-V3, and "none" of them, are on the first.
 ITS_MESHES = {n: MESHES[i % 3 :][:1] for i, n in enumerate(CONFIGS)}
 
@@ -150,7 +151,7 @@ def test_the_pooled_loss_is_that_of_transformers():
 
 
 def pooled(config):
-    built, _ = build(config, 1, 16, False, activation_checkpointing="full")
+    built, _ = build(config, 1, 16, False, activation_checkpointing=FULL)
     _, side = built.module(0, *batch_of(config))
     routers = [h.parameter for h in built.held if "router" in h.name]
     side.total.backward()

@@ -32,13 +32,13 @@ def blocks_of(family, text, on_host=None):
     """Blocks as one stage, some of them recomputed, and the cost of one block."""
     dropout = {"resid_pdrop": 0.1} if family == "gpt" else {}
     spec = models.layers(small(family, **dropout))[1]
-    context = LayerContext(dist.group.WORLD, RandomKey(0), recompute=recompute.parts_of(text))
+    context = LayerContext(dist.group.WORLD, RandomKey(0), recompute=recompute.parse(text))
     torch.manual_seed(0)
     blocks = [resolve_name(spec.build)(spec.config, f"blocks.{i}", context) for i in range(BLOCKS)]
     for block in blocks:
         for parameter in block.parameters():
             parameter.data.normal_(0, 0.3)
-    full = {*blocks[: recompute.num_full(text, BLOCKS)]}
+    full = {*blocks[: recompute.parse(text).num_full(BLOCKS)]}
     return Stages({0: blocks}, full, on_host=on_host), spec
 
 
@@ -74,11 +74,11 @@ def compare(rank):
                 runs = [train(stages)]
             runs += [train(blocks_of(family, text)[0], deferred) for deferred in (False, True)]
             alike = [all(map(torch.equal, plain, run)) for run in runs]
-            full = recompute.num_full(text, BLOCKS)
+            way = recompute.parse(text)
+            full = way.num_full(BLOCKS)
+            rest = recompute.Recompute(way.parts)
             each = [
-                spec.cost(SHAPE, recompute="full" if i < full else text.partition(":")[0])
-                if "full" not in text or i < full
-                else spec.cost(SHAPE)
+                spec.cost(SHAPE, recompute=recompute.FULL if i < full else rest)
                 for i in range(BLOCKS)
             ]
             said = sum(cost.saved.bytes(4, fused_norms=False) for cost in each)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from parallel3d.config import RunConfig
 from parallel3d.config.parallel3d_block import reduces_once
+from parallel3d.model.recompute import NONE
 from parallel3d.schedule import schedules
 from parallel3d.verify.shrink import drops_out
 from tests.museum.exhibit import Exhibit
@@ -32,7 +33,7 @@ NEEDS: dict[str, Need] = {
     "clipping": lambda config, small: small.gradient_clipping > 0,
     "weight decay": lambda config, small: small.optimizer.params.weight_decay > 0,
     "dropout": lambda config, small: drops_out(config),
-    "recomputation": lambda c, small: small.pipeline.activation_checkpointing != "none",
+    "recomputation": lambda c, small: small.pipeline.activation_checkpointing != NONE,
     "sequence parallelism": lambda config, small: small.mesh.sequence_parallel,
     "replicated activations": lambda config, small: not small.mesh.sequence_parallel,
     "isolated documents": lambda config, small: small.data.isolate_documents,

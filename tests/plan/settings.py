@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from benchmarks.published.run import PublishedSetting
 from parallel3d.config import hardware
 from parallel3d.config.hardware import Figure, Link
-from parallel3d.model.spec import LayerCost, LayerSpec, MatMul, Recompute, Shape, Work
+from parallel3d.model.recompute import FULL, NONE, SELECTIVE, Recompute
+from parallel3d.model.spec import LayerCost, LayerSpec, MatMul, Shape, Work
 from parallel3d.models.gpt.spec import Config
 from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.plan.time.operators import Curves
@@ -49,7 +50,7 @@ def layer(index: int, product: MatMul) -> LayerSpec:
     """A layer without parameters that is one product."""
 
     def cost(
-        shape: Shape, tp: int = 1, sequence_parallel: bool = False, recompute: Recompute = "none"
+        shape: Shape, tp: int = 1, sequence_parallel: bool = False, recompute: Recompute = NONE
     ) -> LayerCost:
         return LayerCost(product.flops, Work((product,)))
 
@@ -89,7 +90,7 @@ def any_setting(draw: st.DrawFn) -> Setting:
         sequence_parallel=draw(st.booleans()),
         schedule=schedule,
         stages_per_rank=per_rank,
-        recompute=draw(st.sampled_from(("none", "selective", "full"))),
+        recompute=draw(st.sampled_from((NONE, SELECTIVE, FULL))),
         precision=draw(st.sampled_from(("bf16", "fp16"))),
         zero_stage=zero,
         reduces_once=draw(st.booleans()) or zero == 0,

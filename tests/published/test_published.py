@@ -11,6 +11,7 @@ from benchmarks.published import programs
 from benchmarks.published.cells import OPTIONAL
 from benchmarks.published.flops import model_flops
 from benchmarks.published.rows import LeftOut, PublishedRun, read
+from parallel3d.model.recompute import FULL
 
 pytestmark = pytest.mark.pure
 
@@ -43,7 +44,7 @@ def test_hardware_flops_are_undone_by_equation_3_of_megatron() -> None:
     flops = 96 * batch * seq * layers * hidden**2
     flops *= 1 + seq / (6 * hidden) + vocab / (16 * layers * hidden)
     assert row.seconds == pytest.approx(flops / (256 * 135e12), rel=1e-9)
-    assert row.setting.recompute == "full" and row.setting.software.attention == "classic"
+    assert row.setting.recompute == FULL and row.setting.software.attention == "classic"
 
 
 def test_model_flops_do_not_count_recomputation() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel3d.base import reader
 from parallel3d.config.foreign.rules import Rule, dropped, missing
-from parallel3d.model.recompute import text_of
+from parallel3d.model.recompute import parse
 
 _P = "parallel3d"
 _RATE = f"{_P}.train.lr_schedule"
@@ -22,7 +22,7 @@ _ARGUMENT = re.compile(
 
 
 def _sublayers(names: str | list[str]) -> str:
-    return text_of([names] if isinstance(names, str) else names)
+    return str(parse([names] if isinstance(names, str) else names))
 
 
 TABLE: dict[str, Rule] = {

@@ -7,8 +7,8 @@ identified by the id of its tuple of layers: hashing the layers would take longe
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parallel3d.model.recompute import num_full
-from parallel3d.model.spec import LayerCost, LayerSpec, Recompute, Shape
+from parallel3d.model.recompute import FULL, NONE, Recompute
+from parallel3d.model.spec import LayerCost, LayerSpec, Shape
 from parallel3d.plan.setting import Setting
 from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import Action, Op
@@ -98,11 +98,11 @@ def blocks_in_stages(setting: Setting) -> tuple[int, ...]:
 
 def recompute_of(part: StageLayers, recompute: Recompute) -> list[Recompute]:
     """Return what each layer of a stage computes again; embedding and head do not."""
-    if ":" not in recompute:
+    if recompute.is_uniform:
         return [recompute] * len(part.kinds)
     is_block = [kind not in part.model.ends for kind in part.kinds]
-    first = num_full(recompute, sum(is_block))
-    return ["full" if sum(is_block[:i]) < first else "none" for i in range(len(is_block))]
+    first = recompute.num_full(sum(is_block))
+    return [FULL if sum(is_block[:i]) < first else NONE for i in range(len(is_block))]
 
 
 @lru_cache(maxsize=65536)
@@ -112,7 +112,7 @@ def cost_of(
     shape: Shape,
     tp: int = 1,
     sequence_parallel: bool = False,
-    recompute: Recompute = "none",
+    recompute: Recompute = NONE,
 ) -> LayerCost:
     """Return FLOPs, bytes and activations of one layer of a kind on one tensor-parallel rank."""
     return model.kinds[kind].cost(shape, tp, sequence_parallel, recompute)
@@ -253,7 +253,7 @@ class StageClasses:
         """Return the share of the blocks of such a stage that run again as a whole."""
         counts = enumerate(self.stages[stage_class])
         blocks = sum(count for kind, count in counts if kind not in self.model.ends)
-        return num_full(recompute, blocks) / max(1, blocks)
+        return recompute.num_full(blocks) / max(1, blocks)
 
 
 def stage_classes_of(setting: Setting) -> StageClasses:

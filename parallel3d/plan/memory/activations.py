@@ -4,7 +4,8 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from parallel3d.model.spec import Recompute, Shape
+from parallel3d.model.recompute import FULL, Recompute
+from parallel3d.model.spec import Shape
 from parallel3d.plan.layers.placement import StageLayers, cost_of, recompute_of
 from parallel3d.plan.layers.weight_counts import weights_of_kind
 
@@ -102,8 +103,8 @@ def stage_activations(
             products = (m for m in cost.forward.matmuls if m.batch > 1)
             more = sum(m.batch * m.m * (m.k + m.n) for m in products) * element
             more = round((ep_imbalance - 1) * more)  # what goes into its experts and comes out
-            saved += 0 if layer[1] == "full" else more
-            saved = saved + (0 if layer[1] == "full" else rows)
+            saved += 0 if layer[1] == FULL else more
+            saved = saved + (0 if layer[1] == FULL else rows)
             working = working + 2 * rows + more
         moved = saved if on_host and layer[0] not in model.ends else 0
         # On its way back, and of the layer before it.

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config.hardware import Hardware
-from parallel3d.model.recompute import num_full, parts_of, while_weights_wait
 from parallel3d.plan.layers.placement import (
     MicrobatchCounts,
     StageLayers,
@@ -146,7 +145,7 @@ class CoordinateRank:
         ahead = buffers.stage3_prefetch_bucket_size
         if not ahead:
             again = 0
-            if num_full(setting.recompute, 1) or "mlp" in parts_of(setting.recompute):
+            if setting.recompute.full_layers or "mlp" in setting.recompute.parts:
                 again = min(s.layer, buffers.stage3_max_reuse_distance) * element
             return GatheredBytes(one, min(one + again, stage_bytes + s.module * element), one)
         live = min(stage_bytes, max(one, buffers.stage3_max_live_parameters * element))
@@ -409,7 +408,7 @@ def _stage(setting: Setting, part: StageLayers, on_cpu: bool) -> StageActivation
     shape = setting.shape
     recompute = setting.recompute
     if splits_backward(setting.schedule):  # the inputs of all linear layers stay from I to W
-        recompute = while_weights_wait(recompute)
+        recompute = recompute.while_weights_wait()
     return stage_activations(
         part,
         shape.batch,

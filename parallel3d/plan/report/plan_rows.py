@@ -184,7 +184,7 @@ def apply(config: RunConfig, plan: Plan) -> RunConfig:
     block["pipeline"] |= {
         "schedule": s.schedule,
         "stages_per_rank": s.stages_per_rank,
-        "activation_checkpointing": s.recompute,
+        "activation_checkpointing": str(s.recompute),
         "gradient_reduction": "per_step" if s.reduces_once else "per_microbatch",
         "weights": s.weights if s.zero_stage == 3 else config.pipeline.weights,
     }

@@ -11,6 +11,7 @@ from parallel3d.base.mesh_sizes import AXES, WITHOUT_CP
 from parallel3d.base.terminal import Cell, Column
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
+from parallel3d.model.recompute import NONE
 from parallel3d.model.spec import LayerSpec, count_params
 from parallel3d.models.common import head_size_of
 from parallel3d.plan.memory.peak import PARTS, Memory, nccl_estimate, peak_of
@@ -157,7 +158,7 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
         ),
         (
             Column("recompute", right=False, line=1),
-            ["–" if s.recompute == "none" else s.recompute for s in settings],
+            ["–" if s.recompute == NONE else str(s.recompute) for s in settings],
         ),
         (Column("GiB"), [gib(plan.memory.total) for plan in plans]),
         (Column("of device"), [f"{100 * plan.memory.total / room:.0f} %" for plan in plans]),

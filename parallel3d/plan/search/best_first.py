@@ -18,7 +18,7 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.model.recompute import strength
+from parallel3d.model.recompute import FULL, NONE, Recompute
 from parallel3d.plan.layers.placement import blocks_in_stages
 from parallel3d.plan.memory.peak import least_in_flight, least_on_first, peak_of
 from parallel3d.plan.search import candidates
@@ -157,7 +157,7 @@ class _Search:
             if setting and self._opens_full(setting):
                 setting = with_fewest_in_full(setting, self.hardware, self._least_full(setting))
                 # A setting that fits without recomputation has its own node.
-                setting = None if setting.recompute == "none" else setting
+                setting = None if setting.recompute == NONE else setting
             if setting:
                 yield self._bound(setting), setting
             if not fits:
@@ -215,12 +215,12 @@ class _Search:
 
     def _opens_full(self, setting: Setting) -> bool:
         """Return True if the planner may recompute only some layers in full."""
-        return setting.recompute == "full" and candidates.opens_recompute(self.request)
+        return setting.recompute == FULL and candidates.opens_recompute(self.request)
 
     def _least_full(self, setting: Setting) -> int:
         """Return a lower bound on the layers of a stage that must be recomputed to fit."""
         full, _ = least_on_first(setting, self.hardware)
-        without, _ = least_on_first(setting.but(recompute="none"), self.hardware)
+        without, _ = least_on_first(setting.but(recompute=NONE), self.hardware)
         freed = without - full
         over = without - self.room[0]
         return max(0, over * min(blocks_in_stages(setting)) // max(1, freed))
@@ -233,7 +233,8 @@ class _Search:
         if setting.weights == "per_pass":
             setting = setting.but(weights="per_step")
         if self._opens_full(setting):
-            setting = setting.but(recompute=f"full:{max(1, self._least_full(setting))}")
+            least = Recompute(full_layers=max(1, self._least_full(setting)))
+            setting = setting.but(recompute=least)
         return self._bound(setting)
 
     def _bound(self, setting: Setting) -> float:
@@ -244,11 +245,11 @@ class _Search:
         """Return a flow's lower bound, with any number of layers in full recomputation."""
         floor = self._floor(flow)
         blocks = len(self.request.base.layers) - 2
-        if flow.recompute != "full" or not candidates.opens_recompute(self.request) or blocks < 1:
+        if flow.recompute != FULL or not candidates.opens_recompute(self.request) or blocks < 1:
             return floor
         # At least one layer of each stage, of which the first and the last may have none.
         share = max(0, flow.mesh.pp - 2) / blocks
-        return share * floor + (1 - share) * self._floor(flow._replace(recompute="none"))
+        return share * floor + (1 - share) * self._floor(flow._replace(recompute=NONE))
 
     def _floor(self, flow: Flow) -> float:
         """Return a flow's lower bound: the seconds of all layers' passes divided by the ranks."""
@@ -267,7 +268,7 @@ class _Search:
         One of them goes through all stages and back, with half of the backwards if they are split.
         """
         share = flow.mesh.pp * flow.mesh.dp * flow.micro_batch / self.request.global_batch_size
-        return max(1.0, share if flow.recompute.startswith("full") else share / 2)
+        return max(1.0, share if flow.recompute.full_layers else share / 2)
 
     def leanest(self) -> Setting:
         """Return the setting with the least memory, among the 40 whose first rank needs least."""
@@ -332,7 +333,7 @@ def simplicity(plan: Plan) -> tuple[object, ...]:
         s.cp,
         s.tp,
         s.sequence_parallel,
-        strength(s.recompute),
+        s.recompute.strength,
         plan.memory.total,
         order,
         flow.micro_batch,

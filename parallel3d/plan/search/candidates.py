@@ -17,8 +17,8 @@ from parallel3d.config import MeshConfig, checks
 from parallel3d.config.model_checks import divisors_of
 from parallel3d.config.parallel3d_block import reduces_once
 from parallel3d.model import optimizers
-from parallel3d.model.recompute import MODES, text_of
-from parallel3d.model.spec import Recompute, Shape
+from parallel3d.model.recompute import FULL, MLP, MODES, NONE, Recompute, parse
+from parallel3d.model.spec import Shape
 from parallel3d.plan.search.plans import CHOICES, Request
 from parallel3d.plan.setting import Device, Setting
 from parallel3d.schedule import schedules
@@ -85,10 +85,13 @@ def opens_recompute(request: Request) -> bool:
 def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
     """Return a mesh's flows: every micro batch, recomputation and sequence parallelism."""
     may_split = mesh.tp > 1 and not request.base.shape.seq % (mesh.cp * mesh.tp)
-    recomputes: tuple[Recompute, ...] = (request.fixed.get("recompute", "none"),)
-    if opens_recompute(request):  # with a fused kernel, "selective" frees 4 bytes a head and token
-        is_fused = request.base.software.attention == "flash"
-        recomputes = tuple(mode for mode in MODES if mode != "selective" or not is_fused)
+    if not opens_recompute(request):
+        recomputes = [parse(request.fixed["recompute"])]
+    elif request.base.software.attention == "flash":
+        # With a fused kernel, "selective" frees only 4 bytes a head and token.
+        recomputes = [NONE, MLP, FULL]
+    else:
+        recomputes = [*MODES]
     return tuple(
         Flow(mesh, micro_batch, recompute, split, ep)
         for ep in _divisions(request, mesh)
@@ -124,7 +127,7 @@ def orders(request: Request, flow: Flow) -> tuple[Order, ...]:
         if stages_per_rank > UNEVEN and 0 not in lengths:
             continue
         for name in names:
-            if flow.recompute.startswith("full") and schedules.splits_backward(name):
+            if flow.recompute.full_layers and schedules.splits_backward(name):
                 continue  # recomputation saves nothing: W's inputs stay until W
             order = Order(stages_per_rank, name)
             runs = not any(schedules.why_not(name, pp, n, stages_per_rank) for n in counts)
@@ -331,7 +334,7 @@ def check_fixed(fixed: Mapping[str, object]) -> None:
             problems.append(Problem(path, value, rule, nearest(name, CHOICES)))
         elif name == "recompute":
             try:
-                text_of(value)
+                parse(value)
             except ValueError as error:
                 problems.append(Problem(path, value, *str(error).split("; ", 1)))
         elif name in allowed and (type(value), value) not in (

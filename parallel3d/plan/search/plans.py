@@ -194,7 +194,7 @@ def choices_json(setting: Setting, memory: Memory) -> dict[str, object]:
         "num_microbatches": s.num_microbatches,
         "schedule": s.schedule,
         "stages_per_rank": s.stages_per_rank,
-        "recompute": s.recompute,
+        "recompute": str(s.recompute),
         "memory_bytes": {**memory.parts, "total": memory.total},
         "host_bytes": memory.host,
         "nvme_bytes": memory.nvme,

@@ -6,7 +6,7 @@ from heapq import nsmallest
 from itertools import product
 
 from parallel3d.config.hardware import Hardware
-from parallel3d.model.recompute import strength
+from parallel3d.model.recompute import Recompute
 from parallel3d.plan.layers.placement import blocks_in_stages
 from parallel3d.plan.memory.peak import Memory, exceeds, per_rank
 from parallel3d.plan.search import candidates
@@ -62,8 +62,7 @@ def with_fewest_in_full(setting: Setting, hardware: Hardware, least: int = 0) ->
 
     If none need be, its recomputation is "none".
     """
-    ways = ["none" if n == 0 else f"full:{n}" for n in range(least, max(blocks_in_stages(setting)))]
-
+    ways = [Recompute(full_layers=n) for n in range(least, max(blocks_in_stages(setting)))]
     enough = bisect_left(ways, True, key=lambda way: all_fit(setting.but(recompute=way), hardware))
     return setting.but(recompute=ways[enough]) if enough < len(ways) else setting
 
@@ -101,7 +100,7 @@ def smallest_change(request: Request, start: Choices) -> tuple[str, Choices] | N
         flow, _, state = choices
         changed = zip(_COSTS, words, _words(*choices), strict=True)
         total = sum(cost for cost, old, new in changed if old != new)
-        total += strength(flow.recompute) + state.zero_stage + 3 * state.num_offloads
+        total += flow.recompute.strength + state.zero_stage + 3 * state.num_offloads
         return total, -flow.micro_batch, choices
 
     for choices in nsmallest(MOST_CHANGES, _leaner(request, *start), key=cost):
@@ -115,7 +114,7 @@ def _leaner(request: Request, flow: Flow, order: Order, state: ZeroState) -> Ite
     """Yield choices on the same mesh that may need less memory."""
     flows = [near for near in candidates.flows(request, flow.mesh) if near.ep == flow.ep]
     for near in {*flows, *(near._replace(recompute=flow.recompute) for near in flows)}:
-        keeps_more = strength(near.recompute) < strength(flow.recompute)
+        keeps_more = near.recompute.strength < flow.recompute.strength
         if keeps_more or near.micro_batch > flow.micro_batch:
             continue
         orders = candidates.orders(request, near)

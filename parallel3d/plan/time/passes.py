@@ -4,7 +4,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel3d.model.spec import Collective, LayerCost, Recompute, Shape, Work
+from parallel3d.model.recompute import FULL, NONE, Recompute
+from parallel3d.model.spec import Collective, LayerCost, Shape, Work
 from parallel3d.plan.layers.placement import LayerKinds, StageClasses, cost_of
 from parallel3d.plan.setting import BYTES, Precision, Setting
 from parallel3d.plan.time.network import (
@@ -68,14 +69,14 @@ def stage_passes(layout: StageClasses, setting: Setting, machine: Machine) -> Pa
             setting.offload_activations and machine.hardware.cores is None,
         )
 
-    if ":" not in setting.recompute:
+    if setting.recompute.is_uniform:
         return _sums(layout, layers(setting.recompute))
-    return _sums(layout, layers("full"), setting.recompute, layers("none"))
+    return _sums(layout, layers(FULL), setting.recompute, layers(NONE))
 
 
 @lru_cache(maxsize=65536)
 def _sums(
-    layout: StageClasses, layers: Passes, recompute: Recompute = "", others: Passes = ()
+    layout: StageClasses, layers: Passes, recompute: Recompute = NONE, others: Passes = ()
 ) -> Passes:
     """Return the sums over the layers of each class; `others` are those after a stage's first."""
     both = []

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from parallel3d.config import RunConfig
 from parallel3d.config.hardware import load
+from parallel3d.model.recompute import FULL, NONE, SELECTIVE
 from parallel3d.model.spec import Shape
 from parallel3d.model.transformer_cost import num_chunks
 from parallel3d.models.gpt.spec import Config
@@ -82,7 +83,7 @@ def settings(draw, **fixed):
         "sequence_parallel": tp > 1 and draw(st.booleans()),
         "schedule": schedule,
         "stages_per_rank": stages_per_rank,
-        "recompute": draw(st.sampled_from(["none", "selective", "full"])),
+        "recompute": draw(st.sampled_from([NONE, SELECTIVE, FULL])),
         "precision": draw(st.sampled_from(["fp32", "bf16"])),
         "zero_stage": (zero := draw(st.integers(0, 3))),
         "reduces_once": zero == 0 or draw(st.booleans()),
@@ -183,9 +184,7 @@ def test_more_recomputation_never_takes_more(setting, machine):
     With a single microbatch in flight "full" holds what it computes again, as "none" does what it
     kept; "selective" has let go of them (4 bytes a head and token) when the MLP goes backward.
     """
-    modes = [
-        per_rank(setting.but(recompute=mode), machine) for mode in ("full", "selective", "none")
-    ]
+    modes = [per_rank(setting.but(recompute=mode), machine) for mode in (FULL, SELECTIVE, NONE)]
     statistics = 4 * 8 * setting.shape.tokens * (1.2 if machine else 1)
     for full, selective, none in zip(*modes, strict=True):
         assert selective.total <= none.total and full.total <= none.total
@@ -199,7 +198,7 @@ def test_more_recomputation_never_takes_more(setting, machine):
     st.sampled_from(ORDERS),
     machines,
     st.sampled_from(["fp32", "bf16"]),
-    st.sampled_from(["none", "full"]),
+    st.sampled_from([NONE, FULL]),
     st.sampled_from([1, 2, 8]),
     st.sampled_from([1, 2, 4]),
 )
@@ -356,8 +355,8 @@ def test_full_recomputation_saves_nothing_where_weight_gradients_wait():
     """What W needs of a linear layer is its input, and the gradient of what it gave."""
     layers = gpt(64, 6, vocab_size=256, seq=64)
     base = Setting(layers, 64, Shape(32, 64), 4, pp=2, schedule="zero_bubble", zero_stage=1)
-    split = base.but(recompute="full")
-    ordinary = base.but(schedule="gpipe", recompute="full")
+    split = base.but(recompute=FULL)
+    ordinary = base.but(schedule="gpipe", recompute=FULL)
     assert saved_bytes(split) == saved_bytes(base)
     for held, kept in zip(saved_bytes(split), saved_bytes(ordinary), strict=True):
         assert held > 5 * kept

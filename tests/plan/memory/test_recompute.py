@@ -17,17 +17,18 @@ def test_the_first_layers_of_each_stage():
     """Each layer in full recomputation saves the same bytes, up to all that a stage has."""
     layers = tuple(models.layers(GPT))
     setting = Setting(layers, GPT.hidden_size, Shape(1, 1024), 8, pp=2, stages_per_rank=1)
-    ways = ("none", *(f"full:{number}" for number in range(1, 11)))
+    ways = [recompute.Recompute(full_layers=number) for number in range(11)]
     by_way = [saved_bytes(setting.but(recompute=way)) for way in ways]
     block = layers[1]
     shape = Shape(1, 1024)
-    freed = block.cost(shape).saved.bytes(2) - block.cost(shape, recompute="full").saved.bytes(2)
+    in_full = block.cost(shape, recompute=recompute.FULL)
+    freed = block.cost(shape).saved.bytes(2) - in_full.saved.bytes(2)
     sizes = blocks_in_stages(setting)
     assert sum(sizes) == GPT.num_hidden_layers and min(sizes) < max(sizes) < 10
     for stage, num_blocks in enumerate(sizes):
         for number, saved in enumerate(by_way):
             assert by_way[0][stage] - saved[stage] == freed * min(number, num_blocks)
-    assert by_way[-1] == saved_bytes(setting.but(recompute="full"))
+    assert by_way[-1] == saved_bytes(setting.but(recompute=recompute.FULL))
 
 
 @pytest.mark.parametrize(
@@ -43,4 +44,5 @@ def test_the_first_layers_of_each_stage():
     ],
 )
 def test_texts(value, text):
-    assert recompute.text_of(value) == recompute.text_of(text) == text
+    assert recompute.parse(value) == recompute.parse(text)
+    assert str(recompute.parse(value)) == text

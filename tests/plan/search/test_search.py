@@ -8,6 +8,7 @@ import pytest
 
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig, hardware
+from parallel3d.model.recompute import FULL, NONE, SELECTIVE, Recompute, parse
 from parallel3d.plan.layers.placement import blocks_in_stages
 from parallel3d.plan.memory.peak import least_in_flight, least_on_first, peak_of, per_rank
 from parallel3d.plan.report.plan_rows import apply, checkpoint_bytes, choose
@@ -47,9 +48,9 @@ def best_of_each_mesh(request, rows):
         for kept in (state, *candidates.shorter_gathers(request, order, state)):
             setting = setting_of(request, flow, order, kept)
             if fits(worst(setting, request.hardware), request.hardware):
-                if flow.recompute == "full":  # in as few layers as fit
+                if flow.recompute == FULL:  # in as few layers as fit
                     for count in range(1, max(blocks_in_stages(setting))):
-                        fewer = setting.but(recompute=f"full:{count}")
+                        fewer = setting.but(recompute=Recompute(full_layers=count))
                         if fits(worst(fewer, request.hardware), request.hardware):
                             flow = flow._replace(recompute=fewer.recompute)
                             break
@@ -180,7 +181,7 @@ def test_full_recomputation_is_not_proposed_where_weight_gradients_wait():
         (flow.recompute, splits_backward(order.schedule))
         for flow, order, _ in everything(request_of(config(), machine(), 4))
     }
-    assert ("full", True) not in seen and {("none", True), ("full", False)} <= seen
+    assert (FULL, True) not in seen and {(NONE, True), (FULL, False)} <= seen
 
 
 def test_what_is_fixed_stays():
@@ -275,7 +276,7 @@ def test_the_chosen_config_is_the_first_row():
     assert (zero.stage, again.micro_batch_size) == (row["zero_stage"], row["micro_batch"])
     assert again.num_microbatches == row["num_microbatches"] and again.global_batch_size == 16
     assert again.pipeline.schedule == row["schedule"]
-    assert again.pipeline.activation_checkpointing == row["recompute"]
+    assert str(again.pipeline.activation_checkpointing) == row["recompute"]
     assert again.pipeline.gradient_reduction == row["gradient_reduction"]
     assert again.pipeline.weights == (row["weights"] or "auto")
     assert any('"plan" for 8 x toy' in note for note in chosen.notes)
@@ -290,7 +291,7 @@ def test_what_the_config_keeps():
     raw["parallel3d"]["plan"] = {"fix": ["zero_stage", "recompute", "gradient_reduction"]}
     raw["parallel3d"]["pipeline"]["activation_checkpointing"] = "selective"
     chosen, plan = choose(RunConfig.from_dict(raw), 8, machine())
-    assert chosen.zero_optimization.stage == 3 and plan.setting.recompute == "selective"
+    assert chosen.zero_optimization.stage == 3 and plan.setting.recompute == SELECTIVE
     assert plan.setting.reduces_once  # as "auto" means at ZeRO-3
 
 
@@ -331,7 +332,7 @@ def test_parts_sum_and_flops_agree():
     setting = request.base.but(pp=2)  # stages of 3 blocks
     first = tokens * 8 * layers * h * h  # an MLP's first product
     for mode, added in {"none": 0, "full": again, "full:2": again * 2 / 3, "mlp": first}.items():
-        plan = evaluate(request, setting.but(recompute=mode))
+        plan = evaluate(request, setting.but(recompute=parse(mode)))
         assert plan.recomputed_flops == pytest.approx(added), mode
 
 

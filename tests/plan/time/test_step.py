@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from parallel3d.config import hardware
 from parallel3d.config.hardware import Cores, Figure, Hardware
+from parallel3d.model.recompute import SELECTIVE
 from parallel3d.model.spec import Attention, Shape, Work
 from parallel3d.plan.setting import Setting, Software, layers_of
 from parallel3d.plan.time import passes
@@ -76,7 +77,7 @@ WAITS = Setting(
     sequence_parallel=True,
     schedule="v_shape",
     stages_per_rank=2,
-    recompute="selective",
+    recompute=SELECTIVE,
     zero_stage=0,
     software=Software(overlaps_reduction=True, overlaps_tensor=True),
 )
