@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import permutations, product
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 from zlib import crc32
 
@@ -21,7 +21,7 @@ from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedule.schedule import Action
-from parallel3d.tensor.cut import is_of_experts
+from parallel3d.tensor.cut import HeldParameter, is_of_experts
 
 _MASK = 2**52 - 1  # checksums travel as floats of 53 bits
 _REPLICAS = "data-parallel replicas"
@@ -39,8 +39,13 @@ Messages = Mapping[tuple[str, bool], Tensor]
 """Checksums of messages in a step, by their receiving action and whether this rank sent them."""
 
 
-Row = tuple[str, int, float]
-"""A place, the checksum of its value, and the value's norm."""
+class Row(NamedTuple):
+    """The digest of a value."""
+
+    place: str
+    bits: int
+    """The sum of the value's bits."""
+    norm: float
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -57,9 +62,12 @@ def digest(tensor: Tensor) -> Tensor:
 
 def read_digests(places: Sequence[str], digests: Sequence[Tensor]) -> list[Row]:
     """Return the digests as numbers; the host waits for the device."""
-    rows = (torch.stack([*digests]) if digests else torch.zeros(0, 2, dtype=torch.int64)).cpu()
+    if not digests:
+        return []
+    rows = torch.stack([*digests]).cpu()  # [places, 2]
     norms = rows[:, 1].contiguous().view(torch.float64)
-    return list(zip(places, rows[:, 0].tolist(), norms.tolist(), strict=True))
+    columns = (places, rows[:, 0].tolist(), norms.tolist())
+    return [Row(*row) for row in zip(*columns, strict=True)]
 
 
 class WrongBits(TrainingError):
@@ -91,33 +99,34 @@ def check_bits(
     Each rank sends one checksum for each kind of copy, and the gradient norm. Where most copies
     agree the others are wrong; of two copies either may be. ZeRO's shards have no copy over dp.
 
-    Args:
-        norm: this rank's gradient norm of the step.
-        ends: pipeline coordinates of the first and the last stage, which may share a weight.
-        messages: this rank's messages of the step, which must have arrived as they were sent.
+    - `norm`: this rank's gradient norm of the step.
+    - `ends`: pipeline coordinates of the first and the last stage, which may share a weight.
+    - `messages`: this rank's messages of the step, which must have arrived as they were sent.
     """
     sums = _checksums(engine, mesh.device)
     zero = torch.zeros((), dtype=torch.int64, device=mesh.device)
     balance = zero
     for (receive, is_sent), total in messages.items():
         weight = crc32(receive.encode()) | 1  # so that two that are swapped change the sum
-        balance = balance + total * (weight if is_sent else -weight)
-    copies = [sum(of.values(), zero) & _MASK for of in sums.values()]
+        if not is_sent:
+            weight = -weight
+        balance = balance + total * weight
+    copies = [sum(by_name.values(), zero) & _MASK for by_name in sums.values()]
     rows = mesh.messages.gather_floats([*copies, norm, balance & _MASK])
     sizes = [peers.size for peers in (mesh.pipeline, mesh.replicas, mesh.tensor)]
     grid = np.arange(len(rows)).reshape(sizes)
     if sum(int(row[-1]) for row in rows) & _MASK:
         raise WrongBits(_wrong_messages(messages, mesh, grid))
     columns = [*sums, _NORM]
-    owner = mesh.context.size, mesh.experts.size  # of rank d of dp x cp: d // cp % ep
-    for what, peers in _copies(grid, ends, engine.settings.zero_stage > 0, owner):
+    cp_ep = (mesh.context.size, mesh.experts.size)
+    for what, peers in _copies(grid, ends, engine.settings.zero_stage > 0, cp_ep):
         column = columns.index(what)
-        values = [
-            str(rows[ranks[0]][column])  # equal also if it is not a number
-            if what == _NORM
-            else sum(int(rows[rank][column]) for rank in ranks) & _MASK
-            for ranks in peers
-        ]
+        values: list[int | str] = []
+        for ranks in peers:
+            if what == _NORM:
+                values.append(str(rows[ranks[0]][column]))  # NaN equals NaN as text
+            else:
+                values.append(sum(int(rows[rank][column]) for rank in ranks) & _MASK)
         (usual, count), *others = Counter(values).most_common()
         if others:
             own = {name: int(total) & _MASK for name, total in sums.get(what, {}).items()}
@@ -129,22 +138,20 @@ def check_bits(
 
 def _wrong_messages(messages: Messages, mesh: Mesh, grid: np.ndarray) -> str:
     """Return a text that names the messages that did not arrive as they were sent. Collective."""
-    own = [
-        {name: int(total) for (name, is_sent), total in messages.items() if is_sent == is_sender}
-        for is_sender in (True, False)
-    ]
+    own: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    for (name, is_sent), total in messages.items():
+        own[0 if is_sent else 1][name] = int(total)
     rows = gather_json(mesh, [f"rank {mesh.rank} on {socket.gethostname()}", *own])
     texts = []
     for pipeline in grid.reshape(len(grid), -1).T:
         pairs = permutations([rows[rank] for rank in pipeline], 2)
         for (sender, sent, _), (receiver, _, received) in pairs:
             names = {total: name for name, total in sent.items()}
-            texts += [
-                f"{receiver} received other bits in {name} than {sender} sent"
-                + (f": those of {names[total]}" if total in names else "")
-                for name, total in received.items()
-                if sent.get(name, total) != total
-            ]
+            for name, total in received.items():
+                if sent.get(name, total) != total:
+                    swapped = f": those of {names[total]}" if total in names else ""
+                    text = f"{receiver} received other bits in {name} than {sender} sent"
+                    texts.append(f"{text}{swapped}")
     return (
         f"{'; '.join(texts[:4])}. Check the network and its drivers between these hosts, and start "
         "again from the last checkpoint"
@@ -164,19 +171,7 @@ def _checksums(engine: Engine, device: torch.device) -> dict[str, dict[str, Tens
         what = _EXPERTS if is_of_experts(h.parameter) else _REPLICAS
         add(what, h.name, bit_sum(h.parameter.detach(), [0] * len(shape), shape))
     for number, block in enumerate(engine.states.blocks):
-        kinds_of_copy = [
-            [
-                what
-                for what, is_held in (
-                    (_REPLICAS, stage == 0 and not is_of_experts(piece.held.parameter)),
-                    (_EXPERTS, stage == 0 and is_of_experts(piece.held.parameter)),
-                    (_TP, not piece.held.cut.parts),
-                    (_TIED, piece.held.tied_across),
-                )
-                if is_held
-            ]
-            for piece in block
-        ]
+        kinds_of_copy = [_kinds_of_copy(piece.held, stage) for piece in block]
         if any(kinds_of_copy):  # states on NVMe are read
             with engine.states.opened(number) as tensors:
                 for piece, kinds, copies in zip(block, tensors, kinds_of_copy, strict=True):
@@ -189,21 +184,37 @@ def _checksums(engine: Engine, device: torch.device) -> dict[str, dict[str, Tens
     return sums
 
 
+def _kinds_of_copy(held: HeldParameter, zero_stage: int) -> list[str]:
+    """Return the kinds of copy of a parameter's state that other ranks hold."""
+    kinds = []
+    if zero_stage == 0:
+        kinds.append(_EXPERTS if is_of_experts(held.parameter) else _REPLICAS)
+    if not held.cut.parts:
+        kinds.append(_TP)
+    if held.tied_across:
+        kinds.append(_TIED)
+    return kinds
+
+
 def _copies(
-    grid: np.ndarray, ends: tuple[int, int], is_sharded: bool, owner: tuple[int, int]
+    grid: np.ndarray, ends: tuple[int, int], is_sharded: bool, cp_ep: tuple[int, int]
 ) -> Iterator[tuple[str, list[list[int]]]]:
     """Yield each kind of copy with its peers, the ranks whose checksums add up to one copy's.
 
     `grid` [pp, dp, tp] has the global ranks. If the state is sharded over dp, those of a copy are
-    all ranks of its dp group, because unlike stages have unlike shards.
+    all ranks of its dp group, because unlike stages have unlike shards. With `cp_ep`, the sizes of
+    these axes, rank d of dp x cp owns the experts of d // cp % ep.
     """
-    (pp, dp, tp) = grid.shape
-    (cp, ep) = owner
-    shards = [range(dp)] if is_sharded else [range(d, d + 1) for d in range(dp)]
+    pp, dp, tp = grid.shape
+    cp, ep = cp_ep
+    shards = [range(d, d + 1) for d in range(dp)]
+    if is_sharded:
+        shards = [range(dp)]
     for p, t in product(range(pp), range(tp)):
         yield _REPLICAS, [[int(rank)] for rank in grid[p, :, t]]
-        for e in range(ep if ep > 1 else 0):
-            yield _EXPERTS, [[int(grid[p, d, t])] for d in range(dp) if d // cp % ep == e]
+        for e in range(ep) if ep > 1 else ():
+            owners = [d for d in range(dp) if d // cp % ep == e]
+            yield _EXPERTS, [[int(grid[p, d, t])] for d in owners]
     for p, own in product(range(pp), shards):
         yield _TP, [grid[p, own, t].tolist() for t in range(tp)]
     for t, own in product(range(tp), shards):
@@ -220,16 +231,20 @@ def _message(
     has the host and the checksums of each rank; only shards that differ are named.
     """
     reference = right or wrong[0]
-    pairs = [
-        (place, name)
-        for place, like in enumerate(reference)
-        for copy in wrong
-        for (name, total), other in zip(
-            details[like][1].items(), details[copy[place]][1].values(), strict=False
-        )
-        if total != other
-    ] or [(0, what)]
-    places = dict.fromkeys(place for place, _ in pairs)
-    ranks = [f"rank {c[place]} on {details[c[place]][0]}" for c in wrong for place in places]
+    names = []
+    places = []
+    for place, like in enumerate(reference):
+        for copy in wrong:
+            totals = details[like][1].items()
+            others = details[copy[place]][1].values()
+            for (name, total), other in zip(totals, others, strict=False):
+                if total != other:
+                    names.append(name)
+                    places.append(place)
+    ranks = []
+    for copy in wrong:
+        for place in dict.fromkeys(places or [0]):
+            ranks.append(f"rank {copy[place]} on {details[copy[place]][0]}")
     named = ", ".join(ranks) if right else f"one of {' and '.join(ranks)}"
-    return f"{what} differ in {pairs[0][1]}: {named} has wrong bits. {REMEDY}"
+    first = names[0] if names else what
+    return f"{what} differ in {first}: {named} has wrong bits. {REMEDY}"

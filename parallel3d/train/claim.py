@@ -24,7 +24,8 @@ from parallel3d.config.run import digest_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
 
-SUFFIX = ".lock"  # of a run's lock, beside its folder
+SUFFIX = ".lock"
+"""The ending of a run's lock, which stands beside the run's folder."""
 
 
 @dataclass
@@ -154,7 +155,8 @@ def _find(
         )
     directory.mkdir(parents=True, exist_ok=True)
     for number in count(1):
-        folder = existing or directory / (name_of(config) + (f"-{number}" if number > 1 else ""))
+        suffix = f"-{number}" if number > 1 else ""
+        folder = existing or directory / f"{name_of(config)}{suffix}"
         if folder.exists() and not existing:
             continue
         lock = Lock(directory / f"{folder.name}{SUFFIX}", about=same, jobs=launch.jobs)
@@ -196,7 +198,8 @@ MOST_DEATHS = 3  # failed attempts in a row at one step
 class Record(Section):
     """The contents of attempts.json."""
 
-    launch: str = ""  # of an older version
+    launch: str = ""
+    """Not used; older versions wrote it."""
     settings: str = ""
     deaths: tuple[int, ...] = ()
     """The last step that each failed attempt finished, newest last."""

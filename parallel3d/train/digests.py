@@ -43,7 +43,9 @@ def append_digest(folder: Path, step: int, checksums: Mapping[str, Sequence[int]
 
 def _by_step(path: Path) -> dict[int, dict[str, Any]]:
     """Return the complete lines of a file by their steps; {} if there is none."""
-    return {int(line["step"]): line for line in (read_lines(path) if path.exists() else ())}
+    if not path.exists():
+        return {}
+    return {int(line["step"]): line for line in read_lines(path)}
 
 
 def compare_runs(one: Path, other: Path, bound: float = 0.0) -> dict[str, Any]:
@@ -59,7 +61,9 @@ def compare_runs(one: Path, other: Path, bound: float = 0.0) -> dict[str, Any]:
     DataError if a folder is not a run's, or the two have no step in common.
     """
     metrics = [_by_step(run / METRICS) for run in (one, other)]
-    digests = [_by_step(run / DIGESTS) if not bound else {} for run in (one, other)]
+    digests: list[dict[int, dict[str, Any]]] = [{}, {}]
+    if not bound:
+        digests = [_by_step(run / DIGESTS) for run in (one, other)]
     for run, lines in zip((one, other), metrics, strict=True):
         if not lines:
             raise DataError(f"{run}: has no {METRICS} with a step; use the folder of a run")
@@ -68,8 +72,12 @@ def compare_runs(one: Path, other: Path, bound: float = 0.0) -> dict[str, Any]:
         raise DataError(f"{one} and {other}: have no step in common; use two runs that overlap")
 
     def differing(step: int) -> dict[str, list[float | None]]:
-        pairs = {key: [lines[step].get(key) for lines in metrics] for key in ("loss", "grad_norm")}
-        return {key: pair for key, pair in pairs.items() if not is_close(pair[0], pair[1], bound)}
+        values = {}
+        for key in ("loss", "grad_norm"):
+            pair = [lines[step].get(key) for lines in metrics]
+            if not is_close(pair[0], pair[1], bound):
+                values[key] = pair
+        return values
 
     shared = sorted(digests[0].keys() & digests[1].keys())
     step = next(filter(differing, steps), None)
@@ -101,9 +109,11 @@ def in_words(difference: Mapping[str, Any], rule: str = "in every bit") -> Itera
         yield f"same: {steps:,} steps and {digests:,} digests agree {rule}"
     for key, (one, other) in difference["values"].items():
         yield f"step {difference['first_step']} is the first that differs: {key} {one} and {other}"
-    if names := difference["parameters"]:
-        named = ", ".join(names[:_NAMED]) + ", ..." * (len(names) > _NAMED)
+    names = difference["parameters"]
+    if names:
+        named = ", ".join(names[:_NAMED])
+        more = ", ..." if len(names) > _NAMED else ""
         yield (
             f"the digest of step {difference['first_digest']} is the first that differs, in "
-            f"{len(names):,} parameters: {named}"
+            f"{len(names):,} parameters: {named}{more}"
         )

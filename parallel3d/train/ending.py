@@ -76,7 +76,8 @@ class Ending:
             swap.remove_folders()
         for release in self.at_end:
             release()
-        if (text := last_line(code, self.launch)) and self.launch.rank == 0:
+        text = last_line(code, self.launch)
+        if text and self.launch.rank == 0:
             say(text)
         sys.stdout.flush()
         # Skip the interpreter's shutdown, where gloo's threads can abort the process (code -6).
@@ -131,7 +132,8 @@ class Ending:
         lost = lost_peer(error)
         # The backend may notice a lost peer first, but only the arbiter knows which rank it was and
         # what it was doing.
-        if lost and (outcome := pulse.outcome_after_failed_collective()):
+        outcome = pulse.outcome_after_failed_collective() if lost else None
+        if outcome:
             if outcome.code == STOPPED:
                 return self.on_request()
             pulse.leave(FAILED)
@@ -210,8 +212,15 @@ def _launches(line: list[str], program: list[str]) -> bool:
     `program` is a script's path, or "parallel3d" and its command.
     """
     names = [*map(os.path.basename, line)]
-    runs = program[0] in line if len(program) == 1 else program in map(list, pairwise(names))
-    return runs and not names[0].endswith("sh")
+    if names[0].endswith("sh"):
+        return False
+    if len(program) == 1:
+        return program[0] in line
+    return program in map(list, pairwise(names))
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class Stopped(BaseException):
@@ -230,7 +239,7 @@ class StopRequest:
 
     def __init__(self, end: Ending | None = None) -> None:
         self._end = end or Ending()
-        self._flush: Callable[[], None] = lambda: None
+        self._flush = _nothing
         self.requested = self.stopping = self.saving = False
         self._held = self._listening = False
         self._since = 0.0
@@ -266,7 +275,7 @@ class StopRequest:
                 for s, handler in zip(SIGNALS, previous, strict=True):
                     signal.signal(s, handler)
 
-    def hold(self, folder: Path | None, flush: Callable[[], None] = lambda: None) -> None:
+    def hold(self, folder: Path | None, flush: Callable[[], None] = _nothing) -> None:
         """Let a request wait for the end of a step from now on; raise Stopped if there was one.
 
         `folder` is the run's folder on the rank that checks it for the files STOP and SAVE, None on

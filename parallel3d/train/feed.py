@@ -26,17 +26,23 @@ from parallel3d.pipeline.executor import Microbatch
 from parallel3d.schedule.schedule import Schedule
 from parallel3d.tensor.segments import Segments
 
-_Run = tuple[int, int]  # the global index of the first sample, and how many follow each other
+_Run = tuple[int, int]
+"""Consecutive samples: the global index of the first one, and their number."""
 
 
 class _Step(NamedTuple):
     """A rank's part of a step, in host memory."""
 
-    arrays: torch.Tensor  # int64 [microbatches, kinds, batch, seq]
-    numbers: Sequence[int]  # of the microbatches, see `Microbatch`
-    segments: tuple[Segments, ...] = ()  # one per microbatch, for isolated documents
-    weights: torch.Tensor | None = None  # of the labels: float32 [microbatches, batch, seq]
-    documents: torch.Tensor | None = None  # of an evaluation's labels: [microbatches, batch, seq]
+    arrays: torch.Tensor
+    """int64 [microbatches, kinds, batch, seq]"""
+    numbers: Sequence[int]
+    """The numbers of the microbatches, see `Microbatch`."""
+    segments: tuple[Segments, ...] = ()
+    """One per microbatch, for isolated documents."""
+    weights: torch.Tensor | None = None
+    """The weights of the labels: float32 [microbatches, batch, seq]."""
+    documents: torch.Tensor | None = None
+    """The documents of an evaluation's labels: [microbatches, batch, seq]."""
 
 
 class Feed:
@@ -126,7 +132,8 @@ class Feed:
 
         def read(part: Callable[[int, int], Sequence[np.ndarray]]) -> list[np.ndarray]:
             """Return arrays of this rank's samples, which are in runs (first, count)."""
-            return [np.concatenate(a) for a in zip(*(part(*r) for r in runs), strict=True)]
+            of_runs = [part(*run) for run in runs]
+            return [np.concatenate(arrays) for arrays in zip(*of_runs, strict=True)]
 
         tokens, labels = read(batches.microbatch)
         arrays = {"tokens": tokens, "labels": labels}

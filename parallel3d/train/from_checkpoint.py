@@ -100,7 +100,8 @@ def _place(raw: dict[str, Any], world_size: int, is_own_config: bool) -> None:
         }
     elif is_own_config:
         block["mesh"] = mesh | {"dp": "auto"}
-    if isinstance(train := block.get("train"), dict):  # an evaluation has one batch size
+    train = block.get("train")
+    if isinstance(train, dict):  # an evaluation has one batch size
         train |= {"batch_schedule": [], "batch_lr": "none"}
     batch_sizes = [
         raw.get(n) for n in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -114,9 +115,8 @@ def _differing(
     trained: ModelConfig, evaluated: ModelConfig
 ) -> Iterator[tuple[str, object, object]]:
     """Yield each differing model setting that can change results: name, trained, evaluated."""
-    trained_values, evaluated_values = (
-        model.model_dump(mode="json") for model in (trained, evaluated)
-    )
+    trained_values = trained.model_dump(mode="json")
+    evaluated_values = evaluated.model_dump(mode="json")
     for name in evaluated_values if trained.family == evaluated.family else ("family",):
         # Initialisation and dropout affect training only; the corpus decides what "auto" means.
         is_trainings = name in ("from_pretrained", "initializer_range") or name.endswith("_pdrop")
@@ -202,7 +202,8 @@ def refuse_other_text(
         )
 
 
-Norms = dict[str, float]  # by "kind microbatch layer"
+Norms = dict[str, float]
+"""Norms of tensors by their places, "kind microbatch layer"."""
 
 
 def replay_config(
@@ -213,7 +214,8 @@ def replay_config(
     `mesh`: None means the run's own. Raises CheckpointError if the run has
     not trained the step, or has no checkpoint before it.
     """
-    if step > (reached := step_reached(run)):
+    reached = step_reached(run)
+    if step > reached:
         raise CheckpointError(f"--step {step}: {run} has {reached} steps; use one of them")
     older = [path for number, path in step_folders(run / "checkpoints") if number < step]
     if not older:
@@ -278,7 +280,8 @@ def replay(
         for path in sorted(run.glob(f"replays/*/step-{step}.json")):
             other_bound = 0.0 if path.parent == folder and is_exact else BOUNDS[config.precision]
             other = json.loads(path.read_text())
-            if first is None and (place := first_difference(norms, other, other_bound)):
+            place = first_difference(norms, other, other_bound)
+            if place and first is None:
                 kind, microbatch, layer = place.split()
                 stage = next(s for s, layers in enumerate(stages) if int(layer) in layers)
                 first = {
@@ -329,7 +332,9 @@ class _Trace:
         squares: Norms = {}
         for of_rank in gather_json(self._mesh, own):
             for name, square in of_rank.items():
-                squares[name] = square + (squares.get(name, 0.0) if sums_over_tp else 0.0)
+                if sums_over_tp and name in squares:
+                    square += squares[name]
+                squares[name] = square
         return {name: square**0.5 for name, square in squares.items()}
 
 

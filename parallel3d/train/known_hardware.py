@@ -19,7 +19,8 @@ def machine_of(config: RunConfig, launch: Launch) -> hardware.Hardware:
 
 def known_hardware(config: RunConfig, device: torch.device) -> hardware.Hardware | None:
     """Return the hardware that the config names, else `device` if configs/hardware has it."""
-    if (name := config.parallel3d.run.hardware) != "auto":
+    name = config.parallel3d.run.hardware
+    if name != "auto":
         return hardware.load(name)
     if device.type == "cpu":
         return None
@@ -41,9 +42,11 @@ def peak(config: RunConfig, mesh: Mesh) -> tuple[str, float | None]:
     """
     precision = config.precision
     tf32 = config.parallel3d.train.tf32
-    dtype = "tf32" if tf32 and precision == "fp32" and mesh.device.type != "cpu" else precision
+    uses_tf32 = tf32 and precision == "fp32" and mesh.device.type != "cpu"
+    dtype = "tf32" if uses_tf32 else precision
     known = known_hardware(config, mesh.device)
-    if known and (published := known.peak(dtype)):
+    published = known.peak(dtype) if known else None
+    if known and published:
         return f"{known.name}'s {dtype} peak", published
     # Imported here because it loads DeepSpeed, which a plan does not need.
     from parallel3d.engine.engine_settings import DTYPES
@@ -59,7 +62,8 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     Other ranks may use the same cores meanwhile, as they do in training.
     """
     size = 1024 if device.type == "cpu" else 8192
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    left = torch.randn(size, size, device=device).to(dtype)
+    right = torch.randn(size, size, device=device).to(dtype)
     timer = Timer(
         "left @ right", globals={"left": left, "right": right}, num_threads=torch.get_num_threads()
     )

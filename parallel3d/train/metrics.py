@@ -75,12 +75,14 @@ class StepMetrics:
         """Return one line of JSON without a newline; numbers that are not finite are null."""
         values = {name: getattr(self, name) for name in _ALWAYS} | _in_json(self.validation)
         if self.experts:
-            values["experts"] = {
-                layer: {"loads": [round(load, 4) for load in row[:-1]]} | _balance(row)
-                for layer, row in self.experts.items()
-            }
+            experts = {}
+            for layer, row in self.experts.items():
+                loads = [round(load, 4) for load in row[:-1]]
+                experts[layer] = {"loads": loads} | _balance(row)
+            values["experts"] = experts
         for name in _SOMETIMES:
-            if (value := getattr(self, name)) not in (None, {}):
+            value = getattr(self, name)
+            if value not in (None, {}):
                 values[name] = value
         return json.dumps(finite(values), allow_nan=False)
 
@@ -105,8 +107,12 @@ def numbers_of(line: Mapping[str, object]) -> dict[str, float]:
 def _in_json(validation: Losses) -> dict[str, object]:
     """Return the keys that an evaluation adds to a line."""
     sets = {name: loss.to_json() for name, loss in validation.items()}
-    held_out = {"held_out_loss": sets[HELD_OUT]["loss"]} if HELD_OUT in sets else {}
-    return held_out | ({"validation": sets} if sets else {})
+    values: dict[str, object] = {}
+    if HELD_OUT in sets:
+        values["held_out_loss"] = sets[HELD_OUT]["loss"]
+    if sets:
+        values["validation"] = sets
+    return values
 
 
 def _balance(row: list[float]) -> dict[str, float]:

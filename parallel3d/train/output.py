@@ -76,7 +76,8 @@ class Summary:
         for name, loss in result.validation.items():
             title = "held-out loss" if name == HELD_OUT else f"loss of {name}"
             rows[title] = loss.in_words()
-        if (held_out := result.held_out_loss) is not None and self.unigram_loss is not None:
+        held_out = result.held_out_loss
+        if held_out is not None and self.unigram_loss is not None:
             below = "is below" if held_out < self.unigram_loss else "is NOT below"
             rows["unigram loss"] = (
                 f"{self.unigram_loss:.4f} (the same tokens by their frequencies in training; the "
@@ -118,16 +119,20 @@ def print_placement(console: Console, config: RunConfig, parts: Assembly) -> Non
     mesh = config.mesh
     settings = parts.engine.settings
     offload = describe_offload(zero.offload_optimizer.device, zero.offload_param.device)
-    marks = [
-        f"ZeRO-{zero.stage}",
-        *([offload] if offload != "none" else []),
-        settings.precision,
-        *(["sequence parallel"] if mesh.sequence_parallel else []),
-        *([f"experts divided over {mesh.ep} ranks"] if mesh.ep > 1 else []),
-        *(["documents isolated"] if own.data.isolate_documents else []),
-        *(["TF32"] if own.train.tf32 and settings.precision == "fp32" else []),
-        *(["deterministic"] if own.train.deterministic else []),
-    ]
+    marks = [f"ZeRO-{zero.stage}"]
+    if offload != "none":
+        marks.append(offload)
+    marks.append(settings.precision)
+    if mesh.sequence_parallel:
+        marks.append("sequence parallel")
+    if mesh.ep > 1:
+        marks.append(f"experts divided over {mesh.ep} ranks")
+    if own.data.isolate_documents:
+        marks.append("documents isolated")
+    if own.train.tf32 and settings.precision == "fp32":
+        marks.append("TF32")
+    if own.train.deterministic:
+        marks.append("deterministic")
     console.print(
         f"model   {own.model.family}, {parameters(layers)}; {schedule.name}, "
         f"{schedule.num_microbatches} microbatches of {parts.shape.batch} x "
@@ -137,7 +142,9 @@ def print_placement(console: Console, config: RunConfig, parts: Assembly) -> Non
     several = schedule.num_stages > schedule.pp_size
     for stage, placed in enumerate(stages.layers_of_stage):
         names = [layers[i].name for i in placed]
-        shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        shown = names[0]
+        if len(names) > 1:
+            shown = f"{names[0]} .. {names[-1]}"
         share = sum(layers[i].num_params for i in placed) / total
         place = f", on pp {schedule.pp_coord_of_stage[stage]}" if several else ""
         console.print(f"stage {stage:<3}{shown} ({100 * share:.0f} % of the parameters){place}")

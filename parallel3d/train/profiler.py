@@ -58,16 +58,17 @@ class Lane(NamedTuple):
     """The recorded steps of one rank, and how many seconds its clock is ahead of rank 0's."""
 
     rank: int
-    coords: tuple[int, ...]  # along AXES, or without cp
+    coords: tuple[int, ...]
+    """Along AXES, or without cp."""
     steps: list[Step]
     ahead: float
 
     def spans(self) -> tuple[Span, ...]:
         """Return the actions of the last recorded step, on rank 0's clock."""
-        return tuple(
-            Span(Action.parse(name), start - self.ahead, end - self.ahead)
-            for name, start, end in self.steps[-1].spans
-        )
+        spans = []
+        for name, start, end in self.steps[-1].spans:
+            spans.append(Span(Action.parse(name), start - self.ahead, end - self.ahead))
+        return tuple(spans)
 
     def events(self, origin: float) -> Iterator[dict[str, object]]:
         """Yield its name, steps and actions as trace events, in microseconds since `origin`."""
@@ -76,7 +77,8 @@ class Lane(NamedTuple):
         own = {"name": f"rank {self.rank} ({coords})"}
         yield {"name": "process_name", "ph": "M", "pid": self.rank, "tid": 0, "args": own}
         for step in self.steps:
-            for name, start, end in ((f"step {step.number}", step.start, step.end), *step.spans):
+            whole = (f"step {step.number}", step.start, step.end)
+            for name, start, end in (whole, *step.spans):
                 yield {
                     "name": name,
                     "ph": "X",
@@ -159,7 +161,8 @@ class Profiler:
         lanes = []
         for rank, (clock, _, coords, steps) in enumerate(rows):
             ahead = median(a - b for a, b in zip(first[clock], rows[0][1], strict=True))
-            lanes += [Lane(rank, coords, [Step(*s) for s in steps], ahead)] if steps else []
+            if steps:
+                lanes.append(Lane(rank, coords, [Step(*step) for step in steps], ahead))
         return lanes
 
     def _write(self, lanes: list[Lane]) -> None:
@@ -242,7 +245,8 @@ class StepWatch:
         executor = self._parts.executor
         seconds = dict.fromkeys(PARTS, 0.0)
         for span in executor.spans:
-            if name := _PART_OF.get(span.action.op):
+            name = _PART_OF.get(span.action.op)
+            if name:
                 seconds[name] += span.end - span.start
         program = max((span.end for span in executor.spans), default=0.0)
         seconds["waiting"] = max(0.0, program - sum(seconds.values()))

@@ -17,7 +17,8 @@ from parallel3d.train.metrics import StepMetrics
 _ROWS = 6
 _COLUMNS = 64
 _LABEL = 8
-_DOTS = ((0x1, 0x2, 0x4, 0x40), (0x8, 0x10, 0x20, 0x80))  # of a braille character, by its columns
+# The dots of a braille character's two columns, from top to bottom.
+_DOTS = ((0x1, 0x2, 0x4, 0x40), (0x8, 0x10, 0x20, 0x80))
 
 
 class LossCurve:
@@ -59,16 +60,18 @@ def draw(values: Sequence[float]) -> list[str]:
         place = round((high - value) / ((high - low) or 1.0) * last)  # from the top
         cells[place // 4][column // 2] |= _DOTS[column % 2][place % 4]
     labels = {0: f"{high:.3f}", _ROWS - 1: f"{low:.3f}"}
-    return [
-        f"{labels.get(number, ''):>{_LABEL}} ┤{''.join(chr(0x2800 + dots) for dots in row)}"
-        for number, row in enumerate(cells)
-    ]
+    lines = []
+    for number, row in enumerate(cells):
+        label = labels.get(number, "")
+        curve = "".join(chr(0x2800 + dots) for dots in row)
+        lines.append(f"{label:>{_LABEL}} ┤{curve}")
+    return lines
 
 
 class _Bar(progress.Progress):
     """A progress bar below the curve of the losses."""
 
-    curve = LossCurve()  # of no run; `Progress` sets its own
+    curve = LossCurve()  # `Progress` sets its own
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Yield what rich displays, from top to bottom."""
@@ -124,7 +127,8 @@ class Progress:
         if task.finished:
             return elapsed
         each = 1 / task.speed if task.speed else task.elapsed or 0.0
-        left = in_words((task.remaining or 0.0) * each)
+        steps_left = task.remaining or 0.0
+        left = in_words(steps_left * each)
         return f"{elapsed}<{left}" if brief else f"{elapsed} elapsed, {left} left"
 
     def say(self, text: str) -> None:

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,17 @@ from parallel3d.train.digests import BOUNDS, is_close
 from parallel3d.train.recorder import Recorder
 
 _Known = dict[str, tuple[int, float]]
-_Difference = tuple[int, list[int], str] | None  # order, ranks that may be wrong, text
+"""The bits and the norm of each place of another rank's digests."""
+
+
+class _Difference(NamedTuple):
+    """The first value of a rank that another computation does not confirm."""
+
+    order: int
+    """How many values were computed before it."""
+    wrong: list[int]
+    """The ranks that may be wrong."""
+    text: str
 
 
 class Recomputation:
@@ -57,10 +68,13 @@ class Recomputation:
         is_exact = mesh.device.type == "cpu" or config.train.deterministic
         self._bound = 0.0 if is_exact and len(set(names)) == 1 else BOUNDS[config.precision]
         layers = parts.stages.module.layers
-        uses = Counter(p for of_stage in layers.values() for m in of_stage for p in m.parameters())
+        uses: Counter[nn.Parameter] = Counter()
+        for layer in chain.from_iterable(layers.values()):
+            uses.update(layer.parameters())
         self._shared = {parameter for parameter, count in uses.items() if count > 1}
         self._held = {id(h.parameter): h for h in parts.engine.held}
-        self._settings = settings = parts.engine.settings
+        settings = parts.engine.settings
+        self._settings = settings
         self._file = optimizers.load(settings.optimizer)
         self._kinds = parts.engine.states.kinds[1:]
         on_device = settings.offload_optimizer == "none"
@@ -103,20 +117,24 @@ class Recomputation:
         own = self._stage, self._microbatch
 
         def note_inputs(_: nn.Module, args: tuple[Any, ...]) -> None:
-            if (args[0], key.microbatch) == own:
-                names = ("x", "labels", "segments", "weights")
-                inputs = dict(zip(names, args[1:], strict=False))
-                segments = inputs.pop("segments", None)
-                if segments is not None:
-                    inputs |= {"positions": segments.positions, "bounds": segments.bounds}
-                self._inputs |= {k: v.detach() for k, v in inputs.items() if v is not None}
+            if (args[0], key.microbatch) != own:
+                return
+            names = ("x", "labels", "segments", "weights")
+            inputs = dict(zip(names, args[1:], strict=False))
+            segments = inputs.pop("segments", None)
+            if segments is not None:
+                inputs |= {"positions": segments.positions, "bounds": segments.bounds}
+            for name, tensor in inputs.items():
+                if tensor is not None:
+                    self._inputs[name] = tensor.detach()
 
         def note_gradients(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if (args[0], key.microbatch) == own:
-                x, side = output if isinstance(output, tuple) else (output, None)
-                x.register_hook(partial(self._inputs.__setitem__, "gradient"))
-                if side is not None and side.total.requires_grad:
-                    side.total.register_hook(partial(self._inputs.__setitem__, "side_gradient"))
+            if (args[0], key.microbatch) != own:
+                return
+            x, side = output if isinstance(output, tuple) else (output, None)
+            x.register_hook(partial(self._inputs.__setitem__, "gradient"))
+            if side is not None and side.total.requires_grad:
+                side.total.register_hook(partial(self._inputs.__setitem__, "side_gradient"))
 
         with ExitStack() as until:
             until.enter_context(hearing(self._recorder.note_part))
@@ -141,20 +159,22 @@ class Recomputation:
             row
             for row in self._recorder.read()
             # Sums that are heard from other stages are none of the other computation's.
-            if row[0] in others or not row[0].startswith("partial")
+            if row.place in others or not row.place.startswith("partial")
         ]
         row = self._first_difference(own, others)
-        again = repeated = others
+        again = others
+        repeated = others
         if any(flag for (flag,) in self._mesh.messages.gather_floats([row is not None])):
             again = self._recompute(third)
             repeated = self._recompute(first) if third == 0 else others
-        difference: _Difference = None
+        difference = None
         if row is not None:
-            kind, number, path = row[0].partition("#")[0].split(" ")
-            name = self._parts.layers[int(number)].name
+            kind, number, path = row.place.partition("#")[0].split(" ")
+            layer = self._parts.layers[int(number)].name
+            module = f"{layer}.{path}".rstrip(".")
             text = (
-                f"computed wrong bits in stage {self._stage}, layer {name}, microbatch "
-                f"{self._number}: the {kind.replace('-', ' ')} of {f'{name}.{path}'.rstrip('.')}"
+                f"computed wrong bits in stage {self._stage}, layer {layer}, microbatch "
+                f"{self._number}: the {kind.replace('-', ' ')} of {module}"
             )
             difference = self._decide(own.index(row), text, row, others, again, repeated)
         self._raise_any(difference)
@@ -163,8 +183,11 @@ class Recomputation:
     def _distances(self) -> tuple[int, int]:
         """Return how many places on the first and the third computation of this step run."""
         count = len(self._mesh.places)
-        first = 1 + self._step % (count - 1) if count > 1 else 0
-        return first, first % (count - 1) + 1 if count > 2 else 0
+        if count == 1:
+            return 0, 0
+        first = 1 + self._step % (count - 1)
+        third = 1 + first % (count - 1) if count > 2 else 0
+        return first, third
 
     def _first_difference(self, own: Sequence[Row], others: _Known) -> Row | None:
         return next((row for row in own if not self._is_same(row, others)), None)
@@ -173,19 +196,20 @@ class Recomputation:
         self, order: int, text: str, row: Row, others: _Known, again: _Known, repeated: _Known
     ) -> _Difference:
         """Return which ranks may be wrong: this one, or the one that computed `others`."""
-        place, _, norm = row
+        other_bits, other_norm = others[row.place]
         first, third = self._distances()
         places = self._mesh.places
         rank = self._mesh.rank
         checker = places[(places.index(rank) + first) % len(places)]
         wrong = sorted({rank, checker})
-        if self._is_same((place, *others[place]), again):
+        if self._is_same(Row(row.place, other_bits, other_norm), again):
             wrong = [rank]
         elif self._is_same(row, again if third else repeated):
             wrong = [checker]
-        return order, wrong, f"{text} has norm {norm:.9g}, computed again {others[place][1]:.9g}"
+        norms = f"has norm {row.norm:.9g}, computed again {other_norm:.9g}"
+        return _Difference(order, wrong, f"{text} {norms}")
 
-    def _reduction_difference(self) -> _Difference:
+    def _reduction_difference(self) -> _Difference | None:
         """Return the first piece of a gradient that is not the mean of the replicas' gradients.
 
         Its sum must be theirs, within 8 roundings of the gradients' norm. Collective.
@@ -201,14 +225,15 @@ class Recomputation:
             total, squares = expected[piece.held.name, piece.start, piece.numel]
             dtypes = self._settings.dtype, self._settings.reduction_dtype
             eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-            found = float(moments(gradient)[0])
-            is_near = abs(found - total / replicas.size) <= 8 * eps * squares**0.5
+            own = float(moments(gradient)[0])
+            mean = total / replicas.size
+            is_near = abs(own - mean) <= 8 * eps * squares**0.5
             if math.isfinite(total) and not is_near:  # fp16 overflows
                 text = (
-                    f"has a wrong averaged gradient of {piece.held.name}: its sum is {found:.9g}, "
-                    f"the replicas' mean is {total / replicas.size:.9g}"
+                    f"has a wrong averaged gradient of {piece.held.name}: its sum is {own:.9g}, "
+                    f"the replicas' mean is {mean:.9g}"
                 )
-                return order, [self._mesh.rank], text
+                return _Difference(order, [self._mesh.rank], text)
         return None
 
     @contextmanager
@@ -234,11 +259,11 @@ class Recomputation:
 
         with self._parts.engine.states.watching_update(before, after):
             yield
-        difference: _Difference = None
+        difference = None
         for order, (own, others, again) in enumerate(results):
             row = self._first_difference(own, others)
             if row is not None and difference is None:
-                text = f"updated wrongly: {row[0]}"
+                text = f"updated wrongly: {row.place}"
                 difference = self._decide(order, text, row, others, again, others)
         self._raise_any(difference)
 
@@ -246,12 +271,13 @@ class Recomputation:
         self, tensors: Sequence[Tensor], spans: Sequence[tuple[str, int, int]]
     ) -> list[Row]:
         """Return digests of pieces (parameter, offset, length) of the flat master and state."""
-        parts = [
-            (f"the {kind} of {name}", digest(tensor.narrow(0, offset, length)))
-            for name, offset, length in spans
-            for kind, tensor in zip(("master", *self._kinds), tensors, strict=True)
-        ]
-        return read_digests([place for place, _ in parts], [digest for _, digest in parts])
+        places = []
+        digests = []
+        for name, offset, length in spans:
+            for kind, tensor in zip(("master", *self._kinds), tensors, strict=True):
+                places.append(f"the {kind} of {name}")
+                digests.append(digest(tensor.narrow(0, offset, length)))
+        return read_digests(places, digests)
 
     def _update_elsewhere(self, update: Update, by: int) -> _Known:
         """Return the digests of an update that the rank `by` places on computes."""
@@ -289,11 +315,12 @@ class Recomputation:
 
     def _is_same(self, row: Row, others: _Known) -> bool:
         """Return True if another computation has the same bits, or if rounding explains it."""
-        place, bits, norm = row
-        other_bits, other_norm = others[place]
-        return bits == other_bits or bool(self._bound and is_close(norm, other_norm, self._bound))
+        other_bits, other_norm = others[row.place]
+        if row.bits == other_bits:
+            return True
+        return self._bound > 0 and is_close(row.norm, other_norm, self._bound)
 
-    def _raise_any(self, difference: _Difference) -> None:
+    def _raise_any(self, difference: _Difference | None) -> None:
         """Raise WrongBits on all ranks if one has a difference; collective.
 
         Tensor-parallel ranks pass a wrong value on, so the earliest difference among them counts.
@@ -302,34 +329,33 @@ class Recomputation:
             return
         own = [self._mesh.places, socket.gethostname(), difference]
         rows = gather_json(self._mesh, own)
-        by_place: dict[int, list[Any]] = {}
+        by_place: dict[int, list[_Difference]] = {}
         for rank, (places, _, other) in enumerate(rows):
             if other is not None:
-                by_place.setdefault(places.index(rank), []).append(other)
+                by_place.setdefault(places.index(rank), []).append(_Difference(*other))
         texts = []
         for differences in by_place.values():
-            first = min(order for order, _, _ in differences)
-            earliest = [d for d in differences if d[0] == first]
-            ranks = sorted({rank for _, wrong, _ in earliest for rank in wrong})
+            first = min(other.order for other in differences)
+            earliest = [other for other in differences if other.order == first]
+            ranks = sorted({rank for other in earliest for rank in other.wrong})
             named = " and ".join(f"rank {rank} on {rows[rank][1]}" for rank in ranks)
             one_of = "one of " if len(ranks) > 1 else ""
-            texts.append(f"{one_of}{named} {earliest[0][2]}")
+            texts.append(f"{one_of}{named} {earliest[0].text}")
         raise WrongBits(f"{'; '.join(texts)}. {REMEDY}")
 
     def _recompute(self, by: int) -> _Known:
         """Return the digests that the rank `by` places on computes from this rank's inputs."""
         mesh = self._mesh
-        shapes = {
-            k: [str(v.dtype).removeprefix("torch."), *v.shape] for k, v in self._inputs.items()
-        }
+        shapes = {}
+        for name, tensor in self._inputs.items():
+            shapes[name] = [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
         about = self._stage, self._microbatch, mesh.samples.coord, shapes
         stage, microbatch, dp_coord, shapes = json.loads(
             mesh.messages.exchange_text(json.dumps(about), by)
         )
-        inputs = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.device)
-            for name, (dtype, *shape) in shapes.items()
-        }
+        inputs = {}
+        for name, (dtype, *shape) in shapes.items():
+            inputs[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.device)
         mesh.messages.exchange(list(self._inputs.values()), list(inputs.values()), by)
         key = RandomKey(self._config.train.seed, dp_coord, self._step, microbatch)
         return self._returned(self._run(stage, inputs, key, by), by)
@@ -377,11 +403,11 @@ class Recomputation:
         config = self._config
         own = parts.stages.module.layers[self._stage]
         engine = parts.engine
-        weights = [
-            engine.full_parameter(self._held[id(parameter)]).to(engine.settings.dtype)
-            for layer in own[place : place + 1]
-            for parameter in _by_name(layer)
-        ]
+        weights = []
+        if place < len(own):
+            for parameter in _by_name(own[place]):
+                weight = engine.full_parameter(self._held[id(parameter)])
+                weights.append(weight.to(engine.settings.dtype))
         layer: nn.Module | None = None
         into: list[Tensor] = []
         if place < len(numbers):

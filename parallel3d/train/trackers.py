@@ -61,10 +61,11 @@ class Trackers:
                 if self._settings[name] == "comet" and config.comet.experiment_name is not None:
                     tracker.writer.set_name(config.comet.experiment_name)
                 if name not in ("tensorboard", "csv"):  # they take no settings
-                    settings = flat(config.to_public_dict()).items()
-                    tracker.store_init_configuration(
-                        {k: str(v) if isinstance(v, list | tuple) else v for k, v in settings}
-                    )
+                    settings = flat(config.to_public_dict())
+                    for key, value in settings.items():
+                        if isinstance(value, list | tuple):
+                            settings[key] = str(value)
+                    tracker.store_init_configuration(settings)
 
     def log(self, values: Values, step: int) -> None:
         """Pass the values of a step to each tracker; raise nothing."""
