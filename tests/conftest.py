@@ -20,7 +20,7 @@ settings.register_profile("random", derandomize=False, **BUSY)
 
 
 def pytest_configure(config):
-    gc.disable()  # what is imported is no garbage; until it is collected (pytest_collection_finish)
+    gc.disable()  # imports are no garbage; enabled again in pytest_collection_finish
     slow = "slow" in config.option.markexpr.replace("not slow", "")
     settings.load_profile("random" if slow else "default")
     # Not the user's own hardware; nothing is there.
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config, items):
     if unwanted:
         config.hook.pytest_deselected(items=[item for item in items if item in unwanted])
         items[:] = [item for item in items if item not in unwanted]
-    last = {}  # of a file's tests, which one worker takes
+    last = {}  # the latest order of a file's tests: one worker takes a file
     for item in items:
         last[item.path] = max(order(item), last.get(item.path, 0))
     items.sort(key=lambda item: last[item.path])  # and within each as they were

@@ -20,7 +20,7 @@ def draw(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def test_the_readme_shows_the_schedule_that_draw_prints(tmp_path):
+def test_readme_shows_the_schedule_printed_by_draw(tmp_path):
     picture = tmp_path / "schedule.svg"
     grid = draw("--schedule", "gpipe", "--pp", "2", "--microbatches", "4", "--svg", str(picture))
     readme = (ROOT / "README.md").read_text()
@@ -31,11 +31,11 @@ def test_the_readme_shows_the_schedule_that_draw_prints(tmp_path):
 
 def headings(page):
     """The anchors of a Markdown file's headings, as mkdocs makes them."""
-    found = set()
+    anchors = set()
     for heading in re.findall(r"(?m)^#+ (.*)$", page.read_text()):
         plain = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
-        found.add(re.sub(r"[-\s]+", "-", plain))
-    return found
+        anchors.add(re.sub(r"[-\s]+", "-", plain))
+    return anchors
 
 
 def test_links_lead_to_files_and_headings():
@@ -49,7 +49,7 @@ def test_links_lead_to_files_and_headings():
                 assert not anchor or anchor in headings(place), (page.name, target)
 
 
-def test_the_table_of_settings_is_what_the_command_prints(monkeypatch):
+def test_table_of_settings_is_up_to_date(monkeypatch):
     """Of the families that it names: one that is being added does not make it wrong."""
     page = (ROOT / "docs" / "config.md").read_text()
     named = [family for family in models.families() if f'"{family}"' in page]

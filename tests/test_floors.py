@@ -130,8 +130,10 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
 def statements_in(node: ast.AST) -> Iterator[ast.AST]:
     """Itself and the statements in it: a tenth of the nodes."""
     yield node
+    if isinstance(node, ast.expr):
+        return
     for name in ("body", "handlers", "orelse", "finalbody", "cases"):
-        for inner in getattr(node, name, ()) if not isinstance(node, ast.expr) else ():
+        for inner in getattr(node, name, ()):
             yield from statements_in(inner)
 
 
@@ -141,15 +143,15 @@ ROOM = {module_of(path): room_of(path) for path in FILES}
 @cache
 def imports_of(path: Path) -> frozenset[str]:
     """Every module that may be imported; `from a import b` may mean the module a.b."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in statements_in(tree_of(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "imports are absolute"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {name if name in ROOM else str(node.module) for name in names}
-    return frozenset(found)
+            modules |= {name if name in ROOM else str(node.module) for name in names}
+    return frozenset(modules)
 
 
 def test_every_folder_is_a_room():
@@ -158,10 +160,12 @@ def test_every_folder_is_a_room():
 
 def test_imports_go_down():
     for path in FILES:
-        own = room_of(path)
+        room = room_of(path)
         for name in imports_of(path):
-            other = ROOM.get(name, own)
-            assert ORDER[other] <= ORDER[own], f"{path} (room {own}) imports {name} ({other})"
+            imported_room = ROOM.get(name, room)
+            assert ORDER[imported_room] <= ORDER[room], (
+                f"{path} (room {room}) imports {name} ({imported_room})"
+            )
 
 
 def test_no_cycles():
@@ -225,7 +229,7 @@ def test_every_test_file_has_one_tier():
             assert len(tiers) == 1, path
 
 
-def test_what_is_pure_imports_no_torch():
+def test_pure_tests_import_no_torch():
     """It may run launch/, which imports what needs torch late."""
     files = {module_of(path): path for path in TESTS}
     for path in TESTS:

@@ -27,12 +27,12 @@ def test_every_file_of_launch_is_a_command():
 def test_help_names_the_commands(monkeypatch, capsys):
     for words in ((), ("--help",), ("-h",)):
         assert call(monkeypatch, *words) == 0
-        said = capsys.readouterr().out
-        assert all(f"\n  {name} " in said for name in program.COMMANDS)
+        text = capsys.readouterr().out
+        assert all(f"\n  {name} " in text for name in program.COMMANDS)
 
 
 @pytest.mark.parametrize("cuda", [None, "12.8"])
-def test_the_version_names_torch_deepspeed_and_cuda(monkeypatch, capsys, cuda):
+def test_version_names_torch_deepspeed_and_cuda(monkeypatch, capsys, cuda):
     """Of a stand-in for torch, which the pure tier does not load."""
     devices = SimpleNamespace(
         is_available=lambda: cuda is not None,
@@ -42,8 +42,8 @@ def test_the_version_names_torch_deepspeed_and_cuda(monkeypatch, capsys, cuda):
     torch = SimpleNamespace(__version__="2.13.0", cuda=devices, version=SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "torch", torch)
     assert call(monkeypatch, "--version") == 0
-    own, *others = capsys.readouterr().out.splitlines()
-    assert own == f"parallel3d {parallel3d.__version__}"
+    first_line, *others = capsys.readouterr().out.splitlines()
+    assert first_line == f"parallel3d {parallel3d.__version__}"
     assert others[:2] == ["torch 2.13.0", f"DeepSpeed {version('deepspeed')}"]
     if cuda is None:
         assert others[2:] == ["CUDA none (torch is built without it)"]
@@ -51,15 +51,14 @@ def test_the_version_names_torch_deepspeed_and_cuda(monkeypatch, capsys, cuda):
         assert others[2:] == ["CUDA 12.8"]
 
 
-def test_a_word_that_is_no_command(monkeypatch, capsys):
+def test_unknown_command_is_refused(monkeypatch, capsys):
     assert call(monkeypatch, "trian", "--config", "ds.json") == 2
-    said = capsys.readouterr()
-    assert not said.out and said.err.startswith(
-        "parallel3d: unknown command trian; use one of train"
-    )
+    output = capsys.readouterr()
+    assert not output.out
+    assert output.err.startswith("parallel3d: unknown command trian; use one of train")
 
 
-def test_a_command_has_its_words_and_its_name(monkeypatch, capsys):
+def test_command_receives_its_arguments_and_name(monkeypatch, capsys):
     assert call(monkeypatch, "draw", "--pp", "2", "--microbatches", "2") == 0
     assert "peak in flight" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
@@ -68,7 +67,7 @@ def test_a_command_has_its_words_and_its_name(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("parallel3d draw: --pp = no: must be a whole number")
 
 
-def test_the_flag_of_deepspeeds_launcher_comes_behind_the_command(monkeypatch):
+def test_flag_of_the_deepspeed_launcher_moves_behind_the_command(monkeypatch):
     """It is put before all words: `python -m parallel3d --local_rank=1 train --config ds.json`."""
     seen = []
 

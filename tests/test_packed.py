@@ -4,12 +4,14 @@ CONTRIBUTING.md, "Written to be read", lists the forms that are refused, and wha
 """
 
 import ast
+import tokenize
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
-from tests.test_floors import FILES, ROOT, TESTS, nodes_of, text_of, tree_of
+from tests.test_floors import FILES, ROOT, TESTS, nodes_of, text_of
 
 pytestmark = pytest.mark.pure
 
@@ -84,12 +86,14 @@ def packed_places(path: Path) -> Iterator[str]:
         form = packed_form(node)
         if form:
             yield f"{path}:{node.lineno}: {form}"
-    tables = {node.end_lineno for node in ast.walk(tree_of(path)) if is_table(node)}
-    for number, line in enumerate(text_of(path).splitlines(), start=1):
-        comment = line.partition("#")[2].strip()
-        own_layout = comment.endswith("fmt: skip") and number not in tables
-        if own_layout or comment.startswith(("fmt: off", "fmt: on")):
-            yield f"{path}:{number}: # {comment} outside a table of data"
+    if "# fmt:" not in text_of(path):
+        return
+    tables = {node.end_lineno for node in nodes_of(path) if is_table(node)}
+    for token in tokenize.generate_tokens(StringIO(text_of(path)).readline):
+        number = token.start[0]
+        is_table_end = token.string.endswith("# fmt: skip") and number in tables
+        if token.type == tokenize.COMMENT and "# fmt:" in token.string and not is_table_end:
+            yield f"{path}:{number}: {token.string} outside a table of data"
 
 
 def is_table(node: ast.AST) -> bool:

@@ -78,9 +78,9 @@ def rows_of_the_command(name, hardware, devices, words):
 
 def page():
     """Return the page without the site around it, with a script that fills in the form."""
-    own = (ROOT / "docs/plan.md").read_text()
-    own = own[own.index("<form") :].replace("plan_page/", "")
-    return "<!doctype html>" + own + DRIVER.replace("REQUESTS", json.dumps(REQUESTS))
+    html = (ROOT / "docs/plan.md").read_text()
+    html = html[html.index("<form") :].replace("plan_page/", "")
+    return "<!doctype html>" + html + DRIVER.replace("REQUESTS", json.dumps(REQUESTS))
 
 
 def different(value, expected, at=""):
@@ -121,7 +121,7 @@ class Site(BaseHTTPRequestHandler):
 
 
 @pytest.mark.timeout(900)
-def test_ten_requests_have_the_commands_rows(bundle, tmp_path):
+def test_page_has_the_rows_of_the_command(bundle, tmp_path):
     """All choices, bytes and texts; seconds within rounding: from 3.12 on sum() compensates."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if not chromium:

@@ -32,11 +32,11 @@ def build(folder):
     return built
 
 
-def test_nothing_but_the_package_is_at_top_level_and_all_of_it_is_there(tmp_path):
+def test_wheel_holds_exactly_the_package(tmp_path):
     with zipfile.ZipFile(build(tmp_path)) as file:
         every = set(file.namelist())
         names = {name for name in every if ".dist-info/" not in name}
-        told = {name.partition("/")[2]: file.read(name).decode() for name in every - names}
+        metadata = {name.partition("/")[2]: file.read(name).decode() for name in every - names}
     expected = {
         f"{'' if folder == 'parallel3d' else 'parallel3d/'}{path.relative_to(ROOT)}"
         for folder in SOURCES
@@ -44,5 +44,5 @@ def test_nothing_but_the_package_is_at_top_level_and_all_of_it_is_there(tmp_path
         if path.suffix in (".py", ".json", ".csv", ".typed") and path.stem != "this-machine"
     }
     assert names == expected
-    assert "parallel3d = parallel3d.__main__:main" in told["entry_points.txt"]
-    assert told["top_level.txt"] == "parallel3d\n" and "licenses/LICENSE" in told
+    assert "parallel3d = parallel3d.__main__:main" in metadata["entry_points.txt"]
+    assert metadata["top_level.txt"] == "parallel3d\n" and "licenses/LICENSE" in metadata

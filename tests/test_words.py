@@ -56,7 +56,7 @@ def test_no_text_opens_with_a_banned_word(texts, paths):
     assert not openings, "\n".join(openings)
 
 
-def test_the_check_sees_a_banned_opening(tmp_path):
+def test_banned_opening_is_detected(tmp_path):
     module = tmp_path / "module.py"
     page = tmp_path / "page.md"
     module.write_text('"""What a rank holds."""\n\nTEXT = "Of many ranks one."\n')

@@ -51,23 +51,23 @@ def _masters(optimizer: Any) -> list[Tensor]:
 
 
 def _swap_buffers(optimizer: Any, parameters: list[nn.Parameter]) -> list[Tensor | None]:
-    found: list[Tensor | None] = []
+    buffers: list[Tensor | None] = []
     if swapper := getattr(optimizer, "optimizer_swapper", None):
-        found += swapper.swap_buffer_manager.all_buffers
+        buffers += swapper.swap_buffer_manager.all_buffers
     if swapper := getattr(parameters[0], "nvme_swapper", None):
-        found += [swapper.buffers, swapper.partitioned_swap_buffer]
-    return found
+        buffers += [swapper.buffers, swapper.partitioned_swap_buffer]
+    return buffers
 
 
 def _gradients(optimizer: Any, parameters: list[nn.Parameter]) -> list[Tensor | None]:
     """Gradients of whole parameters, and the shards that were reduced."""
-    found = [g for p in parameters for g in (p.grad, getattr(p, "grad_accum", None))]
+    gradients = [g for p in parameters for g in (p.grad, getattr(p, "grad_accum", None))]
     if hasattr(optimizer, "fp16_groups"):
         shards = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-        return [*found, *shards.values()]
+        return [*gradients, *shards.values()]
     for groups in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-        found += [g for group in groups.values() for g in group or ()]
-    return [*found, *getattr(optimizer, "accumulated_grads_in_cpu", {}).values()]
+        gradients += [g for group in groups.values() for g in group or ()]
+    return [*gradients, *getattr(optimizer, "accumulated_grads_in_cpu", {}).values()]
 
 
 def _bytes(tensors: Iterable[Tensor | None], seen: set[int]) -> int:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import RunConfig
 from parallel3d.verify.case import CaseTask, check
 from parallel3d.verify.local_ranks import run_locally
@@ -40,13 +41,15 @@ def errors_of(config, reference, **task):
     return max(worst((r.loss, r.grad_norm, r.weights["largest"])) for r in ranks)
 
 
-def test_it_trains_as_plain_pytorch_does_and_resumes_on_another_mesh(tmp_path):
+def test_optimizer_of_the_page_trains_like_pytorch_and_resumes(tmp_path):
     with scratch(tmp_path / "mine") as folder:
         config = RunConfig.from_dict(raw_config(folder))
-        small, reference = prepare(config, [(1, 2, 1), (2, 1, 1)], tmp_path)
-        assert small[1, 2, 1].optimizer.file == "sgd"
-        saved = errors_of(small[1, 2, 1], reference, saves=tmp_path / "saved")
-        resumed = errors_of(small[2, 1, 1], reference, resumes=tmp_path / "saved")
+        replicas = MeshSizes(dp=2)
+        stages = MeshSizes(pp=2)
+        small, reference = prepare(config, [replicas, stages], tmp_path)
+        assert small[replicas].optimizer.file == "sgd"
+        saved = errors_of(small[replicas], reference, saves=tmp_path / "saved")
+        resumed = errors_of(small[stages], reference, resumes=tmp_path / "saved")
     assert saved < 1e-5 and resumed < 1e-5, (saved, resumed)
 
 
@@ -58,19 +61,20 @@ def test_it_trains_as_plain_pytorch_does_and_resumes_on_another_mesh(tmp_path):
         ("SGD(groups, lr", "SGD([g | {'weight_decay': 0.0} for g in groups], lr"),
     ],
 )
-def test_verify_sees_a_slip_in_it(tmp_path, right, wrong):
+def test_verify_detects_a_mistake_in_the_optimizer(tmp_path, right, wrong):
     assert right in SGD
     with scratch(tmp_path / "mine", sgd=SGD.replace(right, wrong, 1)) as folder:
         config = RunConfig.from_dict(raw_config(folder))
-        small, reference = prepare(config, [(1, 1, 1)], tmp_path)
-        assert errors_of(small[1, 1, 1], reference) > 3e-5
+        alone = MeshSizes()
+        small, reference = prepare(config, [alone], tmp_path)
+        assert errors_of(small[alone], reference) > 3e-5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
-def test_the_commands_know_it(tmp_path, offload):
+def test_commands_accept_the_optimizer(tmp_path, offload):
     """It is planned and verified; it trains on 2x2x1, and its checkpoint goes on on 1x1x2."""
     place = Place(tmp_path / "place")
     mine = tmp_path / "mine"
@@ -88,9 +92,8 @@ def test_the_commands_know_it(tmp_path, offload):
     pairs += ["--gradient_accumulation_steps", 4]
     outcome = place.run(torchrun(2), *pairs, steps=4)
     assert outcome.returncode == 0, outcome.stderr
-    whole, resumed = (
-        tensors(place.root / f"runs/{n}/checkpoints/step-4") for n in ("whole", "moved")
-    )
+    whole = tensors(place.root / "runs/whole/checkpoints/step-4")
+    resumed = tensors(place.root / "runs/moved/checkpoints/step-4")
     assert {kind for _, kind in whole} == {"master", "momentum_buffer"}
     assert whole.keys() == resumed.keys()
     for key, values in whole.items():

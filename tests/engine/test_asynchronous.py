@@ -68,18 +68,18 @@ MORE = {
 
 
 def steps_on_rank(rank, cases):
-    """Of each case: what its steps came to, and where the host waited in the last one.
+    """Return for each case the losses and norms of its steps, and the waits of the last one.
 
     DeepSpeed times steps from the third on. Last comes the first case on the CPU as it is.
     """
     with asynchronous() as waits:
-        found = [steps_of(case, waits.take) for case in cases]
-    return [*found, steps_of(cases[0], dict)]
+        results = [steps_of(case, waits.take) for case in cases]
+    return [*results, steps_of(cases[0], dict)]
 
 
 def steps_of(case, take):
     trainer = Trainer(case)
-    said = []
+    values = []
     gc.collect()  # the engine of the case before waits for the device when it is freed
     for step, batch in enumerate(trainer.batches()):
         take()
@@ -88,10 +88,10 @@ def steps_of(case, take):
         done = trainer.engine.step(trainer.lr)
         in_step = take()
         rows = trainer.mesh.messages.gather_floats([loss, done.norm])
-        said += [value for row in rows for value in row]
+        values += [value for row in rows for value in row]
     waited = in_passes, in_step, take()
     trainer.close()
-    return said, waited
+    return values, waited
 
 
 def case_of(stage, kinds):
@@ -113,21 +113,20 @@ def ran(names):
 
 
 def check(table):
-    for found in ran(tuple(table)):
-        *found, (as_it_is, nothing) = found
-        assert nothing == ({}, {}, {})
-        for (name, (_, kinds, in_passes, in_step)), (said, waited) in zip(
-            table.items(), found, strict=True
-        ):
+    for results in ran(tuple(table)):
+        *measured, (on_plain_cpu, no_waits) = results
+        assert no_waits == ({}, {}, {})
+        for (name, row), (values, waited) in zip(table.items(), measured, strict=True):
+            _, kinds, in_passes, in_step = row
             assert waited == (in_passes, in_step, OURS), name
-            half = kinds.get("precision", "fp32") != "fp32"
-            assert said == pytest.approx(as_it_is, rel=1e-2 if half else 1e-5), name
+            is_half = kinds.get("precision", "fp32") != "fp32"
+            assert values == pytest.approx(on_plain_cpu, rel=1e-2 if is_half else 1e-5), name
 
 
-def test_the_host_waits_where_zero_must_and_once_for_us():
+def test_host_waits_only_where_zero_must_and_once_per_step():
     check(CASES)
 
 
 @pytest.mark.slow
-def test_the_host_waits_where_zero_must_in_full():
+def test_host_waits_only_where_zero_must_in_full():
     check(MORE)

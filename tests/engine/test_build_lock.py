@@ -20,19 +20,19 @@ def no_compiler(builder, verbose=False):
 def load_beside_a_lock(rank, cache):
     os.environ["TORCH_EXTENSIONS_DIR"] = cache
     op_builds._BUILD_SECONDS = 0.2
-    said = []
-    return op_builds.load_cpu_adam(Mesh(), said.append), said
+    messages = []
+    return op_builds.load_cpu_adam(Mesh(), messages.append), messages
 
 
-def test_the_lock_of_a_killed_build_does_not_hang_a_run(tmp_path):
+def test_lock_of_a_killed_build_does_not_hang_a_run(tmp_path):
     """torch waits for it for ever; here the run is told what to delete, and goes on."""
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
     lock.touch()
-    [(found, said)] = run_locally(load_beside_a_lock, 1, str(tmp_path), timeout=60)
-    assert not found
-    assert f"delete {lock}" in said[0]
-    assert str(lock) in said[-1] and "using torch's Adam on the host" in said[-1]
+    [(is_loaded, messages)] = run_locally(load_beside_a_lock, 1, str(tmp_path), timeout=60)
+    assert not is_loaded
+    assert f"delete {lock}" in messages[0]
+    assert str(lock) in messages[-1] and "using torch's Adam on the host" in messages[-1]
 
 
 LINKED = """Error building extension 'cpu_adam': [1/1] c++ adam.o -shared -L/my env/lib -o adam.so
@@ -45,7 +45,7 @@ ninja: build stopped: subcommand failed.
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("output", "reason"),
     [
         (LINKED, "/usr/bin/ld: cannot find env/lib: No such file or directory"),
         ("[1/2] c++ -c a.cpp\na.cpp:1:10: fatal error: libaio.h: No such file\n", "libaio.h"),
@@ -53,9 +53,9 @@ ninja: build stopped: subcommand failed.
     ],
     ids=["linker", "compiler", "neither"],
 )
-def test_the_reason_is_the_line_that_has_it(said, why):
-    assert why in op_builds._reason(RuntimeError(said)).splitlines()[0]
-    assert "[1/" not in op_builds._reason(RuntimeError(said))
+def test_reason_is_the_line_of_the_error(output, reason):
+    assert reason in op_builds._reason(RuntimeError(output)).splitlines()[0]
+    assert "[1/" not in op_builds._reason(RuntimeError(output))
 
 
 def train_without_compiler(rank, case, reference, only_on):
@@ -68,9 +68,14 @@ def train_without_compiler(rank, case, reference, only_on):
 
 @pytest.mark.usefixtures("cpu_adam")
 @pytest.mark.parametrize(
-    "only_on", [*(pytest.param(n, marks=pytest.mark.slow) for n in [(0, 1), (0,)]), (1,)]
+    "only_on",
+    [
+        pytest.param((0, 1), marks=pytest.mark.slow),
+        pytest.param((0,), marks=pytest.mark.slow),
+        (1,),
+    ],
 )
-def test_without_a_compiler_torchs_adam_trains_the_same(only_on):
+def test_torch_adam_trains_the_same_without_a_compiler(only_on):
     case = Case(mesh=(1, 2, 1), offload="cpu", steps=2, batch=8)
     ranks = run_locally(train_without_compiler, 2, case, case.reference, only_on)
     results, kinds = zip(*ranks, strict=True)

@@ -29,7 +29,7 @@ CASES = {
 
 def trained_on_rank(rank, case):
     """Losses and norms of three steps, and the bytes reduced in the first, for either type."""
-    found = []
+    results = []
     for kind in ("fp32", "bf16"):
         changes = case.changes | {"communication_data_type": kind}
         trainer = Trainer(replace(case, changes=changes))
@@ -44,9 +44,9 @@ def trained_on_rank(rank, case):
 
         trainer.executor.run = counted
         losses, norms = trainer.run()
-        found.append((losses, norms, count[0]))
+        results.append((losses, norms, count[0]))
         trainer.close()
-    return found
+    return results
 
 
 QUICK = ("zero 1", "zero 3")
@@ -55,11 +55,11 @@ QUICK = ("zero 1", "zero 3")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
 )
-def test_half_the_bytes(name):
-    for (losses, norms, bytes_), (near, near_norms, fewer) in run_locally(
-        trained_on_rank, 2, CASES[name], timeout=100
-    ):
-        assert 0 < fewer == bytes_ / 2
+def test_bf16_reductions_move_half_the_bytes(name):
+    for in_fp32, in_bf16 in run_locally(trained_on_rank, 2, CASES[name], timeout=100):
+        losses, norms, num_bytes = in_fp32
+        near_losses, near_norms, num_near_bytes = in_bf16
+        assert 0 < num_near_bytes == num_bytes / 2
         # Each gradient is rounded once, and their sum: by 2^-9 of it each time, as if at random.
         assert near_norms[0] == pytest.approx(norms[0], rel=2**-8) and near_norms != norms
-        assert near == pytest.approx(losses, rel=2**-8)
+        assert near_losses == pytest.approx(losses, rel=2**-8)

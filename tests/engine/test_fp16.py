@@ -33,7 +33,7 @@ def train(rank, case, plant=None, fault=nullcontext):
         trainer = Trainer(case)
         engine = trainer.engine
         mesh = trainer.mesh
-        found = []
+        steps = []
         weight = next(h for h in engine.held if h.spec.weight_decay)
         assert case.precision != "fp16" or weight.parameter.dtype is torch.float16
         before = engine.full_parameter(weight).clone()
@@ -44,10 +44,10 @@ def train(rank, case, plant=None, fault=nullcontext):
             loss = sum(row[0] for row in losses) / (mesh.replicas.size * mesh.tensor.size)
             result = engine.step(trainer.lr)
             after = engine.full_parameter(weight).clone()
-            found.append((loss, result, float((after - before).abs().max())))
+            steps.append((loss, result, float((after - before).abs().max())))
             before = after
         trainer.close()
-    return found
+    return steps
 
 
 def train_each(rank, cases):
@@ -72,11 +72,13 @@ def assert_follows_fp32(case):
     for rank in ranks[1:]:
         assert [(loss, result) for loss, result, _ in rank] == [(x, r) for x, r, _ in ranks[0]]
     true = case.reference
-    errors = [
-        (abs(got - want) / want, abs(result.grad_norm - norm) / norm)
-        for (got, result, _), want, norm in zip(ranks[0], true.losses, true.grad_norms, strict=True)
-    ]
-    loss, norm = (max(error) for error in zip(*errors, strict=True))
+    loss_errors = []
+    norm_errors = []
+    for (value, result, _), right, norm in zip(ranks[0], true.losses, true.grad_norms, strict=True):
+        loss_errors.append(abs(value - right) / right)
+        norm_errors.append(abs(result.grad_norm - norm) / norm)
+    loss = max(loss_errors)
+    norm = max(norm_errors)
     print(f"{case!s:76} {case.changes}: loss {loss:.1e}  norm {norm:.1e}")
     assert 0 < loss < 1e-4
     assert norm < 0.01
@@ -93,7 +95,7 @@ def assert_follows_fp32(case):
     ],
     ids=str,
 )
-def test_it_follows_fp32(mesh, stage, reduction):
+def test_fp16_follows_fp32(mesh, stage, reduction):
     """Over 12 steps; the dynamic scale doubles every four of them."""
     case = small(mesh, zero_stage=stage, reduction=reduction, steps=STEPS)
     results = assert_follows_fp32(case)
@@ -107,7 +109,7 @@ def test_it_follows_fp32(mesh, stage, reduction):
 @pytest.mark.parametrize(
     ("mesh", "stage", "fixed"), list(product(MESHES, range(4), [False, True])), ids=str
 )
-def test_it_follows_fp32_in_full(mesh, stage, fixed):
+def test_fp16_follows_fp32_in_full(mesh, stage, fixed):
     reduction = "per_microbatch" if fixed else "per_step"
     scale = FIXED if fixed else DYNAMIC
     case = small(mesh, scale, zero_stage=stage, reduction=reduction, steps=STEPS)
@@ -134,16 +136,16 @@ def test_it_follows_fp32_in_full(mesh, stage, fixed):
     ],
     ids=str,
 )
-def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh, stage, offload):
+def test_overflow_on_one_rank_skips_the_step_on_all_ranks(mesh, stage, offload):
     case = small(mesh, zero_stage=stage, offload=offload, steps=9)
     last = case.world_size - 1
     ranks = run_locally(train, case.world_size, case, (2, last))
-    assert all([r for _, r, _ in found] == [r for _, r, _ in ranks[0]] for found in ranks)
-    for found in ranks:
-        results = [result for _, result, _ in found]
+    for steps in ranks:
+        results = [result for _, result, _ in steps]
+        assert results == [result for _, result, _ in ranks[0]]
         assert [r.overflow for r in results] == [i == 2 for i in range(9)]
         assert [r.applied for r in results] == [i != 2 for i in range(9)]
-        moves = [move for _, _, move in found]
+        moves = [move for _, _, move in steps]
         assert moves[2] == 0 and all(move > 0 for i, move in enumerate(moves) if i != 2)
         # Halved once, and doubled after four steps without overflow.
         scales = [r.loss_scale for r in results]
@@ -154,7 +156,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh, stage, offload):
 
 
 def nothing(*_):
-    """What a remedy does that is taken away."""
+    """Stand in for a remedy."""
 
 
 def nothing_later(*_):
@@ -169,14 +171,14 @@ def without(remedy, instead=nothing):
 
 
 @unpatched
-def test_without_forgetting_one_overflow_is_followed_by_many(cpu_adam):
+def test_overflow_repeats_if_skipped_gradients_are_kept(cpu_adam):
     case = small(zero_stage=1, offload="cpu", steps=4)
     gone = partial(without, "forget_skipped_gradients")
-    [found] = run_locally(train, 1, case, (1, 0), gone)
-    assert [result.overflow for _, result, _ in found] == [False, True, True, True]
+    [steps] = run_locally(train, 1, case, (1, 0), gone)
+    assert [result.overflow for _, result, _ in steps] == [False, True, True, True]
 
 
-def test_without_saying_so_a_direct_backward_is_refused():
+def test_direct_backward_without_announcement_is_refused():
     gone = partial(without, "expect_scaled_gradient")
     with pytest.raises(RankFailed, match="Loss scaling is required"):
         run_locally(train, 2, small((2, 1, 1), steps=1), None, gone)
@@ -193,23 +195,22 @@ def old_cpu():
         yield
 
 
-def test_without_leave_fp16_needs_a_cpu_that_has_it():
+def test_fp16_without_allowance_needs_a_cpu_with_fp16():
     with pytest.raises(RankFailed, match="fp16 is not supported on your device"):
         run_locally(train, 1, small(steps=1), None, old_cpu)
 
 
 @unpatched
-def test_without_waiting_a_growing_scale_halves_the_gradients():
+def test_scale_that_grows_before_the_step_halves_the_gradients():
     case = small(steps=STEPS)
     gone = partial(without, "grow_scale_after_step", nothing_later)
-    [found] = run_locally(train, 1, case, None, gone)
-    ratios = [
-        r.grad_norm / norm for (_, r, _), norm in zip(found, case.reference.grad_norms, strict=True)
-    ]
+    [steps] = run_locally(train, 1, case, None, gone)
+    norms = case.reference.grad_norms
+    ratios = [r.grad_norm / norm for (_, r, _), norm in zip(steps, norms, strict=True)]
     assert sum(abs(ratio - 0.5) < 0.1 for ratio in ratios) >= 2  # it grew every fourth step
 
 
-def test_the_weights_do_not_depend_on_the_scale():
+def test_weights_do_not_depend_on_the_scale():
     """Seen without clipping, and with Adam's steps proportional to the gradients."""
     plain = {"gradient_clipping": 0.0, "optimizer.params.eps": 1.0, "optimizer.params.lr": 1.0}
     growing = {"initial_scale_power": 8, "loss_scale_window": 1}
@@ -219,8 +220,8 @@ def test_the_weights_do_not_depend_on_the_scale():
         for stage in (1, 3)
         for scale in (growing, fixed)
     ]
-    [found] = run_locally(train_each, 1, cases)
-    for grown, fixed in (found[:2], found[2:]):
+    [runs] = run_locally(train_each, 1, cases)
+    for grown, fixed in (runs[:2], runs[2:]):
         assert grown[-1][1].loss_scale >= 2**10 and fixed[-1][1].loss_scale == 2**8
         for (_, a, move), (_, b, want) in zip(grown, fixed, strict=True):
             assert a.grad_norm == pytest.approx(b.grad_norm, rel=0.01)
@@ -237,7 +238,7 @@ def scale_each_rank_by_itself():
 
 
 @unpatched
-def test_without_agreement_over_the_mesh_stages_part():
+def test_stages_diverge_without_agreement_over_the_mesh():
     """The one that saw the overflow skips its step, the other one takes it."""
     case = small((2, 1, 1), tied=False, steps=3)
     first, second = run_locally(train, 2, case, (1, 1), scale_each_rank_by_itself)
@@ -245,7 +246,7 @@ def test_without_agreement_over_the_mesh_stages_part():
     assert [r.applied for _, r, _ in first] == [True, True, True]
 
 
-def test_outside_fp16_there_is_no_scale():
+def test_bf16_has_no_loss_scale():
     [(_, result, _)] = run_locally(train, 1, Case(steps=1, batch=8, precision="bf16"))[0]
     assert result.loss_scale == 1 and not result.overflow
     assert isinstance(Engine.loss_scale, property)

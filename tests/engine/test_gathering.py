@@ -46,7 +46,7 @@ def second_step(case):
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [GPIPE, pytest.param(BREADTH, marks=pytest.mark.slow)], ids=str)
-def test_bytes_of_a_step_do_not_grow_with_its_microbatches(case, precision):
+def test_bytes_of_a_step_do_not_grow_with_microbatches(case, precision):
     """Weights at most twice, gradients (fp32) once: 8 bytes a parameter and step in bf16."""
     size = {"fp32": 4, "bf16": 2}[precision]
     cases = [replace(case, microbatches=m, batch=32, precision=precision) for m in (2, 8)]
@@ -58,7 +58,7 @@ def test_bytes_of_a_step_do_not_grow_with_its_microbatches(case, precision):
         assert few["reduce_scatter"] == 4 * numel
 
 
-def test_each_microbatch_costs_a_gather_each_way_without():
+def test_each_microbatch_gathers_twice_if_weights_are_not_kept():
     case = replace(GPIPE, weights="per_microbatch")
     for ((moved, numel),) in run_locally(second_steps, 4, [case]):
         assert moved["all_gather"] > 7 * 4 * numel  # four microbatches, forward and backward
@@ -73,9 +73,10 @@ def peak_of_stages(rank, case):
     def watched(method):
         def run(stage, microbatch):
             method(stage, microbatch)
-            trainer.engine.wait_for_weights(stage) if method is gather else None
-            held = {id(p): p.numel() for ps in layers.values() for m in ps for p in m.parameters()}
-            most[0] = max(most[0], sum(held.values()))
+            if method is gather:
+                trainer.engine.wait_for_weights(stage)
+            parameters = {p for modules in layers.values() for m in modules for p in m.parameters()}
+            most[0] = max(most[0], sum(p.numel() for p in parameters))
 
         return run
 
@@ -89,7 +90,7 @@ def peak_of_stages(rank, case):
     return most[0], sorted(sizes), len(expected), left
 
 
-def test_breadth_first_holds_two_stages_weights_at_most():
+def test_breadth_first_holds_weights_of_two_stages_at_most():
     case = replace(BREADTH, tied=False, steps=1)
     for most, sizes, expected, left in run_locally(peak_of_stages, 2, case):
         assert expected == 2 and len(sizes) == 4
@@ -98,7 +99,7 @@ def test_breadth_first_holds_two_stages_weights_at_most():
 
 
 @pytest.mark.usefixtures("operators")
-def test_against_one_process():
+def test_kept_weights_match_one_process():
     """What is kept whole; all else is in tests/verify/test_parity.py."""
     case = Case(mesh=(1, 2, 1), weights="per_step", reduction="per_microbatch", thresholds=True)
     errors = measure(case)
@@ -107,16 +108,16 @@ def test_against_one_process():
 
 def numbers(rank, cases):
     """Losses and norms of each case's clipped steps, and one rank's weights."""
-    found = []
+    results = []
     for case in cases:
         trainer = Trainer(case)
         losses, norms = trainer.run()
-        found.append((losses, norms, [w for *_, w in trainer.weights()]))
+        results.append((losses, norms, [w for *_, w in trainer.weights()]))
         trainer.close()
-    return found
+    return results
 
 
-def test_losses_norms_and_clipped_weights_are_those_of_gathering_each_time():
+def test_results_equal_those_of_gathering_each_time():
     """To the bit on one mesh: what is gathered is the same, and gradients add up alike."""
     one = Case(mesh=(1, 2, 1), schedule="breadth_first", stages_per_rank=3, microbatches=2)
     cases = [replace(one, weights=w) for w in ("per_microbatch", "per_pass", "per_step")]

@@ -33,7 +33,7 @@ def threads(device, environment, local_size=2, cores=10):
 
 
 @pytest.mark.parametrize("environment", [{}, TORCHRUN], ids=["srun", "torchrun"])
-def test_a_rank_uses_its_share_of_the_cores(environment):
+def test_rank_uses_its_share_of_the_cores(environment):
     assert threads("cuda:0", environment) == (5, ["threads per rank for Adam on the host: 5"])
     assert threads("cuda:0", environment, local_size=16)[0] == 1
 
@@ -48,7 +48,7 @@ def test_a_rank_uses_its_share_of_the_cores(environment):
     ],
     ids=str,
 )
-def test_the_users_number_stays(device, environment):
+def test_number_of_threads_of_the_user_is_kept(device, environment):
     assert threads(device, environment) == (3, [])
 
 
@@ -62,6 +62,6 @@ def calls_on_rank(rank, cases):
     return counts
 
 
-def test_only_an_engine_with_its_optimizer_on_the_host_sets_them():
+def test_only_engines_with_a_host_optimizer_set_threads():
     cases = [Case(zero_stage=1, offload=offload) for offload in ("none", "cpu")]
     assert run_locally(calls_on_rank, 1, cases) == [[0, 1]]

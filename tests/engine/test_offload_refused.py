@@ -30,7 +30,7 @@ def optimizer_options(**options):
 
 @on_nvme
 @unpatched
-def test_a_fast_start_is_refused_as_it_is_wrong(tmp_path):
+def test_fast_start_trains_from_wrong_weights(tmp_path):
     case = small("nvme+param-nvme", tmp_path, {"offload_param.buffer_size": 100_000})
     errors = measure(case, partial(optimizer_options, fast_init=True), run_locally)
     assert errors.weight > 1e-2, errors
@@ -39,7 +39,7 @@ def test_a_fast_start_is_refused_as_it_is_wrong(tmp_path):
 @on_nvme
 @pytest.mark.parametrize("buffers", [pytest.param(4, marks=pytest.mark.slow), 7])
 @unpatched
-def test_without_the_refusal_reading_ahead_runs_out_of_buffers(buffers, tmp_path):
+def test_reading_ahead_runs_out_of_too_few_buffers(buffers, tmp_path):
     refused = partial(optimizer_options, pipeline_read=True, buffer_count=buffers)
     with pytest.raises(RankFailed, match="AssertionError"):
         measure(small("nvme", tmp_path, {"sub_group_size": 8000}), refused, run_locally)
@@ -47,7 +47,7 @@ def test_without_the_refusal_reading_ahead_runs_out_of_buffers(buffers, tmp_path
 
 @on_nvme
 @unpatched
-def test_without_the_refusal_unsharded_parameters_are_not_there(tmp_path):
+def test_unsharded_parameters_on_nvme_are_missing(tmp_path):
     threshold = {"stage3_param_persistence_threshold": 10**5}
     with pytest.raises(RankFailed, match=r"same dtype|size|shape"):
         measure(small("param-nvme", tmp_path, threshold, mesh=(1, 2, 1)), run=run_locally)

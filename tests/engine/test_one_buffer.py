@@ -26,6 +26,6 @@ def both_on_rank(rank):
     return [[part.tolist() for part in parts] for parts in (ours, theirs)]
 
 
-def test_the_parts_are_those_of_deepspeed_bit_for_bit():
+def test_parts_equal_those_of_deepspeed_bitwise():
     for ours, theirs in run_locally(both_on_rank, 3):
         assert ours == theirs

@@ -1,6 +1,7 @@
 """The tests can fail: each takes one remedy away, and sees the fault that docs/deepspeed.md tells.
 
-With every remedy in place the same runs equal plain transformers (`test_with_the_remedies`).
+With every remedy in place the same runs equal plain transformers
+(`test_remedies_give_the_numbers_of_transformers`).
 """
 
 import signal
@@ -82,13 +83,11 @@ def count_by_deepspeed():  # row 6
 @contextmanager
 def no_placeholders():  # row 7
     def groups(held, placeholders, weight_decay, eps, rates, kinds):
-        return [
-            {
-                "params": [h.parameter for h in held if h.spec.weight_decay is decays],
-                "weight_decay": weight_decay * decays,
-            }
-            for decays in (True, False)
-        ]
+        made = []
+        for decays in (True, False):
+            parameters = [h.parameter for h in held if h.spec.weight_decay is decays]
+            made.append({"params": parameters, "weight_decay": weight_decay if decays else 0.0})
+        return made
 
     with patch.object(core, "param_groups", groups):
         yield
@@ -136,7 +135,7 @@ def count_both_ends():  # row 13
     ],
     ids=str,
 )
-def test_with_the_remedies(case):
+def test_remedies_give_the_numbers_of_transformers(case):
     errors = measure(case)
     assert errors.within(1e-5), errors
 
@@ -163,9 +162,10 @@ def without_each(world_size):
     chosen = [(case, fault) for case, fault, _ in WRONG if case.world_size == world_size]
     jobs = [(case, case.reference, fault) for case, fault in chosen]
     ranks = run_locally(each_on_rank, world_size, jobs)
+    by_case = zip(*ranks, strict=True)
     return {
-        (case, fault): errors_of(case.config, found)
-        for (case, fault), found in zip(chosen, zip(*ranks, strict=True), strict=True)
+        (case, fault): errors_of(case.config, deviations)
+        for (case, fault), deviations in zip(chosen, by_case, strict=True)
     }
 
 
@@ -175,14 +175,14 @@ def without_each(world_size):
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @unpatched
-def test_without_it_the_gradient_norm_is_wrong(case, fault, at_least):
+def test_gradient_norm_is_wrong_without_each_remedy(case, fault, at_least):
     errors = without_each(case.world_size)[case, fault]
     print(f"{fault.__name__:32} {errors}")
     assert errors.grad_norm > at_least, errors
 
 
 @unpatched
-def test_a_direct_backward_overwrites_too_and_stops_on_a_cpu():
+def test_direct_backward_overwrites_and_fails_on_a_cpu():
     # On a CPU the gradients that it leaves behind cannot be given to a stream, or the next
     # microbatch finds none where they were counted; a GPU says nothing.
     with pytest.raises(RankFailed, match=r"unknown parameter type|no attribute \S*numel"):
@@ -190,14 +190,14 @@ def test_a_direct_backward_overwrites_too_and_stops_on_a_cpu():
 
 
 @unpatched
-def test_without_the_bound_trace_check_the_pipeline_stops():
+def test_pipeline_stops_without_the_bound_trace_check():
     case = replace(UNTIED, mesh=(2, 2, 1))
     with pytest.raises((RanksHung, RankFailed)) as caught:
         measure(case, broadcast_over_the_world, run_locally, timeout=4, quiet=True)
     print(type(caught.value).__name__, str(caught.value).splitlines()[-1])
 
 
-def test_stages_without_equal_optimizer_groups_are_refused():
+def test_stages_with_unequal_optimizer_groups_are_refused():
     with pytest.raises(RankFailed, match="different numbers of optimizer groups"):
         measure(ALONE, no_placeholders, run_locally)
 
@@ -224,7 +224,7 @@ def stopped_peer(rank, seconds):
     mesh.barrier()
 
 
-def test_a_stopped_peer_is_noticed_by_short_timeouts_only():
+def test_stopped_peer_is_noticed_only_by_short_timeouts():
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"(?i)time"):
         run_locally(stopped_peer, 2, 0.5)
@@ -257,8 +257,8 @@ def gradient(microbatches, precision, in_fp32):
 
 def test_bf16_gradients_of_many_microbatches_need_an_fp32_sum():
     ways = [(1, "fp32", True), (1, "bf16", True), (32, "bf16", True), (32, "bf16", False)]
-    [(true, *found)] = run_locally(gradients, 1, ways)
-    one, many, without = (float((f - true).norm() / true.norm()) for f in found)
+    [(true, *sums)] = run_locally(gradients, 1, ways)
+    one, many, without = [float((value - true).norm() / true.norm()) for value in sums]
     print(f"relative error: M=1 {one:.1e}, M=32 in fp32 {many:.1e}, in bf16 {without:.1e}")
     assert many < 1.2 * one
     assert without > 1.5 * many
@@ -280,18 +280,19 @@ def rounded_by_the_reduction(rank, cases):
             summed |= {h.name: h.parameter.grad.double() for h in held}
 
         def look(*args, engine=engine, step=step, summed=summed, number=number):
-            lost = whole = 0.0
+            lost = 0.0
+            whole = 0.0
             for block in engine.states._blocks:
                 for place in block:
                     piece = place.piece
-                    got = engine.states._masters[place.group].grad
-                    if got is None:  # another group is updated
+                    reached = engine.states._masters[place.group].grad
+                    if reached is None:  # another group is updated
                         continue
-                    got = got.flatten()[place.offset :][: piece.numel].double()
+                    reached = reached.flatten()[place.offset :][: piece.numel].double()
                     true = summed[piece.held.name].flatten()[piece.start :][: piece.numel]
-                    true = true * (got @ true) / (true @ true)  # clipped
-                    lost += float((got - true).square().sum())
-                    whole += float(got @ got)
+                    true = true * (reached @ true) / (true @ true)  # clipped
+                    lost += float((reached - true).square().sum())
+                    whole += float(reached @ reached)
             losses[number] = max(losses[number], (lost / whole) ** 0.5)
             return step(*args)
 

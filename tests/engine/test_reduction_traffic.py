@@ -36,7 +36,7 @@ def reduced_on_rank(rank, cases):
     return rows
 
 
-def test_a_reduction_to_one_rank_moves_half():
+def test_reduction_to_one_rank_moves_half_the_bytes():
     for rows in run_locally(reduced_on_rank, 2, CASES):
         for case, (numbers, moved, numel) in zip(CASES, rows, strict=True):
             operation = "all_reduce" if case.changes[SETTING] else "reduce"
@@ -44,5 +44,5 @@ def test_a_reduction_to_one_rank_moves_half():
             assert numbers == rows[2 * (case.zero_stage - 1)][0]
 
 
-def test_the_benchmark_compares_the_two():
+def test_benchmark_compares_both_reductions():
     assert {False} == {s[SETTING] for s in SWITCHES.values() if SETTING in s}

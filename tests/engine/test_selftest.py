@@ -90,7 +90,7 @@ def run_all(rank, shape, modes, folder):
     ],
     ids=str,
 )
-def test_it_passes_in_every_mode(shape, nvme, tmp_path):
+def test_self_test_passes_in_every_mode(shape, nvme, tmp_path):
     pp, dp, tp = shape
     modes = [mode for mode in MODES if ("nvme" in mode.values()) == bool(nvme)]
     seconds = run_locally(run_all, pp * dp * tp, shape, modes, str(tmp_path))[0]
@@ -105,18 +105,22 @@ def train_afterwards(rank, case, reference):
 
 
 @pytest.mark.parametrize("zero_stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_the_real_engine_is_right_after_it(zero_stage):
+def test_engine_is_right_after_the_self_test(zero_stage):
     case = Case(mesh=(2, 1, 1), zero_stage=zero_stage, steps=2, batch=8)
     errors = errors_of(case.config, run_locally(train_afterwards, 2, case, case.reference))
     assert errors.within(1e-5), errors
 
 
+def nothing(*_):
+    """Stand in for a remedy."""
+
+
 def overwrite_gradients():
-    core.start_backward = lambda engine: None
+    core.start_backward = nothing
 
 
 def count_by_deepspeed():
-    core.count_once = lambda held: None
+    core.count_once = nothing
 
 
 def divide_by_microbatches():
@@ -132,11 +136,15 @@ def divide_by_microbatches():
 
 def skip_the_step():
     step = Engine.step
-    Engine.step = lambda engine, lr: step(engine, 0.0)
+
+    def step_nowhere(engine, lr):
+        return step(engine, 0.0)
+
+    Engine.step = step_nowhere
 
 
 def leave_gradients_unaligned():
-    nvme.align_gradients = lambda: None
+    nvme.align_gradients = nothing
 
 
 def fail(rank, mode, take_away, folder):
@@ -146,7 +154,7 @@ def fail(rank, mode, take_away, folder):
 
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize(
-    ("take_away", "mode", "says"),
+    ("take_away", "mode", "expected"),
     [
         (count_by_deepspeed, {}, "gradient norm, backward from a loss: off by"),
         (count_by_deepspeed, {"zero_stage": 1}, "gradient norm, backward from a loss"),
@@ -157,8 +165,8 @@ def fail(rank, mode, take_away, folder):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_it_fails_loudly_without_a_remedy(take_away, mode, says, tmp_path):
-    with pytest.raises(RankFailed, match=says) as caught:
+def test_self_test_fails_without_a_remedy(take_away, mode, expected, tmp_path):
+    with pytest.raises(RankFailed, match=expected) as caught:
         run_locally(fail, 2, mode, take_away, str(tmp_path))
     message = str(caught.value)
     assert "TrainingError" in message
@@ -166,6 +174,6 @@ def test_it_fails_loudly_without_a_remedy(take_away, mode, says, tmp_path):
     assert KNOWN_GOOD in message
 
 
-def test_the_known_good_versions_are_those_that_are_installed():
+def test_known_good_versions_match_the_requirements():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert f"deepspeed{KNOWN_GOOD}" in project["project"]["dependencies"]

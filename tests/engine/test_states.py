@@ -43,8 +43,8 @@ def expected(case, folder):
             made.append(self)
 
     with patch("torch.optim.AdamW", Kept):
-        found = reference_on_batches(case.config, folder)
-    weights = family.to_huggingface(case.config.model, load_file(found.weights))
+        reference = reference_on_batches(case.config, folder)
+    weights = family.to_huggingface(case.config.model, load_file(reference.weights))
     states = {}
     for name, weight in weights.items():
         [state] = [s for p, s in made[0].state.items() if _same(p.detach().float(), weight)]
@@ -64,7 +64,7 @@ def pieces(rank, case):
     trainer = Trainer(case)
     trainer.run()
     engine = trainer.engine
-    found = []
+    rank_pieces = []
     copies = copy_out(engine)
     held = sum(t.nbytes for block in copies for kinds in block for t in kinds.values())
     on_nvme = engine.settings.offload_optimizer == "nvme"
@@ -76,10 +76,12 @@ def pieces(rank, case):
             part = whole[piece.held.name].narrow(0, piece.start, piece.numel)
             assert piece.numel > 0
             assert torch.equal(kinds["master"], part)
-            found.append((piece.held.name, piece.held.cut, piece.held.copy, piece.start, kinds))
+            rank_pieces.append(
+                (piece.held.name, piece.held.cut, piece.held.copy, piece.start, kinds)
+            )
     assert engine.states.counters() == {"optimizer_steps": case.steps, "loss_scale": None}
     trainer.close()
-    return found
+    return rank_pieces
 
 
 @pytest.mark.parametrize(
@@ -95,12 +97,12 @@ def pieces(rank, case):
     ],
     ids=str,
 )
-def test_pieces_tile_each_part_and_hold_what_adam_has(case, tmp_path):
+def test_pieces_tile_each_part_and_hold_the_states_of_adam(case, tmp_path):
     case = replace(case, folder=str(tmp_path))
-    found = [piece for rank in run_locally(pieces, case.world_size, case) for piece in rank]
+    all_pieces = [piece for rank in run_locally(pieces, case.world_size, case) for piece in rank]
     want = expected(case, tmp_path)
     seen = {}
-    for name, cut, copy, start, kinds in found:
+    for name, cut, copy, start, kinds in all_pieces:
         name = "embedding.token.weight" if copy else name
         times = seen.setdefault((name, cut.parts, copy), torch.zeros(cut.local_shape).flatten())
         times[start : start + kinds["master"].numel()] += 1
@@ -118,6 +120,12 @@ def test_pieces_tile_each_part_and_hold_what_adam_has(case, tmp_path):
         assert bool((times == copies * (1 if cut_in_tp else tp)).all()), (name, times)
 
 
+PIPELINED = {
+    "zero_optimization.offload_optimizer.pipeline_read": True,
+    "zero_optimization.offload_optimizer.pipeline_write": True,
+    "zero_optimization.offload_optimizer.buffer_count": 12,
+    "zero_optimization.sub_group_size": 2000,
+}
 EXACT = {
     "zero0": replace(TWO, zero_stage=0),
     "zero1": replace(TWO, zero_stage=1),
@@ -128,20 +136,7 @@ EXACT = {
     "zero3+cpu+param-cpu": replace(TWO, offload="cpu+param-cpu"),
     "zero1+cpu": replace(TWO, zero_stage=1, offload="cpu"),
     # Reads and writes ahead, over several sub-groups.
-    "zero3+nvme pipelined": replace(
-        TWO,
-        mesh=(1, 1, 1),
-        offload="nvme",
-        changes={
-            f"zero_optimization.{name}": value
-            for name, value in {
-                "offload_optimizer.pipeline_read": True,
-                "offload_optimizer.pipeline_write": True,
-                "offload_optimizer.buffer_count": 12,
-                "sub_group_size": 2000,
-            }.items()
-        },
-    ),
+    "zero3+nvme pipelined": replace(TWO, mesh=(1, 1, 1), offload="nvme", changes=PIPELINED),
     "zero3+nvme+param-nvme": replace(TWO, offload="nvme+param-nvme"),
     "zero1 bf16": replace(TWO, zero_stage=1, precision="bf16"),
     "zero3 bf16": replace(TWO, precision="bf16"),
@@ -162,7 +157,7 @@ OWN_WAYS = ["zero1", "zero3", "zero3+cpu+param-cpu", "zero3+nvme+param-nvme", "z
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in OWN_WAYS else pytest.mark.slow) for n in EXACT]
 )
-def test_a_resumed_run_is_bitwise_the_unbroken_one(name, tmp_path):
+def test_resumed_run_is_bitwise_equal(name, tmp_path):
     case = replace(EXACT[name], folder=str(tmp_path))
     saved, ends = unbroken(name)
     assert differences(ends, run_resumed(case, saved)) == set()
@@ -196,7 +191,7 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(name, tmp_path):
     ],
     ids=str,
 )
-def test_a_resumed_run_is_bitwise_the_unbroken_one_in_full(
+def test_resumed_run_is_bitwise_equal_in_full(
     mesh, zero_stage, precision, offload, request, tmp_path
 ):
     case = replace(
@@ -222,7 +217,7 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one_in_full(
         ("zero3 fp16", resuming.no_counters, "counters"),
     ],
 )
-def test_what_is_forgotten_is_seen(name, how, sees, tmp_path):
+def test_forgotten_state_is_detected(name, how, sees, tmp_path):
     case = replace(EXACT[name], folder=str(tmp_path))
     saved, ends = unbroken(name)
     others = run_resumed(case, saved, how)
@@ -230,7 +225,7 @@ def test_what_is_forgotten_is_seen(name, how, sees, tmp_path):
 
 
 def go_back(rank, case):
-    """What a run says, and what it says again after it was set back to its middle."""
+    """Return the ends of a run twice: the second time after it was reset to its middle."""
     trainer = Trainer(case)
     engine = trainer.engine
     before = {h.name: engine.full_parameter(h) for h in engine.held}
@@ -243,8 +238,8 @@ def go_back(rank, case):
     ends = []
     for _ in range(2):
         load(engine, saved)
-        said = train(trainer, 2, 5)
-        ends.append((said, copy_out(engine), engine.states.counters()))
+        outputs = train(trainer, 2, 5)
+        ends.append((outputs, copy_out(engine), engine.states.counters()))
     trainer.close()
     return ends
 
@@ -258,7 +253,7 @@ def go_back(rank, case):
         pytest.param("zero3+nvme+param-nvme", marks=pytest.mark.slow),
     ],
 )
-def test_an_engine_that_has_trained_can_be_set_back(name, tmp_path):
+def test_trained_engine_can_be_reset(name, tmp_path):
     case = replace(EXACT[name], folder=str(tmp_path))
     ends = run_locally(go_back, case.world_size, case)
     assert differences(*zip(*ends, strict=True)) == set()

@@ -32,7 +32,7 @@ def freed_on_rank(rank, case, has_remedy):
 
 
 @pytest.mark.parametrize("has_remedy", [True, False])
-def test_a_gradient_lives_until_the_stream_that_reduces_it_has_read_it(has_remedy):
+def test_gradient_lives_until_its_reduction_has_read_it(has_remedy):
     *others, last = run_locally(freed_on_rank, 5, FIVE, has_remedy)
     assert all(freed and not unsafe for freed, unsafe in others)
     freed, unsafe = last
@@ -94,7 +94,7 @@ REMEDIES = {
 
 @pytest.mark.parametrize("name", REMEDIES)
 @pytest.mark.parametrize("fault", [replace_gradient, free_gradient, replace_data])
-def test_a_gradient_that_goes_while_a_stream_uses_it_is_counted(fault, name):
+def test_gradient_freed_while_a_stream_uses_it_is_counted(fault, name):
     remedy, is_safe = REMEDIES[name]
     with asynchronous() as waits:
         side = get_accelerator().Stream()
@@ -165,14 +165,14 @@ def priorities_on_rank(rank, cases):
     return given
 
 
-def test_reductions_have_an_urgent_stream():
+def test_reductions_run_on_an_urgent_stream():
     overlap = {"zero_optimization.overlap_comm": True}
     cases = [Case(zero_stage=stage, changes=overlap) for stage in (1, 3)]
     assert run_locally(priorities_on_rank, 1, cases) == [[-1, -1]]
 
 
 @pytest.mark.usefixtures("cpu_adam", "async_io")
-def test_a_read_from_nvme_waits_for_the_copy_of_the_one_before(tmp_path):
+def test_nvme_read_waits_for_the_previous_copy(tmp_path):
     case = Case(
         mesh=(1, 2, 1),
         weights="per_step",

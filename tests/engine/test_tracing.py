@@ -27,12 +27,16 @@ CASE = Case(
 )
 
 
+def no_trace(traces, stage, direction):
+    """Stand in for `Traces.begin`."""
+
+
 def fetches(rank, cases, traced):
     """Of each case's third step: fetches by direction, and whether a module waits for it."""
-    found = []
+    counts = []
     for case in cases:
         if not traced:
-            tracing.Traces.begin = lambda self, stage, direction: None
+            tracing.Traces.begin = no_trace
         trainer = Trainer(case)
         batches = trainer.batches()
         for batch in batches[:2]:
@@ -41,11 +45,15 @@ def fetches(rank, cases, traced):
         coordinator = trainer.engine._deepspeed.optimizer.parameter_offload.get_param_coordinator()
         profiler = vars(coordinator)["_PartitionedParameterCoordinator__profiler"]
         seen: Counter[str] = Counter()
-        profiler.start_event = lambda name, seen=seen: seen.update([name])
+
+        def count_event(name, seen=seen):
+            seen[name] += 1
+
+        profiler.start_event = count_event
         trainer.executor.run(batches[2], 2)
-        found.append(dict(seen))
+        counts.append(dict(seen))
         trainer.close()
-    return found
+    return counts
 
 
 CASES = [
@@ -58,7 +66,7 @@ CASES = [
 @pytest.mark.parametrize(
     "cases", [CASES[:1], pytest.param(CASES[1:], marks=pytest.mark.slow)], ids=["one", "others"]
 )
-def test_a_pass_waits_for_its_first_module_alone(cases):
+def test_pass_waits_only_for_its_first_module(cases):
     """A fetch that nobody sent for ahead is one for each pass of a stage, at most."""
     for ranks in run_locally(fetches, 4, cases, True):
         for case, seen in zip(cases, ranks, strict=True):
@@ -69,18 +77,21 @@ def test_a_pass_waits_for_its_first_module_alone(cases):
                 assert seen[f"{way}_prefetch_submit"] >= passes
 
 
+def num_fetches(seen, kind):
+    """Return the number of fetches of this kind in both directions."""
+    return sum(seen.get(f"{way}_{kind}_submit", 0) for way in ("forward", "backward"))
+
+
 @unpatched
-def test_without_a_trace_for_each_pass_nearly_all_wait():
+def test_nearly_all_modules_wait_without_a_trace_per_pass():
     for ranks in run_locally(fetches, 4, CASES[:1], False):
         for seen in ranks:
-            waited, ahead = (
-                sum(seen.get(f"{way}_{kind}_submit", 0) for way in ("forward", "backward"))
-                for kind in ("fetch", "prefetch")
-            )
+            waited = num_fetches(seen, "fetch")
+            ahead = num_fetches(seen, "prefetch")
             assert ahead < 0.1 * waited, seen
 
 
 @pytest.mark.parametrize("case", [CASE, pytest.param(CASES[2], marks=pytest.mark.slow)], ids=str)
-def test_against_one_process(case):
+def test_traced_training_matches_one_process(case):
     errors = measure(case)
     assert errors.within(1e-5), errors

@@ -91,7 +91,7 @@ def alternate(mesh, reduction, order):
         taken = {}
         made = {}
         watched = storage_bytes.watching(engine._deepspeed, [h.parameter for h in held])
-        with watched as found, engine.accumulation():
+        with watched as step_peaks, engine.accumulation():
             for kind, stage, m in order:
                 if kind == "F":
                     start = x[m, :BATCH].clone() if stage == 0 else made[0, m].detach()
@@ -100,7 +100,7 @@ def alternate(mesh, reduction, order):
                 else:
                     given = grad[m, :BATCH].clone() if stage else taken[1, m].grad
                     engine.backward(made[stage, m], given, stage=stage)
-        peaks.append(found)
+        peaks.append(step_peaks)
         norms.append(engine.step(0.1).grad_norm)
     mesh.barrier()
     engine.close()
@@ -121,7 +121,7 @@ def test_stages_of_one_engine_take_turns(reduction):
         assert norms == pytest.approx(all_norms[0], rel=1e-5)
 
 
-def test_without_release_counters_a_whole_stage_stays_gathered():
+def test_whole_stage_stays_gathered_without_release_counters():
     orders = [ORDERS["breadth first"]]
     [(gathered, _, _)], _ = run_locally(alternate_all, 2, "per_step", orders, False)
     assert gathered >= 3 * (HIDDEN * HIDDEN + HIDDEN)

@@ -25,7 +25,7 @@ class Buffers:
 
     def make(self, size, like):
         number = self.made
-        self.made = self.made + 1
+        self.made += 1
 
         def wait():
             self.events.append(f"wait {number}")
@@ -57,7 +57,7 @@ def test_two_buffers_take_turns_and_are_waited_for():
         for group in range(len(GROUPS)):
             buffers.events.append("adam")
             zero._reassign_or_swap_out_partitioned_parameters(group)
-    parts = [f"{what} {n % 2}" for n in range(6) for what in ("wait", "mark")]
+    parts = [f"{action} {n % 2}" for n in range(6) for action in ("wait", "mark")]
     assert buffers.events == [
         "adam",
         *parts[:6],
@@ -69,13 +69,12 @@ def test_two_buffers_take_turns_and_are_waited_for():
         *parts[8:],
         "group 2",
     ]
-    for new, old in zip(
-        zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True
-    ):
-        assert old.tolist() == new.bfloat16().tolist()
+    masters = zero.fp32_partitioned_groups_flat
+    for master, weight in zip(masters, zero.fp16_partitioned_groups_flat, strict=True):
+        assert weight.tolist() == master.bfloat16().tolist()
 
 
-def test_weights_elsewhere_take_deepspeeds_own_way():
+def test_weights_elsewhere_are_copied_by_deepspeed():
     events = []
     zero = optimizer(events)
     updating.copy_weights_in_parts(zero, torch.device("meta"))
@@ -85,7 +84,7 @@ def test_weights_elsewhere_take_deepspeeds_own_way():
 
 def trained_on_rank(rank, cases):
     """The weights after some steps, and in how many parts they have left the host."""
-    found = []
+    results = []
     for case in cases:
         parts = [0]
         make = updating._buffer
@@ -103,12 +102,12 @@ def trained_on_rank(rank, cases):
             trainer.run()
         weights = {h.name: trainer.engine.full_parameter(h) for h in trainer.engine.held}
         trainer.close()
-        found.append((weights, parts[0]))
-    return found
+        results.append((weights, parts[0]))
+    return results
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_the_same_weights(precision, operators, cpu_adam):
+def test_overlapped_update_gives_the_same_weights(precision, operators, cpu_adam):
     case = Case(
         mesh=(1, 2, 1),
         offload="cpu",
@@ -118,6 +117,8 @@ def test_the_same_weights(precision, operators, cpu_adam):
         changes={"zero_optimization.sub_group_size": 20000},
     )
     on = replace(case, changes=case.changes | {"parallel3d.train.overlap_update": True})
-    for (own, none), (weights, parts) in run_locally(trained_on_rank, 2, [case, on], timeout=100):
-        assert none == 0 and parts > 2 * 10  # of two steps
-        assert all(torch.equal(weights[name], value) for name, value in own.items())
+    for (plain_weights, plain_parts), (weights, parts) in run_locally(
+        trained_on_rank, 2, [case, on], timeout=100
+    ):
+        assert plain_parts == 0 and parts > 2 * 10  # two steps
+        assert all(torch.equal(weights[name], value) for name, value in plain_weights.items())

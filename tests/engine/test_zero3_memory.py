@@ -36,7 +36,7 @@ BY_DEFAULT = [
 def measured(case):
     """What each rank found, with the other cases that are measured by default in one start."""
     if case not in BY_DEFAULT:
-        return [found for (found,) in run_locally(measure_each, 4, [case])]
+        return [row for (row,) in run_locally(measure_each, 4, [case])]
     return dict(zip(BY_DEFAULT, zip(*by_default(), strict=True), strict=True))[case]
 
 
@@ -98,7 +98,7 @@ def assert_share(held, sizes, bytes_each, dp=2):
         pytest.param("full", "gpipe", marks=pytest.mark.slow),
     ],
 )
-def test_two_layers_at_most_are_gathered(schedule, checkpointing):
+def test_at_most_two_layers_are_gathered(schedule, checkpointing):
     case = replace(CASE, schedule=schedule, checkpointing=checkpointing)
     for rank, (sizes, _, peaks) in enumerate(measured(case)):
         layer = sizes["layer"]
@@ -113,9 +113,9 @@ def test_two_layers_at_most_are_gathered(schedule, checkpointing):
         assert peaks.gathered_bytes <= 2 * layer * FP32
 
 
-def test_bytes_of_zero3_and_both_reductions():
-    found = {mode: measured(replace(CASE, reduction=mode)) for mode in MODES}
-    for mode, ranks in found.items():
+def test_zero3_holds_shards_with_both_reductions():
+    rows_by_mode = {mode: measured(replace(CASE, reduction=mode)) for mode in MODES}
+    for mode, ranks in rows_by_mode.items():
         for rank, (sizes, held, peaks) in enumerate(ranks):
             whole = sizes["stage"] * FP32
             print(f"{mode:15} rank {rank}: {held}, gradients at most {peaks.gradient_bytes}")
@@ -130,14 +130,14 @@ def test_bytes_of_zero3_and_both_reductions():
                 assert peaks.gradient_bytes < 0.7 * whole
     # Over the data-parallel ranks of a stage the shards make up the stage.
     for first, second in ((0, 1), (2, 3)):
-        (sizes, a, _) = found["per_step"][first]
-        (_, b, _) = found["per_step"][second]
+        (sizes, a, _) = rows_by_mode["per_step"][first]
+        (_, b, _) = rows_by_mode["per_step"][second]
         excess = a["parameters"] + b["parameters"] - sizes["stage"] * FP32
         assert 0 <= excess <= 2 * sizes["parameters"] * FP32
 
 
 @pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)])
-def test_bytes_of_zero1(mode):
+def test_zero1_shards_the_optimizer(mode):
     case = replace(CASE, zero_stage=1, reduction=mode)
     for rank, (sizes, held, _) in enumerate(measured(case)):
         print(f"{mode:15} rank {rank}: {held}")
@@ -150,7 +150,7 @@ def test_bytes_of_zero1(mode):
         assert share <= held["gradients"] <= share + 2 * most
 
 
-def test_bytes_of_bf16_and_offload():
+def test_masters_and_moments_stay_fp32_with_bf16_and_offload():
     """The masters and moments stay fp32; offload keeps the reduced gradients on the host, too."""
     case = replace(CASE, precision="bf16", offload="cpu")
     for rank, (sizes, held, _) in enumerate(measured(case)):

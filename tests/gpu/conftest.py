@@ -12,6 +12,6 @@ def pytest_terminal_summary(terminalreporter):
     device = torch.cuda.get_device_name() if here.COUNT else "CPU"
     terminalreporter.section(f"measured on {here.COUNT or 'no'} GPUs ({device})")
     terminalreporter.line(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
-    width = max(len(what) for what, _ in here.REPORT)
-    for what, value in here.REPORT:
-        terminalreporter.line(f"{what:{width}}  {value}")
+    width = max(len(label) for label, _ in here.REPORT)
+    for label, value in here.REPORT:
+        terminalreporter.line(f"{label:{width}}  {value}")

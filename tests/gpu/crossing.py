@@ -91,7 +91,7 @@ class Crossing:
         wrong = [f"rank {r} ended with {c}" for r, (c, *_) in enumerate(others) if c != 1]
         if slowest > WITHIN[number]:
             wrong.append(f"more than {WITHIN[number]:.0f} s")
-        if not any(f"rank {last} on" in said for *_, said in others):
+        if not any(f"rank {last} on" in log_text for *_, log_text in others):
             wrong.append(f"nobody names rank {last}: {others[0][2]}")
         return text, wrong
 
@@ -109,7 +109,9 @@ class Crossing:
             child.kill()
             code = child.wait()
         ends = self.meeting.all(f"{name} resumed", (code, log.read_text()[-3000:]))
-        wrong = [f"rank {r} ended with {c}: {said}" for r, (c, said) in enumerate(ends) if c]
+        wrong = [
+            f"rank {r} ended with {c}: {log_text}" for r, (c, log_text) in enumerate(ends) if c
+        ]
         if steps_of(self.place, name) != list(range(1, first + 7)):
             wrong.append("metrics.jsonl does not have each step once")
         run = self.place.root / "runs" / name
@@ -128,17 +130,17 @@ class Crossing:
             options += [f"--parallel3d.train.profile.{key}", value]
         command = self.place.command(PYTHON, *SMALL, *options, steps=steps)
         port = self.meeting.all(f"{name} to {steps}", free_port())[0]
-        own = self.launch
+        launch = self.launch
         world = {
-            "RANK": own.rank,
-            "LOCAL_RANK": own.local_rank,
-            "WORLD_SIZE": own.world_size,
-            "LOCAL_WORLD_SIZE": own.local_world_size,
+            "RANK": launch.rank,
+            "LOCAL_RANK": launch.local_rank,
+            "WORLD_SIZE": launch.world_size,
+            "LOCAL_WORLD_SIZE": launch.local_world_size,
             "MASTER_PORT": port,
             "MASTER_ADDR": os.environ["MASTER_ADDR"],
         }
         env = {k: v for k, v in environment().items() if not k.startswith("TORCHELASTIC_")}
-        log = self.place.root / f"{name}-{steps}-{own.rank}.txt"
+        log = self.place.root / f"{name}-{steps}-{launch.rank}.txt"
         with log.open("w") as file:
             child = subprocess.Popen(
                 command,

@@ -34,6 +34,6 @@ REPORT = []
 """Lines for the end of the test session: what was measured, to be kept in docs/gpu.md."""
 
 
-def report(what, value):
+def report(label, value):
     """Keep a figure for the table at the end."""
-    REPORT.append((what, value))
+    REPORT.append((label, value))

@@ -58,9 +58,9 @@ def compare(sizes: tuple[int, int, int], zero: int, folder: Path) -> tuple[Refer
     named = sizes_of(sizes)
     config = shrink(RunConfig.from_dict(raw), (named,), str(folder))[named]
     mesh = Mesh(**named._asdict())
-    own = folder / f"rank-{mesh.rank}"
-    own.mkdir(exist_ok=True)
-    reference = reference_on_batches(config, own)
+    rank_folder = folder / f"rank-{mesh.rank}"
+    rank_folder.mkdir(exist_ok=True)
+    reference = reference_on_batches(config, rank_folder)
     mesh.barrier()
     start = time.monotonic()
     mine = train_and_compare(mesh.rank, config, reference)
@@ -87,8 +87,8 @@ def steps(sizes: tuple[int, int, int], launch: Launch) -> tuple[str, list[str]]:
     config = small_config(sizes, zero=3, schedule="one_f_one_b", **device.SIZES)
     plan = [memory.total for memory in per_rank(Setting.from_config(config))]
     gc.collect()  # the engines before, whose memory would count
-    found = device.look_at_steps(launch.rank, config)
-    rows = gather_json(Mesh(**sizes_of(sizes)._asdict()), [found["peak"], found["seconds"]])
+    figures = device.look_at_steps(launch.rank, config)
+    rows = gather_json(Mesh(**sizes_of(sizes)._asdict()), [figures["peak"], figures["seconds"]])
     tokens = config.micro_batch_size * config.num_microbatches * config.data.sequence_length
     speed = f"{tokens * sizes[1] / max(seconds for _, seconds in rows):,.0f} tokens/s"
     if not torch.accelerator.is_available():

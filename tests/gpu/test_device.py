@@ -62,24 +62,24 @@ def look_at_steps(rank, config):
 
     for _ in range(3):
         step()
-    found = {"peak": 0, "reserved": 0, "outside": 0, "synchronisations": {}}
+    figures = {"peak": 0, "reserved": 0, "outside": 0, "synchronisations": {}}
     mesh.barrier()
     start = time.perf_counter()
     step()
     mesh.barrier()
-    found["seconds"] = time.perf_counter() - start
+    figures["seconds"] = time.perf_counter() - start
     if mesh.device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
-        found["peak"] = torch.cuda.max_memory_allocated()
-        found["reserved"] = torch.cuda.max_memory_reserved()
-        found["outside"] = before - free_bytes(rank) - torch.cuda.memory_reserved()
-    found["synchronisations"] = counted_synchronisations(mesh.device, step)
+        figures["peak"] = torch.cuda.max_memory_allocated()
+        figures["reserved"] = torch.cuda.max_memory_reserved()
+        figures["outside"] = before - free_bytes(rank) - torch.cuda.memory_reserved()
+    figures["synchronisations"] = counted_synchronisations(mesh.device, step)
     mesh.barrier()
     parts.engine.close()
-    return found
+    return figures
 
 
 def counted_synchronisations(device, step):
@@ -108,15 +108,15 @@ def counted_synchronisations(device, step):
     ],
     ids=str,
 )
-def test_memory_and_synchronisations(mesh, settings):
+def test_peak_memory_matches_the_plan(mesh, settings):
     """The planner's peak within 10 % on every rank; no synchronisation inside the passes."""
     pp, dp, tp = mesh
     here.enough(pp * dp * tp)
     config = config_of(mesh, **SIZES, **settings)
     expected = [memory.total for memory in per_rank(Setting.from_config(config))]
-    found = run_locally(look_at_steps, pp * dp * tp, config)
+    rows = run_locally(look_at_steps, pp * dp * tp, config)
     name = f"{pp}x{dp}x{tp} " + " ".join(f"{k}={v}" for k, v in settings.items())
-    for rank, row in enumerate(found):
+    for rank, row in enumerate(rows):
         # dp and tp ranks of one stage hold the same.
         plan = expected[rank // (dp * tp)]
         if not here.COUNT:
@@ -131,7 +131,7 @@ def test_memory_and_synchronisations(mesh, settings):
 
 
 @here.needs_gpu
-def test_no_shipped_config_computes_attention_without_a_fused_kernel():
+def test_shipped_configs_use_fused_attention_kernels():
     """Torch's choice for one microbatch of each config, at the mesh it ships with."""
     unfused = []
     for path in sorted(reader.CONFIGS.glob("*.json")):
@@ -145,10 +145,9 @@ def test_no_shipped_config_computes_attention_without_a_fused_kernel():
         kv_heads = getattr(model, "kv_heads", heads)
         size = getattr(model, "head_size", model.hidden_size // heads)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision, torch.float32)
-        q, k, v = (
-            torch.empty(1, n // tp, seq, size, dtype=dtype, device="cuda")
-            for n in (heads, kv_heads, kv_heads)
-        )
+        q = torch.empty(1, heads // tp, seq, size, dtype=dtype, device="cuda")
+        k = torch.empty(1, kv_heads // tp, seq, size, dtype=dtype, device="cuda")
+        v = torch.empty_like(k)
         dropout = getattr(model, "attn_pdrop", 0.0)
         isolated = config.data.isolate_documents
         if isolated and in_one_kernel(q, dropout):
@@ -188,7 +187,7 @@ def test_deterministic_runs_have_the_same_bits(sizes):
         assert first == second
 
 
-def test_speed_beside_plain_transformers():
+def test_speed_is_near_plain_transformers():
     """Steps in turns; the ratio goes into the table. On a GPU all of it costs less than 15 %."""
     mesh = Mesh()
     config = models.config_class("gpt")(family="gpt", **SIZES["model"])

@@ -32,9 +32,9 @@ def run(folder, nodes, ranks, *options):
         subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=sys.stderr)
         for _ in range(nodes)
     ]
-    said = "".join(node.communicate(timeout=400)[0].decode() for node in started)
-    assert [node.returncode for node in started] == [0] * nodes, said
-    lines = [line for line in said.splitlines() if ": ranks " not in line]
+    output = "".join(node.communicate(timeout=400)[0].decode() for node in started)
+    assert [node.returncode for node in started] == [0] * nodes, output
+    lines = [line for line in output.splitlines() if ": ranks " not in line]
     for line in lines:
         here.report(f"{nodes} nodes, {ranks} ranks each", line)
     return lines
@@ -44,14 +44,14 @@ FAULTS = ["SIGKILL", "resumed,", "SIGSTOP", "resumed,"]
 
 
 @pytest.mark.skipif(here.COUNT > 0, reason="its two nodes would share the GPUs")
-def test_two_nodes(tmp_path):
+def test_two_nodes_match_transformers_and_survive_faults(tmp_path):
     lines = run(tmp_path, 2, 1)
     crossing = [line.split()[0] for line in lines if "crosses" in line]
     assert crossing == ["dp"] * 3 + ["pp"] * 3, lines
     assert [line.split()[0] for line in lines if "crosses" not in line] == FAULTS, lines
 
 
-def test_a_lost_rank_is_named_and_the_run_goes_on(tmp_path):
+def test_lost_rank_is_named_and_the_run_resumes(tmp_path):
     """The others end in time and say who it was; the same command goes on from what was saved.
 
     No launcher stands above a run's ranks, as under plain `srun`: torchrun and deepspeed would end

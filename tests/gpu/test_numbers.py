@@ -69,7 +69,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("mesh", "settings"), list(cases()), ids=str)
-def test_numbers_are_plain_transformers(mesh, settings, tmp_path):
+def test_numbers_match_plain_transformers(mesh, settings, tmp_path):
     errors = errors_of(mesh, tmp_path, **settings)
     precision = settings.get("precision", "fp32")
     bound = here.TOLERANCE if precision == "fp32" else TOLERANCE[precision]

@@ -52,16 +52,17 @@ class Host:
 
     def processes(self):
         """The command lines of what runs in the host, but its process 1."""
-        own = os.readlink(f"/proc/{self.pid}/ns/pid")
-        found = []
+        pid_namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
+        command_lines = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if line and int(folder.name) != self.pid:
-                    found += [line] * (os.readlink(folder / "ns/pid") == own)
+                is_inside = os.readlink(folder / "ns/pid") == pid_namespace
+                if line and is_inside and int(folder.name) != self.pid:
+                    command_lines.append(line)
             except OSError:
                 continue
-        return found
+        return command_lines
 
     def kill(self):
         """Kill all that runs in the host; its network stays and says so."""
@@ -94,26 +95,26 @@ def hosts(folder, count=2, loopback=(), name="node"):
         try:
             _in_network(switch, "ip link add switch type bridge")
             _in_network(switch, "ip link set switch up")
-            found = []
-            for number, (own, address) in enumerate(places):
-                table = Path(folder, f"{own}.hosts")
-                named = {n: a for n, a in places if n != own}
-                named[own] = "127.0.1.1" if number in loopback else address
+            made = []
+            for number, (host_name, address) in enumerate(places):
+                table = Path(folder, f"{host_name}.hosts")
+                named = {n: a for n, a in places if n != host_name}
+                named[host_name] = "127.0.1.1" if number in loopback else address
                 lines = (f"{address} {name}" for name, address in named.items())
                 table.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
                 mount = ["mount", "--bind", str(table), "/etc/hosts"]
-                pid = stack.enter_context(_alive(mount, ["hostname", own]))
-                host = Host(own, address, pid, switch, f"port{number}")
+                pid = stack.enter_context(_alive(mount, ["hostname", host_name]))
+                host = Host(host_name, address, pid, switch, f"port{number}")
                 cable = f"ip link add {host.port} type veth peer name eth0 netns {pid}"
                 _in_network(host.switch, cable)
                 _in_network(host.switch, f"ip link set {host.port} master switch up")
                 for words in (f"addr add {address}/24 dev eth0", "link set lo up"):
                     host.do("ip", *words.split())
                 host.set_link("up")
-                found.append(host)
+                made.append(host)
         except (OSError, subprocess.CalledProcessError) as error:
             raise NoHosts(getattr(error, "stderr", None) or str(error)) from None
-        yield found
+        yield made
 
 
 @contextmanager
@@ -145,10 +146,10 @@ def _do(*command, **options):
     return subprocess.run([*map(str, command)], **settings)
 
 
-def wait_until(look, seconds, what):
-    """Until `look` is true; gives how many seconds it took."""
+def wait_until(look, seconds, message):
+    """Wait until `look` is true; return the seconds that it took."""
     start = time.monotonic()
     while not look():
-        assert time.monotonic() - start < seconds, what() if callable(what) else what
+        assert time.monotonic() - start < seconds, message() if callable(message) else message
         time.sleep(0.05)
     return time.monotonic() - start

@@ -15,7 +15,7 @@ import pytest
 
 from parallel3d.mesh.device import settle_accelerator
 from parallel3d.verify import local_ranks
-from tests.checkpoint.drill import changed
+from tests.checkpoint.drill import changed, unknown_peak
 from tests.launch.launching import TRAIN, become, environment
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ class Launched:
         """The exit codes, once all have ended."""
         deadline = time.monotonic() + seconds
         while None in (codes := [_code(process) for process in self.processes]):
-            assert time.monotonic() < deadline, f"{codes}: {self.said}"
+            assert time.monotonic() < deadline, f"{codes}: {self.output}"
             time.sleep(0.05)
         return codes
 
@@ -42,8 +42,8 @@ class Launched:
         """Until `look` is true, while nothing has ended."""
         deadline = time.monotonic() + seconds
         while not look():
-            assert all(_code(process) is None for process in self.processes), self.said
-            assert time.monotonic() < deadline, self.said
+            assert all(_code(process) is None for process in self.processes), self.output
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.02)
 
     @property
@@ -51,7 +51,7 @@ class Launched:
         return [log.read_text() for log in self.logs]
 
     @property
-    def said(self):
+    def output(self):
         return "\n".join(f"--- {log}\n{log.read_text()[-5000:]}" for log in self.logs)
 
 
@@ -80,16 +80,16 @@ class Run:
         """The script and its options for a mesh; a whole step has the same samples on each."""
         pp, dp, tp = mesh
         micro = self.config["train_micro_batch_size_per_gpu"] // dp
-        own = {"parallel3d.mesh.pp": pp, "parallel3d.mesh.tp": tp}
-        own["train_micro_batch_size_per_gpu"] = micro
+        placement = {"parallel3d.mesh.pp": pp, "parallel3d.mesh.tp": tp}
+        placement["train_micro_batch_size_per_gpu"] = micro
         changes = {key.replace("__", "."): value for key, value in changes.items()}
         self._count += 1
         path = self.root / f"{self.name}-{self._count}.json"
-        path.write_text(json.dumps(changed(self.config, own | changes)))
+        path.write_text(json.dumps(changed(self.config, placement | changes)))
         return [TRAIN, "--config", str(path)]
 
-    def log(self, what):
-        return self.root / f"{self.name}-{self._count}-{what}.log"
+    def log(self, label):
+        return self.root / f"{self.name}-{self._count}-{label}.log"
 
     @property
     def lines(self):
@@ -234,7 +234,7 @@ def _fork_in(host, words, folder, env, log, disturb):
     from parallel3d.train import known_hardware
 
     become(words, folder, log, env)
-    known_hardware.peak = lambda config, mesh: ("nothing", None)  # it takes a second to measure
+    known_hardware.peak = unknown_peak  # measuring takes a second
     if disturb:
         disturb()
     (doctor if words[0] == DOCTOR else train).main()

@@ -23,17 +23,19 @@ def table(text):
 
 
 @pytest.mark.parametrize("launch", [torchrun, srun, deepspeed])
-def test_the_odd_host_is_named(given_hosts, tmp_path, launch):
+def test_odd_host_is_named(given_hosts, tmp_path, launch):
     """Two hosts, two ranks each, of which one allows few open files; and nothing else fails."""
     hosts = given_hosts(loopback=[0])
     words = [DOCTOR, "--mesh.pp", "2", "--parallel3d.run.directory", str(tmp_path)]
     began = time.monotonic()
-    launched = launch(
-        hosts, words, lambda name: tmp_path / f"{name}.log", tmp_path, ranks=2, limits=FEW_FILES
-    )
-    assert FAILED in launched.codes(), launched.said
+
+    def log(name):
+        return tmp_path / f"{name}.log"
+
+    launched = launch(hosts, words, log, tmp_path, ranks=2, limits=FEW_FILES)
+    assert FAILED in launched.codes(), launched.output
     seconds = time.monotonic() - began
-    print(f"{launch.__name__}: {seconds:.1f} s\n{launched.said}")
+    print(f"{launch.__name__}: {seconds:.1f} s\n{launched.output}")
     assert seconds < WITHIN
     rows = table("\n".join(launched.texts))
     failed = {name: value for name, (verdict, value) in rows.items() if verdict == "FAILS"}
@@ -41,11 +43,11 @@ def test_the_odd_host_is_named(given_hosts, tmp_path, launch):
     assert failed["open files"].startswith("ranks 2, 3 on node1: 512"), failed
     assert rows["hosts"][1] == "node0 (ranks: 2), node1 (ranks: 2)"
     assert {"links: pp", "links: dp", "links: neighbours"} <= rows.keys()
-    assert "ulimit -n" in launched.said
+    assert "ulimit -n" in launched.output
 
 
 @pytest.mark.parametrize("rate", ["100mbit", "10mbit"])
-def test_a_slow_cable_is_named(given_hosts, tmp_path, rate):
+def test_slow_cable_is_named(given_hosts, tmp_path, rate):
     """By the groups of three hosts that share it; no hardware file is needed."""
     hosts = given_hosts(3)
     hosts[2].slow_down(rate)
@@ -60,7 +62,7 @@ def test_a_slow_cable_is_named(given_hosts, tmp_path, rate):
     codes = launched.codes()
     seconds = time.monotonic() - began
     print(f"{rate}: {seconds:.1f} s\n{launched.texts[0]}")
-    assert codes == [FAILED] * 6, launched.said
+    assert codes == [FAILED] * 6, launched.output
     assert seconds < WITHIN
     report = json.loads(launched.texts[0].splitlines()[-1])
     failed = {row["name"]: row["outliers"] for row in report["checks"] if row["remedy"]}
@@ -68,16 +70,16 @@ def test_a_slow_cable_is_named(given_hosts, tmp_path, rate):
     assert "on node2" in launched.texts[0]
 
 
-def test_a_slow_network_is_seen_beside_the_hardware_file(given_hosts, tmp_path):
+def test_slow_network_fails_against_the_hardware_file(given_hosts, tmp_path):
     """Between two hosts nothing is compared with others, but with the planner's figure."""
     hosts = given_hosts()
     hosts[1].slow_down("100mbit")
     raw = {"parallel3d.run.hardware": "A100-SXM4-80GB", "parallel3d.run.directory": str(tmp_path)}
     words = [DOCTOR, "--json", *(w for key, value in raw.items() for w in (f"--{key}", value))]
     launched = forked(hosts, words, lambda name: tmp_path / f"{name}.log", tmp_path)
-    assert launched.codes() == [FAILED] * 2, launched.said
+    assert launched.codes() == [FAILED] * 2, launched.output
     report = json.loads(launched.texts[0].splitlines()[-1])
     failed = {row["name"]: row["outliers"] for row in report["checks"] if row["remedy"]}
-    assert failed == {"links: dp": [0, 1]}, launched.said
+    assert failed == {"links: dp": [0, 1]}, launched.output
     (row,) = [row for row in report["checks"] if row["name"] == "links: dp"]
     assert re.fullmatch(r"0\.0\d+ GB/s; A100-SXM4-80GB: 14.5", row["value"]), row

@@ -71,7 +71,10 @@ class Elastic:
         self._count += 1
         options = {"nnodes": "1:2", "max-restarts": 50, "rdzv_conf": RENDEZVOUS}
         variables = {"ELASTIC_TEST": str(self.notes), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        log = lambda name: self.run.log(f"{name}-{self._count}")  # noqa: E731
+
+        def log(name):
+            return self.run.log(f"{name}-{self._count}")
+
         agent = torchrun(
             [host],
             self.words,
@@ -140,11 +143,15 @@ def times(events):
 
 
 @pytest.mark.parametrize(
-    ("victim", "whole", "rest"), [(0, PAIR, ONE), (1, "2x2x1", "2x1x1")], ids=["rank 0", "4 ranks"]
+    ("victim", "whole", "remaining"),
+    [(0, PAIR, ONE), (1, "2x2x1", "2x1x1")],
+    ids=["rank 0", "4 ranks"],
 )
-def test_a_host_is_lost_and_comes_back(given_hosts, config, alone, tmp_path, victim, whole, rest):
+def test_run_continues_while_a_host_is_lost_and_comes_back(
+    given_hosts, config, alone, tmp_path, victim, whole, remaining
+):
     mesh = MeshSizes.parse(whole)
-    changes = {"parallel3d__mesh__dp": 2, "parallel3d__mesh__fallbacks": [rest]}
+    changes = {"parallel3d__mesh__dp": 2, "parallel3d__mesh__fallbacks": [remaining]}
     run = Run(config, f"elastic-{victim}", tmp_path, **changes)
     elastic = Elastic(given_hosts(3), run, (mesh.pp, mesh.dp, mesh.tp), mesh.ranks // 2)
     lost = elastic.hosts[victim]
@@ -156,11 +163,11 @@ def test_a_host_is_lost_and_comes_back(given_hosts, config, alone, tmp_path, vic
     elastic.slow(2)
     lost.kill()
     del elastic.agents[lost.name]
-    number = elastic.wait_for_step_on(rest, number)
+    number = elastic.wait_for_step_on(remaining, number)
     elastic.begin(lost)
     elastic.wait_for_step_on(whole, number)
     elastic.slow(0.02)
-    assert elastic.launched.codes() == [DONE] * 2, elastic.launched.said
+    assert elastic.launched.codes() == [DONE] * 2, elastic.launched.output
     assert [line["step"] for line in run.lines] == list(range(1, STEPS + 1))
     for line, other in zip(run.lines, alone.lines, strict=True):
         assert line["tokens"] == other["tokens"]
@@ -168,15 +175,18 @@ def test_a_host_is_lost_and_comes_back(given_hosts, config, alone, tmp_path, vic
     print("steps taken twice:", elastic.check_samples(), "first steps:", times(elastic.events))
     chosen = {e["mesh"]: e["chosen"] for e in elastic.events if e["event"] == "launch"}
     assert chosen[whole] is None
-    assert chosen[rest].startswith(f"parallel3d.mesh: {rest} of fallbacks, because {whole} ")
-    assert chosen[rest] in elastic.agents[left.name].texts[0]
+    assert chosen[remaining].startswith(
+        f"parallel3d.mesh: {remaining} of fallbacks, because {whole} "
+    )
+    assert chosen[remaining] in elastic.agents[left.name].texts[0]
     assert json.loads((run.folder / "attempts.json").read_text())["deaths"] == []
 
 
-def test_a_host_leaves_and_the_file_ends_the_launch(given_hosts, config, tmp_path):
+def test_run_continues_after_a_host_leaves_until_the_stop_file(given_hosts, config, tmp_path):
     """Its torchrun is told to end: the other host's must not take the stop for the run's end."""
     changes = {"parallel3d__mesh__dp": 2, "parallel3d__mesh__fallbacks": [ONE]}
-    elastic = Elastic(given_hosts(3), run := Run(config, "leaves", tmp_path, **changes))
+    run = Run(config, "leaves", tmp_path, **changes)
+    elastic = Elastic(given_hosts(3), run)
     leaves = elastic.hosts[1]
     elastic.slow(0.5)
     for host in elastic.hosts:
@@ -190,7 +200,7 @@ def test_a_host_leaves_and_the_file_ends_the_launch(given_hosts, config, tmp_pat
     steps_on_one = len(run.lines)
     assert steps_on_one > steps
     (run.folder / "STOP").touch()
-    assert elastic.launched.codes() == [DONE], elastic.launched.said
+    assert elastic.launched.codes() == [DONE], elastic.launched.output
     assert elastic.events[-1]["event"] == "end" and elastic.events[-1]["stopped"]
     assert [line["step"] for line in run.lines] == list(range(1, len(run.lines) + 1))
     assert not elastic.rolled_back()

@@ -78,7 +78,7 @@ def go_on(launch, hosts, run, mesh, reference, **options):
     done = len(run.lines)
     assert 5 < done < STEPS
     launched = launch(hosts, run.words(mesh), run.log, run.root, **options)
-    assert set(launched.codes()) == {0}, launched.said
+    assert set(launched.codes()) == {0}, launched.output
     assert "resume  from " in launched.texts[0]
     run.check_same(reference)
     return launched.texts[0]
@@ -91,14 +91,14 @@ def faults(run):
 
 
 @pytest.mark.parametrize("victim", [1, 0], ids=["node1", "node0"])
-def test_the_link_of_a_host_goes_down(given_hosts, config, alone, tmp_path, victim):
+def test_ranks_end_when_the_link_of_a_host_goes_down(given_hosts, config, alone, tmp_path, victim):
     """Both hosts live, and each says that the other is silent."""
     hosts = given_hosts()
     run = Run(config, f"down-{victim}", tmp_path)
     launched = begin(forked, hosts, run, DP)
     hosts[victim].set_link("down")
     began = time.monotonic()
-    assert launched.codes(SILENT_WITHIN) == [FAILED] * 2, launched.said
+    assert launched.codes(SILENT_WITHIN) == [FAILED] * 2, launched.output
     print(f"ranks ended after {time.monotonic() - began:.1f} s")
     for here, text in enumerate(launched.texts):
         (line,) = sentences(text)
@@ -108,13 +108,13 @@ def test_the_link_of_a_host_goes_down(given_hosts, config, alone, tmp_path, vict
     go_on(forked, [hosts[1 - victim]], run, PP, alone, ranks=2)
 
 
-def test_the_link_goes_down_under_torchrun(given_hosts, config, alone, tmp_path):
+def test_ranks_end_when_a_link_goes_down_under_torchrun(given_hosts, config, alone, tmp_path):
     """Its agent on the host that is cut off outlives its ranks by more than 90 s."""
     hosts = given_hosts()
     run = Run(config, "down-torchrun", tmp_path)
     launched = begin(torchrun, hosts, run, DP)
     hosts[1].set_link("down")
-    waited = wait_until(lambda: ranks_end(hosts), SILENT_WITHIN, lambda: launched.said)
+    waited = wait_until(lambda: ranks_end(hosts), SILENT_WITHIN, lambda: launched.output)
     print(f"ranks ended after {waited:.1f} s")
     assert launched.processes[0].wait(LAUNCHER_WITHIN) == FAILED
     for here, text in enumerate(launched.texts):
@@ -125,17 +125,19 @@ def test_the_link_goes_down_under_torchrun(given_hosts, config, alone, tmp_path)
 
 @pytest.mark.parametrize("launch", [forked, torchrun])
 @pytest.mark.parametrize("victim", [1, 0], ids=["node1", "node0"])
-def test_all_processes_of_a_host_are_killed(given_hosts, config, alone, tmp_path, launch, victim):
+def test_run_resumes_after_all_processes_of_a_host_are_killed(
+    given_hosts, config, alone, tmp_path, launch, victim
+):
     """With rank 0's host its lock is left: the next launch waits until it has no heartbeat."""
     hosts = given_hosts()
     run = Run(config, f"killed-{launch.__name__}-{victim}", tmp_path)
     launched = begin(launch, hosts, run, DP)
     hosts[victim].kill()
     other = 1 - victim
-    waited = wait_until(lambda: ranks_end(hosts), KILLED_WITHIN, lambda: launched.said)
+    waited = wait_until(lambda: ranks_end(hosts), KILLED_WITHIN, lambda: launched.output)
     print(f"the other rank ended after {waited:.1f} s")
     if launch is forked:
-        assert launched.codes()[other] == FAILED, launched.said
+        assert launched.codes()[other] == FAILED, launched.output
     (line,) = sentences(launched.texts[other])
     assert line.startswith(f"rank {victim} on node{victim} died at "), line
     assert sentences(launched.texts[victim]) == []
@@ -144,7 +146,7 @@ def test_all_processes_of_a_host_are_killed(given_hosts, config, alone, tmp_path
     assert ("waiting up to 30 s for its heartbeat" in left) == (victim == 0), left
 
 
-def test_torchruns_start_all_ranks_again(given_hosts, config, alone, tmp_path):
+def test_torchrun_restarts_all_ranks(given_hosts, config, alone, tmp_path):
     """The agent of the host whose rank is killed restarts it, and the other one its own."""
     hosts = given_hosts()
     run = Run(config, "again", tmp_path)
@@ -152,22 +154,22 @@ def test_torchruns_start_all_ranks_again(given_hosts, config, alone, tmp_path):
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     launched = begin(torchrun, hosts, run, DP, variables=variables, **options)
     hosts[1].do("pkill", "-KILL", "-f", "python.* -u .*train.py")
-    assert launched.codes(240) == [0, 0], launched.said
+    assert launched.codes(240) == [0, 0], launched.output
     assert len(faults(run)) == 1
     run.check_same(alone)
 
 
-def test_one_of_three_hosts_is_cut_off(given_hosts, config, alone, tmp_path):
+def test_two_of_three_hosts_go_on_without_the_third(given_hosts, config, alone, tmp_path):
     """Two hosts name the third, which names rank 0; the two go on without it."""
     hosts = given_hosts(3)
     run = Run(config, "cut-2", tmp_path)
     launched = begin(forked, hosts, run, (1, 3, 1))
     hosts[2].set_port("down")
-    assert launched.codes(SILENT_WITHIN) == [FAILED] * 3, launched.said
-    said = [sentences(text) for text in launched.texts]
-    assert said[0] == said[1] and len(said[0]) == len(said[2]) == 1, said
-    assert said[0][0].startswith("rank 2 on node2 has been silent for "), said
-    assert said[2][0].startswith("rank 0 on node0 has been silent for "), said
+    assert launched.codes(SILENT_WITHIN) == [FAILED] * 3, launched.output
+    messages = [sentences(text) for text in launched.texts]
+    assert messages[0] == messages[1] and len(messages[0]) == len(messages[2]) == 1, messages
+    assert messages[0][0].startswith("rank 2 on node2 has been silent for "), messages
+    assert messages[2][0].startswith("rank 0 on node0 has been silent for "), messages
     go_on(forked, hosts[:2], run, DP, alone)
 
 
@@ -180,10 +182,10 @@ def test_two_sides_never_write_to_one_run(given_hosts, config, alone, tmp_path):
     for host in hosts[1:]:
         host.kill()
     early = forked(hosts[1:], run.words(DP), run.log, run.root)
-    assert early.codes(SILENT_WITHIN) == [BAD_INPUT] * 2, early.said
-    assert early.said.count("two launches cannot write to one run") == 1, early.said
-    assert " on node0, " in early.said
-    assert launched.processes[0].exitcode is None, launched.said  # it still held the run
+    assert early.codes(SILENT_WITHIN) == [BAD_INPUT] * 2, early.output
+    assert early.output.count("two launches cannot write to one run") == 1, early.output
+    assert " on node0, " in early.output
+    assert launched.processes[0].exitcode is None, launched.output  # it still held the run
     codes = launched.codes(SILENT_WITHIN)
     (line,) = sentences(launched.texts[0])
     assert codes[0] == FAILED

@@ -28,7 +28,7 @@ def launches(run):
 
 
 @pytest.mark.parametrize("launch", [forked, torchrun])
-def test_a_host_is_lost_with_its_memory(given_hosts, config, tmp_path, launch):
+def test_run_resumes_after_losing_a_host_and_its_memory(given_hosts, config, tmp_path, launch):
     """Two hosts, each with a /dev/shm of its own; the launch after it has the bits of one run."""
     hosts = given_hosts()
     for host in hosts:
@@ -36,7 +36,7 @@ def test_a_host_is_lost_with_its_memory(given_hosts, config, tmp_path, launch):
     name = f"whole-{launch.__name__}"
     whole = Run(config, name, tmp_path, parallel3d__checkpoint__in_memory_every=0)
     launched = launch(hosts[:1], whole.words((2, 1, 1)), whole.log, tmp_path, ranks=2)
-    assert launched.codes() == [0] * len(launched.processes), launched.said
+    assert launched.codes() == [0] * len(launched.processes), launched.output
     run = Run(config, f"lost-{launch.__name__}", tmp_path)
     launched = launch(hosts, run.words((2, 1, 1)), run.log, tmp_path)
     launched.wait_for(lambda: len(run.lines) > 4 * EVERY)
@@ -45,7 +45,7 @@ def test_a_host_is_lost_with_its_memory(given_hosts, config, tmp_path, launch):
     hosts[1].do("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
     launched.codes()
     launched = launch(hosts, run.words((2, 1, 1)), run.log, tmp_path)
-    assert set(launched.codes()) == {0}, launched.said
+    assert set(launched.codes()) == {0}, launched.output
     second = launches(run)[1]
     assert second["tier"] == "memory" and second["lost_steps"] < 2 * EVERY, second
     assert [line["step"] for line in run.lines] == [*range(1, STEPS + 1)]
