@@ -110,58 +110,40 @@ def parse_args() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     text = "export a checkpoint to a folder that transformers loads, and check it"
     export = commands.add_parser("export", help=text, description=text)
-    export.add_argument(
-        "checkpoint",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="a checkpoint (step-N) or a run's folder",
-    )
-    export.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="fp32",
-        help="type of the weights (default: fp32, which does not round)",
-    )
-    export.add_argument(
-        "--architecture",
-        metavar="CLASS",
-        help="transformers class, such as MistralForCausalLM for a plain llama",
-    )
-    export.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of the run's tokenizer, if it has moved",
-    )
+    add = export.add_argument
+    text = "a checkpoint (step-N) or a run's folder"
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
+    text = "type of the weights (default: fp32, which does not round)"
+    add("--dtype", choices=DTYPES, default="fp32", help=text)
+    text = "transformers class, such as MistralForCausalLM for a plain llama"
+    add("--architecture", metavar="CLASS", help=text)
+    text = "folder of the run's tokenizer, if it has moved"
+    add("--tokenizer", type=Path, metavar="FOLDER", help=text)
+    add_outputs(export)
+
     text = "convert a transformers folder to one for model.from_pretrained, and check it"
     import_ = commands.add_parser("import", help=text, description=text)
-    import_.add_argument(
-        "folder", type=Path, metavar="DIR", help="a folder with config.json and safetensors files"
-    )
-    for command in (export, import_):
-        command.add_argument(
-            "--to", type=Path, required=True, metavar="OUT", help="a new or empty folder"
-        )
-        command.add_argument(
-            "--shard-size",
-            default="5GB",
-            metavar="SIZE",
-            help="largest size of a file (default: 5GB)",
-        )
-        command.add_json()
+    text = "a folder with config.json and safetensors files"
+    import_.add_argument("folder", type=Path, metavar="DIR", help=text)
+    add_outputs(import_)
+
     text = "write a config for one of nanotron, GPT-NeoX or Megatron-LM"
     config = commands.add_parser("config", help=text, description=text)
-    config.add_argument(
-        "files",
-        nargs="+",
-        metavar="FILE",
-        help="nanotron's YAML, GPT-NeoX's YAML files, or Megatron-LM's script or arguments file",
-    )
-    config.add_argument(
-        "--out", type=output_file, metavar="FILE", help="the new config (default: print it)"
-    )
+    add = config.add_argument
+    text = "nanotron's YAML, GPT-NeoX's YAML files, or Megatron-LM's script or arguments file"
+    add("files", nargs="+", metavar="FILE", help=text)
+    add("--out", type=output_file, metavar="FILE", help="the new config (default: print it)")
     config.add_json()
     return parser.parse_args()
+
+
+def add_outputs(command: Parser) -> None:
+    """Add the options of what `export` and `import` write."""
+    add = command.add_argument
+    add("--to", type=Path, required=True, metavar="OUT", help="a new or empty folder")
+    text = "largest size of a file (default: 5GB)"
+    add("--shard-size", default="5GB", metavar="SIZE", help=text)
+    command.add_json()
 
 
 if __name__ == "__main__":

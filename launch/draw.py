@@ -32,14 +32,19 @@ MOST = 200_000  # forwards that can be drawn within seconds
 def main() -> int:
     """Run the command `draw`; return the exit code."""
     args = parse_args()
-    schedule, spans, panels = measured(args.measured) if args.measured else planned(args)
-    idle = None if args.measured else bubble(spans)
+    idle = None
+    if args.measured:
+        schedule, spans, panels = measured(args.measured)
+    else:
+        schedule, spans, panels = planned(args)
+        idle = bubble(spans)
     if args.svg:
         args.svg.write_text(draw.figure(panels, idle), encoding="utf-8")
     if args.trace:
         args.trace.write_text(json.dumps(draw.chrome_trace(spans)), encoding="utf-8")
-    for file in filter(None, (args.svg, args.trace)):
-        print(f"written to {file}", file=sys.stderr)
+    for file in (args.svg, args.trace):
+        if file:
+            print(f"written to {file}", file=sys.stderr)
     if args.json:
         print(json.dumps(report(schedule, spans)))
         return DONE
@@ -71,9 +76,12 @@ def planned(args: argparse.Namespace) -> tuple[Schedule, Spans, list[tuple[str, 
     schedule, spans = timed(args.microbatches)
     count = draw.microbatches_drawn(args.pp, args.microbatches, args.stages_per_rank)
     title = f"{schedule.name}: {args.pp} ranks, {args.microbatches} microbatches"
-    title += f", weights {args.weights}" if args.weights else ""
-    title += f" ({count} of them drawn)" if count < args.microbatches else ""
-    return schedule, spans, [(title, timed(count)[1])]
+    if args.weights:
+        title += f", weights {args.weights}"
+    if count < args.microbatches:
+        title += f" ({count} of them drawn)"
+    _, drawn = timed(count)
+    return schedule, spans, [(title, drawn)]
 
 
 def measured(file: Path) -> tuple[Schedule, Spans, list[tuple[str, Spans]]]:
@@ -86,15 +94,12 @@ def measured(file: Path) -> tuple[Schedule, Spans, list[tuple[str, Spans]]]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--measured {file}: {error}; use a run's profile/spans.json") from None
     schedule, spans = draw.spans_from_json(data)
+    panels = []
     both = {"simulated": simulate(schedule, draw.mean_costs(spans)), "measured": spans}
-    return (
-        schedule,
-        spans,
-        [
-            (f"{schedule.name}, {kind}: {1e3 * draw.seconds(drawn):.0f} ms", drawn)
-            for kind, drawn in both.items()
-        ],
-    )
+    for kind, drawn in both.items():
+        title = f"{schedule.name}, {kind}: {1e3 * draw.seconds(drawn):.0f} ms"
+        panels.append((title, drawn))
+    return schedule, spans, panels
 
 
 def report(schedule: Schedule, spans: Spans) -> dict[str, object]:
@@ -112,36 +117,23 @@ def report(schedule: Schedule, spans: Spans) -> dict[str, object]:
 def parse_args() -> argparse.Namespace:
     """Return the options of `draw`."""
     parser = Parser(__doc__)
-    parser.add_argument("--schedule", default="gpipe", metavar="NAME", help=", ".join(names()))
-    parser.add_argument(
-        "--pp", type=whole_number(most=MOST), default=4, metavar="N", help="pipeline ranks"
-    )
-    parser.add_argument(
-        "--microbatches",
-        type=whole_number(most=MOST),
-        default=8,
-        metavar="N",
-        help="microbatches per step",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    count = whole_number(most=MOST)
+    add("--schedule", default="gpipe", metavar="NAME", help=", ".join(names()))
+    add("--pp", type=count, default=4, metavar="N", help="pipeline ranks")
+    add("--microbatches", type=count, default=8, metavar="N", help="microbatches per step")
+    add(
         "--stages-per-rank",
-        type=whole_number(most=MOST),
+        type=count,
         default=1,
         metavar="N",
         help="stages on each rank: 2 or more for interleaved, 2 for v_shape",
     )
-    parser.add_argument(
-        "--weights", choices=get_args(Weights), help="show what ZeRO-3 gathers, holds and reduces"
-    )
-    parser.add_argument(
-        "--measured",
-        type=Path,
-        metavar="FILE",
-        help="draw the spans.json of a profiled run (see train.profile)",
-    )
-    parser.add_argument(
-        "--communication", action="store_true", help="print the programs with sends and receives"
-    )
+    weights = get_args(Weights)
+    add("--weights", choices=weights, help="show what ZeRO-3 gathers, holds and reduces")
+    text = "draw the spans.json of a profiled run (see train.profile)"
+    add("--measured", type=Path, metavar="FILE", help=text)
+    add("--communication", action="store_true", help="print the programs with sends and receives")
     parser.add_pictures("the timeline")
     parser.add_json()
     args = parser.parse_args()

@@ -72,16 +72,13 @@ def number_of_samples(text: str) -> int:
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `evaluate`, and the rest of the command line: settings by path."""
     parser = Parser(__doc__, help_text())
-    parser.add_argument("path", type=Path, metavar="PATH", help="folder of a run or a checkpoint")
+    add = parser.add_argument
+    add("path", type=Path, metavar="PATH", help="folder of a run or a checkpoint")
     parser.add_config(required=False)
-    parser.add_argument(
-        "--samples",
-        type=number_of_samples,
-        metavar="N",
-        help='samples of each set, or "all" (default: train.evaluate_samples of the config)',
-    )
+    text = 'samples of each set, or "all" (default: train.evaluate_samples of the config)'
+    add("--samples", type=number_of_samples, metavar="N", help=text)
     parser.add_json()
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
+    add("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     return parser.parse_known_args()
 
 

@@ -70,34 +70,15 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("path", type=Path, metavar="PATH", help="a run, a checkpoint or a transformers folder")
     add("--prompt", type=utf8, required=True, metavar="TEXT", help="the text to continue")
-    add(
-        "--max-new-tokens",
-        type=whole_number(),
-        default=100,
-        metavar="N",
-        help="largest number of new tokens (default: 100)",
-    )
-    add(
-        "--temperature",
-        type=number(100),
-        default=SAMPLING["temperature"],
-        metavar="T",
-        help="values below 1 favour likely tokens (default: 0.8)",
-    )
-    add(
-        "--top-k",
-        type=whole_number(),
-        default=SAMPLING["top_k"],
-        metavar="K",
-        help="sample from the K likeliest tokens only (default: all)",
-    )
-    add(
-        "--top-p",
-        type=number(1),
-        default=SAMPLING["top_p"],
-        metavar="P",
-        help="sample from the likeliest tokens whose probabilities sum to P (default: all)",
-    )
+    text = "largest number of new tokens (default: 100)"
+    add("--max-new-tokens", type=whole_number(), default=100, metavar="N", help=text)
+    temperature, top_k, top_p = SAMPLING.values()
+    text = "values below 1 favour likely tokens (default: 0.8)"
+    add("--temperature", type=number(100), default=temperature, metavar="T", help=text)
+    text = "sample from the K likeliest tokens only (default: all)"
+    add("--top-k", type=whole_number(), default=top_k, metavar="K", help=text)
+    text = "sample from the likeliest tokens whose probabilities sum to P (default: all)"
+    add("--top-p", type=number(1), default=top_p, metavar="P", help=text)
     add("--seed", type=whole_number(0), default=0, metavar="S", help="random seed (default: 0)")
     add("--greedy", action="store_true", help="always choose the likeliest token; no sampling")
     return parser.parse_args()

@@ -52,29 +52,18 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
         remedy = "run `python -m benchmarks.published FILE` in a checkout"
         parser.error(f"--validate: was removed; {remedy}")
     parser.add_config(required=False)
-    parser.add_argument(
-        "--hardware",
-        metavar="NAME",
-        help=f"{hardware.THIS_MACHINE}, {', '.join(hardware.names())}, or a hardware file's path",
-    )
-    parser.add_argument(
-        "--devices",
-        type=whole_number(most=plan_rows.MOST_DEVICES),
-        metavar="N",
-        help="number of devices (default: those of the config's mesh, else of one node)",
-    )
-    parser.add_argument(
-        "--rows",
-        type=whole_number(),
-        metavar="N",
-        help=f"rows to show (default: {plan_rows.ROWS} that fit, and faster ones that do not)",
-    )
-    parser.add_argument(
-        "--fix", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=plan_rows.FIX
-    )
-    parser.add_argument("--explain", type=whole_number(), metavar="N", help="show row N in detail")
+    add = parser.add_argument
+    text = f"{hardware.THIS_MACHINE}, {', '.join(hardware.names())}, or a hardware file's path"
+    add("--hardware", metavar="NAME", help=text)
+    text = "number of devices (default: those of the config's mesh, else of one node)"
+    add("--devices", type=whole_number(most=plan_rows.MOST_DEVICES), metavar="N", help=text)
+    text = f"rows to show (default: {plan_rows.ROWS} that fit, and faster ones that do not)"
+    add("--rows", type=whole_number(), metavar="N", help=text)
+    text = plan_rows.FIX
+    add("--fix", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=text)
+    add("--explain", type=whole_number(), metavar="N", help="show row N in detail")
     parser.add_pictures("the timeline of --explain's row")
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine")
+    add("--calibrate", action="store_true", help="measure this machine")
     parser.add_json()
     args, overrides = parser.parse_known_args()
     for flag, picture in (("--svg", args.svg), ("--trace", args.trace)):

@@ -4,6 +4,7 @@
 writes the manifests of streams.
 """
 
+import argparse
 import json
 import sys
 
@@ -21,36 +22,15 @@ from parallel3d.data.show import as_text, document_statistics, samples, show_sam
 @prints_errors_as("prepare")
 def main() -> int:
     """Run the command `prepare`; return 0, 2 for unusable config or data, 3 after Ctrl-C."""
-    parser = Parser(
-        "Tokenise the corpus of a config into the cache, and print a summary of it.",
-        "Any value of the config can be set by its path: --parallel3d.data.vocab_size 8192",
-    )
-    parser.add_config()
-    parser.add_json()
-    parser.add_argument(
-        "--to",
-        nargs=2,
-        metavar=("megatron", "PREFIX"),
-        help="also write the corpus to PREFIX.bin and PREFIX.idx, in Megatron-LM's format",
-    )
-    parser.add_argument(
-        "--show",
-        type=int,
-        metavar="N",
-        default=0,
-        help="show the first N samples of the run, and statistics of the documents",
-    )
-    parser.add_argument(
-        "--manifest",
-        action="store_true",
-        help="read the shards of streams once, and write data.manifest",
-    )
-    args, overrides = parser.parse_known_args()
-    if args.to and args.to[0] != "megatron":
-        parser.error(f"--to = {args.to[0]}: unknown format; the only one is megatron")
+    args, overrides = parse_args()
     try:
         config = RunConfig.from_json(args.config, overrides)
-        check_options(config, args.manifest, "--show" if args.show > 0 else args.to and "--to")
+        counting = None
+        if args.show > 0:
+            counting = "--show"
+        elif args.to:
+            counting = "--to"
+        check_options(config, args.manifest, counting)
         with shown_progress() as progress:
             if args.manifest:
                 prepare_manifests(config.data, progress)
@@ -122,6 +102,27 @@ def batch_of_run(config: RunConfig) -> int:
     if config.train_batch_size is not None or config.is_planned:
         return config.train_batch_size or 1
     return config.resolve(config.mesh.sizes.ranks).global_batch_size
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of `prepare`, and the rest of the command line: settings by path."""
+    parser = Parser(
+        "Tokenise the corpus of a config into the cache, and print a summary of it.",
+        "Any value of the config can be set by its path: --parallel3d.data.vocab_size 8192",
+    )
+    parser.add_config()
+    parser.add_json()
+    add = parser.add_argument
+    text = "also write the corpus to PREFIX.bin and PREFIX.idx, in Megatron-LM's format"
+    add("--to", nargs=2, metavar=("megatron", "PREFIX"), help=text)
+    text = "show the first N samples of the run, and statistics of the documents"
+    add("--show", type=int, metavar="N", default=0, help=text)
+    text = "read the shards of streams once, and write data.manifest"
+    add("--manifest", action="store_true", help=text)
+    args, overrides = parser.parse_known_args()
+    if args.to and args.to[0] != "megatron":
+        parser.error(f"--to = {args.to[0]}: unknown format; the only one is megatron")
+    return args, overrides
 
 
 if __name__ == "__main__":

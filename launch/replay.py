@@ -63,15 +63,13 @@ def mesh_sizes(text: str) -> MeshSizes:
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `replay`, and the rest of the command line: settings by path."""
     parser = Parser(__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument(
-        "--step", type=whole_number(), required=True, metavar="N", help="the step, counted from 1"
-    )
-    parser.add_argument(
-        "--mesh", type=mesh_sizes, metavar="PPxDPxTP", help="another mesh than the run's"
-    )
+    add = parser.add_argument
+    step = whole_number()
+    add("run", type=Path, metavar="RUN", help="folder of a run")
+    add("--step", type=step, required=True, metavar="N", help="the step, counted from 1")
+    add("--mesh", type=mesh_sizes, metavar="PPxDPxTP", help="another mesh than the run's")
     parser.add_json()
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
+    add("--local_rank", help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     return parser.parse_known_args()
 
 

@@ -61,27 +61,14 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run")
-    add(
-        "--to",
-        type=Path,
-        metavar="FILE",
-        help="the page to write (default: report.html in the first run's folder)",
-    )
-    add(
-        "--hardware",
-        metavar="NAME",
-        help="hardware for the plan (default: the run's, or this machine if measured)",
-    )
-    add(
-        "--prompt", metavar="TEXT", help="add the text that each kept checkpoint generates after it"
-    )
-    add(
-        "--max-new-tokens",
-        type=whole_number(),
-        default=60,
-        metavar="N",
-        help="largest number of new tokens after the prompt (default: 60)",
-    )
+    text = "the page to write (default: report.html in the first run's folder)"
+    add("--to", type=Path, metavar="FILE", help=text)
+    text = "hardware for the plan (default: the run's, or this machine if measured)"
+    add("--hardware", metavar="NAME", help=text)
+    text = "add the text that each kept checkpoint generates after it"
+    add("--prompt", metavar="TEXT", help=text)
+    text = "largest number of new tokens after the prompt (default: 60)"
+    add("--max-new-tokens", type=whole_number(), default=60, metavar="N", help=text)
     parser.add_json()
     return parser.parse_args()
 

@@ -42,10 +42,14 @@ def main() -> int:
 
 def plan(args: argparse.Namespace, out: Console) -> Outcome:
     """Print the runs of a ladder with their sizes and costs, and design it first if asked to."""
-    facts = design.design(args, out) if args.design or not args.ladder else None
-    ladder = ladder_of(str(args.out) if facts else args.ladder)
+    if args.ladder and not args.design:
+        ladder = ladder_of(args.ladder)
+        show(ladder, out)
+        return DONE, to_json(ladder)
+    facts = design.design(args, out)
+    ladder = ladder_of(str(args.out))
     show(ladder, out)
-    return DONE, to_json(ladder) | ({"design": facts} if facts else {})
+    return DONE, to_json(ladder) | {"design": facts}
 
 
 def run(args: argparse.Namespace, out: Console) -> Outcome:
@@ -101,28 +105,26 @@ def parse_args() -> argparse.Namespace:
     """Read the command line of `scale`; `run_command` is the function of its command."""
     parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command, add, words in (
-        ("plan", plan, flags.add_plan, "print the runs of a ladder and their costs"),
-        ("run", run, flags.add_run, "train the unfinished runs of a ladder"),
-        ("fit", fit, flags.add_fit, "fit a law to runs"),
-        ("predict", predict, flags.add_predict, "forecast a run from a fit"),
-        (
-            "critical-batch",
-            measure_critical_batch,
-            flags.add_critical_batch,
-            "find the largest useful batch of a run",
-        ),
-        (
-            "coordcheck",
-            coordcheck,
-            coordinates.add,
-            "check that activations do not depend on the width",
-        ),
-    ):
-        subparser = commands.add_parser(name, help=words, description=words)
-        add(subparser)
+
+    def add(
+        name: str,
+        command: Callable[[argparse.Namespace, Console], Outcome],
+        add_flags: Callable[[Parser], None],
+        text: str,
+    ) -> None:
+        subparser = commands.add_parser(name, help=text, description=text)
+        add_flags(subparser)
         subparser.add_json()
         subparser.set_defaults(run_command=command)
+
+    add("plan", plan, flags.add_plan, "print the runs of a ladder and their costs")
+    add("run", run, flags.add_run, "train the unfinished runs of a ladder")
+    add("fit", fit, flags.add_fit, "fit a law to runs")
+    add("predict", predict, flags.add_predict, "forecast a run from a fit")
+    text = "find the largest useful batch of a run"
+    add("critical-batch", measure_critical_batch, flags.add_critical_batch, text)
+    text = "check that activations do not depend on the width"
+    add("coordcheck", coordcheck, coordinates.add, text)
     args, overrides = parser.parse_known_args()
     args.overrides = overrides
     if overrides and args.command != "coordcheck":

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # torch and DeepSpeed are loaded after the config and the fol
     from parallel3d.mesh.mesh import Mesh
 
 
+# Flags of a run that is chosen without a config, and their help.
 _WISHES = {
     "--minutes": "without --config: choose a run that ends after about N minutes on this machine",
     "--params": "without --config: train the largest model of up to N parameters, such as 5M",
@@ -137,11 +138,15 @@ def start_chosen(args: argparse.Namespace, overrides: list[str]) -> int:
         overrides = ["--data.source=text", f"--data.paths={write_stories()}", *overrides]
     base = RunConfig.from_json("ds.json", overrides)
     path, ranks = dial(base, Wishes(args.minutes, args.params, args.tokens), ending.say)
-    # As the pace was measured; torchrun would set 1.
+    # The pace was measured with these threads; torchrun would set 1.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    words = [*launcher * (ranks > 1), "-m", "parallel3d", "train", "--config", str(path)]
-    words += [*["--json"] * args.json, *overrides]  # what the user sets wins
+    words = ["-m", "parallel3d", "train", "--config", str(path)]
+    if ranks > 1:
+        words = [*launcher, *words]
+    if args.json:
+        words.append("--json")
+    words += overrides  # the user's settings come last and win
     ending.say(f"to resume the run: {shlex.join(['python', *words])}")
     os.execv(sys.executable, [sys.executable, *words])
 
@@ -171,11 +176,12 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     wishes = [flag for flag in _WISHES if getattr(args, flag.removeprefix("--")) is not None]
     if not wishes and args.config is None:
         parser.error("--config: is missing; add it, or --minutes 20 for a run of that time")
-    wishes += ["--data"] * (args.data is not None)
+    if args.data is not None:
+        wishes.append("--data")
     if wishes and (args.config or args.dry_run is not None):
         other = "--config" if args.config else "--dry-run"
         parser.error(f"{wishes[0]}: cannot be combined with {other}; use one of the two")
-    if {*_WISHES} <= {*wishes}:
+    if all(flag in wishes for flag in _WISHES):
         parser.error(f"{', '.join(_WISHES)}: one follows from the others; remove one")
     return args, overrides
 

@@ -15,8 +15,10 @@ def settle_accelerator() -> str:
     DeepSpeed would detect it by starting CUDA's driver; processes that are forked afterwards could
     then use no GPU.
     """
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = device.type if device else "cpu"
+    kind = "cpu"
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        kind = device.type if device else "cpu"
     if kind in ("cpu", "cuda"):  # DeepSpeed detects the other types itself
         os.environ.setdefault("DS_ACCELERATOR", kind)
     return kind
@@ -40,6 +42,18 @@ def pick_device(launch: Launch) -> torch.device:
         )
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)
+
+
+def limit_threads(device: torch.device, local_world_size: int) -> None:
+    """Divide the machine's cores among its ranks, unless the user has set their threads.
+
+    Otherwise each rank would start a thread for every core, and torch.compile up to 32 processes
+    per rank.
+    """
+    cores = max(1, (os.cpu_count() or 1) // local_world_size)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(cores, 32)))
 
 
 # torch reads one of these, once, before the first allocation.
@@ -72,8 +86,9 @@ _DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")  # torch accepts these as determini
 def set_numerics(*, tf32: bool, deterministic: bool) -> None:
     """Set the precision and determinism of this process, on any device.
 
-    tf32: fp32 matrix products keep 10 bits of mantissa, on devices that support it.
-    deterministic: equal inputs produce equal bits; an operation that cannot raises RuntimeError.
+    - `tf32`: fp32 matrix products keep 10 bits of mantissa, on devices that support it.
+    - `deterministic`: equal inputs produce equal bits; an operation that cannot do that raises
+      RuntimeError.
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports inductor
@@ -91,8 +106,8 @@ def pin_collectives() -> None:
     NCCL otherwise selects its algorithm by message size and topology. With rings and without NVLS
     the order depends only on the ranks' placement on nodes.
     """
-    for name, value in (("NCCL_ALGO", "Ring"), ("NCCL_NVLS_ENABLE", "0")):
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
 def name_of_device(device: torch.device) -> str:
@@ -105,9 +120,7 @@ def describe_device(device: torch.device) -> list[str]:
     """Return the log lines that describe an accelerator: its name, NCCL, its variables."""
     if device.type == "cpu":
         return []
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
-    first = (
-        f"device  {name_of_device(device)}, torch {torch.__version__}"
-        f"{', NCCL ' if nccl else ''}{nccl}"
-    )
+    first = f"device  {name_of_device(device)}, torch {torch.__version__}"
+    if dist.is_nccl_available():
+        first += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     return [first, *(f"        {variable}" for variable in device_variables())]

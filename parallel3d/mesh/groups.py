@@ -11,9 +11,8 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-BACKEND = (
-    "PARALLEL3D_BACKEND"  # environment variable: "package.module:name,settings"; normally unset
-)
+# An environment variable, normally unset: "package.module:name,settings".
+BACKEND = "PARALLEL3D_BACKEND"
 
 
 def choose_backend(device: torch.device) -> str:
@@ -24,7 +23,8 @@ def choose_backend(device: torch.device) -> str:
     """
     # The pipeline's transfers are serialised on purpose; each rank would warn about it.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    if not (text := os.environ.get(BACKEND, "")):
+    text = os.environ.get(BACKEND, "")
+    if not text:
         return dist.get_default_backend_for_device(device)
     place, _, settings = text.partition(",")
     module, _, name = place.partition(":")

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 
 import psutil
 import torch
@@ -22,15 +21,14 @@ from parallel3d.mesh.pulse import rank as pulse
 
 _START = "rank 0 starts"  # key in the store: "", or the error that kept rank 0 from starting
 _SPOKEN = "rank 0 has spoken"  # key in the store
+_ADDRESS = "an address between nodes"  # key in the store
+_ARRIVED = "ranks that know their interface"  # key in the store
 _PATIENCE = timedelta(seconds=30)  # for ranks that may not have reached the store yet
 STARTUP_TIMEOUT = timedelta(minutes=30)  # data preparation and compilation happen under it
-
-# keys in the store
-_ADDRESS = "an address between nodes"
-_ARRIVED = "ranks that know their interface"
 _MOST_FILES = 2**20  # some containers allow 2^30, and subprocesses close each of them
 
-_store: dist.Store | None = None  # of the first rendezvous; rank 0 serves it until it ends
+# The store of the first rendezvous; rank 0 serves it until it ends.
+_store: dist.Store | None = None
 _times_joined = 0
 
 
@@ -86,9 +84,16 @@ def join(launch: Launch, device: torch.device, watched: bool = False) -> None:
         host = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])
         # Other ranks may reach this host by the store's address, by its own address, or by name.
-        names = list(filter(None, [host, address_towards(host), socket.gethostname()]))
-        arbiter = partial(store.set, "arbiter"), lambda: store.get("arbiter").decode()
-        pulse.begin(launch.rank, launch.world_size, (host, port), names, *arbiter)
+        known_by = (host, address_towards(host), socket.gethostname())
+        names = [name for name in known_by if name]
+        pulse.begin(
+            launch.rank,
+            launch.world_size,
+            (host, port),
+            names,
+            publish=lambda address: store.set("arbiter", address),
+            fetch=lambda: store.get("arbiter").decode(),
+        )
         pulse.doing("making the process groups")
     dist.init_process_group(
         backend,
@@ -190,5 +195,7 @@ def is_local(address: str) -> bool:
 
 def interface_of(address: str) -> str:
     """Return the name of the network interface that has an address; "" if none has."""
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, own in interfaces if address in (a.address for a in own)), "")
+    for name, own in psutil.net_if_addrs().items():
+        if address in [known.address for known in own]:
+            return str(name)
+    return ""

@@ -4,7 +4,6 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice, repeat
 
 import psutil
 
@@ -23,12 +22,18 @@ class Launch:
     world_size: int
     local_rank: int
     local_world_size: int = 1
-    restart_count: int = 0  # how often torchrun has restarted these ranks
-    restarts_left: int = 0  # how often torchrun may restart them again
-    jobs: tuple[Job, ...] = ()  # jobs that a scheduler or torchrun restarts under the same id
-    launcher: str = ""  # the one, if any, that ends with its own exit code
-    is_elastic: bool = False  # whether torchrun may start these ranks again with other hosts
-    has_agents: bool = False  # whether torchruns on several hosts may start these ranks again
+    restart_count: int = 0
+    """How often torchrun has restarted these ranks."""
+    restarts_left: int = 0
+    """How often torchrun may restart them again."""
+    jobs: tuple[Job, ...] = ()
+    """Jobs that a scheduler or torchrun restarts under the same id."""
+    launcher: str = ""
+    """The launcher, if any, that ends with its own exit code."""
+    is_elastic: bool = False
+    """True if torchrun may start these ranks again with other hosts."""
+    has_agents: bool = False
+    """True if torchruns on several hosts may start these ranks again."""
 
     @classmethod
     def from_environment(cls) -> "Launch":
@@ -37,41 +42,54 @@ class Launch:
         Raises ConfigError if they are inconsistent.
         """
         if "RANK" in os.environ:
-            world_size = _number("WORLD_SIZE", least=1)
-            # torchrun's name, then deepspeed's; without either, all ranks may be on this node.
-            here = next((n for n in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if n in os.environ), None)
-            local_world_size = _number(here, least=1, most=world_size) if here else world_size
-            restarts = _number("TORCHELASTIC_RESTART_COUNT", default=0)
-            most_restarts = _number("TORCHELASTIC_MAX_RESTARTS", default=0)
-            is_elastic = _LAUNCHERS["torchrun"] in os.environ and _has_range_of_nodes()
-            return cls(
-                _number("RANK", most=world_size - 1),
-                world_size,
-                _number("LOCAL_RANK", default=0, most=local_world_size - 1),
-                local_world_size,
-                restarts,
-                max(0, most_restarts - restarts),
-                jobs_of_this_process(),
-                next((name for name, known in _LAUNCHERS.items() if known in os.environ), ""),
-                is_elastic,
-                is_elastic or (most_restarts > 0 and local_world_size < world_size),
-            )
+            return cls._of_launcher()
         if "SLURM_PROCID" in os.environ and _number("SLURM_NTASKS", default=1) > 1:
-            world_size = _number("SLURM_NTASKS")
-            local_rank = _number("SLURM_LOCALID")
-            if "MASTER_ADDR" not in os.environ:
-                raise ConfigError(
-                    "under srun, MASTER_ADDR is not set: set it to the first node's host name, "
-                    "`export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)`"
-                )
-            return cls(
-                _number("SLURM_PROCID", most=world_size - 1),
-                world_size,
-                _number("SLURM_LOCALID", most=world_size - 1),
-                _tasks_on_this_node(least=local_rank + 1, most=world_size),
-                jobs=jobs_of_this_process(),
+            return cls._of_srun()
+        return cls(rank=0, world_size=1, local_rank=0, jobs=jobs_of_this_process())
+
+    @classmethod
+    def _of_launcher(cls) -> "Launch":
+        """Read the variables of torchrun or deepspeed."""
+        world_size = _number("WORLD_SIZE", least=1)
+        # torchrun's name, then deepspeed's; without either, all ranks may be on this node.
+        local_world_size = world_size
+        if "LOCAL_WORLD_SIZE" in os.environ:
+            local_world_size = _number("LOCAL_WORLD_SIZE", least=1, most=world_size)
+        elif "LOCAL_SIZE" in os.environ:
+            local_world_size = _number("LOCAL_SIZE", least=1, most=world_size)
+        restarts = _number("TORCHELASTIC_RESTART_COUNT", default=0)
+        most_restarts = _number("TORCHELASTIC_MAX_RESTARTS", default=0)
+        is_elastic = _LAUNCHERS["torchrun"] in os.environ and _has_range_of_nodes()
+        return cls(
+            rank=_number("RANK", most=world_size - 1),
+            world_size=world_size,
+            local_rank=_number("LOCAL_RANK", default=0, most=local_world_size - 1),
+            local_world_size=local_world_size,
+            restart_count=restarts,
+            restarts_left=max(0, most_restarts - restarts),
+            jobs=jobs_of_this_process(),
+            launcher=next((name for name, known in _LAUNCHERS.items() if known in os.environ), ""),
+            is_elastic=is_elastic,
+            has_agents=is_elastic or (most_restarts > 0 and local_world_size < world_size),
+        )
+
+    @classmethod
+    def _of_srun(cls) -> "Launch":
+        """Read the variables of srun."""
+        world_size = _number("SLURM_NTASKS")
+        local_rank = _number("SLURM_LOCALID")
+        if "MASTER_ADDR" not in os.environ:
+            raise ConfigError(
+                "under srun, MASTER_ADDR is not set: set it to the first node's host name, "
+                "`export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)`"
             )
-        return cls(0, 1, 0, jobs=jobs_of_this_process())
+        return cls(
+            rank=_number("SLURM_PROCID", most=world_size - 1),
+            world_size=world_size,
+            local_rank=_number("SLURM_LOCALID", most=world_size - 1),
+            local_world_size=_tasks_on_this_node(least=local_rank + 1, most=world_size),
+            jobs=jobs_of_this_process(),
+        )
 
     def announce(self, port: int) -> None:
         """Set a launch's environment variables; the store listens on `port` of this machine."""
@@ -105,10 +123,13 @@ def _tasks_on_this_node(least: int, most: int) -> int:
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text, re.ASCII):
         return least
-    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    sizes = chain.from_iterable(repeat(int(size), int(times or 1)) for size, times in runs)
-    here = next(islice(sizes, _number("SLURM_NODEID", default=0), None), 0)
-    return here if least <= here <= most else least
+    node = _number("SLURM_NODEID", default=0)
+    nodes_so_far = 0
+    for size, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        nodes_so_far += int(times or 1)
+        if node < nodes_so_far:
+            return int(size) if least <= int(size) <= most else least
+    return least
 
 
 def jobs_of_this_process() -> tuple[Job, ...]:
@@ -128,11 +149,13 @@ def _number(name: str, *, default: int | None = None, least: int = 0, most: int 
     """Return a whole number that the launcher set; raise ConfigError if it is not valid."""
     text = os.environ.get(name, "" if default is None else str(default))
     if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
-        is_ = f'{name} = "{text}"' if name in os.environ else f"{name} is not set, but others are"
-        at_most = f" to {most}" if most < 2**31 else " on"
+        problem = f"{name} is not set, but others are"
+        if name in os.environ:
+            problem = f'{name} = "{text}"'
+        upwards = f" to {most}" if most < 2**31 else " on"
         raise ConfigError(
-            f"the launcher's variables in the environment: {is_}; it must be a whole number from "
-            f"{least}{at_most}. Start with deepspeed, torchrun or srun, which set it; for one "
+            f"the launcher's variables in the environment: {problem}; it must be a whole number "
+            f"from {least}{upwards}. Start with deepspeed, torchrun or srun, which set it; for one "
             "process unset RANK, WORLD_SIZE and SLURM_PROCID"
         )
     return int(text)

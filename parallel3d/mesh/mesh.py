@@ -18,7 +18,7 @@ import torch.distributed as dist
 from parallel3d.base import fault
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.mesh_sizes import AXES, MeshSizes
-from parallel3d.mesh.device import pick_device
+from parallel3d.mesh.device import limit_threads, pick_device
 from parallel3d.mesh.groups import set_timeout, split
 from parallel3d.mesh.join import STARTUP_TIMEOUT, join
 from parallel3d.mesh.launch import Launch
@@ -61,22 +61,26 @@ ROLES = (
 class Mesh:
     """A pp x dp x cp x tp grid of ranks, with a group of this rank and its peers for each role.
 
-    Its four sizes are given by name; `ep` divides dp.
+    - `pp`, `dp`, `cp`, `tp`: the sizes of its axes.
+    - `ep`: how many dp neighbours divide the experts among them; it divides dp.
+    - `launch`: the launch of this process; by default that of the environment.
+    - `watched`: start a sentry beside each rank.
 
-    pipeline: the ranks that hold the other stages; stages exchange activations.
-    samples: the ranks that compute other samples of the batch.
-    context: the ranks that hold the other tokens of this rank's samples.
-    replicas: the ranks whose gradients of the same weights are averaged (dp and cp).
-    shards: the ranks over which ZeRO shards weights, gradients and optimizer states.
-    tensor: the ranks that hold the other parts of this rank's matrices.
-    experts: the ranks that hold the other experts: `ep` neighbours along dp.
-    expert_replicas: the ranks of `replicas` that hold the same experts.
-    model: the ranks that share one copy of the model (pp and tp), but for experts.
-    whole_model: the ranks that share one copy of the model and of all experts.
-    world: all ranks. alone: this rank.
+    The roles:
 
-    `coords` are this rank's coordinates along AXES, without cp if it is 1. `watched`: start a
-    sentry beside each rank.
+    - `pipeline`: the ranks that hold the other stages; stages exchange activations.
+    - `samples`: the ranks that compute other samples of the batch.
+    - `context`: the ranks that hold the other tokens of this rank's samples.
+    - `replicas`: the ranks whose gradients of the same weights are averaged (dp and cp).
+    - `shards`: the ranks over which ZeRO shards weights, gradients and optimizer states.
+    - `tensor`: the ranks that hold the other parts of this rank's matrices.
+    - `experts`: the ranks that hold the other experts: `ep` neighbours along dp.
+    - `expert_replicas`: the ranks of `replicas` that hold the same experts.
+    - `model`: the ranks that share one copy of the model (pp and tp), but for experts.
+    - `whole_model`: the ranks that share one copy of the model and of all experts.
+    - `world`: all ranks.
+    - `alone`: this rank.
+
     Raises ConfigError if the launch has a different number of ranks.
     """
 
@@ -108,17 +112,13 @@ class Mesh:
         # DeepSpeed takes its device index from this variable.
         index = self.device.index
         os.environ["LOCAL_RANK"] = str(launch.local_rank if index is None else index)
-        # Otherwise each rank would start a thread for every core of the machine, and torch.compile
-        # up to 32 processes per rank.
-        cores = max(1, (os.cpu_count() or 1) // launch.local_world_size)
-        if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(cores)
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(cores, 32)))
+        limit_threads(self.device, launch.local_world_size)
         join(launch, self.device, watched)
         self._grid = torch.arange(sizes.ranks).view(sizes)
         place = dict(zip(AXES, (self._grid == self.rank).nonzero()[0].tolist(), strict=True))
         self.coords: tuple[int, ...] = tuple(place[axis] for axis in sizes.shown)
-        self._divided = self._grid.view(sizes.pp, sizes.dp // ep, ep, sizes.cp, sizes.tp)
+        """This rank's coordinates along AXES, without cp if it is 1."""
+        self._divided = self._grid.view(pp, dp // ep, ep, cp, tp)
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._of_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.alone = self._along("self")
@@ -135,7 +135,7 @@ class Mesh:
         self.expert_replicas = self._along("ep replicas", "dp", "cp")
         # One group per direction, so that gradients do not queue behind activations.
         self._backward = self.pipeline.group
-        if sizes.pp > 1:
+        if pp > 1:
             self._backward = self._split(self._rows("pp"), "pp backward", shared=False)
         self.messages = Messages(self.rank, self.device, self.places)
         self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
@@ -156,7 +156,7 @@ class Mesh:
     def _along(self, name: str, *axes: str, own: bool = False) -> Peers:
         """Return the ranks along axes of `_DIVIDED`.
 
-        `own`: their messages do not queue behind those of a group that has the same ranks.
+        - `own`: their messages do not queue behind those of a group that has the same ranks.
         """
         sizes = zip(_DIVIDED, self._divided.shape, strict=True)
         longer = tuple(axis for axis, size in sizes if axis in axes and size > 1)
@@ -168,7 +168,7 @@ class Mesh:
     def _split(self, ranks: torch.Tensor, name: str, shared: bool = True) -> dist.ProcessGroup:
         """Return the group of this rank's row of `ranks`.
 
-        `shared`: use the world's group where the row holds every rank.
+        - `shared`: use the world's group where the row holds every rank.
         """
         group = dist.group.WORLD
         if len(ranks) > 1 or not shared:
@@ -250,14 +250,15 @@ class Mesh:
         gloo notices a killed process at once, but a stopped one only by this timeout. In a watched
         run the groups' timeouts are longer, so that the arbiter names the late rank first.
         """
-        groups = [*self._groups.values(), self._backward, *self._pairs.values()]
         pulse.set_limit(seconds)
         if not seconds:
             seconds = timedelta(days=7).total_seconds()
         elif pulse.is_watched():
             seconds += 15.0  # in which the arbiter names a late rank first
-        for group in {id(g): g for g in groups if g is not None}.values():
-            set_timeout(group, timedelta(seconds=seconds))
+        groups = {*self._groups.values(), self._backward, *self._pairs.values()}
+        for group in groups:
+            if group is not None:
+                set_timeout(group, timedelta(seconds=seconds))
         if self.backend == "gloo":
             self.messages.timeout = timedelta(seconds=seconds)
 
@@ -307,17 +308,17 @@ def draw_mesh(grid: Sequence[Sequence[Sequence[Sequence[int]]]]) -> str:
     """
     sizes = MeshSizes(pp=len(grid), dp=len(grid[0]), cp=len(grid[0][0]), tp=len(grid[0][0][0]))
     columns = _shown(sizes.pp)
-    rows = _shown(sizes.dp)
     table = [["", *("" if p is None else f"pp {p}" for p in columns)]]
-    for d in rows:
+    for d in _shown(sizes.dp):
         cells = ["·" if p is None or d is None else _cell(grid[p][d]) for p in columns]
         table.append(["" if d is None else f"dp {d}", *cells])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     ranks = "1 rank" if sizes.ranks == 1 else f"{sizes.ranks} ranks"
     lines = [f"mesh {sizes.label} = {ranks}"]
-    for i, row in enumerate(table):
+    for number, row in enumerate(table):
         label, *cells = (f"{cell:^{width}}" for cell, width in zip(row, widths, strict=True))
-        lines.append(f"  {label}  {(' → ' if i else '   ').join(cells)}".rstrip())
+        between = "   " if number == 0 else " → "  # the first row has the columns' names
+        lines.append(f"  {label}  {between.join(cells)}".rstrip())
     legend = (
         "→ pp cuts the layers",
         "rows: dp cuts the batch",
@@ -325,7 +326,9 @@ def draw_mesh(grid: Sequence[Sequence[Sequence[Sequence[int]]]]) -> str:
         "[ ] tp cuts the matrices",
     )
     notes = [text for text, size in zip(legend, sizes, strict=True) if size > 1]
-    return "\n".join([*lines, "  " + "   ".join(notes)] if notes else lines)
+    if notes:
+        lines.append("  " + "   ".join(notes))
+    return "\n".join(lines)
 
 
 def _shown(size: int) -> list[int | None]:
@@ -334,8 +337,10 @@ def _shown(size: int) -> list[int | None]:
 
 
 def _cell(groups: Sequence[Sequence[int]]) -> str:
-    shown = groups if len(groups) <= 2 else (groups[0], groups[-1])
-    return (" " if len(groups) <= 2 else " .. ").join(map(_tp_group, shown))
+    """Return the tp groups of a pp and dp coordinate as text; of more than two, the ends."""
+    if len(groups) <= 2:
+        return " ".join(map(_tp_group, groups))
+    return f"{_tp_group(groups[0])} .. {_tp_group(groups[-1])}"
 
 
 def _tp_group(ranks: Sequence[int]) -> str:

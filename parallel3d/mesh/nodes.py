@@ -25,16 +25,21 @@ class Nodes:
 
     def torn(self, size: int) -> list[range]:
         """Return the groups of `size` neighbouring ranks that lie on several machines."""
-        starts = range(0, len(self.machines), size)
-        groups = (range(start, start + size) for start in starts)
-        return [group for group in groups if len({self.machines[rank] for rank in group}) > 1]
+        torn = []
+        for start in range(0, len(self.machines), size):
+            machines = self.machines[start : start + size]
+            if len(set(machines)) > 1:
+                torn.append(range(start, start + size))
+        return torn
 
     def in_words(self, ranks: Iterable[int]) -> str:
         """Return the hosts of some ranks as text: "ranks 0, 1 on node0 and 2, 3 on node1"."""
         by_machine: dict[str, list[int]] = {}
         for rank in ranks:
             by_machine.setdefault(self.machines[rank], []).append(rank)
-        parts = (f"{', '.join(map(str, r))} on {self.hosts[r[0]]}" for r in by_machine.values())
+        parts = []
+        for own in by_machine.values():
+            parts.append(f"{', '.join(map(str, own))} on {self.hosts[own[0]]}")
         return f"ranks {' and '.join(parts)}"
 
 

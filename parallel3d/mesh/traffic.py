@@ -27,24 +27,24 @@ _NAMES = {
 
 @dataclass
 class Calls:
-    """Operations of one kind on one group of `ranks` ranks: their number and bytes.
-
-    `bytes`: the input of an all-reduce or a reduce-scatter, the output of an all-gather, the
-    message of a send or a receive.
-    """
+    """Operations of one kind on one group: their number and bytes."""
 
     group: str
+    """The group's name, as by `Mesh.name_of`."""
     ranks: int
     operation: str
     calls: int = 0
     bytes: int = 0
+    """Those of the input of an all-reduce or a reduce-scatter, the output of an all-gather, and the
+    message of a send or a receive."""
 
 
 class Traffic(TorchDispatchMode):
     """Counts operations on groups of more than one rank, also those of DeepSpeed and autograd.
 
-    All of them pass through torch's dispatcher, on any thread. `operations`: the kinds to count;
-    all if empty.
+    All of them pass through torch's dispatcher, on any thread.
+
+    - `operations`: the kinds to count; all if empty.
     """
 
     def __init__(self, mesh: Mesh, operations: Sequence[str] = ()) -> None:
@@ -67,10 +67,11 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, operator: str, args: tuple[object, ...]) -> None:
-        operation = next((v for k, v in _NAMES.items() if k in operator), operator)
+        operation = next((name for part, name in _NAMES.items() if part in operator), operator)
+        if self._operations and operation not in self._operations:
+            return
         group = next(filter(None, map(_group, args)), None)
-        is_left_out = self._operations and operation not in self._operations
-        if group is None or group.size() == 1 or is_left_out:
+        if group is None or group.size() == 1:
             return
         name = self._mesh.name_of(group)
         calls = self._calls.setdefault((name, operation), Calls(name, group.size(), operation))

@@ -57,13 +57,17 @@ class Finding(NamedTuple):
 
 @dataclass
 class _Rank:
+    """A rank's last report, and its seconds in each condition while the arbiter ran."""
+
     report: Report
-    lost: bool = False  # its sentry is gone
-    # Seconds in each condition, not counting time in which the arbiter did not run.
+    lost: bool = False
+    """True if its sentry is gone."""
     silent: float = 0.0
     stopped: float = 0.0
-    same: float = 0.0  # at the same action
-    waited: float = 0.0  # since it said that it waits
+    same: float = 0.0
+    """Seconds at the same action."""
+    waited: float = 0.0
+    """Seconds since it said that it waits."""
     gone: float = 0.0
 
     @property
@@ -95,10 +99,10 @@ class Arbiter:
     def hear(self, rank: int, report: Report) -> None:
         """Record a sentry's report."""
         known = self.ranks.setdefault(rank, _Rank(report))
-        new = report
         old = known.report
-        self.news |= (new.state, new.left, new.reason) != (old.state, old.left, old.reason)
-        if report.since != known.report.since:
+        if (report.state, report.left, report.reason) != (old.state, old.left, old.reason):
+            self.news = True
+        if report.since != old.since:
             known.same = 0.0
         if report.state != STOPPED:
             known.stopped = 0.0
@@ -125,19 +129,30 @@ class Arbiter:
         is_held = any(r.report.state == TRACED and r.runs for r in self.ranks.values())
         for r in self.ranks.values():
             r.silent += passed
-            r.same += passed * (not is_held)
-            r.waited = (r.waited + passed) * r.report.waits
-            r.gone += passed * r.is_dead
-            # If all ranks are stopped, none waits.
-            r.stopped = r.stopped + passed * (r.report.state == STOPPED) if running else 0.0
+            if not is_held:
+                r.same += passed
+            r.waited = r.waited + passed if r.report.waits else 0.0
+            if r.is_dead:
+                r.gone += passed
+            if not running:
+                r.stopped = 0.0  # all ranks are stopped, so none waits
+            elif r.report.state == STOPPED:
+                r.stopped += passed
         if self._store_gone is not None:
             self._store_gone += passed
         if not running:
             return Finding()
         ranks = sorted(self.ranks.items())
-        # A launcher asks all ranks to stop when one has died or failed; report the first cause.
-        first = self._dead, self._failed, self._asked
-        for find in (*first, self._stopped, self._silent, self._left):
+        # A launcher asks all ranks to stop when one has died or failed, so the cause comes first.
+        causes = (
+            self._dead,
+            self._failed,
+            self._asked,
+            self._stopped,
+            self._silent,
+            self._left,
+        )
+        for find in causes:
             for rank, r in ranks:
                 if text := find(r):
                     code = ASKED if r.report.left == ASKED else FAILED
@@ -231,5 +246,7 @@ def _at(r: _Rank) -> str:
 
 def _ranks(numbers: list[int]) -> str:
     """Return ranks as text, at most eight of them."""
-    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-    return f"rank{'s'[: len(numbers) > 1]} {shown}"
+    shown = ", ".join(map(str, numbers[:8]))
+    if len(numbers) > 8:
+        shown += ", ..."
+    return f"ranks {shown}" if len(numbers) > 1 else f"rank {shown}"

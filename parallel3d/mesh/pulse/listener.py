@@ -14,7 +14,7 @@ from parallel3d.mesh.pulse.arbiter import GONE, Arbiter, Finding, Report
 
 _LOOK = 0.5  # seconds between two looks at all ranks, while nothing changes
 BEAT = 2.0  # seconds between two signs of life
-MOST_BYTES = 2**14  # of a line; no message is longer
+MOST_BYTES = 2**14  # no line is longer
 
 
 class Line:
@@ -125,7 +125,8 @@ class Listener:
 
         An open connection is enough: the system closes it when the process at the other end dies.
         """
-        if not (line := connect(host, port)):
+        line = connect(host, port)
+        if line is None:
             return
         line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):

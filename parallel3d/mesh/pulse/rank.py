@@ -41,9 +41,9 @@ def begin(
 ) -> None:
     """Start this rank's sentry; rank 0's sentry contains the arbiter.
 
-    - store: host and port of the process group's store.
-    - names: rank 0's host names, the one to be shown last.
-    - publish, fetch: rank 0 publishes the arbiter's address, the other ranks fetch it.
+    - `store`: host and port of the process group's store.
+    - `names`: rank 0's host names, the one to be shown last.
+    - `publish`, `fetch`: rank 0 publishes the arbiter's address, the other ranks fetch it.
     """
     global _page
     page, descriptor = new_page()
@@ -58,16 +58,16 @@ def begin(
     else:
         token, names, port = json.loads(fetch())
     task = SentryTask(
-        rank,
-        world_size,
-        os.getpid(),
-        descriptor,
-        token,
-        list(LIMITS),
-        names,
-        port,
-        passed[1] if rank == 0 else -1,
-        store,
+        rank=rank,
+        world_size=world_size,
+        parent=os.getpid(),
+        page=descriptor,
+        token=token,
+        limits=list(LIMITS),
+        hosts=names,
+        port=port,
+        listener=listener.fileno() if rank == 0 else -1,
+        store=store,
     )
     # In the session of the job, so that Ctrl-Z stops its sentries as well.
     process = subprocess.Popen(

@@ -29,18 +29,26 @@ _LINGER = 10.0  # seconds for which a dead rank's sentry still reports
 
 
 class SentryTask(NamedTuple):
-    """The input of a sentry; `listener` is the arbiter's socket, or -1."""
+    """The input of a sentry, which reads it as JSON."""
 
     rank: int
     world_size: int
     parent: int
+    """The process id of the rank."""
     page: int
+    """The descriptor of the page that it shares with the rank."""
     token: str
+    """The secret that all messages bear."""
     limits: list[float]
+    """The fields of `Limits`."""
     hosts: list[str]
+    """Rank 0's host names, the one to be shown last."""
     port: int
+    """The arbiter's port."""
     listener: int
+    """The descriptor of the arbiter's socket in rank 0's sentry; -1 in the others."""
     store: tuple[str, int]
+    """Host and port of the process group's store."""
 
 
 class Sentry:
