@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from parallel3d import models
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.mesh.launch import Launch
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Shape
@@ -120,7 +120,7 @@ def config_of(model: str, seq: int, tokens: int, tp: int, settings: Settings) ->
     return RunConfig.from_dict(raw)
 
 
-def batch_of(config: RunConfig, device: torch.device) -> list[Microbatch]:
+def batch_of(config: CompleteConfig, device: torch.device) -> list[Microbatch]:
     """Random tokens: one step's microbatches of a replica."""
     shape = config.num_microbatches, config.micro_batch_size, config.data.sequence_length + 1
     text = torch.randint(int(config.model.vocab_size), shape, device=device)
@@ -128,7 +128,7 @@ def batch_of(config: RunConfig, device: torch.device) -> list[Microbatch]:
 
 
 @contextmanager
-def ours(config: RunConfig, mesh: Mesh) -> Iterator[Step]:
+def ours(config: CompleteConfig, mesh: Mesh) -> Iterator[Step]:
     """A step by parallel3d."""
     parts = assemble(config, mesh)
     batch = batch_of(config, mesh.device)
@@ -144,7 +144,7 @@ def ours(config: RunConfig, mesh: Mesh) -> Iterator[Step]:
 
 
 @contextmanager
-def transformers(config: RunConfig, mesh: Mesh) -> Iterator[Step]:
+def transformers(config: CompleteConfig, mesh: Mesh) -> Iterator[Step]:
     """A step by transformers' model, compiled, under autocast, with torch's fused AdamW."""
     device = mesh.device
     model = models.huggingface(config.model.family).reference(config.model)  # type: ignore[union-attr]
@@ -180,7 +180,7 @@ def seconds_of(step: Step, steps: int, device: torch.device) -> float:
 
 
 def measure(
-    contender: Any, config: RunConfig, mesh: Mesh, steps: int, peak: float
+    contender: Any, config: CompleteConfig, mesh: Mesh, steps: int, peak: float
 ) -> dict[str, object]:
     """One row: seconds, tokens a second, MFU of `peak` FLOP/s a device, peak memory."""
     on_device = mesh.device.type != "cpu"
@@ -238,7 +238,9 @@ def main() -> None:
                 if args.only and name not in args.only:
                     continue
                 config = config_of(model, seq, args.tokens, args.tp, given | settings)
-                found = measure(contender, config.resolve(world), mesh, args.steps, peak)
+                found = measure(
+                    contender, config.resolve(world).completed(), mesh, args.steps, peak
+                )
                 say({"model": model, "sequence": seq, "switch": name, **found}, mesh)
     mesh.close()
 

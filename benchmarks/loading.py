@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.data.prepare import prepare
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.train.assembly import Assembly, assemble
@@ -55,7 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     corpus = prepare(RunConfig.from_json(args.config).data)
 
-    def asked(*overrides: str) -> RunConfig:
+    def asked(*overrides: str) -> CompleteConfig:
         resolved = RunConfig.from_json(args.config, overrides).resolve(1)
         return resolved.with_corpus(corpus.vocab_size, len(corpus.train))
 

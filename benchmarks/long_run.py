@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d import models
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.config.learning_rate import rate
 from parallel3d.data.batches import Batches
 from parallel3d.data.prepare import prepare
@@ -48,7 +48,7 @@ KINDS = ("mesh", "plain", "again")
 Curve = dict[str, list[float]]  # "loss", "grad_norm" and "seconds" of each step
 
 
-def config_of(args: argparse.Namespace, precision: str) -> RunConfig:
+def config_of(args: argparse.Namespace, precision: str) -> CompleteConfig:
     """The default config on the mesh that was asked for."""
     pp, dp, tp = map(int, args.mesh.split("x"))
     length = args.length
@@ -71,7 +71,7 @@ def config_of(args: argparse.Namespace, precision: str) -> RunConfig:
     return config.with_corpus(corpus.vocab_size, len(corpus.train))
 
 
-def on_the_mesh(rank: int, config: RunConfig) -> Curve:
+def on_the_mesh(rank: int, config: CompleteConfig) -> Curve:
     """This rank's part of the run; what it gives is the same on all of them."""
     assert isinstance(config.mesh.dp, int)
     mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
@@ -93,7 +93,7 @@ def on_the_mesh(rank: int, config: RunConfig) -> Curve:
     return curve
 
 
-def plainly(rank: int, config: RunConfig, micro: int) -> Curve:
+def plainly(rank: int, config: CompleteConfig, micro: int) -> Curve:
     """The same run by transformers and torch, in one process, `micro` sequences at a time."""
     family = models.huggingface(config.model.family)
     adam = config.optimizer.params
@@ -145,7 +145,7 @@ def _backward(model: Any, x: Tensor, y: Tensor, share: float) -> float:
     return loss.item()
 
 
-def _groups(config: RunConfig, family: Any, named: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _groups(config: CompleteConfig, family: Any, named: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Which of their parameters decay: the mapping of names, carried out on the answers."""
     marks = {
         name: torch.full(spec.shape, float(spec.weight_decay))

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.contestants import common
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.train.assembly import Assembly, assemble
@@ -28,7 +28,7 @@ OPTIMIZERS = {
 }
 
 
-def config_of(optimizer: str, mesh: MeshSizes, microbatches: int) -> RunConfig:
+def config_of(optimizer: str, mesh: MeshSizes, microbatches: int) -> CompleteConfig:
     """Return the peers' model under an optimizer, at ZeRO-1."""
     pp, dp, _, tp = mesh
     raw = {
@@ -53,7 +53,7 @@ def config_of(optimizer: str, mesh: MeshSizes, microbatches: int) -> RunConfig:
             "train": {"steps": 1000},
         },
     }
-    return RunConfig.from_dict(raw).resolve(pp * dp * tp)
+    return RunConfig.from_dict(raw).resolve(pp * dp * tp).completed()
 
 
 def measure(rank: int, mesh: MeshSizes, microbatches: int, steps: int) -> dict[str, list[float]]:

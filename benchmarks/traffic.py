@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from parallel3d import models
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.traffic import Traffic
 from parallel3d.model.spec import LayerSpec, Shape
@@ -44,7 +44,7 @@ CHOICES = (  # ZeRO stage, schedule, stages a rank, pipeline.weights
 Choice = tuple[int, str, int, str]
 
 
-def config_of(args: argparse.Namespace, choice: Choice) -> RunConfig:
+def config_of(args: argparse.Namespace, choice: Choice) -> CompleteConfig:
     """The resolved config of one row."""
     (pp, dp, tp) = map(int, args.mesh.split("x"))
     (zero, schedule, per_rank, weights) = choice
@@ -77,10 +77,10 @@ def config_of(args: argparse.Namespace, choice: Choice) -> RunConfig:
     }
     if args.precision != "fp32":
         raw[args.precision] = {"enabled": True}
-    return RunConfig.from_dict(raw).resolve(pp * dp * tp)
+    return RunConfig.from_dict(raw).resolve(pp * dp * tp).completed()
 
 
-def count(rank: int, config: RunConfig) -> tuple[Counter[str], int]:
+def count(rank: int, config: CompleteConfig) -> tuple[Counter[str], int]:
     """Bytes by kind of this rank's second step, and how many parameters it has."""
     assert isinstance(config.mesh.dp, int)
     mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
@@ -116,7 +116,7 @@ def kind_of(group: str, operation: str) -> str:
     return "rest"
 
 
-def least(config: RunConfig, layers: list[LayerSpec], params: int) -> Counter[str]:
+def least(config: CompleteConfig, layers: list[LayerSpec], params: int) -> Counter[str]:
     """The fewest bytes of each kind, over all ranks; `params`: the sum of what each has."""
     pp = config.mesh.pp
     dp = config.mesh.dp

@@ -10,7 +10,7 @@ import sys
 
 from parallel3d.base.arguments import DONE, STOPPED, Parser, prints_errors_as
 from parallel3d.base.section import Problem, raise_if_any
-from parallel3d.config import RunConfig
+from parallel3d.config import RunConfig, arithmetic
 from parallel3d.data.batches import check_length
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.export import export_megatron
@@ -89,7 +89,8 @@ def tokens_of_run(config: RunConfig, corpus: Corpus) -> float | None:
         return train.epochs * len(corpus.train)
     assert train.steps is not None, "the config requires one of the three"
     if train.batch_schedule:
-        return config.samples_of_steps(train.steps) * config.data.sequence_length
+        phases = arithmetic.batch_phases(train, config.data)
+        return arithmetic.samples_of_steps(phases, train.steps) * config.data.sequence_length
     if config.train_batch_size is None and (
         config.is_planned or not isinstance(config.mesh.dp, int)
     ):

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from parallel3d.base.arguments import DONE, STOPPED, Parser, amount, prints_errors_as, whole_number
 from parallel3d.base.errors import ConfigError
-from parallel3d.config import RunConfig, help_text
+from parallel3d.config import ResolvedConfig, RunConfig, help_text
 from parallel3d.mesh.launch import Launch
 from parallel3d.train import ending
 from parallel3d.train.claim import Claim, check_restarts, claim, resolve_config
@@ -32,9 +32,9 @@ _WISHES = {
 
 
 def train(
-    config: RunConfig, mesh: "Mesh", claimed: Claim | None, stop: StopRequest, as_json: bool
+    config: ResolvedConfig, mesh: "Mesh", claimed: Claim | None, stop: StopRequest, as_json: bool
 ) -> int:
-    """Train from a valid config to the closing summary; return the exit code."""
+    """Train from a resolved config to the closing summary; return the exit code."""
     # These load DeepSpeed, which is slow; an invalid config has been refused before.
     from parallel3d.checkpoint.save import Saver
     from parallel3d.engine import EngineSettings

@@ -83,7 +83,7 @@ class Case:
 
     @cached_property
     def config(self):
-        """The resolved config of this run."""
+        """The complete config of this run."""
         sizes = sizes_of(self.mesh)
         block = {
             "mesh": sizes._asdict() | {"sequence_parallel": self.sequence_parallel},
@@ -113,7 +113,7 @@ class Case:
             for part in sections:
                 section = section.setdefault(part, {})
             section[name] = value
-        return RunConfig.from_dict(raw).resolve(self.world_size)
+        return RunConfig.from_dict(raw).resolve(self.world_size).completed()
 
     def _zero(self):
         zero = {"stage": self.zero_stage} | ({} if self.thresholds else NO_THRESHOLDS)

@@ -49,7 +49,7 @@ for item in filter(None, options.set.split(",")):
     for block in blocks:
         place = place.setdefault(block, {})
     place[name] = json.loads(value)
-config = RunConfig.from_dict(raw).resolve(world)
+config = RunConfig.from_dict(raw).resolve(world).completed()
 if world == 1:
     torch.set_num_threads(2)
 mesh = Mesh(pp=pp, dp=dp, tp=tp)

@@ -20,7 +20,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.calibrate.describe import Say, calibrate
 from parallel3d.calibrate.measure_device import Effort
 from parallel3d.calibrate.steps import time_steps
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.config.hardware import Hardware
 from parallel3d.data.prepare import prepare
 from parallel3d.mesh.device import pick_device
@@ -59,7 +59,7 @@ class Wishes:
 class Candidate:
     """A model with its training: what the rules say for its size."""
 
-    config: RunConfig
+    config: CompleteConfig
     plan: Plan
     counts: PartCounts
     tokens: float
@@ -102,7 +102,8 @@ class Chooser:
         block |= {"mesh": "plan", "plan": {}}
         block["train"] |= {"steps": steps, "max_tokens": None, "epochs": None}
         config, plan = choose(RunConfig.from_dict(raw), self.devices, self.machine)
-        return Candidate(with_vocabulary(config).resolve(self.devices), plan, counts, tokens)
+        complete = with_vocabulary(config).resolve(self.devices).completed()
+        return Candidate(complete, plan, counts, tokens)
 
     def choose(self, slowness: float = 1.0) -> Candidate:
         """Return the largest candidate for the wished time, or up to the wished size.
@@ -185,7 +186,7 @@ def dial(base: RunConfig, wishes: Wishes, say: Say) -> tuple[Path, int]:
     return path, config.mesh.sizes.ranks
 
 
-def steps_in(seconds: float, config: RunConfig, step_seconds: float) -> int:
+def steps_in(seconds: float, config: CompleteConfig, step_seconds: float) -> int:
     """Return the training steps that fit into the seconds, beside evaluations."""
     samples = config.train.evaluate_samples * _EVALUATIONS
     evaluations = step_seconds * samples / config.global_batch_size / 3  # forwards alone
@@ -206,8 +207,8 @@ def machine_of(config: RunConfig, say: Say) -> Hardware:
         return calibrate(lambda _: None, Path(folder) / "machine.json", _QUICK)
 
 
-def pace(config: RunConfig) -> tuple[float, float]:
-    """Return the seconds of a training step of a resolved config, and those of the ranks' start."""
+def pace(config: CompleteConfig) -> tuple[float, float]:
+    """Return the seconds of a training step of a config, and those of the ranks' start."""
     began = time.time()
     ranks = config.mesh.sizes.ranks
     timed = run_locally(time_steps, ranks, [config.to_dict()], 4, timeout=600)
@@ -215,7 +216,9 @@ def pace(config: RunConfig) -> tuple[float, float]:
     return median(seconds), time.time() - began - sum(seconds)
 
 
-def write(config: RunConfig, wishes: Wishes, steps: int, params: int) -> tuple[Path, RunConfig]:
+def write(
+    config: CompleteConfig, wishes: Wishes, steps: int, params: int
+) -> tuple[Path, CompleteConfig]:
     """Write the config of a new run beside the run's folder; return its path, and the config."""
     raw: dict[str, Any] = config.to_public_dict()
     run = raw["parallel3d"]["run"]
@@ -239,4 +242,4 @@ def write(config: RunConfig, wishes: Wishes, steps: int, params: int) -> tuple[P
     path = directory / f"{own}.json"
     directory.mkdir(parents=True, exist_ok=True)
     replace_text(path, f"{json.dumps(raw, indent=1)}\n")
-    return path, RunConfig.from_json(str(path))
+    return path, RunConfig.from_json(str(path)).completed()

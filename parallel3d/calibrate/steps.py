@@ -8,7 +8,7 @@ import torch
 
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.calibrate.measure_device import clock_of, set_threads, slowest
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.train.assembly import Assembly, assemble
@@ -33,8 +33,8 @@ class SmallRun(NamedTuple):
     schedule: str = "gpipe"
     precision: str = "fp32"
 
-    def config(self) -> RunConfig:
-        """Return the resolved config of the run."""
+    def config(self) -> CompleteConfig:
+        """Return the complete config of the run."""
         model = {
             "family": self.family,
             "hidden_size": self.hidden,
@@ -72,7 +72,7 @@ class SmallRun(NamedTuple):
                 "train": {"steps": 1},
             },
         }
-        return RunConfig.from_dict(raw, f"the run {self}").resolve(self.mesh.ranks)
+        return RunConfig.from_dict(raw, f"the run {self}").resolve(self.mesh.ranks).completed()
 
 
 class Timed(NamedTuple):
@@ -123,15 +123,17 @@ def time_steps(
 ) -> list[list[Timed]]:
     """Return the seconds of `steps` training steps of each run, all on this world's ranks.
 
-    A run is small, or a resolved config with its vocabulary size, as `RunConfig.to_dict` returns.
+    A run is small, or a complete config, as `CompleteConfig.to_dict` returns.
 
     The runs take turns, so that disturbances affect all alike. The first round is a warm-up.
     `own_time`: for a single process, use `clock_of`, which leaves out waits.
     """
-    built = [
-        _build(run.config() if isinstance(run, SmallRun) else RunConfig.from_dict(run))
-        for run in runs
-    ]
+    built = []
+    for run in runs:
+        if isinstance(run, SmallRun):
+            built.append(_build(run.config()))
+        else:
+            built.append(_build(RunConfig.from_dict(run).completed()))
     timings: list[list[Timed]] = [[] for _ in runs]
     for step in range(1 + steps):
         for one, times in zip(built, timings, strict=True):
@@ -157,7 +159,7 @@ def _step(
     return Timed(slowest(mesh, end - start), slowest(mesh, end - reduced))
 
 
-def _build(config: RunConfig) -> tuple[Mesh, Assembly, list[Microbatch], float]:
+def _build(config: CompleteConfig) -> tuple[Mesh, Assembly, list[Microbatch], float]:
     mesh = Mesh(**config.mesh.sizes._asdict(), ep=config.mesh.ep)
     set_threads(mesh)
     parts = assemble(config, mesh)

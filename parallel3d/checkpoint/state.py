@@ -12,7 +12,7 @@ from parallel3d.base.masking import mask
 from parallel3d.base.reader import value_at
 from parallel3d.base.section import ABSENT
 from parallel3d.checkpoint.safe_files import tokenizer_digest
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig
 from parallel3d.config.deepspeed import file_of
 from parallel3d.config.learning_rate import rate
 from parallel3d.data.corpus import Corpus
@@ -50,7 +50,7 @@ class Position:
         """Return the position in a state.json."""
         return cls(*(int(state[key]) for key in ("step", "tokens", "next_sample")))
 
-    def after(self, config: RunConfig, padding: int = 0) -> "Position":
+    def after(self, config: CompleteConfig, padding: int = 0) -> "Position":
         """Return the position one step later; `padding` is not counted among its tokens."""
         size = config.batch_size_at(self.next_sample)
         tokens = self.tokens + size * config.data.sequence_length - padding
@@ -60,7 +60,7 @@ class Position:
 class RunState:
     """The state of one run, for `Saver.save` and for comparison with a checkpoint's."""
 
-    def __init__(self, config: RunConfig, corpus: Corpus) -> None:
+    def __init__(self, config: CompleteConfig, corpus: Corpus) -> None:
         self._config = config
         self._fixed: dict[str, Any] = {
             "config": config.to_public_dict(),
@@ -160,7 +160,7 @@ def changes(
             yield mask(f"{shown} {json.dumps(old)} -> {json.dumps(new)}")
 
 
-def _mesh(config: RunConfig) -> dict[str, object]:
+def _mesh(config: CompleteConfig) -> dict[str, object]:
     zero = config.zero_optimization
     pipeline = config.parallel3d.pipeline
     return {

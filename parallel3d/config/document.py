@@ -4,12 +4,12 @@ import textwrap
 
 from parallel3d.base import explain
 from parallel3d.base.explain import SettingDoc
-from parallel3d.config.run import RunConfig
+from parallel3d.config.run_settings import RunSettings
 
 
 def settings() -> list[SettingDoc]:
     """Return all settings of a ds.json, in the order of the file."""
-    return explain.settings(RunConfig)
+    return explain.settings(RunSettings)
 
 
 def help_text() -> str:

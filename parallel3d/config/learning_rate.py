@@ -2,12 +2,12 @@
 
 from math import cos, pi, sqrt
 
-from parallel3d.config import LrScheduleConfig, RunConfig
+from parallel3d.config import CompleteConfig, LrScheduleConfig
 from parallel3d.config.arithmetic import lr_factor
 
 
-def rate(config: RunConfig, step: int, sample: int = 0) -> float:
-    """Return the learning rate of `step`, counted from 0; the config must be resolved.
+def rate(config: CompleteConfig, step: int, sample: int = 0) -> float:
+    """Return the learning rate of `step`, counted from 0.
 
     With train.batch_schedule it is a function of `sample`, the step's first sample: a step counts
     by its samples, and train.batch_lr adds its factor.
@@ -16,13 +16,12 @@ def rate(config: RunConfig, step: int, sample: int = 0) -> float:
     train = config.parallel3d.train
     if config.scheduler is not None:
         return float(config.scheduler.params.rate(lr, step))
-    assert train.steps, "resolve and with_corpus come first"
     if not (phases := train.batch_schedule):
-        return float(lr * fraction(train.lr_schedule, step, train.steps))
+        return float(lr * fraction(train.lr_schedule, step, config.num_steps))
     first = phases[0][1]
     size = config.batch_size_at(sample)
     ended = (sample + size) / first
-    total = config.samples_of_steps(train.steps) / first
+    total = config.samples_of_steps(config.num_steps) / first
     return float(lr * lr_factor(train, size) * fraction(train.lr_schedule, ended - 1, total))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from parallel3d.base.section import Section
-from parallel3d.config import RunConfig
+from parallel3d.config import ResolvedConfig
 from parallel3d.config.parallel3d_block import gathered_for, reduces_once
 from parallel3d.model import optimizers
 from parallel3d.model.parametrization import Rate, Role, Scales
@@ -56,7 +56,7 @@ class EngineSettings:
     fp16: dict[str, object] = field(default_factory=dict)
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> "EngineSettings":
+    def from_config(cls, config: ResolvedConfig) -> "EngineSettings":
         """Return the engine's settings from a run's config."""
         zero = config.zero_optimization
         params = config.optimizer.params

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parallel3d.base.atomic import sync
 from parallel3d.base.errors import TrainingError
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig
 from parallel3d.data.corpus import Corpus
 from parallel3d.engine import Engine, HeldParameter
 from parallel3d.huggingface.weight_files import (
@@ -30,7 +30,7 @@ def save_weights(
     mesh: Mesh,
     run: Path,
     *,
-    config: RunConfig,
+    config: CompleteConfig,
     corpus: Corpus | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:

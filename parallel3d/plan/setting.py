@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from parallel3d import models
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.config import RunConfig
+from parallel3d.config import ResolvedConfig, RunConfig
 from parallel3d.config.hardware import Kernels
 from parallel3d.config.parallel3d_block import gathered_for, reduces_once
 from parallel3d.model.config import ModelConfig
@@ -214,20 +214,19 @@ class Setting:
         )
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> "Setting":
-        """Return the setting of a resolved config, whose mesh, batch and vocabulary are known.
+    def from_config(cls, config: ResolvedConfig) -> "Setting":
+        """Return the setting of a config whose vocabulary is known, too.
 
         With train.batch_schedule its step is that of the largest batch.
         """
         zero = config.zero_optimization
         pipeline = config.pipeline
         mesh = config.mesh
-        assert isinstance(mesh.dp, int), "resolve(world_size) comes first"
         micro = config.micro_batch_size
         return cls.of_run(config, micro).but(
-            num_microbatches=config.largest_batch // (micro * mesh.dp),
+            num_microbatches=config.largest_batch // (micro * mesh.sizes.dp),
             pp=mesh.pp,
-            dp=mesh.dp,
+            dp=mesh.sizes.dp,
             cp=mesh.cp,
             tp=mesh.tp,
             ep=mesh.ep,

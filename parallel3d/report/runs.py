@@ -16,7 +16,7 @@ from parallel3d.base.errors import ConfigError
 from parallel3d.base.mesh_sizes import WITHOUT_CP
 from parallel3d.base.reader import flat
 from parallel3d.base.step_lines import METRICS, read_lines
-from parallel3d.config import RunConfig, hardware
+from parallel3d.config import CompleteConfig, RunConfig, hardware
 from parallel3d.plan.memory.peak import per_rank
 from parallel3d.plan.report import plan_rows
 from parallel3d.plan.report.plan_table import count
@@ -36,7 +36,7 @@ class Run:
     """A run's folder: its name, its config, a dict per step, and its journal of launches."""
 
     name: str
-    config: RunConfig
+    config: CompleteConfig
     steps: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
 
@@ -95,7 +95,7 @@ def read(folder: Path) -> Run:
     """Read a run's folder; raise ConfigError if it has no config or no step."""
     try:
         (folder / "config.json").stat()  # its own message, without the shipped configs
-        config = RunConfig.from_json(str(folder / "config.json"))
+        config = RunConfig.from_json(str(folder / "config.json")).completed()
         steps = read_lines(folder / METRICS)
     except OSError as error:
         raise ConfigError(

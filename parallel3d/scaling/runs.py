@@ -16,7 +16,7 @@ from parallel3d.base import reader
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.section import nearest
 from parallel3d.base.step_lines import METRICS, newest
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.parametrization import parametrization_of
 
@@ -258,13 +258,11 @@ def _few(values: set[str]) -> str:
     return ", ".join([*order[:8], *["..."] * (len(order) > 8)])
 
 
-def config_of(path: Path) -> RunConfig:
-    """Return the resolved config in a run's folder; raise NoEnd if it cannot be used."""
+def config_of(path: Path) -> CompleteConfig:
+    """Return the complete config in a run's folder; raise NoEnd if it cannot be used."""
     try:
         raw = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        config = RunConfig.from_dict(raw, source=str(path / CONFIG))
-        config.tokens_per_step, models.num_params(config.model)  # fails unless it is resolved
-        return config
+        return RunConfig.from_dict(raw, source=str(path / CONFIG)).completed()
     except (OSError, ValueError, TypeError, AssertionError) as problem:
         lines = str(problem).splitlines() or [type(problem).__name__]
         raise NoEnd(
@@ -278,12 +276,12 @@ def _folders(folder: Path) -> list[Path]:
 
 def _row(path: Path) -> dict[str, object]:
     config = config_of(path)
-    steps = config.train.steps
+    steps = config.num_steps
     counted = count(config.model)
     per_token = models.train_flops_per_token(config.model, config.data.sequence_length)
     last = newest(path / METRICS)
-    if steps is None or last.get("step", 0) < steps:
-        raise NoEnd(f"not finished: step {last.get('step', 0)} of {steps or 'an unknown number'}")
+    if last.get("step", 0) < steps:
+        raise NoEnd(f"not finished: step {last.get('step', 0)} of {steps}")
     if "held_out_loss" not in last:
         raise NoEnd("its last step has no held_out_loss; hold out more of its data")
     unique = unique_tokens(path)

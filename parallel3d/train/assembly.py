@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from parallel3d import models
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig
 from parallel3d.config.parallel3d_block import MeshConfig, PipelineConfig
 from parallel3d.engine import Engine, EngineSettings
 from parallel3d.mesh.mesh import Mesh
@@ -41,7 +41,7 @@ class Assembly:
 
 
 def assemble(
-    config: RunConfig,
+    config: CompleteConfig,
     mesh: Mesh,
     *,
     say: Callable[[str], None] = _log.info,
@@ -87,7 +87,7 @@ def assemble(
 
 
 def build(
-    config: RunConfig, mesh: Mesh, settings: EngineSettings, *, seed: int | None
+    config: CompleteConfig, mesh: Mesh, settings: EngineSettings, *, seed: int | None
 ) -> tuple[list[LayerSpec], Shape, Schedule, BuiltStages]:
     """Return a resolved config's layers and shape, its schedule, and this rank's stages.
 

@@ -19,7 +19,7 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError, TrainingError
 from parallel3d.base.lock import Lock, LockHeld, read
 from parallel3d.base.section import Section
-from parallel3d.config import RunConfig
+from parallel3d.config import ResolvedConfig, RunConfig
 from parallel3d.config.run import digest_of
 from parallel3d.mesh.launch import Launch
 from parallel3d.plan.impossible import refuse_impossible
@@ -47,7 +47,7 @@ class Claim:
                 self.created_directory.rmdir()
 
 
-def resolve_config(config: RunConfig, launch: Launch) -> RunConfig:
+def resolve_config(config: RunConfig, launch: Launch) -> ResolvedConfig:
     """Return the config resolved for the launched ranks, planned first if its mesh is "plan".
 
     The result is the same on every rank. Raises ConfigError, also for impossibly large sizes.

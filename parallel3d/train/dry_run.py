@@ -34,30 +34,34 @@ def dry_run(config: RunConfig, launch: Launch, *, devices: int, as_json: bool) -
     plan: Plan | None = None
     if config.is_planned:
         config, plan = choose(config, devices, machine_of(config, launch))
+        setting = plan.setting
     else:
-        config = with_vocabulary(config).resolve(devices)
+        resolved = with_vocabulary(config).resolve(devices)
         device = pick_device(launch)
         known = described_hardware(config, device)
         if leaves_weights_open(config):
             host_bytes = free_space.free_memory(devices) if device.type == "cpu" else None
-            config = config.with_weights(
-                *weights_for(Setting.from_config(config), known, host_bytes)
+            resolved = resolved.with_weights(
+                *weights_for(Setting.from_config(resolved), known, host_bytes)
             )
+        setting = Setting.from_config(resolved)
         if known:
-            plan = plan_rows.as_written(config, request_of(config, known, devices))
+            plan = plan_rows.as_written(resolved, request_of(resolved, known, devices))
+        config = resolved
     if launch.rank == 0:
         out = terminal.console(as_json)
         for note in config.notes:
             terminal.say(out, note, "  ")
-        report = _show(config, plan, out)
+        report = _show(config, plan, setting, out)
         if as_json:
             print(json.dumps(report))
     return FAILED if plan and not plan.fits else DONE
 
 
-def _show(config: RunConfig, plan: Plan | None, out: Console) -> dict[str, object]:
+def _show(
+    config: RunConfig, plan: Plan | None, setting: Setting, out: Console
+) -> dict[str, object]:
     """Print the dry run; return the object for `--json`."""
-    setting = plan.setting if plan else Setting.from_config(config)
     if plan:
         plan_table.explain(plan, out)
         row = plan.to_json()

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.evaluation_samples import (
     EvaluationSamples,
@@ -31,7 +31,7 @@ class Evaluation:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: CompleteConfig,
         mesh: Mesh,
         *,
         corpus: Corpus,

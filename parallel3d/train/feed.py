@@ -13,7 +13,7 @@ import torch
 
 from parallel3d import models
 from parallel3d.base.errors import DataError, RankError
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig
 from parallel3d.data.ahead import ReadAhead
 from parallel3d.data.batches import Batches, documents_of, first_sample
 from parallel3d.data.corpus import Corpus
@@ -54,7 +54,9 @@ class Feed:
     read.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, corpus: Corpus, schedule: Schedule) -> None:
+    def __init__(
+        self, config: CompleteConfig, mesh: Mesh, corpus: Corpus, schedule: Schedule
+    ) -> None:
         own = config.parallel3d
         data = own.data
         length = own.data.sequence_length

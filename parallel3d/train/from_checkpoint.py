@@ -27,7 +27,7 @@ from parallel3d.checkpoint.load import load_weights
 from parallel3d.checkpoint.manifest import STATE, TOKENIZER, read_state, step_folders
 from parallel3d.checkpoint.safe_files import tokenizer_digest
 from parallel3d.checkpoint.state import RunState
-from parallel3d.config import RunConfig
+from parallel3d.config import ResolvedConfig, RunConfig
 from parallel3d.config.normalise import apply_overrides
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.split import SPLIT_FORMAT
@@ -125,7 +125,7 @@ def _differing(
 
 
 def evaluate(
-    config: RunConfig, mesh: Mesh, checkpoint: Path, stop: StopRequest, console: Console
+    config: ResolvedConfig, mesh: Mesh, checkpoint: Path, stop: StopRequest, console: Console
 ) -> Losses | None:
     """Return the loss of each evaluation set for a checkpoint's weights; collective.
 
@@ -237,7 +237,7 @@ def replay_config(
 
 
 def replay(
-    config: RunConfig, mesh: Mesh, run: Path, checkpoint: Path, console: Console
+    config: ResolvedConfig, mesh: Mesh, run: Path, checkpoint: Path, console: Console
 ) -> dict[str, Any]:
     """Train from a checkpoint to `train.stop_after` and compare with the run; collective.
 

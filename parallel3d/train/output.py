@@ -18,7 +18,7 @@ from parallel3d.base.journal import not_ended, open_journal, record
 from parallel3d.base.step_lines import METRICS, finite
 from parallel3d.checkpoint import disk, find
 from parallel3d.checkpoint.manifest import TOKENIZER
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.data.evaluation_samples import held_out_samples
 from parallel3d.engine import Engine
@@ -108,7 +108,7 @@ class Summary:
         return {name: finite(value) for name, value in values.items()}
 
 
-def print_placement(console: Console, config: RunConfig, parts: Assembly) -> None:
+def print_placement(console: Console, config: CompleteConfig, parts: Assembly) -> None:
     """Print the size of the model and the layers of each stage."""
     layers = parts.layers
     schedule = parts.schedule

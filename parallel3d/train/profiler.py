@@ -31,7 +31,7 @@ import torch
 from torch.profiler import profile, supported_activities
 
 from parallel3d.base.mesh_sizes import AXES, WITHOUT_CP
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig
 from parallel3d.config.parallel3d_block import ProfileConfig
 from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.mesh import Mesh
@@ -201,7 +201,7 @@ class StepWatch:
     """
 
     def __init__(
-        self, config: RunConfig, mesh: Mesh, parts: Assembly, *, say: Callable[[str], None]
+        self, config: CompleteConfig, mesh: Mesh, parts: Assembly, *, say: Callable[[str], None]
     ) -> None:
         self._config = config
         self._mesh = mesh

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig
 from parallel3d.engine import Update, moments, plain_building
 from parallel3d.mesh.agree import gather_json
 from parallel3d.mesh.device import name_of_device
@@ -60,7 +60,7 @@ class Recomputation:
     To create one is collective.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, parts: Assembly) -> None:
+    def __init__(self, config: CompleteConfig, mesh: Mesh, parts: Assembly) -> None:
         self._config = config
         self._mesh = mesh
         self._parts = parts

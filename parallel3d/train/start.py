@@ -16,7 +16,7 @@ from parallel3d.checkpoint import find, free_space
 from parallel3d.checkpoint.in_memory import HostMemory
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.state import Position, RunState, changes
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, ResolvedConfig, RunConfig
 from parallel3d.data.batches import check_length, tokens_of_epoch
 from parallel3d.data.corpus import Corpus, Place
 from parallel3d.data.prepare import pack, prepare
@@ -51,7 +51,7 @@ Say = Callable[[str], None]
 class Start:
     """The start of a run before the model is built; the same on every rank."""
 
-    config: RunConfig
+    config: CompleteConfig
     """The final config, with the corpus's vocabulary and the number of steps."""
     settings: Mapping[str, object]
     """The config as the user wrote it; changed settings reset the count of failed attempts."""
@@ -90,7 +90,7 @@ class Start:
         return folder if any(folder.iterdir()) else None
 
 
-def find_start(config: RunConfig, mesh: Mesh, claim: Claim | None, console: Console) -> Start:
+def find_start(config: ResolvedConfig, mesh: Mesh, claim: Claim | None, console: Console) -> Start:
     """Return the start of a run; `claim` is rank 0's claim on the run's folder. Collective.
 
     Prints the mesh, the folder, the corpus, the checkpoint and rejected checkpoints. Cheap checks
@@ -165,7 +165,7 @@ def _find_folder(
     return Path(folder), digest, exists
 
 
-def _with_weights(config: RunConfig, mesh: Mesh) -> RunConfig:
+def _with_weights(config: CompleteConfig, mesh: Mesh) -> CompleteConfig:
     """Resolve parallel3d.pipeline.weights if it is "auto", by the device of rank 0.
 
     On CPUs without a description, the least free host memory of a rank decides.
@@ -253,7 +253,7 @@ def check_machine(config: RunConfig, mesh: Mesh, nodes: Nodes, say: Say) -> None
     agree(mesh, look)
 
 
-def open_corpus(config: RunConfig, mesh: Mesh, nodes: Nodes, console: Console) -> Corpus:
+def open_corpus(config: ResolvedConfig, mesh: Mesh, nodes: Nodes, console: Console) -> Corpus:
     """Return the corpus on every rank; the first rank of each node prepares it if necessary.
 
     Raises Parallel3DError on all ranks if one of them cannot use it.
@@ -355,7 +355,7 @@ def _find_pretrained(config: RunConfig, mesh: Mesh, tokenizer: Path, say: Say) -
 
 
 def _find_checkpoint(
-    config: RunConfig, mesh: Mesh, folder: Path | None, say: Say, memory: HostMemory | None
+    config: CompleteConfig, mesh: Mesh, folder: Path | None, say: Say, memory: HostMemory | None
 ) -> tuple[find.FoundCheckpoint | None, list[str]]:
     """Return the checkpoint to start from, and which were rejected and why; report both.
 

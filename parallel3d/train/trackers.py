@@ -15,7 +15,7 @@ from typing import Any
 
 from parallel3d.base.atomic import replace_text
 from parallel3d.base.reader import flat
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig
 
 Values = Mapping[str, float]
 PROJECT = "parallel3d"  # default for trackers that need a project
@@ -30,7 +30,7 @@ _REMEDIES = {
 }
 
 
-def requested_trackers(config: RunConfig) -> dict[str, str]:
+def requested_trackers(config: CompleteConfig) -> dict[str, str]:
     """Return the trackers that a config selects, each with the path of the setting."""
     run = config.parallel3d.run
     settings: dict[str, str] = dict.fromkeys(run.trackers, "parallel3d.run.trackers")
@@ -49,7 +49,7 @@ class Trackers:
     """
 
     def __init__(
-        self, config: RunConfig, directory: Path, *, step: int, say: Callable[[str], None]
+        self, config: CompleteConfig, directory: Path, *, step: int, say: Callable[[str], None]
     ) -> None:
         self._say = say
         self._settings = requested_trackers(config)
@@ -97,7 +97,7 @@ class Trackers:
             )
 
 
-def make(name: str, config: RunConfig, directory: Path, step: int) -> Any:
+def make(name: str, config: CompleteConfig, directory: Path, step: int) -> Any:
     """Return the tracker called `name`, not yet started; `step` is where the run resumes."""
     if name == "csv":
         block = config.csv_monitor
@@ -116,7 +116,7 @@ def make(name: str, config: RunConfig, directory: Path, step: int) -> Any:
     return tracker
 
 
-def _arguments(name: str, config: RunConfig, directory: Path, step: int) -> dict[str, object]:
+def _arguments(name: str, config: CompleteConfig, directory: Path, step: int) -> dict[str, object]:
     """Return the arguments of accelerate's class; `run_name` is the project of most trackers."""
     run = directory.name
     environ = os.environ

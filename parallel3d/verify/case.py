@@ -27,7 +27,7 @@ from parallel3d.checkpoint.find import find
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import Saver
 from parallel3d.checkpoint.state import Position, RunState
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig
 from parallel3d.config.learning_rate import rate
 from parallel3d.engine.quirks import updating
 from parallel3d.engine.quirks.nvme import swapping_small_tensors
@@ -167,7 +167,7 @@ class RankFindings:
 
 
 def checked(
-    config: RunConfig,
+    config: CompleteConfig,
     reference: Reference,
     task: CaseTask,
     *,
@@ -201,7 +201,7 @@ def checked(
     return errors, findings[0].counters
 
 
-def check(rank: int, config: RunConfig, reference: Reference, task: CaseTask) -> RankFindings:
+def check(rank: int, config: CompleteConfig, reference: Reference, task: CaseTask) -> RankFindings:
     """Train a small config on its course as one rank and compare with the reference."""
     mesh = Mesh(**config.mesh.sizes._asdict(), ep=config.mesh.ep)
     torch.set_num_threads(1)  # more threads slow such small products down
@@ -215,7 +215,7 @@ def check(rank: int, config: RunConfig, reference: Reference, task: CaseTask) ->
 
 
 @contextmanager
-def low_thresholds(config: RunConfig) -> Iterator[None]:
+def low_thresholds(config: CompleteConfig) -> Iterator[None]:
     """Lower the library's thresholds inside the context, so that a small run takes every path."""
     logits = 64 * int(config.model.vocab_size)  # of so many tokens at a time
     with ExitStack() as stack:
@@ -239,7 +239,7 @@ class CaseRun:
     """One rank of a case."""
 
     def __init__(
-        self, parts: Assembly, config: RunConfig, mesh: Mesh, reference: Reference
+        self, parts: Assembly, config: CompleteConfig, mesh: Mesh, reference: Reference
     ) -> None:
         self.parts = parts
         self.config = config

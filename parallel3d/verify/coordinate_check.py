@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.base.errors import ConfigError
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.config import HasKeyValueHeads, ModelConfig
 from parallel3d.model.parametrization import parametrization_of
@@ -65,8 +65,8 @@ def check_coordinates(
     return fit_slopes(sizes)
 
 
-def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
-    """Return a small resolved config of a width; the MLP keeps its proportions.
+def at_width(config: RunConfig, width: int, steps: int) -> CompleteConfig:
+    """Return a small complete config of a width; the MLP keeps its proportions.
 
     If the parametrization names a base head size, heads get wider with the model and their number
     stays; otherwise their size stays and their number grows. Raises ConfigError if the heads do not
@@ -102,7 +102,7 @@ def at_width(config: RunConfig, width: int, steps: int) -> RunConfig:
     raw["optimizer"]["params"] = config.optimizer.params.model_dump(mode="json")
     raw["gradient_clipping"] = 0.0
     where = f"the config at --widths {width}"
-    return RunConfig.from_dict(raw, where).resolve(sizes.ranks)
+    return RunConfig.from_dict(raw, where).resolve(sizes.ranks).completed()
 
 
 def _kv_heads(model: ModelConfig, heads: int) -> int | None:
@@ -114,7 +114,7 @@ def _kv_heads(model: ModelConfig, heads: int) -> int | None:
     return fewer if heads % fewer == 0 else heads
 
 
-def _measure_on_rank(rank: int, config: RunConfig, seed: int) -> Sums:
+def _measure_on_rank(rank: int, config: CompleteConfig, seed: int) -> Sums:
     """Train as one rank and return sums over its part of each layer's activations."""
     torch.set_num_threads(1 if config.mesh.sizes.ranks > 1 else 2)
     mesh = Mesh(**config.mesh.sizes._asdict(), ep=config.mesh.ep)
@@ -141,7 +141,7 @@ def _measure_on_rank(rank: int, config: RunConfig, seed: int) -> Sums:
     return sums
 
 
-def _batch(config: RunConfig) -> Batch:
+def _batch(config: CompleteConfig) -> Batch:
     """Return tokens, labels and documents of the batch, [batch, seq] each; a sample is a document.
 
     Token frequencies follow Zipf's law, as in a language. With equal frequencies the gradients of a

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from parallel3d.config import RunConfig
+    from parallel3d.config import CompleteConfig
     from parallel3d.model.config import ModelConfig
 
 _MODULUS = 2**64
@@ -203,7 +203,7 @@ def kinds(reference: "PreTrainedModel") -> dict[str, str]:
 
 
 def optimizer_groups(
-    reference: "PreTrainedModel", config: "RunConfig", masters: Mapping[str, Tensor]
+    reference: "PreTrainedModel", config: "CompleteConfig", masters: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
     """Return the optimizer's group of each master weight; `rate` multiplies the learning rate.
 
@@ -246,7 +246,7 @@ def optimizer_groups(
 
 
 def matrices_of(
-    reference: "PreTrainedModel", config: "RunConfig"
+    reference: "PreTrainedModel", config: "CompleteConfig"
 ) -> Mapping[str, Callable[[Tensor], list[Tensor]]]:
     """Return a function for each hidden matrix of a model of transformers.
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from parallel3d import models
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig
 from parallel3d.data.deal import deal
 from parallel3d.engine.op_builds import load_async_io, load_cpu_adam
 from parallel3d.mesh.mesh import Mesh
@@ -80,7 +80,7 @@ class ReferenceErrors:
         return {name: size for name, size in errors.items() if not size <= bounds.get(name, 0.0)}
 
 
-def compile_operators(config: RunConfig) -> None:
+def compile_operators(config: CompleteConfig) -> None:
     """Compile the DeepSpeed operators that the config needs, before any rank's timeout runs.
 
     Takes minutes the first time on a machine, and prints so on standard error. Raises TrainingError
@@ -91,7 +91,7 @@ def compile_operators(config: RunConfig) -> None:
         run_locally(_compile_operators, 1, config, timeout=1800)
 
 
-def _compile_operators(rank: int, config: RunConfig) -> None:
+def _compile_operators(rank: int, config: CompleteConfig) -> None:
     mesh = Mesh()
     say = partial(print, file=sys.stderr, flush=True)
     zero = config.zero_optimization
@@ -102,7 +102,7 @@ def _compile_operators(rank: int, config: RunConfig) -> None:
         load_async_io(mesh, say)
 
 
-def weight_error(config: RunConfig, weights: Sequence[dict[str, float]]) -> float:
+def weight_error(config: CompleteConfig, weights: Sequence[dict[str, float]]) -> float:
     """Return the error of the weights over all ranks, given `weight_errors` of each.
 
     In fp32 it is the largest absolute difference. In half precision Adam's first steps turn
@@ -126,7 +126,9 @@ def worst(errors: Iterable[float]) -> float:
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
-def microbatches(batch: Sequence[Tensor | None], config: RunConfig, mesh: Mesh) -> list[Microbatch]:
+def microbatches(
+    batch: Sequence[Tensor | None], config: CompleteConfig, mesh: Mesh
+) -> list[Microbatch]:
     """Return the microbatches of this dp coordinate from a global batch."""
     share = config.micro_batch_size * config.num_microbatches
     start = share * mesh.samples.coord
@@ -162,7 +164,9 @@ def microbatches(batch: Sequence[Tensor | None], config: RunConfig, mesh: Mesh) 
     return [Microbatch(**dict(zip(fields, own, strict=True))) for own in each]
 
 
-def weight_errors(parts: Assembly, config: RunConfig, reference: Reference) -> dict[str, float]:
+def weight_errors(
+    parts: Assembly, config: CompleteConfig, reference: Reference
+) -> dict[str, float]:
     """Compare this rank's weights with the reference's: differences, and how far those moved."""
     largest = 0.0
     squared_distance = 0.0

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.config.data import weight_changes
 from parallel3d.data.corpus import Corpus, Mixture, TokenStream
 from parallel3d.model import optimizers
@@ -69,7 +69,9 @@ class Course:
     evaluated: Batch
 
 
-def text_of(config: RunConfig, seed: int = TEXT_SEED) -> tuple[list[definitions.Stream], list[int]]:
+def text_of(
+    config: CompleteConfig, seed: int = TEXT_SEED
+) -> tuple[list[definitions.Stream], list[int]]:
     """Return the streams of a small config's corpus and their shares of the samples.
 
     With one stream an epoch of training is two and a half steps. Ids are the highest of the
@@ -100,7 +102,7 @@ def text_of(config: RunConfig, seed: int = TEXT_SEED) -> tuple[list[definitions.
     return streams, shares
 
 
-def corpus_of(config: RunConfig, folder: Path) -> Corpus:
+def corpus_of(config: CompleteConfig, folder: Path) -> Corpus:
     """Return the in-memory corpus of a small config.
 
     `folder` takes the place of the tokenizer's folder.
@@ -126,13 +128,13 @@ def corpus_of(config: RunConfig, folder: Path) -> Corpus:
     )
 
 
-def _bounds_of(tokens: np.ndarray, config: RunConfig) -> np.ndarray:
+def _bounds_of(tokens: np.ndarray, config: CompleteConfig) -> np.ndarray:
     """Return the bounds of documents that end with the end of text, int64 [documents + 1]."""
     ends = np.flatnonzero(tokens[:-1] == int(config.model.vocab_size) - 1) + 1
     return np.concatenate([[0], ends, [len(tokens)]])
 
 
-def course_of(config: RunConfig) -> Course:
+def course_of(config: CompleteConfig) -> Course:
     """Return the course of a small config by its definition."""
     size = config.global_batch_size
     count = config.num_steps
@@ -168,13 +170,13 @@ class Reference:
     course: Course
     start: float = 0.0  # see `definitions.start_error`
     settings: int = 0  # how many are not the config's, see `definitions.settings_unlike`
-    schedule: RunConfig | None = None  # the learning-rate schedule of the user's config
+    schedule: CompleteConfig | None = None  # the learning-rate schedule of the user's config
     rates: tuple[float, ...] = ()  # its learning rates, from the first step on
     tolerances: Mapping[str, float] = field(default_factory=dict)  # see `tolerances_of`
     turns: Tensor | None = None  # cos and sin of rotary positions, [2, seq, size], or None
 
 
-def first_weights(config: RunConfig) -> dict[str, Tensor]:
+def first_weights(config: CompleteConfig) -> dict[str, Tensor]:
     """Return every initial weight, uncut, without tied copies."""
     weights = {}
     for name, spec in named_params(models.layers(config.model)).items():
@@ -185,7 +187,7 @@ def first_weights(config: RunConfig) -> dict[str, Tensor]:
 
 
 def train_reference(
-    config: RunConfig, folder: Path, course: Course, *, rows: int | None = None
+    config: CompleteConfig, folder: Path, course: Course, *, rows: int | None = None
 ) -> Reference:
     """Train the small model with transformers and the optimizer in plain PyTorch.
 
@@ -210,7 +212,7 @@ def train_reference(
 
 def prepare(
     config: RunConfig, meshes: Sequence[MeshSizes], folder: Path
-) -> tuple[dict[MeshSizes, RunConfig], Reference]:
+) -> tuple[dict[MeshSizes, CompleteConfig], Reference]:
     """Return the small config of each mesh and their common reference, trained on the course.
 
     If the config clips, the limit lies between the gradient norms of the quiet steps and the loud
@@ -233,7 +235,9 @@ def prepare(
     return small, replace(reference, schedule=schedule, rates=rates)
 
 
-def prepare_long(config: RunConfig, mesh: MeshSizes, folder: Path) -> tuple[RunConfig, Reference]:
+def prepare_long(
+    config: RunConfig, mesh: MeshSizes, folder: Path
+) -> tuple[CompleteConfig, Reference]:
     """Return the config of one step with long sequences and large ids on a mesh, and its reference.
 
     Raises ConfigError.
@@ -244,7 +248,7 @@ def prepare_long(config: RunConfig, mesh: MeshSizes, folder: Path) -> tuple[RunC
     return long, replace(reference, tolerances=tolerances_of(long, folder / "long", reference))
 
 
-def tolerances_of(config: RunConfig, folder: Path, reference: Reference) -> dict[str, float]:
+def tolerances_of(config: CompleteConfig, folder: Path, reference: Reference) -> dict[str, float]:
     """Return the bound of each error in half precision, {} for fp32, which has a fixed one.
 
     It follows from how far a second right run, which adds in another order, is from the reference.
@@ -273,7 +277,7 @@ def relative(values: Sequence[float], expected: Sequence[float]) -> list[float]:
     return [abs(x - y) / abs(y) for x, y in zip(values, expected, strict=True)]
 
 
-def schedule_of(config: RunConfig, small: RunConfig) -> RunConfig:
+def schedule_of(config: RunConfig, small: CompleteConfig) -> CompleteConfig:
     """Return the small config with the user's own schedule and number of steps, up to 1000."""
     raw = small.to_dict()
     train = config.train
@@ -286,7 +290,7 @@ def schedule_of(config: RunConfig, small: RunConfig) -> RunConfig:
         | {"warmup_steps": warmup, "decay_steps": decay and min(decay, steps - warmup)},
     }
     schedule = RunConfig.from_dict(raw, "the config's schedule")
-    return schedule.resolve(small.mesh.sizes.ranks)
+    return schedule.resolve(small.mesh.sizes.ranks).completed()
 
 
 def in_our_names(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -308,7 +312,7 @@ def in_our_names(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str
 
 
 def load_model(
-    config: RunConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64
+    config: CompleteConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64
 ) -> tuple["PreTrainedModel", ModuleType]:
     """Return a model of transformers with these weights, and its family's module."""
     family = models.huggingface(config.model.family)
@@ -342,7 +346,7 @@ def load_model(
 def train_model(
     model: "PreTrainedModel",
     family: ModuleType,
-    config: RunConfig,
+    config: CompleteConfig,
     folder: Path,
     course: Course,
     rows: int | None = None,
@@ -398,7 +402,7 @@ def train_model(
     )
 
 
-def save_weights(config: RunConfig, masters: Mapping[str, Tensor], file: Path) -> None:
+def save_weights(config: CompleteConfig, masters: Mapping[str, Tensor], file: Path) -> None:
     """Save weights of transformers under our names, in fp32."""
     weights = in_our_names(config.model, {n: p.detach().float() for n, p in masters.items()})
     save_file({name: value.contiguous() for name, value in weights.items()}, file)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from parallel3d import models
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.model import optimizers
 from parallel3d.model.config import HasKeyValueHeads, ModelConfig
 from parallel3d.model.parametrization import parametrization_of
@@ -91,7 +91,7 @@ def shrink(
     batch: int | None = None,
     clipping: float = ALWAYS_CLIPPED,
     extent: Extent = SHORT,
-) -> dict[MeshSizes, RunConfig]:
+) -> dict[MeshSizes, CompleteConfig]:
     """Return the small config of each mesh; all train the same model on the same global batches.
 
     Learning rate, decay, clipping and eps are fixed so that one tolerance fits every config.
@@ -193,7 +193,7 @@ def num_microbatches(config: RunConfig) -> int:
     return min(config.gradient_accumulation_steps or MICROBATCHES, MICROBATCHES)
 
 
-def _on_mesh(raw: dict[str, Any], mesh: MeshSizes, microbatches: int, batch: int) -> RunConfig:
+def _on_mesh(raw: dict[str, Any], mesh: MeshSizes, microbatches: int, batch: int) -> CompleteConfig:
     block = raw["parallel3d"]
     experts = block["model"].get("num_experts", 1)
     sizes = block["mesh"] | mesh._asdict() | {"ep": gcd(block["mesh"]["ep"], mesh.dp, experts)}
@@ -204,7 +204,7 @@ def _on_mesh(raw: dict[str, Any], mesh: MeshSizes, microbatches: int, batch: int
         "parallel3d": block | {"mesh": sizes},
     }
     source = f"the config, shrunk for mesh {mesh}"
-    return RunConfig.from_dict(changed, source).resolve(mesh.ranks)
+    return RunConfig.from_dict(changed, source).resolve(mesh.ranks).completed()
 
 
 def _small_model(

@@ -54,7 +54,7 @@ def chosen(*overrides, **wishes):
     messages = []
     base = RunConfig.from_json("ds.json", list(overrides))
     path, ranks = dial.dial(base, Wishes(**wishes), messages.append)
-    config = RunConfig.from_json(str(path)).resolve(ranks)
+    config = RunConfig.from_json(str(path)).resolve(ranks).completed()
     names = dict(line.split(maxsplit=1) for line in messages)
     return config, ranks, names
 

@@ -36,7 +36,8 @@ def run(tmp_path_factory):
             },
         }
     ).resolve(1)
-    return config, prepare(config.data)
+    corpus = prepare(config.data)
+    return config.with_corpus(corpus.vocab_size, len(corpus.train)), corpus
 
 
 @pytest.mark.parametrize("split", [None, 2])

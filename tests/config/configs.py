@@ -49,6 +49,11 @@ def raw(**changes):
     return result
 
 
+def complete(**changes):
+    """The complete config with these changes, on one data-parallel rank."""
+    return RunConfig.from_dict(raw(**changes)).resolve(4).with_corpus(4096, 10**6)
+
+
 def error_of(**changes) -> str:
     """Return the message with which the config with these changes is refused."""
     with pytest.raises(ConfigError) as caught:

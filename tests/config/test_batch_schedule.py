@@ -5,7 +5,7 @@ import pytest
 from parallel3d.base.errors import ConfigError
 from parallel3d.config import RunConfig
 from parallel3d.config.learning_rate import rate
-from tests.config.configs import REMOVED, error_of, raw
+from tests.config.configs import REMOVED, complete, error_of, raw
 
 pytestmark = pytest.mark.pure
 
@@ -18,7 +18,7 @@ def config_of(schedule=GROWING, world_size=4, **changes):
     """Mesh pp 2 x dp 1 x tp 2 for 4 ranks, micro batch 2."""
     absent = {"gradient_accumulation_steps": REMOVED}
     values = {SCHEDULE: schedule} | absent | changes
-    return RunConfig.from_dict(raw(**values)).resolve(world_size)
+    return RunConfig.from_dict(raw(**values)).resolve(world_size).with_corpus(4096, 10**6)
 
 
 @pytest.mark.parametrize("world_size", [4, 8, 16])
@@ -38,7 +38,7 @@ def test_phases_do_not_depend_on_the_mesh(world_size):
     assert config.steps_by_size(0, sample) == [(8, 3), (16, 3), (32, 3)]
     assert config.steps_between(40, 71) == 1 and config.steps_between(40, 72) == 2
     assert config.train_batch_size == config.global_batch_size == 8
-    assert RunConfig.from_dict(config.to_dict()).resolve(world_size) == config
+    assert RunConfig.from_dict(config.to_dict()).resolve(world_size).completed() == config
 
 
 def test_max_tokens_end_the_run_after_whole_steps():
@@ -84,7 +84,7 @@ def test_learning_rate_counts_samples(law, factors):
 @pytest.mark.parametrize("kind", ["constant", "cosine", "linear", "wsd"])
 def test_single_phase_has_the_rates_of_a_run_without_schedule(kind):
     curve = {f"{TRAIN}.lr_schedule": {"type": kind, "warmup_steps": 3}}
-    plain = RunConfig.from_dict(raw(**curve)).resolve(4)
+    plain = complete(**curve)
     config = config_of([[0, 8]], **curve, **{f"{TRAIN}.batch_lr": "linear"})
     for step in range(10):
         assert rate(config, step, 8 * step) == pytest.approx(rate(plain, step), rel=1e-15)

@@ -111,7 +111,7 @@ def test_vocabulary_must_hold_the_tokenizer():
 
 def test_dict_round_trip():
     config = RunConfig.from_dict(raw()).resolve(4).with_vocab_size(4096)
-    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))).resolve(4) == config
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda p: p.stem)
@@ -122,7 +122,7 @@ def test_shipped_config_loads(path):
     tp = config.mesh.tp
     resolved = config.resolve(pp * tp * (1 if dp == "auto" else dp))
     assert resolved.global_batch_size > 0
-    assert resolved.num_steps > 0
+    assert resolved.train.steps > 0
     again = RunConfig.from_dict(json.loads(json.dumps(resolved.to_dict())))
     assert again.to_dict() == resolved.to_dict()
 

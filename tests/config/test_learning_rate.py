@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parallel3d.config import LrScheduleConfig, RunConfig
 from parallel3d.config.learning_rate import fraction, rate
-from tests.config.configs import error_of, raw
+from tests.config.configs import complete, error_of, raw
 
 pytestmark = pytest.mark.pure
 
@@ -53,11 +53,11 @@ def test_wsd_decays_over_a_fifth_of_the_run_by_default():
 
 def test_rate_is_the_optimizer_rate_times_the_fraction():
     schedule = {"type": "linear", "min_ratio": 0.0, "warmup_steps": 2}
-    config = RunConfig.from_dict(raw(**{"parallel3d.train.lr_schedule": schedule}))
+    config = complete(**{"parallel3d.train.lr_schedule": schedule})
     rates = [rate(config, step) for step in range(10)]
     assert rates == pytest.approx([1e-3 * f for f in curve(10, **schedule)])
     block = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
-    config = RunConfig.from_dict(raw(scheduler=block))
+    config = complete(scheduler=block)
     rates = [rate(config, step) for step in range(7)]
     assert rates == pytest.approx([0.0, 0.0, 2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
 

@@ -5,10 +5,10 @@ import torch
 from deepspeed.runtime import lr_schedules
 from torch.optim import lr_scheduler
 
-from parallel3d.config import LrScheduleConfig, RunConfig
+from parallel3d.config import LrScheduleConfig
 from parallel3d.config.learning_rate import fraction, rate
 from parallel3d.config.scheduler import SCHEDULERS
-from tests.config.configs import raw
+from tests.config.configs import complete
 
 pytestmark = pytest.mark.gloo
 
@@ -48,9 +48,8 @@ def rates_of(scheduler, optimizer, steps):
 def test_rates_equal_those_of_deepspeed(name, params):
     optimizer = adam()
     expected = rates_of(getattr(lr_schedules, name)(optimizer, **params), optimizer, STEPS)
-    config = RunConfig.from_dict(
-        raw(**{"optimizer.params.lr": LR, "scheduler": {"type": name, "params": params}})
-    )
+    block = {"type": name, "params": params}
+    config = complete(**{"optimizer.params.lr": LR, "scheduler": block})
     assert [rate(config, step) for step in range(STEPS)] == pytest.approx(expected, abs=1e-15)
 
 

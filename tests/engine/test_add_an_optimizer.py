@@ -30,7 +30,8 @@ def raw_config(folder, **settings):
 
 def on_rank(rank, raw, size, reference, task):
     """Compare as `verify` does; the server of these processes does not know the scratch folder."""
-    return check(rank, RunConfig.from_dict(raw).resolve(size), reference, task)
+    config = RunConfig.from_dict(raw).resolve(size).completed()
+    return check(rank, config, reference, task)
 
 
 def errors_of(config, reference, **task):

@@ -31,13 +31,13 @@ CHANGES = {
 
 
 def config_on(folder, mesh, **changes):
-    """The resolved config of a run on a mesh (pp, dp, tp), of the same global batch on all."""
+    """The complete config of a run on a mesh (pp, dp, tp), of the same global batch on all."""
     pp, dp, tp = mesh
     sizes = {"parallel3d.mesh": {"pp": pp, "dp": dp, "tp": tp}, "train_batch_size": 8}
     raw = run_config(folder, **sizes, **changes)
     raw["train_micro_batch_size_per_gpu"] = 8 // (2 * dp)
     raw["zero_optimization"] = NO_THRESHOLDS | raw["zero_optimization"]
-    return RunConfig.from_dict(raw).resolve(pp * dp * tp)
+    return RunConfig.from_dict(raw).resolve(pp * dp * tp).completed()
 
 
 def started(config):

@@ -163,7 +163,7 @@ def test_the_rate_is_that_of_nanotron(start, decay, style, shape, converted):
     """nanotron.helpers.lr_scheduler_builder, whose steps are counted from 0 before the first."""
     config, rows = converted("run.yaml", of_nanotron(start, decay, style))
     assert not [row for row in rows.values() if row.verdict == "DIFFERS"]
-    config = RunConfig.from_dict(config).resolve(16)
+    config = RunConfig.from_dict(config).resolve(16).completed()
     first = 100 if start == "null" else start
     for step in (1, 50, 100, 500, 799, 801, 900, 999, 1000):
         progress = max(0, step - first) / max(1, 1000 - first)

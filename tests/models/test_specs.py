@@ -164,7 +164,7 @@ def test_shipped_configs_are_the_published_models(name, count):
     """And train in as many steps as those did, of 1024 x 2048 tokens."""
     config = RunConfig.from_json(name)
     sizes = config.mesh
-    config = config.resolve(sizes.pp * sizes.dp * sizes.tp)
+    config = config.resolve(sizes.pp * sizes.dp * sizes.tp).completed()
     assert num_params(config.model) == count
     assert (config.global_batch_size, config.data.sequence_length) == (1024, 2048)
     assert (config.num_steps, config.train.lr_schedule.warmup_steps) == (143_000, 1430)

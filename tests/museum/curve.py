@@ -19,7 +19,7 @@ from parallel3d.base.errors import TrainingError
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.checkpoint.save import Saver
 from parallel3d.checkpoint.state import Position, RunState
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.config.learning_rate import rate
 from parallel3d.data.corpus import Corpus, TokenStream
 from parallel3d.mesh.mesh import Mesh
@@ -62,7 +62,7 @@ def mesh_of(exhibit: Exhibit) -> MeshSizes:
     return sizes_of([min(2, size) for size in exhibit.mesh])
 
 
-def curve_config(config: RunConfig, mesh: MeshSizes, seed: int, folder: Path) -> RunConfig:
+def curve_config(config: RunConfig, mesh: MeshSizes, seed: int, folder: Path) -> CompleteConfig:
     """A config in small on a mesh, for a hundred steps, with its own dropout.
 
     ZeRO-1 at most: no exhibit needs more, and on ranks of one machine it is a third of the time.
@@ -86,7 +86,7 @@ def curve_config(config: RunConfig, mesh: MeshSizes, seed: int, folder: Path) ->
     raw["optimizer"]["params"] |= adam
     if config.precision == "fp16":
         raw["fp16"]["loss_scale_window"] = _SCALE_WINDOW
-    return RunConfig.from_dict(raw, "a loss curve's config").resolve(mesh.ranks)
+    return RunConfig.from_dict(raw, "a loss curve's config").resolve(mesh.ranks).completed()
 
 
 def right_curves(title: str, folder: Path) -> list[Curve]:
@@ -115,7 +115,7 @@ def planted_curves(title: str, names: Sequence[str], folder: Path) -> Iterator[t
         yield name, curve_of(curve_config(config, mesh_of(exhibit), 0, folder), leg, folder)
 
 
-def curve_of(config: RunConfig, leg: Leg, folder: Path, timeout: float = 600) -> Curve:
+def curve_of(config: CompleteConfig, leg: Leg, folder: Path, timeout: float = 600) -> Curve:
     """The mean losses of a run's tenths, in nats, of half as many where it goes on.
 
     `config` is one of `curve_config`. A run that raises in the library's own words has no number.
@@ -132,7 +132,7 @@ def curve_of(config: RunConfig, leg: Leg, folder: Path, timeout: float = 600) ->
     return tuple(round(mean, 4) if isfinite(mean) else None for mean in means)
 
 
-def _train(rank: int, config: RunConfig, leg: Leg, folder: Path) -> list[float]:
+def _train(rank: int, config: CompleteConfig, leg: Leg, folder: Path) -> list[float]:
     """On one rank: the mean loss of each step."""
     mesh = Mesh(**config.mesh.sizes._asdict())
     torch.set_num_threads(1)
@@ -146,7 +146,7 @@ def _train(rank: int, config: RunConfig, leg: Leg, folder: Path) -> list[float]:
 
 
 def _losses(
-    parts: Assembly, config: RunConfig, mesh: Mesh, corpus: Corpus, leg: Leg
+    parts: Assembly, config: CompleteConfig, mesh: Mesh, corpus: Corpus, leg: Leg
 ) -> list[float]:
     feed = Feed(config, mesh, corpus, parts.schedule)
     state = RunState(config, corpus)
@@ -168,7 +168,7 @@ def _losses(
     return losses
 
 
-def _text(config: RunConfig, folder: Path) -> Corpus:
+def _text(config: CompleteConfig, folder: Path) -> Corpus:
     """Lines of Python as documents, a byte a token; forty steps make an epoch."""
     end = int(config.model.vocab_size) - 1
     count = EPOCH_STEPS * config.global_batch_size * config.data.sequence_length + 1

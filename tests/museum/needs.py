@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.config.parallel3d_block import reduces_once
 from parallel3d.model.recompute import NONE
 from parallel3d.schedule import schedules
 from parallel3d.verify.shrink import drops_out
 from tests.museum.exhibit import Exhibit
 
-Need = Callable[[RunConfig, RunConfig], bool]  # of the user's config, and of it in small
+Need = Callable[[RunConfig, CompleteConfig], bool]  # of the user's config, and of it in small
 
 
 def _model(name: str, value: object = True) -> Need:
@@ -24,7 +24,7 @@ def _stages(*numbers: int) -> Need:
     return lambda config, small: small.zero_optimization.stage in numbers
 
 
-def _few_heads(config: RunConfig, small: RunConfig) -> bool:
+def _few_heads(config: RunConfig, small: CompleteConfig) -> bool:
     return (getattr(small.model, "num_key_value_heads", None) or 8) < 4
 
 
@@ -72,7 +72,7 @@ NEEDS: dict[str, Need] = {
 }
 
 
-def lacking(exhibit: Exhibit, config: RunConfig, small: RunConfig) -> str | None:
+def lacking(exhibit: Exhibit, config: RunConfig, small: CompleteConfig) -> str | None:
     """The first of an exhibit's needs that a config does not have; None if it has all.
 
     An exhibit that does not name a precision needs fp32, where rounding hides nothing.

@@ -10,7 +10,7 @@ import torch
 
 from parallel3d.base.errors import TrainingError
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.config import RunConfig
+from parallel3d.config import CompleteConfig, RunConfig
 from parallel3d.verify.case import CaseTask, RankFindings, check, checked
 from parallel3d.verify.local_ranks import RanksHung
 from parallel3d.verify.measure import TOLERANCE, compile_operators
@@ -95,7 +95,7 @@ class Hall:
             return f"a mesh {exhibit.sizes}"
         return lacking(exhibit, self._config, self._small[mesh]) or ""
 
-    def small(self, mesh: MeshSizes) -> RunConfig:
+    def small(self, mesh: MeshSizes) -> CompleteConfig:
         """The small config of one of the hall's meshes."""
         self.trained()
         return self._small[mesh]
@@ -140,7 +140,7 @@ class Hall:
         said = WORDS.get(by, by.replace("_", " "))
         return found(f"resume: {said}" if resumes else said, beyond[by], beyond)
 
-    def _planted(self, name: str, mesh: MeshSizes, long: bool) -> tuple[RunConfig, Reference]:
+    def _planted(self, name: str, mesh: MeshSizes, long: bool) -> tuple[CompleteConfig, Reference]:
         """Return the config and reference of a library with an exhibit in it.
 
         The mistake is in every process, so the reference has it wherever it calls the library.
@@ -187,7 +187,7 @@ class Planted:
     name: str
 
     def __call__(
-        self, rank: int, config: RunConfig, reference: Reference, task: CaseTask
+        self, rank: int, config: CompleteConfig, reference: Reference, task: CaseTask
     ) -> RankFindings:
         with exhibits.load(self.name).plant():
             return check(rank, config, reference, task)

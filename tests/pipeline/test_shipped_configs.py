@@ -53,7 +53,7 @@ def resolved(name):
     """The config for its own number of processes, which its mesh says."""
     config = RunConfig.from_json(name)
     assert isinstance(config.mesh.dp, int)
-    return config.resolve(config.mesh.pp * config.mesh.dp * config.mesh.tp)
+    return config.resolve(config.mesh.pp * config.mesh.dp * config.mesh.tp).completed()
 
 
 @pytest.fixture

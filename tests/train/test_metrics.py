@@ -306,7 +306,7 @@ def test_the_kernel_of_attention_is_said_with_the_model(monkeypatch):
     """Of a device; here the CPU stands in for one, and nothing has been computed yet."""
     raw = config_of(zero=0)
     raw["parallel3d"]["model"] |= {"hidden_size": 32, "num_hidden_layers": 1}
-    config = RunConfig.from_dict(raw).resolve(1).with_vocab_size(256)
+    config = RunConfig.from_dict(raw).resolve(1).with_corpus(256, 10**6)
     mesh = Mesh()
     try:
         parts = assemble(config, mesh)

@@ -61,7 +61,8 @@ def case(tmp_path_factory):
         for name, value in settings.items():
             block, _, key = name.partition("_")
             raw["parallel3d"][block][key] = value
-        return RunConfig.from_dict(raw).resolve(prod(mesh)), replace(reference, schedule=None)
+        config = RunConfig.from_dict(raw).resolve(prod(mesh)).completed()
+        return config, replace(reference, schedule=None)
 
     return of
 

@@ -49,7 +49,7 @@ def small(family, mesh, mup=None, *, zero=1, offload="none", **settings):
     raw["optimizer"]["params"] |= {"lr": 3e-3, "weight_decay": 1.0}
     raw["parallel3d"]["train"]["steps"] = STEPS
     pp, dp, tp = mesh
-    return RunConfig.from_dict(raw).resolve(pp * dp * tp)
+    return RunConfig.from_dict(raw).resolve(pp * dp * tp).completed()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from parallel3d.base import reader, terminal
 from parallel3d.base.errors import ConfigError
-from parallel3d.config import RunConfig, hardware
+from parallel3d.config import ResolvedConfig, RunConfig, hardware
 from parallel3d.config.hardware import THIS_MACHINE, Hardware
 from parallel3d.model.optimizers import kinds, state_bytes
 from parallel3d.plan.memory.peak import fullest
@@ -107,7 +107,7 @@ def to_json(ranking: Ranking, request: Request) -> dict[str, object]:
     }
 
 
-def as_written(config: RunConfig, request: Request) -> Plan:
+def as_written(config: ResolvedConfig, request: Request) -> Plan:
     """Return the plan of a resolved config, without changing any choice."""
     return evaluate(request, Setting.from_config(config).but(layers=request.base.layers))
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from parallel3d.base.mesh_sizes import AXES
 from parallel3d.base.section import Problem
-from parallel3d.config import RunConfig
+from parallel3d.config import RunConfig, arithmetic
 from parallel3d.config.deepspeed import describe_offload
 from parallel3d.config.hardware import Hardware
 from parallel3d.model.spec import LayerSpec, Shape
@@ -235,7 +235,8 @@ def request_of(
     if sizes:
         batch = max(sizes)
         if train.steps is not None:
-            num_tokens = config.samples_of_steps(train.steps) * seq
+            phases = arithmetic.batch_phases(train, config.data)
+            num_tokens = arithmetic.samples_of_steps(phases, train.steps) * seq
     base = Setting.of_run(config, batch)
     return Request(config, base, hardware, devices, batch, fixed or {}, num_tokens, sizes)
 

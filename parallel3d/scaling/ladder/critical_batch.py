@@ -19,7 +19,7 @@ from parallel3d.base.atomic import replace_text
 from parallel3d.base.errors import ConfigError
 from parallel3d.base.step_lines import METRICS, finite, read_lines
 from parallel3d.base.terminal import Column
-from parallel3d.config import RunConfig
+from parallel3d.config import RunConfig, arithmetic
 from parallel3d.config.learning_rate import rate
 from parallel3d.models.common import divisor_below
 from parallel3d.report.page import png, require, style
@@ -82,7 +82,7 @@ def measure(args: argparse.Namespace, out: Console) -> tuple[int, CriticalBatch 
         (
             f"{_batch_tokens(run):,}",
             f"{run.steps - run.steps_done:,}",
-            f"{rate(run.config, run.steps_done, run.config.batch_phases[-1][0]):.3g}",
+            f"{rate(run.config.completed(), run.steps_done, _last_batch(run)[0]):.3g}",
             f"{loss:.4f}",
             f"{by_fit:.4f}",
         )
@@ -155,16 +155,25 @@ def forks_of(args: argparse.Namespace) -> Runs:
         name = f"{args.batch_lr}-to-{end * length}-batch-{size}"
         ranks = config.mesh.sizes.ranks
         block["run"] |= {"directory": str(directory), "name": name, "save_weights": False}
-        fork = RunConfig.from_dict(raw, f"the fork {name}").resolve(ranks)
+        fork = RunConfig.from_dict(raw, f"the fork {name}").resolve(ranks).completed()
         counts = count(fork.model)
         tokens = end * length
-        runs.append(LadderRun(name, fork, counts, tokens, tokens, ranks, steps_done=step))
+        runs.append(
+            LadderRun(
+                name, fork, counts, tokens, tokens, ranks, steps=fork.num_steps, steps_done=step
+            )
+        )
     rungs = (Rung(run, cost, state_of(run), None) for run, cost in with_costs(runs))
     return Runs(args.run, directory, tuple(rungs))
 
 
 def _batch_tokens(fork: LadderRun) -> int:
-    return fork.config.batch_phases[-1][1] * fork.config.data.sequence_length
+    return _last_batch(fork)[1] * fork.config.data.sequence_length
+
+
+def _last_batch(fork: LadderRun) -> tuple[int, int]:
+    """Return the first sample and the samples per step of a fork's own batch."""
+    return arithmetic.batch_phases(fork.config.train, fork.config.data)[-1]
 
 
 def _noise_scale(folder: Path, fork: LadderRun) -> float | None:

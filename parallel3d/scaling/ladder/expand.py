@@ -40,6 +40,7 @@ class LadderRun:
     tokens: int
     exact_flops: float  # with attention
     devices: int
+    steps: int  # up to the end of the run, including those of its trunk
     kind: str = "fit"  # "tune", "trunk", "fit", "held-out"
     trunk: str = ""  # name of the run whose checkpoint it starts from
     steps_done: int = 0  # steps of the trunk up to that checkpoint
@@ -50,11 +51,6 @@ class LadderRun:
     def flops(self) -> float:
         """Training FLOPs: 6ND, with N including the head."""
         return float(FLOPS_PER_ND * self.counts.with_head * self.tokens)
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps up to the end of the run, including those of its trunk."""
-        return self.config.num_steps
 
     @property
     def batch_tokens(self) -> int:
@@ -314,6 +310,7 @@ def _run(
         trained,
         exact,
         devices,
+        steps,
         kind,
         trunk=trunk,
         steps_done=done,

@@ -34,7 +34,7 @@ def test_days_and_memory_are_those_of_the_largest_batch():
         assert len({plan.setting.mesh for plan in plans}) > 1
         for plan in plans:
             chosen = apply(planned, plan).resolve(devices)
-            assert chosen.num_steps == 12 and chosen.train_batch_size == 8
+            assert chosen.train.steps == 12 and chosen.train_batch_size == 8
             assert Setting.from_config(chosen).num_microbatches == plan.setting.num_microbatches
             raw = chosen.to_dict() | {"train_batch_size": 24, "gradient_accumulation_steps": None}
             raw["parallel3d"]["train"] |= {"batch_schedule": [], "steps": 1}

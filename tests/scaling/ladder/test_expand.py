@@ -17,6 +17,11 @@ VOCAB = 300
 SEQ = 16
 
 
+def complete(run):
+    """Return the complete config of a ladder's run."""
+    return run.config.resolve(run.devices).completed()
+
+
 def llama(width, layers, inner):
     """Llama's arithmetic: its blocks, and its head with the last norm."""
     blocks = layers * (4 * width**2 + 3 * width * inner + 2 * width)
@@ -91,7 +96,7 @@ def test_named_laws_are_those_of_their_sources(tmp_path):
 
 def test_the_cosine_ends_with_its_own_run_after_a_short_warm_up(tmp_path):
     for run in runs_by_name(tmp_path, budgets={"tokens": [2048, 512000]}).values():
-        config = run.config
+        config = complete(run)
         peak = 0.01
         warmup = config.train.lr_schedule.warmup_steps
         assert warmup * run.batch_tokens <= min(run.counts.with_head, 0.1 * run.tokens)
@@ -119,8 +124,8 @@ def test_one_trunk_serves_the_forks_of_all_budgets(tmp_path):
             assert config.checkpoint.resume == str(begin)
             # The rate of the fork until it begins is the trunk's at every step.
             for step in range(fork.steps_done):
-                assert rate(config, step) == rate(trunk.config, step)
-            assert rate(config, fork.steps - 1) == pytest.approx(0.1 * 0.01)
+                assert rate(complete(fork), step) == rate(complete(trunk), step)
+            assert rate(complete(fork), fork.steps - 1) == pytest.approx(0.1 * 0.01)
 
 
 def test_a_fork_too_short_for_a_trunk_is_a_run_of_its_own(tmp_path):
@@ -149,10 +154,10 @@ def test_the_warm_up_of_forks_is_over_before_the_first_cool_down(tmp_path):
     forks = [run for run in runs.values() if run.trunk]
     assert sorted({fork.steps_done for fork in forks}) == [5, 50]
     for fork in forks:
-        trunk = runs[fork.trunk].config
+        trunk = complete(runs[fork.trunk])
         assert trunk.train.lr_schedule.warmup_steps == 5
         for step in range(fork.steps_done):
-            assert rate(fork.config, step) == rate(trunk, step)
+            assert rate(complete(fork), step) == rate(trunk, step)
     held_out = next(run for run in runs.values() if run.kind == "held-out")
     assert held_out.config.train.lr_schedule.warmup_steps == 50  # of 1,000, and 950 cool down
 
@@ -204,7 +209,7 @@ def test_the_configs_are_what_training_reads(tmp_path):
     for rung in ladder.rungs:
         read = RunConfig.from_json(str(ladder.config_file(rung.run)))
         assert read.to_dict() == rung.run.config.to_dict()
-        assert read.resolve(1).num_steps == rung.run.steps
+        assert read.resolve(1).completed().num_steps == rung.run.steps
 
 
 HUGE = {

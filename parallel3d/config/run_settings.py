@@ -1,0 +1,162 @@
+"""The settings of one ds.json: DeepSpeed's and those of the "parallel3d" block."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PlainValidator
+
+from parallel3d.base.masking import mask_values
+from parallel3d.base.section import Problem, Problems, Section, Size
+from parallel3d.config import deepspeed, deepspeed_keys, parallel3d_block
+from parallel3d.config.data import DataConfig
+from parallel3d.config.deepspeed import (
+    AioConfig,
+    Bf16Config,
+    Fp16Config,
+    OptimizerConfig,
+    ZeroConfig,
+)
+from parallel3d.config.monitors import (
+    CometConfig,
+    CommsLoggerConfig,
+    CsvMonitorConfig,
+    FlopsProfilerConfig,
+    TensorBoardConfig,
+    WandbConfig,
+)
+from parallel3d.config.parallel3d_block import (
+    PLAN,
+    CheckpointConfig,
+    MeshConfig,
+    OutputConfig,
+    Parallel3DConfig,
+    PipelineConfig,
+    Positive,
+    TrainConfig,
+)
+from parallel3d.config.scheduler import SCHEDULER
+from parallel3d.model.config import ModelConfig
+
+
+class RunSettings(Section):
+    """One ds.json: DeepSpeed's keys with DeepSpeed's meaning, and the "parallel3d" block."""
+
+    refused: ClassVar[Mapping[str, Mapping[str, str]]] = deepspeed_keys.REASONS
+
+    train_batch_size: Positive | None = None
+    """Samples per step: micro batch x accumulation x dp. As in DeepSpeed, a size that is not set is
+    computed from the others."""
+    train_micro_batch_size_per_gpu: Positive | None = None
+    """Samples per microbatch, on each data-parallel rank."""
+    gradient_accumulation_steps: Positive | None = None
+    """Microbatches per step, which pass through the pipeline together."""
+    gradient_clipping: float = Field(default=1.0, ge=0)
+    """Maximum global gradient norm; 0 disables clipping."""
+    steps_per_print: Annotated[Size, Field(gt=0)] = 10
+    """Steps between progress lines if standard error is not a terminal."""
+    wall_clock_breakdown: bool = False
+    """Print how a step's time divides up, every steps_per_print steps."""
+    flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
+    """FLOPs of one step."""
+    comms_logger: CommsLoggerConfig = CommsLoggerConfig()
+    """Table of one step's communication, by group."""
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
+    """TensorBoard files in output_path; parallel3d.run.trackers writes them to the run's folder."""
+    csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
+    """One CSV file per metric."""
+    wandb: WandbConfig = WandbConfig()
+    """Weights & Biases."""
+    comet: CometConfig = CometConfig()
+    """Comet."""
+    bf16: Bf16Config = Bf16Config()
+    """Training in bfloat16; without bf16 and fp16, training is in fp32."""
+    fp16: Fp16Config = Fp16Config()
+    """Training in fp16 with a loss scale, for devices without bf16."""
+    communication_data_type: Literal["fp32", "bf16"] | None = None
+    """Precision in which gradients are averaged over dp; null means fp32. "bf16" (bf16 training
+    only) halves the traffic; gradients of microbatches, tp ranks and tied weights are still added
+    in fp32."""
+    aio: AioConfig = AioConfig()
+    """Asynchronous I/O for NVMe offload."""
+    optimizer: OptimizerConfig = Field(
+        examples=[deepspeed.EXAMPLE, "--optimizer.params.lr 3e-4 on the command line"]
+    )
+    """The optimizer and its parameters."""
+    scheduler: Annotated[Any, PlainValidator(SCHEDULER)] = None
+    """One of DeepSpeed's learning-rate schedules; replaces parallel3d.train.lr_schedule."""
+    zero_optimization: ZeroConfig = ZeroConfig(stage=0)
+    """Sharding and offload of the training state; stage 0 if missing, as in DeepSpeed."""
+    parallel3d: Parallel3DConfig = Field(examples=[parallel3d_block.EXAMPLE])
+    """All settings that are not DeepSpeed's."""
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """DeepSpeed's settings and those of the "parallel3d" block, in one dictionary."""
+        return dict(self) | dict(self.parallel3d)
+
+    @property
+    def is_planned(self) -> bool:
+        """True if the mesh is "plan": the planner has not chosen it yet."""
+        return self.parallel3d.mesh == PLAN
+
+    @property
+    def mesh(self) -> MeshConfig:
+        """Ranks per axis; raises ConfigError if the planner has not chosen them yet."""
+        if isinstance(self.parallel3d.mesh, MeshConfig):
+            return self.parallel3d.mesh
+        raise Problems(
+            [
+                Problem(
+                    "parallel3d.mesh",
+                    PLAN,
+                    "the mesh is not planned yet",
+                    "use the first that `parallel3d plan` prints",
+                )
+            ]
+        )
+
+    @property
+    def pipeline(self) -> PipelineConfig:
+        """How microbatches pass through the pipeline's stages."""
+        return self.parallel3d.pipeline
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model's settings, the `Config` of its family."""
+        model: ModelConfig = self.parallel3d.model
+        return model
+
+    @property
+    def data(self) -> DataConfig:
+        """The corpus, its tokenizer, and how it is cut into samples."""
+        return self.parallel3d.data
+
+    @property
+    def train(self) -> TrainConfig:
+        """Length, seed, learning rate and evaluation of the run."""
+        return self.parallel3d.train
+
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        """When the run saves, and what it resumes from."""
+        return self.parallel3d.checkpoint
+
+    @property
+    def run(self) -> OutputConfig:
+        """Name, folder and trackers of the run."""
+        return self.parallel3d.run
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Data type of parameters and activations in training."""
+        if self.fp16.enabled:
+            return "fp16"
+        return "bf16" if self.bf16.enabled else "fp32"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as one JSON object with all defaults; `from_dict` reads it back."""
+        return self.model_dump(mode="json")
+
+    def to_public_dict(self) -> dict[str, object]:
+        """Return the config as `to_dict` does, with the passwords of URLs masked, to be written."""
+        return {key: mask_values(value) for key, value in self.to_dict().items()}
