@@ -28,6 +28,8 @@ def measure(dp: int) -> tuple[float, float]:
     from torch import nn
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from parallel3d.config.deepspeed import ZeroConfig
+    from parallel3d.config.parallel3d_block import PipelineConfig
     from parallel3d.engine import Engine, EngineSettings
     from parallel3d.engine.construction import building
     from parallel3d.mesh import mesh as mesh_module
@@ -41,10 +43,8 @@ def measure(dp: int) -> tuple[float, float]:
     with patch.object(mesh_module, "join", join):
         mesh = mesh_module.Mesh(dp=dp, launch=Launch(0, dp, 0))
     torch.set_num_threads(1)  # several would wait for each other where the cores are busy
-    zero = {"stage3_param_persistence_threshold": 0}
-    settings = EngineSettings(
-        micro_batch_size=1, zero_stage=3, weights="per_step", zero_options=zero
-    )
+    zero = ZeroConfig(stage=3, stage3_param_persistence_threshold=0)
+    settings = EngineSettings(1, zero=zero, pipeline=PipelineConfig(weights="per_step"))
 
     def layer() -> nn.Module:
         weights = (cut_parameter((ELEMENTS,)) for _ in range(WEIGHTS))

@@ -11,12 +11,14 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from parallel3d import models
+from parallel3d.config.deepspeed import ZeroConfig
+from parallel3d.config.parallel3d_block import PipelineConfig
 from parallel3d.engine import Engine, EngineSettings
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Shape
@@ -48,10 +50,21 @@ def plain(config: Any, batch: list[Microbatch]) -> Step:
     return step
 
 
-def ours(config: Any, batch: list[Microbatch], mesh: Mesh, **settings: object) -> Step:
+def ours(
+    config: Any,
+    batch: list[Microbatch],
+    mesh: Mesh,
+    zero: Mapping[str, object],
+    **pipeline: str,
+) -> Step:
     """The same step by parallel3d."""
     size, seq = batch[0].tokens.shape
-    engine_settings = EngineSettings(micro_batch_size=size, gradient_clipping=1.0, **settings)  # type: ignore[arg-type]
+    engine_settings = EngineSettings(
+        micro_batch_size=size,
+        zero=ZeroConfig.model_validate(zero),
+        pipeline=PipelineConfig.model_validate(pipeline),
+        gradient_clipping=1.0,
+    )
     schedule = make_schedule("gpipe", 1, len(batch))
     if engine_settings.holds_weights:
         schedule = add_sharding(schedule, engine_settings.weights, True)
@@ -99,19 +112,20 @@ def main() -> None:
     shape = args.microbatches, args.batch, args.seq + 1
     text = torch.randint(args.vocab, shape, device=mesh.device)
     batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
-    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
-    gathered: dict[str, Any] = {"zero_stage": 3, "weights": "per_step"}
+    zero3 = {"stage": 3}
+    nothing_kept = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+    offloaded = {"offload_optimizer": {"device": "cpu"}}
     contenders = {
         "plain transformers": plain(config, batch),
-        "ZeRO-0": ours(config, batch, mesh, zero_stage=0),
-        "ZeRO-1": ours(config, batch, mesh, zero_stage=1),
+        "ZeRO-0": ours(config, batch, mesh, {"stage": 0}),
+        "ZeRO-1": ours(config, batch, mesh, {"stage": 1}),
         # Weights gathered once a step: pipeline.weights "auto" if they fit, also on CPUs.
-        "ZeRO-3": ours(config, batch, mesh, **gathered),
-        "ZeRO-3 + offload": ours(config, batch, mesh, **gathered, offload_optimizer="cpu"),
-        "ZeRO-3 by hooks": ours(config, batch, mesh, zero_stage=3),
-        "the same, nothing kept": ours(config, batch, mesh, zero_stage=3, zero_options=zero),
+        "ZeRO-3": ours(config, batch, mesh, zero3, weights="per_step"),
+        "ZeRO-3 + offload": ours(config, batch, mesh, zero3 | offloaded, weights="per_step"),
+        "ZeRO-3 by hooks": ours(config, batch, mesh, zero3),
+        "the same, nothing kept": ours(config, batch, mesh, zero3 | nothing_kept),
         "the same, reduced each": ours(
-            config, batch, mesh, zero_stage=3, gradient_reduction="per_microbatch"
+            config, batch, mesh, zero3, gradient_reduction="per_microbatch"
         ),
     }
     times: dict[str, list[float]] = {name: [] for name in contenders}

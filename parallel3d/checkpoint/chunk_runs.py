@@ -57,7 +57,7 @@ def runs_to_write(engine: Engine) -> list[ChunkRun]:
                 continue
             start = 0
             stop = piece.numel
-            if engine.settings.zero_stage == 0:  # the replicas hold equal pieces
+            if engine.settings.zero.stage == 0:  # the replicas hold equal pieces
                 replicas = piece.held.replicas
                 start, stop = even_split(piece.numel, replicas.size, replicas.coord)
             if stop > start:

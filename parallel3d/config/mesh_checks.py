@@ -9,7 +9,6 @@ from parallel3d.config.parallel3d_block import (
     MeshConfig,
     PipelineConfig,
     PlanConfig,
-    reduces_once,
 )
 from parallel3d.model.config import ModelConfig
 from parallel3d.schedule import schedules
@@ -62,7 +61,7 @@ def check_reduction(pipeline: PipelineConfig, zero_optimization: ZeroConfig) -> 
     stage = zero_optimization.stage
     chosen = pipeline.gradient_reduction
     means = f"means per_microbatch at ZeRO-{stage}, which " if chosen == "auto" else ""
-    if schedules.splits_backward(pipeline.schedule) and not reduces_once(stage, chosen):
+    if schedules.splits_backward(pipeline.schedule) and not pipeline.reduces_once(stage):
         yield Problem(
             "parallel3d.pipeline.gradient_reduction",
             chosen,

@@ -154,23 +154,20 @@ class PipelineConfig(Section):
     """"cpu": the activations that layers save wait in host memory from forward to backward. On a
     GPU the copies run beside the computes."""
 
+    @property
+    def gathered_weights(self) -> Weights:
+        """How long ZeRO-3's weights stay gathered; "auto" counts as its fallback."""
+        return "per_microbatch" if self.weights == "auto" else self.weights
 
-def reduces_once(zero_stage: int, gradient_reduction: str) -> bool:
-    """True if gradients are reduced once a step, rather than after each microbatch.
+    def reduces_once(self, zero_stage: int) -> bool:
+        """True if gradients are reduced once a step, rather than after each microbatch.
 
-    ZeRO-0 always reduces once per step, because reducing earlier would not save memory there.
-    """
-    automatic = "per_microbatch" if zero_stage == 2 else "per_step"
-    chosen = automatic if gradient_reduction == "auto" else gradient_reduction
-    return zero_stage == 0 or chosen == "per_step"
-
-
-def gathered_for(weights: str) -> Weights:
-    """Return how long ZeRO-3 keeps weights gathered; "auto" counts as its fallback,
-    per_microbatch.
-    """
-    known: dict[str, Weights] = {"per_pass": "per_pass", "per_step": "per_step"}
-    return known.get(weights, "per_microbatch")
+        ZeRO-0 always reduces once per step, because reducing earlier would not save memory there.
+        """
+        chosen = self.gradient_reduction
+        if chosen == "auto":
+            chosen = "per_microbatch" if zero_stage == 2 else "per_step"
+        return zero_stage == 0 or chosen == "per_step"
 
 
 class PlanConfig(Section):

@@ -15,7 +15,6 @@ from parallel3d.config.parallel3d_block import (
     MeshConfig,
     PipelineConfig,
     TrainConfig,
-    reduces_once,
 )
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.recompute import SELECTIVE
@@ -55,7 +54,7 @@ def check_noise_scale(
             "needs ranks with random samples, but parallel3d.data.balance_microbatches deals them",
             "use balance_microbatches = false, or 0 here",
         )
-    if every and not reduces_once(stage, chosen):
+    if every and not pipeline.reduces_once(stage):
         yield Problem(
             path,
             every,

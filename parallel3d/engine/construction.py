@@ -2,12 +2,11 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 import torch
@@ -63,12 +62,10 @@ def building(
         return plain_building(settings.dtype, mesh.device)
     deepspeed.init_distributed(dist_init_required=False)
     swapper = getattr(beside, "nvme_swapper", None)
-    if settings.offload_param == "nvme" and swapper is None:
+    if settings.zero.offload_param.device == "nvme" and swapper is None:
         nvme.read_through_buffers()
         nvme.copy_out_of_buffers()
-        folder = make_folder(settings.param_options, "param", mesh, say)
-        options = settings.param_options | {"nvme_path": str(folder)}
-        settings = replace(settings, param_options=options)
+        settings = with_swap_folder(settings, "offload_param", mesh, say)
     sharding: AbstractContextManager[None] = experts.ZeroInit(
         mesh,
         config_dict_or_path=settings.deepspeed_config(mesh.shards.size),
@@ -111,10 +108,16 @@ def writing(parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
         swapper.swap_out_and_release([parameter])
 
 
-def make_folder(
-    options: Mapping[str, object], part: str, mesh: Mesh, say: Callable[[str], None]
-) -> Path:
-    """Load async_io for NVMe offload of `part` ("param" or "optimizer"); make its swap folder."""
+def with_swap_folder(
+    settings: EngineSettings,
+    part: Literal["offload_optimizer", "offload_param"],
+    mesh: Mesh,
+    say: Callable[[str], None],
+) -> EngineSettings:
+    """Load async_io for the NVMe offload of `part`, and return the settings with its new folder."""
     op_builds.load_async_io(mesh, say)
-    setting = f"zero_optimization.offload_{part}.nvme_path"
-    return swap.make_folder(str(options["nvme_path"]), mesh, setting)
+    offload = getattr(settings.zero, part)
+    path = f"zero_optimization.{part}.nvme_path"
+    folder = swap.make_folder(str(offload.nvme_path), mesh, path)
+    offload = offload.model_copy(update={"nvme_path": str(folder)})
+    return replace(settings, zero=settings.zero.model_copy(update={part: offload}))

@@ -14,8 +14,9 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from parallel3d.base.errors import ConfigError
+from parallel3d.config.deepspeed import OffloadOptimizerConfig, OffloadParamConfig
 from parallel3d.engine import op_builds, swap
-from parallel3d.engine.construction import building, make_folder, model_parallel_unit
+from parallel3d.engine.construction import building, model_parallel_unit, with_swap_folder
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.gathering import GatheredWeights, Layers
 from parallel3d.engine.optimizer_states import OptimizerStates, masters_of, places_of
@@ -97,13 +98,13 @@ class Engine:
         self.held = tuple(held)
         self.settings = settings
         self.mesh = mesh
-        file = optimizers.load(settings.optimizer)
+        file = optimizers.load(settings.optimizer.file)
         self._kinds = core.group_kinds(
             settings.rates, file.WHOLE_MATRICES, divides_experts=mesh.experts.size > 1
         )
         pair = mesh.join_pair(*(coord % mesh.pipeline.size for coord in owners))
         core.skip_trace_check()
-        is_sharded = settings.zero_stage > 0
+        is_sharded = settings.zero.stage > 0
         core.count_once(self.held)
         if not is_sharded:
             experts.count_on_first_owner(self.held, mesh)
@@ -113,23 +114,26 @@ class Engine:
         with building(settings, mesh, say=say, beside=first):
             placeholders = core.Placeholders(self._kinds, mesh.experts.group)
         self._module = _Module(stages, placeholders)
-        offload = settings.offload_optimizer != "none"
-        if offload:
+        device = settings.zero.offload_optimizer.device
+        offloads = device != "none"
+        if offloads:
             op_builds.use_host_threads(mesh.device, mesh.local_size, say)
-        decay = settings.weight_decay
-        eps = settings.eps
-        rates = settings.rates
         optimizer = file.make(
-            core.param_groups(self.held, placeholders, decay, eps, rates, self._kinds),
-            settings.params,
+            core.param_groups(
+                self.held,
+                placeholders,
+                settings.weight_decay,
+                settings.eps,
+                settings.rates,
+                self._kinds,
+            ),
+            settings.optimizer.params,
             device=mesh.device,
-            cpu_adam=offload and file.CPU_ADAM and op_builds.load_cpu_adam(mesh, say),
+            cpu_adam=offloads and file.CPU_ADAM and op_builds.load_cpu_adam(mesh, say),
         )
-        if settings.offload_optimizer == "nvme":
+        if device == "nvme":
             nvme.align_gradients()
-            folder = make_folder(settings.optimizer_options, "optimizer", mesh, say)
-            options = settings.optimizer_options | {"nvme_path": str(folder)}
-            settings = replace(settings, optimizer_options=options)
+            settings = with_swap_folder(settings, "offload_optimizer", mesh, say)
         shards, model = (mesh.shards, mesh.model) if is_sharded else (mesh.alone, mesh.whole_model)
         sharding: AbstractContextManager[None] = nullcontext()
         if is_sharded and not settings.shards_parameters:
@@ -150,7 +154,7 @@ class Engine:
         if settings.shards_parameters:
             streams.keep_gradients_until_reduced(self._deepspeed.optimizer)
             experts.add_norms_of_owners(self._deepspeed.optimizer, mesh)
-        if settings.overlap_update and settings.offload_optimizer == "cpu":
+        if settings.overlap_update and device == "cpu":
             updating.copy_weights_in_parts(self._deepspeed.optimizer, mesh.device)
         self._finish_scale = fp16.grow_scale_after_step(self._deepspeed.optimizer)
         self._counters = core.ReleaseCounters()
@@ -331,7 +335,7 @@ class Engine:
     @cached_property
     def states(self) -> OptimizerStates:
         """This rank's masters and optimizer state, which a checkpoint saves."""
-        return OptimizerStates(self._deepspeed, self.held, self.settings.optimizer)
+        return OptimizerStates(self._deepspeed, self.held, self.settings.optimizer.file)
 
     def close(self) -> None:
         """Free DeepSpeed's hooks and buffers, and remove the files of this process's engines."""
@@ -347,14 +351,14 @@ class Engine:
             places_of(zero, self.held),
             mesh=self.mesh,
             stage=stage,
-            sharded=self.settings.zero_stage > 0,
-            per_head=getattr(self.settings.params, "per_head", False),
+            sharded=self.settings.zero.stage > 0,
+            per_head=getattr(self.settings.optimizer.params, "per_head", False),
         )
         for index, master in enumerate(masters_of(zero)):
             if self._kinds[updating.group_of(zero, index)].matrices:
                 own = [matrix for matrix in matrices if matrix.group == index]
                 optimizer.matrices[master] = WholeMatrices(own, stage, self.mesh.device)
-        if getattr(self.settings.params, "clip", "all") == "adam_only":
+        if getattr(self.settings.optimizer.params, "clip", "all") == "adam_only":
             unclipped = [number for number, kind in enumerate(self._kinds) if kind.matrices]
             updating.leave_unclipped(zero, unclipped)
 
@@ -411,13 +415,13 @@ class ForwardEngine:
 
 def forward_settings(settings: EngineSettings) -> EngineSettings:
     """Return settings for stages that only run forward, sharded over dp if `settings` are."""
-    stage = 3 if settings.shards_parameters else 0
-    offload = settings.offload_param if stage == 3 else "none"
-    return replace(
-        settings,
-        zero_stage=stage,
-        offload_optimizer="none",
-        optimizer_options={},
-        offload_param=offload,
-        weights="per_microbatch",
+    offload = settings.zero.offload_param if settings.shards_parameters else OffloadParamConfig()
+    zero = settings.zero.model_copy(
+        update={
+            "stage": 3 if settings.shards_parameters else 0,
+            "offload_optimizer": OffloadOptimizerConfig(),
+            "offload_param": offload,
+        }
     )
+    pipeline = settings.pipeline.model_copy(update={"weights": "per_microbatch"})
+    return replace(settings, zero=zero, pipeline=pipeline)

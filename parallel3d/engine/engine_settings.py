@@ -3,87 +3,61 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from parallel3d.base.section import Section
 from parallel3d.config import ResolvedConfig
-from parallel3d.config.parallel3d_block import gathered_for, reduces_once
-from parallel3d.model import optimizers
+from parallel3d.config.deepspeed import AioConfig, Fp16Config, OptimizerConfig, ZeroConfig
+from parallel3d.config.parallel3d_block import PipelineConfig
 from parallel3d.model.parametrization import Rate, Role, Scales
 from parallel3d.models.common import rates_of
 from parallel3d.schedule.sharding import Weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
+_OFFLOADS = {"offload_optimizer", "offload_param"}
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The settings of an engine.
+    """The part of a run's config that an engine reads.
 
-    - `reduced_in`: the precision in which gradients are averaged over dp.
-    - `optimizer`: the name of its file. `lr`, `eps` and `weight_decay` are those of its parameter
-      groups; it reads its other settings from `params`.
+    - `pipeline`: says when gradients are reduced, and how long ZeRO-3's weights stay gathered.
     - `rates`: factors of the learning rate, eps and weight decay for each role of a parameter.
-    - The dicts hold DeepSpeed's own keys: `zero_options` of `zero_optimization`,
-      `optimizer_options` and `param_options` of its offload sections, `aio`, `fp16`.
+    - `precision`: of parameters and activations.
+    - `reduced_in`: the precision in which gradients are averaged over dp.
+    - `overlap_update`: copy new weights to the device while the host updates the next ones.
     """
 
     micro_batch_size: int
-    zero_stage: int = 3
-    offload_optimizer: str = "none"
-    offload_param: str = "none"
-    precision: str = "fp32"
-    reduced_in: str = "fp32"
-    gradient_reduction: str = "per_step"
-    weights: Weights = "per_microbatch"
-    gradient_clipping: float = 0.0
-    overlap_update: bool = False
-    lr: float = 1e-3
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    optimizer: str = "adamw"
-    params: Section = field(
-        default_factory=lambda: optimizers.load("adamw").Params.model_validate({"lr": 1e-3})
+    zero: ZeroConfig = field(default_factory=lambda: ZeroConfig(stage=3))
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig.model_validate({"params": {"lr": 1e-3}})
     )
     rates: Mapping[Role | None, Rate] = field(default_factory=Scales().rates)
-    zero_options: dict[str, Any] = field(default_factory=dict)
-    optimizer_options: dict[str, object] = field(default_factory=dict)
-    param_options: dict[str, object] = field(default_factory=dict)
-    aio: dict[str, object] = field(default_factory=dict)
-    fp16: dict[str, object] = field(default_factory=dict)
+    precision: str = "fp32"
+    reduced_in: str = "fp32"
+    gradient_clipping: float = 0.0
+    overlap_update: bool = False
+    fp16: Fp16Config = field(default_factory=Fp16Config)
+    aio: AioConfig = field(default_factory=AioConfig)
 
     @classmethod
     def from_config(cls, config: ResolvedConfig) -> "EngineSettings":
         """Return the engine's settings from a run's config."""
-        zero = config.zero_optimization
-        params = config.optimizer.params
-        own = config.parallel3d
-        own_fields = {"stage", "offload_optimizer", "offload_param"}
         return cls(
             micro_batch_size=config.micro_batch_size,
-            zero_stage=zero.stage,
-            offload_optimizer=zero.offload_optimizer.device,
-            offload_param=zero.offload_param.device,
+            zero=config.zero_optimization,
+            pipeline=config.pipeline,
+            optimizer=config.optimizer,
+            rates=rates_of(config.model, config.optimizer.params),
             precision=config.precision,
             reduced_in=config.communication_data_type or "fp32",
-            gradient_reduction=own.pipeline.gradient_reduction,
-            weights=gathered_for(own.pipeline.weights),
             gradient_clipping=config.gradient_clipping,
-            overlap_update=own.train.overlap_update and zero.stage == 3,
-            lr=params.lr,
-            eps=getattr(params, "eps", 0.0),
-            weight_decay=getattr(params, "weight_decay", 0.0),
-            optimizer=config.optimizer.file,
-            params=params,
-            rates=rates_of(own.model, params),
-            zero_options=zero.model_dump(exclude=own_fields, exclude_none=True),
-            optimizer_options=_options(zero.offload_optimizer, "device"),
-            param_options=_options(zero.offload_param, "device"),
-            aio=_options(config.aio),
-            fp16=_options(config.fp16, "enabled"),
+            overlap_update=config.train.overlap_update and config.zero_optimization.stage == 3,
+            fp16=config.fp16,
+            aio=config.aio,
         )
 
     @property
@@ -99,17 +73,27 @@ class EngineSettings:
     @cached_property
     def shards_parameters(self) -> bool:
         """True if the parameters themselves are sharded over dp (ZeRO-3)."""
-        return self.zero_stage == 3
+        return self.zero.stage == 3
 
     @property
-    def reduce_bucket_size(self) -> int:
-        """The number of elements that are reduced at a time."""
-        return int(self.zero_options.get("reduce_bucket_size", _BUCKET))
+    def eps(self) -> float:
+        """The optimizer's eps; 0 if it has none."""
+        return float(getattr(self.optimizer.params, "eps", 0.0))
+
+    @property
+    def weight_decay(self) -> float:
+        """The optimizer's weight decay; 0 if it has none."""
+        return float(getattr(self.optimizer.params, "weight_decay", 0.0))
 
     @cached_property
     def reduces_once(self) -> bool:
         """True if gradients are reduced once per step, not once per microbatch."""
-        return reduces_once(self.zero_stage, self.gradient_reduction)
+        return self.pipeline.reduces_once(self.zero.stage)
+
+    @property
+    def weights(self) -> Weights:
+        """How long ZeRO-3's weights stay gathered."""
+        return self.pipeline.gathered_weights
 
     @cached_property
     def holds_weights(self) -> bool:
@@ -124,8 +108,10 @@ class EngineSettings:
     @property
     def reduces_in_backward(self) -> bool:
         """True if a stage's last backward reduces the buckets that it fills."""
-        overlaps = self.zero_options.get("overlap_comm", self.shards_parameters)
-        return self.runs_without_hooks and bool(overlaps)
+        overlaps = self.zero.overlap_comm
+        if overlaps is None:
+            overlaps = self.shards_parameters
+        return self.runs_without_hooks and overlaps
 
     def deepspeed_config(self, dp_size: int, elements: int | None = None) -> dict[str, object]:
         """Return the config for DeepSpeed, which shards over `dp_size` ranks.
@@ -139,17 +125,17 @@ class EngineSettings:
         `gradient_reduction`.
         """
         zero: dict[str, object] = {
-            **self.zero_options,
-            "stage": 3 if self.zero_stage == 3 else 2,
+            **_options(self.zero, *_OFFLOADS),
+            "stage": 3 if self.shards_parameters else 2,
             # It would replace torch.nn.functional.linear globally; our layers do not need it.
             "memory_efficient_linear": False,
             # The check would report our Placeholders, which never get a gradient.
             "ignore_unused_parameters": True,
-            "offload_optimizer": {"device": self.offload_optimizer, **self.optimizer_options},
-            "offload_param": {"device": self.offload_param, **self.param_options},
+            "offload_optimizer": _options(self.zero.offload_optimizer),
+            "offload_param": _options(self.zero.offload_param),
         }
         if elements is not None:
-            zero["reduce_bucket_size"] = min(self.reduce_bucket_size, max(elements, 1))
+            zero["reduce_bucket_size"] = min(self.zero.reduce_bucket_size, max(elements, 1))
         if self.holds_weights:
             # The program gathers all weights; parameters that stay whole would only make DeepSpeed
             # gather them after each step, one by one, and wait for the device.
@@ -166,8 +152,8 @@ class EngineSettings:
             "gradient_accumulation_steps": 1,
             "gradient_clipping": self.gradient_clipping,
             "bf16": {"enabled": self.precision == "bf16"},
-            "fp16": {"enabled": self.precision == "fp16", **self.fp16},
-            "aio": self.aio,
+            "fp16": _options(self.fp16) | {"enabled": self.precision == "fp16"},
+            "aio": _options(self.aio),
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": self.reduced_in,
             "zero_optimization": zero,

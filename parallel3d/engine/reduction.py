@@ -58,7 +58,7 @@ class Reduction:
         self.moments: dict[str, Tensor] = {}
         # Only at ZeRO-0, which DeepSpeed does not average: to be called when the step needs them.
         self._averages: list[Callable[[], None]] = []
-        self._bucket = settings.reduce_bucket_size
+        self._bucket = settings.zero.reduce_bucket_size
         self._waiting: dict[int, HeldParameter] = {}  # not yet reduced in this step
         self._deferred: core.DeferredReduction | None = None
         summed = [h.parameter for h in self._held if h.tied_across or h.partial]
@@ -120,7 +120,7 @@ class Reduction:
         ]
         if sum(h.elements for h in ready) < self._bucket:
             return
-        if self._settings.zero_stage > 0:  # on DeepSpeed's stream, if the device has streams
+        if self._settings.zero.stage > 0:  # on DeepSpeed's stream, if the device has streams
             self._reduce(ready)
             return
         self._finish_average()
@@ -176,7 +176,7 @@ class Reduction:
             flat = _grad(h).flatten()
             parts = [moments(flat.narrow(0, *segment)) for segment in self.segments[h.name]]
             self.moments[h.name] = torch.stack(parts)
-        if self._settings.zero_stage == 0:
+        if self._settings.zero.stage == 0:
             self._average_over_replicas(held)
 
     def _average_over_replicas(self, held: Iterable[HeldParameter]) -> None:

@@ -29,6 +29,7 @@ from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 KNOWN_GOOD = "==0.19.8"  # as in pyproject.toml; a test compares the two
 _HIDDEN = 32
 _BATCH = 4
+_LR = 0.1
 _MICROBATCHES = 2
 # Relative; the faults that the test looks for cause errors above 0.1.
 _TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
@@ -38,7 +39,8 @@ _log = logging.getLogger(__name__)
 
 def _inner_size(settings: EngineSettings, mesh: Mesh) -> int:
     """Return the toy's inner size; on NVMe, shards are a few blocks and a fraction of one."""
-    on_nvme = "nvme" in (settings.offload_optimizer, settings.offload_param)
+    zero = settings.zero
+    on_nvme = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
     return mesh.tensor.size * (32 * mesh.shards.size + 1 if on_nvme else 8)
 
 
@@ -57,7 +59,7 @@ def _specs(inner: int, settings: EngineSettings) -> list[ParamSpec]:
 
 
 def _uses_matrices(settings: EngineSettings) -> bool:
-    return optimizers.load(settings.optimizer).WHOLE_MATRICES
+    return optimizers.load(settings.optimizer.file).WHOLE_MATRICES
 
 
 class _Stage(nn.Module):
@@ -101,34 +103,32 @@ def self_test(settings: EngineSettings, mesh: Mesh, say: Callable[[str], None] =
 def _scaled_down(settings: EngineSettings) -> EngineSettings:
     """Return the run's settings, scaled so that a toy stage uses every feature of them."""
     # DeepSpeed allocates its buckets and buffers at full size.
-    zero = {"reduce_bucket_size": 2**16, "allgather_bucket_size": 2**16}
-    param = settings.param_options
-    if settings.offload_param == "nvme":
-        zero["stage3_param_persistence_threshold"] = 0
-        param = param | {"buffer_size": 2**12, "max_in_cpu": 0}
-    fixed = settings.fp16.get("loss_scale")
-    params = settings.params
+    sizes: dict[str, object] = {"reduce_bucket_size": 2**16, "allgather_bucket_size": 2**16}
+    offload = settings.zero.offload_param
+    if offload.device == "nvme":
+        sizes["stage3_param_persistence_threshold"] = 0
+        sizes["offload_param"] = offload.model_copy(update={"buffer_size": 2**12, "max_in_cpu": 0})
+    # With a large eps Adam's step is proportional to the gradient; otherwise it is nearly the
+    # gradient's sign.
+    changed: dict[str, object] = {"eps": 1.0}
     rates = settings.rates
-    if settings.optimizer == "muon":
+    if settings.optimizer.file == "muon":
         # One rate for all. More steps of Newton-Schulz multiply half precision's rounding by
         # several hundred.
-        params = params.model_copy(update={"ns_steps": 1, "muon_lr": None, "adam_lr": None})
+        changed |= {"ns_steps": 1, "muon_lr": None, "adam_lr": None}
         rates = Scales().rates()
+    params = settings.optimizer.params.model_copy(update=changed)
+    # The toy's output gradients are about 1; they would overflow at DeepSpeed's default scale.
+    scale = {"initial_scale_power": 4, "loss_scale": 16.0 if settings.fp16.loss_scale else 0.0}
     return replace(
         settings,
-        params=params,
-        rates=rates,
         micro_batch_size=_BATCH,
-        lr=0.1,
-        # With a large eps Adam's step is proportional to the gradient; otherwise it is nearly the
-        # gradient's sign.
-        eps=1.0,
+        optimizer=settings.optimizer.model_copy(update={"params": params}),
+        rates=rates,
         gradient_clipping=1.0,
-        zero_options=settings.zero_options | zero,
-        param_options=param,
-        aio=settings.aio | {"block_size": _BLOCK},
-        # The toy's output gradients are about 1; they would overflow at DeepSpeed's default scale.
-        fp16=settings.fp16 | {"initial_scale_power": 4, "loss_scale": 16.0 if fixed else 0.0},
+        zero=settings.zero.model_copy(update=sizes),
+        aio=settings.aio.model_copy(update={"block_size": _BLOCK}),
+        fp16=settings.fp16.model_copy(update=scale),
     )
 
 
@@ -167,7 +167,7 @@ def _step(engine: Engine, by_loss: bool) -> float:
             else:
                 engine.backward(output, grad * engine.loss_scale)
         engine.release(0)
-    return engine.step(engine.settings.lr).grad_norm
+    return engine.step(_LR).grad_norm
 
 
 def _samples(dp: int) -> Tensor:
@@ -191,17 +191,18 @@ def _reference(
     before = {name: weight.detach().clone() for name, weight in own_weights.items()}
     decay = [w[s.name] for w in stages for s in specs if s.weight_decay]
     no_decay = [w[s.name] for w in stages for s in specs if not s.weight_decay]
-    group = {"lr": settings.lr, "eps": settings.eps}
+    group = {"lr": _LR, "eps": settings.eps}
     groups = [
         group | {"params": decay, "weight_decay": settings.weight_decay},
         group | {"params": no_decay, "weight_decay": 0.0},
     ]
     clipped = decay + no_decay
-    if getattr(settings.params, "clip", "all") == "adam_only":
+    if getattr(settings.optimizer.params, "clip", "all") == "adam_only":
         clipped = no_decay
     if _uses_matrices(settings):
         groups[0]["views"] = lambda weight: [weight]
-    optimizer = optimizers.load(settings.optimizer).reference(groups, settings.params)
+    own = settings.optimizer
+    optimizer = optimizers.load(own.file).reference(groups, own.params)
     x, grad = _samples(mesh.samples.size).flatten(0, 1).transpose(0, 1).flatten(1, 2)
     norms = []
     for _ in range(2):
@@ -248,10 +249,11 @@ def _compare(
 
 
 def _message(settings: EngineSettings, outcome: str, problems: str) -> str:
+    zero = settings.zero
     return (
         f"the self-test of DeepSpeed {deepspeed.__version__} failed: two steps of a toy stage "
-        f"(ZeRO {settings.zero_stage}, optimizer offload {settings.offload_optimizer}, parameter "
-        f"offload {settings.offload_param}, {settings.precision}, gradient_reduction "
-        f"{settings.gradient_reduction}) {outcome}\n  {problems}\n"
+        f"(ZeRO {zero.stage}, optimizer offload {zero.offload_optimizer.device}, parameter "
+        f"offload {zero.offload_param.device}, {settings.precision}, gradient_reduction "
+        f"{settings.pipeline.gradient_reduction}) {outcome}\n  {problems}\n"
         f"deepspeed{KNOWN_GOOD} is known to be correct: pip install 'deepspeed{KNOWN_GOOD}'"
     )

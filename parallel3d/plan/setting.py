@@ -9,7 +9,6 @@ from parallel3d import models
 from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.config import ResolvedConfig, RunConfig
 from parallel3d.config.hardware import Kernels
-from parallel3d.config.parallel3d_block import gathered_for, reduces_once
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.matrices import NewtonSchulz
 from parallel3d.model.recompute import NONE, Recompute
@@ -235,8 +234,8 @@ class Setting:
             stages_per_rank=pipeline.stages_per_rank,
             recompute=pipeline.activation_checkpointing,
             zero_stage=zero.stage,
-            reduces_once=reduces_once(zero.stage, pipeline.gradient_reduction),
-            weights=gathered_for(pipeline.weights),
+            reduces_once=pipeline.reduces_once(zero.stage),
+            weights=pipeline.gathered_weights,
             offload_optimizer=zero.offload_optimizer.device,
             offload_param=zero.offload_param.device,
         )

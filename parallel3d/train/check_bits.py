@@ -119,7 +119,7 @@ def check_bits(
         raise WrongBits(_wrong_messages(messages, mesh, grid))
     columns = [*sums, _NORM]
     cp_ep = (mesh.context.size, mesh.experts.size)
-    for what, peers in _copies(grid, ends, engine.settings.zero_stage > 0, cp_ep):
+    for what, peers in _copies(grid, ends, engine.settings.zero.stage > 0, cp_ep):
         column = columns.index(what)
         values: list[int | str] = []
         for ranks in peers:
@@ -161,7 +161,7 @@ def _wrong_messages(messages: Messages, mesh: Mesh, grid: np.ndarray) -> str:
 def _checksums(engine: Engine, device: torch.device) -> dict[str, dict[str, Tensor]]:
     """Return the checksums of parameters that other ranks hold too, by kind of copy and name."""
     sums: dict[str, dict[str, Tensor]] = {what: {} for what in (_REPLICAS, _EXPERTS, _TP, _TIED)}
-    stage = engine.settings.zero_stage
+    stage = engine.settings.zero.stage
 
     def add(what: str, name: str, total: Tensor) -> None:
         sums[what][name] = sums[what].get(name, 0) + total.to(device)

@@ -75,9 +75,9 @@ class Recomputation:
         self._held = {id(h.parameter): h for h in parts.engine.held}
         settings = parts.engine.settings
         self._settings = settings
-        self._file = optimizers.load(settings.optimizer)
+        self._file = optimizers.load(settings.optimizer.file)
         self._kinds = parts.engine.states.kinds[1:]
-        on_device = settings.offload_optimizer == "none"
+        on_device = settings.zero.offload_optimizer.device == "none"
         self._checks_update = on_device and not self._file.WHOLE_MATRICES
         self._segments: dict[str, list[tuple[int, int]]] = {}
         if on_device and settings.reduces_once:
@@ -90,7 +90,7 @@ class Recomputation:
         own = [(p.held.name, p.start, p.numel) for block in engine.states.blocks for p in block]
         rows = gather_json(mesh, own)
         segments = dict[str, set[tuple[int, int]]]()
-        for rank in mesh.shards.ranks if self._settings.zero_stage else [mesh.rank]:
+        for rank in mesh.shards.ranks if self._settings.zero.stage else [mesh.rank]:
             for name, start, numel in rows[rank]:
                 segments.setdefault(name, set()).add((start, numel))
         return {name: sorted(parts) for name, parts in segments.items()}
@@ -294,7 +294,10 @@ class Recomputation:
         mesh.messages.exchange(tensors, received, by)
         master = nn.Parameter(received[0])
         optimizer = self._file.make(
-            [{"params": [master]}], self._settings.params, device=mesh.device, cpu_adam=False
+            [{"params": [master]}],
+            self._settings.optimizer.params,
+            device=mesh.device,
+            cpu_adam=False,
         )
         optimizer.param_groups[0].update(options)
         state = self._file.new_state(optimizer, master)

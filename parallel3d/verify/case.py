@@ -384,7 +384,7 @@ class CaseRun:
         """
         engine = self.parts.engine
         dtype = HALF.get(self.config.precision)
-        offloads = engine.settings.offload_optimizer != "none"
+        offloads = engine.settings.zero.offload_optimizer.device != "none"
         if dtype is None or offloads or self.config.num_microbatches == 1:
             return
         for piece, gradient in engine.states.gradients():

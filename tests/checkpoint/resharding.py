@@ -136,7 +136,7 @@ class Trained(Trainer):
         self._link_moments()
         for held in self.engine.held:
             values = {"master": self.engine.full_parameter(held)}
-            for kind in optimizers.kinds(self.engine.settings.optimizer, held.spec.role)[1:]:
+            for kind in optimizers.kinds(self.engine.settings.optimizer.file, held.spec.role)[1:]:
                 moment = safe_get_full_optimizer_state(held.parameter, kind)
                 values[kind] = moment.detach().reshape(held.cut.local_shape)
             yield held.name, held.copy, held.cut, {k: v.cpu().clone() for k, v in values.items()}

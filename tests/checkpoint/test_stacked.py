@@ -7,7 +7,7 @@ from torch import nn
 from parallel3d.checkpoint import find
 from parallel3d.checkpoint.load import load
 from parallel3d.checkpoint.save import Saver
-from parallel3d.engine import Engine, EngineSettings, building, writing
+from parallel3d.engine import Engine, building, writing
 from parallel3d.huggingface.from_ranks import whole_parameter
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, LayerSpec, ParamSpec
@@ -17,6 +17,7 @@ from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import NO_THRESHOLDS
 from tests.checkpoint.folders import KINDS
 from tests.checkpoint.resharding import state
+from tests.engine.settings import settings_of
 
 pytestmark = pytest.mark.gloo
 
@@ -63,7 +64,9 @@ class Run:
 
     def __init__(self, pp, tp, zero_stage, seed):
         self.mesh = Mesh(pp=pp, tp=tp)
-        settings = EngineSettings(BATCH, zero_stage=zero_stage, eps=1.0, zero_options=NO_THRESHOLDS)
+        settings = settings_of(
+            BATCH, zero_stage=zero_stage, params={"eps": 1.0}, zero=NO_THRESHOLDS
+        )
         with building(settings, self.mesh):
             module = Experts(self.mesh)
         self.held = list(held_parameters(module, SPECS, self.mesh, prefix="experts."))

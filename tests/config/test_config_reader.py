@@ -7,6 +7,7 @@ from parallel3d.base.reader import find, parse, read
 from parallel3d.config import Parallel3DConfig, RunConfig
 from parallel3d.config.deepspeed_keys import TOP_LEVEL
 from parallel3d.config.normalise import apply_overrides, full_path
+from parallel3d.config.run_settings import RunSettings
 
 pytestmark = pytest.mark.pure
 
@@ -120,7 +121,7 @@ def test_short_path_becomes_full_path(path, expected):
 
 
 def test_our_settings_share_no_path_with_deepspeed_keys():
-    assert not set(Parallel3DConfig.model_fields) & set(RunConfig.model_fields)
+    assert not set(Parallel3DConfig.model_fields) & set(RunSettings.model_fields)
     shared = set(Parallel3DConfig.model_fields) & set(TOP_LEVEL)
     assert shared == {"checkpoint", "pipeline"}
     for section in shared:

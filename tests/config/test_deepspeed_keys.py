@@ -4,7 +4,6 @@ What fails here with a new DeepSpeed is what has to become a setting or stand in
 """
 
 from contextlib import contextmanager
-from dataclasses import replace
 from inspect import signature
 from itertools import cycle
 from unittest.mock import patch
@@ -30,6 +29,7 @@ from deepspeed.runtime.zero.offload_config import (
 
 from parallel3d.base.section import ABSENT
 from parallel3d.config import RunConfig, deepspeed, deepspeed_keys, monitors
+from parallel3d.config.run_settings import RunSettings
 from parallel3d.config.scheduler import SCHEDULERS
 from parallel3d.engine.engine_settings import EngineSettings
 from parallel3d.engine.selftest import self_test
@@ -73,7 +73,7 @@ def test_top_level_keys_are_those_of_deepspeed():
     recorder = Recorder({"train_batch_size": 1})
     deepspeed_config.DeepSpeedConfig(recorder)
     known = recorder.asked | set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS) | MESH_KEYS
-    ours = set(RunConfig.model_fields) - {"parallel3d"}
+    ours = set(RunSettings.model_fields) - {"parallel3d"}
     assert ours | set(deepspeed_keys.TOP_LEVEL) == known
     assert not ours & set(deepspeed_keys.TOP_LEVEL)
 
@@ -167,7 +167,7 @@ def test_schedulers_have_parameters_of_deepspeed():
 
 def test_scalar_defaults_are_those_of_deepspeed():
     config = deepspeed_config.DeepSpeedConfig({"train_batch_size": 1})
-    assert RunConfig.model_fields["gradient_clipping"].default == config.gradient_clipping
+    assert RunSettings.model_fields["gradient_clipping"].default == config.gradient_clipping
     for name, key in deepspeed_keys.TOP_LEVEL.items():
         if hasattr(config, name) and not key.switch and not key.items and name != "pipeline":
             default = getattr(config, name)
@@ -225,16 +225,15 @@ PASSED_ON = [
 
 def passed_on():
     """Settings of the engine with each of them, and the options."""
+    threshold = {"stage3_param_persistence_threshold": 0}
     for (stage, options), reduction in zip(PASSED_ON, cycle(REDUCTIONS), strict=False):
         block = {
             "parallel3d.mesh": {},
             "parallel3d.pipeline.gradient_reduction": reduction,
-            "zero_optimization": {"stage": stage} | options,
+            "zero_optimization": {"stage": stage, **threshold, **options},
         }
-        settings = EngineSettings.from_config(RunConfig.from_dict(raw(**block)).resolve(2))
-        if "stage3_param_persistence_threshold" not in options:
-            settings.zero_options["stage3_param_persistence_threshold"] = 0
-        yield settings, options
+        config = RunConfig.from_dict(raw(**block)).resolve(2)
+        yield EngineSettings.from_config(config), options
 
 
 def run_each(rank, keys):
@@ -283,14 +282,14 @@ ODD = Case(
 
 @contextmanager
 def round_robin():
-    read = EngineSettings.from_config
+    told = EngineSettings.deepspeed_config
 
-    def from_config(config):
-        settings = read(config)
-        options = settings.zero_options | {"round_robin_gradients": True}
-        return replace(settings, zero_options=options)
+    def config(settings, *sizes):
+        config = told(settings, *sizes)
+        config["zero_optimization"]["round_robin_gradients"] = True
+        return config
 
-    with patch.object(EngineSettings, "from_config", from_config):
+    with patch.object(EngineSettings, "deepspeed_config", config):
         yield
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from parallel3d.engine import EngineSettings
 from parallel3d.engine.muon import orthogonalise
 from parallel3d.engine.selftest import self_test
 from parallel3d.mesh.mesh import Mesh
@@ -20,6 +19,7 @@ from parallel3d.train.assembly import assemble
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import microbatches
 from tests.cases import Case
+from tests.engine.settings import settings_of
 from tests.meshes import sizes_of
 from tests.plan.settings import A100
 from tests.verify.measuring import batches
@@ -106,10 +106,10 @@ MODES = [
 
 
 def self_tests(rank, shape, modes):
-    params = MUON.Params(lr=1.0, clip="adam_only")
+    params = {"lr": 1.0, "clip": "adam_only"}
     mesh = Mesh(**sizes_of(shape)._asdict())
     for mode in modes:
-        self_test(EngineSettings(1, optimizer="muon", params=params, **mode), mesh)
+        self_test(settings_of(optimizer="Muon", params=params, **mode), mesh)
     return len(modes)
 
 

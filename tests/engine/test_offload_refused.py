@@ -1,7 +1,6 @@
 """DeepSpeed gets wrong what config/deepspeed_checks.py refuses under NVMe offload."""
 
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -17,14 +16,15 @@ pytestmark = pytest.mark.gloo
 
 @contextmanager
 def optimizer_options(**options):
-    """The engine's settings with what the config refuses."""
-    read = EngineSettings.from_config
+    """Tell DeepSpeed what the config refuses."""
+    told = EngineSettings.deepspeed_config
 
-    def from_config(config):
-        settings = read(config)
-        return replace(settings, optimizer_options=settings.optimizer_options | options)
+    def config(settings, *sizes):
+        config = told(settings, *sizes)
+        config["zero_optimization"]["offload_optimizer"] |= options
+        return config
 
-    with patch.object(EngineSettings, "from_config", from_config):
+    with patch.object(EngineSettings, "deepspeed_config", config):
         yield
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallel3d.engine import Engine, EngineSettings, building, writing
+from parallel3d.engine import Engine, building, writing
 from parallel3d.engine import reduction as reduction_file
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec
@@ -15,6 +15,7 @@ from parallel3d.tensor.cut import Cut, cut_parameter, held_parameters
 from parallel3d.tensor.initialise import fill
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import NO_THRESHOLDS
+from tests.engine.settings import settings_of
 
 pytestmark = pytest.mark.gloo
 
@@ -109,12 +110,12 @@ def plain_training(dp):
     ],
 )
 def test_partial_gradients_are_summed_over_tp_once_a_step(stage, reduction):
-    settings = EngineSettings(
-        micro_batch_size=BATCH,
+    settings = settings_of(
+        BATCH,
         zero_stage=stage,
         gradient_reduction=reduction,
-        eps=1.0,
-        zero_options=NO_THRESHOLDS | {"reduce_bucket_size": 2**12},
+        params={"eps": 1.0},
+        zero=NO_THRESHOLDS | {"reduce_bucket_size": 2**12},
     )
     wanted_norms, wanted = plain_training(dp=2)
     for norms, weights, calls in run_locally(sum_partial, 4, 2, settings, True):

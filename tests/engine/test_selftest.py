@@ -13,11 +13,13 @@ from parallel3d.engine.selftest import KNOWN_GOOD, self_test
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.verify.local_ranks import RankFailed, run_locally
 from tests.cases import Case, compare_on_rank
+from tests.engine.settings import settings_of
 from tests.meshes import sizes_of
 from tests.verify.measuring import errors_of
 
 pytestmark = pytest.mark.gloo
 
+DECAY = {"weight_decay": 0.1}
 MODES = [
     {
         "zero_stage": stage,
@@ -53,23 +55,12 @@ MODES = [
 ]
 
 
-def settings_of(mode, folder=None):
-    nvme = {"nvme_path": folder}
-    return EngineSettings(
-        micro_batch_size=1,
-        weight_decay=0.1,
-        **mode,
-        optimizer_options=nvme if mode.get("offload_optimizer") == "nvme" else {},
-        param_options=nvme if mode.get("offload_param") == "nvme" else {},
-    )
-
-
 def run_all(rank, shape, modes, folder):
     mesh = Mesh(**sizes_of(shape)._asdict())
     seconds = []
     for mode in modes:
         start = time.monotonic(), time.process_time()
-        self_test(settings_of(mode, folder), mesh)
+        self_test(settings_of(params=DECAY, folder=folder, **mode), mesh)
         seconds.append((time.monotonic() - start[0], time.process_time() - start[1]))
     return seconds
 
@@ -100,7 +91,9 @@ def test_self_test_passes_in_every_mode(shape, nvme, tmp_path):
 
 
 def train_afterwards(rank, case, reference):
-    self_test(settings_of({"zero_stage": case.zero_stage}), Mesh(**sizes_of(case.mesh)._asdict()))
+    self_test(
+        settings_of(params=DECAY, zero_stage=case.zero_stage), Mesh(**sizes_of(case.mesh)._asdict())
+    )
     return compare_on_rank(rank, case, reference)
 
 
@@ -149,7 +142,7 @@ def leave_gradients_unaligned():
 
 def fail(rank, mode, take_away, folder):
     take_away()
-    self_test(settings_of(mode, folder), Mesh(pp=2))
+    self_test(settings_of(params=DECAY, folder=folder, **mode), Mesh(pp=2))
 
 
 @pytest.mark.usefixtures("operators")

@@ -67,7 +67,7 @@ def pieces(rank, case):
     rank_pieces = []
     copies = copy_out(engine)
     held = sum(t.nbytes for block in copies for kinds in block for t in kinds.values())
-    on_nvme = engine.settings.offload_optimizer == "nvme"
+    on_nvme = engine.settings.zero.offload_optimizer.device == "nvme"
     # Of what lies on NVMe no tensor stays in memory; small ones never leave it.
     assert (memory_bytes(engine)["optimizer"] < held / 5) is on_nvme
     whole = {h.name: engine.full_parameter(h).flatten().cpu() for h in engine.held}

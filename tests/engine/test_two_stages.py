@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallel3d.engine import Engine, EngineSettings, building, writing
+from parallel3d.engine import Engine, building, writing
 from parallel3d.engine.quirks import core
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Init, ParamSpec
@@ -17,6 +17,7 @@ from parallel3d.tensor.linear import ColumnParallelLinear
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import NO_THRESHOLDS
 from tests.engine import storage_bytes
+from tests.engine.settings import settings_of
 from tests.engine.test_partial import BATCH, HIDDEN, inputs
 
 pytestmark = pytest.mark.gloo
@@ -71,7 +72,7 @@ def alternate_all(rank, reduction, orders, restore):
 
 def alternate(mesh, reduction, order):
     options = NO_THRESHOLDS | {"reduce_bucket_size": 2**12}
-    settings = EngineSettings(BATCH, gradient_reduction=reduction, eps=1.0, zero_options=options)
+    settings = settings_of(BATCH, gradient_reduction=reduction, params={"eps": 1.0}, zero=options)
     with building(settings, mesh):
         module = TwoStages(mesh)
     normal = Init(std=0.3)

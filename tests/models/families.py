@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel3d import models
+from parallel3d.config.deepspeed import ZeroConfig
 from parallel3d.engine import EngineSettings
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Shape, named_params
@@ -75,7 +76,7 @@ def build(config, tp, seq=16, sequence_parallel=False, **settings):
     built = build_stages(
         models.layers(config),
         schedule,
-        EngineSettings(2, zero_stage=1),
+        EngineSettings(2, zero=ZeroConfig(stage=1)),
         mesh=mesh,
         shape=Shape(2, seq),
         sequence_parallel=sequence_parallel,

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from parallel3d.config import CompleteConfig, RunConfig
-from parallel3d.config.parallel3d_block import reduces_once
 from parallel3d.model.recompute import NONE
 from parallel3d.schedule import schedules
 from parallel3d.verify.shrink import drops_out
@@ -44,9 +43,7 @@ NEEDS: dict[str, Need] = {
     "cut biases": _family("gpt", "neox"),
     "fused projections": lambda config, small: True,
     "fewer key/value heads than tp": _few_heads,
-    "reduced once": lambda config, small: reduces_once(
-        small.zero_optimization.stage, small.pipeline.gradient_reduction
-    ),
+    "reduced once": lambda c, small: small.pipeline.reduces_once(small.zero_optimization.stage),
     "weight gradients apart": lambda c, small: schedules.splits_backward(small.pipeline.schedule),
     "no offload": lambda c, small: small.zero_optimization.offload_optimizer.device == "none",
     "ZeRO-0": _stages(0),

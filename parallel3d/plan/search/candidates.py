@@ -15,7 +15,7 @@ from parallel3d.base.mesh_sizes import MeshSizes
 from parallel3d.base.section import Problem, Problems, nearest
 from parallel3d.config import MeshConfig, checks
 from parallel3d.config.model_checks import divisors_of
-from parallel3d.config.parallel3d_block import reduces_once
+from parallel3d.config.parallel3d_block import PipelineConfig
 from parallel3d.model import optimizers
 from parallel3d.model.recompute import FULL, MLP, MODES, NONE, Recompute, parse
 from parallel3d.model.spec import Shape
@@ -265,7 +265,9 @@ def _is_open(request: Request, **choices: object) -> bool:
 def _reduces(request: Request, zero_stage: int, once: bool) -> bool:
     """Return True if this reduction is allowed. "auto" leaves it to the ZeRO stage."""
     mode = request.fixed.get("gradient_reduction")
-    return mode is None or zero_stage == 0 or once == reduces_once(zero_stage, mode)
+    if mode is None or zero_stage == 0:
+        return True
+    return once == PipelineConfig(gradient_reduction=mode).reduces_once(zero_stage)
 
 
 def _has_offload(request: Request, zero_stage: int, optimizer: Device, param: Device) -> bool:

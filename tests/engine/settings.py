@@ -1,0 +1,34 @@
+"""Settings of an engine without a run."""
+
+from parallel3d.config.deepspeed import OptimizerConfig, ZeroConfig
+from parallel3d.config.parallel3d_block import PipelineConfig
+from parallel3d.engine import EngineSettings
+
+
+def settings_of(
+    micro_batch_size=1,
+    *,
+    zero_stage=3,
+    offload_optimizer="none",
+    offload_param="none",
+    folder=None,
+    zero=None,
+    gradient_reduction="auto",
+    weights="auto",
+    optimizer="AdamW",
+    params=None,
+    precision="fp32",
+):
+    """Return the settings; `folder` is for NVMe, `zero` has more settings of zero_optimization."""
+    block = {
+        "stage": zero_stage,
+        "offload_optimizer": {"device": offload_optimizer, "nvme_path": folder},
+        "offload_param": {"device": offload_param, "nvme_path": folder},
+    }
+    return EngineSettings(
+        micro_batch_size,
+        zero=ZeroConfig.model_validate(block | (zero or {})),
+        pipeline=PipelineConfig(gradient_reduction=gradient_reduction, weights=weights),
+        optimizer=OptimizerConfig(type=optimizer, params={"lr": 1e-3} | (params or {})),
+        precision=precision,
+    )
