@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from parallel3d import models
 from parallel3d.base.mesh_sizes import MeshSizes
-from parallel3d.config import ResolvedConfig, RunConfig
+from parallel3d.config import ResolvedConfig, RunConfig, ZeroConfig
 from parallel3d.config.hardware import Kernels
 from parallel3d.model.config import ModelConfig
 from parallel3d.model.matrices import NewtonSchulz
@@ -75,18 +75,7 @@ class Software:
 
 
 ENGINE = Software()
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """DeepSpeed's buffer sizes, in elements, under DeepSpeed's names."""
-
-    reduce_bucket_size: int = 500_000_000
-    sub_group_size: int = 1_000_000_000
-    stage3_prefetch_bucket_size: int = 50_000_000
-    stage3_param_persistence_threshold: int = 100_000
-    stage3_max_live_parameters: int = 1_000_000_000
-    stage3_max_reuse_distance: int = 1_000_000_000
+DEFAULT_BUFFERS = ZeroConfig(stage=0)
 
 
 @dataclass(frozen=True)
@@ -101,6 +90,7 @@ class Setting:
       them relative to the mean.
     - `optimizer`: the name of its file. `newton_schulz`: its work on each hidden matrix, if it
       needs whole ones.
+    - `buffers`: the config's zero_optimization, of which only DeepSpeed's buffer sizes are read.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -127,7 +117,7 @@ class Setting:
     offload_activations: bool = False
     optimizer: str = "adamw"
     newton_schulz: NewtonSchulz | None = None
-    buffers: Buffers = Buffers()
+    buffers: ZeroConfig = DEFAULT_BUFFERS
     software: Software = ENGINE
 
     @property
@@ -194,7 +184,6 @@ class Setting:
     def of_run(cls, config: RunConfig, batch: int) -> "Setting":
         """Return what all meshes of a run share, on one device with a microbatch of `batch`."""
         own = config.parallel3d
-        zero = config.zero_optimization
         return cls(
             layers=layers_of(own.model),
             hidden_size=own.model.hidden_size,
@@ -209,7 +198,7 @@ class Setting:
                 kernels="eager" if own.train.compile == "none" else "compiled",
                 reduction_bytes=BYTES[config.communication_data_type or "fp32"],
             ),
-            buffers=Buffers(**{name: getattr(zero, name) for name in Buffers.__annotations__}),
+            buffers=config.zero_optimization,
         )
 
     @classmethod

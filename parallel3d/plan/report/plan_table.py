@@ -1,7 +1,6 @@
 """The planner's two tables on a terminal, and the details of one row."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from rich.console import Console
 from rich.text import Text
@@ -300,8 +299,8 @@ def on_buffers(setting: Setting, memory: Memory, hardware: Hardware | None) -> I
     """
     layer = largest_layer(setting)
     for name in _SIZES:
-        lower = setting.but(buffers=replace(setting.buffers, **{name: layer}))
-        saved = memory.total - peak_of(lower, memory.pp_coord, hardware).total
+        lower = setting.buffers.model_copy(update={name: layer})
+        saved = memory.total - peak_of(setting.but(buffers=lower), memory.pp_coord, hardware).total
         if saved >= LARGE * memory.total:
             yield (
                 f"{gib(saved)} GiB: DeepSpeed's {name} = {getattr(setting.buffers, name):,} "

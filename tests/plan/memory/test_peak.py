@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from parallel3d.config import RunConfig
+from parallel3d.config import RunConfig, ZeroConfig
 from parallel3d.config.hardware import load
 from parallel3d.model.recompute import FULL, NONE, SELECTIVE
 from parallel3d.model.spec import Shape
@@ -27,7 +27,7 @@ from parallel3d.plan.memory.peak import (
     per_rank,
     saved_bytes,
 )
-from parallel3d.plan.setting import Buffers, Setting, layers_of
+from parallel3d.plan.setting import DEFAULT_BUFFERS, Setting, layers_of
 from parallel3d.schedule.action import Op
 from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import peak_in_flight
@@ -92,14 +92,15 @@ def settings(draw, **fixed):
             st.sampled_from(["none", "cpu", "nvme"][: 1 if zero == 0 else 3])
         ),
         "offload_param": draw(st.sampled_from(["none", "cpu"] if zero == 3 else ["none"])),
-        "buffers": draw(st.sampled_from([Buffers(), fitted(hidden_size)])),
+        "buffers": draw(st.sampled_from([DEFAULT_BUFFERS, fitted(hidden_size)])),
     }
     return Setting(**(chosen | fixed))
 
 
 def fitted(hidden_size):
     """Buckets that suit a model, and no gathering ahead."""
-    return Buffers(
+    return ZeroConfig(
+        stage=0,
         reduce_bucket_size=hidden_size**2,
         stage3_prefetch_bucket_size=0,
         stage3_param_persistence_threshold=10 * hidden_size,
@@ -244,7 +245,7 @@ def test_where_zero3_takes_more_than_zero1():
         dp=4,
         schedule="one_f_one_b",
         reduces_once=False,
-        buffers=Buffers(reduce_bucket_size=2**16),
+        buffers=ZeroConfig(stage=0, reduce_bucket_size=2**16),
     )
     assert fullest(small).total > fullest(small.but(zero_stage=1)).total
     assert fullest(small).parts["gathered"] >= 2 * small.num_params
@@ -334,7 +335,7 @@ def test_page_locked_memory_comes_in_powers_of_two(zero, group):
         zero_stage=zero,
         precision="bf16",
         offload_optimizer="cpu",
-        buffers=Buffers(sub_group_size=group),
+        buffers=ZeroConfig(stage=0, sub_group_size=group),
     )
     share = ceil(setting.num_params / 32)
     largest = 32_000 * 2048

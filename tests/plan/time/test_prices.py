@@ -188,7 +188,8 @@ def test_hierarchical_zero_gathers_inside_a_node_and_reduces_shards_between_node
     machine = A100.model_copy(update={"link": link(3e11, 3e-6), "network": link(25e9, 1e-5)})
     moves = partial(collective_seconds, hardware=machine, curves=curves)
     base = Setting(layers_of(GPT), GPT.hidden_size, Shape(1, 128), 1, dp=16, zero_stage=3)
-    base = base.but(buffers=replace(base.buffers, stage3_param_persistence_threshold=0))
+    whole = base.buffers.model_copy(update={"stage3_param_persistence_threshold": 0})
+    base = base.but(buffers=whole)
     own = {f.name: getattr(base, f.name) for f in fields(Setting)}
     for shards, inside in ((8, 8), (0, 16)):
         setting = PublishedSetting(**own, sharding_ranks=shards)
