@@ -223,7 +223,7 @@ def main() -> None:
     if not arguments.quick or arguments.out != FILE:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if arguments.out == FILE and not arguments.quick:
-        neighbours.write(rows)  # what was fitted is what the look-up beside it may know
+        neighbours.write(rows)  # the look-up beside the fit knows the same rows
     print(f"\n{time.perf_counter() - began:.0f} s")
 
 

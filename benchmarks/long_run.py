@@ -77,7 +77,7 @@ def on_the_mesh(rank: int, config: CompleteConfig) -> Curve:
     mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
     parts = assemble(config, mesh)
     feed = Feed(config, mesh, prepare(config.data), parts.schedule)
-    copies = mesh.replicas.size * mesh.tensor.size  # of the last stage, each with its loss
+    copies = mesh.replicas.size * mesh.tensor.size  # ranks of the last stage, each with its loss
 
     def steps() -> Iterator[tuple[float, float]]:
         for step in range(config.num_steps):
@@ -105,7 +105,7 @@ def plainly(rank: int, config: CompleteConfig, micro: int) -> Curve:
     model.to(TYPES[config.precision]).train()
     named = dict(model.named_parameters())
     masters = {name: torch.nn.Parameter(p.detach().float()) for name, p in named.items()}
-    for name in masters:  # what the mesh's masters begin from, too
+    for name in masters:  # the mesh's masters begin from them, too
         masters[name].data.copy_(theirs[name])
     optimizer = torch.optim.AdamW(
         _groups(config, family, masters), lr=adam.lr, betas=adam.betas, eps=adam.eps

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._inductor.compile_fx  # what programs load late is no memory of their training
+import torch._inductor.compile_fx  # loaded early, so that it counts as no memory of the training
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn

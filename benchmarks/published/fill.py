@@ -202,7 +202,7 @@ def _supplied(source: str, cells: Mapping[str, str]) -> dict[str, Any]:
     try:
         return supplied(source, cells)
     except (ValueError, IndexError, StopIteration, ZeroDivisionError):
-        return {}  # what is missing then is named when the setting is built
+        return {}  # a missing value is named when the setting is built
 
 
 def _off(model: Architecture, billions: float) -> float:

@@ -7,7 +7,7 @@ from benchmarks.published.flops import flops_of_step, model_flops, num_params, p
 from benchmarks.published.run import PublishedSetting
 from parallel3d.config.hardware import Hardware
 
-SLOWEST = 1e-4  # of the peak: a hundredth of the slowest published run
+SLOWEST = 1e-4  # a share of the peak: a hundredth of the slowest published run
 LONGEST = 86_400.0  # seconds of a step: a day, a hundred times the longest published
 
 _STATE = 'write "hardware" where its FLOP/s count recomputation, "model" where they do not'

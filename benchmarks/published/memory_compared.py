@@ -11,7 +11,7 @@ from benchmarks.published.program_memory import Holds, parts_of
 from benchmarks.published.rows import PublishedRun
 from parallel3d.plan.memory.peak import ALLOCATOR, CONTEXT
 
-GIB = 2**30  # what the sources print as GB or GiB: each divides by 1024 three times
+GIB = 2**30  # the sources print it as GB or GiB: each divides by 1024 three times
 
 _FSDP2 = Holds(
     # torchtitan: parameters in fp32 are sharded with Adam's two moments, and gathered in bf16;
