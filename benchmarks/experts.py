@@ -14,7 +14,7 @@ import torch
 from parallel3d import models
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.random_key import RandomKey
 
 
 def main() -> None:

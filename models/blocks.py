@@ -22,7 +22,7 @@ class TokenEmbedding(nn.Module):
     def __init__(self, config: ModelConfig, name: str, context: LayerContext) -> None:
         super().__init__()
         self.token = VocabParallelEmbedding(
-            int(config.vocab_size), config.hidden_size, context.group, context.sequence_parallel
+            int(config.vocab_size), config.hidden_size, context=context
         )
         self.scale = scales_of(config).input
 
@@ -41,30 +41,26 @@ class FusedAttention(nn.Module):
         self,
         config: ModelConfig,
         name: str,
-        context: LayerContext,
         *,
+        context: LayerContext,
         dropout: float = 0.0,
         rotary: Rotary | None = None,
     ) -> None:
         super().__init__()
         size = config.hidden_size
         heads = config.num_attention_heads
-        group = context.group
-        split = context.sequence_parallel
         self.head_size = size // heads
-        self.qkv = ColumnParallelLinear(
-            size, size, group, fused=3, sequence_parallel=split, overlap=context.overlap
-        )
+        self.qkv = ColumnParallelLinear(size, size, context=context, fused=3)
         self.rotary = rotary
         self.core = CausalAttention(
             dropout,
             f"{name}.attention",
-            context,
+            context=context,
             heads=(heads, heads),
             head_size=self.head_size,
             scale=scales_of(config).scores(self.head_size),
         )
-        self.output = RowParallelLinear(size, size, group, sequence_parallel=split)
+        self.output = RowParallelLinear(size, size, context=context)
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
@@ -81,16 +77,12 @@ class GeluMLP(nn.Module):
     `approximate` is "none" or "tanh", as in torch.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext, approximate: str) -> None:
+    def __init__(self, config: ModelConfig, *, context: LayerContext, approximate: str) -> None:
         super().__init__()
         size = config.hidden_size
         inner = config.inner_size
-        group = context.group
-        split = context.sequence_parallel
-        self.up = ColumnParallelLinear(
-            size, inner, group, sequence_parallel=split, overlap=context.overlap
-        )
-        self.down = RowParallelLinear(inner, size, group, sequence_parallel=split)
+        self.up = ColumnParallelLinear(size, inner, context=context)
+        self.down = RowParallelLinear(inner, size, context=context)
         self.recompute = context.recompute
         self.gelu = partial(gelu.compiled_if(context.pointwise), approximate=approximate)
 
@@ -102,10 +94,12 @@ class GeluMLP(nn.Module):
 class NormedHead(nn.Module):
     """Final norm, logits and loss; the family's head passes its `norm`."""
 
-    def __init__(self, config: ModelConfig, norm: nn.Module, context: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, norm: nn.Module, *, context: LayerContext) -> None:
         super().__init__()
         self.norm = norm
-        self.output = VocabParallelOutput(int(config.vocab_size), config.hidden_size, context)
+        self.output = VocabParallelOutput(
+            int(config.vocab_size), config.hidden_size, context=context
+        )
         self.scale = scales_of(config).output
 
     def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -40,11 +40,11 @@ class Embedding(nn.Module):
         super().__init__()
         size = config.hidden_size
         split = context.sequence_group
-        self.token = VocabParallelEmbedding(
-            int(config.vocab_size), size, context.group, context.sequence_parallel
-        )
+        self.token = VocabParallelEmbedding(int(config.vocab_size), size, context=context)
         self.position = Table(config.max_position_embeddings, size)
-        self.dropout = Dropout(config.embd_pdrop, f"{name}.dropout", context.key, split)
+        self.dropout = Dropout(
+            config.embd_pdrop, f"{name}.dropout", key=context.key, split_over=split
+        )
         self.split = split
         self.scale = scales_of(config).input
 
@@ -67,12 +67,12 @@ class Block(nn.Module):
         eps = config.layer_norm_epsilon
         key = context.key
         split = context.sequence_group
-        self.norm1 = LayerNorm(size, eps, context.pointwise)
-        self.attention = FusedAttention(config, name, context, dropout=config.attn_pdrop)
-        self.dropout1 = Dropout(config.resid_pdrop, f"{name}.dropout1", key, split)
-        self.norm2 = LayerNorm(size, eps, context.pointwise)
-        self.mlp = GeluMLP(config, context, "tanh")
-        self.dropout2 = Dropout(config.resid_pdrop, f"{name}.dropout2", key, split)
+        self.norm1 = LayerNorm(size, eps, context=context)
+        self.attention = FusedAttention(config, name, context=context, dropout=config.attn_pdrop)
+        self.dropout1 = Dropout(config.resid_pdrop, f"{name}.dropout1", key=key, split_over=split)
+        self.norm2 = LayerNorm(size, eps, context=context)
+        self.mlp = GeluMLP(config, context=context, approximate="tanh")
+        self.dropout2 = Dropout(config.resid_pdrop, f"{name}.dropout2", key=key, split_over=split)
         self.scale = scales_of(config).branch
         self.recompute = context.recompute
 
@@ -89,5 +89,5 @@ class Head(NormedHead):
     """Final LayerNorm, logits and loss."""
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon, context.pointwise)
-        super().__init__(config, norm, context)
+        norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon, context=context)
+        super().__init__(config, norm, context=context)

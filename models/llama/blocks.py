@@ -23,23 +23,22 @@ from parallel3d.tensor.segments import Segments
 class Attention(nn.Module):
     """Causal self-attention with grouped queries; each tp rank computes its share of the heads."""
 
-    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
+    def __init__(self, config: Config, name: str, *, context: LayerContext) -> None:
         super().__init__()
         size = config.head_size
-        group = context.group
-        split = context.sequence_parallel
         hidden = config.hidden_size
         heads = {"q": config.num_attention_heads, "k": config.kv_heads, "v": config.kv_heads}
         self.qkv = GroupedColumnLinear(
-            hidden, heads, size, group, config.attention_bias, split, context.overlap
+            hidden, heads, size, context=context, bias=config.attention_bias
         )
-        self.q_norm, self.k_norm = (_head_norm(config, heads[name], context) for name in "qk")
+        self.q_norm = _head_norm(config, heads["q"], context)
+        self.k_norm = _head_norm(config, heads["k"], context)
         number = int(name.rpartition(".")[2])
-        self.rotary = _rotary(config, context.pointwise) if config.rotates(number) else None
+        self.rotary = _rotary(config, context) if config.rotates(number) else None
         self.core = CausalAttention(
             config.attn_pdrop,
             f"{name}.attention",
-            context,
+            context=context,
             heads=(heads["q"], heads["k"]),
             head_size=size,
             scale=scales_of(config).scores(size),
@@ -47,7 +46,7 @@ class Attention(nn.Module):
             sinks=config.attention_sinks,
         )
         self.output = RowParallelLinear(
-            heads["q"] * size, hidden, group, config.attention_output_bias, sequence_parallel=split
+            heads["q"] * size, hidden, context=context, bias=config.attention_output_bias
         )
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
@@ -64,22 +63,13 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (arXiv:2002.05202); each tp rank computes its share of the inner features."""
 
-    def __init__(self, config: Config, context: LayerContext) -> None:
+    def __init__(self, config: Config, *, context: LayerContext) -> None:
         super().__init__()
         size = config.hidden_size
         inner = config.inner_size
-        group = context.group
-        split = context.sequence_parallel
-        self.gate_up = ColumnParallelLinear(
-            size,
-            inner,
-            group,
-            bias=config.mlp_bias,
-            fused=2,
-            sequence_parallel=split,
-            overlap=context.overlap,
-        )
-        self.down = RowParallelLinear(inner, size, group, config.mlp_bias, split)
+        bias = config.mlp_bias
+        self.gate_up = ColumnParallelLinear(size, inner, context=context, bias=bias, fused=2)
+        self.down = RowParallelLinear(inner, size, context=context, bias=bias)
         self.recompute = context.recompute
         self.swiglu = swiglu.compiled_if(context.pointwise)
 
@@ -97,10 +87,10 @@ class Block(nn.Module):
         super().__init__()
         size = config.hidden_size
         eps = config.rms_norm_eps
-        self.norm1 = RMSNorm(size, eps, context.pointwise)
-        self.attention = Attention(config, name, context)
-        self.norm2 = RMSNorm(size, eps, context.pointwise)
-        self.mlp = mlp or MLP(config, context)
+        self.norm1 = RMSNorm(size, eps, context=context)
+        self.attention = Attention(config, name, context=context)
+        self.norm2 = RMSNorm(size, eps, context=context)
+        self.mlp = mlp or MLP(config, context=context)
         self.scale = scales_of(config).branch
         self.recompute = context.recompute
         self.post_norm = config.post_norm
@@ -121,35 +111,35 @@ class Head(NormedHead):
     """Final RMSNorm, logits and loss."""
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context.pointwise)
-        super().__init__(config, norm, context)
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
+        super().__init__(config, norm, context=context)
 
 
 def _head_norm(config: Config, heads: int, context: LayerContext) -> nn.Module:
     size = config.head_size
     eps = config.rms_norm_eps
     if config.qk_norm and config.qk_norm_over == "width":
-        return WidthNorm(heads, size, eps, context.group)
-    return RMSNorm(size, eps, context.pointwise) if config.qk_norm else nn.Identity()
+        return WidthNorm(heads, size, eps, context=context)
+    return RMSNorm(size, eps, context=context) if config.qk_norm else nn.Identity()
 
 
-def _rotary(config: Config, compiled: bool) -> Rotary:
+def _rotary(config: Config, context: LayerContext) -> Rotary:
     scaling = config.rope_scaling
-    rotary = partial(Rotary, config.rotary_size, config.rope_theta, compiled=compiled)
+    rotary = partial(Rotary, config.rotary_size, config.rope_theta, context=context)
     # "dynamic" changes sequences beyond max_position_embeddings only, which are not trained on.
     if scaling is None or scaling.rope_type == "dynamic":
         return rotary()
     factor = scaling.factor
     length = scaling.original_max_position_embeddings
     if scaling.rope_type == "linear":  # position interpolation (arXiv:2306.15595)
-        return rotary(lambda frequencies: frequencies / factor)
+        return rotary(scaling=lambda frequencies: frequencies / factor)
     if scaling.rope_type == "llama3":
         low = scaling.low_freq_factor
         high = scaling.high_freq_factor
         llama3 = partial(llama3_scaling, factor=factor, low=low, high=high, length=length)
-        return rotary(llama3)
+        return rotary(scaling=llama3)
     theta = config.rope_theta
     slow = scaling.beta_slow
     fast = scaling.beta_fast
     yarn = partial(yarn_scaling, theta=theta, factor=factor, slow=slow, fast=fast, length=length)
-    return rotary(yarn, scaling.rotation_factor)
+    return rotary(scaling=yarn, factor=scaling.rotation_factor)

@@ -91,32 +91,25 @@ class Router(nn.Module):
 class MoE(nn.Module):
     """Routed experts and a shared one; each tp rank computes its share of the inner features."""
 
-    def __init__(self, config: Config, name: str, context: LayerContext) -> None:
+    def __init__(self, config: Config, name: str, *, context: LayerContext) -> None:
         super().__init__()
         size = config.hidden_size
         inner = config.expert_size
         shared = config.n_shared_experts
         self.config = config
         self.loads = f"{name}.loads"
-        self.group = context.group
-        self.split = context.sequence_parallel
-        self.context = context.context
-        self.router = Router(config, self.group.size())
+        self.context = context
+        self.router = Router(config, context.group.size())
         self.experts = Experts(
-            config.num_experts,
-            size,
-            inner,
-            self.group,
-            context.experts,
-            config.capacity_factor,
-            context.pointwise,
+            config.num_experts, size, inner, context=context, capacity=config.capacity_factor
         )
-        width = shared * inner
-        self.shared = PartialSwiGLU(size, width, self.group, context.pointwise) if shared else None
+        self.shared: PartialSwiGLU | None = None
+        if shared:
+            self.shared = PartialSwiGLU(size, shared * inner, context=context)
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, SideLoss]]:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape, side losses."""
-        x = copy_to_group(x, self.group, self.split)  # [batch, seq, hidden]
+        x = copy_to_group(x, self.context)  # [batch, seq, hidden]
         routing = self.router(x.flatten(0, -2))
         shared: list[Tensor] = []
 
@@ -129,7 +122,7 @@ class MoE(nn.Module):
         y = self.experts(tokens, routing.chosen, routing.weights, routing.counts, meanwhile)
         y = sum(shared, y.view_as(x))
         side_losses = self._side_losses(routing, len(x))
-        return reduce_from_group(y, self.group, self.split), side_losses
+        return reduce_from_group(y, self.context), side_losses
 
     def _side_losses(self, routing: Routing, batch: int) -> dict[str, SideLoss]:
         c = self.config
@@ -147,14 +140,14 @@ class MoE(nn.Module):
                 )
                 loads = loads / chosen.shape[1]
             # Other ranks may have the other tokens of these samples.
-            loads, shares = mean_over_group(torch.stack([loads, shares]), self.context)
+            loads, shares = mean_over_group(torch.stack([loads, shares]), self.context.sample_group)
             values["balance"] = c.num_experts * (loads * shares).sum(-1).mean()
             if c.router_aux_loss == "pooled":
                 values["balance"] = torch.stack([loads * c.num_experts_per_tok, shares])
         if c.router_z_loss_coef:
             values["z"] = routing.logits.logsumexp(-1).square().mean()
         # Every rank computes them alike, and the gradients of all are summed.
-        tp = self.group.size()
+        tp = self.context.group.size()
         side_losses = {
             name: SideLoss(v.detach() + (v - v.detach()) / tp, c.side_losses[name], v.dim() > 0)
             for name, v in values.items()
@@ -169,7 +162,8 @@ class Block(llama.Block):
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
         is_sparse = config.is_sparse(int(name.rpartition(".")[2]))
-        super().__init__(config, name, context, MoE(config, name, context) if is_sparse else None)
+        mlp = MoE(config, name, context=context) if is_sparse else None
+        super().__init__(config, name, context, mlp)
         # A router and its experts take their input in two places, so it is kept.
         self.recompute2 = NONE if is_sparse else context.recompute
 

@@ -23,13 +23,12 @@ class Block(nn.Module):
         super().__init__()
         size = config.hidden_size
         eps = config.layer_norm_eps
-        compiled = context.pointwise
-        self.norm1 = LayerNorm(size, eps, compiled)
-        self.norm2 = LayerNorm(size, eps, compiled)
-        rotary = Rotary(config.rotary_size, config.rotary_emb_base, compiled=compiled)
-        self.attention = FusedAttention(config, name, context, rotary=rotary)
+        self.norm1 = LayerNorm(size, eps, context=context)
+        self.norm2 = LayerNorm(size, eps, context=context)
+        rotary = Rotary(config.rotary_size, config.rotary_emb_base, context=context)
+        self.attention = FusedAttention(config, name, context=context, rotary=rotary)
         approximate = "none" if config.activation == "gelu" else "tanh"
-        self.mlp = GeluMLP(config, context, approximate)
+        self.mlp = GeluMLP(config, context=context, approximate=approximate)
         self.recompute = context.recompute
         self.parallel = config.use_parallel_residual
         self.scale = scales_of(config).branch
@@ -49,5 +48,5 @@ class Head(NormedHead):
     """Final LayerNorm, logits and loss."""
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        norm = LayerNorm(config.hidden_size, config.layer_norm_eps, context.pointwise)
-        super().__init__(config, norm, context)
+        norm = LayerNorm(config.hidden_size, config.layer_norm_eps, context=context)
+        super().__init__(config, norm, context=context)

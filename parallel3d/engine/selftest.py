@@ -22,9 +22,11 @@ from parallel3d.model import optimizers
 from parallel3d.model.optimizers import MATRIX
 from parallel3d.model.parametrization import Scales
 from parallel3d.model.spec import Init, ParamSpec
+from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import Cut, held_parameters
 from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.tensor.random_key import RandomKey
 
 KNOWN_GOOD = "==0.19.8"  # as in pyproject.toml; a test compares the two
 _HIDDEN = 32
@@ -67,9 +69,9 @@ class _Stage(nn.Module):
 
     def __init__(self, inner: int, mesh: Mesh) -> None:
         super().__init__()
-        group = mesh.tensor.group
-        self.up = ColumnParallelLinear(_HIDDEN, inner, group)
-        self.down = RowParallelLinear(inner, _HIDDEN, group)
+        context = LayerContext(mesh.tensor.group, RandomKey(0))
+        self.up = ColumnParallelLinear(_HIDDEN, inner, context=context)
+        self.down = RowParallelLinear(inner, _HIDDEN, context=context)
 
     def forward(self, stage: int, x: Tensor, on_input_grad: object = None) -> Tensor:
         """x [batch, hidden] -> [batch, hidden]; the other arguments are unused."""

@@ -41,7 +41,7 @@ from parallel3d.huggingface.weight_files import (
 from parallel3d.model.spec import LayerSpec, tied_names
 from parallel3d.models import pretrained
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.random_key import RandomKey
 
 TOLERANCE = 1e-4  # largest difference of fp32 logits, relative to the largest logit if above 1
 MOST_BYTES = 800 * 2**20  # largest model in fp32 to compare logits of; memory holds it twice

@@ -16,7 +16,7 @@ from parallel3d.mesh.transfer import Transfer
 from parallel3d.pipeline.clock import DeviceClock
 from parallel3d.schedule.schedule import Action, Op, Schedule, Span
 from parallel3d.tensor.collectives import all_reduce
-from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.random_key import RandomKey
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.side_loss import SideLosses
 from parallel3d.tensor.weight_gradients import WeightGradients, defer_weight_gradients

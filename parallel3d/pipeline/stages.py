@@ -19,11 +19,11 @@ from parallel3d.schedule.partition import partition
 from parallel3d.schedule.schedule import Schedule
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.compiled import Mode, compile_block
-from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.context import LayerContext, SumListener
 from parallel3d.tensor.cut import held_parameters
-from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.host_activations import HostActivations
 from parallel3d.tensor.initialise import fill
+from parallel3d.tensor.random_key import RandomKey
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.side_loss import LayerOutput, SideLoss, StageOutput, alias, sum_side_losses
 
@@ -112,15 +112,16 @@ class Stages(nn.Module):
 
 @dataclass(frozen=True)
 class BuiltStages:
-    """A rank's stages, their parameters, the key of their dropout masks, and all stages' layers.
-
-    `layers_of_stage` has the indices of the layers of every stage of the model.
-    """
+    """A rank's stages, their parameters, and what their layers share."""
 
     module: Stages
     held: tuple[HeldParameter, ...]
     key: RandomKey
+    """The key of their dropout masks."""
+    listener: SumListener
+    """Hears their sums over the tensor-parallel group."""
     layers_of_stage: tuple[range, ...]
+    """The indices of the layers of every stage of the model."""
 
 
 def build_stages(
@@ -148,12 +149,12 @@ def build_stages(
     context = LayerContext(
         mesh.tensor.group,
         key,
-        sequence_parallel,
-        activation_checkpointing,
-        overlap,
-        mesh.experts.group,
-        mesh.context.group,
-        compiles == "pointwise",
+        sequence_parallel=sequence_parallel,
+        recompute=activation_checkpointing,
+        overlap=overlap,
+        expert_group=mesh.experts.group,
+        sample_group=mesh.context.group,
+        pointwise=compiles == "pointwise",
     )
     costs = [layer.cost(shape).forward_flops for layer in layers]
     placement = partition(costs, schedule.num_stages)
@@ -200,7 +201,7 @@ def build_stages(
     }
     on_host = HostActivations(mesh.device) if offload_activations else None
     module = Stages(by_stage, recompute, side_losses, on_host)
-    return BuiltStages(module, tuple(held), key, placement)
+    return BuiltStages(module, tuple(held), key, context.listener, placement)
 
 
 def _refuse_whole_samples(

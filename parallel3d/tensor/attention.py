@@ -35,8 +35,8 @@ class CausalAttention(nn.Module):
         self,
         dropout: float,
         place: str,
-        context: LayerContext,
         *,
+        context: LayerContext,
         heads: tuple[int, int],
         head_size: int,
         scale: float | None = None,
@@ -44,14 +44,14 @@ class CausalAttention(nn.Module):
         sinks: bool = False,
     ) -> None:
         super().__init__()
-        self.dropout = Dropout(dropout, place, context.key, context.group)
+        self.dropout = Dropout(dropout, place, key=context.key, split_over=context.group)
         tp = context.group.size()
         self.heads_here = (heads[0] // tp, max(1, heads[1] // tp))
         self.head_size = head_size
         self.recompute = "core_attn" in context.recompute.parts
         self.scale = scale
         self.window = window
-        self.cp = 1 if context.context is None else context.context.size()
+        self.cp = 1 if context.sample_group is None else context.sample_group.size()
         self.sinks = cut_parameter((heads[0],), tensor=(0, context.group)) if sinks else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None = None) -> Tensor:

@@ -5,9 +5,9 @@ Sequence parallelism uses an all-gather and a reduce-scatter (g and g-bar of arX
 section 4.2.2).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parallel3d.mesh.transfer import all_gather_single, reduce_scatter_single
 from parallel3d.tensor.compiled import graph_break
+from parallel3d.tensor.context import LayerContext
 
 
 @dataclass(frozen=True)
@@ -33,36 +34,12 @@ class Pending:
         return self.result
 
 
-_hears: Callable[[Tensor, dist.ProcessGroup], None] | None = None
-
-
-@contextmanager
-def hearing(hears: Callable[[Tensor, dist.ProcessGroup], None]) -> Iterator[None]:
-    """Pass the parts of all sums over a group inside the context to `hears` before they are sent.
-
-    Not thread-local: autograd runs a device's backwards in another thread.
-    """
-    global _hears
-    before = _hears
-    _hears = hears
-    try:
-        yield
-    finally:
-        _hears = before
-
-
-def _hear(x: Tensor, group: dist.ProcessGroup) -> None:
-    if _hears is not None:
-        _hears(x, group)
-
-
 def all_reduce(
     x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
     """Reduce `x` over the group into a new tensor; for a group of one return `x` itself."""
     if group.size() == 1:
         return x
-    _hear(x, group)
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, op=op, group=group)
     return x
@@ -72,7 +49,6 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup, async_op: bool = True)
     """Start to sum the contiguous `x` over the group, in place; finish unless `async_op`."""
     if group.size() == 1:
         return Pending(x)
-    _hear(x, group)
     return Pending(x, [dist.all_reduce(x, group=group, async_op=async_op)])
 
 
@@ -88,7 +64,6 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, async_op: bool = T
     """Start to sum, keeping this rank's part: [..., seq, size] -> [..., seq / tp, size]."""
     if group.size() == 1:
         return Pending(x)
-    _hear(x, group)
     part = x.new_empty((*x.shape[:-2], x.shape[-2] // group.size(), x.shape[-1]))
     return Pending(part, _each_sample(reduce_scatter_single, part, x.contiguous(), group, async_op))
 
@@ -169,47 +144,90 @@ class Conjugate(torch.autograd.Function):
         return ctx.of_gradient(grad, *kept), None, None, *(None for _ in kept)
 
 
-def reduce_from_group(
-    x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool = False
-) -> Tensor:
-    """Sum partial results over the group: all-reduce forward, identity backward (Megatron's g).
+def reduce_from_group(x: Tensor, context: LayerContext) -> Tensor:
+    """Sum partial results over the group (Megatron's g).
 
-    The sum overwrites `x`, which must be contiguous and not used elsewhere. Under sequence
-    parallelism, reduce-scatter forward and all-gather backward:
-    [..., seq, size] -> [..., seq / tp, size].
+    | pass | replicated activations | sequence parallelism |
+    |---|---|---|
+    | forward | all-reduce, [..., seq, size] | reduce-scatter -> [..., seq / tp, size] |
+    | backward | identity | all-gather -> [..., seq, size] |
+
+    An all-reduce overwrites `x`, which must be contiguous and not used elsewhere.
     """
-    return x if group.size() == 1 else _across(x, group, sequence_parallel)
-
-
-@graph_break("a collective of tensor parallelism")
-def _across(x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
-    if not sequence_parallel:
-        return Conjugate.apply(
-            x, lambda x: start_all_reduce(x, group, async_op=False).result, lambda grad: grad
-        )
-    return Conjugate.apply(
-        x,
-        lambda x: reduce_scatter_sequence(x, group),
-        lambda grad: all_gather_sequence(grad, group),
-    )
-
-
-@graph_break("a collective of tensor parallelism")
-def copy_to_group(x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool = False) -> Tensor:
-    """Begin to compute parts of sums: identity forward, all-reduce backward (Megatron's f).
-
-    Under sequence parallelism, all-gather forward and reduce-scatter backward:
-    [..., seq / tp, size] -> [..., seq, size].
-    """
-    if group.size() == 1:
+    if context.group.size() == 1:
         return x
-    if not sequence_parallel:
-        return Conjugate.apply(x, lambda x: x.view_as(x), lambda grad: all_reduce(grad, group))
+    return _scatter_sum(x, context) if context.sequence_parallel else _sum_parts(x, context)
+
+
+def sum_parts(x: Tensor, context: LayerContext) -> Tensor:
+    """Sum over the group: all-reduce forward, identity backward, also under sequence parallelism.
+
+    The sum overwrites `x`, as in `reduce_from_group`.
+    """
+    return x if context.group.size() == 1 else _sum_parts(x, context)
+
+
+@graph_break("a collective of tensor parallelism")
+def _sum_parts(x: Tensor, context: LayerContext) -> Tensor:
+    return Conjugate.apply(x, partial(_sum_in_place, context=context), lambda grad: grad)
+
+
+@graph_break("a collective of tensor parallelism")
+def _scatter_sum(x: Tensor, context: LayerContext) -> Tensor:
     return Conjugate.apply(
         x,
-        lambda x: all_gather_sequence(x, group),
-        lambda grad: reduce_scatter_sequence(grad, group),
+        partial(sum_copy, context=context),
+        lambda grad: all_gather_sequence(grad, context.group),
     )
+
+
+@graph_break("a collective of tensor parallelism")
+def copy_to_group(x: Tensor, context: LayerContext) -> Tensor:
+    """Begin to compute parts of sums (Megatron's f).
+
+    | pass | replicated activations | sequence parallelism |
+    |---|---|---|
+    | forward | identity, [..., seq, size] | all-gather -> [..., seq, size] |
+    | backward | all-reduce | reduce-scatter -> [..., seq / tp, size] |
+    """
+    if context.group.size() == 1:
+        return x
+
+    def whole(x: Tensor) -> Tensor:
+        if context.sequence_parallel:
+            return all_gather_sequence(x, context.group)
+        return x.view_as(x)
+
+    return Conjugate.apply(x, whole, partial(sum_copy, context=context))
+
+
+@graph_break("a collective of tensor parallelism")
+def sum_over_group(x: Tensor, context: LayerContext) -> Tensor:
+    """Sum over the group; each rank uses the sum for another part: all-reduce in both passes.
+
+    The sum overwrites `x`, as in `reduce_from_group`.
+    """
+    if context.group.size() == 1:
+        return x
+
+    def sum_gradient(grad: Tensor) -> Tensor:
+        context.note_part(grad)
+        return all_reduce(grad, context.group)
+
+    return Conjugate.apply(x, partial(_sum_in_place, context=context), sum_gradient)
+
+
+def _sum_in_place(x: Tensor, context: LayerContext) -> Tensor:
+    context.note_part(x)
+    return start_all_reduce(x, context.group, async_op=False).result
+
+
+def sum_copy(x: Tensor, context: LayerContext) -> Tensor:
+    """Sum over the group into a new tensor; under sequence parallelism keep this rank's part."""
+    context.note_part(x)
+    if context.sequence_parallel:
+        return reduce_scatter_sequence(x, context.group)
+    return all_reduce(x, context.group)
 
 
 @graph_break("a collective of context parallelism")
@@ -223,11 +241,3 @@ def mean_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         return x
     own = x.detach()
     return x + (all_reduce(own, group) / group.size() - own)
-
-
-def sum_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over the group; each rank uses the sum for another part: all-reduce in both passes.
-
-    The sum overwrites `x`, as in `reduce_from_group`.
-    """
-    return copy_to_group(reduce_from_group(x, group), group)

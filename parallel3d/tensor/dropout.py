@@ -4,39 +4,14 @@ The mask is therefore equal on ranks with replicated activations and in recomput
 checkpoint needs no generator state.
 """
 
-from dataclasses import dataclass
-from hashlib import blake2b
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.tensor.collectives import sequence_part
 from parallel3d.tensor.compiled import graph_break
+from parallel3d.tensor.random_key import RandomKey
 from parallel3d.tensor.segments import Dealt
-
-
-@dataclass
-class RandomKey:
-    """The key of dropout masks; the executor updates it before every forward and backward."""
-
-    seed: int
-    dp_coord: int = 0
-    step: int = 0
-    microbatch: int = 0
-    dealt: Dealt | None = None
-    """The tokens here of the microbatch, if a context-parallel group shares its samples."""
-
-    def seed_generator(self, place: str, tp_rank: int, device: torch.device) -> None:
-        """Seed the device's default generator for the next random operator."""
-        text = f"{self.seed}/{self.dp_coord}/{self.step}/{self.microbatch}/{place}/{tp_rank}"
-        digest = blake2b(text.encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "big") >> 1
-        # torch.manual_seed would seed the generators of all visible devices.
-        if device.type == "cpu":
-            torch.default_generator.manual_seed(seed)
-        else:
-            torch.get_device_module(device).manual_seed(seed)  # of the current device
 
 
 class Dropout(nn.Module):
@@ -47,7 +22,12 @@ class Dropout(nn.Module):
     """
 
     def __init__(
-        self, p: float, place: str, key: RandomKey, split_over: dist.ProcessGroup | None = None
+        self,
+        p: float,
+        place: str,
+        *,
+        key: RandomKey,
+        split_over: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.p = p

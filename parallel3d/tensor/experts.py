@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from parallel3d.tensor.collectives import Conjugate, Context, Pending
 from parallel3d.tensor.compiled import graph_break
+from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import CutModule, cut_of, cut_parameter
 from parallel3d.tensor.pointwise import swiglu
 from parallel3d.tensor.product import Product, linear
@@ -28,9 +29,9 @@ _ALIGNMENT = 16  # bytes; torch's grouped product needs strides that are multipl
 class PartialLinear(CutModule):
     """y = x W^T with one dim of the weight cut over the group, without collectives."""
 
-    def __init__(self, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, shape: tuple[int, ...], *, dim: int, context: LayerContext) -> None:
         super().__init__()
-        self.weight = cut_parameter(shape, tensor=(dim, group))
+        self.weight = cut_parameter(shape, tensor=(dim, context.group))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., fused * out], of which one of in and out is this rank's part."""
@@ -40,13 +41,11 @@ class PartialLinear(CutModule):
 class PartialSwiGLU(nn.Module):
     """An MLP whose sum over the inner width is left to the caller."""
 
-    def __init__(
-        self, size: int, inner: int, group: dist.ProcessGroup, compiled: bool = False
-    ) -> None:
+    def __init__(self, size: int, inner: int, *, context: LayerContext) -> None:
         super().__init__()
-        self.swiglu = swiglu.compiled_if(compiled)
-        self.gate_up = PartialLinear((2, inner, size), 1, group)
-        self.down = PartialLinear((size, inner), 1, group)
+        self.swiglu = swiglu.compiled_if(context.pointwise)
+        self.gate_up = PartialLinear((2, inner, size), dim=1, context=context)
+        self.down = PartialLinear((size, inner), dim=1, context=context)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> this rank's part of the sum [..., size]."""
@@ -56,8 +55,8 @@ class PartialSwiGLU(nn.Module):
 class Experts(CutModule):
     """SwiGLUs side by side, whose sum over the inner width is left to the caller.
 
-    - `group`: cuts the inner width.
-    - `owners`: the ranks that divide the experts, as many each; None: this rank has them all.
+    - `context`: `group` cuts the inner width, and the ranks of `expert_group` own as many experts
+      each.
     - `capacity`: the most tokens of an expert in training, relative to the mean; later ones skip
       it.
     """
@@ -67,17 +66,18 @@ class Experts(CutModule):
         experts: int,
         size: int,
         inner: int,
-        group: dist.ProcessGroup,
-        owners: dist.ProcessGroup | None = None,
+        *,
+        context: LayerContext,
         capacity: float | None = None,
-        compiled: bool = False,
     ) -> None:
         super().__init__()
+        group = context.group
+        owners = context.expert_group
         over = None if owners is None else (0, owners)
         self.gate_up = cut_parameter((experts, 2, inner, size), tensor=(2, group), experts=over)
         self.down = cut_parameter((experts, size, inner), tensor=(2, group), experts=over)
         self.capacity = capacity
-        self.swiglu = swiglu.compiled_if(compiled)
+        self.swiglu = swiglu.compiled_if(context.pointwise)
         self.owners = owners if owners is not None and owners.size() > 1 else None
 
     def forward(

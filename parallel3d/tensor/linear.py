@@ -7,10 +7,10 @@ of the product.
 
 from collections.abc import Mapping
 
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.tensor.collectives import reduce_from_group
+from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import CutModule, cut_parameter
 from parallel3d.tensor.product import Rows, column_linear, linear
 
@@ -28,26 +28,21 @@ class ColumnParallelLinear(CutModule):
         self,
         in_features: int,
         out_features: int,
-        group: dist.ProcessGroup,
+        *,
+        context: LayerContext,
         bias: bool = True,
         fused: int = 0,
-        sequence_parallel: bool = False,
-        overlap: bool = True,
     ) -> None:
         super().__init__()
-        self.group = group
-        self.sequence_parallel = sequence_parallel
-        self.overlap = overlap
+        self.context = context
         layers = (fused,) if fused else ()
-        cut = len(layers), group
+        cut = len(layers), context.group
         self.weight = cut_parameter((*layers, out_features, in_features), tensor=cut)
         self.bias = cut_parameter((*layers, out_features), tensor=cut) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in], or its part of the sequence -> [..., fused * out / tp]."""
-        (y,) = column_linear(
-            x, [self.weight], self.group, self.sequence_parallel, overlap=self.overlap
-        )
+        (y,) = column_linear(x, [self.weight], self.context)
         return y if self.bias is None else y.add_(self.bias.flatten())
 
 
@@ -64,19 +59,16 @@ class GroupedColumnLinear(CutModule):
         in_features: int,
         heads: Mapping[str, int],
         head_size: int,
-        group: dist.ProcessGroup,
+        *,
+        context: LayerContext,
         bias: bool = False,
-        sequence_parallel: bool = False,
-        overlap: bool = True,
     ) -> None:
         super().__init__()
-        self.group = group
-        self.sequence_parallel = sequence_parallel
-        self.overlap = overlap
+        self.context = context
         self.heads = dict(heads)
         self.head_size = head_size
         for name, count in heads.items():
-            cut = (0, group) if count >= group.size() else None
+            cut = (0, context.group) if count >= context.group.size() else None
             weight = cut_parameter((count * head_size, in_features), tensor=cut)
             self.register_parameter(f"{name}_weight", weight)
             if bias:
@@ -88,20 +80,19 @@ class GroupedColumnLinear(CutModule):
         """x [..., in], or its part of the sequence -> for each layer [..., heads here, size]."""
         rows = [self._rows(count) for count in self.heads.values()]
         weights = [self.get_parameter(f"{name}_weight") for name in self.heads]
-        ys = column_linear(x, weights, self.group, self.sequence_parallel, rows, self.overlap)
+        ys = column_linear(x, weights, self.context, rows)
         if self.has_bias:
             biases = [self.get_parameter(f"{name}_bias") for name in self.heads]
-            ys = tuple(
-                y.add_(b if r is None else b[slice(*r)])
-                for y, b, r in zip(ys, biases, rows, strict=True)
-            )
+            for y, bias, used in zip(ys, biases, rows, strict=True):
+                y.add_(bias if used is None else bias[slice(*used)])
         return tuple(y.unflatten(-1, (-1, self.head_size)) for y in ys)
 
     def _rows(self, count: int) -> Rows:
-        size = self.group.size()
+        group = self.context.group
+        size = group.size()
         if count >= size:
             return None
-        start = self.group.rank() * count // size * self.head_size
+        start = group.rank() * count // size * self.head_size
         return start, start + self.head_size
 
 
@@ -117,17 +108,16 @@ class RowParallelLinear(CutModule):
         self,
         in_features: int,
         out_features: int,
-        group: dist.ProcessGroup,
+        *,
+        context: LayerContext,
         bias: bool = True,
-        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.group = group
-        self.sequence_parallel = sequence_parallel
-        self.weight = cut_parameter((out_features, in_features), tensor=(1, group))
+        self.context = context
+        self.weight = cut_parameter((out_features, in_features), tensor=(1, context.group))
         self.bias = cut_parameter((out_features,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in / tp] -> [..., out], the same on each rank, or its part of the sequence."""
-        y = reduce_from_group(linear(x, self.weight), self.group, self.sequence_parallel)
+        y = reduce_from_group(linear(x, self.weight), self.context)
         return y if self.bias is None else y.add_(self.bias)

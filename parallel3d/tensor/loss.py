@@ -11,12 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.model.transformer_cost import chunk_tokens
-from parallel3d.tensor.collectives import (
-    Context,
-    all_gather_sequence,
-    all_reduce,
-    reduce_scatter_sequence,
-)
+from parallel3d.tensor.collectives import Context, all_gather_sequence, all_reduce, sum_copy
+from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cross_entropy import gradient_of, prepare_logits, sum_rows
 from parallel3d.tensor.cut import even_split
 from parallel3d.tensor.weight_gradients import compute_or_defer, in_place_sum
@@ -34,11 +30,18 @@ def local_ids(tokens: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
 
 
 class _Loss(torch.autograd.Function):
-    """-log softmax(x @ weight.T) at the label, in fp32.
+    """-log softmax(x @ W^T) at the label, in fp32.
 
-    All-reduces carry one number per token (the maximum, the label's logit, the sum of
-    exponentials). The parameter itself is saved, as in the linear layers, because ZeRO-3 may
-    release it before the backward.
+    | pass | result | collective |
+    |---|---|---|
+    | forward | loss of each token, [batch, seq] | all-reduces of [tokens] |
+    | gradient of the input | (p - label) @ W -> [..., seq, size] | all-reduce |
+    | gradient of the weight | (p - label)^T @ x -> [vocab / tp, size] | none |
+
+    The all-reduces of the forward carry one number per token: the maximum, the label's logit, the
+    sum of exponentials. Under sequence parallelism x and its gradient are [..., seq / tp, size]: x
+    is gathered in both passes, and the gradient reduced and scattered. The parameter itself is
+    saved, as in the linear layers, because ZeRO-3 may release it before the backward.
     """
 
     @staticmethod
@@ -49,16 +52,16 @@ class _Loss(torch.autograd.Function):
         labels: Tensor,
         start: int,
         most_rows: int,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-        compiled: bool,
+        context: LayerContext,
     ) -> Tensor:
         """Return the loss of each label, [...] like `labels`.
 
         `start` is the token id of the weight's first row. `most_rows` is the size of the group's
         largest slice of the vocabulary: with it all ranks use the same chunks.
         """
-        rows = (all_gather_sequence(x, group) if sequence_parallel else x).flatten(0, -2)
+        group = context.group
+        compiled = context.pointwise
+        rows = _full_input(context, x)
         here, outside = local_ids(labels.flatten(), start, start + len(weight))
         parts = list(_parts(len(rows), most_rows))
         top, picked, total = torch.empty(3, len(rows), dtype=torch.float32, device=x.device)
@@ -67,17 +70,18 @@ class _Loss(torch.autograd.Function):
             sum_rows(logits, here[part], top[part], picked[part], total[part], compiled)
             if len(parts) > 1:
                 del logits  # before the next chunk's are computed
+        context.note_part(top)
         highest = all_reduce(top, group, dist.ReduceOp.MAX)
         lower = top - highest
         picked = (picked + lower).masked_fill_(outside, 0.0)
         scale = lower.exp_()
-        total, picked = all_reduce(torch.stack((total * scale, picked)), group)
+        sums = torch.stack((total * scale, picked))
+        context.note_part(sums)
+        total, picked = all_reduce(sums, group)
+        ctx.context = context
         ctx.weight = weight
-        ctx.group = group
-        ctx.sequence_parallel = sequence_parallel
         ctx.in_parts = len(parts) > 1
         ctx.most_rows = most_rows
-        ctx.compiled = compiled
         if ctx.in_parts:
             ctx.save_for_backward(x, weight, here, outside, highest + total.log())
         elif any(ctx.needs_input_grad):
@@ -90,10 +94,8 @@ class _Loss(torch.autograd.Function):
         backward = _in_parts if ctx.in_parts else _at_once
         grad_x, grad_weight = backward(ctx, grad.flatten().unsqueeze(-1))
         if grad_x is not None:
-            reduce = reduce_scatter_sequence if ctx.sequence_parallel else all_reduce
-            shape = (*grad.shape, grad_x.shape[-1])
-            grad_x = reduce(grad_x.view(shape), ctx.group)
-        return grad_x, grad_weight, None, None, None, None, None, None
+            grad_x = sum_copy(grad_x.view(*grad.shape, -1), ctx.context)
+        return grad_x, grad_weight, None, None, None, None
 
 
 def _at_once(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -107,7 +109,7 @@ def _at_once(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     grad_weight = None
     if ctx.needs_input_grad[1]:
         grad_weight = compute_or_defer(
-            ctx.weight, lambda: gradient.t() @ _times(_full_input(ctx, x), grad)
+            ctx.weight, lambda: gradient.t() @ _times(_full_input(ctx.context, x), grad)
         )
     return grad_x, grad_weight
 
@@ -119,7 +121,8 @@ def _in_parts(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]
     factors are not kept.
     """
     x, weight, here, outside, normaliser = ctx.saved_tensors
-    rows = _full_input(ctx, x)
+    compiled = ctx.context.pointwise
+    rows = _full_input(ctx.context, x)
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     grad_x = torch.empty_like(rows) if needs_x else None
     grad_dtype = ctx.weight.grad_dtype or weight.dtype
@@ -131,9 +134,9 @@ def _in_parts(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]
     elif needs_weight:
         grad_weight = torch.empty_like(weight, dtype=sums)
     for part in _parts(len(rows), ctx.most_rows):
-        logits = _logits(rows[part], weight, ctx.compiled)
+        logits = _logits(rows[part], weight, compiled)
         gradient = gradient_of(
-            logits, normaliser[part], None, here[part], outside[part], x.dtype, ctx.compiled
+            logits, normaliser[part], None, here[part], outside[part], x.dtype, compiled
         )
         del logits  # in fp32 it is the same memory, in bf16 twice as much
         if grad_x is not None:
@@ -154,9 +157,10 @@ def _parts(tokens: int, vocab: int) -> Iterator[slice]:
     return (slice(first, min(first + step, tokens)) for first in range(0, tokens, step))
 
 
-def _full_input(ctx: Context, x: Tensor) -> Tensor:
+def _full_input(context: LayerContext, x: Tensor) -> Tensor:
     """Return the input of all tokens, [tokens, size]."""
-    return (all_gather_sequence(x, ctx.group) if ctx.sequence_parallel else x).flatten(0, -2)
+    whole = all_gather_sequence(x, context.group) if context.sequence_parallel else x
+    return whole.flatten(0, -2)
 
 
 def _logits(rows: Tensor, weight: Tensor, compiled: bool) -> Tensor:
@@ -190,19 +194,19 @@ def vocab_parallel_loss(
     labels: Tensor,
     *,
     vocab_size: int,
-    group: dist.ProcessGroup,
-    sequence_parallel: bool = False,
-    compiled: bool = False,
+    context: LayerContext,
 ) -> Tensor:
     """Return each token's cross-entropy in nats, in fp32, of the logits x @ weight.T.
 
     - `x`: [..., size], replicated over the group, or this rank's part of the sequence.
     - `weight`: [vocab / tp, size], this rank's slice of a vocabulary of `vocab_size`.
     - `labels`: [...], global token ids. The loss of an id outside the vocabulary is meaningless.
-    - `compiled`: compile the passes over the logits.
+    - `context`: its group cuts the vocabulary; with `pointwise` the passes over the logits are
+      compiled.
 
     The result is [...], the same on each rank of the group.
     """
+    group = context.group
     start, _ = even_split(vocab_size, group.size(), group.rank())
     most_rows = -(-vocab_size // group.size())
-    return _Loss.apply(x, weight, labels, start, most_rows, group, sequence_parallel, compiled)
+    return _Loss.apply(x, weight, labels, start, most_rows, context)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from parallel3d.tensor.collectives import (
     start_reduce_scatter,
 )
 from parallel3d.tensor.compiled import graph_break
+from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.recompute import save, saved
 from parallel3d.tensor.weight_gradients import compute_or_defer, is_deferring
 
@@ -89,57 +89,63 @@ Rows = tuple[int, int] | None  # the rows [start, stop) of a weight that are use
 class _ColumnLinear(torch.autograd.Function):
     """Several products with one input (f of tensor parallelism), with one collective for all.
 
-    Under sequence parallelism only this rank's part of the input is saved, and gathered again in
-    backward (arXiv:2205.05198, section 4.2.2). With `overlap`, that gather runs during the product
-    for the input's gradient, and the collective of the input's gradient during the products for the
-    weights' (as in Megatron-LM).
+    | pass | result | sum or gather |
+    |---|---|---|
+    | forward | x @ W^T -> [..., seq, out / tp] for each weight | all-gather of x |
+    | gradient of the input | sum of grad @ W -> [..., seq, in] | all-reduce or reduce-scatter |
+    | gradient of a weight | grad^T @ x -> [out / tp, in] | all-gather of x |
+
+    The gathers of x and the reduce-scatter are those of sequence parallelism, under which x and
+    its gradient are [..., seq / tp, in]: only this rank's part of the input is saved, and gathered
+    again in backward (arXiv:2205.05198, section 4.2.2). With `context.overlap`, that gather runs
+    during the product for the input's gradient, and the collective of the input's gradient during
+    the products for the weights' (as in Megatron-LM).
     """
 
     @staticmethod
     def forward(
         ctx: Context,
         x: Tensor,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-        overlap: bool,
+        context: LayerContext,
         rows: Sequence[Rows],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         save(ctx, x, *weights)
-        ctx.group = group
-        ctx.sequence_parallel = sequence_parallel
+        ctx.context = context
         ctx.rows = rows
         ctx.weights = weights
-        ctx.overlap = overlap
-        full_x = all_gather_sequence(x, group) if sequence_parallel else x
+        full_x = all_gather_sequence(x, context.group) if context.sequence_parallel else x
         return tuple(full_x @ _used(w, r).t() for w, r in zip(weights, rows, strict=True))
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients by the input and each weight from those by the outputs."""
         x, *weights = saved(ctx)
-        group = ctx.group
-        split = ctx.sequence_parallel
-        async_op = ctx.overlap
-        needs_x, _, _, _, _, *needs_weights = ctx.needs_input_grad
+        context: LayerContext = ctx.context
+        group = context.group
+        split = context.sequence_parallel
+        needs_x, _, _, *needs_weights = ctx.needs_input_grad
         full_x = cache(lambda: all_gather_sequence(x, group) if split else x)
-        if split and async_op and any(needs_weights) and not is_deferring():
+        if split and context.overlap and any(needs_weights) and not is_deferring():
             full_x = cache(start_all_gather(x, group).wait)
         reduced: Pending | None = None
         if needs_x:
-            start = start_reduce_scatter if split else start_all_reduce
-            reduced = start(_input_gradient(grads, weights, ctx.rows), group, async_op)
-        grad_weights = [
-            compute_or_defer(
-                parameter, partial(_gradient_of_rows, grad, full_x, weight.shape, rows)
-            )
-            if needs
-            else None
-            for needs, parameter, grad, weight, rows in zip(
-                needs_weights, ctx.weights, grads, weights, ctx.rows, strict=True
-            )
-        ]
-        return None if reduced is None else reduced.wait(), None, None, None, None, *grad_weights
+            reduced = _start_sum(_input_gradient(grads, weights, ctx.rows), context)
+        grad_weights: list[Tensor | None] = []
+        for needs, parameter, grad, weight, rows in zip(
+            needs_weights, ctx.weights, grads, weights, ctx.rows, strict=True
+        ):
+            product = partial(_gradient_of_rows, grad, full_x, weight.shape, rows)
+            grad_weights.append(compute_or_defer(parameter, product) if needs else None)
+        grad_x = None if reduced is None else reduced.wait()
+        return grad_x, None, None, *grad_weights
+
+
+def _start_sum(part: Tensor, context: LayerContext) -> Pending:
+    """Start to sum the ranks' parts of an input's gradient, in place where it is replicated."""
+    context.note_part(part)
+    start = start_reduce_scatter if context.sequence_parallel else start_all_reduce
+    return start(part, context.group, context.overlap)
 
 
 def _input_gradient(
@@ -179,12 +185,10 @@ def _gradient_of_rows(
 def column_linear(
     x: Tensor,
     weights: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    sequence_parallel: bool = False,
+    context: LayerContext,
     rows: Sequence[Rows] | None = None,
-    overlap: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Multiply `x` by `weights` whose output features are cut over the group.
+    """Multiply `x` by `weights` whose output features are cut over the context's group.
 
     - `x`: [..., in], replicated, or [..., seq / tp, in] under sequence parallelism.
     - `rows`: the rows of each weight that this rank uses; None means all.
@@ -192,18 +196,13 @@ def column_linear(
     Return [..., out] over the full sequence for each weight.
     """
     rows = rows or [None] * len(weights)
-    if torch.compiler.is_compiling() and group.size() == 1:
+    if torch.compiler.is_compiling() and context.group.size() == 1:
         return tuple(linear(x, weight) for weight in weights)
-    return _across(x, group, sequence_parallel, overlap, rows, *weights)
+    return _across(x, context, rows, *weights)
 
 
 @graph_break("a collective of tensor parallelism")
 def _across(
-    x: Tensor,
-    group: dist.ProcessGroup,
-    sequence_parallel: bool,
-    overlap: bool,
-    rows: Sequence[Rows],
-    *weights: Tensor,
+    x: Tensor, context: LayerContext, rows: Sequence[Rows], *weights: Tensor
 ) -> tuple[Tensor, ...]:
-    return _ColumnLinear.apply(x, group, sequence_parallel, overlap, rows, *weights)
+    return _ColumnLinear.apply(x, context, rows, *weights)

@@ -10,6 +10,7 @@ from math import ceil, floor, log, tau
 import torch
 from torch import Tensor, nn
 
+from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.pointwise import rotate, scale
 from parallel3d.tensor.segments import Segments
 
@@ -60,12 +61,13 @@ class Rotary(nn.Module):
         self,
         size: int,
         theta: float,
+        *,
+        context: LayerContext,
         scaling: Callable[[Tensor], Tensor] | None = None,
         factor: float = 1.0,
-        compiled: bool = False,
     ) -> None:
         super().__init__()
-        self.rotate = rotate.compiled_if(compiled)
+        self.rotate = rotate.compiled_if(context.pointwise)
         self.size = size
         self.theta = theta
         self.scaling = scaling

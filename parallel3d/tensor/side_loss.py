@@ -19,8 +19,8 @@ class SideLoss(NamedTuple):
     - `value` []: the mean over the microbatch's samples of a number of each sample, so that it does
       not depend on how a batch is cut into microbatches. It is the same on every tp rank. Under
       sequence parallelism a rank has a part of each sample's tokens: the layer sums the parts of a
-      sum over tokens by `collectives.reduce_from_group`, whose backward is the identity, so each
-      rank's gradient is that of its own part. Where cp ranks share a sample, gradients are averaged
+      sum over tokens by `collectives.sum_parts`, whose backward is the identity, so each rank's
+      gradient is that of its own part. Where cp ranks share a sample, gradients are averaged
       over them: means over tokens are taken by `collectives.mean_over_group`.
     - `coefficient`: 0 for a number that is only reported, which may be a vector.
     - `pooled`: True if `value` is [2, n]. Its two rows are averaged over the layers of the stage,

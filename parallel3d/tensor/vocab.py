@@ -4,7 +4,6 @@ If the group's size does not divide the vocabulary, parts differ by one row. The
 that could be predicted, change the loss or be saved.
 """
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,13 +20,10 @@ IGNORED = -100
 class VocabParallelEmbedding(CutModule):
     """Token ids [...] -> vectors [..., size], with the rows of the table cut over the group."""
 
-    def __init__(
-        self, vocab_size: int, size: int, group: dist.ProcessGroup, sequence_parallel: bool = False
-    ) -> None:
+    def __init__(self, vocab_size: int, size: int, *, context: LayerContext) -> None:
         super().__init__()
-        self.group = group
-        self.sequence_parallel = sequence_parallel
-        self.weight = cut_parameter((vocab_size, size), tensor=(0, group))
+        self.context = context
+        self.weight = cut_parameter((vocab_size, size), tensor=(0, context.group))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed tokens [..., seq] (int64), replicated over the group -> [..., seq, size].
@@ -36,18 +32,16 @@ class VocabParallelEmbedding(CutModule):
         """
         local, outside = local_ids(tokens, *cut_of(self.weight).bounds[0])
         vectors = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0.0)
-        return reduce_from_group(vectors, self.group, self.sequence_parallel)
+        return reduce_from_group(vectors, self.context)
 
 
 class VocabParallelOutput(CutModule):
     """Vectors [..., size] and labels -> loss, with the weight's rows cut like an embedding's."""
 
-    def __init__(self, vocab_size: int, size: int, context: LayerContext) -> None:
+    def __init__(self, vocab_size: int, size: int, *, context: LayerContext) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        self.group = context.group
-        self.sequence_parallel = context.sequence_parallel
-        self.compiled = context.pointwise
+        self.context = context
         self.weight = cut_parameter((vocab_size, size), tensor=(0, context.group))
 
     def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -58,13 +52,7 @@ class VocabParallelOutput(CutModule):
         - `weights` [batch, seq]: return the sum of the losses times these instead of the mean.
         """
         losses = vocab_parallel_loss(
-            x,
-            self.weight,
-            labels,
-            vocab_size=self.vocab_size,
-            group=self.group,
-            sequence_parallel=self.sequence_parallel,
-            compiled=self.compiled,
+            x, self.weight, labels, vocab_size=self.vocab_size, context=self.context
         ).masked_fill(labels == IGNORED, 0.0)
         if not self.training:
             return losses
@@ -72,4 +60,4 @@ class VocabParallelOutput(CutModule):
 
     def logits(self, x: Tensor) -> Tensor:
         """x [..., size], or its part of the sequence -> this rank's logits [..., vocab / tp]."""
-        return column_linear(x, [self.weight], self.group, self.sequence_parallel)[0]
+        return column_linear(x, [self.weight], self.context)[0]

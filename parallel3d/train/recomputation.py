@@ -30,9 +30,9 @@ from parallel3d.model import optimizers
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.pipeline.stages import build_layer
 from parallel3d.schedule.schedule import Op
-from parallel3d.tensor.collectives import all_reduce, hearing
-from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.collectives import all_reduce
+from parallel3d.tensor.context import LayerContext, SumListener
+from parallel3d.tensor.random_key import RandomKey
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.side_loss import alias, sum_side_losses
 from parallel3d.train.assembly import Assembly
@@ -112,7 +112,7 @@ class Recomputation:
             a.microbatch for a in program if a.stage == self._stage and a.op in (Op.B, Op.I)
         )
         self._number = batch[self._microbatch].number
-        self._recorder = Recorder(key, self._microbatch, mesh.tensor.group)
+        self._recorder = Recorder(key, self._microbatch)
         self._inputs: dict[str, Tensor] = {}
         own = self._stage, self._microbatch
 
@@ -137,7 +137,7 @@ class Recomputation:
                 side.total.register_hook(partial(self._inputs.__setitem__, "side_gradient"))
 
         with ExitStack() as until:
-            until.enter_context(hearing(self._recorder.note_part))
+            until.enter_context(parts.stages.listener.heard_by(self._recorder.note_part))
             self._moments = until.enter_context(parts.engine.measuring(self._segments))
             until.enter_context(module.register_forward_pre_hook(note_inputs))
             until.enter_context(module.register_forward_hook(note_gradients))
@@ -368,24 +368,24 @@ class Recomputation:
 
         Each layer runs twice, like a recomputed one: first for the next layer's input.
         """
-        recorder = Recorder(key, key.microbatch, self._mesh.tensor.group)
+        recorder = Recorder(key, key.microbatch)
+        listener = SumListener(recorder.note_part)
         of_stage = self._parts.stages.layers_of_stage
         numbers = of_stage[stage]
         most = max(map(len, of_stage))
         xs = [inputs["x"]]
         gradient = inputs.get("gradient")
         for place in range(most):
-            layer = self._layer(numbers, place, key, by)
+            layer = self._layer(numbers, place, key, by, SumListener())
             if layer is not None and place + 1 < len(numbers):
                 xs.append(_forward(layer, xs[place], inputs, False)[0].detach())
         for place in reversed(range(most)):
-            layer = self._layer(numbers, place, key, by)
+            layer = self._layer(numbers, place, key, by, listener)
             if layer is None:
                 continue
             x = xs.pop().detach()
             x.requires_grad_(x.is_floating_point())
             with ExitStack() as until:
-                until.enter_context(hearing(recorder.note_part))
                 recorder.watch(numbers[place], layer, until, set())
                 output, side = _forward(layer, x, inputs, place + 1 == len(numbers))
                 roots = [output]
@@ -398,7 +398,12 @@ class Recomputation:
         return recorder.read()
 
     def _layer(
-        self, numbers: Sequence[int], place: int, key: RandomKey, by: int
+        self,
+        numbers: Sequence[int],
+        place: int,
+        key: RandomKey,
+        by: int,
+        listener: SumListener,
     ) -> nn.Module | None:
         """Return a layer of another rank's stage, and send the weights of this rank's own one."""
         parts = self._parts
@@ -417,10 +422,11 @@ class Recomputation:
             context = LayerContext(
                 mesh.tensor.group,
                 key,
-                config.mesh.sequence_parallel,
-                config.pipeline.activation_checkpointing,
-                config.train.overlap,
+                sequence_parallel=config.mesh.sequence_parallel,
+                recompute=config.pipeline.activation_checkpointing,
+                overlap=config.train.overlap,
                 pointwise=config.train.compile == "pointwise",
+                listener=listener,
             )
             with plain_building(engine.settings.dtype, mesh.device):
                 layer = build_layer(parts.layers[numbers[place]], context)

@@ -5,10 +5,9 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.random_key import RandomKey
 from parallel3d.train.check_bits import Row, digest, read_digests
 
 
@@ -20,10 +19,9 @@ class Recorder:
     sum, before a wrong one reaches them all.
     """
 
-    def __init__(self, key: RandomKey, microbatch: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, key: RandomKey, microbatch: int) -> None:
         self._key = key
         self._microbatch = microbatch
-        self._group = group
         self._places: list[str] = []
         self._digests: list[Tensor] = []
         self._counts: Counter[str] = Counter()
@@ -48,10 +46,9 @@ class Recorder:
                     note = partial(self._note, f"weight-gradient {where}.{name}")
                     until.enter_context(parameter.register_hook(note))
 
-    def note_part(self, part: Tensor, group: dist.ProcessGroup) -> None:
-        """Note this rank's part of a sum, for `hearing`."""
-        if group is self._group:
-            self._note(self._numbered(self._near), part)
+    def note_part(self, part: Tensor) -> None:
+        """Note this rank's part of a sum, for a `SumListener`."""
+        self._note(self._numbered(self._near), part)
 
     def _numbered(self, place: str) -> str:
         self._counts[place] += 1

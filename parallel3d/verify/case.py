@@ -36,9 +36,11 @@ from parallel3d.model import transformer_cost
 from parallel3d.pipeline.executor import Microbatch
 from parallel3d.tensor import loss
 from parallel3d.tensor.attention import CausalAttention
+from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.loss import vocab_parallel_loss
 from parallel3d.tensor.norm import LayerNorm, RMSNorm
+from parallel3d.tensor.random_key import RandomKey
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.train.assembly import Assembly, assemble
 from parallel3d.train.metrics import MetricsWriter
@@ -437,8 +439,9 @@ class CaseRun:
         dtype = self.parts.engine.settings.dtype
         worst_off = 0.0
         modules = self.parts.stages.module.modules()
+        context = LayerContext(self.mesh.alone.group, RandomKey(0))
         for kind in {type(m) for m in modules if isinstance(m, (LayerNorm, RMSNorm))}:
-            norm = kind(NORM_SIZE, eps=1e-6).to(dtype).requires_grad_(False)
+            norm = kind(NORM_SIZE, eps=1e-6, context=context).to(dtype).requires_grad_(False)
             norm.weight.fill_(1)
             if isinstance(norm, LayerNorm):
                 norm.bias.zero_()
@@ -459,9 +462,9 @@ class CaseRun:
         generator = torch.Generator().manual_seed(SEED)
         x, weight = torch.randn(2, NORM_SIZE, NORM_SIZE, generator=generator).to(dtype)
         labels = torch.arange(NORM_SIZE)
-        group = self.mesh.alone.group
+        context = LayerContext(self.mesh.alone.group, RandomKey(0))
         x = x / NORM_SIZE**0.5  # [tokens, features], for logits of about 1
-        found = vocab_parallel_loss(x, weight, labels, vocab_size=NORM_SIZE, group=group)
+        found = vocab_parallel_loss(x, weight, labels, vocab_size=NORM_SIZE, context=context)
         exact = F.cross_entropy((x @ weight.t()).double(), labels, reduction="none")
         return float((found - exact).abs().mean())
 

@@ -16,6 +16,7 @@ from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.linear import ColumnParallelLinear
 from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.shrink import NO_THRESHOLDS
+from tests.contexts import layer_context
 from tests.engine import storage_bytes
 from tests.engine.settings import settings_of
 from tests.engine.test_partial import BATCH, HIDDEN, inputs
@@ -28,9 +29,9 @@ class TwoStages(nn.Module):
 
     def __init__(self, mesh):
         super().__init__()
-        group = mesh.tensor.group
+        context = layer_context(mesh.tensor.group)
         self.stages = nn.ModuleList(
-            nn.ModuleList(ColumnParallelLinear(HIDDEN, HIDDEN, group) for _ in range(3))
+            nn.ModuleList(ColumnParallelLinear(HIDDEN, HIDDEN, context=context) for _ in range(3))
             for _ in range(2)
         )
 

@@ -25,8 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from parallel3d.model.recompute import FULL, NONE
 from parallel3d.model.spec import Collective
 from parallel3d.pipeline.stages import Stages
-from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.dropout import RandomKey
+from tests.contexts import layer_context
 from tests.models.cost_cases import SHAPE, cases_of
 
 KINDS = {
@@ -129,7 +128,7 @@ class Layer:
     def __init__(self, case, group, dtype=torch.float32):
         spec = case.layer
         split = case.sequence_parallel
-        context = LayerContext(group, RandomKey(0), split, case.recompute)
+        context = layer_context(group, sequence_parallel=split, recompute=case.recompute)
         torch.manual_seed(0)
         self.module = resolve_name(spec.build)(spec.config, spec.name, context).to(dtype)
         for parameter in self.module.parameters():

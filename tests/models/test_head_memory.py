@@ -12,6 +12,7 @@ from parallel3d.model.transformer_cost import LOGITS_AT_ONCE, chunk_tokens, num_
 from parallel3d.tensor.loss import vocab_parallel_loss
 from parallel3d.tensor.weight_gradients import accumulate_in_place
 from parallel3d.verify.local_ranks import run_locally
+from tests.contexts import layer_context
 from tests.counting import Counting
 from tests.models.cost_cases import MESHES, SHAPE, SIZES, Case
 from tests.models.costs import measure_cases
@@ -41,7 +42,7 @@ def run_head(dtype, weight, counting):
     before = counting.bytes
     is_first = weight.grad is None
     counting.start()
-    loss = vocab_parallel_loss(x, weight, labels, vocab_size=VOCAB, group=alone())
+    loss = vocab_parallel_loss(x, weight, labels, vocab_size=VOCAB, context=layer_context(alone()))
     kept = counting.bytes - before
     forward = counting.peak - before
     counting.start()

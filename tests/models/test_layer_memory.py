@@ -14,8 +14,8 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.models.gpt.blocks import Block, Embedding, Head
 from parallel3d.models.gpt.spec import Config
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.linear import linear
+from parallel3d.tensor.random_key import RandomKey
 
 pytestmark = pytest.mark.gloo
 

@@ -41,7 +41,7 @@ ITS_MESHES = {n: MESHES[i % 3 :][:1] for i, n in enumerate(CONFIGS)}
 
 def counted_by_each(original, self, routing, batch):
     found = original(self, routing, batch)
-    tp = self.group.size()
+    tp = self.context.group.size()
     return {
         name: s._replace(value=s.value.detach() + tp * (s.value - s.value.detach()))
         for name, s in found.items()
@@ -54,9 +54,7 @@ FAULTS = {
     "side losses counted on each rank": lambda: wrapped(
         blocks.MoE, "_side_losses", counted_by_each
     ),
-    "input gradient unreduced": lambda: replaced(
-        blocks, "copy_to_group", lambda x, group, split=False: x
-    ),
+    "input gradient unreduced": lambda: replaced(blocks, "copy_to_group", lambda x, context: x),
     "experts in an unstable order": lambda: wrapped(
         experts, "_gather", lambda original, rows, place, k: original(rows, place.flip(0), k)
     ),

@@ -15,8 +15,8 @@ from parallel3d.model import recompute
 from parallel3d.model.spec import Shape
 from parallel3d.pipeline.stages import Stages
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.dropout import RandomKey
 from parallel3d.tensor.host_activations import HostActivations, _OnHost
+from parallel3d.tensor.random_key import RandomKey
 from parallel3d.tensor.weight_gradients import defer_weight_gradients
 from parallel3d.verify.local_ranks import run_locally
 from tests.models.families import small

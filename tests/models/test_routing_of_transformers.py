@@ -17,7 +17,7 @@ from parallel3d.model.spec import named_params
 from parallel3d.models.moe import huggingface
 from parallel3d.models.moe.blocks import Head, Router
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.random_key import RandomKey
 from parallel3d.verify.reference import in_our_names
 from tests.models.families import batch_of, small, weights_of
 

@@ -12,7 +12,8 @@ from parallel3d.mesh.mesh import Mesh
 from parallel3d.mesh.traffic import Traffic
 from parallel3d.tensor.dealt import at_once, block_mask
 from parallel3d.tensor.documents import attend_documents
-from parallel3d.tensor.dropout import Dropout, RandomKey
+from parallel3d.tensor.dropout import Dropout
+from parallel3d.tensor.random_key import RandomKey
 from parallel3d.tensor.segments import Segments
 from parallel3d.verify.local_ranks import run_locally
 from tests.counting import Counting
@@ -140,7 +141,7 @@ def dropped_on_rank(rank, split):
     cp = mesh.context
     over = mesh.tensor if split else mesh.alone
     key = RandomKey(3)
-    layer = Dropout(0.5, "here", key, over.group if split else None)
+    layer = Dropout(0.5, "here", key=key, split_over=over.group if split else None)
     whole = torch.arange(1.0, 1 + BATCH * SEQ * 3).view(BATCH, SEQ, 3)
     expected = torch.cat([dropped(layer, part, r) for r, part in enumerate(parts(whole, over))], 1)
     places = torch.from_numpy(deal(DOCUMENTS.numpy(), cp.size))

@@ -12,7 +12,8 @@ from parallel3d.models.gpt.blocks import Block
 from parallel3d.models.gpt.spec import Config
 from parallel3d.pipeline.stages import Stages
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.dropout import Dropout, RandomKey
+from parallel3d.tensor.dropout import Dropout
+from parallel3d.tensor.random_key import RandomKey
 from parallel3d.verify.local_ranks import run_locally
 
 pytestmark = pytest.mark.gloo
@@ -38,9 +39,9 @@ def mask(dropout, numel=256):
 def masks_on_rank(rank):
     mesh = Mesh(dp=2, tp=2)
     key = RandomKey(3, mesh.samples.coord)
-    replicated = Dropout(0.5, "here", key)
-    split = Dropout(0.5, "here", key, mesh.tensor.group)
-    elsewhere = Dropout(0.5, "there", key)
+    replicated = Dropout(0.5, "here", key=key)
+    split = Dropout(0.5, "here", key=key, split_over=mesh.tensor.group)
+    elsewhere = Dropout(0.5, "there", key=key)
     found = {
         "replicated": mask(replicated),
         "again": mask(replicated),
@@ -81,7 +82,7 @@ def test_masks_agree_and_differ():
 def test_keep_rate(p):
     numel = 2**20
     key = RandomKey(0)
-    dropout = Dropout(p, "here", key)
+    dropout = Dropout(p, "here", key=key)
     first = dropout(torch.ones(numel))
     assert set(first.unique().tolist()) == {0.0, float(torch.tensor(1 / (1 - p)))}
     five_sigma = 5 * (p * (1 - p) / numel) ** 0.5
@@ -93,7 +94,7 @@ def test_keep_rate(p):
 
 
 def test_none_in_evaluation():
-    dropout = Dropout(0.5, "here", RandomKey(0)).eval()
+    dropout = Dropout(0.5, "here", key=RandomKey(0)).eval()
     x = torch.ones(64)
     assert dropout(x) is x
     torch.manual_seed(1)
@@ -106,7 +107,7 @@ def test_none_in_evaluation():
 
 def test_one_generator_is_seeded(monkeypatch):
     """The device's own, as torch.manual_seed seeds it; those of its peers are other ranks'."""
-    dropout = Dropout(0.5, "here", RandomKey(0))
+    dropout = Dropout(0.5, "here", key=RandomKey(0))
     seeds = []
     torch.manual_seed(1)
     before = torch.get_rng_state()

@@ -12,6 +12,7 @@ from parallel3d.tensor import experts as experts_module
 from parallel3d.tensor.cut import cut_of
 from parallel3d.tensor.experts import Experts, _grouped_linear, grouped_product
 from parallel3d.verify.local_ranks import run_locally
+from tests.contexts import layer_context
 from tests.models.test_layer_memory import release
 
 pytestmark = pytest.mark.gloo
@@ -68,7 +69,7 @@ def run(experts, x, chosen, weights):
 def test_tokens_come_back_to_their_places(group, capacity):
     """By finite differences, and token by token; the last tokens beyond a capacity skip it."""
     torch.manual_seed(1)
-    experts = Experts(4, 4, 6, group, capacity=capacity).double()
+    experts = Experts(4, 4, 6, context=layer_context(group), capacity=capacity).double()
     for p in experts.parameters():
         nn.init.normal_(p)
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
@@ -104,7 +105,8 @@ CHOSEN = [
 def divided(rank, weights, tokens, gradients):
     """Output, gradients and bytes sent of one rank, which owns two of the experts."""
     mesh = Mesh(dp=OWNERS, ep=OWNERS)
-    experts = Experts(EXPERTS, SIZE, INNER, mesh.tensor.group, mesh.experts.group)
+    context = layer_context(mesh.tensor.group, expert_group=mesh.experts.group)
+    experts = Experts(EXPERTS, SIZE, INNER, context=context)
     for parameter, whole in zip(experts.parameters(), weights, strict=True):
         parameter.data = cut_of(parameter).part_of(whole).clone()
     x = tokens[rank].requires_grad_()
@@ -122,7 +124,7 @@ def divided(rank, weights, tokens, gradients):
 
 def test_divided_experts_are_those_of_one_rank(group):
     torch.manual_seed(2)
-    whole = Experts(EXPERTS, SIZE, INNER, group)
+    whole = Experts(EXPERTS, SIZE, INNER, context=layer_context(group))
     for p in whole.parameters():
         nn.init.normal_(p)
     tokens = [torch.randn(len(own), SIZE) for own in CHOSEN]
@@ -146,7 +148,7 @@ def test_divided_experts_are_those_of_one_rank(group):
 
 
 def test_no_released_weight_is_kept_alive(group):
-    experts = Experts(4, 4, 8, group)
+    experts = Experts(4, 4, 8, context=layer_context(group))
     for p in experts.parameters():
         nn.init.normal_(p)
     x = torch.randn(6, 4, requires_grad=True)

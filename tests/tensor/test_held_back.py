@@ -18,6 +18,7 @@ from parallel3d.tensor.linear import (
 from parallel3d.tensor.loss import vocab_parallel_loss
 from parallel3d.tensor.weight_gradients import accumulate_in_place, defer_weight_gradients
 from parallel3d.verify.local_ranks import run_locally
+from tests.contexts import layer_context
 
 pytestmark = pytest.mark.gloo
 
@@ -29,11 +30,11 @@ class Block(nn.Module):
 
     def __init__(self, group, sequence_parallel):
         super().__init__()
-        split = {"sequence_parallel": sequence_parallel}
+        context = layer_context(group, sequence_parallel=sequence_parallel)
         self.scale = nn.Parameter(torch.ones(SIZE))
-        self.up = ColumnParallelLinear(SIZE, 2 * SIZE, group, **split)
-        self.down = RowParallelLinear(2 * SIZE, SIZE, group, **split)
-        self.heads = GroupedColumnLinear(SIZE, {"q": 2, "k": 1}, 4, group, bias=True, **split)
+        self.up = ColumnParallelLinear(SIZE, 2 * SIZE, context=context)
+        self.down = RowParallelLinear(2 * SIZE, SIZE, context=context)
+        self.heads = GroupedColumnLinear(SIZE, {"q": 2, "k": 1}, 4, context=context, bias=True)
 
     def forward(self, x):
         """x [batch, seq, size] or its part of the sequence -> [batch, seq, features]."""
@@ -97,7 +98,7 @@ def test_added_in_place_to_the_bit(dtype):
     weight, head = (nn.Parameter(torch.randn(n, SIZE).to(dtype)) for n in (SIZE, 50))
     xs = torch.randn(3, 4, SIZE).to(dtype)
     labels = torch.randint(50, (4,))
-    alone = torch.distributed.ProcessGroup(0, 1)
+    alone = layer_context(torch.distributed.ProcessGroup(0, 1))
     found = []
     for in_place in (False, True):
         for parameter in (weight, head):
@@ -105,7 +106,7 @@ def test_added_in_place_to_the_bit(dtype):
             parameter.grad_dtype = torch.float32
         for x in xs:
             hidden = linear(x, weight)
-            loss = vocab_parallel_loss(hidden, head, labels, vocab_size=50, group=alone).mean()
+            loss = vocab_parallel_loss(hidden, head, labels, vocab_size=50, context=alone).mean()
             before = weight.grad
             with accumulate_in_place() if in_place else nullcontext():
                 loss.backward()
@@ -123,11 +124,11 @@ def test_a_head_in_parts_is_added_in_place(dtype, monkeypatch):
     x = torch.randn(4, SIZE).to(dtype)
     head.grad_dtype = torch.float32
     labels = torch.randint(50, (4,))
-    alone = torch.distributed.ProcessGroup(0, 1)
+    alone = layer_context(torch.distributed.ProcessGroup(0, 1))
     for _ in range(2):
         once = head.grad.clone() if head.grad is not None else None
         with accumulate_in_place():
-            vocab_parallel_loss(x, head, labels, vocab_size=50, group=alone).mean().backward()
+            vocab_parallel_loss(x, head, labels, vocab_size=50, context=alone).mean().backward()
     torch.testing.assert_close(head.grad, 2 * once, rtol=1e-6, atol=1e-7)
 
 

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor.attention import CausalAttention, describe_kernel, kernel_of, log_kernel
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.random_key import RandomKey
 from parallel3d.tensor.segments import Segments
 from tests.counting import Calls
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def attend(dropout, context, heads):
-    return CausalAttention(dropout, "a", context, heads=heads, head_size=8)
+    return CausalAttention(dropout, "a", context=context, heads=heads, head_size=8)
 
 
 @pytest.fixture
@@ -66,7 +66,8 @@ def test_a_window_is_said_of_the_layer_that_sees_most(context):
     windows = (3, 7)
     said = []
     layers = [
-        CausalAttention(0.0, "a", context, heads=(4, 2), head_size=8, window=w) for w in windows
+        CausalAttention(0.0, "a", context=context, heads=(4, 2), head_size=8, window=w)
+        for w in windows
     ]
     sizes = {"batch": 2, "seq": 300, "dtype": torch.float32, "device": CPU, "isolated": False}
     log_kernel(nn.Sequential(*layers), said.append, **sizes)

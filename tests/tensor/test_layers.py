@@ -28,6 +28,7 @@ from parallel3d.tensor.norm import LayerNorm, RMSNorm
 from parallel3d.tensor.vocab import VocabParallelEmbedding
 from parallel3d.verify.local_ranks import RankFailed, run_locally
 from tests.cases import Case, Trainer
+from tests.contexts import layer_context
 from tests.meshes import sizes_of
 
 pytestmark = pytest.mark.gloo
@@ -51,6 +52,10 @@ class Sizes(NamedTuple):
     def whole(self):
         """The batch and sequence of whole activations; every group divides the sequence."""
         return self.batch, 4 * self.seq
+
+    def context(self, group):
+        """The context of a layer that the group cuts."""
+        return layer_context(group, sequence_parallel=self.split)
 
     def part(self, x, group):
         """What a rank has of an activation between layers."""
@@ -125,7 +130,7 @@ def compare(layer, twin, inputs, outputs, s, tolerance):
     for name, parameter in layer.named_parameters():
         cut = cut_of(parameter)
         if not cut.parts and (s.split or isinstance(layer, GroupedColumnLinear)):
-            dist.all_reduce(parameter.grad, group=layer.group)
+            dist.all_reduce(parameter.grad, group=layer.context.group)
         close(parameter.grad, part(twin[name].grad, cut), f"{name} gradient", tolerance)
 
 
@@ -142,7 +147,9 @@ def leaf(x):
 def check_column(s, group, tolerance):
     fused = (s.fused,) if s.fused else ()
     x, w, b = tensors(s.seed, (*s.whole, s.narrow), (*fused, s.wide, s.narrow), (*fused, s.wide))
-    layer = ColumnParallelLinear(s.narrow, s.wide, group, s.bias, s.fused, s.split)
+    layer = ColumnParallelLinear(
+        s.narrow, s.wide, context=s.context(group), bias=s.bias, fused=s.fused
+    )
     give(layer, weight=w, bias=b)
     mine = leaf(s.part(x, group))
     whole = F.linear(x, w.flatten(0, -2), b.flatten() if s.bias else None)
@@ -157,7 +164,7 @@ def check_column(s, group, tolerance):
 
 def check_row(s, group, tolerance):
     x, w, b = tensors(s.seed, (*s.whole, s.wide), (s.narrow, s.wide), (s.narrow,))
-    layer = RowParallelLinear(s.wide, s.narrow, group, s.bias, s.split)
+    layer = RowParallelLinear(s.wide, s.narrow, context=s.context(group), bias=s.bias)
     give(layer, weight=w, bias=b)
     mine = leaf(share(x, -1, group))
     inputs = mine, x, lambda t: share(t, -1, group)
@@ -168,7 +175,7 @@ def check_row(s, group, tolerance):
 def check_embedding(s, group, tolerance):
     (w,) = tensors(s.seed, (s.wide, s.narrow))
     tokens = torch.randint(s.wide, s.whole, generator=torch.Generator().manual_seed(s.seed))
-    layer = VocabParallelEmbedding(s.wide, s.narrow, group, s.split)
+    layer = VocabParallelEmbedding(s.wide, s.narrow, context=s.context(group))
     give(layer, weight=w)
     out = layer(tokens), F.embedding(tokens, w), lambda t: s.part(t, group)
     compare(layer, {"weight": w}, (None, None, None), out, s, tolerance)
@@ -177,8 +184,8 @@ def check_embedding(s, group, tolerance):
 def check_norms(s, group, tolerance):
     for kind in (LayerNorm, RMSNorm):
         x, w, b = tensors(s.seed, (*s.whole, s.wide), (s.wide,), (s.wide,))
-        layer = kind(s.wide, 1e-5)
-        layer.group = group
+        layer = kind(s.wide, 1e-5, context=s.context(group))
+        layer.context = layer_context(group)
         give(layer, weight=w, bias=b)
         mine = leaf(s.part(x, group))
         whole = (
@@ -199,7 +206,7 @@ def check_grouped(s, group, tolerance):
     x, *parameters = tensors(s.seed, (*s.whole, s.narrow), *shapes)
     names = [f"{name}_{kind}" for name in heads for kind in ("weight", "bias")]
     twin = dict(zip(names, parameters, strict=True))
-    layer = GroupedColumnLinear(s.narrow, heads, HEAD, group, s.bias, s.split)
+    layer = GroupedColumnLinear(s.narrow, heads, HEAD, context=s.context(group), bias=s.bias)
     give(layer, **twin)
     mine = leaf(s.part(x, group))
     q, k = (
@@ -260,7 +267,7 @@ def gathers_nothing(x, group):
 
 
 def takes_the_first_head(layer, count):
-    return None if count >= layer.group.size() else (0, HEAD)
+    return None if count >= layer.context.group.size() else (0, HEAD)
 
 
 # A layer, whether activations are split, and what is put in place of what.

@@ -19,6 +19,7 @@ from parallel3d.tensor import loss as loss_module
 from parallel3d.tensor.cut import even_split
 from parallel3d.tensor.loss import vocab_parallel_loss
 from parallel3d.verify.local_ranks import RankFailed, run_locally
+from tests.contexts import layer_context
 from tests.meshes import sizes_of
 from tests.tensor.test_layers import EXAMPLE, SIZES, close, in_type, share, tensors
 
@@ -42,7 +43,8 @@ def check_cross_entropy(s, group, tolerance):
         whole = (logits.detach() * scale).requires_grad_()
         mine = whole.detach().clone().requires_grad_()
         weight = torch.nn.Parameter(share(torch.eye(s.wide), 0, group))
-        loss = vocab_parallel_loss(mine, weight, labels, vocab_size=s.wide, group=group)
+        context = layer_context(group)
+        loss = vocab_parallel_loss(mine, weight, labels, vocab_size=s.wide, context=context)
         want = F.cross_entropy(whole.float(), labels, reduction="none")
         assert loss.dtype == torch.float32
         assert loss.isfinite().all()
@@ -71,7 +73,11 @@ def check_loss_in_parts(s, group, tolerance):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(transformer_cost, "LOGITS_AT_ONCE", tokens * len(weight))
             loss = vocab_parallel_loss(
-                mine, weight, labels, vocab_size=s.wide, group=group, sequence_parallel=split
+                mine,
+                weight,
+                labels,
+                vocab_size=s.wide,
+                context=layer_context(group, sequence_parallel=split),
             )
             loss.backward(grad)
         assert weight.grad.dtype == weight.grad_dtype
@@ -118,9 +124,9 @@ def test_losses_in_lower_precision(dtype):
 
 def compiled_on_rank(rank, dtype):
     """The same checks with the passes over logits compiled, as graphs without kernels."""
-    global vocab_parallel_loss
+    global layer_context
     compiled.BACKEND = "aot_eager"
-    vocab_parallel_loss = partial(vocab_parallel_loss, compiled=True)
+    layer_context = partial(layer_context, pointwise=True)
     check_on_rank(rank, [EXAMPLE], dtype, [(1, 1, 2)])
     return compiled.counts().graphs, compiled.counts().breaks
 
@@ -134,7 +140,7 @@ def test_compiled_passes_give_the_same(dtype):
 
 
 def sabotage(rank, number):
-    loss_module.all_reduce = lambda x, *args: x
+    loss_module.all_reduce = loss_module.sum_copy = lambda x, *args: x
     check_on_rank(rank, [EXAMPLE], torch.float32, [(1, 1, 2)], CHECKS[number:][:1])
 
 
@@ -159,7 +165,8 @@ def confident_gradients(rank):
     for at_once in (transformer_cost.LOGITS_AT_ONCE, 64):
         transformer_cost.LOGITS_AT_ONCE = at_once
         mine = rounded.clone().requires_grad_()
-        loss = vocab_parallel_loss(mine, weight, labels, vocab_size=50, group=group)
+        context = layer_context(group)
+        loss = vocab_parallel_loss(mine, weight, labels, vocab_size=50, context=context)
         loss.mean().backward()
         pairs.append((mine.grad, whole.grad))
     return pairs

@@ -10,7 +10,7 @@ from parallel3d import models
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.tensor import compiled
 from parallel3d.tensor.context import LayerContext
-from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.random_key import RandomKey
 from parallel3d.verify.local_ranks import run_locally
 
 pytestmark = pytest.mark.gloo

@@ -18,6 +18,7 @@ from parallel3d.tensor.collectives import (
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear
 from parallel3d.tensor.weight_gradients import defer_weight_gradients
 from parallel3d.verify.local_ranks import run_locally
+from tests.contexts import layer_context
 from tests.counting import Calls
 from tests.strict.group import StrictGroup
 from tests.strict.operation import Handle
@@ -61,11 +62,12 @@ def order():
         yield names
 
 
-def layers(group, split):
+def layers(group, split, overlap=True):
+    context = layer_context(group, sequence_parallel=split, overlap=overlap)
     torch.manual_seed(group.rank())
     made = [
-        ColumnParallelLinear(SIZE, 2 * SIZE, group, sequence_parallel=split),
-        GroupedColumnLinear(SIZE, {"q": 2, "k": 1}, HEAD, group, sequence_parallel=split),
+        ColumnParallelLinear(SIZE, 2 * SIZE, context=context),
+        GroupedColumnLinear(SIZE, {"q": 2, "k": 1}, HEAD, context=context),
     ]
     for layer in made:
         for parameter in layer.parameters():
@@ -94,12 +96,9 @@ def bits(rank):
     group = Mesh(tp=2).tensor.group
     found = []
     for split in (False, True):
-        for layer in layers(group, split):
-            of_layer = []
-            for on, deferred in ((False, False), (True, False), (True, True)):
-                layer.overlap = on
-                of_layer.append(passed(layer, split, deferred))
-            found.append(of_layer)
+        for off, on in zip(layers(group, split, False), layers(group, split), strict=True):
+            gradients = [passed(off, split), passed(on, split), passed(on, split, deferred=True)]
+            found.append(gradients)
     return found
 
 
@@ -115,9 +114,8 @@ def order_and_time(rank):
     mesh = Mesh(tp=2)
     found = []
     for split in (False, True):
-        layer, _ = layers(mesh.tensor.group, split)
         for on in (False, True):
-            layer.overlap = on
+            layer, _ = layers(mesh.tensor.group, split, on)
             x = torch.randn(BATCH, SEQ // (2 if split else 1), SIZE, requires_grad=True)
             y = layer(x).sum()
             mesh.barrier()
@@ -149,7 +147,7 @@ def results(rank):
     with Calls() as calls:
         whole = all_gather_sequence(x, group)
         mine = reduce_scatter_sequence(whole, group)
-        total = reduce_from_group(x, group)
+        total = reduce_from_group(x, layer_context(group))
     moved = tree_leaves([args for func, args in calls.calls if func.namespace == "c10d"])
     places, moved_places = (
         {t.untyped_storage().data_ptr() for t in tensors if isinstance(t, torch.Tensor)}

@@ -5,7 +5,7 @@ stream drifted apart.
 import os
 from typing import Any
 
-from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.random_key import RandomKey
 from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(

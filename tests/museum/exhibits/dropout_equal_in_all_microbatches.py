@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.random_key import RandomKey
 from tests.museum.exhibit import Exhibit, in_place_of
 
 EXHIBIT = Exhibit(__doc__, mesh=(1, 1, 1), needs=("dropout", "microbatches"), kind="beside")

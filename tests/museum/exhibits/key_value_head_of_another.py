@@ -19,7 +19,7 @@ EXHIBIT = Exhibit(
 @in_place_of(GroupedColumnLinear, "_rows")
 def plant(original: Any, layer: GroupedColumnLinear, count: int) -> Any:
     """The heads go round over the ranks."""
-    if count >= layer.group.size():
+    if count >= layer.context.group.size():
         return original(layer, count)
-    start = layer.group.rank() % count * layer.head_size
+    start = layer.context.group.rank() % count * layer.head_size
     return start, start + layer.head_size

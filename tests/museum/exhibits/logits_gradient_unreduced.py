@@ -19,5 +19,5 @@ EXHIBIT = Exhibit(
 @in_place_of(loss._Loss, "backward")
 def plant(original: Any, *given: Any) -> Any:
     """No all-reduce in the head's backward pass; its forward pass has them."""
-    with replaced(loss, "all_reduce", lambda x, *rest: x):
+    with replaced(loss, "sum_copy", lambda x, context: x):
         return original(*given)

@@ -5,7 +5,7 @@ masks than the loss.
 from itertools import count
 from typing import Any
 
-from parallel3d.tensor.dropout import RandomKey
+from parallel3d.tensor.random_key import RandomKey
 from tests.museum.exhibit import Exhibit, Planted, wrapped
 
 EXHIBIT = Exhibit(

@@ -14,4 +14,4 @@ EXHIBIT = Exhibit(__doc__, "2023-01-23", "awslabs/slapo#10", mesh=(1, 1, 4), nee
 def plant(original: Any, layer: RowParallelLinear, x: Any) -> Any:
     """Add what the other ranks would have added."""
     y = original(layer, x)
-    return y if layer.bias is None else y + layer.bias * (layer.group.size() - 1)
+    return y if layer.bias is None else y + layer.bias * (layer.context.group.size() - 1)

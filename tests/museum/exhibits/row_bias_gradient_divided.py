@@ -18,5 +18,5 @@ def plant(original: Any, layer: RowParallelLinear, x: Any) -> Any:
     y = original(layer, x)
     if layer.bias is None:
         return y
-    share = layer.bias / layer.group.size()
+    share = layer.bias / layer.context.group.size()
     return y + (share - layer.bias) + (layer.bias - share).detach()

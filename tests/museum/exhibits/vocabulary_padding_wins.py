@@ -18,7 +18,8 @@ def plant() -> Planted:
 
     def of_slice(original: Any, x: Any, weight: Any, labels: Any, **of: Any) -> Any:
         nonlocal last
-        last = of["group"].rank() == of["group"].size() - 1
+        group = of["context"].group
+        last = group.rank() == group.size() - 1
         return original(x, weight, labels, **of)
 
     def logits(original: Any, *given: Any) -> Any:
