@@ -1,6 +1,7 @@
 """Layers that several families share, built from tensor-parallel layers."""
 
 from functools import partial
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -8,11 +9,13 @@ from parallel3d.model.config import ModelConfig
 from parallel3d.models.common import scales_of
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
+from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.pointwise import gelu, scale
-from parallel3d.tensor.recompute import activated
+from parallel3d.tensor.recompute import activated, recomputed
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.tensor.segments import Segments
+from parallel3d.tensor.side_loss import LayerOutput, SideLoss
 from parallel3d.tensor.vocab import VocabParallelEmbedding, VocabParallelOutput
 
 
@@ -29,6 +32,64 @@ class TokenEmbedding(nn.Module):
     def forward(self, tokens: Tensor, segments: Segments | None = None) -> Tensor:
         """tokens [batch, seq] -> [batch, seq, hidden], or this rank's part of the sequence."""
         return scale(self.token(tokens), self.scale)
+
+
+class Residual(nn.Module):
+    """A residual connection: x + scale * dropout(sublayer(norm(x))).
+
+    The block keeps the norm and the sublayer, whose names are those of its parameters, and passes
+    them to each call.
+
+    - `kind`: the sublayer, which decides whether the norm's output is saved or recomputed.
+    - `dropout`: of the sublayer's output; None: there is none.
+    - `post_norm`: the norm is applied to the sublayer's output instead of its input.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kind: Literal["attention", "mlp", "experts"],
+        *,
+        context: LayerContext,
+        dropout: Dropout | None = None,
+        post_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        # A recomputed MLP saves its input, and a router and its experts take theirs in two places.
+        saves_input = kind == "experts" or kind in context.recompute.parts
+        self.recomputes_norm = "layernorm" in context.recompute.parts and not saves_input
+        self.scale = scales_of(config).branch
+        self.dropout = dropout
+        self.post_norm = post_norm
+
+    def forward(
+        self, x: Tensor, norm: nn.Module, sublayer: nn.Module, *args: object
+    ) -> LayerOutput:
+        """Return x plus the branch [batch, seq, hidden], or parts, with the sublayer's side losses.
+
+        `args` are further arguments of the sublayer.
+        """
+        y, side_losses = self.branch(x, norm, sublayer, *args)
+        # In place, because no backward needs the output of a branch.
+        y = y.add_(x)
+        return y if side_losses is None else (y, side_losses)
+
+    def branch(
+        self, x: Tensor, norm: nn.Module, sublayer: nn.Module, *args: object
+    ) -> tuple[Tensor, dict[str, SideLoss] | None]:
+        """Return what is added to x, and the side losses of the sublayer if it has any."""
+        y = sublayer(x if self.post_norm else self._normed(x, norm), *args)
+        side_losses = None
+        if not isinstance(y, Tensor):
+            y, side_losses = y
+        if self.post_norm:
+            y = norm(y)
+        y = scale(y, self.scale)
+        return y if self.dropout is None else self.dropout(y), side_losses
+
+    def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
+        normed: Tensor = recomputed(norm, x) if self.recomputes_norm else norm(x)
+        return normed
 
 
 class FusedAttention(nn.Module):

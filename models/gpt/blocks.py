@@ -3,11 +3,13 @@
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.models.blocks import FusedAttention, GeluMLP, NormedHead
+from parallel3d.models.blocks import FusedAttention, GeluMLP, NormedHead, Residual
 from parallel3d.models.common import scales_of
 from parallel3d.models.gpt.spec import Config
 from parallel3d.tensor.collectives import sequence_part
@@ -16,7 +18,6 @@ from parallel3d.tensor.cut import CutModule, cut_parameter
 from parallel3d.tensor.dropout import Dropout
 from parallel3d.tensor.norm import LayerNorm
 from parallel3d.tensor.pointwise import scale
-from parallel3d.tensor.recompute import normed
 from parallel3d.tensor.segments import Segments
 from parallel3d.tensor.vocab import VocabParallelEmbedding
 
@@ -65,24 +66,24 @@ class Block(nn.Module):
         super().__init__()
         size = config.hidden_size
         eps = config.layer_norm_epsilon
-        key = context.key
-        split = context.sequence_group
+        dropout = partial(
+            Dropout, config.resid_pdrop, key=context.key, split_over=context.sequence_group
+        )
         self.norm1 = LayerNorm(size, eps, context=context)
         self.attention = FusedAttention(config, name, context=context, dropout=config.attn_pdrop)
-        self.dropout1 = Dropout(config.resid_pdrop, f"{name}.dropout1", key=key, split_over=split)
+        self.residual1 = Residual(
+            config, "attention", context=context, dropout=dropout(f"{name}.dropout1")
+        )
         self.norm2 = LayerNorm(size, eps, context=context)
         self.mlp = GeluMLP(config, context=context, approximate="tanh")
-        self.dropout2 = Dropout(config.resid_pdrop, f"{name}.dropout2", key=key, split_over=split)
-        self.scale = scales_of(config).branch
-        self.recompute = context.recompute
+        self.residual2 = Residual(
+            config, "mlp", context=context, dropout=dropout(f"{name}.dropout2")
+        )
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        # In place, because no backward needs the output of a branch.
-        y = normed(self.norm1, x, self.recompute)
-        x = self.dropout1(scale(self.attention(y, segments), self.scale)).add_(x)
-        y = normed(self.norm2, x, self.recompute, "mlp")
-        return self.dropout2(scale(self.mlp(y), self.scale)).add_(x)
+        x = self.residual1(x, self.norm1, self.attention, segments)
+        return self.residual2(x, self.norm2, self.mlp)
 
 
 class Head(NormedHead):

@@ -7,17 +7,18 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from parallel3d.models.blocks import NormedHead
+from parallel3d.models.blocks import NormedHead, Residual
 from parallel3d.models.common import scales_of
 from parallel3d.models.llama.spec import Config
 from parallel3d.tensor.attention import CausalAttention
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.linear import ColumnParallelLinear, GroupedColumnLinear, RowParallelLinear
 from parallel3d.tensor.norm import RMSNorm, WidthNorm
-from parallel3d.tensor.pointwise import scale, swiglu
-from parallel3d.tensor.recompute import activated, normed
+from parallel3d.tensor.pointwise import swiglu
+from parallel3d.tensor.recompute import activated
 from parallel3d.tensor.rotary import Rotary, llama3_scaling, yarn_scaling
 from parallel3d.tensor.segments import Segments
+from parallel3d.tensor.side_loss import LayerOutput
 
 
 class Attention(nn.Module):
@@ -79,7 +80,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer; a family may pass its own `mlp`."""
+    """One transformer layer; a family may pass its own `mlp`, a mixture of experts."""
 
     def __init__(
         self, config: Config, name: str, context: LayerContext, mlp: nn.Module | None = None
@@ -87,24 +88,18 @@ class Block(nn.Module):
         super().__init__()
         size = config.hidden_size
         eps = config.rms_norm_eps
+        residual = partial(Residual, config, context=context, post_norm=config.post_norm)
         self.norm1 = RMSNorm(size, eps, context=context)
         self.attention = Attention(config, name, context=context)
+        self.residual1 = residual("attention")
         self.norm2 = RMSNorm(size, eps, context=context)
         self.mlp = mlp or MLP(config, context=context)
-        self.scale = scales_of(config).branch
-        self.recompute = context.recompute
-        self.post_norm = config.post_norm
+        self.residual2 = residual("mlp" if mlp is None else "experts")
 
-    def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
+    def forward(self, x: Tensor, segments: Segments | None = None) -> LayerOutput:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        # In place, because no backward needs the output of a branch.
-        if self.post_norm:
-            x = scale(self.norm1(self.attention(x, segments)), self.scale).add_(x)
-            return scale(self.norm2(self.mlp(x)), self.scale).add_(x)
-        y = normed(self.norm1, x, self.recompute)
-        x = scale(self.attention(y, segments), self.scale).add_(x)
-        y = normed(self.norm2, x, self.recompute, "mlp")
-        return scale(self.mlp(y), self.scale).add_(x)
+        x = self.residual1(x, self.norm1, self.attention, segments)
+        return self.residual2(x, self.norm2, self.mlp)
 
 
 class Head(NormedHead):

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallel3d.model.recompute import NONE
 from parallel3d.models.llama import blocks as llama
 from parallel3d.models.moe.spec import Config
 from parallel3d.tensor.collectives import copy_to_group, mean_over_group, reduce_from_group
@@ -14,9 +13,7 @@ from parallel3d.tensor.cut import cut_parameter
 from parallel3d.tensor.experts import Experts, PartialSwiGLU, with_gradient
 from parallel3d.tensor.pointwise import scale
 from parallel3d.tensor.product import linear
-from parallel3d.tensor.recompute import normed
-from parallel3d.tensor.segments import Segments
-from parallel3d.tensor.side_loss import LayerOutput, SideLoss
+from parallel3d.tensor.side_loss import SideLoss
 
 _TINY = 1e-20  # DeepSeek-V3's, added to the sum of a token's weights
 # The gradient of a score's bias relative to its expert's excess load. AdamW without memory
@@ -158,25 +155,12 @@ class MoE(nn.Module):
 
 
 class Block(llama.Block):
-    """One transformer layer, with experts or an ordinary MLP."""
+    """One transformer layer, with experts or an ordinary MLP; experts return side losses, too."""
 
     def __init__(self, config: Config, name: str, context: LayerContext) -> None:
-        is_sparse = config.is_sparse(int(name.rpartition(".")[2]))
-        mlp = MoE(config, name, context=context) if is_sparse else None
-        super().__init__(config, name, context, mlp)
-        # A router and its experts take their input in two places, so it is kept.
-        self.recompute2 = NONE if is_sparse else context.recompute
-
-    def forward(self, x: Tensor, segments: Segments | None = None) -> LayerOutput:  # type: ignore[override]
-        """x [batch, seq, hidden], or its part of the sequence -> the same shape, side losses."""
-        # In place, because no backward needs the output of a branch.
-        y = normed(self.norm1, x, self.recompute)
-        x = scale(self.attention(y, segments), self.scale).add_(x)
-        y = self.mlp(normed(self.norm2, x, self.recompute2, "mlp"))
-        if isinstance(y, Tensor):
-            return scale(y, self.scale).add_(x)
-        y, side_losses = y
-        return scale(y, self.scale).add_(x), side_losses
+        number = int(name.rpartition(".")[2])
+        experts = MoE(config, name, context=context) if config.is_sparse(number) else None
+        super().__init__(config, name, context, experts)
 
 
 Head = llama.Head

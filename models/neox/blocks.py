@@ -5,13 +5,10 @@ Black et al., arXiv:2204.06745; Biderman et al., arXiv:2304.01373.
 
 from torch import Tensor, nn
 
-from parallel3d.models.blocks import FusedAttention, GeluMLP, NormedHead
-from parallel3d.models.common import scales_of
+from parallel3d.models.blocks import FusedAttention, GeluMLP, NormedHead, Residual
 from parallel3d.models.neox.spec import Config
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.norm import LayerNorm
-from parallel3d.tensor.pointwise import scale
-from parallel3d.tensor.recompute import normed
 from parallel3d.tensor.rotary import Rotary
 from parallel3d.tensor.segments import Segments
 
@@ -23,25 +20,23 @@ class Block(nn.Module):
         super().__init__()
         size = config.hidden_size
         eps = config.layer_norm_eps
+        rotary = Rotary(config.rotary_size, config.rotary_emb_base, context=context)
+        approximate = "none" if config.activation == "gelu" else "tanh"
         self.norm1 = LayerNorm(size, eps, context=context)
         self.norm2 = LayerNorm(size, eps, context=context)
-        rotary = Rotary(config.rotary_size, config.rotary_emb_base, context=context)
         self.attention = FusedAttention(config, name, context=context, rotary=rotary)
-        approximate = "none" if config.activation == "gelu" else "tanh"
+        self.residual1 = Residual(config, "attention", context=context)
         self.mlp = GeluMLP(config, context=context, approximate=approximate)
-        self.recompute = context.recompute
+        self.residual2 = Residual(config, "mlp", context=context)
         self.parallel = config.use_parallel_residual
-        self.scale = scales_of(config).branch
 
     def forward(self, x: Tensor, segments: Segments | None = None) -> Tensor:
         """x [batch, seq, hidden], or its part of the sequence -> the same shape."""
-        # In place, because no backward needs the output of a branch.
-        y = normed(self.norm1, x, self.recompute)
-        summed = scale(self.attention(y, segments), self.scale).add_(x)
+        attended = self.residual1(x, self.norm1, self.attention, segments)
         if not self.parallel:
-            x = summed
-        y = normed(self.norm2, x, self.recompute, "mlp")
-        return scale(self.mlp(y), self.scale).add_(summed)
+            return self.residual2(attended, self.norm2, self.mlp)
+        y, _ = self.residual2.branch(x, self.norm2, self.mlp)  # of the block's input
+        return y.add_(attended)
 
 
 class Head(NormedHead):

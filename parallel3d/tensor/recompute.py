@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -40,15 +40,6 @@ def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return checkpoint(
         lambda x: _Keep.apply(function(x)), x, use_reentrant=False, preserve_rng_state=False
     )
-
-
-def normed(norm: nn.Module, x: Tensor, recompute: Recompute, before: str = "") -> Tensor:
-    """Return `norm(x)`, recomputed as `recompute` says; a linear layer must take it next.
-
-    `before`: the sub-layer that takes it, which saves its input if it is itself recomputed.
-    """
-    again = "layernorm" in recompute.parts and before not in recompute.parts
-    return recomputed(norm, x) if again else norm(x)
 
 
 def activated(
