@@ -30,7 +30,7 @@ class SumListener:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer is built with: its groups, the key of its dropout masks, and its options."""
+    """Everything but sizes that a layer is built with: groups, the key of masks, and options."""
 
     group: dist.ProcessGroup
     """The tensor-parallel group that cuts the layer's weights."""
@@ -40,7 +40,7 @@ class LayerContext:
     """Between layers each rank of `group` holds its part of the sequence,
     [batch, seq / tp, hidden], not the whole."""
     recompute: Recompute = NONE
-    """What is computed again in backward (model/recompute.py)."""
+    """The parts that are computed again in backward (model/recompute.py)."""
     overlap: bool = True
     """Overlap a backward's collectives with its products. Without it, less memory is needed: the
     full input and its full gradient are not held at the same time."""
