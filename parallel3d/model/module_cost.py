@@ -17,9 +17,8 @@ from parallel3d.model.spec import (
 
 BLOCK = 128  # queries that share the mask of a window, without a kernel that has windows
 SINK_SIZE = 8  # features that a sink adds to a head; fewer would misalign fused kernels
-# bytes of a statistic, a logsumexp or a score; of a row number
-_FP32 = 4
-_INT64 = 8
+_FP32 = 4  # bytes of a statistic, a logsumexp or a score
+_INT64 = 8  # bytes of a row number
 
 
 class Stream(NamedTuple):
@@ -144,10 +143,7 @@ class MlpCost:
         """
         inner = stream.tokens * stream.share(self.inner)
         parts = recompute.parts
-        # Input and output of the activation; SwiGLU: both factors, the activated one, their
-        # product; ReLU: its output, beside the input from which it is recomputed.
-        only_output = self.relu and ("mlp" in parts or "mlp_act" not in parts)
-        kept = (4 if self.gated else 1 if only_output else 2) * inner
+        kept = self._num_kept(recompute) * inner
         # The activation, and the product of the factors.
         traffic = activation = (5 if self.gated else 2) * inner
         if self.bias:
@@ -168,6 +164,15 @@ class MlpCost:
             saved=KeptMemory(left),
             working=KeptMemory(kept - left + self._peak(stream, inner, kept, recompute)),
         )
+
+    def _num_kept(self, recompute: Recompute) -> int:
+        """Return how many tensors of the inner width the activation needs in its backward."""
+        if self.gated:
+            return 4  # both factors, the activated one, and their product
+        needs_input = not self.relu
+        if "mlp_act" in recompute.parts and "mlp" not in recompute.parts:
+            needs_input = True  # a ReLU's output is recomputed from it
+        return 2 if needs_input else 1  # the activation's output, and its input
 
     def _peak(self, stream: Stream, inner: int, kept: int, recompute: Recompute) -> int:
         """Return the elements of the backward's fullest moment beyond the kept ones."""
@@ -297,18 +302,21 @@ class AttentionCost:
         hidden = stream.hidden
         query = stream.share(self.heads) * self.head_size
         key = stream.share(self.kv_heads) * self.head_size
-        widths = (query + key + key,) if self.fused_qkv else (query, key, key)
-        return *(MatMul(m, hidden, width) for width in widths), MatMul(m, query, hidden)
+        widths = [query + key + key] if self.fused_qkv else [query, key, key]
+        inputs = [MatMul(m, hidden, width) for width in widths]
+        return (*inputs, MatMul(m, query, hidden))
 
     def _attention(self, stream: Stream) -> Attention:
         heads = stream.share(self.heads)
         kv_heads = stream.share(self.kv_heads)
-        # one token more, of a wider head
-        batch = stream.batch
-        sink = int(self.sinks)
-        seq = stream.seq + sink
-        size = self.head_size + SINK_SIZE * sink
-        return Attention(batch, heads, kv_heads, seq, size, self.window and self.window + sink)
+        seq = stream.seq
+        size = self.head_size
+        window = self.window
+        if self.sinks:  # one token more, of a wider head
+            seq += 1
+            size += SINK_SIZE
+            window = None if window is None else window + 1
+        return Attention(stream.batch, heads, kv_heads, seq, size, window)
 
 
 @dataclass(frozen=True)
@@ -333,12 +341,14 @@ class ExpertsCost:
         rows = tokens * self.chosen
         scores = tokens * self.experts
         sent = rows * stream.hidden  # elements of the tokens, sorted by expert
-        inner, shared = (w * n for w, n in zip(self._widths(stream), (rows, tokens), strict=True))
+        inner_width, shared_width = self._widths(stream)
+        inner = rows * inner_width
+        shared = tokens * shared_width
         # Under sequence parallelism all tokens, not this rank's.
         # Both factors, the activated one and their product, then times the weights.
         kept = sent + 5 * inner + 4 * shared + full - stream.part
         other = _FP32 * (scores + rows + self.experts) + _INT64 * 3 * rows
-        if self.normalised:  # what was divided, and by what
+        if self.normalised:  # the weights before the division, and their sums
             other += _FP32 * (rows + tokens)
         traffic = 7 * inner + 3 * sent + 2 * full + 5 * scores
         if self.shared:
@@ -362,7 +372,7 @@ class ExpertsCost:
     def _matmuls(self, stream: Stream) -> tuple[MatMul, ...]:
         tokens = stream.tokens
         hidden = stream.hidden
-        (inner, shared) = self._widths(stream)
+        inner, shared = self._widths(stream)
         rows = tokens * self.chosen
         groups = gcd(rows, self.experts)  # all experts, if their loads can be equal
         products = [

@@ -30,9 +30,12 @@ __path__ = [
 class State(NamedTuple):
     """A tensor that the optimizer keeps for each master weight, of the master's shape."""
 
-    name: str  # its key in `optimizer.state` and in checkpoints
-    num_bytes: int  # of an element
-    matrices: bool | None = None  # True: kept for hidden matrices only, False: for all others only
+    name: str
+    """The key in `optimizer.state` and in checkpoints."""
+    num_bytes: int
+    """Bytes of an element."""
+    matrices: bool | None = None
+    """True: kept for hidden matrices only; False: for all others only; None: for all parameters."""
 
 
 class OptimizerFile(Protocol):
@@ -81,11 +84,13 @@ def load(name: str) -> OptimizerFile:
     """Return the optimizer's file called `name`; raise ConfigError if it cannot be used."""
     try:
         file = import_module(f"{__name__}.{name}")
-    except Exception as error:  # of the user's own code
+    except Exception as error:  # the file may be the user's own code
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"its file cannot be imported ({reason}); mend it") from error
     missing = [part for part in OptimizerFile.__annotations__ if not hasattr(file, part)]
-    if missing := missing or ["lr in Params"] * ("lr" not in file.Params.model_fields):
+    if not missing and "lr" not in file.Params.model_fields:
+        missing = ["lr in Params"]
+    if missing:
         raise ConfigError(
             f"{file.__file__} lacks {', '.join(missing)}; add what docs/add-an-optimizer.md lists"
         )

@@ -74,17 +74,25 @@ class Rate(NamedTuple):
 class Scales:
     """The factors of one model, equal on every mesh; all are 1 at the base model's sizes."""
 
-    width: float = 1.0  # relative to the base model's
+    width: float = 1.0
+    """Width relative to the base model's."""
     depth: float = 1.0
-    input: float = 1.0  # multiplies the embedding's vectors
-    branch: float = 1.0  # multiplies the outputs of attention and MLP
-    output: float = 1.0  # multiplies the inputs of the output projection
-    query: float = 1.0  # multiplies the queries, besides 1/sqrt(head size)
-    # Multiplies the standard deviation of the role "hidden", whose variance follows the fan-in. The
-    # output's weights keep theirs, because their multiplier shrinks.
+    """Depth relative to the base model's."""
+    input: float = 1.0
+    """Multiplies the embedding's vectors."""
+    branch: float = 1.0
+    """Multiplies the outputs of attention and MLP."""
+    output: float = 1.0
+    """Multiplies the inputs of the output projection."""
+    query: float = 1.0
+    """Multiplies the queries, besides 1/sqrt(head size)."""
     hidden_std: float = 1.0
-    base_depth: int | None = None  # None: rates are not transferred over depth
-    balance_step: float | None = None  # of the role "balance"; None: the model has none
+    """Multiplies the standard deviation of the role "hidden", whose variance follows the fan-in.
+    The output's weights keep theirs, because their multiplier shrinks."""
+    base_depth: int | None = None
+    """Layers of the base model; None: rates are not transferred over depth."""
+    balance_step: float | None = None
+    """Rate of the role "balance"; None: the model has no such parameter."""
 
     @classmethod
     def of(cls, model: ModelConfig, head_size: int) -> "Scales":
@@ -119,7 +127,9 @@ class Scales:
         if role is None:
             return Rate()
         is_inner = role in ("hidden", "vector", "router")
-        eps = 1 / (self.width * (self.depth if is_inner else 1)) if self.base_depth else 1.0
+        eps = 1.0
+        if self.base_depth:
+            eps = 1 / (self.width * self.depth) if is_inner else 1 / self.width
         if role == "hidden":
             return Rate(1 / self.width**power, self.width**power, eps)
         if role == "router":

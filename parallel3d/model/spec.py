@@ -35,13 +35,19 @@ class ParamSpec:
 
     name: str
     shape: tuple[int, ...]
-    cut_over: CutOver  # the role of the mesh that cuts each dim, from the first on; (): none
+    cut_over: CutOver
+    """The role of the mesh that cuts each dim, from the first on; () if none is cut."""
     init: Init
     weight_decay: bool
-    units: int | None = None  # indivisible parts of a dim that is cut (key/value heads)
-    partial: bool = False  # not cut, but each rank has part of the gradient (norm of its heads)
-    role: Role | None = None  # its function, by which a parametrisation sets its rates
-    folded: tuple[float, ...] = ()  # factor at export, or one per index of the first dim
+    units: int | None = None
+    """Indivisible parts of a dim that is cut (key/value heads)."""
+    partial: bool = False
+    """True if the parameter is not cut, but each rank has part of the gradient (norm of its
+    heads)."""
+    role: Role | None = None
+    """The parameter's function, by which a parametrisation sets its rates."""
+    folded: tuple[float, ...] = ()
+    """A factor at export, or one per index of the first dim."""
 
     def cuts(self, sizes: Sizes) -> dict[int, str]:
         """Return the dims that are cut on a mesh of these sizes, each with the role that cuts it.
@@ -239,13 +245,16 @@ class LayerCost:
 
     forward_flops: int
     forward: Work = Work()
-    recomputed: Work = Work()  # repeated in the backward, under activation checkpointing
-    backward_collectives: tuple[Collective, ...] = ()  # without those of `recomputed`
-    saved: KeptMemory = (
-        KeptMemory()
-    )  # from forward to backward: with the layer's input, without its output
-    working: KeptMemory = KeptMemory()  # peak of forward or backward beyond `saved`
-    resident: KeptMemory = KeptMemory()  # from the first microbatch on (tables of rotary angles)
+    recomputed: Work = Work()
+    """Repeated in the backward, under activation checkpointing."""
+    backward_collectives: tuple[Collective, ...] = ()
+    """Collectives of the backward, without those of `recomputed`."""
+    saved: KeptMemory = KeptMemory()
+    """Kept from forward to backward: with the layer's input, without its output."""
+    working: KeptMemory = KeptMemory()
+    """Peak of forward or backward beyond `saved`."""
+    resident: KeptMemory = KeptMemory()
+    """Kept from the first microbatch on (tables of rotary angles)."""
 
     def __add__(self, later: "LayerCost") -> "LayerCost":
         """Return the cost of this part and then `later`.

@@ -23,9 +23,8 @@ from parallel3d.model.spec import (
     in_order,
 )
 
-# bytes: of a logsumexp; of a row number
-_FP32 = 4
-_INT64 = 8
+_FP32 = 4  # bytes of a logsumexp
+_INT64 = 8  # bytes of a row number
 
 LOGITS_AT_ONCE = 2**27
 """Elements; limits a rank to 0.5 GB of fp32 logits at a time, however long the batch."""
@@ -118,8 +117,10 @@ def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
         activated = 0
         if isinstance(module, MlpCost) and "mlp_act" in recompute.parts:
             activated = stream.tokens * stream.share(module.inner)
-        waiting = beside + ("layernorm" in recompute.parts and not (keeps or c.post_norm))
-        parts += [_residual_sum(stream, waiting, activated)]
+        waiting = 1 if beside else 0
+        if "layernorm" in recompute.parts and not keeps and not c.post_norm:
+            waiting += 1
+        parts.append(_residual_sum(stream, waiting, activated))
     return in_order(parts)
 
 
@@ -133,7 +134,9 @@ def _residual_sum(stream: Stream, waiting: int, activated: int) -> LayerCost:
     part = stream.part
     dropout = stream.dropout
     traffic = 3 * part + (2 * part if dropout else 0)
-    working = waiting and waiting * part + max(stream.gradients, part + activated)
+    working = 0
+    if waiting:
+        working = waiting * part + max(stream.gradients, part + activated)
     return LayerCost(
         0,
         Work(traffic=traffic),
@@ -176,9 +179,13 @@ def _embedding(c: EmbeddingCost, stream: Stream) -> LayerCost:
     full = stream.full
     part = stream.part
     traffic = 4 * full
-    traffic += (3 * part if c.positions else 0) + (2 * part if c.dropout else 0)
     # Per token its row and whether another rank holds it; per position its row.
-    other = (_INT64 + 1) * stream.tokens + (_INT64 * stream.seq if c.positions else 0)
+    other = (_INT64 + 1) * stream.tokens
+    if c.positions:
+        traffic += 3 * part
+        other += _INT64 * stream.seq
+    if c.dropout:
+        traffic += 2 * part
     # The forward's sum with the positions, or the backward's gradients around the dropout.
     besides = part if stream.sequence_parallel or c.dropout else 0
     besides = max(besides, part // stream.batch if c.positions else 0)
@@ -231,7 +238,6 @@ def _loss(c: HeadCost, stream: Stream) -> LayerCost:
     split = int(stream.sequence_parallel)
     logits = tokens * vocab
     product = MatMul(tokens, c.hidden, vocab)
-    loss = (Collective("all_reduce", tokens), Collective("all_reduce", 2 * tokens))
     if c.in_parts and num_chunks(tokens, vocab) > 1:
         # Per token: the logsumexp, the row of its label, and two flags: whether another rank holds
         # the row, and whether the token counts.
@@ -248,11 +254,15 @@ def _loss(c: HeadCost, stream: Stream) -> LayerCost:
         behind = (2 + split) * full
         working = KeptMemory(behind, copies=max(0, logits - behind // 2))
         recomputed = Work()
+    collectives = stream.gather
+    if stream.tp > 1:
+        collectives += (Collective("all_reduce", tokens), Collective("all_reduce", 2 * tokens))
+    # Traffic of the logits, in elements of the training type: forward and backward together
+    # move 12 (fp32) or 21 (bf16), about three times this, as the backward counts twice.
+    traffic = 9 * logits // 2
     return LayerCost(
         tokens * 2 * c.hidden * c.vocab,
-        # Traffic of the logits, in elements of the training type: forward and backward together
-        # move 12 (fp32) or 21 (bf16), about three times this, as the backward counts twice.
-        Work((product,), None, 9 * logits // 2, (*stream.gather, *(loss if stream.tp > 1 else ()))),
+        Work((product,), None, traffic, collectives),
         recomputed,
         backward_collectives=stream.reduce + stream.gather,
         saved=saved,

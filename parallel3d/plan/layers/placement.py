@@ -288,15 +288,19 @@ def _placed(
         return tuple(some.count(c) for c in range(len(stages)))
 
     last = {c: coord for coord, c in enumerate(coord_class_of)}
-    crossings = tuple((home_of[s], home_of[s + 1]) for s in range(len(cuts) - 1))
-    outer = tuple(
-        Outer(
-            coord,
-            coord_class_of[coord],
-            count(class_of[: homes[coord][0]]),
-            homes[coord],
-            tuple(count(class_of[s:]) for s in homes[coord]),
-        )
-        for coord in sorted({0, *last.values()})
+    outer = []
+    for coord in sorted({0, *last.values()}):
+        home = homes[coord]
+        stages_before = count(class_of[: home[0]])
+        stages_from = tuple(count(class_of[stage:]) for stage in home)
+        outer.append(Outer(coord, coord_class_of[coord], stages_before, home, stages_from))
+    return StageClasses(
+        model=model,
+        stages=stages,
+        class_of=class_of,
+        homes=homes,
+        coords=coords,
+        coord_class_of=coord_class_of,
+        crossings=tuple((home_of[s], home_of[s + 1]) for s in range(len(cuts) - 1)),
+        outer=tuple(outer),
     )
-    return StageClasses(model, stages, class_of, homes, coords, coord_class_of, crossings, outer)

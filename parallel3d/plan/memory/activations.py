@@ -102,10 +102,11 @@ def stage_activations(
             rows = model.kinds[layer[0]].rows_per_token * shape.tokens * hidden_size * element
             products = (m for m in cost.forward.matmuls if m.batch > 1)
             more = sum(m.batch * m.m * (m.k + m.n) for m in products) * element
-            more = round((ep_imbalance - 1) * more)  # what goes into its experts and comes out
-            saved += 0 if layer[1] == FULL else more
-            saved = saved + (0 if layer[1] == FULL else rows)
-            working = working + 2 * rows + more
+            # The additional inputs and outputs of its experts.
+            more = round((ep_imbalance - 1) * more)
+            if layer[1] != FULL:
+                saved += more + rows
+            working += 2 * rows + more
         moved = saved if on_host and layer[0] not in model.ends else 0
         # On its way back, and of the layer before it.
         by_kind[layer] = saved - moved, working + 2 * moved, *others, bool(cost.recomputed.matmuls)

@@ -111,12 +111,13 @@ class CoordinateRank:
         A layer's weights arrive in one buffer and are copied out of it, except with dp = 1.
         """
         held = self.held
-        copies = self.setting.dp > 1
         for arrival in coming.arrivals:
             body, logits = self._activations(arrival.flight)
             gradient_bytes = self._shard if arrival.forward or held.unreduced else held.shard
-            copied = copies * self._sizes((arrival.place,)).copied
-            gathered = self._gathered(arrival.held) + copied * self.setting.bytes_per_element
+            gathered = self._gathered(arrival.held)
+            if self.setting.dp > 1:
+                copied = self._sizes((arrival.place,)).copied
+                gathered += copied * self.setting.bytes_per_element
             yield gathered, gradient_bytes, body, logits, held.buffers
 
     def _gathered_by_program(self, coming: Windows, place: int) -> GatheredBytes:
@@ -244,16 +245,21 @@ class CoordinateRank:
         last = s.pp * s.stages_per_rank - 1
         count_of = dict(zip(self.home, counts, strict=True))
         for index, stage, count in zip(self.home, self.stages, counts, strict=True):
-            before = index > 0 and index - 1 not in count_of
-            waiting = before + (index < last and index + 1 not in count_of)
+            receives_forward = index > 0 and index - 1 not in count_of
+            receives_backward = index < last and index + 1 not in count_of
+            waiting = 0
             # A receive is posted one compute ahead of its use.
-            if self.on_cpu and before:
+            if receives_forward:
+                waiting += 1
+            if receives_backward:
+                waiting += 1
+            if self.on_cpu and receives_forward:
                 # gloo does not report that a message has left: gradients stay until the step ends.
                 waiting += s.num_microbatches - count
             if self.on_cpu and index + 1 in count_of:
                 # The output of a stage is the input of the next one, and was counted with both.
                 waiting -= min(count, count_of[index + 1])
-            elif index < last and index + 1 not in count_of and not self.on_cpu:
+            elif receives_backward and not self.on_cpu:
                 waiting += 1  # a sent message is freed when the next one is sent
             total += waiting * stage.hidden_bytes
         return total
@@ -470,13 +476,20 @@ def nccl_estimate(setting: Setting, coord: int, hardware: Hardware | None) -> in
 def _communicators(mesh: MeshSizes, ep: int) -> int:
     """Return the number of a rank's groups of mesh/mesh.py; an axis of all ranks is the world."""
     pp, dp, cp, tp = mesh
-    communicators = 1 + sum(1 < size < mesh.ranks for size in mesh)
-    communicators += pp > 1  # "pp backward"
-    if ep > 1:
-        communicators += 2 + (dp * cp > ep)  # "ep", "ep model", "ep replicas"
-    if pp * tp > 1:
-        communicators += (dp * cp > 1) + (dp > 1 < cp)  # "model", "dp cp"
-    return communicators
+    exists = {
+        "world": True,
+        "pp": 1 < pp < mesh.ranks,
+        "dp": 1 < dp < mesh.ranks,
+        "cp": 1 < cp < mesh.ranks,
+        "tp": 1 < tp < mesh.ranks,
+        "pp backward": pp > 1,
+        "ep": ep > 1,
+        "ep model": ep > 1,
+        "ep replicas": ep > 1 and dp * cp > ep,
+        "model": pp * tp > 1 and dp * cp > 1,
+        "dp cp": pp * tp > 1 and dp > 1 and cp > 1,
+    }
+    return sum(exists.values())
 
 
 @lru_cache(maxsize=65536)
@@ -484,4 +497,5 @@ def _crossings(schedule: str, pp: int, stages_per_rank: int, coord: int) -> int:
     """Return the number of neighbouring stages, before and after each own one, on other ranks."""
     home = stages_on(schedule, pp, stages_per_rank)[coord]
     others = {*range(pp * stages_per_rank)} - {*home}
-    return sum((i + 1 in others) + (i - 1 in others) for i in home)
+    neighbours = [stage + 1 for stage in home] + [stage - 1 for stage in home]
+    return sum(stage in others for stage in neighbours)

@@ -90,7 +90,9 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
         # Gradients that are reduced once per step need no bucket of their own.
         standing = 0 if setting.reduces_once else content * reduced
         # The bucket is copied rank by rank, and gloo makes another copy.
-        reducing = content * reduced * (1 + on_cpu)
+        reducing = content * reduced
+        if on_cpu:
+            reducing *= 2
         if reduced != gradient:
             reducing += -(-content // shards) * gradient
         if offloads:  # the reduced gradients, and a copy for the host's Adam
@@ -123,12 +125,11 @@ def states(setting: Setting, s: WeightSizes, on_cpu: bool) -> StateBytes:
     if setting.offload_param == "nvme":
         host += (_PARAM_BUFFERS + 2 * min(buffers.sub_group_size, share)) * element
     stepping = 0
-    if not offloads:
-        group = min(share, buffers.sub_group_size) * MASTER_BYTES
-        stepping = group * (zero3 or loose)  # separate tensors are copied into one buffer
+    if not offloads and (zero3 or loose):  # separate tensors are copied into one buffer
+        stepping = min(share, buffers.sub_group_size) * MASTER_BYTES
     if setting.newton_schulz is not None:
-        # What is sent and the result; at a home the matrices as they arrive, whole, and stacked,
-        # and three of their size in a step of Newton-Schulz.
+        # The matrices that are sent, and the result; at a home the matrices as they arrive, whole,
+        # and stacked, and three of their size in a step of Newton-Schulz.
         stepping += (2 * matrices + 6 * at_home) * MASTER_BYTES
     return StateBytes(
         weights=weight_bytes if setting.offload_param == "none" else 0,

@@ -133,15 +133,15 @@ def weights_for(
 ) -> tuple[Weights, str]:
     """Return the longest that a setting's weights can stay gathered, and a note that says why.
 
-    Args:
-        setting: the run; what it says of weights is not read.
-        hardware: None if its memory is unknown.
-        host_bytes: free host memory of a CPU rank, which is used without `hardware`.
+    - `setting`: the run; its own choice for the weights is not read.
+    - `hardware`: None if its memory is unknown.
+    - `host_bytes`: free host memory of a CPU rank, which is used without `hardware`.
     """
+    free_bytes = host_bytes or 0
     for weights in gathered_longest(setting.offload_param):
         memory = fullest(setting.but(weights=weights), hardware)
         # Offloaded states of a CPU rank are in the same memory.
-        room = hardware.memory_bytes.value if hardware else (host_bytes or 0) - memory.host
+        room = hardware.memory_bytes.value if hardware else free_bytes - memory.host
         if memory.total <= room:
             break
     why = f"{gib(memory.total)} of {gib(room)} GiB planned on the fullest device"
@@ -169,8 +169,11 @@ def fixed_by(config: RunConfig) -> dict[str, object]:
         "offload": ("offload_optimizer", "offload_param"),
         "schedule": ("schedule", "stages_per_rank"),
     }
-    fixed = config.parallel3d.plan.fix
-    return {name: values[name] for choice in fixed for name in several.get(choice, (choice,))}
+    fixed: dict[str, object] = {}
+    for choice in config.parallel3d.plan.fix:
+        for name in several.get(choice, (choice,)):
+            fixed[name] = values[name]
+    return fixed
 
 
 def apply(config: RunConfig, plan: Plan) -> RunConfig:
@@ -207,7 +210,8 @@ def checkpoint_bytes(setting: Setting) -> int:
     """Return the approximate bytes of a checkpoint: fp32 weights, optimizer state, file headers."""
     s = setting
     total = 0
-    for spec in (spec for layer in s.layers for spec in layer.own_params):
-        total += state_bytes(s.optimizer, spec.role) * spec.numel
-        total += len(kinds(s.optimizer, spec.role)) * _HEADER_ENTRY * s.tp
+    for layer in s.layers:
+        for spec in layer.own_params:
+            total += state_bytes(s.optimizer, spec.role) * spec.numel
+            total += len(kinds(s.optimizer, spec.role)) * _HEADER_ENTRY * s.tp
     return total + len(kinds(s.optimizer)) * _HEADER_ENTRY * s.devices

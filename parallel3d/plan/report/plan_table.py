@@ -123,12 +123,14 @@ def _show(plans: tuple[Plan, ...], first: int, request: Request, out: Console) -
     flops = request.flops.full
     room = request.hardware.memory_bytes.value
     axes = AXES if any(s.cp > 1 for s in settings) else WITHOUT_CP
-    meshes = [
-        "×".join(str(getattr(s, axis)) for axis in axes)
-        + (f" ep {s.ep}" if s.ep > 1 else "")
-        + (" sp" if s.sequence_parallel else "")
-        for s in settings
-    ]
+    meshes = []
+    for s in settings:
+        mesh = "×".join(str(getattr(s, axis)) for axis in axes)
+        if s.ep > 1:
+            mesh += f" ep {s.ep}"
+        if s.sequence_parallel:
+            mesh += " sp"
+        meshes.append(mesh)
     reduces = ["" if s.reduces_once or s.zero_stage == 2 else " each" for s in settings]
     columns: list[FilledColumn] = [
         (Column("#"), [str(number) for number, _ in enumerate(plans, first)]),

@@ -31,8 +31,10 @@ from parallel3d.plan.time.operators import curves_for
 from parallel3d.plan.time.step import costs_of, lower_bound, step_time
 
 TOO_LARGE = 5  # the most plans that are faster than the first row, but do not fit
-OFFLOAD_GAIN = 0.1  # what an offload must save: the figures of hosts are assumed, not measured
-CP_GAIN = 0.03  # what context parallelism must save: less is within the planner's error
+OFFLOAD_GAIN = 0.1
+"""The share of a step that an offload must save: the figures of hosts are assumed, not measured."""
+CP_GAIN = 0.03
+"""The share of a step that context parallelism must save: less is within the planner's error."""
 _TRIED = 4  # settings of a mesh that are compared to find the smallest of these
 _SAFE = 1 - 1e-9  # a bound and a simulation may be rounded differently
 
@@ -102,7 +104,7 @@ class _Search:
         self.request = request
         self.hardware = request.hardware
         self.curves = curves_for(request.hardware)
-        self.room = room_of(request.hardware)  # of a device, and of its host
+        self.room = room_of(request.hardware)  # bytes of a device, and of its host
         # The time to accumulate gradients depends on the ZeRO stage; floors leave it out.
         self._software = replace(request.base.software, gradient_bytes=0)
         flows = [flow for mesh in meshes for flow in candidates.flows(request, mesh)]
@@ -273,18 +275,16 @@ class _Search:
     def leanest(self) -> Setting:
         """Return the setting with the least memory, among the 40 whose first rank needs least."""
         smallest = self.request.fixed.get("micro_batch", 1)
-        sizes = (
-            sized
-            for _, flow in self.floors
-            if flow.micro_batch == smallest
-            for state in candidates.states(self.request, flow.mesh)
-            for sized in self._sizes(flow, state)
-        )
-        settings = [
-            setting_of(self.request, flow, order, variant)
-            for *_, (flow, order, state) in nsmallest(40, sizes)
-            for variant in (state, *candidates.shorter_gathers(self.request, order, state))[-2:]
-        ]
+        sizes: list[tuple[int, Choices]] = []
+        for _, flow in self.floors:
+            if flow.micro_batch == smallest:
+                for state in candidates.states(self.request, flow.mesh):
+                    sizes += self._sizes(flow, state)
+        settings = []
+        for _, (flow, order, state) in nsmallest(40, sizes):
+            variants = (state, *candidates.shorter_gathers(self.request, order, state))
+            for variant in variants[-2:]:
+                settings.append(setting_of(self.request, flow, order, variant))
         return min(settings, key=lambda s: worst(s, self.hardware).total)
 
     def too_large(self, fastest: float) -> list[Plan]:

@@ -92,14 +92,15 @@ def flows(request: Request, mesh: MeshSizes) -> tuple[Flow, ...]:
         recomputes = [NONE, MLP, FULL]
     else:
         recomputes = [*MODES]
-    return tuple(
-        Flow(mesh, micro_batch, recompute, split, ep)
-        for ep in _divisions(request, mesh)
-        for split in ((False, True) if may_split else (False,))
-        for recompute in recomputes
-        for micro_batch in divisors_of(request.common_batch // mesh.dp)
-        if _is_open(request, micro_batch=micro_batch, sequence_parallel=split)
-    )
+    splits = [False, True] if may_split else [False]
+    micro_batches = divisors_of(request.common_batch // mesh.dp)
+    allowed = []
+    for ep, split, recompute, micro_batch in product(
+        _divisions(request, mesh), splits, recomputes, micro_batches
+    ):
+        if _is_open(request, micro_batch=micro_batch, sequence_parallel=split):
+            allowed.append(Flow(mesh, micro_batch, recompute, split, ep))
+    return tuple(allowed)
 
 
 def _divisions(request: Request, mesh: MeshSizes) -> list[int]:

@@ -238,7 +238,16 @@ def request_of(
             phases = arithmetic.batch_phases(train, config.data)
             num_tokens = arithmetic.samples_of_steps(phases, train.steps) * seq
     base = Setting.of_run(config, batch)
-    return Request(config, base, hardware, devices, batch, fixed or {}, num_tokens, sizes)
+    return Request(
+        config,
+        base,
+        hardware,
+        devices,
+        global_batch_size=batch,
+        fixed=fixed or {},
+        num_tokens=num_tokens,
+        batch_sizes=sizes,
+    )
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:

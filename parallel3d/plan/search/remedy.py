@@ -48,7 +48,9 @@ def reason_of(memory: Memory, hardware: Hardware) -> str:
 def gib(num_bytes: float) -> str:
     """Return a number of bytes as text in GiB: 123, 12.3, 0.123."""
     size = num_bytes / 2**30
-    return f"{size:.0f}" if size >= 100 else f"{size:.1f}" if size >= 1 else f"{size:.3f}"
+    if size >= 100:
+        return f"{size:.0f}"
+    return f"{size:.1f}" if size >= 1 else f"{size:.3f}"
 
 
 def all_fit(setting: Setting, hardware: Hardware) -> bool:

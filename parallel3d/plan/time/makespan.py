@@ -101,16 +101,21 @@ def steps_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int) ->
         op, stage, microbatch = action
         is_forward = op == Op.F
         is_input = op in (Op.B, Op.I)
-        waits_for = (arrived if is_forward else returned)[stage][microbatch]
+        waits_for = arrived if is_forward else returned
         cost = costs.setdefault((op, stage), len(costs))
-        rows.append((cost, coord, -1, waits_for, inside[coord]))
+        rows.append((cost, coord, -1, waits_for[stage][microbatch], inside[coord]))
         inside[coord] |= action in firsts
-        if (is_forward and crosses[stage]) or (is_input and stage and crosses[stage - 1]):
+        if is_forward:
+            sends = Op.SEND_F
+            other = stage + 1
+            is_sent = crosses[stage]
+        else:
+            sends = Op.SEND_B
+            other = stage - 1
+            is_sent = is_input and stage > 0 and crosses[other]
+        if is_sent:
             num_receives += 1
-            sends, other, at = (
-                (Op.SEND_F, stage + 1, arrived) if is_forward else (Op.SEND_B, stage - 1, returned)
-            )
-            at[other][microbatch] = num_receives
+            waits_for[other][microbatch] = num_receives
             peer = homes[other]
             channel = channels.setdefault((min(coord, peer), max(coord, peer)), len(channels))
             cost = costs.setdefault((sends, stage), len(costs))

@@ -224,13 +224,16 @@ def attention_seconds(
     batch, heads, _, seq, size, _ = attention
     keys = attention.keys
     if software.attention == "classic":
-        pair = (MatMul(seq, size, keys, batch * heads), MatMul(seq, keys, size, batch * heads))
-        products = tuple(p for product in pair for p in backward_products(product))
-        passes = SCORE_PASSES_BACKWARD if backward else SCORE_PASSES
+        of_scores = MatMul(seq, size, keys, batch * heads)
+        of_values = MatMul(seq, keys, size, batch * heads)
+        products: tuple[MatMul, ...] = (of_scores, of_values)
+        passes = SCORE_PASSES
+        if backward:
+            products = (*backward_products(of_scores), *backward_products(of_values))
+            passes = SCORE_PASSES_BACKWARD
         scores = int(passes * batch * heads * seq * keys)
-        return traffic_seconds(scores, half, hardware, curves) + sum(
-            matmul_seconds(p, half, hardware, curves) for p in (products if backward else pair)
-        )
+        seconds = sum(matmul_seconds(product, half, hardware, curves) for product in products)
+        return traffic_seconds(scores, half, hardware, curves) + seconds
     flops = attention.flops * (1 - attention.hidden if software.causal_skips else 1.0)
     rate = matmul_flops(hardware, half, curves) * curves.flash * size / (size + curves.flash_head)
     if "fp8" in hardware.peak_flops and not software.hopper:

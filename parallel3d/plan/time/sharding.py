@@ -170,26 +170,24 @@ def matrix_work(
     curves = machine.curves
     if work is None:
         return MatrixWork()
-    shapes = [
-        shape
-        for kind, count in enumerate(held)
-        for shape in matrices_of(model.kinds[kind].params, work.per_head) * count
-    ]
+    shapes: list[tuple[int, int]] = []
+    for kind, count in enumerate(held):
+        shapes += matrices_of(model.kinds[kind].params, work.per_head) * count
     costs = tuple(newton_schulz_cost(*shape) for shape in shapes)
     homes = sharding.dp * sharding.tp
     uneven = imbalance(costs, homes)
-    flops = sum(work.flops(c, min(s)) for c, s in zip(costs, shapes, strict=True)) / homes * uneven
+    total_flops = sum(work.flops(cost, min(s)) for cost, s in zip(costs, shapes, strict=True))
+    flops = total_flops / homes * uneven
     elements = sum(rows * columns for rows, columns in shapes)
     # Each rank's shard goes to the homes, and comes back; without ZeRO to all replicas, of which
     # experts have fewer.
     returned = elements
     if not sharding.zero_stage:
-        experts = sum(
-            count * spec.numel
-            for kind, count in enumerate(held)
-            for spec in model.kinds[kind].params
-            if spec.role == "hidden" and "experts" in spec.cut_over
-        )
+        experts = 0
+        for kind, count in enumerate(held):
+            for spec in model.kinds[kind].params:
+                if spec.role == "hidden" and "experts" in spec.cut_over:
+                    experts += count * spec.numel
         returned = (elements - experts) * sharding.dp + experts * sharding.dp // sharding.ep
     group = group_of(homes, 1, sharding.devices, hardware)
     exchange = sum(
@@ -208,11 +206,11 @@ def matrix_work(
 def slowest_matrix_work(setting: Setting, machine: Machine) -> MatrixWork:
     """Return the matrix work of the pipeline coordinate on which it takes longest."""
     layout = stage_classes_of(setting)
-    held = [
-        tuple(map(sum, zip(*(layout.stages[c] for c in classes), strict=True)))
-        for classes in layout.coords
-    ]
-    works = [matrix_work(layout.model, own, Sharding.of(setting), machine) for own in held]
+    works = []
+    for classes in layout.coords:
+        of_stages = [layout.stages[stage_class] for stage_class in classes]
+        held = tuple(map(sum, zip(*of_stages, strict=True)))
+        works.append(matrix_work(layout.model, held, Sharding.of(setting), machine))
     return max(works, key=lambda work: work.seconds)
 
 
@@ -263,7 +261,11 @@ class _HeldWeights:
     @property
     def num_gathers(self) -> int:
         """Number of collectives that gather the weights: one per layer and group of ranks."""
-        return sum(count * (1 + (one.experts > 0)) for count, one in self._layers if one.gathered)
+        num = 0
+        for count, one in self._layers:
+            if one.gathered:
+                num += 2 * count if one.experts else count
+        return num
 
     def reduce(self) -> float:
         """Return the seconds to reduce the gradients, bucket by bucket.

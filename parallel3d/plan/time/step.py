@@ -113,16 +113,10 @@ def costs_of(setting: Setting, hardware: Hardware, curves: Curves) -> ActionCost
     in_a_row = last_passes(setting.pp, setting.num_microbatches, setting.stages_per_rank)
     per_coord = []
     for classes, once in zip(layout.coords, by_coord, strict=True):
-        per_coord.append(
-            _once(
-                once,
-                in_a_row * sum([ahead[c] for c in classes]),
-                in_a_row * sum([ahead[c] for c in classes[:-1]]),
-                in_a_row * sum([behind[c] for c in classes]),
-                machine,
-                slowdown,
-            )
-        )
+        free_ahead = in_a_row * sum([ahead[c] for c in classes])
+        free_before_last = in_a_row * sum([ahead[c] for c in classes[:-1]])
+        free_behind = in_a_row * sum([behind[c] for c in classes])
+        per_coord.append(_once(once, free_ahead, free_before_last, free_behind, machine, slowdown))
     before, reduce, hideable, after = zip(*per_coord, strict=True)
     num_bytes = setting.shape.tokens // setting.cp * setting.hidden_size * setting.bytes_per_element
     stride = setting.tp * setting.cp * setting.dp
@@ -182,7 +176,8 @@ def _once(
     last = once.gather_after_seconds
     hideable = 0.0
     if software.overlaps_reduction:
-        hideable = curves.overlap * reduce - (hidden := min(behind, curves.overlap * reduce))
+        hidden = min(behind, curves.overlap * reduce)
+        hideable = curves.overlap * reduce - hidden
         reduce -= hidden
     if software.overlaps_gather:  # the first weights are exposed, the others come behind computes
         first -= min(ahead, curves.overlap * first)
@@ -297,8 +292,10 @@ def _step(costs: ActionCosts, ends: list[CoordinateEnd]) -> float:
 
 def _bubble(costs: ActionCosts, setting: Setting, passes: list[CoordinateEnd]) -> float:
     layout = costs.layout
-    stages = [stage for place in layout.coord_class_of for stage in layout.coords[place]]
-    each = [sum(costs.forward[stage]) + sum(costs.backward[stage]) for stage in stages]
+    each = []
+    for coord_class in layout.coord_class_of:
+        for stage_class in layout.coords[coord_class]:
+            each.append(sum(costs.forward[stage_class]) + sum(costs.backward[stage_class]))
     busy = setting.num_microbatches * sum(each)
     return idle_fraction(busy, setting.pp, max(end.seconds for end in passes))
 
