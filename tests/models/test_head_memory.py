@@ -7,6 +7,7 @@ from torch import nn
 
 from parallel3d import models
 from parallel3d.model import transformer_cost
+from parallel3d.model.recompute import NONE
 from parallel3d.model.spec import Shape
 from parallel3d.model.transformer_cost import LOGITS_AT_ONCE, chunk_tokens, num_chunks
 from parallel3d.tensor.loss import vocab_parallel_loss
@@ -82,7 +83,7 @@ def test_parts_are_as_few_as_fit_and_about_equal():
 def heads(meshes, families):
     for family in families:
         layer = models.layers(small(family, **SIZES))[-1]
-        yield from (Case(layer, *mesh, "none", "last") for mesh in meshes)
+        yield from (Case(layer, *mesh, NONE, "last") for mesh in meshes)
 
 
 def measured_in_parts(rank, at_once, *cases):
