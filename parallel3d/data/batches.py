@@ -25,10 +25,13 @@ def num_windows(num_tokens: int, sequence_length: int) -> int:
 
 def num_samples(stream: TokenStream | Mixture, sequence_length: int) -> int:
     """Return the number of samples of a stream, or of all streams of a mixture."""
-    return sum(
-        len(part.packing) if part.packing else num_windows(len(part), sequence_length)
-        for part in stream.parts
-    )
+    total = 0
+    for part in stream.parts:
+        if part.packing:
+            total += len(part.packing)
+        else:
+            total += num_windows(len(part), sequence_length)
+    return total
 
 
 def tokens_of_epoch(stream: TokenStream | Mixture, sequence_length: int) -> int:
@@ -45,8 +48,8 @@ def is_packed(stream: TokenStream | Mixture) -> bool:
 
 def mixing_of(stream: TokenStream | Mixture, sequence_length: int) -> Mixing:
     """Return the parts of a mixture's samples; a stream is a mixture of one part."""
-    if isinstance(stream, TokenStream) or not stream.changes:
-        return Mixing((1.0,) if isinstance(stream, TokenStream) else stream.weights)
+    if isinstance(stream, TokenStream):
+        return Mixing((1.0,))
     changes = [(tokens // sequence_length, weights) for tokens, weights in stream.changes]
     return Mixing(stream.weights, changes)
 
@@ -172,8 +175,12 @@ class Batches:
         if not self.is_packed:
             return 0
         parts, samples = self.windows(first_sample, count)
-        packings = ((part, self.streams[part].packing) for part in np.unique(parts))
-        return sum(packing.padding(samples[parts == part]) for part, packing in packings if packing)
+        padding = 0
+        for part in np.unique(parts):
+            packing = self.streams[part].packing
+            assert packing, "all parts are packed"
+            padding += packing.padding(samples[parts == part])
+        return padding
 
     def attention_work(self, first_sample: int, count: int, most_keys: Sequence[int]) -> np.ndarray:
         """Return the pairs of tokens that attend in isolated documents: int64 [count].
@@ -227,7 +234,7 @@ class Batches:
                 starts[here] = tokens.sample_starts(seed, places[here], self.sequence_length)
             else:
                 windows = sample_index(seed, places[here], self._sizes[part])
-                starts[here] = windows * (1 if self.is_packed else self.sequence_length)
+                starts[here] = windows if self.is_packed else windows * self.sequence_length
         return parts, starts
 
     def epochs(self, index: int) -> list[float]:
@@ -256,14 +263,15 @@ def check_length(corpus: Corpus, sequence_length: int, global_batch: int) -> Non
             f" data.sequence_length={sequence_length}, fewer than the {global_batch} samples of one"
             " step; add text, or lower sequence_length, micro batch, accumulation or dp"
         )
-    names = [f" of data.mixture.{i}" if len(train) > 1 else "" for i in range(len(train))]
-    needed: list[tuple[str, TokenStream | Mixture]]
-    needed = [(f"the training part{names[i]}", part) for i, part in enumerate(train)]
-    needed += [(f"the held-out part{names[i]}", p) for i, p in enumerate(held_out) if len(p)]
-    needed += [
-        (f"the validation set {name!r}", part.held_out) for name, part in corpus.validation.items()
-    ]
-    for place, stream in needed:
+    needed: dict[str, TokenStream | Mixture] = {}
+    for kind, parts in (("training", train), ("held-out", held_out)):
+        for number, part in enumerate(parts):
+            of_part = f" of data.mixture.{number}" if len(parts) > 1 else ""
+            if kind == "training" or len(part):
+                needed[f"the {kind} part{of_part}"] = part
+    for name, corpus_of_set in corpus.validation.items():
+        needed[f"the validation set {name!r}"] = corpus_of_set.held_out
+    for place, stream in needed.items():
         if num_samples(stream, sequence_length) < 1:
             raise DataError(
                 f"{place} has {len(stream)} tokens, fewer than one sample of"

@@ -261,7 +261,8 @@ def streams_of(
     own = [bounds[: num_train + 1], DocumentBounds(bounds[num_train:])]
     if "stream" in meta:
         is_counted = meta["stream"]["identity"].get("count") != "as-read"
-        sharded = (ShardedTokens if is_counted else TokensAsRead)(directory, dict(meta), shards)
+        tokens_type = ShardedTokens if is_counted else TokensAsRead
+        sharded = tokens_type(directory, dict(meta), shards)
         return [TokenStream(sharded, own[0]), TokenStream(np.empty(0, dtype), own[1])]
     if "files" not in meta:
         tokens = np.asarray(np.memmap(directory / "tokens.bin", dtype=dtype, mode="r"))
@@ -273,8 +274,9 @@ def streams_of(
     def spans(files: Sequence[SpanFile], starts: str, between: int, dtype: np.dtype) -> list[Spans]:
         check_sizes(files)
         begins = np.memmap(directory / starts, dtype=np.int64, mode="r")
-        return [
-            Spans(
+        parts = []
+        for first, end in ((0, num_train), (num_train, len(places))):
+            part = Spans(
                 files=files,
                 places=places[first:end],
                 starts=begins[first:end],
@@ -282,8 +284,8 @@ def streams_of(
                 end_of_text=between,
                 dtype=dtype,
             )
-            for first, end in ((0, num_train), (num_train, len(places)))
-        ]
+            parts.append(part)
+        return parts
 
     ids = spans(meta["files"], "starts.bin", meta["end_of_text"], dtype)
     weights: list[TokenWeights | None] = [None, None]

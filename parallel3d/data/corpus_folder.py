@@ -255,4 +255,8 @@ def contents_of(table: np.ndarray, held_out: np.ndarray) -> list[str]:
     """Return sizes and digests of the training and the held-out contents."""
     digests = table["digest"]
     parts = [digests[~held_out], digests[held_out]]
-    return [str(part) for d in parts for part in (len(d), blake2b(d.tobytes()).hexdigest())]
+    contents = []
+    for own in parts:
+        contents.append(str(len(own)))
+        contents.append(blake2b(own.tobytes()).hexdigest())
+    return contents

@@ -156,7 +156,8 @@ def find_documents(
         table["file"] = file
         tables.append(table)
         skips.add_all(file_skips)
-        num_lost += UNREADABLE in file_skips.counts
+        if UNREADABLE in file_skips.counts:
+            num_lost += 1
         if on_error == "stop" and len(skips.listed) == LISTED:
             break
     if skips.num_flawed and on_error == "stop":
@@ -168,8 +169,8 @@ def find_documents(
     skips.check_share(num_lost, len(sizes) - num_lost, max_skipped, "files")
     skips.check_share(skips.num_flawed, len(table), max_skipped)
     if not len(table):
-        name = files.names[0] + (f" and {len(files.names) - 1} more" if files.names[1:] else "")
-        raise DataError(f"{name} has no text; use files with text")
+        more = f" and {len(files.names) - 1} more" if files.names[1:] else ""
+        raise DataError(f"{files.names[0]}{more} has no text; use files with text")
     return Documents(files, table, skips)
 
 
@@ -209,8 +210,9 @@ def _indexed(
         return saved["table"], Skips(Counter(counts), listed)
     table, skips = _scan(reader, on_bytes, on_error)
     # Do not save an incomplete table, nor read errors, which may be temporary.
-    is_partial = (on_error == "stop" and skips.num_flawed) or skips.counts[UNREADABLE]
-    if not is_partial and index.stem == _signature(reader):
+    has_stopped = on_error == "stop" and skips.num_flawed > 0
+    is_whole = not has_stopped and not skips.counts[UNREADABLE]
+    if is_whole and index.stem == _signature(reader):
         packed = json.dumps([skips.counts, skips.listed])
         save_index(index, {"table": table, "skips": np.array(packed)})
     return table, skips

@@ -78,15 +78,16 @@ class EvaluationSamples:
         self.num_samples = min(max_samples, self.batches.num_samples)
         # Number of the first document of each stream, counted over all streams.
         self._firsts = np.cumsum([0, *(part.num_documents for part in self.batches.streams)])
-        met = [
-            np.unique(self._places(first, count), return_counts=True)
-            for first, count in self._batches()
-        ]
-        places, counts = (np.concatenate(column) for column in zip(*met, strict=True))
-        self._known, ordinals = np.unique(places, return_inverse=True)
+        places = []
+        counts = []
+        for first, count in self._batches():
+            own_places, own_counts = np.unique(self._places(first, count), return_counts=True)
+            places.append(own_places)
+            counts.append(own_counts)
+        self._known, ordinals = np.unique(np.concatenate(places), return_inverse=True)
         self.num_documents = len(self._known)
         self.tokens = np.zeros(self.num_documents, dtype=np.int64)
-        np.add.at(self.tokens, ordinals, counts)
+        np.add.at(self.tokens, ordinals, np.concatenate(counts))
         self.num_bytes = None if texts is None else self._bytes(texts)
 
     def documents(self, first: int, count: int) -> np.ndarray:

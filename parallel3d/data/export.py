@@ -27,7 +27,9 @@ def export_megatron(corpus: Corpus, prefix: str) -> list[dict[str, object]]:
     Raises DataError if a file exists or cannot be written.
     """
     parts = corpus.parts or (corpus,)
-    prefixes = [f"{prefix}_{i}" for i in range(len(parts))] if corpus.parts else [prefix]
+    prefixes = [prefix]
+    if corpus.parts:
+        prefixes = [f"{prefix}_{number}" for number in range(len(parts))]
     for name in prefixes:
         for path in (f"{name}.bin", f"{name}.idx"):
             if os.path.lexists(path):

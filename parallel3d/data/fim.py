@@ -87,13 +87,12 @@ class Fim:
             if not size or draws[0] >= self.config.rate:
                 continue
             document = int(np.searchsorted(bounds, places[begin], side="right")) - 1
-            is_whole = bounds[document : document + 2].tolist() == [
-                places[begin],
-                places[begin] + size,
-            ]
-            last = [int(labels[begin + size - 1])]
+            start = int(places[begin])
+            is_whole = bounds[document : document + 2].tolist() == [start, start + size]
+            last = int(labels[begin + size - 1])
             has_end = int(tokens[begin + size - 1]) == self.end_of_text
-            length = min(size - has_end, end - begin - ROOM - has_end)
+            num_ends = 1 if has_end else 0
+            length = min(size, end - begin - ROOM) - num_ends
             if length < 1 or not (is_whole or self.config.by == "fragment"):
                 continue
             first, second = sorted(int(draw * (length + 1)) for draw in draws[2:])
@@ -106,7 +105,9 @@ class Fim:
                 ids = [before, after, *suffix, between, *prefix, *middle]
             else:
                 ids = [before, *prefix, after, *suffix, between, *middle]
-            ids += [self.end_of_text, *last] if has_end else [self.end_of_text]
+            ids.append(self.end_of_text)
+            if has_end:
+                ids.append(last)
             own = slice(begin, begin + len(ids) - 1)
             tokens[own] = ids[:-1]
             labels[own] = ids[1:]
@@ -117,7 +118,6 @@ class Fim:
         key = np.array([(self.seed ^ _KEY) & MASK64], np.uint64)
         for value in (index, number):
             key = mix(key) + np.uint64(value)
-        drawn: list[float] = (
-            (mix(mix(key) + np.arange(4, dtype=np.uint64)) >> np.uint64(11)) / 2**53
-        ).tolist()
+        bits = mix(mix(key) + np.arange(4, dtype=np.uint64)) >> np.uint64(11)
+        drawn: list[float] = (bits / 2**53).tolist()
         return drawn

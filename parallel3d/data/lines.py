@@ -113,9 +113,11 @@ class Lines:
 
     def read(self) -> bytes:
         """Return the next line; b"" at the end of the file."""
-        line = part = self._file.readline(self._limit)
-        self.position += len(part)
-        self.row += bool(line)
+        line = self._file.readline(self._limit)
+        self.position += len(line)
+        if line:
+            self.row += 1
+        part = line
         while len(part) == self._limit and not part.endswith(b"\n"):
             part = self._file.readline(self._limit)
             self.position += len(part)
@@ -187,5 +189,7 @@ def _values_at(value: dict[str, object], path: str) -> Iterator[object]:
 
 
 def _json_type(value: object) -> str:
+    if value is None:
+        return "null"
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return "null" if value is None else names.get(type(value), "a number")
+    return names.get(type(value), "a number")

@@ -49,8 +49,10 @@ def sample_index(seed: int, global_index: int | np.ndarray, num_samples: int) ->
     keys = mix(mix(np.full_like(epoch, seed & MASK64)) + epoch)
     half_bits = max(MIN_HALF_BITS, ((num_samples - 1).bit_length() + 1) // 2)
     sample = _feistel(place, keys, half_bits)
-    while (outside := sample >= num_samples).any():
+    outside = sample >= num_samples
+    while outside.any():
         sample[outside] = _feistel(sample[outside], keys[outside], half_bits)
+        outside = sample >= num_samples
     return sample.astype(np.int64)
 
 
@@ -81,7 +83,8 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
     The sum is at most MAX_PATTERN. Finer shares are rounded by largest remainders, none to 0.
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]
-    shares = [int(weight * lcm(*(w.denominator for w in exact))) for weight in exact]
+    denominator = lcm(*(weight.denominator for weight in exact))
+    shares = [int(weight * denominator) for weight in exact]
     shares = [share // reduce(gcd, shares) for share in shares]
     if sum(shares) <= MAX_PATTERN:
         return shares
@@ -90,8 +93,12 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
     while sum(rounded) != MAX_PATTERN:
         # Add to the largest remainders, or subtract from the smallest if some were raised to 1.
         step = 1 if sum(rounded) < MAX_PATTERN else -1
-        owed = [(step * (ideal[s] - n), s) for s, n in enumerate(rounded) if n + step >= 1]
-        rounded[max(owed)[1]] += step
+        owed = []
+        for part, number in enumerate(rounded):
+            if number + step >= 1:
+                owed.append((step * (ideal[part] - number), part))
+        _, part = max(owed)
+        rounded[part] += step
     return rounded
 
 
@@ -126,7 +133,8 @@ class Mixing:
             here = numbers == number
             mixing = self._mixings[number]
             block, place = np.divmod(index[here] - self._firsts[number], mixing.period)
-            parts[here] = part = mixing._part[place]
+            part = mixing._part[place]
+            parts[here] = part
             own = block * mixing.shares[part] + mixing._before[place]
             places[here] = self._done[number][part] + own
         return parts, places
@@ -158,12 +166,13 @@ def _pattern(shares: list[int]) -> np.ndarray:
     pattern = np.empty(period, dtype=np.int64)
     num_assigned = [0] * len(shares)
     for index in range(period):
-        # The window of sample j closes at ceil((j + 1) D / a) - 1.
-        _, part = min(
-            (-(-(num_assigned[s] + 1) * period // share), s)
-            for s, share in enumerate(shares)
-            if num_assigned[s] * period // share <= index
-        )
+        # The window of a part's sample j opens at j D / a and closes at ceil((j + 1) D / a) - 1.
+        closing = []
+        for part, share in enumerate(shares):
+            number = num_assigned[part]
+            if number * period // share <= index:
+                closing.append((-(-(number + 1) * period // share), part))
+        _, part = min(closing)
         pattern[index] = part
         num_assigned[part] += 1
     return pattern
@@ -181,9 +190,9 @@ class ShardOrder:
         self.window = window
         self.firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_samples = int(self.firsts[-1])
-        self.num_groups = groups = -(-self.num_shards // window)
+        self.num_groups = -(-self.num_shards // window)
         # Groups of about equal size: a small one at the end would be shuffled less.
-        self._cuts = np.arange(groups + 1) * self.num_shards // groups
+        self._cuts = np.arange(self.num_groups + 1) * self.num_shards // self.num_groups
         self._epoch = lru_cache(4)(self._make_epoch)
 
     def sample_index(self, seed: int, index: np.ndarray) -> np.ndarray:
@@ -191,7 +200,9 @@ class ShardOrder:
         samples = np.empty(len(index), dtype=np.int64)
         for epoch, group, here, places in self._groups(seed, index):
             members, ends = self._members(seed, epoch, group)
-            key = seed if group == 0 else seed ^ int(mix(np.array([group], np.uint64))[0])
+            key = seed
+            if group:
+                key = seed ^ int(mix(np.array([group], np.uint64))[0])
             size = int(ends[-1])
             within = sample_index(key, epoch * size + places, size)
             shard = np.searchsorted(ends, within, side="right")
@@ -205,7 +216,9 @@ class ShardOrder:
         The latter are left out if the indices are in several groups, which fill the cache.
         """
         numbers = [n * self.num_groups + group for n, group, _, _ in self._groups(seed, index)]
-        return self.shards_of(seed, numbers if len(numbers) > 1 else [numbers[0], numbers[0] + 1])
+        if len(numbers) == 1:
+            numbers = [numbers[0], numbers[0] + 1]
+        return self.shards_of(seed, numbers)
 
     def shards_of(self, seed: int, numbers: Sequence[int]) -> list[int]:
         """Return the shards of groups, which are numbered over all epochs; each shard once."""

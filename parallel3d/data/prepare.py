@@ -125,11 +125,10 @@ class _Preparation:
         masks = iter(held_out)
         corpora = []
         for part, source, shown in zip(parts, sources, progress_of, strict=True):
-            corpora.append(
-                open_stream(config, part, self.tokenizer, self.shards)
-                if source is None
-                else self._build(source, next(masks), shown)
-            )
+            if source is None:
+                corpora.append(open_stream(config, part, self.tokenizer, self.shards))
+            else:
+                corpora.append(self._build(source, next(masks), shown))
         if config.streams:
             check_room(config, corpora)
         corpus = self._mix(corpora, shares) if config.mixture else corpora[0]
@@ -139,8 +138,8 @@ class _Preparation:
             self.tokenizer = corpus.tokenizer_directory
         sets = {}
         for name, section in validation_sets(config).items():
-            is_listed = name in config.validation
-            with _prefix_errors(f"data.validation{'.' if is_listed else '_split: '}{name}"):
+            setting = "validation." if name in config.validation else "validation_split: "
+            with _prefix_errors(f"data.{setting}{name}"):
                 sets[name] = self._validation_set(section, training)
         Fim.of(config.fim, corpus)  # refuses a tokenizer without the special tokens
         return pack(replace(corpus, validation=sets), config, self.progress)
@@ -212,10 +211,10 @@ class _Preparation:
         """Return the mixture of prepared corpora."""
         first = corpora[0]
         weights = [share / sum(shares) for share in shares]
-        parts = [
-            {"corpus": self._name(corpus.directory), "weight": weight, "label": _label(part)}
-            for corpus, weight, part in zip(corpora, weights, self.config.mixture, strict=True)
-        ]
+        parts = []
+        for corpus, weight, section in zip(corpora, weights, self.config.mixture, strict=True):
+            name = self._name(corpus.directory)
+            parts.append({"corpus": name, "weight": weight, "label": _label(section)})
         starts = {start for part in self.config.mixture for start, _ in weight_changes(part)}
         changes = [[start, weights_at(self.config, start)] for start in sorted(starts - {0})]
         changing = [json.dumps(changes)] if changes else []
@@ -227,10 +226,11 @@ class _Preparation:
                     for weight, corpus in zip(weights, corpora, strict=True)
                 )
                 # The key must not depend on where files are, nor on the parts' labels.
-                keys = [
-                    part if c.key == part["corpus"] else {**part, "corpus": c.key, "label": ""}
-                    for part, c in zip(parts, corpora, strict=True)
-                ]
+                keys = []
+                for part, corpus in zip(parts, corpora, strict=True):
+                    if corpus.key != part["corpus"]:
+                        part = {**part, "corpus": corpus.key, "label": ""}
+                    keys.append(part)
                 meta = {
                     "end_of_text": first.end_of_text,
                     "format": FORMAT,
@@ -239,7 +239,8 @@ class _Preparation:
                     "unigram_entropy": entropy(np.asarray(frequencies)),
                     "vocab_size": first.vocab_size,
                 }
-                meta |= {"changes": changes} if changes else {}
+                if changes:
+                    meta["changes"] = changes
                 copy_tokenizer(first.tokenizer_directory, folder / "tokenizer")
                 (folder / "meta.json").write_text(json.dumps(meta, indent=1))
         mixture = Corpus.open(directory, shards=self.shards)

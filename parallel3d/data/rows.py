@@ -113,8 +113,8 @@ def _between(numbers: Sequence[int], first: int, end: int) -> Sequence[int]:
 
 # Larger than any file's number of rows.
 ALL_ROWS = range(1, 2**62)
-# Row and first byte of a document, and its raw bytes in blocks; None for null.
 _Raw = tuple[int, int, Iterable[bytes] | None]
+"""Row and first byte of a document, and its raw bytes in blocks; None for null."""
 
 
 class FileReader:
@@ -186,14 +186,17 @@ class FileReader:
                 row = lines.row
                 # Otherwise a blank line separates documents and is not an empty one.
                 if self.kind == "line" or line.strip():
-                    yield row, offset, [lines.block(line) if self.kind == "blank_line" else line]
+                    yield row, offset, [self._rest_of_document(lines, line)]
                 offset = lines.position
         else:
             lines = self._lines or self._open()
             for row, offset in places:
                 lines.seek(offset)
-                line = lines.read()
-                yield row, offset, [lines.block(line) if self.kind == "blank_line" else line]
+                yield row, offset, [self._rest_of_document(lines, lines.read())]
+
+    def _rest_of_document(self, lines: Lines, first: bytes) -> bytes:
+        """Return a document from its first line, which was read."""
+        return lines.block(first) if self.kind == "blank_line" else first
 
     def _open(self) -> Lines:
         # The line ending, and one byte more, which shows that the line is too long.
@@ -212,7 +215,8 @@ class FileReader:
             return pieces_of(blocks, place, ", or leave it out of data.paths")
         [data] = blocks
         if self.kind not in ("parquet", "arrow"):
-            data = data.removesuffix(b"\r\n" if data.endswith(b"\r\n") else b"\n")
+            ending = b"\r\n" if data.endswith(b"\r\n") else b"\n"
+            data = data.removesuffix(ending)
             if len(data) > self.max_line_bytes:
                 rule = f"has more than {self.max_line_bytes:,} bytes"
                 raise Flaw(TOO_LONG, f"{place} {rule}; raise data.max_line_bytes, or split it")
@@ -232,11 +236,14 @@ def place_of(kind: str, name: str, row: int) -> str:
     """Return the name for messages of the document at `row` of the file `name`."""
     if kind == "whole":
         return name
-    return f"{name}, {'row' if kind in ('parquet', 'arrow') else 'line'} {row}"
+    unit = "row" if kind in ("parquet", "arrow") else "line"
+    return f"{name}, {unit} {row}"
 
 
 def _failures() -> tuple[type[BaseException], ...]:
     """Return the exception types that reading a damaged or unreadable file may raise."""
     # Importing pyarrow takes a third of a second; if it is not imported, it cannot have failed.
     arrow = sys.modules.get("pyarrow")
-    return (OSError, EOFError, *((arrow.ArrowException,) if arrow else ()))
+    if arrow is None:
+        return (OSError, EOFError)
+    return (OSError, EOFError, arrow.ArrowException)

@@ -74,6 +74,18 @@ class Shard:
     fetch_bytes: int
     """Most bytes on the disk while it is fetched, besides its ids."""
 
+    @classmethod
+    def of(cls, manifest: Path, entry: dict[str, Any], dtype: np.dtype) -> "Shard":
+        """Return the shard of an entry of a manifest with ids of this type."""
+        return cls(
+            manifest=manifest,
+            entry=entry,
+            key=entry["key"],
+            name=mask(entry["files"][0]["path"]),
+            num_bytes=entry["tokens"] * dtype.itemsize + entry.get("beside_ids", 0),
+            fetch_bytes=entry["fetch_bytes"],
+        )
+
 
 class ShardCache:
     """The shards in a folder of at most `limit` bytes; see the module's docstring.
@@ -177,11 +189,10 @@ class ShardCache:
         failed: set[str] = set()
         while not self._closed:
             self._changed.clear()
-            missing = [
-                shard
-                for shard in self._all_wanted()
-                if shard.key not in failed and not self._ids(shard).exists()
-            ]
+            missing = []
+            for shard in self._all_wanted():
+                if shard.key not in failed and not self._ids(shard).exists():
+                    missing.append(shard)
             for shard in missing:
                 if self._changed.is_set():
                     break
@@ -195,7 +206,8 @@ class ShardCache:
             self._changed.wait(NAP_SECONDS * 4 if missing else None)
 
     def _all_wanted(self) -> list[Shard]:
-        return [shard for shards in [*self._wanted.values()] for shard in shards]
+        owners = list(self._wanted.values())  # another thread may add one
+        return list(chain.from_iterable(owners))
 
     def _try(self, shard: Shard, is_urgent: bool = False) -> bool:
         """Return True if a shard is there now; fetch it if nobody does and it fits.
@@ -289,17 +301,7 @@ class ShardedTokens(IdArray):
         if self.head_length:
             shape = len(entries), self.head_length
             self._heads = np.memmap(manifest / HEADS, self.dtype, mode="r", shape=shape)
-        self.shards = [
-            Shard(
-                manifest=manifest,
-                entry=entry,
-                key=entry["key"],
-                name=mask(entry["files"][0]["path"]),
-                num_bytes=entry["tokens"] * self.dtype.itemsize + entry.get("beside_ids", 0),
-                fetch_bytes=entry["fetch_bytes"],
-            )
-            for entry in entries
-        ]
+        self.shards = [Shard.of(manifest, entry, self.dtype) for entry in entries]
         self._order = lru_cache(2)(self._make_order)
 
     @property
@@ -339,7 +341,8 @@ class ShardedTokens(IdArray):
     def _replaced(self, starts: np.ndarray, lost: int, sequence_length: int) -> np.ndarray:
         """Return the starts of samples of the next usable shard, for those of a lost one."""
         count = len(self.shards)
-        for number in (n % count for n in range(lost + 1, lost + count)):
+        for following in range(lost + 1, lost + count):
+            number = following % count
             room = int(self.num_tokens[number]) - sequence_length
             if room > 0 and not self._open_cache().is_lost(self.shards[number]):
                 first = self.firsts[number]
@@ -364,7 +367,7 @@ class ShardedTokens(IdArray):
                 shard = self.shards[number]
                 yield self._open_cache().read(shard, self.dtype, first - start, end - first)
             first = end
-            number = number + 1
+            number += 1
 
 
 class TokensAsRead(ShardedTokens):
@@ -376,11 +379,14 @@ class TokensAsRead(ShardedTokens):
     def __init__(self, manifest: Path, meta: dict[str, Any], cache: ShardCache | None) -> None:
         super().__init__(manifest, meta, cache)
         self._folder = manifest / "counts"
-        noted = (path.name.partition("-") for path in self._folder.glob("*-*"))
-        self._counts = {int(number): int(count) for number, _, count in noted}
-        self._use = 0, 0  # seed and sequence length
-        # the first sample of each group
+        self._counts: dict[int, int] = {}
+        for path in self._folder.glob("*-*"):
+            number, _, num_noted = path.name.partition("-")
+            self._counts[int(number)] = int(num_noted)
+        self._use = (0, 0)
+        """Seed and sequence length."""
         self._begins = [0]
+        """The first sample of each group."""
         self._lock = threading.Lock()
         self._group = lru_cache(2)(self._make_group)
 

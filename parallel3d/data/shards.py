@@ -145,17 +145,17 @@ def fill_shard(
     pieces = cut_long(plan.documents.pieces(np.arange(first, end)))
     with open(folder / "train.bin", "wb") as train, open(folder / "held_out.bin", "wb") as held_out:
         for encoded, are_last in _encoded(pieces, tokenizer):
-            tokens = [
-                np.array([*ids, plan.end_of_text] if is_last else ids, dtype=np.int64)
-                for ids, is_last in zip(encoded, are_last, strict=True)
-            ]
+            tokens = []
+            for ids, is_last in zip(encoded, are_last, strict=True):
+                if is_last:
+                    ids.append(plan.end_of_text)
+                tokens.append(np.array(ids, dtype=np.int64))
             together = np.concatenate(tokens)
-            sizes = [len(ids) for ids in tokens]
+            sizes = list(map(len, tokens))
             documents = document + np.cumsum([0, *are_last[:-1]])
             if together.max(initial=0) >= plan.vocab_size:
-                wrong = next(
-                    n for n, ids in enumerate(tokens) if max(ids, default=0) >= plan.vocab_size
-                )
+                are_wrong = [ids.max(initial=0) >= plan.vocab_size for ids in tokens]
+                wrong = are_wrong.index(True)
                 raise DataError(
                     f"document {plan.documents.name(documents[wrong])} has the token id"
                     f" {tokens[wrong].max()}, outside the vocabulary of {plan.vocab_size}; use the"

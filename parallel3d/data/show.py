@@ -110,7 +110,9 @@ def show_samples(corpus: Corpus, shown: list[dict[str, Any]], out: "Console") ->
     out.print(Rule(style="dim"))
     statistics = document_statistics(corpus)
     parts = statistics.get("parts") or [{"part": "the corpus", **statistics}]
-    rows = [(name, *(_format(part[key]) for part in parts)) for name, key in _ROWS.items()]
+    rows = []
+    for name, key in _ROWS.items():
+        rows.append((name, *(_format(part[key]) for part in parts)))
     for name in (*LENGTHS, "mean"):
         lengths = [_format(part["document_tokens"][name]) for part in parts]
         rows.append((f"tokens per document: {name}", *lengths))
@@ -120,9 +122,12 @@ def show_samples(corpus: Corpus, shown: list[dict[str, Any]], out: "Console") ->
 
 def _printable(text: str) -> str:
     """Return `text` with control characters escaped, so that a terminal does not execute them."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
-    )
+    shown = []
+    for character in text:
+        if not character.isprintable() and character not in "\n\t":
+            character = character.encode("unicode_escape").decode()
+        shown.append(character)
+    return "".join(shown)
 
 
 _NESTED = ("mixture", "validation", "written", "skipped", "skipped_first", "show")
@@ -149,9 +154,11 @@ def as_text(summary: Mapping[str, Any]) -> str:
     for title, section in sections:
         lines += ["", title] if title else []
         lines += [f"{name:<24}{_format(x)}" for name, x in section.items() if name not in _NESTED]
-        if common := section.get("num_in_training"):
+        common = section.get("num_in_training")
+        if common:
             lines.append(f"WARNING: {common:,} of the documents are also in the training part")
-        if share := section.get("unknown_share"):
+        share = section.get("unknown_share")
+        if share:
             lines.append(
                 f"WARNING: the tokenizer does not cover {share:.0%} of the text; use one that was"
                 " trained on similar text"
@@ -170,6 +177,10 @@ def describe_skips(skipped: Mapping[str, int]) -> str:
 
 
 def _format(value: object) -> str:
+    if value is None:
+        return "?"
     if isinstance(value, float):
         return f"{value:.4f}"
-    return "?" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value)

@@ -137,7 +137,8 @@ def _expand(pattern: str) -> Iterator[str]:
     for start in glob.glob(before) if before else [os.curdir]:
         for folder, below, _ in os.walk(start, followlinks=True):
             below[:] = sorted(name for name in below if not name.startswith("."))
-            if (real := os.path.realpath(folder)) in entered:
+            real = os.path.realpath(folder)
+            if real in entered:
                 below.clear()
                 continue
             entered.add(real)
@@ -157,15 +158,21 @@ def arrow_files(
 
     Code of data sets is never executed. Raises DataError if the split cannot be loaded.
     """
-    place = f"data.name = {name!r}" + (f", subset {subset!r}" if subset else "")
-    bases = dict.fromkeys(part.partition("[")[0] for part in split.split("+"))
-    files_of = {base: _files(_load(name, subset, base, place), name, base, place) for base in bases}
+    of_subset = f", subset {subset!r}" if subset else ""
+    place = f"data.name = {name!r}{of_subset}"
+    files_of: dict[str, list[tuple[str, str, int]]] = {}
+    for part in split.split("+"):
+        base = part.partition("[")[0]
+        if base not in files_of:
+            files_of[base] = _files(_load(name, subset, base, place), name, base, place)
     if split in files_of:
         paths, names, _ = zip(*files_of[split], strict=True)
         return paths, names, ()
     import datasets
 
-    lengths = {base: sum(count for _, _, count in files) for base, files in files_of.items()}
+    lengths = {}
+    for base, files in files_of.items():
+        lengths[base] = sum(count for _, _, count in files)
     try:
         instructions = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
     except (ValueError, AssertionError) as error:
@@ -174,11 +181,11 @@ def arrow_files(
             ' "train[1000:2000]"'
         ) from None
     cut = []
-    for part in instructions:
+    for wanted in instructions:
         before = 0
-        for path, label, count in files_of[part.splitname]:
-            first = max(part.from_, before)
-            end = min(part.to, before + count)
+        for path, label, count in files_of[wanted.splitname]:
+            first = max(wanted.from_, before)
+            end = min(wanted.to, before + count)
             if first < end:
                 cut.append((path, label, (first - before + 1, end - before + 1)))
             before += count
@@ -199,7 +206,9 @@ def _files(table: "Dataset", name: str, split: str, place: str) -> list[tuple[st
             f"{place}: split {split!r} is a selection of its files' rows; call flatten_indices,"
             " then save_to_disk, and use that folder"
         )
-    labels = [f"{name} {split}" + (f" ({Path(path).name})" if paths[1:] else "") for path in paths]
+    labels = [f"{name} {split}"]
+    if len(paths) > 1:
+        labels = [f"{name} {split} ({Path(path).name})" for path in paths]
     return list(zip(paths, labels, counts, strict=True))
 
 
@@ -225,7 +234,8 @@ def has_split(name: str, subset: str | None, split: str) -> bool:
 
 def arrow_files_of_parquet(paths: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return paths and names of the Arrow files in which `datasets` caches parquet files."""
-    name = paths[0] + (f" and {len(paths) - 1} more" if paths[1:] else "")
+    more = f" and {len(paths) - 1} more" if paths[1:] else ""
+    name = f"{paths[0]}{more}"
     table = _load("parquet", None, "train", f"data.paths: {name}", paths)
     files, names, _ = zip(*_files(table, name, "train", f"data.paths: {name}"), strict=True)
     return files, names
@@ -251,7 +261,8 @@ def _load(
         if files:
             return datasets.load_dataset(name, data_files=files, split=split)
         cached = Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___"))
-        if not (folder.is_dir() or cached.is_dir()) and (why := why_unreachable()):
+        why = "" if folder.is_dir() or cached.is_dir() else why_unreachable()
+        if why:
             raise ConnectionError(f"not a local folder, and the hub is unreachable: {why}")
         return datasets.load_dataset(str(folder) if folder.is_dir() else name, subset, split=split)
     # Broad: `datasets` passes on any error of the network, of file formats, of unknown names.
@@ -285,7 +296,8 @@ def write_stories(folder: Path = Path("stories")) -> str:
     words = [program, "-f", "gen1:1-rev22:21"]  # a line for each verse: Ge1:1 In the beginning
     printed = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60).stdout
     books = defaultdict[str, list[str]](list)
-    for place, _, verse in (line.partition(" ") for line in printed.splitlines()):
+    for line in printed.splitlines():
+        place, _, verse = line.partition(" ")
         books[place.partition(":")[0].rstrip("0123456789")].append(verse)
     folder.mkdir(parents=True, exist_ok=True)
     for book, verses in books.items():

@@ -6,7 +6,7 @@ has the corpus's distribution of sizes, and does not change when names or order 
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,20 @@ MEDIANS = 4
 MOST_SHARES = 2
 
 
+class _Candidates(NamedTuple):
+    """The distinct contents of a part, of which some are held out; arrays are [contents]."""
+
+    contents: np.ndarray
+    """Their ranks among the contents of all parts."""
+    sizes: np.ndarray
+    """Bytes of one copy."""
+    copies: np.ndarray
+    target: float
+    """Bytes to hold out, with all copies."""
+    eligible: np.ndarray
+    """True for those that are not too large."""
+
+
 def split_documents(
     tables: Sequence[np.ndarray], fraction: Fraction, seed: int = 0
 ) -> list[np.ndarray]:
@@ -55,14 +69,17 @@ def split_documents(
         return [np.zeros(len(table), dtype=bool) for table in tables]
     ranks = _ranks(np.concatenate([table["digest"] for table in tables]), seed)
     parts = np.split(ranks, np.cumsum([len(table) for table in tables])[:-1])
-    apart, large = np.zeros((2, ranks.max() + 1), dtype=bool)
-    facts = []
+    apart = np.zeros(ranks.max() + 1, dtype=bool)
+    large = np.zeros(ranks.max() + 1, dtype=bool)
+    candidates = []
     for number, (part, table) in enumerate(zip(parts, tables, strict=True)):
         contents, first, copies = np.unique(part, return_index=True, return_counts=True)
         if len(contents) < 2:
-            copies_of = f"{len(part)} documents, all of the same text"
+            has = "one document"
+            if len(part) > 1:
+                has = f"{len(part)} documents, all of the same text"
             raise DataError(
-                f"{_part_name(number, parts)} has {copies_of if len(part) > 1 else 'one document'},"
+                f"{_part_name(number, parts)} has {has},"
                 " but the held-out part needs a document of its own; use at least two documents"
                 ' with different text (data.documents = "blank_line" or "line" divides a text'
                 " file), or hold out nothing with data.held_out_fraction = 0"
@@ -73,17 +90,20 @@ def split_documents(
         largest = max(LARGEST_PART * target, MEDIANS * np.median(sizes * copies))
         eligible = sizes * copies <= largest
         large[contents[~eligible]] = True
-        facts.append((contents, sizes, copies, target, eligible))
-    for contents, sizes, copies, target, eligible in facts:
-        everywhere = eligible & ~large[contents]
-        candidates = np.flatnonzero(everywhere if everywhere.any() else eligible)
-        apart[contents[_choose(sizes, copies, target, candidates)]] = True
+        candidates.append(_Candidates(contents, sizes, copies, target, eligible))
+    for own in candidates:
+        eligible = own.eligible & ~large[own.contents]
+        if not eligible.any():
+            eligible = own.eligible
+        chosen = _choose(own.sizes, own.copies, own.target, np.flatnonzero(eligible))
+        apart[own.contents[chosen]] = True
     return [apart[part] for part in parts]
 
 
 def num_common(digests: np.ndarray, others: np.ndarray) -> int:
     """Return the number of documents with digests V16 [n] that are also among `others` [m]."""
-    here, there = (np.ascontiguousarray(d).view("<u8").reshape(-1, 2) for d in (digests, others))
+    here = np.ascontiguousarray(digests).view("<u8").reshape(-1, 2)
+    there = np.ascontiguousarray(others).view("<u8").reshape(-1, 2)
     # Compare first halves before building the set: a set of all others would take much memory.
     there = there[np.isin(there[:, 0], here[:, 0])]
     pairs = set(map(tuple, there.tolist()))

@@ -109,7 +109,8 @@ def open_stream(
         )
     made = _meta(folder)["stream"]
     for name, value in _identity(config, section, tokenizer).items():
-        if (before := made["identity"].get(name, "manifest")) != value:
+        before = made["identity"].get(name, "manifest")
+        if before != value:
             raise DataError(
                 f"data.{name} = {value!r}: the manifest {section.manifest!r} was made with"
                 f" {before!r}; set it back, or {remedy} again"
@@ -419,7 +420,11 @@ def _shard_paths(section: PartConfig) -> list[list[str]]:
     if section.source == "megatron":
         return [[path, megatron.index_of(path)] for path in paths]
     if section.source == "datatrove":
-        return [[x, *([f"{x}.index"] if is_file(f"{x}.index") else [])] for x in paths]
+        shards = []
+        for path in paths:
+            index = f"{path}.index"
+            shards.append([path, index] if is_file(index) else [path])
+        return shards
     return [[path] for path in paths]
 
 

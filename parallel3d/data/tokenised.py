@@ -14,6 +14,7 @@ depends on the files.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import ceil
 from pathlib import Path
 
@@ -167,7 +168,8 @@ def find_tokens(
     weight_starts = []
     done = 0
     counts = np.zeros(vocabulary.size, dtype=np.int64)
-    num_checked = num_empty = 0
+    num_checked = 0
+    num_empty = 0
     for number, file in enumerate(files):
 
         def on_ids(count: int, before: int = done, most: int = file.num_tokens) -> None:
@@ -232,7 +234,7 @@ def _check_cached(
 def _signature(file: TokenFile, settings: tuple[object, ...]) -> str:
     """Return a digest of the current state of a file and its index files."""
     paths = file.path, megatron.index_of(file.path), f"{file.path}.index"
-    states = [part for path in paths for part in state_of(path)]
+    states = chain.from_iterable(map(state_of, paths))
     return digest_of(INDEX_FORMAT, os.path.realpath(file.path), *settings, *states)
 
 
@@ -240,7 +242,8 @@ def _files(section: DataConfig | PartConfig, vocabulary: Vocabulary) -> list[Tok
     """Return the files of a source with the layout that their headers and indexes describe."""
     if section.token_field is not None:
         if section.stream:
-            paths = names = section.paths  # of Arrow, made from a shard
+            paths = section.paths  # an Arrow file that was made from a shard
+            names = paths
         elif section.source == "parquet":
             paths, names = arrow_files_of_parquet(matching_files(section.paths, "parquet"))
         else:
@@ -267,14 +270,21 @@ def paths_of(section: DataConfig | PartConfig) -> list[str]:
     paths = _matching(section.paths, suffix)
     if section.source != "datatrove":
         return paths
-    # Files that datatrove writes beside NAME.ds.
-    if ids := [path for path in paths if not path.endswith((".index", ".metadata", ".loss"))]:
-        return ids
-    raise DataError("data.paths matches no .ds file; use their paths, or corpus/**/*.ds")
+    # datatrove writes files with these endings beside NAME.ds.
+    ids = [path for path in paths if not path.endswith((".index", ".metadata", ".loss"))]
+    if not ids:
+        raise DataError("data.paths matches no .ds file; use their paths, or corpus/**/*.ds")
+    return ids
 
 
 def _matching(paths: Sequence[str], suffix: str) -> list[str]:
     """Return the files that match the paths, URLs and globs."""
-    local = [path for path in paths if not is_url(path)]
-    urls = {url for path in paths if is_url(path) for url in matching_urls(path)}
-    return [*(matching_files(local, suffix) if local else ()), *sorted(urls)]
+    local = []
+    urls: set[str] = set()
+    for path in paths:
+        if is_url(path):
+            urls.update(matching_urls(path))
+        else:
+            local.append(path)
+    files = matching_files(local, suffix) if local else []
+    return [*files, *sorted(urls)]

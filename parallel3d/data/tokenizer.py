@@ -60,7 +60,8 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
         )
     # Broad: each backend raises its own exceptions, and tokenizers a bare Exception.
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        text = str(error).strip() or type(error).__name__
+        reason = text.splitlines()[0]
         raise DataError(
             f"data.tokenizer = {str(name)!r}: AutoTokenizer cannot load it ({reason});"
             " use a directory that contains tokenizer.json, or 'train'"
@@ -143,15 +144,16 @@ def directory_digest(directory: Path) -> str:
 
 def lost_share(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> float:
     """Return the fraction of visible characters that are lost by encoding and decoding."""
-    num_visible = num_decoded = 0
+    num_visible = 0
+    num_decoded = 0
     unknown = tokenizer.unk_token_id
     for text, ids in zip(texts, encode(tokenizer, list(texts)), strict=True):
         known = [token for token in ids if token != unknown]
-        num_visible += len("".join(text.split()))
+        visible = "".join(text.split())
+        decoded = "".join(str(tokenizer.decode(known)).split())
+        num_visible += len(visible)
         # Tokenizers that change case or accents roughly preserve the number of characters.
-        num_decoded += min(
-            len("".join(str(tokenizer.decode(known)).split())), len("".join(text.split()))
-        )
+        num_decoded += min(len(decoded), len(visible))
     return 1 - num_decoded / num_visible if num_visible else 0.0
 
 

@@ -63,7 +63,8 @@ def _read_numpy(path: str, size: int) -> TokenFile:
 
 def _file(path: str, offset: int, count: int, dtype: np.dtype, size: int) -> TokenFile:
     """Return the file with `count` ids after a header; raise DataError if the size differs."""
-    if size != (expected := offset + count * dtype.itemsize):
+    expected = offset + count * dtype.itemsize
+    if size != expected:
         raise wrong_size(path, size, expected)
     return TokenFile(path=path, name=path, dtype=dtype, offset=offset, num_tokens=count, size=size)
 

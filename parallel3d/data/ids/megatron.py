@@ -92,9 +92,12 @@ def _read(index: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     if size != documents + 8 * num_documents:
         raise wrong_size(index, size, documents + 8 * num_documents)
     dtype = INTEGERS[CODES[code]]
-    # The older index has its offsets in ids.
-    begins = column(index, INT64, firsts, num_sequences) * (dtype.itemsize if is_old else 1)
-    sizes = column(index, INT64 if is_old else np.dtype("<i4"), lengths, num_sequences)
+    begins = column(index, INT64, firsts, num_sequences)
+    size_type: np.dtype = np.dtype("<i4")
+    if is_old:
+        begins = begins * dtype.itemsize  # the older index has its offsets in ids
+        size_type = INT64
+    sizes = column(index, size_type, lengths, num_sequences)
     return dtype, sizes, begins, column(index, INT64, documents, num_documents)
 
 

@@ -55,7 +55,10 @@ class IdArray(ABC):
         # Indices usually come in windows; read runs of consecutive indices together.
         cuts = np.flatnonzero(np.diff(flat) != 1) + 1
         edges = [0, *cuts.tolist(), len(flat)] if len(flat) else [0]
-        windows = [(int(flat[a]), int(flat[a]) + b - a) for a, b in pairwise(edges)]
+        windows = []
+        for begin, end in pairwise(edges):
+            first = int(flat[begin])
+            windows.append((first, first + end - begin))
         return self._read(windows).reshape(index.shape)
 
     @abstractmethod
@@ -135,7 +138,8 @@ class Spans(IdArray):
 def check_sizes(files: Sequence[SpanFile]) -> None:
     """Raise DataError unless each file exists and still has its size."""
     for file in files:
-        if (size := num_bytes(file["path"])) != file["size"]:
+        size = num_bytes(file["path"])
+        if size != file["size"]:
             raise DataError(
                 f"{file['name']} has {size:,} bytes, but had {file['size']:,} when it was prepared;"
                 " restore it, or run `parallel3d prepare` again"
@@ -187,9 +191,8 @@ def beside_ids(ids: TokenFile, field: str, are_labels: bool) -> TokenFile:
 def _compare(ids: TokenFile, labels: TokenFile, field: str) -> None:
     """Raise DataError if labels differ from their tokens' ids, for example if shifted by one."""
     assert ids.starts is not None and ids.lengths is not None and labels.starts is not None
-    all_ids, all_labels = (
-        column(file.path, file.dtype, file.offset, file.num_tokens) for file in (ids, labels)
-    )
+    all_ids = column(ids.path, ids.dtype, ids.offset, ids.num_tokens)
+    all_labels = column(labels.path, labels.dtype, labels.offset, labels.num_tokens)
     count = len(ids.lengths)
     for row in np.unique(np.linspace(0, count - 1, min(count, _NUM_COMPARED)).astype(np.int64)):
         tokens = all_ids[ids.starts[row] :][: ids.lengths[row]]

@@ -125,7 +125,9 @@ class _Scan:
         self.rows = rows
         self.starts = starts
         self.counts = np.zeros(vocabulary.size, dtype=np.int64)
-        self.num_ids = self.num_documents = self.num_ended = 0
+        self.num_ids = 0
+        self.num_documents = 0
+        self.num_ended = 0
         self.digest = blake2b(digest_size=16)
         self._ends: set[int] = set()
 
@@ -221,7 +223,8 @@ def _sample(scan: _Scan, lengths: np.ndarray, on_ids: OnIds) -> None:
             f"{scan.file.name}: only {num_ends} of {len(chosen)} sampled documents end with an"
             ' end-of-text, so a sample is not enough; set data.check_ids to "full"'
         )
-    lengths -= num_ends > 0
+    if num_ends:
+        lengths -= 1
 
 
 def _place_digests(scan: _Scan, lengths: np.ndarray) -> np.ndarray:
