@@ -17,7 +17,8 @@ class Counting(TorchDispatchMode):
     def __init__(self, meta=False):
         super().__init__()
         self.meta = meta
-        self.bytes = self.peak = 0
+        self.bytes = 0
+        self.peak = 0
         self._alive = {}  # by the storage's address: its size, and a reference that tells its end
 
     def start(self):

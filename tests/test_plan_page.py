@@ -86,10 +86,15 @@ def page():
 def different(value, expected, at=""):
     """Return the places where two JSON values differ, beyond the rounding of a sum."""
     if isinstance(expected, dict) and isinstance(value, dict) and [*value] == [*expected]:
-        return [d for key in expected for d in different(value[key], expected[key], f"{at}.{key}")]
+        places = []
+        for key in expected:
+            places += different(value[key], expected[key], f"{at}.{key}")
+        return places
     if isinstance(expected, list) and isinstance(value, list) and len(value) == len(expected):
-        pairs = enumerate(zip(value, expected, strict=True))
-        return [d for i, (one, other) in pairs for d in different(one, other, f"{at}[{i}]")]
+        places = []
+        for i, (one, other) in enumerate(zip(value, expected, strict=True)):
+            places += different(one, other, f"{at}[{i}]")
+        return places
     if isinstance(expected, float) and isinstance(value, float | int):
         return [] if math.isclose(value, expected, rel_tol=1e-12, abs_tol=1e-10) else [at]
     return [] if value == expected and type(value) is type(expected) else [at]

@@ -123,10 +123,10 @@ def bad_comments(path: Path) -> Iterator[tuple[int, str]]:
     ids=["names", "comments"],
 )
 def test_names_of_tests_and_trailing_comments_are_plain(places, paths):
-    lines = [
-        f"{path.relative_to(ROOT)}:{line}: {text}" for path in paths for line, text in places(path)
-    ]
-    assert not lines, "\n".join(lines)
+    messages = []
+    for path in paths:
+        messages += [f"{path.relative_to(ROOT)}:{line}: {text}" for line, text in places(path)]
+    assert not messages, "\n".join(messages)
 
 
 @pytest.mark.parametrize(

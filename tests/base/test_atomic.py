@@ -44,8 +44,17 @@ def test_contents_are_synced_before_the_rename_and_the_folder_after(tmp_path, mo
     sync = atomic.sync
     rename = os.rename
     monkeypatch.setattr(atomic, "fault_point", seen.append)
-    monkeypatch.setattr(atomic, "sync", lambda path: (seen.append(path.name), sync(path)))
-    monkeypatch.setattr(os, "rename", lambda *paths: (seen.append("rename"), rename(*paths)))
+
+    def noted_sync(path):
+        seen.append(path.name)
+        sync(path)
+
+    def noted_rename(*paths):
+        seen.append("rename")
+        rename(*paths)
+
+    monkeypatch.setattr(atomic, "sync", noted_sync)
+    monkeypatch.setattr(os, "rename", noted_rename)
     with replaced(tmp_path / "file", points="mine") as partial:
         partial.write_text("new")
     assert seen == [

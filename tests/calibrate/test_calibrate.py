@@ -51,11 +51,13 @@ def planted(ranks, speed=1e11):
         (2, 4, s, 64, f / 2e11, f / 8e10) for s, f in zip((64, 128, 256, 512), flops, strict=True)
     ]
     measured["traffic"] = [("add", 2**k, 2**k / 1e10) for k in range(16, 24)]
+    once = [(n, LATENCY + n / 2 / BANDWIDTH) for n in SIZES]
     rows = {
-        kind: [(n, times * (LATENCY + n / 2 / BANDWIDTH)) for n in SIZES]
-        for kind, times in (("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1))
+        "all_reduce": [(n, 2 * seconds) for n, seconds in once],
+        "all_gather": once,
+        "reduce_scatter": once,
+        "send": [(n, LATENCY + n / BANDWIDTH) for n in SIZES],
     }
-    rows["send"] = [(n, LATENCY + n / BANDWIDTH) for n in SIZES]
     return [measured | {"links": rows if ranks > 1 else {}} for _ in range(ranks)]
 
 

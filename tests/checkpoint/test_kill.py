@@ -65,11 +65,10 @@ class Drill:
         longest = Counter()
         for saves in self.saves:
             longest |= Counter(saves[save - 1])
-        return [
-            self._point(save, name, count)
-            for name, total in sorted(longest.items())
-            for count in range(1, total + 1)
-        ]
+        points = []
+        for name, total in sorted(longest.items()):
+            points += [self._point(save, name, count) for count in range(1, total + 1)]
+        return points
 
     def _point(self, save, name, count):
         passing = [r for r in range(RANKS) if self.saves[r][save - 1].count(name) >= count]

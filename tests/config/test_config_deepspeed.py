@@ -19,11 +19,9 @@ from tests.config.styles import FILES
 pytestmark = pytest.mark.pure
 
 MOE = {"family": "moe", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-KEYS = [
-    (f"{section}.{name}".lstrip("."), key)
-    for section, keys in (BY_SECTION | GONE).items()
-    for name, key in keys.items()
-]
+KEYS = []
+for section, keys in (BY_SECTION | GONE).items():
+    KEYS += [(f"{section}.{name}".lstrip("."), key) for name, key in keys.items()]
 
 # What Hugging Face's documentation shows for ZeRO-3, and what such files gather over time.
 REAL_WORLD = json.loads(FILES["trainer_zero3"].read_text()) | {

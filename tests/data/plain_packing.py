@@ -29,5 +29,8 @@ def pack(ids: Sequence[int], end: int, length: int) -> list[list[int]]:
         best = min(fitting, key=lambda n: (rooms[n], -turns[n]))
         samples[best].append(piece)
         turns[best] = turn
-    places = [[place for piece in sorted(s, key=min) for place in piece] for s in samples]
-    return [row + [-1] * (length - len(row)) for row in places]
+    rows = []
+    for sample in samples:
+        row = [place for piece in sorted(sample, key=min) for place in piece]
+        rows.append(row + [-1] * (length - len(row)))
+    return rows

@@ -34,11 +34,10 @@ def refuse_to_build(*args):
 def test_documents_decode_to_the_bytes_of_their_files(settings):
     corpus = prepare(settings)
     tokenizer = AutoTokenizer.from_pretrained(corpus.tokenizer_directory)
-    decoded = [
-        tokenizer.decode(document_of(part, index))
-        for part in (corpus.train, corpus.held_out)
-        for index in range(part.num_documents)
-    ]
+    decoded = []
+    for part in (corpus.train, corpus.held_out):
+        for index in range(part.num_documents):
+            decoded.append(tokenizer.decode(document_of(part, index)))
     assert sorted(decoded) == sorted(READ.values())
     assert corpus.num_documents == len(TEXTS) and corpus.held_out.num_documents == 1
 

@@ -38,12 +38,11 @@ def read_pair(prefix):
 
 
 def documents_of(corpus):
-    streams = (corpus.train, corpus.held_out)
-    return [
-        [*document_of(stream, i).tolist(), corpus.end_of_text]
-        for stream in streams
-        for i in range(stream.num_documents)
-    ]
+    documents = []
+    for stream in (corpus.train, corpus.held_out):
+        for i in range(stream.num_documents):
+            documents.append([*document_of(stream, i).tolist(), corpus.end_of_text])
+    return documents
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(300, "uint16"), (65500, "int32")])

@@ -162,7 +162,8 @@ def test_data_set_without_validation_split_has_no_set(tmp_path):
 
 
 def test_common_documents_are_counted_by_their_contents():
-    here, there = (table_of(*texts)["digest"] for texts in ("aabcx", "bcaay" * 3))
+    here = table_of(*"aabcx")["digest"]
+    there = table_of(*"bcaay" * 3)["digest"]
     assert num_common(here, there) == 4
     assert num_common(here, table_of("z")["digest"]) == 0
     assert num_common(here[:0], there) == 0 and num_common(here, np.zeros(0, there.dtype)) == 0

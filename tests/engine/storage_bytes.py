@@ -24,13 +24,15 @@ def held_bytes(engine: Any, parameters: Iterable[nn.Parameter]) -> dict[str, int
     optimizer = engine.optimizer
     parameters = list(parameters)
     weights = [getattr(p, "ds_tensor", p.data) for p in parameters]
-    buckets = [b.buffer for b in optimizer.ipg_buckets.values()]
+    buckets: list[Tensor] = []
+    for bucket in optimizer.ipg_buckets.values():
+        buckets += bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
     masters = _masters(optimizer)
     states = [s for state in optimizer.optimizer.state.values() for s in state.values()]
     kinds = {
         "swap": _swap_buffers(optimizer, parameters),
         "parameters": weights,
-        "buckets": [t for b in buckets for t in (b if isinstance(b, list) else [b])],
+        "buckets": buckets,
         "gradients": [*_gradients(optimizer, parameters), *(m.grad for m in masters)],
         # Adam's third state, the step, is a single number.
         "optimizer": [*masters, *(s for s in states if isinstance(s, Tensor) and s.numel() > 1)],

@@ -67,7 +67,7 @@ def test_each_microbatch_gathers_twice_if_weights_are_not_kept():
 def peak_of_stages(rank, case):
     """The most parameters gathered after any action, and those of the two largest stages."""
     trainer = Trainer(case)
-    layers = trainer.stages.module.layers
+    stages = trainer.stages.module.stages
     most = [0]
 
     def watched(method):
@@ -75,15 +75,14 @@ def peak_of_stages(rank, case):
             method(stage, microbatch)
             if method is gather:
                 trainer.engine.wait_for_weights(stage)
-            parameters = {p for modules in layers.values() for m in modules for p in m.parameters()}
-            most[0] = max(most[0], sum(p.numel() for p in parameters))
+            most[0] = max(most[0], sum(p.numel() for p in stages.parameters()))
 
         return run
 
     gather = trainer.executor._run[Op.GATHER]
     trainer.executor._run = {op: watched(m) for op, m in trainer.executor._run.items()}
     trainer.executor.run(trainer.batches()[0])
-    sizes = [sum(h.ds_numel for m in ms for h in m.parameters()) for ms in layers.values()]
+    sizes = [sum(p.ds_numel for p in stage.parameters()) for stage in stages.values()]
     expected = most_gathered(trainer.executor.schedule.programs[trainer.mesh.pipeline.coord])
     left = sum(p.numel() for p in trainer.stages.module.parameters())
     trainer.close()

@@ -56,15 +56,12 @@ def measure(case):
     parameters = [h.parameter for h in trainer.engine.held]
     trainer.run()  # the first step records the order of the layers and makes Adam's moments
     [batch] = trainer.batches()
+    layers = [layer for stage in trainer.stages.module.stages.values() for layer in stage]
     sizes = {
         "stage": sum(_numel(p) for p in parameters),
         "parameters": len(parameters),
         "largest": max(_numel(p) for p in parameters),
-        "layer": max(
-            sum(_numel(p) for p in layer.parameters())
-            for layers in trainer.stages.module.stages.values()
-            for layer in layers
-        ),
+        "layer": max(sum(_numel(p) for p in layer.parameters()) for layer in layers),
     }
     if case.zero_stage == 3:
         with storage_bytes.watching(engine._deepspeed, parameters) as peaks:

@@ -31,7 +31,7 @@ def test_norm_is_wrong_without_the_mean_over_replicas():
 
 def test_replicas_stay_bitwise_equal():
     case = Case(mesh=(1, 2, 1), zero_stage=0, precision="bf16", **SMALL)
-    first, *others = (weights for _, _, weights in run_locally(train_on_rank, 2, case))
+    first, *others = [weights for _, _, weights in run_locally(train_on_rank, 2, case)]
     for weights in others:
         for (name, _, _, a), (_, _, _, b) in zip(first, weights, strict=True):
             assert torch.equal(a, b), name

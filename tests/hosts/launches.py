@@ -33,9 +33,11 @@ class Launched:
     def codes(self, seconds=120):
         """The exit codes, once all have ended."""
         deadline = time.monotonic() + seconds
-        while None in (codes := [_code(process) for process in self.processes]):
+        codes = [_code(process) for process in self.processes]
+        while None in codes:
             assert time.monotonic() < deadline, f"{codes}: {self.output}"
             time.sleep(0.05)
+            codes = [_code(process) for process in self.processes]
         return codes
 
     def wait_for(self, look, seconds=120):
