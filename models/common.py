@@ -1,5 +1,6 @@
 """Parts of specs and of parameter names that several families share (floor 0, no torch)."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -249,10 +250,15 @@ def head(config: TransformerConfig, norm: Iterable[ParamSpec], cost: CostOf) -> 
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
-    """Return a name with each key of `names` replaced by its value, in order."""
-    for old, new in names.items():
-        name = name.replace(old, new)
-    return name
+    """Return the name that a table has for a parameter; KeyError if it has none.
+
+    In the table "*" is the number of a block: "blocks.*.norm1.weight" is a norm of each block.
+    """
+    block = re.match(r"blocks\.(\d+)\.", name)
+    if block is None:
+        return names[name]
+    inner = name.removeprefix(block[0])
+    return names[f"blocks.*.{inner}"].replace("*", block[1], 1)
 
 
 def class_named(requested: str | None, *possible: str) -> str:

@@ -14,19 +14,25 @@ from parallel3d.models.gpt.spec import Config
 from parallel3d.models.llama.huggingface import built
 from parallel3d.models.pretrained import Part
 
-# Our names and those of transformers, in the order of replacement.
+# Our names and those of transformers; "*" is the number of a block.
 _NAMES = {
-    "embedding.token": "transformer.wte",
-    "embedding.position": "transformer.wpe",
-    "head.norm": "transformer.ln_f",
-    "head.output": "lm_head",
-    "blocks": "transformer.h",
-    "norm1": "ln_1",
-    "norm2": "ln_2",
-    "attention.qkv": "attn.c_attn",
-    "attention.output": "attn.c_proj",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
+    "embedding.token.weight": "transformer.wte.weight",
+    "embedding.position.weight": "transformer.wpe.weight",
+    "blocks.*.norm1.weight": "transformer.h.*.ln_1.weight",
+    "blocks.*.norm1.bias": "transformer.h.*.ln_1.bias",
+    "blocks.*.attention.qkv.weight": "transformer.h.*.attn.c_attn.weight",
+    "blocks.*.attention.qkv.bias": "transformer.h.*.attn.c_attn.bias",
+    "blocks.*.attention.output.weight": "transformer.h.*.attn.c_proj.weight",
+    "blocks.*.attention.output.bias": "transformer.h.*.attn.c_proj.bias",
+    "blocks.*.norm2.weight": "transformer.h.*.ln_2.weight",
+    "blocks.*.norm2.bias": "transformer.h.*.ln_2.bias",
+    "blocks.*.mlp.up.weight": "transformer.h.*.mlp.c_fc.weight",
+    "blocks.*.mlp.up.bias": "transformer.h.*.mlp.c_fc.bias",
+    "blocks.*.mlp.down.weight": "transformer.h.*.mlp.c_proj.weight",
+    "blocks.*.mlp.down.bias": "transformer.h.*.mlp.c_proj.bias",
+    "head.norm.weight": "transformer.ln_f.weight",
+    "head.norm.bias": "transformer.ln_f.bias",
+    "head.output.weight": "lm_head.weight",
 }
 
 # Folders of the model without its head omit this prefix.
@@ -38,8 +44,8 @@ BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 def architecture(config: Config, end_of_text: int | None = None, name: str | None = None) -> Any:
     """Return the `GPT2Config` of the same architecture; its `architectures` names the class.
 
-    - end_of_text: the id of the token between documents.
-    - name: the class that is requested; ValueError if this architecture is not of that class.
+    - `end_of_text`: the id of the token between documents.
+    - `name`: the class that is requested; ValueError if this architecture is not of that class.
     """
     from transformers import GPT2Config
 

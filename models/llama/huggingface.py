@@ -1,12 +1,11 @@
 """The Llama family in transformers: a reference model, and weights under its names.
 
-`_CLASSES` lists the classes by the biases and norms of a config.
+The biases, norms and rotations of a config decide on the class (`_classes_with_switches`).
 """
 
 import json
 import re
 from collections.abc import Mapping
-from itertools import product
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,54 +14,56 @@ from parallel3d.models.common import class_named, renamed
 from parallel3d.models.llama.spec import Config
 from parallel3d.models.pretrained import Part
 
-# Our names and those of transformers, in the order of replacement.
+# Our names and those of transformers; "*" is the number of a block. A stacked parameter has one
+# name for each index of its first dim.
 _NAMES = {
-    "embedding.token": "model.embed_tokens",
-    "head.norm": "model.norm",
-    "head.output": "lm_head",
-    "blocks": "model.layers",
-    "attention.qkv.": "self_attn.",
-    "attention.output": "self_attn.o_proj",
-    "attention.core": "self_attn",
-    "attention": "self_attn",
-    "q_weight": "q_proj.weight",
-    "k_weight": "k_proj.weight",
-    "v_weight": "v_proj.weight",
-    "q_bias": "q_proj.bias",
-    "k_bias": "k_proj.bias",
-    "v_bias": "v_proj.bias",
-    "down": "down_proj",
-    "norm1": "input_layernorm",
-    "norm2": "post_attention_layernorm",
+    "embedding.token.weight": "model.embed_tokens.weight",
+    "blocks.*.norm1.weight": "model.layers.*.input_layernorm.weight",
+    "blocks.*.attention.qkv.q_weight": "model.layers.*.self_attn.q_proj.weight",
+    "blocks.*.attention.qkv.k_weight": "model.layers.*.self_attn.k_proj.weight",
+    "blocks.*.attention.qkv.v_weight": "model.layers.*.self_attn.v_proj.weight",
+    "blocks.*.attention.qkv.q_bias": "model.layers.*.self_attn.q_proj.bias",
+    "blocks.*.attention.qkv.k_bias": "model.layers.*.self_attn.k_proj.bias",
+    "blocks.*.attention.qkv.v_bias": "model.layers.*.self_attn.v_proj.bias",
+    "blocks.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
+    "blocks.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
+    "blocks.*.attention.core.sinks": "model.layers.*.self_attn.sinks",
+    "blocks.*.attention.output.weight": "model.layers.*.self_attn.o_proj.weight",
+    "blocks.*.attention.output.bias": "model.layers.*.self_attn.o_proj.bias",
+    "blocks.*.norm2.weight": "model.layers.*.post_attention_layernorm.weight",
+    "blocks.*.mlp.gate_up.weight[0]": "model.layers.*.mlp.gate_proj.weight",
+    "blocks.*.mlp.gate_up.weight[1]": "model.layers.*.mlp.up_proj.weight",
+    "blocks.*.mlp.gate_up.bias[0]": "model.layers.*.mlp.gate_proj.bias",
+    "blocks.*.mlp.gate_up.bias[1]": "model.layers.*.mlp.up_proj.bias",
+    "blocks.*.mlp.down.weight": "model.layers.*.mlp.down_proj.weight",
+    "blocks.*.mlp.down.bias": "model.layers.*.mlp.down_proj.bias",
+    "head.norm.weight": "model.norm.weight",
+    "head.output.weight": "lm_head.weight",
 }
-
-_POST_NORMS = {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}
-_ATTENTION = ("attention_bias", "attention_output_bias")
-# The possible classes of a config with these switches on; the first is the default.
-_CLASSES = {
-    (): ("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"),
-    ("mlp_bias",): ("LlamaForCausalLM",),
-    _ATTENTION: ("LlamaForCausalLM",),
-    (*_ATTENTION, "mlp_bias"): ("LlamaForCausalLM",),
-    ("attention_bias",): ("Qwen2ForCausalLM",),
-    ("qk_norm",): ("Qwen3ForCausalLM",),
-    (*_ATTENTION, "qk_norm"): ("Qwen3ForCausalLM",),
-    ("qk_norm", "qk_norm_over", "post_norm"): ("Olmo2ForCausalLM",),
-    (*_ATTENTION, "qk_norm", "qk_norm_over", "post_norm"): ("Olmo2ForCausalLM",),
-    ("no_rope_layer_interval",): ("SmolLM3ForCausalLM",),
+_POST_NORMS = {
+    "blocks.*.norm1.weight": "model.layers.*.post_attention_layernorm.weight",
+    "blocks.*.norm2.weight": "model.layers.*.post_feedforward_layernorm.weight",
 }
-_CLASSES |= {
-    (*attention, *mlp, *rope, "attention_sinks"): ("GraniteSWAForCausalLM",)
-    for attention, mlp, rope in product(
-        ((), _ATTENTION), ((), ("mlp_bias",)), ((), ("no_rope_layer_interval",))
-    )
-}
+_SWITCHES = (
+    "attention_bias",
+    "attention_output_bias",
+    "mlp_bias",
+    "qk_norm",
+    "qk_norm_over",
+    "post_norm",
+    "no_rope_layer_interval",
+    "attention_sinks",
+)
 # Classes with a window in layers of choice, and in every layer or in none.
-_BY_LAYER = {
-    f"{name}ForCausalLM"
-    for name in ("Ministral", "Qwen2", "Qwen3", "SmolLM3", "GraniteSWA", "Dots1")
-}
-_UNIFORM = {f"{name}ForCausalLM" for name in ("Mistral", "Mixtral", "Qwen3Moe")}
+_BY_LAYER = (
+    "MinistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "SmolLM3ForCausalLM",
+    "GraniteSWAForCausalLM",
+    "Dots1ForCausalLM",
+)
+_UNIFORM = ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM")
 # Folders of the model without its head omit this prefix.
 PREFIX = "model."
 # Frequencies that old versions of transformers saved with the weights.
@@ -72,48 +73,92 @@ BUFFERS = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 def architecture(config: Config, end_of_text: int | None = None, name: str | None = None) -> Any:
     """Return the transformers config of the same architecture; its `architectures` names the class.
 
-    - end_of_text: the id of the token between documents.
-    - name: the requested class, if several are possible.
+    - `end_of_text`: the id of the token between documents.
+    - `name`: the requested class, if several are possible.
 
     Raises ValueError if no class of transformers has this architecture, or not the requested one.
     """
-    names = [*_ATTENTION, "mlp_bias", "qk_norm", "qk_norm_over", "post_norm"]
-    names += ["no_rope_layer_interval", "attention_sinks"]
-    switches = tuple(n for n in names if getattr(config, n) not in (None, False, "head"))
-    switches += ("partial_rotary_factor",) * (config.partial_rotary_factor < 1)
-    possible = [n for n in _CLASSES.get(switches, ()) if not windows_unlike(config, n)]
-    if not possible:
-        turned = (*switches, *["sliding_window"] * (config.sliding_window is not None))
-        texts = (f"{n} = {json.dumps(getattr(config, n))}" for n in turned)
-        raise ValueError(
-            f"{' with '.join(texts)}: no class of transformers has exactly these switches; turn "
-            "one of them off, or set attention_bias and attention_output_bias alike"
-        )
-    chosen = class_named(name, *possible)
+    chosen = class_named(name, *_possible_classes(config))
     if chosen == "LlamaForCausalLM" and config.hidden_size % config.num_attention_heads:
         raise ValueError(
             f"num_attention_heads = {config.num_attention_heads}: does not divide hidden_size="
             f"{config.hidden_size}, which LlamaForCausalLM requires; Qwen3ForCausalLM "
             "(qk_norm = true) does not"
         )
-    biases: dict[str, object] = {"attention_bias": config.attention_output_bias}
+    return settings_of(config, chosen, end_of_text, **_own_settings(config, chosen))
+
+
+def _possible_classes(config: Config) -> list[str]:
+    """Return the classes of transformers with this architecture, the default first.
+
+    Raises ValueError if there is none.
+    """
+    names = [name for name in _classes_with_switches(config) if not windows_unlike(config, name)]
+    if names:
+        return names
+    on = {name: getattr(config, name) for name in _SWITCHES}
+    on = {name: value for name, value in on.items() if value not in (None, False, "head")}
+    if config.partial_rotary_factor < 1:
+        on["partial_rotary_factor"] = config.partial_rotary_factor
+    if config.sliding_window is not None:
+        on["sliding_window"] = config.sliding_window
+    texts = [f"{name} = {json.dumps(value)}" for name, value in on.items()]
+    raise ValueError(
+        f"{' with '.join(texts)}: no class of transformers has exactly these switches; turn "
+        "one of them off, or set attention_bias and attention_output_bias alike"
+    )
+
+
+def _classes_with_switches(config: Config) -> tuple[str, ...]:
+    """Return the classes with exactly the biases, norms and rotations of a config."""
+    has_biases = config.attention_bias or config.attention_output_bias
+    biases_are_alike = config.attention_bias == config.attention_output_bias
+    norms = (config.qk_norm, config.qk_norm_over, config.post_norm)
+    plain_norms = norms == (False, "head", False)
+    if config.partial_rotary_factor < 1:
+        return ()
+    if config.attention_sinks:
+        return ("GraniteSWAForCausalLM",) if plain_norms and biases_are_alike else ()
+    if config.no_rope_layer_interval is not None:
+        is_smollm3 = plain_norms and not has_biases and not config.mlp_bias
+        return ("SmolLM3ForCausalLM",) if is_smollm3 else ()
+    if config.attention_bias and not config.attention_output_bias:
+        return ("Qwen2ForCausalLM",) if plain_norms and not config.mlp_bias else ()
+    if not biases_are_alike:
+        return ()
+    if plain_norms and (has_biases or config.mlp_bias):
+        return ("LlamaForCausalLM",)
+    if plain_norms:
+        return ("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM")
+    if config.mlp_bias:
+        return ()
+    if norms == (True, "head", False):
+        return ("Qwen3ForCausalLM",)
+    if norms == (True, "width", True):
+        return ("Olmo2ForCausalLM",)
+    return ()
+
+
+def _own_settings(config: Config, chosen: str) -> dict[str, object]:
+    """Return the settings that a class has besides those of all classes."""
     rotates = [config.rotates(number) for number in range(config.num_hidden_layers)]
-    own: dict[str, dict[str, object]] = {
-        "LlamaForCausalLM": {**biases, "mlp_bias": config.mlp_bias},
-        "Qwen3ForCausalLM": biases,
-        "Olmo2ForCausalLM": biases,
-        "SmolLM3ForCausalLM": {
+    biases: dict[str, object] = {"attention_bias": config.attention_output_bias}
+    if chosen in ("Qwen3ForCausalLM", "Olmo2ForCausalLM"):
+        return biases
+    if chosen == "LlamaForCausalLM":
+        return biases | {"mlp_bias": config.mlp_bias}
+    if chosen == "SmolLM3ForCausalLM":
+        return {
             "no_rope_layer_interval": config.no_rope_layer_interval,
-            "no_rope_layers": [*map(int, rotates)],
-        },
-        "GraniteSWAForCausalLM": {
-            **biases,
+            "no_rope_layers": [int(turns) for turns in rotates],
+        }
+    if chosen == "GraniteSWAForCausalLM":
+        return biases | {
             "mlp_bias": config.mlp_bias,
             "attention_multiplier": config.head_size**-0.5,
-            "layer_rope_theta": [config.rope_theta * turns for turns in rotates],
-        },
-    }
-    return settings_of(config, chosen, end_of_text, **own.get(chosen, {}))
+            "layer_rope_theta": [config.rope_theta if turns else 0.0 for turns in rotates],
+        }
+    return {}
 
 
 def settings_of(config: Config, chosen: str, end_of_text: int | None, **own: object) -> Any:
@@ -197,16 +242,26 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
 
 def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Return the tensors of transformers that hold one of our parameters, of this shape."""
-    names = _NAMES | (_POST_NORMS if config.post_norm else {})
-    target = renamed(name, names)
+    return parts_in(names_of(config), name, shape)
+
+
+def names_of(config: Config) -> dict[str, str]:
+    """Return the table of names of a config's class."""
+    return _NAMES | _POST_NORMS if config.post_norm else _NAMES
+
+
+def parts_in(names: Mapping[str, str], name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Return the tensors that hold a parameter, by a table of names."""
     order = tuple(range(len(shape)))
-    if "gate_up" in name:
-        both = (target.replace("gate_up", part) for part in ("gate_proj", "up_proj"))
-        return tuple(Part(t, shape[1:], order[:-1], (index,)) for index, t in enumerate(both))
-    return (Part(target, shape, order),)
+    if "gate_up" not in name:
+        return (Part(renamed(name, names), shape, order),)
+    gate = Part(renamed(f"{name}[0]", names), shape[1:], order[:-1], (0,))
+    up = Part(renamed(f"{name}[1]", names), shape[1:], order[:-1], (1,))
+    return gate, up
 
 
 def rope_of(config: Config) -> dict[str, object]:
+    """Return the rotation of a config, as transformers has it."""
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_type": "default", "rope_theta": config.rope_theta}

@@ -5,9 +5,8 @@ keys and the router decide on the class (`_class_of`).
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from itertools import cycle, product
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,58 +24,77 @@ _OLMOE = "OlmoeForCausalLM"
 _QWEN3 = "Qwen3MoeForCausalLM"
 _DOTS1 = "Dots1ForCausalLM"
 _GLM = "Glm4MoeForCausalLM"
-# Names in files, in the order of replacement, after those of llama.
+# Our names and those in files, besides Llama's. The last "*" is the number of an expert.
 _NAMES = {
-    "mlp.router.score_bias": "mlp.gate.e_score_correction_bias",
-    "mlp.router": "mlp.gate",
-    "mlp.shared": "mlp.shared_experts",
+    "blocks.*.mlp.router.weight": "model.layers.*.mlp.gate.weight",
+    "blocks.*.mlp.router.score_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+    "blocks.*.mlp.experts.gate_up[0]": "model.layers.*.mlp.experts.*.gate_proj.weight",
+    "blocks.*.mlp.experts.gate_up[1]": "model.layers.*.mlp.experts.*.up_proj.weight",
+    "blocks.*.mlp.experts.down": "model.layers.*.mlp.experts.*.down_proj.weight",
+    "blocks.*.mlp.shared.gate_up.weight[0]": "model.layers.*.mlp.shared_experts.gate_proj.weight",
+    "blocks.*.mlp.shared.gate_up.weight[1]": "model.layers.*.mlp.shared_experts.up_proj.weight",
+    "blocks.*.mlp.shared.down.weight": "model.layers.*.mlp.shared_experts.down_proj.weight",
 }
-_NAMES_OF_MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3"}
-_NAMES_OF_MIXTRAL["down_proj"] = "w2"
+_NAMES_OF_MIXTRAL = {
+    "blocks.*.mlp.router.weight": "model.layers.*.block_sparse_moe.gate.weight",
+    "blocks.*.mlp.experts.gate_up[0]": "model.layers.*.block_sparse_moe.experts.*.w1.weight",
+    "blocks.*.mlp.experts.gate_up[1]": "model.layers.*.block_sparse_moe.experts.*.w3.weight",
+    "blocks.*.mlp.experts.down": "model.layers.*.block_sparse_moe.experts.*.w2.weight",
+}
+# An expert's matrices, gate, up and down, in the order of its product.
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+_MATRICES_OF_MIXTRAL = ("w1", "w3", "w2")
 
 
 def architecture(config: Config, end_of_text: int | None = None, name: str | None = None) -> Any:
     """Return the transformers config of the same architecture; its `architectures` names the class.
 
-    - end_of_text: the id of the token between documents.
-    - name: the requested class.
+    - `end_of_text`: the id of the token between documents.
+    - `name`: the requested class.
 
     Raises ValueError if no class of transformers has this architecture, or not the requested one.
     """
     chosen = class_named(name, _class_of(config))
     if problems := list(_unlike(config, chosen)):
         raise ValueError("; ".join(problems))
-    own: dict[str, dict[str, object]] = {
-        _MIXTRAL: {"intermediate_size": config.expert_size},
-        _OLMOE: {"intermediate_size": config.expert_size},
-        _QWEN3: {
+    own = _own_settings(config, chosen)
+    settings = llama.settings_of(config, chosen, end_of_text, **own)
+    settings.num_local_experts = config.num_experts
+    settings.num_experts_per_tok = config.num_experts_per_tok
+    return settings
+
+
+def _own_settings(config: Config, chosen: str) -> dict[str, object]:
+    """Return the settings that a class has besides Llama's."""
+    if chosen == _MIXTRAL:
+        return {"intermediate_size": config.expert_size}
+    own: dict[str, object] = {
+        "attention_bias": config.attention_bias,
+        "norm_topk_prob": _is_normed(config),
+    }
+    if chosen == _OLMOE:
+        return own | {"intermediate_size": config.expert_size}
+    own["moe_intermediate_size"] = config.expert_size
+    if chosen == _QWEN3:
+        return own | {
             "decoder_sparse_step": config.decoder_sparse_step,
             "mlp_only_layers": [*range(config.first_k_dense_replace)],
-        },
-        _GLM: {
+        }
+    own |= {
+        "first_k_dense_replace": config.first_k_dense_replace,
+        "n_shared_experts": config.n_shared_experts,
+        "routed_scaling_factor": config.routed_scaling_factor,
+        "n_group": config.n_group,
+        "topk_group": config.topk_group,
+    }
+    if chosen == _GLM:
+        own |= {
             "use_qk_norm": config.qk_norm,
             "num_mtp_layers": 0,
             "rope_parameters": llama.rope_of(config)
             | {"partial_rotary_factor": config.partial_rotary_factor},
-        },
-        _DOTS1: {
-            "first_k_dense_replace": config.first_k_dense_replace,
-            "n_shared_experts": config.n_shared_experts,
-            "routed_scaling_factor": config.routed_scaling_factor,
-            "n_group": config.n_group,
-            "topk_group": config.topk_group,
-        },
-    }
-    own[_GLM] |= own[_DOTS1]
-    if chosen in (_QWEN3, _DOTS1, _GLM):
-        own[chosen]["moe_intermediate_size"] = config.expert_size
-    if chosen != _MIXTRAL:
-        own[chosen]["attention_bias"] = config.attention_bias
-        own[chosen]["norm_topk_prob"] = _is_normed(config)
-    settings = llama.settings_of(config, chosen, end_of_text, **own[chosen])
-    settings.num_local_experts = config.num_experts
-    settings.num_experts_per_tok = config.num_experts_per_tok
-    return settings
+        }
+    return own
 
 
 def reference(config: Config) -> nn.Module:
@@ -94,21 +112,12 @@ def named_as_in_files(model: Any) -> nn.Module:
     """
     model.set_experts_implementation("eager")
     is_mixtral = type(model).__name__ == _MIXTRAL
+    names = _MATRICES_OF_MIXTRAL if is_mixtral else _MATRICES
     for layer in model.model.layers:
         if not hasattr(layer.mlp, "experts"):
             continue
-        experts = layer.mlp.experts
+        _unstack(layer.mlp.experts, names)
         gate = layer.mlp.gate
-        gate_up, down = (experts._parameters.pop(f"{name}_proj") for name in ("gate_up", "down"))
-        for number in range(len(down)):
-            matrices = (*gate_up[number].chunk(2), down[number])
-            each = nn.Module()
-            for name, value in zip(("gate_proj", "up_proj", "down_proj"), matrices, strict=True):
-                projection = nn.Module()
-                projection.weight = nn.Parameter(value.detach().clone())
-                each.add_module(_NAMES_OF_MIXTRAL[name] if is_mixtral else name, projection)
-            experts.add_module(str(number), each)
-        experts.register_forward_pre_hook(_stack)
         if (bias := gate._buffers.pop("e_score_correction_bias", None)) is not None:
             gate.e_score_correction_bias = nn.Parameter(bias)
         if is_mixtral:
@@ -116,6 +125,20 @@ def named_as_in_files(model: Any) -> nn.Module:
             object.__setattr__(layer, "mlp", layer.block_sparse_moe)  # its forward uses this name
     module: nn.Module = model
     return module
+
+
+def _unstack(experts: Any, names: Sequence[str]) -> None:
+    """Give each expert its own three matrices under `names`, to be stacked before a forward."""
+    gate_up = experts._parameters.pop("gate_up_proj")
+    down = experts._parameters.pop("down_proj")
+    for number in range(len(down)):
+        expert = nn.Module()
+        for name, value in zip(names, (*gate_up[number].chunk(2), down[number]), strict=True):
+            projection = nn.Module()
+            projection.weight = nn.Parameter(value.detach().clone())
+            expert.add_module(name, projection)
+        experts.add_module(str(number), expert)
+    experts.register_forward_pre_hook(_stack)
 
 
 def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -132,17 +155,17 @@ def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, T
 
 def parts(config: Config, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Return the tensors in files that hold one of our parameters, of this shape."""
-    found = llama.parts(config, name, shape)
-    if ".experts." in name:
-        path, *_ = found[0].name.rpartition(".")
-        projections = ("down_proj",) if name.endswith("down") else ("gate_proj", "up_proj")
-        indices = product(*map(range, shape[:-2]))  # [expert] or [expert, gate or up]
-        found = tuple(
-            Part(f"{path}.{index[0]}.{projection}.weight", shape[-2:], (0, 1), index)
-            for index, projection in zip(indices, cycle(projections), strict=False)
-        )
-    names = _NAMES | (_NAMES_OF_MIXTRAL if _class_of(config) == _MIXTRAL else {})
-    return tuple(replace(part, name=renamed(part.name, names)) for part in found)
+    names = llama.names_of(config) | _NAMES
+    if _class_of(config) == _MIXTRAL:
+        names |= _NAMES_OF_MIXTRAL
+    if ".experts." not in name:
+        return llama.parts_in(names, name, shape)
+    matrices = []
+    for index in product(*map(range, shape[:-2])):  # (expert,) or (expert, gate or up)
+        expert, *half = index
+        target = renamed(f"{name}[{half[0]}]" if half else name, names)
+        matrices.append(Part(target.replace("*", str(expert)), shape[-2:], (0, 1), index))
+    return tuple(matrices)
 
 
 def _class_of(config: Config) -> str:
@@ -160,40 +183,46 @@ def _is_normed(config: Config) -> bool:
 
 def _unlike(config: Config, chosen: str) -> Iterator[str]:
     """Yield the settings that a class of transformers does not have."""
-    own = config
     has_shared = chosen in (_DOTS1, _GLM)
     is_plain = chosen in (_MIXTRAL, _OLMOE)  # experts in every layer, without switches
+    head_size = config.head_size
+    if chosen == _OLMOE:
+        head_size = config.hidden_size // config.num_attention_heads
+    is_normed = config.norm_topk_prob
+    if chosen == _MIXTRAL and not _is_normed(config):
+        is_normed = True
     needed: dict[str, object] = {
         "no_rope_layer_interval": None,
         "attention_sinks": False,
-        "attention_bias": own.attention_bias and chosen != _MIXTRAL,
-        "attention_output_bias": own.attention_bias and chosen not in (_MIXTRAL, _GLM),
-        "partial_rotary_factor": own.partial_rotary_factor if chosen == _GLM else 1.0,
-        "qk_norm": own.qk_norm or chosen == _DOTS1,
-        "qk_norm_over": "head" if has_shared else own.qk_norm_over,
-        "norm_topk_prob": own.norm_topk_prob or (chosen == _MIXTRAL and not _is_normed(own)),
+        "attention_bias": config.attention_bias and chosen != _MIXTRAL,
+        "attention_output_bias": config.attention_bias and chosen not in (_MIXTRAL, _GLM),
+        "partial_rotary_factor": config.partial_rotary_factor if chosen == _GLM else 1.0,
+        "qk_norm": config.qk_norm or chosen == _DOTS1,
+        "qk_norm_over": "head" if has_shared else config.qk_norm_over,
+        "norm_topk_prob": is_normed,
         "score_bias": has_shared,
-        "n_shared_experts": max(1, own.n_shared_experts) if has_shared else 0,
-        "n_group": own.n_group if has_shared else 1,
-        "routed_scaling_factor": own.routed_scaling_factor if has_shared else 1.0,
-        "decoder_sparse_step": own.decoder_sparse_step if chosen == _QWEN3 else 1,
-        "first_k_dense_replace": 0 if is_plain else own.first_k_dense_replace,
-        "head_size": own.hidden_size // own.num_attention_heads
-        if chosen == _OLMOE
-        else own.head_size,
+        "n_shared_experts": max(1, config.n_shared_experts) if has_shared else 0,
+        "n_group": config.n_group if has_shared else 1,
+        "routed_scaling_factor": config.routed_scaling_factor if has_shared else 1.0,
+        "decoder_sparse_step": config.decoder_sparse_step if chosen == _QWEN3 else 1,
+        "first_k_dense_replace": 0 if is_plain else config.first_k_dense_replace,
+        "head_size": head_size,
     }
-    if unlike := llama.windows_unlike(own, chosen):
+    if unlike := llama.windows_unlike(config, chosen):
         yield unlike
     for name, value in needed.items():
-        if getattr(own, name) != value:
-            yield f"{name} = {json.dumps(getattr(own, name))}: {chosen} has {json.dumps(value)}"
+        own = getattr(config, name)
+        if own != value:
+            yield f"{name} = {json.dumps(own)}: {chosen} has {json.dumps(value)}"
 
 
 def _stack(experts: Any, args: object) -> None:
-    matrices: dict[str, list[Tensor]] = {}
+    """Stack the experts' matrices, as the class's own code expects them."""
+    gate_up: list[Tensor] = []
+    down: list[Tensor] = []
     for number in range(experts.num_experts):
-        gate, up, down = (p.weight for p in experts._modules[str(number)].children())
-        matrices.setdefault("gate_up_proj", []).append(torch.cat((gate, up)))
-        matrices.setdefault("down_proj", []).append(down)
-    for name, each in matrices.items():
-        setattr(experts, name, torch.stack(each))
+        gate, up, last = (p.weight for p in experts._modules[str(number)].children())
+        gate_up.append(torch.cat((gate, up)))
+        down.append(last)
+    experts.gate_up_proj = torch.stack(gate_up)
+    experts.down_proj = torch.stack(down)

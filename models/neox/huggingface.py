@@ -15,18 +15,24 @@ from parallel3d.models.llama.huggingface import built
 from parallel3d.models.neox.spec import Config
 from parallel3d.models.pretrained import Part
 
-# Our names and those of transformers, in the order of replacement.
+# Our names and those of transformers; "*" is the number of a block.
 _NAMES = {
-    "embedding.token": "gpt_neox.embed_in",
-    "head.norm": "gpt_neox.final_layer_norm",
-    "head.output": "embed_out",
-    "blocks": "gpt_neox.layers",
-    "norm1": "input_layernorm",
-    "norm2": "post_attention_layernorm",
-    "attention.qkv": "attention.query_key_value",
-    "attention.output": "attention.dense",
-    "mlp.up": "mlp.dense_h_to_4h",
-    "mlp.down": "mlp.dense_4h_to_h",
+    "embedding.token.weight": "gpt_neox.embed_in.weight",
+    "blocks.*.norm1.weight": "gpt_neox.layers.*.input_layernorm.weight",
+    "blocks.*.norm1.bias": "gpt_neox.layers.*.input_layernorm.bias",
+    "blocks.*.attention.qkv.weight": "gpt_neox.layers.*.attention.query_key_value.weight",
+    "blocks.*.attention.qkv.bias": "gpt_neox.layers.*.attention.query_key_value.bias",
+    "blocks.*.attention.output.weight": "gpt_neox.layers.*.attention.dense.weight",
+    "blocks.*.attention.output.bias": "gpt_neox.layers.*.attention.dense.bias",
+    "blocks.*.norm2.weight": "gpt_neox.layers.*.post_attention_layernorm.weight",
+    "blocks.*.norm2.bias": "gpt_neox.layers.*.post_attention_layernorm.bias",
+    "blocks.*.mlp.up.weight": "gpt_neox.layers.*.mlp.dense_h_to_4h.weight",
+    "blocks.*.mlp.up.bias": "gpt_neox.layers.*.mlp.dense_h_to_4h.bias",
+    "blocks.*.mlp.down.weight": "gpt_neox.layers.*.mlp.dense_4h_to_h.weight",
+    "blocks.*.mlp.down.bias": "gpt_neox.layers.*.mlp.dense_4h_to_h.bias",
+    "head.norm.weight": "gpt_neox.final_layer_norm.weight",
+    "head.norm.bias": "gpt_neox.final_layer_norm.bias",
+    "head.output.weight": "embed_out.weight",
 }
 
 # Folders of the model without its head omit this prefix.
@@ -40,8 +46,8 @@ BUFFERS = re.compile(r"layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_f
 def architecture(config: Config, end_of_text: int | None = None, name: str | None = None) -> Any:
     """Return the `GPTNeoXConfig` of the same architecture; its `architectures` names the class.
 
-    - end_of_text: the id of the token between documents.
-    - name: the class that is requested; ValueError if this architecture is not of that class.
+    - `end_of_text`: the id of the token between documents.
+    - `name`: the class that is requested; ValueError if this architecture is not of that class.
     """
     from transformers import GPTNeoXConfig
 

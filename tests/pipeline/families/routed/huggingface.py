@@ -1,14 +1,21 @@
 """The same in transformers: hooks compute the side losses from whole batches."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from parallel3d.models.routed.spec import EXPERTS, Config
-from torch import nn
+from torch import Tensor, nn
 
 from parallel3d.models.gpt import huggingface as gpt
 
-to_huggingface = gpt.to_huggingface
+
+def to_huggingface(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return GPT-2's tensors, and a router in each block."""
+    routers = {name for name in weights if ".router." in name}
+    others = {name: weight for name, weight in weights.items() if name not in routers}
+    named = {name.replace("blocks", "transformer.h"): weights[name] for name in routers}
+    return gpt.to_huggingface(config, others) | named
 
 
 def reference(config: Config) -> Any:
