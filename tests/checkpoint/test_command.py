@@ -89,14 +89,7 @@ def test_inspect_text_fits_the_terminal(run, run_folder, width, monkeypatch):
     code, out, err = run("inspect", run_folder)
     assert code == 0 and err == ""
     words = " ".join(out.split())
-    for text in (
-        "step 10 tokens 40,960 next sample 80",
-        "learning rate next 0.001, of_steps 1,000 loss scale none",
-        "mesh pp 1, dp 2, tp 1, schedule gpipe, stages_per_rank 1, zero_stage 3, offload_optimizer "
-        "cpu, offload_param none",
-        "versions parallel3d 0.1.0, torch 2.13.0",
-        "num parameters 2 num elements 14 bytes master 56",
-    ):
+    for text in ("step 10 tokens 40,960", "pp 1, dp 2, tp 1", "torch 2.13.0", "master 56"):
         assert text in words, text
     assert "shard-" not in out, "files are left to --json"
     assert all(len(line) <= width for line in out[out.index("format") :].splitlines())

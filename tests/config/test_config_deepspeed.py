@@ -212,11 +212,7 @@ def test_old_names_and_null_offload_are_accepted():
 )
 def test_missing_batch_sizes_are_derived(batch, micro, accumulation, expected):
     """As in DeepSpeed; here dp is 3."""
-    names = (
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-    )
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = dict(zip(names, (batch, micro, accumulation), strict=True))
     config = RunConfig.from_dict(raw(**given)).resolve(12)
     assert tuple(getattr(config, name) for name in names) == expected

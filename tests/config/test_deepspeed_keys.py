@@ -138,8 +138,8 @@ def test_monitors_are_hidden_from_deepspeed():
     """Else it would open the trackers a second time."""
     on = {name: {"enabled": True} for name in monitors.SWITCHED}
     config = RunConfig.from_dict(raw(**on, wall_clock_breakdown=True)).resolve(4)
-    told = EngineSettings.from_config(config).deepspeed_config(1)
-    assert not set(told) & {*monitors.SWITCHED, "wall_clock_breakdown"}
+    passed_on = EngineSettings.from_config(config).deepspeed_config(1)
+    assert not set(passed_on) & {*monitors.SWITCHED, "wall_clock_breakdown"}
 
 
 def test_aio_has_defaults_of_deepspeed():
@@ -263,8 +263,8 @@ def test_passed_on_settings_do_not_change_the_numbers(keys):
 
 def test_passed_on_settings_reach_deepspeed():
     for settings, options in passed_on():
-        told = settings.deepspeed_config(2)["zero_optimization"]
-        assert {key: told[key] for key in options} == options
+        zero_config = settings.deepspeed_config(2)["zero_optimization"]
+        assert {key: zero_config[key] for key in options} == options
     elsewhere = {"stage", "offload_optimizer", "offload_param"}
     here = {key for _, options in PASSED_ON for key in options}
     assert here | elsewhere == set(deepspeed.ZeroConfig.model_fields)

@@ -73,10 +73,7 @@ IMPOSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    IMPOSSIBLE,
-)
+@pytest.mark.parametrize(("changes", "words"), IMPOSSIBLE)
 def test_impossible_settings_give_one_message(changes, words):
     message = error_of(**{"optimizer.type": "Muon", **changes})
     assert words in message and message.startswith("1 problem "), message

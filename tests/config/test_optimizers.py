@@ -85,10 +85,7 @@ UNSUPPORTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    UNSUPPORTED,
-)
+@pytest.mark.parametrize(("changes", "words"), UNSUPPORTED)
 def test_unsupported_use_of_an_optimizer_is_refused_by_name(mine, changes, words):
     message = error_of(**{FOLDERS: [mine], **changes})
     assert words in message and message.startswith("1 problem "), message

@@ -212,10 +212,7 @@ MODEL_BLOCKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("config", "fixed"),
-    MODEL_BLOCKS,
-)
+@pytest.mark.parametrize(("config", "fixed"), MODEL_BLOCKS)
 def test_config_json_determines_the_model_block(config, fixed, tmp_path):
     model = config_of(published(tmp_path / "model", config)).model
     assert {name: getattr(model, name) for name in fixed} == fixed
@@ -321,13 +318,8 @@ def test_all_unsupported_features_are_reported_at_once(tmp_path):
 
 def test_contradiction_names_both_values(tmp_path):
     folder = published(tmp_path / "model", LLAMA | {"rope_scaling": LLAMA3})
-    message = refused(
-        folder,
-        **{
-            "parallel3d.model.family": "gpt",
-            "parallel3d.model.hidden_size": 64,
-        },
-    )
+    changes = {"parallel3d.model.family": "gpt", "parallel3d.model.hidden_size": 64}
+    message = refused(folder, **changes)
     path = f"contradicts {folder / 'config.json'}, which says"
     assert message.startswith("2 problems")
     assert f"parallel3d.model.hidden_size = 64: {path} 96; remove it" in message
@@ -367,10 +359,7 @@ def test_digest_depends_on_the_weights(tmp_path):
     ("files", "expected"),
     [
         ((), "has no model.safetensors and no index of shards"),
-        (
-            ("pytorch_model.bin",),
-            "pytorch_model.bin is a pickle, which can run code and is never",
-        ),
+        (("pytorch_model.bin",), "pytorch_model.bin is a pickle, which can run code and is never"),
     ],
 )
 def test_unreadable_weights_are_refused_at_once(files, expected, tmp_path):

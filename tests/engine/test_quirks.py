@@ -55,11 +55,11 @@ def keep_the_boundary():  # row 2, ZeRO-1
 
 @contextmanager
 def tell_deepspeed_of_microbatches():  # row 4
-    told = EngineSettings.deepspeed_config
+    deepspeed_config = EngineSettings.deepspeed_config
     step = Engine.step
 
     def config(settings, *sizes):
-        config = told(settings, *sizes)
+        config = deepspeed_config(settings, *sizes)
         size = {"train_batch_size": 4 * config["train_batch_size"]}
         return config | size | {"gradient_accumulation_steps": 4}
 

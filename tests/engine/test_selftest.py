@@ -117,10 +117,10 @@ def count_by_deepspeed():
 
 
 def divide_by_microbatches():
-    told = EngineSettings.deepspeed_config
+    deepspeed_config = EngineSettings.deepspeed_config
 
     def config(settings, *sizes):
-        config = told(settings, *sizes)
+        config = deepspeed_config(settings, *sizes)
         size = {"train_batch_size": 2 * config["train_batch_size"]}
         return config | size | {"gradient_accumulation_steps": 2}
 

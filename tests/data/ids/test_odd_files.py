@@ -100,11 +100,7 @@ FILES = [
     ("megatron", write("a.bin", writers.megatron, []), r"a\.bin is empty"),
     ("megatron", write("a.bin", writers.megatron, [[7], [7]]), r"all documents are empty"),
     ("datatrove", half("a.ds", writers.datatrove, ENDED), r"one is truncated"),
-    (
-        "datatrove",
-        half("a.ds", writers.datatrove, ENDED, beside=".index"),
-        r"\.index is truncated",
-    ),
+    ("datatrove", half("a.ds", writers.datatrove, ENDED, beside=".index"), r"\.index is truncated"),
     ("datatrove", write("a.ds", writers.datatrove, ENDED, "uint64"), r"neither 2 nor 4 per id"),
     ("tokens", half("a.npy", writers.numpys, ENDED), r"a\.npy .* cannot be read"),
     ("tokens", half("a.bin", writers.llm_c, DOCUMENTS), r"header; it is truncated"),
