@@ -10,16 +10,12 @@ from parallel3d.models.moe.spec import Config
 from parallel3d.tensor.collectives import copy_to_group, mean_over_group, reduce_from_group
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import cut_parameter
-from parallel3d.tensor.experts import Experts, PartialSwiGLU, with_gradient
+from parallel3d.tensor.experts import Experts, PartialSwiGLU
 from parallel3d.tensor.pointwise import scale
 from parallel3d.tensor.product import linear
 from parallel3d.tensor.side_loss import SideLoss
 
 _TINY = 1e-20  # DeepSeek-V3's, added to the sum of a token's weights
-# The gradient of a score's bias relative to its expert's excess load. AdamW without memory
-# (`Rate.is_step`) makes a step by its sign alone; in the gradient's norm it must not count. The
-# engine sums it like any gradient, and recomputation and evaluation add nothing to it.
-_EXCESS = 2.0**-20
 
 
 class Routing(NamedTuple):
@@ -38,14 +34,22 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """The choice of each token's experts, in fp32."""
+    """The choice of each token's experts, in fp32.
 
-    def __init__(self, config: Config, tp: int) -> None:
+    With `score_bias`, `counts` are the tokens of each expert since the engine has set them to 0; it
+    moves the bias by them (engine/score_biases.py).
+    """
+
+    counts: Tensor  # int64, [experts]
+
+    def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        self.tp = tp
+        self.bias_rate = config.score_bias_rate
         self.weight = cut_parameter((config.num_experts, config.hidden_size))
         self.score_bias = cut_parameter((config.num_experts,)) if config.score_bias else None
+        counts = torch.zeros(config.num_experts, dtype=torch.int64)
+        self.register_buffer("counts", counts, persistent=False)
 
     def forward(self, x: Tensor) -> Routing:
         """Route x [tokens, hidden]."""
@@ -66,10 +70,8 @@ class Router(nn.Module):
         weights = scale(weights, c.routed_scaling_factor)
         counts = x.new_zeros(c.num_experts, dtype=torch.float32)
         counts.scatter_add_(0, chosen.flatten(), torch.ones_like(weights).flatten())
-        if self.score_bias is not None:
-            # Every tp rank counts all tokens, and the gradients of all are summed.
-            excess = (counts / chosen.numel() - 1 / c.num_experts) * (_EXCESS / self.tp)
-            weights = with_gradient(weights, self.score_bias, excess)
+        if self.score_bias is not None and self.training:
+            self.counts += counts.to(torch.int64)  # again if recomputed, like every microbatch
         return Routing(logits, shares, chosen, weights, counts)
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -96,7 +98,7 @@ class MoE(nn.Module):
         self.config = config
         self.loads = f"{name}.loads"
         self.context = context
-        self.router = Router(config, context.group.size())
+        self.router = Router(config)
         self.experts = Experts(
             config.num_experts, size, inner, context=context, capacity=config.capacity_factor
         )

@@ -88,11 +88,6 @@ class Config(llama.Config):
         return sizes | {own: self.expert_size}
 
     @property
-    def balance_step(self) -> float | None:
-        """The step of the scores' biases, or None without them."""
-        return self.score_bias_rate if self.score_bias else None
-
-    @property
     def side_losses(self) -> dict[str, float]:
         """The coefficients of the side losses of a sparse layer, by name."""
         return {"balance": self.router_aux_loss_coef, "z": self.router_z_loss_coef}
@@ -217,9 +212,7 @@ def _experts(config: Config) -> Iterator[ParamSpec]:
         "mlp.router.weight", (experts, hidden), (), normal, True, partial=True, role="router"
     )
     if config.score_bias:
-        yield ParamSpec(
-            "mlp.router.score_bias", (experts,), (), ZEROS, False, partial=True, role="balance"
-        )
+        yield ParamSpec("mlp.router.score_bias", (experts,), (), ZEROS, False, role="balance")
     gate_up = (experts, 2, inner, hidden)
     down = (experts, hidden, inner)
     yield ParamSpec("mlp.experts.gate_up", gate_up, _EXPERTS_TP_2, normal, True, role="hidden")

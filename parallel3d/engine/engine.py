@@ -22,6 +22,7 @@ from parallel3d.engine.gathering import GatheredWeights, Layers
 from parallel3d.engine.optimizer_states import OptimizerStates, masters_of, places_of
 from parallel3d.engine.quirks import core, experts, fp16, nvme, streams, tracing, updating
 from parallel3d.engine.reduction import Reduction
+from parallel3d.engine.score_biases import ScoreBiases
 from parallel3d.engine.whole_matrices import WholeMatrices, find_matrices
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model import optimizers
@@ -165,8 +166,12 @@ class Engine:
         self._weights = GatheredWeights(self._deepspeed, layers) if settings.holds_weights else None
         hooks_gather = settings.shards_parameters and not settings.holds_weights
         self._traces = tracing.Traces(self._deepspeed) if hooks_gather else None
+        self._score_biases = ScoreBiases(
+            self._deepspeed.optimizer, stages, self.held, mesh.replicas
+        )
+        with_gradients = [h for h in self.held if h.spec.role != "balance"]
         self._reduction = Reduction(
-            self._deepspeed, self.held, layers, settings=settings, mesh=mesh, owners=pair
+            self._deepspeed, with_gradients, layers, settings=settings, mesh=mesh, owners=pair
         )
         in_backward = settings.reduces_in_backward
         self._options = {"on_input_grad": self._reduction.on_input_grad} if in_backward else {}
@@ -212,6 +217,7 @@ class Engine:
 
     def accumulation(self) -> AbstractContextManager[None]:
         """Return the context of a step's forwards and backwards; gradients are reduced on exit."""
+        self._score_biases.forget_counts()
         return self._reduction.accumulation()
 
     def forward(self, stage: int, *inputs: Tensor | Segments | None) -> StageOutput:
@@ -292,8 +298,7 @@ class Engine:
         """
         optimizer = self._deepspeed.optimizer
         for group, kind in zip(optimizer.param_groups, self._kinds, strict=True):
-            scheduled = 1.0 if kind.rate.is_step else lr * group.get("factor", 1.0)
-            group["lr"] = scheduled * kind.rate.lr
+            group["lr"] = lr * group.get("factor", 1.0) * kind.rate.lr
         began = self._now()
         squares = self._reduction.own_squares
         self._reduction.own_squares = None
@@ -301,7 +306,7 @@ class Engine:
         asking: AbstractContextManager[list[Tensor]] = nullcontext([])
         if is_kept:
             asking = updating.asking_before_update(optimizer, is_kept)
-        with asking as refused:
+        with asking as refused, self._score_biases.moved_after_update():
             self._deepspeed.step()
         if self.settings.shards_parameters:
             streams.gather_after_update(optimizer)

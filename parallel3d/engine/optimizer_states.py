@@ -89,12 +89,16 @@ class OptimizerStates:
             ]
 
     def gradients(self) -> Iterator[tuple[ParameterPiece, Tensor]]:
-        """Yield each piece and its averaged gradient, before the update. Not with offload."""
+        """Yield each piece and its averaged gradient, before the update. Not with offload.
+
+        Biases that balance loads have none.
+        """
         for block in self._blocks:
             parts = self._zero.averaged_gradients[block[0].group]
             flat = torch.cat([part.flatten() for part in parts])
             for place in block:
-                yield place.piece, flat.narrow(0, place.offset, place.piece.numel)
+                if place.piece.held.spec.role != "balance":
+                    yield place.piece, flat.narrow(0, place.offset, place.piece.numel)
 
     @contextmanager
     def watching_update(

@@ -59,15 +59,11 @@ STANDARD = Parametrization()
 
 
 class Rate(NamedTuple):
-    """The factors of a role's learning rate, weight decay and Adam's eps.
-
-    is_step: `lr` is not a factor but the size of each step, against the sign of the gradient.
-    """
+    """The factors of a role's learning rate, weight decay and Adam's eps."""
 
     lr: float = 1.0
     weight_decay: float = 1.0
     eps: float = 1.0
-    is_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,17 +87,17 @@ class Scales:
     The output's weights keep theirs, because their multiplier shrinks."""
     base_depth: int | None = None
     """Layers of the base model; None: rates are not transferred over depth."""
-    balance_step: float | None = None
-    """Rate of the role "balance"; None: the model has no such parameter."""
+    balances: bool = False
+    """True if the model has parameters of the role "balance"."""
 
     @classmethod
     def of(cls, model: ModelConfig, head_size: int) -> "Scales":
         """Return the factors of a model of any family."""
         settings = parametrization_of(model)
         depth = model.num_hidden_layers
-        balance: float | None = getattr(model, "balance_step", None)
+        balances: bool = getattr(model, "score_bias", False)
         if settings.base_width is None:
-            return cls(balance_step=balance)
+            return cls(balances=balances)
         wider = model.hidden_size / settings.base_width
         deeper = depth / (settings.base_depth or depth)
         return cls(
@@ -113,7 +109,7 @@ class Scales:
             query=sqrt((settings.base_head_size or head_size) / head_size),
             hidden_std=1 / sqrt(wider),
             base_depth=settings.base_depth,
-            balance_step=balance,
+            balances=balances,
         )
 
     def rate(self, role: Role | None, power: float = 1.0) -> Rate:
@@ -123,7 +119,7 @@ class Scales:
         rate x decay, so the decay grows by what the rate loses.
         """
         if role == "balance":
-            return Rate(self.balance_step or 0.0, is_step=True)
+            return Rate(lr=0.0)  # no gradient moves it, but engine/score_biases.py
         if role is None:
             return Rate()
         is_inner = role in ("hidden", "vector", "router")
@@ -142,7 +138,7 @@ class Scales:
 
     def rates(self, power: float = 1.0) -> dict[Role | None, Rate]:
         """Return the factors of every role, and of a parameter without a role (None)."""
-        roles = (role for role in ROLES if role != "balance" or self.balance_step is not None)
+        roles = (role for role in ROLES if role != "balance" or self.balances)
         return {role: self.rate(role, power) for role in (None, *roles)}
 
 

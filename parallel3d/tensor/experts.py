@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.tensor.collectives import Conjugate, Context, Pending
+from parallel3d.tensor.collectives import Conjugate, Pending
 from parallel3d.tensor.compiled import graph_break
 from parallel3d.tensor.context import LayerContext
 from parallel3d.tensor.cut import CutModule, cut_of, cut_parameter
@@ -232,19 +232,3 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if b.dim() == 2:
         return torch.stack([a[:, group] @ b[group] for group in groups])
     return torch.cat([a[group] @ matrix for group, matrix in zip(groups, b, strict=True)])
-
-
-class _WithGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, ctx.saved_tensors[0], None
-
-
-def with_gradient(x: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return `x`; in its backward the parameter gets `gradient`, whatever that of x is."""
-    return _WithGradient.apply(x, parameter, gradient)

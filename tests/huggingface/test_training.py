@@ -58,7 +58,7 @@ def train_on_rank(rank, config, reference):
 
 def largest_errors(folder, mesh, tmp_path, **changes):
     config = config_on(folder, mesh, **changes)
-    assert not getattr(config.model, "balance_step", None), "transformers moves no biases"
+    assert not getattr(config.model, "score_bias", False) or not config.model.score_bias_rate
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     family = models.huggingface(config.model.family)
     if name_as_in_files := getattr(family, "named_as_in_files", None):

@@ -58,7 +58,7 @@ def test_starts_and_rates_go_by_the_width(family):
         "output": Rate(),
         "vector": Rate(),
         "router": scales.rate("hidden"),
-        "balance": Rate(0.0, is_step=True),
+        "balance": Rate(lr=0.0),
     }
     assert (scales.input, scales.output, scales.branch, scales.query) == (1, 1 / 4, 1, 1)
     adam = optimizers.load("adamw").Params(lr=1)

@@ -16,6 +16,7 @@ from parallel3d.verify.local_ranks import run_locally
 from parallel3d.verify.measure import microbatches
 from parallel3d.verify.reference import FIRST, Reference, first_weights, relative
 from tests.cases import Case, Trainer
+from tests.engine.test_fp16 import spoil_next_gradient
 from tests.meshes import sizes_of
 from tests.models.plain_moe import Plain
 from tests.verify.measuring import batches, errors_of, plain_course
@@ -266,6 +267,45 @@ def test_where_ranks_share_samples(folder):
         ],
         folder,
     )
+
+
+def skip_on_rank(rank, cases):
+    """For each case biases after a skipped step, and after the next one with the counts of that."""
+    results = []
+    for case in cases:
+        trainer = Trainer(case)
+        engine = trainer.engine
+        biases = [h for h in engine.held if h.name.endswith("score_bias")]
+        first, second = trainer.batches()
+        overflows = case.precision == "fp16"
+        if overflows:
+            spoil_next_gradient(engine)
+        trainer.executor.run(first)
+        skipped = engine.step(trainer.lr, None if overflows else lambda norm: False)
+        after_skip = [engine.full_parameter(h).tolist() for h in biases]
+        trainer.executor.run(second, 1)
+        engine.step(trainer.lr)
+        after_step = [engine.full_parameter(h).tolist() for h in biases]
+        modules = trainer.stages.module.modules()
+        counts = [m.counts.tolist() for m in modules if hasattr(m, "score_bias")]
+        results.append((skipped, after_skip, after_step, counts))
+        trainer.close()
+    return results
+
+
+def test_a_skipped_step_moves_no_bias():
+    """Neither a refused step nor one that overflows, nor do their tokens count in the next one."""
+    refused = case_of((1, 1, 1), model=SIGMOID, zero_stage=1)
+    scale = {"fp16.initial_scale_power": 10}
+    overflowing = case_of((1, 1, 1), model=SIGMOID, zero_stage=3, precision="fp16", changes=scale)
+    (results,) = run_locally(skip_on_rank, 1, [refused, overflowing])
+    for skipped, after_skip, after_step, counts in results:
+        assert not skipped.applied
+        assert not torch.tensor(after_skip).any()
+        counts = torch.tensor(counts, dtype=torch.float64)
+        expected = 0.01 * (counts.mean(-1, keepdim=True) - counts).sign()
+        torch.testing.assert_close(torch.tensor(after_step), expected.float())
+    assert results[1][0].overflow
 
 
 @pytest.mark.slow  # cp beside pp by default: tests/verify/test_parity.py

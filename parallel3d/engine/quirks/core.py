@@ -162,10 +162,8 @@ def param_groups(
             "decays": kind.decays,
             "matrices": kind.matrices,
         }
-        group |= {"moe": True, "name": NAME} if kind.experts else {}
-        # Without memory Adam's update is the gradient's sign. eps is far below any gradient of
-        # these, and above what is lost when one is squared.
-        group |= {"betas": (0.0, 0.0), "eps": 1e-18} if kind.rate.is_step else {}
+        if kind.experts:
+            group |= {"moe": True, "name": NAME}
         groups.append(group)
     return groups
 
