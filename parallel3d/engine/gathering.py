@@ -30,18 +30,18 @@ class GatheredWeights:
     """
 
     def __init__(self, engine: Any, layers: Layers) -> None:
-        self._layers = {
-            stage: [list[Any](dict.fromkeys(layer.parameters())) for layer in of_stage]
-            for stage, of_stage in layers.items()
-        }
-        # Of each gathered stage the gathers that were not waited for yet.
+        self._layers: dict[int, list[list[Any]]] = {}
+        for stage, of_stage in layers.items():
+            self._layers[stage] = [list(layer.parameters()) for layer in of_stage]
+        # By gathered stage, the gathers that were not waited for yet.
         self._coming: dict[int, deque[Any]] = {}
         self._holders: Counter[nn.Parameter] = Counter()
         engine.optimizer.parameter_offload._remove_module_hooks()
 
     def gather(self, stage: int) -> None:
         """Start to gather a stage's weights, one collective per layer; collective over dp."""
-        handles = self._coming[stage] = deque[Any]()
+        handles = deque[Any]()
+        self._coming[stage] = handles
         for parameters in self._layers[stage]:
             sharded = [
                 p
@@ -54,7 +54,8 @@ class GatheredWeights:
                 if not nvme.is_on_nvme(p):
                     in_memory.setdefault(p.ds_process_group, []).append(p)
             handles.extend(map(_start_gather, in_memory.values()))
-            while swapped:  # as many at a time as there are free swap buffers
+            while swapped:
+                # Gather as many at a time as there are free swap buffers.
                 swapper = swapped[0].nvme_swapper
                 batch = swapped[: max(1, swapper.available_swap_in_buffers())]
                 batch[0].all_gather_coalesced(batch).wait()
@@ -67,7 +68,8 @@ class GatheredWeights:
 
     def wait(self, stage: int) -> None:
         """Wait for a stage's weights; work that is queued afterwards may use them."""
-        while self._coming[stage]:  # frees a layer's buffer as soon as its weights are copied out
+        while self._coming[stage]:
+            # A layer's buffer is free as soon as its weights are copied out.
             self._coming[stage].popleft().wait()
 
     def release(self, stage: int) -> None:

@@ -50,9 +50,10 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
         """Update the masters that have a gradient; collective over the ranks of the stage."""
         for group in self.param_groups:
-            for master in group["params"] if group["matrices"] else ():
-                if master.grad is not None:
-                    self._update(master, master.grad, group)
+            if group["matrices"]:
+                for master in group["params"]:
+                    if master.grad is not None:
+                        self._update(master, master.grad, group)
         groups = [g for g in self.param_groups if g["params"] and not g["matrices"]]
         if groups:  # DeepSpeed passes one group at a time
             self._adam.param_groups = groups
@@ -130,8 +131,9 @@ class PlainMuon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
         """Update all parameters."""
         self._adam.step()
-        for group in self.param_groups:
-            for weight in group["params"] if "views" in group else ():
+        matrices = [group for group in self.param_groups if "views" in group]
+        for group in matrices:
+            for weight in group["params"]:
                 gradient = weight.grad
                 average = self.state[weight]
                 if not average:

@@ -112,7 +112,8 @@ def _load(builder: Any, say: Callable[[str], None]) -> None:
     if not installed_ops.get(name):
         cpp_extension.FileBaton = _BuildLock  # type: ignore[misc]
         directory = Path(cpp_extension._get_build_directory(name, verbose=False))
-        if (lock := directory / "lock").exists():
+        lock = directory / "lock"
+        if lock.exists():
             say(
                 f"waiting for another process to compile DeepSpeed's {name}; if there is none, a "
                 f"build was killed: delete {lock}"

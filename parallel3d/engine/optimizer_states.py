@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +67,8 @@ class OptimizerStates:
         self.kinds = optimizers.kinds(optimizer)
         self._zero3 = hasattr(self._zero, "fp16_groups")
         places = places_of(self._zero, held)
-        self._blocks = [list(block) for _, block in groupby(places, lambda place: place.group)]
+        by_group = groupby(places, attrgetter("group"))
+        self._blocks = [list(block) for _, block in by_group]
         self.blocks = tuple(tuple(place.piece for place in block) for block in self._blocks)
 
     def kinds_of(self, held: HeldParameter) -> tuple[str, ...]:
@@ -106,13 +108,13 @@ class OptimizerStates:
     ) -> Iterator[None]:
         """Call `before` and `after` the update of each group in a step. Not with offload."""
         optimizer = self._zero.optimizer
+        by_group = {block[0].group: block for block in self._blocks}
 
         def call(function: Callable[[Update], None], *_: object) -> None:
             indices = {id(master): index for index, master in enumerate(self._masters)}
             for group in optimizer.param_groups:
                 for master in group["params"]:
-                    index = indices[id(master)]
-                    places = [p for block in self._blocks for p in block if p.group == index]
+                    places = by_group.get(indices[id(master)], [])
                     state = optimizer.state.get(master)
                     state = state or self._file.new_state(optimizer, master)
                     options = {key: value for key, value in group.items() if key != "params"}
@@ -218,8 +220,9 @@ class OptimizerStates:
 
 def places_of(zero: ZeROOptimizer, held: Iterable[HeldParameter]) -> list[Place]:
     """Return where the optimizer groups hold this rank's pieces, in the order of the groups."""
-    places = (_zero3_places if hasattr(zero, "fp16_groups") else _zero12_places)(zero, held)
-    return sorted(places, key=lambda place: (place.group, place.offset))
+    is_zero3 = hasattr(zero, "fp16_groups")
+    places = _zero3_places(zero, held) if is_zero3 else _zero12_places(zero, held)
+    return sorted(places, key=attrgetter("group", "offset"))
 
 
 def masters_of(zero: ZeROOptimizer) -> list[Tensor]:

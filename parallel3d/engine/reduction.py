@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -172,10 +173,11 @@ class Reduction:
             for h in held:
                 if h.counts:
                     self.own_squares += _grad(h).float().square().sum()
-        for h in held if self.segments else ():
-            flat = _grad(h).flatten()
-            parts = [moments(flat.narrow(0, *segment)) for segment in self.segments[h.name]]
-            self.moments[h.name] = torch.stack(parts)
+        if self.segments:
+            for h in held:
+                flat = _grad(h).flatten()
+                parts = [moments(flat.narrow(0, *segment)) for segment in self.segments[h.name]]
+                self.moments[h.name] = torch.stack(parts)
         if self._settings.zero.stage == 0:
             self._average_over_replicas(held)
 
@@ -186,9 +188,11 @@ class Reduction:
         divided by the number of those ranks, not of its replicas.
         """
         ranks = self._mesh.replicas.size
-        for replicas, same in groupby(held, key=lambda h: h.replicas):
+        if ranks == 1:
+            return
+        for replicas, same in groupby(held, key=attrgetter("replicas")):
             bucket: list[Tensor] = []
-            for h in same if ranks > 1 else ():
+            for h in same:
                 grad = _grad(h).div_(ranks)
                 if replicas.size == 1:
                     continue
@@ -220,16 +224,17 @@ def _complete_with(
 
     Weights that another stage has too are left out.
     """
-    of_stage = {
-        stage: {p for layer in of_stage for p in layer.parameters()}
-        for stage, of_stage in layers.items()
-    }
-    uses: Counter[nn.Parameter] = Counter(p for ps in of_stage.values() for p in ps)
+    parameters: dict[int, set[nn.Parameter]] = {}
+    uses = Counter[nn.Parameter]()  # the number of stages with each parameter
+    for stage, of_stage in layers.items():
+        parameters[stage] = set()
+        for layer in of_stage:
+            parameters[stage].update(layer.parameters())
+        uses.update(parameters[stage])
+    own = [h for h in held if uses[h.parameter] == 1 and not h.tied_across]
     return {
-        stage: tuple(
-            h for h in held if h.parameter in ps and uses[h.parameter] == 1 and not h.tied_across
-        )
-        for stage, ps in of_stage.items()
+        stage: tuple(h for h in own if h.parameter in of_stage)
+        for stage, of_stage in parameters.items()
     }
 
 

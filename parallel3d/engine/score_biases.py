@@ -45,11 +45,9 @@ class ScoreBiases:
     ) -> None:
         self._zero = zero
         self._replicas = replicas
-        owners = {
-            parameter: module
-            for module in stages.modules()
-            for parameter in module.parameters(recurse=False)
-        }
+        owners: dict[nn.Parameter, nn.Module] = {}
+        for module in stages.modules():
+            owners.update(dict.fromkeys(module.parameters(recurse=False), module))
         biases = [h for h in held if h.spec.role == "balance"]
         self._routers = {h.name: cast(Router, owners[h.parameter]) for h in biases}
         self._places = defaultdict[int, list[Place]](list)

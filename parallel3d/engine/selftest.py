@@ -28,7 +28,7 @@ from parallel3d.tensor.initialise import fill
 from parallel3d.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor.random_key import RandomKey
 
-KNOWN_GOOD = "==0.19.8"  # as in pyproject.toml; a test compares the two
+KNOWN_GOOD = "==0.19.8"  # pyproject.toml has the same; a test compares the two
 _HIDDEN = 32
 _BATCH = 4
 _LR = 0.1
@@ -191,8 +191,11 @@ def _reference(
     stages = [_full_weights(specs, p, settings.dtype) for p in range(mesh.pipeline.size)]
     own_weights = stages[mesh.pipeline.coord]
     before = {name: weight.detach().clone() for name, weight in own_weights.items()}
-    decay = [w[s.name] for w in stages for s in specs if s.weight_decay]
-    no_decay = [w[s.name] for w in stages for s in specs if not s.weight_decay]
+    decay: list[Tensor] = []
+    no_decay: list[Tensor] = []
+    for weights in stages:
+        for spec in specs:
+            (decay if spec.weight_decay else no_decay).append(weights[spec.name])
     group = {"lr": _LR, "eps": settings.eps}
     groups = [
         group | {"params": decay, "weight_decay": settings.weight_decay},
@@ -202,7 +205,7 @@ def _reference(
     if getattr(settings.optimizer.params, "clip", "all") == "adam_only":
         clipped = no_decay
     if _uses_matrices(settings):
-        groups[0]["views"] = lambda weight: [weight]
+        groups[0]["views"] = _whole
     own = settings.optimizer
     optimizer = optimizers.load(own.file).reference(groups, own.params)
     x, grad = _samples(mesh.samples.size).flatten(0, 1).transpose(0, 1).flatten(1, 2)
@@ -216,6 +219,11 @@ def _reference(
         optimizer.step()
         optimizer.zero_grad()
     return norms, before, {name: weight.detach() for name, weight in own_weights.items()}
+
+
+def _whole(weight: Tensor) -> list[Tensor]:
+    """Return the matrices of a weight, which is one."""
+    return [weight]
 
 
 def _full_weights(specs: list[ParamSpec], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -232,9 +240,8 @@ def _compare(
 ) -> None:
     expected_norms, before, after = _reference(settings, mesh)
     errors = {}
-    for source, norm, expected in zip(
-        ("an output gradient", "a loss"), norms, expected_norms, strict=True
-    ):
+    sources = ("an output gradient", "a loss")
+    for source, norm, expected in zip(sources, norms, expected_norms, strict=True):
         errors[f"gradient norm, backward from {source}"] = abs(norm - expected) / expected
     for name, (cut, weight) in weights.items():
         error = (weight - cut.part_of(after[name])).abs().max()

@@ -7,12 +7,15 @@ one sends the results back, so each element travels twice, whatever the number o
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from math import prod
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from parallel3d.base.errors import ConfigError
@@ -23,7 +26,7 @@ from parallel3d.model.optimizers import MATRIX
 from parallel3d.tensor.cut import HeldParameter
 
 Bounds = tuple[tuple[int, int], ...]
-_FIXED = 6  # columns of a row in `find_matrices` before the bounds of the rank's part
+_FIXED = 6  # columns of a row in `_gather_places` before the bounds of the rank's part
 
 
 class _Piece(NamedTuple):
@@ -63,21 +66,20 @@ class WholeMatrices:
         self._stage = stage
         self._device = device
         self._own = [m for m in self._matrices if m.home == stage.coord]
-        ranks = range(stage.size)
-        # Ranges of the own flat tensor by home, and all pieces of the own matrices by rank.
-        self._to = [
-            [p for m in self._matrices if m.home == r for p in m.sources if p.rank == stage.coord]
-            for r in ranks
-        ]
-        self._back = [
-            [p for m in self._matrices if m.home == r for p in m.pieces if p.rank == stage.coord]
-            for r in ranks
-        ]
-        self._from = [[p for m in self._own for p in m.sources if p.rank == r] for r in ranks]
-        self._results = [
-            [(i, p) for i, m in enumerate(self._own) for p in m.pieces if p.rank == r]
-            for r in ranks
-        ]
+        # This rank's pieces of all matrices, by the home that they are sent to and come back from.
+        self._to: list[list[_Piece]] = [[] for _ in range(stage.size)]
+        self._back: list[list[_Piece]] = [[] for _ in range(stage.size)]
+        for matrix in self._matrices:
+            self._to[matrix.home] += [p for p in matrix.sources if p.rank == stage.coord]
+            self._back[matrix.home] += [p for p in matrix.pieces if p.rank == stage.coord]
+        # All pieces of the own matrices, by the rank that sends them and that gets the result.
+        self._from: list[list[_Piece]] = [[] for _ in range(stage.size)]
+        self._results: list[list[tuple[int, _Piece]]] = [[] for _ in range(stage.size)]
+        for index, matrix in enumerate(self._own):
+            for piece in matrix.sources:
+                self._from[piece.rank].append(piece)
+            for piece in matrix.pieces:
+                self._results[piece.rank].append((index, piece))
 
     def map(self, flat: Tensor, function: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Tensor:
         """Return `function` of all matrices in a flat tensor; collective over the stage.
@@ -88,13 +90,13 @@ class WholeMatrices:
         result = torch.zeros_like(flat)
         if not self._matrices:
             return result
-        sent = [flat.narrow(0, p.offset, p.numel) for pieces in self._to for p in pieces]
+        sent = [flat.narrow(0, p.offset, p.numel) for p in chain(*self._to)]
         received = self._exchange(_joined(sent, flat), self._to, self._from)
         changed = function(self._assembled(received))
-        parts = [_part(changed[i], p) for row in self._results for i, p in row]
-        returned = [[p for _, p in row] for row in self._results]
+        parts = [_part(changed[index], piece) for index, piece in chain(*self._results)]
+        returned = [[piece for _, piece in row] for row in self._results]
         received = self._exchange(_joined(parts, flat), returned, self._back).to(flat.device)
-        pieces = [p for row in self._back for p in row]
+        pieces = list(chain(*self._back))
         values = received.split([p.numel for p in pieces])
         for piece, value in zip(pieces, values, strict=True):
             result.narrow(0, piece.offset, piece.numel).copy_(value)
@@ -107,14 +109,15 @@ class WholeMatrices:
         flat = flat.to(self._device)
         if self._stage.size == 1:
             return flat
-        into, out_of = ([sum(p.numel for p in row) for row in rows] for rows in (received, sent))
-        result = flat.new_empty(sum(into))
-        dist.all_to_all_single(result, flat, into, out_of, group=self._stage.group)
+        received_numels = [sum(piece.numel for piece in row) for row in received]
+        sent_numels = [sum(piece.numel for piece in row) for row in sent]
+        result = flat.new_empty(sum(received_numels))
+        dist.all_to_all_single(result, flat, received_numels, sent_numels, group=self._stage.group)
         return result
 
     def _assembled(self, received: Tensor) -> list[Tensor]:
         """Return the matrices whose home is this rank from what their sources sent."""
-        pieces = [p for row in self._from for p in row]
+        pieces = list(chain(*self._from))
         values = received.split([p.numel for p in pieces])
         by_piece = {id(p): value for p, value in zip(pieces, values, strict=True)}
         matrices = []
@@ -124,7 +127,7 @@ class WholeMatrices:
                 parts[piece.rows, piece.columns].append(piece)
             whole = received.new_empty(matrix.shape)
             for (rows, columns), cut in parts.items():
-                in_order = [by_piece[id(p)] for p in sorted(cut, key=lambda p: p.start)]
+                in_order = [by_piece[id(p)] for p in sorted(cut, key=attrgetter("start"))]
                 part = whole[slice(*rows), slice(*columns)]
                 part.copy_(torch.cat(in_order).view(part.shape))
             matrices.append(whole)
@@ -158,31 +161,16 @@ def find_matrices(
     Raises ConfigError on all ranks if their optimizer groups hold different parameters.
     """
     hidden = [h for h in held if h.spec.role == MATRIX]
-    index = {h.name: number for number, h in enumerate(hidden)}
-    width = _FIXED + 2 * max((len(h.spec.shape) for h in hidden), default=0)
-    own: list[list[int]] = []
-    for place in places:
-        h = place.piece.held
-        start = place.piece.start
-        numel = place.piece.numel
-        if h.name in index:
-            row = [stage.coord, index[h.name], place.group, place.offset, start, numel]
-            row += [end for bounds in h.cut.bounds for end in bounds]
-            own.append(row + [0] * (width - len(row)))
-    own_rows = torch.tensor(own, dtype=torch.int64, device=mesh.device).view(-1, width)
-    table = mesh.messages.all_gather(own_rows, stage.group, 0).cpu().numpy()
+    table = _gather_places(hidden, places, mesh, stage)
     views = [matrix_view(h.spec, per_head) for h in hidden]
-    counts = [prod(view[:-2]) for view in views]
-    costs = [
-        newton_schulz_cost(*view[-2:])
-        for view, count in zip(views, counts, strict=True)
-        for _ in range(count)
-    ]
+    costs: list[int] = []
+    for view in views:
+        costs += [newton_schulz_cost(*view[-2:])] * prod(view[:-2])
     homes = iter(deal(costs, stage.size))
     matrices = list[Matrix]()
     tp = mesh.tensor.size  # ranks of the stage are in the order dp, tp
     sizes = {role: mesh.peers(role).size for role in ROLES}
-    for number, (h, view, count) in enumerate(zip(hidden, views, counts, strict=True)):
+    for number, (h, view) in enumerate(zip(hidden, views, strict=True)):
         everyone = table[table[:, 1] == number].tolist()
         group, *others = {row[2] for row in everyone}
         if others:
@@ -190,31 +178,61 @@ def find_matrices(
                 "zero_optimization.sub_group_size: splits the ranks of a stage differently, so "
                 f"{h.name} is in {1 + len(others)} optimizer groups; use a larger value"
             )
-        pieces: list[list[_Piece]] = [[] for _ in range(count)]
+        pieces: list[list[_Piece]] = [[] for _ in range(prod(view[:-2]))]
         for row in everyone:
             for matrix, piece in _pieces_in(row, h, view):
                 pieces[matrix].append(piece)
         on_tp_alone = "tensor" in h.spec.replicated_over(sizes)  # the ranks of one tp coordinate
         for of_matrix in pieces:
             home = next(homes)
-            holders = sorted({p.rank // tp for p in of_matrix})  # with ep not the home, perhaps
-            near = home // tp if home // tp in holders else holders[home // tp % len(holders)]
-            sources = [
-                p
-                for p in of_matrix
-                if (sharded or p.rank // tp == near)
-                and (not on_tp_alone or p.rank % tp == home % tp)
-            ]
+            sources = of_matrix
+            if not sharded:
+                sources = _of_one_replica(sources, home, tp)
+            if on_tp_alone:
+                sources = [p for p in sources if p.rank % tp == home % tp]
             shape = (view[-2], view[-1])
             assert sum(p.numel for p in sources) == prod(shape), h.name
             matrices.append(Matrix(group, home, shape, tuple(of_matrix), tuple(sources)))
     return matrices
 
 
+def _gather_places(
+    hidden: Sequence[HeldParameter], places: Iterable[Place], mesh: Mesh, stage: Peers
+) -> NDArray[np.int64]:
+    """Return a row for each place of a hidden matrix on a rank of the stage, as `_pieces_in` reads.
+
+    The first two columns are the rank and the number of the parameter.
+    """
+    index = {h.name: number for number, h in enumerate(hidden)}
+    width = _FIXED + 2 * max((len(h.spec.shape) for h in hidden), default=0)
+    own: list[list[int]] = []
+    for place in places:
+        h = place.piece.held
+        if h.name in index:
+            row = [stage.coord, index[h.name], place.group, place.offset]
+            row += [place.piece.start, place.piece.numel, *chain(*h.cut.bounds)]
+            own.append(row + [0] * (width - len(row)))
+    own_rows = torch.tensor(own, dtype=torch.int64, device=mesh.device).view(-1, width)
+    table: NDArray[np.int64] = mesh.messages.all_gather(own_rows, stage.group, 0).cpu().numpy()
+    return table
+
+
+def _of_one_replica(pieces: Sequence[_Piece], home: int, tp: int) -> list[_Piece]:
+    """Return the pieces of one copy of a matrix: the home's, if it has one (with ep, perhaps not).
+
+    Ranks of the stage with the same `rank // tp` have one copy.
+    """
+    holders = sorted({piece.rank // tp for piece in pieces})
+    replica = home // tp
+    if replica not in holders:
+        replica = holders[replica % len(holders)]
+    return [piece for piece in pieces if piece.rank // tp == replica]
+
+
 def _pieces_in(
     row: Sequence[int], held: HeldParameter, view: tuple[int, ...]
 ) -> Iterator[tuple[int, _Piece]]:
-    """Yield the pieces of matrices in a row of `find_matrices`, each with its matrix's index."""
+    """Yield the pieces of matrices in a row of `_gather_places`, each with its matrix's index."""
     rank, _, _, offset, start, numel, *ends = row
     bounds = list(zip(ends[::2], ends[1::2], strict=True))[: len(held.spec.shape)]
     if len(view) > len(bounds):  # rows are split into heads
@@ -232,9 +250,12 @@ def _pieces_in(
             matrix = matrix * length + first + int(at)
         first = max(start, number * each)
         stop = min(start + numel, (number + 1) * each)
-        yield (
-            matrix,
-            _Piece(
-                rank, offset + first - start, first - number * each, stop - first, rows, columns
-            ),
+        piece = _Piece(
+            rank=rank,
+            offset=offset + first - start,
+            start=first - number * each,
+            numel=stop - first,
+            rows=rows,
+            columns=columns,
         )
+        yield matrix, piece

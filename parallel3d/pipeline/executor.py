@@ -73,6 +73,10 @@ class Flow:
     """In an evaluation: each token's loss, [batch, seq], for each microbatch."""
 
 
+def _ignore(action: Action, message: Tensor) -> None:
+    """Take a message that nobody has asked for."""
+
+
 class ProgramRunner(ABC):
     """Runs this rank's program of `schedule`: its loop, its messages, and the waiting for them.
 
@@ -108,7 +112,7 @@ class ProgramRunner(ABC):
         self._no_loss = torch.zeros((), device=mesh.device)
         self.batch: list[Microbatch] = []
         self.flow = Flow()
-        self.on_message: Callable[[Action, Tensor], None] = lambda *_: None
+        self.on_message: Callable[[Action, Tensor], None] = _ignore
         self.timed = False
         self._clock: DeviceClock | None = None
         self.spans: list[Span] = []

@@ -1,6 +1,6 @@
 """Build and initialise the layers of this rank's stages (floor 4)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -166,42 +166,47 @@ def build_stages(
         for s in own_stages:
             for i in placement[s]:
                 modules[layers[i].name] = build_layer(layers[i], context)
-    if (cp := mesh.context.size) > 1:
-        _refuse_whole_samples([layer for layer in layers if layer.name in modules], modules, cp)
-    held = [
-        h
-        for layer in layers
-        if layer.name in modules
-        for h in held_parameters(
+    own_layers = [layer for layer in layers if layer.name in modules]
+    if mesh.context.size > 1:
+        _refuse_whole_samples(own_layers, modules, mesh.context.size)
+    held: list[HeldParameter] = []
+    for layer in own_layers:
+        held += held_parameters(
             modules[layer.name],
             layer.params,
             mesh,
             prefix=f"{layer.name}.",
             sequence_parallel=sequence_parallel,
         )
-    ]
     held = _tie(layers, modules, held)
-    originals = tied_names(layers)
-    for h in held if seed is not None else ():
-        with writing(h.parameter) as (shard, start), torch.no_grad():
-            # The second copy of a tied weight starts as the first, whose name seeds it.
-            fill(shard, start, h.spec, originals.get(h.name, h.name), h.cut, key.seed)
+    if seed is not None:
+        _initialise(held, tied_names(layers), seed)
     by_stage = {s: [modules[layers[i].name] for i in placement[s]] for s in own_stages}
     inner = {layer.name for layer in layers[1:-1]}
-    for name in inner & modules.keys() if compiles == "block" else ():
-        compile_block(modules[name])
+    if compiles == "block":
+        for name in inner & modules.keys():
+            compile_block(modules[name])
     recompute: set[nn.Module] = set()
     for s in own_stages:
         blocks = [modules[layers[i].name] for i in placement[s] if layers[i].name in inner]
         recompute |= {*blocks[: activation_checkpointing.num_full(len(blocks))]}
-    side_losses = {
-        modules[o.name]: o.side_losses + ((o.loads,) if o.num_experts else ())
-        for o in layers
-        if o.name in modules
-    }
+    side_losses: dict[nn.Module, tuple[str, ...]] = {}
+    for layer in own_layers:
+        loads = (layer.loads,) if layer.num_experts else ()
+        side_losses[modules[layer.name]] = layer.side_losses + loads
     on_host = HostActivations(mesh.device) if offload_activations else None
     module = Stages(by_stage, recompute, side_losses, on_host)
     return BuiltStages(module, tuple(held), key, context.listener, placement)
+
+
+def _initialise(held: Iterable[HeldParameter], originals: Mapping[str, str], seed: int) -> None:
+    """Write this rank's part of the initial weights.
+
+    The second copy of a tied weight starts as the first, whose name seeds it.
+    """
+    for h in held:
+        with writing(h.parameter) as (shard, start), torch.no_grad():
+            fill(shard, start, h.spec, originals.get(h.name, h.name), h.cut, seed)
 
 
 def _refuse_whole_samples(
@@ -233,7 +238,10 @@ def _tie(
 ) -> list[HeldParameter]:
     """Make tied weights one parameter if both copies are on this rank; otherwise mark them."""
     by_name = {h.name: h for h in held}
-    cuts = {f"{layer.name}.{p.name}": p.cut_over for layer in layers for p in layer.params}
+    cuts = {}
+    for layer in layers:
+        for spec in layer.params:
+            cuts[f"{layer.name}.{spec.name}"] = spec.cut_over
     for layer in layers:
         for copy_name, original in layer.tied:
             copy = f"{layer.name}.{copy_name}"

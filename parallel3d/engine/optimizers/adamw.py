@@ -66,7 +66,7 @@ def new_state(optimizer: "torch.optim.Optimizer", master: "torch.Tensor") -> dic
     """Return the state that the first step would create, with its counter of steps."""
     import torch
 
-    step: torch.Tensor | int = 0  # of DeepSpeed's CPU Adam
+    step: torch.Tensor | int = 0  # DeepSpeed's CPU Adam counts with an int
     if isinstance(optimizer, torch.optim.AdamW):
         is_on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
         step = torch.zeros((), dtype=torch.float32, device=master.device if is_on_device else "cpu")

@@ -107,14 +107,16 @@ class Params(Section):
             return (_JORDAN,) * (self.ns_steps or 5)
         if own == "deepseekv4":
             steps = self.ns_steps or 10
-            return ((_JORDAN,) * max(0, steps - 2) + (_EXACT,) * 2)[-steps:]
+            polynomials = (_JORDAN,) * max(0, steps - 2) + (_EXACT, _EXACT)
+            return polynomials[-steps:]
         if own == "polar_express":
             safe = [(a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR_EXPRESS]
             listed = (*safe[:-1], _POLAR_EXPRESS[-1])
             steps = self.ns_steps or 5
         else:
             listed = own if isinstance(own[0], tuple) else (own,)
-            steps = self.ns_steps or (len(listed) if len(listed) > 1 else 5)
+            several = len(listed) > 1
+            steps = self.ns_steps or (len(listed) if several else 5)
         return (listed + (listed[-1],) * steps)[:steps]
 
     @property
@@ -165,7 +167,7 @@ WHOLE_MATRICES = True
 PARAMETRIZATIONS = ("standard", "mup")
 OFFLOADS = ("cpu",)
 CPU_ADAM = True
-STEP_BYTES = 24  # of AdamW; Muon's momentum moves less, and its products are counted apart
+STEP_BYTES = 24  # AdamW's; Muon's momentum moves less, and its products are counted apart
 STEP_FLOPS = 14
 VERIFY_LR = 1e-3
 

@@ -25,30 +25,42 @@ from parallel3d.model.parametrization import Rate, Role
 from parallel3d.tensor.cut import HeldParameter, cut_parameter, is_of_experts
 
 
+def _do_nothing(*_: object) -> None:
+    """Stand for a function of DeepSpeed that is skipped."""
+
+
 def skip_trace_check() -> None:
     """Do not compare ZeRO-3's traces of ranks: a stage's layers run in one order on all of them.
 
     DeepSpeed broadcasts over the *world* inside forward. Pipeline stages run it at different times,
     so the run hangs. No setting disables the check.
     """
-    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = _do_nothing
 
 
 def skip_shared_memory_operator() -> None:
     """Do not compile DeepSpeed's shared-memory all-reduce, 20 s of g++ only for inference."""
     # By import, because the attribute `deepspeed.comm.torch` is torch itself.
-    import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    import_module("deepspeed.comm.torch").build_shm_op = _do_nothing  # type: ignore[attr-defined]
 
 
 def read_cpu_info_from_proc() -> None:
     """Answer DeepSpeed's questions about the CPU from /proc: py-cpuinfo takes 1.1 s per rank."""
     if platform.system() == "Linux" and platform.machine() == "x86_64":
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-        fields = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
-        vendor = fields.get("vendor_id", "")
-        flags = fields.get("flags", "").split()
-        answer = {"arch": "X86_64", "vendor_id_raw": vendor, "flags": flags}
-        cpuinfo.get_cpu_info = lambda: answer
+        fields = {}
+        for line in lines:
+            name, _, value = line.partition(":")
+            fields[name.strip()] = value.strip()
+
+        def answer() -> dict[str, object]:
+            return {
+                "arch": "X86_64",
+                "vendor_id_raw": fields.get("vendor_id", ""),
+                "flags": fields.get("flags", "").split(),
+            }
+
+        cpuinfo.get_cpu_info = answer
 
 
 def start_backward(engine: DeepSpeedEngine) -> None:
@@ -128,10 +140,13 @@ def group_kinds(
     optimizer of whole matrices has groups of its own for hidden ones, and so have experts that
     ranks divide among them.
     """
-    roles = {(rate, whole_matrices and role == MATRIX): None for role, rate in rates.items()}
-    kinds = [
-        GroupKind(rate, decays, matrices) for rate, matrices in roles for decays in (True, False)
-    ]
+    kinds: list[GroupKind] = []
+    for role, rate in rates.items():
+        matrices = whole_matrices and role == MATRIX
+        for decays in (True, False):
+            kind = GroupKind(rate, decays, matrices)
+            if kind not in kinds:
+                kinds.append(kind)
     if divides_experts:
         kinds.append(GroupKind(rates[MATRIX], True, whole_matrices, True))
     return kinds
@@ -255,5 +270,5 @@ class DeferredReduction:
 
 def abandon_coalescing(engine: DeepSpeedEngine) -> None:
     """Skip the collectives of `coalesce_grad_reduction` after an error: no peer would join."""
-    engine._flush_coalesced_reduction_zero12 = lambda optimizer: None
-    engine._flush_coalesced_reduction_zero3 = lambda optimizer: None
+    engine._flush_coalesced_reduction_zero12 = _do_nothing
+    engine._flush_coalesced_reduction_zero3 = _do_nothing

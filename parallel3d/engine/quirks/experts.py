@@ -64,7 +64,9 @@ def sharded_by_zero12(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Iterato
 
 def count_on_first_owner(held: Iterable[HeldParameter], mesh: Mesh) -> None:
     """Without shards, let the first owner of experts count what all owners hold copies of."""
-    for h in held if mesh.experts.coord else ():
+    if mesh.experts.coord == 0:
+        return
+    for h in held:
         if not is_of_experts(h.parameter):
             h.parameter.model_parallel = False  # type: ignore[attr-defined]
 
@@ -80,7 +82,7 @@ def add_norms_of_owners(optimizer: ZeROOptimizer, mesh: Mesh) -> None:
         square = torch.where(norm < 0, torch.inf, norm.square()).to(mesh.device)
         dist.all_reduce(square, group=mesh.experts.group)
         total = square.sqrt().to(norm.device)
-        return torch.where(total.isfinite(), total, -1.0)  # as DeepSpeed marks an overflow
+        return torch.where(total.isfinite(), total, -1.0)  # DeepSpeed marks an overflow by -1
 
     if mesh.experts.size > 1:
         for name in ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"):

@@ -86,7 +86,8 @@ def copy_out_of_buffers() -> None:
 
 def _make_and_copy(make: Callable[..., None], handle: object, params: Any) -> None:
     make(handle, params)
-    for param in params if isinstance(params, list) else [params]:
+    several = params if isinstance(params, list) else [params]
+    for param in several:
         if is_on_nvme(param) and param.data.data_ptr() == param.ds_tensor.data.data_ptr():
             param.data = param.data.clone()
 
@@ -95,7 +96,12 @@ def _wrap(kind: Any, name: str, function: Callable[..., Any]) -> None:
     """Let `function` stand for a method, which it gets first; once for the process."""
     method = getattr(kind, name)
     if not hasattr(method, "__wrapped__"):
-        setattr(kind, name, wraps(method)(lambda *args: function(method, *args)))
+
+        @wraps(method)
+        def stand_in(*args: object) -> object:
+            return function(method, *args)
+
+        setattr(kind, name, stand_in)
 
 
 def refuse_unlockable_memory(aio_handle: Any) -> None:

@@ -59,7 +59,7 @@ def _reduce_scatter(
     """Sum flat tensors over the group, divided by `divisor`; return this rank's part of each."""
     ranks = group.size()
     rank = group.rank()
-    lengths = [-(-len(g) // ranks) for g in gradients]  # of a part; the last ones are shorter
+    lengths = [-(-len(g) // ranks) for g in gradients]  # each part's; the last ones are shorter
     buffer = gradients[0].new_empty((ranks, sum(lengths)), dtype=dtype)
     starts = list(accumulate(lengths, initial=0))
     for gradient, start, length in zip(gradients, starts, lengths, strict=False):

@@ -28,13 +28,8 @@ def copy_weights_in_parts(optimizer: ZeROOptimizer, device: torch.device) -> Non
 
     def send(group: int) -> None:
         nonlocal sent
-        target, source = (
-            groups[group]
-            for groups in (
-                optimizer.fp16_partitioned_groups_flat,
-                optimizer.fp32_partitioned_groups_flat,
-            )
-        )
+        target = optimizer.fp16_partitioned_groups_flat[group]
+        source = optimizer.fp32_partitioned_groups_flat[group]
         if target.device != device or source.device.type != "cpu":
             copy_at_once(group)
             return
@@ -80,7 +75,8 @@ def asking_before_update(
     def judged() -> object:
         norms = compute()
         norm = combine_grad_norm_groups(norms) if is_zero3 else norms
-        if is_kept(unscaled := norm / optimizer.loss_scale):
+        unscaled = norm / optimizer.loss_scale
+        if is_kept(unscaled):
             return norms
         refused.append(unscaled)
         infinite = torch.full_like(norm, math.inf)
