@@ -71,7 +71,8 @@ class Router(nn.Module):
         counts = x.new_zeros(c.num_experts, dtype=torch.float32)
         counts.scatter_add_(0, chosen.flatten(), torch.ones_like(weights).flatten())
         if self.score_bias is not None and self.training:
-            self.counts += counts.to(torch.int64)  # again if recomputed, like every microbatch
+            # A recomputed forward counts again, but so do those of all microbatches.
+            self.counts += counts.to(torch.int64)
         return Routing(logits, shares, chosen, weights, counts)
 
     def _choose(self, scores: Tensor) -> Tensor:

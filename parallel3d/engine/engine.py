@@ -135,7 +135,8 @@ class Engine:
         if device == "nvme":
             nvme.align_gradients()
             settings = with_swap_folder(settings, "offload_optimizer", mesh, say)
-        shards, model = (mesh.shards, mesh.model) if is_sharded else (mesh.alone, mesh.whole_model)
+        shards = mesh.shards if is_sharded else mesh.alone
+        model = mesh.model if is_sharded else mesh.whole_model
         sharding: AbstractContextManager[None] = nullcontext()
         if is_sharded and not settings.shards_parameters:
             sharding = experts.sharded_by_zero12(self._module.parameters(), mesh)
@@ -159,9 +160,9 @@ class Engine:
             updating.copy_weights_in_parts(self._deepspeed.optimizer, mesh.device)
         self._finish_scale = fp16.grow_scale_after_step(self._deepspeed.optimizer)
         self._counters = core.ReleaseCounters()
-        # seconds of the last step, if `timed`
         self.timed = False
         self.step_seconds = 0.0
+        """The seconds of the last step, if `timed`."""
         layers = {0: [stages]} if layers is None else layers
         self._weights = GatheredWeights(self._deepspeed, layers) if settings.holds_weights else None
         hooks_gather = settings.shards_parameters and not settings.holds_weights
