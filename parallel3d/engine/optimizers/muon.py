@@ -104,7 +104,8 @@ class Params(Section):
         """The coefficients a, b, c of each step."""
         own = self.coefficients
         if own == "jordan":
-            return (_JORDAN,) * (self.ns_steps or 5)
+            steps = self.ns_steps or 5
+            return (_JORDAN,) * steps
         if own == "deepseekv4":
             steps = self.ns_steps or 10
             polynomials = (_JORDAN,) * max(0, steps - 2) + (_EXACT, _EXACT)
