@@ -195,7 +195,7 @@ def test_speed_is_near_plain_transformers():
     text = torch.randint(config.vocab_size, (4, 2, seq + 1), device=mesh.device)
     batch = [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
     steps = {"plain": plain(config, batch)}
-    steps |= {f"ZeRO-{z}": ours(config, batch, mesh, zero_stage=z) for z in (1, 3)}
+    steps |= {f"ZeRO-{stage}": ours(config, batch, mesh, {"stage": stage}) for stage in (1, 3)}
     times = {name: [] for name in steps}
     for turn in range(8):
         for name, step in steps.items():
