@@ -26,7 +26,7 @@ from parallel3d.calibrate.steps import SmallRun, Timed, small_runs, time_steps
 from parallel3d.config.hardware import Cores, Figure, Hardware, Host, Link, recognise, user_folder
 from parallel3d.mesh.mesh import Mesh
 from parallel3d.model.spec import Attention, MatMul
-from parallel3d.plan.setting import ENGINE, Setting
+from parallel3d.plan.setting import ENGINE, Precision, Setting
 from parallel3d.plan.time.network import collective_seconds, send_seconds
 from parallel3d.plan.time.operators import (
     Curves,
@@ -196,11 +196,9 @@ def _cores(together: Rows, alone: Rows) -> Cores | None:
     pairs = {
         kind: [*zip(one[kind], among[kind], strict=False)] for kind in ("attention", "traffic")
     }
-    pairs["matmul"] = [
-        pair
-        for dtype, rows in one["matmul"].items()
-        for pair in zip(rows, among["matmul"].get(dtype, ()), strict=False)
-    ]
+    pairs["matmul"] = []
+    for dtype, rows in one["matmul"].items():
+        pairs["matmul"] += zip(rows, among["matmul"].get(dtype, ()), strict=False)
     factors = {
         kind: _figure(min(1.0, geometric_mean(a[-1] / b[-1] for a, b in rows)))
         for kind, rows in pairs.items()
@@ -279,24 +277,23 @@ def fit(
 def fit_link(links: Mapping[str, Sequence[tuple[int, float]]], ranks: int) -> tuple[float, float]:
     """Return the bandwidth and latency that best fit the timings of all collectives."""
     size, seconds = max(links["all_gather"])
-    rows: list[tuple[Any, int, float]] = [
-        (kind, *row) for kind, timed in links.items() for row in timed
-    ]
+    rows: list[tuple[Any, int, float]] = []
+    for kind, timed in links.items():
+        rows += [(kind, *row) for row in timed]
     curves = Curves(**{**asdict(Curves()), **_MEASURED})
 
     def predict(values: Mapping[str, float]) -> list[float]:
-        one, rate, wait = (
-            Figure(value=value, source="a value that the fit tries")
-            for value in (1.0, values["bandwidth"], values["latency"])
+        link = Link(bandwidth=_tried(values["bandwidth"]), latency=_tried(values["latency"]))
+        tried = Hardware(
+            name="", device_names=(), peak_flops={}, memory_bytes=_tried(1.0), link=link
         )
-        link = Link(bandwidth=rate, latency=wait)
-        tried = Hardware(name="", device_names=(), peak_flops={}, memory_bytes=one, link=link)
-        return [
-            send_seconds(size, False, tried, curves)
-            if kind == "send"
-            else collective_seconds(kind, size, ranks, ranks, tried, curves)
-            for kind, size, _ in rows
-        ]
+        seconds = []
+        for kind, size, _ in rows:
+            if kind == "send":
+                seconds.append(send_seconds(size, False, tried, curves))
+            else:
+                seconds.append(collective_seconds(kind, size, ranks, ranks, tried, curves))
+        return seconds
 
     fitted_link = fit(
         {"bandwidth": size / seconds, "latency": min(seconds for *_, seconds in rows)},
@@ -305,6 +302,10 @@ def fit_link(links: Mapping[str, Sequence[tuple[int, float]]], ranks: int) -> tu
         [seconds for *_, seconds in rows],
     )
     return fitted_link["bandwidth"], fitted_link["latency"]
+
+
+def _tried(value: float) -> Figure:
+    return Figure(value=value, source="a value that the fit tries")
 
 
 def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu: bool) -> Curves:
@@ -325,6 +326,11 @@ def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu
             [seconds for _, seconds in rows],
         )
 
+    products = []
+    for dtype, rows in first["matmul"].items():
+        if dtype != "fp16" or "bf16" not in first["matmul"]:
+            for m, k, n, seconds in rows:
+                products.append(((MatMul(m, k, n), dtype), seconds))
     values = improve(
         {
             "matmul": (0.05, 1.2),
@@ -333,25 +339,21 @@ def fit_curves(together: Sequence[Mapping[str, Any]], hardware: Hardware, on_gpu
             "overhead_per_operator": (1e-7, 1e-3),
         },
         lambda curves, product, dtype: matmul_seconds(product, dtype, hardware, curves),
-        [
-            ((MatMul(m, k, n), dtype), seconds)
-            for dtype, rows in first["matmul"].items()
-            for m, k, n, seconds in rows
-            if dtype != "fp16" or "bf16" not in first["matmul"]
-        ],
+        products,
     )
-    dtype: Any = "bf16" if on_gpu else "fp32"
+    trained: Precision = "bf16" if on_gpu else "fp32"
+    attentions = []
+    for batch, heads, seq, size, forward_seconds, backward_seconds in first["attention"]:
+        attention = Attention(batch, heads, heads, seq, size)
+        for seconds, is_backward in ((forward_seconds, False), (backward_seconds, True)):
+            if seconds > 0:
+                attentions.append(((attention, is_backward), seconds))
     values = improve(
         {"flash": (0.005, 3.0), "flash_backward": (0.02, 5.0)},
         lambda curves, attention, backward: attention_seconds(
-            attention, dtype, hardware, curves, ENGINE, backward
+            attention, trained, hardware, curves, ENGINE, backward
         ),
-        [
-            ((Attention(b, h, h, s, size), backward), seconds[backward])
-            for b, h, s, size, *seconds in first["attention"]
-            for backward in (False, True)
-            if seconds[backward] > 0
-        ],
+        attentions,
     )
     values = improve(
         {"traffic": (0.005, 20.0)},
@@ -417,12 +419,13 @@ def _fit_updates(
     small = {s: t.update for s, t in alone.items() if t.update < 4 * fixed}
 
     def predict(v: Mapping[str, float]) -> list[float]:
-        return [
-            v["overhead_per_step"]
-            + v["overhead_per_param"] * sum(len(layer.params) for layer in setting.layers)
-            + slowdown * setting.num_params / rates[setting.offload_optimizer].value
-            for setting in small
-        ]
+        predicted = []
+        for setting in small:
+            num_tensors = sum(len(layer.params) for layer in setting.layers)
+            host_seconds = v["overhead_per_step"] + v["overhead_per_param"] * num_tensors
+            rate = rates[setting.offload_optimizer].value
+            predicted.append(host_seconds + slowdown * setting.num_params / rate)
+        return predicted
 
     if small:
         values = fit(values, _UPDATE, predict, list(small.values()))

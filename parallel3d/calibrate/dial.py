@@ -37,10 +37,10 @@ from parallel3d.verify.local_ranks import run_locally
 
 TOKENS_PER_PARAMETER = 20
 """Training tokens for each parameter in a compute-optimal run (arXiv:2203.15556, table A9)."""
-_RATE_FACTOR = 0.4  # of OLMo's law at a thousandth of its size (configs/ladders/cpu.json)
-# width of an attention head, and of the model for each of its layers
-_HEAD = 32
-_LAYER = 32
+_RATE_FACTOR = 0.4
+"""The best rate over that of OLMo's law, at a thousandth of its size (configs/ladders/cpu.json)."""
+_HEAD = 32  # width of an attention head
+_LAYER = 32  # width of the model for each of its layers
 _FEWEST_STEPS = 50
 _EVALUATIONS = 5
 _QUICK = Effort(0.01, 0.02, 1024, 1_000_000, 2**24, 2, 8)  # below 20 s on two idle cores
@@ -108,7 +108,7 @@ class Chooser:
     def choose(self, slowness: float = 1.0) -> Candidate:
         """Return the largest candidate for the wished time, or up to the wished size.
 
-        `slowness`: measured over planned seconds of a step.
+        - `slowness`: measured over planned seconds of a step.
         """
         minutes = self.wishes.minutes
         params = self.wishes.params
@@ -133,7 +133,8 @@ class Chooser:
 def dial(base: RunConfig, wishes: Wishes, say: Say) -> tuple[Path, int]:
     """Choose a run, write its config, and return the config's path and the number of ranks.
 
-    `base`: data, optimizer and folders, which stay. `say` prints the choice and its reasons.
+    - `base`: data, optimizer and folders, which stay. `say` prints the choice and its reasons.
+
     Raises ConfigError if the data cannot be used, or the wishes cannot be met.
     """
     corpus = prepare(base.data)
@@ -163,7 +164,9 @@ def dial(base: RunConfig, wishes: Wishes, say: Say) -> tuple[Path, int]:
     tokens = steps * config.tokens_per_step
     params = chosen.counts.with_head
     repeats = tokens / len(corpus.train)
-    more = "; use more text, after 4 it tells little new (arXiv:2305.16264)" * (repeats > 4)
+    more = ""
+    if repeats > 4:
+        more = "; use more text, after 4 it tells little new (arXiv:2305.16264)"
     lines = {
         "machine": f"{chooser.devices} x {chooser.machine.name}",
         "model": f"{model.family} with {model.num_hidden_layers} layers of {model.hidden_size}: "

@@ -126,7 +126,8 @@ def time_steps(
     A run is small, or a complete config, as `CompleteConfig.to_dict` returns.
 
     The runs take turns, so that disturbances affect all alike. The first round is a warm-up.
-    `own_time`: for a single process, use `clock_of`, which leaves out waits.
+
+    - `own_time`: for a single process, use `clock_of`, which leaves out waits.
     """
     built = []
     for run in runs:

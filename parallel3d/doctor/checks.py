@@ -346,7 +346,10 @@ def check_links(groups: Sequence[Timed], nodes: Nodes, hardware_name: str) -> It
     """Yield a check of each kind of link beside the hardware file, and one of slow links."""
     for kind in dict.fromkeys(group.kind for group in groups):
         alike = [group for group in groups if group.kind == kind]
-        late = {r for g in alike if g.planned and SLOWER * g.rate < g.planned for r in g.ranks}
+        late: set[int] = set()
+        for group in alike:
+            if group.planned and SLOWER * group.rate < group.planned:
+                late.update(group.ranks)
         value = f"{_span(group.rate for group in alike)} GB/s"
         if planned := [group.planned for group in alike if group.planned]:
             value += f"; {hardware_name}: {_span(planned)}"

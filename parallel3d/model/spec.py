@@ -129,7 +129,7 @@ def flops_of(products: Iterable[MatMul]) -> int:
 class Attention(NamedTuple):
     """Causal softmax attention over whole sequences on one tp rank.
 
-    `window`: how many tokens a query sees, itself included; None means all before it.
+    - `window`: how many tokens a query sees, itself included; None means all before it.
     """
 
     batch: int
@@ -300,15 +300,15 @@ class CostOf(Protocol):
 class LayerSpec:
     """One layer of a model, the unit that the pipeline assigns to stages.
 
-    - build: the module as "package.module:Class". It is imported only where torch is needed, and
+    - `build`: the module as "package.module:Class". It is imported only where torch is needed, and
       called as `Class(config, name, context)`.
-    - tied: maps a parameter of this layer to the global name of the parameter it shares its value
+    - `tied`: maps a parameter of this layer to the global name of the parameter it shares its value
       with.
-    - active: the share of a parameter's elements that each token uses, by name, where it is not all
-      (k / E of E stacked experts).
-    - side_losses: the names of the side losses that the layer returns (`tensor/side_loss.py`).
-    - shares_samples: the side losses are also right where cp ranks share the tokens of a sample.
-    - num_experts: if it is not 0, the layer returns its experts' loads among them, under the name
+    - `active`: the share of a parameter's elements that each token uses, by name, where it is not
+      all (k / E of E stacked experts).
+    - `side_losses`: the names of the side losses that the layer returns (`tensor/side_loss.py`).
+    - `shares_samples`: the side losses are also right where cp ranks share the tokens of a sample.
+    - `num_experts`: if it is not 0, the layer returns its experts' loads among them, under the name
       `loads`: [num_experts + 1], each expert's share of the tokens relative to the mean, and the
       share of tokens that were dropped.
     """

@@ -127,9 +127,10 @@ def _block(c: BlockCost, stream: Stream, recompute: Recompute) -> LayerCost:
 def _residual_sum(stream: Stream, waiting: int, activated: int) -> LayerCost:
     """Return the cost of dropout(output) + stream: a one-byte mask is kept of the dropout.
 
-    - waiting: tensors that no backward needs, and that wait for the module's output: the sum of the
-      modules before it, and an input that is recomputed.
-    - activated: elements of an activation that is recomputed, alive until the last product is done.
+    - `waiting`: tensors that no backward needs, and that wait for the module's output: the sum of
+      the modules before it, and an input that is recomputed.
+    - `activated`: elements of an activation that is recomputed, alive until the last product is
+      done.
     """
     part = stream.part
     dropout = stream.dropout

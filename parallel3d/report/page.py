@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from parallel3d.base.atomic import replaced
 from parallel3d.base.errors import ConfigError
 
-if TYPE_CHECKING:  # of an extra
+if TYPE_CHECKING:  # matplotlib comes with the extra `scaling`
     from matplotlib.figure import Figure
 
-MARK, LINE = "#c0392b", "#31276b"
+MARK = "#c0392b"
+LINE = "#31276b"
 _CSS = """
 body { font: 15px/1.5 Georgia, serif; color: #222; max-width: 72rem; margin: 2.5rem auto;
   padding: 0 1rem }
@@ -74,7 +75,7 @@ def require(*packages: str) -> None:
 @contextmanager
 def style() -> Iterator[ModuleType]:
     """Yield matplotlib's pyplot in the pages' style, without a display."""
-    import matplotlib  # of an extra
+    import matplotlib  # it comes with the extra `scaling`
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

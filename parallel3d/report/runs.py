@@ -24,7 +24,7 @@ from parallel3d.plan.search.plans import Plan, request_of
 from parallel3d.plan.setting import Setting
 from parallel3d.report.page import Part, figures, html, png, style, table
 
-if TYPE_CHECKING:  # of an extra
+if TYPE_CHECKING:  # matplotlib comes with the extra `scaling`
     from matplotlib.axes import Axes
 
 _COLORS = ("#31276b", "#c0392b", "#1e8449", "#b9770e", "#2e86c1", "#7d3c98", "#616a6b", "#a04000")
@@ -94,7 +94,8 @@ def _mesh(launch: Mapping[str, Any]) -> str:
 def read(folder: Path) -> Run:
     """Read a run's folder; raise ConfigError if it has no config or no step."""
     try:
-        (folder / "config.json").stat()  # its own message, without the shipped configs
+        # Without a file `from_json` would look among the shipped configs.
+        (folder / "config.json").stat()
         config = RunConfig.from_json(str(folder / "config.json")).completed()
         steps = read_lines(folder / METRICS)
     except OSError as error:
@@ -112,8 +113,10 @@ def read(folder: Path) -> Run:
 def planned(run: Run, name: str | None) -> Plan | str:
     """Return the plan of a run, or the reason why it has none.
 
-    `name`: the hardware of the plan; None takes the config's, then the one that the run
-    recognised, then this machine. Raises ConfigError for a name that is not known.
+    - `name`: the hardware of the plan; None takes the config's, then the one that the run
+      recognised, then this machine.
+
+    Raises ConfigError for a name that is not known.
     """
     config = run.config
     launch = run.newest_launch
@@ -133,7 +136,8 @@ def page(
 ) -> tuple[str, dict[str, tuple[bytes, str]]]:
     """Return the page of runs, and its plots: name -> (PNG, caption).
 
-    plans: of each run, or why it has none. samples: run -> checkpoint -> generated text.
+    - `plans`: of each run, or why it has none.
+    - `samples`: run -> checkpoint -> generated text.
     """
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"Runs {', '.join(r.name for r in runs)}"
     drawn = pictures(runs, plans)
@@ -320,18 +324,22 @@ def _beside_plan(run: Run, plan: Plan | str) -> Part:
     known = plan if isinstance(plan, Plan) else None
     where = f" for {known.request.hardware.name}" if known else ""
     pairs: list[tuple[str, float | None, float | None]] = [
-        ("step, s", run.measured("step_seconds"), known.time.seconds if known else None),
-        *((f"· {name}", None, x) for name, x in (known.time.parts if known else {}).items() if x),
+        ("step, s", run.measured("step_seconds"), known.time.seconds if known else None)
     ]
+    if known:
+        pairs += [(f"· {name}", None, part) for name, part in known.time.parts.items() if part]
     if memory := run.memory():
         forecast = _planned_memory(run, plan)
         most = max(forecast) / _MIB if forecast else None
         pairs.append(("fullest rank, MiB", max(memory) / _MIB, most))
-    rows = [
-        (name, *("" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in pair))
-        for name, *pair in pairs
-    ]
+    rows = [(name, _in_short(measured), _in_short(planned)) for name, measured, planned in pairs]
     return Part(f"{run.name} beside the plan{where}", ("", "measured", "plan"), rows)
+
+
+def _in_short(number: float | None) -> str:
+    if number is None:
+        return ""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _differences(runs: Sequence[Run]) -> Part:

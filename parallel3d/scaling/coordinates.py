@@ -98,7 +98,8 @@ class CoordinateCheck:
 def fit_slopes(sizes_by_width: Mapping[int, Sequence[Sizes]]) -> CoordinateCheck:
     """Fit the slope of every layer and measure.
 
-    sizes_by_width: width -> the sizes of each seed. A size of 0 or infinity makes its slope NaN.
+    - `sizes_by_width`: width -> the sizes of each seed. A size of 0 or infinity makes its slope
+      NaN.
     """
     widths = tuple(sorted(sizes_by_width))
     seeds = len(sizes_by_width[widths[0]])

@@ -9,6 +9,7 @@ N' has the same form, with U_N: the number of parameters that is optimal for U_D
 """
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ def _term(
 def loss(values: Mapping[str, Any], params: Array, tokens: Array, unique: Array) -> Array:
     """Return the loss in nats per token of runs on so many unique tokens, which are no more.
 
-    values: the law's parameters, or arrays [draws, 1] of them for a loss [draws, runs].
+    - `values`: the law's parameters, or arrays [draws, 1] of them for a loss [draws, runs].
     """
     fitting = np.minimum(best_params(values, unique), params)
     decay_d, decay_n = (np.asarray(values[name]) for name in DECAYS)
@@ -116,7 +117,7 @@ def fit_decays(
             f"{len(points)} points: no run repeats its tokens; add runs of more than one epoch"
         )
     weights = estimator.weights(points)
-    grid = np.array([(d, n) for d in _GRID for n in _GRID])
+    grid = np.array([*product(_GRID, repeat=2)])
     best, reached = estimator.search(model, grid, weights)
     count = len(points)
     random = np.random.default_rng(seed)

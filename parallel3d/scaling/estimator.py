@@ -47,7 +47,7 @@ class Law:
     def loss(self, values: Values, params: Array, tokens: Array) -> Array:
         """Return the loss in nats per token [points].
 
-        values: the law's parameters, or arrays [draws, 1] of them for a loss [draws, points].
+        - `values`: the law's parameters, or arrays [draws, 1] of them for a loss [draws, points].
         """
         features = self.features(np.asarray(params), np.asarray(tokens))
         total: Array = np.zeros(())
@@ -65,6 +65,10 @@ def features_of(*terms: tuple[Array | float, ...]) -> Array:
     rows = np.broadcast_arrays(*(np.asarray(value, dtype=float) for row in terms for value in row))
     features = np.stack(rows, axis=-1).reshape(*rows[0].shape, len(terms), len(terms[0]))
     return np.concatenate([np.zeros_like(features[..., :1, :]), features], axis=-2)
+
+
+def _parametric(params: Array, tokens: Array) -> Array:
+    return features_of((-np.log(params), 0.0), (0.0, -np.log(tokens)))
 
 
 def _parametric_best(v: Values, flops: Array | float) -> tuple[Array, Array]:
@@ -93,27 +97,32 @@ def _over_training_best(v: Values, flops: Array | float) -> tuple[Array, Array]:
     return params, ratio * params
 
 
+def _over_training_optimal(v: Values) -> tuple[Array | float, Array | float]:
+    half = 0.5 + 0 * v["eta"]  # for each draw of eta
+    return half, half
+
+
 PARAMETRIC = Law(
-    "parametric",
-    "L = E + A / N^alpha + B / D^beta",
-    "arXiv:2203.15556, approach 3",
-    ("E", "A", "B"),
-    ("alpha", "beta"),
-    lambda params, tokens: features_of((-np.log(params), 0.0), (0.0, -np.log(tokens))),
-    _parametric_best,
-    _parametric_optimal,
-    {"model sizes": 3, "numbers of tokens": 3, "FLOP budgets": 2},
+    name="parametric",
+    formula="L = E + A / N^alpha + B / D^beta",
+    source="arXiv:2203.15556, approach 3",
+    coefficients=("E", "A", "B"),
+    exponents=("alpha", "beta"),
+    features=_parametric,
+    best=_parametric_best,
+    optimal=_parametric_optimal,
+    needs={"model sizes": 3, "numbers of tokens": 3, "FLOP budgets": 2},
 )
 OVER_TRAINING = Law(
-    "over-training",
-    "L = E + (a M^eta + b M^-eta) C^-eta, M = D / N, C = 6 N D",
-    "arXiv:2403.08540, equation 4",
-    ("E", "a", "b"),
-    ("eta",),
-    _over_training,
-    _over_training_best,
-    lambda v: (0.5 + 0 * v["eta"], 0.5 + 0 * v["eta"]),
-    {"FLOP budgets": 3, "ratios of tokens to parameters": 2},
+    name="over-training",
+    formula="L = E + (a M^eta + b M^-eta) C^-eta, M = D / N, C = 6 N D",
+    source="arXiv:2403.08540, equation 4",
+    coefficients=("E", "a", "b"),
+    exponents=("eta",),
+    features=_over_training,
+    best=_over_training_best,
+    optimal=_over_training_optimal,
+    needs={"FLOP budgets": 3, "ratios of tokens to parameters": 2},
 )
 LAWS = {law.name: law for law in (PARAMETRIC, OVER_TRAINING)}
 
@@ -141,18 +150,17 @@ class Solution(NamedTuple):
 class Estimator:
     """An objective and its minimisation.
 
-    kind:
-        "huber": the sum of Huber losses of log(loss) - log(law), with threshold `delta`
-            (arXiv:2203.15556).
-        "likelihood": the likelihood of residual / scale under the density exp(-Huber), with a
-            free scale (arXiv:2404.10102).
-        "squares": the sum of squares of loss - law (arXiv:2403.08540).
-    weighted: weight each point by 1 / standard error^2, normalised to a mean of 1.
+    - "huber": the sum of Huber losses of log(loss) - log(law), with threshold `delta`
+      (arXiv:2203.15556).
+    - "likelihood": the likelihood of residual / scale under the density exp(-Huber), with a free
+      scale (arXiv:2404.10102).
+    - "squares": the sum of squares of loss - law (arXiv:2403.08540).
     """
 
     kind: Literal["huber", "likelihood", "squares"] = "huber"
     delta: float = 1e-3
     weighted: bool = False
+    """Weight each point by 1 / standard error^2, normalised to a mean of 1."""
 
     def __str__(self) -> str:
         words = {
@@ -184,8 +192,8 @@ class Estimator:
     ) -> tuple[float, Array]:
         """Return the objective and its gradient at x.
 
-        x: theta [p], for the likelihood with log(scale) appended.
-        threshold: the Huber threshold to use in place of `delta`.
+        - `x`: theta [p], for the likelihood with log(scale) appended.
+        - `threshold`: the Huber threshold to use in place of `delta`.
         """
         is_likelihood = self.kind == "likelihood"
         limit = math.inf if self.kind == "squares" else threshold or self.delta
@@ -210,9 +218,9 @@ class Estimator:
     ) -> Solution:
         """Search from `start` [p] and return the minimum; weights [points].
 
-        is_draw: search for one draw of a bootstrap, for which less precision is enough.
+        - `is_draw`: search for one draw of a bootstrap, for which less precision is enough.
         """
-        from scipy.optimize import minimize  # of the extra `scaling`
+        from scipy.optimize import minimize  # scipy comes with the extra `scaling`
 
         x = np.clip(start, model.lower, model.upper)
         low = model.lower
@@ -265,7 +273,7 @@ class Estimator:
     def draw(self, model: Model, theta: Array, weights: Array) -> Array:
         """Return theta [draws, p] of each bootstrap draw, searched from the optimum `theta`.
 
-        weights: [draws, points].
+        - `weights`: [draws, points].
         """
         ends = [self.minimise(model, theta, row, is_draw=True).theta for row in weights]
         return np.reshape(ends, (len(weights), len(theta)))

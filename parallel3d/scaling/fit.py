@@ -21,8 +21,8 @@ def fit_law(
 ) -> Fit:
     """Fit a law's parameters, with bootstrap intervals and diagnostics.
 
-    draws: number of bootstrap resamples of the runs.
-    brief: skip the held-out check on the largest budgets, which takes a second fit.
+    - `draws`: number of bootstrap resamples of the runs.
+    - `brief`: skip the held-out check on the largest budgets, which takes a second fit.
 
     Raises ConfigError if the points do not determine the parameters.
     """
@@ -235,7 +235,7 @@ def residuals(points: Points, scatter: Array) -> dict[str, object]:
 def misfit(summary: dict[str, Any]) -> list[str]:
     """Return a warning if the residuals are larger than training noise explains.
 
-    summary: as `residuals` returns it.
+    - `summary`: as `residuals` returns it.
     """
     if summary["rms"] < 0.05:  # the scatter between seeds is about 0.001
         return []

@@ -22,7 +22,8 @@ from parallel3d.scaling.frontier import LEAST_BUDGETS, with_checks
 from parallel3d.scaling.points import USES, Fit, Points, points_of
 from parallel3d.scaling.runs import COUNTS, number, read, read_runs
 
-DRAWS = 2000  # of the fitted parameters, for their intervals
+DRAWS = 2000
+"""Draws of the fitted parameters, for their intervals."""
 FIT = "fit.json"
 LAWS_IN_WORDS = {
     **{law.name: law.formula for law in LAWS.values()},
@@ -252,11 +253,19 @@ def predict(args: argparse.Namespace) -> tuple[Forecast, Fit, Path | None]:
 
 def fit(args: argparse.Namespace) -> Fit:
     """Make the fit that the flags ask for; raise ConfigError if the points do not allow it."""
-    require("scipy", *(["matplotlib"] * (not args.no_report)))
+    require("scipy")
+    if not args.no_report:
+        require("matplotlib")
     is_runs = args.source.is_dir()
-    compared = [name for name in COUNTS if is_runs and name != (args.params or COUNTS[0])]
-    others = [*compared, *([args.setting_column] if args.setting_column else ())]
-    table = (read_runs(args.source) if is_runs else read(args.source)).where(args.where)
+    compared = []
+    if is_runs:
+        main_count = args.params or COUNTS[0]
+        compared = [name for name in COUNTS if name != main_count]
+    others = [*compared]
+    if args.setting_column:
+        others.append(args.setting_column)
+    read_source = read_runs if is_runs else read
+    table = read_source(args.source).where(args.where)
     named = {use: getattr(args, use) for use in USES}
     points = points_of(table, named, others=others, drop_largest=args.drop_largest_losses)
     outcomes = forecast.compare(args.forecasts, points)

@@ -65,8 +65,9 @@ def forecast(
     The loss is that of the frontier, times the surface's loss of the run over that of the best run
     of its budget; it is the law's own if the fit's law has no frontier, or its budgets are too few.
 
-    unique: unique training tokens of the run, for the data-constrained law. Raises ConfigError if
-    the fit cannot forecast this run.
+    - `unique`: unique training tokens of the run, for the data-constrained law.
+
+    Raises ConfigError if the fit cannot forecast this run.
     """
     is_best = flops is not None
     if {params is None, tokens is None} != {is_best}:

@@ -55,8 +55,11 @@ class Power:
 def power_law(x: Sequence[Array], y: Array, log_error: Array | None = None) -> Power:
     """Fit a power law of x to y by least squares of logarithms.
 
-    x: one array [values] per exponent. y: [values]. log_error: standard error of each log(y), for
-    weights 1 / log_error^2. Raises ConfigError if the values do not determine the exponents.
+    - `x`: one array [values] per exponent.
+    - `y`: [values].
+    - `log_error`: standard error of each log(y), for weights 1 / log_error^2.
+
+    Raises ConfigError if the values do not determine the exponents.
     """
     weight = np.ones(len(y)) if log_error is None else 1 / log_error
     known = np.isfinite(y) & np.isfinite(weight) & (weight > 0)
@@ -212,8 +215,8 @@ class Profile:
     def least(self, method: Method) -> Best | None:
         """Return the best size, or None if there are no sizes on both sides of it.
 
-        method: "parabola" fits one to log(loss) over log(N), "akima" interpolates it. Runs of equal
-            size are averaged.
+        - `method`: "parabola" fits one to log(loss) over log(N), "akima" interpolates it. Runs of
+          equal size are averaged.
         """
         counts = np.bincount(self.size)
         if len(counts) < METHODS[method]:
@@ -253,7 +256,7 @@ def _parabola(x: Array, y: Array) -> tuple[float, float] | None:
 
 def _akima_least(x: Array, y: Array) -> tuple[float, float] | None:
     """Return the lowest stationary point of an Akima interpolation if it is below both ends."""
-    from scipy.interpolate import Akima1DInterpolator  # of the extra `scaling`
+    from scipy.interpolate import Akima1DInterpolator  # scipy comes with the extra `scaling`
 
     curve = Akima1DInterpolator(x, y)
     turns = curve.derivative().roots(extrapolate=False)
@@ -283,11 +286,11 @@ def exponents(bests: Sequence[Best]) -> dict[str, float]:
     """Fit N and D as powers of C, by least squares of logarithms."""
     flops, *columns = np.array(bests).T[:3]
     laws = {name: power_law([flops], column) for name, column in zip("ND", columns, strict=True)}
-    return {
-        f"{name}_{what}": value
-        for name, law in laws.items()
-        for what, value in (("coefficient", law.coefficient), ("exponent", law.exponents[0]))
-    }
+    values = {}
+    for name, law in laws.items():
+        values[f"{name}_coefficient"] = law.coefficient
+        values[f"{name}_exponent"] = law.exponents[0]
+    return values
 
 
 def losses_of(points: Points, law: str) -> tuple[list[BestLoss], list[float]]:
@@ -321,7 +324,10 @@ def fit_frontier(
     values = exponents(bests)
     losses = losses_of(points, kind)[0]
     flops, params, tokens = np.array(bests).T[:3]
-    drawn = (row for y in (params, tokens) for row in law_draws([flops], y, draws, seed))
+    drawn = [
+        *law_draws([flops], params, draws, seed),
+        *law_draws([flops], tokens, draws, seed),
+    ]
     samples = dict(zip(values, drawn, strict=False))
     exponent_draws = {name: samples[f"{name}_exponent"] for name in "ND"} if samples else {}
     diagnostics: dict[str, Any] = {
@@ -413,7 +419,7 @@ def parabola_bias(points: Points, law: Mapping[str, float] | None) -> dict[str, 
 def with_checks(fit: Fit, table: Table) -> Fit:
     """Return the fit with its frontier, the frontier's back-test, and warnings about its runs.
 
-    table: the table of the fitted runs.
+    - `table`: the table of the fitted runs.
     """
     losses, at_edge = losses_of(fit.points, fit.law)
     warnings = _units(fit.points) + _design(fit, len(losses), at_edge, table)

@@ -48,10 +48,10 @@ class Dropped(NamedTuple):
 class Points:
     """Sizes, tokens, FLOPs and losses (nats per token) of runs, as arrays [points].
 
-    names: names of the rows, as `Table.names`.
-    columns: use -> column of the table ("params" -> "n").
-    unique: unique training tokens.
-    others: further columns by name.
+    - `names`: names of the rows, as `Table.names`.
+    - `columns`: use -> column of the table ("params" -> "n").
+    - `unique`: unique training tokens.
+    - `others`: further columns by name.
     """
 
     params: Array
@@ -111,10 +111,10 @@ def points_of(
 ) -> Points:
     """Return the points of a table; rows that cannot be used are listed as dropped.
 
-    named: use -> name of the column, or None for the usual names. Two of params, tokens and flops
-        are enough.
-    others: further columns to read, with numbers above 0.
-    drop_largest: number of largest losses to drop.
+    - `named`: use -> name of the column, or None for the usual names. Two of params, tokens and
+      flops are enough.
+    - `others`: further columns to read, with numbers above 0.
+    - `drop_largest`: number of largest losses to drop.
 
     Raises ConfigError if a column is missing or no row can be used.
     """
@@ -221,11 +221,11 @@ def _diverged(points: Points) -> dict[int, str]:
 class Fit:
     """The fitted parameters of a law, draws of them, and diagnostics.
 
-    objective: its minimum.
-    optimal: exponents with which the best N and D grow with FLOPs.
-    samples, optimal_samples: parameters and exponents of each draw, as arrays [draws].
-    scatter: log(loss) - log(law) of the points.
-    path: the file that the fit was read from.
+    - `objective`: its minimum.
+    - `optimal`: exponents with which the best N and D grow with FLOPs.
+    - `samples`, `optimal_samples`: parameters and exponents of each draw, as arrays [draws].
+    - `scatter`: log(loss) - log(law) of the points.
+    - `path`: the file that the fit was read from.
     """
 
     law: str

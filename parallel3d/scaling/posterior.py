@@ -25,9 +25,9 @@ gammas from 0.05 (arXiv:2001.08361) to 0.15 (arXiv:2203.15556)."""
 class BestLoss(NamedTuple):
     """The lowest loss of a budget.
 
-    variance: of its logarithm, divided by that of the loss of a run.
-    squares, freedom: sum of the squared residuals of its curve, and their degrees of freedom.
-    distant: number of runs further than a factor of 4 from the best size, which count for less.
+    - `variance`: of its logarithm, divided by that of the loss of a run.
+    - `squares`, `freedom`: sum of the squared residuals of its curve, and their degrees of freedom.
+    - `distant`: number of runs further than a factor of 4 from the best size, which count for less.
     """
 
     flops: float
@@ -42,7 +42,7 @@ class BestLoss(NamedTuple):
 class Posterior:
     """Draws from the posterior of the law; arrays [draws].
 
-    noise: standard deviation of log(loss) between runs.
+    - `noise`: standard deviation of log(loss) between runs.
     """
 
     offset: Array  # E
@@ -59,7 +59,7 @@ class Posterior:
     def run(self, losses: Array, variance: float = 1.0) -> Array:
         """Return the losses [draws] of single runs, whose mean losses are `losses` [draws].
 
-        variance: of log(loss), divided by that of a run, as in `BestLoss`.
+        - `variance`: of log(loss), divided by that of a run, as in `BestLoss`.
         """
         normal = np.random.default_rng(1).standard_normal(len(losses))
         return np.asarray(losses * np.exp(np.sqrt(variance) * self.noise * normal))
@@ -73,8 +73,9 @@ class Posterior:
 def best_loss(flops: float, logs: Array, losses: Array) -> BestLoss | None:
     """Return the lowest loss of a budget by a cubic, in which distant sizes count for less.
 
-    logs, losses: log(N) and log(loss) of its runs [runs], of three sizes or more. Returns None if
-    the minimum is at the smallest or the largest size.
+    - `logs`, `losses`: log(N) and log(loss) of its runs [runs], of three sizes or more.
+
+    Returns None if the minimum is at the smallest or the largest size.
     """
     centre = logs[np.argmin(losses)]
     for _ in range(3):  # the weights depend on where the minimum is

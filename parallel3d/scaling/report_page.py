@@ -22,7 +22,7 @@ from parallel3d.scaling.frontier import profiles
 from parallel3d.scaling.points import Fit, interval
 from parallel3d.scaling.posterior import posterior
 
-if TYPE_CHECKING:  # of an extra
+if TYPE_CHECKING:  # matplotlib comes with the extra `scaling`
     from matplotlib.figure import Figure
 
 _NOT_KNOWN = (
@@ -37,22 +37,10 @@ Picture = tuple["Figure", str]
 def parts(fit: Fit, settings: Mapping[str, str] | None = None) -> list[Part]:
     """Return the tables of a fit's report that have rows.
 
-    settings: training settings to list among the choices, by name.
+    - `settings`: training settings to list among the choices, by name.
     """
     diagnostics = fit.diagnostics
-    forecasts = [
-        (
-            row["registered_at"][:16].replace("T", " "),
-            f"{row['flops']:.3g}",
-            f"{row['beyond']:.3g}",
-            f"{row['predicted']:.4f}",
-            _range(row["interval"]),
-            "no run yet" if row["loss"] is None else f"{row['loss']:.4f}",
-            "" if row["error"] is None else f"{row['error']:+.2%}",
-            {True: "yes", False: "NO", None: ""}[row["held"]],
-        )
-        for row in diagnostics.get("forecasts", ())
-    ]
+    forecasts = [_forecast_row(row) for row in diagnostics.get("forecasts", ())]
     tables = [
         Part("Parameters", ("", "estimate", "std. error", "95 %"), _parameters(fit)),
         Part(
@@ -65,6 +53,19 @@ def parts(fit: Fit, settings: Mapping[str, str] | None = None) -> list[Part]:
         Part("Dropped rows", ("row", "reason"), fit.points.dropped, numeric=False),
     ]
     return [part for part in tables if part.rows]
+
+
+def _forecast_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        row["registered_at"][:16].replace("T", " "),
+        f"{row['flops']:.3g}",
+        f"{row['beyond']:.3g}",
+        f"{row['predicted']:.4f}",
+        _range(row["interval"]),
+        "no run yet" if row["loss"] is None else f"{row['loss']:.4f}",
+        "" if row["error"] is None else f"{row['error']:+.2%}",
+        {True: "yes", False: "NO", None: ""}[row["held"]],
+    )
 
 
 def back_tests(tests: Sequence[Mapping[str, Any]]) -> Part:
@@ -112,24 +113,18 @@ def _parameters(fit: Fit) -> list[tuple[str, ...]]:
     ]
     compared = diagnostics.get("n_compared", {})
     main = diagnostics.get("n_counts")
-    exponents = [
-        *(
-            (f"best {name} grows as C^", value, interval(fit.optimal_samples.get(name)))
-            for name, value in fit.optimal.items()
-            if f"{name}_exponent" not in fit.parameters
-        ),
-        *(
-            (f"best N (counted as {name}) grows as C^", other["optimal_exponents"]["N"], None)
-            for name, other in compared.items()
-            if name != main and "N" in other["optimal_exponents"]
-        ),
-        *(
-            (f"best N by {method} grows as C^", value, None)
-            for method, value in diagnostics.get("methods", {}).items()
-            if value is not None
-        ),
-    ]
-    rows += [(label, f"{value:.4f}", "", _range(spread)) for label, value, spread in exponents]
+    for name, value in fit.optimal.items():
+        if f"{name}_exponent" not in fit.parameters:
+            spread = interval(fit.optimal_samples.get(name))
+            rows.append((f"best {name} grows as C^", f"{value:.4f}", "", _range(spread)))
+    for name, other in compared.items():
+        if name != main and "N" in other["optimal_exponents"]:
+            value = other["optimal_exponents"]["N"]
+            label = f"best N (counted as {name}) grows as C^"
+            rows.append((label, f"{value:.4f}", "", _range(None)))
+    for method, value in diagnostics.get("methods", {}).items():
+        if value is not None:
+            rows.append((f"best N by {method} grows as C^", f"{value:.4f}", "", _range(None)))
     if bias := diagnostics.get("parabola_bias"):
         rows.append(("bias of the parabola's exponent", f"{bias['N_exponent']:+.4f}", "", ""))
     return rows
@@ -246,8 +241,8 @@ def page(
 ) -> str:
     """Return the report as HTML.
 
-    drawn: name -> (PNG, caption) of each plot.
-    settings: as in `parts`; None adds a reminder to document them.
+    - `drawn`: name -> (PNG, caption) of each plot.
+    - `settings`: as in `parts`; None adds a reminder to document them.
     """
     unknown_settings = {"not in the table; document separately": _NOT_KNOWN}
     body = [
@@ -321,10 +316,10 @@ def isoflop(plt: ModuleType, fit: Fit) -> Picture | None:
             budget = np.exp(np.log(params * tokens).mean())
             axes.plot(sizes, law.loss(fit.parameters, sizes, budget / sizes), color=shade, lw=0.9)
     for method, mark in zip(frontier.METHODS, "Dx", strict=True):
-        bests = [best for profile in shown if (best := profile.least(method))]
+        bests = [profile.least(method) for profile in shown]
         axes.plot(
-            [best.params for best in bests],
-            [best.loss for best in bests],
+            [best.params for best in bests if best],
+            [best.loss for best in bests if best],
             mark,
             color=MARK,
             mfc="none",

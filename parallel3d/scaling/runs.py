@@ -35,8 +35,8 @@ ALL = 10**12
 class Table:
     """A table of runs.
 
-    rows: column -> cell, a text or a JSON value.
-    names: "line 7" for a row of a file, otherwise the name of the run.
+    - `rows`: column -> cell, a text or a JSON value.
+    - `names`: "line 7" for a row of a file, otherwise the name of the run.
     """
 
     path: Path
@@ -157,7 +157,8 @@ class PartCounts:
     head: int
     transformer: int
     total: int
-    inactive: int = 0  # of the blocks: those that a token does not use
+    inactive: int = 0
+    """Parameters of the blocks that a token does not use."""
 
     @property
     def active(self) -> int:
@@ -255,7 +256,9 @@ def settings(folder: Path) -> dict[str, str]:
 def _few(values: set[str]) -> str:
     """Join at most eight of the values in order, numbers first."""
     order = sorted(values, key=lambda text: (number(text) is None, number(text) or 0, text))
-    return ", ".join([*order[:8], *["..."] * (len(order) > 8)])
+    if len(order) > 8:
+        order[8:] = ["..."]
+    return ", ".join(order)
 
 
 def config_of(path: Path) -> CompleteConfig:

@@ -25,19 +25,18 @@ _NAMES = {
     Op.GATHER: "gather",
     Op.REDUCE: "reduce",
 }
-WIDTH = 1000  # of a drawing
-_COLUMNS = 100  # of a grid
+WIDTH = 1000  # width of a drawing
+_COLUMNS = 100  # width of a grid
 _HEAD = 8  # columns of "rank 0  "
 _HUES = {Op.F: 0.59, Op.B: 0.38, Op.I: 0.48, Op.W: 0.09}
 _LANE = 7  # height of a lane, with the gap above it
 _LANE_COLOURS = {Op.GATHER: "#0c8599", Op.REDUCE: "#9c36b5"}
 _HELD_COLOUR = "#66b8c4"
 _MOST = 1_000  # computes of a planned drawing
-# of a panel: margins, height of a row, row to row
-_LEFT = 72
-_TOP = 74
-_ROW = 30
-_PITCH = 36
+_LEFT = 72  # margin left of a panel's rows
+_TOP = 74  # margin above them
+_ROW = 30  # height of a row
+_PITCH = 36  # distance of two rows without lanes
 
 
 def microbatches_drawn(pp_size: int, num_microbatches: int, stages_per_rank: int) -> int:
@@ -60,7 +59,7 @@ def text_grid(spans: Spans) -> str:
     room = _COLUMNS - _HEAD
     spans = tuple(tuple(s for s in r if s.action.is_compute) for r in spans_from_zero(spans))
     columns = room / length  # per unit of time
-    if all(time.is_integer() for rank in spans for _, *times in rank for time in times):
+    if all(span.start.is_integer() and span.end.is_integer() for rank in spans for span in rank):
         columns = 1.0 + max(len(str(span.action)) for rank in spans for span in rank)
     total = round(length * columns)
     rows = {}
@@ -76,11 +75,12 @@ def text_grid(spans: Spans) -> str:
         if len(ruler) < round(time * columns) or not ruler:
             ruler = ruler.ljust(round(time * columns)) + f"{time:g}"
     lines = {"time": ruler[:total], **rows}
-    panel = total if total <= room else round(room // (step * columns) * step * columns)
-    return "\n\n".join(
-        "\n".join(f"{head:<{_HEAD}}{line[i : i + panel]}".rstrip() for head, line in lines.items())
-        for i in range(0, total, panel)
-    )
+    width = total if total <= room else round(room // (step * columns) * step * columns)
+    panels = []
+    for left in range(0, total, width):
+        shown = [f"{head:<{_HEAD}}{line[left : left + width]}" for head, line in lines.items()]
+        panels.append("\n".join(line.rstrip() for line in shown))
+    return "\n\n".join(panels)
 
 
 def _cell(action: Action, width: int) -> str:
@@ -198,9 +198,8 @@ def _rows(spans: Spans, length: float, scale: float, top: int) -> Iterator[str]:
 
 def _shade(op: Op, depth: float) -> str:
     """Return the colour of an operation; depth 0 is the first stage (light), 1 the last (dark)."""
-    return "#" + "".join(
-        f"{round(255 * c):02x}" for c in hls_to_rgb(_HUES[op], 0.53 - 0.25 * depth, 0.5)
-    )
+    colour = hls_to_rgb(_HUES[op], 0.53 - 0.25 * depth, 0.5)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
 
 
 def _is_drawn(action: Action) -> bool:
@@ -270,24 +269,27 @@ def chrome_trace(spans: Spans) -> dict[str, object]:
 def spans_to_json(schedule: Schedule, spans: Spans) -> dict[str, Any]:
     """Return a measured run for `spans_from_json`, in seconds from the first start."""
     zero = min(span.start for rank in spans for span in rank)
+    rows: list[list[list[str | float]]] = []
+    for rank in spans:
+        rows.append(
+            [[str(a), round(start - zero, 6), round(end - zero, 6)] for a, start, end in rank]
+        )
     return {
         "name": schedule.name,
         "num_microbatches": schedule.num_microbatches,
         "pp_coord_of_stage": list(schedule.pp_coord_of_stage),
-        "spans": [
-            [[str(action), *(round(time - zero, 6) for time in times)] for action, *times in rank]
-            for rank in spans
-        ],
+        "spans": rows,
     }
+
+
+def _span(text: str, start: float, end: float) -> Span:
+    return Span(Action.parse(text), float(start), float(end))
 
 
 def spans_from_json(data: dict[str, Any]) -> tuple[Schedule, Spans]:
     """Return the schedule that ran, and its spans; raise ScheduleError if not valid."""
     try:
-        spans = tuple(
-            tuple(Span(Action.parse(text), float(start), float(end)) for text, start, end in rank)
-            for rank in data["spans"]
-        )
+        spans = tuple(tuple(_span(*row) for row in rank) for rank in data["spans"])
         programs = tuple(tuple(span.action for span in rank) for rank in spans)
         placement = tuple(map(int, data["pp_coord_of_stage"]))
         schedule = Schedule(data["name"], int(data["num_microbatches"]), placement, programs)
@@ -320,11 +322,9 @@ def start(spans: Spans) -> float:
 def spans_from_zero(spans: Spans) -> Spans:
     """Return the drawn spans, sorted by time, with the first one at 0."""
     begin = start(spans)
-    return tuple(
-        tuple(
-            s._replace(start=float(s.start - begin), end=float(s.end - begin))
-            for s in sorted(rank, key=lambda s: s.start)
-            if _is_drawn(s.action)
-        )
-        for rank in spans
-    )
+    moved = []
+    for rank in spans:
+        drawn = [span for span in rank if _is_drawn(span.action)]
+        drawn.sort(key=lambda span: span.start)
+        moved.append(tuple(Span(a, float(s - begin), float(e - begin)) for a, s, e in drawn))
+    return tuple(moved)

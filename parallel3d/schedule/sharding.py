@@ -19,9 +19,9 @@ Program = tuple[Action, ...]
 def with_sharding(program: Program, weights: Weights, reduces_once: bool) -> Program:
     """Return a rank's program with GATHER, RELEASE and REDUCE added.
 
-    - weights: "per_microbatch" leaves gathering to F and B; "per_pass" holds a stage's weights
+    - `weights`: "per_microbatch" leaves gathering to F and B; "per_pass" holds a stage's weights
       during its forwards, and again during its backwards; "per_step" from first use to last.
-    - reduces_once: add a REDUCE after the stage's last gradient.
+    - `reduces_once`: add a REDUCE after the stage's last gradient.
 
     A GATHER is placed where the previous stage's window begins, so that it overlaps with its
     computes.
@@ -39,11 +39,9 @@ def with_sharding(program: Program, weights: Weights, reduces_once: bool) -> Pro
             free[stage] = last + 1
             before.setdefault(ahead, []).append(program[first]._replace(op=Op.GATHER))
             after.setdefault(last, []).insert(0, program[last]._replace(op=Op.RELEASE))
-    merged = (
-        each
-        for index, action in enumerate(program)
-        for each in (*before.get(index, ()), action, *after.get(index, ()))
-    )
+    merged: list[Action] = []
+    for index, action in enumerate(program):
+        merged += [*before.get(index, ()), action, *after.get(index, ())]
     return _without_vain_releases(tuple(merged))
 
 

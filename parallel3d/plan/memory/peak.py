@@ -354,7 +354,7 @@ def least_on_first(
 ) -> tuple[int, int]:
     """Return cheap lower bounds on the first rank's bytes of device and of host memory.
 
-    `activations`: its activations in flight; by default `least_in_flight`.
+    - `activations`: its activations in flight; by default `least_in_flight`.
     """
     s = setting
     parts = _parts(setting)
@@ -376,8 +376,8 @@ def least_on_first(
 def least_in_flight(setting: Setting, hardware: Hardware | None, counted: bool = False) -> int:
     """Return a lower bound on the activations that the first pipeline rank holds at once.
 
-    `counted`: a far closer one, for which the stages of the microbatches in flight are counted in
-    the program. That takes milliseconds for the first setting with a schedule's numbers.
+    - `counted`: a far closer one, for which the stages of the microbatches in flight are counted in
+      the program. That takes milliseconds for the first setting with a schedule's numbers.
     """
     s = setting
     on_cpu = is_cpu(hardware)

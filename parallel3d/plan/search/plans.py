@@ -94,8 +94,8 @@ def flops_of(layers: tuple[LayerSpec, ...], seq: int) -> Flops:
 class Plan:
     """One way to run what was requested: the memory of its fullest rank, and the time of a step.
 
-    `reason`: what does not fit and by how much, "" where all fits. `remedy`: the smallest change
-    that makes the plan fit.
+    - `reason`: what does not fit and by how much, "" where all fits.
+    - `remedy`: the smallest change that makes the plan fit.
     """
 
     request: Request

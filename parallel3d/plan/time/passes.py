@@ -31,7 +31,7 @@ COLLECTIVE = 0.12
 class PassSeconds(NamedTuple):
     """Seconds of a microbatch's pass: operators, and exposed tensor-parallel collectives.
 
-    `free`: seconds of operators that hide no collective or transfer yet.
+    - `free`: seconds of operators that hide no collective or transfer yet.
     """
 
     compute: float = 0.0

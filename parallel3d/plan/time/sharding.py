@@ -397,7 +397,7 @@ def update_seconds(
 ) -> tuple[float, float]:
     """Return the seconds of the host's update of `elements` elements, and of its transfers.
 
-    `moved_bytes`: of gradients and new weights. On "nvme" the state is read and written, too.
+    - `moved_bytes`: of gradients and new weights. On "nvme" the state is read and written, too.
     """
     update = elements * _relative_to_adam(optimizer) / host_of(machine).adam_params.value
     moved = to_host_seconds(moved_bytes, machine)

@@ -45,9 +45,12 @@ class CriticalBatch:
     floor: float
     gain: float
     half: float
-    critical_batch_tokens: float  # inf if no batch exceeds the tolerance
-    interval: tuple[float, float]  # 95 %
-    noise_scale_tokens: float | None = None  # of the run before the checkpoint, if it was measured
+    critical_batch_tokens: float
+    """inf if no batch exceeds the tolerance."""
+    interval: tuple[float, float]
+    """95 % of the draws of the critical batch."""
+    noise_scale_tokens: float | None = None
+    """The gradient noise scale of the run before the checkpoint, if it was measured."""
 
     def loss(self, tokens: Array) -> Array:
         """Return the fitted losses of batches."""
@@ -55,15 +58,14 @@ class CriticalBatch:
 
     def __str__(self) -> str:
         low, high = (f"{x:,.0f}" if x < inf else "no bound" for x in self.interval)
-        found = self.critical_batch_tokens
+        critical = f"{self.critical_batch_tokens:,.0f}"
         most = self.batch_tokens[-1]
-        noise = self.noise_scale_tokens
-        return (
-            "critical batch, tokens: "
-            + (f"{found:,.0f}" if found <= most else f"above the largest batch, {most:,}")
-            + f" (95 %: {low} to {high})"
-            + (f"; gradient noise scale {noise:,.0f} tokens" if noise is not None else "")
-        )
+        if self.critical_batch_tokens > most:
+            critical = f"above the largest batch, {most:,}"
+        text = f"critical batch, tokens: {critical} (95 %: {low} to {high})"
+        if self.noise_scale_tokens is not None:
+            text += f"; gradient noise scale {self.noise_scale_tokens:,.0f} tokens"
+        return text
 
 
 def measure(args: argparse.Namespace, out: Console) -> tuple[int, CriticalBatch | None]:
@@ -78,18 +80,19 @@ def measure(args: argparse.Namespace, out: Console) -> tuple[int, CriticalBatch 
     result = replace(result, noise_scale_tokens=_noise_scale(args.run, runs[0]))
     replace_text(forks.directory / FILE, json.dumps(finite(asdict(result))))
     (forks.directory / PICTURE).write_bytes(draw(result))
-    rows = [
-        (
-            f"{_batch_tokens(run):,}",
-            f"{run.steps - run.steps_done:,}",
-            f"{rate(run.config.completed(), run.steps_done, _last_batch(run)[0]):.3g}",
-            f"{loss:.4f}",
-            f"{by_fit:.4f}",
+    fitted_losses = result.loss(np.array(result.batch_tokens))
+    rows = []
+    for run, loss, fitted_loss in zip(runs, losses, fitted_losses, strict=True):
+        first_rate = rate(run.config.completed(), run.steps_done, _last_batch(run)[0])
+        rows.append(
+            (
+                f"{_batch_tokens(run):,}",
+                f"{run.steps - run.steps_done:,}",
+                f"{first_rate:.3g}",
+                f"{loss:.4f}",
+                f"{fitted_loss:.4f}",
+            )
         )
-        for run, loss, by_fit in zip(
-            runs, losses, result.loss(np.array(result.batch_tokens)), strict=True
-        )
-    ]
     terminal.show(out, [Column(c) for c in ("tokens/step", "steps", "lr", "loss", "fitted")], rows)
     terminal.say(out, f"{result}; wrote {forks.directory / FILE} and {PICTURE}")
     return code, result
@@ -211,7 +214,8 @@ def fit(sizes: Sequence[int], losses: Sequence[float], tolerance: float) -> Crit
         products = (y - mean) @ centred  # [draws, grid]
         gain = np.maximum(products / squares, 0)
         rss = ((y - mean) ** 2).sum(1, keepdims=True) - 2 * gain * products + gain**2 * squares
-        at = np.arange(len(y)), (place := rss.argmin(1))
+        place = rss.argmin(1)
+        at = (np.arange(len(y)), place)
         part = x[0, place] + tolerance / np.maximum(gain[at], 1e-12)
         critical = np.where(part < 1, grid[place] * part / np.maximum(1 - part, 1e-12), inf)
         return [mean[:, 0] - gain[at] * x.mean(0)[place], gain[at], grid[place], rss[at], critical]
@@ -222,14 +226,14 @@ def fit(sizes: Sequence[int], losses: Sequence[float], tolerance: float) -> Crit
     drawn = floor + gain * b / (b + half) + deviation * random.normal(size=(DRAWS, len(b)))
     low, high = np.quantile(best(drawn)[-1], (0.025, 0.975), method="nearest")
     return CriticalBatch(
-        tuple(sizes),
-        tuple(losses),
-        tolerance,
-        floor,
-        gain,
-        half,
-        critical,
-        (float(low), float(high)),
+        batch_tokens=tuple(sizes),
+        losses=tuple(losses),
+        tolerance=tolerance,
+        floor=floor,
+        gain=gain,
+        half=half,
+        critical_batch_tokens=critical,
+        interval=(float(low), float(high)),
     )
 
 

@@ -21,7 +21,7 @@ from parallel3d.scaling.ladder.sizes import model_of, shared_model
 from parallel3d.scaling.points import FLOPS_PER_ND
 from parallel3d.scaling.runs import ALL, PartCounts, count
 
-# folders within a ladder's directory
+# Folders within a ladder's directory.
 CONFIGS = "configs"
 TRUNKS = "trunks"
 TUNING = "tuning"
@@ -38,14 +38,21 @@ class LadderRun:
     config: RunConfig
     counts: PartCounts
     tokens: int
-    exact_flops: float  # with attention
+    exact_flops: float
+    """Training FLOPs with those of the attention."""
     devices: int
-    steps: int  # up to the end of the run, including those of its trunk
-    kind: str = "fit"  # "tune", "trunk", "fit", "held-out"
-    trunk: str = ""  # name of the run whose checkpoint it starts from
-    steps_done: int = 0  # steps of the trunk up to that checkpoint
-    factors: tuple[float, float] = (1.0, 1.0)  # of rate and batch, times those of the ladder
-    budget: float = 0.0  # of a run that tunes, in the unit of the ladder's budgets
+    steps: int
+    """Steps up to the end of the run, including those of its trunk."""
+    kind: str = "fit"
+    """"tune", "trunk", "fit" or "held-out"."""
+    trunk: str = ""
+    """The name of the run whose checkpoint it starts from."""
+    steps_done: int = 0
+    """Steps of the trunk up to that checkpoint."""
+    factors: tuple[float, float] = (1.0, 1.0)
+    """Learning rate and batch over those of the ladder."""
+    budget: float = 0.0
+    """The budget of a run that tunes, in the unit of the ladder's budgets."""
 
     @property
     def flops(self) -> float:
@@ -74,7 +81,7 @@ class _Point:
     """A model and its number of tokens: one combination of size and budget."""
 
     name: str
-    path: str  # where the size is in the ladder's file, for messages
+    path: str  # the place of the size in the ladder's file, for messages
     size: SizeConfig
     model: ModelConfig
     counts: PartCounts
@@ -83,7 +90,7 @@ class _Point:
     def settings(self, ladder: LadderConfig, factors: tuple[float, float]) -> tuple[float, float]:
         """Return the learning rate and the tokens per batch, from a law or from the ladder.
 
-        factors: of both.
+        - `factors`: the factor of each.
         """
         hyperparameters = ladder.hyperparameters
         values = []
@@ -105,8 +112,9 @@ def runs_of(
 ) -> list[LadderRun]:
     """Return every run of the ladder: to tune, trunks, to fit laws to, and held-out runs.
 
-    base: the config that all runs share. source: the ladder's file, for messages. factors: tuned
-    ones, of the rate and the batch of all runs but those that tune.
+    - `base`: the config that all runs share.
+    - `source`: the ladder's file, for messages.
+    - `factors`: tuned ones, of the rate and the batch of all runs but those that tune.
 
     Raises ConfigError if a run would have a wrong config.
     """
@@ -148,7 +156,8 @@ def _tuning(ladder: LadderConfig, base: Mapping[str, object], point: _Point) -> 
     """Yield the runs of a point with each rate, and with each batch at its square root's rate."""
     tune = ladder.hyperparameters.tune or TuneConfig()
     pairs = [(factor, 1.0) for factor in tune.learning_rate_factors]
-    for factors in dict.fromkeys([*pairs, *((b**0.5, b) for b in tune.batch_factors)]):
+    pairs += [(factor**0.5, factor) for factor in tune.batch_factors]
+    for factors in dict.fromkeys(pairs):
         name = f"{point.name}-rate{factors[0]:.3g}-batch{factors[1]:.3g}"
         yield _run(ladder, base, point, ladder.seeds[0], name=name, kind="tune", factors=factors)
 
@@ -166,14 +175,16 @@ def _points(
     model = model_of(ladder, size, shared, ".".join(filter(None, (path, key))))
     counts = count(model)
     for budget in budgets:
-        tokens, shown = {
-            "flops": (
-                budget / (FLOPS_PER_ND * counts.with_head),
-                re.sub(r"e\+0*", "e", f"c{budget:.3g}"),
-            ),
-            "tokens_per_param": (budget * counts.with_head, f"{budget:g}x"),
-            "tokens": (budget, f"d{_short(budget)}"),
-        }[kind]
+        match kind:
+            case "flops":
+                tokens = budget / (FLOPS_PER_ND * counts.with_head)
+                shown = re.sub(r"e\+0*", "e", f"c{budget:.3g}")
+            case "tokens_per_param":
+                tokens = budget * counts.with_head
+                shown = f"{budget:g}x"
+            case _:
+                tokens = budget
+                shown = f"d{_short(budget)}"
         name = f"{_short(counts.transformer)}-{shown}"
         yield _Point(name, path, size, model, counts, tokens)
 
@@ -232,11 +243,11 @@ def _run(
 ) -> LadderRun:
     """Return the run of a point.
 
-    settings: learning rate and tokens per batch; None to take those of the point.
-    beside: with forks, the tokens of all budgets of this size.
-    trunk: with forks, the name of their trunk.
-    at: for a trunk, the steps at which it saves checkpoints for its forks.
-    factors: of the point's learning rate and tokens per batch.
+    - `settings`: learning rate and tokens per batch; None to take those of the point.
+    - `beside`: with forks, the tokens of all budgets of this size.
+    - `trunk`: with forks, the name of their trunk.
+    - `at`: for a trunk, the steps at which it saves checkpoints for its forks.
+    - `factors`: of the point's learning rate and tokens per batch.
     """
     rate, batch_tokens = settings or point.settings(ladder, factors)
     is_first = seed == ladder.seeds[0] or kind == "held-out"
@@ -290,9 +301,15 @@ def _run(
         checkpoint["at"] = list(at)
     if trunk:
         checkpoint["resume"] = str(home / TRUNKS / trunk / "checkpoints" / f"step-{done}")
-    directory = str(home / TRUNKS if at else home / TUNING if kind == "tune" else home)
-    block["run"] = {"save_weights": False, **block.get("run", {})} | {
-        "directory": directory,
+    directory = home
+    if at:
+        directory = home / TRUNKS
+    elif kind == "tune":
+        directory = home / TUNING
+    block["run"] = {
+        "save_weights": False,
+        **block.get("run", {}),
+        "directory": str(directory),
         "name": name,
     }
     try:
@@ -302,16 +319,15 @@ def _run(
     except ConfigError as error:
         raise ConfigError(f"{point.path}: {error}") from None
     trained = steps * step_tokens
-    exact = models.train_flops_per_token(config.model, seq) * trained
     return LadderRun(
-        name,
-        config,
-        point.counts,
-        trained,
-        exact,
-        devices,
-        steps,
-        kind,
+        name=name,
+        config=config,
+        counts=point.counts,
+        tokens=trained,
+        exact_flops=models.train_flops_per_token(config.model, seq) * trained,
+        devices=devices,
+        steps=steps,
+        kind=kind,
         trunk=trunk,
         steps_done=done,
         factors=factors,

@@ -36,6 +36,13 @@ REPEATS = 4
 # Settings that training fills in, such as the size of the trained vocabulary, or that do not change
 # results.
 _APART = (*PLACEMENT_SETTINGS, "parallel3d.data.vocab_size")
+# The planner's choices for a run: settings of DeepSpeed, and blocks of "parallel3d".
+_PLANNED = (
+    "zero_optimization",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+_PLANNED_BLOCKS = ("mesh", "plan", "pipeline")
 FRESH = ("auto", "none")  # checkpoint.resume of runs that start at step 0
 _COLUMNS = (
     Column("run", right=False), Column("blocks"), Column("head"), Column("embedding"),
@@ -121,15 +128,13 @@ def ladder_of(name: str) -> Runs:
     unique = config.unique_tokens or unique_tokens(Path(config.directory))
     rungs = tuple(Rung(run, cost, state_of(run), unique) for run, cost in runs)
     over = [run for run, _ in runs if unique and run.tokens > REPEATS * unique]
-    warnings = (
-        [
+    warnings = []
+    if over:
+        warnings.append(
             f"{len(over)} runs read the corpus of {unique:,} tokens more than {REPEATS} times; "
             "repeated tokens are then worth less than new ones (arXiv:2305.16264), and a law "
             "fitted to these runs does not hold for new text"
-        ]
-        if over
-        else []
-    )
+        )
     return Runs(file, Path(config.directory), rungs, tuple(warnings))
 
 
@@ -152,15 +157,10 @@ def with_costs(runs: Sequence[LadderRun]) -> list[tuple[LadderRun, Cost]]:
         if config.is_planned:  # `chosen` may be of another run of the same size
             raw = chosen.to_dict()
             own = config.to_dict()
-            own |= {
-                key: raw[key]
-                for key in (
-                    "zero_optimization",
-                    "train_micro_batch_size_per_gpu",
-                    "gradient_accumulation_steps",
-                )
-            }
-            own["parallel3d"] |= {k: raw["parallel3d"][k] for k in ("mesh", "plan", "pipeline")}
+            for key in _PLANNED:
+                own[key] = raw[key]
+            for key in _PLANNED_BLOCKS:
+                own["parallel3d"][key] = raw["parallel3d"][key]
             run = replace(run, config=RunConfig.from_dict(own))
         hours = None if seconds is None else run.steps * run.own_share * seconds / 3600
         costs.append((run, Cost(str(chosen.mesh.sizes), memory, hours)))
@@ -212,7 +212,7 @@ def state_of(run: LadderRun) -> State:
     step = int(last.get("step", 0))
     if step < run.steps or not (run.kind == "trunk" or "held_out_loss" in last):
         return State("unfinished", step)
-    if run.kind == "trunk":  # its loss is not used: there is no cool-down
+    if run.kind == "trunk":  # without a cool-down its loss is not used
         needed = set(run.config.checkpoint.at)
         return State("finished" if needed <= set(checkpoints(run.folder)) else "unfinished", step)
     evaluation = (last.get("validation") or {}).get("held_out") or {}
@@ -244,11 +244,9 @@ def show(ladder: Runs, out: Console) -> None:
     terminal.show(out, _COLUMNS, [_row(rung) for rung in ladder.rungs])
     total = to_json(ladder)["total"]
     hours = total["device_hours"]
-    known = (
-        f"{hours:.3g}"
-        if hours is not None
-        else ("unknown (run `parallel3d plan --calibrate`, or set base.parallel3d.run.hardware)")
-    )
+    known = "unknown (run `parallel3d plan --calibrate`, or set base.parallel3d.run.hardware)"
+    if hours is not None:
+        known = f"{hours:.3g}"
     terminal.say(
         out,
         f"total: {total['runs']} runs, {total['flops']:.3g} FLOPs, device hours: {known}; "
@@ -339,8 +337,10 @@ def _to_json(rung: Rung) -> dict[str, object]:
 def best_factors(tried: Iterable[tuple[float, tuple[float, float], float]]) -> tuple[float, float]:
     """Return the factors of learning rate and batch with the lowest loss, as means over budgets.
 
-    tried: budget, both factors and loss of each run; a batch is tried with the rate times its
-    square root. Raises ConfigError if the best rate has no other on one side.
+    - `tried`: budget, both factors and loss of each run; a batch is tried with the rate times its
+      square root.
+
+    Raises ConfigError if the best rate has no other on one side.
     """
     rates: dict[float, list[tuple[float, float]]] = {}
     batches: dict[float, list[tuple[float, float]]] = {}

@@ -14,12 +14,17 @@ from parallel3d.base.section import ABSENT, Problem, Problems, raise_if_any
 from parallel3d.scaling.ladder.ladder_file import LadderConfig, SizeConfig
 from parallel3d.scaling.runs import count
 
-_INNER = ("intermediate_size", "moe_intermediate_size")  # the latter is the former where null
+# If the latter is null, it is the former.
+_INNER = ("intermediate_size", "moe_intermediate_size")
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", *_INNER)
 # Blocks of the base that the ladder writes to.
 _BLOCKS = (
-    *(f"parallel3d.{name}" for name in ("train", "checkpoint", "run", "mesh")),
-    *("optimizer", "optimizer.params"),
+    "parallel3d.train",
+    "parallel3d.checkpoint",
+    "parallel3d.run",
+    "parallel3d.mesh",
+    "optimizer",
+    "optimizer.params",
 )
 # Keys of train that the ladder sets.
 OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "batch_schedule", "stop_after")
@@ -28,8 +33,10 @@ OWN = ("steps", "max_tokens", "epochs", "lr_schedule", "batch_schedule", "stop_a
 def model_of(ladder: LadderConfig, size: SizeConfig, base: Mapping[str, Any], path: str) -> Any:
     """Return the model of one size.
 
-    base: model settings that all sizes share. path: place of the size in the ladder's file, for
-    messages. Raises ConfigError if the settings are wrong or no width comes near `size.params`.
+    - `base`: model settings that all sizes share.
+    - `path`: place of the size in the ladder's file, for messages.
+
+    Raises ConfigError if the settings are wrong or no width comes near `size.params`.
     """
     own = dict(size.model)
     head = ladder.head_size
@@ -136,7 +143,7 @@ def _checked(raw: dict[str, object], path: str) -> Any:
 def shared_model(base: Mapping[str, object], source: Path) -> dict[str, object]:
     """Return the model settings that all sizes share, with the vocabulary size as a number.
 
-    source: the ladder's file, for messages.
+    - `source`: the ladder's file, for messages.
 
     Raises ConfigError if the base lacks a model or a sequence length, sets what the ladder sets,
     or has a value in place of a block that the ladder writes to.

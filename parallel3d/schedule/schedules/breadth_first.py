@@ -17,12 +17,14 @@ def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Sched
     chunks = range(stages_per_rank)
     microbatches = range(num_microbatches)
     passes = [(Op.F, chunk) for chunk in chunks] + [(Op.B, chunk) for chunk in reversed(chunks)]
-    programs = tuple(
-        tuple(Action(op, chunk * pp_size + rank, i) for op, chunk in passes for i in microbatches)
-        for rank in range(pp_size)
-    )
+    programs = []
+    for rank in range(pp_size):
+        program: list[Action] = []
+        for op, chunk in passes:
+            program += [Action(op, chunk * pp_size + rank, i) for i in microbatches]
+        programs.append(tuple(program))
     placement = tuple(range(pp_size)) * stages_per_rank
-    return Schedule("breadth_first", num_microbatches, placement, programs)
+    return Schedule("breadth_first", num_microbatches, placement, tuple(programs))
 
 
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:

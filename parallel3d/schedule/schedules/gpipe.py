@@ -9,11 +9,12 @@ from parallel3d.schedule.schedule import Action, Op, Schedule
 
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
     """Return each rank's computes: F of every microbatch, then B of every microbatch."""
-    programs = tuple(
-        tuple(Action(op, rank, i) for op in (Op.F, Op.B) for i in range(num_microbatches))
-        for rank in range(pp_size)
-    )
-    return Schedule("gpipe", num_microbatches, tuple(range(pp_size)), programs)
+    programs = []
+    for rank in range(pp_size):
+        forwards = [Action(Op.F, rank, i) for i in range(num_microbatches)]
+        backwards = [Action(Op.B, rank, i) for i in range(num_microbatches)]
+        programs.append((*forwards, *backwards))
+    return Schedule("gpipe", num_microbatches, tuple(range(pp_size)), tuple(programs))
 
 
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:

@@ -11,16 +11,17 @@ from parallel3d.schedule.schedules.one_f_one_b import in_turn
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
     """Return each rank's computes: 1F1B over (chunk, microbatch), with Megatron's warm-up."""
     forwards = order(pp_size, num_microbatches, stages_per_rank)
-    programs = tuple(
-        in_turn(
+    backwards = [(stages_per_rank - 1 - chunk, i) for chunk, i in forwards]
+    programs = []
+    for rank in range(pp_size):
+        program = in_turn(
             [Action(Op.F, chunk * pp_size + rank, i) for chunk, i in forwards],
-            [Action(Op.B, (stages_per_rank - 1 - c) * pp_size + rank, i) for c, i in forwards],
+            [Action(Op.B, chunk * pp_size + rank, i) for chunk, i in backwards],
             warmup=_warmup(rank, pp_size, num_microbatches, stages_per_rank),
         )
-        for rank in range(pp_size)
-    )
+        programs.append(program)
     placement = tuple(range(pp_size)) * stages_per_rank
-    return Schedule("interleaved", num_microbatches, placement, programs)
+    return Schedule("interleaved", num_microbatches, placement, tuple(programs))
 
 
 def rounds(pp_size: int, num_microbatches: int) -> tuple[range, ...]:
@@ -37,8 +38,11 @@ def rounds(pp_size: int, num_microbatches: int) -> tuple[range, ...]:
 
 def order(pp_size: int, num_microbatches: int, num_chunks: int) -> list[tuple[int, int]]:
     """Return the (chunk, microbatch) pairs that each rank runs forward, in order."""
-    groups = rounds(pp_size, num_microbatches)
-    return [(chunk, i) for group in groups for chunk in range(num_chunks) for i in group]
+    pairs: list[tuple[int, int]] = []
+    for group in rounds(pp_size, num_microbatches):
+        for chunk in range(num_chunks):
+            pairs += [(chunk, i) for i in group]
+    return pairs
 
 
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
@@ -59,13 +63,9 @@ def bubble(
 
 def peak_in_flight(pp_size: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
     """Return, per rank, the most (stage, microbatch) pairs with live activations."""
-    return tuple(
-        min(
-            stages_per_rank * num_microbatches,
-            _warmup(rank, pp_size, num_microbatches, stages_per_rank) + 1,
-        )
-        for rank in range(pp_size)
-    )
+    most = stages_per_rank * num_microbatches
+    warmups = [_warmup(rank, pp_size, num_microbatches, stages_per_rank) for rank in range(pp_size)]
+    return tuple(min(most, warmup + 1) for warmup in warmups)
 
 
 def _warmup(rank: int, pp_size: int, num_microbatches: int, num_chunks: int) -> int:

@@ -5,6 +5,7 @@ rank after it.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 from parallel3d.schedule.schedule import Action, Op, Schedule
 
@@ -16,15 +17,12 @@ __all__ = ["bubble", "in_turn", "invalid", "peak_in_flight", "schedule"]
 
 def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
     """Return each rank's computes; the warm-up is one forward per rank after this one."""
-    programs = tuple(
-        in_turn(
-            [Action(Op.F, rank, i) for i in range(num_microbatches)],
-            [Action(Op.B, rank, i) for i in range(num_microbatches)],
-            warmup=pp_size - 1 - rank,
-        )
-        for rank in range(pp_size)
-    )
-    return Schedule("one_f_one_b", num_microbatches, tuple(range(pp_size)), programs)
+    programs = []
+    for rank in range(pp_size):
+        forwards = [Action(Op.F, rank, i) for i in range(num_microbatches)]
+        backwards = [Action(Op.B, rank, i) for i in range(num_microbatches)]
+        programs.append(in_turn(forwards, backwards, warmup=pp_size - 1 - rank))
+    return Schedule("one_f_one_b", num_microbatches, tuple(range(pp_size)), tuple(programs))
 
 
 def in_turn(
@@ -33,7 +31,7 @@ def in_turn(
     """Return `warmup` forwards, then forwards and backwards in turn, then the other backwards."""
     warmup = min(warmup, len(forwards))
     pairs = zip(forwards[warmup:], backwards, strict=False)
-    steady = [action for pair in pairs for action in pair]
+    steady = chain.from_iterable(pairs)
     return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
 
 

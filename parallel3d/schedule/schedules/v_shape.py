@@ -5,6 +5,8 @@ briefly, so that all ranks hold equally much. The placement is that of arXiv:240
 is our own. Two chunks shorten the bubble, as in `interleaved`, with the memory of 1F1B.
 """
 
+from itertools import product
+
 from parallel3d.schedule.schedule import Action, Op, Schedule
 
 
@@ -21,22 +23,13 @@ def schedule(pp_size: int, num_microbatches: int, stages_per_rank: int) -> Sched
         stage = action.stage if action.op == Op.F else 2 * last - action.stage
         return 2 * action.microbatch + stage, action.op == Op.B
 
-    programs = tuple(
-        tuple(
-            sorted(
-                (
-                    Action(op, stage, i)
-                    for op in (Op.F, Op.B)
-                    for stage in (rank, last - rank)
-                    for i in range(num_microbatches)
-                ),
-                key=slot,
-            )
-        )
-        for rank in range(pp_size)
-    )
+    programs = []
+    for rank in range(pp_size):
+        stages = (rank, last - rank)
+        computes = product((Op.F, Op.B), stages, range(num_microbatches))
+        programs.append(tuple(sorted((Action(*compute) for compute in computes), key=slot)))
     placement = (*range(pp_size), *reversed(range(pp_size)))
-    return Schedule("v_shape", num_microbatches, placement, programs)
+    return Schedule("v_shape", num_microbatches, placement, tuple(programs))
 
 
 def invalid(pp_size: int, num_microbatches: int, stages_per_rank: int) -> str | None:
