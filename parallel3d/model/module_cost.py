@@ -353,10 +353,14 @@ class ExpertsCost:
         traffic = 7 * inner + 3 * sent + 2 * full + 5 * scores
         if self.shared:
             traffic += 5 * shared + 3 * full
-        part = stream.part if stream.sequence_parallel else 0
         # The gradients of both factors; the experts' outputs beside their sum.
-        at_activation = 2 * inner + rows + (part or 2 * full)
-        at_sum = sent + full + part + scores + self.experts + rows
+        at_activation = 2 * inner + rows
+        at_sum = sent + full + scores + self.experts + rows
+        if stream.sequence_parallel:
+            at_activation += stream.part
+            at_sum += stream.part
+        else:
+            at_activation += 2 * full
         return LayerCost(
             flops_of(self._matmuls(stream._replace(tp=1))),
             Work(self._matmuls(stream), None, traffic, stream.gather + stream.reduce),
