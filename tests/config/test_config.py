@@ -43,6 +43,12 @@ def test_checks_between_settings_skip_invalid_settings():
     assert message.startswith("1 problem ")
 
 
+def test_removed_settings_at_their_defaults_are_dropped():
+    """The config.json of a run before they were removed has them."""
+    old = {"parallel3d.mesh.cp_ring": False, "parallel3d.pipeline.scatter_activations": False}
+    assert RunConfig.from_dict(raw(**old)).to_dict() == RunConfig.from_dict(raw()).to_dict()
+
+
 def test_config_is_frozen():
     config = RunConfig.from_dict(raw())
     for section, name in ((config, "gradient_clipping"), (config.mesh, "tp"), (config.model, "x")):

@@ -131,7 +131,12 @@ def aside_on_demand(rank, on_demand):
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     meet = join._meet
     stores = []
-    join._meet = lambda *args: stores.append(CountingStore(meet(*args))) or stores[0]
+
+    def meet_and_count(*args):
+        stores.append(CountingStore(meet(*args)))
+        return stores[0]
+
+    join._meet = meet_and_count
     if on_demand:
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     mesh = Mesh(dp=6)

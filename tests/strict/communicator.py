@@ -128,8 +128,11 @@ class QueueWatch:
     def _late(self) -> str:
         """What is wrong where an operation takes too long; long ones are told to the others."""
         now = time.monotonic()
-        heads = [(group, head) for group in self.groups if (head := group.head()) is not None]
-        long = [(g, op) for g, op in heads if now - op.posted > min(_LONG, op.seconds / 2)]
+        long = []
+        for group in self.groups:
+            op = group.head()
+            if op is not None and now - op.posted > min(_LONG, op.seconds / 2):
+                long.append((group, op))
         said = "; ".join(f"{op} on {group}" for group, op in long)
         if said != self._said:
             self._said = said

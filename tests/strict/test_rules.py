@@ -171,13 +171,13 @@ def fault_on_rank(rank, number):
 SIX = {missing_wait, reused_buffer, swapped_order, wrong_group, wrong_size, world_inside_a_stage}
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(n, id=plant.__name__, marks=[pytest.mark.slow] * (plant not in SIX))
-        for n, (plant, _, _) in enumerate(FAULTS)
-    ],
-)
+def numbered_faults():
+    for number, (plant, _, _) in enumerate(FAULTS):
+        marks = () if plant in SIX else (pytest.mark.slow,)
+        yield pytest.param(number, id=plant.__name__, marks=marks)
+
+
+@pytest.mark.parametrize("number", numbered_faults())
 def test_a_broken_rule_is_named_on_every_rank(number):
     _, sizes, pattern = FAULTS[number]
     found = run_strictly(fault_on_rank, prod(sizes), number, text=LATE_SENDS, timeout=30)
