@@ -21,8 +21,12 @@ __path__ += user_folders.from_environment(user_folders.MODELS)
 
 def families() -> list[str]:
     """Return the names of all families: every folder, here or of the user's, with a spec.py."""
-    names = {name for folder in __path__ if os.path.isdir(folder) for name in os.listdir(folder)}
-    return sorted(n for n in names if any(os.path.isfile(f"{f}/{n}/spec.py") for f in __path__))
+    names: set[str] = set()
+    for folder in filter(os.path.isdir, __path__):
+        for name in os.listdir(folder):
+            if os.path.isfile(f"{folder}/{name}/spec.py"):
+                names.add(name)
+    return sorted(names)
 
 
 def config_class(family: str) -> Any:
@@ -33,8 +37,8 @@ def config_class(family: str) -> Any:
 def small(config: ModelConfig, tp: Sequence[int]) -> dict[str, object]:
     """Return the family's own settings in a model that `verify` trains, by name.
 
-    - config: the model with small sizes that fit most families (parallel3d/verify/shrink.py).
-    - tp: the sizes of the tensor-parallel groups that train it.
+    - `config`: the model with small sizes that fit most families (parallel3d/verify/shrink.py).
+    - `tp`: the sizes of the tensor-parallel groups that train it.
 
     A family's spec.py may have `small`; {} if it has none.
     """
@@ -47,7 +51,8 @@ def layers(config: ModelConfig) -> list[LayerSpec]:
     specs: list[LayerSpec] = _spec(config.family).layers(config)
     kind = parametrization_of(config).type
     scaled = {} if kind == "standard" else named_params(specs)
-    if without_role := [name for name, param in scaled.items() if param.role is None]:
+    without_role = [name for name, param in scaled.items() if param.role is None]
+    if without_role:
         raise Problems([_lacks_role(name, kind) for name in without_role])
     return specs
 
@@ -63,8 +68,8 @@ def _lacks_role(name: str, kind: str) -> Problem:
 
 def most_keys(config: ModelConfig, seq: int) -> tuple[int, ...]:
     """Return the most keys that a token attends to, for each layer with attention."""
-    costs = (layer.cost(Shape(1, seq)) for layer in layers(config))
-    return tuple(own.keys for cost in costs if (own := cost.forward.attention))
+    kernels = [layer.cost(Shape(1, seq)).forward.attention for layer in layers(config)]
+    return tuple(kernel.keys for kernel in kernels if kernel is not None)
 
 
 def num_params(config: ModelConfig, active: bool = False) -> int:

@@ -61,9 +61,14 @@ def pretrained_of(config: ModelConfig) -> Pretrained | str | None:
 
 def divisor_below(number: int, limit: int) -> int:
     """Return the largest divisor of `number` below `limit` that is found in milliseconds."""
-    most = min(isqrt(number), 10**6)
-    divisors = (n for d in range(1, most + 1) if number % d == 0 for n in (d, number // d))
-    return max((n for n in divisors if n < limit), default=1)
+    largest = 1
+    for divisor in range(1, min(isqrt(number), 10**6) + 1):
+        if number % divisor:
+            continue
+        for candidate in (divisor, number // divisor):
+            if candidate < limit:
+                largest = max(largest, candidate)
+    return largest
 
 
 class BiasedConfig(ModelSection):
@@ -154,9 +159,9 @@ def folded(
 ) -> tuple[ParamSpec, ...]:
     """Return a block's parameters with their factors at export.
 
-    - query: prefix of the parameters that compute queries; with `fused` parts in one parameter, the
-      first part.
-    - branches: prefixes of the parameters whose results are added to the residual stream.
+    - `query`: prefix of the parameters that compute queries; with `fused` parts in one parameter,
+      the first part.
+    - `branches`: prefixes of the parameters whose results are added to the residual stream.
     """
     scales = scales_of(config)
     specs = []

@@ -17,14 +17,46 @@ from parallel3d.base.section import ABSENT, Problem, Problems
 
 # Fields that do not affect the model: names, ids, generation, how it was saved or trained.
 _NEUTRAL = {
-    *("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
-    *("task_specific_params", "return_dict", "id2label", "label2id", "problem_type", "prefix"),
-    *("torchscript", "keys_to_ignore_at_inference", "max_length", "min_length", "do_sample"),
-    *("temperature", "top_k", "top_p", "typical_p", "num_beams", "num_return_sequences"),
-    *("repetition_penalty", "length_penalty", "diversity_penalty", "early_stopping"),
-    *("num_beam_groups", "chunk_size_feed_forward", "tie_encoder_decoder", "pretraining_tp"),
-    *("attn_implementation", "transformers.js_config", "unsloth_version", "unsloth_fixed"),
+    "model_type",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "sep_token_id",
+    "decoder_start_token_id",
+    "task_specific_params",
+    "return_dict",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "prefix",
+    "torchscript",
+    "keys_to_ignore_at_inference",
+    "max_length",
+    "min_length",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "num_beams",
+    "num_return_sequences",
+    "repetition_penalty",
+    "length_penalty",
+    "diversity_penalty",
+    "early_stopping",
+    "num_beam_groups",
+    "chunk_size_feed_forward",
+    "tie_encoder_decoder",
+    "pretraining_tp",
+    "attn_implementation",
+    "transformers.js_config",
+    "unsloth_version",
+    "unsloth_fixed",
 }
 # Features that no family supports; refused by name, not as unknown.
 _FOREIGN = {
@@ -105,8 +137,9 @@ class Fields:
         where = next((place for place in places if self.take(place, None)), places[-1])
         self.ignore(*places)
         block = dict(self.take(where, {}))
-        kinds = block.pop("rope_type", None), block.pop("type", None)
-        return where, kinds[0] or kinds[1] or "default", block
+        kind = block.pop("rope_type", None)
+        old_kind = block.pop("type", None)
+        return where, kind or old_kind or "default", block
 
     def ignore(self, *names: str) -> None:
         """Accept fields that change nothing."""
@@ -114,17 +147,20 @@ class Fields:
 
     def refuse(self, name: str, rule: str, remedy: str = _REMEDY, value: object = None) -> None:
         """Record that the value of a field is not supported."""
-        shown = self._config.get(name, ABSENT) if value is None else value
-        self._problems.append(Problem(name, shown, rule, remedy))
+        if value is None:
+            value = self._config.get(name, ABSENT)
+        self._problems.append(Problem(name, value, rule, remedy))
 
     def finish(self) -> None:
         """Raise Problems for refused fields, and for unknown ones that may matter."""
         for name, value in self._config.items():
             if name in self._known or name.startswith("_") or not value:
                 continue
-            rule = _FOREIGN.get(name)
-            texts = (f"{rule}, which parallel3d does not support", _REMEDY) if rule else _UNKNOWN
-            self._problems.append(Problem(name, value, *texts))
+            rule, remedy = _UNKNOWN
+            if name in _FOREIGN:
+                rule = f"{_FOREIGN[name]}, which parallel3d does not support"
+                remedy = _REMEDY
+            self._problems.append(Problem(name, value, rule, remedy))
         if self._problems:
             raise Problems(self._problems)
 
@@ -132,7 +168,9 @@ class Fields:
 def model_block(config: Mapping[str, object]) -> dict[str, object]:
     """Return the "model" block of a config.json; raise Problems, whose paths are its fields."""
     fields = Fields(config)
-    kinds = {name: module for module in _families() for name in module.MODEL_TYPES}
+    kinds: dict[str, ModuleType] = {}
+    for module in _families():
+        kinds |= dict.fromkeys(module.MODEL_TYPES, module)
     family = kinds.get(fields.model_type)
     if family is None:
         remedy = f"use a model of one of the types {', '.join(sorted(kinds))}"
@@ -153,7 +191,8 @@ def model_block(config: Mapping[str, object]) -> dict[str, object]:
 def class_of(config: Mapping[str, object]) -> str:
     """Return the transformers language model class of a supported config.json."""
     kind = str(config["model_type"])
-    return next(str(m.MODEL_TYPES[kind][0]) for m in _families() if kind in m.MODEL_TYPES)
+    family = next(module for module in _families() if kind in module.MODEL_TYPES)
+    return str(family.MODEL_TYPES[kind][0])
 
 
 def free_settings(family: str) -> Mapping[str, str]:
@@ -164,7 +203,8 @@ def free_settings(family: str) -> Mapping[str, str]:
 
 
 def _families() -> list[ModuleType]:
-    return [module for family in models.families() if (module := _family(family))]
+    modules = [_family(family) for family in models.families()]
+    return [module for module in modules if module is not None]
 
 
 def _family(name: str) -> ModuleType | None:

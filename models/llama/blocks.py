@@ -55,7 +55,9 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x)  # each [batch, seq, heads here, size]
         q = self.q_norm(q)
         k = self.k_norm(k)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # each [batch, heads here, seq, size]
+        q = q.transpose(1, 2)  # [batch, heads here, seq, size]
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         if self.rotary is not None:
             q, k = self.rotary(q, k, segments)
         return self.output(self.core(q, k, v, segments))  # [batch, seq, hidden]

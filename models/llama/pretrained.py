@@ -3,9 +3,9 @@
 SmolLM2 is a `LlamaForCausalLM`. Missing fields have the default of the class.
 """
 
-from collections.abc import Callable
 from math import isclose
 
+from parallel3d.base.section import ABSENT
 from parallel3d.models.llama.spec import SCALINGS
 from parallel3d.models.pretrained import Fields
 
@@ -29,25 +29,26 @@ _DEFAULT_WINDOWS = {
 _SWITCHED = ("qwen2", "qwen3", "smollm3", "qwen3_moe")
 _UNIFORM = ("mistral", "mixtral", "qwen3_moe")
 _SLIDING = "sliding_attention"
-_BASES = {"smollm3": 2e6, "mixtral": 1e6}  # of the rotary frequencies, where not 10,000
+# Bases of the rotary frequencies that are not 10,000.
+_BASES = {"smollm3": 2e6, "mixtral": 1e6}
 
 
 def model_block(fields: Fields, kind: str | None = None) -> dict[str, object]:
     """Return the "model" block of a config.json; unsupported values are recorded in `fields`.
 
-    kind: the model_type with the same attention, if the file's is another family's.
+    - `kind`: the model_type with the same attention, if the file's is another family's.
     """
     kind = kind or fields.model_type
     heads = fields.take("num_attention_heads")
     # Only Llama's default does not depend on the version of transformers.
-    kv_heads = fields.take("num_key_value_heads", *([heads] if kind == "llama" else []))
-    head_dim = fields.take("head_dim", *([] if fields.model_type == "qwen3" else [None]))
+    kv_heads = fields.take("num_key_value_heads", heads if kind == "llama" else ABSENT)
+    head_dim = fields.take("head_dim", ABSENT if fields.model_type == "qwen3" else None)
     base, scaling, part = _rope(fields)
     fields.only("hidden_act", "silu", "swish", rule="is not SiLU")
     # Qwen2 always has biases on query, key and value; Mistral has none.
-    has_bias = kind in ("llama", "qwen3", "olmo2", "granite_swa") and fields.take(
-        "attention_bias", False
-    )
+    has_bias = False
+    if kind in ("llama", "qwen3", "olmo2", "granite_swa"):
+        has_bias = fields.take("attention_bias", False)
     biased = f'adds biases, which are not supported for model_type "{fields.model_type}"'
     if kind in ("mistral", "ministral", "smollm3"):
         fields.only("attention_bias", False, rule=biased)
@@ -115,16 +116,18 @@ def _windows(fields: Fields, interval: int | None) -> tuple[object, object]:
     fields.ignore("use_sliding_window")
     if kind in _SWITCHED and not fields.take("use_sliding_window", False):
         window = None
+
+    def slides(number: int) -> bool:
+        """Return True if the class has a window in this layer, where the file does not say."""
+        if kind in ("qwen2", "qwen3", "dots1"):
+            return bool(number >= first)
+        if kind == "smollm3":
+            return bool(interval) and (number + 1) % (interval or 1) == 0
+        return kind != "granite_swa" or number % 4 > 0
+
     if types is None:
-        by_kind: dict[str, Callable[[int], object]] = {
-            "qwen2": lambda number: number >= first,
-            "qwen3": lambda number: number >= first,
-            "smollm3": lambda number: interval and (number + 1) % interval == 0,
-            "dots1": lambda number: number >= first,
-            "granite_swa": lambda number: number % 4 > 0,
-        }
-        slides = map(by_kind.get(kind, lambda number: True), range(count))
-        types = [_SLIDING if window is not None and s else "full_attention" for s in slides]
+        windows = [slides(number) and window is not None for number in range(count)]
+        types = [_SLIDING if has_window else "full_attention" for has_window in windows]
     elif not isinstance(types, list) or {*map(str, types)} - {"full_attention", _SLIDING}:
         fields.refuse("layer_types", "has layers that do not attend to all tokens or to a window")
         return None, None
@@ -194,11 +197,12 @@ def _rope(fields: Fields) -> tuple[object, dict[str, object] | None, object]:
     required = ["factor", *(names if kind == "llama3" else ())]
     entries = {name: value for name, value in rope.items() if value is not None}
     if kind == "yarn":
-        entries = {
-            "original_max_position_embeddings": fields.take("max_position_embeddings", 2048)
-        } | entries
-    if missing := [name for name in required if name not in entries]:
+        longest = fields.take("max_position_embeddings", 2048)
+        entries = {"original_max_position_embeddings": longest, **entries}
+    missing = [name for name in required if name not in entries]
+    unknown = sorted(entries.keys() - {"factor", *names})
+    if missing:
         fields.refuse(where, f"has no {missing[0]}", "add it")
-    if more := sorted(entries.keys() - {"factor", *names}):
-        fields.refuse(where, f"has {more[0]}, which is unknown")
+    if unknown:
+        fields.refuse(where, f"has {unknown[0]}, which is unknown")
     return base, {"rope_type": kind, **entries}, part

@@ -55,7 +55,8 @@ def architecture(config: Config, end_of_text: int | None = None, name: str | Non
     Raises ValueError if no class of transformers has this architecture, or not the requested one.
     """
     chosen = class_named(name, _class_of(config))
-    if problems := list(_unlike(config, chosen)):
+    problems = list(_unlike(config, chosen))
+    if problems:
         raise ValueError("; ".join(problems))
     own = _own_settings(config, chosen)
     settings = llama.settings_of(config, chosen, end_of_text, **own)
@@ -118,11 +119,12 @@ def named_as_in_files(model: Any) -> nn.Module:
             continue
         _unstack(layer.mlp.experts, names)
         gate = layer.mlp.gate
-        if (bias := gate._buffers.pop("e_score_correction_bias", None)) is not None:
+        bias = gate._buffers.pop("e_score_correction_bias", None)
+        if bias is not None:
             gate.e_score_correction_bias = nn.Parameter(bias)
         if is_mixtral:
             layer.add_module("block_sparse_moe", layer._modules.pop("mlp"))
-            object.__setattr__(layer, "mlp", layer.block_sparse_moe)  # its forward uses this name
+            object.__setattr__(layer, "mlp", layer.block_sparse_moe)  # the forward uses this name
     module: nn.Module = model
     return module
 
@@ -208,8 +210,9 @@ def _unlike(config: Config, chosen: str) -> Iterator[str]:
         "first_k_dense_replace": 0 if is_plain else config.first_k_dense_replace,
         "head_size": head_size,
     }
-    if unlike := llama.windows_unlike(config, chosen):
-        yield unlike
+    other_windows = llama.windows_unlike(config, chosen)
+    if other_windows:
+        yield other_windows
     for name, value in needed.items():
         own = getattr(config, name)
         if own != value:

@@ -146,7 +146,8 @@ class Config(llama.Config):
                 "with decoder_sparse_step leaves no layer with experts",
                 'lower it, or use family = "llama"',
             )
-        if k <= experts < (self.capacity_factor or 0) * k:
+        limit = self.capacity_factor or 0.0
+        if k <= experts < limit * k:
             yield Problem(
                 "capacity_factor",
                 self.capacity_factor,
@@ -224,7 +225,7 @@ def _experts(config: Config) -> Iterator[ParamSpec]:
 def _mlp(config: Config, name: str, inner: int) -> Iterator[ParamSpec]:
     """Yield the weights of a SwiGLU."""
     hidden = config.hidden_size
-    (normal, residual) = weight_inits(config)
+    normal, residual = weight_inits(config)
     gate_up = (2, inner, hidden)
     down = (hidden, inner)
     yield ParamSpec(f"{name}.gate_up.weight", gate_up, TP_1, normal, True, role="hidden")

@@ -35,7 +35,7 @@ class Block(nn.Module):
         attended = self.residual1(x, self.norm1, self.attention, segments)
         if not self.parallel:
             return self.residual2(attended, self.norm2, self.mlp)
-        y, _ = self.residual2.branch(x, self.norm2, self.mlp)  # of the block's input
+        y, _ = self.residual2.branch(x, self.norm2, self.mlp)
         return y.add_(attended)
 
 

@@ -89,7 +89,7 @@ def named_as_in_files(model: nn.Module) -> nn.Module:
     """Return a `GPTNeoXForCausalLM` with its parameters renamed as in its files."""
     if "lm_head" in model._modules:
         model.add_module("embed_out", model._modules.pop("lm_head"))
-        object.__setattr__(model, "lm_head", model.embed_out)  # its forward uses this name
+        object.__setattr__(model, "lm_head", model.embed_out)  # the forward uses this name
     return model
 
 

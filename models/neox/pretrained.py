@@ -46,6 +46,6 @@ def _rope(fields: Fields) -> tuple[object, object]:
     if kind != "default":
         rule = f'has rope_type "{kind}", which the family does not support'
         fields.refuse(where, rule, 'use a model with "default"')
-    elif more := sorted(rope):
-        fields.refuse(where, f"has {more[0]}, which is unknown")
+    elif rope:
+        fields.refuse(where, f"has {min(rope)}, which is unknown")
     return base, share

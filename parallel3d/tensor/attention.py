@@ -134,12 +134,12 @@ def log_kernel(
     q_heads, kv_heads = layer.heads_here
     like = partial(torch.empty, dtype=dtype, device=device, requires_grad=True)
     q = like(batch, seq, q_heads, layer.head_size).transpose(1, 2)
-    k, v = (like(batch, seq, kv_heads, layer.head_size).transpose(1, 2) for _ in range(2))
+    k = like(batch, seq, kv_heads, layer.head_size).transpose(1, 2)
+    v = like(batch, seq, kv_heads, layer.head_size).transpose(1, 2)
     has_window = layer.window is not None and layer.window < seq
     kernel = SDPBackend.FLASH_ATTENTION
-    if not (
-        (isolated or has_window) and in_one_kernel(q, layer.dropout.p, layer.sinks is not None)
-    ):
+    fits_one_kernel = in_one_kernel(q, layer.dropout.p, layer.sinks is not None)
+    if not (fits_one_kernel and (isolated or has_window)):
         rows = q[:, :, :BLOCK] if has_window else q
         mask = q.new_empty(rows.shape[2], seq) if has_window else None
         kernel = kernel_of(rows, k, v, layer.dropout.p, mask)

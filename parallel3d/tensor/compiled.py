@@ -18,7 +18,8 @@ Mode = Literal["none", "pointwise", "block"]
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 
-BACKEND: Any = "inductor"  # as torch.compile takes it; tests have another
+BACKEND: Any = "inductor"
+"""The backend of torch.compile; tests have another."""
 _excluded: list[list[object]] = []  # functions left out of blocks, each with its reason
 
 
@@ -101,9 +102,11 @@ def counts() -> CompiledCounts:
 
 def _reason(text: str) -> str:
     """Return our reason of a `graph_break`, else the first line of torch's explanation."""
-    if match := re.search(r"\(reason: (.*)\)", text):
+    match = re.search(r"\(reason: (.*)\)", text)
+    if match:
         return match[1]
-    return next((line.strip() for line in text.splitlines() if line.strip()), "unknown")
+    lines = text.strip().splitlines()
+    return lines[0].strip() if lines else "unknown"
 
 
 def describe(mode: Mode) -> str:

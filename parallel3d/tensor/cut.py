@@ -57,13 +57,13 @@ def cut_parameter(
 
     `cuts` has by role of the mesh the dim that is cut, and the group that cuts it.
     """
-    parts = sorted(
-        CutPart(dim, role, *even_split(shape[dim], group.size(), group.rank()))
-        for role, over in cuts.items()
-        if over is not None
-        for dim, group in [over]
-    )
-    cut = Cut(tuple(shape), tuple(parts))
+    parts = []
+    for role, over in cuts.items():
+        if over is not None:
+            dim, group = over
+            start, stop = even_split(shape[dim], group.size(), group.rank())
+            parts.append(CutPart(dim, role, start, stop))
+    cut = Cut(tuple(shape), tuple(sorted(parts)))
     parameter = nn.Parameter(torch.empty(cut.local_shape))
     parameter.cut = cut  # type: ignore[attr-defined]
     return parameter

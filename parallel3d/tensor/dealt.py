@@ -93,24 +93,39 @@ def block_mask(dealt: Dealt, window: int | None) -> BlockMask:
     earliest = dealt.first
     if window is not None:
         earliest = torch.maximum(earliest, dealt.places - (window - 1))
-    first, places = (t.unflatten(-1, (-1, block)) for t in (earliest, dealt.places))
-    begin = torch.arange(0, dealt.seq, block, device=first.device)  # of each block of keys
-    low, high = (t.unsqueeze(-1) for t in (first.amin(-1), first.amax(-1)))
-    here = places[..., :1]  # the first token of each block here; [batch, blocks here, 1]
+    first = earliest.unflatten(-1, (-1, block))  # [batch, blocks here, block]
+    low = first.amin(-1).unsqueeze(-1)
+    high = first.amax(-1).unsqueeze(-1)
+    here = dealt.places[..., ::block].unsqueeze(-1)  # first tokens, [batch, blocks here, 1]
+    begin = torch.arange(0, dealt.seq, block, device=first.device)  # first keys, [blocks]
     seen = (begin + block > low) & (begin <= here)
     whole = (begin >= high) & (begin < here)
-    kinds: list[Tensor] = []
-    for kind in (seen & ~whole, whole):
-        order = kind.int().argsort(dim=-1, descending=True, stable=True)
-        kinds += [t.int().unsqueeze(1) for t in (kind.sum(-1), order)]  # a head is as the others
+    some_count, some_order = _listed(seen & ~whole)
+    whole_count, whole_order = _listed(whole)
 
     def attends(batch: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (earliest[batch, query] <= key) & (key <= dealt.places[batch, query])
 
     lengths = dealt.places.shape[-1], dealt.seq
     return BlockMask.from_kv_blocks(
-        kinds[0], kinds[1], kinds[2], kinds[3], block, mask_mod=attends, seq_lengths=lengths
+        some_count,
+        some_order,
+        whole_count,
+        whole_order,
+        block,
+        mask_mod=attends,
+        seq_lengths=lengths,
     )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of keys are True for each block here, and all with those first.
+
+    [batch, blocks here, blocks] -> [batch, 1, blocks here] and [batch, 1, blocks here, blocks],
+    the same for every head.
+    """
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int().unsqueeze(1), order.int().unsqueeze(1)
 
 
 class Span(NamedTuple):
@@ -159,6 +174,12 @@ def _flat(x: Tensor, like: Tensor) -> Tensor:
 
 class _Attend(torch.autograd.Function):
     """Attention, and the logarithm of the sum of each query's exponentials [tokens here, heads].
+
+    | pass | result | collective |
+    |---|---|---|
+    | forward | y [tokens here, heads, size] | all-gather of k and v |
+    | gradient of q | [tokens here, heads, size] | none |
+    | gradients of k and v | [tokens here, heads of k, size] | all-gather, then reduce-scatter |
 
     Scores are made span by span. The softmax is made online (arXiv:1805.02867): `high` is the
     largest score so far, `total` the sum of exponentials relative to it, and `y` that of values.
@@ -211,11 +232,13 @@ class _Attend(torch.autograd.Function):
         dtype = logsumexp.dtype
         kv_heads = k.shape[1]
         here = dealt.flat[dealt.group.rank()]
-        queries, grads = (_by_group(x, kv_heads, dtype) for x in (q, grad))
-        queries, to_queries = queries * scale, torch.zeros_like(queries)
-        # What a row of the scores' gradients has in common: [heads of k, group, tokens, 1].
+        queries = _by_group(q, kv_heads, dtype) * scale
+        grads = _by_group(grad, kv_heads, dtype)
+        to_queries = torch.zeros_like(queries)
+        # A row of the scores' gradients has these in common: [heads of k, group, tokens, 1].
         common = (grad.to(dtype) * y.to(dtype)).sum(-1, keepdim=True) - grad_logsumexp.unsqueeze(-1)
-        common, tops = (_by_group(x, kv_heads, dtype) for x in (common, logsumexp.unsqueeze(-1)))
+        common = _by_group(common, kv_heads, dtype)
+        tops = _by_group(logsumexp.unsqueeze(-1), kv_heads, dtype)
         gathered = kept[0] if kept else _gather(torch.stack((k, v), 1), dealt)
         there = torch.arange(len(gathered), device=here.device)
         keys, values = gathered.permute(1, 2, 0, 3).to(dtype)

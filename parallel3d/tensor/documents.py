@@ -43,7 +43,9 @@ def attend_documents(
     """
     batch, _, seq, _ = q.shape
     # [batch * seq, heads, size]: a view, because it is the memory layout of the products before.
-    flat_q, flat_k, flat_v = flat = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
+    flat_q = q.transpose(1, 2).flatten(0, 1)
+    flat_k = k.transpose(1, 2).flatten(0, 1)
+    flat_v = v.transpose(1, 2).flatten(0, 1)
     if segments is not None and segments.dealt is not None:
         assert dropout == 0, "the masks of a shared sample would depend on how it is dealt"
         y = attend_dealt(flat_q, flat_k, flat_v, segments.dealt, scale, window, sinks)
@@ -54,11 +56,12 @@ def attend_documents(
         return y.unflatten(0, (batch, seq))
     if segments is None:
         return attend(q, k, v).transpose(1, 2)
-    by_document = [t.split(segments.lengths) for t in flat]
-    outputs = [
-        attend(*(t.transpose(0, 1).unsqueeze(0) for t in parts)).squeeze(0).transpose(0, 1)
-        for parts in zip(*by_document, strict=True)
-    ]  # of each document [tokens, heads, size]
+    by_document = [t.split(segments.lengths) for t in (flat_q, flat_k, flat_v)]
+    outputs = []
+    for parts in zip(*by_document, strict=True):
+        one_sample = [part.transpose(0, 1).unsqueeze(0) for part in parts]
+        y = attend(*one_sample)  # [1, heads, tokens, size]
+        outputs.append(y.squeeze(0).transpose(0, 1))  # [tokens, heads, size]
     return torch.cat(outputs).unflatten(0, (batch, seq))
 
 
@@ -131,7 +134,7 @@ def _attend(
     """Attend within samples of one document each: [batch, heads, seq, size] -> the same shape."""
     size = q.shape[-1]
     seq = q.shape[2]
-    first = 0 if sinks is None else 1  # tokens that are none: the sink
+    first = 0 if sinks is None else 1  # the sink stands before the tokens
     if sinks is not None:
         scale = size**-0.5 if scale is None else scale
         q, k, v = _with_sink(q, k, v, sinks / scale)
@@ -150,9 +153,11 @@ def _attend(
         stop = start + queries.shape[2]
         earliest = max(0, start + 1 - window)
         seen = mask[: stop - start, earliest - start + window - 1 :][:, : stop - earliest]
-        keys, values = (t[:, :, first + earliest : first + stop] for t in (k, v))
+        keys = k[:, :, first + earliest : first + stop]
+        values = v[:, :, first + earliest : first + stop]
         if sinks is not None:
-            keys, values = (torch.cat([t[:, :, :1], u], 2) for t, u in ((k, keys), (v, values)))
+            keys = torch.cat([k[:, :, :1], keys], 2)
+            values = torch.cat([v[:, :, :1], values], 2)
             seen = F.pad(seen, (1, 0))
         outputs.append(attend(queries, keys, values, attn_mask=seen))
     return torch.cat(outputs, 2)[..., :size]

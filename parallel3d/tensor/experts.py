@@ -160,7 +160,13 @@ def _exchange(
 def _start_exchange(
     rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, Pending]:
-    """Return the tensor that the rows of the other ranks arrive in, with autograd, and the wait."""
+    """Return the tensor that the rows of the other ranks arrive in, with autograd, and the wait.
+
+    | pass | result | collective |
+    |---|---|---|
+    | forward | [sum of sent, size] -> [sum of received, size] | all-to-all |
+    | backward | [sum of received, size] -> [sum of sent, size] | all-to-all |
+    """
     started: list[Pending] = []
 
     def send(rows: Tensor) -> Tensor:
@@ -189,14 +195,26 @@ def _gather(rows: Tensor, place: Tensor, k: int) -> Tensor:
 
 
 def _dispatch(x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
-    """Return each token k times, in order; the gradient adds in a fixed order, unlike torch's."""
+    """Return each token k times, in order; the gradient adds in a fixed order, unlike torch's.
+
+    | pass | result | collective |
+    |---|---|---|
+    | forward | rows by `order` -> [tokens * k, size] | none |
+    | backward | sum of each token's k rows -> [tokens, size] | none |
+    """
     return Conjugate.apply(
         x, lambda x: _scatter(x, order, k), lambda grad, place: _gather(grad, place, k), place
     )
 
 
 def _combine(rows: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
-    """Return the sum of each token's k rows."""
+    """Return the sum of each token's k rows.
+
+    | pass | result | collective |
+    |---|---|---|
+    | forward | sum of each token's k rows -> [tokens, size] | none |
+    | backward | rows by `order` -> [tokens * k, size] | none |
+    """
     return Conjugate.apply(
         rows,
         lambda rows: _gather(rows, place, k),
@@ -223,12 +241,12 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     - a [rows, n] and b [groups, n, m]: each group's rows times its matrix -> [rows, m].
     - a [n, rows] and b [rows, m]: products over each group's rows -> [groups, n, m].
     """
-    sizes = a.shape[0 if b.dim() == 2 else 1], b.shape[-1]
-    aligned = all(size * a.element_size() % _ALIGNMENT == 0 for size in sizes)
+    n = a.shape[0] if b.dim() == 2 else a.shape[1]
+    m = b.shape[-1]
+    aligned = all(size * a.element_size() % _ALIGNMENT == 0 for size in (n, m))
     if aligned and a.dtype != torch.float64:
         return F.grouped_mm(a, b, offs=ends)
-    bounds = [0, *ends.tolist()]
-    groups = [slice(*pair) for pair in pairwise(bounds)]
+    groups = [slice(start, end) for start, end in pairwise([0, *ends.tolist()])]
     if b.dim() == 2:
         return torch.stack([a[:, group] @ b[group] for group in groups])
     return torch.cat([a[group] @ matrix for group, matrix in zip(groups, b, strict=True)])

@@ -29,7 +29,7 @@ class _OnHost:
         data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         if stream:
             stream.wait_stream(torch.accelerator.current_stream())
-            data.record_stream(stream)  # its memory is free when the copy has ended
+            data.record_stream(stream)  # free its memory when the copy has ended
         with stream or nullcontext():
             self.here = torch.empty_like(data, device="cpu", pin_memory=stream is not None)
             self.here.copy_(data, non_blocking=True)

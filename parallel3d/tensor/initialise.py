@@ -34,7 +34,8 @@ def fill(out: Tensor, start: int, spec: ParamSpec, name: str, cut: Cut, seed: in
         return
     *outer, rows, columns = (1, 1, *spec.shape)
     *outer_bounds, (r0, r1), (c0, c1) = ((0, 1), (0, 1), *bounds)
-    numbers = torch.arange(prod(outer)).view(outer)[tuple(slice(*b) for b in outer_bounds)]
+    slabs = torch.arange(prod(outer)).view(outer)
+    numbers = slabs[tuple(slice(*own) for own in outer_bounds)]
     width = c1 - c0
     slab_numel = (r1 - r0) * width
     for slab, number in enumerate(numbers.flatten().tolist()):
@@ -44,7 +45,8 @@ def fill(out: Tensor, start: int, spec: ParamSpec, name: str, cut: Cut, seed: in
         row = r0 + first
         while row < r0 + last:
             end = min(r0 + last, (row // _tile(rows) + 1) * _tile(rows))
-            values = _band(name, seed, number, row, end, c0, c1, rows, columns, spec.init.std)
+            place = f"{seed}/{name}/{number}"
+            values = _band(place, (row, end), (c0, c1), (rows, columns), spec.init.std)
             offset = slab * slab_numel + (row - r0) * width - start
             lo = max(0, offset)
             hi = min(stop - start, offset + values.numel())
@@ -53,18 +55,19 @@ def fill(out: Tensor, start: int, spec: ParamSpec, name: str, cut: Cut, seed: in
 
 
 def _band(
-    name: str,
-    seed: int,
-    slab: int,
-    r0: int,
-    r1: int,
-    c0: int,
-    c1: int,
-    rows: int,
-    columns: int,
+    place: str,
+    own_rows: tuple[int, int],
+    own_columns: tuple[int, int],
+    shape: tuple[int, int],
     std: float,
 ) -> Tensor:
-    """Return rows [r0, r1) and columns [c0, c1) of one band of tiles: [r1 - r0, c1 - c0]."""
+    """Return rows [r0, r1) and columns [c0, c1) of one band of tiles: [r1 - r0, c1 - c0].
+
+    - `place`: seed, name and number of the matrix, whose whole `shape` the tiles divide.
+    """
+    r0, r1 = own_rows
+    c0, c1 = own_columns
+    rows, columns = shape
     tall = _tile(rows)
     wide = _tile(columns)
     i = r0 // tall
@@ -74,7 +77,7 @@ def _band(
     for j in range(c0 // wide, -(-c1 // wide)):
         left = j * wide
         right = min(columns, (j + 1) * wide)
-        text = f"{seed}/{name}/{slab}/{i}/{j}"
+        text = f"{place}/{i}/{j}"
         digest = blake2b(text.encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
         tile = torch.empty(bottom - top, right - left).normal_(0.0, std, generator=generator)

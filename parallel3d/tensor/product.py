@@ -30,11 +30,20 @@ Bilinear = Callable[[Tensor, Tensor], Tensor]
 class Product(torch.autograd.Function):
     """A product of x and a weight with the *parameter itself* saved for backward.
 
+    | pass | result | collective |
+    |---|---|---|
+    | forward | product(x, W): [..., in], [out, in] -> [..., out] | none |
+    | gradient of the input | to_input(grad, W) -> [..., in] | none |
+    | gradient of the weight | to_weight(grad, x) -> [out, in] | none |
+
+    The shapes are those of a linear layer; experts have others. The weight's gradient may be
+    deferred (weight_gradients.py).
+
     torch saves a view of the weight, which keeps its storage alive: under ZeRO-3 the gathered
     weights of the whole stage would stay in memory until the backward, although they are released.
 
-    - `product`: of x and the weight.
-    - `to_input`, `to_weight`: the gradients of the two, of the output's gradient and the other one.
+    - `product`: multiplies x and the weight.
+    - `to_input`, `to_weight`: compute a gradient from the output's gradient and the other factor.
     """
 
     @staticmethod

@@ -28,4 +28,4 @@ class RandomKey:
         if device.type == "cpu":
             torch.default_generator.manual_seed(seed)
         else:
-            torch.get_device_module(device).manual_seed(seed)  # of the current device
+            torch.get_device_module(device).manual_seed(seed)

@@ -38,9 +38,8 @@ def yarn_scaling(
     the pair of features. As in transformers, the range begins and ends at whole pairs.
     """
     pairs = len(frequencies)
-    first, last = (pairs * log(length / (turns * tau)) / log(theta) for turns in (fast, slow))
-    first = max(floor(first), 0)
-    last = min(ceil(last), 2 * pairs - 1)
+    first = max(floor(pairs * log(length / (fast * tau)) / log(theta)), 0)
+    last = min(ceil(pairs * log(length / (slow * tau)) / log(theta)), 2 * pairs - 1)
     numbers = torch.arange(pairs, dtype=torch.float32, device=frequencies.device)
     scaled = ((numbers - first) / (last - first or 0.001)).clamp(0, 1)
     return frequencies * (1 - scaled + scaled / factor)
@@ -98,13 +97,14 @@ class Rotary(nn.Module):
         """Return cos and sin [seq, size] of positions 0, 1, ... in the dtype of x, cached."""
         if torch.compiler.is_compiling():  # the block's own kernels compute them
             return self._tables_of(x, seq)
-        tables = self._tables
-        stale = tables is None or len(tables[0]) != seq
-        if stale or tables is None or (tables[0].device, tables[0].dtype) != (x.device, x.dtype):
-            # Not an inference tensor, even if an evaluation comes first: training uses it too.
-            with torch.inference_mode(False), torch.no_grad():
-                tables = self._tables = self._tables_of(x, seq)
-        return tables
+        if self._tables is not None:
+            cos, _ = self._tables
+            if len(cos) == seq and cos.device == x.device and cos.dtype == x.dtype:
+                return self._tables
+        # Not an inference tensor, even if an evaluation comes first: training uses it too.
+        with torch.inference_mode(False), torch.no_grad():
+            self._tables = self._tables_of(x, seq)
+        return self._tables
 
     def _tables_of(self, x: Tensor, seq: int) -> tuple[Tensor, Tensor]:
         here = torch.arange(seq, dtype=torch.float32, device=x.device)

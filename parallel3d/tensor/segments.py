@@ -55,13 +55,14 @@ class Dealt(NamedTuple):
         flat = (places.transpose(0, 1) + samples).flatten(1)  # [cp, batch * seq / cp]
         own = places[:, group.rank()]
         first = starts.gather(1, own)
-        begins = torch.ones_like(own, dtype=torch.bool)  # a block is also a piece's end
+        begins = torch.ones_like(own, dtype=torch.bool)  # a block ends a piece, too
         begins[:, 1:] = (first[:, 1:] != first[:, :-1]) | (own[:, 1:] % block == 0)
         heads = begins.flatten().nonzero().squeeze(-1)
         lengths = torch.diff(heads, append=torch.tensor([own.numel()]))
-        firsts, ends = ((t + samples).flatten()[heads] for t in (first, own))
-        numbers = zip(lengths.tolist(), firsts.tolist(), (ends + lengths).tolist(), strict=True)
-        pieces = tuple(Piece(*own_numbers) for own_numbers in numbers)
+        firsts = (first + samples).flatten()[heads]
+        ends = (own + samples).flatten()[heads] + lengths
+        numbers = zip(lengths.tolist(), firsts.tolist(), ends.tolist(), strict=True)
+        pieces = tuple(Piece(tokens, start, end) for tokens, start, end in numbers)
         return cls(group, seq, block, own, flat, flat.flatten().argsort(), first, pieces)
 
 
