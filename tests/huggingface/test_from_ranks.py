@@ -146,7 +146,9 @@ def test_two_hosts_that_share_no_folder_leave_nothing_that_looks_whole(tmp_path)
 
 def save_as_started(rank, raw, directory):
     config = RunConfig.from_dict(raw)
-    mesh = Mesh(pp=config.mesh.pp, dp=config.mesh.dp, tp=config.mesh.tp)
+    sizes = config.mesh.sizes
+    mesh = Mesh(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp)
+    config = config.resolve(sizes.ranks).completed()
     parts = assemble(config, mesh, seed=SEED)
     save_weights(parts.engine, mesh, Path(directory), config=config, shard_bytes=SHARDS)
     mesh.barrier()
